@@ -66,7 +66,7 @@ def messages_of(
 
 
 MESSAGE = """\
-Tensor Cores are fastest if sizes of 16-bit products are multiples of 8. 2 layers have others; they could be padded:
+Tensor Cores are fastest if sizes of 16-bit products are multiples of 8. 2 layers have other sizes, which can be padded:
   net.0 (Linear): in_features 6 -> 8
   net.4 (Linear): out_features 3 -> 8"""
 

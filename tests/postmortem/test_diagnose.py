@@ -34,7 +34,7 @@ def test_weights_that_other_code_breaks(tmp_path):
 
     text = run(PROGRAMS["Plateau"], tmp_path, callbacks=[Divides()]).text
     assert "Verdict: weights" in text
-    assert "other code than the optimizer has changed them" in text
+    assert "code other than the optimizer has changed them" in text
     assert "writes to 'net.0.weight'" in text
 
 

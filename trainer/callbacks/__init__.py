@@ -1,6 +1,6 @@
 """Callbacks that come with the Trainer.
 
-They are ordinary ``lightning.Callback``s, and Lightning's own work with them.
+They are ordinary ``lightning.Callback``s, and can be combined with Lightning's callbacks.
 """
 
 from __future__ import annotations

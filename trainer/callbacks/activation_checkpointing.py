@@ -82,8 +82,8 @@ class _CheckpointedForward(OwnForward):
             return self._forward(*args, **kwargs)
         if torch.compiler.is_compiling():  # a compiled graph writes to buffers once, at its end
             return checkpoint(self._forward, *args, use_reentrant=False, **kwargs)
-        # torch saves the random state of a device only if a positional argument holds a tensor on it, as a parameter
-        # does
+        # torch saves the random state of a device only if a positional argument contains a tensor on that device;
+        # therefore a parameter is passed
         first_parameter = next(self._module.parameters(), None)
         contexts: dict[str, Any] = {"context_fn": self._contexts} if self._buffers else {}
         return checkpoint(self._run, args, kwargs, first_parameter, use_reentrant=False, **contexts)
@@ -96,7 +96,7 @@ class _CheckpointedForward(OwnForward):
 
 
 class _BufferSnapshot:
-    """A reusable context in which buffers have the values from when it was created.
+    """A reusable context in which buffers have the values that they had when the context was created.
 
     Writes to them inside the context go to copies.
 

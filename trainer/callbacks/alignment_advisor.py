@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from trainer.trainer import Trainer
 
 log = logging.getLogger("lightning.pytorch.advice")
-"""Lightning prints records of its loggers; on the command line, ``hydra/job_logging: trainer`` prints these."""
+"""A child of Lightning's logger, so Lightning prints the advice; on the command line, ``hydra/job_logging: trainer``
+prints it."""
 
 MULTIPLE = 8
 """Number of 16-bit elements in 16 bytes, the alignment that Tensor Cores require for the best speed."""
@@ -40,7 +41,7 @@ class Misaligned(NamedTuple):
     Attributes:
         name: the name in ``named_modules()``.
         kind: the name of its class.
-        sizes: those sizes by the name of the dimension; in a convolution with groups, those of one group.
+        sizes: those sizes, by the name of the dimension; in a convolution with groups, the sizes of one group.
     """
 
     name: str
@@ -58,12 +59,12 @@ class AlignmentAdvisor(Callback):
     Tensor Cores compute 16-bit products most efficiently if the features of linear layers and the channels of
     convolutions are multiples of 8, according to NVIDIA's guide "Train With Mixed Precision" (which recommends the same
     for batch size, vocabulary and sequence length; these are not properties of a layer). Nothing is logged if the
-    precision is not a 16-bit one, if the device has no Tensor Cores, or if all sizes are multiples. A default callback
-    in 16-bit precisions on a GPU.
+    precision is not a 16-bit one, if the device has no Tensor Cores, or if all sizes are multiples of 8. A default
+    callback in 16-bit precisions on a GPU.
 
     Args:
-        everywhere: whether to check without Tensor Cores and in any precision, too: for a model before it runs on a
-            GPU. Default: False.
+        everywhere: whether to check also without Tensor Cores and in any precision, for a model that will run on a
+            GPU later. Default: False.
         max_lines: the largest number of layers to list, at least 1; the others are counted. Default: 10.
 
     Raises:
@@ -89,10 +90,10 @@ class AlignmentAdvisor(Callback):
                 log.info(message)
 
     def _message(self, found: list[Misaligned]) -> str:
-        layers = "1 layer has others" if len(found) == 1 else f"{len(found)} layers have others"
+        layers = "1 layer has other sizes" if len(found) == 1 else f"{len(found)} layers have other sizes"
         lines = [
-            f"Tensor Cores are fastest if sizes of 16-bit products are multiples of {MULTIPLE}. {layers}; they could"
-            " be padded:",
+            f"Tensor Cores are fastest if sizes of 16-bit products are multiples of {MULTIPLE}. {layers},"
+            " which can be padded:",
             *map(str, found[: self.max_lines]),
         ]
         if len(found) > self.max_lines:
@@ -104,8 +105,8 @@ def misaligned(root: nn.Module) -> Iterator[Misaligned]:
     """Yield the linear and convolution layers of ``root`` with sizes that are not multiples of 8.
 
     These are ignored: layers that ``fp32_modules`` keeps in float32; depthwise convolutions, which are not matrix
-    products; up to four channels of images, for which NVIDIA's libraries have special kernels (Convolutional Layers
-    User's Guide, "Channels In And Out"); lazy layers without a size yet.
+    products; up to four input channels, as images have, for which NVIDIA's libraries have special kernels
+    (Convolutional Layers User's Guide, "Channels In And Out"); lazy layers without a size yet.
     """
     in_float32 = running_in_float32(root)
     for path, layer in root.named_modules():

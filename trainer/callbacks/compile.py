@@ -20,7 +20,7 @@ from trainer.module_tree import has_forward, plain_class
 
 _USUAL_RECOMPILATIONS = 4
 """Usual number of recompilations of a function: with and without gradients, and when a size first varies."""
-_REASONS = 5  # the largest number in the record
+_REASONS = 5  # maximum number of reasons in the record
 
 Mode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
 
@@ -81,7 +81,7 @@ class Compile(RunCallback):
         self.settings: dict[str, Any] = {"backend": backend, "fullgraph": fullgraph, "dynamic": dynamic}
         self.settings |= {"mode": mode, "options": None if options is None else dict(options)}
         are_too_many = mode is not None and options is not None
-        expect(not are_too_many, "one of them: torch.compile takes no more", mode=mode, options=options)
+        expect(not are_too_many, "one of them, because torch.compile does not accept both", mode=mode, options=options)
         self.compiled: list[str] = []
         self._watch = compilation.Compilations()
         self._undo: list[Any] = []
@@ -206,8 +206,8 @@ class Compile(RunCallback):
         warn(
             f"{function} was recompiled {times} times, in {sum(one.seconds for one in compilations):.1f} s; the last"
             f" time because: {compilations[-1].reason}. After 8 times, torch runs it uncompiled. If sizes differ"
-            " between batches, use dynamic=True. Numbers that change between steps are constants of the graph; pass"
-            " them as tensors.",
+            " between batches, use dynamic=True. Python numbers are constants of the graph: pass those that change as"
+            " tensors.",
             PossibleUserWarning,
         )
 
@@ -238,7 +238,7 @@ def _units(module: nn.Module) -> dict[str, nn.Module]:
 
 
 def _is_one_layer(module: nn.Module) -> bool:
-    """Return whether a module is a single torch layer, such as ``nn.Linear`` or a loss, which gains nothing."""
+    """Return whether a module is a single torch layer, ``nn.Linear`` or a loss: compiling it gains nothing."""
     return plain_class(module).__module__.startswith("torch.nn.") and not any(True for _ in module.children())
 
 

@@ -89,7 +89,7 @@ class FastSettings(RunCallback):
             self._convert_weights(trainer, pl_module)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: LightningModule) -> None:
-        """Convert the optimizer states to the layout of their weights, because a checkpoint has the usual one."""
+        """Convert optimizer states to the layout of their weights, because a checkpoint has them in the usual one."""
         self._convert_states(trainer, _to_channels_last)
 
     def on_save_checkpoint(self, trainer: pl.Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:

@@ -19,8 +19,8 @@ class GradientAccumulation(Callback):
 
     Args:
         batches: the number of batches in a window.
-        schedule: instead of ``batches``: the number by the first epoch that uses it, ``{0: 8, 10: 4}``. Before the
-            first epoch in it, 1.
+        schedule: instead of ``batches``: maps an epoch to the number of batches from that epoch on, such as
+            ``{0: 8, 10: 4}``. Before its first epoch, the number is 1.
         straddles_epochs: whether a window that is open at the end of an epoch continues in the next one. Default:
             False, it is closed there. The last epoch closes it in any case.
 

@@ -33,8 +33,8 @@ class GradientCheck(Callback):
     command line with ``+debug=gradcheck``, or with ``Trainer(precision="64-true", callbacks=[GradientCheck()])``.
 
     The loss that ``training_step`` returns is differentiated with respect to one parameter at a time, along two
-    directions: the direction of its gradient (the strongest signal) and a random one (all that the gradient misses).
-    The check runs near the weights instead of at them, because weights that are initialized to
+    directions: the direction of its gradient (the strongest signal) and a random one (which detects the components that
+    the gradient lacks). The check runs near the weights instead of at them, because weights that are initialized to
     exactly zero put every activation behind them on the kink of a ReLU. A parameter that fails is checked again at
     other points, and is reported if it fails at all of them.
 
@@ -42,7 +42,7 @@ class GradientCheck(Callback):
     during the check. Weights, buffers and random states are restored. Compiled modules run uncompiled.
 
     Args:
-        samples: number of samples of the batch that are used, the first ones.
+        samples: number of samples to use, from the start of the batch.
         parameters: patterns (``fnmatch``) for the names of the parameters to check. Frozen ones are left out.
         eps: the step of the finite differences, in the units of the parameter.
         rtol: the largest relative error.
@@ -151,7 +151,7 @@ class GradientCheck(Callback):
         return [name for name in names if gradient_of[name] is None]
 
     def _problem(self, loss: Loss, value: Tensor, gradient: Tensor | None, atol: float) -> str:
-        """Return both derivatives along the first direction with different ones, or "" if the gradient is right."""
+        """Return both derivatives along the first direction in which they differ, or "" if the gradient is right."""
         gradient = torch.zeros_like(value) if gradient is None else gradient.to_dense()
         point = value.clone()
 
@@ -175,8 +175,8 @@ class GradientCheck(Callback):
             f" points:\n{lines}Look at the operations through which the loss depends on {list(self.problems)[-1]!r} (in"
             " a chain of layers the last wrong one is nearest to the mistake): at the backward of a custom"
             " autograd.Function, a tensor that is changed in place, a detach(). If the loss stops gradients on purpose"
-            " (detach, a straight-through estimator) or has kinks everywhere (rounding, argmax), the two differ by"
-            " design: choose other parameters with GradientCheck(parameters=[...])."
+            " (detach, a straight-through estimator) or has kinks everywhere (rounding, argmax), gradients and"
+            " derivatives differ by design: choose other parameters with GradientCheck(parameters=[...])."
         )
 
 

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 class GradientClipping(Callback):
     """Clips the gradients just before each optimizer step, by their total norm or by value.
 
-    Runs after the gradients are unscaled and after every ``on_before_optimizer_step`` of callbacks and module. It
-    replaces ``LightningModule.configure_gradient_clipping``, which a module may override. Works with fused optimizers,
-    too. ``Trainer(gradient_clip_val=...)`` is the short form.
+    Runs after the gradients are unscaled and after every ``on_before_optimizer_step`` of callbacks and module. If the
+    module overrides ``configure_gradient_clipping``, that method runs instead. Works with fused optimizers, too.
+    ``Trainer(gradient_clip_val=...)`` is the short form.
 
     Logs ``grad_norm``, the norm before clipping, for every step that was taken. The norm of a skipped step (inf or NaN)
     is neither logged nor included in the mean of the epoch.
@@ -34,7 +34,7 @@ class GradientClipping(Callback):
         log_norm: whether to log ``grad_norm``. Default: True.
 
     Raises:
-        ConfigurationError: if both or neither of ``max_norm`` and ``clip_value`` are given, or it is not positive.
+        ConfigurationError: if both or neither of ``max_norm`` and ``clip_value`` are given, or a limit is not positive.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class GradientClipping(Callback):
         """The strategies that do not support this kind of clipping, and the reasons."""
         if not self.clip_value and self.norm_type == 2.0:
             return {}
-        return {"deepspeed": "does not clip by the L2 norm, as DeepSpeed does. Use GradientClipping(max_norm=...)."}
+        return {"deepspeed": "does not clip by the L2 norm, DeepSpeed's only rule. Use GradientClipping(max_norm=...)."}
 
     @property
     def limit(self) -> float:

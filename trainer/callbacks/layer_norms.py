@@ -39,7 +39,7 @@ class LayerNorms(RunCallback):
         every_n_steps: optimizer steps between two measurements, at least 1. Default: 50.
 
     Attributes:
-        norms: the last measurement, by the names of the layers in the order of the module; "" is the module itself.
+        norms: the last measurement, by layer name, in the order of the module; "" is the module itself.
 
     Raises:
         ConfigurationError: if ``every_n_steps`` is below 1.

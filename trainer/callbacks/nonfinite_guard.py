@@ -34,7 +34,7 @@ class NonFiniteGuard(RunCallback):
                     the batch and the first nonfinite value: in the batch, in the output of a layer, or in a gradient.
                     The weights, and all checkpoints, are those of the last good step.
     ``"skip"``      continues with the next batch, until ``max_in_a_row`` steps in a row were skipped.
-    ``"continue"``  checks nothing, as torch.
+    ``"continue"``  checks nothing, like plain torch.
 
     With loss scaling (``16-mixed``), overflowed gradients are normal while the loss scale adapts, and
     :class:`~trainer.callbacks.OverflowReport` reports problems. Then ``"stop"`` ends the run only if a loss in the
@@ -97,7 +97,7 @@ class NonFiniteGuard(RunCallback):
         """The strategies that cannot replay a batch, and the reasons."""
         if not self.every_step or self.policy != "stop":
             return {}
-        return {"deepspeed": "runs batches again to find where a number came from. Use NonFiniteGuard('skip')."}
+        return {"deepspeed": "runs batches again to find the origin of a nonfinite value. Use NonFiniteGuard('skip')."}
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Replace a scaler that neither scales nor skips by one that skips steps."""
@@ -153,7 +153,7 @@ class NonFiniteGuard(RunCallback):
             report = last_diagnosis(trainer)
             raise NonFiniteError(
                 f"The weights are not finite at step {trainer.global_step} of epoch {trainer.current_epoch}, so they"
-                f" were not saved, and the checkpoints from before are as they were: {join_first(broken, 6)}."
+                f" were not saved, and earlier checkpoints are unchanged: {join_first(broken, 6)}."
                 " NonFiniteGuard('continue') saves such weights.\n"
                 + "\n".join([] if report is None else report.lines()),
                 step=trainer.global_step,
@@ -172,7 +172,7 @@ class NonFiniteGuard(RunCallback):
             self._has_warned = True
             rank_zero_warn(
                 f"Optimizer step {step} of epoch {trainer.current_epoch} was skipped, because gradients were not"
-                " finite. Others will be without a message: trainer.skipped_steps counts them. NonFiniteGuard('stop')"
+                " finite. Further skipped steps are only counted, in trainer.skipped_steps. NonFiniteGuard('stop')"
                 " names their origin."
             )
 
@@ -195,7 +195,7 @@ def _error(trainer: Trainer, step: int, outcome: StepOutcome, batches: list[Reco
         f"Gradients were not finite at optimizer step {step} of epoch {trainer.current_epoch}.",
         *lines,
         "The step was skipped: weights, optimizers and schedules are those of the last good step."
-        " NonFiniteGuard('skip') leaves such steps out.",
+        " NonFiniteGuard('skip') continues after such steps.",
     ]
     batch_idx = None if report is None else report.finding.batch_idx
     return NonFiniteError("\n".join(lines), step=step, batch_idx=batch_idx, report=report)

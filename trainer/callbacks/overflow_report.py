@@ -139,9 +139,10 @@ class OverflowReport(RunCallback):
             normal while the loss scale adjusts. With one process, single skips are also examined, beginning with the
             second one. None disables both. Default: 3.
         at_step: also report on this optimizer step (``trainer.global_step`` when it begins, or the first one after
-            that), skipped or not, in any precision: the largest loss scale that fits. Default: None.
-        collapse_after: number of skipped steps in a row that stop the run; None for no limit. The default, 50, is three
-            times the 16 skips that lower the default scale from 2**16 to 1. Default: 50.
+            that), skipped or not, in any precision: the cause if it fails, otherwise the largest loss scale that fits.
+            Default: None.
+        collapse_after: number of skipped steps in a row that stop the run; None for no limit. The default, 50, is about
+            three times the 16 skips that lower the default scale from 2**16 to 1. Default: 50.
         at_floor: number of skipped steps in a row at the scaler's ``min_scale`` that stop the run, because the scale
             cannot decrease further; None for no limit. Default: 10.
         dirpath: folder of the files. Default: the folder of the run, or of the first logger, or the Trainer's
@@ -155,7 +156,7 @@ class OverflowReport(RunCallback):
         ConfigurationError: if a number is out of range.
         LossScaleCollapse: while training; see ``collapse_after`` and ``at_floor``. If the Trainer writes checkpoints,
             ``before_collapse.ckpt`` is written first: the weights, optimizers and schedules, which the skipped steps
-            have not changed, and the buffers and the loss scale from before these steps.
+            have not changed, the loss scale from before these steps, and the buffers after the first of them.
     """
 
     unsupported_with: ClassVar = {
@@ -237,7 +238,7 @@ class OverflowReport(RunCallback):
     ) -> None:
         """Process a skipped step, and check the losses every ``log_every_n_steps`` updates."""
         fit = self._fit
-        if fit is None or optimizer is not trainer.optimizers[outcome.optimizers[0]]:  # several are one update
+        if fit is None or optimizer is not trainer.optimizers[outcome.optimizers[0]]:  # an update is processed once
             return
         if outcome.skipped:
             self._process_skip(trainer, fit, trainer.global_step - len(outcome.optimizers), outcome)
@@ -339,7 +340,7 @@ class OverflowReport(RunCallback):
         fit, engine, scaled, is_alone = self._fit, trainer.engine, trainer.scaler.skips_steps, trainer.world_size == 1
         if fit is None:
             return
-        # with loss scaling, only the losses of steps that are known to be skipped or not
+        # with loss scaling, only the losses of steps with a known outcome
         due = [one for one in fit.losses if not scaled or one[0] < trainer.global_step]
         fit.losses, fit.updates = fit.losses[len(due) :], 0
         if fit.is_broken or not (due or not is_alone):
@@ -462,8 +463,8 @@ class OverflowReport(RunCallback):
             path = os.path.join(folder, "before_collapse.ckpt")  # no Path: it may be a URL
             trainer.save_checkpoint(path)
             lines.append(
-                f"Weights, optimizers, schedules, buffers and the loss scale from before step {first_step} are in"
-                f" {path}; a run that resumes from it begins with the current batch."
+                f"Weights, optimizers, schedules and the loss scale from before step {first_step}, and the buffers"
+                f" after this step, are in {path}; a run that resumes from it begins with the current batch."
             )
         if broken := [name for name, buffer in module.named_buffers() if not buffer.isfinite().all()]:
             lines.append(f"These buffers were already non-finite after step {first_step}: {', '.join(broken[:6])}.")
@@ -501,7 +502,7 @@ def _examines_single(trainer: Trainer, fit: _Fit, step: int) -> bool:
 
 
 def _newest_checkpoint(trainer: Trainer, before: float) -> Path | None:
-    """Return the newest file in the folders of the checkpoint callbacks that was written before this moment."""
+    """Return the newest of the checkpoints written until ``before`` to the folders of the checkpoint callbacks."""
     folders = {getattr(callback, "dirpath", None) for callback in trainer.checkpoint_callbacks}
     files = [path for folder in folders if folder for path in Path(folder).glob("*.ckpt")]
     return max((p for p in files if p.stat().st_mtime <= before), key=lambda p: p.stat().st_mtime, default=None)

@@ -142,7 +142,7 @@ class ProgressBar(RunCallback, LightningProgressBar):
     # Training
 
     def on_train_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-        """Start the display; also in the middle of an epoch, because no epoch start follows then."""
+        """Start the display with the row of an epoch, because no epoch start follows if a fit resumes within one."""
         self._start()
         self._begin_epoch(trainer)
         self._draw()
@@ -451,7 +451,7 @@ class _NotebookDisplay:
         self._handle = show(self._display, display_id=True)
 
     def refresh(self) -> None:
-        """Replace the display by its current state."""
+        """Show the current state of the display instead of the earlier one."""
         self._handle.update(self._display)
 
     stop = refresh
@@ -464,7 +464,9 @@ def _format(value: object) -> str:
 
 
 def _redirect_logging() -> list[tuple[logging.StreamHandler[Any], TextIO]]:
-    """Print log records above the bar: handlers keep the streams from before rich replaced them.
+    """Redirect log handlers to rich's streams, so that log records appear above the bar.
+
+    Handlers still have the streams that rich has replaced.
 
     Returns:
         The handlers that were changed, with their previous streams.

@@ -42,7 +42,8 @@ class RollBackOnLossSpike(RunCallback):
     a checkpoint with non-finite weights is due before that check, the run ends instead.
 
     Args:
-        threshold: the factor on the median loss, above 1; losses must be positive. Default: 2.0.
+        threshold: a loss is a spike if it exceeds the median by this factor; above 1. Losses must be positive.
+            Default: 2.0.
         window: the number of updates in the median. No rollback happens before this many updates. Default: 100.
         margin: the smallest number of optimizer steps between the checkpoint and the spike, because a spike may begin
             before it is visible. Without ``save_top_k=-1`` there may be no checkpoint that old. Default: 0.
@@ -68,7 +69,7 @@ class RollBackOnLossSpike(RunCallback):
     def __init__(
         self, threshold: float = 2.0, window: int = 100, margin: int = 0, max_rollbacks: int | None = 3
     ) -> None:
-        expect(threshold > 1, "a factor on the median loss above 1", threshold=threshold)
+        expect(threshold > 1, "a factor above 1", threshold=threshold)
         expect(window >= 1, "at least 1 update", window=window)
         expect(margin >= 0, "at least 0 optimizer steps", margin=margin)
         expect(

@@ -11,7 +11,7 @@ from lightning.pytorch import Callback, LightningModule
 
 
 class RunCallback(Callback):
-    """A callback that stores or changes something during a run, and restores it at the end.
+    """A callback that stores or changes something during a run, and drops or restores it at the end.
 
     Copies are detached from any run.
 
@@ -27,14 +27,14 @@ class RunCallback(Callback):
             vars(self)[hook.__name__] = None
 
     def _clean_up(self, trainer: pl.Trainer) -> None:
-        """Restore the changes, if there are any. Called when a run is over, possibly twice."""
+        """Undo the changes, if there are any. Called when a run is over, possibly twice."""
 
     def on_exception(self, trainer: pl.Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Restore the changes, because the run has failed."""
+        """Undo the changes, because the run has failed."""
         self._clean_up(trainer)
 
     def teardown(self, trainer: pl.Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Restore the changes, because the run is over."""
+        """Undo the changes, because the run is over."""
         self._clean_up(trainer)
 
     def __getstate__(self) -> dict[str, Any]:

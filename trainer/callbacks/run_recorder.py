@@ -218,7 +218,7 @@ class RunRecorder(Callback):
             self._last_size = batch_size(batch)
         if not self._keeps_curves or batches % self.losses.stride:
             return
-        if not batches % self.seconds.stride:  # equal, or a multiple if some batches have no loss
+        if not batches % self.seconds.stride:  # the stride of the losses, or a multiple if some batches have no loss
             self._count_batch(trainer)
         loss = training_loss(trainer, outputs, keep=self._on_device)
         if loss is not None:
@@ -285,7 +285,7 @@ class RunRecorder(Callback):
     def on_fit_end(self, trainer: Trainer, pl_module: pl.LightningModule) -> None:
         """Complete the record of a successful fit. Its status is failed if no weight was ever updated.
 
-        A second fit of a Trainer that has nothing left to do leaves the record of the first.
+        If a second fit of the Trainer has nothing left to do, the record of the first fit is kept.
         """
         self._is_fitting = False
         if self.record is not None and self._began is None and self._is_complete(trainer, self.record.former):

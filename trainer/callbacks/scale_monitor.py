@@ -21,17 +21,17 @@ if TYPE_CHECKING:
 
 
 class ScaleMonitor(RunCallback):
-    """Log the loss scale, skipped steps and underflow. `OverflowReport` explains a run in which they go wrong.
+    """Log the loss scale, skipped steps and underflow. `OverflowReport` explains the cause of problems.
 
     Logged with each step if the loss is scaled:
 
     - ``amp/scale``: the loss scale of the step.
-    - ``amp/skipped_steps``: so far.
-    - ``amp/skip_rate``: over the last ``window`` steps.
+    - ``amp/skipped_steps``: the number of skipped steps so far.
+    - ``amp/skip_rate``: the share of skipped steps among the last ``window`` steps.
     - ``amp/nonfinite_losses``: the number of skipped steps so far with a loss that was not finite, which is not an
       overflow of gradients. Logged from the first one on.
 
-    Logged every ``every_n_steps``, measured before ``unscale_``:
+    Logged every ``every_n_steps``; underflow and zeros are measured before ``unscale_``:
 
     - ``amp/underflow``: of the gradient elements that are not zero, the share that is subnormal in float16: below
       2**-14. Those have lost precision, and smaller ones have become zero. For each of the ``worst_layers`` with the
@@ -52,7 +52,7 @@ class ScaleMonitor(RunCallback):
         underflow: the last measurement: all parameters together, then each one, the largest share first.
 
     Raises:
-        ConfigurationError: a number out of range.
+        ConfigurationError: if a number is out of range.
     """
 
     observes_only: ClassVar = True
@@ -152,7 +152,11 @@ class ScaleMonitor(RunCallback):
             self._report(trainer, found, outcome)
 
     def _is_due(self, trainer: Trainer) -> bool:
-        """Return whether the gradients of this update are measured; with the default, if the loggers get its values."""
+        """Return whether the gradients of this update are measured.
+
+        With the default of ``every_n_steps``, these are the updates with rows in the loggers
+        (``log_every_n_steps=50``).
+        """
         return bool(self.every_n_steps) and (trainer.progress.updates + 1) % self.every_n_steps == 0
 
     def _start_probe(self, trainer: Trainer, optimizer: Optimizer) -> None:

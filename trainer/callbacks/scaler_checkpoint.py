@@ -12,9 +12,9 @@ if TYPE_CHECKING:
     from trainer.trainer import Trainer
 
 KEY = "MixedPrecision"
-"""The key of Lightning (the class name of its precision plugin), so that both restore each other's state."""
+"""Lightning's key (the class name of its precision plugin), so that each Trainer restores the other's state."""
 OLD_KEY = "native_amp_scaling_state"
-"""The key of Lightning before 1.6."""
+"""The key in Lightning before 1.6."""
 
 
 class ScalerCheckpoint(Callback):

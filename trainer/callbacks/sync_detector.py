@@ -27,7 +27,8 @@ from trainer.callbacks.run_callback import RunCallback
 from trainer.errors import expect
 
 log = logging.getLogger("lightning.pytorch.advice")
-"""Lightning prints records of its loggers; on the command line, ``hydra/job_logging: trainer`` prints these."""
+"""A child of Lightning's logger, so Lightning prints the advice; on the command line, ``hydra/job_logging: trainer``
+prints it."""
 
 _NUMBER = "keep the tensor: self.log accepts tensors, and reads them only when it writes a row"
 _COPY = "collect tensors and copy them once, at the end of the epoch; or .to('cpu', non_blocking=True)"
@@ -36,12 +37,10 @@ _IF_ADVICE = "no `if` on a tensor: torch.where(condition, a, b), or multiply by 
 _SIZE = "the size of the result depends on values: torch.where, or a product with the mask, keeps the shape"
 _EQUAL = "compare on the device: (a == b).all() is a tensor"
 _CLASSES = "pass the number of classes: F.one_hot(labels, num_classes)"
-_CHECKED = "torch.linalg.inv_ex, cholesky_ex and solve_ex do not read on the host whether they succeeded"
+_CHECKED = "use torch.linalg.inv_ex, cholesky_ex or solve_ex: the host does not read whether they succeeded"
 _FILLED = "torch.where(mask, value, x): masked_fill reads a value that is a tensor on the GPU"
 _INDEX = "create the index on the device: torch.randperm(n, device=self.device); or register it as a buffer"
-_BY_NUMBER = (
-    "index with a one-dimensional tensor: x[i[None]]; the host reads an index without dimensions and slice bounds"
-)
+_BY_NUMBER = "index with a one-dimensional tensor: x[i[None]]; the host reads slice bounds and 0-dim indices"
 _SENT = (
     "create it on the device (torch.zeros(..., device=self.device)), register it as a buffer, or copy it from pinned"
     " memory: .pin_memory().to(device, non_blocking=True)"

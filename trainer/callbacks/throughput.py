@@ -37,7 +37,8 @@ class Throughput(Callback):
     utilization (MFU, https://arxiv.org/abs/2204.02311) is also computed: the operations in the forward and backward
     pass of a sample, times the rate, divided by the peak of all devices for dense products in the precision. The
     operations are counted with torch's formulas in the first batch of a fit, which therefore takes longer. They cannot
-    be counted in a compiled module; pass them as an argument instead. All batches are assumed to need equally many.
+    be counted in a compiled module; pass them as an argument instead. The number per sample is assumed to be the same
+    in all batches.
 
     Args:
         warmup_batches: number of batches of a fit that do not count; at most half of the first epoch's. Default: 10.
@@ -53,9 +54,8 @@ class Throughput(Callback):
         evaluation_rates: samples per second of the last "validate", "test" and "predict".
         batches: for each epoch two checksums of its first batch on this rank: of the floating-point tensors in it, as
             float32 (None if the precision has rounded them to 16 bits), and of all others. Runs with equal checksums
-            had the same random state there and, in all likelihood, the same batches.
-
-        flops_per_sample: as given, or counted; None if they are unknown, or the device's peak is.
+            had the same random state at these batches and, in all likelihood, the same batches.
+        flops_per_sample: as given, or counted; None if it or the device's peak is unknown.
         mfu: share, in [0, 1], of the peak of all devices; None if it is unknown.
 
     Raises:

@@ -2,8 +2,8 @@
 
 A callback of any package may define them::
 
-    observes_only: bool          it saves, logs, reports or stops a run, and does not change a step. A trial run, as of
-                                 ``tune``, leaves it out. Default: False.
+    observes_only: bool          it saves, logs, reports or stops a run, and does not change a step. The trial
+                                 runs of ``tune`` leave it out. Default: False.
     reads_epoch_metrics: bool    its ``on_train_epoch_end`` runs after the module's, to read the metrics logged there.
                                  Default: False.
     runs_last: bool              it writes or restores checkpoints, so its hooks at the end of a batch, an epoch or a

@@ -1,1 +1,1 @@
-"""Running a training batch a second time, without a trace, to see where its numbers stop being finite."""
+"""Replay training batches without side effects, to find where values stop being finite, and a remedy."""

@@ -1,7 +1,7 @@
 """Decides why a training run breaks: one verdict and one remedy, from replays of the batch.
 
-Callbacks detect that something is wrong, and describe it in a :class:`Case`. :func:`diagnose` explains it. Each remedy
-was tried on the batch before it is given, forward and backward, unless it says otherwise.
+Callbacks detect that something is wrong, and describe it in a :class:`Case`. :func:`diagnose` explains it. Remedies are
+tried on the batch, forward and backward; ``Diagnosis.tried`` is the result, or "" if a remedy was not tried.
 """
 
 from __future__ import annotations
@@ -32,27 +32,27 @@ if TYPE_CHECKING:
 MAX_UNDERFLOW = 0.3
 """Share of the gradient elements that may be lost in float16."""
 _DIVERGENCE_FACTOR = 10.0
-"""Times a loss has to be larger than with earlier weights, to count as grown."""
+"""A loss has grown if it exceeds the loss with earlier weights by this many times that loss."""
 _TINY = 2.0**-24
-"""Relative change of a weight that float32 rounds to none."""
+"""Smaller relative changes of a weight are rounded away in float32."""
 _COMPARED = 5
-"""Batches to compare."""
+"""Maximum number of batches to compare."""
 
 
 @dataclass
 class Case:
-    """Something that a callback has noticed.
+    """A problem that a callback has detected.
 
     Attributes:
         step: ``trainer.global_step`` when the weight update began.
-        batches: of the window that failed; [] if they are gone.
+        batches: those of the window that failed; [] if they are no longer stored.
         scale: the loss scale of the update.
         recent: batches before those, oldest first.
         before: finite weights of an earlier step; {} if there are none.
         first: the first step that may be the cause, because everything before it was finite; -1 if the weights were not
             finite when training began.
         buffers: the largest value of each buffer when training began.
-        in_a_row: number of skipped steps in a row until then.
+        in_a_row: number of skipped steps in a row up to this step.
         trigger: "loss" (a loss was not finite), "growth" (of the loss), "underflow", "skips" (skipped steps in a row),
             "single skip", "step" (on demand) or "error" (the step ended with an exception).
         known: earlier diagnoses. A failure at the same place as in one of them is not examined any further.
@@ -78,8 +78,8 @@ def diagnose(trainer: Trainer, case: Case) -> Diagnosis | None:
     """Replay the case and explain it. All ranks call this together.
 
     Returns:
-        None if all is well, a scale only settles, or an exception has another reason than numbers. On demand, a
-        diagnosis with the largest loss scale instead.
+        None if nothing is wrong, if the loss scale is only settling, or if the values of weights and batch are not the
+        cause of the exception. With the trigger "step", a diagnosis with the largest loss scale instead of None.
     """
     if case.error is not None:
         if (found := _index_out_of_range(case.error.__traceback__)) is not None:
@@ -122,14 +122,14 @@ def _origin_of(finding: Finding) -> tuple[Any, ...]:
 
 
 def _explain(trainer: Trainer, case: Case, finding: Finding) -> Diagnosis | None:
-    """Explain a batch that fails, with the weights as they are."""
+    """Explain why a batch fails with the current weights."""
     failing = [case.batches[finding.position]] if finding.position < len(case.batches) else []
     if finding.broken_batch and (found := _data(trainer, case, finding, failing)) is not None:
         return found
     if not finding.fails:
         grown = case.trigger == "growth" and _has_diverged(trainer, case, failing)
         return _divergence(trainer, case, finding) if grown else None
-    full = _in_float32(trainer, case, finding)
+    full = _in_float32(trainer, case)
     fits = finding.largest_scale
     if (finding.is_hopeless or fits < LOW_SCALE) and _has_diverged(trainer, case, failing):
         return _divergence(trainer, case, finding)
@@ -143,12 +143,10 @@ def _explain(trainer: Trainer, case: Case, finding: Finding) -> Diagnosis | None
     return None if is_settling else _precision(trainer, case, finding, "backward")
 
 
-def _in_float32(trainer: Trainer, case: Case, finding: Finding) -> Finding | None:
+def _in_float32(trainer: Trainer, case: Case) -> Finding | None:
     """Return the finding of a replay in float32, or None if the batch does not run in float32."""
     if trainer.engine.gradients.are_parts or has_half_weights(trainer.lightning_module):
         return None  # if one rank raises in a sharded forward pass, the others wait for it
-    if _dtype_of(trainer) is None:
-        return finding
     full = examine(trainer, case.batches, 1.0, FLOAT32)
     return None if full is None or full.error else full
 
@@ -174,7 +172,7 @@ def _data(trainer: Trainer, case: Case, finding: Finding, failing: Sequence[Reco
     return _diagnosis(
         case, finding, "data",
         f"The batch is not finite: {tensors}.",
-        f"leave out the samples with {name} not finite; here {join_first(map(str, left_out), 8)}.",
+        f"leave out samples in which {name} is not finite; in this batch: {join_first(map(str, left_out), 8)}.",
         tried="without them the batch is finite",
         alternative=f"replace the values: {name}.nan_to_num_()",
         key=name,
@@ -198,9 +196,9 @@ def _out_of_range(trainer: Trainer, case: Case, indices: Tensor, number: int) ->
     values = sorted(set(indices[bad].tolist()))
     return _diagnosis(
         case, finding, "data",
-        f"{name} out of range, samples {join_first(map(str, rows), 8)}: {join_first(map(str, values), 4)}, of 0 to"
-        f" {number - 1}.",
-        f"leave out the samples with {name} outside 0 to {number - 1}, or mend them.",
+        f"{name} is out of range in samples {join_first(map(str, rows), 8)}: got {join_first(map(str, values), 4)},"
+        f" expected 0 to {number - 1}.",
+        f"leave out samples in which {name} is outside 0 to {number - 1}, or correct them.",
         alternative="raise the number of classes or embeddings of the model", key=name,
     )  # fmt: skip
 
@@ -246,9 +244,9 @@ def _changed_code(trainer: Trainer, case: Case, changes: Iterable[rewrite.Change
 
 
 def _cures(trainer: Trainer, case: Case, change: rewrite.Change) -> bool:
-    """Return whether the batch is finite with other code, in float32 and in the run's precision.
+    """Return whether the batch is finite with the changed code, in float32 and in the run's precision.
 
-    The losses of other batches must stay about the same, because the code must not change the model.
+    The losses of other batches must stay about the same, because a remedy must not change the model.
     """
     others = case.recent[-_COMPARED:] if trainer.world_size == 1 else []
     before = remedies.losses(trainer, others)
@@ -272,10 +270,10 @@ def _precision(trainer: Trainer, case: Case, finding: Finding, phase: str) -> Di
     largest = birth.inputs.largest if birth.inputs is not None else math.nan
     cause = f"{birth.name} in {birth.place} overflows {_name_of(trainer)} (its input is up to {largest:.3g})."
     if phase == "backward":
-        fits = f"{finding.largest_scale:g}" if finding.largest_scale else "none"
+        limit = f"unless the scale is at most {finding.largest_scale:g}" if finding.largest_scale else "at every scale"
         cause = (
-            f"No loss scale fits: gradients overflow in {birth.place}, of {join_first(finding.parameters, 3)}; the"
-            f" largest scale that fits is {fits}."
+            f"No loss scale fits: the gradients of {join_first(finding.parameters, 3)} overflow in {birth.place}"
+            f" {limit}."
         )
     if _fits_with_cuda_ops(trainer, case):
         cause += f" CUDA's autocast would not overflow: {remedies.precision(trainer, autocast_ops='cuda')}."
@@ -317,7 +315,7 @@ def _weights(trainer: Trainer, case: Case, finding: Finding) -> Diagnosis | None
 
 
 def _repeat_steps(trainer: Trainer, case: Case, finding: Finding) -> Diagnosis | None:
-    """Take the steps since the earlier weights again, and explain the first batch that fails, or the steps."""
+    """Repeat the steps since the earlier weights. Explain the first batch that fails or, if none does, the steps."""
     batches = [*case.recent, *case.batches]
     repeated = [batch for batch in batches if batch.step >= case.weights_step]
     is_whole = bool(repeated) and repeated[0].step == case.weights_step and remedies.can_step(trainer)
@@ -334,13 +332,13 @@ def _repeat_steps(trainer: Trainer, case: Case, finding: Finding) -> Diagnosis |
                     return verdict
     if (verdict := _optimizer(trainer, case, finding)) is not None:
         return verdict
-    # new optimizer states, the same rates
+    # exact if the optimizer states were new and the learning rates the same
     is_same = is_whole and not case.weights_step and not trainer.lr_scheduler_configs
     if is_same and recorded is None and not weights and _rates_are_finite(trainer):
         return _diagnosis(
             case, finding, "weights",
-            f"{join_first(finding.broken_weights, 4)} became not finite before step {case.step}, although all steps are"
-            " finite if they are taken again: other code than the optimizer has changed them.",
+            f"{join_first(finding.broken_weights, 4)} became not finite before step {case.step}, but stay finite if all"
+            " steps are repeated: code other than the optimizer has changed them.",
             f"find the code, such as a hook or a callback, that writes to {finding.broken_weights[0]!r}.",
             key=finding.broken_weights[0],
         )  # fmt: skip
@@ -371,7 +369,7 @@ def _optimizer(trainer: Trainer, case: Case, finding: Finding) -> Diagnosis | No
 def _buffers(trainer: Trainer, case: Case, finding: Finding) -> Diagnosis | None:
     """Explain buffers that were nan or inf when training began, if the batch is finite without these values.
 
-    A buffer with -inf only may be a mask, so it is not a cause.
+    A value of -inf in a buffer may be part of a mask, so it is not a cause.
     """
     current = dict(trainer.lightning_module.named_buffers())
     names = [
@@ -438,7 +436,7 @@ def _underflow(trainer: Trainer, case: Case) -> Diagnosis | None:
 
 
 def _unknown_cause(trainer: Trainer, case: Case, finding: Finding | None) -> Diagnosis:
-    """Admit that the batch, or the weights before it, are gone."""
+    """Return a verdict without a cause, because the batch or the weights before it are no longer stored."""
     finding = finding or Finding(-1, 0, 1, trainer.global_rank, case.scale, fails=True)
     guard = "nonfinite_guard" if remedies.is_command_line() else "[NonFiniteGuard('stop')]"
     return _diagnosis(
@@ -449,7 +447,7 @@ def _unknown_cause(trainer: Trainer, case: Case, finding: Finding | None) -> Dia
     )  # fmt: skip
 
 
-# --- what they share ------------------------------------------------------------------------------------------------
+# --- shared by the verdicts ------------------------------------------------------------------------------------------
 
 
 def _diagnosis(case: Case, finding: Finding, kind: str, cause: str, remedy: str, **details: Any) -> Diagnosis:
@@ -474,14 +472,8 @@ def _fits_with_cuda_ops(trainer: Trainer, case: Case) -> bool:
     return remedies.is_cured(examine(trainer, case.batches, case.scale, variant), variant)
 
 
-def _dtype_of(trainer: Trainer) -> torch.dtype | None:
-    """Return the dtype of autocast, or None if a replay in float32 is none other."""
-    return getattr(trainer.loop.precision, "dtype", None)
-
-
 def _name_of(trainer: Trainer) -> str:
-    dtype = _dtype_of(trainer) or next(p.dtype for p in trainer.lightning_module.parameters())
-    return str(dtype).removeprefix("torch.")
+    return str(trainer.loop.precision.dtype).removeprefix("torch.")
 
 
 def _rates_are_finite(trainer: Trainer) -> bool:

@@ -1,4 +1,4 @@
-"""From recorded batches to a finding: which one fails, where, and what scale it would have taken."""
+"""Find the recorded batch that fails, the operation that fails first, and the largest loss scale that fits."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ if TYPE_CHECKING:
     from trainer.trainer import Trainer
 
 _POWERS = (-128, 127)
-"""Exponents that a search for a scale looks at: those of float32, and -128 for "none". 256, so 8 tries always."""
+"""Lowest and highest exponent in the search for a scale: those of float32, and -128 for "none". The search takes 8
+tests, because there are 256 exponents."""
 
 Part = Callable[[Tensor], Tensor]
 
@@ -41,16 +42,17 @@ class Finding:
     """The result of the replay of one batch on one rank.
 
     Attributes:
-        batch_idx: of the batch; zero-based, within the epoch.
-        position, window: which batch of its accumulation window it is, from 0, and how many there were.
-        rank: of the process.
-        scale: the loss was multiplied by this.
-        fails: whether the loss or a gradient of a parameter is not finite, or the replay raised the run's error.
-        loss: before it is scaled; nan without a loss.
+        batch_idx: index of the batch in the epoch, zero-based; -1 if there is no batch.
+        position, window: zero-based position of the batch in its accumulation window, and number of batches in the
+            window.
+        rank: rank of the process.
+        scale: loss scale of the replay.
+        fails: whether the loss or a gradient of a parameter is not finite, or the replay ended with an exception.
+        loss: the loss before scaling; nan without a loss.
         birth: the operation that made the first number that is not finite, or None.
-        parameters: those with gradients that are not finite, in the order of the backward pass.
-        largest_scale: the largest power of two at which all gradients are finite, on all ranks; 0 if there is none
-            (or only such at which the gradients that fail become zeros); inf if it was not determined.
+        parameters: names of the parameters with gradients that are not finite, in the order of the backward pass.
+        largest_scale: the largest power of two at which all gradients are finite, on all ranks; 0 if there is none, or
+            if the gradients that fail are all zero at that scale; inf if it was not determined.
         broken_weights: names of the parameters that were not finite before the step began.
         broken_batch: tensors of the batch that were not finite, each with the indices of the samples.
         ranges: largest absolute value of each floating-point tensor of the batch.
@@ -81,12 +83,12 @@ class Finding:
 def examine(
     trainer: Trainer, recorded: Sequence[RecordedBatch], scale: float, variant: Variant = UNCHANGED
 ) -> Finding | None:
-    """Replay the batches of one weight update, find the first that fails, and find out where.
+    """Replay the batches of one weight update, find the first one that fails, and the operation that fails first.
 
     All ranks call this together; it returns the same on all of them: the finding of the rank on which the failure
-    began. All ranks run the same number of passes, whatever they find, also if they have fewer batches or no loss: for
-    a window of one batch, a forward and ten backward passes; for one of several, one of each more for every batch.
-    Leaves everything as it was (:func:`~trainer.postmortem.replay.undisturbed`). None if no rank has a batch.
+    began, or None if no rank has a batch. All ranks run the same number of passes, even if they have fewer batches or
+    no loss: one forward and ten backward passes of one batch and, if the window has several, one more of each for every
+    batch. Restores the state of the run (:func:`~trainer.postmortem.replay.undisturbed`).
     """
     engine: Engine = trainer.engine
     batches = in_step(trainer, recorded)
@@ -95,7 +97,7 @@ def examine(
     position = 0
     if len(batches) > 1:
         first = torch.tensor(_first_failing(trainer, recorded, scale, variant), device=engine.device)
-        position = int(engine.reduce(first, "min")) % len(batches)  # if none fails by itself, look at any
+        position = int(engine.reduce(first, "min")) % len(batches)  # if no batch fails by itself, examine the first
     batch = batches[position]
     batch_idx = -1 if batch is None else batch.batch_idx
     finding = Finding(batch_idx, position, len(batches), engine.global_rank, scale)
@@ -113,12 +115,13 @@ def examine(
     return replace(
         chosen,
         largest_scale=min(one.largest_scale for one in findings),
-        broken_weights=list(dict.fromkeys(name for one in findings for name in one.broken_weights)),  # parts of them
+        # each rank has checked its part of the weights
+        broken_weights=list(dict.fromkeys(name for one in findings for name in one.broken_weights)),
     )
 
 
 def largest_power(fits: Callable[[float], bool]) -> float:
-    """Return the largest power of two that fits, if those that do are all below those that do not; 0 if none does.
+    """Return the largest power of two that fits, or 0 if none does. If a power fits, all smaller ones must fit.
 
     Always runs eight tests, so that all ranks run the same number of passes.
     """
@@ -133,7 +136,10 @@ def largest_power(fits: Callable[[float], bool]) -> float:
 
 
 def _first_failing(trainer: Trainer, batches: Sequence[RecordedBatch], scale: float, variant: Variant) -> int:
-    """Return the first batch with a gradient that is not finite, or that raises. Looks at all of them."""
+    """Return the index of the first batch that raises or has a gradient that is not finite. Runs all batches.
+
+    If no batch fails, return their number, including batches that only other ranks have.
+    """
     failing: list[bool] = []
     part = trainer.engine.gradients.part
     try:
@@ -141,7 +147,7 @@ def _first_failing(trainer: Trainer, batches: Sequence[RecordedBatch], scale: fl
             failing.append(not all(fits))
     except Exception:
         failing.append(True)
-    return failing.index(True) if True in failing else len(failing)  # also those that only other ranks have
+    return failing.index(True) if True in failing else len(failing)
 
 
 def _look_into(
@@ -161,7 +167,7 @@ def _look_into(
         finding.broken_batch, finding.ranges = samples_not_finite(recorded.batch)
 
     def on_loss(loss: Tensor) -> None:
-        failed, trace.is_on = finding.fails, False  # by an earlier loss of a manual step
+        failed, trace.is_on = finding.fails, False  # at an earlier loss of a manual step
         with trace.follow(loss):
             trace.is_on = not failed
             finite = backward(loss, finding.scale, parameters, lambda one: bool(part(one).isfinite().all()))

@@ -73,7 +73,7 @@ class Recorder:
         self._loop.unwrap(self)
 
     def close(self) -> None:
-        """Assign the recorded batches to the update that is being made. Its other optimizers change nothing."""
+        """Assign the recorded batches to the update that is being made. No-op for its second and later optimizers."""
         if self._has_run:
             self.closed, self._open, self._has_run = self._open, [], False
 

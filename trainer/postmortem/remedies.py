@@ -1,4 +1,4 @@
-"""Trying remedies on a recorded batch, and their syntax for the caller."""
+"""Try remedies on recorded batches, and write them in the caller's syntax."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
     from trainer.trainer import Trainer
 
 LOW_SCALE = 128.0
-"""A loss scale from which on small gradients are safe."""
+"""Smallest loss scale at which small gradients do not vanish."""
 _CHAIN = 8
-"""Modules to try in float32 together."""
+"""Maximum number of modules to try in float32 together."""
 _PASSES, _RATES = 8, 8
 _RELEVANT_RATIO = 1e-4
-"""Of a parameter's largest gradient: smaller elements may vanish."""
+"""Gradient elements below this share of the parameter's largest one may vanish."""
 
 Weights = Mapping[str, Tensor]
 
@@ -43,7 +43,7 @@ def is_cured(finding: Finding | None, variant: Variant) -> bool:
 
 
 def find_cure(trainer: Trainer, batches: Sequence[RecordedBatch], finding: Finding) -> tuple[Variant, Finding] | None:
-    """Try modules in float32, one more as long as something overflows; then bfloat16, then float32.
+    """Try one module in float32, then one more as long as a value overflows; then bfloat16 or float32 for all.
 
     All ranks call this together.
 
@@ -76,7 +76,7 @@ def find_cure(trainer: Trainer, batches: Sequence[RecordedBatch], finding: Findi
     wide = next((c for d in (torch.bfloat16, torch.float32) if (c := tried(Variant(dtype=d)))), None)
     if not is_cured(latest, Variant()) or (wide is not None and all(_is_covered(name, chosen) for name in leaves)):
         return wide
-    for name in list(chosen):  # those that turned out to be needless
+    for name in list(chosen):  # drop those that are not needed
         rest = tuple(one for one in chosen if one != name)
         if rest and tried(Variant(modules=rest)):
             chosen.remove(name)
@@ -85,9 +85,9 @@ def find_cure(trainer: Trainer, batches: Sequence[RecordedBatch], finding: Findi
 
 
 def underflow(trainer: Trainer, batches: Sequence[RecordedBatch], scale: float) -> dict[str, float]:
-    """Return by parameter the share of its gradient that is lost in float16 at this scale; "" is that of all.
+    """Return the share of each parameter's gradient that is lost in float16 at this scale, by name; "" is for all.
 
-    Of the elements that matter in float32, those that float16 has as zeros or subnormal numbers.
+    Of the elements that matter in float32, the share that is zero or subnormal in float16.
     """
     preserved, totals = _counts(trainer, batches, scale, None), _counts(trainer, batches, 1.0, torch.float32)
     preserved[""], totals[""] = sum(preserved.values()), sum(totals.values())
@@ -137,7 +137,7 @@ def largest_update(trainer: Trainer, batches: Sequence[RecordedBatch]) -> float:
 
 
 def losses(trainer: Trainer, batches: Sequence[RecordedBatch]) -> list[float]:
-    """Return the loss of each batch in float32, with the weights as they are; nan without a loss."""
+    """Return the loss of each batch in float32, with the current weights; nan without a loss."""
     found = replay(trainer, batches, lambda loss, _: loss.item(), FLOAT32)
     return [seen[-1] if seen else math.nan for seen in found]
 
@@ -160,9 +160,11 @@ def weights_of(trainer: Trainer, weights: Weights) -> Iterator[None]:
 def find_rate(
     trainer: Trainer, batches: Sequence[RecordedBatch], weights: Weights
 ) -> tuple[float, float, float] | None:
-    """Return the largest of the lower learning rates with which a few steps learn, and the loss before and after.
+    """Return a lower learning rate at which a few steps reduce the loss, and the loss before and after.
 
-    Trains for a few steps on the recorded batches in float32 and restores everything afterwards.
+    Trains for a few steps on the recorded batches in float32, at the current rate divided by 10, 100 and so on, and
+    restores everything afterwards. To have a margin, returns a quarter of the first rate that reduces the loss, if the
+    quarter also reduces it. Returns None if there is no such rate.
     """
     rates = [group["lr"] for optimizer in trainer.optimizers for group in optimizer.param_groups]
     highest = max(float(rate) for rate in rates)
@@ -184,7 +186,7 @@ def find_rate(
 def _train(
     trainer: Trainer, batches: Sequence[RecordedBatch], rate: float, highest: float, limit: float
 ) -> float | None:
-    """Return the mean loss of the last pass, or None if a loss exceeds the limit."""
+    """Return the mean loss of the last pass, or None if a loss exceeds the limit, or the mean losses rise."""
     seen: list[float] = []
     with _optimizer_steps(trainer) as step:
         for group in (group for optimizer in trainer.optimizers for group in optimizer.param_groups):
@@ -204,11 +206,12 @@ def repeat(
 ) -> tuple[RecordedBatch | None, Weights]:
     """Train on these batches again, from earlier weights and with new optimizer states.
 
-    Gradients are only checked if :func:`can_step` is false.
+    If :func:`can_step` is false, gradients are checked, but no step is taken.
 
     Returns:
-        The first batch with a gradient that is not finite, and the finite weights before it. None with other weights if
-        a step with finite gradients makes a loss exceed the limit, or weights not finite. None with {} if all is well.
+        A pair of batch and weights: the first batch with a gradient that is not finite, and the finite weights before
+        it; or None and the current weights, if a loss exceeds the limit or weights are not finite although all
+        gradients are; or None and {} if nothing fails.
     """
     named = dict(trainer.lightning_module.named_parameters())
     with weights_of(trainer, weights), _optimizer_steps(trainer) as step:
@@ -232,7 +235,7 @@ def can_step(trainer: Trainer) -> bool:
 
 @contextmanager
 def _optimizer_steps(trainer: Trainer) -> Iterator[Callable[[RecordedBatch, Variant], list[float]]]:
-    """A context that gives a function: it takes a step on a batch, and returns its losses and if gradients are finite.
+    """Yield a function that takes a step on a batch, and returns its losses, then whether gradients are finite.
 
     Afterwards, weights and optimizers are as before.
     """
@@ -322,7 +325,7 @@ def _is_covered(name: str, chosen: Sequence[str]) -> bool:
 
 
 def _with_siblings(name: str, named: Mapping[str, Any]) -> str:
-    """Return the pattern of a module and its like in other layers; the name itself if there are none."""
+    """Return a pattern for a module and its counterparts in other layers; the name itself if it has none."""
     parts = name.split(".")
     for index, word in enumerate(parts[:-1]):
         others = [".".join([*parts[:index], other, *parts[index + 1 :]]) for other in map(str, range(64))]

@@ -36,15 +36,15 @@ _HALF = (torch.float16, torch.bfloat16)
 
 
 class Variant(NamedTuple):
-    """A change with which a batch is replayed.
+    """A change for the replay of a batch.
 
     Attributes:
         dtype: dtype of autocast; float32 disables autocast. Default: None, the run's precision.
         modules: patterns of the modules that run in float32.
         cuda: whether autocast uses CUDA's lists of operations on a CPU.
         without: indices of the samples to leave out. If no sample remains, all are replaced by zeros.
-        is_wide: whether 16-bit tensors of the batch, and casts in the code to 16 bits, become float32. Not if the
-            weights have 16 bits.
+        is_wide: whether 16-bit tensors of the batch, and casts in the code to 16 bits, become float32. No
+            effect if the weights have 16 bits.
     """
 
     dtype: torch.dtype | None = None
@@ -73,7 +73,7 @@ class Variant(NamedTuple):
         return self.is_wide and not has_half_weights(trainer.lightning_module)
 
     def changed(self, batch: Any, trainer: Trainer) -> Any:
-        """Return the batch without the samples to leave out."""
+        """Return the batch in float32 if ``is_wide``, without the samples to leave out."""
         if self._widens(trainer):
             batch = apply_to_collection(batch, Tensor, lambda one: one.float() if one.dtype in _HALF else one)
         if not self.without:
@@ -144,7 +144,7 @@ def undisturbed(trainer: Trainer) -> Iterator[ObjectState]:
 
 
 def in_step(trainer: Trainer, batches: Sequence[RecordedBatch]) -> list[RecordedBatch | None]:
-    """Pad the batches with None, so that all processes have equally many. All processes must call it together."""
+    """Pad the batches with None, so that all processes have the same number. All processes must call it together."""
     engine: Engine = trainer.engine
     padding = 0
     if engine.world_size > 1:
@@ -163,7 +163,7 @@ def rewind(trainer: Trainer, state: ObjectState, recorded: RecordedBatch | None)
 
 
 def optimized(trainer: Trainer) -> dict[str, Tensor]:
-    """Return the tensors with the gradients of all parameters of optimizers, by name.
+    """Return the tensors that get the gradients of the optimizers' parameters, by the names of the parameters.
 
     A step is skipped if one of these gradients is not finite. All processes must call it together.
     """
@@ -185,10 +185,10 @@ def run(
     Args:
         trainer: the Trainer.
         recorded: the batch. None if this process has no batch.
-        on_loss: called with the loss before scaling: the batch's share of the window's mean, without the correction of
-            a window's last batch for batches with other weights or without a loss. Called for each ``manual_backward``
-            in manual optimization.
-        variant: the change with which the batch runs. Default: none.
+        on_loss: called with the loss before scaling: the batch's share of the window's mean. The correction at the end
+            of a window, for batches with other weights or without a loss, is not applied. In manual optimization,
+            called for each ``manual_backward``.
+        variant: the change for the replay. Default: none.
     """
     module, engine = trainer.lightning_module, trainer.engine
     silence(module)
@@ -233,7 +233,7 @@ def replay(
         trainer: the Trainer.
         batches: the batches of this process.
         on_loss: called with each loss and the parameters for :func:`backward`.
-        variant: the change with which the batches run. Default: none.
+        variant: the change for the replay. Default: none.
     """
     with undisturbed(trainer) as state:
         parameters = optimized(trainer)
@@ -287,10 +287,10 @@ def _evaluate_only(optimizer: Any, closure: Callable[[], Any], **kwargs: Any) ->
 
 
 def _copy_context(context: AbstractContextManager[object]) -> AbstractContextManager[object]:
-    """Return a copy of a context manager that may be in use, because manual steps also read the last outcome."""
+    """Return a copy of a context manager, because a replay within a manual ``training_step`` finds it in use."""
     try:
         return deepcopy(context)
-    except TypeError:  # of a generator function, which creates a new one at each call
+    except TypeError:  # from a generator function, which creates a new one for each call
         return context
 
 

@@ -34,10 +34,10 @@ class Diagnosis:
         remedy: one change, in the caller's syntax.
         finding: the replay that it rests on.
         step: ``trainer.global_step`` when the weight update began.
-        in_a_row: number of skipped steps in a row until then; 0 if it was not skipped.
+        in_a_row: number of skipped steps in a row up to this step; 0 if it was not skipped.
         tried: the result of trying the remedy on the batch; "" if it cannot be tried.
         alternative: the second most plausible remedy, or "".
-        key: together with ``kind``, the same for the same cause.
+        key: identifies the cause, together with ``kind``.
         count: number of times that the cause was seen.
     """
 

@@ -24,14 +24,14 @@ HINTS = {
     "logit": "the logit of 0 or 1: pass eps=1e-6",
     "std": "the standard deviation of one sample: pass correction=0",
     "var": "the variance of one sample: pass correction=0",
-    "softmax": "a row of nothing but -inf: leave one element, or fill with -1e4",
-    "log_softmax": "a row of nothing but -inf: leave one element, or fill with -1e4",
-    "mean": "the mean of no element: skip the batch, or divide the sum by max(number, 1)",
-    "multi_head_attention_forward": "a query with all of its keys masked: leave one key",
-    "scaled_dot_product_attention": "a query with all of its keys masked: leave one key",
-    "linalg_eigh": "eigenvectors of equal eigenvalues have no gradient: add different numbers of 1e-6 to the diagonal",
+    "softmax": "a row of nothing but -inf: leave one element unmasked, or fill with -1e4",
+    "log_softmax": "a row of nothing but -inf: leave one element unmasked, or fill with -1e4",
+    "mean": "the mean of no elements: skip the batch, or divide the sum by max(number, 1)",
+    "multi_head_attention_forward": "a query with all of its keys masked: leave one key unmasked",
+    "scaled_dot_product_attention": "a query with all of its keys masked: leave one key unmasked",
+    "linalg_eigh": "eigenvectors of equal eigenvalues have no gradient: add different values near 1e-6 to the diagonal",
     "ctc_loss": "a target is longer than its input: pass zero_infinity=True",
-    "mse_loss": "the mean of no element: skip the batch, or divide the sum by max(number, 1)",
+    "mse_loss": "the mean of no elements: skip the batch, or divide the sum by max(number, 1)",
     "cross_entropy": "all labels are ignored or have weight 0: divide the sum by the number of labels, at least 1",
 }
 _LOW, _HIGH, _FILL, _ONE = {"min": 1e-6}, {"max": 20.0}, {"min": -1e4}, {"min": -1 + 1e-6, "max": 1 - 1e-6}
@@ -50,10 +50,10 @@ class Change(NamedTuple):
     """A statement that replaces another.
 
     Attributes:
-        file: of the code.
-        line: on which the statement begins.
-        new: the statement.
-        transformer: makes it of the other one.
+        file: the file of the code.
+        line: the line on which the replaced statement begins.
+        new: the new statement.
+        transformer: turns the replaced statement into the new one.
     """
 
     file: str
@@ -115,7 +115,7 @@ def widen(birth: Birth) -> Iterator[Change]:
 def _parse_file(file: str) -> ast.Module:
     try:
         return ast.parse("".join(linecache.getlines(file)) if file else "")
-    except SyntaxError:  # not a file of Python
+    except SyntaxError:  # not Python code
         return ast.parse("")
 
 
@@ -150,7 +150,7 @@ class _Guard(ast.NodeTransformer):
     """Guards the calls and operators of one name.
 
     Args:
-        name: of the operation.
+        name: the name of the operation.
         is_second: whether to use the second kind of guard: a quotient by about 0 becomes 0, an exponential fits
             float16.
     """
@@ -177,7 +177,7 @@ class _Guard(ast.NodeTransformer):
         if isinstance(node, ast.Constant):
             return node
         text = ast.unparse(node)
-        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "len":  # a number of Python
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "len":  # a Python number
             return _expression(f"max({text}, 1)")
         return (
             _expression(f"torch.where(({text}).abs() < 1e-06, torch.inf, {text})")

@@ -19,9 +19,9 @@ class ObjectState:
 
     For each object, and for the modules and schedules in its attributes (also inside a list, tuple or dict): its
     attributes; the elements of its buffers and other tensors; the states of its ``torch.Generator``s; the items of its
-    lists, dicts, sets and deques; its parameters, which are copied to the host because a second model may not fit on
-    the device, with ``requires_grad``. This includes the states of metrics, lists of outputs, counters, ``training``
-    flags and hooks. Items of nested containers are not copied.
+    lists, dicts, sets and deques; its parameters and their ``requires_grad``. Parameters are copied to the host,
+    because a second model may not fit on the device. This includes the states of metrics, lists of outputs, counters,
+    ``training`` flags and hooks. Items of nested containers are not copied.
 
     Args:
         roots: the objects.
@@ -88,7 +88,7 @@ class BufferState:
     """A copy of buffers.
 
     Args:
-        buffers: tensors with elements.
+        buffers: the buffers.
     """
 
     def __init__(self, buffers: Iterable[Tensor]) -> None:
@@ -127,5 +127,5 @@ def _owners(roots: Iterable[object]) -> Iterable[object]:
 
 
 def _identities(container: Any) -> list[int]:
-    """Return the identities of the items of a container, for a dict of its keys and values, in their order."""
+    """Return the identities of the items of a container, in order; of a dict, the keys, then the values."""
     return [id(one) for one in ([*container, *container.values()] if isinstance(container, dict) else container)]

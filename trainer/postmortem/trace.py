@@ -38,7 +38,7 @@ _EQUIVALENT_NAMES = {
 }  # fmt: skip
 _MODULE = "trainer_module"
 _NODES = 300
-"""Nodes of a graph to look at for the modules behind an operation."""
+"""Maximum number of graph nodes to search for the modules that computed the inputs of an operation."""
 
 
 class Magnitude(NamedTuple):
@@ -48,7 +48,7 @@ class Magnitude(NamedTuple):
         largest: largest absolute value of the finite ones; 0 if there is none.
         not_finite: number of elements that are inf or nan.
         elements: number of elements.
-        dtype: such as ``"float16"``; of several tensors, of the first with an element that is not finite.
+        dtype: such as ``"float16"``; of several tensors, that of the first with an element that is not finite.
     """
 
     largest: float
@@ -61,13 +61,13 @@ class Birth(NamedTuple):
     """The operation that makes the first number that is not finite.
 
     Attributes:
-        operation: such as ``"div"``; of a backward pass the node of the graph, such as ``"SqrtBackward0"``.
+        operation: such as ``"div"``; in a backward pass, the node of the graph, such as ``"SqrtBackward0"``.
         phase: ``"forward"`` or ``"backward"``.
         module: qualified name of the innermost module in whose code it runs; "" for the LightningModule.
         kind: class of the module.
         sources: names of the modules that computed its inputs.
         file, line: of the user's code; "" and 0 if unknown.
-        inputs, outputs: what went in and came out; None without a floating-point tensor.
+        inputs, outputs: its inputs and outputs; None without a floating-point tensor.
         is_nan: whether it made nan, not only inf.
     """
 
@@ -84,7 +84,7 @@ class Birth(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The plain name of the operation: "div" of ``DivBackward0``, ``__truediv__`` or ``true_divide``."""
+        """The plain name of the operation: "div" for ``DivBackward0``, ``__truediv__`` or ``true_divide``."""
         words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", re.sub(r"Backward\d*$", "", self.operation)).lower().strip("_")
         return _EQUIVALENT_NAMES.get(words, words)
 
@@ -106,7 +106,7 @@ class Trace(TorchFunctionMode):
 
     Args:
         module: the LightningModule. Operations of its metrics are left out.
-        part: returns as much of a tensor as this process holds, as a plain tensor.
+        part: returns the part of a tensor that this process holds, as a plain tensor.
 
     Attributes:
         backward: the first operation of the backward pass that made a number that is not finite, or None.
@@ -146,12 +146,12 @@ class Trace(TorchFunctionMode):
 
     @property
     def forward(self) -> Birth | None:
-        """The operation of the forward pass to which a loss that is not finite goes back, or None."""
+        """The operation of the forward pass that is the origin of a loss that is not finite, or None."""
         nan, inf = self._nan, self._inf
         return inf if nan is None or (inf is not None and self._has_infinity) else nan
 
     def fallback(self) -> Birth:
-        """The place to which a number that is not finite belongs if no operation was seen to make it."""
+        """Return a birth without an operation, at the module that raised an exception, else at the LightningModule."""
         name = self.raised[0] if self.raised else ""
         return Birth("", "forward", name, self._kinds[name], self.raised[1:])
 
@@ -175,7 +175,8 @@ class Trace(TorchFunctionMode):
         if name in _FILLS:
             return
         if now_nan and not has_nan:
-            self._has_infinity = has_plus or (has_minus and "softmax" not in name)  # that of a row of nothing but -inf
+            # softmax itself makes nan from a row of nothing but -inf
+            self._has_infinity = has_plus or (has_minus and "softmax" not in name)
             self._nan = self._record_birth(name, output, given, True)
         elif (now_plus or now_minus) and not (has_plus or has_minus or has_nan) and self._inf is None:
             self._inf = self._record_birth(name, output, given, False)
@@ -295,7 +296,7 @@ def is_readable(tensor: Tensor) -> bool:
 
 
 def measure(tensors: Iterable[Tensor]) -> Magnitude | None:
-    """Measure the elements of the floating-point and complex tensors among these, or return None if there are none.
+    """Measure the elements of the floating-point and complex tensors among these, or return None without such tensors.
 
     Synchronizes. A complex tensor counts as a real one of shape (..., 2).
     """

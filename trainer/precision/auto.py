@@ -15,15 +15,15 @@ from trainer.precision.mixed import MixedPrecision
 
 
 class AutoPrecision(Precision):
-    """Choose ``bf16-mixed`` for native bfloat16, else ``16-mixed`` for Tensor Cores, else ``32-true``.
+    """Choose ``bf16-mixed`` if the device has native bfloat16, ``16-mixed`` if it has Tensor Cores, else ``32-true``.
 
     Logs the choice and the reason once. ``trainer.precision`` is the name of the chosen precision.
 
     Every process checks its own device. If the devices differ, name a precision explicitly.
 
     Args:
-        init_scale, growth_factor, backoff_factor, growth_interval, min_scale, max_scale: setting of the loss scale if
-            ``16-mixed`` is chosen; see :class:`~trainer.precision.MixedPrecision`.
+        init_scale, growth_factor, backoff_factor, growth_interval, min_scale, max_scale: see
+            :class:`~trainer.precision.MixedPrecision`. Has an effect if ``16-mixed`` is chosen.
         cpu_kernels: how float16 is computed on a CPU; see there.
         fp32_modules: modules that run in float32; see there. Has no effect in ``32-true``.
         autocast_ops: autocast's list of operations; see there.

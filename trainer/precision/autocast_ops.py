@@ -6,7 +6,7 @@ a loss like ``x.pow(2).mean()`` overflows in float16 on a CPU, but not on a GPU.
 autocast on a CPU follows CUDA's lists.
 
 The lists are those of torch's ``ATen/autocast_mode.h``, which the tests compare them with. They are implemented by
-kernels at the dispatch key ``AutocastCPU``, for the operations that differ on a CPU: autograd, activation
+kernels at the dispatch key ``AutocastCPU``, for the operations that differ on a CPU. Therefore autograd, activation
 checkpointing, ``torch.compile``, ``torch.func`` and the like record the casts as they record those of torch's own
 kernels. A call costs 4 to 8 microseconds more under autocast, and nothing outside of it.
 

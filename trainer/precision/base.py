@@ -65,7 +65,7 @@ class Precision:
     names: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     """Names that ``Trainer(precision=...)`` accepts for this class, each with the arguments of the constructor."""
     dtype: torch.dtype = torch.float32
-    """Dtype of matrix products and convolutions. Float8 precisions have bfloat16, as used by all other operations."""
+    """Dtype of matrix products and convolutions; bfloat16 in float8 precisions, the dtype of their other operations."""
     scales_loss: bool = False
     """Whether the loss is scaled, so that steps may overflow."""
 
@@ -117,7 +117,7 @@ class Precision:
         return _UNCHANGED
 
     def convert_module(self, module: nn.Module) -> nn.Module:
-        """Return the module with its parameters in the dtype in which this precision keeps them."""
+        """Return the module with its parameters in the dtype that this precision keeps them in."""
         return module
 
     def session(self, module: nn.Module, device: torch.device) -> AbstractContextManager[object]:

@@ -5,10 +5,10 @@ This is wrong in two cases.
 
 **Weights that change in between.** The cache is keyed by tensor and ignores its version, so a training step that swaps
 in averaged weights for one forward pass, or negates a weight, gets the results of the old weights. :class:`CastCache`
-clears the cache when an optimizer has stepped and when a state dict has been loaded. Other changes have no event: it
+clears the cache when an optimizer has stepped and when a state dict has been loaded. Other changes have no event, so it
 runs the first training steps under :class:`WeightWatch`, which detects weights that a step uses several times and
-weights that change in between. The cache is then kept only for steps that use a weight several times. Steps that use
-each weight once have bit-identical results and the same speed without it.
+weights that change in between. The cache is then kept only if steps use a weight several times. Steps that use each
+weight once have bit-identical results and the same speed without it.
 
 **Casts without a graph.** torch 2.10 also keeps a copy made without gradients (under ``no_grad`` or ``inference_mode``,
 or inside the ``forward`` of an ``autograd.Function``) and reuses it in a later forward with gradients. The weight then

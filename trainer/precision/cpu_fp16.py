@@ -6,20 +6,20 @@ inputs to fp32 (exact), calls torch's own fp32 kernel and rounds the result to f
 fp16 in, fp32 accumulation, fp16 out, in forward and backward.
 
 The kernels are registered at the ``CPU`` dispatch key, below autocast and autograd, and not at ``AutocastCPU`` or in a
-dispatch mode, because at that level a kernel is only arithmetic on fp16 tensors. torch still controls which tensors are
-cast and when (autocast, its weight cache, its list of operations), which tensors are saved for the backward, double
-backward, forward-mode derivatives, ``vmap``, activation checkpointing, hooks, DDP, inference mode and the tracing of
-``torch.compile``, because all of these happen above. The backward needs no code here: autograd's formulas call the same
-kernels. At ``AutocastCPU`` autograd would record the widening, and keep fp32 copies for the backward. An
-``autograd.Function`` for each operation would not, but if it omits a saved tensor, second derivatives are wrong without
-an error. Any other dtype (fp32, bf16, fp64, integers, or a mixture, which is an error) goes to the kernel that torch
-had registered.
+dispatch mode, because at the ``CPU`` key a kernel is only arithmetic on fp16 tensors. torch still controls which
+tensors are cast and when (autocast, its weight cache, its list of operations), and which are saved for the backward.
+Double backward, forward-mode derivatives, ``vmap``, activation checkpointing, hooks, DDP, inference mode and the
+tracing of ``torch.compile`` are unchanged, because all of these happen above. The backward needs no code here:
+autograd's formulas call the same kernels. At ``AutocastCPU`` autograd would record the widening, and keep fp32 copies
+for the backward. An ``autograd.Function`` for each operation would not, but if it omits a saved tensor, second
+derivatives are wrong without an error. Any other dtype (fp32, bf16, fp64, integers, or a mixture, which is an error)
+goes to the kernel that torch had registered.
 
 Whether it is faster depends on the size: a replaced kernel costs about ten microseconds of Python per call.
 :func:`is_faster` decides from the module; models below the break-even keep torch's kernels and their exact results.
 
 Known differences from a GPU: ``nn.LSTM`` keeps its state in fp32 between the time steps of a layer, and attention keeps
-its scores in fp32; both round their outputs. Kernels that are not matrix products stay torch's.
+its scores in fp32; both round their outputs. Operations that are not matrix products run torch's own kernels.
 """
 
 from __future__ import annotations

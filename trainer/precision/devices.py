@@ -57,8 +57,8 @@ def native_bfloat16(device: torch.device) -> bool:
 def tensor_cores(device: torch.device) -> bool:
     """Return whether ``device`` is an NVIDIA GPU with Tensor Cores for float16.
 
-    Compute capability 7.0 (Volta), 7.2 (Xavier) and above have them. Of 7.5 (Turing), the GTX 16 series and related
-    cards do not, which only their names show.
+    Compute capability 7.0 (Volta), 7.2 (Xavier) and above have them, except some cards of 7.5 (Turing): the GTX 16
+    series and related ones, which can be recognized only by their names.
     """
     if device.type != "cuda" or torch.version.hip:
         return False

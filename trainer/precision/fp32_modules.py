@@ -4,13 +4,13 @@ During a run, each chosen module has its own ``forward`` that wraps the one of i
 compared; tests/precision/test_fp32_modules.py has the cases that decided:
 
 - A pair of forward hooks, one entering and one leaving a context. ``torch.compile`` ignores hooks that are registered
-  after its first call (``skip_nnmodule_hook_guards``), so the module silently runs in 16 bits. Otherwise it cannot
-  trace a context that one function enters and another leaves.
+  after its first call (``skip_nnmodule_hook_guards``), so the module silently runs in 16 bits. With earlier hooks it
+  fails, because it cannot trace a context that one function enters and another leaves.
 - A generated subclass (``module.__class__ = ...``). It is silently lost in a compiled model on torch 2.10; a module of
   such a class cannot be pickled, and ``type(module) is nn.Linear`` is no longer true.
 - ``module.forward = partial(around, module.forward)``. torch.compile detects it, whether the model, a part of it or the
-  module itself was compiled, before or after. But it guards each partial by identity, so blocks that could share a
-  graph are compiled one by one, and from the ninth on not at all.
+  module itself is compiled, before the replacement or after it. But it guards each partial by identity, so blocks that
+  could share a graph are compiled one by one, and from the ninth on not at all.
 - ``module.forward = MethodType(forward, module)``, which was chosen: also detected, with one graph for all blocks. A
   copy of the module, such as for weight averaging, gets its own method, while a closure would use the original's
   weights.
@@ -67,7 +67,7 @@ def find_modules(root: nn.Module, patterns: Iterable[str]) -> list[nn.Module]:
             forward (``nn.ModuleList``) is replaced by its modules.
 
     Raises:
-        PrecisionError: if a pattern matches no module, no module that is ever called, or a ``ScriptModule``.
+        PrecisionError: if a pattern matches no module, only modules that are never called, or a ``ScriptModule``.
     """
     named = modules_by_name(root)
     named.pop("")
@@ -168,7 +168,7 @@ def _refuse_attention_projections(named: dict[str, nn.Module], found: dict[nn.Mo
     for name, module in named.items():
         if isinstance(module, nn.MultiheadAttention) and module.out_proj in found and module.out_proj not in covered:
             raise PrecisionError(
-                f"fp32_modules: {name}.out_proj is never called, nn.MultiheadAttention reads its weights. Name the"
+                f"fp32_modules: {name}.out_proj is never called; nn.MultiheadAttention reads its weights. Name the"
                 f" attention: {name!r}."
             )
 

@@ -55,5 +55,5 @@ class DoublePrecision(Precision):
         return cast(batch, torch.float64)
 
     def autocast(self) -> AbstractContextManager[object]:
-        """Return a context in which new tensors (``torch.zeros(3)``) are also float64."""
+        """Return a context that also creates new tensors (``torch.zeros(3)``) in float64."""
         return self._default_dtype

@@ -70,7 +70,7 @@ class StepGuard(LossScaler):
         pass  # the scale stays 1
 
     def _check_gradients(self, optimizer: Optimizer) -> dict[torch.device, Tensor]:
-        """Return for each device with gradients 1 if one of them is not finite, else 0, as float32 on that device."""
+        """Return a float32 flag on each device with gradients: 1 if one of its gradients is not finite, else 0."""
         gradients = self.gradients_of(optimizer)
         if not gradients:
             return {}

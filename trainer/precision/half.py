@@ -135,5 +135,5 @@ class HalfPrecision(Precision):
         return cast(batch, self.dtype)
 
     def autocast(self) -> AbstractContextManager[object]:
-        """Return a context in which new tensors (``torch.zeros(3)``) also have ``dtype``."""
+        """Return a context that also creates new tensors (``torch.zeros(3)``) in ``dtype``."""
         return self._default_dtype

@@ -1,7 +1,7 @@
 """The loss scaler: torch's ``GradScaler`` with four additions for a Trainer.
 
 1. After ``update``, :meth:`LossScaler.resolve_outcome` returns the optimizers that skipped their step. torch's ``step``
-   returns None in both cases. With a fused optimizer the outcome is computed on the device; ``update`` starts
+   returns None whether or not it skips. With a fused optimizer the outcome is computed on the device; ``update`` starts
    to copy it to the host without waiting, and ``resolve_outcome`` may be called much later.
 2. Optimizers that have no gradients (frozen, idle in this batch) are ignored; torch raises.
 3. An optimizer may step several times before one ``update`` (an n-critic GAN); torch raises. The overflows of all steps
@@ -56,7 +56,7 @@ def snapshot_loss(loss: Tensor) -> Tensor:
     own = loss.detach()
     if not loss.is_cuda:
         return own
-    is_view = loss._is_view()  # noqa: SLF001 - nothing public tells
+    is_view = loss._is_view()  # noqa: SLF001 - no public API reports it
     return own.clone() if is_view or isinstance(loss.grad_fn, BackwardCFunction) else own
 
 
@@ -137,7 +137,7 @@ class LossScaler(torch.amp.GradScaler):
 
     @property
     def current_scale(self) -> float:
-        """The current scale (1 if disabled), as known on the host. `resolve_outcome` can still return the outcome."""
+        """The current scale (1 if disabled), as a host number. `resolve_outcome` can still return the outcome later."""
         self._resolve()
         return self._host_scale
 
@@ -200,7 +200,7 @@ class LossScaler(torch.amp.GradScaler):
         return self._scale is not None
 
     def may_step(self, optimizer: Optimizer) -> bool:
-        """Return whether an optimizer that steps now does not step with scaled gradients, bypassing :meth:`step`."""
+        """Return False if an optimizer that steps now bypasses :meth:`step` with scaled gradients, otherwise True."""
         state = self._per_optimizer_states.get(id(optimizer))
         steps = state is not None and state["stage"] is OptState.STEPPED
         return steps or self._scale is None or not self.gradients_of(optimizer)
@@ -239,7 +239,7 @@ class LossScaler(torch.amp.GradScaler):
         self._unresolved = checks
 
     def _close_update(self) -> list[Check]:
-        """Return the checks since the last update, after its outcome was resolved if it was not requested."""
+        """Resolve the outcome of the last update, if that was not done yet. Return the checks since that update."""
         self.resolve_outcome()
         checks, self._checks = self._checks, []
         self._unresolved_losses, self.losses = self.losses, []
@@ -482,7 +482,7 @@ class LossScaler(torch.amp.GradScaler):
 
 
 def _holder_of(gradient: Tensor) -> Tensor:
-    """Return a tensor that has ``gradient`` as its ``grad``: the part of a parameter that torch's scaler reads."""
+    """Return a tensor with ``gradient`` as its ``grad``. torch's scaler reads only ``grad`` of a parameter."""
     holder = gradient.detach()
     holder.grad = gradient
     return holder

@@ -16,11 +16,11 @@ SMALLEST_NORMAL = torch.finfo(torch.float16).smallest_normal
 
 
 _LARGEST_SUBNORMAL = SMALLEST_NORMAL * (1 - 2**-24)
-"""The largest float32 number below it."""
+"""The largest float32 number below ``SMALLEST_NORMAL``."""
 
 
 _PART = 2**22
-"""Elements of a gradient to look at together, because counting takes three times their memory."""
+"""Maximum number of elements to count together, because counting takes three times their memory."""
 
 
 class Underflow(NamedTuple):
@@ -58,7 +58,7 @@ class UnderflowProbe:
 
         Args:
             gradients: (name, number of elements, gradient) for each; the gradient may be this process's part.
-            total: sums the counts over the processes, a tensor of shape (gradients, 2). Default: None, no sum.
+            total: sums a tensor over the processes: the counts, of shape (gradients, 2). Default: None, no sum.
         """
         found: list[Tensor] = []
         for name, elements, gradient in gradients:

@@ -149,7 +149,7 @@ callbacks:
 DIAGNOSIS = """\
 # Verdict: backward pass overflows in 16 bits (step 2)
 
-No loss scale fits: gradients overflow in 'net.fc' (Linear), of net.fc.weight; the largest scale that fits is none.
+No loss scale fits: the gradients of net.fc.weight overflow in 'net.fc' (Linear) at every scale.
 
 - Remedy: precision.fp32_modules=[net.fc]  [tried: finite forward and backward, scales up to 131072 fit]
 - If that does not help: precision=bf16-mixed
