@@ -19,6 +19,7 @@ from tests.parity import Classifier, data, run_both
 from tests.support import Regression, loader_of, make_batches, make_trainer
 from trainer.callbacks import NonFiniteGuard, RunSummary
 from trainer.compat.errors import TunerExit
+from trainer.errors import ConfigurationError
 
 FUNCTIONS = ("fit", "validate", "test", "predict")
 
@@ -156,6 +157,32 @@ def test_run_that_fails_leaves_the_trainer_as_lightnings_is(
 
     theirs, mine = run_both(scenario)
     assert mine == theirs
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.parametrize(
+    ("hook", "refused"), [("on_fit_start", True), ("on_train_batch_end", True), ("on_fit_end", False)]
+)
+def test_run_inside_a_fit_is_refused_except_at_its_end(tmp_path: Path, function: str, hook: str, refused: bool) -> None:
+    class Evaluates(Callback):
+        calls = 0
+
+        def evaluate(self, trainer: Any, module: Any, *_: Any) -> None:
+            self.calls += 1
+            if self.calls == 1:
+                getattr(trainer, function)(module, *[data(2)] * (1 + (function == "fit")))
+
+    setattr(Evaluates, hook, Evaluates.evaluate)
+    trainer, module = make_trainer(tmp_path), Classifier()
+    trainer.callbacks.append(evaluates := Evaluates())
+    if refused:
+        with pytest.raises(ConfigurationError, match=rf"`trainer.{function}` was called in {hook} .* in on_fit_end"):
+            trainer.fit(module, data(4), data(2))
+        assert trainer.interrupted
+    else:
+        trainer.fit(module, data(4), data(2))
+        assert evaluates.calls >= 1
+        assert trainer.state.finished
 
 
 def test_tuner_ends_the_run_successfully() -> None:

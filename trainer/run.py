@@ -86,8 +86,13 @@ class Run:
 
         Ctrl-C ends the program. In a notebook or at a Python prompt, ``fit`` returns instead, and the other methods
         raise ``KeyboardInterrupt``.
+
+        Raises:
+            ConfigurationError: if a fit is in progress, because two runs cannot share the Trainer.
         """
         state = self._trainer.state
+        if state.fn is TrainerFn.FITTING and state.status is TrainerStatus.RUNNING:
+            _refuse_inside_fit(fn, self._trainer.lightning_module)
         state.fn, state.stage, state.status = fn, STAGES[fn], TrainerStatus.RUNNING
         try:
             yield
@@ -439,3 +444,14 @@ class Run:
                 self._release()
             trainer.eval_loops[RunningStage.SANITY_CHECKING].sanity_checking = False
             trainer.state.stage = None
+
+
+def _refuse_inside_fit(fn: TrainerFn, module: LightningModule) -> None:
+    """Raise an error, unless the current hook is one of the last of the fit."""
+    hook = vars(module).get("_current_fx_name")
+    if hook not in ("on_train_end", "on_fit_end", "teardown"):
+        raise ConfigurationError(
+            f"`trainer.{fn.value}` was called in {hook or 'a method'} while `trainer.fit` runs, which it would end."
+            " Call it after the fit, or in on_fit_end. To evaluate during the fit, pass `val_dataloaders`, and set"
+            " `val_check_interval` or `check_val_every_n_epoch`."
+        )
