@@ -155,8 +155,8 @@ class ProcessState:
 
         Args:
             state: the state of this process.
-            stops: whether a run that had decided to stop stays stopped, even if ``min_epochs`` and ``min_steps`` are
-                met.
+            stops: whether a run that had decided to stop stays stopped if ``min_epochs`` and ``min_steps`` are met. A
+                stop that waits for them is always restored.
         """
         trainer, loop = self._trainer, self._trainer.loop
         engine: Engine = trainer.engine

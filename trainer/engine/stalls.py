@@ -257,7 +257,7 @@ def _report(states: list[RankState], silent: Sequence[int] = ()) -> str:
             others.setdefault(_describe(state), []).append(state.rank)
     lines += [f"{_ranks(ranks)}: {description[0].lower()}{description[1:]}." for description, ranks in others.items()]
     if len(states) > 1 and not late_ranks and not silent:
-        lines.append("None of them lacks a collective that another has begun.")
+        lines.append("All processes have begun the same collectives.")
     return "\n".join(lines)
 
 

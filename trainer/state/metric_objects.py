@@ -107,7 +107,7 @@ class MetricObjects:
                     raise ConfigurationError(
                         f"The metric {name!r} ({type(metric).__name__}) keeps {state!r} as a list of tensors,"
                         f" {', '.join(map(str, counts))} of them on processes 0 to {len(counts) - 1}. torchmetrics"
-                        " exchanges them one by one, and would wait for ever. Have all processes evaluate equally many"
+                        " exchanges them one by one, and would wait forever. Have all processes evaluate equally many"
                         " samples: Trainer(pad_evaluation=True), which counts some twice."
                     )
                 if not value and any(counts):
@@ -173,7 +173,7 @@ def metric_objects_in(module: nn.Module) -> list[Metric]:
 
 
 def update_counts(metrics: Iterable[Metric | None]) -> dict[int, int]:
-    """Return the number of updates since the last reset, by ``id`` of the metric object. None is ignored."""
+    """Return the number of updates since the last reset, by ``id`` of the metric object. Skips None."""
     return {id(metric): metric._update_count for metric in metrics if metric is not None}
 
 

@@ -351,7 +351,7 @@ class MetricStore:
             self.entries.update(ordered | rest)
 
     def take_first(self, broadcast: Callable[[Any], Any]) -> None:
-        """Replace values that were not reduced over the processes by those of rank 0, at the end of the epoch.
+        """Replace values that were not reduced over the processes with the values of rank 0, at the end of the epoch.
 
         Thus callbacks make the same decisions on all processes, based on the values in the loggers. Values that are
         logged with ``rank_zero_only`` are not replaced.
@@ -370,14 +370,14 @@ class MetricStore:
                 own[key].replace(value)
 
     def refuse_shared_metrics(self, before: Mapping[int, int]) -> None:
-        """Raise an error if the value of a logged metric object includes other data than the data it is logged for.
+        """Raise an error if the value of a logged metric object also includes data of another stage or dataloader.
 
         Args:
-            before: the updates of metric objects at the point that separates both, by ``id`` (see ``update_counts``):
-                the start of a dataloader, or the start of a validation inside the epoch of training.
+            before: the numbers of updates of metric objects, by ``id`` (see ``update_counts``), at the start of the
+                dataloader, of the pass, or of a validation inside the epoch of training.
 
         Raises:
-            ConfigurationError: if a metric object has updates from before and after this point, without a reset.
+            ConfigurationError: if a metric object was updated before and after this start, without a reset in between.
         """
         for entry in self.entries.values():
             metric = entry.metric
