@@ -54,7 +54,7 @@ FLAGS = (
     Flag(("--help", "-h"), about="print this text; after a command, the help of that command"),
     Flag(("--version",), about="print the versions of this package and of its dependencies"),
     Flag(("--multirun", "-m"), about="run a sweep: one run for each combination of the comma-separated values"),
-    Flag(("--cfg", "-c"), "job", "print the config instead of running; with --package trainer only that part"),
+    Flag(("--cfg", "-c"), "job", "print the config instead of running; --package trainer prints only that node"),
     Flag(("--info", "-i"), "[TOPIC]", f"print how the config is composed; TOPIC is one of {', '.join(_INFO)}"),
     Flag(("--config-dir", "-cd"), "FOLDER", "also search FOLDER for configs (./conf is always searched first)"),
     Flag(("--quiet", "-q"), about="print only warnings and one line at the end: no progress bar, no tables"),
@@ -242,7 +242,7 @@ def quoted_options(group: str, value: str) -> str:
 
     Args:
         group: the key of an override, which may be another setting.
-        value: of the override: an option, or several.
+        value: value of the override: one or more options.
     """
     if not any(map(_is_not_text, _OPTIONS.findall(value))):
         return value

@@ -26,7 +26,7 @@ from trainer.errors import did_you_mean
 _HYDRA_KEYS = ("_target_", "_args_", "_partial_", "_recursive_", "_convert_")
 
 _SAFE_LOADS = {"TORCH_FORCE_WEIGHTS_ONLY_LOAD": "1", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": None}
-"""Environment variables that make every ``torch.load`` use ``weights_only=True``, such as torchvision's."""
+"""Environment variables that make every ``torch.load`` use ``weights_only=True``, also in code of torchvision."""
 
 
 def check(node: Any, key: str, allowlist: Allowlist) -> None:
@@ -34,7 +34,7 @@ def check(node: Any, key: str, allowlist: Allowlist) -> None:
 
     Args:
         node: a plain, resolved dict, list or scalar of a config.
-        key: of ``node`` in the config, for messages; "" for the config itself.
+        key: key of ``node`` in the config, for messages; "" for the config itself.
         allowlist: the names that the config may call.
 
     Raises:
@@ -115,7 +115,7 @@ def make(node: Any, key: str, allowlist: Allowlist, finish: Callable[[partial[An
 
     Args:
         node: a node that passed `check`.
-        key: of ``node`` in the config, for messages.
+        key: key of ``node`` in the config, for messages.
         allowlist: the one that was passed to `check`. It caches the targets.
         finish: called with each partial; returns the object to use instead. By default, the partial is used.
 
@@ -143,9 +143,9 @@ def make(node: Any, key: str, allowlist: Allowlist, finish: Callable[[partial[An
 
 
 def _call(make: Callable[[], Any], key: str, target: str) -> Any:
-    """Return ``make()``. Attribute errors of known packages about their arguments to the config.
+    """Return ``make()``. If a known package raises an error about its arguments, raise a `UsageError` with the key.
 
-    Packages other than ``recipes`` and the user's code load only weights in the call, no other pickles.
+    In the call, ``torch.load`` uses ``weights_only=True``, except in ``recipes`` and the user's code.
     """
     root = target.partition(".")[0]
     if root not in PACKAGES:
@@ -175,5 +175,5 @@ def _try_optimizer(make: partial[Any], key: str, target: str) -> None:
         nulls = [f"{name}=null" for name, value in make.keywords.items() if value is None]
         given = f", {', '.join(nulls)} among them" if nulls else ""
         raise UsageError(f"{key}: {target} rejects its arguments{given}: {str(error).rstrip('.')}.") from error
-    except RuntimeError:  # fused optimizers require parameters on their device
+    except RuntimeError:  # fused optimizers require parameters on a device that they support
         return

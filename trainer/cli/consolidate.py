@@ -51,7 +51,7 @@ def two_paths(arguments: Arguments, expected: str) -> tuple[Path, Path]:
     """Return the two paths among the arguments of a command.
 
     Raises:
-        UsageError: if there are fewer.
+        UsageError: if there are fewer than two words.
     """
     if len(arguments.words) < 2:
         command = find(arguments.command)

@@ -1,7 +1,7 @@
 """Print the error that ended a run as a short paragraph: its message, the line of the user's code, and advice.
 
 The full traceback is written to the log file in the run's folder; ``--debug`` prints it as well. Advice depends on the
-type of the error, except for an out-of-memory error. Messages of other libraries are printed as they are.
+type of the error and, for some types, on its message and notes. Messages of other libraries are printed unchanged.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from trainer.terminal import command_line
 log = logging.getLogger(__name__)
 
 _LONGEST = 600
-"""Characters of an error's message, before the rest is left to the log."""
+"""Largest number of characters of an error's message to print; the log has the rest."""
 
 _FRAME = re.compile(r'^ *File "(?P<file>.+)", line (?P<line>\d+), in (?P<function>.+)$', re.MULTILINE)
 _IN_WORKER = re.compile(
@@ -60,10 +60,10 @@ def record(error: Exception, folder: Path, command: str, processes: int = 1, wor
 
     Args:
         error: the error that ended the run, with its traceback.
-        folder: of the run.
+        folder: folder of the run.
         command: such as ``fit``; the name of the log starts with it.
         processes: number of processes of the run.
-        words: flags and overrides that compose its config again.
+        words: flags and overrides that compose the run's config again.
     """
     error.__dict__["folder"], error.__dict__["words"] = folder, words
     error.__dict__["processes"] = max(processes, int(os.environ.get("WORLD_SIZE", "1")))
@@ -92,7 +92,7 @@ def log_handler() -> logging.FileHandler | None:
 
 
 def add_setting_note(error: Exception, settings: dict[str, Any]) -> None:
-    """Add a note to an error about a missing file with the setting that names the file or a folder above it."""
+    """If an error is about a missing or unreadable file, add a note with the setting that names it or its folder."""
     if not isinstance(error, (FileNotFoundError, NotADirectoryError, PermissionError)):
         return
     text = " ".join(map(str, (error, error.filename)))
@@ -112,7 +112,7 @@ def add_setting_note(error: Exception, settings: dict[str, Any]) -> None:
 def print_error(error: Exception) -> None:
     """Print the error that ended a run to stderr, unless another process of the run has printed one before.
 
-    Of errors in the command line or a config, only the message is printed.
+    For errors in the command line or a config, only the message is printed.
     """
     if not _is_first_to_report(error):
         return
@@ -135,7 +135,7 @@ def is_about_settings(error: BaseException) -> bool:
 
 
 def is_recorded(error: Exception) -> bool:
-    """Return whether `record` was called, so that ``error`` was raised in a run, not before it."""
+    """Return whether `record` was called with ``error``, which is the case if it was raised in a run, not before it."""
     return "folder" in error.__dict__
 
 
@@ -147,7 +147,7 @@ def one_line(error: BaseException) -> str:
 
 
 def paragraph(error: BaseException) -> str:
-    """Return the message of ``error``, the line that raised it, advice, and the file with the traceback, on lines."""
+    """Return a paragraph: the message of ``error``, the line that raised it, advice, and the log with the traceback."""
     kind, message = type(error).__name__, str(error)
     text = message
     if found := _IN_WORKER.match(message):
@@ -178,7 +178,7 @@ def paragraph(error: BaseException) -> str:
 def user_line(error: BaseException) -> str:
     """Return the innermost line of the user's code in the traceback of ``error``, or "" without one.
 
-    All code counts that is not in an installed package, Python's library or this package.
+    Code outside of installed packages, Python's library and this package counts as the user's.
     """
     if isinstance(error, SyntaxError) and error.filename and _is_own(error.filename):
         return _place(error.filename, error.lineno or 1, "")
@@ -216,7 +216,7 @@ def _shortened(message: str) -> str:
 
 
 def _advice(error: BaseException) -> str:
-    """Return advice about ``error``, or "" for other errors."""
+    """Return advice about ``error``, or "" for errors without advice."""
     if isinstance(error, ResumeError):
         advice = "On the command line, exact_resume=false resumes anyway."
         if "set a batch size" in str(error):

@@ -60,9 +60,9 @@ def search_here() -> None:
 
 
 def merge_recipes() -> None:
-    """Merge the user's folder ``./recipes`` with the package ``recipes``. If both have a module, the user's is used.
+    """Merge the user's folder ``./recipes`` with the package ``recipes``, because one of them would hide the other.
 
-    Otherwise one of them would hide the other.
+    If both have a module of the same name, the user's is used.
     """
     user, packaged = Path.cwd() / "recipes", PACKAGE.parent / "recipes"
     if user.is_dir() and user.resolve() != packaged:

@@ -1,4 +1,4 @@
-"""Export the graph of a module's ``forward`` with ``torch.export`` or ``torch.onnx``, and compare the file with it.
+"""Export the graph of a module's ``forward`` with ``torch.export`` or ``torch.onnx``, and check its outputs.
 
 The inputs are the module's ``example_input_array`` or, without one, the first batch of its data after the transfer
 hooks: from validation, else from test, prediction or training. If the batch is a mapping, ``forward`` gets the entries
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from trainer.trainer import Trainer
 
 TOLERANCE = 1e-4
-"""Largest difference of the outputs relative to their largest absolute value, or to 1 if that is larger."""
+"""Largest accepted difference of the outputs, relative to their largest absolute value or to 1 if that is larger."""
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 """Arguments of ``forward``, by position and by name."""

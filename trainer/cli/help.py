@@ -30,7 +30,7 @@ _PROGRAM_PLACEHOLDER = "python -m trainer"
 """The program in the help of commands, which `help_text` replaces by the program that the user started."""
 
 LISTS_SETTINGS = "fit"
-"""The command with a help that lists the settings and flags of all commands."""
+"""The command: its help lists the settings and flags of all commands."""
 
 _GROUPS = {
     "recipe": "a model, data and settings that work together",
@@ -83,7 +83,7 @@ def help_text(command: str | None, config_dir: str | None = None) -> str:
 
 
 def _settings(config_dir: str | None, nodes: Sequence[str]) -> list[str]:
-    """Return a section for each node of the default config, with its settings; "" is the config itself."""
+    """Return one section for each of ``nodes``, with its settings in the default config; "" is the config itself."""
     if not nodes:
         return []
     from omegaconf import OmegaConf

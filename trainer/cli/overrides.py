@@ -30,7 +30,7 @@ def with_values(words: Sequence[str], config: DictConfig) -> list[str]:
 
     Args:
         words: the overrides that ``config`` was composed with, without those of Hydra.
-        config: of the run, not resolved, without the node of Hydra, whose config is the current one.
+        config: unresolved config of the run, without the node ``hydra``, which is read from ``HydraConfig``.
     """
     parser = OverridesParser.create()
     parsed = [(word, parser.parse_override(word)) for word in words]

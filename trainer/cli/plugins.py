@@ -1,4 +1,7 @@
-"""Launchers and sweepers other than Hydra's basic ones: the packages that they need, and those of this package."""
+"""Register the launchers and sweepers of this package with Hydra.
+
+Also check that the packages and programs that a launcher or sweeper needs are installed.
+"""
 
 from __future__ import annotations
 

@@ -115,7 +115,7 @@ def _set_environment(values: Mapping[str, str | None]) -> None:
 def imports_only() -> Iterator[None]:
     """Pause garbage collection during the first import of torch and Lightning, and freeze the imported objects.
 
-    They stay frozen until the process exits, which runs only this command.
+    They stay frozen until the process exits; it runs only this command.
     """
     if "torch" in sys.modules or not gc.isenabled():
         yield

@@ -3,7 +3,7 @@
 The config is the composed one (``.hydra/config.yaml`` in the run's folder). It is not composed again from the run's
 overrides, because recipes change or may be missing. It becomes an in-memory primary config of Hydra, so that overrides,
 options of config groups, sweeps and all checks work as usual. Groups for which the command line chooses an option are
-removed from it, and their options follow it.
+removed from it, and the chosen options are merged after it.
 """
 
 from __future__ import annotations

@@ -134,7 +134,7 @@ def run(config: DictConfig) -> float | None:
     finally:
         record.facts["objective"] = _objective(settings, record.facts)
         if _is_unchanged(trainer, record):
-            record.facts = record.former  # which has more facts, such as the time of the training
+            record.facts = record.former  # which has more facts, such as the training time
         if is_first() and is_ours:
             record.write()
         tracking.end(ok=record.facts["status"] in SUCCESSFUL)
@@ -151,7 +151,7 @@ def assemble(settings: dict[str, Any], folder: Path, record: RunRecord | None = 
 
     Args:
         settings: the resolved config, as plain containers.
-        folder: of the run; the default of the Trainer's ``default_root_dir``.
+        folder: folder of the run; the default of the Trainer's ``default_root_dir``.
         record: the record that the Trainer writes, or None to write no record.
     """
     arguments = dict(settings["trainer"])
@@ -196,7 +196,7 @@ def assemble(settings: dict[str, Any], folder: Path, record: RunRecord | None = 
     if logged is not None:
         tracking.open_stores(settings["logger"])
     arguments["logger"] = _make_all(_available_loggers(settings["logger"]), "logger", allowlist) or False
-    unwanted: tuple[type, ...] = ()  # callbacks of the default config or a recipe to remove
+    unwanted: tuple[type, ...] = ()  # callbacks to remove, of the default config or a recipe
     if arguments["barebones"]:
         unwanted = (Checkpoint, Curves, LayerNorms, LearningRateMonitor, RunSummary, ScaleMonitor)
         arguments["logger"], arguments["log_every_n_steps"] = False, None
@@ -284,7 +284,7 @@ def _check_kinds(module: Any, data: Any, settings: dict[str, Any]) -> None:
 
 
 def _redact_dumps(folder: Path, subfolder: str | None) -> None:
-    """Redact secrets in the files that Hydra wrote, such as passwords. Interpolations of the environment stay."""
+    """Redact secrets, such as passwords, in the files that Hydra wrote. Interpolations of the environment stay."""
     for file in (folder / subfolder).glob("*.yaml") if subfolder else ():
         written = file.read_text(encoding="utf-8")
         if (redacted := redaction.text(written)) != written:
@@ -302,7 +302,7 @@ def _available_loggers(loggers: dict[str, Any]) -> dict[str, Any]:
 
 
 def _make_all(nodes: dict[str, Any] | None, key: str, allowlist: Allowlist) -> list[Any]:
-    """Return the objects of a group of named nodes. Nodes without a target, of options not chosen, are ignored."""
+    """Return the objects of a group of named nodes. Nodes without a target are ignored: they were not chosen."""
     return [
         make(node, f"{key}.{name}", allowlist) for name, node in (nodes or {}).items() if node and "_target_" in node
     ]
@@ -313,8 +313,8 @@ def _execute(settings: dict[str, Any], record: RunRecord, module: Any, data: Any
     if command != "fit" and is_first():
         if checkpoint is None:
             log.warning(
-                "%s uses newly initialized weights. To use the weights and config of a run: ckpt=RUN, its folder or a"
-                " checkpoint.",
+                "%s uses newly initialized weights. To use the weights and config of a run, set ckpt to its"
+                " folder or a checkpoint in it.",
                 command,
             )
         with suppress(OSError):  # a missing record does not fail the run

@@ -17,7 +17,7 @@ from trainer.files import from_here
 def log_warnings() -> Iterator[None]:
     """Inside the context, print each warning once, as one line, and also write it to the run's log.
 
-    Warnings are written to the log's handler only, because Python prints them above the progress bar itself. Repeated
+    Only the handler of the log gets the warnings, because Python itself prints them, above the progress bar. Repeated
     texts are dropped: torch issues some warnings from several places and for each dataloader.
     """
     show, form = warnings.showwarning, warnings.formatwarning

@@ -114,7 +114,7 @@ def check_trainer(settings: Mapping[str, Any]) -> None:
     """Check the ``trainer`` node. A setting that is still an interpolation is not checked.
 
     Raises:
-        UsageError: a value that an argument of the Trainer does not accept, or a minimum above its maximum.
+        UsageError: if an argument of the Trainer does not accept its value, or a minimum is above its maximum.
     """
     settings = {name: value for name, value in settings.items() if not str(value).startswith("${")}
     for name, argument in SETTINGS.items():

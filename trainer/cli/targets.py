@@ -8,8 +8,8 @@ from another person, so it may only name
 3. packages, modules and names in ``allowed_packages``,
 
 and nothing that executes, unpickles or writes its arguments (`_REFUSED`). Names are checked before anything is
-imported. The object is checked again by the module that defines it, because ``torch.nn.modules.module.torch.os.system``
-is ``os.system``. This is not a sandbox: an allowed class may do anything.
+imported. Then the object is checked again under the name of the module that defines it, because
+``torch.nn.modules.module.torch.os.system`` is ``os.system``. This is not a sandbox: an allowed class may do anything.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ class Allowlist:
 
         Args:
             node: plain containers. A value with an interpolation is not checked.
-            key: of ``node`` in the config, for messages.
+            key: key of ``node`` in the config, for messages.
 
         Raises:
             UsageError: if a name is not well-formed or its package is not installed; or if the config came with a
@@ -159,7 +159,7 @@ class Allowlist:
 
         Args:
             node: plain containers.
-            key: of ``node`` in the config, for messages.
+            key: key of ``node`` in the config, for messages.
 
         Raises:
             UsageError: as in `check`, or if a class or function does not exist, is not callable, or is not allowed.
@@ -241,7 +241,7 @@ class Allowlist:
             )
 
     def _is_in_run_folder(self, root: str) -> bool:
-        """Return whether the checkpoint is in the folder ``root`` of the working directory, so its code is foreign."""
+        """Return whether the checkpoint is in the folder ``root`` here, so that its code may be from another person."""
         file, working_dir = Path(str(self._checkpoint)), Path.cwd()
         return any(
             path.is_relative_to(working_dir / root) for path in (working_dir / file, (working_dir / file).resolve())
@@ -294,7 +294,7 @@ def _is_outside_working_dir(text: str) -> bool:
     """Return whether ``text``, read as a path or an address to write to, is outside the working directory."""
     if re.match(r"https?://(?!.*::)", text):
         return False
-    if re.match(r"sqlite:///(?!.*[%?:])", text):  # not URIs, because SQLite decodes their characters
+    if re.match(r"sqlite:///(?!.*[%?:])", text):  # excludes URIs, because SQLite decodes escapes in them
         text = text.removeprefix("sqlite:///")
     path, working_dir = (
         re.sub(r"^(?:file|local):", "", os.path.expandvars(text), flags=re.IGNORECASE),

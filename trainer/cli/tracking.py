@@ -20,10 +20,10 @@ _NOT_LOGGED = (
 
 
 def check(config: Mapping[str, Any]) -> None:
-    """Check that the packages of a config's loggers are installed, and that their settings fit those of checkpoints.
+    """Check that the packages of a config's loggers are installed, and their settings fit ``checkpoint_files``.
 
     Raises:
-        UsageError: if they are not or do not. The message names the package or the setting.
+        UsageError: if a package is missing, or settings contradict each other. The message names them.
     """
     for name, node in _nodes(config["logger"]).items():
         try:

@@ -91,7 +91,7 @@ def validate(arguments: Arguments, composer: Composer | None = None) -> DictConf
 
     Args:
         arguments: the command line.
-        composer: the composer of ``arguments``. Default: None, for a new one.
+        composer: the composer of ``arguments``. Default: None, which creates one.
 
     Raises:
         UsageError: if the config is invalid. The message contains the given value, the expected value, and the nearest
@@ -452,7 +452,7 @@ def _check_complete(job: DictConfig) -> None:
 
 
 def _check_ignored_keys(composer: Composer, config: DictConfig, overrides: Sequence[Override]) -> None:
-    """Refuse keys in config files that have no effect: misspelled ones, and files that lack an ``@package`` line."""
+    """Refuse keys without an effect in config files: misspelled ones, and those in files without ``@package``."""
     known = unresolved(config)
     for group in GROUPS_TO_ADD:
         if group in known:
@@ -518,7 +518,7 @@ def _check_used(config: Any, overrides: Sequence[Override]) -> None:
 
 
 def _check_values(plain: dict[str, Any]) -> None:
-    """Check values of data, optimizers and schedulers that are invalid for any class."""
+    """Refuse values of data, optimizers and schedulers that are invalid for any class."""
     for key, name, value, target in walk({group: plain.get(group) for group in ("data", "optimizer", "scheduler")}):
         is_torch = target.startswith("torch.optim.") and key in _OPTIMIZER_NUMBERS
         if isinstance(value, int | float) or as_number(value) or (is_torch and isinstance(value, str)):
@@ -532,7 +532,7 @@ def _check_values(plain: dict[str, Any]) -> None:
 
 
 def _check_devices(settings: dict[str, Any]) -> None:
-    """Refuse GPU settings on a machine without a GPU, without importing torch. If it is imported, Lightning checks."""
+    """Refuse GPU settings on a machine without a GPU. If torch has been imported, Lightning checks them instead."""
     accelerator, devices = str(settings["accelerator"]), settings["devices"]
     wants_all = str(devices) == "-1"
     if accelerator == "cpu" and wants_all:

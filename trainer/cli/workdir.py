@@ -58,7 +58,7 @@ def claim(arguments: Arguments, config: DictConfig) -> Path:
     ``resume=auto``, a hash of the command replaces the time, so that the same command finds the folder again. If srun
     started the processes, the job and step of Slurm replace the time, so that all tasks and a requeued job find the
     folder.
-    ``validate``, ``test`` and ``predict`` get a folder below that of the run that they use.
+    ``validate``, ``test`` and ``predict`` get a folder below the folder of the run that wrote their checkpoint.
 
     Raises:
         UsageError: if ``resume=auto`` is given to a command that does not train, the folder cannot be created, or a
@@ -70,8 +70,7 @@ def claim(arguments: Arguments, config: DictConfig) -> Path:
         flag = [] if arguments.command == "compare" else ["-m"]
         command = command_line(arguments.command, *flag, *arguments.overrides, "trainer=ddp", "trainer.devices=2")
         raise UsageError(
-            "Got a sweep under torchrun or srun, but a sweep starts its own processes. Run it without them:"
-            f" `{command}`."
+            f"Got a sweep under torchrun or srun, but a sweep starts its own processes. Run it directly: `{command}`."
         )
     key = "hydra.sweep.dir" if sweeping else "hydra.run.dir"
     chosen = any(override.startswith(f"{key}=") for override in arguments.overrides)
@@ -107,7 +106,7 @@ def resume_command(command: str | None, words: Sequence[str], folder: Path | str
     Args:
         command: such as ``fit``.
         words: the flags and overrides of the command that was interrupted.
-        folder: of the run or the sweep.
+        folder: folder of the run or the sweep.
         key: the setting of that folder.
     """
     place = str(folder)
@@ -153,7 +152,8 @@ def config_flags(hydra: Any) -> dict[str, str]:
 def _place_below_run(arguments: Arguments, config: DictConfig) -> DictConfig:
     """Return ``config`` with a folder of this run below the folder of the run that wrote its checkpoint.
 
-    Unchanged if there is no such checkpoint, if the folder cannot be written, or if a name or a config sets the folder.
+    Return it unchanged if there is no such checkpoint, its run's folder cannot be written, or a name or a config sets
+    the folder.
     """
     checkpoint = config.get("ckpt_path")
     run = run_of(Path(str(checkpoint))) if checkpoint is not None and Path(str(checkpoint)).exists() else None

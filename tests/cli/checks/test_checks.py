@@ -69,8 +69,8 @@ def test_measurement_slower_than_the_hardware_suggests(measured, monkeypatch):
     monkeypatch.setattr(devices, "_cpu_has_bfloat16", lambda: True)
     slow = {"bfloat16": {"matmul": 0.4, "convolution": 0.8}}
     assert checks.verdict(torch.device("cpu"), slow) == (
-        "Use precision=32 here: precision=auto takes bf16-mixed, for this CPU computes in bfloat16 natively, but it was"
-        " measured to be slower than float32: 0.4x in matrix products and 0.8x in convolutions."
+        "Use precision=32 here: precision=auto takes bf16-mixed, because this CPU computes in bfloat16 natively, but it"
+        " was measured to be slower than float32: 0.4x in matrix products and 0.8x in convolutions."
     )
     mixed = {"bfloat16": {"matmul": 0.9, "convolution": 1.8}}
     assert checks.verdict(torch.device("cpu"), mixed).startswith("Use precision=bf16-mixed here")

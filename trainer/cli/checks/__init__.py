@@ -42,13 +42,14 @@ _OPERATIONS = {"matmul": "matrix products", "convolution": "convolutions"}
 
 
 def command(arguments: Arguments) -> int:
-    """``trainer checks [json]``, and for a recipe ``trainer checks [json] +recipe=NAME [SETTING=VALUE ...]``.
+    """Run ``trainer checks [json]``, or for a recipe ``trainer checks [json] +recipe=NAME [SETTING=VALUE ...]``.
 
     Returns:
-        0, or 1 if something is broken: torch cannot be imported, or a folder cannot be written.
+        0, or 1 if there is a problem: torch cannot be imported, a folder cannot be written, or a step of the recipe
+        fails.
 
     Raises:
-        UsageError: for a word other than json; for a recipe, as `trainer.cli.checks.memory.predict`.
+        UsageError: for a word other than json; for a recipe, as in `trainer.cli.checks.memory.predict`.
     """
     if arguments.words not in ([], ["json"]):
         given = arguments.words[0]
@@ -112,7 +113,7 @@ def check_versions(found: Findings) -> None:
             reason = "torch was built without CUDA" if cuda is None else "torch finds no GPU that it can use"
             found.remark(f"There is an NVIDIA driver, but {reason}.")
     found.facts["versions"] = versions
-    if found.recipe is None:  # a recipe fills the screen
+    if found.recipe is None:  # the tables of a recipe fill the screen
         found.tables.append(Table("Versions", (), [(name, str(version)) for name, version in versions.items()]))
 
 
@@ -207,8 +208,8 @@ def verdict(device: torch.device, ratios: dict[str, dict[str, float]]) -> str:
     rates = " and ".join(f"{ratio:.1f}x in {_OPERATIONS[operation]}" for operation, ratio in measured.items())
     if measured and max(measured.values()) < 1:
         return (
-            f"Use precision=32 here: precision=auto takes {name}, for {reason}, but it was measured to be slower than"
-            f" float32: {rates}."
+            f"Use precision=32 here: precision=auto takes {name}, because {reason}, but it was measured to be slower"
+            f" than float32: {rates}."
         )
     return f"Use precision={name} here: {reason}{f'; measured {rates} against float32' if rates else ''}."
 
@@ -308,7 +309,7 @@ def _disks(found: Findings) -> list[list[str]]:
     return rows
 
 
-# --- in words -------------------------------------------------------------------------------------------------
+# --- output ---------------------------------------------------------------------------------------------------
 
 
 def show(found: Findings) -> None:

@@ -18,7 +18,7 @@ _MOST_COUNTED = 12  # labels that are listed one by one
 _MOST_IMAGES = 32
 _SMALLEST_IMAGE = 8
 _IGNORED = (-100, -1)
-"""Labels that losses ignore: by default in torch, and in many datasets."""
+"""Labels that losses ignore: torch's default, and one that many datasets use."""
 
 
 class Entry(NamedTuple):
@@ -26,11 +26,11 @@ class Entry(NamedTuple):
 
     Args:
         name: the expression for it, such as ``batch[0]['image']``.
-        shape: shape of a tensor; length of a list of texts or numbers.
+        shape: shape of a tensor; length of a list of strings or numbers.
         dtype: dtype of a tensor; otherwise the class.
         range: the smallest and the largest finite number.
-        content: labels with their counts, mean and standard deviation, or a text.
-        not_finite: number of NaN and inf elements, as text.
+        content: labels with their counts, mean and standard deviation, or a string of the batch.
+        not_finite: number of NaN and inf elements, as a string.
     """
 
     name: str
@@ -68,7 +68,7 @@ def labels_out_of_range(batch: Any, classes: int | None) -> str:
     """Return a sentence about labels out of range; "" if all are valid or the labels cannot be identified.
 
     Args:
-        batch: on the host.
+        batch: a batch on the host.
         classes: number of classes of the module; None if it is unknown.
     """
     labels = [(name, tensor) for name, tensor in _strided(batch) if _is_labels(tensor) and tensor.numel()]
@@ -151,7 +151,7 @@ def _is_labels(tensor: Tensor) -> bool:
 
 
 def _statistics(tensor: Tensor) -> tuple[str, str]:
-    """Return the range of the finite numbers, and their labels or mean and standard deviation."""
+    """Return strings: the range of the finite numbers, and counts of labels or mean and standard deviation."""
     if tensor.is_complex() or not tensor.numel():
         return "", ""
     values = tensor.detach()

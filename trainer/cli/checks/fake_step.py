@@ -1,8 +1,8 @@
 """Measure the memory of training steps on fake tensors, which have a shape and a dtype but no values.
 
 The steps use the real module and optimizer and, for FSDP, torch's ``fully_shard`` with a fake process group. The bytes
-of living tensors are counted. The fake tensors are on the CPU, because torch needs a GPU for others; autocast and
-attention are set to behave as on a GPU.
+of living tensors are counted. The fake tensors are on the CPU, because torch needs a GPU for fake tensors on CUDA;
+autocast and attention are set to behave as on a GPU.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def measure(
     """Return the memory of a training step on one device.
 
     Args:
-        build: returns the LightningModule. Called with the meta device as default.
+        build: returns the LightningModule. Called with meta as the default device.
         batch: a batch of the dataloader.
         precision: the precision plugin.
         prepare: called with the module before the optimizers are created.
@@ -225,7 +225,7 @@ class LiveMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call the function, and count its results."""
+        """Call the function, and count the bytes of its results."""
         result = function(*args, **(kwargs or {}))
         for value in tree_leaves(result):
             if isinstance(value, Tensor):

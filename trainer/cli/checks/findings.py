@@ -36,7 +36,7 @@ class Recipe:
 
     Args:
         name: such as ``mine``; ``unnamed`` for a config without a recipe.
-        settings: its resolved config, of a short training.
+        settings: its resolved config, changed to a short run.
         data: the data module of `loaded`, or the module if it has the dataloaders.
         loaded: a batch, and the speed of its dataloader.
         peak: predicted peak memory of a step on one device, in bytes; None if it could not be predicted.

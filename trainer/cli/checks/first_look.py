@@ -1,4 +1,4 @@
-"""Check a recipe's data: a batch, its layers in float32 and float16, and the bottleneck of training."""
+"""Check a recipe: a batch of its data, its layers in float32 and float16, and the bottleneck of training."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from trainer.terminal import Table, command_line
 _PICTURES = Path("outputs", "checks")
 _ROWS = 8  # largest number of rows in the table of layers
 _MAX_LAYERS = 3  # largest number of layers in a sentence
-_NEGLIGIBLE_SHARE = 0.05  # share of the time spent waiting for data that is negligible
+_NEGLIGIBLE_SHARE = 0.05  # negligible share of the time that is spent waiting for data
 
 
 def check_batch(found: Findings, recipe: Recipe) -> None:
@@ -49,7 +49,7 @@ def check_batch(found: Findings, recipe: Recipe) -> None:
 
 
 def check_steps(found: Findings, recipe: Recipe) -> None:
-    """Measure the layers in one step, predict float16, and compare loading with the step."""
+    """Measure the layers in one step, predict their values in float16, and compare the times of loading and a step."""
     assert recipe.loaded is not None
     device = found.devices[-1 if recipe.settings["trainer"]["accelerator"] == "cpu" else 0]
     part, reason = None, "No step was run: checks.steps=false."
@@ -209,7 +209,7 @@ def bottleneck(recipe: Recipe, loaded: LoadedBatch, step: StepTime | None, gpus:
     return f"{waits} {cheaper} Workers would take cores from the training on this CPU."
 
 
-# --- in words -------------------------------------------------------------------------------------------------
+# --- output ---------------------------------------------------------------------------------------------------
 
 
 def _name(layer: Layer) -> str:

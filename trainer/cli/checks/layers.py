@@ -1,5 +1,5 @@
-"""What one batch does in each layer: how large its output and its gradients are, in float32, and what float16 would
-make of these numbers.
+"""Measure the outputs and gradients of each layer in one step in float32, and predict which would overflow or underflow
+in float16.
 """
 
 from __future__ import annotations
@@ -174,7 +174,7 @@ def largest_scale(layers: Iterable[Layer]) -> float | None:
 
 
 def shown(layers: list[Layer], most: int) -> list[Layer]:
-    """Return the layers with most parameters, activations, largest values and underflow, in the module's order."""
+    """Return the layers with the most parameters, activations, largest values and underflow, in the module's order."""
     ranked = [
         [layer for layer in sorted(layers, key=attrgetter(name), reverse=True) if getattr(layer, name)]
         for name in ("parameters", "outputs", "largest", "share")

@@ -150,7 +150,7 @@ def check_memory(found: Findings, recipe: Recipe) -> None:
         settings = "; ".join(f"{name} ({gain})" for name, gain in prediction.missed.items())
         found.remark(f"Faster settings on a GPU: {settings}. tuning=fast enables the safe ones.")
     if prediction.ops:
-        found.remark("precision.autocast_ops=cuda runs these operations in CUDA's dtypes here.")
+        found.remark("precision.autocast_ops=cuda runs all operations in the dtypes of CUDA autocast here.")
     one, *spread = prediction.needs
     rows = [
         [need.strategy, str(need.devices), need.precision, readable(need.peak), readable(need.after), fits]

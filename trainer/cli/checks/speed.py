@@ -31,10 +31,10 @@ class Speed:
     """Measured rates of one kind of arithmetic, in floating-point operations per second; None if it does not run.
 
     Args:
-        name: of the arithmetic.
-        matmul: of a product of square matrices.
-        convolution: of a 3x3 convolution.
-        ratios: of the two to those of float32, by the same names.
+        name: name of the arithmetic.
+        matmul: rate of a product of square matrices.
+        convolution: rate of a 3x3 convolution.
+        ratios: these rates divided by those of float32, by the same names.
     """
 
     name: str
@@ -47,11 +47,11 @@ def measure(device: torch.device, seconds: float = 2.0, clock: Callable[[], floa
     """Measure the speed of forward products in float32, float16 and bfloat16.
 
     On a CPU without float16 instructions, float16 is the Trainer's implementation, products in float32 of rounded
-    numbers. One more row is torch's own path. The rates are medians.
+    numbers, and an additional row measures torch's own implementation. The rates are medians.
 
     Args:
         device: the device. A GPU is synchronized around every measurement.
-        seconds: for all measurements. A slow device takes longer.
+        seconds: time for all measurements. A slow device takes longer.
         clock: returns seconds.
     """
     is_emulated = device.type == "cpu" and not cpu_fp16.native_fp16()
@@ -90,7 +90,7 @@ def _convolution(device: torch.device, dtype: torch.dtype) -> tuple[Call, float]
 
 
 def _median(call: Call, device: torch.device, seconds: float, clock: Callable[[], float]) -> float:
-    """Return the median time of a call, of at least three after a warm-up."""
+    """Return the median time of at least three calls after a warm-up call."""
     times: list[float] = []
     ends = clock() + seconds
     while len(times) < 4 or clock() < ends:

@@ -182,7 +182,7 @@ def _nothing(*_: Any, **__: Any) -> None:
 
 @contextmanager
 def undisturbed(device: torch.device) -> Iterator[None]:
-    """Restore random states and environment variables on exit; ignore warnings and print to stderr inside."""
+    """Ignore warnings and redirect stdout to stderr inside; restore random states and environment variables on exit."""
     state = random_states.capture(device)
     with environment({name: os.environ.get(name) for name in _SEEDS}), warnings.catch_warnings():
         warnings.simplefilter("ignore")

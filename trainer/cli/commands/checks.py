@@ -7,13 +7,13 @@ be imported or a folder cannot be written; for a recipe, a step fails, the loss 
 range.
 
 With a recipe, the command checks in seconds, without training: a batch (shapes, ranges, labels, NaN; images are drawn
-to outputs/checks), the parameters, activations and gradients of each layer in one step, the same in float16, and
-whether the dataloader or the step is the bottleneck. checks.steps=false runs no step.
+to outputs/checks), the parameters, activations and gradients of each layer in one step, whether they fit into float16,
+and whether the dataloader or the step is the bottleneck. checks.steps=false runs no step.
 
-It also predicts the memory of the training per device in each precision: on one device, with DDP, and with FSDP. That
-step runs on fake tensors, so it needs neither a GPU nor the memory; only weights that a recipe reads from files, as
-finetune does, need host memory. It names the lines of the model that synchronize host and GPU, and the operations that
-CUDA autocast runs in another dtype than CPU autocast.
+It also predicts the memory that training needs per device: on one device in several precisions, and with DDP and FSDP.
+The prediction runs a step on fake tensors, so it needs neither a GPU nor that memory; only weights that a recipe reads
+from files, as finetune does, need host memory. The command names the lines of the model that synchronize host and GPU,
+and the operations that CUDA autocast runs in another dtype than CPU autocast.
 
   python -m trainer checks +recipe=tabular
   python -m trainer checks +recipe=gpt model=gpt_1b precision=bf16-mixed

@@ -1,8 +1,8 @@
 """Convert a sharded checkpoint to one file.
 
-Converts a checkpoint that is a folder (checkpoint_files.sharded=true) to one file in Lightning's format with the same
-contents, which load_from_checkpoint and ckpt_path can read. The folder is verified first. The conversion runs in one
-process and needs host memory for the whole checkpoint. Existing files are not overwritten.
+Converts a checkpoint that is a folder (checkpoint_files.sharded=true) to one file with the same contents in
+Lightning's format, which load_from_checkpoint and ckpt_path can read. The folder is verified first. The conversion runs
+in one process and needs host memory for the whole checkpoint. Existing files are not overwritten.
 
 Example:
     python -m trainer consolidate outputs/gpt/DATE_TIME/checkpoints/last.ckpt last.ckpt

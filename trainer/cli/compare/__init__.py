@@ -93,9 +93,9 @@ def report(folder: Path, limits: Thresholds, overrides: Sequence[str] = (), sinc
     """Print the comparison of the runs in ``folder``, and write ``compare.md`` and ``compare.json``.
 
     Args:
-        folder: of the comparison. It contains the folders of the runs.
+        folder: folder of the comparison. It contains the folders of the runs.
         limits: the thresholds.
-        overrides: of the command line, to be written to the report.
+        overrides: overrides of the command line, to be written to the report.
         since: a time (of `time.time`). Runs that ended before it are left out.
 
     Returns:

@@ -15,7 +15,7 @@ MIN_SPEEDUP = 1.5
 """Samples per second relative to 32 bits. Below this, a GPU hardly used its Tensor Cores, or was not busy."""
 
 MIN_MEMORY_SAVING = 0.3
-"""Share of the peak in 32 bits. Activations need half the memory, so 30 to 50% are usual if they dominate."""
+"""Saved share of the peak in 32 bits. Activations need half the memory, so 30 to 50% are usual if they dominate."""
 
 _SAME_SPEED = 1.05  # smaller ratios are reported as equal
 
@@ -141,7 +141,7 @@ def _is_half(run: RunRecord) -> bool:
 
 
 def _threshold(setting: float | str | None, on_gpu: float, run: RunRecord, first: RunRecord) -> float | None:
-    """Return a threshold, or None. "auto" is the threshold for 16 instead of 32 bits on a GPU, otherwise None."""
+    """Return a threshold, or None. "auto" is ``on_gpu`` if both runs used GPUs and only ``run`` is in 16 bits."""
     if setting == "auto":
         on_gpus = run.memory_is_the_gpus and first.memory_is_the_gpus
         return on_gpu if on_gpus and _is_half(run) and not _is_half(first) else None
@@ -162,7 +162,7 @@ def _assess_quality(
         is_worse = tolerance is not None and (worse > tolerance or not math.isfinite(value))
         clause = f"{metric.name} is {value:g} ({first.label}: {reference:g})"
         return clause, f"{metric.name} cannot be compared with {first.label}'s." if is_worse else None
-    size = f"{math.ceil(abs(difference) * 10) / 10:.1f}{unit}"  # upward: "within" must be true
+    size = f"{math.ceil(abs(difference) * 10) / 10:.1f}{unit}"  # rounded up, so that "within" is true
     if size.startswith("0.0"):
         return f"the same {metric.name} as {first.label}", None
     if tolerance is None or abs(difference) <= tolerance:
@@ -173,12 +173,12 @@ def _assess_quality(
         return clause, None
     return clause, (
         f"{metric.name} is worse by more than {tolerance:g}{unit}. To exclude chance, compare with another seed"
-        " (seed=7). Look at the skipped steps, and for the point at which the loss curves diverge."
+        " (seed=7). Look at the skipped steps, and find the point at which the loss curves diverge."
     )
 
 
 def _speed(ratio: float, wanted: float | None) -> str:
-    digits = 1 if wanted is None or ratio >= wanted else 2  # not "1.5x, expected 1.5x"
+    digits = 1 if wanted is None or ratio >= wanted else 2  # so that 1.49x is not shown as 1.5x
     if ratio >= _SAME_SPEED:
         return f"{ratio:.{digits}f}x faster"
     return f"{1 / ratio:.{digits}f}x slower" if ratio <= 1 / _SAME_SPEED else "as fast"

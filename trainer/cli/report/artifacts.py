@@ -48,7 +48,7 @@ class Diagnosis:
 
 
 def read_diagnosis(file: Path) -> Diagnosis | None:
-    """Return the content of a report, or None if the file is not a report, is not readable, or is empty."""
+    """Return the content of a diagnosis, or None if the file is not a diagnosis, is not readable, or is empty."""
     number = re.fullmatch(r"diagnosis_step_(\d+)\.md", file.name)
     try:
         lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
@@ -111,7 +111,7 @@ class Picture:
     """A picture.
 
     Args:
-        name: of the file, without its suffix.
+        name: name of the file, without its suffix.
         address: the picture as a ``data:`` URL.
     """
 
@@ -124,7 +124,7 @@ class Matrix:
     """A confusion matrix.
 
     Args:
-        name: of the file, without its suffix.
+        name: name of the file, without its suffix.
         classes: names of the classes that are shown.
         rows: for each true class, counts by predicted class and their shares of the row, from 0 to 1.
         recalls: recall of each true class, from 0 to 1; None for a class without samples.
@@ -147,7 +147,7 @@ class Matrix:
 def figures_of(run: RunRecord) -> tuple[list[Matrix], list[Picture], list[str]]:
     """Return the matrices and the pictures of a run, and messages about files that cannot be shown.
 
-    Of the tests of the run, in folders below it, the newest counts.
+    If folders below the run have results of several tests, only those of the newest test are used.
     """
     drawn = {file for place in ("", "*/", "*/*/") for file in run.folder.glob(f"{place}figures/*")}
     tests = {file.parents[1] for file in drawn if file.parents[1] != run.folder and (file.parents[1] / RUN).is_file()}

@@ -56,7 +56,7 @@ class Chart:
         scale: scale of the y-axis: "linear", "log2", or "auto" for a logarithmic scale above two decades.
         crosses: points of skipped steps.
         note: text below the title, such as the unit.
-        is_map: whether it is a heat map with a row for each line, in which large values are dark.
+        is_map: whether it is a heat map with a row for each line, in which large values are light.
     """
 
     title: str

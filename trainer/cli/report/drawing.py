@@ -47,7 +47,7 @@ class DrawnChart:
         legend: label, index of the color and last value of each line in the legend.
         svg: the picture.
         data: values for the tooltips.
-        remark: a remark such as about values that are not finite, or "".
+        remark: a remark, for example about values that are not finite, or "".
         ramp: for a heat map, the values at both ends of its color scale; otherwise empty.
     """
 

@@ -43,7 +43,7 @@ def run_page(folder: Path, out: Path) -> str:
     """Return the HTML of the report on a run.
 
     Args:
-        folder: of the run.
+        folder: folder of the run.
         out: the file of the page. Links are relative to it.
     """
     run = load_run(folder)

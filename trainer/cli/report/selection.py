@@ -42,7 +42,7 @@ class ReportSubject:
 
     Args:
         kind: ``"run"``, ``"sweep"``, or ``"runs"`` for several independent runs.
-        folder: of the run or the sweep; for several runs the given folder, or the working directory.
+        folder: folder of the run or the sweep; for several runs the given folder, or the working directory.
         runs: folders of the runs in the given order.
         left_out: messages about folders that are not on the page.
     """

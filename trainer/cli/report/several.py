@@ -31,7 +31,7 @@ from trainer.record.sweep import Sweep, best_of, worth_showing
 from trainer.terminal import four_digits
 
 INVALID_RECORD_ERRORS = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
-"""Exceptions when reading files with contents that no run writes."""
+"""Exceptions that reading a file raises if its contents are not those that a run writes."""
 
 _DIFFERENCES = 16
 _ALWAYS_DIFFERENT = ("command", "directory", "SLURM_JOB_ID")
@@ -68,7 +68,7 @@ class Difference:
     """A setting that differs between runs.
 
     Args:
-        name: of the setting.
+        name: name of the setting.
         values: one per run; "" if the run has no such setting.
         chosen: whether a command line set it.
     """

@@ -45,7 +45,7 @@ def report(folder: Path, since: float = 0.0, num_jobs: int | None = None, again:
     """Print the table of a sweep, and write it to ``summary.md`` and ``summary.json``.
 
     Args:
-        folder: of the sweep. It contains the folders of the jobs.
+        folder: folder of the sweep. It contains the folders of the jobs.
         since: a time (of `time.time`). Jobs that ended before it belong to an earlier sweep and are left out.
         num_jobs: planned number of jobs; None if it is unknown.
         again: command that resumes the sweep. It is printed if a job is missing or was interrupted.

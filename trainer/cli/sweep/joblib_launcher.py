@@ -33,7 +33,7 @@ class JoblibLauncher(Launcher):
 
     Args:
         n_jobs: number of jobs at a time; -1 for the number of CPU cores, as in joblib.
-        gpus_per_job: number of GPUs that only this job sees. Default: None, all jobs see all GPUs.
+        gpus_per_job: number of GPUs of each job, which other jobs do not see. Default: None, all jobs see all GPUs.
         threads_per_job: CPU threads of each job. Default: None, the cores divided by the number of jobs.
     """
 

@@ -32,7 +32,7 @@ from trainer.record.run_record import RUN, SUCCESSFUL, RunRecord, load_run, read
 from trainer.terminal import is_quiet
 
 CONSOLE = "console.log"
-"""Name of the file in the folder of a job with its output."""
+"""Name of the file with the output of a job, in its folder."""
 
 _BASIC = "hydra._internal.core_plugins."
 _STOP = ".stop"
@@ -144,7 +144,7 @@ class Job:
         return [line for line in lines[starts[-1] :] if line.strip()][:_MAX_LINES] if starts else []
 
     def is_done(self) -> bool:
-        """Return whether the job resumes an equal job of an earlier sweep that completed or was pruned."""
+        """Return whether the job resumes, and an equal job completed or was pruned in an earlier sweep."""
         former = read_json(self.folder)
         return self.resumes and former.get("status") in SUCCESSFUL and former.get("digest") == self.digest
 
@@ -185,7 +185,7 @@ class Job:
             )
 
     def _finish(self, status: int | None, seconds: float) -> None:
-        """Complete the record of the job, or write one for a job that could not."""
+        """Complete the record of the job, or write one if the job has written none."""
         if not is_first():
             return
         facts = {"metrics": {}, "run_dir": str(self.folder), **read_json(self.folder)}
@@ -242,7 +242,7 @@ def execute(job: Job, stop: StopFile) -> float | None:
     if received and not stop.signals_received():
         number, handler = received[-1]
         if callable(handler):
-            handler(number, None)  # of the launcher: submitit requeues the job
+            handler(number, None)  # handler of the launcher: submitit requeues the job
         raise SystemExit(128 + number)
     return load_run(job.folder).result
 
@@ -268,7 +268,7 @@ class StopFile:
     """File in the folder of a sweep with the signals that the sweep received, for parallel and remote jobs.
 
     Args:
-        folder: of the sweep.
+        folder: folder of the sweep.
         elsewhere: whether jobs run on other machines and may not have started. A second Ctrl-C then exits at once.
     """
 
@@ -310,11 +310,11 @@ class StopFile:
 
 
 def waiting_for(hydra: Any, folder: Path) -> AbstractContextManager[None]:
-    """Return a context for a sweep that waits for its jobs. In it, signals to the sweep are passed on to the jobs.
+    """Return the context to run a sweep in. Inside, the sweep waits for its jobs, and signals are passed on to them.
 
     Args:
         hydra: the config's node ``hydra``.
-        folder: of the sweep.
+        folder: folder of the sweep.
     """
     target = str(hydra.launcher["_target_"])
     stop = StopFile(folder, target.startswith(SUBMITIT_PREFIX))
@@ -370,7 +370,7 @@ def _requeues() -> bool:
 
 @contextmanager
 def _ignore_requeue_signal() -> Iterator[None]:
-    """Make processes started inside ignore SIGUSR2. Slurm sends it to all processes, and it would kill a job."""
+    """Ignore SIGUSR2 in processes that start inside. Slurm sends it to all processes, and it would kill a job."""
     if not _requeues() or threading.current_thread() is not threading.main_thread():
         yield
         return

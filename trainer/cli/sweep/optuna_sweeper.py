@@ -90,7 +90,7 @@ class OptunaSweeper(Sweeper):
             arguments: the overrides of the command line.
 
         Raises:
-            UsageError: if there is no objective or no search space, or the study has other ones.
+            UsageError: if there is no objective or no search space, or those of the study differ.
         """
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         folder = Path(str(self.config.hydra.sweep.dir)).resolve()
@@ -264,7 +264,7 @@ class OptunaSweeper(Sweeper):
         return f"{PRUNING}{words},trial:{number},pruner:{{{pruner}}}}}"
 
     def _report_results(self) -> None:
-        """Report the results of finished jobs to the study. Interrupted jobs stay running."""
+        """Report the results of finished jobs to the study. Trials of interrupted jobs keep the state ``RUNNING``."""
         jobs = self._jobs()
         for trial in self._own_trials(TrialState.RUNNING):
             run = jobs.get(trial.user_attrs[_JOB])

@@ -51,7 +51,7 @@ _SHORT_TRAINING = {name: ARGUMENTS[name].default for name in _DEFAULTS} | {
 }
 """Arguments of the Trainer for a fit without validation, checkpoints and logs."""
 _LONGEST = {"max_epochs": 1000, "max_steps": 100_000}
-"""Lower limits for the length of the run. Longer than any test; some schedulers use the length."""
+"""Lower limits for the length of the run, so that ``tune`` does not reach its end. Some schedulers use the length."""
 
 
 class TuneError(TrainerError):
@@ -144,11 +144,11 @@ def composed(arguments: Arguments) -> tuple[DictConfig, Settings]:
 
 
 def plain(config: DictConfig, folder: Path, **changes: Any) -> dict[str, Any]:
-    """Return the resolved config of a child process, for a short training without validation, checkpoints and logs.
+    """Return the resolved config of a child process, for a short run without validation, checkpoints and logs.
 
     Args:
-        config: with the node ``hydra``.
-        folder: of the run.
+        config: the config with the node ``hydra``.
+        folder: folder of the run.
         changes: values by dotted key, such as ``**{"data.batch_size": 8}``.
     """
     job = copy.deepcopy(config)
@@ -173,7 +173,7 @@ def failure(message: Mapping[str, Any], attempt: str, folder: Path) -> TrainerEr
     Args:
         message: message of the child process.
         attempt: description of the attempt.
-        folder: of the run.
+        folder: folder of the run.
     """
     error = str(message["error"]).rstrip(".")
     if message.get("is_usage"):

@@ -40,11 +40,11 @@ def train(
     limits: dict[str, Any] | None = None,
     rates: dict[str, Any] | None = None,
 ) -> None:
-    """Train and send the measurements: for `trainer.cli.tune.child.run_in_child`.
+    """Train, and send the measurements. `trainer.cli.tune.child.run_in_child` calls this function.
 
     Args:
-        send: sends the message. Its ``status`` is ``ok``, with the ``precision`` and the result of ``found`` of the
-            callback, or ``out of memory`` or ``failed``, with ``error``.
+        send: sends the message. Its ``status`` is ``ok``, ``out of memory`` or ``failed``. If it is ``ok``, the message
+            contains ``precision`` and the entries that ``found`` of the callback returns, otherwise ``error``.
         folder: the Trainer's ``default_root_dir``.
         settings: the resolved config. Its ``weights`` initialize a range test.
         limits: arguments of :class:`Meter`, to try a batch size.
@@ -91,7 +91,8 @@ class Meter(Clock):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Limit the memory: with torch's allocator on a GPU, with a thread that watches the process on a CPU.
 
-        ``RLIMIT_AS`` and ``RLIMIT_DATA`` limit addresses, and GPU libraries reserve gigabytes that they never use.
+        ``RLIMIT_AS`` and ``RLIMIT_DATA`` are not used: they limit addresses, and GPU libraries reserve gigabytes of
+        these that they never use.
         """
         self._device = trainer.strategy.root_device
         if self._memory is None or (self._only_on_cpu and self._device.type != "cpu"):

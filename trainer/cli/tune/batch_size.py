@@ -52,7 +52,7 @@ def run(arguments: Arguments) -> int:
         0, or 1 if not even one sample fits in any precision.
 
     Raises:
-        UsageError: as `trainer.cli.tune.command`.
+        UsageError: as in `trainer.cli.tune.command`.
         TuneError: if an attempt failed for a reason other than memory.
     """
     given = [word for word in arguments.overrides if word.partition("=")[0] == "precision"]
@@ -81,9 +81,9 @@ def attempt_size(config: DictConfig, settings: Settings, folder: Path, limits: d
     """Train for a few steps with a batch size in a child process, and return its message.
 
     Args:
-        config: with the node ``hydra``.
-        settings: of the search.
-        folder: of the run.
+        config: the config with the node ``hydra``.
+        settings: settings of the search.
+        folder: folder of the run.
         limits: arguments of `trainer.cli.tune.attempt.Meter`.
         size: the batch size.
     """
@@ -127,9 +127,9 @@ def find(
         precision: its name.
         attempt: tries a size, and returns the message of the child process.
         start: the first size.
-        settings: of the search.
+        settings: settings of the search.
         are_given: whether the user chose this precision. If so, a device that does not support it is an error.
-        folder: of the run, for messages.
+        folder: folder of the run, for messages.
 
     Raises:
         UsageError: if the config cannot be built, or the setting is not the batch size.

@@ -29,7 +29,7 @@ def run(arguments: Arguments) -> int:
         0, or 1 if the curve suggests no rate.
 
     Raises:
-        UsageError: as `trainer.cli.tune.command`.
+        UsageError: as in `trainer.cli.tune.command`.
         TuneError: if the test failed.
     """
     config, settings = tune.composed(arguments)
@@ -47,9 +47,9 @@ def report(message: Message, config: DictConfig, settings: Settings, folder: Pat
 
     Args:
         message: message of `trainer.cli.tune.attempt.train`.
-        config: with the node ``hydra``.
-        settings: of the test.
-        folder: of the run.
+        config: the config with the node ``hydra``.
+        settings: settings of the test.
+        folder: folder of the run.
     """
     points = [(float(rate), float(loss)) for rate, loss in message["points"]]
     found = suggest(points)
@@ -104,7 +104,7 @@ def suggest(points: Sequence[tuple[float, float]]) -> Suggestion:
 
     The slope at a point is that of a least-squares line through the point and its neighbors, an eighth of the curve in
     total. Points after the lowest loss are ignored. fastai's ``lr_find`` has the same rule ("steep"). At larger rates,
-    the loss still decreases, but near its minimum training is about to diverge.
+    the loss still decreases, but near its minimum, training is about to diverge.
 
     Args:
         points: pairs of a rate and a loss, with a constant factor between consecutive rates.

@@ -29,7 +29,7 @@ class LearningRateSweep(Callback):
     The rates replace the module's schedule. Parameter groups keep the ratios of their rates (the recorded rate is the
     largest), and a skipped step does not advance the schedule and adds no point. The loss of a rate is the first one
     after a step with that rate. The fit ends with the last rate, or if the loss diverges: it is not finite, or its
-    running mean is four times the lowest and above the first.
+    running mean is above four times the lowest one and above the first loss.
 
     Args:
         min_lr: the first rate.
@@ -70,7 +70,7 @@ class LearningRateSweep(Callback):
                 " one optimizer that has a learning rate. Try some rates in a sweep: fit -m optimizer.lr=0.001,0.01,0.1"
             )
         (optimizer,) = optimizers
-        # Schedulers store the original rate in initial_lr; some of them change that, too.
+        # Schedulers store the original rate in initial_lr; some of them change initial_lr, too.
         rates = [float(group.get("initial_lr", group["lr"])) for group in optimizer.param_groups]
         given = optimizer.defaults.get("lr")
         self._own_rates = {*rates, *([] if given is None else [float(given)])}
