@@ -86,7 +86,6 @@ REMEDIES = [
     ("optimizer.learning_rate=0.3", "Did you mean 'optimizer.lr'?", "optimizer.lr=0.3"),
     ("optimizer.LR=0.3", "Did you mean 'optimizer.lr'?", "optimizer.lr=0.3"),
     ("+trainer.max_epocs=3", "Did you mean 'trainer.max_epochs'?", "trainer.max_epochs=3"),
-    ("+trainer.epochs=3", "Did you mean 'trainer.max_epochs'?", "trainer.max_epochs=3"),
     ("optimizer=AdamW", "Did you mean 'adamw'?", "optimizer=adamw"),
     ("+callback=none", "Did you mean 'callbacks'?", "callbacks=none"),
     ("data.shuffle=true", "write +data.shuffle=true.", "+data.shuffle=true"),
