@@ -151,14 +151,15 @@ def test_one_process_reports_a_failure_of_all(project, python):
         assert "RuntimeError: asked to fail" in Path("run", name).read_text()
 
 
-def test_run_is_composed_once(project, monkeypatch):
-    composed = []
+def test_run_is_composed_once_and_its_environment_collected_once(project, monkeypatch):
+    composed, collected = [], []
+    monkeypatch.setattr("trainer.record.provenance._git", lambda: collected.append(1))
     compose = ConfigLoaderImpl.load_configuration
     monkeypatch.setattr(
         ConfigLoaderImpl, "load_configuration", lambda *given, **more: composed.append(1) or compose(*given, **more)
     )
     assert main(["fit", "+recipe=line", "hydra.run.dir=here"]) == 0
-    assert len(composed) == 1
+    assert (len(composed), len(collected)) == (1, 1)
     written = OmegaConf.load("here/.hydra/hydra.yaml").hydra
     assert (written.run.dir, written.mode) == ("here", "RUN")
     assert written.overrides.hydra[-1] == "hydra.run.dir='here'"
