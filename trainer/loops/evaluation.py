@@ -144,6 +144,7 @@ class EvalLoop:
                 self.fit_progress.end_validation()
                 self.hooks.of(f"on_{self.stage}_end")()
         self.metrics.reset()
+        self.updates_before = {}
         if self.sanity_checking:
             self.progress.forget_pass()
         return logged
