@@ -52,16 +52,13 @@ def test_line_names_the_layer_its_size_and_the_next_multiple():
     assert str(Misaligned("a", "Linear", {"out_features": 1001})) == "a (Linear): out_features 1001 -> 1008"
 
 
-def messages_of(
-    folder, caplog, *, times: int = 1, module: Regression | None = None, precision="bf16-mixed", **arguments
-):
+def messages_of(folder, caplog, *, times: int = 1, precision="bf16-mixed", **arguments):
     """Return the messages of the advisor in ``times`` fits."""
     trainer = make_trainer(folder, precision=precision, callbacks=[AlignmentAdvisor(**arguments)])
-    module = module or Regression()
     caplog.clear()
     with caplog.at_level(logging.INFO):
         for _ in range(times):
-            trainer.fit(module, loader_of(make_batches(1)))
+            trainer.fit(Regression(), loader_of(make_batches(1)))
     return [record.getMessage() for record in caplog.records if "Tensor Cores" in record.getMessage()]
 
 

@@ -31,12 +31,12 @@ BAD = 3
 STEPPED = partial(torch.optim.lr_scheduler.StepLR, step_size=2, gamma=0.5)
 
 
-def with_a_bad_one(number: int = 6, gain: float = NAN) -> list[list[Tensor]]:
-    return make_batches(number, gains={BAD: gain})
+def with_a_bad_one(gain: float = NAN) -> list[list[Tensor]]:
+    return make_batches(6, gains={BAD: gain})
 
 
-def without_it(number: int = 6) -> list[list[Tensor]]:
-    return [batch for i, batch in enumerate(make_batches(number)) if i != BAD]
+def without_it() -> list[list[Tensor]]:
+    return [batch for i, batch in enumerate(make_batches(6)) if i != BAD]
 
 
 @pytest.mark.parametrize(

@@ -389,7 +389,7 @@ BOTH_TRAINERS = pytest.mark.parametrize(
 )
 
 
-def real_fit(trainer_class, recorder, folder, model, ckpt_path=None, **options):
+def real_fit(trainer_class, recorder, folder, model, **options):
     trainer = trainer_class(
         accelerator="cpu",
         limit_val_batches=2,
@@ -402,7 +402,7 @@ def real_fit(trainer_class, recorder, folder, model, ckpt_path=None, **options):
         **{"max_epochs": 2, "limit_train_batches": 3, **options},
     )
     data = DataLoader(RandomDataset(32, 10), batch_size=4)  # batches of 4, 4 and 2
-    trainer.fit(model, data, data, ckpt_path=ckpt_path)
+    trainer.fit(model, data, data)
     return trainer
 
 

@@ -23,10 +23,10 @@ def test_on_by_default_and_not_doubled(tmp_path):
     assert callbacks_of(make_trainer(tmp_path, precision="16-mixed", callbacks=[own])) == [own]
 
 
-def fit_and_save(tmp_path, precision, name="saved.ckpt", epochs=1):
-    trainer = make_trainer(tmp_path, precision=precision, max_epochs=epochs)
+def fit_and_save(tmp_path, precision):
+    trainer = make_trainer(tmp_path, precision=precision)
     trainer.fit(Regression(make_net()), loader_of(make_batches(5, gains={1: 1e30})))
-    path = tmp_path / name
+    path = tmp_path / "saved.ckpt"
     trainer.save_checkpoint(path)
     return trainer, path
 

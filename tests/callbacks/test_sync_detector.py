@@ -28,10 +28,10 @@ def line_of(function: Any, mark: str) -> int:
     return found
 
 
-def found_in(folder: Any, module: Any, batches: int = STEPS + 2, callbacks: Any = (), **arguments: Any) -> SyncDetector:
+def found_in(folder: Any, module: Any, callbacks: Any = (), **arguments: Any) -> SyncDetector:
     detector = SyncDetector(batches=STEPS, after=1)
     trainer = make_trainer(folder, callbacks=[detector, *callbacks], **arguments)
-    trainer.fit(module, loader_of(make_batches(batches)))
+    trainer.fit(module, loader_of(make_batches(STEPS + 2)))
     return detector
 
 

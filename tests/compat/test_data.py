@@ -26,9 +26,9 @@ from trainer.data.unpadded import Span
 pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")
 
 
-def set_of(iterables: Any, mode: Any = "sequential", *limits: float) -> LoaderSet:
-    combined = CombinedLoader(iterables, mode)
-    return LoaderSet(combined, list(limits) or [float(len(loader)) for loader in combined.flattened], has_length=True)
+def set_of(iterables: Any) -> LoaderSet:
+    combined = CombinedLoader(iterables, "sequential")
+    return LoaderSet(combined, [float(len(loader)) for loader in combined.flattened], has_length=True)
 
 
 def test_limit_of_an_unknown_length_promises_no_batches() -> None:

@@ -16,8 +16,8 @@ from trainer.compat.logging import ModuleLog, attach_log
 from trainer.state.metrics import MetricStore
 
 
-def stand_in(module: Any, *, training: bool = True, world_size: int = 1) -> Any:
-    store = MetricStore(training)
+def stand_in(module: Any, *, world_size: int = 1) -> Any:
+    store = MetricStore(True)
     store.begin_batch([torch.zeros(3, 2)])
     vars(module)["_current_fx_name"] = "training_step"
     return SimpleNamespace(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 from torch import nn
@@ -98,7 +96,7 @@ def test_window_continues_in_the_next_epoch_if_configured():
 # --- the mean -------------------------------------------------------------------------------------------------------
 
 
-def accumulate(batches, *, size, known=True, weigh=float, engine=None):
+def accumulate(batches, *, size, weigh=float, engine=None):
     """Return the gradient and the shares of a window with losses ``(p * x).mean()``; None is a batch without a loss."""
     p = nn.Parameter(torch.ones(3))
     engine = engine or Processes()
@@ -106,7 +104,7 @@ def accumulate(batches, *, size, known=True, weigh=float, engine=None):
     window, shares = AccumulationWindow(size), []
     window.start_run(engine.data_parallel_size)
     for i, x in enumerate(batches):
-        window.advance(len(batches) - i if known else math.inf, i + 1 == len(batches))
+        window.advance(len(batches) - i, i + 1 == len(batches))
         weight = None if x is None else weigh(len(x))
         loss = None if x is None else (p * x).sum(1).mean()
         loss = window.joint_share(loss, weight, engine)

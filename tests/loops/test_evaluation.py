@@ -60,17 +60,16 @@ class Module(nn.Module):
         vars(self)["on_validation_model_eval"] = self.eval
 
 
-def loop_of(calls: list[Any], loaders: Any, *, stage: str = "validation", step: Any = None, own: Any = (),
-            inference_mode: bool = False, precision: Any = None, loggers: Any = ()) -> EvalLoop:  # fmt: skip
+def loop_of(calls: list[Any], loaders: Any, *, step: Any = None, own: Any = (), loggers: Any = ()) -> EvalLoop:
     module = Module(calls)
     published = PublishedMetrics()
     recorder = Recorder(published, FitProgress(epoch=3))
     recorder.loggers = list(loggers)
     engine = SimpleNamespace(world_size=1)
     loop = EvalLoop(
-        stage,
+        "validation",
         engine=engine,  # type: ignore[arg-type]
-        precision=precision or FullPrecision(),
+        precision=FullPrecision(),
         published=published,
         recorder=recorder,
         fit_progress=FitProgress(updates=11, epochs_trained=2),
@@ -78,14 +77,12 @@ def loop_of(calls: list[Any], loaders: Any, *, stage: str = "validation", step: 
     loop_hooks = Hooks(None, module, [], Scope(), lambda o, n: n in CALLBACK_HOOKS or n in own, lambda callback: False)
     path = BatchPath(
         transfer=lambda batch, dataloader_idx: batch,
-        on_batch_start=loop_hooks.of(f"on_{stage}_batch_start"),
+        on_batch_start=loop_hooks.of("on_validation_batch_start"),
         forward_context=loop.precision.autocast,
-        step=step or (lambda batch, *where: calls.append((f"{stage}_step", *where))),
-        on_batch_end=loop_hooks.of(f"on_{stage}_batch_end"),
+        step=step or (lambda batch, *where: calls.append(("validation_step", *where))),
+        on_batch_end=loop_hooks.of("on_validation_batch_end"),
     )
-    loop.prepare(
-        hooks=loop_hooks, module=module, path=path, loaders=loaders, inference_mode=inference_mode,
-    )  # fmt: skip
+    loop.prepare(hooks=loop_hooks, module=module, path=path, loaders=loaders, inference_mode=False)
     return loop
 
 

@@ -421,11 +421,11 @@ class Tokens(Regression):
         return {"loss": F.mse_loss(self.net(x[mask]), y[mask]), "weight": self.weigh(mask.sum())}
 
 
-def masked_batches(number: int, rows: int = 8) -> list[Any]:
+def masked_batches(number: int) -> list[Any]:
     generator = torch.Generator().manual_seed(3)
     batches = [[x.repeat(2, 1), y.repeat(2, 1)] for x, y, _ in make_batches(number)]
     return [
-        [x, y + 0.2 * i, torch.rand(rows, generator=generator) < 0.1 + 0.8 * (i % 3 > 0)]
+        [x, y + 0.2 * i, torch.rand(8, generator=generator) < 0.1 + 0.8 * (i % 3 > 0)]
         for i, (x, y) in enumerate(batches)
     ]
 

@@ -91,9 +91,9 @@ class Pair(LightningModule):
         return [self.make_optimizer(net.parameters()) for net in self.nets]
 
 
-def train_pair(batches, precision, plan, optimizer, gains, scaler=None):
+def train_pair(batches, precision, plan, optimizer, gains):
     """Train the same with a hand-written loop: one autocast per forward, one ``update`` per batch."""
-    nets, scaler = [make_net(0), make_net(1)], scaler or scaler_of(precision)
+    nets, scaler = [make_net(0), make_net(1)], scaler_of(precision)
     optimizers = [optimizer(net.parameters()) for net in nets]
     for i, batch in enumerate(batches):
         for turn, which in enumerate(plan(i)):

@@ -269,8 +269,8 @@ def test_schedule_may_count_batches(tmp_path, frequency, expected):
 class Plateau(Regression):
     """Logs a value that stops falling, monitored by a plateau schedule."""
 
-    def __init__(self, values, monitor="value", **how):
-        super().__init__(make_net(), schedule=self.plateau, monitor=monitor, **how)
+    def __init__(self, values, **how):
+        super().__init__(make_net(), schedule=self.plateau, monitor="value", **how)
         self.values = iter(values)
         self.numbers = values
 

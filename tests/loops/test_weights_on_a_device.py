@@ -13,7 +13,7 @@ from lightning.pytorch import Callback
 from torch import Tensor
 
 from tests.simulated_cuda.device import DEVICE, Seen
-from tests.support import OPTIMIZERS, Regression, loader_of, make_batches, make_net, make_trainer, stream_of
+from tests.support import OPTIMIZERS, Regression, loader_of, make_batches, make_net, make_trainer
 from trainer.errors import ConfigurationError
 from trainer.precision import MixedPrecision
 
@@ -54,7 +54,7 @@ def batches() -> list[Any]:
     return [[x, y, torch.tensor(weight)] for (x, y, _), weight in zip(make_batches(9), WEIGHTS, strict=True)]
 
 
-def fit(folder: Any, kind: str, precision: str, optimizer: str, window: int, *, sized: bool = True) -> Any:
+def fit(folder: Any, kind: str, precision: str, optimizer: str, window: int) -> Any:
     plugin: Any = precision
     if precision == "16-mixed":
         plugin = MixedPrecision("float16", init_scale=2.0**9, growth_interval=3)
@@ -63,7 +63,7 @@ def fit(folder: Any, kind: str, precision: str, optimizer: str, window: int, *, 
         folder, accelerator="gpu", devices=1, precision=plugin, accumulate_grad_batches=window, max_epochs=2,
         callbacks=[outcomes], gradient_clip_val=0.5,
     )  # fmt: skip
-    trainer.fit(module, (loader_of if sized else stream_of)(batches()))
+    trainer.fit(module, loader_of(batches()))
     state = {
         "weights": [p.cpu().tolist() for p in module.net.parameters()],
         "outputs": [sorted(outputs) for outputs in module.outputs],

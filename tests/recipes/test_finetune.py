@@ -25,9 +25,9 @@ def folder(tmp_path_factory):
     return tiny_llama(tmp_path_factory.mktemp("llama"))
 
 
-def tuner(folder, optimizer=ADAMW, **options) -> FineTuner:
+def tuner(folder, **options) -> FineTuner:
     torch.manual_seed(0)
-    module = FineTuner(optimizer, folder=str(folder), **options)
+    module = FineTuner(ADAMW, folder=str(folder), **options)
     module.configure_model()
     return module
 

@@ -174,22 +174,22 @@ def test_epoch_value_is_reduced_over_ranks_once() -> None:
 # --- a stage's values ---------------------------------------------------------------------------------------------
 
 
-def store_with(training: bool, dataloader_idx: int | None = None, **options: Any) -> MetricStore:
-    store = MetricStore(training)
-    store.begin_batch(None, dataloader_idx)
-    entry = LoggedValue("training_step", "x", LogOptions(**options), dataloader_idx, not_reduced)
+def store_with(**options: Any) -> MetricStore:
+    store = MetricStore(True)
+    store.begin_batch(None, None)
+    entry = LoggedValue("training_step", "x", LogOptions(**options), None, not_reduced)
     entry.update(torch.tensor(2.0), 1)
     entry.update(torch.tensor(4.0), 1)
-    store.entries["training_step", "x", dataloader_idx] = entry
+    store.entries["training_step", "x", None] = entry
     return store
 
 
 def test_names_have_suffixes_if_both_values_are_requested() -> None:
-    both = store_with(True, on_step=True, on_epoch=True, prog_bar=True)
+    both = store_with(on_step=True, on_epoch=True, prog_bar=True)
     assert both.current() == StageMetrics({"x": 4.0, "x_step": 4.0}, {"x_step": 4.0}, {"x_step": 4.0})
     both.end_epoch()
     assert both.current() == StageMetrics({"x": 3.0, "x_epoch": 3.0}, {"x_epoch": 3.0}, {"x_epoch": 3.0})
-    step = store_with(True, on_step=True, on_epoch=False, logger=False)
+    step = store_with(on_step=True, on_epoch=False, logger=False)
     assert step.current() == StageMetrics({"x": 4.0}, {}, {})
     step.end_epoch()
     assert step.current() == StageMetrics({}, {}, {})
