@@ -574,6 +574,7 @@ class Asks(Configured):
         {"max_epochs": -1, "max_steps": 3},
         {"max_epochs": 2, "limit_train_batches": 0.5},
         {"max_epochs": 2, "overfit_batches": 3},
+        {"max_epochs": 2, "max_steps": 3},
         {"fast_dev_run": 2},
         {"max_epochs": 2, "max_steps": 3, "stream": True},
     ],
