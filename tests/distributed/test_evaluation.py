@@ -61,12 +61,12 @@ class Module(LightningModule):
         super().__init__()
         torch.manual_seed(0)
         self.net = nn.Sequential(nn.Linear(1, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
-        self.mean = MeanMetric()
-        self.least = MinMetric()
-        self.auroc = BinaryAUROC()
-        self.scores = MetricCollection(
-            {"accuracy": MulticlassAccuracy(num_classes=3), "f1": MulticlassF1Score(num_classes=3)}
-        )
+        # of each dataloader
+        self.means = nn.ModuleList(MeanMetric() for _ in range(3))
+        self.least = nn.ModuleList(MinMetric() for _ in range(3))
+        self.auroc = nn.ModuleList(BinaryAUROC() for _ in range(3))
+        scores = {"accuracy": MulticlassAccuracy(num_classes=3), "f1": MulticlassF1Score(num_classes=3)}
+        self.scores = nn.ModuleList(MetricCollection(scores).clone() for _ in range(3))
         self.unlogged = MeanMetric()
         self.seen: list[float] = []
         self.running: list[float] = []
@@ -96,15 +96,15 @@ class Module(LightningModule):
             self.log("rare", batch.max(), **epoch)
         label = batch.long() % 3
         scores = nn.functional.one_hot((batch.long() // 2) % 3, 3).float()
-        self.mean(batch)
-        self.least(batch)
-        self.auroc(batch / 100, batch.long() % 2)
-        self.scores(scores, label)
+        self.means[dataloader_idx](batch)
+        self.least[dataloader_idx](batch)
+        self.auroc[dataloader_idx](batch / 100, batch.long() % 2)
+        self.scores[dataloader_idx](scores, label)
         self.unlogged.update(batch)
-        self.log("mean_object", self.mean, **epoch)
-        self.log("min_object", self.least, **epoch)
-        self.log("auroc", self.auroc, **epoch)
-        self.log_dict(self.scores, **epoch)
+        self.log("mean_object", self.means[dataloader_idx], **epoch)
+        self.log("min_object", self.least[dataloader_idx], **epoch)
+        self.log("auroc", self.auroc[dataloader_idx], **epoch)
+        self.log_dict(self.scores[dataloader_idx], **epoch)
 
     def validation_step(self, batch: Tensor, batch_idx: int, dataloader_idx: int = 0) -> None:
         self.evaluate(batch, dataloader_idx)
