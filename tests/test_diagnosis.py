@@ -252,13 +252,13 @@ def test_report_on_a_gpu_has_live_memory_and_a_snapshot(cuda: Any, full: None, t
         " tensors took 70.0 GiB, of 80.0 GiB), in the optimizer's step."
     )
     assert alive == (
-        "Alive were: weights 780 bytes, gradients 780 bytes, the optimizer's states 2 KiB, the batch 148 bytes,"
-        " activations and other tensors 60.0 GiB. Beside them: reserved by torch, but unused 16.0 GiB, taken outside of"
-        " torch (CUDA itself, other processes) 3.0 GiB. The batch is [Tensor[4, 6] float32, Tensor[4, 3] float32,"
-        " Tensor[] float32]."
+        "Live tensors: weights 780 bytes, gradients 780 bytes, the optimizer's states 2 KiB, the batch 148 bytes,"
+        " activations and other tensors 60.0 GiB. Other memory: reserved by torch, but unused 16.0 GiB, taken"
+        " outside of torch (CUDA itself, other processes) 3.0 GiB. The batch is [Tensor[4, 6] float32, Tensor[4, 3]"
+        " float32, Tensor[] float32]."
     )
     assert snapshot == (
-        f"Which blocks there were is in {folder / 'memory_snapshot.pickle'}: open it at https://pytorch.org/memory_viz."
+        f"The allocated blocks are in {folder / 'memory_snapshot.pickle'}: open it at https://pytorch.org/memory_viz."
     )
     assert advice.startswith("Try PYTORCH_ALLOC_CONF=expandable_segments:True in the environment")
     assert (folder / "memory_snapshot.pickle").read_text() == "blocks"

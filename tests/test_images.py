@@ -85,7 +85,7 @@ def test_others_are_left_out(tmp_path: Path) -> None:
     ("images", "error", "complaint"),
     [
         (torch.zeros(2, 2), ValueError, r"Got images of shape \(2, 2\), expected \(count, channels, height, width\)"),
-        (torch.zeros(1, 2, 4, 4), ValueError, "of 1 or 3 channels"),
+        (torch.zeros(1, 2, 4, 4), ValueError, "with 1 or 3 channels"),
         (torch.zeros(3, 4, 4, dtype=torch.int64), TypeError, r"Got images of torch.int64, expected uint8"),
     ],
 )

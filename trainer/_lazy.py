@@ -14,8 +14,8 @@ from typing import Any
 def garbage_collection_paused() -> Iterator[None]:
     """Pause Python's garbage collection, if it is enabled.
 
-    While torch and Lightning are imported, the collector would traverse ever more modules and classes, which all stay:
-    a quarter of the time of the import (``scripts/benchmark_start``).
+    While torch and Lightning are imported, the collector would repeatedly traverse a growing number of modules and
+    classes, none of which it can free. This would take a quarter of the import's time (``scripts/benchmark_start``).
     """
     is_enabled = gc.isenabled()
     gc.disable()
@@ -38,5 +38,5 @@ def attribute_from(package: str, homes: Mapping[str, str], name: str) -> Any:
     with garbage_collection_paused():
         module = importlib.import_module(home)
     value = getattr(module, name)
-    setattr(sys.modules[package], name, value)  # the next look-up does not come here
+    setattr(sys.modules[package], name, value)  # the next look-up does not call this function
     return value

@@ -1,8 +1,8 @@
 """The Trainer's arguments, each described once. Imports neither torch nor Lightning.
 
-``ARGUMENTS`` holds the default, the accepted values and the meaning of each argument. The Trainer checks its arguments
-against it when it is created. The command line uses it for the types of a config's ``trainer`` node, its messages, its
-help and the meaning of the keys. A mistake gets the same message in Python and on the command line.
+``ARGUMENTS`` holds the default, the accepted values and the meaning of each argument. When a Trainer is created, it
+checks its arguments against this table. The command line uses it for the types of a config's ``trainer`` node, its
+messages, its help and the meaning of the keys. A mistake gets the same message in Python and on the command line.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ class Kind(NamedTuple):
         least: the smallest allowed number.
         above: the largest number that is too small. None if ``least`` is the limit.
         most: the largest allowed number.
-        otherwise: the text of a message after the range.
+        otherwise: the text that follows the range in a message.
         is_share: whether the number is a fraction of the batches; whole numbers then count batches.
     """
 
@@ -218,7 +218,7 @@ class Argument:
         Args:
             value: the given value.
             key: the config's key, such as ``trainer.devices``. None for an argument in Python: the sentence then has
-                None instead of ``null``, and values that only Lightning accepts are accepted: None for False, 2.0 for
+                None instead of ``null``, and additional values are accepted, as in Lightning: None for False, 2.0 for
                 two batches, words in capitals.
             registered: additional accepted words. Default: none.
         """
@@ -398,7 +398,7 @@ _IN_CONFIG = re.compile("|".join(rf"(?<!\w){re.escape(word)}(?!\w)" for word in 
 
 
 def to_python(text: str) -> str:
-    """Convert a text about a config to Python: None for ``null``, True for ``true``, False for ``false``."""
+    """Convert text about a config to Python's notation: None for ``null``, True for ``true``, False for ``false``."""
     return _IN_CONFIG.sub(lambda found: _IN_PYTHON[found[0]], text)
 
 

@@ -71,7 +71,7 @@ def explain(
         release_tensors(error)
     elif isinstance(error, _BATCH_ERRORS) and _SHAPES.search(text):
         batch = _batch_of(trainer)
-        if batch is not None:  # there was one: an optimizer may have refused its parameters, for example
+        if batch is not None:  # None outside of a batch, such as if an optimizer refuses its parameters
             add_note(error, f"It was raised by {_describe_position(trainer)}: {describe_batch(batch)}.")
     return None
 
@@ -82,9 +82,9 @@ def _explain_waiting(error: RuntimeError, trainer: Trainer) -> None:
     if loop is not None and loop.distributed_pass is not None and loop.distributed_pass.is_uneven:
         add_note(
             error,
-            f"It was waited at {_describe_position(trainer)}. Processes may have different numbers of batches there. If"
-            f" {loop.stage}_step or a hook of the batch exchanges something with the others (torch.distributed), have"
-            " all evaluate equally many: Trainer(pad_evaluation=True).",
+            f"The process waited at {_describe_position(trainer)}. Processes may have different numbers of batches"
+            f" there. If {loop.stage}_step or a hook of the batch runs collectives (torch.distributed), give all"
+            " processes the same number of batches: Trainer(pad_evaluation=True).",
         )
 
 
@@ -200,7 +200,7 @@ def _usage(trainer: Trainer, batch: Any) -> Usage:
 _SET_UP = "the set-up"
 _PHASES = {
     "_set_up": _SET_UP,
-    "transfer_batch_to_device": "the batch's way to the device",
+    "transfer_batch_to_device": "the transfer of the batch",
     "training_step": "the forward pass",
     "validation_step": "the forward pass",
     "test_step": "the forward pass",
@@ -216,7 +216,7 @@ _PHASE_MODULES: dict[str, str | tuple[str, ...]] = {
     "update_weights": "trainer.loops",
     "step": ("torch.optim", "trainer.engine"),
 }
-"""Modules in which a function name of ``_PHASES`` is that phase. Other names count in all modules."""
+"""Module prefixes that a function of this name must belong to. Other names of ``_PHASES`` count in all modules."""
 
 
 def _phase(frames: Iterable[FrameType]) -> str:
@@ -230,13 +230,13 @@ def _phase(frames: Iterable[FrameType]) -> str:
 
 
 def _describe_live_tensors(usage: Usage, is_cpu: bool) -> str:
-    """Return the live tensors as text: ``Alive were: weights 4.0 GiB, ...``."""
+    """Return the live tensors as text: ``Live tensors: weights 4.0 GiB, ...``."""
     names = {"optimizer": "the optimizer's states", "batch": "the batch"}
     parts = [f"{names.get(kind, kind)} {readable(size)}" for kind, size in usage.kinds.items() if size]
     if usage.rest is not None:
         rest = "activations and all else in the process" if is_cpu else "activations and other tensors"
         parts.append(f"{rest} {readable(usage.rest)}")
-    text = f"Alive were: {', '.join(parts) or 'no tensors'}."
+    text = f"Live tensors: {', '.join(parts) or 'none'}."
     others = [
         f"{label} {readable(size)}"
         for label, size in (
@@ -245,7 +245,7 @@ def _describe_live_tensors(usage: Usage, is_cpu: bool) -> str:
         )
         if size
     ]
-    return f"{text} Beside them: {', '.join(others)}." if others else text
+    return f"{text} Other memory: {', '.join(others)}." if others else text
 
 
 def _describe_peak(usage: Usage | None) -> str:
@@ -264,7 +264,7 @@ def _write_snapshot(trainer: Trainer, folder: Folder) -> list[str]:
         place = folder()
         file = None if place is None else place / f"memory_snapshot{rank}.pickle"
         if file is not None and memory.write_snapshot(trainer.engine.device, file):
-            return [f"Which blocks there were is in {file}: open it at https://pytorch.org/memory_viz."]
+            return [f"The allocated blocks are in {file}: open it at https://pytorch.org/memory_viz."]
     except Exception as problem:  # the out-of-memory error is more important
         return [f"A snapshot of the memory could not be written: {problem}."]
     return []
@@ -278,13 +278,13 @@ def _advice(trainer: Trainer, usage: Usage | None, size: int | None) -> str:
     if training and usage is not None and usage.is_mostly_states:
         tries.append(
             "strategy='fsdp' on several devices: weights, gradients and the optimizer's states take most of the memory,"
-            " and there each device has its share of them; a smaller batch changes little."
+            " and FSDP divides them among the devices; a smaller batch changes little."
         )
     if size != 1:
         smaller = "a smaller batch" if size is None else f"batches of {size // 2}"
         tries.append(
-            f"{smaller} with accumulate_grad_batches={trainer.accumulate_grad_batches * 2}, which learns from as many"
-            " samples a step."
+            f"{smaller} with accumulate_grad_batches={trainer.accumulate_grad_batches * 2}, which keeps the"
+            " number of samples per step."
             if training
             else "a smaller batch."
         )

@@ -50,7 +50,7 @@ class CheckpointError(TrainerError):
 
 
 class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
-    """There is no file where a checkpoint was expected."""
+    """There is no checkpoint at the given path."""
 
 
 class UnsafeCheckpointError(CheckpointError, UnpicklingError):
@@ -125,7 +125,7 @@ class DataLoaderError(TrainerError, RuntimeError):
     Attributes:
         stage: stage of the dataloader: ``"train"``, ``"val"``, ``"test"`` or ``"predict"``.
         batch_idx: index of the current batch, or of the next one between two batches; zero-based, within the pass.
-        pids: of the processes that have died; empty if they do not respond.
+        pids: process ids of the workers that have died; empty if they do not respond.
     """
 
     def __init__(self, message: str, stage: str = "", batch_idx: int = 0, pids: Sequence[int] = ()) -> None:
@@ -176,7 +176,7 @@ def rank_zero_warn(message: str | Warning, category: type[Warning] = UserWarning
 
 
 def _is_of_library(frame: FrameType) -> bool:
-    spec = frame.f_globals.get("__spec__")  # of `python -m package`, where the name is `__main__`
+    spec = frame.f_globals.get("__spec__")  # of `python -m package`, with the name `__main__`
     name = str(frame.f_globals.get("__name__") if spec is None else spec.name)
     return name.partition(".")[0] in _LIBRARIES
 
@@ -187,7 +187,7 @@ def expect(holds: bool, expected: str, kind: type[Exception] = ConfigurationErro
     Args:
         holds: the condition.
         expected: the end of the sentence.
-        kind: of the error.
+        kind: class of the error.
         **given: the arguments.
     """
     if not holds:

@@ -19,8 +19,8 @@ def log_images(trainer: pl.Trainer, name: str, images: Tensor) -> None:
 
     Args:
         trainer: the Trainer with the loggers; ``self.trainer`` in a module.
-        name: such as ``"samples"``. W&B and TensorBoard show one row of images with this name, MLflow one image each
-            with the names ``samples/0``, ``samples/1``, and so on.
+        name: such as ``"samples"``. W&B and TensorBoard show one row of images with this name, MLflow shows each
+            image separately, with the names ``samples/0``, ``samples/1``, and so on.
         images: shape (count, channels, height, width) or (channels, height, width), with 1 or 3 channels; uint8, or
             floating point in [0, 1].
 
@@ -41,8 +41,8 @@ def _pixels(images: Tensor) -> Any:
     batch = images.detach() if images.dim() == 4 else images.detach()[None]
     if batch.dim() != 4 or batch.shape[1] not in (1, 3):
         raise ValueError(
-            f"Got images of shape {tuple(images.shape)}, expected (count, channels, height, width), or without count,"
-            " of 1 or 3 channels."
+            f"Got images of shape {tuple(images.shape)}, expected (count, channels, height, width) or"
+            " (channels, height, width), with 1 or 3 channels."
         )
     if batch.is_floating_point():
         batch = (batch.float().clamp(0, 1) * 255).round().byte()

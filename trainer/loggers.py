@@ -1,7 +1,8 @@
 """Support for loggers beyond Lightning's interface: one adapter class per logger. Imports no torch.
 
 The adapters of this package are in ``trainer/compat/loggers``. Another package adds one by a subclass of
-:class:`LoggerAdapter`, in a module that the entry-point group ``trainer.loggers`` names, or that its config imports.
+:class:`LoggerAdapter`, in a module that the entry-point group ``trainer.loggers`` names, or in any other module that
+is imported before the logger is built.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class LoggedRun:
     """The run that a logger of the command line belongs to.
 
     Args:
-        folder: of the run.
+        folder: the run's folder.
         name: the setting ``name``, or the recipe.
         sweep: the name of the sweep's folder, or None if the run is not a job.
         former: the id that the logger had in the run that is evaluated, or None.
@@ -44,7 +45,7 @@ class LoggedRun:
 
     @property
     def title(self) -> str:
-        """The name of the run's folder, below that of its sweep."""
+        """The name of the run's folder, after the name of its sweep if it is a job: ``SWEEP/0``."""
         return f"{self.sweep}/{self.folder.name}" if self.sweep else self.folder.name
 
 
@@ -86,7 +87,7 @@ class LoggerAdapter:
         """Check the settings of the logger.
 
         Args:
-            key: of the node, such as ``"logger.wandb"``.
+            key: key of the node, such as ``"logger.wandb"``.
             node: the settings.
             checkpoint_files: the node ``checkpoint_files``.
 
@@ -96,7 +97,7 @@ class LoggerAdapter:
 
     @classmethod
     def complete(cls, node: Any, run: LoggedRun) -> Any:
-        """Return the settings with those that are null filled in for a run."""
+        """Return the settings, with the null ones filled in for a run."""
         return node
 
     @classmethod
@@ -136,8 +137,8 @@ class LoggerAdapter:
         """Continue the files, or the run, of an interrupted run.
 
         Args:
-            step: of the next row. Rows of this step and later ones are dropped. None keeps all.
-            position: of `position` when the checkpoint was written; more exact than the step.
+            step: step of the next row. Rows of this step and later ones are dropped. None keeps all.
+            position: return value of `position` when the checkpoint was written; more exact than the step.
         """
 
     def log_images(self, name: str, images: Any, step: int) -> None:
@@ -179,12 +180,12 @@ class TrackerAdapter(LoggerAdapter):
         if checkpoint_files.get("sharded") is True:
             raise ConfigurationError(
                 f"{key}.log_model is {log_model}, and checkpoint_files.sharded is true: sharded checkpoints are"
-                " folders, and artifacts are files. Remove one of them."
+                " folders, and artifacts are files. Remove one of the settings."
             )
         if checkpoint_files.get("asynchronous") is True and log_model == "all":
             raise ConfigurationError(
                 f"{key}.log_model is all, and checkpoint_files.asynchronous is true: a checkpoint would be sent before"
-                f" it is written. Write {key}.log_model=true, which sends the last ones at the end."
+                f" it is written. Write {key}.log_model=true, which sends the last checkpoints at the end."
             )
 
     @property

@@ -49,7 +49,7 @@ class Memory:
     Args:
         total: memory of the machine.
         available: memory available without swapping.
-        limit: smallest limit of the process's control groups. None for no limit.
+        limit: limit of the process's control group that has the least memory left. None for no limit.
         left: remaining memory below that limit, including memory that only caches files.
     """
 

@@ -45,7 +45,7 @@ def missing(extra: str, *modules: str) -> str | None:
 
     Args:
         extra: a key of ``EXTRAS``.
-        modules: the modules of it that are needed. Default: all.
+        modules: the modules of that extra that are needed. Default: all.
     """
     for module in modules or EXTRAS[extra]:
         if not is_installed(module):

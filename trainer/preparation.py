@@ -48,7 +48,7 @@ class Preparation:
     """Prepares the loops for one run: hooks, batches, schedules, clipping, the path of a batch, a profiler.
 
     Args:
-        trainer: the loops and their settings. The strategy has set up its module.
+        trainer: the Trainer, with its strategy and module set up.
 
     Attributes:
         hooks: the hooks of callbacks and of the module.
@@ -165,7 +165,8 @@ class Preparation:
         """Choose the object that runs the batches, for the current optimizers.
 
         Raises:
-            ConfigurationError: if the optimizers have been exchanged inside a batch, and the new ones require another.
+            ConfigurationError: if the optimizers have been exchanged inside a batch, and the new ones require a
+                different object.
         """
         trainer, loop, engine, current = self._trainer, self._trainer.loop, self._trainer.engine, self._optimization
         chosen: FitLoop | ManualOptimization | ClosureOptimization = loop
@@ -216,7 +217,7 @@ class Preparation:
     def _clipping(self) -> Clip | None:
         """Return the function that clips the gradients: the module's own or that of the callbacks. None for neither."""
         if not self._module.automatic_optimization:
-            return None  # the module clips itself
+            return None  # the module clips the gradients itself
         gradients, callbacks = self._trainer.engine.gradients, self._trainer.callbacks
         clippers: list[Clip] = [
             partial(callback.clip, gradients) for callback in callbacks if isinstance(callback, GradientClipping)
@@ -251,9 +252,9 @@ class Preparation:
         loaders.on_batch = partial(_share_batch, self._trainer.loop, reason, self._trainer.data.may_be_empty)
         if span.fewest < span.most and reason is not None:
             raise ConfigurationError(
-                f"Got {span.fewest:.0f} to {span.most:.0f} training batches in a process. {reason} needs as many in"
-                f" each: some would wait for ever. Set Trainer(limit_train_batches={span.fewest:.0f}), or divide the"
-                " data evenly."
+                f"Got {span.fewest:.0f} to {span.most:.0f} training batches in a process. {reason} needs the"
+                " same number in each; otherwise, some would wait forever. Set"
+                f" Trainer(limit_train_batches={span.fewest:.0f}), or divide the data evenly."
             )
 
     def _needs_equal_counts(self, loaders: Loaders) -> str | None:
@@ -267,7 +268,7 @@ class Preparation:
         return _module_with_collectives(self._module) if self._trainer.engine.supports_uneven_inputs else "DeepSpeed"
 
     def schedule_validation(self, loaders: Loaders) -> None:
-        """Set after which batches of an epoch of ``loaders`` a validation is due."""
+        """Schedule the validations within an epoch of ``loaders``."""
         trainer = self._trainer
         has_known_end = loaders.has_length and not isinstance(loaders, DrawnLoaderSet)
         elastic = trainer.data.elastic_state
@@ -388,14 +389,14 @@ def _refuse_changes(module: LightningModule, before: dict[str, Any]) -> None:
     if changed:
         raise ConfigurationError(
             f"{type(module).__name__}.{changed[0]} was set during the fit, which keeps using the original: expected it"
-            " to be set before, in `setup` or `on_fit_start`. To train in phases, choose inside of it (`return"
+            " to be set before, in `setup` or `on_fit_start`. To train in phases, choose inside the method (`return"
             " self.warm_up(batch) if self.current_epoch < 2 else self.train_on(batch)`), or call `fit` for each"
             " phase."
         )
 
 
 def _share_batch(loop: FitLoop, needs_equal_counts: str | None, may_be_empty: bool, all_have_batch: bool) -> None:
-    """Reduce values of a single batch over the processes only if all of them have it.
+    """Reduce the values of a single batch over the processes only if all of them have a batch.
 
     Raises:
         ConfigurationError: if some have no batch, and a part of the run needs one in each process.
@@ -409,7 +410,7 @@ def _share_batch(loop: FitLoop, needs_equal_counts: str | None, may_be_empty: bo
     if not all_have_batch and needs_equal_counts is not None:
         raise ConfigurationError(
             f"A process has {batches} training batches in this epoch, and others have more. {needs_equal_counts} needs"
-            f" as many in each. Set Trainer(limit_train_batches={batches}), or divide the data evenly."
+            f" the same number in each. Set Trainer(limit_train_batches={batches}), or divide the data evenly."
         )
     if loop.metrics.shares_steps is not all_have_batch:
         loop.metrics.share_steps(all_have_batch)

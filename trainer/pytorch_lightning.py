@@ -10,8 +10,8 @@
 The same code is published under two names: ``pytorch_lightning`` with ``lightning_fabric``, and ``lightning.pytorch``
 with ``lightning.fabric``. Python treats these as separate packages; their classes are not interchangeable.
 After the import of this module, both names refer to one package, in this process and in those that it starts with
-``multiprocessing``. That is the loaded one, or ``lightning.pytorch`` if neither is loaded yet; it is then loaded by
-the first import of either name.
+``multiprocessing``. It is the package that is already loaded, or ``lightning.pytorch`` if neither is; then the first
+import of either name loads it.
 
 No other module of this package imports it.
 
@@ -38,7 +38,7 @@ _TWINS = (("pytorch_lightning", "lightning.pytorch"), ("lightning_fabric", "ligh
 
 
 class _AliasLoader(Loader):
-    """Binds a module's second name to the module of its first name, which keeps its name and spec."""
+    """Binds a second name to the module with the first name, which keeps its own name and spec."""
 
     def __init__(self, first: str) -> None:
         self._first = first
@@ -48,10 +48,10 @@ class _AliasLoader(Loader):
 
 
 class _AliasFinder(MetaPathFinder):
-    """Finds the modules of packages by second names.
+    """Finds modules by the second names of their packages.
 
     Args:
-        first: the first name of a package by its second name.
+        first: the first name of each package, by its second name.
     """
 
     def __init__(self, first: dict[str, str]) -> None:

@@ -2,7 +2,7 @@
 
 A config may contain ``${oc.env:TOKEN}``. Objects are built with the value, but all output (logs, a run's record,
 hyperparameters in loggers and checkpoints, error messages) has the interpolation instead. A value that was computed
-from a secret, or was typed, cannot be recognized and is not removed.
+from a secret, or was written literally, cannot be recognized and is not removed.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections import OrderedDict
 from typing import Any
 
 _SHORTEST = 4
-"""Characters. A shorter value ("1", "cpu") is only removed if it is the whole text."""
+"""Minimum length in characters. A shorter value ("1", "cpu") is only removed if it is the whole string."""
 
 _PASSWORD = re.compile(r"(\b[a-zA-Z][\w+.-]*://[^\s/:@]*):([^\s/@]+)@")
 
@@ -51,14 +51,14 @@ def text(written: str) -> str:
     """
     if written in _values:
         return stand_in(_values[written])
-    for value, name in sorted(_values.items(), key=lambda item: -len(item[0])):  # it may contain another one
+    for value, name in sorted(_values.items(), key=lambda item: -len(item[0])):  # a value may contain a shorter one
         if len(value) >= _SHORTEST and value in written:
             written = written.replace(value, stand_in(name))
     return _PASSWORD.sub(r"\1:***@", written) if "://" in written else written
 
 
 def setting(key: str, value: Any) -> Any:
-    """Return ``value`` of a setting without secrets. A text is hidden if the setting has the name of a secret.
+    """Return ``value`` of a setting without secrets. A string is hidden if the setting has the name of a secret.
 
     >>> setting("logger.wandb.api_key", "0123"), setting("data.num_tokens", "512")
     ('***', '512')
@@ -103,7 +103,7 @@ class Filter(logging.Filter):
             record.msg, record.args = redacted, None
         if record.exc_info and not record.exc_text:
             trace = logging.Formatter().formatException(record.exc_info)
-            record.exc_text = text(trace)  # formatters take this where it is there
+            record.exc_text = text(trace)  # formatters use this if it is set
         return True
 
 
@@ -118,7 +118,7 @@ def environment_value(*arguments: Any) -> Any:
 
 
 def register() -> None:
-    """Have every ``${oc.env:NAME}`` that is resolved from now on remembered. Harmless when repeated."""
+    """Register the values of all ``${oc.env:NAME}`` that are resolved from now on. Can be called repeatedly."""
     from omegaconf import OmegaConf
 
     OmegaConf.register_new_resolver("oc.env", environment_value, replace=True)

@@ -1,4 +1,4 @@
-"""Optuna studies: the sweep opens its study, and its runs report to it. Imports no torch, and Optuna at first use."""
+"""Optuna studies: the sweep opens its study, and its runs report to it. Imports Optuna at first use, and no torch."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ class _CmaUnpickler(pickle.Unpickler):
 
 
 def trial_of(storage: str, study_name: str, number: int, pruner: Mapping[str, Any] | None) -> Any:
-    """Return a trial of a study to report to, in another process than the one that started it."""
+    """Return a trial of a study, to report to it from another process than the one that started it."""
     import optuna
 
     opened = optuna.storages.get_storage(storage)

@@ -55,7 +55,7 @@ class LoadedWeights:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """Return the entry of ``run.json``."""
+        """The entry of ``run.json``."""
         return {
             "path": self.path,
             "tensors": [len(self.loaded), len(self.loaded) + len(self.missing) + len(self.differing)],
@@ -118,8 +118,8 @@ def load_weights(module: nn.Module, path: str | Path, weights_only: bool | None 
     """
     if any(parameter.is_meta for parameter in module.parameters()):
         raise ConfigurationError(
-            f"Got a {type(module).__name__} with parameters on the meta device, which have no memory. Make them on"
-            " another one; or have a fit load the weights, when it has given them memory: Trainer.fit(weights=PATH)."
+            f"Got a {type(module).__name__} with parameters on the meta device, which have no memory. Create"
+            " them on another device, or let the fit load the weights: Trainer.fit(weights=PATH)."
         )
     found = find_weights(path)
 
@@ -189,9 +189,9 @@ def load_into(
 def paired(file_names: Iterable[str], module_names: Iterable[str]) -> tuple[dict[str, str], tuple[str, str]]:
     """Match the names of a file to those of a module.
 
-    Names match directly, or without a prefix: any prefix on one side, or one word with its dot on both sides. The
-    prefixes with the most matches are used, if on both sides at least half of the names with that prefix match, and
-    more than a name such as ``weight`` is left. Names of wrappers are ignored.
+    Names match directly, or after a prefix is removed: any prefix on one side, or the first word with its dot on both
+    sides. Prefixes on both sides count only if, on each side, at least half of the names with the prefix match; the
+    rest of these names must contain a dot. The prefixes with the most matches are used. Names of wrappers are ignored.
 
     Args:
         file_names: names in the file.
@@ -231,7 +231,7 @@ def _prefix_splits(name: str) -> Iterable[tuple[str, str]]:
 
 
 def _parts(names: Iterable[str]) -> dict[str, set[str]]:
-    """Return the rests of names by their first word with its dot, if the rest contains a dot."""
+    """Group names by their first word with its dot: the rests of the names, if they contain a dot."""
     found: dict[str, set[str]] = {}
     for name in names:
         word, dot, rest = name.partition(".")

@@ -208,7 +208,7 @@ def test_out_of_memory_error_is_reported_and_recorded(capsys, monkeypatch):
     more = ["trainer.num_sanity_val_steps=0", "logger=none", "hydra.run.dir=run"]
     assert main(["fit", *LINE, *more]) == 1
     err = capsys.readouterr().err
-    assert err.count("Memory ran out") == err.count("Alive were: weights 8 bytes, ") == 1
+    assert err.count("Memory ran out") == err.count("Live tensors: weights 8 bytes, ") == 1
     assert "in the forward pass." in err
     assert "accumulate_grad_batches" in err
     assert "python -m trainer tune batch_size +recipe=line" in err

@@ -240,7 +240,9 @@ def test_uneven_inputs_without_an_idle_forward_are_refused(ranks: Ranks, module:
 def test_uneven_inputs_with_collectives_in_the_module_are_refused(
     ranks: Ranks, engine: str, exchanges: str, named: str
 ) -> None:
-    with pytest.raises(RankError, match=f"Got 2 to 5 training batches in a process. {named} needs as many in each"):
+    with pytest.raises(
+        RankError, match=f"Got 2 to 5 training batches in a process. {named} needs the same number in each"
+    ):
         ranks.call(setups.fit_uneven, engine, [2, 5], "SGD", False, exchanges)
 
 
