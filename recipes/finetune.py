@@ -1,4 +1,4 @@
-"""Fine-tuning of a Hugging Face model that lies in a local folder: all of its weights, or LoRA adapters."""
+"""Fine-tuning of a Hugging Face model from a local folder: all of its weights, or LoRA adapters."""
 
 import json
 import shutil
@@ -28,38 +28,40 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_m
 
 
 class FineTuner(L.LightningModule):
-    """Goes on training a model of the library ``transformers``, as a language model or a classifier of texts.
+    """Fine-tunes a model of the library ``transformers``, as a language model or a classifier of texts.
 
-    A batch is ``(tokens, targets)`` or ``(tokens, mask, targets)``, int64. ``tokens`` has shape (batch, length), and so
-    has ``mask``: 1 for a token, 0 for padding. A language model's targets have that shape, too: the token that follows,
-    -100 for ignored positions. The loss is the mean over the others, and ``training_step`` returns their number as the
-    batch's weight. A classifier's have shape (batch,), and the weight is the number of texts.
+    A batch is ``(tokens, targets)`` or ``(tokens, mask, targets)``, int64. ``tokens`` and ``mask`` have shape
+    (batch, length); the mask is 1 for a token and 0 for padding. The targets of a language model have the same shape:
+    the next token, or -100 for ignored positions. The loss is the mean over the positions that are not ignored, and
+    ``training_step`` returns their number as the batch's weight. The targets of a classifier have shape (batch,), and
+    the weight is the number of texts.
 
-    Logged are ``train_loss`` at every step and, over an epoch, ``val_loss`` and ``test_loss``, in nats; of a language
-    model ``val_perplexity`` and ``test_perplexity``, of a classifier ``val_acc`` and ``test_acc``, in [0, 1].
+    It logs ``train_loss`` at every step and, over an epoch, ``val_loss`` and ``test_loss``, in nats; a language model
+    also ``val_perplexity`` and ``test_perplexity``, a classifier ``val_acc`` and ``test_acc``, in [0, 1].
 
-    At the end of a fit the model is written in Hugging Face's format (``save_pretrained``), its tokenizer with it; with
-    LoRA the adapters alone. Under a strategy that shards, the first process gathers the written weights in its memory.
+    At the end of a fit, the model and its tokenizer are written in Hugging Face's format (``save_pretrained``); with
+    LoRA, only the adapters. Under a strategy that shards, the first process gathers the written weights in its memory.
 
     Only the folder is read: custom code of a model is not run (``trust_remote_code`` is False),
     no pickle is opened (weights are ``.safetensors``), and nothing is downloaded.
 
     Args:
-        optimizer: called with parameter groups and returns the optimizer; its ``weight_decay`` is for matrices: biases
-            and normalisations have none. It is given the parameters that are trained.
+        optimizer: called with parameter groups and returns the optimizer; its ``weight_decay`` applies only to
+            matrices, not to biases and normalization layers. It receives only the parameters that are trained.
         scheduler: called with the optimizer and the number of optimizer steps of the run (see `recipes.schedules`).
-            None: the rate stays.
-        folder: of the model, as ``save_pretrained`` writes it: ``config.json`` and ``.safetensors``.
-        task: ``"causal"``: a language model; ``"classification"``: of whole texts. A head that the folder lacks is new.
-        num_classes: of a classifier.
+            None: a constant learning rate.
+        folder: folder of the model, as ``save_pretrained`` writes it: ``config.json`` and ``.safetensors``.
+        task: ``"causal"``: a language model; ``"classification"``: a classifier of whole texts. If the
+            folder has no weights for the head, the head is initialized randomly.
+        num_classes: number of classes of a classifier.
         lora_rank: rank of the adapters that are trained instead of the weights (needs ``peft``); None: all weights.
-        lora_alpha: the adapters' output is multiplied by this over the rank.
+        lora_alpha: the adapters' output is multiplied by this value divided by the rank.
         lora_dropout: probability that an input of an adapter is set to zero in training.
-        lora_modules: which layers get adapters: names, or the ends of them, such as ``["q_proj", "v_proj"]``; None: all
-            linear layers but the head.
+        lora_modules: the layers that get adapters: names or ends of names, such as ``["q_proj", "v_proj"]``; None: all
+            linear layers except the head.
         attention: implementation: ``"sdpa"`` (torch's), or ``"eager"`` for architectures that support nothing else.
-        save_to: folder that is written at the end of a fit; None: nothing.
-        sample_length: tokens that `predict_step` of a language model writes, always the likeliest.
+        save_to: folder that the model is written to at the end of a fit; None: it is not written.
+        sample_length: number of tokens that `predict_step` of a language model generates, always the most likely ones.
 
     Attributes:
         net: the model, after `configure_model`.
@@ -120,21 +122,21 @@ class FineTuner(L.LightningModule):
 
     @cached_property
     def tokenizer(self) -> FileTokenizer:
-        """The one in the model's folder."""
+        """The tokenizer in the model's folder."""
         return FileTokenizer(str(self.folder))
 
     def configure_model(self) -> None:
-        """Read the model into the host's memory, in each process; a second call finds it done.
+        """Read the model into the host's memory, in each process. A second call is a no-op.
 
-        A strategy that shards takes its parts from there. LoRA's adapters, and a new head, are drawn from torch's
-        random numbers, which ``seed_everything`` makes the same in all processes.
+        A strategy that shards takes the shards from there. LoRA's adapters and a new head are initialized with torch's
+        random numbers, which are the same in all processes after ``seed_everything``.
         """
         if hasattr(self, "net"):
             return
         import transformers
 
         more = {"num_labels": self.num_classes} if self.task == "classification" else {}
-        is_meta = torch.get_default_device().type == "meta"  # the values are wanted all the same: they are in files
+        is_meta = torch.get_default_device().type == "meta"  # read the values anyway: they are in files
         with torch.device("cpu") if is_meta else torch.get_default_device():
             net = getattr(transformers, _CLASSES[self.task]).from_pretrained(
                 self.folder,
@@ -160,7 +162,7 @@ class FineTuner(L.LightningModule):
             lora_dropout=self.lora_dropout,
             target_modules="all-linear" if self.lora_modules is None else list(self.lora_modules),
         )
-        with warnings.catch_warnings():  # peft 0.21 asks transformers 5 for an attribute by its old name
+        with warnings.catch_warnings():  # peft 0.21 reads an attribute of transformers 5 by its old name
             warnings.filterwarnings("ignore", ".*is_gradient_checkpointing", FutureWarning)
             return get_peft_model(net, config)
 
@@ -169,12 +171,12 @@ class FineTuner(L.LightningModule):
         return self._logits(tokens, mask)
 
     def _logits(self, tokens: Tensor, mask: Tensor | None = None) -> Tensor:
-        more = {"use_cache": False} if self.task == "causal" else {}  # nothing is kept for tokens to come
+        more = {"use_cache": False} if self.task == "causal" else {}  # no key-value cache for further tokens
         logits: Tensor = self.net(input_ids=tokens, attention_mask=mask, **more).logits
         return logits
 
     def training_step(self, batch: Sequence[Tensor], batch_idx: int) -> dict[str, Tensor]:
-        """The mean loss of a batch, a scalar, and the number of targets that it is the mean of."""
+        """Return the mean loss of a batch, a scalar, and the number of targets as its weight."""
         nats, count, _ = self._count(batch)
         loss = nats / count
         self.log("train_loss", loss, prog_bar=True)
@@ -189,9 +191,9 @@ class FineTuner(L.LightningModule):
         self._evaluate("test", batch)
 
     def predict_step(self, batch: Any, batch_idx: int) -> list[str] | Tensor:
-        """Of a language model a continuation of each prompt, with the prompt in front; of a classifier probabilities.
+        """Return the prompts with their continuations (language model), or probabilities (classifier).
 
-        The latter have shape (batch, ``num_classes``), float32.
+        The probabilities have shape (batch, ``num_classes``), float32.
         """
         if self.task == "causal":
             if not isinstance(batch[0], str):
@@ -213,14 +215,14 @@ class FineTuner(L.LightningModule):
         longest = getattr(self.net.config, "max_position_embeddings", None) or len(stream) + self.sample_length
         for _ in range(self.sample_length):
             tokens = torch.tensor([stream[-longest:]], device=self.device)
-            stream.append(int(self(tokens)[0, -1].argmax()))  # waits for the device: the next token depends on it
+            stream.append(int(self(tokens)[0, -1].argmax()))  # a host-device synchronization
             if stream[-1] == self.tokenizer.end:
                 stream.pop()
                 break
         return self.tokenizer.decode(stream[start:])
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
-        """The optimizer, with weight decay on matrices alone, and the schedule, if there is one."""
+        """Return the optimizer, with weight decay only on matrices, and the schedule, if there is one."""
         parameters = [parameter for parameter in self.net.parameters() if parameter.requires_grad]
         groups = [
             {"params": [parameter for parameter in parameters if parameter.ndim >= 2]},
@@ -234,7 +236,7 @@ class FineTuner(L.LightningModule):
             self.save_pretrained(self.save_to)
 
     def save_pretrained(self, folder: str) -> None:
-        """Write the model, or LoRA's adapters alone, and the tokenizer, as ``transformers`` and ``peft`` read them.
+        """Write the tokenizer and the model, or only LoRA's adapters, in the format of ``transformers`` and ``peft``.
 
         All processes of a sharded model must call it; the first one writes.
 
@@ -258,7 +260,7 @@ class FineTuner(L.LightningModule):
             self.log(f"{stage}_{name}", metric, on_step=False, on_epoch=True, prog_bar=True)
 
     def _count(self, batch: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor | None]:
-        """The sum of all losses, in nats; how many these are; and of a classifier how many answers are right."""
+        """Return the sum of the losses in nats, their number, and the number of correct classes, None if causal."""
         tokens, *mask, targets = batch
         logits = self._logits(tokens, *mask)
         if self.task == "causal":
@@ -268,11 +270,11 @@ class FineTuner(L.LightningModule):
 
 
 def check_folder(folder: str) -> Path:
-    """The folder of a model that can be read without running anything that comes with it.
+    """Return the path of a model's folder if it can be read without running any code from it.
 
     Raises:
         FileNotFoundError: there is no such folder, or no model in it.
-        ValueError: its weights are pickles, or it needs custom code.
+        ValueError: the weights are pickles, or it needs custom code.
     """
     place = Path(folder).expanduser()
     if not place.is_dir():

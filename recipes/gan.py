@@ -20,19 +20,19 @@ SIDE = 8  # pixels of an image, in height and in width
 class GAN(L.LightningModule):
     """A small DCGAN (Radford et al. 2016) for grey images of 8x8 pixels in [-1, 1].
 
-    A batch is ``(images, labels)``, ``images`` of shape (batch, 1, 8, 8); labels are not used. In each batch first the
+    A batch is ``(images, labels)``, ``images`` of shape (batch, 1, 8, 8); labels are not used. In each batch, first the
     discriminator and then the generator takes a step, both with the non-saturating loss (Goodfellow et al. 2014). With
     loss scaling, both steps of a batch see the same scale, which is adjusted once, at the end of the batch.
 
-    Logged are ``d_loss`` and ``g_loss`` at every step, in nats per image (a discriminator that guesses has ln 2 =
-    0.693), and over the validation images ``val_frechet``: the `frechet_distance` of as many generated ones.
+    It logs ``d_loss`` and ``g_loss`` at every step, in nats per image (a discriminator that guesses has ln 2 = 0.693),
+    and ``val_frechet``: the `frechet_distance` between the validation images and as many generated ones.
 
     Args:
         optimizer: called with the parameters of one of the two networks and returns its optimizer, such as
             ``functools.partial(torch.optim.Adam, lr=2e-4)``; in a config, ``_partial_: true``.
         latent_size: numbers that an image is generated from.
         width: channels of the networks' larger layer.
-        sample_seed: of the numbers that images are generated from for the validation and by `sample`.
+        sample_seed: seed of the latent vectors for the validation and for `sample`.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class GAN(L.LightningModule):
         self.sample_seed = sample_seed
         self.generator = make_generator(latent_size, width)
         self.discriminator = make_discriminator(width)
-        self.val_images = CatMetric(nan_strategy="disable")  # and not a list, as it gathers those of all processes
+        self.val_images = CatMetric(nan_strategy="disable")  # unlike a list, it gathers all processes' images
 
     def forward(self, latents: Tensor) -> Tensor:
         """Images of shape (batch, 1, 8, 8) from latents of shape (batch, ``latent_size``)."""
@@ -73,12 +73,12 @@ class GAN(L.LightningModule):
 
         g_loss = adversarial_loss(self.discriminator(generated), real=True)
         g_optimizer.zero_grad()
-        self.manual_backward(g_loss)  # leaves gradients in the discriminator too, which its next step drops
+        self.manual_backward(g_loss)  # also adds gradients to the discriminator, which its next zero_grad clears
         g_optimizer.step()
         self.log_dict({"d_loss": d_loss, "g_loss": g_loss}, prog_bar=True)
 
     def on_validation_epoch_start(self) -> None:
-        """Forget the images of a validation that was broken off."""
+        """Discard the images of an interrupted validation."""
         self.val_images.reset()
 
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
@@ -91,12 +91,12 @@ class GAN(L.LightningModule):
         self.log("val_frechet", frechet_distance(images, self.sample(len(images))), prog_bar=True, sync_dist=True)
 
     def predict_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        """As many generated images as the batch has, float32 of shape (batch, 1, 8, 8); others for every batch."""
-        number = batch_idx * self.trainer.world_size + self.global_rank  # of the batch, over all processes
+        """Generate as many images as the batch has, float32 of shape (batch, 1, 8, 8); different ones in each batch."""
+        number = batch_idx * self.trainer.world_size + self.global_rank  # number of the batch, over all processes
         return self.sample(len(batch[0]), self.sample_seed + number)
 
     def sample(self, count: int, seed: int | None = None) -> Tensor:
-        """Generated images, float32 of shape (``count``, 1, 8, 8), on the module's device; the same for a seed.
+        """Generate images, float32 of shape (``count``, 1, 8, 8), on the module's device; the same for the same seed.
 
         Args:
             count: number of images.
@@ -112,7 +112,7 @@ class GAN(L.LightningModule):
         return images
 
     def configure_optimizers(self) -> list[Optimizer]:
-        """That of the discriminator and that of the generator."""
+        """Return the optimizer of the discriminator and that of the generator."""
         return [self.make_optimizer(net.parameters()) for net in (self.discriminator, self.generator)]
 
 
@@ -124,8 +124,8 @@ class SamplePictures(L.Callback):
     Args:
         dirpath: folder of the pictures.
         count: generated images in a picture.
-        columns: images in a row of it.
-        zoom: pixels of the picture, each way, for a pixel of an image.
+        columns: images in a row of the picture.
+        zoom: factor by which each image is enlarged.
     """
 
     def __init__(self, dirpath: str, count: int = 64, columns: int = 8, zoom: int = 4) -> None:
@@ -146,7 +146,7 @@ class SamplePictures(L.Callback):
 
 
 def make_generator(latent_size: int, width: int) -> nn.Sequential:
-    """From latents of shape (batch, ``latent_size``) to images of shape (batch, 1, 8, 8) in [-1, 1]."""
+    """Build the network from latents of shape (batch, ``latent_size``) to images (batch, 1, 8, 8) in [-1, 1]."""
     return nn.Sequential(
         nn.Unflatten(1, (latent_size, 1, 1)),
         nn.ConvTranspose2d(latent_size, width, 2, bias=False),  # 2x2
@@ -161,7 +161,7 @@ def make_generator(latent_size: int, width: int) -> nn.Sequential:
 
 
 def make_discriminator(width: int) -> nn.Sequential:
-    """From images of shape (batch, 1, 8, 8) to logits of shape (batch,): positive if they look real."""
+    """Build the network from images of shape (batch, 1, 8, 8) to logits (batch,): positive if they look real."""
     return nn.Sequential(
         nn.Conv2d(1, width // 2, 4, stride=2, padding=1),  # 4x4
         nn.LeakyReLU(0.2),
@@ -174,25 +174,25 @@ def make_discriminator(width: int) -> nn.Sequential:
 
 
 def adversarial_loss(logits: Tensor, *, real: bool) -> Tensor:
-    """Cross-entropy, in nats per image, of holding all images for real ones, or for none."""
+    """Return the cross-entropy, in nats per image, for the target that all images are real, or that none is."""
     return F.binary_cross_entropy_with_logits(logits, torch.full_like(logits, float(real)))
 
 
 def frechet_distance(images: Tensor, others: Tensor) -> Tensor:
-    """How far apart two sets of images are: the Frechet distance of the normal distributions that fit their pixels.
+    """Return the Frechet distance between two sets of images: that of normal distributions fitted to their pixels.
 
     ``|m1 - m2|^2 + trace(C1 + C2 - 2 (C1 C2)^(1/2))`` with the means and covariances of the pixels (Dowson and Landau
-    1982). The FID is the same distance of a network's features; for images of 8x8, pixels suffice.
+    1982). The FID is the same distance between features of a network; for images of 8x8, pixels suffice.
 
     Args:
         images: float, shape (count, ...); at least two of them.
-        others: float, shape (count, ...), at least two; the count may differ.
+        others: the same for the other set; the count may differ.
 
     Returns:
         A float32 scalar, in squared units of the pixels; computed in float64.
     """
     (mean, covariance), (other_mean, other_covariance) = _moments(images), _moments(others)
-    # The trace of a product's square root from its eigenvalues; on the CPU, which supports float64 on every machine.
+    # Compute the trace of the square root of the product from its eigenvalues, on the CPU, which always has float64.
     roots = torch.linalg.eigvals(covariance @ other_covariance).real.clamp(min=0).sqrt().sum()
     return ((mean - other_mean).square().sum() + covariance.trace() + other_covariance.trace() - 2 * roots).float()
 

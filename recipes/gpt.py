@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-INIT_STD = 0.02  # of the weights at the start, as in GPT-2
-ROTARY_BASE = 10_000.0  # of the rotary positions' wavelengths (arXiv 2104.09864)
+INIT_STD = 0.02  # standard deviation of the initial weights, as in GPT-2
+ROTARY_BASE = 10_000.0  # base of the wavelengths of rotary positions (arXiv 2104.09864)
 
 Positions = Literal["learned", "rotary"]
 
@@ -18,22 +18,22 @@ Positions = Literal["learned", "rotary"]
 class GPT(nn.Module):
     """A decoder-only transformer with normalisation before each layer, as in GPT-2.
 
-    Its weights at the start depend on the seed and on the names of the parameters alone (`init_weights`).
+    The initial weights depend only on the seed and on the names of the parameters (`init_weights`).
 
     Args:
         vocabulary: number of tokens.
-        context: the longest sequence.
+        context: largest length of a sequence.
         width: size of the hidden vectors.
-        heads: of the attention; they share the width.
+        heads: number of attention heads, which share the width.
         layers: number of blocks.
         dropout: probability that a value is set to zero in training: of embeddings, attention and residuals.
         tie_weights: let the output layer use the token embedding's weights.
-        positions: ``"learned"``: a vector for each place is added to the token's; ``"rotary"``: queries and keys are
-            turned by an angle that grows with the place.
+        positions: ``"learned"``: a vector for each position is added to the token's vector; ``"rotary"``: queries and
+            keys are rotated by an angle that grows with the position.
 
     Raises:
-        ValueError: ``width`` is not a multiple of ``heads``; ``positions`` is unknown; or it is rotary and the width
-            of a head is odd.
+        ValueError: ``width`` is not a multiple of ``heads``; ``positions`` is unknown; or positions are rotary and
+            the width of a head is odd.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class GPT(nn.Module):
             self.init_weights()
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Logits of the next token at each place, of shape (batch, length, vocabulary).
+        """Return the logits of the next token at each position, of shape (batch, length, vocabulary).
 
         Args:
             tokens: int64, shape (batch, length), with a length of at most ``context``.
@@ -90,11 +90,11 @@ class GPT(nn.Module):
         """Initialize as GPT-2: normal weights, smaller ones in layers that add to the residual stream, and biases of 0.
 
         Each parameter is drawn on its device by a separate generator, with a seed that depends on ``seed`` and the
-        parameter's name. So the weights are the same on any number of processes, sharded (DTensors) or not; a process
-        draws each parameter as a whole, one after the other, and keeps its part. No global random state is touched.
+        parameter's name. So the weights are the same on any number of processes, sharded (DTensors) or not: a process
+        draws each whole parameter, one after the other, and keeps its shard. No global random state is used.
 
         Args:
-            seed: None for that of ``torch.manual_seed``.
+            seed: the seed. Default: None, that of ``torch.manual_seed``.
         """
         seed = torch.initial_seed() if seed is None else seed
         for name, parameter in self.named_parameters():
@@ -110,7 +110,7 @@ class GPT(nn.Module):
 
 
 def fill(parameter: Tensor, whole: Tensor) -> None:
-    """Copy ``whole`` into a parameter; into a DTensor this process's part of it. Nothing is sent between processes."""
+    """Copy ``whole`` into a parameter, or this process's shard of it into a DTensor. Runs no collective."""
     if isinstance(parameter, DTensor):
         part = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
         parameter.to_local().copy_(part.to_local())
@@ -119,13 +119,13 @@ def fill(parameter: Tensor, whole: Tensor) -> None:
 
 
 class Block(nn.Module):
-    """Attention and a two-layer perceptron, each normalised before and added to its input.
+    """Attention and a two-layer perceptron. Each normalizes its input, and its output is added to the input.
 
     Args:
         width: size of the hidden vectors.
-        heads: of the attention.
+        heads: number of attention heads.
         dropout: probability that a value is set to zero in training.
-        is_rotary: turn queries and keys by their place.
+        is_rotary: whether to rotate queries and keys by their position.
     """
 
     def __init__(self, width: int, heads: int, dropout: float, *, is_rotary: bool = False) -> None:
@@ -144,13 +144,13 @@ class Block(nn.Module):
 
 
 class CausalSelfAttention(nn.Module):
-    """Every place looks at itself and at those before it, by torch's ``scaled_dot_product_attention``.
+    """Attention of each position to itself and to earlier positions, by torch's ``scaled_dot_product_attention``.
 
     Args:
         width: size of the hidden vectors.
-        heads: that share the width.
+        heads: number of attention heads, which share the width.
         dropout: probability that an attention weight, or an output, is set to zero in training.
-        is_rotary: turn queries and keys by their place.
+        is_rotary: whether to rotate queries and keys by their position.
     """
 
     def __init__(self, width: int, heads: int, dropout: float, *, is_rotary: bool = False) -> None:
@@ -176,10 +176,10 @@ class CausalSelfAttention(nn.Module):
 
 
 def rotate(vectors: Tensor) -> Tensor:
-    """``vectors`` of shape (..., length, width), each pair of values turned by an angle that grows with the place.
+    """Rotate each pair of values in ``vectors``, shape (..., length, width), by an angle that grows with the position.
 
-    The product of a query and a key then depends on the distance of their places alone. The angles are computed in
-    float32, whatever the vectors' dtype, and again in each call: no buffer has to be moved, saved or kept in float32.
+    The product of a query and a key then depends only on the distance between their positions. The angles are computed
+    in float32, whatever the vectors' dtype, and again in each call: no buffer must be moved, saved or kept in float32.
     """
     length, width = vectors.shape[-2:]
     exponents = torch.arange(0, width, 2, device=vectors.device, dtype=torch.float32) / width

@@ -25,24 +25,24 @@ _SAMPLES = 16
 class ImageClassifier(L.LightningModule):
     """Trains a network on ``(images, labels)`` with the cross-entropy loss.
 
-    ``images`` is float of shape (batch, 3, height, width), ``labels`` is int64 of shape (batch,). Logged are
+    ``images`` is float of shape (batch, 3, height, width), ``labels`` is int64 of shape (batch,). It logs
     ``train_loss`` at every step and, over a whole epoch, ``val_loss`` and ``val_acc``, ``test_loss`` and
-    ``test_acc``: losses in nats per image (label smoothing counts in training only), accuracies in [0, 1]. A test also
-    leaves a confusion matrix, and the first images with their predicted classes, in the run's report. They show the
-    names of the classes if the data module has them, as an attribute ``classes``; checkpoints store them.
+    ``test_acc``: losses in nats per image (with label smoothing only in training), accuracies in [0, 1]. A test also
+    adds a confusion matrix, and the first images with their predicted classes, to the run's report. They show the
+    names of the classes if the data module has an attribute ``classes``; checkpoints store the names.
 
     Args:
         net: maps images to logits of shape (batch, ``num_classes``).
         optimizer: called with the parameters (or with parameter groups) and returns the optimizer, such as
             ``functools.partial(torch.optim.SGD, lr=0.1)``; in a config, ``_partial_: true``.
-        scheduler: called with the optimizer and the number of optimizer steps of the run, returns a schedule
-            that is stepped after every optimizer step (see `recipes.schedules`). None: the rate stays.
+        scheduler: called with the optimizer and the number of optimizer steps of the run; returns a schedule that is
+            stepped after every optimizer step (see `recipes.schedules`). Default: None, a constant learning rate.
         num_classes: number of classes. Default: None, the number of ``classes`` of the data module or the checkpoint;
             this requires a network with a method ``set_num_classes``, such as `TransferNet`.
         classes: names of the classes. Default: None, those of the data module or the checkpoint.
         label_smoothing: share of each training target that is spread evenly over all classes, in [0, 1].
-        channels_last: lay out weights and images as (batch, height, width, channels) in memory, as Tensor
-            Cores want it. Values and shapes stay as they are.
+        channels_last: lay out weights and images as (batch, height, width, channels) in memory, which is
+            faster on Tensor Cores. Values and shapes do not change.
         decay_norm_and_bias: False exempts every parameter of fewer than two dimensions (biases and the
             weights of normalisation layers) from the optimizer's ``weight_decay``.
     """
@@ -149,7 +149,7 @@ class ImageClassifier(L.LightningModule):
         predicted = self._evaluate("test", self.test_acc, batch).argmax(dim=1)
         self.test_confusion.update(predicted, labels)
         if batch_idx == 0:
-            both = zip(labels[:_SAMPLES].tolist(), predicted[:_SAMPLES].tolist(), strict=True)  # waits for a GPU, once
+            both = zip(labels[:_SAMPLES].tolist(), predicted[:_SAMPLES].tolist(), strict=True)  # synchronizes once
             names = [(self.name_of(true), self.name_of(found)) for true, found in both]
             captions = [true if true == found else f"true {true},\npredicted {found}" for true, found in names]
             write_pictures(self.trainer, "test_samples", images[:_SAMPLES], captions)
@@ -224,7 +224,7 @@ class PredictionTable(BasePredictionWriter):
         batch_idx: int,
         dataloader_idx: int,
     ) -> None:
-        """Add the rows of a batch. This waits for the device."""
+        """Add the rows of a batch. This is a host-device synchronization."""
         best = prediction.max(dim=1)
         name_of: Callable[[int], str] = getattr(pl_module, "name_of", str)
         columns = (batch[1].tolist(), map(name_of, best.indices.tolist()), best.values.tolist())

@@ -33,41 +33,41 @@ class LanguageModel(L.LightningModule):
     """Trains a `GPT` to predict the next token.
 
     A batch is ``(tokens, targets)``, both int64 of shape (batch, length); targets of -100 are ignored. The
-    loss is the mean over those that do, and ``training_step`` returns their number as the batch's weight: with
-    ``accumulate_grad_batches`` the update is that of one big batch, however many targets each part has.
+    loss is the mean over the other targets, and ``training_step`` returns their number as the batch's weight: with
+    ``accumulate_grad_batches``, the update equals that of one large batch, however many targets each batch has.
 
-    Logged are ``train_loss`` at every step and, over an epoch, ``val_loss`` and ``test_loss``, in nats per token, and
-    ``val_perplexity`` and ``test_perplexity``, e to the power of that. If tokens are bytes, also ``train_bpc``,
-    ``val_bpc`` and ``test_bpc``: bits per character, which are the sum of all bits over the number of characters (a
-    character beyond ASCII has several bytes; the end of a document counts as one).
+    It logs ``train_loss`` at every step and, over an epoch, ``val_loss`` and ``test_loss``, in nats per token, and
+    ``val_perplexity`` and ``test_perplexity``, e to the power of the loss. If tokens are bytes, also ``train_bpc``,
+    ``val_bpc`` and ``test_bpc``: bits per character, the sum of all bits divided by the number of characters (a
+    character beyond ASCII has several bytes; the end of a document counts as one character).
 
     `configure_model` creates the network on its device, or on the meta device if a strategy shards it first. Then
     `init_weights` initializes the shard of each rank, with the same weights in total.
 
     Args:
         optimizer: called with parameter groups and returns the optimizer, such as
-            ``functools.partial(torch.optim.AdamW, lr=1e-3)``; in a config, ``_partial_: true``. Its ``weight_decay`` is
-            for matrices: biases and normalisations have none.
-        scheduler: called with the optimizer and the number of optimizer steps of the run, returns a schedule
-            that is stepped after every optimizer step (see `recipes.schedules`). None: the rate stays.
-        context: tokens that the model sees at most.
+            ``functools.partial(torch.optim.AdamW, lr=1e-3)``; in a config, ``_partial_: true``. Its
+            ``weight_decay`` applies only to matrices, not to biases and normalization layers.
+        scheduler: called with the optimizer and the number of optimizer steps of the run; returns a schedule that is
+            stepped after every optimizer step (see `recipes.schedules`). Default: None, a constant learning rate.
+        context: largest number of tokens that the model processes at once.
         vocabulary: number of tokens; 256 for bytes.
         tokenizer: for generated text: a folder with a ``tokenizer.json``, or that file; None for bytes.
         width: size of the hidden vectors.
-        heads: of the attention; they share the width.
+        heads: number of attention heads, which share the width.
         layers: number of blocks.
         dropout: probability that a value is set to zero in training.
         tie_weights: let the output layer use the token embedding's weights.
         positions: ``"learned"`` or ``"rotary"`` (see `GPT`).
-        sample_length: tokens that `predict_step` writes.
-        temperature: of the sampling: below 1 likely tokens become likelier; 0 takes the likeliest.
+        sample_length: number of tokens that `predict_step` generates.
+        temperature: sampling temperature: below 1, likely tokens become likelier; 0: always the most likely token.
         sample_seed: seed of the sampling.
 
     Attributes:
         net: the `GPT`, after `configure_model`.
 
     Raises:
-        ValueError: as `GPT`, by `configure_model`.
+        ValueError: raised by `configure_model`, as by `GPT`.
     """
 
     net: GPT
@@ -118,15 +118,15 @@ class LanguageModel(L.LightningModule):
             setattr(self, f"{stage}_bpc", Ratio())
 
     def configure_model(self) -> None:
-        """Make the network on torch's default device; a second call finds it done.
+        """Create the network on torch's default device. A second call is a no-op.
 
-        Under a strategy that shards it stays on the meta device: who has sharded it gives it memory, and calls
-        `init_weights`.
+        Under a strategy that shards, it stays on the meta device; after sharding, the strategy allocates its memory and
+        calls `init_weights`.
         """
         if hasattr(self, "net"):
             return
         device, strategy = torch.get_default_device(), getattr(self._trainer, "strategy", None)
-        with torch.device("meta"):  # nothing is drawn that `init_weights` would overwrite
+        with torch.device("meta"):  # no random initialization, which `init_weights` would overwrite
             self.net = self.make_net()
         is_sharded_first = getattr(strategy, "restore_checkpoint_after_setup", False)
         if device.type != "meta" and not is_sharded_first:
@@ -134,7 +134,7 @@ class LanguageModel(L.LightningModule):
             self.init_weights()
 
     def init_weights(self) -> None:
-        """Draw the network's weights: the same on every process, and whether they are sharded or not."""
+        """Initialize the network's weights: the same on every process, sharded or not."""
         seed = [torch.initial_seed()]
         if dist.is_available() and dist.is_initialized():
             dist.broadcast_object_list(seed)  # without `seed_everything`, each rank has a different seed
@@ -150,7 +150,7 @@ class LanguageModel(L.LightningModule):
         return self.net(tokens)
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> dict[str, Tensor]:
-        """The mean loss of a batch, a scalar, and the number of targets that it is the mean of."""
+        """Return the mean loss of a batch, a scalar, and the number of targets as its weight."""
         nats, count = self._count(batch)
         loss = nats / count
         self.log("train_loss", loss, prog_bar=True)
@@ -159,15 +159,15 @@ class LanguageModel(L.LightningModule):
         return {"loss": loss, "weight": count}
 
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
-        """Log ``val_loss``, ``val_perplexity`` and, of bytes, ``val_bpc``."""
+        """Log ``val_loss``, ``val_perplexity`` and, if tokens are bytes, ``val_bpc``."""
         self._evaluate("val", batch)
 
     def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
-        """Log ``test_loss``, ``test_perplexity`` and, of bytes, ``test_bpc``."""
+        """Log ``test_loss``, ``test_perplexity`` and, if tokens are bytes, ``test_bpc``."""
         self._evaluate("test", batch)
 
     def predict_step(self, batch: Sequence[str], batch_idx: int) -> list[str]:
-        """A continuation of each prompt, with the prompt in front."""
+        """Return each prompt with its continuation."""
         return [prompt + self.write(prompt, seed=self.sample_seed + batch_idx) for prompt in batch]
 
     @torch.no_grad()
@@ -191,14 +191,14 @@ class LanguageModel(L.LightningModule):
                 choice = torch.multinomial((logits / self.temperature).softmax(0), 1, generator=draw)
             else:
                 choice = logits.argmax()
-            stream.append(int(choice))  # waits for the device: the next token depends on it
+            stream.append(int(choice))  # host-device synchronization: the next token depends on it
             if stream[-1] == end:
                 stream.pop()
                 break
         return self.tokenizer.decode(stream[start:])
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
-        """The optimizer, with weight decay on matrices alone, and the schedule, if there is one."""
+        """Return the optimizer, with weight decay only on matrices, and the schedule, if there is one."""
         parameters = list(self.net.parameters())  # tied weights once
         groups = [
             {"params": [parameter for parameter in parameters if parameter.ndim >= 2]},
@@ -214,7 +214,7 @@ class LanguageModel(L.LightningModule):
             self._log_ratio(f"{stage}_bpc", nats / math.log(2), characters(batch[1]))
 
     def _count(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """The sum of the losses of all targets, in nats, and how many these are."""
+        """Return the sum of the losses of all targets, in nats, and the number of targets."""
         tokens, targets = batch
         return sum_of_losses(self.net(tokens), targets)
 
@@ -225,18 +225,18 @@ class LanguageModel(L.LightningModule):
 
 
 def sum_of_losses(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """The sum of the losses of all targets, in nats, and how many these are; both scalars.
+    """Return the sum of the losses of all targets, in nats, and the number of targets; both scalars.
 
     Args:
-        logits: of the next token, shape (batch, length, vocabulary).
-        targets: int64, shape (batch, length); -100 does not count.
+        logits: logits of the next token, shape (batch, length, vocabulary).
+        targets: int64, shape (batch, length); -100 is ignored.
     """
     nats = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=NO_TARGET, reduction="sum")
     return nats, (targets != NO_TARGET).sum()
 
 
 def characters(targets: Tensor) -> Tensor:
-    """How many characters begin among these bytes, a scalar: in UTF-8 all others begin with the bits 10."""
+    """Return the number of characters that begin in these bytes, a scalar: in UTF-8, the other bytes begin with 10."""
     return ((targets != NO_TARGET) & (targets & 0b1100_0000 != 0b1000_0000)).sum()
 
 
@@ -267,7 +267,7 @@ class Ratio(Metric):
 
 
 class Perplexity(Ratio):
-    """e to the power of all nats over all targets, as torchmetrics' own, which needs the logits for it once more."""
+    """e to the power of the mean loss in nats. torchmetrics' Perplexity would compute the loss again."""
 
     def compute(self) -> Tensor:
         """The perplexity, a float32 scalar."""
@@ -275,7 +275,7 @@ class Perplexity(Ratio):
 
 
 class TextSamples(Callback):
-    """Has the model write something after each validation, and keeps it in ``written.txt``.
+    """Generates a text after each validation, and appends it to ``written.txt``.
 
     Args:
         dirpath: folder of the file.
@@ -287,7 +287,7 @@ class TextSamples(Callback):
         self.prompt = prompt
 
     def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Write a text, on all processes: each may hold a part of the weights. The first one keeps it."""
+        """Generate a text on all processes, because each may hold a shard of the weights. The first one writes it."""
         assert isinstance(pl_module, LanguageModel)
         if trainer.sanity_checking:
             return
@@ -328,7 +328,7 @@ class TextWriter(BasePredictionWriter):
         batch_idx: int,
         dataloader_idx: int,
     ) -> None:
-        """Append the texts of a batch, or a classifier's probabilities, with a line of dashes between two of them."""
+        """Append the texts of a batch, or a classifier's probabilities, separated by lines of dashes."""
         with self.path.open("a", encoding="utf-8") as file:
             for one in prediction:
                 text = one if isinstance(one, str) else " ".join(f"{share:.4f}" for share in one)

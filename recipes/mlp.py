@@ -1,8 +1,8 @@
 """A multilayer perceptron: linear layers with ReLU between them, and its training with the squared error.
 
-With its defaults in ``conf/model/mlp.yaml`` it is the benchmark of the article "Automatic Mixed Precision" of torch for
-R: three linear layers, 4096 wide, 50 batches of 512 random rows, random targets, mean squared error, plain SGD with a
-learning rate of 0.1, 3 epochs.
+With the defaults of ``conf/recipe/mlp.yaml``, it is the benchmark of the article "Automatic Mixed Precision" of torch
+for R: three linear layers, 4096 wide, 50 batches of 512 random rows, random targets, mean squared error, plain SGD with
+a learning rate of 0.1, 3 epochs.
 """
 
 from collections.abc import Callable, Iterable
@@ -20,7 +20,7 @@ from recipes.schedules import with_schedule
 
 
 def mlp(in_features: int, out_features: int, *, width: int, layers: int, dropout: float = 0.0) -> nn.Sequential:
-    """Linear layers with ReLU, and if asked for dropout, between them.
+    """Build linear layers with ReLU between them, and with dropout if it is above 0.
 
     Args:
         in_features: size of the input vectors.
@@ -50,13 +50,13 @@ class MLPRegressor(L.LightningModule):
     """Trains an `mlp` on ``(inputs, targets)`` with the mean squared error.
 
     ``inputs`` is float of shape (batch, ``in_features``), ``targets`` of shape (batch, ``out_features``). The mean is
-    over all elements. Logged is ``train_loss`` at every step. There is no validation: a benchmark only trains.
+    over all elements. It logs ``train_loss`` at every step. There is no validation: a benchmark only trains.
 
     Args:
         optimizer: called with the parameters and returns the optimizer, such as
             ``functools.partial(torch.optim.SGD, lr=0.1)``; in a config, ``_partial_: true``.
-        scheduler: called with the optimizer and the number of optimizer steps of the run, returns a schedule
-            that is stepped after every optimizer step (see `recipes.schedules`). None: the rate stays.
+        scheduler: called with the optimizer and the number of optimizer steps of the run; returns a schedule that is
+            stepped after every optimizer step (see `recipes.schedules`). Default: None, a constant learning rate.
         in_features: size of the input vectors.
         out_features: size of the target vectors.
         width: size of the hidden vectors.

@@ -1,9 +1,9 @@
 """Learning-rate schedules that depend on the number of optimizer steps of the run.
 
-Every factory is called as ``factory(optimizer, total_steps)``, ``total_steps`` being the number of optimizer
-steps of the whole run, and returns a scheduler to be stepped once after each of them. The optimizer's own
-``lr`` is the peak, for each parameter group its own: one override, ``optimizer.lr=0.05``, moves the whole
-schedule. In a config, choose one with ``_partial_: true`` (see ``conf/scheduler``).
+Every factory is called as ``factory(optimizer, total_steps)``, with the number of optimizer steps of the whole
+run, and returns a scheduler to be stepped after each optimizer step. The ``lr`` of the optimizer, or of each
+parameter group, is the peak: one override, ``optimizer.lr=0.05``, scales the whole schedule. In a config, choose a
+factory with ``_partial_: true`` (see ``conf/scheduler``).
 """
 
 import math
@@ -23,7 +23,7 @@ def with_schedule(
 
     Args:
         optimizer: the optimizer.
-        make_scheduler: one of the factories of this module, with its options bound; None: the rate stays.
+        make_scheduler: one of the factories of this module, with its options bound; None: a constant learning rate.
         module: the module with this optimizer; its trainer computes the number of optimizer steps of the run.
 
     Raises:
@@ -50,18 +50,18 @@ def onecycle(
     final_div_factor: float = 1e4,
     cycle_momentum: bool = False,
 ) -> LRScheduler:
-    """Rise from ``lr / div_factor`` to ``lr``, then fall far below the start, both along half a cosine.
+    """Return a schedule that rises from ``lr / div_factor`` to ``lr``, then falls far below the start.
 
-    torch's `OneCycleLR` with the optimizer's ``lr`` as its ``max_lr``.
+    torch's `OneCycleLR` with the optimizer's ``lr`` as its ``max_lr``. Both parts are half cosines.
 
     Args:
         optimizer: its ``lr`` is the peak.
         total_steps: optimizer steps of the whole run, at least 1.
         pct_start: fraction of the steps spent rising, in [0, 1).
-        div_factor: peak over first learning rate.
-        final_div_factor: first over last learning rate.
-        cycle_momentum: let the momentum (or Adam's beta1) fall from 0.95 to 0.85 and rise again, against the
-            learning rate. Default: False, which keeps the optimizer's momentum.
+        div_factor: peak learning rate divided by the first one.
+        final_div_factor: first learning rate divided by the last one.
+        cycle_momentum: whether the momentum (or Adam's beta1) falls from 0.95 to 0.85 while the learning rate rises,
+            and rises while it falls. Default: False, which keeps the optimizer's momentum.
 
     Raises:
         ValueError: ``total_steps`` or ``pct_start`` out of range.
@@ -69,8 +69,8 @@ def onecycle(
     _check_steps(total_steps)
     _check_fraction("pct_start", pct_start)
     if pct_start * total_steps == 1.0:
-        # The rise would be zero steps long and OneCycleLR divides by its length; a hair more and it starts at
-        # the bottom and falls from the peak, as it does for the fractions on either side.
+        # The rise would have zero steps, and OneCycleLR divides by this number. A slightly larger fraction gives the
+        # schedule that the fractions next to it give.
         pct_start *= 1.0 + 1e-6
     return OneCycleLR(
         optimizer,
@@ -84,7 +84,7 @@ def onecycle(
 
 
 def cosine(optimizer: Optimizer, total_steps: int, *, eta_min: float = 0.0) -> LRScheduler:
-    """Fall from ``lr`` to ``eta_min`` along half a cosine; ``eta_min`` is reached after the last step.
+    """Return a schedule that falls from ``lr`` to ``eta_min``, after the last step, along half a cosine.
 
     Args:
         optimizer: its ``lr`` is the peak and the start.
@@ -101,13 +101,13 @@ def cosine(optimizer: Optimizer, total_steps: int, *, eta_min: float = 0.0) -> L
 def warmup_cosine(
     optimizer: Optimizer, total_steps: int, *, warmup: float = 0.05, final_factor: float = 0.0
 ) -> LRScheduler:
-    """Rise in a straight line to ``lr``, then fall to ``final_factor * lr`` along half a cosine.
+    """Return a schedule that rises linearly to ``lr``, then falls to ``final_factor * lr`` along half a cosine.
 
     Args:
         optimizer: its ``lr`` is the peak.
         total_steps: optimizer steps of the whole run, at least 1.
         warmup: fraction of the steps spent rising, in [0, 1).
-        final_factor: learning rate after the last step over the peak.
+        final_factor: learning rate after the last step divided by the peak.
 
     Raises:
         ValueError: ``total_steps`` or ``warmup`` out of range.
@@ -128,7 +128,7 @@ class WarmupCosine:
     def __call__(self, step: int) -> float:
         """Factor after ``step`` steps: 1 at ``warmup_steps``, ``final_factor`` from ``total_steps`` on."""
         if step < self.warmup_steps:
-            # One more than the steps taken: the first step already trains.
+            # step + 1, so that the learning rate of the first step is not 0.
             return (step + 1) / (self.warmup_steps + 1)
         progress = min(1.0, (step - self.warmup_steps) / (self.total_steps - self.warmup_steps))
         return self.final_factor + (1.0 - self.final_factor) * 0.5 * (1.0 + math.cos(math.pi * progress))

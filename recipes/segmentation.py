@@ -1,4 +1,4 @@
-"""Segmentation: which class is each pixel of an image? A UNet, how it is trained, and masks as image files."""
+"""Segmentation, which classifies each pixel of an image: a UNet, its training, and masks as image files."""
 
 import colorsys
 from collections.abc import Callable, Iterable, Sequence
@@ -30,7 +30,7 @@ class UNet(nn.Module):
     With padding, so that masks are as large as images, and with BatchNorm.
 
     Args:
-        num_classes: channels that come out.
+        num_classes: number of output channels.
         in_channels: channels of the images.
         width: channels of the first level; each level below has twice as many.
         depth: levels below the first; each halves height and width, which must be multiples of ``2 ** depth``.
@@ -83,7 +83,7 @@ class Masks(TypedDict):
     """The predictions of ``Segmenter.predict_step`` for a batch.
 
     Attributes:
-        names: of the images.
+        names: names of the images.
         masks: the class of each pixel, uint8, shape (batch, height, width).
     """
 
@@ -94,18 +94,18 @@ class Masks(TypedDict):
 class Segmenter(L.LightningModule):
     """Trains a network on ``(images, masks)`` with the sum of the cross-entropy and the Dice loss.
 
-    ``images`` is float of shape (batch, 3, height, width), ``masks`` is int64 of shape (batch, height, width), 0 being
-    the background. Logged are ``train_loss`` at every step and, over a whole epoch, ``val_loss`` and ``val_dice``,
-    ``test_loss`` and ``test_dice``: the Dice score, in [0, 1], is that of each class over all pixels of the
-    epoch, averaged over the classes but the background. A test also leaves, in the run's report, a confusion matrix of
-    pixels and the first images, each above its true mask and the one that was found.
+    ``images`` is float of shape (batch, 3, height, width), ``masks`` is int64 of shape (batch, height, width), with 0
+    for the background. It logs ``train_loss`` at every step and, over a whole epoch, ``val_loss`` and ``val_dice``,
+    ``test_loss`` and ``test_dice``: the Dice score, in [0, 1], is computed for each class over all pixels of the
+    epoch, and averaged over the classes without the background. A test also adds to the run's report a confusion matrix
+    of the pixels, and the first images, each above its true and its predicted mask.
 
     Args:
         net: maps images to logits of shape (batch, ``num_classes``, height, width).
         optimizer: called with the parameters and returns the optimizer; in a config, ``_partial_: true``.
-        scheduler: called with the optimizer and the number of optimizer steps of the run, returns a schedule
-            that is stepped after every optimizer step (see `recipes.schedules`). None: the rate stays.
-        num_classes: number of classes with the background, at most 256.
+        scheduler: called with the optimizer and the number of optimizer steps of the run; returns a schedule that is
+            stepped after every optimizer step (see `recipes.schedules`). Default: None, a constant learning rate.
+        num_classes: number of classes including the background, at most 256.
     """
 
     def __init__(
@@ -137,7 +137,7 @@ class Segmenter(L.LightningModule):
         return loss
 
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> dict[str, Tensor]:
-        """Log ``val_loss`` and ``val_dice``. Returns the ``masks`` that were found, int64, shaped as the true ones."""
+        """Log ``val_loss`` and ``val_dice``. Return the predicted ``masks``, int64, of the shape of the true ones."""
         return {"masks": self._evaluate("val", self.val_dice, batch)}
 
     def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
@@ -176,11 +176,12 @@ class Segmenter(L.LightningModule):
 
 
 def segmentation_loss(logits: Tensor, masks: Tensor) -> Tensor:
-    """The cross-entropy, in nats per pixel, plus the Dice loss, in [0, 1]; a scalar, in float32 or better.
+    """Return the cross-entropy, in nats per pixel, plus the Dice loss, in [0, 1]; a scalar, in float32 or better.
 
-    The Dice loss is that of Milletari, Navab and Ahmadi, "V-Net" (2016), with p instead of p squared below: one minus
-    2 sum(p t) / (sum(p) + sum(t)), of each class but the background over the whole batch, averaged. A class with few
-    pixels counts as much as any. The sums are taken in float32: in float16 they overflow from 65,504 pixels on.
+    The Dice loss is that of Milletari, Navab and Ahmadi, "V-Net" (2016), with p, not p squared, in the denominator:
+    1 - 2 sum(p t) / (sum(p) + sum(t)) for each class over the whole batch, averaged over the classes without the
+    background. A class with few pixels has the same weight as the others. The sums are computed in float32: in float16
+    they overflow from 65,504 pixels on.
 
     Args:
         logits: shape (batch, classes, height, width).
@@ -191,7 +192,7 @@ def segmentation_loss(logits: Tensor, masks: Tensor) -> Tensor:
     truth = F.one_hot(masks, logits.shape[1]).movedim(-1, 1)[:, 1:]
     over = (0, 2, 3)
     both, either = (chances * truth).sum(over), chances.sum(over) + truth.sum(over)
-    dice = (2.0 * both + 1.0) / (either + 1.0)  # 1 for a class that is not there, and is not found
+    dice = (2.0 * both + 1.0) / (either + 1.0)  # 1 for a class that is in neither mask
     return F.cross_entropy(logits, masks) + 1.0 - dice.mean()
 
 
@@ -202,14 +203,14 @@ def _dice_score(num_classes: int) -> DiceScore:
 
 
 class MaskWriter(BasePredictionWriter):
-    """Writes the masks that `Segmenter` predicts: a PNG with the name of each image and a class in each pixel.
+    """Writes the masks that `Segmenter` predicts: a PNG for each image, with the class of each pixel as its value.
 
     The files have a palette: the background is black, and each class has a colour. Their values, which
     ``numpy.asarray(Image.open(file))`` gives, are the classes. ``overview.png`` shows the first images above their
     masks.
 
     Args:
-        dirpath: folder of the masks; it is made.
+        dirpath: folder of the masks; it is created.
         overview: images in ``overview.png``; 0 for none.
 
     Attributes:
@@ -224,7 +225,7 @@ class MaskWriter(BasePredictionWriter):
         self._shown: list[np.ndarray] = []
 
     def on_predict_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Make the folder."""
+        """Create the folder."""
         self.written = 0
         self._shown = []
         self.dirpath.mkdir(parents=True, exist_ok=True)
@@ -267,10 +268,10 @@ class MaskWriter(BasePredictionWriter):
 
 
 class MaskPictures(L.Callback):
-    """Shows the first images of each validation in TensorBoard, W&B and MLflow: above the true mask and the one found.
+    """Logs the first images of each validation to TensorBoard, W&B and MLflow, above their true and predicted masks.
 
     Args:
-        count: how many of the first batch; 0 for none.
+        count: number of images of the first batch; 0 for none.
     """
 
     def __init__(self, count: int = 4) -> None:
@@ -285,7 +286,7 @@ class MaskPictures(L.Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """Show those of the first batch."""
+        """Log the images of the first batch."""
         if batch_idx or not self.count or trainer.sanity_checking or not trainer.is_global_zero:
             return
         images, *masks = (
@@ -305,7 +306,7 @@ def coloured(mask: np.ndarray) -> Image.Image:
 
 
 def _colour(number: int) -> tuple[int, int, int]:
-    """Black for 0; hues of the others are a golden section of the circle apart, so that neighbours differ."""
+    """Return black for 0; the hues of successive classes are a golden section of the circle apart."""
     if number == 0:
         return 0, 0, 0
     red, green, blue = colorsys.hsv_to_rgb(number * 0.618034 % 1.0, 0.65, 1.0)
@@ -318,7 +319,7 @@ def _column(image: Tensor, *masks: np.ndarray) -> np.ndarray:
 
 
 def _visible(image: Tensor) -> np.ndarray:
-    """A normalised image, shape (3, height, width), as uint8 of shape (height, width, 3), from dark to bright."""
+    """Return an image of shape (3, height, width) as uint8 of shape (height, width, 3), scaled to its own range."""
     pixels = image.float().cpu()
     pixels = (pixels - pixels.min()) / (pixels.max() - pixels.min()).clamp(min=1e-6)
     return (pixels * 255.0).round().to(torch.uint8).permute(1, 2, 0).numpy()

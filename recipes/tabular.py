@@ -21,11 +21,11 @@ class TabularMLP(L.LightningModule):
     """Trains an `mlp` on ``(features, targets)``: classes with the cross-entropy loss, numbers with the squared error.
 
     ``features`` is float of shape (batch, ``num_features``), ``targets`` has shape (batch,): int64 classes, or float
-    numbers in any unit. Logged are ``train_loss`` at every step and, over an epoch, for validation and test:
+    numbers in any unit. It logs ``train_loss`` at every step and, over an epoch, for validation and test:
 
     - classification: ``val_loss`` in nats per row, and ``val_acc`` in [0, 1];
-    - regression: ``val_loss``, the squared error over the variance of the training targets; ``val_mae``, the mean
-      absolute error in the targets' unit; ``val_r2``, the share of their variance that is explained, at most 1.
+    - regression: ``val_loss``, the squared error divided by the variance of the training targets; ``val_mae``, the mean
+      absolute error in the targets' unit; ``val_r2``, the share of the targets' variance that is explained, at most 1.
 
     A regression takes the mean and the standard deviation of the training targets from the data module's
     ``target_mean`` and ``target_std``, if it has them, and stores them in checkpoints.
@@ -33,9 +33,9 @@ class TabularMLP(L.LightningModule):
     Args:
         optimizer: called with the parameters and returns the optimizer, such as
             ``functools.partial(torch.optim.SGD, lr=0.1)``; in a config, ``_partial_: true``.
-        scheduler: called with the optimizer and the number of optimizer steps of the run, returns a schedule
-            that is stepped after every optimizer step (see `recipes.schedules`). None: the rate stays.
-        num_features: numbers in a row.
+        scheduler: called with the optimizer and the number of optimizer steps of the run; returns a schedule that is
+            stepped after every optimizer step (see `recipes.schedules`). Default: None, a constant learning rate.
+        num_features: number of features in a row.
         num_classes: number of classes; None for regression.
         width: size of the hidden vectors.
         layers: number of linear layers.
@@ -69,15 +69,15 @@ class TabularMLP(L.LightningModule):
                 setattr(self, f"{stage}_{name}", metric)
 
     def forward(self, features: Tensor) -> Tensor:
-        """Logits of shape (batch, ``num_classes``); for regression numbers in the targets' unit, of shape (batch,)."""
+        """Logits of shape (batch, ``num_classes``); for regression, numbers of shape (batch,) in the targets' unit."""
         outputs = self.net(features)
         if not self.is_regression:
             return outputs
-        # Not in 16 bits: float16 ends at 65,504, and bfloat16 knows 150 and 151, but nothing in between.
+        # Not in 16 bits: float16 ends at 65,504, and bfloat16 has no value between 150 and 151.
         return outputs.squeeze(1).to(self.target_std.dtype) * self.target_std + self.target_mean
 
     def on_fit_start(self) -> None:
-        """Learn the unit of the targets from the data module."""
+        """Read the mean and standard deviation of the targets from the data module."""
         data = getattr(self.trainer, "datamodule", None)
         self.target_mean.fill_(getattr(data, "target_mean", 0.0))
         self.target_std.fill_(getattr(data, "target_std", 1.0))
@@ -98,7 +98,7 @@ class TabularMLP(L.LightningModule):
         self._evaluate("test", batch)
 
     def predict_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        """Probabilities of shape (batch, ``num_classes``), or a regression's numbers of shape (batch,); float32."""
+        """Probabilities of shape (batch, ``num_classes``), or, for regression, numbers of shape (batch,); float32."""
         outputs = self(batch[0]).float()
         return outputs if self.is_regression else outputs.softmax(dim=1)
 
@@ -125,5 +125,5 @@ class TabularMLP(L.LightningModule):
 def _metrics(num_classes: int | None) -> dict[str, Metric]:
     if num_classes is None:
         return {"mae": MeanAbsoluteError(), "r2": R2Score()}
-    # Without checking its arguments, which would stall a GPU at every batch.
+    # Without checks of the arguments, which are a host-device synchronization in each batch.
     return {"acc": MulticlassAccuracy(num_classes, average="micro", validate_args=False)}

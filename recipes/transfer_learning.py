@@ -1,4 +1,4 @@
-"""torchvision's networks with weights that were trained elsewhere, and a new last layer."""
+"""torchvision's networks with pretrained weights and a new last layer."""
 
 import difflib
 import pickle
@@ -29,15 +29,15 @@ def transfer_classifier(
     frozen: bool = False,
     **options: Any,
 ) -> ImageClassifier:
-    """An `ImageClassifier` with a `TransferNet`. Weights are loaded here, before a run touches its data.
+    """Build an `ImageClassifier` with a `TransferNet`. Weights are loaded here, before a run loads its data.
 
     Args:
         architecture: see `TransferNet`.
-        optimizer: see `ImageClassifier`; it is given the parameters that are not frozen.
+        optimizer: see `ImageClassifier`; it receives the parameters that are not frozen.
         scheduler: see `ImageClassifier`.
         num_classes: see `ImageClassifier`.
         weights: see `TransferNet`.
-        checkpoint: the file that the trainer is going to load, if any. It has all weights, so ``weights`` is
+        checkpoint: the file that the Trainer will load, if any. It contains all weights, so ``weights`` is
             ignored.
         frozen: see `TransferNet`.
         **options: further arguments of `ImageClassifier`.
@@ -46,7 +46,7 @@ def transfer_classifier(
         FileNotFoundError: as `load_weights`.
         ValueError: as `TransferNet`.
     """
-    if checkpoint is not None and Path(checkpoint).is_file():  # not "last", which may be none yet
+    if checkpoint is not None and Path(checkpoint).is_file():  # not "last", which may not exist yet
         weights = None
     net = TransferNet(architecture, num_classes, weights=weights, frozen=frozen)
     if frozen:  # as requested
@@ -59,11 +59,11 @@ class TransferNet(nn.Module):
 
     Args:
         architecture: its name in ``torchvision.models``, such as ``"resnet50"``.
-        num_classes: outputs of the head. None: as many as torchvision's network has, until `set_num_classes`.
+        num_classes: number of outputs of the head. None: that of torchvision's network, until `set_num_classes`.
         weights: initial weights of the other layers: the name of weights that torchvision has, such as
-            ``"IMAGENET1K_V2"``, or a file with the network's ``state_dict``, such as torchvision's own. The head
-            that comes with them is not used. None for random weights.
-        frozen: train the head and nothing else: the rest has no gradients, and stays in eval mode, so that
+            ``"IMAGENET1K_V2"``, or a file with the network's ``state_dict``, such as torchvision's own. Their
+            head is not used. None for random weights.
+        frozen: whether to train only the head: the other layers get no gradients and stay in eval mode, so that
             BatchNorm keeps its statistics and dropout is off.
 
     Attributes:
@@ -71,7 +71,7 @@ class TransferNet(nn.Module):
 
     Raises:
         FileNotFoundError: as `load_weights`.
-        ValueError: an unknown architecture, one without a linear layer, or weights of another one.
+        ValueError: an unknown architecture, an architecture without a linear layer, or weights of another architecture.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class TransferNet(nn.Module):
         self.train()
 
     def set_num_classes(self, num_classes: int) -> None:
-        """Replace the head by a new one with ``num_classes`` outputs, of the same dtype and on the same device."""
+        """Replace the head with a new one of ``num_classes`` outputs, of the same dtype and on the same device."""
         parent, _, last = self._head.rpartition(".")
         old = self.head.weight
         head = nn.Linear(self.head.in_features, num_classes, device=old.device, dtype=old.dtype)
@@ -121,16 +121,16 @@ class TransferNet(nn.Module):
 
 
 def load_weights(architecture: str, weights: str) -> Weights:
-    """The weights of a network of torchvision, of the original number of classes, on the CPU.
+    """Return the weights of a network of torchvision, with the original number of classes, on the CPU.
 
     Args:
         architecture: its name in ``torchvision.models``.
-        weights: the name of weights that torchvision has for it, which are taken from torch's cache or
+        weights: the name of weights that torchvision has for this network, which are read from torch's cache or
             downloaded into it; or a file that holds a ``state_dict``, loaded with ``weights_only=True``.
 
     Raises:
         FileNotFoundError: the file does not exist and cannot be downloaded. The message has its address.
-        ValueError: a file that holds something else.
+        ValueError: the file contains something else.
     """
     known = models.get_model_weights(architecture).__members__
     if weights in known:
@@ -146,7 +146,7 @@ def load_weights(architecture: str, weights: str) -> Weights:
 
 
 def _torchvisions(weights: Any, name: str) -> Weights:
-    """Weights of torchvision, from its cache or its server."""
+    """Return weights of torchvision, from torch's cache or the server."""
     file = Path(torch.hub.get_dir()) / "checkpoints" / weights.url.rpartition("/")[2]
     if file.is_file():
         return _read(file)
@@ -165,7 +165,7 @@ def _read(file: Path) -> Weights:
     try:
         weights = torch.load(file, map_location="cpu", weights_only=True)
     except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
-        # Not in torch's words, which advise to let the file run code.
+        # Leave out torch's message, which advises to let the file run code.
         raise ValueError(
             f"{file.resolve()} cannot be read as weights ({type(error).__name__}). Expected a state_dict saved with"
             " torch.save that contains only tensors, such as torchvision's files. If it is damaged, delete it and"
@@ -180,7 +180,7 @@ def _read(file: Path) -> Weights:
 
 
 def _last_linear(net: nn.Module, architecture: str) -> str:
-    """Its name in ``net``."""
+    """Return the name of the last linear layer of ``net``."""
     names = [name for name, layer in net.named_modules() if isinstance(layer, nn.Linear)]
     if not names:
         raise ValueError(

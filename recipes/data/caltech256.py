@@ -18,7 +18,7 @@ CLUTTER = "257.clutter"
 
 
 class Caltech256(ImageFolder):
-    """Photographs of 256 kinds of things, in ``root/256_ObjectCategories/001.ak47/001_0001.jpg`` and so on.
+    """Photographs of 256 kinds of objects, in ``root/256_ObjectCategories/001.ak47/001_0001.jpg`` and so on.
 
     The folder ``257.clutter`` is left out: it is not a class. So are the few files of the original that are not JPEGs.
     A stratified tenth of the images is held out for validation, `test` and `predict`.
@@ -27,19 +27,19 @@ class Caltech256(ImageFolder):
     shifted and scaled at random, each within the limits below, and filled with black.
 
     Args:
-        root: folder that holds ``256_ObjectCategories``, or ``256_ObjectCategories.tar``, which is unpacked then.
+        root: folder with ``256_ObjectCategories``, or with ``256_ObjectCategories.tar``, which is then unpacked.
         batch_size: images in a batch, on one rank.
         num_workers: processes that prepare batches; 0 prepares them in the training process.
-        augment: change the training images at random.
+        augment: whether to change the training images at random.
         image_size: height and width of the images the model sees, in pixels.
         flip: probability that an image is mirrored.
         degrees: largest rotation in either direction, in degrees.
         shift: largest shift as a fraction of the image's side, along each axis and either way.
         scale: largest relative change of size, either way.
         mean: subtracted from each channel in [0, 1]; ImageNet's by default.
-        std: each channel is divided by.
-        split_seed: of the split, which is stratified and depends on nothing else.
-        num_classes: of the model; must be the number of class folders, which is 256.
+        std: each channel is divided by it; ImageNet's by default.
+        split_seed: seed of the split, which is stratified and depends on nothing else.
+        num_classes: number of classes of the model; must be the number of class folders, which is 256.
         on_error: see `ImageFolder`.
     """
 
@@ -82,11 +82,11 @@ class Caltech256(ImageFolder):
             self.training = self.evaluation
 
     def prepare_data(self) -> None:
-        """Unpack the archive unless that was done.
+        """Unpack the archive if the folder does not exist.
 
         Raises:
             FileNotFoundError: neither the folder nor the archive exists. The message has its address.
-            ValueError: an archive that is damaged, or holds something else.
+            ValueError: the archive is damaged, or contains something else.
         """
         if self.root.is_dir():
             return
@@ -117,14 +117,14 @@ class Caltech256(ImageFolder):
 
 
 _FILTER: dict[str, Any] = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}
-"""Python 3.11.4 has brought it: modes and owners of an archive are not taken over. What leads elsewhere we refuse."""
+"""New in Python 3.11.4: modes and owners of the archive are ignored. `_harmless` refuses paths out of the folder."""
 
 
 def unpack(archive: Path, name: str) -> None:
     """Extract the folder ``name`` of a tar archive next to it, completely or not at all.
 
     Raises:
-        ValueError: the archive is damaged, does not hold the folder, or has files that would land elsewhere.
+        ValueError: the archive is damaged, does not contain the folder, or has files that would be extracted elsewhere.
     """
     with TemporaryDirectory(dir=archive.parent, prefix=f".{name}.") as folder:
         try:

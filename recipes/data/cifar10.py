@@ -25,25 +25,25 @@ SIZE = 32  # pixels, height and width
 class CIFAR10(SplitDataModule):
     """60,000 colour images of 3x32x32: 45,000 to train on, 5,000 to validate, 10,000 to test.
 
-    The validation images are held out of the 50,000 training images. Those trained on are shifted by up to
-    four pixels and mirrored. For networks that were made for larger images, all of them can be enlarged.
+    The validation images are held out of the 50,000 training images. Training images are shifted by up to four
+    pixels and mirrored. For networks that were made for larger images, all images can be enlarged.
 
     Args:
-        root: folder of the data; 170 MB are downloaded into it when it does not hold them yet.
+        root: folder of the data; 170 MB are downloaded into it if it does not contain them yet.
         batch_size: images in a batch, on one rank.
         num_workers: processes that prepare batches; 0 prepares them in the training process.
-        augment: shift and mirror the training images, before they are enlarged.
+        augment: whether to shift and mirror the training images, before they are enlarged.
         resize_size: enlarge the images to this height and width, in pixels; None leaves them as they are.
         crop_size: height and width of the square at the centre that the model sees; None for the whole image.
         mean: subtracted from each channel in [0, 1]; those of CIFAR-10 by default.
-        std: each channel is divided by.
+        std: each channel is divided by it; that of CIFAR-10 by default.
         limit: number of training images to use, from the first on. Default: None, all of them.
         val_size: images to validate on, held out of the training images that come after the first ``limit``;
             None for a tenth of all of them.
-        split_seed: of the validation split, which is stratified and depends on nothing else.
-        num_classes: of the model; must be 10.
-        check_md5: hold the files against the original's checksums, and download those that differ. Set it to False
-            for custom files in the same format, which are read without a network.
+        split_seed: seed of the validation split, which is stratified and depends on nothing else.
+        num_classes: number of classes of the model; must be 10.
+        check_md5: whether to compare the files with the original's checksums, and download those that differ. False
+            reads custom files in the same format, without a network.
 
     Raises:
         ValueError: ``num_classes`` is not 10.
@@ -86,7 +86,7 @@ class CIFAR10(SplitDataModule):
         return self.root / datasets.CIFAR10.base_folder
 
     def prepare_data(self) -> None:
-        """Download the data unless it is there.
+        """Download the data if it does not exist.
 
         Raises:
             FileNotFoundError: the archive does not exist and cannot be downloaded. The message has its address.
@@ -107,11 +107,11 @@ class CIFAR10(SplitDataModule):
             ) from error
 
     def setup(self, stage: str) -> None:
-        """Read and split the data; a second stage finds it done.
+        """Read and split the data. A second call is a no-op.
 
         Raises:
-            ValueError: ``limit`` and ``val_size`` ask for more images than there are, or a file that is not in
-                CIFAR-10's format.
+            ValueError: ``limit`` and ``val_size`` exceed the number of images, or a file is not in CIFAR-10's
+                format.
         """
         if self.splits:
             return
@@ -126,7 +126,7 @@ class CIFAR10(SplitDataModule):
         }
 
     def _split(self, labels: list[int]) -> tuple[list[int], list[int]]:
-        """Positions to train on, and to validate on."""
+        """Return the positions of the training and of the validation images."""
         first = self.limit or 0
         val_size = len(labels) // 10 if self.val_size is None else self.val_size
         if first < 0 or val_size < 1 or first + val_size > len(labels):
@@ -154,7 +154,7 @@ class Pictures(Dataset[tuple[Tensor, int]]):
 
     Args:
         data: uint8, shape (images, height, width, 3).
-        targets: class of each.
+        targets: class of each image.
         transform: maps a PIL image to a tensor.
     """
 
@@ -180,7 +180,7 @@ def read_batches(folder: Path, names: Sequence[str]) -> tuple[np.ndarray, list[i
         Images, uint8 of shape (images, 32, 32, 3), and the class of each.
 
     Raises:
-        ValueError: a file that holds something else.
+        ValueError: a file contains something else.
     """
     images, labels = [], []
     for name in names:

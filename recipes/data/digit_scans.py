@@ -1,4 +1,4 @@
-"""The handwritten digits that come with scikit-learn, as they were scanned: for models that make such images."""
+"""The handwritten digits of scikit-learn as unprocessed scans, for models that generate such images."""
 
 import torch
 from sklearn.datasets import load_digits
@@ -8,7 +8,7 @@ from recipes.data.loading import ImageTensors, SplitDataModule, stratified_split
 
 
 class DigitScans(SplitDataModule):
-    """1,797 scanned digits of 8x8 pixels: 1,257 to train on, 270 to validate, 270 to test, split as `Digits`.
+    """1,797 scanned digits of 8x8 pixels: 1,257 to train on, 270 to validate, 270 to test, split as in `Digits`.
 
     A batch is ``(images, labels)``: ``images`` is float32 of shape (batch, 1, 8, 8), from -1 (paper) to 1 (ink), and
     ``labels`` is int64 of shape (batch,).
@@ -16,7 +16,7 @@ class DigitScans(SplitDataModule):
     Args:
         batch_size: images in a batch, on one rank.
         num_workers: processes that prepare batches; there is nothing to prepare.
-        split_seed: of the three splits, which are stratified and depend on nothing else.
+        split_seed: seed of the three splits, which are stratified and depend on nothing else.
     """
 
     def __init__(self, batch_size: int = 64, *, num_workers: int = 0, split_seed: int = 0) -> None:
@@ -24,7 +24,7 @@ class DigitScans(SplitDataModule):
         self.split_seed = split_seed
 
     def setup(self, stage: str) -> None:
-        """Load and split the data; a second stage finds it done."""
+        """Load and split the data. A second call is a no-op."""
         if self.splits:
             return
         scans, targets = load_digits(return_X_y=True)

@@ -13,10 +13,10 @@ from recipes.data.digits import MAX_GREY
 from recipes.data.loading import SplitDataModule, make_loader, stratified_split
 
 CLASSES = 11  # the background, and the ten digits
-INK = 0.35  # a pixel of an enlarged scan, in [0, 1], that belongs to the digit
+INK = 0.35  # smallest value, in [0, 1], of a pixel of an enlarged scan that belongs to the digit
 MOST_DIGITS = 3  # in a scene
 
-# Of the pixels of training scenes (seed 0, 64x64) in [0, 1].
+# Mean and standard deviation of the pixels of training scenes (seed 0, 64x64) in [0, 1].
 MEAN = 0.39
 STD = 0.23
 
@@ -27,11 +27,12 @@ class DigitScenes(SplitDataModule):
     The digits and the photographs (``china.jpg``, ``flower.jpg``) come with scikit-learn. Every scene has a crop
     of a photograph with a random position, size and contrast; digits of random sizes, positions, colors and contrasts,
     the later ones on top; and noise. No digit, and no part of a photograph, is both in training scenes and in
-    others. Scenes depend on ``seed``, their number and their size alone. They are made in a second and held in memory.
+    other scenes. Scenes depend only on ``seed``, their number and their size. They are made in a second, and held in
+    memory.
 
     A batch to train, validate or test on is ``(images, masks)``: ``images`` is float32 of shape (batch, 3, height,
-    width), normalised; ``masks`` is int64 of shape (batch, height, width), 0 for the background and 1 for a digit (or
-    1 + d for the digit d, with eleven classes). A batch to predict is ``(images, names)``: those of the test scenes.
+    width), normalized; ``masks`` is int64 of shape (batch, height, width), 0 for the background and 1 for a digit (or
+    1 + d for the digit d, with eleven classes). A batch to predict is ``(images, names)``, from the test scenes.
 
     Args:
         batch_size: scenes in a batch, on one rank.
@@ -40,11 +41,11 @@ class DigitScenes(SplitDataModule):
         train_size: scenes to train on.
         val_size: scenes to validate on.
         test_size: scenes to test and predict on.
-        num_classes: 2: whether a pixel is a digit's; 11: which digit's, which is far harder to learn.
-        seed: of the scenes and the splits, and of nothing else.
+        num_classes: 2: digit or background; 11: each digit and the background, which is much harder to learn.
+        seed: seed of only the scenes and the splits.
 
     Raises:
-        ValueError: another number of classes, or scenes that are too small.
+        ValueError: ``num_classes`` is not 2 or 11, or ``image_size`` is too small.
     """
 
     def __init__(
@@ -70,7 +71,7 @@ class DigitScenes(SplitDataModule):
         self.seed = seed
 
     def setup(self, stage: str) -> None:
-        """Make the scenes; a second stage finds it done."""
+        """Make the scenes. A second call is a no-op."""
         if self.splits:
             return
         scans, digits = load_digits(return_X_y=True)
@@ -88,7 +89,7 @@ class DigitScenes(SplitDataModule):
             self.splits[name] = Scenes(torch.from_numpy(images), torch.from_numpy(masks), names)
 
     def predict_dataloader(self) -> DataLoader[tuple[Tensor, list[str]]]:
-        """The test scenes with their names instead of masks."""
+        """Return the test scenes with their names instead of masks."""
         test = self.splits["test"]
         assert isinstance(test, Scenes)
         named = Scenes(test.images, None, test.names)
@@ -103,7 +104,7 @@ class Scenes(Dataset[tuple[Tensor, Tensor | str]]):
     Args:
         images: uint8, shape (scenes, 3, height, width).
         masks: uint8, shape (scenes, height, width); None to return the names instead.
-        names: of the scenes.
+        names: names of the scenes.
     """
 
     def __init__(self, images: Tensor, masks: Tensor | None, names: Sequence[str]) -> None:
@@ -135,10 +136,10 @@ class Painter:
     """Paints scenes.
 
     Args:
-        scans: of digits, in [0, 1], shape (digits, 8, 8).
-        digits: which they are, 0 to 9.
-        photos: to take backgrounds from, uint8, each of shape (height, width, 3).
-        draw: every number that is drawn comes from it.
+        scans: scans of digits, in [0, 1], shape (digits, 8, 8).
+        digits: the digit of each scan, 0 to 9.
+        photos: photographs for the backgrounds, uint8, each of shape (height, width, 3).
+        draw: the generator of all random numbers.
     """
 
     def __init__(
@@ -150,7 +151,7 @@ class Painter:
         self.draw = draw
 
     def paint(self, count: int, size: int) -> tuple[np.ndarray, np.ndarray]:
-        """``count`` scenes: images of shape (count, 3, size, size), and masks of (count, size, size), all uint8."""
+        """Return ``count`` scenes: images of shape (count, 3, size, size), and masks (count, size, size), all uint8."""
         images = np.empty((count, 3, size, size), dtype=np.uint8)
         masks = np.zeros((count, size, size), dtype=np.uint8)
         for index in range(count):
@@ -162,7 +163,7 @@ class Painter:
         return images, masks
 
     def _background(self, size: int) -> np.ndarray:
-        """A detail of a photograph at another contrast, in [0, 1], shape (size, size, 3)."""
+        """Return a detail of a photograph with a random contrast, in [0, 1], shape (size, size, 3)."""
         photo = self.photos[self.draw.integers(len(self.photos))]
         side = int(self.draw.integers(min(size, *photo.shape[:2]) // 2, min(photo.shape[:2]) + 1))
         top, left = (int(self.draw.integers(length - side + 1)) for length in photo.shape[:2])

@@ -11,7 +11,7 @@ from recipes.data.loading import ImageTensors, SplitDataModule, check_num_classe
 
 MAX_GREY = 16.0  # the scans have 17 grey levels, 0 to 16
 
-# Of the training pixels (split_seed 0, 32x32) in [0, 1].
+# Mean and standard deviation of the training pixels (split_seed 0, 32x32) in [0, 1].
 MEAN = 0.3055
 STD = 0.3239
 
@@ -19,17 +19,17 @@ STD = 0.3239
 class Digits(SplitDataModule):
     """1,797 scanned digits of 8x8 pixels as 3x32x32 images: 1,257 to train on, 270 to validate, 270 to test.
 
-    The test set of the UCI data set "Optical Recognition of Handwritten Digits", as it comes
-    with scikit-learn. The images are scaled to [0, 1], enlarged bilinearly, normalised to mean 0 and standard
+    This is the test set of the UCI data set "Optical Recognition of Handwritten Digits", which is included in
+    scikit-learn. The images are scaled to [0, 1], enlarged bilinearly, normalized to mean 0 and standard
     deviation 1, and repeated over three channels. They are held in memory.
 
     Args:
         batch_size: images in a batch, on one rank.
         num_workers: processes that prepare batches. 0 is fastest here: there is next to nothing to prepare.
-        augment: turn, scale and shift every training image a little (`random_affine`).
+        augment: whether to rotate, scale and shift every training image slightly (`random_affine`).
         image_size: height and width of the images, in pixels.
-        split_seed: of the three splits, which are stratified and depend on nothing else.
-        num_classes: of the model; must be 10.
+        split_seed: seed of the three splits, which are stratified and depend on nothing else.
+        num_classes: number of classes of the model; must be 10.
 
     Raises:
         ValueError: ``num_classes`` is not 10.
@@ -52,7 +52,7 @@ class Digits(SplitDataModule):
         self.split_seed = split_seed
 
     def setup(self, stage: str) -> None:
-        """Load and split the data; a second stage finds it done."""
+        """Load and split the data. A second call is a no-op."""
         if self.splits:
             return
         scans, targets = load_digits(return_X_y=True)
@@ -67,7 +67,7 @@ class Digits(SplitDataModule):
 
 
 def random_affine(images: Tensor, *, degrees: float = 10.0, scale: float = 0.1, shift: float = 0.125) -> Tensor:
-    """Rotate, scale and shift each image by random amounts, uniformly distributed; the border is continued.
+    """Rotate, scale and shift each image by random amounts, uniformly distributed; border pixels fill the empty area.
 
     Draws from torch's default generator.
 

@@ -17,11 +17,11 @@ Example = tuple[list[int], list[int] | int]
 
 
 class Examples(TextData):
-    """Lines of a ``.jsonl``, each of them an example, in batches that are padded to their longest.
+    """Lines of a ``.jsonl`` file, one example each, in batches that are padded to their longest example.
 
     The fields of a line determine its kind:
 
-    - ``{"prompt": ..., "completion": ...}``: a language model learns the completion, and that it ends there;
+    - ``{"prompt": ..., "completion": ...}``: a language model learns the completion and its end;
     - ``{"text": ..., "label": 0}``: a classifier learns the class, a whole number from 0 on;
     - ``{"text": ...}``: a language model learns the whole text.
 
@@ -31,17 +31,18 @@ class Examples(TextData):
     Args:
         path: the file.
         tokenizer: a folder with a ``tokenizer.json``, or that file; None for bytes.
-        context: tokens of an example at most; longer ones lose their end, of a prompt with a completion the beginning.
+        context: largest number of tokens of an example; longer ones lose their end, or their beginning if they have
+            a prompt.
         batch_size: examples in a batch, on one rank.
         num_workers: processes that prepare batches; there is little to prepare.
         split_seed: seed of the split into training, validation and test examples.
-        held_out: share of the text for the validation, and again for the test.
+        held_out: share of the text for the validation, and the same share for the test.
         prompts: prompts that ``predict`` continues. Default: None, the test examples are classified.
 
     Raises:
         FileNotFoundError: no such file, or no tokenizer.
         ModuleNotFoundError: ``tokenizers`` is needed and not installed.
-        ValueError: a line that is no example, or of another kind than the first; or a split without an example.
+        ValueError: a line is not an example, or of another kind than the first; or a split has no example.
     """
 
     def __init__(
@@ -64,7 +65,7 @@ class Examples(TextData):
         self.path = path
 
     def setup(self, stage: str) -> None:
-        """Read and tokenize the examples; a second stage finds it done."""
+        """Read and tokenize the examples. A second call is a no-op."""
         if self.splits:
             return
         file = Path(self.path).expanduser()

@@ -18,7 +18,7 @@ from torchvision.transforms import v2
 
 from recipes.data.loading import SplitDataModule, check_num_classes, stratified_split
 
-# Of ImageNet's training images in [0, 1], per channel: torchvision's pretrained weights expect them.
+# Mean and standard deviation per channel of ImageNet's training images in [0, 1], as pretrained weights expect.
 MEAN = (0.485, 0.456, 0.406)
 STD = (0.229, 0.224, 0.225)
 
@@ -121,12 +121,12 @@ class ImageFolder(SplitDataModule):
             callbacks.append(_UnreadableReport(self))  # a data module has no hook at the end of an epoch
 
     def predict_dataloader(self) -> Any:
-        """Every image to predict once, in order: ``(images, numbers)``, the positions in ``splits["predict"]``."""
+        """Return each image once, in order: ``(images, numbers)``, with the positions in ``splits["predict"]``."""
         return self._loader("predict")
 
     @property
     def has_splits(self) -> bool:
-        """Whether a folder ``train``, ``val`` or ``test`` in ``root`` has folders; otherwise, they are classes."""
+        """Whether ``train``, ``val`` or ``test`` in ``root`` contain folders; otherwise, these names are classes."""
         return any((self.root / split).is_dir() and _folders(self.root / split) for split in ("train", "val", "test"))
 
     def class_names(self, folder: Path) -> list[str]:
@@ -240,8 +240,8 @@ class Images(Dataset[tuple[Tensor, int]]):
 def read_image(path: str | Path) -> Image.Image:
     """Return the image in a file, with three channels of 8 bits.
 
-    Gray values are repeated, a palette is applied, alpha is dropped, of 16 bits the upper 8 are taken, and of an
-    animation the first picture.
+    Gray values are repeated, a palette is applied, and alpha is dropped. Values of 16 bits keep their upper 8 bits, and
+    an animation its first picture.
 
     Raises:
         UnreadableImageError: the file cannot be decoded, or the range of its pixel values is unknown.
@@ -256,7 +256,7 @@ def read_image(path: str | Path) -> Image.Image:
             return image.convert("RGB")
     except Exception as error:  # a damaged file breaks a decoder in any way
         if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno is not None):
-            raise  # of the system, not of the file
+            raise  # an error of the system, not of the file
         raise UnreadableImageError(
             f"{path} cannot be read as an image ({type(error).__name__}: {error}). Replace or remove it; or, with"
             " data=imagefolder, set data.on_error=skip to skip such files with a warning."

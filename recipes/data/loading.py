@@ -1,4 +1,4 @@
-"""Shared by the data modules: a reproducible split, and the construction of a DataLoader."""
+"""Code shared by the data modules: a reproducible split, and the construction of a DataLoader."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -18,7 +18,7 @@ class ImageTensors(Dataset[tuple[Tensor, Tensor]]):
     Args:
         images: float32, shape (samples, channels, height, width).
         labels: int64, shape (samples,).
-        augment: called with a batch of images, returns one of the same shape. None: images as they are.
+        augment: called with a batch of images, returns a batch of the same shape. Default: None, no augmentation.
     """
 
     def __init__(self, images: Tensor, labels: Tensor, augment: Callable[[Tensor], Tensor] | None = None) -> None:
@@ -64,19 +64,19 @@ class SplitDataModule(L.LightningDataModule):
         self._options = loader
 
     def train_dataloader(self) -> DataLoader[Any]:
-        """Shuffled batches of ``batch_size``; the few samples left over after the last are dropped."""
+        """Return shuffled batches of ``batch_size`` samples. A shorter last batch is dropped."""
         return self._loader("train")
 
     def val_dataloader(self) -> DataLoader[Any]:
-        """Every validation sample once, in order."""
+        """Return every validation sample once, in order."""
         return self._loader("val")
 
     def test_dataloader(self) -> DataLoader[Any]:
-        """Every test sample once, in order."""
+        """Return every test sample once, in order."""
         return self._loader("test")
 
     def predict_dataloader(self) -> DataLoader[Any]:
-        """The test samples."""
+        """Return the test samples."""
         return self._loader("test")
 
     def _loader(self, split: str) -> DataLoader[Any]:
@@ -90,20 +90,20 @@ class SplitDataModule(L.LightningDataModule):
 
 
 def stratified_split(labels: Sequence[int], held_out: Sequence[int], seed: int) -> list[list[int]]:
-    """Disjoint lists of positions: those to train on, then one list for every size in ``held_out``.
+    """Return disjoint lists of positions: those to train on, then one list for each size in ``held_out``.
 
-    Each has the classes in the proportions of the whole. The outcome depends on the arguments alone: no
+    Each list has the classes in the same proportions as ``labels``. The result depends only on the arguments: no
     global random state is read or changed.
 
     Args:
         labels: class of every sample.
-        held_out: how many samples to hold out, for each split besides the first.
-        seed: of the split, and of nothing else.
+        held_out: number of samples to hold out, for each split after the first.
+        seed: seed of the split.
 
     Returns:
         ``1 + len(held_out)`` ascending lists that together hold every position once.
     """
-    from sklearn.model_selection import train_test_split  # not needed by data sets that are split in another way
+    from sklearn.model_selection import train_test_split  # other data sets do not need it
 
     labels = np.asarray(labels)
     rest = np.arange(len(labels))
@@ -117,24 +117,24 @@ def stratified_split(labels: Sequence[int], held_out: Sequence[int], seed: int) 
 def make_loader(
     dataset: Dataset[Any], *, batch_size: int, num_workers: int, training: bool, **options: Any
 ) -> DataLoader[Any]:
-    """A DataLoader: for training shuffled and without a short last batch, otherwise in order and complete.
+    """Build a DataLoader: for training, shuffled and without a short last batch; otherwise in order and complete.
 
-    The short last batch is left out because BatchNorm cannot normalise over a single image. Shuffling and
-    augmentation draw from torch's own generator, so ``seed_everything`` decides them and a checkpoint of the
-    random state restores them.
+    The short last batch is left out because BatchNorm cannot normalize over a single image. Shuffling and
+    augmentation draw from torch's default generator, so they are reproducible with ``seed_everything``, and a
+    checkpoint of the random state restores them.
 
     Args:
-        dataset: has a length.
+        dataset: a dataset with a length.
         batch_size: images in a batch, on one rank.
         num_workers: processes that prepare batches; 0 prepares them in the training process.
-        training: shuffle, and drop a short last batch.
-        options: passed on to the DataLoader.
+        training: whether to shuffle, and drop a short last batch.
+        options: passed to the DataLoader.
 
     Raises:
         ValueError: ``training``, and a process has less than one full batch of the data.
     """
     processes = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-    size = math.ceil(len(dataset) / processes)  # type: ignore[arg-type]  # shared out by the Trainer
+    size = math.ceil(len(dataset) / processes)  # type: ignore[arg-type]  # divided by the Trainer
     if training and size < batch_size:
         each = f" for each of {processes} processes" if processes > 1 else ""
         advice = f"Set data.batch_size to at most {size}." if size else "Check the source of the data."
@@ -154,6 +154,6 @@ def make_loader(
 
 
 def check_num_classes(given: int, found: int, source: str) -> None:
-    """Raise a ValueError when the configured number of classes is not the one the data has."""
+    """Raise a ValueError if the configured number of classes differs from that of the data."""
     if given != found:
         raise ValueError(f"num_classes is {given}, but {source} has {found} classes. Set data.num_classes={found}.")

@@ -20,34 +20,34 @@ from recipes.data.text import NO_TARGET, Batch, TextData, python_topics, read_te
 from recipes.data.tokenizers import Tokenizer, check_vocabulary, load_tokenizer
 
 _AT_ONCE = 1000  # documents that are tokenized together
-_FORMAT = 1  # of the token files
+_FORMAT = 1  # version of the format of the token files
 
 
 class PackedText(TextData):
     """Documents as one long stream of tokens, cut into sequences of equal length.
 
-    Every sequence is full but the last of each split, so nothing is computed for padding; a sequence may hold the end
-    of one document and the beginning of the next, with the tokenizer's end token between them. A batch is
-    ``(tokens, targets)``, both int64 of shape (batch, ``context``). A target is the token that follows; -100 behind the
-    end of the last sequence. Every token of a document is the target of one token, and so is the document's end.
+    Only the last sequence of each split may need padding; a sequence may contain the end of one document and the
+    beginning of the next, with the tokenizer's end token between them. A batch is
+    ``(tokens, targets)``, both int64 of shape (batch, ``context``). A target is the next token, or -100 after
+    the end of the last sequence. Every token of a document is the target of one token, and so is the document's end.
 
-    The text is tokenized once, by one process of each machine, into files below ``cache``, which later runs with the
-    same text and tokenizer find; they are memory-mapped, so that they need not fit into memory and workers share them.
+    The text is tokenized once, by one process of each machine, into files below ``cache``. Later runs with the same
+    text and tokenizer use these files. They are memory-mapped: they need not fit into memory, and workers share them.
 
     Args:
-        path: a text file in UTF-8 with documents separated by ``separator``; a ``.jsonl`` file with a document in
-            each line, an object that has it under ``field``; a folder of such files; or a folder that
+        path: a text file in UTF-8 with documents separated by ``separator``; a ``.jsonl`` file with an object in
+            each line that has a document under ``field``; a folder of such files; or a folder that
             ``Dataset.save_to_disk`` of the library ``datasets`` wrote, with the documents in the column ``field``. None
             for Python's topics, as in `ByteText`.
-        separator: between two documents of a text file: a regular expression. Default: two empty lines.
-        field: of the lines of a ``.jsonl``, or of a data set.
+        separator: a regular expression for the text between two documents of a file. Default: two empty lines.
+        field: the key of the document in a line of a ``.jsonl`` file, or its column in a data set.
         tokenizer: a folder with a ``tokenizer.json``, or that file (needs ``tokenizers``); None for bytes.
-        vocabulary: tokens that the model knows, at least as many as the tokenizer has; None: whatever it has.
+        vocabulary: number of tokens of the model, at least that of the tokenizer; None: that of the tokenizer.
         context: tokens in a sequence.
         batch_size: sequences in a batch, on one rank.
         num_workers: processes that prepare batches; 0 prepares them in the training process.
         split_seed: seed of the split into training, validation and test documents.
-        held_out: share of the text for the validation, and again for the test.
+        held_out: share of the text for the validation, and the same share for the test.
         prompts: one or several prompts that ``predict`` continues, each in a batch: a tuple of one string.
         cache: folder of the token files.
 
@@ -57,8 +57,8 @@ class PackedText(TextData):
     Raises:
         FileNotFoundError: there is no text, or no tokenizer, at the given path.
         ModuleNotFoundError: ``tokenizers`` or ``datasets`` is needed and not installed.
-        ValueError: no token in a sequence, a share that leaves nothing to train on, a vocabulary that is too small, a
-            file with content of another format than its name, or a split without a document.
+        ValueError: ``context`` is below 1, ``held_out`` leaves nothing to train on, ``vocabulary`` is too small, the
+            content of a file does not match its extension, or a split has no document.
     """
 
     def __init__(
@@ -94,11 +94,11 @@ class PackedText(TextData):
         return tokenizer
 
     def prepare_data(self) -> None:
-        """Write the token files, unless they are there."""
+        """Write the token files if they do not exist."""
         self._write(*self._documents)
 
     def setup(self, stage: str) -> None:
-        """Open the token files; a second stage finds it done."""
+        """Open the token files. A second call is a no-op."""
         if self.splits:
             return
         folder = self._documents[1]
@@ -140,7 +140,7 @@ class PackedText(TextData):
         return Path(self.cache) / hashlib.sha256(json.dumps(made_from).encode()).hexdigest()[:16]
 
     def _write(self, read: Callable[[], Iterator[str]], folder: Path) -> None:
-        """Tokenize the documents into a file for each split. The folder gets its name when it is complete."""
+        """Tokenize the documents into a file for each split. A complete folder is renamed to its final name."""
         if folder.is_dir():
             return
         sizes = [_size(document) for document in read()]
@@ -176,7 +176,7 @@ class PackedSequences(Dataset[Batch]):
 
     Args:
         file: the tokens, one after the other.
-        dtype: of them.
+        dtype: dtype of the tokens.
         context: tokens in a sequence.
         end: the token that pads the last sequence.
     """
@@ -227,14 +227,14 @@ def _of_files(files: Sequence[Path], separator: str, field: str) -> Iterator[str
 
 
 def json_lines(file: Path, fields: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """The objects of a ``.jsonl``.
+    """Yield the objects of a ``.jsonl`` file.
 
     Args:
-        file: with an object in each line that is not empty.
-        fields: that each of them must have.
+        file: a file with an object in each line that is not empty.
+        fields: the keys that each object must have.
 
     Raises:
-        ValueError: a line is no such object.
+        ValueError: a line is not such an object.
     """
     with file.open(encoding="utf-8") as lines:
         for number, line in enumerate(lines, start=1):

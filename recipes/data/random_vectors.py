@@ -1,4 +1,4 @@
-"""Vectors drawn from a normal distribution: data for benchmarks, with nothing in it to learn."""
+"""Vectors drawn from a normal distribution: data for benchmarks, without anything to learn."""
 
 import lightning as L
 import torch
@@ -7,7 +7,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 
 class RandomVectors(L.LightningDataModule):
-    """Batches of inputs and targets from the standard normal distribution, the same ones in every epoch.
+    """Batches of inputs and targets from the standard normal distribution, the same in every epoch.
 
     A batch is ``(inputs, targets)``, both float32, of shapes (``batch_size``, ``in_features``) and (``batch_size``,
     ``out_features``). They are drawn once and held in memory: ``num_batches * batch_size * (in_features +
@@ -18,7 +18,7 @@ class RandomVectors(L.LightningDataModule):
         num_batches: batches in an epoch.
         in_features: size of the inputs.
         out_features: size of the targets.
-        data_seed: of the vectors, and of nothing else.
+        data_seed: seed of only the vectors.
     """
 
     def __init__(
@@ -33,7 +33,7 @@ class RandomVectors(L.LightningDataModule):
         self.batches: TensorDataset | None = None
 
     def setup(self, stage: str) -> None:
-        """Draw the vectors; a second stage finds it done."""
+        """Draw the vectors. A second call is a no-op."""
         if self.batches is None:
             generator = torch.Generator().manual_seed(self.data_seed)
             shape = (self.num_batches, self.batch_size)
@@ -41,6 +41,6 @@ class RandomVectors(L.LightningDataModule):
             self.batches = TensorDataset(inputs, torch.randn(*shape, self.out_features, generator=generator))
 
     def train_dataloader(self) -> DataLoader[tuple[Tensor, ...]]:
-        """The batches, in order."""
+        """Return the batches, in order."""
         assert self.batches is not None
         return DataLoader(self.batches, batch_size=None, pin_memory=torch.cuda.is_available())

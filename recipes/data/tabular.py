@@ -15,28 +15,28 @@ LOADERS: dict[str, Callable[..., Any]] = {
     "diabetes": lambda **options: load_diabetes(scaled=False, **options),  # in the units they were measured in
     "wine": load_wine,
 }
-BINS = 10  # of a regression's targets; every split has targets from each bin
+BINS = 10  # number of bins of a regression's targets; every split has targets from each bin
 
 
 class Tabular(SplitDataModule):
     """One of scikit-learn's tables: 70% of the rows to train on, 15% to validate, 15% to test.
 
-    A batch is ``(features, targets)``: ``features`` is float32 of shape (batch, ``num_features``), standardised;
+    A batch is ``(features, targets)``: ``features`` is float32 of shape (batch, ``num_features``), standardized;
     ``targets`` has shape (batch,) and is int64 for classification, and for regression float32 in the table's own unit.
-    Mean and standard deviation are those of the training rows, so that nothing of the others is known in training.
+    The mean and standard deviation are those of the training rows, so that training uses no other rows.
 
     Args:
         name: ``breast_cancer`` (569 rows, benign or malignant), ``wine`` (178 rows, three cultivars) or ``diabetes``
             (442 rows, regression: disease progression after a year).
         batch_size: rows in a batch, on one rank.
         num_workers: processes that prepare batches; there is nothing to prepare.
-        num_features: of the model; must be the table's.
-        num_classes: of the model; must be the table's. None: regression.
-        split_seed: of the three splits, and of nothing else. They are stratified: by class, or by the target's decile.
+        num_features: number of features of the model; must be the table's.
+        num_classes: number of classes of the model; must be the table's. None: regression.
+        split_seed: seed of only the three splits, which are stratified: by class, or by the target's decile.
 
     Attributes:
-        target_mean: of the training rows, for a regression; otherwise 0.
-        target_std: of the training rows, for a regression; otherwise 1.
+        target_mean: mean of the training targets of a regression; otherwise 0.
+        target_std: standard deviation of the training targets of a regression; otherwise 1.
 
     Raises:
         ValueError: there is no such table, or it has another number of features or classes.
@@ -62,7 +62,7 @@ class Tabular(SplitDataModule):
         self.target_mean, self.target_std = 0.0, 1.0
 
     def setup(self, stage: str) -> None:
-        """Load, split and standardise the table; a second stage finds it done."""
+        """Load, split and standardize the table. A second call is a no-op."""
         if self.splits:
             return
         features, targets = LOADERS[self.name](return_X_y=True)

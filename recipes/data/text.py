@@ -25,13 +25,13 @@ class TextData(SplitDataModule):
     Args:
         context: tokens in a sequence.
         split_seed: seed of the split into training, validation and test documents.
-        held_out: share of the text for the validation, and again for the test.
+        held_out: share of the text for the validation, and the same share for the test.
         prompts: one or several prompts that ``predict`` continues, each in a batch: a tuple of one string. None:
             ``predict`` uses the test sequences.
-        **loader: of `SplitDataModule`.
+        **loader: arguments of `SplitDataModule`.
 
     Raises:
-        ValueError: no token in a sequence, or a share that leaves nothing to train on.
+        ValueError: ``context`` is below 1, or ``held_out`` leaves nothing to train on.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class TextData(SplitDataModule):
         self.prompts = [prompts] if isinstance(prompts, str) else prompts
 
     def predict_dataloader(self) -> DataLoader[Any]:
-        """The prompts, one at a time; without any the test's sequences."""
+        """Return the prompts, one at a time, or the test sequences if there are no prompts."""
         return self._loader("test") if self.prompts is None else DataLoader(list(self.prompts), batch_size=1)
 
 
@@ -60,26 +60,26 @@ class ByteText(TextData):
 
     Without a ``path``, the text is the output of ``help()`` for Python's topics (`pydoc_data.topics`): about 370,000
     characters of English, which are included in every Python and differ a little between versions. Paragraphs that
-    several topics share are kept in one of them, so that no validation text has been seen in training.
+    several topics share are kept in only one topic, so that no validation text occurs in training.
 
-    A batch is ``(tokens, targets)``, both int64 of shape (batch, ``context``). A target is the byte that follows its
-    token. A document is cut at the ends of lines into the longest sequences that fit; shorter ones are padded with
+    A batch is ``(tokens, targets)``, both int64 of shape (batch, ``context``). A target is the byte after its
+    token. A document is cut at the ends of lines into the longest sequences that fit; shorter sequences are padded with
     targets of -100 and tokens of 0. Thus sequences, and batches, differ in their numbers of targets. Every byte of a
     document is the target of one token, and so is its end, a 0.
 
     Args:
         path: a text file in UTF-8 with documents separated by ``separator``; None for Python's topics.
-        separator: between two documents of the file: a regular expression. Default: two empty lines.
+        separator: a regular expression for the text between two documents of the file. Default: two empty lines.
         context: tokens in a sequence.
         batch_size: sequences in a batch, on one rank.
         num_workers: processes that prepare batches; there is nothing to prepare.
-        split_seed: seed of the order that the test, validation and training documents are taken in.
-        held_out: share of the bytes for the validation, and again for the test.
+        split_seed: seed of the split into training, validation and test documents.
+        held_out: share of the bytes for the validation, and the same share for the test.
         prompts: one or several prompts that ``predict`` continues, each in a batch: a tuple of one string.
 
     Raises:
-        ValueError: no token in a sequence, a share that leaves nothing to train on, a file that is not in UTF-8, or a
-            split without a document.
+        ValueError: ``context`` is below 1, ``held_out`` leaves nothing to train on, the file is not in UTF-8, or a
+            split has no document.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class ByteText(TextData):
         self.separator = separator
 
     def setup(self, stage: str) -> None:
-        """Read, split and cut the text; a second stage finds it done."""
+        """Read, split and cut the text. A second call is a no-op."""
         if self.splits:
             return
         if self.path is None:
@@ -130,7 +130,7 @@ def read_text(file: Path) -> str:
 def python_topics() -> list[str]:
     """Return the output of ``help()`` for each of Python's topics, without paragraphs that an earlier topic contains.
 
-    Under the Python Software Foundation's licence, read from the Python that runs.
+    The text is read from the running Python, and has the Python Software Foundation's license.
     """
     from pydoc_data.topics import topics
 
@@ -148,16 +148,16 @@ def python_topics() -> list[str]:
 
 
 def split_documents(sizes: Sequence[int], held_out: float, seed: int) -> dict[str, list[int]]:
-    """Which documents are to test, to validate and to train on: whole ones, by their place in ``sizes``.
+    """Split whole documents into those for training, validation and test. Return their positions in ``sizes``.
 
     Args:
-        sizes: of the documents, in bytes or characters; above 0.
-        held_out: share of all bytes for the test, and again for the validation. Documents that would exceed it are
-            skipped.
+        sizes: sizes of the documents, in bytes or characters; above 0.
+        held_out: share of the total size for the test, and the same share for the validation. Documents that would
+            exceed it are skipped.
         seed: seed of the order of the documents.
 
     Raises:
-        ValueError: there is not a document for each split.
+        ValueError: a split has no document.
     """
     order = list(range(len(sizes)))
     random.Random(seed).shuffle(order)
@@ -183,11 +183,11 @@ def split_documents(sizes: Sequence[int], held_out: float, seed: int) -> dict[st
 
 
 def cut(documents: Iterable[bytes], context: int) -> tuple[Tensor, Tensor]:
-    """Tokens and targets, both int64 of shape (sequences, ``context``), as `ByteText` describes them.
+    """Return tokens and targets, both int64 of shape (sequences, ``context``), as described in `ByteText`.
 
     Args:
-        documents: as bytes, without a 0.
-        context: the most tokens in a sequence.
+        documents: documents as bytes, without a 0.
+        context: largest number of tokens in a sequence.
     """
     sequences = []
     for document in documents:

@@ -1,4 +1,4 @@
-"""From text to tokens and back: bytes, or a tokenizer of the Hugging Face world in a local folder."""
+"""Conversion of text to tokens and back: bytes, or a Hugging Face tokenizer from a local folder."""
 
 import json
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ class Tokenizer(Protocol):
     end: int
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """The tokens of each text, without an end."""
+        """Return the tokens of each text, without an end token."""
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of ``tokens``, with "�" for bytes that are not valid text."""
@@ -36,16 +36,16 @@ class Bytes:
     end = END
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """The bytes of each text."""
+        """Return the bytes of each text."""
         return [list(text.replace("\0", "").encode()) for text in texts]
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """The text of these bytes."""
+        """Return the text of these bytes."""
         return bytes(token for token in tokens if token < VOCABULARY).decode(errors="replace")
 
 
 class FileTokenizer:
-    """The tokenizer of a ``tokenizer.json``, which the library ``tokenizers`` reads. No code comes with such a file.
+    """The tokenizer of a ``tokenizer.json``, which the library ``tokenizers`` reads. Such a file contains no code.
 
     Args:
         path: the file, or a folder with it, such as a model's.
@@ -75,21 +75,21 @@ class FileTokenizer:
         self.file = file
         try:
             self._library = Library.from_file(str(file))
-        except Exception as error:  # the library's own kind
+        except Exception as error:  # the library raises its own exception class
             raise ValueError(f"{file.resolve()} is not a tokenizer file: {error}") from error
         self.vocabulary: int = self._library.get_vocab_size(with_added_tokens=True)
         self.end = self._find_end()
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """The tokens of each text; all texts at once, on all cores."""
+        """Return the tokens of each text, computed for all texts at once on all cores."""
         return [one.ids for one in self._library.encode_batch(list(texts), add_special_tokens=False)]
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """The text of ``tokens``."""
+        """Return the text of ``tokens``."""
         return str(self._library.decode(list(tokens)))
 
     def _find_end(self) -> int:
-        """The token that the folder's configs name, else one of the usual ones."""
+        """Return the end token that the folder's config names, or else one of the usual ones."""
         named = [_text_of(_read(self.file.parent / "tokenizer_config.json").get("eos_token"))]
         for token in [*named, *_USUAL_ENDS]:
             number = self._library.token_to_id(token) if token else None
@@ -125,5 +125,5 @@ def _read(file: Path) -> dict[str, Any]:
 
 
 def _text_of(token: Any) -> str | None:
-    """A token as configs have them: its text, or a dict with it."""
+    """Return the text of a token in a config: a string, or a dict that contains it."""
     return token.get("content") if isinstance(token, dict) else token
