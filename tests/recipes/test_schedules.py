@@ -35,6 +35,17 @@ def test_onecycle_rises_to_the_optimizers_lr_and_falls_far_below_the_start():
     assert rates[100] == pytest.approx(0.5 / 25 / 1e4)
 
 
+def test_onecycle_uses_each_groups_peak_and_keeps_the_momentum():
+    optimizer = sgd(0.5, 0.1)
+    scheduler = onecycle(optimizer, 10, pct_start=0.5)
+    for _ in range(4):
+        optimizer.step()
+        scheduler.step()
+
+    assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([0.5, 0.1])
+    assert [group["momentum"] for group in optimizer.param_groups] == [0.9, 0.9]
+
+
 def test_onecycle_with_a_rise_of_no_length_falls_from_the_peak():
     optimizer = sgd(0.5)
     rates = rates_of(optimizer, onecycle(optimizer, 4, pct_start=0.25), 4)  # ZeroDivisionError in torch's own

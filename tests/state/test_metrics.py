@@ -250,3 +250,18 @@ def test_logged_values_do_not_follow_their_tensor_and_hold_no_graph() -> None:
     trainer = ours(max_epochs=1)
     trainer.fit(InPlace(), data(4))
     assert (trainer.callback_metrics["x_step"], trainer.callback_metrics["x_epoch"]) == (1.0, 1.0)
+
+
+def test_values_logged_in_this_batch_are_copied_once():
+    store = MetricStore(training=True)
+    losses = torch.tensor([1.0, 2.0])
+    logged, copy = losses[1], torch.tensor(2.0)
+    store.copies.append((logged, logged._version, copy))
+    assert store.copy_of(losses[1]) is copy  # another view of the same memory
+    for other in (losses[0], losses, torch.tensor(2.0)):
+        assert torch.equal(store.copy_of(other), other)
+        assert not store.copy_of(other).is_set_to(other)
+    losses.mul_(3)
+    assert store.copy_of(logged).item() == 6.0  # changed after it was logged
+    store.end_batch()
+    assert store.copies == []
