@@ -93,7 +93,6 @@ def test_windows_that_straddle_epochs(tmp_path, arguments, end, trained, windows
         ({"callbacks": [GradientAccumulation(8, straddles_epochs=True)]}, 2, False),
         ({"accumulate_grad_batches": 8, "fast_dev_run": True}, 2, False),
     ],
-    ids=str,
 )
 def test_windows_longer_than_an_epoch_are_reported(tmp_path, caplog, arguments, batches, reported):
     trainer = make_trainer(tmp_path, **arguments)

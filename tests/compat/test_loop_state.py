@@ -9,7 +9,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import OnExceptionCheckpoint
 
-from tests.loops.test_hooks import Manual, Scheduled
+from tests.loops.test_hooks import Scheduled
 from tests.parity import Classifier, Learner, data, lightning, lightnings_noise_ignored, run_both
 
 
@@ -46,8 +46,20 @@ class FailsAfterABatch(Scheduled):
             raise FailedError
 
 
-class FailsByHand(FailsAfterABatch, Manual):
-    pass
+class FailsByHand(FailsAfterABatch):
+    """Uses manual optimization."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(batch))
+        self.clip_gradients(optimizer, 0.5, "norm")
+        optimizer.step()
+        self.lr_schedulers().step()
 
 
 def counts(fit_loop: dict[str, Any]) -> dict[str, Any]:
