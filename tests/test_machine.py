@@ -78,15 +78,15 @@ def test_limits_in_a_container_without_the_hosts_group(tmp_path):
     assert machine.memory(root).usable == 400
 
 
-def test_limit_is_that_of_the_group_with_the_least_memory(tmp_path):
+def test_limit_and_remaining_memory_are_the_smallest_of_all_groups(tmp_path):
     root = tree(
         tmp_path,
         {
             "proc/self/cgroup": "0::/jobs/mine\n",
             "sys/fs/cgroup/jobs/memory.max": "5000\n",
-            "sys/fs/cgroup/jobs/memory.current": "4000\n",
+            "sys/fs/cgroup/jobs/memory.current": "4900\n",
             "sys/fs/cgroup/jobs/mine/memory.max": "3000\n",
-            "sys/fs/cgroup/jobs/mine/memory.current": "2900\n",
+            "sys/fs/cgroup/jobs/mine/memory.current": "2000\n",
         },
     )
     assert (machine.memory(root).limit, machine.memory(root).left) == (3000, 100)

@@ -49,8 +49,8 @@ class Memory:
     Args:
         total: memory of the machine.
         available: memory available without swapping.
-        limit: limit of the process's control group that has the least memory left. None for no limit.
-        left: remaining memory below that limit, including memory that only caches files.
+        limit: smallest limit of the process's control groups. None for no limit.
+        left: smallest remaining memory of a control group, including memory that only caches files.
     """
 
     total: int | None
@@ -125,16 +125,15 @@ def memory(root: Path = Path("/")) -> Memory:
         root: root of the file system; for tests.
     """
     total, available = _system_memory(root)
-    narrowest: tuple[int, int] | None = None
+    limits, remaining = [], []
     for folder in _control_groups(root, "memory"):
         limit = _read_text(folder / "memory.max") or _read_text(folder / "memory.limit_in_bytes")
         used = _read_text(folder / "memory.current") or _read_text(folder / "memory.usage_in_bytes")
         if not (limit.isdigit() and used.isdigit()) or int(limit) >= _NO_LIMIT:
             continue
-        left = max(0, int(limit) - int(used) + _cached(folder))
-        if narrowest is None or left < narrowest[1]:
-            narrowest = int(limit), left
-    return Memory(total, available, *(narrowest or ()))
+        limits.append(int(limit))
+        remaining.append(max(0, int(limit) - int(used) + _cached(folder)))
+    return Memory(total, available, min(limits, default=None), min(remaining, default=None))
 
 
 def disk(folder: Path, mounts: Path = Path("/proc/mounts")) -> Disk:

@@ -451,7 +451,7 @@ def _refuse_inside_fit(fn: TrainerFn, module: LightningModule) -> None:
     hook = vars(module).get("_current_fx_name")
     if hook not in ("on_train_end", "on_fit_end", "teardown"):
         raise ConfigurationError(
-            f"`trainer.{fn.value}` was called in {hook or 'a method'} while `trainer.fit` runs, which it would end."
-            " Call it after the fit, or in on_fit_end. To evaluate during the fit, pass `val_dataloaders`, and set"
-            " `val_check_interval` or `check_val_every_n_epoch`."
+            f"`trainer.{fn.value}` was called in {hook or 'a method'} while `trainer.fit` was running. This would"
+            " end the fit. Call it after the fit, or in on_fit_end. To evaluate during the fit, pass `val_dataloaders`,"
+            " and set `val_check_interval` or `check_val_every_n_epoch`."
         )

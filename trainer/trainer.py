@@ -89,8 +89,8 @@ class Trainer(TrainerBase):
             in the folders that this run writes checkpoints to, or starts from the beginning if there is none. Default:
             None.
         exact_resume: not in Lightning. Whether to refuse a resume that would not be exact, for example because the data
-            have changed, or because the optimizer steps would get other samples on another number of processes. If
-            False, the run resumes as exactly as possible, with a warning. Default: True.
+            have changed, or because the number of processes has changed, so that the optimizer steps would get
+            different samples. If False, the run resumes as exactly as possible, with a warning. Default: True.
         dataloader_timeout: not in Lightning. Seconds that the worker processes of a dataloader may take for a batch
             before a :class:`~trainer.errors.DataLoaderError` ends the run. 0 means no limit, the default of torch. A
             dataloader's own ``timeout`` takes precedence. Default: 1800.
@@ -540,6 +540,6 @@ class Trainer(TrainerBase):
         if self.fast_dev_run:
             rank_zero_info(
                 f"Running in `fast_dev_run` mode: will run the requested loop using {int(self.fast_dev_run)} batch(es)."
-                " Logging and checkpointing are suppressed."
+                " Logging and checkpointing is suppressed."
             )
         log_devices(self)

@@ -86,7 +86,7 @@ def execute(program: type[Program]) -> Execution:
 
 def apply(program: type[Program], remedy: str, folder: Path) -> Result:
     """Run the program with the remedy."""
-    if found := re.search(r"leave out the samples with (.+?) (not finite|outside (\d+) to (\d+))", remedy):
+    if found := re.search(r"leave out samples in which (.+?) is (not finite|outside (\d+) to (\d+))", remedy):
         return run(program, folder, batches=_without(program.batches(), found))
     if found := re.search(r"in (\S+):(\d+) write: (.+)", remedy):
         file = Path(str(sys.modules[program.__module__].__file__))

@@ -22,7 +22,7 @@ END = 90.0
 """Seconds that a run may take to end."""
 
 MOST = 20
-"""Number of kills of a job that torchrun restarts. Each takes seconds."""
+"""Maximum number of kills in a case with torchrun, over all its jobs. Each takes seconds."""
 
 SMALL = replace(EVERYTHING, batches=20, epochs=2, overflows=(1, 7, 25), validate_every=8, pace=0.01)
 
@@ -156,7 +156,7 @@ def ended_before_a_random_instant(bench: Bench, run: Run, folder: Path, setup: S
 
 
 def worst(outcomes: list[Outcome]) -> str:
-    """Return the summary of the run with the largest difference."""
+    """Return the longest detail, which usually lists the most differences."""
     return max((outcome.detail for outcome in outcomes), key=len)
 
 
@@ -521,16 +521,16 @@ case("torchrun-nodes-fsdp", f"{_NODES} FSDP", compares=False)(node_killed(TWO, t
 
 
 ELASTIC = Setup(batches=24, epochs=4, schedule="step", metrics=True, validate_every=6, pace=0.05, batch_norm=False)
-"""Without random numbers and batch norms: these are of single batches, and other processes have others."""
+"""No random numbers and no batch norm: both depend on the split of samples into batches, so on the number of ranks."""
 
 NO_SHARED_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-"""Or torch (2.10 to 2.15) does not connect a node that joins later, and stops all nodes after a minute."""
+"""Without this, torch (2.10 to 2.15) does not connect a node that joins later, and stops all nodes after a minute."""
 
 
 def node_lost(setup: Setup, *, times: int = 3, comes_back: bool = True, last_call: int = 10, **options: Any) -> Body:
     """Run torchrun on one node or two: the second node is lost with all its processes and returns, repeatedly.
 
-    ``last_call``: seconds that a start waits for the second one.
+    ``last_call``: seconds that the first node waits at each start for the second node to join.
     """
 
     def body(bench: Bench, who: str) -> Outcome:
@@ -771,7 +771,7 @@ def at_each(name: str, setup: Setup, *, every: int = 1, ranks: int = 1) -> Body:
 
 
 def in_pairs(things: list[Any]) -> Iterator[list[Any]]:
-    """Run two at a time."""
+    """Yield the things in lists of two."""
     for i in range(0, len(things), 2):
         yield things[i : i + 2]
 
@@ -829,7 +829,7 @@ def cli_interrupted(name: str, expected: int) -> Body:
 
 
 def last_states_differ(whole: Path, cut: Path) -> list[str]:
-    """Return the first difference between the last checkpoints and the rows of two projects."""
+    """Return the differences between two projects: in their last checkpoints, batches, and rows of metrics.csv."""
     import torch
 
     from _faults.training import differences
@@ -925,7 +925,11 @@ def malicious_pickle(bench: Bench, who: str) -> Outcome:
     if ran:
         return Outcome("code ran", f"in {len(ran)} of {number} places: {', '.join(ran)}")
     if other_end:
-        return Outcome("nothing ran", f"but read, or refused, against the rule: {', '.join(other_end)}", good=False)
+        return Outcome(
+            "nothing ran",
+            f"but some were loaded instead of refused, or the reverse: {', '.join(other_end)}",
+            good=False,
+        )
     return Outcome("nothing ran", f"in {number} places, from bare pickles to random states", good=True)
 
 
@@ -964,4 +968,6 @@ def malformed_configs(bench: Bench, who: str) -> Outcome:
                 wrong.append(f"{' '.join(words)} ({run.status}: {tools.last_line(run.log)[:60]})")
     if wrong:
         return Outcome("accepted", f"{len(wrong)} of {len(TABLE)}: {', '.join(wrong[:4])}", good=False)
-    return Outcome("refused", f"all {len(TABLE)}, before data is loaded, each with what is expected", good=True)
+    return Outcome(
+        "refused", f"all {len(TABLE)}, before data is loaded, with the expected value in the error", good=True
+    )

@@ -350,7 +350,7 @@ SCENARIOS: dict[str, Callable[[Shell], None]] = {
     "cli/recipes.py:copy": copied,
     "cli/report/__init__.py:write_report": unwritable_report,
     "cli/report/selection.py:_nearby_runs": near_runs,
-    "cli/report/selection.py:chosen": no_run,
+    "cli/report/selection.py:choose_subject": no_run,
     "cli/restore.py:apply": refused("test", "ckpt=loose.ckpt"),
     "cli/run.py:_require_last_checkpoint": refused("test", *LINE, "ckpt_path=last"),
     "cli/sweep/__init__.py:_best": best_of_a_sweep,

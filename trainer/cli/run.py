@@ -231,7 +231,7 @@ def assemble(settings: dict[str, Any], folder: Path, record: RunRecord | None = 
 
 
 def _with_tracking(settings: dict[str, Any], folder: Path, record: RunRecord) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the settings with completed settings of the loggers, and the settings that the loggers show."""
+    """Return the settings with the loggers' nodes completed, and the settings that the loggers record."""
     former: Any = {}
     if settings["ckpt"] and settings["command"] != "fit" and (tested := run_of(Path(settings["ckpt"]))):
         former = read_json(tested).get("tracking") or {}  # so that results are added to the run that is tested
@@ -323,7 +323,7 @@ def _execute(settings: dict[str, Any], record: RunRecord, module: Any, data: Any
         _predict(Path(record.facts["run_dir"]), module, data, trainer, checkpoint)
         return
     if trainer.resume == "auto" and any(Path(record.facts["run_dir"]).glob("checkpoints/*.ckpt")):
-        checkpoint = None  # resume the run in this folder, also if it has started from another checkpoint
+        checkpoint = None  # resume the run in this folder, even if it originally started from another checkpoint
     options: dict[str, Any] = {"verbose": False} if command in ("validate", "test") and is_quiet() else {}
     if command == "fit" and settings["weights"] is not None:
         options["weights"] = settings["weights"]

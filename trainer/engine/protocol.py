@@ -170,7 +170,7 @@ class Engine(Protocol):
         """Whether every forward of an evaluation uses collectives, so all processes must run equally many of them."""
 
     def idle_forward(self) -> None:
-        """Take part in the forward pass of the other processes in an evaluation, instead of a batch.
+        """Take part in the collectives of other processes' forward pass if this process has no batch left to evaluate.
 
         All processes also call it when a pass begins, because a forward that communicates only the first time (DDP
         broadcasts rank 0's buffers) must do so on all of them.
@@ -242,7 +242,7 @@ class Engine(Protocol):
         """Return the module's state dict. Sharded tensors stay sharded: :meth:`save` gathers them if necessary."""
 
     def load_module_state(self, checkpoint: Mapping[str, Any], strict: bool) -> None:
-        """Load ``checkpoint["state_dict"]``, whole or sharded as the module is, into the module."""
+        """Load ``checkpoint["state_dict"]`` into the module. Its tensors may be whole, or sharded like the module's."""
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return one optimizer's state dict. Sharded tensors stay sharded."""
@@ -251,12 +251,15 @@ class Engine(Protocol):
         """Load the states of the optimizers with the dtypes that they were saved with.
 
         Args:
-            checkpoint: has them under ``"optimizer_states"``, whole or sharded as the parameters are.
+            checkpoint: has them under ``"optimizer_states"``. Tensors may be whole, or sharded like the parameters.
             saved: the dtype of each parameter when the checkpoint was saved.
         """
 
     def template(self, place: tuple[str, ...], shape: torch.Size, dtype: torch.dtype) -> Tensor | None:
-        """Return a tensor that is sharded as the one at ``place`` of a checkpoint, or None if it is not sharded."""
+        """Return an empty tensor, sharded like the parameter of the name ``place``, to load a checkpoint's tensor into.
+
+        None if there is no sharded parameter with this name and shape.
+        """
 
     @property
     def communication(self) -> Communication | None:

@@ -19,7 +19,7 @@ SMALL = {"max_epochs": 3, "batch_size": 32, "accelerator": "cpu", "devices": 1, 
 
 
 def cells() -> Any:
-    """Return 160 cells with 40 genes and 6 proteins, two batches, and three types, some of them unknown."""
+    """Return 160 cells of three types with 40 genes and 6 proteins, in two batches. Some cells have no type."""
     random = np.random.default_rng(5)
     kind = random.integers(0, 3, 160)
     rates = 1 + 6 * random.random((3, 40))
@@ -32,7 +32,7 @@ def cells() -> Any:
 
 
 def prepare(run: Any) -> Any:
-    """The cells; scvi's own seed, and its folder."""
+    """Set scvi's seed, log folder and number of workers, and return the cells."""
     scvi.settings.seed = 3
     scvi.settings.logging_dir = str(run.folder / "scvi_log")
     scvi.settings.dl_num_workers = 0

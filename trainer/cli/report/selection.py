@@ -16,7 +16,7 @@ _SWEEP_FILES = ("multirun.yaml", "summary.md", "compare.json", "optimization_res
 _TOPS = ("outputs", "multirun", "lightning_logs")
 _MOST_NEAR = 5
 _DEPTH = 4
-"""Number of levels to search below a folder: outputs/RECIPE/DATE_TIME, with up to two slashes in the name."""
+"""Number of levels to search below a folder: outputs/NAME/DATE_TIME, with up to two slashes in NAME."""
 
 
 def is_sweep(folder: Path) -> bool:
@@ -115,7 +115,7 @@ def _choose(folders: Sequence[Path], problems: Sequence[str] = (), holder: Path 
 
 
 def below(folder: Path) -> list[Path]:
-    """Return the runs and sweeps below ``folder``, without the jobs of sweeps."""
+    """Return ``folder`` if it is a run or a sweep, or else the runs and sweeps below it, without the jobs of sweeps."""
     return _find_runs(folder, _DEPTH, lambda place: is_sweep(place) or is_run(place)) if folder.is_dir() else []
 
 
