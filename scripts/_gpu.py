@@ -47,7 +47,7 @@ QUIET = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": 
 
 
 class NotRunError(Exception):
-    """A part or a row that needs a package, a version or a device that is missing."""
+    """Raised if a package, a version or a device that a part or a row needs is missing."""
 
 
 class Part:
@@ -148,7 +148,7 @@ class Repeated:
 class Timing(L.Callback):
     """Record an event at the start of each batch.
 
-    The number of events is the number of batches; the last batch has a start only.
+    There is one event per batch, so the duration of the last batch is not measured.
     """
 
     def __init__(self) -> None:
@@ -313,7 +313,7 @@ def overhead(part: Part) -> None:
 
 
 FIRST, LAST = 10, 20
-"""Kernels and waits are counted from the start of the first batch to the start of the second."""
+"""Kernels and waits are counted from the start of batch ``FIRST`` to the start of batch ``LAST``."""
 
 
 class Counter:
@@ -374,7 +374,7 @@ class Counting(L.Callback):
 
 
 class ByHand:
-    """The shortest correct loop: torch's scaler without the inverse that it computes in each step."""
+    """The shortest correct loop: torch's scaler, except that the inverse scale is not computed in each step."""
 
     def __init__(self, net: nn.Module, optimizer: Any, precision: str) -> None:
         self.net, self.optimizer, self.dtype = net, optimizer, DTYPES[precision]
@@ -408,7 +408,7 @@ CASES = [("32-true", True), ("bf16-mixed", True), ("16-mixed", True), ("32-true"
 
 
 def counts(simulated: Any) -> dict[str, tuple[float, float, float, float]]:
-    """Count kernels by hand and with the Trainer, and synchronizations of both, for a step of each case."""
+    """Count the kernels and synchronizations of a step of each case, by hand and with the Trainer."""
     from trainer.precision import MixedPrecision
 
     found = {}
@@ -527,7 +527,7 @@ def peak_on_gpu(way: str, given: Any, sequences: int, living: Any, bench: Any) -
     """Return the peak of the third step in bytes, of a loop by hand or of a fit."""
     from recipes.language_model import LanguageModel
 
-    gc.collect()  # or an earlier model counts
+    gc.collect()  # otherwise an earlier model counts
     steps = bench.STEPS
     torch.manual_seed(0)
     module = LanguageModel(
@@ -845,7 +845,7 @@ def fp8(part: Part) -> None:
 
 
 class Planted(Module):
-    """Wait for the device on the lines that are marked."""
+    """Synchronize with the device on the lines that are marked."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         inputs, targets = batch

@@ -29,7 +29,7 @@ from trainer.compat.engine import LightningEngine
 from trainer.data.unpadded import Span
 
 TOKENS, VOCABULARY, MEASURED = 1024, 50304, 2
-"""Tokens of a batch; tokens that there are; the batch that is looked at."""
+"""Tokens per batch; size of the vocabulary; index of the measured batch."""
 
 
 def pretend(ranks: int) -> None:
@@ -38,13 +38,13 @@ def pretend(ranks: int) -> None:
     distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     ours: Any = LightningEngine
     ours.num_collectives = lambda self: 0  # a fake group does not count them
-    ours.async_max = lambda self, count, purpose: None  # a group of gloo's
+    ours.async_max = lambda self, count, purpose: None  # needs a gloo group
     ours.any_rank_on_host = lambda self, *flags: list(flags)
     DataSource._spans_over_ranks = lambda self, batches: [Span(n, n) for n in batches]  # type: ignore[method-assign]
 
 
 class Buckets(nn.Module):
-    """Stand in for torch's DDP: copy gradients into its buckets, and all-reduce a bucket when it is full."""
+    """Stand in for torch's DDP: allocate its buckets, and all-reduce a bucket when all its gradients are computed."""
 
     def __init__(self, module: nn.Module, **_: Any) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ class Buckets(nn.Module):
 
 
 class Model(LanguageModel):
-    """A GPT without logging. Its weights have no values, so that they need no initialization."""
+    """A GPT without logging. Its weights have no values, so they need no initialization."""
 
     def configure_model(self) -> None:
         if not hasattr(self, "net"):
@@ -142,7 +142,7 @@ def step(engine: str, ranks: int, width: int, heads: int, layers: int) -> dict[s
     logging.disable(logging.CRITICAL)
     pretend(ranks)
     plain: Any = DDPStrategy
-    plain.model_to_device = lambda self: None  # imported already
+    plain.model_to_device = lambda self: None  # the model is already on the CPU
     plain._setup_model = lambda self, model: Buckets(model)
     policy = {"param_dtype": "bfloat16", "reduce_dtype": "float32"}
     options: dict[str, Any] = {"hsdp": {"replicas": ranks // 8}, "policy": {"mixed_precision": policy}}
@@ -160,7 +160,7 @@ def step(engine: str, ranks: int, width: int, heads: int, layers: int) -> dict[s
     )  # fmt: skip
     try:
         trainer.fit(model, Batches())
-    except BaseException as error:  # of the tear-down, which needs values
+    except BaseException as error:  # the tear-down fails, because it needs values
         if not look.found:
             raise error
     return look.found

@@ -28,7 +28,7 @@ MAX_NORM = 1.0
 CLASSES = 16
 CLOCKS = {"wall": time.perf_counter, "cpu": time.thread_time, "all": time.process_time}
 clock = CLOCKS["wall"]
-"""Of the steps; see ``--clock``."""
+"""The clock of the steps; see ``--clock``."""
 
 
 class Block(nn.Module):
@@ -75,7 +75,7 @@ class Module(LightningModule):
 
 
 class Batches:
-    """Yield batches in memory of this rank. (Lightning takes a plain list for a list of dataloaders.)"""
+    """Yield this rank's batches from memory. (Lightning would treat a plain list as a list of dataloaders.)"""
 
     def __init__(self, count: int, width: int, size: int = 8) -> None:
         rank = distributed.get_rank() if distributed.is_initialized() else 0
@@ -236,7 +236,7 @@ def bytes_of(tensor: Any) -> int:
 
 
 def count(engine: str, precision: str, clips: bool, layers: int = 4, width: int = 64) -> dict[str, dict[str, int]]:
-    """Count the collectives of one step of ours and by hand, and the bytes on this rank."""
+    """Count the collectives of a step of our Trainer and of one by hand, and the bytes on this rank."""
     ours = Counts(last=2)
     make_trainer(engine, precision, clips, [ours]).fit(Module(layers, width), Batches(3, width))
     net, mode = Net(layers, width), CommDebugMode()

@@ -110,7 +110,7 @@ def learns(losses: list[float]) -> bool:
 
 
 def matrix(found: dict[str, str]) -> str:
-    """Return the confusion matrix as a table of Markdown: a row for each cause, a column for each verdict."""
+    """Return the confusion matrix as a Markdown table: a row for each cause, a column for each verdict."""
     counts = {row: dict.fromkeys(VERDICTS, 0) for row in VERDICTS if row != "unknown"}
     for name, verdict in found.items():
         counts[PROGRAMS[name].verdict][verdict] += 1

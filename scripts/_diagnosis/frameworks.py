@@ -137,7 +137,7 @@ def run_lightning(program: Program, scaler: Scaler, loader: DataLoader[Any], out
 
 
 def _use(accelerator: Any, scaler: Scaler) -> None:
-    """Replace the float32 that Accelerate uses for fp16 on a CPU."""
+    """Enable float16 with ``scaler``: on a CPU, Accelerate would use float32 for fp16."""
     if scaler.is_enabled():
         accelerator.native_amp, accelerator.scaler = True, scaler
 
@@ -316,7 +316,7 @@ def outcomes(framework: str, names: list[str]) -> tuple[dict[str, Outcome], dict
 
 
 def table(names: list[str]) -> str:
-    """Return a table of Markdown: a row for each program, a column for each framework that is installed.
+    """Return a Markdown table: a row for each program, a column for each framework that is installed.
 
     Frameworks with the same reports for all programs share a column.
     """

@@ -169,7 +169,7 @@ class LanguageModel(Program):
 
 
 class OnlyPadding(LanguageModel, Model):
-    """A batch of padding only has no token to divide by."""
+    """A batch that is only padding has no token to divide by."""
 
     verdict = "model"
     precision = "16-mixed"
@@ -482,7 +482,7 @@ class DeepResidual(Forward):
 
 
 class RawTargets(Backward):
-    """A regression of prices of a million, as they come."""
+    """A regression of prices of a million, without normalization."""
 
     optimizer = torch.optim.Adam
     lr = 1e-3
@@ -493,7 +493,7 @@ class RawTargets(Backward):
 
 
 class VanishingLoss(Underflow):
-    """A loss of 1e-13: all gradients of float16 are 0, and the model does not learn."""
+    """A loss of 1e-13: all float16 gradients are 0, and the model does not learn."""
 
     lr = 1e11
 
@@ -664,7 +664,7 @@ class RawTargets32(RawTargets, Healthy):
 
 
 class Saturated(Healthy):
-    """Dead outputs: their gradients are as tiny in float32."""
+    """Dead outputs: their gradients are just as tiny in float32."""
 
     precision = "16-mixed"
 

@@ -119,7 +119,7 @@ class Healthy(Program):
 
 
 def masks(batches: list[Any], empty: int = 5) -> list[Any]:
-    """Add a mask of samples to each batch; that of the batch ``empty`` has no sample."""
+    """Add a mask of samples to each batch. The mask of batch ``empty`` selects no sample."""
     return [[x, y, (torch.arange(SIZE) % 3 > 0).float() * (index != empty)] for index, (x, y) in enumerate(batches)]
 
 
@@ -163,7 +163,7 @@ class InfTarget(Data):
 
 
 class NanTable(Data):
-    """Rows of a table have missing values, in a dict."""
+    """Rows of a table have missing values; batches are dicts."""
 
     @classmethod
     def change(cls, batches):
@@ -187,7 +187,7 @@ class NanBatch(Data):
 
 
 class NanAccumulated(Data):
-    """One NaN sample in a window of several batches, BatchNorm."""
+    """One NaN sample in an accumulation window, with BatchNorm."""
 
     arguments = {"accumulate_grad_batches": 3}
 
@@ -334,7 +334,7 @@ class StdOfOne32(StdOfOne):
 
 
 class SoftmaxOfNothing(Model):
-    """Attention with a row of the mask that leaves nothing."""
+    """Attention with a row of the mask that leaves no key."""
 
     def build(self):
         self.query, self.key, self.value = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
@@ -551,7 +551,7 @@ class Block(nn.Module):
 
 
 class UnscaledAttention(Forward):
-    """Attention without scaling, on measurements as they come."""
+    """Attention without scaling, on measurements without normalization."""
 
     def build(self):
         self.scales = nn.Parameter(torch.randn(WIDTH, 16))
@@ -625,7 +625,7 @@ class MaskFill(nn.Module):
 
 
 class MaskOfBillions(SoftmaxOfNothing, Forward):
-    """A mask is filled with -1e9, which float16 does not have."""
+    """A mask is filled with -1e9, which float16 cannot represent."""
 
     precision = "16-mixed"
     verdict = "forward"
@@ -653,7 +653,7 @@ class CastInCode(Forward):
 
 
 class RawPixels(Forward):
-    """Images of 16-bit pixels as they come."""
+    """Images of 16-bit pixels without normalization."""
 
     lr = 1e-11
 
@@ -671,7 +671,7 @@ class RawPixels(Forward):
 
 
 class LargeActivations(Forward):
-    """Two layers multiply to numbers above 65504, and a norm makes them small again."""
+    """Two layers make activations larger than 65504, and a norm makes them small again."""
 
     def build(self):
         self.net = nn.Sequential(
@@ -815,7 +815,7 @@ class Amplifier(nn.Module):
 
 
 class AmplifiedGradient(Backward):
-    """A layer hands on gradients ten million times as large."""
+    """A layer multiplies gradients by ten million in the backward pass."""
 
     lr = 1e-9
 
@@ -837,7 +837,7 @@ class SmallDivisor(Backward):
 
 
 class NoScaling(Underflow):
-    """Loss scaling is switched off in effect."""
+    """Loss scaling is effectively switched off."""
 
     scaling = {"init_scale": 1.0, "growth_interval": 100_000}
     lr = 100.0
@@ -932,7 +932,7 @@ class ZeroDividedInit(Weights):
 
 
 class RateTooHigh32(Divergence):
-    """A learning rate too high, with SGD."""
+    """A learning rate that is too high, with SGD."""
 
     lr = 20.0
 
@@ -941,7 +941,7 @@ class RateTooHigh32(Divergence):
 
 
 class RateTooHigh16(RateTooHigh32):
-    """A learning rate too high, in float16."""
+    """A learning rate that is too high, in float16."""
 
     precision = "16-mixed"
 
@@ -954,7 +954,7 @@ class RateInfinite(Divergence):
 
 
 class RateTooHighAdam(Classifier, Divergence):
-    """A learning rate too high, with Adam."""
+    """A learning rate that is too high, with Adam."""
 
     optimizer = torch.optim.Adam
     lr = 30.0
@@ -964,7 +964,7 @@ class RateTooHighAdam(Classifier, Divergence):
 
 
 class RateTooHighAdam16(RateTooHighAdam):
-    """A learning rate too high, with Adam, in float16."""
+    """A learning rate that is too high, with Adam, in float16."""
 
     precision = "16-mixed"
 
@@ -988,7 +988,7 @@ class ExplodingRnn(Divergence):
 
 
 class RawBytes(Divergence):
-    """Inputs from 0 to 255 as they come."""
+    """Inputs from 0 to 255 without normalization."""
 
     precision = "bf16-mixed"
     lr = 0.05
@@ -999,7 +999,7 @@ class RawBytes(Divergence):
 
 
 class Momentum(Divergence):
-    """Momentum with a learning rate too high, in float16."""
+    """Momentum with a learning rate that is too high, in float16."""
 
     precision = "16-mixed"
     lr = 1.0

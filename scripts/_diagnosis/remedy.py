@@ -23,7 +23,7 @@ from trainer.precision import MixedPrecision
 
 
 class Cap(Callback):
-    """A schedule that stays at a learning rate."""
+    """Keep the learning rate at or below ``limit``."""
 
     def __init__(self, limit: float) -> None:
         self.limit = limit
@@ -60,7 +60,7 @@ class Execution:
 
     @property
     def is_cured(self) -> bool:
-        """Whether the second run learns and gets no report, and changed code computes the same loss until then."""
+        """Whether the second run learns and gets no report, and changed code passes :attr:`is_same`."""
         return (
             self.after.error is None and learns(self.after.losses) and self.after.verdict == "healthy" and self.is_same
         )
@@ -105,7 +105,7 @@ def apply(program: type[Program], remedy: str, folder: Path) -> Result:
 
 
 def edited(text: str, line: int, statement: str) -> str:
-    """Return the source with another statement at ``line``, as written in an editor.
+    """Return the source with ``statement`` in place of the one that begins at ``line``.
 
     Raises:
         ValueError: no statement begins on the line.

@@ -43,9 +43,9 @@ class Run:
         self.columns: dict[str, dict[str, Any]] = {}
         self.calls: Counter[str] = Counter()
         self.rows: list[Any] = []
-        """What loggers were given."""
+        """The rows that loggers received."""
         self.seen: list[Any] = []
-        """What callbacks saw at the ends of epochs and validations."""
+        """The metrics that callbacks read at the ends of epochs, validations and tests."""
         self.entry = ""
         self.entries = 0
         self.part: str | None = None
@@ -61,7 +61,7 @@ class Run:
         self.note("results", name, value)
 
     def weights(self, name: str, module: Any) -> None:
-        """Compare a module's weights."""
+        """Record a module's weights to compare them between the Trainers."""
         self.note("weights", name, module.state_dict())
 
     def reload(self, cls: Any, path: Any, **options: Any) -> Any:
@@ -84,7 +84,7 @@ class Run:
         """Seed all generators."""
         self.lightning.seed_everything(seed, workers=True, verbose=False)
 
-    # calls of the harness itself
+    # methods that only the harness calls
 
     def note(self, column: str, name: str, value: Any) -> None:
         """Keep a description of ``value``."""

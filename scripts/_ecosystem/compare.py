@@ -25,8 +25,9 @@ class Known:
         where: regular expression for the place in the record.
         section: the guide's section.
         quote: the guide's sentence, word for word.
-        kind: ``"more"`` if only we have it, ``"less"`` if only Lightning does, ``"plain"`` if a number of numpy has
-            become a plain one, ``"plateau"`` in the state of a plateau schedule, ``"other"`` if the values differ.
+        kind: ``"more"`` if only our record has it, ``"less"`` if only Lightning's does, ``"plain"`` if a NumPy scalar
+            is a Python number in ours, ``"plateau"`` if values in the state of a plateau schedule differ, ``"other"``
+            if other values differ.
     """
 
     column: str
@@ -63,7 +64,7 @@ KNOWN = [
 
 @dataclass
 class Difference:
-    """One place where two records differ."""
+    """One place at which two records differ."""
 
     column: str
     where: str

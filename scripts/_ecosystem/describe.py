@@ -20,7 +20,7 @@ class Describer:
     def __init__(self, folder: str) -> None:
         self.folder = folder
         self.open: set[int] = set()
-        """Objects that are being described: one that contains itself is named, not entered again."""
+        """Ids of objects that are being described. An object that contains itself is named, not described again."""
 
     def __call__(self, value: Any) -> Any:
         """Return ``value`` in a comparable form."""
@@ -82,11 +82,11 @@ NUMBERS = ("int8", "int16", "int32", "int64", "uint8", "float16", "float32", "fl
 
 
 def describes() -> None:
-    """Register a function for a type."""
+    """Do nothing. The type of this function is that of all functions."""
 
 
 def name_of(thing: Any) -> str:
-    """The full name of a class or a function, Lightning's under one name."""
+    """Return the full name of a class or a function. Both of Lightning's packages get the same name."""
     name = f"{getattr(thing, '__module__', None) or 'builtins'}.{getattr(thing, '__qualname__', repr(thing))}"
     return re.sub(r"^(pytorch_lightning|lightning_fabric)\.", lambda m: OTHER[m[1]], name)
 

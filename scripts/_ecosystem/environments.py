@@ -67,7 +67,7 @@ def pip_settings() -> dict[str, str]:
         "cert": "SSL_CERT_FILE",
     }
     settings = {names[key]: " ".join(value.split()) for key, value in values.items() if key in names}
-    settings["UV_INDEX_STRATEGY"] = "unsafe-best-match"  # as pip: the best version of all indexes
+    settings["UV_INDEX_STRATEGY"] = "unsafe-best-match"  # like pip: the best version of all indexes
     return {key: value for key, value in settings.items() if key not in os.environ}
 
 
@@ -79,7 +79,7 @@ def versions(interpreter: Path, names: list[str]) -> dict[str, str]:
 
 
 def package(requirement: str) -> str:
-    """Return the package name of a requirement: ``torch`` of ``torch==2.15.0``, ``scvi-tools`` of ``scvi-tools[x]``."""
+    """Return the package of a requirement: ``torch`` for ``torch==2.15.0``, ``scvi-tools`` for ``scvi-tools[x]``."""
     found = re.match(r"[A-Za-z0-9._-]+", requirement.strip())
     if found is None:
         raise ValueError(f"Got the requirement {requirement!r}, expected something like 'package==1.2.3'.")

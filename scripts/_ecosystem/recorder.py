@@ -72,7 +72,7 @@ def finish(run: Any, trainer: Any, returned: Any) -> None:
 
 
 def random_states() -> dict[str, Any]:
-    """Return the next number of each random generator."""
+    """Return the next number of each random generator, without advancing the generators."""
     python, numbers, torchs = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
     try:
         return {"python": random.random(), "numpy": numpy.random.random(), "torch": torch.rand(()).item()}
@@ -93,7 +93,7 @@ def is_hook(name: str) -> bool:
 
 
 def count_calls(run: Any, cls: type, names: list[str]) -> None:
-    """Count the calls of the methods that ``cls`` defines, once per class."""
+    """Count the calls of the methods that ``cls`` defines. Methods of a class are wrapped only once."""
     if "_ecosystem_counts" in cls.__dict__:
         return
     cls._ecosystem_counts = True  # type: ignore[attr-defined]
@@ -114,7 +114,7 @@ def counting(run: Any, name: str, original: Callable[..., Any]) -> Callable[...,
 
 
 def record_rows(run: Any, cls: type) -> None:
-    """Record the rows passed to loggers of this class, once per class."""
+    """Record the rows passed to loggers of this class. The class is patched only once."""
     if "_ecosystem_rows" in cls.__dict__:
         return
     cls._ecosystem_rows = True  # type: ignore[attr-defined]
@@ -122,7 +122,7 @@ def record_rows(run: Any, cls: type) -> None:
 
     @functools.wraps(original)
     def log_metrics(self: Any, metrics: Any, step: Any = None, *args: Any, **kwargs: Any) -> Any:
-        # Lightning adds the epoch, except to single batches of an evaluation, which are logged with their batch as step
+        # Lightning adds the epoch, except to single batches of an evaluation, which are logged with batch_idx as step
         run.rows.append(["logger", step if "epoch" in metrics else {"without epoch": step}, dict(metrics)])
         return original(self, metrics, step, *args, **kwargs)
 
@@ -150,7 +150,7 @@ def recorder(base: type) -> type:
 def random_numbers_of_checkpoints(run: Any, hook: str, args: tuple[Any, ...]) -> None:
     """Restore the random states of the checkpoint in Lightning's resumed run.
 
-    Our checkpoints contain them. Lightning's do not (see the guide), so that two resumed runs would differ. They are
+    Our checkpoints contain them. Lightning's do not (see the guide), so the resumed runs would differ. The states are
     restored before the dataloaders draw numbers, as in the uninterrupted run.
     """
     if run.who == "ours":

@@ -168,7 +168,7 @@ class Bench:
 
     @property
     def warm_python(self) -> str:
-        """Return a Python that has imported torch and Lightning, so that torchrun starts it fast."""
+        """Return the path of a Python with torch and Lightning already imported, so that torchrun starts it fast."""
         if self._warm_python == sys.executable:
             from tests.warm_python import warm_python
 
@@ -359,11 +359,11 @@ class Bench:
 
 
 class RefusedError(Exception):
-    """Raised if an undisturbed run fails."""
+    """Raised if a case cannot run, for example because its undisturbed run fails."""
 
 
 def summary(found: list[str]) -> str:
-    """Summarize the differences in the width of the table."""
+    """Summarize the differences by their kinds, so that they fit into a table cell."""
     kinds = {line if " " in line else line.partition(".")[0] for line in found}
     order = ("weights", "averages", "optimizers", "scaler", "schedules")
     return ", ".join(sorted(kinds, key=lambda kind: (order.index(kind) if kind in order else len(order), kind)))

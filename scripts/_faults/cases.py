@@ -452,7 +452,7 @@ def unfinished(folder: Path) -> set[Path]:
 def killed_at_a_random_instant(bench: Bench, run: Run, folder: Path, setup: Setup) -> bool:
     """Kill one of torchrun's processes: at any time, after one of the remaining batches, or during a save.
 
-    Returns whether there was one to kill.
+    Returns whether a process was killed.
     """
     diary = folder / "batches_0.jsonl"
     if not tools.wait_until(lambda: run.status is not None or len(run.children) == 2, END, fails=False):
@@ -558,10 +558,10 @@ def node_lost(setup: Setup, *, times: int = 3, comes_back: bool = True, last_cal
                 return sum(line[4] not in before for line in read_diary(diary)) >= some
 
             if not tools.wait_until(lambda: has() or first.status is not None, END, fails=False):
-                raise HungError(f"rank {rank} did not go on; {tools.last_line(first.log)[:90]}")
+                raise HungError(f"rank {rank} did not continue; {tools.last_line(first.log)[:90]}")
 
         first = node()
-        tools.wait_until(lambda: "rdzv" in first.log or time.monotonic() > first.started + 2, END)  # it is the host
+        tools.wait_until(lambda: "rdzv" in first.log or time.monotonic() > first.started + 2, END)  # hosts rendezvous
         second = node()
         trains(1)
         for number in range(times):
@@ -625,7 +625,7 @@ def broken_worker(bench: Bench, who: str, signals: list[str]) -> Outcome:
     run = bench.train(who, folder, setup=setup, fault={"kind": "worker", "at": 36, "signals": signals}, trainer=more)
     if not run.ends_within(30):
         run.kill()
-        return Outcome("hung", "waits for ever")
+        return Outcome("hung", "waits forever")
     status, message = run.status, tools.last_line(run.log)
     outcome = resume(bench, who, folder, setup)
     if status == 0 or outcome.word != "exact":
@@ -756,7 +756,7 @@ def at_each(name: str, setup: Setup, *, every: int = 1, ranks: int = 1) -> Body:
                 runs = [bench.train(who, folder, **how)] if ranks == 1 else bench.ranks(who, folder, ranks, **how)
                 started.append((file, folder, runs))
             for file, folder, runs in started:
-                if any([run.wait(END) != 0 for run in runs]):  # noqa: C419  # all of them
+                if any([run.wait(END) != 0 for run in runs]):  # noqa: C419  # wait for all of them
                     wrong[file.stem] = Outcome("lost", tools.last_line(runs[0].log)[:90])
                 elif (outcome := continued(bench, folder, reference)).word != "exact":
                     wrong[file.stem] = outcome
@@ -860,7 +860,7 @@ case("cli-ctrl-c", "`python -m trainer fit resume=auto`: Ctrl-C", compares=False
 
 
 def requeued(*resume: str) -> Body:
-    """Run ``srun python -m trainer fit`` on two nodes, with stand-ins for srun and scontrol, near its time limit."""
+    """Run ``srun python -m trainer fit`` on two simulated nodes, and send Slurm's signal before a time limit."""
 
     def body(bench: Bench, who: str) -> Outcome:
         words = ("fit", "+recipe=faulty", "trainer=ddp", "trainer.accelerator=cpu", "trainer.devices=1",
@@ -897,7 +897,7 @@ case("slurm-auto", f"{_REQUEUED}, `resume=auto`", compares=False)(requeued("resu
 # --- strangers --------------------------------------------------------------------------------------------------------
 
 
-@case("pickle", "A stranger's pickle in whatever is read")
+@case("pickle", "A malicious pickle in each place that is read")
 def malicious_pickle(bench: Bench, who: str) -> Outcome:
     setup = of(who, replace(SMALL, workers=0))
     source = killed_half_way(bench, who, setup)
@@ -933,7 +933,7 @@ def malicious_pickle(bench: Bench, who: str) -> Outcome:
     return Outcome("nothing ran", f"in {number} places, from bare pickles to random states", good=True)
 
 
-@case("target", "A stranger's `_target_` in the config of a checkpoint", compares=False)
+@case("target", "A malicious `_target_` in the config of a checkpoint", compares=False)
 def malicious_target(bench: Bench, who: str) -> Outcome:
     ran, accepted = [], []
     for target in strangers.TARGETS:

@@ -1,4 +1,4 @@
-"""The program that a case starts, kills, and starts again: one training, described by JSON.
+"""The program that a case starts, kills, and starts again: one training run, described by JSON.
 
 ``python -m _faults.program '{"folder": ..., "setup": {...}}'`` runs as a normal process; the server runs the same code
 in a fork.
@@ -34,8 +34,9 @@ def main(options: dict[str, Any]) -> None:
         who: ``"ours"`` or ``"lightning"``.
         folder: output folder.
         setup: the fields of :class:`training.Setup` that are not the defaults.
-        start: ``"auto"``: from the newest checkpoint if there is one; a path: from this checkpoint; None: from the
-        beginning. into: folder of checkpoints; default ``folder``.
+        start: ``"auto"``: from the newest checkpoint if there is one; a path: from that checkpoint; None: from the
+            beginning.
+        into: folder of checkpoints; default ``folder``.
         saves: ``"steps"``: every two optimizer steps, and the best ones; ``"each"``: after every batch, validation
             and epoch; ``"none"``.
         fault: the fault; see :class:`Fault`.
@@ -130,11 +131,12 @@ class Fault(Callback):
 
     ``signal``: this process gets ``signals`` (on rank ``rank`` only) at the start of batch ``at``.
     ``signal in save``: the same while checkpoint number ``at`` is written, after ``delay`` seconds.
-    ``file limit``: from checkpoint number ``at`` on no file may have more than ``bytes``.
-    With ``lives``, only in this number of first starts by torchrun.
-    ``nan``, ``raise``, ``memory``: batch ``at`` is NaN; an exception is raised in it (on rank ``rank``); a module runs
-    out of memory in it.
-    ``worker``: the worker that makes its sample number ``at`` gets ``signals``; without any, it hangs.
+    ``file limit``: from checkpoint number ``at`` on, no file may be larger than ``bytes``.
+    ``nan``, ``raise``, ``memory``: batch ``at`` is NaN; an exception is raised in it (on rank ``rank``); the module
+    runs out of memory in it.
+    ``worker``: a worker gets ``signals`` before it makes its sample number ``at``; if there are no signals, it hangs.
+
+    With ``lives``, the fault is caused only in the first ``lives`` starts by torchrun.
     """
 
     def __init__(self, what: dict[str, Any], setup: Setup, rank: int) -> None:
@@ -171,7 +173,7 @@ class Fault(Callback):
         return self.before_sample if self.kind == "worker" else None
 
     def before_sample(self, index: int) -> None:
-        """Run in a worker."""
+        """Cause the fault if this process is a worker, before it makes a sample."""
         self.samples += 1
         if self.samples == self.at and torch.utils.data.get_worker_info() is not None:
             send(self.what["signals"])
@@ -186,7 +188,7 @@ def send(names: list[str]) -> None:
 
 
 def later(delay: float, names: list[str]) -> None:
-    """Send signals to this process after ``delay`` seconds from another process, regardless of its work."""
+    """Send signals to this process after ``delay`` seconds from another process, even if this one is busy."""
     pid = os.getpid()
     if os.fork() == 0:
         time.sleep(delay)

@@ -31,7 +31,7 @@ class Data(LightningDataModule):
 
 RECIPE = """
 # @package _global_
-# The fault suite's training.
+# The training run of the fault suite.
 #   python -m trainer fit +recipe=faulty
 defaults:
   - override /trainer: cpu
@@ -56,7 +56,7 @@ trainer:
 
 
 def write(folder: Path) -> Path:
-    """Write the project into ``folder``, which also gets the diary."""
+    """Write the project into ``folder``, where the module also writes its diary."""
     (folder / "conf" / "recipe").mkdir(parents=True)
     (folder / "faulty.py").write_text(MODULE)
     (folder / "conf" / "recipe" / "faulty.yaml").write_text(RECIPE.format(folder=folder))

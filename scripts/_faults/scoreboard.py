@@ -12,9 +12,10 @@ class Outcome:
 
     Attributes:
         word: ``exact``: bitwise equal to the undisturbed run. ``inexact``: the run ended, with other numbers.
-            ``lost``: it could not resume, or started over. ``hung``. ``code ran``. ``silent``: no error was reported.
+            ``lost``: it could not resume, or started over. ``hung``: it did not end. ``code ran``: a file executed its
+            code. ``silent``: no error was reported.
         detail: more about it.
-        good: whether the outcome is as promised; by default that of ``exact``.
+        good: whether the outcome is as promised; by default, only ``exact`` is.
     """
 
     word: str

@@ -1,7 +1,7 @@
 """Fork a process for each run from one that has imported torch and Lightning, which saves seconds per run.
 
-Reads a line of JSON for each run (``folder``: for ``log``, ``pid`` and ``exit``; ``environment``; ``what`` to run; its
-``options``) without an answer: the client reads the files.
+Each run is requested by one line of JSON on the standard input: ``folder`` (for the files ``log``, ``pid`` and
+``exit``), ``environment``, ``what`` to run, and its ``options``. There is no answer: the client reads the files.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def serve() -> None:
     from _faults import program  # noqa: F401
 
     assert threading.active_count() == 1, "a process with threads must not be forked"
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # supervisors are not waited for
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # this process does not wait for supervisors
     print("ready", flush=True)
     for line in sys.stdin:
         if os.fork() == 0:
@@ -59,7 +59,7 @@ def write(path: Path, number: int) -> None:
 def run(request: dict[str, Any], folder: Path) -> NoReturn:
     """Run in the new process. Never returns: an exception ends the interpreter, as in a normal process."""
     os.setsid()
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # background processes of a shell ignore it
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # shells start background processes with SIGINT ignored
     log = os.open(folder / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for stream in (1, 2):
         os.dup2(log, stream)

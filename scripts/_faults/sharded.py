@@ -102,10 +102,10 @@ def damaged(damage: Callable[[Path], None]) -> cases.Body:
     return body
 
 
-_OF = "Sharded checkpoints (FSDP): of the newest,"
-case("sharded-bit-flip", f"{_OF} a bit of a file is flipped", compares=False)(damaged(tools.flip_bit))
-case("sharded-truncated", f"{_OF} a file is cut short", compares=False)(damaged(tools.cut_short))
-case("sharded-missing", f"{_OF} a file is missing", compares=False)(damaged(Path.unlink))
+_IN = "Sharded checkpoints (FSDP): in the newest,"
+case("sharded-bit-flip", f"{_IN} a bit of a file is flipped", compares=False)(damaged(tools.flip_bit))
+case("sharded-truncated", f"{_IN} a file is cut short", compares=False)(damaged(tools.cut_short))
+case("sharded-missing", f"{_IN} a file is missing", compares=False)(damaged(Path.unlink))
 
 
 @case("sharded-disk-full", "Sharded checkpoints (FSDP): the disk is full", compares=False)
@@ -147,7 +147,7 @@ def _evil(folder: Path, name: str, owned: Path) -> None:
 
 
 def _process(folder: Path, name: str, owned: Path) -> None:
-    """Replace the entry of a rank's own objects among the tensors."""
+    """Replace a rank's own objects, which are stored as an entry among the tensors."""
     from trainer.checkpoint import sharded_files, shards
 
     facts = dict(sharded_files.read_manifest(folder).facts)
@@ -157,7 +157,7 @@ def _process(folder: Path, name: str, owned: Path) -> None:
 
 
 def _entries(folder: Path, name: str, owned: Path) -> None:
-    """Build metadata as torch writes them, with entries that are not tensors, which torch reads without restriction."""
+    """Let torch write a checkpoint with entries that are not tensors, because torch reads these without restriction."""
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint import FileSystemReader
 
@@ -168,7 +168,7 @@ def _entries(folder: Path, name: str, owned: Path) -> None:
 
 
 def _per_rank(folder: Path, name: str, owned: Path) -> None:
-    """Write metadata for each rank, which torch 2.15 reads if there are no others."""
+    """Write metadata for each rank, which torch 2.15 reads if there is no common metadata file."""
     (folder / ".metadata").unlink()
     for rank in range(2):
         _evil(folder, f"__{rank}.metadata", owned)
@@ -181,7 +181,7 @@ POISONS: dict[str, Callable[[Path, str, Path], None]] = {
     "process 1": _process,
     "__0_0.distcp": _evil,
     "__1_0.distcp": _evil,
-    "entries that are no tensors": _entries,
+    "entries that are not tensors": _entries,
     "metadata of each rank": _per_rank,
 }
 

@@ -27,7 +27,7 @@ def bare_pickle(good: Path, bad: Path, owned: Path) -> None:
 
 
 def poisoned_archive(good: Path, bad: Path, owned: Path, entry: str = "data.pkl") -> None:
-    """Write a good checkpoint with another pickle in it."""
+    """Write a good checkpoint with one of its pickles replaced by the payload."""
     with zipfile.ZipFile(good) as source, zipfile.ZipFile(bad, "w", zipfile.ZIP_STORED) as target:
         target.comment = source.comment
         for item in source.infolist():
@@ -36,7 +36,7 @@ def poisoned_archive(good: Path, bad: Path, owned: Path, entry: str = "data.pkl"
 
 
 class Object(Payload):
-    """Write the payload under a name allowed among hyperparameters, for which objects are skipped."""
+    """Write the payload with ``exec``, which torch does not block: among hyperparameters, the object is skipped."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return exec, (f"open({str(self.owned)!r}, 'w')",)
@@ -59,7 +59,7 @@ def _with_key(*path: str, kind: type[Payload] = Payload) -> Callable[[Path, Path
 
 
 def poisoned_directory(good: Path, bad: Path, owned: Path) -> None:
-    """Write a folder of torch's distributed checkpoints."""
+    """Write a folder in the format of torch's distributed checkpoints."""
     bad.mkdir()
     (bad / ".metadata").write_bytes(pickle.dumps(Payload(owned)))
     (bad / "meta.pt").write_bytes(pickle.dumps(Payload(owned)))
@@ -93,7 +93,7 @@ CHECKPOINTS: dict[str, Callable[[Path, Path, Path], None]] = {
 """Each writes a malicious checkpoint from a good one: (good, bad, owned)."""
 
 PASSED_OVER = {"an object among the hyper-parameters": _with_key("hyper_parameters", "payload", kind=Object)}
-"""Like ``REFUSED``, but they are read without the malicious part."""
+"""Like ``CHECKPOINTS``, but these are read, without the malicious part, and not refused."""
 
 
 TARGETS: dict[str, dict[str, str]] = {

@@ -1,4 +1,4 @@
-"""The training: a small classifier in a set-up with every kind of state that could be lost."""
+"""The training run: a small classifier in a set-up with every kind of state that could be lost."""
 
 from __future__ import annotations
 
@@ -25,15 +25,16 @@ FEATURES, CLASSES = 8, 4
 
 @dataclass(frozen=True)
 class Setup:
-    """A training.
+    """The configuration of a training run.
 
     Attributes:
-        batches, epochs, batch_size: of the training data.
+        batches, epochs, batch_size: sizes of the training data.
         loader: ``"map"``, ``"stateful"`` (torchdata's dataloader) or ``"iterable"`` (data without a length or a state).
-        workers: of the training's dataloader.
+        workers: number of workers of the training dataloader.
         augment: change each sample at random, by numpy's, Python's and torch's random numbers.
         overflows: batches, counted from the start of the run, with a loss multiplied by 1e30, so that fp16 skips the
-        step. optimizers: 1 or 2; two optimizers share the net's layers.
+            step.
+        optimizers: 1 or 2; two optimizers share the net's layers.
         manual: use manual optimization.
         schedule: ``""``, ``"step"``, ``"epoch"`` or ``"plateau"``.
         average: ``""``, ``"ema"`` or ``"mean"``, by Lightning's callbacks.
@@ -133,7 +134,7 @@ def training_data(setup: Setup, ranks: int = 1, fault: Callable[[int], None] | N
 
 
 def validation_data(setup: Setup) -> Any:
-    """Return three batches, or None."""
+    """Return a dataloader with three batches, or None without validation."""
     return DataLoader(Samples(12, augment=False), batch_size=4) if setup.validate_every else None
 
 

@@ -1,1 +1,1 @@
-"""Parts of ``scripts/mutation_check``: faults drawn from the source, and a plugin of pytest that runs their tests."""
+"""Parts of ``scripts/mutation_check``: faults drawn from the source, and a pytest plugin that runs their tests."""

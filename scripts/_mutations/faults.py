@@ -26,7 +26,7 @@ class Fault:
         file: Path relative to the checkout.
         function: Qualified name of the enclosing function.
         line: Number of the first changed line.
-        statement: Number of the line before which a probe notices that the change is reached.
+        statement: Number of the line of the changed statement. A probe before it records that the change is reached.
         before: The text that is replaced, as whole lines.
         after: The replacement, with the same number of lines.
     """
@@ -55,12 +55,12 @@ class Fault:
 
 
 def draw(root: Path, number: int, seed: int, package: str = "trainer") -> list[Fault]:
-    """Draw faults: every kind equally often, and from the rooms of the package in turn.
+    """Draw faults: every kind equally often, and from the subpackages in turn.
 
     Args:
         root: The checkout.
-        number: Faults to draw.
-        seed: Of the draw. The same source and seed give the same faults.
+        number: Number of faults to draw.
+        seed: Seed of the draw. The same source and seed give the same faults.
         package: Folder of the source.
     """
     by_room: dict[str, dict[str, list[Fault]]] = {}
@@ -102,11 +102,12 @@ def same_in(source: str, fault: Fault) -> Fault | None:
 def with_probes(source: str, faults: dict[int, Fault]) -> str:
     """Return the source with a call before the statement of each fault, which records that a test reaches it.
 
-    The module that is called, ``mutation_probe``, must be in the package: programs of tests may have no other folder.
+    The module that is called, ``mutation_probe``, must be in the package: programs that tests start may import from no
+    other folder.
 
     Args:
-        source: Of the file that all these faults are in.
-        faults: By number.
+        source: Source of the file that all these faults are in.
+        faults: The faults by number.
     """
     lines = source.splitlines(keepends=True)
     for number, fault in sorted(faults.items(), key=lambda pair: -pair[1].statement):
@@ -178,13 +179,13 @@ def _lists(node: ast.AST, name: str) -> Iterator[tuple[str, list[ast.stmt]]]:
 
 
 def _is_worth_it(call: ast.Call) -> bool:
-    """Whether leaving out the call is a fault: not that of a log, or of the base class's ``__init__``."""
+    """Return whether leaving out the call is a fault. Calls that log, and calls of ``super()``, do not count."""
     text = ast.unparse(call.func)
     return not text.startswith("super()") and not text.endswith(("debug", "info", "warn", "warning", "print"))
 
 
 def _can_be_exchanged(first: ast.stmt, second: ast.stmt) -> bool:
-    """Whether two neighbours are simple, with a call each, and the second uses no name that the first assigns."""
+    """Return whether both statements are simple and have a call, and the second uses no name that the first assigns."""
     simple = (ast.Expr, ast.Assign, ast.AugAssign)
     if not (isinstance(first, simple) and isinstance(second, simple)) or first.end_lineno == second.lineno:
         return False
@@ -233,7 +234,7 @@ def _between(
 
 
 def _is_text(node: ast.BinOp) -> bool:
-    """Whether the sum is one of texts, lists or paths: exchanging its sign raises at once."""
+    """Return whether an operand is a string or container, so that exchanging the operator raises immediately."""
     kinds = (ast.JoinedStr, ast.List, ast.ListComp, ast.Tuple, ast.Dict, ast.Set)
     return any(
         isinstance(side, kinds) or (isinstance(side, ast.Constant) and isinstance(side.value, str))

@@ -1,4 +1,4 @@
-"""A plugin of pytest: records the tests that reach a fault, or runs the tests of a list, in its order."""
+"""A pytest plugin that records the tests that reach a fault, or runs the listed tests in the order of the list."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import mutation_probe
 import pytest
 
 TIERS = {"nightly": "nightly", "representative": "quick", "whole": "whole"}
-"""The first of these markers that a test has decides on its tier; without one it is ``quick``."""
+"""The first of these markers that a test has determines its tier; without any of them it is ``quick``."""
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -26,7 +26,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @contextlib.contextmanager
 def set_up_of(fixture: str) -> Iterator[None]:
-    """Record the faults that are reached in this context, and in its processes, for all tests of the fixture."""
+    """Record the faults that this context and processes started in it reach, for all tests that use the fixture."""
     outer = os.environ.get("MUTATION_FIXTURE")
     os.environ["MUTATION_FIXTURE"] = fixture
     try:
@@ -39,7 +39,7 @@ def set_up_of(fixture: str) -> Iterator[None]:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_fixture_setup(fixturedef: Any, request: Any) -> Iterator[None]:
-    """Record which lines the set-up of a shared fixture reaches: all tests that use it reach them."""
+    """Record which faults the set-up of a shared fixture reaches: all tests that use the fixture reach them."""
     if fixturedef.scope == "function" or "MUTATION_RECORD" not in os.environ:
         return (yield)
     name = f"{fixturedef.baseid}::{fixturedef.argname}"
@@ -52,7 +52,7 @@ def pytest_fixture_setup(fixturedef: Any, request: Any) -> Iterator[None]:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
-    os.environ.pop("MUTATION_FIXTURE", None)  # this process may be that of a fixture
+    os.environ.pop("MUTATION_FIXTURE", None)  # a fixture may have started this process
     started = time.perf_counter()
     try:
         return (yield)

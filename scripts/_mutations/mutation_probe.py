@@ -8,12 +8,12 @@ _seen: set[tuple[str, int]] = set()
 
 
 def context() -> str:
-    """Return the fixture that is being set up, or the test that runs, also in processes that these start."""
+    """Return the fixture that is being set up, or the running test, also in processes that they start."""
     return os.environ.get("MUTATION_FIXTURE") or os.environ.get("PYTEST_CURRENT_TEST", "").rpartition(" (")[0]
 
 
 def reach(number: int) -> None:
-    """Record that the fault with this number is reached, at once: the process may be killed."""
+    """Record immediately that the fault with this number is reached, because the process may be killed."""
     pair = (context(), number)
     if pair not in _seen and "MUTATION_RECORD" in os.environ:
         _seen.add(pair)

@@ -79,7 +79,7 @@ def test_script(tmp_path: Path, python: WarmPython) -> None:
     words = ["--markdown", str(page), "--json", str(table)]
     done = python.run(*command, *words, env={**tools.os.environ, "AMP_BENCH": "1"})
     assert done.returncode == 0, done.stderr
-    assert "1 of 1 of ours are as promised." in done.stdout
+    assert "1 of 1 of our outcomes are as promised." in done.stdout
     assert "| The folder cannot be written | **refused**: before the first batch |" in page.read_text()
     assert "\n\n`scripts/fault_suite --only unwritable`: torch " in page.read_text()
     (row,) = json.loads(table.read_text())["rows"]

@@ -80,7 +80,7 @@ def preprocessor() -> Any:
 
 
 def images(folder: Path) -> None:
-    """Noise; on the bad images there is a white square."""
+    """Write images of noise; the bad images contain a white square."""
     numbers = numpy.random.default_rng(0)
     for name, count in (("good", 16), ("bad", 8), ("good_test", 8), ("masks", 8)):
         (folder / name).mkdir(parents=True)

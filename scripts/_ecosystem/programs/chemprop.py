@@ -23,7 +23,7 @@ def targets() -> np.ndarray:
 
 
 def loaders() -> tuple[Any, Any, Any, Any]:
-    """Training, validation, test, and the scaler of the targets."""
+    """Return dataloaders for training, validation and test, and the scaler of the targets."""
     points = [data.MoleculeDatapoint.from_smi(one, target) for one, target in zip(MOLECULES, targets(), strict=True)]
     train, val, test = (data.MoleculeDataset(points[part]) for part in (slice(0, 56), slice(56, 68), slice(68, 80)))
     scaler = train.normalize_targets()
@@ -97,7 +97,7 @@ def case_foundation(run: Any) -> None:
 
 
 def chemprop(words: str) -> None:
-    """The command line, in this process."""
+    """Run chemprop's command line in this process."""
     before = sys.argv
     sys.argv = ["chemprop", *words.split()]
     try:

@@ -22,7 +22,7 @@ REQUIRES = ("pina-mathlab==0.3.2.post2610", "torch==2.15.0", "lightning==2.6.6")
 
 
 def case_single(run: Any) -> None:
-    """One network: points resampled, optimizer and schedule exchanged by callbacks, clipping; test, resume"""
+    """One network: points resampled, optimizer and schedule replaced by callbacks, clipping; test, resume"""
     switch = SwitchOptimizer(TorchOptimizer(torch.optim.Adam, lr=0.002), epoch_switch=4)
     schedule = SwitchScheduler(TorchScheduler(torch.optim.lr_scheduler.StepLR, step_size=2), epoch_switch=2)
     callbacks = [R3Refinement(sample_every=2), schedule, switch]
@@ -44,7 +44,7 @@ def case_lbfgs(run: Any) -> None:
 
 
 def case_competitive(run: Any) -> None:
-    """A network and its discriminator: manual optimization that steps plain optimizers and counts in the loop itself"""
+    """A network and its discriminator: manual optimization that steps plain optimizers and the loop's counters"""
     train(run, CompetitivePhysicsInformedSolver, [], batch_size=20, train_size=0.8, val_size=0.2)
 
 
@@ -83,7 +83,7 @@ def train(
 
 
 def fresh(options: Any) -> dict[str, Any]:
-    """The same options; optimizers of PINA bind to the model they were used for."""
+    """Return a copy of the options, because PINA's optimizers stay bound to the model that used them first."""
     import copy
 
     return copy.deepcopy(options or {})

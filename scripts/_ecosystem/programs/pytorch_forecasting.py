@@ -15,7 +15,7 @@ REQUIRES = ("pytorch-forecasting==1.8.0", "torch==2.15.0", "lightning==2.6.6")
 
 
 def series() -> pd.DataFrame:
-    """Six series of 40 steps: season, trend, noise, a price that is known ahead."""
+    """Return six series of 40 steps with season, trend, noise, and a price that is known in advance."""
     random = np.random.default_rng(3)
     rows = []
     for number in range(6):
@@ -32,7 +32,7 @@ def series() -> pd.DataFrame:
 
 
 def loaders(**options: Any) -> tuple[Any, Any, Any]:
-    """The training set, its loader, and one for validation."""
+    """Return the training set, its dataloader, and a dataloader for validation."""
     table = series()
     options = {
         "time_idx": "step",
@@ -69,7 +69,7 @@ def train(run: Any, model: Any, train: Any, val: Any, **options: Any) -> str:
 
 
 def go_on(run: Any, model: type[Any], path: str, train: Any, val: Any, **options: Any) -> None:
-    """Resume. Not with a plateau schedule: Lightning leaves out its step at the end of the epoch that was saved."""
+    """Resume. A plateau schedule must not be used: Lightning skips its step at the end of the saved epoch."""
     sizes = {"limit_train_batches": 6, "gradient_clip_val": 0.1, "max_epochs": 3, "num_sanity_val_steps": 0}
     with run.resume():
         trainer = run.Trainer(**{**sizes, **options})

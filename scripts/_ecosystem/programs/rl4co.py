@@ -19,7 +19,7 @@ VARIES = (r"/time(/|$)",)
 
 
 def case_reinforce(run: Any) -> None:
-    """REINFORCE with a rollout baseline: a copy of the policy, evaluated and exchanged between epochs"""
+    """REINFORCE with a rollout baseline: a copy of the policy, evaluated and replaced between epochs"""
     schedule = {"lr_scheduler": "MultiStepLR", "lr_scheduler_kwargs": {"milestones": [1]}}
     train(run, REINFORCE, {"baseline": "rollout", **schedule})
 
@@ -35,7 +35,7 @@ def case_a2c(run: Any) -> None:
 
 
 def case_active_search(run: Any) -> None:
-    """Active search: the weights are reset with each batch, with an optimizer that is created in a hook"""
+    """Active search: a hook resets the weights and creates a new optimizer for each batch"""
     environment, policy = world(run)
     data = environment.dataset(3, phase="test")
     search = ActiveSearch(environment, policy, data, max_iters=4, augment_size=8, num_parallel_runs=1)
@@ -45,7 +45,7 @@ def case_active_search(run: Any) -> None:
 
 
 def train(run: Any, cls: Any, options: dict[str, Any]) -> None:
-    """Fit, test, load the checkpoint. Lightning cannot resume from it: `fit` here takes no `weights_only`."""
+    """Fit, test, load the checkpoint. Lightning cannot resume from it: `RL4COTrainer.fit` has no `weights_only`."""
     sizes = {"batch_size": 16, "train_data_size": 64, "val_data_size": 16, "test_data_size": 16}
 
     def model() -> Any:

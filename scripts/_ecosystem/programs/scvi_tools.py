@@ -104,7 +104,7 @@ def case_scanvi(run: Any) -> None:
 
 
 def case_topics(run: Any) -> None:
-    """AmortizedLDA: Pyro, no optimizer of Lightning's, a warm-up batch drawn in on_train_start"""
+    """AmortizedLDA: Pyro, no Lightning optimizer, a warm-up batch drawn in on_train_start"""
     table = prepare(run)
     AmortizedLDA.setup_anndata(table)
     model = AmortizedLDA(table, n_topics=4, n_hidden=16)

@@ -26,7 +26,7 @@ REQUIRES = (
 
 
 def case_classification(run: Any) -> None:
-    """One network: mixup, data out of distribution, the best checkpoint by several metrics; calibrated within a test"""
+    """One network: mixup, out-of-distribution data, the best checkpoint by several metrics; calibrated during a test"""
     saver = CompoundCheckpoint({"val/cls/Acc": 1.0, "val/cls/Brier": -1.0}, dirpath=run.folder / "best", mode="max")
     routine = mixed()
     trainer = build(run, [saver, TUClsCheckpoint()], max_epochs=3, gradient_clip_val=1.0)
@@ -72,7 +72,7 @@ def routine_of(network: Any, **options: Any) -> Any:
 
 
 class Points(LightningDataModule):
-    """Three clouds of points; those out of distribution lie elsewhere."""
+    """Three clouds of points. The out-of-distribution points lie elsewhere."""
 
     def setup(self, stage: str | None = None) -> None:
         draws = torch.Generator().manual_seed(0)

@@ -29,7 +29,7 @@ REQUIRES = ("transformers==5.23.0", "timm==1.0.31", "torchvision==0.29.2", "torc
 
 
 class Sentences(Dataset[dict[str, Tensor]]):
-    """Random words; the label is whether the first one is even. Items are dicts of varying length."""
+    """Random words; the label is 1 if the first one is odd. Items are dicts of sentences padded to 12 words."""
 
     def __init__(self, count: int, seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)
@@ -45,14 +45,14 @@ class Sentences(Dataset[dict[str, Tensor]]):
 
 
 class Data(LightningDataModule):
-    """Reads its batch size from hyper-parameters, as the templates do."""
+    """Read the batch size from the hyperparameters, as Lightning's templates do."""
 
     def __init__(self, batch_size: int = 8) -> None:
         super().__init__()
         self.save_hyperparameters()
 
     def setup(self, stage: str) -> None:
-        """Make the sets."""
+        """Create the datasets."""
         self.train, self.val = Sentences(76, 1), Sentences(24, 2)
 
     def train_dataloader(self) -> Any:
@@ -65,7 +65,7 @@ class Data(LightningDataModule):
 
 
 class Classifier(LightningModule):
-    """BERT, its config and its loss hyper-parameters; weight decay by groups; a linear schedule with warm-up."""
+    """BERT with its config and its loss as hyperparameters, weight decay by groups, a linear schedule with warm-up."""
 
     def __init__(
         self, config: dict[str, int], loss: nn.Module | None = None, learning_rate: float = 1e-3, warmup: float = 0.1
@@ -130,7 +130,7 @@ def bert(run: Any, **options: Any) -> None:
     fitted = module()
     trainer = run.Trainer(max_epochs=2, callbacks=callbacks(), **options)
     trainer.fit(fitted, datamodule=Data())
-    path = trainer.checkpoint_callback.last_model_path  # the best checkpoint's weights are loaded afterwards
+    path = trainer.checkpoint_callback.last_model_path  # the test loads the best checkpoint instead
     run.keep("test", trainer.test(ckpt_path="best", datamodule=Data(), weights_only=False, verbose=False))
     run.keep("predicted", trainer.predict(fitted, datamodule=Data(6)))
     again = run.reload(Classifier, path)
@@ -192,7 +192,7 @@ def case_gpt2(run: Any) -> None:
 
 
 class Images(LightningModule):
-    """A timm model trained timm's way: its optimizer and schedule, mixup, an average of the weights in the state."""
+    """A timm model trained timm's way: its optimizer and schedule, mixup, averaged weights in the state dict."""
 
     def __init__(self, name: str, optimizer: str, learning_rate: float, **options: Any) -> None:
         super().__init__()
@@ -229,7 +229,7 @@ class Images(LightningModule):
 
 
 def images(count: int, size: int, seed: int, **options: Any) -> Any:
-    """Coloured noise with a label in it."""
+    """Return a dataloader of images of noise that are brighter for larger labels."""
     generator = torch.Generator().manual_seed(seed)
     labels = torch.randint(0, 4, (count,), generator=generator)
     pictures = torch.randn(count, 3, size, size, generator=generator) + labels[:, None, None, None] / 3
@@ -269,7 +269,7 @@ def case_vit(run: Any) -> None:
 
 
 def case_optimizers(run: Any) -> None:
-    """timm's Lookahead around RAdam, and Adan: optimizers that are more than a step"""
+    """timm's Lookahead around RAdam, Adan, and MADGRAD"""
     for optimizer in ("lookahead_radam", "adan", "madgrad"):
         module = Images("resnet18", optimizer, 1e-3)
         run.Trainer(max_epochs=2).fit(module, images(16, 16, 1), images(8, 16, 2))
