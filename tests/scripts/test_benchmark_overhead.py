@@ -45,10 +45,10 @@ def test_on_a_gpu(cuda, monkeypatch, capsys):
 def test_batches_from_the_host_to_a_gpu(cuda, monkeypatch, capsys):
     modes = ["from the host", "from the host, not prefetched"]
     monkeypatch.setattr(Stream, "query", lambda self: False)  # the device is behind the host
-    words = ["--steps", "4", "--warmup", "2", "--precision", "bf16-mixed", "--mode", *modes, "--host-rows", "512"]
+    words = ["--steps", "4", "--warmup", "2", "--precision", "32-true", "--mode", *modes, "--host-rows", "512"]
     table, seen = run_on_a_gpu(cuda, monkeypatch, capsys, *words)
     for mode in modes:
-        assert len(re.findall(rf"\| bf16-mixed \| {mode} \| \d+ \| [+-]\d+ \|", table)) == 2
+        assert len(re.findall(rf"\| 32-true \| {mode} \| \d+ \| [+-]\d+ \|", table)) == 2
     large = [copy.stream > 0 for copy in seen.copies if copy.nbytes == 512 * 1024 * 4]
     assert large == [*[True] * 2 * 7, *[False] * 2 * 7]  # by hand and with us
 
