@@ -286,8 +286,8 @@ class Trainer(TrainerBase):
             datamodule: a LightningDataModule, instead of dataloaders. Default: None.
             ckpt_path: resume from this checkpoint: a path or URL, ``"best"``, ``"last"`` or ``"hpc"``. Default: None.
             weights_only: False to load a checkpoint that holds more than tensors and plain containers. This can execute
-                arbitrary code, so use it only for files that you trust. Hyperparameters that are objects are skipped
-                without an error, except if the module's ``on_load_checkpoint`` uses them: then pass False. Default:
+                arbitrary code, so use it only for files that you trust. By default, hyperparameters that are objects
+                are skipped without an error; pass False if the module's ``on_load_checkpoint`` uses them. Default:
                 None, like True.
             weights: not in Lightning. Start with the weights of another run: its folder, a checkpoint, a state dict, or
                 a safetensors file, loaded after ``configure_model`` as by :func:`trainer.load_weights`. Ignored if the

@@ -72,6 +72,12 @@ def points(series: Series) -> dict[int, float]:
     return dict(zip(series.steps, series.read(), strict=True))
 
 
+def test_series_reads_tensors_exactly() -> None:
+    series, value = Series(4), torch.tensor(0.1)
+    series.append(0, value)
+    assert series.read() == [value.item()]
+
+
 def written(folder: Any) -> dict[str, Any]:
     return json.loads((folder / "run.json").read_text())
 

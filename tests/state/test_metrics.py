@@ -265,3 +265,9 @@ def test_values_logged_in_this_batch_are_copied_once():
     assert store.copy_of(logged).item() == 6.0  # changed after it was logged
     store.end_batch()
     assert store.copies == []
+
+
+def test_numbers_on_a_device_are_read_exactly(cuda: Any) -> None:
+    numbers = {"double": 0.1, "integer": 2.0**24 + 1}
+    on_device = {name: torch.tensor(number, dtype=torch.float64, device="cuda") for name, number in numbers.items()}
+    assert to_scalars(on_device) == numbers

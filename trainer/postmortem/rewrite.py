@@ -103,7 +103,7 @@ def propose(birth: Birth) -> Iterator[Change]:
 
 
 def widen(birth: Birth) -> Iterator[Change]:
-    """Yield statements without a cast to 16 bits: those nearest before the operation first, at most eight."""
+    """Yield at most eight float32 versions of statements that cast to 16 bits, the nearest to the operation first."""
     casts = [
         change
         for statement in _statements(_parse_file(birth.file))

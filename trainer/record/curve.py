@@ -77,7 +77,7 @@ def read_rows(file: Path) -> dict[str, Curve]:
 
 
 def thin(curve: Curve, most: int) -> Curve:
-    """Reduce a curve to about ``most`` points: the extremes of each of equal intervals, and both ends.
+    """Reduce a curve to about ``most`` points: both ends, and the extremes of intervals of equal length.
 
     A spike of one step among a hundred thousand is kept, and so is one NaN or infinite value of each interval.
     """
