@@ -208,6 +208,12 @@ def test_settings_in_batches_are_converted(tmp_path: Path) -> None:
     assert trainer.progress.batches == 24
 
 
+def test_batches_of_a_later_epoch_are_converted(tmp_path: Path) -> None:
+    path = written(tmp_path, after=8, limit_train_batches=6)
+    trainer, module = resumed(path, loader(2), limit_train_batches=6)
+    assert (trainer.global_step, trainer.progress.batches, len(module.seen)) == (12, 24, 2 * (12 - 8))
+
+
 class Asks(Net):
     def configure_optimizers(self) -> Any:
         self.updates = self.trainer.estimated_stepping_batches
