@@ -113,7 +113,7 @@ def resume_command(command: str | None, words: Sequence[str], folder: Path | str
     value = place if re.fullmatch(r"[a-zA-Z0-9_./-]+", place) else quoted(place)
     own = ("ckpt", "ckpt_path", "resume", "trainer.resume", key)
     others = [word for word in words if word.lstrip("+").partition("=")[0] not in own]
-    has_config = any(word.lstrip("+").startswith("ckpt=") for word in words)  # that of another run
+    has_config = any(word.lstrip("+").startswith("ckpt=") for word in words)  # a config of another run
     config = [f"ckpt={value}"] if has_config else []
     return command_line(command, *others, *config, "resume=auto", f"{key}={value}")
 
@@ -152,8 +152,8 @@ def config_flags(hydra: Any) -> dict[str, str]:
 def _place_below_run(arguments: Arguments, config: DictConfig) -> DictConfig:
     """Return ``config`` with a folder of this run below the folder of the run that wrote its checkpoint.
 
-    Return it unchanged if there is no such checkpoint, its run's folder cannot be written, or a name or a config sets
-    the folder.
+    Return ``config`` unchanged if there is no such checkpoint, if the folder of the run that wrote it is not writable,
+    or if the user chose a folder: by ``name=``, or by ``hydra.run.dir`` in a config.
     """
     checkpoint = config.get("ckpt_path")
     run = run_of(Path(str(checkpoint))) if checkpoint is not None and Path(str(checkpoint)).exists() else None

@@ -1,9 +1,10 @@
 """``torch.compile`` in place: access to torch's private attributes, and the compiler's records.
 
-``nn.Module.compile`` compiles a module's call and leaves the module unchanged: its class, its names, the keys of its
-``state_dict``, its copies. A replaced ``forward`` and added hooks are compiled too, whether they are set before or
-after compiling. There is no public way to undo it, and torch 2.10 compiles nothing of a module with a ``forward`` from
-torch (``nn.Sequential``). Therefore torch's private attribute is set here, and nowhere else.
+``nn.Module.compile`` compiles a module's call and leaves the rest unchanged: the module's class, the names of its
+parameters, and the keys of its ``state_dict``. The module can still be copied. A replaced ``forward`` and added hooks
+are compiled too, whether they are set before or after compiling. There is no public way to undo it, and torch 2.10
+compiles nothing of a module with a ``forward`` from torch (``nn.Sequential``). Therefore torch's private attribute is
+set here, and nowhere else.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ def compile_in_place(module: nn.Module, settings: Mapping[str, Any], *, reuses_m
 class CompiledForward(OwnForward):
     """A compiled ``forward``, for modules with a ``__call__`` that runs more than ``forward``.
 
-    Under DDP, calling a LightningModule runs its ``training_step``.
+    For example, DDP calls the LightningModule to run its ``training_step``.
 
     Args:
         module: the module to compile.
@@ -241,7 +242,7 @@ def _call_of(module: nn.Module) -> Callable[..., Any]:
     """
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        return module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]  # noqa: SLF001 - __call__ would be compiled
+        return module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]  # noqa: SLF001 - __call__ would call this
 
     code = _CODES.setdefault(repr(module), call.__code__.replace())
     return FunctionType(code, call.__globals__, call.__name__, None, call.__closure__)
