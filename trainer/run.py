@@ -35,6 +35,7 @@ from trainer.errors import ConfigurationError, rank_zero_warn
 from trainer.loops.closures import refuse_bare_steps
 from trainer.preparation import Preparation
 from trainer.record.measures import folder_of_reports, reason_without_updates
+from trainer.state.metric_objects import update_counts
 from trainer.state.metrics import to_scalars
 
 if TYPE_CHECKING:
@@ -345,7 +346,10 @@ class Run:
         if trainer.data.is_due(RunningStage.VALIDATING) or loop.loaders is None:
             preparation.validation()
         loop.progress.begin_epoch(trainer.progress.epoch)
+        training = trainer.loop.metrics
+        updates_before = update_counts(entry.metric for entry in training.entries.values())
         loop.run()
+        training.refuse_shared_metrics(updates_before)
         trainer.loop.limits.restart_validation_clock()
         trainer.state.stage = RunningStage.TRAINING
 

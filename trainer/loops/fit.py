@@ -22,7 +22,6 @@ from trainer.loops.schedules import Schedules
 from trainer.loops.step_output import NOTHING, loss_in, outputs_of
 from trainer.precision.base import Precision
 from trainer.precision.scaler import UpdateOutcome
-from trainer.state.metric_objects import update_counts
 from trainer.state.metrics import MetricStore, PublishedMetrics, Recorder
 from trainer.state.outcome import StepOutcome
 from trainer.state.progress import FitProgress
@@ -255,9 +254,7 @@ class FitLoop:
         self.resolve_outcome()
         self.published.take(self.metrics.current())
         self.progress.owes_validation = True
-        updates_before = update_counts(entry.metric for entry in self.metrics.entries.values())
         self.validate()
-        self.metrics.refuse_shared_metrics(updates_before)
         self.resolve_outcome()
 
     # --- one batch ------------------------------------------------------------------------------------------
