@@ -45,7 +45,7 @@ class MetricObjects:
 
     def counts(self) -> dict[str, int]:
         """Return the number of updates of each metric since its last reset."""
-        return {name: metric._update_count for name, metric in self.by_name.items()}
+        return {name: metric.update_count for name, metric in self.by_name.items()}
 
     def state_dict(self, without: Container[str] = ()) -> dict[str, Any]:
         """Return this process's states of the metrics that have been updated since their last reset.
@@ -56,7 +56,7 @@ class MetricObjects:
         state: dict[str, Any] = {
             name: _state_of(metric)
             for name, metric in self.by_name.items()
-            if metric._update_count and name not in without
+            if metric.update_count and name not in without
         }
         state |= {name: {"tracked": len(tracker)} for name, tracker in self._trackers.items()}
         return state
@@ -75,7 +75,7 @@ class MetricObjects:
         for name, metric in self.by_name.items():
             if metric.sync_on_compute:
                 lists = {n: value for n, value in metric.metric_state.items() if isinstance(value, list)}
-                updates = metric._update_count - since.get(name, 0)
+                updates = metric.update_count - since.get(name, 0)
                 found[name] = {"updates": updates, "lists": {n: _kind(v) for n, v in lists.items()}}
         return found
 
@@ -174,7 +174,7 @@ def metric_objects_in(module: nn.Module) -> list[Metric]:
 
 def update_counts(metrics: Iterable[Metric | None]) -> dict[int, int]:
     """Return the number of updates since the last reset, by ``id`` of the metric object. Skips None."""
-    return {id(metric): metric._update_count for metric in metrics if metric is not None}
+    return {id(metric): metric.update_count for metric in metrics if metric is not None}
 
 
 def reduce_over_group(group: Any, module: nn.Module) -> Callable[[], None]:
