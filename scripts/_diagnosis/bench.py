@@ -20,7 +20,16 @@ from _diagnosis.programs import EPOCHS, PROGRAMS, Program
 from trainer import Trainer
 from trainer.precision import MixedPrecision
 
+accelerator = "cpu"
+"""The Trainer's ``accelerator``."""
+
 VERDICTS = ("data", "model", "forward", "backward", "underflow", "weights", "divergence", "unknown", "healthy")
+
+
+def cause(name: str) -> str:
+    """Return the right verdict for a program on :data:`accelerator`."""
+    program = PROGRAMS[name]
+    return "healthy" if program.is_healthy_on_gpu and accelerator == "gpu" else program.verdict
 
 
 @dataclass
@@ -67,7 +76,7 @@ def run(
     if program.scaling:
         precision = MixedPrecision("float16", **program.scaling)
     given = {
-        "accelerator": "cpu", "precision": precision, "max_epochs": EPOCHS, "logger": False,
+        "accelerator": accelerator, "precision": precision, "max_epochs": EPOCHS, "logger": False,
         "enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False,
         "log_every_n_steps": 10, "default_root_dir": str(folder),
     } | program.arguments | arguments  # fmt: skip
@@ -113,11 +122,11 @@ def matrix(found: dict[str, str]) -> str:
     """Return the confusion matrix as a Markdown table: a row for each cause, a column for each verdict."""
     counts = {row: dict.fromkeys(VERDICTS, 0) for row in VERDICTS if row != "unknown"}
     for name, verdict in found.items():
-        counts[PROGRAMS[name].verdict][verdict] += 1
+        counts[cause(name)][verdict] += 1
     lines = ["| cause | " + " | ".join(VERDICTS[:-1]) + " | no report |", "|---|" + "---:|" * len(VERDICTS)]
     lines += [
         f"| {row} | " + " | ".join(str(n or "") for n in verdicts.values()) + " |" for row, verdicts in counts.items()
     ]
-    right = sum(verdict == PROGRAMS[name].verdict for name, verdict in found.items())
-    alarms = sum(PROGRAMS[name].verdict == "healthy" != verdict for name, verdict in found.items())
+    right = sum(verdict == cause(name) for name, verdict in found.items())
+    alarms = sum(cause(name) == "healthy" != verdict for name, verdict in found.items())
     return "\n".join([*lines, "", f"{right} of {len(found)} right; {alarms} false alarms."])

@@ -198,7 +198,7 @@ class ContrastiveByHand(Model):
         z = F.normalize(torch.cat([self(a), self(b)]), dim=1)
         similarity = torch.exp(z @ z.t() / 0.01)
         positive = torch.cat([similarity.diag(len(a)), similarity.diag(-len(a))])
-        negative = (similarity * (1 - torch.eye(2 * len(a)))).sum(dim=1)
+        negative = (similarity * (1 - torch.eye(2 * len(a), device=a.device))).sum(dim=1)
         return -torch.log(positive / negative).mean()
 
 

@@ -36,6 +36,8 @@ class Program(LightningModule):
     """Arguments of the Trainer."""
     lr: ClassVar[float] = 0.05
     optimizer: ClassVar[Any] = torch.optim.SGD
+    is_healthy_on_gpu: ClassVar[bool] = False
+    """Whether autocast computes the operation in float32 on a GPU, so that it does not overflow there."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -598,6 +600,8 @@ class Total(nn.Module):
 class LongSum(Forward):
     """A sum over a long axis before the division."""
 
+    is_healthy_on_gpu = True
+
     def build(self):
         self.embed = nn.Linear(1, 8)
         self.pool = Total()
@@ -641,6 +645,8 @@ class MaskOfBillions(SoftmaxOfNothing, Forward):
 
 class CastInCode(Forward):
     """The code casts to float16, and sums many numbers."""
+
+    is_healthy_on_gpu = True
 
     lr = 1e-4
 
@@ -690,6 +696,8 @@ class Normalize(nn.Module):
 class SmallEps(Forward):
     """An epsilon of 1e-8 is 0 in float16, and 0 / 0 is NaN."""
 
+    is_healthy_on_gpu = True
+
     def build(self):
         self.embed = nn.Linear(WIDTH, 16, bias=False)
         self.norm = Normalize()
@@ -728,6 +736,8 @@ class SoftmaxByHand(nn.Module):
 
 class ExpInHalf(Forward):
     """A softmax by hand: exp(12) is too large for float16."""
+
+    is_healthy_on_gpu = True
 
     def build(self):
         self.net = nn.Sequential(nn.Linear(WIDTH, 16), SoftmaxByHand(), nn.Linear(16, CLASSES))

@@ -32,6 +32,7 @@ from trainer.data.samples import tensors_in
 from trainer.errors import LossScaleCollapse, expect, is_out_of_memory, warn
 from trainer.files import from_here, write_text
 from trainer.postmortem.diagnose import MAX_UNDERFLOW, Case, are_finite, diagnose
+from trainer.postmortem.host_batches import HostBatches, is_device_assert
 from trainer.postmortem.recording import RecordedBatch
 from trainer.postmortem.report import Diagnosis
 from trainer.postmortem.state import BufferState
@@ -87,6 +88,7 @@ class _Fit:
             was known.
         occurrences: number of events, by trigger.
         latest: the latest diagnosis, by trigger.
+        host_batches: the recent batches before their transfer to a GPU; None without one, and with several processes.
     """
 
     loop: Any
@@ -113,6 +115,7 @@ class _Fit:
     first_skip: tuple[int, float, float, BufferState] | None = None
     occurrences: Counter[str] = field(default_factory=Counter)
     latest: dict[str, Diagnosis] = field(default_factory=dict)
+    host_batches: HostBatches | None = None
 
     def batches_of(self, step: int) -> list[RecordedBatch]:
         """Return the recent batches of this step. A batch with several steps is recorded with its first step."""
@@ -132,7 +135,8 @@ class OverflowReport(RunCallback):
 
     Adds no kernel to a step, and no host-device synchronization except every ``log_every_n_steps`` updates and before a
     validation or a checkpoint. Holds references to up to 64 MiB of recent batches (at least one batch), and a copy of
-    the weights if they take at most 64 MiB.
+    the weights if they take at most 64 MiB. On one GPU it also holds up to 64 MiB of batches in host memory, because
+    the GPU cannot be read after an index that is out of range.
 
     Args:
         after: explain this number of skipped steps in a row with finite losses; at least 3, because one or two are
@@ -204,6 +208,8 @@ class OverflowReport(RunCallback):
         if scaler.is_enabled():
             self._probe = UnderflowProbe(trainer.engine.device.type)
             scaler.before_unscale.append(self._count_small)
+        if trainer.engine.device.type == "cuda" and trainer.world_size == 1:
+            self._fit.host_batches = HostBatches(trainer)
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         """Store the batch and its loss. Reads no value from the device."""
@@ -275,7 +281,12 @@ class OverflowReport(RunCallback):
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Explain an index that is out of range, or a number that exceeds the range of float16."""
         fit, is_examined = self._fit, isinstance(exception, (IndexError, RuntimeError, ValueError))
-        if fit is not None and trainer.world_size == 1 and is_examined and not is_out_of_memory(exception):
+        if fit is not None and fit.host_batches is not None and is_device_assert(exception):
+            fit.first_norm = None  # on the device, which can no longer be read
+            with suppress(Exception):  # the module cannot be copied, or does not run on the CPU
+                if (found := fit.host_batches.failing()) is not None:
+                    self._explain(trainer, fit, "error", [found[0]], found[0].step, fit.scale, found[1])
+        elif fit is not None and trainer.world_size == 1 and is_examined and not is_out_of_memory(exception):
             with suppress(Exception):  # the run ends with `exception`
                 self._check_losses(trainer)
             metrics, progress, step = fit.loop.metrics, fit.loop.progress, trainer.global_step
@@ -415,6 +426,8 @@ class OverflowReport(RunCallback):
 
     def _clean_up(self, trainer: Trainer) -> None:
         """Drop the recorded batches and weights."""
+        if self._fit is not None and self._fit.host_batches is not None:
+            self._fit.host_batches.stop()
         self._fit = self._probe = None
         if self._count_small in trainer.scaler.before_unscale:
             trainer.scaler.before_unscale.remove(self._count_small)

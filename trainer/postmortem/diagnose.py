@@ -11,7 +11,6 @@ import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -82,7 +81,7 @@ def diagnose(trainer: Trainer, case: Case) -> Diagnosis | None:
         cause of the exception. With the trigger "step", a diagnosis with the largest loss scale instead of None.
     """
     if case.error is not None:
-        if (found := _index_out_of_range(case.error.__traceback__)) is not None:
+        if (found := index_out_of_range(case.error)) is not None:
             return _out_of_range(trainer, case, *found)
         if "without overflow" not in f"{case.error}" and are_finite(trainer.lightning_module, case.batches[0].batch):
             return None
@@ -203,9 +202,10 @@ def _out_of_range(trainer: Trainer, case: Case, indices: Tensor, number: int) ->
     )  # fmt: skip
 
 
-def _index_out_of_range(trace: TracebackType | None) -> tuple[Tensor, int] | None:
+def index_out_of_range(error: BaseException) -> tuple[Tensor, int] | None:
     """Return the index that torch rejected and the number of rows or classes, from the frames of an exception."""
     found: tuple[Tensor, int] | None = None
+    trace = error.__traceback__
     while trace is not None:
         values, name = trace.tb_frame.f_locals, trace.tb_frame.f_code.co_name
         given, weight, target = values.get("input"), values.get("weight"), values.get("target")

@@ -1,0 +1,119 @@
+"""Find an index that is out of range after it ended CUDA's context."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import ExitStack
+from copy import copy, deepcopy
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from trainer.data.samples import tensors_in
+from trainer.loops.batch_path import TrainingPath
+from trainer.postmortem.diagnose import index_out_of_range
+from trainer.postmortem.recording import RecordedBatch
+from trainer.postmortem.replay import silence
+
+if TYPE_CHECKING:
+    from trainer.trainer import Trainer
+
+_BYTES = 2**26
+"""Maximum size of the stored batches. At least one batch is stored."""
+_BATCHES = 64
+"""Maximum number of stored batches: the host issues a limited number of kernels before it waits for the device."""
+_MAX_WEIGHTS = 2**30
+"""Maximum size of the parameters in bytes; a step of a larger model takes too long on a CPU."""
+_SECONDS = 60.0
+"""No further batch is tried on the CPU after this time."""
+
+
+def is_device_assert(error: BaseException) -> bool:
+    """Return whether a kernel ended CUDA's context, which is how a GPU reports an index that is out of range."""
+    return isinstance(error, RuntimeError) and "device-side assert" in str(error)
+
+
+class HostBatches:
+    """The recent batches of a fit on a GPU, as they were before their transfer.
+
+    A GPU reports an index that is out of range steps later, without the index, and its memory can then no longer be
+    read, neither batches nor weights. The CPU reports it at once: :meth:`failing` runs the recent batches there.
+
+    Args:
+        trainer: the Trainer, whose path of a batch is wrapped.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        self._loop = trainer.loop
+        self._recent: deque[tuple[int, Any]] = deque(maxlen=0)
+        self._loop.wrap(self)
+
+    def stop(self) -> None:
+        """Drop the batches, and store no more."""
+        self._recent.clear()
+        self._loop.unwrap(self)
+
+    def __call__(self, path: TrainingPath) -> TrainingPath:
+        """Wrap the path of a batch: keep a reference to each batch before its transfer."""
+        return replace(path, train_batch=partial(self._train_batch, path.train_batch))
+
+    def _train_batch(self, train_batch: Callable[..., None], batch: Any, batch_idx: int, is_last: bool) -> None:
+        if not self._recent.maxlen:  # the first batch
+            size = sum(tensor.nbytes for tensor in tensors_in(batch))
+            self._recent = deque(maxlen=max(1, min(_BYTES // max(size, 1), _BATCHES)))
+        self._recent.append((batch_idx, batch))
+        train_batch(batch, batch_idx, is_last)
+
+    def failing(self) -> tuple[RecordedBatch, Exception] | None:
+        """Run the recent batches on the CPU, newest first, with a copy of the module whose weights are zeros.
+
+        Returns:
+            The first batch with an index that is out of range, and the exception. None if there is none, or if the
+            model is too large.
+        """
+        module = self._trainer.lightning_module
+        if sum(parameter.nbytes for parameter in module.parameters()) > _MAX_WEIGHTS:
+            return None
+        began, step = time.monotonic(), self._trainer.global_step
+        with ExitStack() as stack:
+            stack.enter_context(torch.no_grad())
+            if "torch._dynamo" in sys.modules:
+                stack.enter_context(torch.compiler.set_stance("force_eager"))
+            with _ZerosOnHost():
+                host: LightningModule = deepcopy(module, {id(self._trainer): self._trainer}).to("cpu")
+            silence(host)
+            takes_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
+            for batch_idx, batch in reversed(self._recent):
+                try:
+                    given = host.on_after_batch_transfer(host.on_before_batch_transfer(batch, 0), 0)
+                    host.training_step(given, *([batch_idx] if takes_index else []))
+                except Exception as error:
+                    if index_out_of_range(error) is not None:
+                        return RecordedBatch(batch, batch_idx, step, copy(self._loop.window), {}), error
+                if time.monotonic() - began > _SECONDS:
+                    break
+        return None
+
+
+class _ZerosOnHost(TorchFunctionMode):
+    """Copies tensors of a GPU as zeros on the CPU, without reading them."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func not in (Tensor.__deepcopy__, Tensor.clone) or not args[0].is_cuda:
+            return func(*args, **kwargs or {})
+        tensor, memo = args[0], args[1] if len(args) > 1 else {}
+        if id(tensor) not in memo:
+            zeros = torch.zeros(tensor.shape, dtype=tensor.dtype, device="cpu")
+            is_parameter = func is Tensor.__deepcopy__ and isinstance(tensor, nn.Parameter)  # of a subclass
+            memo[id(tensor)] = nn.Parameter(zeros, tensor.requires_grad) if is_parameter else zeros
+        return memo[id(tensor)]
