@@ -647,7 +647,8 @@ def prefetching(part: Part) -> None:
             if abs(middle - 0.02) < spread(longer):
                 verdict = "inconclusive"
             hand = statistics.median(rounds[bench.PREFETCHED]["hand-written"])
-            measured = f"on {on:.0f} us a step, off {off:.0f} us ({middle:+.1%} ± {spread(longer):.1%}); by hand, on {hand:.0f} us"
+            measured = f"on {on:.0f} us a step, off {off:.0f} us ({middle:+.1%} ± {spread(longer):.1%})"
+            measured += f"; by hand, on {hand:.0f} us"
             command = (
                 f"scripts/benchmark_overhead --device cuda --host-rows {bench.host_rows} --precision bf16-mixed --mode"
                 f' "{bench.PREFETCHED}" "{bench.NOT_PREFETCHED}"'

@@ -71,7 +71,7 @@ def test_batch_that_ended_the_context_is_named(tmp_path, bad):
 
 @pytest.mark.usefixtures("cuda")
 def test_only_the_newest_batches_are_stored(tmp_path, monkeypatch):
-    monkeypatch.setattr("trainer.postmortem.host_batches._BYTES", 2 * 4 * 8)  # two batches of 4 tokens
+    monkeypatch.setattr("trainer.postmortem.recording._BYTES", 2 * 4 * 8)  # two batches of 4 tokens
     assert fit(tmp_path, Tokens()).reports == []
 
 

@@ -9,7 +9,7 @@ from lightning.pytorch import Callback
 from torch import nn
 
 from tests.support import Regression, loader_of, loss_of, make_batches, make_trainer, native_fp16, sgd
-from trainer.postmortem.recording import Recorder
+from trainer.postmortem.recording import Recorder, storage_for
 from trainer.state import random_states
 
 
@@ -124,3 +124,45 @@ def test_state_before_each_window(tmp_path: Any, keeps_batches: bool) -> None:
     trainer = make_trainer(tmp_path, accumulate_grad_batches=2, callbacks=[records])
     trainer.fit(Stochastic(), loader_of(make_batches(4)))
     assert records.updates == dict.fromkeys(range(2), (True, False, None))
+
+
+# --- stored batches -----------------------------------------------------------------------------------------------
+
+
+class Graph:
+    """A batch of a class that cannot be looked into."""
+
+    def __init__(self) -> None:
+        self.x = torch.ones(4)
+
+
+MIB = torch.zeros(2**20, dtype=torch.uint8)
+
+
+@pytest.mark.parametrize(
+    ("batch", "number"),
+    [
+        ([MIB, MIB.numpy()], 32),
+        ({"text": ["a", "b"], "label": torch.zeros(2)}, 100),
+        ([torch.eye(2**11).to_sparse(), None], 100),
+        (torch.ones(2**21).to_sparse(), 2),  # indices of 16 MiB and values of 8 MiB
+        (torch.zeros(2**26 + 1, dtype=torch.uint8), 1),
+        ([MIB, Graph()], 1),
+    ],
+    ids=["arrays", "text", "sparse", "large_sparse", "large", "other_class"],
+)
+def test_stored_batches_take_limited_memory(batch, number):
+    room, stored = storage_for(batch, 100)
+    assert room == number
+    assert stored(batch) is batch
+
+
+def test_stored_batches_hold_no_shared_memory():
+    shared, own = torch.ones(3).share_memory_(), torch.ones(3)
+    batch = {"shared": shared, "own": own, "sparse": own.to_sparse()}
+    _, stored = storage_for(batch, 100)
+    copied = stored(batch)
+    assert not copied["shared"].is_shared()
+    assert copied["shared"].equal(shared)
+    assert copied["own"] is own
+    assert copied["sparse"] is batch["sparse"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import warnings
 from typing import Any
 
 import numpy as np
@@ -37,6 +38,12 @@ def through_a_file(state: Any) -> Any:
     torch.save(state, file)
     file.seek(0)
     return torch.load(file, weights_only=True)
+
+
+def nested() -> torch.Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a prototype
+        return torch.nested.nested_tensor([torch.ones(2, 4), torch.ones(3, 4)])
 
 
 @pytest.mark.parametrize(
@@ -74,6 +81,14 @@ def test_plain_values_are_restored(name: str, value: Any) -> None:
     assert restored.read() == state
 
 
+def test_conjugate_is_restored() -> None:
+    thing, other = Thing(), Thing()
+    watched, restored = AttributeChanges([thing]), AttributeChanges([other])
+    thing.tensor = torch.tensor([1 + 2j]).conj()
+    restored.write(through_a_file(watched.read()))
+    assert other.tensor.tolist() == [1 - 2j]
+
+
 def test_containers_are_restored_in_place() -> None:
     thing = Thing()
     watched = AttributeChanges([thing])
@@ -91,7 +106,9 @@ def test_containers_are_restored_in_place() -> None:
     assert thing.tensor.tolist() == [1, 1]
 
 
-@pytest.mark.parametrize("value", [object(), iter([1]), [object()], list(range(1000)), torch.ones(10_000)], ids=type)
+@pytest.mark.parametrize(
+    "value", [object(), iter([1]), [object()], list(range(1000)), torch.ones(10_000), nested()], ids=type
+)
 def test_object_with_other_changes_is_not_restored(value: Any) -> None:
     thing, other = Thing(), Thing()
     watched = AttributeChanges([thing])

@@ -9,7 +9,7 @@ import statistics
 import sys
 import time
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass, field
@@ -28,12 +28,12 @@ from torch.optim import Optimizer
 
 from trainer import terminal
 from trainer.callbacks.run_callback import RunCallback
-from trainer.data.samples import tensors_in
+from trainer.data.batches import identity
 from trainer.errors import LossScaleCollapse, expect, is_out_of_memory, warn
 from trainer.files import from_here, write_text
 from trainer.postmortem.diagnose import MAX_UNDERFLOW, Case, are_finite, diagnose
 from trainer.postmortem.host_batches import HostBatches, is_device_assert
-from trainer.postmortem.recording import RecordedBatch
+from trainer.postmortem.recording import RecordedBatch, storage_for
 from trainer.postmortem.report import Diagnosis
 from trainer.postmortem.state import BufferState
 from trainer.precision.scaler import snapshot_loss
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _BYTES = 2**26
-"""Maximum size of the stored batches, and of the stored copy of the weights."""
+"""Maximum size of the stored copy of the weights."""
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _KEEP_EVERY = 50
 """Minimum number of optimizer steps between two copies of the weights."""
@@ -68,6 +68,7 @@ class _Fit:
         scale: the loss scale of the next loss.
         recent: the latest batches.
         room: maximum length of ``recent`` while no step is skipped; 0 before the first batch.
+        stored: the function to apply to a batch before it is stored in ``recent``.
         latest_batch: ``batches_started`` of the newest batch in ``recent``.
         losses: the losses since the last check, each with its step and loss scale; still scaled.
         skipped: the skipped steps since the last check.
@@ -97,6 +98,7 @@ class _Fit:
     scale: float
     recent: deque[RecordedBatch] = field(default_factory=lambda: deque(maxlen=1))
     room: int = 0
+    stored: Callable[[Any], Any] = identity
     latest_batch: int = 0
     losses: list[tuple[int, Tensor, float]] = field(default_factory=list)
     skipped: set[int] = field(default_factory=set)
@@ -135,8 +137,8 @@ class OverflowReport(RunCallback):
 
     Adds no kernel to a step, and no host-device synchronization except every ``log_every_n_steps`` updates and before a
     validation or a checkpoint. Holds references to up to 64 MiB of recent batches (at least one batch), and a copy of
-    the weights if they take at most 64 MiB. On one GPU it also holds up to 64 MiB of batches in host memory, because
-    the GPU cannot be read after an index that is out of range.
+    the weights if they take at most 64 MiB. Tensors in shared memory are copied. On one GPU it also holds up to 64 MiB
+    of batches in host memory, because the GPU cannot be read after an index that is out of range.
 
     Args:
         after: explain this number of skipped steps in a row with finite losses; at least 3, because one or two are
@@ -222,15 +224,14 @@ class OverflowReport(RunCallback):
             if not fit.weights:
                 part = trainer.engine.gradients.part
                 fit.first_norm = get_total_norm([part(p.detach()) for p in pl_module.parameters() if p.numel()])
-            size = sum(tensor.nbytes for tensor in tensors_in(loop.metrics.batch))
-            number = (_KEEP_EVERY + fit.every) * window.size  # all batches since the copy of the weights
-            fit.room = max(1, min(_BYTES // max(size, 1), number))
+            most = (_KEEP_EVERY + fit.every) * window.size  # all batches since the copy of the weights
+            fit.room, fit.stored = storage_for(loop.metrics.batch, most)
             fit.recent = deque(maxlen=fit.room)
         if progress.batches_started != fit.latest_batch:  # a closure or a manual step may have several losses
             fit.latest_batch = progress.batches_started
             position = window if window.batches == 1 else copy(window)
-            recorded = RecordedBatch(loop.metrics.batch, progress.batch_idx, progress.optimizer_steps, position, {})
-            fit.recent.append(recorded)
+            batch = fit.stored(loop.metrics.batch)
+            fit.recent.append(RecordedBatch(batch, progress.batch_idx, progress.optimizer_steps, position, {}))
         fit.losses.append((progress.optimizer_steps, losses[-1] if losses else snapshot_loss(loss), fit.scale))
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:

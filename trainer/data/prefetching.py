@@ -108,10 +108,10 @@ class Prefetching(TorchFunctionMode):
 
 
 def _is_small(batch: Any) -> bool:
-    """Return whether a batch (a tensor, or a list, tuple or dict of tensors) has only small tensors."""
+    """Return whether a batch (a tensor, or a list, tuple or dict of tensors) has only small dense tensors."""
     kind = type(batch)
     for part in batch if kind in (list, tuple) else batch.values() if kind is dict else (batch,):
-        if type(part) is not Tensor or part.nbytes >= MIN_BYTES:
+        if type(part) is not Tensor or part.layout is not torch.strided or part.nbytes >= MIN_BYTES:
             return False
     return True
 

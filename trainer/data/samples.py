@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 PLAIN = (str, bytes, int, float, bool, type(None))
@@ -40,6 +41,13 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
     """Yield the tensors, without their paths."""
     for _, tensor in named_tensors_in(value):
         yield tensor
+
+
+def nbytes(tensor: Tensor) -> int:
+    """Return the size of a tensor in bytes, also of a sparse one."""
+    if tensor.layout is torch.sparse_coo:
+        return tensor._indices().nbytes + tensor._values().nbytes  # noqa: SLF001 - public ones need coalesced tensors
+    return tensor.nbytes
 
 
 def batch_size(batch: Any) -> int:

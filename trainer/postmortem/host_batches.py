@@ -18,17 +18,15 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from trainer.data.samples import tensors_in
+from trainer.data.batches import identity
 from trainer.loops.batch_path import TrainingPath
 from trainer.postmortem.diagnose import index_out_of_range
-from trainer.postmortem.recording import RecordedBatch
+from trainer.postmortem.recording import RecordedBatch, storage_for
 from trainer.postmortem.replay import silence
 
 if TYPE_CHECKING:
     from trainer.trainer import Trainer
 
-_BYTES = 2**26
-"""Maximum size of the stored batches. At least one batch is stored."""
 _BATCHES = 64
 """Maximum number of stored batches: the host issues a limited number of kernels before it waits for the device."""
 _MAX_WEIGHTS = 2**30
@@ -56,6 +54,7 @@ class HostBatches:
         self._trainer = trainer
         self._loop = trainer.loop
         self._recent: deque[tuple[int, Any]] = deque(maxlen=0)
+        self._stored: Callable[[Any], Any] = identity
         self._loop.wrap(self)
 
     def stop(self) -> None:
@@ -64,14 +63,14 @@ class HostBatches:
         self._loop.unwrap(self)
 
     def __call__(self, path: TrainingPath) -> TrainingPath:
-        """Wrap the path of a batch: keep a reference to each batch before its transfer."""
+        """Wrap the path of a batch: store each batch before its transfer."""
         return replace(path, train_batch=partial(self._train_batch, path.train_batch))
 
     def _train_batch(self, train_batch: Callable[..., None], batch: Any, batch_idx: int, is_last: bool) -> None:
         if not self._recent.maxlen:  # the first batch
-            size = sum(tensor.nbytes for tensor in tensors_in(batch))
-            self._recent = deque(maxlen=max(1, min(_BYTES // max(size, 1), _BATCHES)))
-        self._recent.append((batch_idx, batch))
+            room, self._stored = storage_for(batch, _BATCHES)
+            self._recent = deque(maxlen=room)
+        self._recent.append((batch_idx, self._stored(batch)))
         train_batch(batch, batch_idx, is_last)
 
     def failing(self) -> tuple[RecordedBatch, Exception] | None:

@@ -8,6 +8,13 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
+import torch
+from lightning_utilities import apply_to_collection
+from torch import Tensor
+
+from trainer.data.batches import identity
+from trainer.data.samples import PLAIN, leaves_in, nbytes
 from trainer.loops.accumulation import AccumulationWindow
 from trainer.loops.batch_path import TrainingPath
 from trainer.postmortem.state import BufferState
@@ -16,12 +23,44 @@ from trainer.state import random_states
 if TYPE_CHECKING:
     from trainer.trainer import Trainer
 
+_BYTES = 2**26
+"""Maximum size of stored batches."""
+
+
+def storage_for(batch: Any, most: int) -> tuple[int, Callable[[Any], Any]]:
+    """Return how many batches like this one may be stored, and the function to apply to a batch before it is stored.
+
+    The batches take at most 64 MiB. If one batch takes more, or has parts of unknown size, such as objects of other
+    classes, only one batch may be stored. The function copies tensors in shared memory, which come from the workers of
+    a dataloader: each would hold an open file and a part of ``/dev/shm``, which may be small.
+
+    Args:
+        batch: the first batch.
+        most: the maximum number.
+    """
+    leaves = [leaf for _, leaf in leaves_in(batch)]
+    if not all(isinstance(leaf, (Tensor, np.ndarray, list, tuple, *PLAIN)) for leaf in leaves):
+        return 1, identity
+    size = sum(nbytes(leaf) if isinstance(leaf, Tensor) else getattr(leaf, "nbytes", 0) for leaf in leaves)
+    number = max(1, min(_BYTES // max(size, 1), most))
+    is_copied = number > 1 and any(map(_is_in_shared_memory, leaves))
+    return number, partial(apply_to_collection, dtype=Tensor, function=_private) if is_copied else identity
+
+
+def _is_in_shared_memory(leaf: Any) -> bool:
+    is_dense = isinstance(leaf, Tensor) and leaf.is_cpu and leaf.layout is torch.strided
+    return is_dense and leaf.is_shared()
+
+
+def _private(tensor: Tensor) -> Tensor:
+    return tensor.clone() if _is_in_shared_memory(tensor) else tensor
+
 
 class RecordedBatch(NamedTuple):
     """One batch, and the state just before its ``training_step``.
 
     Attributes:
-        batch: the batch on the device, by reference.
+        batch: the batch on the device, by reference or as a copy.
         batch_idx: index of the batch in the epoch, zero-based.
         step: ``trainer.global_step`` before the batch.
         window: copy of the accumulation window, which weights the loss.

@@ -184,9 +184,11 @@ def _copied(value: Any, left: list[int]) -> Any:
 
 def _numbers_of(value: Any) -> list[Any] | None:
     if isinstance(value, Tensor):
-        if value.layout is not torch.strided or value.device.type != "cpu" or value.numel() > _MAX_ELEMENTS:
+        is_dense = value.layout is torch.strided and not value.is_nested and not value.is_quantized
+        if not is_dense or value.device.type != "cpu" or value.numel() > _MAX_ELEMENTS:
             return None
-        numbers = value.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes() if value.numel() else b""
+        dense = value.detach().resolve_conj().resolve_neg().contiguous()
+        numbers = dense.view(-1).view(torch.uint8).numpy().tobytes() if dense.numel() else b""
         return ["tensor", str(value.dtype).removeprefix("torch."), list(value.shape), numbers]
     if value.size > _MAX_ELEMENTS or value.dtype.hasobject or value.dtype.names:
         return None

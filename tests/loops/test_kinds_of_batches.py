@@ -1,0 +1,60 @@
+"""A fit accepts batches of all kinds, whatever its default callbacks do with them."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from trainer import Trainer
+
+
+class Graph:
+    """A batch of a class that cannot be looked into."""
+
+    def __init__(self) -> None:
+        self.edges = torch.eye(3)
+
+
+class Constant(LightningModule):
+    """Ignores its batches. Its loss is NaN in batch 1, so that the batches are examined."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.batches = nn.Linear(4, 1), []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.batches.append(batch)
+        return self.net(torch.ones(2, 4)).mean() * (float("nan") if batch_idx == 1 else 1.0)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def nested() -> Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a prototype
+        return torch.nested.nested_tensor([torch.ones(2, 4), torch.ones(3, 4)])
+
+
+KINDS = {
+    "sparse": torch.eye(3).to_sparse(), "nested": nested(), "text": ["a", None],
+    "graph": [Graph(), torch.ones(2)], "array": {"a": np.ones(3), "b": np.array([object()])},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("kind", "precision"), [*((kind, "16-mixed") for kind in KINDS), ("sparse", "32-true"), ("graph", "bf16-true")]
+)
+def test_batches_reach_the_module(tmp_path, kind, precision):
+    module, batch = Constant(), KINDS[kind]
+    options = {"precision": precision, "enable_progress_bar": False, "enable_checkpointing": False, "logger": False}
+    trainer = Trainer(accelerator="cpu", max_epochs=1, default_root_dir=tmp_path, log_every_n_steps=2, **options)
+    trainer.fit(module, DataLoader([batch] * 4, batch_size=None))
+    assert [type(one) for one in module.batches] == [type(batch)] * 4
