@@ -459,7 +459,7 @@ def test_state_of_persistent_workers_that_cannot_be_stored_is_refused() -> None:
     make = lambda: DataLoader(NeverCloses(), 2, num_workers=1, persistent_workers=True)  # noqa: E731
     _, checkpoints = trained(make, 3)
     end = next(checkpoint for _, checkpoint in checkpoints if _begins(checkpoint, 2))
-    with pytest.raises(ResumeError, match=r"NeverCloses.source changed in its persistent_workers.*=False.*state_dict"):
+    with pytest.raises(ResumeError, match=r"NeverCloses.source changed in the persistent workers.*=False.*state_dict"):
         resumed(make(), end, 3)
     with pytest.warns(UserWarning, match="NeverCloses.source changed"):
         resumed(make(), end, 3, exact=False)
@@ -524,7 +524,7 @@ def test_attributes_that_load_state_dict_sets_for_the_next_pass_are_kept(make: A
 def test_sampler_iterated_too_often_by_a_stateful_dataloader_is_refused_inside_an_epoch() -> None:
     make = lambda: StatefulDataLoader(Noisy(), 2, sampler=CountsEpochs())  # noqa: E731
     _, checkpoints = trained(make, 1)
-    with pytest.raises(ResumeError, match="its sampler changes whenever it is iterated"):
+    with pytest.raises(ResumeError, match="the sampler changes whenever it is iterated"):
         resumed(make(), checkpoints[1][1], 1)
 
 
@@ -645,7 +645,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "batch_size": (lambda: shuffled(batch_size=3), "batch_size was 2 and is 3; the first .* samples"),
     "drop_last": (lambda: shuffled(drop_last=True), "drop_last was False and is True"),
     "samples": (lambda: shuffled(Noisy(8)), "the number of samples was 7 and is 8"),
-    "order": (lambda: shuffled(shuffle=False), r"first .* had the samples \[.*it is \[0, 1\]"),
+    "order": (lambda: shuffled(shuffle=False), r"first .* had the samples \[.*it has \[0, 1\]"),
     "world size": (
         lambda: shuffled(shuffle=False, sampler=DistributedSampler(range(7), 2, 0)),
         "the world size was 1 and is 2",
@@ -691,7 +691,7 @@ def test_order_that_is_another_one_later_is_seen() -> None:
         return DataLoader(Noisy(), 1, sampler=list(indices))
 
     _, checkpoints = trained(lambda: loader(0, 1, 2, 3), 1)
-    with pytest.raises(ResumeError, match=r"the last trained batch .* \[2\]; .*, but here it is \[3\]"):
+    with pytest.raises(ResumeError, match=r"the last trained batch .* \[2\]; .*, but now it has \[3\]"):
         resumed(loader(0, 1, 3, 2), checkpoints[2][1], 1)
 
 

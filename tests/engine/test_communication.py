@@ -96,7 +96,7 @@ def test_why_a_run_is_not_exact(attributes: dict[str, Any], reasons: list[str]) 
 def test_another_hook_is_not_exact() -> None:
     states = communication.state_of([Holder(steps=1)], [])
     (reason,) = communication.load([], [], states, same_buckets=True, device=CPU)
-    assert reason == "its communication hooks had Holder, those of this run have no state"
+    assert reason == "the communication hooks had Holder in the saved run, and have no state now"
     assert communication.load([], [], [], same_buckets=True, device=CPU) == []
     assert communication.load([Holder()], [], [], same_buckets=True, device=CPU) == []
 

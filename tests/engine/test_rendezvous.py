@@ -48,7 +48,7 @@ def test_entries_of_a_dead_process_are_ignored() -> None:
 def test_missing_ranks_are_named() -> None:
     served = HashStore()
     served.set_timeout(SHORT)
-    with pytest.raises(ClusterError, match="of 3, rank 1, 2 did not come"):
+    with pytest.raises(ClusterError, match="rank 1, 2 of 3 did not join"):
         rendezvous(served, 0, 3, SHORT)
-    with pytest.raises(ClusterError, match="rank 0 did not come"):
+    with pytest.raises(ClusterError, match="rank 0 did not join"):
         rendezvous(served, 1, 3, SHORT)

@@ -307,7 +307,7 @@ class LoaderSet:
     def _resume(self, state: dict[str, Any], position: dict[str, Any]) -> list[str]:
         reasons, batches, is_one = [], state["batches"], len(self.loaders) == 1
         if state["inside"] and not is_one:
-            reasons.append("it was written inside a batch")
+            reasons.append("the checkpoint was written inside a batch")
         for loader, own in zip(self.loaders, position["loaders"], strict=True):
             if loader.replays and own.get("batches"):
                 _warn_of_replaying(loader, own["batches"])
@@ -403,7 +403,8 @@ class DrawnLoaderSet(LoaderSet):
         return {**super()._position_state(), "drawn": self.fetcher.fetched}
 
     def _resume(self, state: dict[str, Any], position: dict[str, Any]) -> list[str]:
-        inside = ["it was written inside a step, which had drawn batches already"] if state["inside"] else []
+        reason = "the checkpoint was written inside a step, which had drawn batches already"
+        inside = [reason] if state["inside"] else []
         return super()._resume({**state, "inside": False}, position) + inside
 
     def _drop(self, batches: int) -> None:

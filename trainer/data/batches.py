@@ -39,8 +39,8 @@ class Loaders(Protocol):
     """The smallest and largest number of batches on any rank, for each dataloader. A single entry if the dataloaders
     are combined, as in training; empty in training if a length is unknown."""
     on_batch: Callable[[bool], Any]
-    """Called before each training batch if the lengths are not exact, with whether all ranks have a batch. It may
-    raise."""
+    """Called before each training batch if the lengths are not exact. The argument is whether all ranks have a batch.
+    It may raise."""
 
     def first_empty(self) -> str:
         """Return the name of the first training dataloader without a batch; "" if there is no dataloader."""
@@ -87,7 +87,7 @@ class Loaders(Protocol):
         Args:
             state: the return value of :meth:`state_dict` with additional keys: ``batches``, the number of trained
                 batches; ``is_over``, whether the pass was over; ``inside``, whether the state was saved in the middle
-                of the next batch. A state with ``batches`` only skips this number of batches.
+                of the next batch. If a state contains only ``batches``, this number of batches is skipped.
 
         Returns:
             The reasons why the following batches may differ from those of an uninterrupted run; empty if they do not.
@@ -109,7 +109,7 @@ class EndOfPass(Exception):  # noqa: N818 - no error
 
 
 class DrawnLoaders(Loaders, Protocol):
-    """Loaders for a step that draws its own batches (``dataloader_iter``): a pass only yields once for each step."""
+    """Loaders for a step that draws its own batches (``dataloader_iter``): a pass yields one item for each step."""
 
     @property
     def is_done(self) -> bool:
@@ -124,7 +124,7 @@ class DrawnLoaders(Loaders, Protocol):
 
 
 class TrainingBatches:
-    """The training data for the fit loop. Iterate for (batch, batch_idx, is_last).
+    """The training data for the fit loop. Iterating it yields (batch, batch_idx, is_last).
 
     Args:
         loaders: the training dataloaders. None if the run has no training data.
@@ -134,7 +134,7 @@ class TrainingBatches:
 
     Attributes:
         num_batches: batches in one pass, by the length of the dataloaders; inf if unknown. The pass has fewer if the
-            data ends earlier, and never more. SWA writes it; the loop gets the batches that there are.
+            data ends earlier, and never more. SWA overwrites it, which does not change the batches that the loop gets.
         is_over: whether the pass has had its last batch.
     """
 
@@ -380,7 +380,7 @@ def _is_on(batch: Batch, device: torch.device) -> bool:
         return bool(batch.device == device)
     if type(batch) not in (list, tuple):
         return False
-    for item in batch:  # not all(...): a generator costs more than the look
+    for item in batch:  # not all(...): a generator costs more than the checks
         if type(item) is not Tensor or item.device != device:
             return False
     return True

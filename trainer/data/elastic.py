@@ -254,7 +254,7 @@ class ElasticSampler(Sampler[int]):
         return row[torch.arange(self.total) % max(samples, 1)]
 
     def _draw_together(self, samples: int) -> list[int]:
-        """Draw the order on the first process, and repeat it on the others with unchanged random states."""
+        """Draw the order on the first process, and repeat this on the others without changing their random states."""
         generators = random_states.find(self._source)
         state = self._share(random_states.capture(own=generators))
         if self.rank == 0:

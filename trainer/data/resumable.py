@@ -133,7 +133,7 @@ class ResumableLoader:
             if state["kind"] != self.kind:
                 return []
             if self._persists and "epoch" in state:
-                for part in objects_with_set_epoch(self.loader.dataset):  # new workers get a copy of the saved epoch
+                for part in objects_with_set_epoch(self.loader.dataset):  # new workers copy the dataset, with its epoch
                     part.set_epoch(state["epoch"])
                 self.epoch = state["epoch"]
             reasons = self._follow(state)
@@ -170,7 +170,7 @@ class ResumableLoader:
         self._has_worker_states = self._can_have_worker_states and (running is None or _owner_of(running) is self)
         if running is None or not self._has_worker_states:
             self.begin_pass(with_old_workers=running is not None)
-        if not self._has_worker_states:  # for persistent workers: started by other code
+        if not self._has_worker_states:  # not supported, or other code started the persistent workers
             return self._count_batches(iter(self.loader))
         return self._open({}) if running is None else iter(self.loader)
 
@@ -210,7 +210,7 @@ class ResumableLoader:
 
 
 def resumable(loader: Any, epoch: int = 0) -> ResumableLoader:
-    """Return a :class:`ResumableLoader` around ``loader``, in an epoch."""
+    """Return a :class:`ResumableLoader` around ``loader``, and set its epoch."""
     made: ResumableLoader
     if _has_state(loader):
         made = StatefulLoader(loader)
@@ -326,13 +326,13 @@ class ReplayedLoader(ResumableLoader):
             return []
         if not self._can_have_worker_states or state.get(key) is None:
             is_first = key == "at_start" and state.get("is_first")
-            return [] if is_first else ["the position of its persistent_workers is unknown"]
+            return [] if is_first else ["the position of the persistent workers is unknown"]
         own = (worker.get("own", [[]])[-1] for worker in state[key].values())
         lost = sorted({name for states in own for name in AttributeChanges.lost(states)})
         if not lost or not isinstance(self.loader.dataset, IterableDataset):
             return []
         return [
-            f"{', '.join(lost)} changed in its persistent_workers and cannot be stored: use persistent_workers=False,"
+            f"{', '.join(lost)} changed in the persistent workers and cannot be stored: use persistent_workers=False,"
             " or give the dataset `state_dict` and `load_state_dict`"
         ]
 
@@ -381,7 +381,7 @@ class StatefulLoader(ReplayedLoader):
             iterator = self._begin()
         self._continue_from(state)
         if "sampler" in state and random_states.states_of(self._sampler_attributes) != state["sampler"]:
-            reasons.append("its sampler changes whenever it is iterated, and resuming iterates it more often")
+            reasons.append("the sampler changes whenever it is iterated, and resuming iterates it more often")
         return iter(iterator)
 
     def _load(self, state: State, reasons: list[str]) -> dict[int, State]:
@@ -391,7 +391,7 @@ class StatefulLoader(ReplayedLoader):
         replayed, is_from_start = _replayed_by_workers(state["state"])
         reasons += self._unknown_worker_states(state, "at_start" if is_from_start else "workers")
         if self._can_have_worker_states and replayed and not is_from_start and not _is_deterministic(self.loader):
-            reasons.append(f"its snapshot_every_n_steps makes workers prepare {replayed} batches again; set it to 1")
+            reasons.append(f"snapshot_every_n_steps makes workers prepare {replayed} batches again; set it to 1")
         self.loader.load_state_dict(state["state"])
         starts: dict[int, State] = state.get("at_start" if is_from_start else "workers") or {}
         return starts
@@ -480,7 +480,7 @@ class MapStyleLoader(ResumableLoader):
         return self._sampler.drawn > 0
 
     def convert_states(self, states: Sequence[State], batches: int, random: State) -> State:
-        """Return the state of this process for a pass that another number of processes has begun.
+        """Return the state of this process for a pass that was begun by a different number of processes.
 
         Args:
             states: the states of those processes.
@@ -598,7 +598,7 @@ class MapStyleLoader(ResumableLoader):
             batches: the number of yielded batches.
             drawn: the number of sampled batches; more than ``batches`` if batches arrive out of order.
             late: the numbers of sampled batches that were not yielded.
-            exhausted: whether one more batch than the sampler has was requested: a RandomSampler draws for that.
+            exhausted: whether a batch was requested after the sampler's last one; a RandomSampler draws for this.
 
         Returns:
             Whether the sampler drew from the global random state after the first batch.
@@ -633,7 +633,7 @@ class _RecordedSampler:
     Attributes:
         drawn: number of batches that it has yielded in this pass.
         initial_states: the random states before the first batch; {} before that.
-        exhausted: whether one more batch than it has was requested.
+        exhausted: whether a batch was requested after its last one.
         is_silent: whether to yield nothing.
     """
 
@@ -720,7 +720,7 @@ class _OwnedIterator:
         """Receive the prepared, unused batches of a pass that ends: they have changed the states of workers, too."""
         self._sampler_iter = iter(())
         interval = vars(self).get("_snapshot_interval")
-        self._snapshot_interval = 0  # of torchdata: no snapshots of these
+        self._snapshot_interval = 0  # torchdata's: take no snapshots of these batches
         for _ in range(len(self._task_info)):
             try:
                 owner.take(super()._next_data())  # type: ignore[misc]
@@ -738,7 +738,7 @@ def _owner_of(iterator: Any) -> Any:
 
 @cache
 def _with_owner(kind: Any) -> type:
-    """Return the subclass of a class of iterators that is an :class:`_OwnedIterator`."""
+    """Return a subclass of an iterator class that is also an :class:`_OwnedIterator`."""
     return type(kind.__name__, (_OwnedIterator, kind), {})
 
 
@@ -746,7 +746,7 @@ class _WorkerIterator(_OwnedIterator, _MultiProcessingDataLoaderIter):
     """A pass with worker processes over a map-style dataset.
 
     Args:
-        loader: the dataloader, with a :class:`WorkerRandom`'s methods in it.
+        loader: the dataloader, with methods of a :class:`WorkerRandom` as its functions.
         owner: the loader that receives the states.
     """
 
@@ -762,7 +762,7 @@ class _WorkerIterator(_OwnedIterator, _MultiProcessingDataLoaderIter):
             self._try_put_index()
 
 
-_INSIDE_A_BATCH = "it was written inside a batch, which had been prepared already"
+_INSIDE_A_BATCH = "the checkpoint was written inside a batch, which had been prepared already"
 
 
 def _order_message(ordinal: str, saved: State, current: State | None) -> str:
@@ -773,12 +773,12 @@ def _order_message(ordinal: str, saved: State, current: State | None) -> str:
     given = "nothing" if current is None else text(current)
     return (
         f"the {ordinal} trained batch of this epoch had the samples {text(saved)}; the same dataset, sampler and seed"
-        f" would give them again, but here it is {given}"
+        f" would give them again, but now it has {given}"
     )
 
 
 def _order_differences(loader: DataLoader[Any], former: list[State]) -> list[str]:
-    """Return the reasons why an epoch of another number of processes had other samples; empty if it had the same."""
+    """Return why an epoch begun by a different number of processes had other samples; empty if it had the same."""
     sampler, reasons = getattr(loader.batch_sampler, "sampler", None), []
     for rank, state in enumerate(former):
         batch_size, processes = state["set_up"]["batch_size"], state["set_up"]["world_size"]

@@ -31,7 +31,7 @@ EPOCH = "epoch"
 """In the states of a worker: the epoch of its copy of the dataset."""
 BEGAN, PASSES, ENDS_LATE = "began", "passes", "ends_late"
 """In the states of a worker with an iterable dataset: the states when the pass began, the number of passes that have
-begun, and whether they changed after the last batch of a pass."""
+begun, and whether the states changed after the last batch of a pass."""
 PLACE = 2**14
 """Bytes. The global generators take 10,000 of them, and each generator of a dataset takes up to 5,000."""
 
@@ -99,7 +99,7 @@ class WorkerRandom:
             self._has_news = True
 
     def collate(self, samples: Any) -> Marked:
-        """Collate samples to a batch, as the ``collate_fn`` of a worker."""
+        """Collate samples into a batch, as the ``collate_fn`` of a worker."""
         assert self._watch is not None
         batch = self._collate(samples)
         changes = self._watch.changes()

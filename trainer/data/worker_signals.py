@@ -18,7 +18,7 @@ class SurviveSignals:
     """A ``worker_init_fn`` that lets workers survive the signals, and end with the run.
 
     Args:
-        init: the ``worker_init_fn`` of the dataloader, which it calls; None if it has none.
+        init: the ``worker_init_fn`` of the dataloader, which is called, too; None if the dataloader has none.
     """
 
     def __init__(self, init: Callable[[int], Any] | None) -> None:

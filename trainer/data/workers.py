@@ -118,8 +118,8 @@ class _BoundedGet:
         if waited >= self._seconds / 6 and not self._has_warned:
             self._has_warned = True
             warn(
-                f"The workers of a DataLoader have sent nothing for {waited:.0f} seconds. After {self._seconds:g}"
-                " seconds the run ends: Trainer(dataloader_timeout=...).",
+                f"The workers of a DataLoader have sent nothing for {waited:.0f} seconds. The run ends after"
+                f" {self._seconds:g} seconds; Trainer(dataloader_timeout=...) sets this limit.",
             )
         return found
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as distributed
 
 SECONDS = 0.2
-"""Target interval between two all-reduces in seconds, if batches are faster than that."""
+"""Target interval in seconds between two all-reduces, if batches are faster than that."""
 MOST_BATCHES = 100
 """Largest number of batches between two all-reduces, because training may suddenly become slower."""
 

@@ -139,7 +139,7 @@ def load(
     if kinds != saved_kinds:
         shown = [", ".join(one) or "no state" for one in (saved_kinds, kinds)]
         has_state = any(len(state) > 1 for state in states)
-        return [f"its communication hooks had {shown[0]}, those of this run have {shown[1]}"] * has_state
+        return [f"the communication hooks had {shown[0]} in the saved run, and have {shown[1]} now"] * has_state
     for index, (holder, state) in enumerate(zip(holders, states, strict=True)):
         if "state_dict" in state:
             holder.load_state_dict(state["state_dict"])

@@ -289,7 +289,7 @@ class Gradients:
     def load_state_dict(self, parameters: Iterable[tuple[str, Tensor]], state: Mapping[str, Tensor]) -> None:
         """Restore the gradients that :meth:`state_dict` returned. They are scaled if losses are scaled.
 
-        They get the memory layout of their parameters, which may have been saved in another memory format.
+        They get the memory layout of their parameters, because they may have been saved in another memory format.
         """
         for name, parameter in parameters:
             if name in state:

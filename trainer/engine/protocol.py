@@ -256,7 +256,7 @@ class Engine(Protocol):
         """
 
     def template(self, place: tuple[str, ...], shape: torch.Size, dtype: torch.dtype) -> Tensor | None:
-        """Return an empty tensor, sharded like the parameter of the name ``place``, to load a checkpoint's tensor into.
+        """Return an empty tensor, sharded like the parameter that ``place`` names, to load a checkpoint's tensor into.
 
         None if there is no sharded parameter with this name and shape.
         """

@@ -58,7 +58,7 @@ def rendezvous(served: Store, rank: int, world_size: int, timeout: timedelta) ->
         try:
             answer = store.get(f"answer/{name}").decode()
         except DistStoreError as error:
-            raise ClusterError(f"{_timeout_text(timeout)} rank 0 did not come. {_ADVICE}") from error
+            raise ClusterError(f"{_timeout_text(timeout)} rank 0 did not join. {_ADVICE}") from error
         store.set(f"{answer}/joined/{rank}", "")
         store.add(f"{answer}/number", 1)
         return PrefixStore(f"{_PREFIX}/{answer}", served)
@@ -73,7 +73,7 @@ def rendezvous(served: Store, rank: int, world_size: int, timeout: timedelta) ->
             answered_requests |= requests
         if time.monotonic() > end:
             missing = ", ".join(str(other) for other in others if not store.check([f"{name}/joined/{other}"]))
-            raise ClusterError(f"{_timeout_text(timeout)} of {world_size}, rank {missing} did not come. {_ADVICE}")
+            raise ClusterError(f"{_timeout_text(timeout)} rank {missing} of {world_size} did not join. {_ADVICE}")
         time.sleep(_POLL_INTERVAL)
     return PrefixStore(f"{_PREFIX}/{name}", served)
 

@@ -243,7 +243,7 @@ def _report(states: list[RankState], silent: Sequence[int] = ()) -> str:
         late_state = by_rank[rank]
         lines.append(
             f"Rank {rank} (process {late_state.pid} on {late_state.host}) has not reached the collective of the others."
-            f" {_describe(late_state)}:"
+            f" It has been {_describe(late_state)}:"
         )
         lines += ([line for line in late_state.stack if not _LIBRARIES.search(line)] or late_state.stack)[-_LINES:]
     if silent:
@@ -255,7 +255,7 @@ def _report(states: list[RankState], silent: Sequence[int] = ()) -> str:
     for state in states:
         if state.rank not in late_ranks:
             others.setdefault(_describe(state), []).append(state.rank)
-    lines += [f"{_ranks(ranks)}: {description[0].lower()}{description[1:]}." for description, ranks in others.items()]
+    lines += [f"{_ranks(ranks)}: {description}." for description, ranks in others.items()]
     if len(states) > 1 and not late_ranks and not silent:
         lines.append("All processes have begun the same collectives.")
     return "\n".join(lines)
@@ -264,8 +264,8 @@ def _report(states: list[RankState], silent: Sequence[int] = ()) -> str:
 def _describe(state: RankState) -> str:
     last = max(state.begun.values(), default=(0, ""))[1]
     waits = f", waiting in {state.blocked_in}" if state.blocked_in else ""
-    return f"It has been {state.phase or 'in its own code'}{waits}, for {state.seconds:.0f} s" + (
-        f"; the last collective that it has begun is {last}" if last else ""
+    return f"{state.phase or 'in its own code'}{waits}, for {state.seconds:.0f} s" + (
+        f"; the last collective begun is {last}" if last else ""
     )
 
 

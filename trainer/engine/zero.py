@@ -188,7 +188,7 @@ class ZeroModule:
         return whole.view(shape)
 
     def set(self, parameter: nn.Parameter, value: Tensor, key: str | None = None) -> None:
-        """Set a parameter, or without communication its optimizer state ``key``, from a whole tensor."""
+        """Set a parameter, or its optimizer state ``key``, from a whole tensor. Only the former communicates."""
         part = self._parts.get(parameter)
         if key is None:
             with self.gathered([parameter]), torch.no_grad():
@@ -370,7 +370,7 @@ class ZeroScaler(LossScaler):
         )
 
     def follow(self, get_scaler: Callable[[], Any] | None) -> None:
-        """Read the loss scaler that ``get_scaler`` returns. None ends it at the end of a run."""
+        """Use the loss scaler that ``get_scaler`` returns. None, at the end of a run, keeps that scaler's state."""
         if get_scaler is None:
             self._saved_state, self._get_scaler = self.state_dict(), None
             return

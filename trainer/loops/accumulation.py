@@ -39,25 +39,25 @@ class AccumulationWindow:
     :meth:`close` multiplies the gradients by a correction, which is 1 for most windows.
 
     Several processes all-reduce their sums during the last backward pass. If a window has a single batch and its
-    correction is probably not 1, or not known to the host, the sums are waited for before that backward pass:
-    multiplying the loss is cheaper than multiplying all gradients (:meth:`joint_share`).
+    correction is probably not 1, or not known to the host, the window waits for the sums before that backward pass,
+    because multiplying the loss is cheaper than multiplying all gradients (:meth:`joint_share`).
 
     With one process, the unit is the first weight of the window. Several processes need the same unit, because
-    gradients that were averaged over the processes cannot be corrected for different units. It is the mean weight of
-    the last window; in the first window of a run, it is the mean weight of the first batches, which takes one more
-    collective.
+    gradients that were averaged over the processes cannot be corrected for different units. This unit is the mean
+    weight of the last window; in the first window of a run, it is the mean weight of the first batches, which takes one
+    more collective.
 
     Args:
         batches: ``accumulate_grad_batches``, the number of batches in a full window. Default: 1.
         straddles_epochs: whether a window continues in the next epoch. Default: False, the end of an epoch closes it.
 
     Attributes:
-        batches: the number of batches in a full window; can be changed at any time, for the next window.
+        batches: the number of batches in a full window. It can be changed at any time; the next window uses it.
         size: the number of batches in the current window, as far as was known at its start.
         backwards: the number of batches with a loss in the current window so far.
         is_first, is_last: whether the current batch opens, and closes, the window.
-        batch_weight: the weight of the current batch if ``training_step`` returns none; 0 if the batch must not count
-            in any case. Default: None, for 1. See ``trainer.data.elastic``.
+        batch_weight: the weight of the current batch if ``training_step`` returns no weight. If it is 0, the batch does
+            not count, whatever ``training_step`` returns. Default: None, for 1. See ``trainer.data.elastic``.
         factor: the factor that turned the current batch's loss into its share.
         correction: the factor that :meth:`close` multiplied the gradients by.
 
@@ -349,7 +349,7 @@ def _positive(weight: Weight) -> Weight:
 
 def count_windows(batches: int, sizes: Iterable[int], straddle: bool) -> int:
     """Return the number of windows in epochs of ``batches`` batches; a window of epoch ``i`` has ``sizes[i]``."""
-    windows, missing = 0, 0  # missing: number of batches that a window left open by an epoch takes from the next
+    windows, missing = 0, 0  # missing: number of the next epoch's batches that complete an open window
     for size in sizes:
         left = batches - missing
         if left >= 0:

@@ -79,7 +79,7 @@ class ClosureOptimization:
         loop.end_batch(outputs, batch, batch_idx)
 
     def close_window(self) -> None:
-        """Step on the batches of a window that no other batch follows."""
+        """Step the optimizers on the batches of an open window, because no other batch follows."""
         loop = self._loop
         if loop.window.backwards or loop.engine.data_parallel_size > 1:
             self._update(_Pass(None, loop.progress.batch_idx, loop.window.mark()))

@@ -46,7 +46,7 @@ test and predict run like validation, with their own names; predict has no loss 
 on_exception runs if anything above raises.
 
 Overrides are looked up when a run starts, and again at the start of an epoch if callbacks were added or removed, or a
-hook was set on a callback or on the module. A hook that nothing overrides costs one test.
+hook was set on a callback or on the module. A hook that nothing overrides costs one ``if``.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Steps that draw their own batches, such as ``training_step(self, dataloader_iter)``, in training and evaluation.
 
-These are wrappers of any path of a batch: they replace the source of the batch.
+The functions here wrap any path of a batch, and replace the source of the batch.
 """
 
 from __future__ import annotations

@@ -178,8 +178,8 @@ class WeightWatch(_InspectingAutocast):
 
     Args:
         autocast: autocast with an enabled cache.
-        finish: called at the end of a step that raised no error, with whether it used a weight several times, and
-            whether it used one that had changed since its last use.
+        finish: called at the end of a step that raised no error. The arguments are whether the step used a weight
+            several times, and whether it used one that had changed since its last use.
     """
 
     def __init__(self, autocast: AbstractContextManager[object], finish: Callable[[bool, bool], None]) -> None:

@@ -17,9 +17,9 @@ from trainer.precision.scaler import Check, LossScaler, snapshot_loss
 class StepGuard(LossScaler):
     """Checks gradients and skips steps as a loss scaler does, with a scale of 1.
 
-    So the outcome of a step, schedules, averages and counters are processed in the same way, and the result of a fused
-    optimizer is not waited for. Code that checks whether the loss is scaled sees a disabled scaler: it has no state for
-    checkpoints, and ``is_enabled`` is False. ``skips_steps`` is True.
+    So the outcome of a step, schedules, averages and counters are processed in the same way, and the host does not wait
+    for the result of a fused optimizer. Code that checks whether the loss is scaled sees a disabled scaler: it has no
+    state for checkpoints, and ``is_enabled`` is False. ``skips_steps`` is True.
 
     Args:
         device: device type of the gradients.

@@ -52,7 +52,7 @@ _UNSCALED = UpdateOutcome((), 1.0, 1.0)
 
 
 def snapshot_loss(loss: Tensor) -> Tensor:
-    """Return a detached loss to read later. A copy if its memory may be that of a CUDA graph, which is reused."""
+    """Return a detached loss to read later: a copy if its memory may be that of a CUDA graph, which is reused."""
     own = loss.detach()
     if not loss.is_cuda:
         return own

@@ -272,7 +272,7 @@ class MetricStore:
         self.shares_steps = True
         self.shared_hooks: Collection[str] = ()
         self.in_batch = False
-        """Whether a batch is running (values are the step's) or the epoch is over (values are the epoch's)."""
+        """Whether a batch is running, so that values are the step's. If False, they are the epoch's."""
         self.copies: list[tuple[Tensor, int, Tensor]] = []
         """For each tensor logged in this batch: the tensor without its graph, its version, and its copy."""
 

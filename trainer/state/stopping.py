@@ -142,7 +142,7 @@ class StoppingConditions:
         Args:
             interval: batches between validations (int), or their fraction of an epoch (float).
             num_batches: batches in an epoch; inf if unknown.
-            has_known_end: whether this number is exact, so that 1.0 also is a number of batches.
+            has_known_end: whether this number is exact, so that an interval of 1.0 is also converted to batches.
             validates: whether there will be any validation.
 
         Raises:
