@@ -123,7 +123,7 @@ class SampleOrder:
         return [share(place) for place in range(start, total)]
 
     def _row(self, samples: int) -> int:
-        """Return the number of samples in a row: padded or cut to a multiple of the processes."""
+        """Return the number of samples in a row: padded or cut to a multiple of the number of processes."""
         if self.cuts:
             return samples // self.processes * self.processes
         return math.ceil(samples / self.processes) * self.processes
@@ -231,7 +231,7 @@ class ElasticSampler(Sampler[int]):
         shares = self.order.shares(self.samples, self.epoch)
         batch_shares = shares[number * global_batch_size - start : (number + 1) * global_batch_size - start]
         batches = self.batches - start // global_batch_size
-        return sum(batch_shares[self.rank :: self.num_replicas], 0.0) * self.num_replicas * batches  # 1 in the mean
+        return sum(batch_shares[self.rank :: self.num_replicas], 0.0) * self.num_replicas * batches  # mean: 1
 
     def keeps_shares(self, epoch: int) -> bool:
         """Return whether each sample of the epoch's last update has the weight that it had in the original run."""

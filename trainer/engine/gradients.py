@@ -1,4 +1,4 @@
-"""Compute and change gradients. No other module accesses a parameter's ``grad``.
+"""Compute and change gradients. In a fit, only this module and the loss scaler access a parameter's ``grad``.
 
 In a training step, in this order::
 
@@ -15,7 +15,7 @@ In a training step, in this order::
     resolve_outcome()                  the outcome otherwise; may be called much later
 
 ``Gradients`` is for engines with whole gradients in each process: a single device, and DDP. An engine with sharded
-gradients has a subclass. It overrides ``local`` and the methods that need the other parts (``norm``, ``clip_``,
+gradients has a subclass. It overrides ``part`` and the methods that need the other parts (``norm``, ``clip_``,
 ``backward_without_loss``), and gives the scaler (:meth:`Gradients.use_scaler`) a function that all-reduces a flag:
 whether a gradient is not finite. Values are never reduced, because a maximum may drop a NaN (gloo's does).
 

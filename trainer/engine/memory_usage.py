@@ -28,8 +28,8 @@ class Usage:
     """Memory usage of a device in bytes. None for values that are not known.
 
     Args:
-        kinds: bytes on the device of ``weights``, ``gradients``, ``optimizer`` (its states), ``buffers`` and ``batch``.
-            Tensors that share memory count once.
+        kinds: bytes on the device by kind: ``weights``, ``gradients``, ``optimizer`` (its states), ``buffers`` and
+            ``batch``. Tensors that share memory count once.
         allocated: all tensors of the process; on a CPU the memory of the process.
         unused: memory that torch has reserved on the device and that no tensor occupies.
         elsewhere: memory that torch's allocator does not manage: other processes, the driver's context, workspaces of

@@ -112,7 +112,7 @@ class AccumulationWindow:
         Args:
             batches_left: the number of batches left in the epoch, including this one; inf if unknown.
             is_last_batch: whether this is the last batch of the epoch.
-            is_final_epoch: whether no other epoch follows that the window could continue in. Default: True.
+            is_final_epoch: whether no other epoch follows, so that the window cannot continue. Default: True.
         """
         if self.straddles_epochs and not is_final_epoch:
             batches_left, is_last_batch = math.inf, False

@@ -1,7 +1,7 @@
 """The path of a batch if the optimizer, or the module's own ``optimizer_step``, evaluates the loss through a closure.
 
 It replaces ``FitLoop.train_batch`` if the module overrides ``optimizer_step``, if the optimizer evaluates the loss
-itself (LBFGS), or if the optimizer comes from another library and may do so (SAM):
+itself (LBFGS), or if the optimizer comes from another library and may do so (SAM); see
 ``trainer.engine.optimizer_calls.takes_closure``.
 
 The rules for the scaler are those of the fit loop: gradients are unscaled once per step, the scale is constant during a

@@ -216,7 +216,7 @@ class EvalLoop:
         return logged
 
     def build_distributed_pass(self, spans: list[Span], whole: list[Span]) -> DistributedPass:
-        """Return the object that keeps several processes in step during one pass."""
+        """Return the object that coordinates several processes during one pass."""
         hooks = {self.step_name, f"on_{self.stage}_batch_start", f"on_{self.stage}_batch_end"}
         self.metrics.shared_hooks = hooks if self.is_shared else ()
         self.metrics.share_steps(True)

@@ -69,7 +69,7 @@ class FitLoop:
         self.stepped: list[Optimizer] = []
         # True while a closure or a manual training step runs: the scale is updated once, at its end
         self.freezes_scale = False
-        self.unresolved: tuple[int, ...] = ()  # indices of the optimizers of an update without a known outcome
+        self.unresolved: tuple[int, ...] = ()  # indices of the optimizers in the last update, until its outcome is read
         self.skipped: tuple[Optimizer, ...] = ()  # the optimizers that skipped the last update
         self.has_updated = self.validates_this_epoch = False
         self.skips_epoch = False  # whether `on_train_batch_start` has returned -1

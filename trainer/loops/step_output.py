@@ -75,7 +75,7 @@ def outputs_of(loss: Tensor | None, output: Any) -> dict[str, Any] | None:
 
 
 def weight_in(output: object, *, reads: bool = True) -> Weight | None:
-    """Return the ``"weight"`` that ``training_step`` returned with its loss, or None if it returned none.
+    """Return the ``"weight"`` that ``training_step`` returned with its loss, or None if there is no weight.
 
     Args:
         output: the return value of ``training_step``.

@@ -189,7 +189,7 @@ def _passing(name: str) -> Kernel:
 
 
 def _casting(to: Callable[[tuple[Any, ...]], torch.dtype]) -> Policy:
-    """Return a policy that casts floating-point arguments to the dtype of ``to``, except those in float64."""
+    """Return a policy that casts floating-point arguments, except float64, to the dtype that ``to`` returns."""
 
     def policy(name: str) -> Kernel:
         op = _overload(name)

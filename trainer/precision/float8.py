@@ -38,7 +38,7 @@ class Float8Precision(MixedPrecision):
     scaling) and rounded to 8 bits (Micikevicius et al. 2022, FP8 Formats for Deep Learning). Everything else is as in
     ``bf16-mixed``: weights, gradients and optimizer states are float32, the loss is not scaled, and checkpoints are the
     same. Requires torchao (``pip install torchao``). According to torchao, it is faster than ``bf16-mixed`` for large
-    layers in a compiled model (``compile=default``). Without a GPU it is emulated and slow, to test a configuration.
+    layers in a compiled model (``compile=default``). Without a GPU it is emulated, which is slow: only for tests.
 
     Args:
         recipe: torchao's name for how values share a scale: ``"tensorwise"``, one scale for each tensor, with gradients

@@ -1,4 +1,4 @@
-"""Copy small numbers from a device to the host without a host-device synchronization."""
+"""Copy a few numbers from a device to the host, and wait for them later."""
 
 from __future__ import annotations
 

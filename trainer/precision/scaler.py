@@ -200,7 +200,7 @@ class LossScaler(torch.amp.GradScaler):
         return self._scale is not None
 
     def may_step(self, optimizer: Optimizer) -> bool:
-        """Return False if an optimizer that steps now bypasses :meth:`step` with scaled gradients, otherwise True."""
+        """Return False if a running ``optimizer.step()`` bypasses :meth:`step` with scaled gradients, else True."""
         state = self._per_optimizer_states.get(id(optimizer))
         steps = state is not None and state["stage"] is OptState.STEPPED
         return steps or self._scale is None or not self.gradients_of(optimizer)

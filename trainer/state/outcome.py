@@ -20,7 +20,7 @@ class StepOutcome(NamedTuple):
         optimizers: indices (in ``trainer.optimizers``) of the optimizers that attempted to step.
         skipped_optimizers: indices of those among them that skipped the step.
         nonfinite_loss: whether the step was skipped and a loss was not finite, on any process, so that no loss scale
-            can avoid the skip. Default: False, also with DeepSpeed.
+            can avoid the skip. Default: False; always False with DeepSpeed.
     """
 
     skipped: bool

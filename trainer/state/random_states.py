@@ -88,7 +88,7 @@ class Watch:
         self._seen = {name: read() for name, read in self._readers.items()}
 
     def changes(self) -> State:
-        """Return the changed part of :func:`capture`'s result since the last call, for :func:`decoded`."""
+        """Return the part of :func:`capture`'s result that has changed since the last call, for :func:`decoded`."""
         changes: State = {}
         for name, read in self._readers.items():
             if (seen := read()) != self._seen[name]:

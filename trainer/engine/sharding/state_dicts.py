@@ -54,7 +54,7 @@ def spread(value: Any, like: Any) -> Any:
 
 
 def template(module: nn.Module, place: KeyPath, shape: torch.Size, dtype: torch.dtype) -> Tensor | None:
-    """Return an empty tensor, sharded as its parameter, to read a tensor of a checkpoint into; or None.
+    """Return an empty tensor to read a tensor of a checkpoint into, sharded as the parameter is; or None.
 
     None is returned if no sharded parameter has this name and shape.
 

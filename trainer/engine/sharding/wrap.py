@@ -236,7 +236,7 @@ class ShardedModule:
 
     @contextmanager
     def backward_inside(self, loss: Tensor) -> Iterator[Tensor]:
-        """Return the context for a backward pass in ``training_step``, which must start from the yielded tensor."""
+        """Return the context for a backward pass in ``training_step``. The pass must start from the yielded tensor."""
         yield call_with_hooks(self.root, lambda: loss)
         self._open_root()
 
