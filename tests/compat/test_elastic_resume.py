@@ -146,7 +146,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         "between two steps of the schedule StepLR, there were 3 batches",
     ),
     "a sampler of the user's own now": (
-        {}, {"data": lambda: loader(sampler=SubsetRandomSampler(range(20)))}, "its sampler is a SubsetRandomSampler",
+        {}, {"data": lambda: loader(sampler=SubsetRandomSampler(range(20)))}, "sampler is a SubsetRandomSampler",
     ),
     "two dataloaders now": ({}, {"data": lambda: [loader(), loader()]}, "there are 2 training dataloaders"),
     "a step that draws": ({"module": DrawsItself}, {}, "the training_step drew its own batches"),

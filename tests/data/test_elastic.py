@@ -252,10 +252,10 @@ def test_other_samples_are_noticed() -> None:
     [
         ([1, 2], "a list, not a DataLoader"),
         (DataLoader(range(4), batch_size=None), "makes no batches"),  # type: ignore[arg-type]
-        (DataLoader(range(4), sampler=[3, 1]), "its sampler is a list"),  # type: ignore[arg-type]
+        (DataLoader(range(4), sampler=[3, 1]), "the DataLoader's sampler is a list"),  # type: ignore[arg-type]
         (
             DataLoader(range(4), batch_sampler=type("Own", (BatchSampler,), {})(range(4), 2, False)),  # type: ignore[arg-type]
-            "its batch sampler is a Own",
+            "the DataLoader's batch sampler is a Own",
         ),
     ],
 )

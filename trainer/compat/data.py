@@ -401,7 +401,7 @@ class DataSource:
             raise ResumeError(reason)
         kind, own = self.elastic_state.order.sampler, type(given.batch_sampler.sampler).__name__
         if kind != own and "RandomSampler" in (kind, own) and kind != "DistributedSampler":
-            raise ResumeError(f"its sampler was a {kind} and is a {own}")
+            raise ResumeError(f"the DataLoader's sampler was a {kind} and is a {own}")
         replicas = self._trainer.distributed_sampler_kwargs or {"num_replicas": 1, "rank": 0}
         if replicas["num_replicas"] > 1 and type(loader.batch_sampler.sampler) is not DistributedSampler:
             raise ResumeError("use_distributed_sampler=False makes each process read all samples")

@@ -139,10 +139,10 @@ def not_ordered(loader: Any) -> str | None:
     if batches is None:
         return "the DataLoader makes no batches"
     if type(batches) is not BatchSampler:
-        return f"its batch sampler is a {type(batches).__name__}"
+        return f"the DataLoader's batch sampler is a {type(batches).__name__}"
     known = (RandomSampler, SequentialSampler, Distributed, ElasticSampler)
     if type(batches.sampler) not in known:
-        return f"its sampler is a {type(batches.sampler).__name__}"
+        return f"the DataLoader's sampler is a {type(batches.sampler).__name__}"
     return None
 
 
