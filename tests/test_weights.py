@@ -98,7 +98,7 @@ def test_files_that_are_refused(tmp_path: Path) -> None:
     expected = [
         ("text.pt", UnsafeCheckpointError, "contains more than tensors and plain containers, or is damaged"),
         ("numbers.pt", CheckpointError, "has no weights: it contains a mapping with the keys loss, epochs. Expected"),
-        ("module.pt", UnsafeCheckpointError, "it asks for tests.test_weights.Small"),
+        ("module.pt", UnsafeCheckpointError, "it refers to tests.test_weights.Small"),
         ("cut.pt", CheckpointError, "is damaged: it was cut short"),
         ("cut.safetensors", CheckpointError, "cannot be read as a checkpoint; it may be cut short"),
         ("empty.pt", CheckpointError, "is damaged: it is empty"),

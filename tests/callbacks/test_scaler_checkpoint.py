@@ -74,7 +74,7 @@ def test_16_mixed_to_others_and_back(tmp_path):
         messages, other = resume(tmp_path, precision, path, epochs=epochs)
         assert messages == [
             f"The checkpoint has a loss-scaler state (scale 128), but precision={precision!r} does not scale the loss."
-            " The state is not used, and kept in the checkpoints for a run that scales it again."
+            " The state is not used, but it is kept in the checkpoints for a run that scales the loss again."
         ]
         assert other.global_step == 5 * epochs
         path = tmp_path / f"{precision}.ckpt"

@@ -135,7 +135,7 @@ def test_lightnings_strategy_is_accepted_with_its_settings() -> None:
             {"gradient_clip_val": 0.5},
             r"Trainer\(gradient_clip_val=0.5\) and 'gradient_clipping': 1.0",
         ),
-        ({"config": {"fp16": {"enabled": True}}}, {}, "Got precision='32-true' and 'fp16' in the DeepSpeed config"),
+        ({"config": {"fp16": {"enabled": True}}}, {}, "precision='32-true', but the DeepSpeed config enables 'fp16'"),
         (
             {"initial_scale_power": 8, "config": {"fp16": {"initial_scale_power": 10}}},
             {},

@@ -80,7 +80,7 @@ class OneIsLBFGS(Regression):
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        (Overlapping, r"Got 'net.4.weight' in optimizers 0 and 1, expected each in one of them"),
+        (Overlapping, r"Got 'net.4.weight' in optimizers 0 and 1, expected each parameter in one of them"),
         (WithClosure, r"Got 2 optimizers, with an `optimizer_step`"),
         (OneIsLBFGS, r"or an optimizer that evaluates the loss itself, expected one"),
     ],

@@ -30,7 +30,7 @@ class AnomalyDetection(RunCallback):
     (Lightning #9799). Therefore each skipped step is replayed in that mode with the same random numbers and with a
     loss scale so small that no gradient can overflow. A NaN in this replay is an anomaly.
 
-    ``Trainer(detect_anomaly=True)`` adds this callback with loss scaling, and enables torch's mode without it. The
+    ``Trainer(detect_anomaly=True)`` adds this callback if the loss is scaled; otherwise, it enables torch's mode. The
     callback stores a copy of the buffers and random states with each batch.
 
     Raises:

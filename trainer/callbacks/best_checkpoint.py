@@ -64,7 +64,7 @@ class BestCheckpoint(ModelCheckpoint):
         self._known = dict(trainer.callback_metrics)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Choose the metric if none is chosen yet, then save if it is due."""
+        """Choose the metric if none is chosen yet, then save if a checkpoint is due."""
         if self._chooses and self.monitor is None and not self.best_model_path and not trainer.sanity_checking:
             metrics = trainer.callback_metrics
             self._choose(name for name, value in metrics.items() if self._known.get(name) is not value)
@@ -96,7 +96,7 @@ class BestCheckpoint(ModelCheckpoint):
             saved = self._last_global_step_saved
             self._save_last_checkpoint(trainer, self._monitor_candidates(trainer))
             if is_deferred:
-                self._last_global_step_saved = saved  # the validation still has to save the best of this step
+                self._last_global_step_saved = saved  # otherwise the save after the validation would skip this step
 
     def _choose(self, logged: Iterable[str]) -> None:
         names = [name for name in without_step_epoch_variants(logged) if direction_of(name)]

@@ -35,12 +35,13 @@ class Compile(RunCallback):
     separately, as whole graphs between the collectives.
 
     The module is compiled in place: names, weights and the keys of checkpoints do not change, copies and pickles of it
-    are not compiled, and it is restored at the end of the run. A run can be resumed with or without this callback. It
-    can be combined with every precision, ``fp32_modules``, ``ActivationCheckpointing``, accumulation, clipping and DDP.
+    are not compiled, and it is restored at the end of the run. A run can be resumed with or without this callback. The
+    callback can be combined with every precision, ``fp32_modules``, ``ActivationCheckpointing``, accumulation, clipping
+    and DDP.
 
     With CUDA graphs (``"reduce-overhead"``, ``"max-autotune"``), each step overwrites the outputs of the previous step.
-    These are copied: single numbers that a compiled forward pass returns, all outputs of a forward pass without
-    gradients, and gradients that a later backward pass adds to. If a ``training_step`` keeps other outputs of a
+    Therefore the callback copies single numbers that a compiled forward pass returns, all outputs of a forward pass
+    without gradients, and gradients that a later backward pass adds to. If a ``training_step`` keeps other outputs of a
     compiled network, it must ``clone()`` them; otherwise torch raises an error. After such a run, call
     ``torch.compiler.cudagraph_mark_step_begin()`` in your own loops in the same process, as torch requires.
 
@@ -238,7 +239,7 @@ def _units(module: nn.Module) -> dict[str, nn.Module]:
 
 
 def _is_one_layer(module: nn.Module) -> bool:
-    """Return whether a module is a single torch layer, ``nn.Linear`` or a loss: compiling it gains nothing."""
+    """Return whether a module is a single torch layer (``nn.Linear``, a loss): compiling it gains nothing."""
     return plain_class(module).__module__.startswith("torch.nn.") and not any(True for _ in module.children())
 
 

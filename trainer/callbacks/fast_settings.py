@@ -19,8 +19,8 @@ from trainer.engine.memory_usage import ALLOCATOR, expands_segments
 _TF32, _BENCHMARK, _LAYOUT, _SEGMENTS = "TF32", "cudnn.benchmark", "channels_last", "expandable segments"
 _GAINS = {
     _TF32: "float32 matrix products run on Tensor Cores",
-    _BENCHMARK: "cuDNN times its convolutions, and takes the fastest",
-    _LAYOUT: "weights of convolutions and images have the memory format of Tensor Cores",
+    _BENCHMARK: "cuDNN times its algorithms for a convolution, and uses the fastest",
+    _LAYOUT: "convolution weights and images have the memory format of Tensor Cores",
     _SEGMENTS: "memory is less fragmented if sizes vary",
 }
 
@@ -28,8 +28,8 @@ _GAINS = {
 class FastSettings(RunCallback):
     """Turns on settings that make a run faster on a GPU, during the run, and records which ones.
 
-    Settings of the user are not changed, and the previous ones are restored afterwards. A setting without effect is not
-    changed: on a CPU only ``channels_last`` applies. No ``precision`` turns any of these on, not even ``"auto"``.
+    A setting that the user has made is not changed; the others are restored after the run. A setting without effect is
+    not changed: on a CPU only ``channels_last`` applies. No ``precision`` turns any of these on, not even ``"auto"``.
 
     - TF32 (``torch.set_float32_matmul_precision("high")``): the inputs of float32 matrix products are rounded to 10
       bits of mantissa, as in float16, with the range of float32; sums are in float32. torch's convolutions do this by
@@ -187,7 +187,7 @@ def _convolutions(module: nn.Module) -> list[Any]:
 def _to_channels_last(value: Tensor) -> Tensor:
     """Convert to ``channels_last`` like ``nn.Module.to``, which sets the strides of a 1x1 kernel as well.
 
-    ``contiguous`` keeps those: the gradients would have other strides than the kernel, and DDP would warn.
+    ``contiguous`` keeps the strides of such a kernel: the gradients would have other strides, and DDP would warn.
     """
     return value.to(memory_format=torch.channels_last)
 

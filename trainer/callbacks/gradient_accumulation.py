@@ -14,7 +14,7 @@ class GradientAccumulation(Callback):
     """Sets the number of batches between two weight updates, constant or by epoch.
 
     The gradients of a window of k batches are averaged over k. The last, short window of an epoch is averaged over the
-    batches it has (Lightning divides it by the full number), and also updates the weights. Processes average gradients
+    batches it has (Lightning divides by the full number), and also updates the weights. Processes average gradients
     once per window. ``Trainer(accumulate_grad_batches=...)`` is the short form.
 
     Args:

@@ -133,7 +133,7 @@ class GradientCheck(Callback):
         if not abs(first - second) <= 2 * self.eps * self.atol * max(1.0, abs(first)):
             raise ConfigurationError(
                 f"Got a loss of {first!r} and then of {second!r} for the same weights, {self.samples} samples and"
-                " random numbers, expected the same finite one: training_step changes something that it depends on"
+                " random numbers, expected two equal, finite losses: training_step changes something that it depends on"
                 " (other than buffers), or an operation is not deterministic (Trainer(deterministic=True) finds it)."
             )
         atol = self.atol * max(1.0, abs(first))
@@ -194,8 +194,8 @@ def _loss_of(trainer: Trainer, module: LightningModule, batch: Any, batch_idx: i
         if not (isinstance(loss, Tensor) and loss.numel() == 1 and loss.dtype is torch.float64 and loss.requires_grad):
             found = f"{loss.dtype} of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else repr(loss)
             raise ConfigurationError(
-                f"Got {found} as the loss of training_step, expected one float64 number that requires a gradient. Casts"
-                " such as x.float(), detach() and no_grad() lose one of the two."
+                f"Got {found} as the loss of training_step, expected one float64 number that requires a gradient. A"
+                " cast such as x.float() changes the dtype; detach() and no_grad() remove the gradient."
             )
         return loss.reshape(())
 

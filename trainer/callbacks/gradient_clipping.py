@@ -59,7 +59,8 @@ class GradientClipping(Callback):
         """The strategies that do not support this kind of clipping, and the reasons."""
         if not self.clip_value and self.norm_type == 2.0:
             return {}
-        return {"deepspeed": "does not clip by the L2 norm, DeepSpeed's only rule. Use GradientClipping(max_norm=...)."}
+        reason = "clips by value or by another norm than L2, but DeepSpeed clips only by the L2 norm."
+        return {"deepspeed": f"{reason} Use GradientClipping(max_norm=...)."}
 
     @property
     def limit(self) -> float:

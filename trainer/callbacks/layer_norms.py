@@ -28,7 +28,7 @@ class LayerNorms(RunCallback):
 
     A layer is a module that directly owns parameters; its norm is the L2 norm of their gradients. The gradients are
     measured after ``unscale_`` and before clipping. Skipped steps are also logged: their inf and NaN values show which
-    layers the overflow has reached. The report draws the norms as a heat map.
+    layers the overflow has reached. ``python -m trainer report`` draws the norms as a heat map.
 
     The norms are computed on the device in one call (``torch._foreach_norm``), in float32 or wider, and copied to the
     host without a synchronization. Between two measurements a step costs two comparisons of numbers.

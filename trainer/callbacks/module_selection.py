@@ -32,7 +32,7 @@ def select_modules(root: nn.Module, patterns: Sequence[ModulePattern], callback_
 
     Args:
         root: the LightningModule, which does not match itself.
-        patterns: patterns for names or classes, or classes.
+        patterns: patterns for the name of a module or of its class, or classes.
         callback_name: the name of the callback, for the message.
 
     Raises:

@@ -32,7 +32,7 @@ class NonFiniteGuard(RunCallback):
 
     ``"stop"``      ends the run with a :class:`~trainer.errors.NonFiniteError`. A replay of the window's batches finds
                     the batch and the first nonfinite value: in the batch, in the output of a layer, or in a gradient.
-                    The weights, and all checkpoints, are those of the last good step.
+                    The weights are those of the last good step, and no checkpoint contains nonfinite weights.
     ``"skip"``      continues with the next batch, until ``max_in_a_row`` steps in a row were skipped.
     ``"continue"``  checks nothing, like plain torch.
 
@@ -165,7 +165,7 @@ class NonFiniteGuard(RunCallback):
             raise NonFiniteError(
                 f"{self._in_a_row} optimizer steps in a row, up to step {step} of epoch {trainer.current_epoch}, were"
                 " skipped because gradients were not finite. The weights are those of the last good step."
-                " NonFiniteGuard('stop') names their origin; NonFiniteGuard(max_in_a_row=None) continues the run.",
+                " NonFiniteGuard('stop') names their origin; NonFiniteGuard('skip', max_in_a_row=None) has no maximum.",
                 step=step,
             )
         if not self._has_warned:

@@ -44,9 +44,9 @@ class ProgressBar(RunCallback, LightningProgressBar):
     """Shows epoch, batch, rate, loss, the metrics logged with ``prog_bar=True``, loss scale and skipped steps.
 
     On a terminal this is a live bar, with a second one during validation; ``print``, warnings and log records appear
-    above it. In a notebook it is the same bar in the output of the cell, and they appear below it; ipywidgets is not
+    above it. In a notebook the same bar is in the output of the cell, with all other output below it; ipywidgets is not
     required. Elsewhere (a file, a pipe, ``TERM=dumb``) it prints plain lines: one at the end of every epoch, and one
-    every `seconds_between_lines` during a long one. Only rank zero shows anything.
+    every `seconds_between_lines` during a long epoch. Only rank zero shows anything.
 
     A batch without a refresh costs one reading of the clock. Metrics are only read when a refresh is due, because on a
     GPU each reading is a host-device synchronization; the scale comes from ``trainer.settled_outcome``, which is on the

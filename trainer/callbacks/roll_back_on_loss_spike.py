@@ -39,7 +39,7 @@ class RollBackOnLossSpike(RunCallback):
 
     Costs an addition for each batch and about 30 microseconds on the host for each update; with several processes, also
     a collective of two numbers. On a GPU, a loss is checked one update later, without a host-device synchronization. If
-    a checkpoint with non-finite weights is due before that check, the run ends instead.
+    a checkpoint with non-finite weights is due before that check, the run ends without a rollback.
 
     Args:
         threshold: a loss is a spike if it exceeds the median by this factor; above 1. Losses must be positive.

@@ -82,24 +82,24 @@ class RunRecorder(Callback):
     the fit ends, even if it fails. Then every `RecordView` among the callbacks shows the record. A callback adds its
     own entries by a method ``run_facts`` that returns a dict.
 
-    Curves are collected if a file is written, or a view draws them. Per batch, the loss is read on the CPU, where that
-    is free, and copied on a GPU without a synchronization; copies are read once per epoch. Each curve has at most
-    `max_points` points (beyond that, every second one is dropped). They are saved in checkpoints, so that a resumed run
-    has complete curves, except for times and memory, which differ in each run: a run that is resumed in the same folder
-    takes them from its ``run.json``.
+    Curves are collected if a file is written, or a view draws them. A batch's loss is read if it is on the CPU. On a
+    GPU it is copied without a synchronization, and the copies are read once per epoch. Each curve has at most
+    `max_points` points (beyond that, every second point is dropped). Curves are saved in checkpoints, so that those of
+    a resumed run are complete, except for times and memory, which differ in each run: a run that is resumed in the same
+    folder takes them from its ``run.json``.
 
     Args:
         record: record of a run that has started to write one. Default: a new one, ``run.json`` in `dirpath`.
         dirpath: folder of the file. Default: the folder of a view, else that of the first logger.
         writes: whether to write the file. Default: True.
         max_points: maximum number of points per curve. Default: 1024.
-        settings: hyperparameters of the run for loggers that collect runs, such as W&B's. The ids of the runs there are
-            stored as ``tracking``. Default: None, nothing is logged.
+        settings: hyperparameters of the run for loggers that collect runs, such as W&B's. The run's id in each of them
+            is stored in ``tracking``. Default: None, nothing is logged.
 
     Attributes:
         record: the record of the run, or None before the first fit.
         losses: training loss of a batch, as ``training_step`` returned it.
-        scales: loss scale at the first step of each change.
+        scales: loss scale, at the first step that uses it.
         skipped: number of skipped steps so far, at each skipped step.
         seconds: training time at the end of a batch, without validations, including the time before a resume. Measured
             with the host's clock, which on a GPU is ahead of the device: rates over many steps are correct.
@@ -173,7 +173,7 @@ class RunRecorder(Callback):
         if trainer.is_global_zero:
             self.record.facts |= {"module": type(pl_module).__name__, "monitor": monitor_of(trainer)}
             self.record.facts["environment"] = self.record.facts.get("environment") or environment()
-            if trainer.ckpt_path is not None:  # until there are new ones
+            if trainer.ckpt_path is not None:  # keep the earlier curves until there are new ones
                 self.record.facts["curves"] = self.record.former.get("curves", {})
                 if "weights" in self.record.former:
                     self.record.facts["weights"] = self.record.former["weights"]

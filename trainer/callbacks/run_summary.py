@@ -44,8 +44,8 @@ class RunSummary(RecordView):
             - ``module``: the class of the module.
             - ``precision``, ``devices``: such as "16-mixed" and "2 x NVIDIA A100".
             - ``gpu``: on CUDA, ``capability`` and ``tf32``, the operations that use TF32. Otherwise None.
-            - ``prefetching``: "1 batch, from pinned memory" or "1 batch, from memory that is not pinned". Missing if
-              no batches were prefetched.
+            - ``prefetching``: "1 batch, from pinned memory" or "1 batch, from memory that is not pinned: ..." with
+              advice. Missing if no batches were prefetched.
             - ``epochs``: number of completed epochs, including those before a resume.
             - ``steps``, ``skipped_steps``: number of attempted and of skipped optimizer steps.
             - ``nonfinite_losses``: number of skipped steps with a loss that was not finite. Missing if there were none.

@@ -34,8 +34,8 @@ class ScaleMonitor(RunCallback):
     Logged every ``every_n_steps``; underflow and zeros are measured before ``unscale_``:
 
     - ``amp/underflow``: of the gradient elements that are not zero, the share that is subnormal in float16: below
-      2**-14. Those have lost precision, and smaller ones have become zero. For each of the ``worst_layers`` with the
-      largest share also ``amp/underflow/NAME`` and ``amp/zeros/NAME``.
+      2**-14. Those have lost precision, and smaller ones have become zero. For the ``worst_layers`` parameters with
+      the largest shares also ``amp/underflow/NAME`` and ``amp/zeros/NAME``.
     - ``amp/zeros``: the share of gradient elements that are exactly zero. It is normal for an embedding to have 99% of
       them.
     - ``grad_norm``: the total norm of the unscaled gradients of steps that were not skipped; in every precision, unless

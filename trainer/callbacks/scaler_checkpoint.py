@@ -58,6 +58,6 @@ class ScalerCheckpoint(Callback):
         elif state:
             rank_zero_warn(
                 f"The checkpoint has a loss-scaler state (scale {state['scale']:g}), but"
-                f" precision={trainer.precision!r} does not scale the loss. The state is not used, and kept in the"
-                " checkpoints for a run that scales it again."
+                f" precision={trainer.precision!r} does not scale the loss. The state is not used, but it is kept"
+                " in the checkpoints for a run that scales the loss again."
             )

@@ -59,7 +59,7 @@ class Throughput(Callback):
         mfu: share, in [0, 1], of the peak of all devices; None if it is unknown.
 
     Raises:
-        ValueError: if `warmup_batches` is negative, or `flops_per_sample` not above 0.
+        ValueError: if `warmup_batches` is negative, or `flops_per_sample` is not above 0.
     """
 
     observes_only: ClassVar = True

@@ -7,7 +7,7 @@ A callback of any package may define them::
     reads_epoch_metrics: bool    its ``on_train_epoch_end`` runs after the module's, to read the metrics logged there.
                                  Default: False.
     runs_last: bool              it writes or restores checkpoints, so its hooks at the end of a batch, an epoch or a
-                                 validation run after all others. Default: False.
+                                 validation are called after all others. Default: False.
     unsupported_with: Mapping    by strategy (``"fsdp"``, ``"deepspeed"``), the reason why the callback cannot be used
                                  with it: "needs whole gradients. Use strategy='ddp'.". Default: empty.
 """

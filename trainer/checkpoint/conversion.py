@@ -19,7 +19,7 @@ from trainer.errors import CheckpointError, CheckpointWriteError
 
 
 def consolidate(folder: Path, file: Path) -> list[str]:
-    """Convert a checkpoint folder that a run has written in parts to one file in Lightning's format.
+    """Convert a sharded checkpoint, a folder, to one file in Lightning's format.
 
     Returns:
         The places of hyperparameters that are objects. They are left out, because reading does not create them.
@@ -34,7 +34,7 @@ def consolidate(folder: Path, file: Path) -> list[str]:
 
 
 def split(file: Path, folder: Path) -> list[str]:
-    """Convert a file to a folder, as a run of one process writes it in parts. The inverse of :func:`consolidate`.
+    """Convert a file to a sharded checkpoint, as a run of one process writes it. The inverse of :func:`consolidate`.
 
     Returns:
         As :func:`consolidate`.
@@ -53,7 +53,7 @@ def split(file: Path, folder: Path) -> list[str]:
 
 
 def weights_of(checkpoint: Path, prefix: str = "") -> dict[str, Tensor]:
-    """Return the tensors of a checkpoint's module with names that begin with ``prefix``, which is removed.
+    """Return a checkpoint's weights with names that begin with ``prefix``, by their names without the prefix.
 
     Raises:
         CheckpointError: if the checkpoint is damaged, contains unexpected objects, or has no such weights.

@@ -43,8 +43,8 @@ _START = b"PK\x03\x04"  # begins a zip archive
 class HashingStream:
     """A stream that counts and hashes the bytes written to it.
 
-    If the underlying file raises an error, the error is stored and the remaining bytes are only counted. So writers
-    that cannot handle an exception complete, and the required space is known.
+    If the underlying file raises an error, the error is stored and the remaining bytes are only counted. Therefore a
+    writer that cannot handle an exception continues to its end, and the required space is known.
 
     Args:
         file: the file that the bytes are written to.

@@ -120,7 +120,7 @@ def _open_locked(path: Path, folder: Path) -> int:
             if not _try_lock(handle):
                 raise FolderInUseError(
                     f"The checkpoint folder {folder} is in use by another run{_read_owner(handle)}. Two runs in one"
-                    " folder would remove each other's checkpoints: wait for it or stop it, or choose another folder."
+                    " folder would remove each other's checkpoints: wait for that run, stop it, or use another folder."
                 )
             with suppress(FileNotFoundError):
                 if os.path.samestat(os.fstat(handle), path.stat()):

@@ -240,8 +240,8 @@ def known_classes(classes: list[tuple[Any, str]]) -> Iterator[None]:
 def refusal(hyper_parameters: Any) -> str:
     """Return why a checkpoint with these hyperparameters could not be written or read, or "".
 
-    Reading is in the context :func:`allow_stand_ins`. Tries both in memory, without the data of tensors and arrays. An
-    object that contains a secret is also rejected.
+    Writes and reads it in memory, without the data of tensors and arrays; reads it in the context
+    :func:`allow_stand_ins`. An object that contains a secret is also rejected.
     """
     buffer = BytesIO()
     try:

@@ -73,10 +73,10 @@ def read(load: Callable[[Any, bool], Any], path: str | Path, weights_only: bool 
         raise CheckpointError(f"{shown} is a folder. Expected the path or URL of a checkpoint file.") from error
     except UnpicklingError as error:
         found = re.search(r"GLOBAL (\S+) (?:was not an allowed global|whose module)", str(error))
-        detail = f"it asks for {found[1]}" if found else str(error).splitlines()[0].rstrip(".")
+        detail = f"it refers to {found[1]}" if found else str(error).splitlines()[0].rstrip(".")
         raise UnsafeCheckpointError(
             f"{shown} contains more than tensors and plain containers, or is damaged: {detail}. If you created the file"
-            " yourself, name its classes to torch.serialization.add_safe_globals, or pass weights_only=False, which"
+            " yourself, pass its classes to torch.serialization.add_safe_globals, or pass weights_only=False, which"
             " allows it to run any code."
         ) from error
     except CheckpointError:
@@ -194,7 +194,7 @@ def _check_number(trainer: Trainer, checkpoint: dict[str, Any], key: str, curren
     elif len(checkpoint[key]) != len(current) and not cleared:
         raise CheckpointError(
             f"The checkpoint has {len(checkpoint[key])} {key}, but configure_optimizers returned {len(current)}."
-            " Return the same ones as the run that saved it did."
+            " Return the same ones as in the run that saved it."
         )
 
 
@@ -340,7 +340,7 @@ def _reorder_states(checkpoint: dict[str, Any], saved: list[list[str]], names: l
 def _refuse_other_kind(optimizer: Any, state: dict[str, Any]) -> None:
     """Raise if both the saved and the current optimizer have settings that the other lacks.
 
-    If only one of them has, it may be of another version, or have had a schedule.
+    If only one of them has such settings, it may be of another version, or have had a schedule.
     """
     saved = set().union(*state.get("param_groups", ()))
     missing, unknown = optimizer.defaults.keys() - saved, saved - set().union(*optimizer.param_groups)

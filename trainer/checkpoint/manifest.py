@@ -13,7 +13,7 @@ TRAINER_KEY = "amp_trainer"
 """Key in ``loops`` of a checkpoint with the entries that are not Lightning's."""
 
 PART = ".ckpt-part"
-"""Suffix of the names of unfinished files. They begin with a dot."""
+"""Suffix of the names of unfinished files, which begin with a dot."""
 
 
 def facts_of(checkpoint: Any) -> dict[str, Any]:

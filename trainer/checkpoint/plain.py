@@ -43,7 +43,7 @@ def require_loadable(checkpoint: dict[str, Any], *, strict: bool, warn: bool) ->
         listed = join_first((f"{place} is a {name_of(value)}" for place, value in offences), 5)
         message = (
             f"This checkpoint can only be read with weights_only=False, which can run any code: {listed}. Put plain"
-            " containers, numbers, strings and tensors there, or name the class to"
+            " containers, numbers, strings and tensors there, or pass the class to"
             " torch.serialization.add_safe_globals."
         )
         if strict:

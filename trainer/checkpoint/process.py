@@ -336,8 +336,8 @@ class ProcessState:
                 " from it loses the gradients of the window's earlier batches. Save in on_train_batch_start or"
                 " on_train_batch_end instead, which keep them."
             )
-        elif is_open and (window.backwards or loop.gradients.are_parts):  # from batches of the other processes
-            waiting = loop.optimizers
+        elif is_open and (window.backwards or loop.gradients.are_parts):
+            waiting = loop.optimizers  # parts may also be from batches of the other processes
         gradients: Gradients = loop.gradients
         return gradients.state_dict(trainer.lightning_module.named_parameters(), waiting)
 

@@ -2,7 +2,7 @@
 
 The files are written into a temporary folder next to the final place. The last file is ``manifest.json``: an object
 with the time, the folder's name, the size and SHA-256 of every other file, and a SHA-256 of the manifest itself. Then
-the folder is renamed. A folder cannot replace another in one step, so the old one is moved aside before, and removed
+the folder is renamed. A folder cannot replace another in one step, so the old one is first moved aside, and removed
 afterwards. If the process is killed in between, both complete folders are left next to the final place; :func:`recover`
 then renames the newer one.
 """

@@ -10,7 +10,7 @@
 ==================  ==================================================================================================
 
 DCP's name of a tensor is its place in the checkpoint: ``state_dict.net.0.weight``. Optimizer states use the names of
-parameters (``optimizer_states.0.state.net.0.weight.exp_avg``) instead of numbers as in a file.
+parameters (``optimizer_states.0.state.net.0.weight.exp_avg``) instead of numbers, which a file contains.
 
 DCP writes every ``DTensor``, wherever it is in the checkpoint, and from process 0 the plain tensors of the module and
 the optimizers. So there is one file for each process, and the rest of the folder does not grow with their number. DCP

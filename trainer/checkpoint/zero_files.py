@@ -74,7 +74,7 @@ class ZeroCheckpointEngine:
         self.error: Exception | None = None
 
     def save(self, state_dict: Any, path: str) -> None:
-        """Write a file. An error is stored instead of raised, because the others wait until all files are written."""
+        """Write a file. An error is stored instead of raised, because the other processes wait for all files."""
         assert self._sums is not None
         try:
             self._sums.save(state_dict, Path(path))

@@ -30,7 +30,7 @@ def sort_callbacks(callbacks: Sequence[Any]) -> list[Any]:
     try:
         _validate_callbacks_list(list(callbacks))
     except RuntimeError as error:
-        advice = "Leave one out, or give them different arguments, or a `state_key` of their own."
+        advice = "Leave one out, or give them different arguments or different values of `state_key`."
         raise RuntimeError(f"{error} {advice}") from None
     return _CallbackConnector._reorder_callbacks(list(callbacks))
 

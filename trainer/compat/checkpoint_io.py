@@ -52,7 +52,7 @@ class CheckpointFiles(TorchCheckpointIO):
             (:mod:`trainer.checkpoint.shards`). Any number of processes and any strategy can load it. Default: False,
             one file in Lightning's format.
         asynchronous: write in the background. Saving copies the state to host memory and returns. The next save,
-            loading, and the end of the run wait until it is written, and raise its errors. Removals run after it.
+            loading, and the end of the run wait for the write, and raise its errors. Removals run after the write.
             Default: False.
         when_full: the behavior if the disk is full: ``"stop"`` raises, ``"continue"`` warns and trains on. In both
             cases the older files are kept, including those that the missing one was to replace. A ModelCheckpoint is
@@ -357,14 +357,14 @@ class CheckpointFiles(TorchCheckpointIO):
 
 
 def _is_patched(name: str) -> bool:
-    """Return whether a program has replaced a method of the class that is Lightning's default."""
+    """Return whether a program has replaced a method of ``TorchCheckpointIO``, Lightning's default."""
     return getattr(TorchCheckpointIO, name) is not _LIGHTNING_METHODS[name]
 
 
 def adopt(strategy: Strategy) -> None:
     """Set a `CheckpointFiles` as the checkpoint IO of ``strategy``, unless the user has chosen another one."""
     if type(strategy).checkpoint_io is not Strategy.checkpoint_io:
-        return  # the strategy chooses itself
+        return  # the strategy has its own checkpoint IO
     given = strategy._checkpoint_io
     if given is None:
         strategy.checkpoint_io = CheckpointFiles()
@@ -373,7 +373,7 @@ def adopt(strategy: Strategy) -> None:
 
 
 def files_of(strategy: Strategy) -> CheckpointFiles | None:
-    """Return the `CheckpointFiles` of ``strategy``, inside wrappers, or None if it uses another checkpoint IO."""
+    """Return the `CheckpointFiles` of ``strategy``, even inside a wrapper, or None if it uses another checkpoint IO."""
     found: Any = strategy.checkpoint_io
     while isinstance(found, _WrappingCheckpointIO):
         found = found.checkpoint_io

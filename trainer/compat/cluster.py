@@ -90,10 +90,10 @@ def check_local_rank(environment: Any, strategy: Any) -> None:
         return
     check_counts(environment, strategy)
     try:
-        strategy.root_device  # noqa: B018  # raises without a device; some take it from elsewhere, such as Ray's
+        strategy.root_device  # noqa: B018  # raises without a device; some strategies, such as Ray's, take it from elsewhere
     except IndexError:
         raise ClusterError(
-            f"Got devices={len(strategy.parallel_devices or ())}, but {type(environment).__name__} says that this is"
+            f"Got devices={len(strategy.parallel_devices or ())}, but according to {type(environment).__name__} this is"
             f" process {environment.local_rank() + 1} of its machine. Expected devices=N with the number of processes"
             " per machine."
         ) from None
@@ -238,11 +238,11 @@ def check_shared(engine: Any, look: Callable[[], Any], subject: str) -> None:
 
 
 def explained(error: torch.distributed.DistNetworkError) -> BaseException:
-    """Return the exception to raise instead of ``error``, which processes raise that cannot find each other."""
+    """Return the exception to raise instead of ``error``, which is raised if processes cannot find each other."""
     port = os.environ.get("MASTER_PORT")
     if errno.errorcode[errno.EADDRINUSE] not in str(error) or port is None:
         return error
-    hint = "left out, a free one is chosen"
+    hint = "if it is not set, a free one is chosen"
     if "SLURM_JOB_ID" in os.environ:
         hint = "without one, it is 15000 plus the last four digits of the job's number, the same for all steps of a job"
     return ClusterError(

@@ -410,8 +410,8 @@ class ZeroPrecision(Precision):
         for name, block in _BLOCKS.items():
             if self._strategy.config.get(block, {}).get("enabled") and name != given.name:
                 raise ConfigurationError(
-                    f"Got precision={given.name!r} and {block!r} in the DeepSpeed config, which is {name!r}. Set"
-                    f" Trainer(precision={name!r}), or remove it from the config."
+                    f"Got precision={given.name!r}, but the DeepSpeed config enables {block!r}, which is {name!r}. Set"
+                    f" Trainer(precision={name!r}), or remove {block!r} from the config."
                 )
         given.check(device)
         self.name, self.dtype, self.scales_loss = given.name, given.dtype, given.scales_loss
@@ -463,7 +463,7 @@ class DeepSpeedEngine(LightningEngine):
         return self.strategy.zero
 
     def refuse(self, callbacks: Iterable[Any]) -> None:
-        """Refuse callbacks that read gradients in a backward pass, and a config that contradicts the Trainer."""
+        """Refuse callbacks that DeepSpeed does not support, and a config that contradicts the Trainer."""
         callbacks = list(callbacks)
         super().refuse(callbacks)
         for callback in callbacks:

@@ -76,7 +76,7 @@ def prepare(trainer: Trainer, trainer_state: dict[str, Any]) -> bool:
     Called before ``configure_optimizers``, because a module may read the number of updates there.
 
     Args:
-        trainer: the Trainer that resumes a run on other processes.
+        trainer: the Trainer that resumes a run on another number of processes.
         trainer_state: our entries in the checkpoint.
 
     Returns:
@@ -106,7 +106,7 @@ def prepare(trainer: Trainer, trainer_state: dict[str, Any]) -> bool:
 
 
 def resume(trainer: Trainer, trainer_state: dict[str, Any], states: list[Any]) -> dict[str, Any]:
-    """Translate the counters and schedules of a run on other processes to this run, after :func:`prepare`.
+    """Translate the counters and schedules of the saved run to this run, after :func:`prepare`.
 
     Args:
         trainer: the Trainer, with the counters of the checkpoint.
@@ -364,7 +364,7 @@ def _summary(trainer: Trainer, change: _BatchConversion, lost: set[str]) -> str:
         " differ: random numbers (dropout, augmentation"
     )
     if order.sampler == "RandomSampler":
-        text += "; the order of later epochs, too, if the training draws from torch's generator of the CPU"
+        text += "; the order of later epochs, too, if training draws from torch's CPU generator"
     text += "), statistics of a batch (BatchNorm), losses that compare the samples of a batch"
     by_hand = not trainer.lightning_module.automatic_optimization
     if not sampler.keeps_shares(epoch) or (by_hand and change.remainder):

@@ -52,8 +52,8 @@ class FSDP2Strategy(DDPStrategy):
             is gathered for the whole step. Default: None, for the outermost members of each ``ModuleList`` and
             ``Sequential``.
         reshard_after_forward: whether parameters are freed between a block's forward and its backward, as in
-            ``fully_shard``: True uses less memory, False one collective less. An integer: they are sharded over this
-            number of processes meanwhile. Default: None, for True except for the root module.
+            ``fully_shard``: True uses less memory, False one collective fewer. An integer: meanwhile, they are sharded
+            over this number of processes. Default: None, for True except for the root module.
         mixed_precision: a ``MixedPrecisionPolicy``, or its arguments as a mapping (``{"param_dtype": "bfloat16",
             "reduce_dtype": "float32"}``): the dtypes that parameters are gathered in and gradients are reduced in. Best
             combined with ``Trainer(precision="bf16-mixed")``. Default: None, for the dtype of the parameters, and
@@ -97,8 +97,8 @@ class FSDP2Strategy(DDPStrategy):
     ) -> None:
         if not IS_SUPPORTED:
             raise UnsupportedError(
-                f"Got torch {torch.__version__} with FSDP2, expected 2.13 or newer: older ones cannot keep a process in"
-                " step that has no batch. Update torch, or use strategy='ddp'."
+                f"Got torch {torch.__version__} with FSDP2, expected 2.13 or newer: older ones cannot keep a process"
+                " without a batch in step. Update torch, or use strategy='ddp'."
             )
         checked = check_sharding(
             blocks=blocks,

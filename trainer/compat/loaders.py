@@ -47,7 +47,8 @@ class LoaderSet:
         watch: wraps a source of batches for a profiler. Default: None, for no profiler.
 
     Attributes:
-        made_in: the epoch in which they were created; -inf if it does not count. Set by DataSource.
+        made_in: the epoch in which they were created; -inf if they are reloaded before the next pass, when the Trainer
+            reloads dataloaders. Set by DataSource.
         spans: see ``Loaders``. Set by DataSource.
         most: the limits of the process with the most batches, equal on all processes. Set by DataSource.
         idle: the number of batches in a training pass that other processes have and this one lacks; each is replaced by

@@ -1,4 +1,4 @@
-"""Our counters in Lightning's format: for views, and for checkpoints that both can resume.
+"""Our counters in Lightning's format: for views, and for checkpoints that both Trainers can resume.
 
 Lightning counts four moments of an event (ready, started, processed, completed), since the start of the run (``total``)
 and of the epoch (``current``). All of them are computed from our counters. A number that the tuner or a program assigns
@@ -77,7 +77,7 @@ def optimization_of(fit: FitProgress, window: AccumulationWindow, automatic: boo
 
 
 def manual_steps_of(fit: FitProgress, by_hand: bool) -> _Progress:
-    """Return ``fit_loop.epoch_loop.manual_optimization.optim_step_progress``; its ``current`` counts the run, too.
+    """Return ``fit_loop.epoch_loop.manual_optimization.optim_step_progress``; ``current`` also counts the whole run.
 
     A module that steps optimizers directly instead of their wrappers adds its steps to ``total.completed``.
     """
@@ -123,7 +123,7 @@ def loops_of(trainer: Trainer) -> dict[str, Any]:
     done = {stage: loop.progress for stage, loop in trainer.eval_loops.items()}
     fit_loop = fit_loop_of(trainer.progress, done[RunningStage.VALIDATING], trainer.loop.window, automatic)
     loops: dict[str, Any] = {"fit_loop": fit_loop}
-    # our single validation loop is that of the fit; a later save also contains tests and predictions since then
+    # our single validation loop is that of the fit; a later save also contains tests and predictions since the fit
     after = {"validate": EvalProgress(), "test": done[RunningStage.TESTING], "predict": done[RunningStage.PREDICTING]}
     for name, progress in after.items():
         batches = evaluation_of(progress).state_dict()

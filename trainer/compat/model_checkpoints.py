@@ -88,7 +88,7 @@ def _save_after_batch(
 def _save_after_validation(self: ModelCheckpoint, trainer: pl.Trainer, pl_module: Any) -> None:
     """Save if a save waits for this validation; otherwise, call Lightning's method.
 
-    Lightning's method never catches up on such a save if validations run at the ends of epochs.
+    Lightning's method never makes such a save if validations run at the ends of epochs.
     """
     waits = self._defer_save_until_validation and _has_metric(self, trainer)
     if _is_our_trainer(trainer) and waits and not self._should_skip_saving_checkpoint(trainer):
@@ -251,9 +251,9 @@ def states_to_save(trainer: Trainer, _: dict[str, Any]) -> dict[str, Any] | None
     """Return the state of each ModelCheckpoint for the checkpoint that is about to be written, or None without any.
 
     The state is the step at which it last saved, so that it does not save twice, and whether it waits for the metrics
-    of a validation. The ModelCheckpoint that writes this checkpoint gets its state after the save. At the end of a
-    batch, another one may not have been called yet: if its save is due and must wait for a validation, it counts as
-    waiting.
+    of a validation. For the ModelCheckpoint that writes this checkpoint, it is the state after the save. At the end of
+    a batch, another ModelCheckpoint may not have been called yet: if its save is due and must wait for a validation, it
+    counts as waiting.
     """
     states, path = {}, trainer._checkpoint_connector.destination
     ends_batch = trainer.progress.in_batch and trainer.progress.is_trained

@@ -122,6 +122,6 @@ def _check_several(module: LightningModule, optimizers: list[Optimizer], owns_st
                 raise MultipleOptimizersError(
                     "Training with multiple optimizers is only supported with manual optimization if they share"
                     f" parameters. Got {names.get(id(parameter), '?')!r} in optimizers {owners[id(parameter)]} and"
-                    f" {index}, expected each in one of them: its gradient would be unscaled and clipped twice. Give"
-                    " it to one, or set `self.automatic_optimization = False`."
+                    f" {index}, expected each parameter in one of them: its gradient would be unscaled and clipped"
+                    " twice. Give it to one, or set `self.automatic_optimization = False`."
                 )

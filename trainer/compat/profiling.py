@@ -47,7 +47,7 @@ class Profiling:
 
     @classmethod
     def of(cls, trainer: Trainer) -> Profiling | None:
-        """Create the profiling for a run of ``trainer`` that begins, or return None without a profiler."""
+        """Create the profiling at the start of a run of ``trainer``, or return None without a profiler."""
         return cls(trainer) if records(trainer.profiler) else None
 
     def action(self, name: str, call: Call) -> Call:

@@ -55,7 +55,7 @@ class Signals:
         self._process = 0
         self._requeue_signal: int | None = None
         self._noted = 0  # index in `ENDING_SIGNALS` of the received signal, counted from 1; 0 for none
-        self._global_signal = 0  # the same over all processes
+        self._global_signal = 0  # the largest of all processes
         self._to_requeue = False
         self._interrupts = 0  # number of times that Ctrl-C was pressed
         self._ends = self._holds = self._is_inner = False
@@ -74,7 +74,7 @@ class Signals:
     def register_signal_handlers(self) -> None:
         """Install the handlers for one run.
 
-        Outside the main thread, Python does not allow it, and none are installed.
+        Python allows this only in the main thread. In other threads, no handlers are installed.
         """
         trainer = self._trainer
         self.received_sigterm, self.interruption = False, None
@@ -125,7 +125,7 @@ class Signals:
 
     @contextmanager
     def ending(self, error: BaseException) -> Iterator[None]:
-        """Return a context for the end of a run by ``error``. If a signal caused it, further signals are ignored."""
+        """Return a context for a run that ends with ``error``. If a signal caused it, further signals are ignored."""
         engine, decided_together = self._trainer.engine, error is self.interruption and self._async_max is not None
         with deadline_after(error, waited_for=engine.runs_here and engine.world_size > 1 and not decided_together):
             if not isinstance(error, KeyboardInterrupt) and error is not self.interruption:
@@ -238,7 +238,7 @@ class Signals:
                 self._update_signal_checks()
         self._global_signal = noted = max(noted, self._global_signal)
         if not noted or (self._trainer.engine.may_change_world_size and self._trainer.loop.window.is_open):
-            return  # wait for the update, because a run on other processes cannot resume inside a window
+            return  # wait for the update: a run on another number of processes cannot resume inside a window
         self._noted, self._ends = noted, True
         self.received_sigterm |= self.received == signal.SIGTERM
         self.interruption = exception_of(self.received)
@@ -288,7 +288,7 @@ class Signals:
             saved = "" if path is None else f" The state of the fit is in {path}: a resubmitted job resumes from it."
             raise RequeueError(
                 f"{failure}{saved} Requeue the job by hand (`scontrol requeue JOB`), or submit it again (`sbatch`); if"
-                " this cluster does not requeue jobs, turn it off with"
+                " this cluster does not requeue jobs, turn requeueing off with"
                 " Trainer(plugins=SLURMEnvironment(auto_requeue=False))."
             )
 

@@ -67,7 +67,7 @@ def is_automatic(trainer: Trainer) -> bool:
 
 
 class LoopAttribute(Generic[View]):
-    """The attribute of a Trainer or of a loop that holds one of its loops: a view.
+    """An attribute of a Trainer, or of a loop, that holds a view of one of its loops.
 
     A program may assign one of Lightning's loops to it. An override of ``_print_results`` is used; other overrides are
     refused, because they would not run.
@@ -97,7 +97,7 @@ class LoopAttribute(Generic[View]):
 
 
 def _overrides_of(loop: Any) -> set[str]:
-    """Return the methods of Lightning's loop that the loop's class, or a class between the two, overrides."""
+    """Return the methods that the class of ``loop``, or a base class that is not Lightning's, overrides or adds."""
     own: set[str] = set()
     for cls in type(loop).__mro__:
         if cls.__module__.partition(".")[0] in ("lightning", "pytorch_lightning"):
@@ -238,7 +238,7 @@ class PredictLoopView(_EvaluationView, _PredictionLoop):
         return seen[-1][-1] if seen else []
 
     def _batch_indices(self) -> list[list[list[int]]]:
-        """Return indices by dataloader and batch, of batches that have run only: samplers are ahead of them."""
+        """Return indices by dataloader and batch, only of batches that have run, because samplers are ahead of them."""
         loaders, left = self._loop.loaders, self._loop.progress.batches
         if loaders is None:
             return []
@@ -373,7 +373,7 @@ class FitLoopView(_DataView, _FitLoop):
 
     @property
     def restarting(self) -> bool:
-        """Whether the current epoch is the one that a checkpoint has resumed."""
+        """Whether the current epoch is the one that was resumed from a checkpoint."""
         return self._loop.progress.resumed_epoch == self._loop.progress.epoch
 
     @restarting.setter

@@ -179,7 +179,7 @@ def _data(trainer: Trainer, case: Case, finding: Finding, failing: Sequence[Reco
 
 
 def _out_of_range(trainer: Trainer, case: Case, indices: Tensor, number: int) -> Diagnosis:
-    """Explain an index or a label that is not between 0 and ``number``."""
+    """Explain an index or a label that is not between 0 and ``number - 1``."""
     batch_idx, error = case.batches[0].batch_idx, f"{case.error}"
     finding = Finding(batch_idx, 0, 1, trainer.global_rank, case.scale, fails=True, error=error)
     bad = (indices < 0) | (indices >= number)
@@ -337,7 +337,7 @@ def _repeat_steps(trainer: Trainer, case: Case, finding: Finding) -> Diagnosis |
     if is_same and recorded is None and not weights and _rates_are_finite(trainer):
         return _diagnosis(
             case, finding, "weights",
-            f"{join_first(finding.broken_weights, 4)} became not finite before step {case.step}, but stay finite if all"
+            f"{join_first(finding.broken_weights, 4)} became non-finite before step {case.step}, but stay finite if all"
             " steps are repeated: code other than the optimizer has changed them.",
             f"find the code, such as a hook or a callback, that writes to {finding.broken_weights[0]!r}.",
             key=finding.broken_weights[0],
@@ -441,8 +441,8 @@ def _unknown_cause(trainer: Trainer, case: Case, finding: Finding | None) -> Dia
     guard = "nonfinite_guard" if remedies.is_command_line() else "[NonFiniteGuard('stop')]"
     return _diagnosis(
         case, finding, "unknown",
-        f"A loss or the weights became not finite between steps {case.first} and {case.step}; the batch or the weights"
-        " before it are gone.",
+        f"A loss or the weights became non-finite between steps {case.first} and {case.step}; that batch or the weights"
+        " before it are no longer stored.",
         f"callbacks={guard} in the next run: it ends at that step and names the cause.",
     )  # fmt: skip
 

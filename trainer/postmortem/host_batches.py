@@ -43,11 +43,11 @@ def is_device_assert(error: BaseException) -> bool:
 class HostBatches:
     """The recent batches of a fit on a GPU, as they were before their transfer.
 
-    A GPU reports an index that is out of range steps later, without the index, and its memory can then no longer be
-    read, neither batches nor weights. The CPU reports it at once: :meth:`failing` runs the recent batches there.
+    A GPU reports an out-of-range index only some steps later, and without the index. Its memory, with batches and
+    weights, can no longer be read then. The CPU reports it at once: :meth:`failing` runs the recent batches there.
 
     Args:
-        trainer: the Trainer, whose path of a batch is wrapped.
+        trainer: the Trainer. The path of its batches is wrapped.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -74,11 +74,11 @@ class HostBatches:
         train_batch(batch, batch_idx, is_last)
 
     def failing(self) -> tuple[RecordedBatch, Exception] | None:
-        """Run the recent batches on the CPU, newest first, with a copy of the module whose weights are zeros.
+        """Run the recent batches on the CPU, newest first, with a copy of the module that has zeros as weights.
 
         Returns:
-            The first batch with an index that is out of range, and the exception. None if there is none, or if the
-            model is too large.
+            The first batch with an index that is out of range, and the exception. None if no batch has one, or if
+            the model is too large.
         """
         module = self._trainer.lightning_module
         if sum(parameter.nbytes for parameter in module.parameters()) > _MAX_WEIGHTS:
@@ -113,6 +113,6 @@ class _ZerosOnHost(TorchFunctionMode):
         tensor, memo = args[0], args[1] if len(args) > 1 else {}
         if id(tensor) not in memo:
             zeros = torch.zeros(tensor.shape, dtype=tensor.dtype, device="cpu")
-            is_parameter = func is Tensor.__deepcopy__ and isinstance(tensor, nn.Parameter)  # of a subclass
+            is_parameter = func is Tensor.__deepcopy__ and isinstance(tensor, nn.Parameter)  # a tensor subclass
             memo[id(tensor)] = nn.Parameter(zeros, tensor.requires_grad) if is_parameter else zeros
         return memo[id(tensor)]

@@ -87,7 +87,7 @@ def find_cure(trainer: Trainer, batches: Sequence[RecordedBatch], finding: Findi
 def underflow(trainer: Trainer, batches: Sequence[RecordedBatch], scale: float) -> dict[str, float]:
     """Return the share of each parameter's gradient that is lost in float16 at this scale, by name; "" is for all.
 
-    Of the elements that matter in float32, the share that is zero or subnormal in float16.
+    Lost elements are zero or subnormal in float16. Only elements that matter in float32 are counted.
     """
     preserved, totals = _counts(trainer, batches, scale, None), _counts(trainer, batches, 1.0, torch.float32)
     preserved[""], totals[""] = sum(preserved.values()), sum(totals.values())
@@ -211,7 +211,7 @@ def repeat(
     Returns:
         A pair of batch and weights: the first batch with a gradient that is not finite, and the finite weights before
         it; or None and the current weights, if a loss exceeds the limit or weights are not finite although all
-        gradients are; or None and {} if nothing fails.
+        gradients are finite; or None and {} if nothing fails.
     """
     named = dict(trainer.lightning_module.named_parameters())
     with weights_of(trainer, weights), _optimizer_steps(trainer) as step:

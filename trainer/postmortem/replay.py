@@ -41,7 +41,7 @@ class Variant(NamedTuple):
     Attributes:
         dtype: dtype of autocast; float32 disables autocast. Default: None, the run's precision.
         modules: patterns of the modules that run in float32.
-        cuda: whether autocast uses CUDA's lists of operations on a CPU.
+        cuda: whether autocast uses CUDA's lists of operations if the device is a CPU.
         without: indices of the samples to leave out. If no sample remains, all are replaced by zeros.
         is_wide: whether 16-bit tensors of the batch, and casts in the code to 16 bits, become float32. No
             effect if the weights have 16 bits.

@@ -84,7 +84,7 @@ class Diagnosis:
         rows = [
             ("step", f"{self.step}" + (f", {self.in_a_row} skipped in a row" if self.in_a_row else "")),
             ("batch", f"batch_idx {finding.batch_idx}{window}, rank {finding.rank}"),
-            ("seen", f"{self.count} times"),
+            ("seen", "once" if self.count == 1 else f"{self.count} times"),
             ("loss", f"{finding.loss:.6g}"),
             ("loss scale", f"{finding.scale:g}"),
         ]
@@ -117,5 +117,5 @@ def _rows_of(birth: Birth) -> list[tuple[str, str]]:
 
 def _format_magnitude(magnitude: Magnitude) -> str:
     largest, broken, elements, dtype = magnitude
-    finite = f"up to {largest:.3g} in {dtype} (largest: {torch.finfo(getattr(torch, dtype)).max:g})"
+    finite = f"up to {largest:.3g} in {dtype} (maximum: {torch.finfo(getattr(torch, dtype)).max:g})"
     return f"not finite in {broken:,} of {elements:,} elements, the others {finite}" if broken else f"finite, {finite}"

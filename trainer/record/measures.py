@@ -112,7 +112,7 @@ def monitor_of(trainer: pl.Trainer) -> dict[str, str] | None:
 
 
 def best_score_of(trainer: pl.Trainer) -> float | None:
-    """Return the monitored metric at the best checkpoint, or None if it is not finite or no file has it."""
+    """Return the monitored metric at the best checkpoint, or None if it is not finite or there is no such file."""
     checkpoints = trainer.checkpoint_callback
     score = getattr(checkpoints, "best_model_score", None)
     if score is None or not math.isfinite(score) or not _exists(getattr(checkpoints, "best_model_path", None)):
@@ -142,7 +142,7 @@ def paths_of(trainer: pl.Trainer) -> dict[str, str | list[str]]:
 
 
 def _exists(path: str | None) -> bool:
-    """Return whether a checkpoint was written; a URL counts as one."""
+    """Return whether a checkpoint was written. A URL counts as written."""
     return bool(path) and ("://" in str(path) or os.path.exists(str(path)))
 
 
@@ -188,7 +188,7 @@ def folders_of_loggers(trainer: pl.Trainer) -> list[str]:
 def training_loss(trainer: pl.Trainer, outputs: Any, *, keep: bool = False) -> Tensor | None:
     """Return the loss of a batch as returned by ``training_step``, from the outputs in ``on_train_batch_end``.
 
-    The loss in the outputs is multiplied by the batch's share of the accumulation window. Here it is divided by it.
+    The loss in the outputs is multiplied by the batch's share of the accumulation window; the result is not.
 
     Args:
         trainer: the Trainer, which has the share.

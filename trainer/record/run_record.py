@@ -296,7 +296,7 @@ class RunRecord:
         return GoalValue(value, (at[0] if is_best else at[-1]) if at else None, is_best)
 
     def value_of(self, name: str) -> float | None:
-        """Return the value of a metric for a table: that of the objective as `reached`, otherwise the last one.
+        """Return the value of a metric for a table: for the objective that of `reached`, otherwise the last one.
 
         Args:
             name: the metric.
@@ -341,7 +341,7 @@ class RunRecord:
     def changed(self) -> float:
         """The time (of `time.time`) at which the run last wrote a file."""
         files = [*self.folder.glob("*"), *self.folder.glob("*/*")]
-        # a later report does not count, and neither does a folder, in which a later test may have created another one
+        # without a later report; and without folders, because a later test run may have created one in them
         own = (file for file in files if file.is_file() and not file.name.startswith("report"))
         return max(map(changed, own), default=0.0)
 

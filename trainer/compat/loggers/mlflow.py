@@ -1,4 +1,4 @@
-"""MLflow."""
+"""The adapter of Lightning's MLflow logger."""
 
 from __future__ import annotations
 

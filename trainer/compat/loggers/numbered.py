@@ -1,4 +1,4 @@
-"""Loggers that number their folders: TensorBoard and CSV."""
+"""The adapters of loggers that number their folders: TensorBoard and CSV."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""W&B."""
+"""The adapter of Lightning's W&B logger."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Wandb(TrackerAdapter):
     """Lightning's ``WandbLogger``."""
 
     target: ClassVar[str] = "lightning.pytorch.loggers.WandbLogger"
-    opening_order: ClassVar[int] = 0  # W&B records only the libraries that are opened after it
+    opening_order: ClassVar[int] = 0  # W&B records only files (TensorBoard) that are opened after it
     extra: ClassVar[str] = "wandb"
 
     @classmethod
