@@ -1,4 +1,4 @@
-"""The contents of a batch: its tensors, its number of samples, and slices of them."""
+"""The contents of a batch: its tensors, its number of samples, and parts of it."""
 
 from __future__ import annotations
 
