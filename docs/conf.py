@@ -1,8 +1,8 @@
-"""How Sphinx makes a site of the pages: `scripts/docs`.
+"""Sphinx's settings for the site that `scripts/docs` builds from the pages.
 
-The pages stay plain Markdown that reads well on GitHub. What a site needs on top is made here, while they are read: the
-contents come from the links in `index.md` and `api/index.md`, and a link to a file of the repository becomes one to a
-page that shows the file.
+The pages stay plain Markdown that reads well on GitHub. While Sphinx reads them, this module adds the rest: the tables
+of contents, from the links in `index.md` and `api/index.md`, and for each linked file of the repository a page that
+shows the file.
 """
 
 import html
@@ -17,7 +17,7 @@ from sphinx.highlighting import PygmentsBridge
 
 ROOT = Path(__file__).parent.parent
 LANGUAGES = {".py": "python", ".yaml": "yaml", "": "bash"}
-"""By the end of its name, the language of a file that pages link to."""
+"""The language of a linked file, by its suffix."""
 
 project = "trainer"
 root_doc = "docs/index"
@@ -44,14 +44,17 @@ _LINK = re.compile(r"\]\((?!\w+:)([^)#\s]+)(#[^)\s]*)?\)")
 
 
 def setup(app: Sphinx) -> None:
-    """Called by Sphinx."""
+    """Connect the functions below to Sphinx's events. Sphinx calls this."""
     shown: set[str] = set()
     app.connect("source-read", lambda _, page, text: text.__setitem__(0, _for_the_site(page, text[0], shown)))
     app.connect("html-collect-pages", lambda _: _files(shown))
 
 
 def _for_the_site(page: str, text: str, shown: set[str]) -> str:
-    """A page with contents, if it is an index, and with links to the pages of files, whose paths go to ``shown``."""
+    """Return a page with tables of contents if it is an index, and with links to the pages of files.
+
+    Adds the paths of these files to ``shown``.
+    """
 
     def to_its_page(link: re.Match[str]) -> str:
         path = normpath(join(dirname(page), link[1]))
@@ -65,7 +68,7 @@ def _for_the_site(page: str, text: str, shown: set[str]) -> str:
 
 
 def _contents(text: str) -> Iterator[str]:
-    """A table of contents for each heading: the pages that are linked to below it, by the words of the links."""
+    """Yield a table of contents for each heading: the pages that its section links to, titled as the links are."""
     for section in text.split("\n## ")[1:]:
         caption = section.partition("\n")[0]
         pages: dict[str, str] = {}
@@ -75,7 +78,7 @@ def _contents(text: str) -> Iterator[str]:
 
 
 def _files(shown: set[str]) -> Iterator[tuple[str, dict[str, Any], str]]:
-    """The pages that show files. Functions and classes can be linked to by their names."""
+    """Yield the pages that show files. In their links, the anchor of a function or a class is its name."""
     bridge = PygmentsBridge("html", pygments_style)
     for path in sorted(shown):
         text = (ROOT / path).read_text(encoding="utf-8")

@@ -179,7 +179,8 @@ def rotate(vectors: Tensor) -> Tensor:
     """Rotate each pair of values in ``vectors``, shape (..., length, width), by an angle that grows with the position.
 
     The product of a query and a key then depends only on the distance between their positions. The angles are computed
-    in float32, whatever the vectors' dtype, and again in each call: no buffer must be moved, saved or kept in float32.
+    in float32, whatever the vectors' dtype, and again in each call, so that no buffer has to be moved, saved or kept in
+    float32.
     """
     length, width = vectors.shape[-2:]
     exponents = torch.arange(0, width, 2, device=vectors.device, dtype=torch.float32) / width

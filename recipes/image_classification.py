@@ -196,7 +196,7 @@ class ImageClassifier(L.LightningModule):
 
 
 class PredictionTable(BasePredictionWriter):
-    """Writes the most probable class of each image that `predict` reads into ``predictions.csv``.
+    """Writes ``predictions.csv`` with the most probable class of each predicted image.
 
     The columns are ``path``, ``class`` and ``probability``. Without an `ImageFolder`, ``path`` is the position of
     the image.

@@ -42,7 +42,7 @@ class LanguageModel(L.LightningModule):
     character beyond ASCII has several bytes; the end of a document counts as one character).
 
     `configure_model` creates the network on its device, or on the meta device if a strategy shards it first. Then
-    `init_weights` initializes the shard of each rank, with the same weights in total.
+    `init_weights` initializes the shard of each rank: the whole weights are the same for any number of ranks.
 
     Args:
         optimizer: called with parameter groups and returns the optimizer, such as
@@ -236,7 +236,7 @@ def sum_of_losses(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def characters(targets: Tensor) -> Tensor:
-    """Return the number of characters that begin in these bytes, a scalar: in UTF-8, the other bytes begin with 10."""
+    """Return the number of characters that begin in these bytes, a scalar. In UTF-8, the other bytes are 10xxxxxx."""
     return ((targets != NO_TARGET) & (targets & 0b1100_0000 != 0b1000_0000)).sum()
 
 

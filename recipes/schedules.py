@@ -61,7 +61,7 @@ def onecycle(
         div_factor: peak learning rate divided by the first one.
         final_div_factor: first learning rate divided by the last one.
         cycle_momentum: whether the momentum (or Adam's beta1) falls from 0.95 to 0.85 while the learning rate rises,
-            and rises while it falls. Default: False, which keeps the optimizer's momentum.
+            and rises while the learning rate falls. Default: False, which keeps the optimizer's momentum.
 
     Raises:
         ValueError: ``total_steps`` or ``pct_start`` out of range.
@@ -70,7 +70,7 @@ def onecycle(
     _check_fraction("pct_start", pct_start)
     if pct_start * total_steps == 1.0:
         # The rise would have zero steps, and OneCycleLR divides by this number. A slightly larger fraction gives the
-        # schedule that the fractions next to it give.
+        # same schedule as its neighbors.
         pct_start *= 1.0 + 1e-6
     return OneCycleLR(
         optimizer,
@@ -84,7 +84,7 @@ def onecycle(
 
 
 def cosine(optimizer: Optimizer, total_steps: int, *, eta_min: float = 0.0) -> LRScheduler:
-    """Return a schedule that falls from ``lr`` to ``eta_min``, after the last step, along half a cosine.
+    """Return a schedule that falls from ``lr`` along half a cosine, and reaches ``eta_min`` after the last step.
 
     Args:
         optimizer: its ``lr`` is the peak and the start.

@@ -49,7 +49,7 @@ def transfer_classifier(
     if checkpoint is not None and Path(checkpoint).is_file():  # not "last", which may not exist yet
         weights = None
     net = TransferNet(architecture, num_classes, weights=weights, frozen=frozen)
-    if frozen:  # as requested
+    if frozen:  # the frozen layers stay in eval mode on purpose
         warnings.filterwarnings("ignore", message=r"Found \d+ module\(s\) in eval mode at the start of training")
     return ImageClassifier(net, optimizer, scheduler, num_classes=num_classes, **options)
 

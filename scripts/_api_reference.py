@@ -27,7 +27,7 @@ PAGES = {
     "errors": ("trainer.errors", "Exceptions and warnings."),
     "recipes": ("recipes", "LightningModules and LightningDataModules of the recipes."),
 }
-"""Page name: the module with its public names, and its first line."""
+"""Page name: the module with the public names, and the first line of the page."""
 
 _CALLED_BY_LIGHTNING = re.compile(
     r"on_\w+|setup|teardown|state_dict|load_state_dict|state_key|\w+_step|\w+_dataloader|configure_\w+|forward"
@@ -67,7 +67,7 @@ def pages() -> dict[str, str]:
 
 
 def _anchors(page: str) -> Iterator[tuple[str, str]]:
-    """Return the headings that a page documents with their link anchors. A repeated heading gets the suffix ``-1``."""
+    """Return the names that a page documents, and their link anchors. A repeated name gets the suffix ``-1``."""
     met = Counter[str]()
     for marks, name in re.findall(r"^(##+) (\w+)$", page, re.MULTILINE):
         anchor = name.lower()

@@ -24,7 +24,7 @@ class Caltech256(ImageFolder):
     A stratified tenth of the images is held out for validation, `test` and `predict`.
 
     Every image is resized to ``image_size`` without regard to its proportions. Training images are mirrored, rotated,
-    shifted and scaled at random, each within the limits below, and filled with black.
+    shifted and scaled at random, each within the limits below; areas without pixels become black.
 
     Args:
         root: folder with ``256_ObjectCategories``, or with ``256_ObjectCategories.tar``, which is then unpacked.

@@ -39,7 +39,7 @@ class CIFAR10(SplitDataModule):
         std: each channel is divided by it; that of CIFAR-10 by default.
         limit: number of training images to use, from the first on. Default: None, all of them.
         val_size: images to validate on, held out of the training images that come after the first ``limit``;
-            None for a tenth of all of them.
+            None for a tenth of all training images.
         split_seed: seed of the validation split, which is stratified and depends on nothing else.
         num_classes: number of classes of the model; must be 10.
         check_md5: whether to compare the files with the original's checksums, and download those that differ. False

@@ -254,7 +254,7 @@ def read_image(path: str | Path) -> Image.Image:
             if image.mode in ("I", "F"):
                 raise ValueError(f"pixels of 32 bits, mode {image.mode!r}, of unknown range")
             return image.convert("RGB")
-    except Exception as error:  # a damaged file breaks a decoder in any way
+    except Exception as error:  # a decoder may raise any exception for a damaged file
         if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno is not None):
             raise  # an error of the system, not of the file
         raise UnreadableImageError(

@@ -48,7 +48,7 @@ class PackedText(TextData):
         num_workers: processes that prepare batches; 0 prepares them in the training process.
         split_seed: seed of the split into training, validation and test documents.
         held_out: share of the text for the validation, and the same share for the test.
-        prompts: one or several prompts that ``predict`` continues, each in a batch: a tuple of one string.
+        prompts: one or several prompts that ``predict`` continues. Each prompt is a batch: a tuple of one string.
         cache: folder of the token files.
 
     Attributes:
@@ -112,7 +112,7 @@ class PackedText(TextData):
 
     @cached_property
     def _documents(self) -> tuple[Callable[[], Iterator[str]], Path]:
-        """Return a function that returns an iterator over the documents, and the folder of their tokens."""
+        """Return two values: a function that opens an iterator over the documents, and the folder of their tokens."""
         if self.path is None:
             topics = python_topics()
             return partial(iter, topics), self._folder(hashlib.sha256("\0".join(topics).encode()).hexdigest())

@@ -148,7 +148,10 @@ def sigkill(bench: Bench, who: str) -> Outcome:
 
 
 def ended_before_a_random_instant(bench: Bench, run: Run, folder: Path, setup: Setup) -> bool:
-    """Wait for a random instant: some milliseconds after the start, or after one of the remaining batches."""
+    """Wait for a random instant: some milliseconds after the start, or after one of the remaining batches.
+
+    Returns whether the run ended before it.
+    """
     diary = read_diary(folder / "batches_0.jsonl")
     left = setup.batches * setup.epochs - len({line[:2] for line in diary})
     after_batches(run, folder, len(diary) + bench.random.randint(0, max(left, 1)))
@@ -561,7 +564,7 @@ def node_lost(setup: Setup, *, times: int = 3, comes_back: bool = True, last_cal
                 raise HungError(f"rank {rank} did not continue; {tools.last_line(first.log)[:90]}")
 
         first = node()
-        tools.wait_until(lambda: "rdzv" in first.log or time.monotonic() > first.started + 2, END)  # hosts rendezvous
+        tools.wait_until(lambda: "rdzv" in first.log or time.monotonic() > first.started + 2, END)  # the host
         second = node()
         trains(1)
         for number in range(times):
@@ -876,7 +879,7 @@ def requeued(*resume: str) -> Body:
         statuses = [run.wait(END) for run in runs]
         asked = (cut / "scontrol").read_text() if (cut / "scontrol").exists() else "nothing"
         if statuses != [143, 143] or asked != "requeue 4711\n":
-            return Outcome("lost", f"scontrol was asked {asked.strip()}; the tasks end with {statuses}")
+            return Outcome("lost", f"scontrol was called with: {asked.strip()}; the tasks end with {statuses}")
         runs = bench.srun(cut, *words, again=1)
         if [run.wait(END) for run in runs] != [0, 0]:
             return Outcome("lost", f"the next start fails: {tools.last_line(runs[0].log)[:90]}")

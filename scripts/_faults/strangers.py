@@ -36,7 +36,7 @@ def poisoned_archive(good: Path, bad: Path, owned: Path, entry: str = "data.pkl"
 
 
 class Object(Payload):
-    """Write the payload with ``exec``, which torch does not block: among hyperparameters, the object is skipped."""
+    """Use ``exec``, which torch does not forbid by name: among the hyperparameters, such an object is skipped."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return exec, (f"open({str(self.owned)!r}, 'w')",)

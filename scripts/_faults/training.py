@@ -34,7 +34,7 @@ class Setup:
         augment: change each sample at random, by numpy's, Python's and torch's random numbers.
         overflows: batches, counted from the start of the run, with a loss multiplied by 1e30, so that fp16 skips the
             step.
-        optimizers: 1 or 2; two optimizers share the net's layers.
+        optimizers: 1 or 2; with 2, each trains a part of the net's layers.
         manual: use manual optimization.
         schedule: ``""``, ``"step"``, ``"epoch"`` or ``"plateau"``.
         average: ``""``, ``"ema"`` or ``"mean"``, by Lightning's callbacks.

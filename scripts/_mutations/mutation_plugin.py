@@ -26,7 +26,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @contextlib.contextmanager
 def set_up_of(fixture: str) -> Iterator[None]:
-    """Record the faults that this context and processes started in it reach, for all tests that use the fixture."""
+    """Attribute the faults that are reached in this context, also in processes that it starts, to the fixture."""
     outer = os.environ.get("MUTATION_FIXTURE")
     os.environ["MUTATION_FIXTURE"] = fixture
     try:

@@ -1,4 +1,4 @@
-"""Record in a file which test reaches which fault, in any process; probes in a copy of the source call it."""
+"""Record in a file which test reaches which fault, in any process. The probes in a copy of the source call `reach`."""
 
 from __future__ import annotations
 
