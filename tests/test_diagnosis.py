@@ -173,7 +173,7 @@ def test_memory_that_runs_out(trainer: Any, make_error: Any, no_gc: None) -> Non
         # while the exception is kept, as a notebook keeps it
         assert module.held is not None
         assert module.held() is None
-    assert "at batch_idx 2 of epoch 0 (train_dataloader), which has 4 samples, on cpu (at its peak" in told
+    assert "at batch_idx 2 of epoch 0 (train_dataloader), which has 4 samples, on cpu (at the peak" in told
     assert "batches of 2 with accumulate_grad_batches=2" in told
     assert "bf16-mixed" in told
     assert "ActivationCheckpointing" in told
@@ -248,8 +248,8 @@ def test_report_on_a_gpu_has_live_memory_and_a_snapshot(cuda: Any, full: None, t
     folder = tmp_path / "lightning_logs" / "version_0"
     first, alive, snapshot, advice = error.__notes__[0].splitlines()
     assert first == (
-        "Memory ran out at batch_idx 1 of epoch 0 (train_dataloader), which has 4 samples, on cuda:0 (at its peak"
-        " tensors took 70.0 GiB, of 80.0 GiB), in the optimizer's step."
+        "Memory ran out at batch_idx 1 of epoch 0 (train_dataloader), which has 4 samples, on cuda:0 (at the peak,"
+        " tensors took 70.0 GiB of 80.0 GiB), in the optimizer's step."
     )
     assert alive == (
         "Live tensors: weights 780 bytes, gradients 780 bytes, the optimizer's states 2 KiB, the batch 148 bytes,"

@@ -6,7 +6,7 @@
 
     Trainer(precision="16-mixed", max_epochs=3).fit(module, datamodule=data)
 
-Importing this package does not import torch; using a name of it does.
+Importing this package does not import torch; the first use of a name such as ``Trainer`` does.
 """
 
 from __future__ import annotations

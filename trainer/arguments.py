@@ -83,7 +83,7 @@ def _is_whole(value: Any) -> bool:
 
 
 def _is_count(value: Any) -> bool:
-    """Return whether ``value`` is a whole number; may be a float such as 1e6 or inf, as in Lightning."""
+    """Return whether ``value`` is a whole number, or a float such as 1e6 or inf, as in Lightning."""
     return _is_whole(value) or (isinstance(value, float) and (value.is_integer() or value == math.inf))
 
 
@@ -107,7 +107,7 @@ def _is_devices(value: Any) -> bool:
 
 
 class Kind(NamedTuple):
-    """A kind of values, and their range.
+    """A kind of value, and its range.
 
     Attributes:
         words: the name of the kind in messages; "" if messages do not mention it.
@@ -172,7 +172,7 @@ AMOUNT = (
 
 
 def _as_interval(kind: Kind) -> Kind:
-    return kind._replace(type=Any, above=0, otherwise=". To do without validation, set limit_val_batches to 0")
+    return kind._replace(type=Any, above=0, otherwise=". To disable validation, set limit_val_batches to 0")
 
 
 @dataclass(frozen=True)
@@ -294,7 +294,7 @@ _TABLE = (
     Argument(
         "num_sanity_val_steps",
         None,
-        "validation batches to run before the training",
+        "validation batches to run before training",
         (COUNT.at_least(-1, ", or -1 for all batches"), None),
     ),
     Argument("log_every_n_steps", None, "optimizer steps between two rows for the loggers", (COUNT, None)),
@@ -323,7 +323,7 @@ _TABLE = (
     Argument(
         "detect_anomaly",
         False,
-        "true: stop at the operation with a backward pass that returns the first NaN; slow",
+        "true: stop at the first operation with a NaN in its backward pass; slow",
         SWITCH,
     ),
     Argument("barebones", False, "true: no logging, checkpoints and other features that cost time", SWITCH),
@@ -347,7 +347,7 @@ _TABLE = (
         (NUMBER._replace(most=10**9),),
     ),
     Argument(
-        "pad_evaluation", False, "true: pad evaluation data to equal numbers per process, as Lightning does", SWITCH
+        "pad_evaluation", False, "true: pad evaluation data so that all processes get equally many samples", SWITCH
     ),
     Argument(
         "prefetch_batches",
@@ -551,8 +551,8 @@ def refuse_other_package(argument: str, *given: Any) -> None:
         for other, own in (("pytorch_lightning", "lightning.pytorch"), ("lightning_fabric", "lightning.fabric")):
             if other in roots and "lightning" not in roots and sys.modules.get(other) is not sys.modules.get(own):
                 raise ConfigurationError(
-                    f"Got {argument}={type(value).__name__}(...), which is built on {other}. To Python that is another"
-                    f" package than {own}, which the Trainer is built on. To make them one, {ONE_PACKAGE}"
+                    f"Got {argument}={type(value).__name__}(...), which is built on {other}. The Trainer is built on"
+                    f" {own}, which is a separate package for Python. To make them one, {ONE_PACKAGE}"
                 )
 
 

@@ -1,4 +1,4 @@
-"""Add the batch, the phase and advice to an error that has ended a run: dataloader workers, memory, collectives.
+"""Add the batch, the phase and advice to errors of dataloader workers, memory, collectives and shapes that ended a run.
 
 This code runs only after an error. The timeouts of workers are in ``trainer.data.workers``.
 """
@@ -71,7 +71,7 @@ def explain(
         release_tensors(error)
     elif isinstance(error, _BATCH_ERRORS) and _SHAPES.search(text):
         batch = _batch_of(trainer)
-        if batch is not None:  # None outside of a batch, such as if an optimizer refuses its parameters
+        if batch is not None:  # None outside of a batch, for example if an optimizer refuses its parameters
             add_note(error, f"It was raised by {_describe_position(trainer)}: {describe_batch(batch)}.")
     return None
 
@@ -83,7 +83,7 @@ def _explain_waiting(error: RuntimeError, trainer: Trainer) -> None:
         add_note(
             error,
             f"The process waited at {_describe_position(trainer)}. Processes may have different numbers of batches"
-            f" there. If {loop.stage}_step or a hook of the batch runs collectives (torch.distributed), give all"
+            f" there. If {loop.stage}_step or a batch hook runs collectives (torch.distributed), give all"
             " processes the same number of batches: Trainer(pad_evaluation=True).",
         )
 
@@ -99,17 +99,17 @@ def _worker_error(trainer: Trainer, pids: list[int], event: str) -> DataLoaderEr
     if not pids:
         lines += [
             "Either they hang (a lock that was held when the process was forked, a file system or network that does"
-            " not answer), or a batch takes that long. Try num_workers=0, where a hang can be interrupted and shows"
-            " its traceback; DataLoader(multiprocessing_context='spawn'); or allow more time, by"
-            " Trainer(dataloader_timeout=seconds), 0 for no limit."
+            " not answer), or a batch takes that long. Try num_workers=0, so that a hang can be interrupted and shows"
+            " its traceback; DataLoader(multiprocessing_context='spawn'); or allow more time with"
+            " Trainer(dataloader_timeout=SECONDS); 0 means no limit."
         ]
     elif "Bus error" in event:
         lines += [f"The shared memory is probably full{_shared_memory_left()}.", *_SHARED_MEMORY_ADVICE]
     elif "Killed" in event:
         lines += [
             f"The system kills processes when memory runs out{_shared_memory_left()}. Try fewer workers"
-            " (num_workers), a smaller prefetch_factor, a smaller batch, or a dataset that holds less: each worker"
-            " has its own copy.",
+            " (num_workers), a smaller prefetch_factor, a smaller batch, or a dataset that keeps less in memory: each"
+            " worker has its own copy.",
             *_SHARED_MEMORY_ADVICE,
         ]
     else:
@@ -122,8 +122,8 @@ def _worker_error(trainer: Trainer, pids: list[int], event: str) -> DataLoaderEr
 
 _SHARED_MEMORY_ADVICE = (
     "Workers send batches through shared memory. If it is small (64 MB by default in containers; start them with"
-    " --shm-size=8g or --ipc=host), torch.multiprocessing.set_sharing_strategy('file_system') may help, and"
-    " num_workers=0 does.",
+    " --shm-size=8g or --ipc=host), torch.multiprocessing.set_sharing_strategy('file_system') may help;"
+    " num_workers=0 needs no shared memory.",
 )
 
 
@@ -138,7 +138,8 @@ def _shared_memory_left() -> str:
 def release_tensors(error: BaseException) -> None:
     """Release the local variables in the frames of a traceback: activations and the batch.
 
-    The traceback stays readable. Without this, a program that stores the exception, as a notebook does, keeps them.
+    The traceback stays readable. Without this, a program that stores the exception, as a notebook does, keeps the
+    tensors alive.
     """
     seen: set[int] = set()
     one: BaseException | None = error
@@ -254,7 +255,7 @@ def _describe_peak(usage: Usage | None) -> str:
     if usage.peak is None:
         return f" (of {readable(usage.total)})"
     subject = "the process" if usage.unused is None else "tensors"
-    return f" (at its peak {subject} took {readable(usage.peak)}, of {readable(usage.total)})"
+    return f" (at the peak, {subject} took {readable(usage.peak)} of {readable(usage.total)})"
 
 
 def _write_snapshot(trainer: Trainer, folder: Folder) -> list[str]:

@@ -143,7 +143,7 @@ _LIBRARIES = {
     "trainer", "lightning", "lightning_fabric", "lightning_utilities", "pytorch_lightning", "torch", "torchmetrics",
     "hydra", "omegaconf", *sys.stdlib_module_names,
 }  # fmt: skip
-"""Packages with lines that a warning does not point to, because the user cannot change them."""
+"""Packages that a warning never points into, because the user cannot change their code."""
 
 
 def warn(message: str | Warning, category: type[Warning] = UserWarning) -> None:
@@ -209,19 +209,19 @@ ONE_PACKAGE = (
 
 _NO_MEMORY = re.compile(
     r"out of memory|DefaultCPUAllocator: (can't|not enough)|_ALLOC(ATION)?_FAILED"
-    r"|(FIND|GET) was unable to find an engine",  # cuDNN's, of a convolution that has no memory to compute in
+    r"|(FIND|GET) was unable to find an engine",  # cuDNN's message if a convolution gets no memory to compute in
     re.IGNORECASE,
 )
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an error is about memory of a device or the host. Requires no torch."""
+    """Return whether an error means that a device or the host has run out of memory. Requires no torch."""
     named = any(kind.__name__ in ("OutOfMemoryError", "MemoryError") for kind in type(error).__mro__)
     return named or (isinstance(error, RuntimeError) and _NO_MEMORY.search(str(error)) is not None)
 
 
 def memory_at(error: BaseException) -> dict[str, Any]:
-    """Return the entry of a run's record for an error about memory: ``out_of_memory``, in bytes; otherwise {}."""
+    """Return the entry ``out_of_memory`` of a run's record, in bytes; {} if ``error`` is not an out-of-memory error."""
     usage = error.__dict__.get("memory")
     return {} if usage is None or not is_out_of_memory(error) else {"out_of_memory": usage.facts()}
 

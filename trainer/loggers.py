@@ -1,6 +1,6 @@
 """Support for loggers beyond Lightning's interface: one adapter class per logger. Imports no torch.
 
-The adapters of this package are in ``trainer/compat/loggers``. Another package adds one by a subclass of
+The adapters of this package are in ``trainer/compat/loggers``. Another package adds one as a subclass of
 :class:`LoggerAdapter`, in a module that the entry-point group ``trainer.loggers`` names, or in any other module that
 is imported before the logger is built.
 """
@@ -29,7 +29,7 @@ _ADAPTERS: dict[tuple[str, str], type[LoggerAdapter]] = {}  # by top-level packa
 
 @dataclass(frozen=True)
 class LoggedRun:
-    """The run that a logger of the command line belongs to.
+    """The run of a logger that the command line builds.
 
     Args:
         folder: the run's folder.
@@ -80,7 +80,7 @@ class LoggerAdapter:
         """Return the name of the logger in ``run.json``: that of the adapter class in lower case."""
         return cls.__name__.lower()
 
-    # --- its node in a config, before it is built -------------------------------------------------------------
+    # --- the logger's node in a config, before the logger is built --------------------------------------------
 
     @classmethod
     def check(cls, key: str, node: Mapping[str, Any], checkpoint_files: Any) -> None:
@@ -92,7 +92,7 @@ class LoggerAdapter:
             checkpoint_files: the node ``checkpoint_files``.
 
         Raises:
-            ConfigurationError: with the value and the fix.
+            ConfigurationError: if one is invalid. The message contains the value and the fix.
         """
 
     @classmethod
@@ -134,7 +134,7 @@ class LoggerAdapter:
         return None
 
     def resume(self, step: int | None, position: int | str | None = None) -> None:
-        """Continue the files, or the run, of an interrupted run.
+        """Continue the files of an interrupted run, or its run in a tracker.
 
         Args:
             step: step of the next row. Rows of this step and later ones are dropped. None keeps all.
@@ -173,7 +173,7 @@ class TrackerAdapter(LoggerAdapter):
     def check(cls, key: str, node: Mapping[str, Any], checkpoint_files: Any) -> None:
         """Check that the package is installed, and that checkpoints can be artifacts."""
         if problem := packages.missing(cls.extra, *cls.needed_modules(node)):
-            raise ConfigurationError(f"{key} needs {problem}. Without it, use logger=default.")
+            raise ConfigurationError(f"{key} needs {problem}. To run without it, use logger=default.")
         log_model = node.get("log_model")
         if not log_model or not isinstance(checkpoint_files, Mapping):
             return
@@ -185,7 +185,7 @@ class TrackerAdapter(LoggerAdapter):
         if checkpoint_files.get("asynchronous") is True and log_model == "all":
             raise ConfigurationError(
                 f"{key}.log_model is all, and checkpoint_files.asynchronous is true: a checkpoint would be sent before"
-                f" it is written. Write {key}.log_model=true, which sends the last checkpoints at the end."
+                f" it is written. Set {key}.log_model=true, which sends the last checkpoints at the end."
             )
 
     @property

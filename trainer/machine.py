@@ -79,7 +79,7 @@ class Disk:
         folder: the given folder, or its nearest existing parent.
         free: free bytes.
         total: total bytes.
-        problem: the reason why files cannot be written. Default: None, they can.
+        problem: the reason why files cannot be written. Default: None, files can be written.
         network: type of the network file system. Default: None, a local or unknown one.
     """
 
@@ -174,7 +174,7 @@ def suggested_workers(usable: int, gpus: int) -> int:
     """Return a first value for ``num_workers`` of dataloaders.
 
     With GPUs, all cores except one for each training process are divided among the GPUs, up to 8 per GPU: more is
-    rarely faster, and each worker holds a copy of the dataset. Without a GPU, the training needs the cores: one worker
+    rarely faster, and each worker holds a copy of the dataset. Without a GPU, training needs the cores: one worker
     per 8 cores, up to 4.
 
     Args:
@@ -250,7 +250,7 @@ def _control_groups(root: Path, controller: str) -> Iterator[Path]:
             continue
         base = top if number == "0" else top / controller
         own = base / path.lstrip("/")
-        # in a container, the path is often that of the host and missing; then the top folder is the container's
+        # in a container, this is often the host's path and does not exist; then the top folder is the container's
         yield from (folder for folder in (own, *own.parents) if folder.is_relative_to(base) and folder.is_dir())
 
 

@@ -82,7 +82,7 @@ class Preparation:
             resume: restores the checkpoint's state of this process, or writes the first checkpoint. None for neither.
         """
         trainer, loop, profiling = self._trainer, self._trainer.loop, self._profiling
-        # `estimated_stepping_batches` may have created them before the checkpoint set the epoch
+        # `estimated_stepping_batches` may have created the dataloaders before the checkpoint set the epoch
         loaders = trainer.data.loaders(RunningStage.TRAINING, recreate=trainer.data.is_due(RunningStage.TRAINING))
         if loaders is not None:
             if not loaders.num_batches() and not loop.limits.ends_fit() and (name := loaders.first_empty()):
@@ -243,7 +243,7 @@ class Preparation:
         """Refuse uneven inputs if a process without a batch cannot take part in the steps of the others.
 
         Raises:
-            ConfigurationError: with the numbers.
+            ConfigurationError: if there is such a process. The message contains the numbers of batches.
         """
         if loaders is None or self._trainer.engine.world_size == 1:
             return
@@ -252,8 +252,8 @@ class Preparation:
         loaders.on_batch = partial(_share_batch, self._trainer.loop, reason, self._trainer.data.may_be_empty)
         if span.fewest < span.most and reason is not None:
             raise ConfigurationError(
-                f"Got {span.fewest:.0f} to {span.most:.0f} training batches in a process. {reason} needs the"
-                " same number in each; otherwise, some would wait forever. Set"
+                f"Got {span.fewest:.0f} to {span.most:.0f} training batches per process. {reason} needs the"
+                " same number in each process; otherwise, some processes would wait forever. Set"
                 f" Trainer(limit_train_batches={span.fewest:.0f}), or divide the data evenly."
             )
 

@@ -16,7 +16,7 @@ import of either name loads it.
 No other module of this package imports it.
 
 Raises:
-    ImportError: if both are loaded already, or the one that is loaded has another version than ``lightning``.
+    ImportError: if both are loaded already, or the version of the loaded one differs from that of ``lightning``.
 """
 
 from __future__ import annotations

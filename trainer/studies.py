@@ -24,7 +24,7 @@ def make_pruner(settings: Mapping[str, Any] | None) -> Any:
         settings: ``name``, one of median, hyperband and none, and arguments of Optuna's class. None for no pruner.
 
     Raises:
-        ConfigurationError: another name, or an argument that the class does not take.
+        ConfigurationError: if the name is unknown, or the class does not take an argument.
     """
     import optuna
 
@@ -36,11 +36,11 @@ def make_sampler(settings: Mapping[str, Any], trials: int) -> Any:
 
     Args:
         settings: ``name``, one of tpe, random, grid and cmaes, and arguments of Optuna's class. The points of a grid
-            are put into the study's queue, so its sampler has nothing to do.
+            are put into the study's queue, so the grid's sampler has nothing to do.
         trials: number of trials in the study; it changes the seed, so that resumed studies draw new points.
 
     Raises:
-        ConfigurationError: another name, or an argument that the class does not take.
+        ConfigurationError: if the name is unknown, or the class does not take an argument.
     """
     import optuna
 
@@ -83,7 +83,7 @@ def check_pickles(study: Any) -> None:
         except Exception as error:  # a damaged pickle may raise anything
             raise ConfigurationError(
                 f"The study {study.study_name} contains data that CMA-ES does not write and that can run any code"
-                f" ({error}). Choose another sampler, hydra.sweeper.sampler.name=tpe, or your own study."
+                f" ({error}). Choose another sampler, such as hydra.sweeper.sampler.name=tpe, or use your own study."
             ) from error
 
 
@@ -100,7 +100,7 @@ class _CmaUnpickler(pickle.Unpickler):
 
 
 def trial_of(storage: str, study_name: str, number: int, pruner: Mapping[str, Any] | None) -> Any:
-    """Return a trial of a study, to report to it from another process than the one that started it."""
+    """Return a trial of a study, to report to it from a process other than the one that started it."""
     import optuna
 
     opened = optuna.storages.get_storage(storage)

@@ -190,8 +190,9 @@ def paired(file_names: Iterable[str], module_names: Iterable[str]) -> tuple[dict
     """Match the names of a file to those of a module.
 
     Names match directly, or after a prefix is removed: any prefix on one side, or the first word with its dot on both
-    sides. Prefixes on both sides count only if, on each side, at least half of the names with the prefix match; the
-    rest of these names must contain a dot. The prefixes with the most matches are used. Names of wrappers are ignored.
+    sides. Prefixes on both sides count only if, on each side, at least half of the names with the prefix match; names
+    without a dot after the prefix are left out of this count. The prefixes with the most matches are used. Names
+    of wrappers are ignored.
 
     Args:
         file_names: names in the file.
@@ -231,7 +232,7 @@ def _prefix_splits(name: str) -> Iterable[tuple[str, str]]:
 
 
 def _parts(names: Iterable[str]) -> dict[str, set[str]]:
-    """Group names by their first word with its dot: the rests of the names, if they contain a dot."""
+    """Group names by their first word with its dot. A group contains the rest of each name, if that contains a dot."""
     found: dict[str, set[str]] = {}
     for name in names:
         word, dot, rest = name.partition(".")
@@ -269,7 +270,7 @@ def _no_match_error(
         shown = [f"{name} is {difference}" for name, difference in differing.items()]
         return (
             f"No weight of {file} fits into the {type(module).__name__}: {join_first(shown, _MAX_NAMES, '; ')}. Build"
-            " the module with the sizes of the file, or remove weights."
+            " the module with the sizes of the file, or do not load this file."
         )
     return (
         f"No weight in {file} has a name of the {type(module).__name__}. Got {join_first(weights, _MAX_NAMES)};"

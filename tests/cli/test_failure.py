@@ -157,13 +157,13 @@ def test_setting_that_names_a_missing_folder(tmp_path, monkeypatch):
     assert not hasattr(error, "__notes__")  # a word of one part could be in any message
     error = FileNotFoundError(f"There is no folder {tmp_path / 'pictures'}/train.")
     failure.add_setting_note(error, settings)
-    assert error.__notes__ == ["The path is the setting data.root=pictures."]
+    assert error.__notes__ == ["The path comes from the setting data.root=pictures."]
     error = raised(open, "big/pictures/train.csv")
     failure.add_setting_note(error, {"data": {"root": "big/pictures"}})
-    assert error.__notes__ == ["The path is the setting data.root=big/pictures."]
+    assert error.__notes__ == ["The path comes from the setting data.root=big/pictures."]
     error = raised(open, "pictures/train.csv")  # which the system names
     failure.add_setting_note(error, settings)
-    assert error.__notes__ == ["The path is the setting data.root=pictures."]
+    assert error.__notes__ == ["The path comes from the setting data.root=pictures."]
 
 
 @pytest.fixture

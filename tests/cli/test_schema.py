@@ -27,7 +27,7 @@ MISTAKES = {
     },
     "limit_predict_batches": {2**63: "a number that fits in 64 bits."},
     "gradient_clip_val": {-1: "at least 0.", "x": "a number or null."},
-    "val_check_interval": {0: "more than 0. To do without validation, set limit_val_batches to 0.", "10:00": "a time"},
+    "val_check_interval": {0: "more than 0. To disable validation, set limit_val_batches to 0.", "10:00": "a time"},
     "enable_progress_bar": {"x": "true, false or null."},
     "barebones": {"ture": "true or false. Did you mean 'true'?"},
     "dataloader_timeout": {-1.0: "at least 0.", float("inf"): "at most 1000000000.", "1h": "a number."},

@@ -304,7 +304,7 @@ def test_unsupported_features_of_deepspeed_are_refused(ranks: Ranks, tmp_path: P
                 "Got batches with different weights in an accumulation window",
                 "Got 2 as the dataloader's batch size and 'train_micro_batch_size_per_gpu': 3 in the DeepSpeed config",
                 "The set of trained parameters has changed since the fit began, which strategy='deepspeed'",
-                "Got 3 to 5 training batches in a process. DeepSpeed needs the same number in each",
+                "Got 3 to 5 training batches per process. DeepSpeed needs the same number in each",
                 "DeepSpeed released the optimizer states at the end of the run",
             ),
             strict=True,

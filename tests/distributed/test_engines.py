@@ -224,7 +224,7 @@ def test_process_without_a_batch_takes_part_in_ddps_forward_on_a_gpu_too(ranks: 
     ],
 )
 def test_uneven_inputs_without_an_idle_forward_are_refused(ranks: Ranks, module: tuple[Any, ...], named: str) -> None:
-    with pytest.raises(RankError, match=f"Got 2 to 5 training batches in a process. {named}.*limit_train_batches=2"):
+    with pytest.raises(RankError, match=f"Got 2 to 5 training batches per process. {named}.*limit_train_batches=2"):
         ranks.call(setups.fit_uneven, "ddp", [2, 5], *module)
     seen, *_ = ranks.call(setups.fit_uneven, "ddp", [3, 3], *module)[0]
     assert set(seen) == {0, 1, 2}
@@ -241,7 +241,7 @@ def test_uneven_inputs_with_collectives_in_the_module_are_refused(
     ranks: Ranks, engine: str, exchanges: str, named: str
 ) -> None:
     with pytest.raises(
-        RankError, match=f"Got 2 to 5 training batches in a process. {named} needs the same number in each"
+        RankError, match=f"Got 2 to 5 training batches per process. {named} needs the same number in each"
     ):
         ranks.call(setups.fit_uneven, engine, [2, 5], "SGD", False, exchanges)
 

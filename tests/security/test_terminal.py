@@ -39,5 +39,5 @@ def test_paths_in_a_record_are_escaped(project, capsys):
     capsys.readouterr()
     assert main(["test", "ckpt=given"]) == 0
     out = capsys.readouterr().out
-    assert "It was started in /x\\x1b]52;c;cHduZWQ=\\x07." in out
+    assert "The run was started in /x\\x1b]52;c;cHduZWQ=\\x07." in out
     assert "\x1b]" not in out

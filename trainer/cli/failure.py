@@ -105,7 +105,7 @@ def add_setting_note(error: Exception, settings: dict[str, Any]) -> None:
             absolute = str(Path(value).expanduser().absolute())
             inside = str(error.filename).startswith(value.rstrip("/\\") + os.sep)
             if value in text.split() or absolute in text or inside or (os.sep in value and value in text):
-                error.add_note(f"The path is the setting {key}={value}.")
+                error.add_note(f"The path comes from the setting {key}={value}.")
                 return
 
 

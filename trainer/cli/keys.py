@@ -94,7 +94,7 @@ def meanings(composer: Composer, words: Sequence[str]) -> tuple[dict[str, str], 
 
 
 def _entries(file: Path, prefix: str) -> Iterator[tuple[str, bool, str]]:
-    """Iterate over the full key of each entry in a file, whether it is a node, and its comment."""
+    """Iterate over the entries of a file: full key, whether the entry is a node, and comment."""
     text = file.read_text(encoding="utf-8")
     yield from _entries_of(_LOADER(text).get_single_node(), prefix, text.splitlines())
 

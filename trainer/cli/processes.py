@@ -150,9 +150,9 @@ def _as_typed(path: str) -> str:
 def broadcast_folder(folder: str) -> str:
     """Return the ``folder`` of rank 0 on all ranks that torchrun started; without torchrun, return ``folder``.
 
-    Each rank composes the config itself, and the time in the folder's name differs. There is no process group yet, so
-    the name is sent through the key-value store that torchrun serves. Slurm has no such store; its folders are named
-    after the job.
+    Each rank composes the config itself, so the time in the folder's name may differ between ranks. There is no
+    process group yet, so the name is sent through the key-value store that torchrun serves. Slurm has no such store;
+    its folders are named after the job.
     """
     if not under_torchrun():
         return folder

@@ -58,7 +58,7 @@ def table(config_dir: str | None = None) -> str:
 def show(name: str, overrides: Sequence[str], config_dir: str | None = None) -> str:
     """Return a composed recipe as YAML with the meaning of each key.
 
-    The ``hydra`` node and Trainer settings that no file sets are left out.
+    Leaves out the ``hydra`` node, and the Trainer settings that have their defaults and are in no file.
 
     Args:
         name: name of the recipe.

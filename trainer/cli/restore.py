@@ -59,7 +59,7 @@ def apply(arguments: Arguments) -> None:
     arguments.flags["--config-name"] = RESTORED
     if is_first() and not is_quiet() and not arguments.shows:
         started = _working_dir_of(run)
-        remark = f" It was started in {started}." if started not in (None, str(Path.cwd())) else ""
+        remark = f" The run was started in {started}." if started not in (None, str(Path.cwd())) else ""
         print(printable(f"{arguments.command} with {checkpoint.name} and the config of {run}.{remark}"), flush=True)
 
 
@@ -72,7 +72,7 @@ def recipe_of(checkpoint: str | None) -> str | None:
 
 def _refuse_contradictions(arguments: Arguments, given_ckpt: str) -> None:
     if arguments.command == "compare":
-        raise UsageError("Got ckpt with compare, which trains from the beginning. Remove it.")
+        raise UsageError("Got ckpt with compare, which trains from the beginning. Remove ckpt.")
     if "," in given_ckpt and arguments.multirun:
         raise UsageError(f"Got ckpt={given_ckpt}, expected one value: each run has its own config.")
     keys = {word.lstrip("+~").partition("=")[0] for word in arguments.overrides}

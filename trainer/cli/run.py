@@ -401,7 +401,7 @@ def _complete(
 
 
 def _is_unchanged(trainer: Trainer | None, record: RunRecord) -> bool:
-    """Return whether a complete run was resumed and did no further step."""
+    """Return whether a complete run was resumed and ran no further step."""
     is_resumed = record.facts["command"] == "fit" and getattr(trainer, "ckpt_path", None) is not None
     return (
         is_resumed

@@ -155,7 +155,7 @@ class Allowlist:
         return self._located[target]
 
     def locate_all(self, node: Any, key: str = "") -> None:
-        """Check each ``_target_`` in ``node``, then import their modules and look them up.
+        """Check all ``_target_`` names in ``node``, then import their modules and look them up.
 
         Args:
             node: plain containers.
@@ -241,7 +241,7 @@ class Allowlist:
             )
 
     def _is_in_run_folder(self, root: str) -> bool:
-        """Return whether the checkpoint is in the folder ``root`` here, so that its code may be from another person."""
+        """Return whether the checkpoint is in ``./ROOT``, so that the code in that folder may be another person's."""
         file, working_dir = Path(str(self._checkpoint)), Path.cwd()
         return any(
             path.is_relative_to(working_dir / root) for path in (working_dir / file, (working_dir / file).resolve())

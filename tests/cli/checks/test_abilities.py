@@ -33,7 +33,7 @@ def words(device: torch.device) -> dict[str, str]:
     [
         ("NVIDIA H200", (9, 0), "native", "Tensor Cores"),
         ("Tesla V100", (7, 0), "emulated", "Tensor Cores"),
-        ("NVIDIA GeForce GTX 1660", (7, 5), "emulated", "no Tensor Cores: saves memory, but hardly time"),
+        ("NVIDIA GeForce GTX 1660", (7, 5), "emulated", "no Tensor Cores: saves memory, but hardly any time"),
     ],
 )
 def test_gpus(gpu, name, capability, bfloat16, about_float16):

@@ -434,7 +434,7 @@ def test_predicted_effects_of_float16():
     assert facts["sentences"][1:3] == [
         "Without a loss scale, 25% of the gradients underflow (below 6e-8; 25% in 'a' (Linear)); with a scale of"
         " 65,536, 1%.",
-        "With 16-mixed's initial loss scale of 65,536, gradients overflow: it skips steps until the scale is about"
+        "With 16-mixed's initial loss scale of 65,536, gradients overflow: steps are skipped until the scale is about"
         " 8,192.",
     ]
 

@@ -266,5 +266,5 @@ def test_heat_map_of_many_layers_has_a_limited_size(make_run):
     peak = shown["values"][shown["names"].index("net.1")]
     assert [value for value in peak if value > 1] == [99.0]
     assert abs(shown["steps"][peak.index(99.0)] - 2010) < 30
-    assert "Shows the 100 layers with the largest values of 300." in page.text
+    assert "Shows the 100 of 300 layers with the largest values." in page.text
     assert len(page.html) < 400_000

@@ -141,7 +141,7 @@ def test_best_job_is_reported_and_has_a_value(tmp_path, capsys):
     header, _, *rows, _, sentence, _, command = (tmp_path / "summary.md").read_text().splitlines()
     assert header.startswith("| job | overrides | status | epochs | time | loss | test_acc | val_acc |")
     assert [row.split(" | ")[0] for row in rows if "best" in row] == ["| 1 (best)"]
-    assert sentence == "Best: job 1, with loss 0.2, the lowest: optimizer.lr=1"
+    assert sentence == "Best: job 1, with the lowest loss, 0.2: optimizer.lr=1"
     assert command == "    python -m trainer fit +recipe=a optimizer.lr=1"
     assert sentence in capsys.readouterr().out
 
@@ -163,7 +163,7 @@ def test_means_over_seeds_and_folds(tmp_path):
     report(tmp_path)
     lines = (tmp_path / "summary.md").read_text().split("|\n\n")[1].splitlines()
     assert lines[:2] == ["Mean of 3 jobs optimizer.lr=1: loss 0.3 ± 0.26", ""]
-    assert lines[2] == "Best: job 0, with loss 0.1, the lowest: optimizer.lr=1 seed=1 +data.fold=0"
+    assert lines[2] == "Best: job 0, with the lowest loss, 0.1: optimizer.lr=1 seed=1 +data.fold=0"
 
 
 def test_table_and_means_have_the_objective_at_the_best_checkpoint(tmp_path):
@@ -177,7 +177,7 @@ def test_table_and_means_have_the_objective_at_the_best_checkpoint(tmp_path):
     assert "| 0.2 | 0.5 |" in rows[0]
     assert "| 0.4 | 0.5 |" in rows[1]
     assert any(line.startswith("Mean of 2 jobs: best val/loss 0.3 ± 0.14, val/acc 0.5") for line in rows)
-    assert any(line.startswith("Best: job 0, with val/loss 0.2 at its best checkpoint") for line in rows)
+    assert any(line.startswith("Best: job 0, with the lowest val/loss, 0.2 at its best checkpoint") for line in rows)
 
 
 @pytest.mark.parametrize(

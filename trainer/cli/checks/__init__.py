@@ -203,7 +203,7 @@ def verdict(device: torch.device, ratios: dict[str, dict[str, float]]) -> str:
     if name == "32":
         return (
             f"Use precision=32 here: {reason}. precision=16-mixed computes with true float16 numbers here too, which"
-            " finds float16's problems before a GPU does."
+            " shows problems of float16 without a GPU."
         )
     rates = " and ".join(f"{ratio:.1f}x in {_OPERATIONS[operation]}" for operation, ratio in measured.items())
     if measured and max(measured.values()) < 1:

@@ -83,7 +83,7 @@ def _float16(device: torch.device) -> tuple[Literal["native", "emulated", "unkno
     if tensor_cores(device):
         return "native", "Tensor Cores"
     if device.type == "cuda" and not torch.version.hip:
-        return "native", "no Tensor Cores: saves memory, but hardly time"
+        return "native", "no Tensor Cores: saves memory, but hardly any time"
     return "native", "according to torch"
 
 

@@ -23,7 +23,7 @@ from trainer.terminal import Table, command_line
 _PICTURES = Path("outputs", "checks")
 _ROWS = 8  # largest number of rows in the table of layers
 _MAX_LAYERS = 3  # largest number of layers in a sentence
-_NEGLIGIBLE_SHARE = 0.05  # negligible share of the time that is spent waiting for data
+_NEGLIGIBLE_SHARE = 0.05  # a smaller share of time spent waiting for data is negligible
 
 
 def check_batch(found: Findings, recipe: Recipe) -> None:
@@ -151,8 +151,8 @@ def _float16(layers: list[Layer]) -> dict[str, Any]:
         )
     if scale is not None and scale < SCALE:
         sentences.append(
-            f"With 16-mixed's initial loss scale of {SCALE:,.0f}, gradients overflow: it skips steps until the scale is"
-            f" about {scale:,.4g}."
+            f"With 16-mixed's initial loss scale of {SCALE:,.0f}, gradients overflow: steps are skipped until the"
+            f" scale is about {scale:,.4g}."
         )
     return {
         "largest_activation": high.activation,

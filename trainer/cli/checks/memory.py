@@ -191,8 +191,8 @@ def predict(recipe: Recipe, devices: list[torch.device]) -> Prediction:
     if settings.devices is None and len(gpus) < 2:
         assumptions.append(f"DDP and FSDP use {number} devices. Set checks.devices for another number.")
     assumptions.append(
-        "The memory is that of the first training batch on a GPU. DDP keeps a copy of the gradients in its buckets;"
-        " FSDP shards the members of ModuleLists and Sequentials."
+        "The memory is predicted for a step with the first training batch on a GPU. DDP keeps a copy of the"
+        " gradients in its buckets; FSDP shards the members of ModuleLists and Sequentials."
     )
     if not sharding.IS_SUPPORTED:
         assumptions.append(f"FSDP needs torch 2.13 or newer; this is {torch.__version__}.")

@@ -77,8 +77,8 @@ class Verdict:
 def choose_metric(runs: Sequence[RunRecord], thresholds: Thresholds) -> tuple[Metric | None, str | None]:
     """Return the metric to compare, and a remark if no run has logged ``compare.metric``.
 
-    The first of: ``compare.metric``; the objective of the runs; an accuracy; another validation score; a
-    validation loss.
+    It is the first of these that a run has logged: ``compare.metric``; the objective of the runs; an accuracy; another
+    validation score; a validation loss.
     """
     logged = list(dict.fromkeys(name for run in runs for name in run.metrics))
     names = [name for name in logged if not name.endswith(("_step", "_epoch"))] or logged

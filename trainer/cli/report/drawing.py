@@ -150,7 +150,7 @@ def _draw_map(axes: Axes, chart: Chart, last_step: float) -> tuple[dict[str, Any
             ["not finite" if bad else None if math.isnan(v) else float(f"{v:.3g}") for v, bad in row] for row in cells
         ],
     }
-    note = f"Shows the {len(lines)} layers with the largest values of {len(chart.lines)}."
+    note = f"Shows the {len(lines)} of {len(chart.lines)} layers with the largest values."
     largest = sorted(lines, key=lambda line: -(line.curve.finite or [0.0])[-1])[:3]
     return (
         {"map": data},

@@ -122,7 +122,7 @@ def _best(sweep: Sweep) -> str:
     if best is not None and goal is not None:
         own = " ".join(sweep.own()[sweep.runs.index(best)])
         place = " at its best checkpoint" if best.reached(goal).is_best else ""
-        value = f"{goal[0]} {best.objective_value:.4g}{place}, the {'lowest' if goal[1] == 'min' else 'highest'}"
+        value = f"the {'lowest' if goal[1] == 'min' else 'highest'} {goal[0]}, {best.objective_value:.4g}{place}"
         flags = best.facts.get("flags") or []
         command = command_line(best.command, *flags, *best.chosen)
         return f"Best: job {best.job}, with {value}{f': {own}' if own else ''}\n\n    {command}"

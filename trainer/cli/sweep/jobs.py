@@ -346,7 +346,7 @@ def handled(names: Iterable[str], handler: Callable[[int, Any], None]) -> Iterat
 
 @contextmanager
 def _forward_signals(process: subprocess.Popen[bytes]) -> Iterator[list[tuple[int, Any]]]:
-    """Pass on to a job the signals that end a run after it has saved.
+    """Pass on to a job the signals after which a run saves and exits.
 
     Yields:
         The received signals with their previous handlers. If a launcher handles a signal, the job gets SIGTERM instead,

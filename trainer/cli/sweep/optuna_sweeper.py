@@ -90,7 +90,7 @@ class OptunaSweeper(Sweeper):
             arguments: the overrides of the command line.
 
         Raises:
-            UsageError: if there is no objective or no search space, or those of the study differ.
+            UsageError: if there is no objective or no search space, or the study has a different one.
         """
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         folder = Path(str(self.config.hydra.sweep.dir)).resolve()
@@ -183,8 +183,8 @@ class OptunaSweeper(Sweeper):
             raise UsageError(message) from None
         if study.direction != direction:
             raise UsageError(
-                f"objective.mode={mode} is to {direction.name.lower()}, but the study {self.study_name} in"
-                f" {self._storage} is to {study.direction.name.lower()}. Choose another name:"
+                f"objective.mode is {mode}, but the study {self.study_name} in {self._storage} was created to"
+                f" {study.direction.name.lower()} its metric. Choose another name:"
                 " hydra.sweeper.study_name=NAME."
             )
         trials = len(study.get_trials(deepcopy=False))

@@ -91,8 +91,8 @@ class Meter(Clock):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Limit the memory: with torch's allocator on a GPU, with a thread that watches the process on a CPU.
 
-        ``RLIMIT_AS`` and ``RLIMIT_DATA`` are not used: they limit addresses, and GPU libraries reserve gigabytes of
-        these that they never use.
+        ``RLIMIT_AS`` and ``RLIMIT_DATA`` are not used: they limit the address space, and GPU libraries reserve
+        gigabytes of it that they never use.
         """
         self._device = trainer.strategy.root_device
         if self._memory is None or (self._only_on_cpu and self._device.type != "cpu"):
@@ -104,7 +104,7 @@ class Meter(Clock):
             threading.Thread(target=watch_memory, args=(self._memory, self._send), daemon=True).start()
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Read the number of samples in the training set, if the dataloader has one."""
+        """Read the number of samples in the training set, if the sampler of the dataloader has a length."""
         try:
             self._in_set = len(trainer.train_dataloader.sampler)  # type: ignore[union-attr]
         except (AttributeError, TypeError, NotImplementedError):

@@ -18,7 +18,7 @@ from trainer.cli.tune.child import Message, run_in_child
 from trainer.cli.workdir import claim
 from trainer.files import from_here
 
-_CLEAR = 5  # standard errors; a smaller decrease may be chance, given the number of means
+_CLEAR = 5  # standard errors; a smaller decrease may be chance, because many means are compared
 _MEDIAN_OF_NORMAL = 0.6745  # of the absolute value of a standard normal variable
 
 
