@@ -357,7 +357,7 @@ class StatefulLoader(ReplayedLoader):
     def __init__(self, loader: Any) -> None:
         super().__init__(loader)
         is_torchs = isinstance(loader, DataLoader)
-        # inside a pass, do not replace attributes that their object's own `load_state_dict` sets for the next iteration
+        # inside a pass, an object's `load_state_dict` sets its attributes for the next iteration: do not replace them
         is_torchdatas = is_torchs and type(loader).load_state_dict.__module__.startswith("torchdata.")
         find = partial(random_states.find, unwatched=_has_state if is_torchdatas else lambda _: True)
         self._attributes = [generator for generator in self.generators if isinstance(generator, AttributeChanges)]
@@ -427,9 +427,9 @@ class StatefulLoader(ReplayedLoader):
 def _attributes_of_later_pass(state: State) -> Callable[[Callable[[Any], Any], Any], Any]:
     """Return a function that makes an iterator of a loader as in the pass of ``state``.
 
-    An iterator that starts workers draws their seed, and a later pass of persistent workers draws none. For such a
-    pass, a temporary seed is drawn from a separate generator, so that the usual one does not advance. Then the saved
-    seed replaces it.
+    An iterator that starts workers draws their seed, and a later pass of persistent workers draws no seed. For a later
+    pass, a temporary seed is drawn from a separate generator, so that the usual generator does not advance. Then the
+    saved seed replaces it.
     """
 
     def make(begin: Callable[[Any], Any], loader: Any) -> Any:

@@ -58,7 +58,7 @@ class StoppingConditions:
     should_stop: bool = field(default=False, init=False)
     check_signals: Callable[[bool], None] | None = field(default=None, init=False)
     _has_announced: bool = field(default=False, init=False)
-    _decided: tuple[int, bool] = field(default=(-1, False), init=False)  # batch, and whether the time was over
+    _decided: tuple[int, bool] = field(default=(-1, False), init=False)  # batch of the last decision, and the decision
 
     def fill_in(self, max_epochs: int) -> None:
         """Set the defaults of ``max_epochs`` and ``min_epochs`` when a fit starts."""
