@@ -147,7 +147,9 @@ def test_parameters_with_a_wrong_gradient_are_named(tmp_path, capsys, mistake, w
     with pytest.raises(GradientCheckError) as error:
         check(tmp_path, module)
     message = str(error.value)
-    assert f"The gradients of {len(wrong)} parameters are not the derivatives of the loss, at 3 points" in message
+    assert (
+        f" {len(wrong)} parameter{'s' * (len(wrong) > 1)} are not the derivatives of the loss, at 3 points" in message
+    )
     assert re.findall(r"\n  (\S+): along .*, numerical: \S+, analytical: \S+", message) == wrong
     if "weight_gain" in mistake:
         numerical, analytical = map(float, re.findall(r"(?:numerical|analytical): ([-0-9.e]+)", message))
@@ -168,7 +170,7 @@ def test_small_gradients_are_seen(tmp_path):
     apply = product(weight_gain=2.0)
     net = nn.Sequential(nn.Linear(6, 64), wide, nn.Linear(64, 3))
     wide.forward = lambda x: apply(x, wide.weight)
-    with pytest.raises(GradientCheckError, match=r"gradients of 1 parameters .*\n  net.1.weight: "):
+    with pytest.raises(GradientCheckError, match=r"gradients of 1 parameter .*\n  net.1.weight: "):
         check(tmp_path, Small(net))
 
 

@@ -132,7 +132,7 @@ def test_selected_checkpoint(run):
 MISTAKES = [
     (["test", "ckpt=outputs/line/them"], "there is no such file or folder. Did you mean 'then'?"),
     (["test", "ckpt=outputs"], "a folder without checkpoints."),
-    (["test", "ckpt=outputs/line"], "It has 1 runs in it: name one, such as ckpt="),
+    (["test", "ckpt=outputs/line"], "It contains 1 run: name one, such as ckpt="),
     (["test", "ckpt=outputs/line/then", "+recipe=line"], "and another config or recipe"),
     (["test", "ckpt=outputs/line/then", "ckpt_path=x.ckpt"], "Got ckpt and ckpt_path, expected one"),
     (["test", "-m", "ckpt=outputs/line/then,b"], "ckpt=outputs/line/then,b, expected one"),

@@ -132,18 +132,18 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     ),
     "another accumulation": (
         {}, {"data": lambda: loader(1), "accumulate_grad_batches": 2},
-        r"got accumulate_grad_batches=2, expected 4, which is 4 samples in an update / \(1 processes x batch size 1\)",
+        r"got accumulate_grad_batches=2, expected 4, which is 4 samples in an update / \(1 x 1: processes x batch",
     ),
     "validations that do not divide": (
         {"batch_size": 2, "val_check_interval": 1, "accumulate_grad_batches": 2},
         {"val_check_interval": 1, "accumulate_grad_batches": 2},
-        "between two validations, there were 1 batches of 2 samples over all processes, which is not a multiple of 4"
+        r"between two validations, there were 1 x 2 samples \(.*\), which is not a multiple of 4"
         " samples: set another val_check_interval",
     ),
     "a schedule by batches": (
         {"module": lambda: Net(3, "batch"), "batch_size": 2, "accumulate_grad_batches": 2, "limit_train_batches": 12},
         {"module": lambda: Net(3, "batch"), "limit_train_batches": 12},
-        "between two steps of the schedule StepLR, there were 3 batches",
+        "between two steps of the schedule StepLR, there were 3 x ",
     ),
     "a sampler of the user's own now": (
         {}, {"data": lambda: loader(sampler=SubsetRandomSampler(range(20)))}, "sampler is a SubsetRandomSampler",
@@ -183,7 +183,7 @@ def test_inexact_resume_is_refused_with_the_fix(tmp_path: Path, name: str) -> No
 def test_inexact_resume_works_with_exact_resume_false(tmp_path: Path) -> None:
     path = written(tmp_path)
     with pytest.warns(
-        UserWarning, match=r"by a run of 2 processes, this one has 1: .*The run resumes, but not exactly"
+        UserWarning, match=r"with world size 2, but this run has world size 1: .*The run resumes, but not exactly"
     ):
         trainer, module = resumed(path, loader(3), exact_resume=False)
     assert trainer.accumulate_grad_batches == 1

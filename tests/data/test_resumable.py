@@ -651,7 +651,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         "the world size was 1 and is 2",
     ),
     "kind": (lambda: Bookmarked(9), "of another kind .* now a Bookmarked"),
-    "number": (lambda: [shuffled(), shuffled()], "there were 1 dataloaders and are 2"),
+    "number": (lambda: [shuffled(), shuffled()], "the number of dataloaders was 1 and is 2"),
 }
 
 

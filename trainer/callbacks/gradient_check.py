@@ -93,7 +93,8 @@ class GradientCheck(Callback):
             return
         trainer.should_stop = True
         names = self._choose(trainer, pl_module)
-        rank_zero_info(f"Comparing the gradients of {len(names)} parameters with finite differences.")
+        compared = _count_text(len(names), "parameter")
+        rank_zero_info(f"Comparing the gradients of {compared} with finite differences.")
         with undisturbed(trainer):
             silence(pl_module)  # it would log hundreds of times per batch
             loss = _loss_of(trainer, pl_module, part_of(batch, 0, self.samples), batch_idx)
@@ -102,7 +103,7 @@ class GradientCheck(Callback):
             raise GradientCheckError(self._report())
         if trainer.is_global_zero:
             remark = f" The loss does not depend on {join_first(unused, 5)}." if unused else ""
-            print_line(f"The gradients of {len(names)} parameters agree with finite differences of the loss.{remark}")
+            print_line(f"The gradients of {compared} agree with finite differences of the loss.{remark}")
 
     def _choose(self, trainer: Trainer, module: LightningModule) -> list[str]:
         if not module.automatic_optimization:
@@ -171,12 +172,12 @@ class GradientCheck(Callback):
     def _report(self) -> str:
         lines = "".join(f"  {name}: {problem}\n" for name, problem in self.problems.items())
         return (
-            f"The gradients of {len(self.problems)} parameters are not the derivatives of the loss, at {self.attempts}"
-            f" points:\n{lines}Look at the operations through which the loss depends on {list(self.problems)[-1]!r} (in"
-            " a chain of layers the last wrong one is nearest to the mistake): at the backward of a custom"
-            " autograd.Function, a tensor that is changed in place, a detach(). If the loss stops gradients on purpose"
-            " (detach, a straight-through estimator) or has kinks everywhere (rounding, argmax), gradients and"
-            " derivatives differ by design: choose other parameters with GradientCheck(parameters=[...])."
+            f"The gradients of {_count_text(len(self.problems), 'parameter')} are not the derivatives of the loss, at"
+            f" {_count_text(self.attempts, 'point')}:\n{lines}Look at the operations through which the loss depends on"
+            f" {list(self.problems)[-1]!r} (in a chain of layers the last wrong one is nearest to the mistake): at the"
+            " backward of a custom autograd.Function, a tensor that is changed in place, a detach(). If the loss stops"
+            " gradients on purpose (detach, a straight-through estimator) or has kinks everywhere (rounding, argmax),"
+            " gradients and derivatives differ by design: choose other parameters with GradientCheck(parameters=[...])."
         )
 
 
@@ -200,6 +201,10 @@ def _loss_of(trainer: Trainer, module: LightningModule, batch: Any, batch_idx: i
         return loss.reshape(())
 
     return loss
+
+
+def _count_text(count: int, noun: str) -> str:
+    return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
 def _noise(like: Tensor, seed: int) -> Tensor:

@@ -145,7 +145,7 @@ class RollBackOnLossSpike(RunCallback):
         spike = f"The loss of step {step} is {loss:.5g}, {size} the median of the last {self.window} updates."
         if len(self.rollbacks) == self.max_rollbacks:
             raise LossSpikeError(
-                f"{spike} The run has already rolled back {self.max_rollbacks} times, the limit of"
+                f"{spike} The number of rollbacks has already reached the limit of"
                 f" RollBackOnLossSpike(max_rollbacks={self.max_rollbacks}). Use a lower learning rate, gradient"
                 " clipping, a larger limit, or an older checkpoint (margin=...)."
             )

@@ -212,8 +212,8 @@ class CheckpointConnector(_CheckpointConnector):
             return translate(trainer, trainer_state, *states)
         except ResumeError as error:
             problem = (
-                f"The checkpoint was written by a run of {elastic.written_by(trainer_state)} processes, this one has"
-                f" {trainer.world_size}: each update would get other samples. Reason: {error}."
+                f"The checkpoint is of a run with world size {elastic.written_by(trainer_state)}, but this run has"
+                f" world size {trainer.world_size}: each update would get other samples. Reason: {error}."
             )
             if trainer.exact_resume:
                 raise ResumeError(

@@ -185,8 +185,8 @@ class _BatchConversion:
         """
         if count * self.saved_samples % self.samples:
             raise ResumeError(
-                f"{subject}, there were {count} batches of {self.saved_samples} samples over all processes, which is"
-                f" not a multiple of {self.samples} samples: {advice}"
+                f"{subject}, there were {count} x {self.saved_samples} samples (batches x samples in a batch over all"
+                f" processes), which is not a multiple of {self.samples} samples: {advice}"
             )
         return count * self.saved_samples // self.samples
 
@@ -259,8 +259,8 @@ def _accumulation(trainer: Trainer, change: _BatchConversion, before: dict[str, 
     if _schedule(given) not in map(_schedule, known):
         raise ResumeError(
             f"got accumulate_grad_batches={_format_schedule(_schedule(given))}, expected {_format_schedule(needed)},"
-            f" which is {order.update_size(0)} samples in an update / ({sampler.num_replicas} processes x batch size"
-            f" {sampler.batch_size}); set that, or leave it as it was"
+            f" which is {order.update_size(0)} samples in an update / ({sampler.num_replicas} x {sampler.batch_size}:"
+            " processes x batch size); set that, or leave it as it was"
         )
     by_hand = not trainer.lightning_module.automatic_optimization
     if by_hand and set(needed.values()) != {1}:

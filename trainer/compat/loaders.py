@@ -295,7 +295,7 @@ class LoaderSet:
         if len(states) != len(loaders):
             if not state["is_over"]:
                 self._skip(batches)
-            return [] if state["is_over"] else [f"there were {len(states)} dataloaders and are {len(loaders)}"]
+            return [] if state["is_over"] else [f"the number of dataloaders was {len(states)} and is {len(loaders)}"]
         if not state["is_over"]:
             return self._resume(state, state["ahead"] or state)
         reasons = []

@@ -87,4 +87,4 @@ def _runs_in(folder: Path, key: str) -> str:
     runs = sorted(one.parent.parent for one in folder.glob(f"*/{CONFIG}"))
     if not runs:
         return ""
-    return f" It has {len(runs)} runs in it: name one, such as {key}={runs[-1]}"
+    return f" It contains {len(runs)} {'run' if len(runs) == 1 else 'runs'}: name one, such as {key}={runs[-1]}"
