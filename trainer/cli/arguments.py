@@ -238,7 +238,7 @@ def _read_command(word: str, arguments: Arguments) -> None:
 
 
 def quoted_options(group: str, value: str) -> str:
-    """Quote the options of a config group that Hydra would read as a number, a truth value or null.
+    """Quote the options of a config group that Hydra would read as a number, a boolean or null.
 
     Args:
         group: the key of an override, which may be another setting.

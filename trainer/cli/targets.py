@@ -70,7 +70,7 @@ _REFUSED = (
 _REFUSED_NAMES = (
     "dump", "dumps", "eval", "exec", "load", "loads", "popen", "read_pickle", "save", "savetxt", "savez", "system",
 )  # fmt: skip
-"""Names that are refused in any package except modules in the working directory."""
+"""Names of functions that are refused in all modules outside of the working directory."""
 _COMPILERS = ("torch.compile", "trainer.callbacks.Compile", "trainer.callbacks.compile.Compile")
 """Targets with ``options`` that can name a compiler to execute."""
 

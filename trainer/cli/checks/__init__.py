@@ -45,8 +45,8 @@ def command(arguments: Arguments) -> int:
     """Run ``trainer checks [json]``, or for a recipe ``trainer checks [json] +recipe=NAME [SETTING=VALUE ...]``.
 
     Returns:
-        0, or 1 if there is a problem: torch cannot be imported, a folder cannot be written, or a step of the recipe
-        fails.
+        0, or 1 if there is a problem: torch cannot be imported, a folder cannot be written, or, for a recipe, a step
+        fails, values are not finite, or a label is out of range.
 
     Raises:
         UsageError: for a word other than json; for a recipe, as in `trainer.cli.checks.memory.predict`.

@@ -239,7 +239,7 @@ def _differing(settings: Sequence[Mapping[str, str]], chosen: set[str]) -> list[
 
 
 def _colors(runs: Sequence[RunRecord], winner: RunRecord | None, goal: tuple[str, str] | None) -> list[int | None]:
-    """Return a color for each run; None for all but the best if there are more runs than colors."""
+    """Return a color for each run. If there are more runs than colors, the best runs get one, and the others None."""
     order = list(range(len(runs)))
     if len(runs) > PALETTE and winner is not None and goal is not None:
         sign = -1.0 if goal[1] == "max" else 1.0

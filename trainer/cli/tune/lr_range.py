@@ -28,8 +28,8 @@ class LearningRateSweep(Callback):
 
     The rates replace the module's schedule. Parameter groups keep the ratios of their rates (the recorded rate is the
     largest), and a skipped step does not advance the schedule and adds no point. The loss of a rate is the first one
-    after a step with that rate. The fit ends with the last rate, or if the loss diverges: it is not finite, or its
-    running mean is above four times the lowest one and above the first loss.
+    after a step with that rate. The fit ends with the last rate, after 30 skipped steps in a row, or if the loss
+    diverges: it is not finite, or its running mean is above four times the lowest one and above the first loss.
 
     Args:
         min_lr: the first rate.
