@@ -24,7 +24,7 @@ from lightning.pytorch.utilities.seed import isolate_rng
 
 from trainer import arguments, diagnosis, redaction
 from trainer.compat import callback_order, defaults, hparams, model_checkpoints, modules, tuning
-from trainer.compat.averaging import attach_averaging, defer_copies, detach_averaging, shard_averages
+from trainer.compat.averaging import attach_averaging, defer_copies, detach_averaging, hide_averages, shard_averages
 from trainer.compat.checkpoint_connector import CheckpointConnector
 from trainer.compat.errors import TunerExit
 from trainer.compat.logging import attach_log, detach_log
@@ -227,6 +227,7 @@ class Run:
             self._connector.find_newest(self.session)  # before a logger chooses its folder
         modules.set_up_profiler(trainer, module)
         trainer.data.connector.prepare_data()
+        hide_averages(trainer, self.session)
         defer_copies(trainer)
         self._call_setup_hooks()
         modules.configure_model(trainer)

@@ -165,6 +165,21 @@ def test_late_average_equals_torchs(tmp_path: Path, use_buffers: bool) -> None:
     assert_equal(module.state_dict(), expected[-1])
 
 
+@pytest.mark.filterwarnings("ignore:.*but loading a checkpoint outside the 'fit' stage")
+@pytest.mark.parametrize("from_file", [True, False])
+def test_average_of_a_fit_is_not_used_in_later_evaluations(tmp_path: Path, from_file: bool) -> None:
+    """They use the average in a checkpoint, or the weights of the given module, and leave them in the module."""
+    callback = Custom(0, avg_fn=get_ema_avg_fn(0.5))
+    trainer, _, _, saver = fit(tmp_path, callback)
+    path, module = next(iter(saver.files)), Module()
+    expected = torch.load(path, weights_only=True)["state_dict"] if from_file else copy_of(module)
+    trainer.validate(module, loader_of(make_batches(1)), ckpt_path=path if from_file else None, verbose=False)
+    assert_equal(module.validated[-1], expected)
+    assert_equal(module.state_dict(), expected)
+    assert callback._average_model is not None
+    assert callback._average_model.n_averaged == BATCHES * EPOCHS
+
+
 @pytest.mark.whole
 def test_resume_before_the_first_update_of_the_average_is_exact(tmp_path: Path) -> None:
     """Weights and validations equal those of the uninterrupted run bit for bit, from each checkpoint."""

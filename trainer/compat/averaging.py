@@ -20,7 +20,7 @@ weights. No process has a full copy. ``WeightAveraging(device=...)`` is ignored 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from functools import partial
 from itertools import chain
@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
@@ -60,6 +61,18 @@ def defer_copies(trainer: Trainer) -> None:
         for kind in (WeightAveraging, StochasticWeightAveraging):
             if isinstance(callback, kind) and type(callback).setup is kind.setup:
                 vars(callback)["setup"] = _skip_copy
+
+
+def hide_averages(trainer: Trainer, session: ExitStack) -> None:
+    """Hide the averages of an earlier fit from a run that does not train, until ``session`` closes.
+
+    Otherwise, Lightning's callback would validate its average instead of the module's weights, and load the training
+    weights of a checkpoint instead of its average.
+    """
+    for callback in trainer.callbacks if trainer.state.fn is not TrainerFn.FITTING else ():
+        if isinstance(callback, WeightAveraging):
+            session.callback(setattr, callback, "_average_model", callback._average_model)
+            callback._average_model = None
 
 
 def attach_averaging(trainer: Trainer) -> None:
