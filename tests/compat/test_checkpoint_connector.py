@@ -13,7 +13,7 @@ from unittest import mock
 import pytest
 import torch
 from lightning.pytorch import Callback
-from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, OnExceptionCheckpoint
 
 from tests.parity import Classifier, data, ours, run_both
 
@@ -171,3 +171,24 @@ def test_checkpoint_from_before_the_first_fit_does_not_warn(tmp_path: Path, befo
     trainer = ours(max_epochs=1)
     trainer.fit(Scored(), data(8), data(4), ckpt_path=tmp_path / "x.ckpt")  # warnings are errors
     assert trainer.global_step == 4
+
+
+def test_evaluation_of_a_checkpoint_keeps_the_results_of_the_fit(tmp_path: Path) -> None:
+    saver, stops = ModelCheckpoint(tmp_path, monitor="score", save_top_k=-1), EarlyStopping("score", patience=9)
+    trainer = fit(ours, tmp_path, saver, stops, max_epochs=4)
+    worse = next(path for path, score in saver.best_k_models.items() if score == Scored.SCORES[0])
+    before = saver.state_dict(), stops.state_dict()
+    trainer.validate(Scored(), data(4), ckpt_path=worse, verbose=False)
+    assert (saver.state_dict(), stops.state_dict()) == before
+    assert (saver.best_model_score, stops.best_score, stops.wait_count) == (1.0, 1.0, 2)
+
+
+@pytest.mark.parametrize(("patience", "epochs"), [(2, 4), (4, 6)])
+def test_resumed_run_has_the_patience_of_its_code(tmp_path: Path, patience: int, epochs: int) -> None:
+    """The scores are 3 and 1 and, after the resume, 3, 1, 2, 5 and 4."""
+    stops = EarlyStopping("score", patience=9)
+    fit(ours, tmp_path, stops, enable_checkpointing=False).save_checkpoint(tmp_path / "x.ckpt")
+    stops = EarlyStopping("score", patience=patience)
+    resumed = ours(default_root_dir=tmp_path, max_epochs=9, callbacks=[stops], enable_checkpointing=False)
+    resumed.fit(Scored(), data(8), data(4, seed=1), ckpt_path=tmp_path / "x.ckpt")
+    assert (resumed.current_epoch, stops.patience) == (epochs, patience)

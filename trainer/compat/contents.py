@@ -32,6 +32,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import lightning
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_info
 
 from trainer.checkpoint import loading as state
 from trainer.checkpoint.compact import packed
@@ -147,6 +150,19 @@ def _dump_callbacks(trainer: Trainer, _: Checkpoint, *, own: bool) -> Checkpoint
     return {callback.state_key: saved for callback in callbacks if (saved := callback.state_dict())}
 
 
+def _load_callbacks(trainer: Trainer, checkpoint: Checkpoint) -> None:
+    """Restore the states of the callbacks, except the settings of the code, and the results of an earlier fit."""
+    keeps_results = trainer.state.fn is not TrainerFn.FITTING and trainer.progress.optimizer_steps > 0
+    kept = (ModelCheckpoint, EarlyStopping) if keeps_results else ()
+    callbacks = [callback for callback in trainer.callbacks if not isinstance(callback, kept)]
+    patience = {callback: callback.patience for callback in callbacks if isinstance(callback, EarlyStopping)}
+    state.restore_callbacks(trainer, checkpoint, callbacks)
+    for callback, given in patience.items():
+        if callback.patience != given:
+            rank_zero_info(f"EarlyStopping continues with patience={given}; the checkpoint has {callback.patience}.")
+            callback.patience = given
+
+
 def _dump_progress(trainer: Trainer, _: Checkpoint) -> Checkpoint:
     saved: Checkpoint = trainer.progress.state_dict()
     return saved
@@ -182,7 +198,7 @@ ENTRIES: tuple[Entry, ...] = (
     _trainer_entry("processes", _dump_processes),  # restored by ProcessState.load, after every `on_train_start`
     _trainer_entry("dtypes", state.parameter_dtypes),
     _trainer_entry("callbacks", partial(_dump_callbacks, own=True)),
-    Entry("callbacks", partial(_dump_callbacks, own=False), state.restore_callbacks),
+    Entry("callbacks", partial(_dump_callbacks, own=False), _load_callbacks),
     Entry("", None, horizons.continue_schedules, "training"),
     Entry("optimizer_states", state.optimizer_states, state.restore_optimizers, "training"),
     Entry("lr_schedulers", state.schedule_states, state.restore_schedules, "training"),
