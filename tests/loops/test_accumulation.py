@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
+from lightning.pytorch import Callback
 from torch import nn
 
+from tests.support import Regression, loader_of, make_batches, make_trainer
 from trainer.engine.gradients import Gradients
 from trainer.errors import ConfigurationError
 from trainer.loops.accumulation import AccumulationWindow
@@ -289,3 +294,43 @@ def test_share_of_a_rank_is_relative_to_all_ranks(last):
         assert torch.allclose(gradient, torch.full((3,), 2 / 3))  # one of three batches, times two processes
     else:
         assert torch.equal(gradient, torch.ones(3))
+
+
+class Windows(Callback):
+    """Records the size of each window, saves after some batches, and may change the number of batches at the first."""
+
+    def __init__(self, saves: int | None = None, changes_to: int | None = None) -> None:
+        self.saves, self.changes_to, self.sizes = saves, changes_to, list[int]()
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if self.changes_to is not None:
+            trainer.accumulate_grad_batches = self.changes_to
+        if batch_idx:
+            self.on_train_epoch_end(trainer, pl_module)
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        if trainer.progress.batches == self.saves:
+            trainer.save_checkpoint(Path(trainer.default_root_dir) / "saved.ckpt")
+
+    def on_before_optimizer_step(self, trainer: Any, *_: Any) -> None:
+        self.sizes.append(trainer.loop.window.size)
+
+
+@pytest.mark.parametrize(
+    ("saved_after", "changes_to", "given", "sizes"),
+    [
+        (2, None, 3, [3, 1, 3, 3]),
+        (3, None, 3, [2, 2, 3, 3]),  # an open window keeps its size
+        (6, None, 3, [3, 3]),
+        (3, 3, 2, [3, 3, 3]),  # a change during the saved run is restored
+        (6, 3, 2, [3, 3]),
+    ],
+)
+def test_resumed_run_accumulates_as_its_code(
+    tmp_path: Path, saved_after: int, changes_to: int | None, given: int, sizes: list[int]
+) -> None:
+    data, saves, resumed = loader_of(make_batches(6)), Windows(saved_after, changes_to), Windows()
+    make_trainer(tmp_path, callbacks=[saves], accumulate_grad_batches=2, max_epochs=2).fit(Regression(), data)
+    trainer = make_trainer(tmp_path, callbacks=[resumed], accumulate_grad_batches=given, max_epochs=2)
+    trainer.fit(Regression(), data, ckpt_path=tmp_path / "saved.ckpt")
+    assert resumed.sizes == sizes

@@ -173,10 +173,7 @@ class ProcessState:
         loop.restore_outcome(None if outcome is None else StepOutcome(*outcome), state["has_updated"])
         # a stop that waits for `min_epochs` or `min_steps` is still pending
         loop.limits.should_stop |= state["should_stop"] and (stops or not loop.limits.may_stop())
-        window = state["window"]
-        if not loop.progress.batches_this_epoch and "size" not in window:
-            window = {**window, "batches": loop.window.batches}  # the saved number is valid only inside an epoch
-        loop.window.load_state_dict(window, device)
+        loop.window.load_state_dict(state["window"], device)
         engine.check_accumulation(loop.window.batches)
         engine.precision.load_state_dict(state.get("precision", {}))
         modes.restore(trainer.lightning_module, state.get("modes", {}))

@@ -146,7 +146,8 @@ def resume(trainer: Trainer, trainer_state: dict[str, Any], states: list[Any]) -
     state, lost = trainer.process.convert_states(states)
     if state["data"]:
         state["data"] = loaders.convert_states([one["data"] for one in states], done, state["rng"])
-    state["window"] = {**state["window"], "batches": change.accumulated(trainer.progress.epochs_trained)}
+    batches = change.accumulated(trainer.progress.epochs_trained)
+    state["window"] = {**state["window"], "batches": batches, "given": trainer.loop.window.batches}
     rank_zero_info(_summary(trainer, change, lost))
     return state
 

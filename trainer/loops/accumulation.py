@@ -53,6 +53,7 @@ class AccumulationWindow:
 
     Attributes:
         batches: the number of batches in a full window. It can be changed at any time; the next window uses it.
+        given: the number of batches that the code sets before the fit.
         size: the number of batches in the current window, as far as was known at its start.
         backwards: the number of batches with a loss in the current window so far.
         is_first, is_last: whether the current batch opens, and closes, the window.
@@ -67,7 +68,7 @@ class AccumulationWindow:
 
     def __init__(self, batches: int = 1, straddles_epochs: bool = False) -> None:
         expect(is_count(batches), "a whole number of batches, at least 1", accumulate_grad_batches=batches)
-        self.batches = batches
+        self.batches = self.given = batches
         self.straddles_epochs = straddles_epochs
         self.size = batches
         self.backwards = 0
@@ -97,6 +98,7 @@ class AccumulationWindow:
     def start_run(self, data_parallel_size: int) -> None:
         """Start a fit with this number of data-parallel processes."""
         self.reset()
+        self.given = self.batches
         self._data_parallel_size = data_parallel_size
         self._shared_unit = None
 
@@ -155,14 +157,16 @@ class AccumulationWindow:
         """
         is_open = not self.is_first if before_batch else self.is_open
         names = _STATE if is_open else ("batches", "_shared_unit", "_unit")
-        state = {name.removeprefix("_"): getattr(self, name) for name in names}
+        state = {name.removeprefix("_"): getattr(self, name) for name in (*names, "given")}
         if is_open and before_batch:
             backwards, total = self._before
             state |= {"position": self._position - 1, "is_last": False, "backwards": backwards, "total": total}
         return state
 
     def load_state_dict(self, state: dict[str, Any], device: torch.device) -> None:
-        """Restore the state of :meth:`state_dict`, including ``batches``, which the next epoch may change."""
+        """Restore the state of :meth:`state_dict`, including ``batches``, unless the code sets another number now."""
+        if state.get("given") != self.given:
+            state = {**state, "batches": self.batches}
         for name in _STATE:
             key = name.removeprefix("_")
             if key in state:
