@@ -291,7 +291,10 @@ def _run_programs(runs: list[tuple[str, str]], accelerator: str) -> dict[str, An
 
 
 def _run_program(accelerator: str, given: tuple[str, str]) -> tuple[str, Any]:
-    """Return the name and the result, or None if an earlier program has ended CUDA's context, such as by an index."""
+    """Return the name and the result.
+
+    The result is None if an earlier program has ended CUDA's context, for example by an index out of range.
+    """
     from _diagnosis import bench, remedy
     from _diagnosis.programs import PROGRAMS
 

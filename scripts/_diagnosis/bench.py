@@ -1,4 +1,4 @@
-"""Runs a program with our Trainer, and reads the verdict from its output."""
+"""Run a program with our Trainer, and read the verdict from its output."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs the same programs in other trainers, and records the messages that their users read.
+"""Run the same programs in other trainers, and record the messages that their users read.
 
 Run as a process, ``python frameworks.py FRAMEWORK PROGRAM ...`` prints the results as JSON.
 

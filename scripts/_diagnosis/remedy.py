@@ -1,4 +1,4 @@
-"""Applies a remedy as it is printed, and runs the program again."""
+"""Apply a remedy as it is printed, and run the program again."""
 
 from __future__ import annotations
 

@@ -564,7 +564,8 @@ def node_lost(setup: Setup, *, times: int = 3, comes_back: bool = True, last_cal
                 raise HungError(f"rank {rank} did not continue; {tools.last_line(first.log)[:90]}")
 
         first = node()
-        tools.wait_until(lambda: "rdzv" in first.log or time.monotonic() > first.started + 2, END)  # the host
+        # the first node must host the rendezvous
+        tools.wait_until(lambda: "rdzv" in first.log or time.monotonic() > first.started + 2, END)
         second = node()
         trains(1)
         for number in range(times):
