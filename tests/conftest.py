@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
@@ -23,7 +24,14 @@ from matplotlib.figure import Figure
 from tests.distributed.ranks import Ranks
 from tests.simulated_cuda import device
 from tests.simulated_cuda.child import Child
-from tests.warm_python import BELOW_LIGHTNING, WarmPython, cache_configs, save_empty_pictures, warm_python
+from tests.warm_python import (
+    BELOW_LIGHTNING,
+    CACHED_CONFIGS,
+    WarmPython,
+    cache_configs,
+    save_empty_pictures,
+    warm_python,
+)
 from trainer.precision.readback import Readback
 
 if TYPE_CHECKING:
@@ -32,8 +40,12 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).parent.parent
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     """Cache configs, and restore Ctrl-C if a shell started the tests in the background with ``&``."""
+    if CACHED_CONFIGS not in os.environ:  # parallel processes inherit it
+        folder = tempfile.TemporaryDirectory(prefix="configs")
+        config.add_cleanup(folder.cleanup)
+        os.environ[CACHED_CONFIGS] = folder.name
     cache_configs()
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)

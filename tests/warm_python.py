@@ -3,9 +3,7 @@
 Imports of torch and Lightning take most of the time of a short program; tests and documentation run hundreds of them.
 :class:`WarmPython` runs them; ``tests/conftest.py`` has one for all tests: the fixture ``python``.
 
-As a script: ``warm_python.py serve SOCKET MODULES...`` imports, and waits for programs; ``warm_python.py run SOCKET
-WORDS...`` sends one with its arguments, folder, environment and standard streams, and exits with its status. A kill of
-this client kills the program and its child processes.
+As a script: ``warm_python.py SOCKET MODULES...`` imports, and waits for programs, which ``warm_client.py`` sends.
 """
 
 from __future__ import annotations
@@ -13,6 +11,7 @@ from __future__ import annotations
 import array
 import contextlib
 import gc
+import hashlib
 import importlib
 import json
 import logging
@@ -46,7 +45,8 @@ IMPORTED = (
 BELOW_LIGHTNING = tuple(name for name in IMPORTED if not name.startswith(("lightning", "trainer", "recipes")))
 """Modules for programs that depend on the order of the imports of Lightning and the project."""
 
-_PASSED_ON = ("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2", "SIGHUP")
+CACHED_CONFIGS = "CACHED_CONFIGS"
+"""The environment variable with the folder of the configs that all processes of the tests merged."""
 
 
 class WarmPython:
@@ -64,11 +64,13 @@ class WarmPython:
     def __init__(self, folder: Path, packages: Path = ROOT, imported: tuple[str, ...] = IMPORTED) -> None:
         self.packages, self.socket = packages, folder / "socket"
         self.executable = folder / "python"
-        run = [sys.executable, "-I", str(Path(__file__).resolve()), "run", str(self.socket)]
+        client = Path(__file__).resolve().with_name("warm_client.py")
+        run = [sys.executable, "-I", "-S", str(client), sys.executable, str(self.socket)]
         self.executable.write_text(f'#!/bin/sh\nexec {shlex.join(run)} "$@"\n')
         self.executable.chmod(0o755)
         environment = os.environ | {"PYTHONPATH": str(packages), "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-        command = [sys.executable, str(Path(__file__).resolve()), "serve", str(self.socket), *imported]
+        environment.setdefault(CACHED_CONFIGS, str(folder))
+        command = [sys.executable, str(Path(__file__).resolve()), str(self.socket), *imported]
         pipe = subprocess.PIPE
         self._server = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environment)
         assert self._server.stdout is not None
@@ -157,28 +159,40 @@ def cache_configs() -> None:
 
 
 def cache_compositions() -> None:
-    """Merge the files of a config once, if the contents of all config files are equal. Settings are applied after."""
-    from hydra._internal import config_loader_impl
+    """Merge the files of a config once in all processes, if the contents of all config files are equal.
+
+    Settings are applied after. Omitted: copies of the registered configs, which are not changed, and the choices for
+    interpolations in a default list that has no interpolations.
+    """
+    from hydra._internal import config_loader_impl, defaults_list
     from hydra._internal.defaults_list import Overrides
     from hydra.core.config_store import ConfigStore
 
     class_of_loader = config_loader_impl.ConfigLoaderImpl
     choose, merge = config_loader_impl.create_defaults_list, class_of_loader._compose_config_from_defaults_list
-    results = dict[Any, bytes]()
+    choices_of = defaults_list._create_interpolation_map
+    folder = Path(os.environ[CACHED_CONFIGS])
+    results = dict[Path, bytes]()
 
     def once(repo: Any, key: Any, make: Callable[[], Any]) -> Any:
         store = ConfigStore.instance().repo
         files: list[Any] = [store["amp_trainer_restored.yaml"].node] if "amp_trainer_restored.yaml" in store else []
         for source in repo.get_sources():
-            folder = Path(source.path)
-            if source.scheme() != "file" or folder == ROOT / "conf":
+            configs = Path(source.path)
+            if source.scheme() != "file" or configs == ROOT / "conf":
                 files.append(source.path)
             else:
-                files += [(file.relative_to(folder), file.read_bytes()) for file in folder.rglob("*.yaml")]
-        key = repr((key, files))
-        if key not in results:
-            results[key] = pickle.dumps(make())
-        return pickle.loads(results[key])
+                files += [(file.relative_to(configs), file.read_bytes()) for file in configs.rglob("*.yaml")]
+        path = folder / hashlib.sha256(repr((key, files)).encode()).hexdigest()
+        if path not in results and path.exists():
+            results[path] = path.read_bytes()
+        elif path not in results:
+            results[path] = pickle.dumps(make())
+            with contextlib.suppress(OSError):  # in a test of a full disk
+                part = path.with_suffix(f".{os.getpid()}")
+                part.write_bytes(results[path])
+                part.replace(path)
+        return pickle.loads(results[path])
 
     def choose_once(repo: Any, config_name: Any, overrides_list: list[Any], **options: Any) -> Any:
         groups = [one for one in overrides_list if repo.group_exists(one.key_or_group)]
@@ -190,37 +204,14 @@ def cache_compositions() -> None:
     def merge_once(loader: Any, defaults: Any, repo: Any) -> Any:
         return once(repo, defaults, lambda: merge(loader, defaults, repo))
 
+    def choices_if_used(overrides: Any, defaults: list[Any], self_added: bool) -> Any:
+        is_used = any(default.is_interpolation() for default in defaults)
+        return choices_of(overrides, defaults, self_added) if is_used else None
+
     config_loader_impl.create_defaults_list = choose_once
     class_of_loader._compose_config_from_defaults_list = merge_once
-
-
-def run(socket_path: str, words: list[str]) -> int:
-    """Send a program to the server, and wait for it.
-
-    Args:
-        socket_path: socket of the server.
-        words: arguments of ``python``: ``-m MODULE ...``, ``-c CODE ...`` or ``FILE ...``.
-
-    Returns:
-        The exit status. If a signal killed the program, that signal kills this process, too.
-    """
-    given = {"words": words, "folder": os.getcwd(), "environment": dict(os.environ), "parent": os.getppid()}
-    request = json.dumps(given).encode()
-    with socket.socket(socket.AF_UNIX) as connection:
-        connection.connect(socket_path)
-        streams = array.array("i", [0, 1, 2])
-        head = struct.pack("!I", len(request))
-        connection.sendmsg([head], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, streams)])
-        connection.sendall(request)
-        group = struct.unpack("!i", _exactly(connection, 4))[0]
-        for name in _PASSED_ON:
-            signal.signal(getattr(signal, name), lambda number, _: os.kill(group, number))
-        status: int = struct.unpack("!i", _exactly(connection, 4))[0]
-    if status < 0:
-        if -status != signal.SIGKILL:
-            signal.signal(-status, signal.SIG_DFL)
-        os.kill(os.getpid(), -status)
-    return status
+    defaults_list._create_interpolation_map = choices_if_used
+    ConfigStore.__deepcopy__ = lambda store, memo: store
 
 
 def serve(socket_path: str, imported: list[str]) -> None:
@@ -289,10 +280,11 @@ class Server:
             head, ancillary, _, _ = connection.recvmsg(4, socket.CMSG_SPACE(3 * streams.itemsize))
             for _, _, numbers in ancillary:
                 streams.frombytes(numbers)
-            request = json.loads(_exactly(connection, struct.unpack("!I", head)[0]))
+            with connection.makefile("rb") as sent:
+                request = json.loads(sent.read(*struct.unpack("!I", head)))
             process = os.fork()
         # the client was killed during the request; or there are no resources for another process
-        except (OSError, struct.error):
+        except (OSError, ValueError, struct.error):
             for stream in streams:
                 os.close(stream)
             connection.close()
@@ -398,27 +390,6 @@ def _log_to_the_root() -> None:
         logger.propagate = True
 
 
-def _exactly(connection: socket.socket, size: int) -> bytes:
-    data = b""
-    while len(data) < size:
-        part = connection.recv(size - len(data))
-        if not part:
-            raise ConnectionError("The warm Python is gone.")
-        data += part
-    return data
-
-
-def main(what: str, socket_path: str, words: list[str]) -> int:
-    """Serve, or run. Unknown arguments go to a normal Python."""
-    if what == "serve":
-        serve(socket_path, words)
-        os._exit(0)  # destroying all these modules takes seconds
-    if words[:1] == ["-u"]:
-        words = words[1:]
-    if not words or (words[0].startswith("-") and words[0] not in ("-m", "-c")):
-        os.execv(sys.executable, [sys.executable, *words])
-    return run(socket_path, words)
-
-
 if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:3], sys.argv[3:]))
+    serve(sys.argv[1], sys.argv[2:])
+    os._exit(0)  # destroying all these modules takes seconds

@@ -76,7 +76,7 @@ def main(name: str, words: list[str]) -> int:
         if ours:
             words = [*words, *limits(words[ours[0] + 2 :], os.environ.get("DOCS_LIMITS"))]
     sys.path.insert(0, str(Path(__file__).parents[1]))
-    from warm_python import run
+    from warm_client import run
 
     return run(os.environ["WARM_PYTHON"], words)
 

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -63,10 +62,10 @@ def once(project: Path) -> Path:
     return project
 
 
-def sweep(python: WarmPython, *words: str, **options: Any) -> subprocess.CompletedProcess[str]:
+def sweep(python: WarmPython, *words: str) -> subprocess.CompletedProcess[str]:
     """Run a sweep; its process id is in the file ``sweep``."""
     pipe = subprocess.PIPE
-    with python.start("-m", "trainer", *words, stdout=pipe, stderr=pipe, text=True, **options) as process:
+    with python.start("-m", "trainer", *words, stdout=pipe, stderr=pipe, text=True) as process:
         Path("sweep").write_text(str(process.pid))
         out, err = process.communicate(timeout=240)
     return subprocess.CompletedProcess(words, process.returncode, out, err)
@@ -103,7 +102,7 @@ def test_job_requeued_by_submitit_is_resumed(once: Path, python: WarmPython) -> 
     number = int(signal.SIGUSR2)
     arguments = [f"model.number={number}", "model.to_parent=true"]  # submitit's process
     words = ["fit", "-m", *LINE, *arguments, "hydra/launcher=submitit_local", "hydra.sweep.dir=jobs"]
-    done = sweep(python, *words, children=True)
+    done = sweep(python, *words)
     assert done.returncode == 0, done.stderr
     (job,) = results()
     assert (job["status"], job["epochs"], job["steps"]) == ("completed", 2, 8)

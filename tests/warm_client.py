@@ -1,0 +1,69 @@
+"""Run a program in a warm Python: ``python -I -S warm_client.py SOCKET WORDS...``.
+
+The program gets the arguments, folder, environment and standard streams of this process, which exits with the status
+of the program. A kill of this process kills the program and its child processes. Separate from ``warm_python.py``,
+because importing that file takes longer than starting the program.
+"""
+
+from __future__ import annotations
+
+import array
+import json
+import os
+import signal
+import socket
+import struct
+import sys
+
+_PASSED_ON = ("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2", "SIGHUP")
+
+
+def run(socket_path: str, words: list[str]) -> int:
+    """Send a program to the server, and wait for it.
+
+    Args:
+        socket_path: socket of the server.
+        words: arguments of ``python``: ``-m MODULE ...``, ``-c CODE ...`` or ``FILE ...``.
+
+    Returns:
+        The exit status. If a signal killed the program, that signal kills this process, too.
+    """
+    given = {"words": words, "folder": os.getcwd(), "environment": dict(os.environ), "parent": os.getppid()}
+    request = json.dumps(given).encode()
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.connect(socket_path)
+        streams = array.array("i", [0, 1, 2])
+        head = struct.pack("!I", len(request))
+        connection.sendmsg([head], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, streams)])
+        connection.sendall(request)
+        group = _number(connection)
+        for name in _PASSED_ON:
+            signal.signal(getattr(signal, name), lambda number, _: os.kill(group, number))
+        status = _number(connection)
+    if status < 0:
+        if -status != signal.SIGKILL:
+            signal.signal(-status, signal.SIG_DFL)
+        os.kill(os.getpid(), -status)
+    return status
+
+
+def _number(connection: socket.socket) -> int:
+    sent = connection.recv(4)
+    if not sent:
+        raise ConnectionError("The warm Python is gone.")
+    number: int = struct.unpack("!i", sent)[0]
+    return number
+
+
+def main(python: str, socket_path: str, words: list[str]) -> int:
+    """Run a program. Other uses of Python, and a program that names files after its process, get a normal one."""
+    if words[:1] == ["-u"]:
+        words = words[1:]
+    is_option = not words or (words[0].startswith("-") and words[0] not in ("-m", "-c"))
+    if is_option or words[:2] == ["-m", "submitit.local._local"]:
+        os.execv(python, [python, *words])
+    return run(socket_path, words)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], sys.argv[2], sys.argv[3:]))
