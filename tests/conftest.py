@@ -2,18 +2,20 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import fcntl
 import gc
 import itertools
 import logging
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
-from functools import cache
+from collections.abc import Callable, Iterable, Iterator
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,11 +28,11 @@ from tests.simulated_cuda import device
 from tests.simulated_cuda.child import Child
 from tests.warm_python import (
     BELOW_LIGHTNING,
-    CACHED_CONFIGS,
+    IMPORTED,
     WarmPython,
     cache_configs,
     save_empty_pictures,
-    warm_python,
+    start_server,
 )
 from trainer.precision.readback import Readback
 
@@ -40,15 +42,63 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).parent.parent
 
 
+SHARED = pytest.StashKey[Path]()
+"""A folder for all parallel processes: merged configs, warm Pythons, and an installed wheel."""
+
+
 def pytest_configure(config: pytest.Config) -> None:
-    """Cache configs, and restore Ctrl-C if a shell started the tests in the background with ``&``."""
-    if CACHED_CONFIGS not in os.environ:  # parallel processes inherit it
-        folder = tempfile.TemporaryDirectory(prefix="configs")
-        config.add_cleanup(folder.cleanup)
-        os.environ[CACHED_CONFIGS] = folder.name
-    cache_configs()
+    """Create or find the shared folder, and restore Ctrl-C if a shell started the tests in the background with ``&``.
+
+    Warm Pythons read the pipe ``alive`` of the folder, which ends with the first process of the tests.
+    """
+    if hasattr(config, "workerinput"):
+        folder = Path(config.workerinput["shared"])
+    else:
+        folder = Path(tempfile.mkdtemp(prefix="tests"))
+        os.mkfifo(folder / "alive")
+        alive = os.open(folder / "alive", os.O_RDWR)
+        config.add_cleanup(partial(shutil.rmtree, folder, ignore_errors=True))
+        config.add_cleanup(partial(os.close, alive))
+    config.stash[SHARED] = folder
+    cache_configs(folder)
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Share the folder with a parallel process."""
+    node.workerinput["shared"] = str(node.config.stash[SHARED])
+
+
+def shared(config: pytest.Config, name: str, fill: Callable[[Path], object]) -> Path:
+    """Return a folder that the first of the parallel processes to need it fills; the others wait for it."""
+    folder = config.stash[SHARED] / name
+    with folder.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not folder.exists():
+            folder.mkdir()
+            try:
+                fill(folder)
+            except BaseException:
+                shutil.rmtree(folder)
+                raise
+    return folder
+
+
+def shared_python(
+    config: pytest.Config, name: str, packages: Path = ROOT, imported: tuple[str, ...] = IMPORTED
+) -> WarmPython:
+    """Return a warm Python of all parallel processes."""
+
+    def fill(folder: Path) -> None:
+        with (config.stash[SHARED] / "alive").open() as alive:
+            server = start_server(folder, config.stash[SHARED], alive, packages, imported)
+        assert server.stdout is not None
+        server.stdout.close()
+        server.returncode = 0  # it runs longer than the process that started it, which is no mistake
+
+    return WarmPython(shared(config, name, fill), packages)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -219,17 +269,15 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 @pytest.fixture(scope="session")
-def python() -> Iterator[WarmPython]:
+def python(pytestconfig: pytest.Config) -> WarmPython:
     """Run programs and commands like ``python`` without the time for imports: ``python.trainer("fit", ...)``."""
-    with warm_python() as python:
-        yield python
+    return shared_python(pytestconfig, "python")
 
 
 @pytest.fixture(scope="session")
-def python_without_lightning() -> Iterator[WarmPython]:
+def python_without_lightning(pytestconfig: pytest.Config) -> WarmPython:
     """Like ``python``, with torch imported, but not Lightning and the project."""
-    with warm_python(imported=BELOW_LIGHTNING) as python:
-        yield python
+    return shared_python(pytestconfig, "python_without_lightning", imported=BELOW_LIGHTNING)
 
 
 @pytest.fixture(scope="session")
@@ -274,26 +322,29 @@ def late(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.fixture(scope="session")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def wheel(pytestconfig: pytest.Config) -> Path:
     """Return the wheel that `pip wheel` builds from the checkout."""
-    folder = tmp_path_factory.mktemp("wheel")
-    pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(folder), str(ROOT)]
-    subprocess.run(pip, check=True, timeout=240)
-    (file,) = folder.glob("*.whl")
+
+    def fill(folder: Path) -> None:
+        pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(folder), str(ROOT)]
+        subprocess.run(pip, check=True, timeout=240)
+
+    (file,) = shared(pytestconfig, "wheel", fill).glob("*.whl")
     return file
 
 
 @pytest.fixture(scope="session")
-def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def installed(wheel: Path, pytestconfig: pytest.Config) -> Path:
     """Return a folder that contains only the installed wheel; dependencies are those of this environment."""
-    folder = tmp_path_factory.mktemp("installed")
-    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(folder), str(wheel)]
-    subprocess.run(pip, check=True, timeout=240)
-    return folder
+
+    def fill(folder: Path) -> None:
+        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(folder), str(wheel)]
+        subprocess.run(pip, check=True, timeout=240)
+
+    return shared(pytestconfig, "installed", fill)
 
 
 @pytest.fixture(scope="session")
-def installed_python(installed: Path) -> Iterator[WarmPython]:
+def installed_python(installed: Path, pytestconfig: pytest.Config) -> WarmPython:
     """Like ``python``, with the wheel instead of the checkout."""
-    with warm_python(installed) as python:
-        yield python
+    return shared_python(pytestconfig, "installed_python", installed)

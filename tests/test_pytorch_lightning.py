@@ -144,13 +144,18 @@ MODULE = """
 
 
 @pytest.mark.whole
-def test_spawned_processes_train(tmp_path: Path) -> None:
+def test_import_does_not_import_torch(tmp_path: Path) -> None:
+    check('import sys, trainer.pytorch_lightning; assert "torch" not in sys.modules', tmp_path)
+
+
+@pytest.mark.whole
+def test_spawned_processes_train(tmp_path: Path, python_without_lightning: WarmPython) -> None:
     # only the program, which has no file, imports the alias; the spawned process imports net.py
     (tmp_path / "net.py").write_text(textwrap.dedent(MODULE.split("\n\n", 1)[1]))
-    program = """
+    program = f"""
         import sys
+        sys.path.insert(0, {str(tmp_path)!r})
         import trainer.pytorch_lightning
-        assert "torch" not in sys.modules
         import net
         from trainer import Trainer
 
@@ -161,7 +166,7 @@ def test_spawned_processes_train(tmp_path: Path) -> None:
         fit.fit(model)
         assert model.layer.weight.sum().item() != before
     """
-    check(program, tmp_path)
+    check(program, tmp_path, python_without_lightning)  # it starts a new Python
 
 
 def test_command_line_runs_classes_of_either_package(tmp_path: Path, python_without_lightning: WarmPython) -> None:

@@ -3,7 +3,7 @@
 Imports of torch and Lightning take most of the time of a short program; tests and documentation run hundreds of them.
 :class:`WarmPython` runs them; ``tests/conftest.py`` has one for all tests: the fixture ``python``.
 
-As a script: ``warm_python.py SOCKET MODULES...`` imports, and waits for programs, which ``warm_client.py`` sends.
+As a script: ``warm_python.py SOCKET CONFIGS MODULES...`` imports, and waits for programs from ``warm_client.py``.
 """
 
 from __future__ import annotations
@@ -45,9 +45,6 @@ IMPORTED = (
 BELOW_LIGHTNING = tuple(name for name in IMPORTED if not name.startswith(("lightning", "trainer", "recipes")))
 """Modules for programs that depend on the order of the imports of Lightning and the project."""
 
-CACHED_CONFIGS = "CACHED_CONFIGS"
-"""The environment variable with the folder of the configs that all processes of the tests merged."""
-
 
 class WarmPython:
     """Runs programs as ``python WORDS...`` would.
@@ -56,25 +53,12 @@ class WarmPython:
     with ``sys.executable`` are warm, too. Their pictures are empty. Tests of imports need a new Python.
 
     Args:
-        folder: folder of the socket, with a short path.
+        folder: folder of a server that :func:`start_server` started.
         packages: the folder with the project's packages: the checkout, or an installed wheel.
-        imported: modules to import before.
     """
 
-    def __init__(self, folder: Path, packages: Path = ROOT, imported: tuple[str, ...] = IMPORTED) -> None:
-        self.packages, self.socket = packages, folder / "socket"
-        self.executable = folder / "python"
-        client = Path(__file__).resolve().with_name("warm_client.py")
-        run = [sys.executable, "-I", "-S", str(client), sys.executable, str(self.socket)]
-        self.executable.write_text(f'#!/bin/sh\nexec {shlex.join(run)} "$@"\n')
-        self.executable.chmod(0o755)
-        environment = os.environ | {"PYTHONPATH": str(packages), "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-        environment.setdefault(CACHED_CONFIGS, str(folder))
-        command = [sys.executable, str(Path(__file__).resolve()), str(self.socket), *imported]
-        pipe = subprocess.PIPE
-        self._server = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environment)
-        assert self._server.stdout is not None
-        assert self._server.stdout.readline() == "ready\n", "the server did not start"
+    def __init__(self, folder: Path, packages: Path = ROOT) -> None:
+        self.packages, self.socket, self.executable = packages, folder / "socket", folder / "python"
 
     def start(
         self, *words: str, env: dict[str, str] | None = None, children: bool = False, **options: Any
@@ -106,19 +90,39 @@ class WarmPython:
         """Run the command line: ``python -m trainer WORDS...``."""
         return self.run("-m", "trainer", *words, **options)
 
-    def close(self) -> None:
-        """End the server, and all running programs."""
-        self._server.communicate()
+
+def start_server(
+    folder: Path, configs: Path, stdin: Any, packages: Path = ROOT, imported: tuple[str, ...] = IMPORTED
+) -> subprocess.Popen[str]:
+    """Start a server, and wait until it has imported.
+
+    Args:
+        folder: folder of the socket, with a short path.
+        configs: folder of the merged configs, which several servers may share.
+        stdin: standard input of the server. The server and its programs end when it ends.
+        packages: the folder with the project's packages.
+        imported: modules to import before.
+    """
+    client = Path(__file__).resolve().with_name("warm_client.py")
+    run = shlex.join([sys.executable, "-I", "-S", str(client), sys.executable, str(folder / "socket")])
+    executable = folder / "python"
+    executable.write_text(f'#!/bin/sh\nexec {run} "$@"\n')
+    executable.chmod(0o755)
+    environment = os.environ | {"PYTHONPATH": str(packages), "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    command = [sys.executable, str(Path(__file__).resolve()), str(folder / "socket"), str(configs), *imported]
+    server = subprocess.Popen(command, stdin=stdin, stdout=subprocess.PIPE, text=True, env=environment)
+    assert server.stdout is not None
+    assert server.stdout.readline() == "ready\n", "the server did not start"
+    return server
 
 
 @contextlib.contextmanager
 def warm_python(packages: Path = ROOT, imported: tuple[str, ...] = IMPORTED) -> Iterator[WarmPython]:
     """Return a warm Python for the duration of the context."""
-    with (
-        tempfile.TemporaryDirectory(prefix="python") as folder,
-        contextlib.closing(WarmPython(Path(folder), packages, imported)) as python,
-    ):
-        yield python
+    with tempfile.TemporaryDirectory(prefix="python") as name:
+        folder = Path(name)
+        with start_server(folder, folder, subprocess.PIPE, packages, imported):
+            yield WarmPython(folder, packages)
 
 
 def save_empty_pictures(save: Callable[..., None]) -> Callable[..., None]:
@@ -133,8 +137,12 @@ def save_empty_pictures(save: Callable[..., None]) -> Callable[..., None]:
     return savefig
 
 
-def cache_configs() -> None:
-    """Read and merge each config once, because this takes most of the time of a short command."""
+def cache_configs(folder: Path) -> None:
+    """Read and merge each config once, because this takes most of the time of a short command.
+
+    Args:
+        folder: the merged configs of all processes that share them.
+    """
     import omegaconf._utils
     import omegaconf.base
     import omegaconf.resolvers.oc
@@ -155,10 +163,10 @@ def cache_configs() -> None:
     parse = cache(grammar_parser.parse)
     for module in (omegaconf.base, omegaconf._utils, omegaconf.resolvers.oc):
         module.parse = parse
-    cache_compositions()
+    cache_compositions(folder)
 
 
-def cache_compositions() -> None:
+def cache_compositions(folder: Path) -> None:
     """Merge the files of a config once in all processes, if the contents of all config files are equal.
 
     Settings are applied after. Omitted: copies of the registered configs, which are not changed, and the choices for
@@ -171,7 +179,6 @@ def cache_compositions() -> None:
     class_of_loader = config_loader_impl.ConfigLoaderImpl
     choose, merge = config_loader_impl.create_defaults_list, class_of_loader._compose_config_from_defaults_list
     choices_of = defaults_list._create_interpolation_map
-    folder = Path(os.environ[CACHED_CONFIGS])
     results = dict[Path, bytes]()
 
     def once(repo: Any, key: Any, make: Callable[[], Any]) -> Any:
@@ -214,7 +221,7 @@ def cache_compositions() -> None:
     ConfigStore.__deepcopy__ = lambda store, memo: store
 
 
-def serve(socket_path: str, imported: list[str]) -> None:
+def serve(socket_path: str, configs: Path, imported: list[str]) -> None:
     """Import, listen, and run programs until standard input ends."""
     sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != Path(__file__).resolve().parent]
     gc.disable()  # imported modules stay
@@ -226,7 +233,7 @@ def serve(socket_path: str, imported: list[str]) -> None:
             with contextlib.suppress(ImportError):  # of a package that is not installed
                 getattr(module, public, None)  # those that are imported when they are used
     if "hydra.main" in sys.modules:
-        cache_configs()
+        cache_configs(configs)
         for config in (ROOT / "conf").rglob("*.yaml"):
             sys.modules["omegaconf"].OmegaConf.load(config)
     figure = importlib.import_module("matplotlib.figure").Figure
@@ -391,5 +398,5 @@ def _log_to_the_root() -> None:
 
 
 if __name__ == "__main__":
-    serve(sys.argv[1], sys.argv[2:])
+    serve(sys.argv[1], Path(sys.argv[2]), sys.argv[3:])
     os._exit(0)  # destroying all these modules takes seconds

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+from pathlib import Path
+
+from tests.warm_python import WarmPython
 
 PROGRAM = """
 import socket
+import warnings
+
+warnings.simplefilter("ignore")
 
 
 def refuse(*arguments, **options):
@@ -44,14 +48,7 @@ print("none")
 """
 
 
-def test_no_network_access(tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", PROGRAM, str(tmp_path)],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        cwd=tmp_path,
-        check=False,
-    )
+def test_no_network_access(tmp_path: Path, python_without_lightning: WarmPython) -> None:
+    done = python_without_lightning.run("-c", PROGRAM, str(tmp_path), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "none"
