@@ -151,7 +151,11 @@ def _dump_callbacks(trainer: Trainer, _: Checkpoint, *, own: bool) -> Checkpoint
 
 
 def _load_callbacks(trainer: Trainer, checkpoint: Checkpoint) -> None:
-    """Restore the states of the callbacks, except the settings of the code, and the results of an earlier fit."""
+    """Restore the states of the callbacks.
+
+    ``EarlyStopping`` keeps the patience that the code sets. In an evaluation after a fit, ``ModelCheckpoint`` and
+    ``EarlyStopping`` keep the results of that fit.
+    """
     keeps_results = trainer.state.fn is not TrainerFn.FITTING and trainer.progress.optimizer_steps > 0
     kept = (ModelCheckpoint, EarlyStopping) if keeps_results else ()
     callbacks = [callback for callback in trainer.callbacks if not isinstance(callback, kept)]
