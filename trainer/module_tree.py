@@ -7,10 +7,17 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 _WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module"}
 """Components of a module's name that come from ``torch.compile`` and from torch's activation checkpointing wrapper."""
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Return whether all elements of a tensor are in memory: it is not sparse, nested, quantized or uninitialized."""
+    is_plain = not is_lazy(tensor) and tensor.layout is torch.strided
+    return is_plain and not tensor.is_nested and not tensor.is_quantized
 
 
 class OwnedTensor(NamedTuple):

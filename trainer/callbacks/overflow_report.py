@@ -22,7 +22,6 @@ from lightning.pytorch import LightningModule
 from rich.console import Console
 from rich.text import Text
 from torch import Tensor
-from torch.nn.parameter import is_lazy
 from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
@@ -31,6 +30,7 @@ from trainer.callbacks.run_callback import RunCallback
 from trainer.data.batches import identity
 from trainer.errors import LossScaleCollapse, expect, is_out_of_memory, warn
 from trainer.files import from_here, write_text
+from trainer.module_tree import is_dense
 from trainer.postmortem.diagnose import MAX_UNDERFLOW, Case, are_finite, diagnose
 from trainer.postmortem.host_batches import HostBatches, is_device_assert
 from trainer.postmortem.recording import RecordedBatch, storage_for
@@ -201,9 +201,7 @@ class OverflowReport(RunCallback):
         self._clean_up(trainer)
         self.reports = []
         part, scaler = trainer.engine.gradients.part, trainer.scaler
-        parts = {
-            name: part(b.detach()) for name, b in pl_module.named_buffers() if not is_lazy(b) and b.dtype in _DTYPES
-        }
+        parts = {name: part(b.detach()) for name, b in pl_module.named_buffers() if is_dense(b) and b.dtype in _DTYPES}
         buffers = {name: buffer.max() for name, buffer in parts.items() if buffer.numel()}
         self._fit = _Fit(trainer.loop, trainer.log_every_n_steps or 50, buffers, scaler.current_scale)
         self._fit.occurrences["step"] = int(self.at_step is None or trainer.global_step > self.at_step)
@@ -223,7 +221,8 @@ class OverflowReport(RunCallback):
             self._keep_weights(trainer, fit)
             if not fit.weights:
                 part = trainer.engine.gradients.part
-                fit.first_norm = get_total_norm([part(p.detach()) for p in pl_module.parameters() if p.numel()])
+                dense = filter(is_dense, pl_module.parameters())
+                fit.first_norm = get_total_norm([part(p.detach()) for p in dense if p.numel()])
             most = (_KEEP_EVERY + fit.every) * window.size  # all batches since the copy of the weights
             fit.room, fit.stored = storage_for(loop.metrics.batch, most)
             fit.recent = deque(maxlen=fit.room)
@@ -379,7 +378,8 @@ class OverflowReport(RunCallback):
         fit.known = trainer.global_step
         if fit.weights and fit.known - fit.weights_step < _KEEP_EVERY:
             return
-        fit.weights_step, named = fit.known, dict(trainer.lightning_module.named_parameters())
+        named = {name: p for name, p in trainer.lightning_module.named_parameters() if is_dense(p)}
+        fit.weights_step = fit.known
         is_small = sum(parameter.nbytes for parameter in named.values()) <= _BYTES
         if trainer.world_size > 1 or trainer.engine.gradients.are_parts or not is_small:
             return
@@ -405,7 +405,7 @@ class OverflowReport(RunCallback):
         fit.skips += 1
         fit.skips_at_floor = fit.skips_at_floor + 1 if outcome.scale <= trainer.scaler.min_scale else 0
         if fit.first_skip is None:
-            buffers = BufferState(buffer.detach() for buffer in trainer.lightning_module.buffers())
+            buffers = BufferState(buffer.detach() for buffer in trainer.lightning_module.buffers() if is_dense(buffer))
             fit.first_skip = (step, time.time(), outcome.scale, buffers)
             # the outcome of a step may be known after the forward passes of the next one
             fit.recent = deque(fit.recent, max(fit.room, 2 * fit.loop.window.size))
@@ -480,7 +480,8 @@ class OverflowReport(RunCallback):
                 f"Weights, optimizers, schedules and the loss scale from before step {first_step}, and the buffers"
                 f" after this step, are in {path}; a run that resumes from it begins with the current batch."
             )
-        if broken := [name for name, buffer in module.named_buffers() if not buffer.isfinite().all()]:
+        dense = {name: buffer for name, buffer in module.named_buffers() if is_dense(buffer)}
+        if broken := [name for name, buffer in dense.items() if not buffer.isfinite().all()]:
             lines.append(f"These buffers were already non-finite after step {first_step}: {', '.join(broken[:6])}.")
         if older := _newest_checkpoint(trainer, seconds):
             lines.append(f"The newest checkpoint from before the first skipped step: {older}.")

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from trainer.data.samples import named_tensors_in, tensors_in
 from trainer.errors import join_first
+from trainer.module_tree import is_dense
 from trainer.postmortem import remedies, rewrite
 from trainer.postmortem.examine import Finding, examine
 from trainer.postmortem.recording import RecordedBatch
@@ -500,4 +501,5 @@ def _has_diverged(trainer: Trainer, case: Case, failing: Sequence[RecordedBatch]
 
 def are_finite(module: nn.Module, batch: Any = ()) -> bool:
     """Return whether all weights and all numbers of the batch are finite. A host-device synchronization."""
-    return all(bool(tensor.isfinite().all()) for tensor in (*module.parameters(), *tensors_in(batch)))
+    tensors = filter(is_dense, (*module.parameters(), *tensors_in(batch)))
+    return all(bool(tensor.isfinite().all()) for tensor in tensors)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from trainer.data.samples import batch_size, named_tensors_in
 from trainer.engine.protocol import Engine
+from trainer.module_tree import is_dense
 from trainer.postmortem.recording import RecordedBatch
 from trainer.postmortem.replay import (
     UNCHANGED,
@@ -161,7 +162,7 @@ def _look_into(
     finding.broken_weights = [
         name
         for name, parameter in module.named_parameters()
-        if (found := measure([part(parameter)])) is not None and found.not_finite
+        if is_dense(parameter) and (found := measure([part(parameter)])) is not None and found.not_finite
     ]
     if recorded is not None:
         finding.broken_batch, finding.ranges = samples_not_finite(recorded.batch)

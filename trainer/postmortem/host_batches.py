@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from trainer.data.batches import identity
 from trainer.loops.batch_path import TrainingPath
+from trainer.module_tree import is_dense
 from trainer.postmortem.diagnose import index_out_of_range
 from trainer.postmortem.recording import RecordedBatch, storage_for
 from trainer.postmortem.replay import silence
@@ -81,7 +82,7 @@ class HostBatches:
             the model is too large.
         """
         module = self._trainer.lightning_module
-        if sum(parameter.nbytes for parameter in module.parameters()) > _MAX_WEIGHTS:
+        if sum(p.nbytes for p in module.parameters() if is_dense(p)) > _MAX_WEIGHTS:
             return None
         began, step = time.monotonic(), self._trainer.global_step
         with ExitStack() as stack:

@@ -9,7 +9,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-import torch
 from lightning_utilities import apply_to_collection
 from torch import Tensor
 
@@ -17,6 +16,7 @@ from trainer.data.batches import identity
 from trainer.data.samples import PLAIN, leaves_in, nbytes
 from trainer.loops.accumulation import AccumulationWindow
 from trainer.loops.batch_path import TrainingPath
+from trainer.module_tree import is_dense
 from trainer.postmortem.state import BufferState
 from trainer.state import random_states
 
@@ -44,12 +44,12 @@ def storage_for(batch: Any, most: int) -> tuple[int, Callable[[Any], Any]]:
     size = sum(nbytes(leaf) if isinstance(leaf, Tensor) else getattr(leaf, "nbytes", 0) for leaf in leaves)
     number = max(1, min(_BYTES // max(size, 1), most))
     is_copied = number > 1 and any(map(_is_in_shared_memory, leaves))
-    return number, partial(apply_to_collection, dtype=Tensor, function=_private) if is_copied else identity
+    copy_shared = partial(apply_to_collection, dtype=Tensor, function=_private, allow_frozen=True)
+    return number, copy_shared if is_copied else identity
 
 
 def _is_in_shared_memory(leaf: Any) -> bool:
-    is_dense = isinstance(leaf, Tensor) and leaf.is_cpu and leaf.layout is torch.strided
-    return is_dense and leaf.is_shared()
+    return isinstance(leaf, Tensor) and leaf.is_cpu and is_dense(leaf) and bool(leaf.is_shared())  # type: ignore[no-untyped-call]
 
 
 def _private(tensor: Tensor) -> Tensor:
@@ -99,7 +99,7 @@ class Recorder:
         self._trainer = trainer
         self._module = trainer.lightning_module
         self._keeps_batches = keeps_batches
-        self._buffers = [b for b in self._module.buffers() if b.is_floating_point() and b.numel()]
+        self._buffers = [b for b in self._module.buffers() if is_dense(b) and b.is_floating_point() and b.numel()]
         self._loop = trainer.loop
         self._open: list[RecordedBatch] = []  # the batches since the last update
         self._has_run = False  # whether a batch has run since the last update

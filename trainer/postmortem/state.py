@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, MutableMapping
+from itertools import filterfalse
 from typing import Any
 
 import torch
@@ -37,7 +38,7 @@ class ObjectState:
             if isinstance(owner, nn.Module):
                 for buffer in owner.buffers(recurse=False):
                     self._keep(buffer)
-                for parameter in owner.parameters(recurse=False):
+                for parameter in filterfalse(is_lazy, owner.parameters(recurse=False)):
                     self._trained.append((parameter, parameter.requires_grad))
                     self._contents[id(parameter)] = (parameter, parameter.detach().to("cpu", copy=True))
         for mapping in mappings:

@@ -19,7 +19,7 @@ from torchmetrics import Metric
 
 from trainer.data.batches import identity
 from trainer.data.samples import tensors_in
-from trainer.module_tree import plain_class, plain_name
+from trainer.module_tree import is_dense, plain_class, plain_name
 from trainer.precision.dtypes import real_view
 
 _FRAME = re.compile(r'File "(.+)", line (\d+), in ')
@@ -292,7 +292,7 @@ def _modules_behind(nodes: Iterable[Any]) -> tuple[str, ...]:
 
 def is_readable(tensor: Tensor) -> bool:
     """Return whether a tensor is dense and has its memory, which FSDP frees between its uses."""
-    return tensor.layout is torch.strided and (not tensor.numel() or tensor.untyped_storage().size() > 0)
+    return is_dense(tensor) and (not tensor.numel() or tensor.untyped_storage().size() > 0)
 
 
 def measure(tensors: Iterable[Tensor]) -> Magnitude | None:

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset, Sampler
 
+from trainer.module_tree import is_dense
+
 _MAX_OBJECTS = 200
 _MAX_ITEMS = 64
 """Containers with more items than this are data. They are compared by identity and length."""
@@ -184,8 +186,7 @@ def _copied(value: Any, left: list[int]) -> Any:
 
 def _numbers_of(value: Any) -> list[Any] | None:
     if isinstance(value, Tensor):
-        is_dense = value.layout is torch.strided and not value.is_nested and not value.is_quantized
-        if not is_dense or value.device.type != "cpu" or value.numel() > _MAX_ELEMENTS:
+        if not is_dense(value) or value.device.type != "cpu" or value.numel() > _MAX_ELEMENTS:
             return None
         dense = value.detach().resolve_conj().resolve_neg().contiguous()
         numbers = dense.view(-1).view(torch.uint8).numpy().tobytes() if dense.numel() else b""

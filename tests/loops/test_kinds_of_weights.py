@@ -1,0 +1,89 @@
+"""A fit accepts modules with parameters and buffers of all kinds, whatever its default callbacks do with them."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+
+from tests.support import loader_of
+from trainer import Trainer
+from trainer.errors import NonFiniteError
+
+
+def nested() -> Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a prototype
+        return torch.nested.nested_tensor([torch.ones(2, 4), torch.ones(3, 4)])
+
+
+def quantized() -> Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # deprecated
+        return torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8)
+
+
+KINDS: dict[str, Callable[[], Tensor | nn.Module]] = {
+    "sparse": lambda: torch.eye(3).to_sparse(),
+    "nested": nested,
+    "quantized": quantized,
+    "float8": lambda: torch.ones(3).to(torch.float8_e4m3fn),
+    "infinite": lambda: torch.full((3,), float("-inf")),
+    "empty": lambda: torch.ones(0),
+    "conjugate": lambda: torch.tensor([1j]).conj(),
+    "uninitialized": lambda: nn.LazyBatchNorm1d(),
+    "frozen_sparse": lambda: nn.ParameterList([nn.Parameter(torch.eye(3).to_sparse(), requires_grad=False)]),
+    "frozen_integers": lambda: nn.ParameterList([nn.Parameter(torch.arange(3), requires_grad=False)]),
+}
+
+
+class Unusual(LightningModule):
+    """Has a part that it does not use. Its loss is NaN in batch 1, if ``breaks``."""
+
+    def __init__(self, part: Tensor | nn.Module, breaks: bool) -> None:
+        super().__init__()
+        self.net, self.breaks = nn.Linear(4, 1), breaks
+        if isinstance(part, nn.Module):
+            self.part = part
+        else:
+            self.register_buffer("part", part)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.net(batch[0]).mean() * (float("nan") if self.breaks and batch_idx == 1 else 1.0)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.net.parameters(), lr=0.1)
+
+
+LAZY, SPARSE = ("uninitialized",), ("sparse", "frozen_sparse")
+
+
+@pytest.mark.parametrize(
+    ("precision", "kind"),
+    [
+        *(("16-mixed", kind) for kind in KINDS),
+        *(("32-true", kind) for kind in (*LAZY, *SPARSE)),
+        *(("bf16-true", kind) for kind in (*LAZY, *SPARSE, "quantized", "frozen_integers")),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:Lazy modules are a new feature", "ignore:This checkpoint can only be read with")
+def test_module_is_trained_and_saved(tmp_path, kind, precision):
+    module = Unusual(KINDS[kind](), breaks=precision == "16-mixed")
+    options = {"precision": precision, "enable_progress_bar": False, "enable_model_summary": False, "logger": False}
+    trainer = Trainer(accelerator="cpu", max_epochs=1, default_root_dir=tmp_path, log_every_n_steps=2, **options)
+    before = module.net.weight.detach().clone()
+    trainer.fit(module, loader_of([[torch.ones(2, 4)]] * 4))
+    assert trainer.global_step == 4
+    assert not module.net.weight.equal(before.to(module.dtype))
+
+
+def test_broken_weights_are_found_beside_a_sparse_buffer(tmp_path):
+    module = Unusual(KINDS["sparse"](), breaks=True)
+    trainer = Trainer(accelerator="cpu", max_epochs=1, default_root_dir=tmp_path, logger=False, log_every_n_steps=2)
+    with pytest.raises(NonFiniteError, match=r"net\.weight"):
+        trainer.fit(module, loader_of([[torch.ones(2, 4)]] * 4))
