@@ -28,6 +28,7 @@ from trainer.compat.averaging import attach_averaging, defer_copies, detach_aver
 from trainer.compat.checkpoint_connector import CheckpointConnector
 from trainer.compat.errors import TunerExit
 from trainer.compat.logging import attach_log, detach_log
+from trainer.compat.reused_callbacks import reset_results
 from trainer.compat.signals import Signals
 from trainer.data.prefetching import Prefetching
 from trainer.engine.stalls import StallWatch
@@ -219,6 +220,8 @@ class Run:
         engine.connect(module)
         callback_order.attach_model_callbacks(trainer)
         modules.verify(trainer, module)
+        if fitting:
+            reset_results(trainer)
         attach_log(module, trainer)
         self.session.callback(detach_log, module, trainer.callbacks)
         engine.setup_environment()

@@ -1,0 +1,70 @@
+"""A callback of Lightning in the fits of two Trainers: the second fit equals one with a new callback."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import (
+    EarlyStopping,
+    EMAWeightAveraging,
+    ModelCheckpoint,
+    StochasticWeightAveraging,
+    Timer,
+)
+
+from tests.support import Regression, loader_of, make_batches, make_trainer
+from trainer import Trainer
+
+MAKE: dict[str, Callable[[], Callback]] = {
+    "early stopping": lambda: EarlyStopping("score", patience=2),
+    "exponential average": lambda: EMAWeightAveraging(decay=0.5),
+    "stochastic average": lambda: StochasticWeightAveraging(swa_lrs=0.1, swa_epoch_start=2),
+    "checkpoints": lambda: ModelCheckpoint(monitor="score"),
+    "timer": lambda: Timer(duration={"hours": 1}),
+}
+
+
+class Fold(Regression):
+    """Logs a score that falls from ``first`` on."""
+
+    def __init__(self, first: float) -> None:
+        super().__init__()
+        self.first = first
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("score", self.first - self.current_epoch, batch_size=4)
+
+
+def fit(folder: Path, callback: Callback, first: float, trainer: Trainer | None = None) -> tuple[Trainer, Any]:
+    """Return the Trainer and the results of a fit."""
+    saves = isinstance(callback, ModelCheckpoint)
+    trainer = trainer or make_trainer(folder, max_epochs=5, callbacks=[callback], enable_checkpointing=saves)
+    module = Fold(first)
+    trainer.fit(module, loader_of(make_batches(3)), loader_of(make_batches(1)))
+    best = Path(callback.best_model_path).relative_to(folder) if saves else None
+    return trainer, (trainer.current_epoch, trainer.global_step, best, [p.tolist() for p in module.parameters()])
+
+
+@pytest.mark.parametrize("kind", MAKE)
+def test_fit_of_another_trainer_equals_that_with_a_new_callback(tmp_path: Path, kind: str) -> None:
+    callback = MAKE[kind]()
+    fit(tmp_path / "first", callback, 10.0)
+    if isinstance(callback, Timer):
+        callback.load_state_dict({"time_elapsed": {"train": 3600.0}})
+    _, expected = fit(tmp_path / "expected", MAKE[kind](), 100.0)
+    _, reused = fit(tmp_path / "second", callback, 100.0)
+    assert reused == expected
+    assert reused[0] == 5
+
+
+def test_second_fit_of_the_same_trainer_continues(tmp_path: Path) -> None:
+    stops = EarlyStopping("score", patience=2)
+    trainer, _ = fit(tmp_path, stops, 10.0)
+    trainer.fit_loop.max_epochs = 9
+    fit(tmp_path, stops, 100.0, trainer)
+    assert (trainer.current_epoch, stops.best_score) == (7, torch.tensor(6.0))
