@@ -89,7 +89,7 @@ class _Fit:
             was known.
         occurrences: number of events, by trigger.
         latest: the latest diagnosis, by trigger.
-        host_batches: the recent batches before their transfer to a GPU; None without one, and with several processes.
+        host_batches: the recent batches before their transfer to a GPU; None on a CPU, and with several processes.
     """
 
     loop: Any
@@ -507,8 +507,8 @@ def _has_grown(fit: _Fit, losses: list[float]) -> bool:
 def _examines_single(trainer: Trainer, fit: _Fit, step: int) -> bool:
     """Return whether to examine a single skip: the second one and later ones, because the first one is normal.
 
-    Returns False with several processes, because a replay would need collectives, and if the scaler has just raised the
-    scale.
+    Returns False if the scaler has just raised the scale, and with several processes, because a replay would need
+    collectives.
     """
     if trainer.world_size > 1 or not trainer.progress.has_learned or step <= fit.raised_at:
         return False
@@ -517,7 +517,7 @@ def _examines_single(trainer: Trainer, fit: _Fit, step: int) -> bool:
 
 
 def _newest_checkpoint(trainer: Trainer, before: float) -> Path | None:
-    """Return the newest of the checkpoints written until ``before`` to the folders of the checkpoint callbacks."""
+    """Return the newest checkpoint in the folders of the checkpoint callbacks that is not newer than ``before``."""
     folders = {getattr(callback, "dirpath", None) for callback in trainer.checkpoint_callbacks}
     files = [path for folder in folders if folder for path in Path(folder).glob("*.ckpt")]
     return max((p for p in files if p.stat().st_mtime <= before), key=lambda p: p.stat().st_mtime, default=None)

@@ -500,6 +500,6 @@ def _has_diverged(trainer: Trainer, case: Case, failing: Sequence[RecordedBatch]
 
 
 def are_finite(module: nn.Module, batch: Any = ()) -> bool:
-    """Return whether all weights and all numbers of the batch are finite. A host-device synchronization."""
+    """Return whether all dense weights and dense tensors of the batch are finite. A host-device synchronization."""
     tensors = filter(is_dense, (*module.parameters(), *tensors_in(batch)))
     return all(bool(tensor.isfinite().all()) for tensor in tensors)

@@ -32,7 +32,7 @@ def storage_for(batch: Any, most: int) -> tuple[int, Callable[[Any], Any]]:
 
     The batches take at most 64 MiB. If one batch takes more, or has parts of unknown size, such as objects of other
     classes, only one batch may be stored. The function copies tensors in shared memory, which come from the workers of
-    a dataloader: each would hold an open file and a part of ``/dev/shm``, which may be small.
+    a dataloader; otherwise, each tensor would hold an open file and a part of ``/dev/shm``, which may be small.
 
     Args:
         batch: the first batch.
