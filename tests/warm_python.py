@@ -15,6 +15,7 @@ import hashlib
 import importlib
 import json
 import logging
+import multiprocessing.util
 import os
 import pickle
 import runpy
@@ -27,7 +28,7 @@ import subprocess
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -348,6 +349,7 @@ def _become(request: dict[str, Any], streams: list[int]) -> None:
         os.environ.clear()
         os.environ.update(request["environment"])
         sys.executable = os.environ.get("WARM_PYTHON_AGAIN", sys.executable)
+        fork_fork_servers()
         named = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
         sys.path[:0] = [entry for entry in named if entry not in sys.path]
         status = _execute(request["words"])
@@ -370,6 +372,26 @@ def _become(request: dict[str, Any], streams: list[int]) -> None:
             sys.stderr.flush()
         finally:
             os._exit(status)
+
+
+def fork_fork_servers() -> None:
+    """Fork the servers of `multiprocessing`, which otherwise import torch in a new Python."""
+    start = multiprocessing.util.spawnv_passfds
+
+    def fork(path: Any, args: list[Any], descriptors: Iterable[int]) -> int:
+        if not args[-1].startswith("from multiprocessing.forkserver import main"):
+            return start(path, args, descriptors)
+        if process := os.fork():
+            return process
+        try:
+            for descriptor in {*map(int, os.listdir("/proc/self/fd"))} - {0, 1, 2, *descriptors}:
+                with contextlib.suppress(OSError):  # that of the folder
+                    os.close(descriptor)
+            exec(args[-1], {})
+        finally:
+            os._exit(1)
+
+    multiprocessing.util.spawnv_passfds = fork
 
 
 def _execute(words: list[str]) -> int:

@@ -160,7 +160,7 @@ def _bodies(tree: ast.AST, prefix: str) -> Iterator[tuple[str, list[ast.stmt]]]:
             yield from _bodies(node, f"{prefix}{node.name}.")
         elif isinstance(node, ast.ClassDef):
             yield from _bodies(node, f"{prefix}{node.name}.")
-        else:
+        elif not isinstance(node, ast.expr):
             yield from _bodies(node, prefix)
 
 

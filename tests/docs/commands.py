@@ -47,7 +47,7 @@ def limits(words: list[str], given: str | None = None) -> list[str]:
     if command != "tune" and any((ROOT / "conf" / "recipe" / f"{recipe}.yaml").is_file() for recipe in recipes):
         chosen.append("data.batch_size=4")
     if "resnet50" in recipes and not any(word.startswith("model") for word in words):
-        chosen.append("model.net._target_=torchvision.models.resnet18")
+        chosen.append("+model.net.width_per_group=1")
     swept = {word.partition("=")[0] for word in words if "," in word.partition("=")[2]}
     return [limit for limit in chosen if limit.partition("=")[0] not in swept]
 

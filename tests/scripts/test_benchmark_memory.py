@@ -7,7 +7,7 @@ from typing import Any
 
 
 def test_writes_its_table(table: Any) -> None:
-    sizes = "--width 256 --heads 4 --layers 4 --context 64 --vocabulary 256 --sequences 2 64"
+    sizes = "--width 256 --heads 4 --layers 1 --context 64 --vocabulary 256 --sequences 2 64"
     text = table("benchmark_memory", sizes)
     rows = re.findall(r"^\| (\d+) x 64 \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|$", text, re.MULTILINE)
     assert [row[0] for row in rows] == ["2", "64"]

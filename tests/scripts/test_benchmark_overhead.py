@@ -12,6 +12,7 @@ import pytest
 
 from tests.scripts.conftest import SCRIPTS
 from tests.simulated_cuda.device import Stream
+from trainer.data import prefetching
 
 
 def test_writes_its_table(table):
@@ -45,11 +46,12 @@ def test_on_a_gpu(cuda, monkeypatch, capsys):
 def test_batches_from_the_host_to_a_gpu(cuda, monkeypatch, capsys):
     modes = ["from the host", "from the host, not prefetched"]
     monkeypatch.setattr(Stream, "query", lambda self: False)  # the device is behind the host
-    words = ["--steps", "4", "--warmup", "2", "--precision", "32-true", "--mode", *modes, "--host-rows", "512"]
+    monkeypatch.setattr(prefetching, "MIN_BYTES", 64 * 1024 * 4)
+    words = ["--steps", "4", "--warmup", "2", "--precision", "32-true", "--mode", *modes, "--host-rows", "64"]
     table, seen = run_on_a_gpu(cuda, monkeypatch, capsys, *words)
     for mode in modes:
         assert len(re.findall(rf"\| 32-true \| {mode} \| \d+ \| [+-]\d+ \|", table)) == 2
-    large = [copy.stream > 0 for copy in seen.copies if copy.nbytes == 512 * 1024 * 4]
+    large = [copy.stream > 0 for copy in seen.copies if copy.nbytes == 64 * 1024 * 4]
     assert large == [*[True] * 2 * 7, *[False] * 2 * 7]  # by hand and with us
 
 
