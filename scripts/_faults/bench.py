@@ -244,15 +244,9 @@ class Bench:
         given = {"who": who, "folder": str(folder), "ranks": 2, **options}
         given["setup"] = asdict(given["setup"])
         words = ("--rdzv-backend=c10d", "--monitor-interval=0.1", *words)
-        environment = self.environment | {"PYTHON_EXEC": self.warm_python} | (environment or {})
-        where = self.new_folder("run")
-        with (where / "log").open("ab") as log:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "torch.distributed.run", *words, "-m", "_faults.program", json.dumps(given)],
-                cwd=folder, env=environment, stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True,
-            )  # fmt: skip
-        self.runs.append(Run(where, process, folder))
-        return self.runs[-1]
+        words = (*words, "-m", "_faults.program", json.dumps(given))
+        environment = {"PYTHON_EXEC": self.warm_python} | (environment or {})
+        return self._fork("torchrun", words, environment, cwd=str(folder))
 
     def srun(self, cwd: Path, *words: str, job: int = 4711, again: int = 0) -> list[Run]:
         """Start the command line once on each of two nodes, with the variables that Slurm's srun sets.
@@ -284,7 +278,7 @@ class Bench:
         assert self.server.stdin is not None
         self.server.stdin.write(json.dumps(request).encode() + b"\n")
         self.server.stdin.flush()
-        self.runs.append(Run(folder))
+        self.runs.append(Run(folder, results=Path(more.get("cwd", folder))))
         return self.runs[-1]
 
     def reference(self, who: str, **options: Any) -> Reference:

@@ -72,6 +72,11 @@ def run(request: dict[str, Any], folder: Path) -> NoReturn:
 
         program.main(request["options"])
         sys.exit(0)
+    if request["what"] == "torchrun":
+        from torch.distributed.run import main as torchrun
+
+        torchrun(request["options"])
+        sys.exit(0)
     from trainer.cli import main
 
     sys.argv = ["trainer", *request["options"]]
