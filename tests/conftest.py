@@ -6,6 +6,8 @@ import fcntl
 import gc
 import itertools
 import logging
+import multiprocessing.resource_tracker
+import multiprocessing.spawn
 import os
 import shutil
 import signal
@@ -285,6 +287,19 @@ def ranks(python: WarmPython) -> Iterator[Ranks]:
     """A process group of two ranks: ``ranks.call("module:function", ...)``. It is restarted after a failed call."""
     with Ranks(python, 2) as ranks:
         yield ranks
+
+
+@pytest.fixture(scope="session")
+def deepspeed_loaded(python: WarmPython) -> None:
+    """Import DeepSpeed once for all processes that start later, because this takes seconds in each."""
+    python.load("deepspeed")
+
+
+@pytest.fixture
+def spawn_is_warm(python: WarmPython, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Start processes of multiprocessing's method "spawn" by the warm Python."""
+    multiprocessing.resource_tracker.ensure_running()  # by a normal Python, because it must not end before this process
+    monkeypatch.setattr(multiprocessing.spawn, "_python_exe", os.fsencode(python.executable))
 
 
 @pytest.fixture(scope="session")

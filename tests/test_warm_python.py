@@ -59,3 +59,8 @@ else:
 def test_parent_process_is_the_client_until_it_ends(tmp_path: Path, python: WarmPython) -> None:
     (tmp_path / "family.py").write_text(FAMILY)
     assert python.run("family.py", cwd=tmp_path).stdout == "True\nTrue\n"
+
+
+def test_loaded_modules_are_in_later_programs(python: WarmPython) -> None:
+    python.load("not_installed", "tabnanny")
+    assert python.run("-c", "import sys; print('tabnanny' in sys.modules)").stdout == "True\n"

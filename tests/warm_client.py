@@ -1,6 +1,6 @@
 """Run a program in a warm Python: ``python -I -S warm_client.py SOCKET WORDS...``.
 
-The program gets the arguments, folder, environment and standard streams of this process, which exits with the status
+The program gets the arguments, folder, environment and open files of this process, which exits with the status
 of the program. A kill of this process kills the program and its child processes. Separate from ``warm_python.py``,
 because importing that file takes longer than starting the program.
 """
@@ -15,6 +15,9 @@ import socket
 import struct
 import sys
 
+MAX_DESCRIPTORS = 100
+"""A program inherits the open files with a lower number; `multiprocessing` passes some to the processes it spawns."""
+
 _PASSED_ON = ("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2", "SIGHUP")
 
 
@@ -28,11 +31,12 @@ def run(socket_path: str, words: list[str]) -> int:
     Returns:
         The exit status. If a signal killed the program, that signal kills this process, too.
     """
+    descriptors = [number for number in range(MAX_DESCRIPTORS) if number < 3 or _is_open(number)]
     given = {"words": words, "folder": os.getcwd(), "environment": dict(os.environ), "parent": os.getppid()}
-    request = json.dumps(given).encode()
+    request = json.dumps({**given, "descriptors": descriptors}).encode()
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(socket_path)
-        streams = array.array("i", [0, 1, 2])
+        streams = array.array("i", descriptors)
         head = struct.pack("!I", len(request))
         connection.sendmsg([head], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, streams)])
         connection.sendall(request)
@@ -47,6 +51,14 @@ def run(socket_path: str, words: list[str]) -> int:
     return status
 
 
+def _is_open(number: int) -> bool:
+    try:
+        os.fstat(number)
+    except OSError:
+        return False
+    return True
+
+
 def _number(connection: socket.socket) -> int:
     sent = connection.recv(4)
     if not sent:
@@ -57,9 +69,9 @@ def _number(connection: socket.socket) -> int:
 
 def main(python: str, socket_path: str, words: list[str]) -> int:
     """Run a program. Other uses of Python, and a program that names files after its process, get a normal one."""
-    if words[:1] == ["-u"]:
+    while words[:1] in (["-u"], ["-B"]):
         words = words[1:]
-    is_option = not words or (words[0].startswith("-") and words[0] not in ("-m", "-c"))
+    is_option = not words or (words[0].startswith("-") and words[0] not in ("-m", "-c", "--import"))
     if is_option or words[:2] == ["-m", "submitit.local._local"]:
         os.execv(python, [python, *words])
     return run(socket_path, words)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import array
 import contextlib
+import fcntl
 import gc
 import hashlib
 import importlib
@@ -47,10 +48,14 @@ BELOW_LIGHTNING = tuple(name for name in IMPORTED if not name.startswith(("light
 """Modules for programs that depend on the order of the imports of Lightning and the project."""
 
 
+MAX_DESCRIPTORS = 100
+"""Maximum number of open files of a program when it starts; the same as in ``warm_client.py``."""
+
+
 class WarmPython:
     """Runs programs as ``python WORDS...`` would.
 
-    The programs inherit only the environment, the working folder and the standard streams. Processes that they start
+    The programs inherit only the environment, the working folder and the open files. Processes that they start
     with ``sys.executable`` are warm, too. Their pictures are empty. Tests of imports need a new Python.
 
     Args:
@@ -90,6 +95,10 @@ class WarmPython:
     def trainer(self, *words: str, **options: Any) -> subprocess.CompletedProcess[str]:
         """Run the command line: ``python -m trainer WORDS...``."""
         return self.run("-m", "trainer", *words, **options)
+
+    def load(self, *modules: str) -> None:
+        """Import further modules, if they are installed, for all programs that start later."""
+        subprocess.run([str(self.executable), "--import", *modules], check=True)
 
 
 def start_server(
@@ -227,8 +236,7 @@ def serve(socket_path: str, configs: Path, imported: list[str]) -> None:
     sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != Path(__file__).resolve().parent]
     gc.disable()  # imported modules stay
     for name in imported:
-        with contextlib.suppress(ImportError):
-            importlib.import_module(name)
+        import_if_installed(name)
     for module in [module for name, module in sys.modules.items() if name.startswith(("trainer.", "recipes."))]:
         for public in getattr(module, "__all__", ()):
             with contextlib.suppress(ImportError):  # of a package that is not installed
@@ -239,9 +247,16 @@ def serve(socket_path: str, configs: Path, imported: list[str]) -> None:
             sys.modules["omegaconf"].OmegaConf.load(config)
     figure = importlib.import_module("matplotlib.figure").Figure
     figure.savefig = save_empty_pictures(figure.savefig)
-    gc.freeze()  # garbage collection in a program would copy all this memory
+    gc.freeze()
     gc.enable()
     Server(socket_path).loop()
+
+
+def import_if_installed(name: str) -> None:
+    """Import a module, and exempt it from garbage collection, which would copy its memory in each program."""
+    with contextlib.suppress(ImportError):
+        importlib.import_module(name)
+    gc.freeze()
 
 
 class Server:
@@ -285,13 +300,18 @@ class Server:
         connection, _ = self.listener.accept()
         streams = array.array("i")
         try:
-            head, ancillary, _, _ = connection.recvmsg(4, socket.CMSG_SPACE(3 * streams.itemsize))
+            head, ancillary, _, _ = connection.recvmsg(4, socket.CMSG_SPACE(MAX_DESCRIPTORS * streams.itemsize))
             for _, _, numbers in ancillary:
                 streams.frombytes(numbers)
             with connection.makefile("rb") as sent:
                 request = json.loads(sent.read(*struct.unpack("!I", head)))
+            if request["words"][:1] == ["--import"]:
+                for name in request["words"][1:]:
+                    import_if_installed(name)
+                connection.sendall(struct.pack("!ii", 0, 0))
+                raise ValueError("no program")
             process = os.fork()
-        # the client was killed during the request; or there are no resources for another process
+        # the client was killed during the request; or there is no program, or no resources for another process
         except (OSError, ValueError, struct.error):
             for stream in streams:
                 os.close(stream)
@@ -341,7 +361,9 @@ def _become(request: dict[str, Any], streams: list[int]) -> None:
         os.setsid()
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        for number, stream in enumerate(streams):
+        # above all descriptors of the program, so that none is overwritten before its turn
+        streams = [fcntl.fcntl(stream, fcntl.F_DUPFD, 2 * MAX_DESCRIPTORS) for stream in streams]
+        for number, stream in zip(request["descriptors"], streams, strict=True):
             os.dup2(stream, number)
             os.close(stream)
         os.getppid = partial(_parent, request["parent"])

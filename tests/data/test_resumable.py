@@ -363,6 +363,7 @@ def test_workers_and_samplers(kind: str) -> None:
 
 
 @pytest.mark.whole
+@pytest.mark.usefixtures("spawn_is_warm")
 def test_workers_that_are_spawned() -> None:
     make = lambda: DataLoader(Drawn(), 2, shuffle=True, num_workers=1, multiprocessing_context="spawn")  # noqa: E731
     check(make, epochs=1, only=slice(1, 2))

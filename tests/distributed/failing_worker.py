@@ -46,6 +46,6 @@ class Failing(Regression):
 
 if __name__ == "__main__":
     strategy, rank, phase, failure = sys.argv[1:]
-    child_processes.GRACE = 2.0
+    child_processes.GRACE = 1.0
     torch.set_num_threads(1)
     fit(Failing(int(rank), phase, failure), {"strategy": strategy})

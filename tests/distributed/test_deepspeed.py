@@ -217,7 +217,7 @@ def fit_on_meta(strategy: Any) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def ranks(python: WarmPython) -> Iterator[Ranks]:
+def ranks(python: WarmPython, deepspeed_loaded: None) -> Iterator[Ranks]:
     with Ranks(python, 2, timeout=120.0) as ranks:
         yield ranks
 

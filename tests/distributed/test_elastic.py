@@ -219,8 +219,9 @@ def three(python: WarmPython) -> Iterator[Ranks]:
 
 
 @pytest.fixture(scope="module")
-def results(ranks: Ranks, three: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Results:
+def results(ranks: Ranks, three: Ranks, deepspeed_loaded: None, tmp_path_factory: pytest.TempPathFactory) -> Results:
     """Return the results of each rank of a run by name. Each run, and those that it starts from, run once."""
+    ranks.end()  # the next call starts processes with DeepSpeed
     folder = tmp_path_factory.mktemp("elastic")
 
     @cache

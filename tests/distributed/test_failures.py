@@ -15,11 +15,11 @@ TIMEOUT = 100
 """Seconds; with the time that two processes need to import torch and Lightning."""
 
 
-def run(python: WarmPython, *arguments: str, children: bool = False) -> tuple[int, str]:
+def run(python: WarmPython, *arguments: str) -> tuple[int, str]:
     """Return the exit status of ``failing_worker.py`` and the output of all its processes."""
     inherited = {k: v for k, v in os.environ.items() if k not in ("LOCAL_RANK", "RANK", "WORLD_SIZE", "MASTER_PORT")}
     with python.start(
-        str(Path(__file__).with_name("failing_worker.py")), *arguments, children=children, text=True,
+        str(Path(__file__).with_name("failing_worker.py")), *arguments, text=True,
         env=inherited | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT,  # which ends with the last process
     ) as process:  # fmt: skip
@@ -28,7 +28,7 @@ def run(python: WarmPython, *arguments: str, children: bool = False) -> tuple[in
 
 
 def test_rank_that_raises_ends_a_sleeping_rank(python: WarmPython) -> None:
-    status, output = run(python, "ddp", "0", "training", "raises", children=True)
+    status, output = run(python, "ddp", "0", "training", "raises")
     assert status == 1
     assert "ValueError: rank 0 has failed" in output
     assert "has not exited, and is killed" in output
@@ -42,14 +42,18 @@ def test_rank_that_raises_ends_a_sleeping_rank(python: WarmPython) -> None:
         pytest.param("deepspeed", "training", marks=needs_deepspeed),
     ],
 )
-def test_killed_rank_is_named_and_ends_a_sleeping_rank(python: WarmPython, strategy: str, phase: str) -> None:
-    status, output = run(python, strategy, "1", phase, "dies", children=strategy == "deepspeed")
+def test_killed_rank_is_named_and_ends_a_sleeping_rank(
+    python: WarmPython, request: pytest.FixtureRequest, strategy: str, phase: str
+) -> None:
+    if strategy == "deepspeed":
+        request.getfixturevalue("deepspeed_loaded")
+    status, output = run(python, strategy, "1", phase, "dies")
     assert status == 1
     assert "Rank 1 (process " in output
     assert "was killed by SIGKILL. The others end, too." in output
 
 
 def test_kill_of_rank_0_ends_a_sleeping_rank(python: WarmPython) -> None:
-    status, output = run(python, "ddp", "0", "training", "dies", children=True)
+    status, output = run(python, "ddp", "0", "training", "dies")
     assert status == -9
     assert "has died during the run. Rank 1 cannot continue without it, and exits." in output

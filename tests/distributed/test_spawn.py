@@ -54,6 +54,7 @@ def trained(strategy: str, folder: Path, *callbacks: Callback) -> tuple[dict[str
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="needs /proc")
+@pytest.mark.usefixtures("spawn_is_warm")
 def test_spawned_and_forked_ranks_equal_one_process(tmp_path: Path) -> None:
     # both ranks have the same batches, so that two have the results of one; if spawned processes shared the weights,
     # each step would be taken twice

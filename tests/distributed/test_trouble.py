@@ -100,7 +100,12 @@ def test_all_ranks_roll_back_when_the_loss_of_one_spikes(ranks: Ranks, tmp_path:
 
 
 @pytest.mark.parametrize("engine", ["ddp", pytest.param("deepspeed", marks=needs_deepspeed)])
-def test_missing_rank_is_named_with_its_layer(ranks: Ranks, tmp_path: Path, engine: str) -> None:
+def test_missing_rank_is_named_with_its_layer(
+    ranks: Ranks, request: pytest.FixtureRequest, tmp_path: Path, engine: str
+) -> None:
+    if engine == "deepspeed":
+        request.getfixturevalue("deepspeed_loaded")
+        ranks.end()  # the next call starts processes with DeepSpeed
     (output, weight), (other_output, other_weight) = ranks.call(stall, tmp_path, engine, 1, 9.0)
     (text,) = [
         one for one in output + other_output if "net.1" in one
