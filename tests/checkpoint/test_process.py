@@ -21,7 +21,7 @@ from torchmetrics.regression import MeanAbsoluteError, MeanSquaredError
 from tests.parity import RecordingLogger, looks_in
 from tests.support import make_trainer, native_fp16, tiered
 from trainer import Trainer
-from trainer.callbacks import GradientAccumulation
+from trainer.callbacks import GradientAccumulation, OverflowReport
 from trainer.checkpoint.loading import process_states_in
 from trainer.errors import ResumeError
 
@@ -155,7 +155,10 @@ SETUPS: dict[str, dict[str, Any]] = {
         "module": {"plateau": "step"},
     },
     "overflows": {
-        "trainer": lambda: {"precision": native_fp16(init_scale=1024.0, growth_interval=2)},
+        "trainer": lambda: {
+            "precision": native_fp16(init_scale=1024.0, growth_interval=2),
+            "callbacks": [OverflowReport(after=None)],  # a diagnosis takes longer than a fit
+        },
         "module": {"overflows": (1, 2, 7)},
     },
     "plateau after epochs": {"trainer": lambda: {"max_epochs": 3}, "module": {"plateau": "epoch"}},

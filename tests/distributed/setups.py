@@ -32,7 +32,7 @@ from torchmetrics import MeanMetric
 
 from tests.support import make_trainer, native_fp16
 from trainer import CheckpointFiles, FSDP2Strategy
-from trainer.callbacks import GradientAccumulation, GradientClipping, NonFiniteGuard
+from trainer.callbacks import GradientAccumulation, GradientClipping, NonFiniteGuard, OverflowReport
 from trainer.compat.engine import _run_idle_forward
 
 OPTIMIZERS = {
@@ -415,6 +415,11 @@ def only_these_warnings() -> Iterator[None]:
         yield
 
 
+def without_diagnosis() -> OverflowReport:
+    """Return the default callback with its diagnosis of skipped steps disabled, which takes longer than a fit."""
+    return OverflowReport(after=None, collapse_after=None, at_floor=None)
+
+
 def fit(
     setup: Setup,
     engine: str,
@@ -553,8 +558,12 @@ def fit_and_resume(
     Returns both, by the checkpoints' names.
     """
     plugins = [CheckpointFiles(sharded=sharded)]
-    whole = fit(setup, engine, world_size, callbacks=[Saves(folder, batches, validations)], plugins=plugins)
+    saves = Saves(folder, batches, validations)
+    whole = fit(setup, engine, world_size, callbacks=[saves, without_diagnosis()], plugins=plugins)
     names = [f"batch_{number}" for number in batches] + [f"validation_{number}" for number in validations]
     paths = {name: f"{folder}/{name}.ckpt" for name in names}
     assert all(Path(path).is_dir() is sharded for path in paths.values())
-    return whole, {name: fit(setup, then or engine, world_size, path, plugins=plugins) for name, path in paths.items()}
+    return whole, {
+        name: fit(setup, then or engine, world_size, path, [without_diagnosis()], plugins=plugins)
+        for name, path in paths.items()
+    }

@@ -259,8 +259,8 @@ SHARES = {"hsdp": 4, "2d": 2}
 @pytest.mark.parametrize(
     ("setup", "tolerance"),
     [
-        (Setup(windows=(2, 1), schedule="step", val_every=2), 0.0),
-        (Setup("16-mixed", "adamw", windows=(2, 2), clip="norm", overflow=(1, 0, 2)), 1e-6),
+        (Setup(batches=3, windows=(2, 1), schedule="step", val_every=2), 0.0),
+        (Setup("16-mixed", "adamw", batches=3, windows=(2, 2), clip="norm", overflow=(1, 0, 2)), 1e-6),
     ],
     ids=["32-true", "overflow"],
 )
@@ -270,7 +270,7 @@ def test_fit_on_four_ranks_equals_the_hand_written_loop(
     four: Ranks, setup: Setup, tolerance: float, engine: str
 ) -> None:
     """One parameter has an infinite gradient in the batch of one rank. Clipping uses one norm for all ranks."""
-    ours = four.call(setups.fit, setup, engine, SHARES[engine])
+    ours = four.call(setups.fit, setup, engine, SHARES[engine], None, [setups.without_diagnosis()])
     theirs = four.call(by_hand.train, setup, engine, SHARES[engine])
     for found, expected in zip(ours, theirs, strict=True):
         assert found.counts["skipped_steps"] == (setup.overflow is not None)
@@ -282,7 +282,7 @@ def test_fit_on_four_ranks_equals_the_hand_written_loop(
 @needs_fsdp2
 @pytest.mark.parametrize("engine", ["hsdp", "2d"])
 def test_sharded_checkpoint_of_four_ranks_is_resumed_exactly(four: Ranks, tmp_path: Path, engine: str) -> None:
-    setup = Setup("16-mixed", "adamw", windows=(2, 2), clip="norm", schedule="step", overflow=(1, 1, 0))
+    setup = Setup("16-mixed", "adamw", batches=4, windows=(2, 2), clip="norm", schedule="step", overflow=(1, 1, 0))
     arguments = setup, engine, str(tmp_path), [2], [], SHARES[engine], True  # inside a window
     for whole, resumed in four.call(setups.fit_and_resume, *arguments):
         assert len(resumed) == 1
