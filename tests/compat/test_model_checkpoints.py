@@ -15,7 +15,7 @@ import torch
 from _faults.training import differences
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.utilities.exceptions import SIGTERMException
+from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
 
 from tests.support import Regression, loader_of, make_batches, make_net, make_trainer
 
@@ -191,6 +191,7 @@ def contents(folder: Path) -> dict[str, Any]:
     return {name: {key: file[key] for key in keys} for name, file in files.items()}
 
 
+@pytest.mark.filterwarnings("ignore:.*could not find the monitored key")  # without a validation
 @pytest.mark.parametrize(
     ("kind", "every", "manual", "arguments"),
     [
@@ -241,6 +242,24 @@ def test_score_of_a_training_metric_is_that_of_its_batch(tmp_path: Path) -> None
     module = fit(tmp_path, saver, val_check_interval=2, check_val_every_n_epoch=None)
     scores = {int(Path(path).stem.removeprefix("step=")): value.item() for path, value in saver.best_k_models.items()}
     assert scores == {step: module.losses[step] for step in range(2, 15, 2)}
+
+
+@pytest.mark.parametrize("validates", [True, False])
+def test_metric_that_is_never_logged_is_reported_after_an_epoch(tmp_path: Path, validates: bool) -> None:
+    """Also for saves by steps, which wait for the metric."""
+    name = f"missing_{validates}"  # Lightning warns once for each text
+    saver = ModelCheckpoint(tmp_path, monitor=name, every_n_train_steps=2)
+    trainer = make_trainer(
+        tmp_path, callbacks=[saver], enable_checkpointing=True, max_epochs=3, limit_val_batches=float(validates)
+    )
+    report: Any = (
+        pytest.raises(MisconfigurationException, match=f"monitor='{name}'.*could not find")
+        if validates
+        else pytest.warns(UserWarning, match=f"monitor='{name}'.*could not find")
+    )
+    with report:
+        trainer.fit(Logs(), loader_of(BATCHES), loader_of(BATCHES[:2]))
+    assert trainer.current_epoch == (0 if validates else 3)
 
 
 def savers(folder: Path, order: str) -> list[ModelCheckpoint]:

@@ -61,6 +61,7 @@ def are_written(trainer: Trainer) -> bool:
 
 _on_train_batch_end = ModelCheckpoint.on_train_batch_end
 _on_validation_end = ModelCheckpoint.on_validation_end
+_on_train_epoch_end = ModelCheckpoint.on_train_epoch_end
 
 
 @wraps(_on_train_batch_end)
@@ -98,6 +99,20 @@ def _save_after_validation(self: ModelCheckpoint, trainer: pl.Trainer, pl_module
         _on_validation_end(self, trainer, pl_module)
 
 
+@wraps(_on_train_epoch_end)
+def _save_after_epoch(self: ModelCheckpoint, trainer: pl.Trainer, pl_module: Any) -> None:
+    """Call Lightning's method. Report a save that waits for a metric which neither the epoch nor a validation logged.
+
+    Lightning's ModelCheckpoint with ``every_n_train_steps`` waits until the end of the fit, and saves nothing.
+    """
+    _on_train_epoch_end(self, trainer, pl_module)
+    if not (_is_our_trainer(trainer) and self._defer_save_until_validation) or _has_metric(self, trainer):
+        return
+    if trainer.fit_loop.epoch_loop.val_loop._has_run or not any(trainer.num_val_batches):
+        self._save_topk_checkpoint(trainer, self._monitor_candidates(trainer))
+
+
+ModelCheckpoint.on_train_epoch_end = _save_after_epoch  # type: ignore[method-assign]
 ModelCheckpoint.on_train_batch_end = _save_after_batch  # type: ignore[method-assign]
 ModelCheckpoint.on_validation_end = _save_after_validation  # type: ignore[method-assign]
 
