@@ -6,6 +6,7 @@ import os
 import pickle
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -16,6 +17,7 @@ from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, OnExceptionCheckpoint
 
 from tests.parity import Classifier, data, ours, run_both
+from tests.support import Regression, loader_of, make_batches, make_trainer, sgd
 
 SLURM = "lightning.fabric.plugins.environments.slurm.SLURMEnvironment.detect"
 
@@ -192,3 +194,28 @@ def test_resumed_run_has_the_patience_of_its_code(tmp_path: Path, patience: int,
     resumed = ours(default_root_dir=tmp_path, max_epochs=9, callbacks=[stops], enable_checkpointing=False)
     resumed.fit(Scored(), data(8), data(4, seed=1), ckpt_path=tmp_path / "x.ckpt")
     assert (resumed.current_epoch, stops.patience) == (epochs, patience)
+
+
+@pytest.mark.parametrize(
+    ("changed", "scheduled", "message"),
+    [
+        ({}, False, None),
+        ({}, True, None),
+        ({"lr": 0.02}, False, "SGD continues with lr=0.1 from the checkpoint; the code has 0.02"),
+        ({"lr": 0.02}, True, "SGD continues with initial_lr=0.1 from the checkpoint; the code has 0.02"),
+        ({"weight_decay": 0.5}, True, "SGD continues with weight_decay=0 from the checkpoint; the code has 0.5"),
+    ],
+)
+def test_settings_of_an_optimizer_that_a_checkpoint_replaces_are_logged(
+    tmp_path: Path, caplog: Any, changed: dict[str, float], scheduled: bool, message: str | None
+) -> None:
+    caplog.set_level("INFO")
+    schedule = partial(torch.optim.lr_scheduler.ConstantLR, factor=0.5) if scheduled else None
+    batches, path = loader_of(make_batches(2)), tmp_path / "x.ckpt"
+    trainer = make_trainer(tmp_path)
+    trainer.fit(Regression(optimizer=sgd, schedule=schedule), batches)
+    trainer.save_checkpoint(path)
+    module = Regression(optimizer=partial(sgd, **changed), schedule=schedule)
+    make_trainer(tmp_path, max_epochs=2).fit(module, batches, ckpt_path=path)
+    found = [one.getMessage() for one in caplog.records if "continues with" in one.getMessage()]
+    assert [one.startswith(str(message)) for one in found] == [True] * (message is not None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -18,6 +18,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.migration.utils import _pl_migrate_checkpoint
 from lightning.pytorch.utilities.model_registry import _is_registry, download_model_from_registry
 from lightning_utilities.core.imports import module_available
+from torch.optim import Optimizer
 
 from trainer import redaction
 from trainer.checkpoint import files
@@ -159,6 +160,8 @@ class CheckpointConnector(_CheckpointConnector):
         if not checkpoint:
             trainer.progress.restart_epoch()
             return None
+        if trainer.is_global_zero:
+            _announce_settings(trainer.engine.optimizers, checkpoint.get("optimizer_states", []))
         contents.load(trainer, checkpoint, "training")
         if loops := checkpoint.get("loops"):
             validation = trainer.eval_loops[RunningStage.VALIDATING].progress
@@ -345,6 +348,21 @@ class CheckpointConnector(_CheckpointConnector):
             checkpoint["lr_schedulers"] = []  # a finder has failed and left its own schedule; its error is reported
             trainer.engine.schedules.clear()
         contents.load(trainer, checkpoint, "training")
+
+
+def _announce_settings(optimizers: Iterable[Optimizer], states: Iterable[dict[str, Any]]) -> None:
+    """Log the first setting of each optimizer that differs in the code, because the checkpoint replaces it."""
+    for optimizer, state in zip(optimizers, states, strict=False):
+        for group, saved in zip(optimizer.param_groups, state.get("param_groups", ()), strict=False):
+            rate = "initial_lr" if "initial_lr" in group and "initial_lr" in saved else "lr"
+            names = (name for name in (rate, "weight_decay") if name in group and name in saved)
+            if name := next((name for name in names if float(group[name]) != float(saved[name])), None):
+                logging.getLogger("lightning.pytorch.advice").info(
+                    f"{type(optimizer).__name__} continues with {name}={float(saved[name]):.4g} from the checkpoint;"
+                    f" the code has {float(group[name]):.4g}. To train with the latter, start a new run with"
+                    " weights=... instead of ckpt_path=..."
+                )
+                break
 
 
 def _is_inside(path: str, folder: str) -> bool:
