@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import zipfile
 from pathlib import Path
 
@@ -13,13 +11,9 @@ import pytest
 ROOT = Path(__file__).parent.parent
 
 
-def run(words, python, folder, *, warm=True):
-    if warm:
-        done = python.trainer(*words, cwd=folder)
-    else:
-        environment = os.environ | {"PYTHONPATH": str(python.packages)}
-        command = [sys.executable, "-m", "trainer", *words]
-        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=200)
+def run(words, python, folder, packages=None):
+    environment = os.environ if packages is None else os.environ | {"PYTHONPATH": str(packages)}
+    done = python.trainer(*words, cwd=folder, env=environment)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     return done.stdout
 
@@ -89,7 +83,7 @@ trainer: {{max_epochs: 1, limit_val_batches: 0}}
 
 
 @pytest.mark.parametrize("package", ["my_module", "conf.mine"])
-def test_module_and_a_recipe_of_the_users(package, installed_python, tmp_path):
+def test_module_and_a_recipe_of_the_users(package, installed, installed_python, python_without_lightning, tmp_path):
     """Also in a package named ``conf``, like ours; Hydra reads configs from ``conf``."""
     file = tmp_path / f"{package.replace('.', '/')}.py"
     recipe = tmp_path / "conf" / "recipe" / "mine.yaml"
@@ -98,10 +92,11 @@ def test_module_and_a_recipe_of_the_users(package, installed_python, tmp_path):
         path.write_text(text)
     if "." in package:
         (file.parent / "__init__.py").touch()
-    warm = package == "my_module"  # a warm Python has imported our recipes before it looks for those of the user
-    assert "A recipe of ten lines." in run(["recipes"], installed_python, tmp_path, warm=warm)
     words = ["fit", "+recipe=mine", "logger=none", "hydra.run.dir=trained", "-q"]
-    assert "Results are in trained" in run(words, installed_python, tmp_path, warm=warm)
+    # the former has imported our recipes before it looks for those of the user
+    python = installed_python if package == "my_module" else python_without_lightning
+    assert "A recipe of ten lines." in run(["recipes"], python, tmp_path, installed)
+    assert "Results are in trained" in run(words, python, tmp_path, installed)
     if package == "my_module":
         run(["test", "ckpt=trained", "logger=none"], installed_python, tmp_path)
         run(["report", "trained"], installed_python, tmp_path)

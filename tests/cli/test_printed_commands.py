@@ -32,7 +32,7 @@ from trainer.cli.validate import validate
 pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.whole]
 
 LINE = ["+recipe=line", "callbacks.learning_rate_monitor=null"]
-SHORT = ["tune.max_batch_size=8", "tune.steps_per_try=2"]
+SHORT = ["tune.max_batch_size=4", "tune.steps_per_try=2", "precision=32"]  # one attempt
 INTERRUPTED = {
     "interrupted.py": """
         import os
@@ -364,20 +364,29 @@ SCENARIOS: dict[str, Callable[[Shell], None]] = {
 
 
 @cache
+def modules() -> dict[str, ast.Module]:
+    """Return the parsed modules of the package, by their paths."""
+    return {
+        file.relative_to(PACKAGE).as_posix(): ast.parse(file.read_text(encoding="utf-8"))
+        for file in PACKAGE.rglob("*.py")
+    }
+
+
+@cache
 def printed_in_source() -> dict[str, set[int]]:
     """Return the lines of the calls of `command_line` for each function of the package."""
     found = dict[str, set[int]]()
-    for file in PACKAGE.rglob("*.py"):
-        for function in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+    for name, tree in modules().items():
+        for function in ast.walk(tree):
             if isinstance(function, ast.FunctionDef):
                 calls = {
                     call.lineno
                     for call in ast.walk(function)
                     if isinstance(call, ast.Call)
-                    and "command_line" in (getattr(call.func, name, "") for name in ("id", "attr"))
+                    and "command_line" in (getattr(call.func, kind, "") for kind in ("id", "attr"))
                 }
                 if calls:
-                    found[f"{file.relative_to(PACKAGE).as_posix()}:{function.name}"] = calls
+                    found[f"{name}:{function.name}"] = calls
     return found
 
 
@@ -401,8 +410,7 @@ messages about other packages of the name.
 
 def test_other_messages_do_not_contain_commands() -> None:
     """A command that `command_line` did not create has no scenario."""
-    for file in PACKAGE.rglob("*.py"):
-        name, tree = file.relative_to(PACKAGE).as_posix(), ast.parse(file.read_text(encoding="utf-8"))
+    for name, tree in modules().items():
         bodies = [node.body for node in ast.walk(tree) if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)]
         docstrings = {id(body[0].value) for body in bodies if body and isinstance(body[0], ast.Expr)}
         named = [

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from tests.warm_python import WarmPython
 from trainer import redaction
 from trainer.cli import main, tracking
 from trainer.cli.arguments import UsageError, read
@@ -192,8 +193,8 @@ tracking.open_stores(tracking.complete({"m": node}, LoggedRun(Path("run"), "line
 
 
 @pytest.mark.whole
-def test_parallel_jobs_create_one_database() -> None:
-    jobs = [subprocess.Popen([sys.executable, "-c", OPENS], stderr=subprocess.PIPE, text=True) for _ in range(2)]
+def test_parallel_jobs_create_one_database(python: WarmPython) -> None:
+    jobs = [python.start("-c", OPENS, stderr=subprocess.PIPE, text=True) for _ in range(2)]
     for job in jobs:
         err = job.communicate(timeout=120)[1]
         assert job.returncode == 0, err
