@@ -84,7 +84,7 @@ class _Fit:
         raised_at: the step at which the loss scale was raised; -1 if its last change lowered it.
         skips: number of skipped steps in a row.
         skips_at_floor: number of skipped steps in a row at the smallest loss scale.
-        singles: number of skipped steps after a step that was not skipped.
+        singles: number of skipped steps that follow a step that was not skipped; see :func:`_examines_single`.
         first_skip: the first of the skipped steps in a row, with the time, the scale, and the buffers when its outcome
             was known.
         occurrences: number of events, by trigger.
@@ -144,8 +144,8 @@ class OverflowReport(RunCallback):
         after: explain this number of skipped steps in a row with finite losses; at least 3, because one or two are
             normal while the loss scale adjusts. With one process, single skips are also examined, beginning with the
             second one. None disables both. Default: 3.
-        at_step: also report on this optimizer step (``trainer.global_step`` when it begins, or the first one after
-            that), skipped or not, in any precision: the cause if it fails, otherwise the largest loss scale that fits.
+        at_step: also report on the first optimizer step that begins with ``trainer.global_step`` at this number or
+            above, skipped or not, in any precision: the cause if it fails, otherwise the largest loss scale that fits.
             Default: None.
         collapse_after: number of skipped steps in a row that stop the run; None for no limit. The default, 50, is about
             three times the 16 skips that lower the default scale from 2**16 to 1. Default: 50.
@@ -327,7 +327,7 @@ class OverflowReport(RunCallback):
         first = min((batch.step for batch in batches), default=step)
         recent = [recorded for recorded in fit.recent if recorded.step < first]
         try:
-            norm = fit.first_norm  # a host-device synchronization
+            norm = fit.first_norm  # reading it is a host-device synchronization
             since = fit.known if norm is None or not trainer.engine.any_rank(not norm.isfinite()) else -1
             evidence = recent, fit.weights, since, fit.first_buffers
             case = Case(step, batches, scale, *evidence, fit.skips, trigger, self.reports, fit.weights_step, error)
@@ -478,7 +478,7 @@ class OverflowReport(RunCallback):
             trainer.save_checkpoint(path)
             lines.append(
                 f"Weights, optimizers, schedules and the loss scale from before step {first_step}, and the buffers"
-                f" after this step, are in {path}; a run that resumes from it begins with the current batch."
+                f" after this step, are in {path}. A run that resumes from it does not repeat the batches since then."
             )
         dense = {name: buffer for name, buffer in module.named_buffers() if is_dense(buffer)}
         if broken := [name for name, buffer in dense.items() if not buffer.isfinite().all()]:

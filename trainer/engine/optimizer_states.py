@@ -44,7 +44,7 @@ def keep_dtypes(optimizers: Iterable[Any], states: Iterable[Any], saved: SavedDt
 
     Args:
         optimizers: the optimizers that the block loads.
-        states: the state dict of each, for an optimizer with a ``load_state_dict`` that does not call torch's.
+        states: the state dict of each optimizer. Used only if its ``load_state_dict`` does not call torch's.
         saved: the saved dtypes of the parameters.
     """
     optimizers, given = list(optimizers), dict[Any, Any]()
@@ -86,7 +86,9 @@ def _restore(optimizer: Optimizer, state: Mapping[str, Any], saved: SavedDtypes)
 
 
 def _loaded(current: Any, value: Any, key: Any = None, *, dtypes: tuple[torch.dtype | None, torch.dtype]) -> Any:
-    """Return the state to use after loading: ``current`` if its dtype is right. Containers are changed in place.
+    """Return the state to use after loading: ``current`` if its dtype is right.
+
+    A dict is changed in place; a list, tuple or deque with a changed item is replaced by a new one.
 
     Args:
         current: the state after ``load_state_dict``.

@@ -68,7 +68,7 @@ def rendezvous(served: Store, rank: int, world_size: int, timeout: timedelta) ->
         requests = set[bytes]()
         with suppress(DistStoreError):  # some processes have not arrived within the store's timeout
             requests = set(store.multi_get(keys)) - answered_requests
-        if requests:  # of these processes, or of those of an earlier start, which do not read the answer
+        if requests:  # some may be from processes of an earlier start, which do not read the answer
             store.multi_set([f"answer/{request.decode()}" for request in requests], [name] * len(requests))
             answered_requests |= requests
         if time.monotonic() > end:

@@ -286,7 +286,7 @@ class FitLoop:
         elif window.is_last and (batch is not None or self.engine.data_parallel_size > 1):
             self.resolve_outcome()  # of the previous update, before the number of steps changes
             self.progress.optimizer_steps += len(self.optimizers)  # an attempt, although no process had a loss
-            outputs = outputs and {}  # drop the loss: its weight was read late and is 0
+            outputs = outputs and {}  # drop the loss: `window.close` has read its weight, which is 0
         self.end_batch(outputs, batch, batch_idx)
 
     def forward_batch(self, batch: Any, batch_idx: int, is_last: bool) -> None:

@@ -38,7 +38,7 @@ def precision_support(precision: str, device: torch.device) -> PrecisionSupport:
     """Return the support of ``precision`` on ``device``, from the check of its plugin."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about emulation and small gradients, which are in the table
+            warnings.simplefilter("ignore")  # of emulation and small gradients; the command prints them in a table
             plugin = resolve_precision(precision)
             plugin.check(device)
     except PrecisionError as error:
@@ -79,7 +79,7 @@ def _float16(device: torch.device) -> tuple[Literal["native", "emulated", "unkno
     if device.type == "cpu":
         if cpu_fp16.native_fp16():
             return "native", "this CPU has float16 instructions that torch uses"
-        return "emulated", "no float16 instructions: products in float32 of numbers rounded to float16"
+        return "emulated", "no float16 instructions: numbers are rounded to float16 and multiplied in float32"
     if tensor_cores(device):
         return "native", "Tensor Cores"
     if device.type == "cuda" and not torch.version.hip:
