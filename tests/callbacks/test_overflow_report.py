@@ -244,11 +244,11 @@ def test_file(tmp_path):
 def test_folder_that_cannot_be_written(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.warns(UserWarning, match="could not be written to .*file/diagnosis_step_2.md"):
-        report_on(tmp_path, Regression(sequential(Amplifier(), 4)), report={"dirpath": tmp_path / "file"})
+        report_on(tmp_path, Regression(sequential(Nan(), 4)), report={"dirpath": tmp_path / "file"})
 
 
 def test_fast_dev_run_writes_nothing(tmp_path):
-    callback, _ = report_on(tmp_path, Regression(sequential(Amplifier(), 4)), fast_dev_run=3)
+    callback, _ = report_on(tmp_path, Regression(sequential(Nan(), 4)), fast_dev_run=3)
     assert len(callback.reports) == 1
     assert not list(tmp_path.glob("**/*.md"))
 
