@@ -150,8 +150,8 @@ def recorder(base: type) -> type:
 def random_numbers_of_checkpoints(run: Any, hook: str, args: tuple[Any, ...]) -> None:
     """Restore the random states of the checkpoint in Lightning's resumed run.
 
-    Our checkpoints contain them. Lightning's do not (see the guide), so the resumed runs would differ. The states are
-    restored before the dataloaders draw numbers, as in the uninterrupted run.
+    Our checkpoints contain them. Lightning's do not (see the guide), so the resumed runs would differ. They are
+    restored before the dataloaders draw numbers, so that these draw the same numbers as in the uninterrupted run.
     """
     if run.who == "ours":
         return

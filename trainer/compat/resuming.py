@@ -87,7 +87,7 @@ def places_to_save(trainer: Trainer, _: dict[str, Any]) -> list[Any] | None:
     """Return the position of each logger in its files, for a resumed run to continue at; None on other ranks than 0."""
     if trainer._checkpoint_connector.destination is None:
         return None
-    # `position` saves only the files of CSV loggers; those of the others are flushed if `resume` is set
+    # with Trainer(resume=...), write the files of all loggers; `position` writes only those of CSV loggers
     for logger in trainer.loggers if trainer.resume else ():
         logger.save()
     return [adapter(logger).position() for logger in trainer.loggers] if trainer.is_global_zero else None

@@ -12,11 +12,11 @@ weight once have bit-identical results and the same speed without it.
 
 **Casts without a graph.** torch 2.10 also keeps a copy made without gradients (under ``no_grad`` or ``inference_mode``,
 or inside the ``forward`` of an ``autograd.Function``) and reuses it in a later forward with gradients. The weight then
-gets no gradient, or a wrong one, without an error (torch #65766, #112583, #120483). torch 2.11 casts with a graph in
-either case. :func:`with_trusted_cache` keeps the cache enabled. On a torch with the bug, a torch function mode inspects
-every operation of the forward: the first one with gradients after one without clears the cache. Unlike hooks on
-modules, it also sees weights that are used directly, and custom functions. It costs some microseconds per operation
-there, and nothing elsewhere.
+gets no gradient, or a wrong one, without an error (torch #65766, #112583, #120483). Since torch 2.11, the copy has a
+graph even if it is made without gradients, so that a later forward can reuse it. :func:`with_trusted_cache` keeps the
+cache enabled. On a torch with the bug, a torch function mode inspects every operation of the forward: the first one
+with gradients after one without clears the cache. Unlike hooks on modules, it also sees weights that are used directly,
+and custom functions. It costs some microseconds per operation there, and nothing elsewhere.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ WATCHED_STEPS = 16
 """Number of training steps that are watched before the decision."""
 
 _NEVER_CAST = {"__get__", "__set__", "clone", "detach"}
-"""Functions of weights that autocast does not cast, in addition to in-place operations."""
+"""Functions whose arguments autocast does not cast. It does not cast those of in-place operations either."""
 
 _watches: list[WeightWatch] = []
 """Active watches, innermost last."""
@@ -55,7 +55,8 @@ class CastCache:
     computed correctly, because the watch clears the cache at the second use, and the cache is disabled for the rest of
     the run. Otherwise it stays enabled if a step used a weight several times, and such a run is checked again when
     :meth:`watch` is called. Modules with compiled or scripted parts, which the watch cannot inspect, train without the
-    cache. Evaluation computes no gradients, so its results do not depend on the cache; it runs without.
+    cache. Evaluation runs without the cache: as long as weights do not change, the cache affects only gradients, which
+    evaluation does not compute.
 
     Args:
         device_type: device type of the weights.
@@ -206,7 +207,7 @@ class WeightWatch(_InspectingAutocast):
             self._finish(self._reuses, self._changes)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> AbstractContextManager[object]:
-        return deepcopy(self._autocast, memo)  # a replay of a batch is not watched
+        return deepcopy(self._autocast, memo)  # `trainer.postmortem` copies it to replay a batch, which is not watched
 
     def __torch_function__(
         self,
