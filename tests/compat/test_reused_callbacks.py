@@ -68,3 +68,10 @@ def test_second_fit_of_the_same_trainer_continues(tmp_path: Path) -> None:
     trainer.fit_loop.max_epochs = 9
     fit(tmp_path, stops, 100.0, trainer)
     assert (trainer.current_epoch, stops.best_score) == (7, torch.tensor(6.0))
+
+
+def test_second_fit_of_the_same_trainer_has_its_own_time(tmp_path: Path) -> None:
+    trainer, _ = fit(tmp_path, Timer(duration={"microseconds": 1}), 10.0)
+    assert trainer.global_step == 1
+    fit(tmp_path, trainer.callbacks[0], 10.0, trainer)
+    assert trainer.global_step == 2
