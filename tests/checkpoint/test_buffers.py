@@ -224,3 +224,40 @@ def test_saved_buffers() -> None:
     saved = {"unknown": torch.ones(2), "own": torch.zeros(1), "none": None, "empty": torch.ones(1)}
     assert buffers.restore(module, saved, {}, buffers.dtypes_of(module), torch.device("cpu")) == []
     assert_identical({name: module._buffers[name] for name in saved}, saved)
+
+
+class Outside(LightningModule):
+    """Trains a module in a plain list and a tensor, which are not in its state dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.heads = nn.Linear(6, 6), [nn.Linear(6, 3)]
+        self.gain = torch.ones(1, requires_grad=True)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return F.mse_loss(self.heads[0](self.net(batch[0])) * self.gain, batch[1])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam([*self.parameters(), *self.heads[0].parameters(), self.gain], 0.05)
+
+
+def test_trained_parameters_outside_the_module_are_restored(tmp_path: Path) -> None:
+    path = tmp_path / "a.ckpt"
+    _, whole = fit(tmp_path, 1, Saves(path, 2), kind=Outside)
+    _, resumed = fit(tmp_path, 2, ckpt=path, kind=Outside)
+    assert_identical(values_of(resumed.heads[0]), values_of(whole.heads[0]))
+    assert_identical(values_of(resumed.net), values_of(whole.net))
+    assert resumed.gain.equal(whole.gain)
+    assert not whole.gain.equal(torch.ones(1))
+
+
+def test_other_parameters_outside_the_module_are_refused(tmp_path: Path) -> None:
+    class Other(Outside):
+        def configure_optimizers(self) -> Any:
+            self.gain = torch.ones(3, requires_grad=True)
+            return super().configure_optimizers()
+
+    path = tmp_path / "a.ckpt"
+    fit(tmp_path, 1, Saves(path, 2), kind=Outside)
+    with pytest.raises(ResumeError, match=r"\(3, 6\), \(3,\), \(1,\)\], but they have .*\(3, 6\), \(3,\), \(3,\)"):
+        fit(tmp_path, 2, ckpt=path, kind=Other)

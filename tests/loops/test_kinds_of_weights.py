@@ -87,3 +87,27 @@ def test_broken_weights_are_found_beside_a_sparse_buffer(tmp_path):
     trainer = Trainer(accelerator="cpu", max_epochs=1, default_root_dir=tmp_path, logger=False, log_every_n_steps=2)
     with pytest.raises(NonFiniteError, match=r"net\.weight"):
         trainer.fit(module, loader_of([[torch.ones(2, 4)]] * 4))
+
+
+class Outside(LightningModule):
+    """Has no parameters: its optimizer updates the parameters of an object that it does not own."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.outside = [net]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.outside[0](batch[0]).mean() * (float("nan") if batch_idx == 1 else 1.0)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.outside[0].parameters(), lr=0.1)
+
+
+def test_module_without_parameters_is_trained(tmp_path):
+    net = nn.Linear(4, 1)
+    options = {"precision": "16-mixed", "enable_progress_bar": False, "enable_model_summary": False, "logger": False}
+    trainer = Trainer(accelerator="cpu", max_epochs=1, default_root_dir=tmp_path, log_every_n_steps=2, **options)
+    before = net.weight.detach().clone()
+    trainer.fit(Outside(net), loader_of([[torch.ones(2, 4)]] * 8))
+    assert (trainer.global_step, trainer.skipped_steps) == (8, 2)
+    torch.testing.assert_close(net.weight, before - 0.6)

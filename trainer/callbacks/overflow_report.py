@@ -383,7 +383,7 @@ class OverflowReport(RunCallback):
         is_small = sum(parameter.nbytes for parameter in named.values()) <= _BYTES
         if trainer.world_size > 1 or trainer.engine.gradients.are_parts or not is_small:
             return
-        if fit.weights.keys() == named.keys():
+        if named and fit.weights.keys() == named.keys():
             torch._foreach_copy_(list(fit.weights.values()), [parameter.detach() for parameter in named.values()])
         else:
             fit.weights = {name: parameter.detach().clone() for name, parameter in named.items()}

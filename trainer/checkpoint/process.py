@@ -22,6 +22,7 @@ from trainer.engine.gradients import Gradients
 from trainer.engine.protocol import Engine
 from trainer.errors import ResumeError, join_first, warn
 from trainer.loops.closures import ClosureOptimization
+from trainer.module_tree import parameters_of
 from trainer.state import random_states
 from trainer.state.metric_objects import MetricObjects
 from trainer.state.metrics import MetricStore, shared_among
@@ -98,6 +99,7 @@ class ProcessState:
             "window": window.state_dict(before_batch=window.in_batch and not loop.has_updated),
             "modes": self._modes(),
             "precision": engine.precision.state_dict(),
+            "outside_parameters": [parameter.detach() for parameter in self._outside_parameters()],
             **self._buffers(),
             **self._communication(),
         }
@@ -179,6 +181,7 @@ class ProcessState:
         modes.restore(trainer.lightning_module, state.get("modes", {}))
         engine.follow_trained_parameters()
         self._restore_buffers(state)
+        self._restore_outside_parameters(state.get("outside_parameters", []))
         self._restore_communication(state.get("communication", {}))
         if not state.get("next_forward_exchanges", True):
             engine.skip_next_buffer_sync()
@@ -241,6 +244,39 @@ class ProcessState:
                 " Trainer(exact_resume=False)."
             )
         warn(problem)
+
+    def _outside_parameters(self) -> list[Tensor]:
+        """Return the optimizers' parameters that are not the module's, such as those of modules in a plain list.
+
+        The state dict of the module does not have them.
+        """
+        engine, module = self._trainer.engine, self._trainer.lightning_module
+        if not engine.exposes_gradients:  # the optimizer may hold flat copies of the module's parameters
+            return []
+        own = set(map(id, module.parameters()))
+        held = (parameter for optimizer in engine.optimizers for parameter in parameters_of(optimizer))
+        return [parameter for parameter in held if id(parameter) not in own]
+
+    def _restore_outside_parameters(self, saved: list[Tensor]) -> None:
+        """Restore the result of :meth:`_outside_parameters`. Checkpoints of older versions do not have it.
+
+        Raises:
+            ResumeError: if they have other shapes now, and the resume must be exact.
+        """
+        current = self._outside_parameters()
+        if [one.shape for one in current] == [one.shape for one in saved]:
+            with torch.no_grad():
+                for parameter, value in zip(current, saved, strict=True):
+                    parameter.copy_(value)
+        elif saved:
+            shapes = [[tuple(one.shape) for one in tensors] for tensors in (saved, current)]
+            problem = (
+                "The optimizers update parameters that are not the module's. The checkpoint has such parameters with"
+                f" the shapes {shapes[0]}, but they have the shapes {shapes[1]} now."
+            )
+            if self._trainer.exact_resume:
+                raise ResumeError(f"{problem} Resume anyway with Trainer(exact_resume=False).")
+            warn(f"{problem} They are not restored.")
 
     def _communication(self) -> dict[str, Any]:
         """Return the state of communication hooks and averagers, and weights that differ from those of rank 0.
