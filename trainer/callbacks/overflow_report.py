@@ -137,7 +137,7 @@ class OverflowReport(RunCallback):
 
     Adds no kernel to a step, and no host-device synchronization except every ``log_every_n_steps`` updates and before a
     validation or a checkpoint. Holds references to up to 64 MiB of recent batches (at least one batch), and a copy of
-    the weights if they take at most 64 MiB. Tensors in shared memory are copied. On one GPU it also holds up to 64 MiB
+    the weights if they take at most 64 MiB. Batches in shared memory are copied. On one GPU it also holds up to 64 MiB
     of batches in host memory, because the GPU cannot be read after an index that is out of range.
 
     Args:

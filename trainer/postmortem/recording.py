@@ -9,6 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+import torch
 from lightning_utilities import apply_to_collection
 from torch import Tensor
 
@@ -31,8 +32,9 @@ def storage_for(batch: Any, most: int) -> tuple[int, Callable[[Any], Any]]:
     """Return how many batches like this one may be stored, and the function to apply to a batch before it is stored.
 
     The batches take at most 64 MiB. If one batch takes more, or has parts of unknown size, such as objects of other
-    classes, only one batch may be stored. The function copies tensors in shared memory, which come from the workers of
-    a dataloader; otherwise, each tensor would hold an open file and a part of ``/dev/shm``, which may be small.
+    classes, only one batch may be stored. The function copies the tensors if some are in shared memory, because the
+    workers of a dataloader have made them: each of these would hold an open file and a part of ``/dev/shm``, which may
+    be small.
 
     Args:
         batch: the first batch.
@@ -43,17 +45,13 @@ def storage_for(batch: Any, most: int) -> tuple[int, Callable[[Any], Any]]:
         return 1, identity
     size = sum(nbytes(leaf) if isinstance(leaf, Tensor) else getattr(leaf, "nbytes", 0) for leaf in leaves)
     number = max(1, min(_BYTES // max(size, 1), most))
-    is_copied = number > 1 and any(map(_is_in_shared_memory, leaves))
-    copy_shared = partial(apply_to_collection, dtype=Tensor, function=_private, allow_frozen=True)
-    return number, copy_shared if is_copied else identity
+    if number == 1 or not any(map(_is_in_shared_memory, leaves)):
+        return number, identity
+    return number, partial(apply_to_collection, dtype=Tensor, function=torch.clone, allow_frozen=True)
 
 
 def _is_in_shared_memory(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and leaf.is_cpu and is_dense(leaf) and bool(leaf.is_shared())  # type: ignore[no-untyped-call]
-
-
-def _private(tensor: Tensor) -> Tensor:
-    return tensor.clone() if _is_in_shared_memory(tensor) else tensor
 
 
 class RecordedBatch(NamedTuple):

@@ -154,7 +154,10 @@ def in_step(trainer: Trainer, batches: Sequence[RecordedBatch]) -> list[Recorded
 
 
 def rewind(trainer: Trainer, state: ObjectState, recorded: RecordedBatch | None) -> None:
-    """Restore the state before the ``training_step`` of a batch; unrecorded state is restored to ``state``."""
+    """Restore the buffers and random states that were recorded before the ``training_step`` of a batch.
+
+    Everything else is restored to ``state``, which was captured when the replays began.
+    """
     state.restore()  # an earlier replay may have changed it
     if recorded is not None:
         if recorded.buffers is not None:
@@ -163,9 +166,10 @@ def rewind(trainer: Trainer, state: ObjectState, recorded: RecordedBatch | None)
 
 
 def optimized(trainer: Trainer) -> dict[str, Tensor]:
-    """Return the tensors that get the gradients of the optimizers' parameters, by the names of the parameters.
+    """Return the parameters of the optimizers by name, or the gathered tensors of sharded ones.
 
-    A step is skipped if one of these gradients is not finite. All processes must call it together.
+    The backward pass computes gradients for these tensors. A step is skipped if one of the gradients is not finite. All
+    processes must call it together.
     """
     leaves: dict[str, Tensor] = trainer.engine.gradients.leaves(trainer.lightning_module)
     stepped = {id(p) for optimizer in trainer.optimizers for p in parameters_of(optimizer)}
@@ -185,9 +189,9 @@ def run(
     Args:
         trainer: the Trainer.
         recorded: the batch. None if this process has no batch.
-        on_loss: called with the loss before scaling: the batch's share of the window's mean. The correction at the end
-            of a window, for batches with other weights or without a loss, is not applied. In manual optimization,
-            called for each ``manual_backward``.
+        on_loss: called with the loss before scaling: the batch's share of the window's mean. A fit corrects the shares
+            at the end of a window if its batches have different weights, or some have no loss; a replay does not. In
+            manual optimization, called for each ``manual_backward``.
         variant: the change for the replay. Default: none.
     """
     module, engine = trainer.lightning_module, trainer.engine
@@ -254,7 +258,7 @@ def backward(loss: Tensor, scale: float, parameters: Mapping[str, Tensor], look:
     Args:
         loss: the loss with its graph, which is retained.
         scale: the loss scale; the product is computed in float32, as by the scaler.
-        parameters: the parameters with gradients to pass to ``look``, by name (:func:`optimized`). Empty if this
+        parameters: the parameters whose gradients are passed to ``look``, by name (:func:`optimized`). Empty if this
             process only takes part in the collectives.
         look: called with the gradient of each parameter when it is computed; with the values of a sparse gradient.
     """
