@@ -209,7 +209,7 @@ def test_states_of_another_number_of_processes_or_version(tmp_path: Path) -> Non
     checkpoint = torch.load(next(iter(saving.rows)), weights_only=True)
     ours, changed = checkpoint["loops"]["amp_trainer"], tmp_path / "changed.ckpt"
     for change, reason in (
-        ({"processes": ours["processes"] * 2}, r"2 processes"),
+        ({"processes": ours["processes"] * 2}, r"world size 2"),
         ({"format": 1}, r"another version of this package \(format 1, "),
     ):
         torch.save({**checkpoint, "loops": {**checkpoint["loops"], "amp_trainer": {**ours, **change}}}, changed)
