@@ -241,10 +241,11 @@ class Outside(LightningModule):
         return torch.optim.Adam([*self.parameters(), *self.heads[0].parameters(), self.gain], 0.05)
 
 
-def test_trained_parameters_outside_the_module_are_restored(tmp_path: Path) -> None:
-    path = tmp_path / "a.ckpt"
-    _, whole = fit(tmp_path, 1, Saves(path, 2), kind=Outside)
-    _, resumed = fit(tmp_path, 2, ckpt=path, kind=Outside)
+@pytest.mark.parametrize("batches_per_step", [1, 4])
+def test_trained_parameters_outside_the_module_are_restored(tmp_path: Path, batches_per_step: int) -> None:
+    path, arguments = tmp_path / "a.ckpt", {"accumulate_grad_batches": batches_per_step}
+    _, whole = fit(tmp_path, 1, Saves(path, 1), kind=Outside, **arguments)  # inside a window, if it has 4 batches
+    _, resumed = fit(tmp_path, 2, ckpt=path, kind=Outside, **arguments)
     assert_identical(values_of(resumed.heads[0]), values_of(whole.heads[0]))
     assert_identical(values_of(resumed.net), values_of(whole.net))
     assert resumed.gain.equal(whole.gain)

@@ -213,6 +213,30 @@ def test_forward_is_bitwise_equal(tmp_path):
     assert len(set(losses)) == 1
 
 
+def test_gradients_outside_the_module_are_preserved(tmp_path):
+    class Module(Regression):
+        def __init__(self) -> None:
+            super().__init__(sequential())
+            self.gain = torch.ones(1, requires_grad=True)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return super().training_step(batch, batch_idx) * self.gain.sum()
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD([*self.parameters(), self.gain], 0.1)
+
+    def look(trainer: Any, recorded: Any) -> None:
+        gain = trainer.lightning_module.gain
+        before = gain.grad.clone()
+        with undisturbed(trainer) as now:
+            rewind(trainer, now, recorded)
+            run(trainer, recorded, lambda loss: loss.backward())
+            assert gain.grad is not None
+        assert gain.grad.equal(before)
+
+    recorded_fit(tmp_path, Module(), look)
+
+
 def test_error_leaves_no_trace_either(tmp_path):
     class Fails(Everything):
         def training_step(self, batch: Any, batch_idx: int) -> Any:

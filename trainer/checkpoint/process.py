@@ -245,6 +245,12 @@ class ProcessState:
             )
         warn(problem)
 
+    def _named_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield all parameters that may have gradients, with the names of their gradients in a checkpoint."""
+        yield from self._trainer.lightning_module.named_parameters()
+        for number, parameter in enumerate(self._outside_parameters()):
+            yield f"outside parameter {number}", parameter
+
     def _outside_parameters(self) -> list[Tensor]:
         """Return the optimizers' parameters that are not the module's, such as those of modules in a plain list.
 
@@ -372,11 +378,11 @@ class ProcessState:
         elif is_open and (window.backwards or loop.gradients.are_parts):
             waiting = loop.optimizers  # parts may also be from batches of the other processes
         gradients: Gradients = loop.gradients
-        return gradients.state_dict(trainer.lightning_module.named_parameters(), waiting)
+        return gradients.state_dict(self._named_parameters(), waiting)
 
     def _restore_gradients(self, state: dict[str, Tensor]) -> None:
         trainer, gradients = self._trainer, self._trainer.loop.gradients
-        parameters = list(trainer.lightning_module.named_parameters())
+        parameters = list(self._named_parameters())
         if trainer.engine.any_rank(not gradients.can_load(parameters, state)):
             problem = (
                 "The checkpoint has gradients that no optimizer step has used, and another strategy saved them: this"

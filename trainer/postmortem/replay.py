@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from copy import copy, deepcopy
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
@@ -129,7 +130,8 @@ def undisturbed(trainer: Trainer) -> Iterator[ObjectState]:
         stack.enter_context(torch.autocast(device.type, enabled=False))
         stack.enter_context(engine.gradient_sync(False))
         # an optimizer step without gradients changes nothing
-        stack.enter_context(engine.gradients.set_aside(module.parameters()))
+        optimized_parameters = chain.from_iterable(map(parameters_of, trainer.optimizers))  # may not be the module's
+        stack.enter_context(engine.gradients.set_aside(chain(module.parameters(), optimized_parameters)))
         if "torch._dynamo" in sys.modules:  # otherwise nothing is compiled, and importing it takes seconds
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         try:
