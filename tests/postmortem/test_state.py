@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torchmetrics import MeanMetric
 
-from trainer.postmortem.state import ObjectState
+from trainer.postmortem.state import BufferState, ObjectState
 
 
 class Holder(nn.Module):
@@ -107,3 +107,17 @@ def test_schedules_and_parameter_groups():
     state.restore()
     assert (str(schedule.state_dict()), str(optimizer.param_groups)) == before
     assert optimizer.param_groups[0]["params"][0] is parameter
+
+
+def test_expanded_tensors_are_restored():
+    """Elements that share memory cannot be written to as a whole."""
+    holder = nn.Module()
+    holder.register_buffer("expanded", torch.ones(2, 1).expand(2, 3))
+    holder.plain = torch.zeros(()).expand(4)
+    state, buffers = ObjectState([holder]), BufferState([holder.expanded])
+    for restored in (state, buffers):
+        holder.expanded[0, :1] = 7
+        assert holder.expanded.sum() == 24
+        restored.restore()
+        assert holder.expanded.equal(torch.ones(2, 3))
+    assert holder.plain.equal(torch.zeros(4))

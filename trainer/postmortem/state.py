@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim.lr_scheduler import LRScheduler
 
+from trainer.module_tree import is_dense
+
 _OWNERS = (nn.Module, LRScheduler)
 
 
@@ -56,7 +58,9 @@ class ObjectState:
             parameter.requires_grad_(is_trained)
         for value, content in self._contents.values():
             if isinstance(value, Tensor):
-                value.data.copy_(content)  # .data: a graph that has saved this tensor must not see a modification
+                _distinct(value.data).copy_(
+                    content
+                )  # .data: a graph that has saved this tensor must not see a modification
             elif isinstance(value, torch.Generator):
                 value.set_state(content)
             elif _identities(value) != _identities(content):
@@ -73,7 +77,7 @@ class ObjectState:
         if isinstance(value, Tensor):
             if isinstance(value, nn.Parameter) or is_lazy(value) or value.is_inference():
                 return
-            content = value.detach().clone()
+            content = _distinct(value.detach()).clone()
         elif isinstance(value, torch.Generator):
             content = value.get_state()
         elif isinstance(value, (list, deque)):
@@ -93,7 +97,7 @@ class BufferState:
     """
 
     def __init__(self, buffers: Iterable[Tensor]) -> None:
-        self._buffers = list(buffers)
+        self._buffers = list(map(_distinct, buffers))
         self._saved = [torch.empty_like(buffer) for buffer in self._buffers]
         if self._buffers:
             torch._foreach_copy_(self._saved, self._buffers)
@@ -125,6 +129,18 @@ def _owners(roots: Iterable[object]) -> Iterable[object]:
             )
             waiting += [item for item in items if isinstance(item, _OWNERS)]
     return found.values()
+
+
+def _distinct(tensor: Tensor) -> Tensor:
+    """Return a view without the elements that share the memory of others, as in an expanded tensor.
+
+    Such a tensor cannot be written to.
+    """
+    if is_dense(tensor):
+        for dim, (stride, size) in enumerate(zip(tensor.stride(), tensor.shape, strict=True)):
+            if stride == 0 and size > 1:
+                tensor = tensor.narrow(dim, 0, 1)
+    return tensor
 
 
 def _identities(container: Any) -> list[int]:
