@@ -113,3 +113,18 @@ def test_hooks_are_removed():
 )
 def test_the_elements_of_tensors(tensors, expected):
     assert measure(tensors) == expected
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:")
+def test_scripted_modules_and_function_transforms():
+    """The first cannot have hooks, and the tensors of the second cannot be read."""
+
+    def step(net, x):
+        each = torch.func.vmap(torch.func.grad(lambda row: (net.layer(row) * 2).sum()))(x)
+        return each.sum() * float("nan")
+
+    net = nn.Module()
+    net.layer = torch.jit.trace(nn.Linear(3, 3), torch.ones(1, 3))
+    with Trace(net) as trace:
+        step(net, torch.ones(2, 3))
+    assert trace.forward.name == "mul"

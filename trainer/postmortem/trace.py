@@ -129,6 +129,8 @@ class Trace(TorchFunctionMode):
 
     def __enter__(self) -> Trace:
         for module in self._root.modules():
+            if isinstance(module, torch.jit.ScriptModule):
+                continue  # does not accept hooks
             for handle in (
                 module.register_forward_pre_hook(self._enter_module, prepend=True),
                 module.register_forward_hook(self._leave_module, always_call=True),
@@ -291,7 +293,12 @@ def _modules_behind(nodes: Iterable[Any]) -> tuple[str, ...]:
 
 
 def is_readable(tensor: Tensor) -> bool:
-    """Return whether a tensor is dense and has its memory, which FSDP frees between its uses."""
+    """Return whether a tensor is dense and has its memory, which FSDP frees between its uses.
+
+    Tensors inside ``torch.func.vmap`` and ``torch.func.grad`` have no memory.
+    """
+    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):  # noqa: SLF001 - torch has no public function for this
+        return False
     return is_dense(tensor) and (not tensor.numel() or tensor.untyped_storage().size() > 0)
 
 
