@@ -60,14 +60,14 @@ class Execution:
 
     @property
     def is_cured(self) -> bool:
-        """Whether the second run learns and gets no report, and changed code passes :attr:`is_same`."""
+        """Whether the second run learns and gets no report, and :attr:`is_same` is True."""
         return (
             self.after.error is None and learns(self.after.losses) and self.after.verdict == "healthy" and self.is_same
         )
 
     @property
     def is_same(self) -> bool:
-        """Whether changed code computes the same losses as before, up to the first that is not finite."""
+        """Whether both runs have the same losses up to the first non-finite one, if the remedy replaces a line."""
         if " write: " not in self.remedy:
             return True
         pairs = zip(self.before.losses, self.after.losses, strict=False)

@@ -1,4 +1,4 @@
-"""FSDP2 as a strategy for Lightning's connector, launchers and callbacks, and its engine."""
+"""FSDP2: a strategy that Lightning's connector, launchers and callbacks accept, and the engine that works with it."""
 
 from __future__ import annotations
 
@@ -97,8 +97,9 @@ class FSDP2Strategy(DDPStrategy):
     ) -> None:
         if not IS_SUPPORTED:
             raise UnsupportedError(
-                f"Got torch {torch.__version__} with FSDP2, expected 2.13 or newer: older ones cannot keep a process"
-                " without a batch in step. Update torch, or use strategy='ddp'."
+                f"Got torch {torch.__version__} with FSDP2, expected 2.13 or newer: with older versions, a process"
+                " that has no batch cannot take part in the collectives of the others. Update torch, or use"
+                " strategy='ddp'."
             )
         checked = check_sharding(
             blocks=blocks,
@@ -134,7 +135,7 @@ class FSDP2Strategy(DDPStrategy):
 
     @property
     def data_mesh(self) -> DeviceMesh:
-        """The dimensions of the mesh with different batches, over which parameters are sharded."""
+        """The part of the mesh whose processes get different batches: the whole mesh."""
         return self.device_mesh
 
     @property
@@ -264,8 +265,9 @@ class FSDP2Strategy(DDPStrategy):
 class ParallelStrategy(FSDP2Strategy):
     """Replaces Lightning's ``ModelParallelStrategy``: the module shards itself in ``configure_model``.
 
-    It may use tensor parallelism within each group of ``tensor_parallel_size`` processes, which share a batch.
-    Parameters that it does not shard are sharded over the other dimension.
+    The mesh has two dimensions, ``data_parallel`` and ``tensor_parallel``. The module may use tensor parallelism within
+    each group of ``tensor_parallel_size`` processes, which get the same batch. Parameters that the module does not
+    shard itself are sharded over ``data_parallel``.
 
     Args:
         data_parallel_size, tensor_parallel_size: the sizes of the two dimensions of the mesh; ``"auto"`` for the number
@@ -290,7 +292,7 @@ class ParallelStrategy(FSDP2Strategy):
 
     @property
     def data_mesh(self) -> DeviceMesh:
-        """The dimension of the mesh with different batches."""
+        """The dimension of the mesh along which processes get different batches."""
         return self.device_mesh["data_parallel"]
 
     @property
@@ -338,7 +340,8 @@ UNCALLED = {
     "pre_backward": "on_before_backward",
     "post_backward": "on_after_backward",
 }
-"""Methods of a strategy that are not called if it shards the module, because FSDP's hooks take part in each of them."""
+"""Methods of a strategy that the engine never calls, because it calls the module, which has FSDP's hooks. A strategy
+that overrides one of them is refused. The value is the method of the module to override instead."""
 
 
 class ShardedEngine(LightningEngine):

@@ -32,9 +32,9 @@ def storage_for(batch: Any, most: int) -> tuple[int, Callable[[Any], Any]]:
     """Return how many batches like this one may be stored, and the function to apply to a batch before it is stored.
 
     The batches take at most 64 MiB. If one batch takes more, or has parts of unknown size, such as objects of other
-    classes, only one batch may be stored. The function copies the tensors if some are in shared memory, because the
-    workers of a dataloader have made them: each of these would hold an open file and a part of ``/dev/shm``, which may
-    be small.
+    classes, only one batch may be stored. If several may be stored, the function copies tensors that are in shared
+    memory, as those from the workers of a dataloader are: each stored one would keep a file open and take up a part of
+    ``/dev/shm``, which may be small.
 
     Args:
         batch: the first batch.
@@ -78,9 +78,10 @@ class RecordedBatch(NamedTuple):
 class Recorder:
     """Record the batches of a weight update until its outcome is known.
 
-    The recorder wraps the step in the path of a batch, so a run without a recorder has no overhead. It records the
-    random states of each batch, and the floating-point buffers before each window, after all
-    ``on_train_batch_start`` hooks. Batches without a loss are left out.
+    The recorder replaces the function ``step`` of the path of a batch by one that records the batch first, so a run
+    without a recorder has no overhead. It records the random states of each batch, and the floating-point buffers
+    before each window, after all ``on_train_batch_start`` hooks. With automatic optimization, batches without a loss
+    are left out.
 
     The outcome of an update may be read after the next window has run, but before the next update. Therefore the owner
     calls :meth:`close` in ``on_before_optimizer_step``, and reads ``closed`` in ``on_after_optimizer_step``.
