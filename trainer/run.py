@@ -24,7 +24,14 @@ from lightning.pytorch.utilities.seed import isolate_rng
 
 from trainer import arguments, diagnosis, redaction
 from trainer.compat import callback_order, defaults, hparams, model_checkpoints, modules, tuning
-from trainer.compat.averaging import attach_averaging, defer_copies, detach_averaging, hide_averages, shard_averages
+from trainer.compat.averaging import (
+    attach_averaging,
+    defer_copies,
+    detach_averaging,
+    hide_averages,
+    resume_averaging,
+    shard_averages,
+)
 from trainer.compat.checkpoint_connector import CheckpointConnector
 from trainer.compat.errors import TunerExit
 from trainer.compat.logging import attach_log, detach_log
@@ -383,6 +390,7 @@ class Run:
         trainer, state = self._trainer, self.process_state
         self.process_state = None
         assert state is not None
+        resume_averaging(trainer)
         trainer.process.load(state, stops=trainer.resume == "auto")
         if trainer.resume == "auto" and state["should_stop"] and trainer.loop.limits.may_stop():
             rank_zero_info(

@@ -214,3 +214,24 @@ def test_stochastic_weight_averaging_without_an_update_keeps_the_weights(tmp_pat
         assert torch.equal(parameter, state[name]), name
     assert not torch.equal(module.net[0].weight, Module().net[0].weight)
     assert "transfer_weights" not in vars(swa)
+
+
+@pytest.mark.parametrize(("start", "step"), [(1, 2), (2, 5)])
+def test_stochastic_weight_averaging_resumes_inside_its_first_epoch(tmp_path: Path, start: int, step: int) -> None:
+    """Its schedule steps at the end of the resumed epoch."""
+
+    class Save(Callback):
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            if trainer.global_step == step:
+                trainer.save_checkpoint(tmp_path / "a.ckpt")
+
+    def run(*callbacks: Any, ckpt: Path | None = None) -> Module:
+        module = Module()
+        module.net[1] = nn.Identity()
+        swa = StochasticWeightAveraging(swa_lrs=0.2, swa_epoch_start=start, annealing_epochs=2)
+        trainer = make_trainer(tmp_path, callbacks=[swa, *callbacks], max_epochs=4)
+        trainer.fit(module, loader_of(make_batches(BATCHES)), loader_of(make_batches(1)), ckpt_path=ckpt)
+        return module
+
+    whole, resumed = run(Save()), run(ckpt=tmp_path / "a.ckpt")
+    assert_equal(resumed.state_dict(), whole.state_dict())

@@ -121,6 +121,18 @@ def follow(trainer: Trainer) -> None:
             _follow(callback, trainer.lightning_module)
 
 
+def resume_averaging(trainer: Trainer) -> None:
+    """Set up the schedule and the average of SWA for the rest of a resumed epoch.
+
+    Otherwise, it would do this at the start of the next epoch, and its schedule would miss the step between them.
+    """
+    epoch = trainer.current_epoch
+    for callback in trainer.callbacks if trainer.progress.batches_this_epoch else ():
+        is_swa = isinstance(callback, StochasticWeightAveraging) and callback._scheduler_state is not None
+        if is_swa and callback.swa_start <= epoch <= callback.swa_end:
+            StochasticWeightAveraging.on_train_epoch_start(callback, trainer, trainer.lightning_module)
+
+
 def detach_averaging(callbacks: Iterable[Any]) -> None:
     """Undo :func:`defer_copies`, :func:`attach_averaging` and :func:`shard_averages`."""
     for callback in callbacks:
