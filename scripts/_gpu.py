@@ -88,7 +88,7 @@ class Part:
         print(f"  {name}: {measured} ({verdict}{', expected ' + expected if expected else ''})", flush=True)
 
     def table(self, marker: str, text: str) -> None:
-        """Keep a table for the page, to be published between the markers ``marker``."""
+        """Write a table for the page of results, and for ``docs/benchmarks.md`` between the markers ``marker``."""
         self._write({"marker": marker, "table": text})
 
     def _write(self, entry: dict[str, str]) -> None:
@@ -533,7 +533,7 @@ def predict_kernels(part: Part) -> None:
 
 
 def memory(part: Part) -> None:
-    """Compare the peak memory of a step with the prediction by tensors without values."""
+    """Compare the peak memory of a step with the prediction of ``benchmark_memory``."""
     bench = script("benchmark_memory")
     if part.simulate:
         given = SimpleNamespace(width=64, heads=2, layers=2, vocabulary=256, context=64)
@@ -656,7 +656,8 @@ def prefetching(part: Part) -> None:
                 f"scripts/benchmark_overhead --device cuda --host-rows {bench.host_rows} --precision bf16-mixed --mode"
                 f' "{bench.PREFETCHED}" "{bench.NOT_PREFETCHED}"'
             )
-            part.row(f"batches of {megabytes} MB", measured, verdict, "on at most off + 2%", command)
+            expected = "with prefetching at most 2% slower than without"
+            part.row(f"batches of {megabytes} MB", measured, verdict, expected, command)
 
 
 class Bottleneck(nn.Module):

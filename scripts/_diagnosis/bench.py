@@ -105,7 +105,7 @@ def run(
 
 
 def report_in(text: str) -> str:
-    """Return the first report in the output of a run, without the folder of its file."""
+    """Return the first report in the output of a run. The path of its file is shortened to the name."""
     found = re.search(r"^ *Verdict: .*\n(?:  .*\n)*", text, re.MULTILINE)
     return "" if found is None else re.sub(r"(?<=Details: ).*/", "", found[0].rstrip())
 

@@ -55,7 +55,7 @@ KNOWN = [
         "resume|checkpoint",
         r"scheduler?s/\d+/(last_epoch|best|num_bad_epochs)$",
         "Different on purpose",
-        "without the step of a plateau schedule",
+        "Lightning resumes from the end of an epoch without the step of a plateau schedule",
         "plateau",
     ),
     Known("resume", r"^metrics: [^/]*: rows/\d+/1/without epoch$", "Different on purpose", GO_ON, "other"),

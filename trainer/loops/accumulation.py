@@ -36,11 +36,12 @@ class AccumulationWindow:
     ``sum(w)`` is unknown until the window's last forward pass. Therefore :meth:`share` multiplies each loss by its
     expected share: its weight divided by a typical weight, the unit, and by the window's size. Thus the loss keeps its
     usual magnitude while it is scaled for float16, however large the weights are. After the last backward pass,
-    :meth:`close` multiplies the gradients by a correction, which is 1 for most windows.
+    :meth:`close` multiplies the gradients by a correction. It is 1 if no weight differs from the unit and no batch is
+    missing, as in a full window without weights.
 
-    Several processes all-reduce their sums during the last backward pass. If a window has a single batch and its
-    correction is probably not 1, or not known to the host, the window waits for the sums before that backward pass,
-    because multiplying the loss is cheaper than multiplying all gradients (:meth:`joint_share`).
+    Several processes all-reduce their sums during the last backward pass. A window of a single batch gets the sums
+    before its backward pass if the batch has a weight, or if the sums are on a GPU, whose values the host does not
+    know. It then multiplies the loss, which is cheaper than multiplying all gradients (:meth:`joint_share`).
 
     With one process, the unit is the first weight of the window. Several processes need the same unit, because
     gradients that were averaged over the processes cannot be corrected for different units. This unit is the mean
@@ -53,7 +54,8 @@ class AccumulationWindow:
 
     Attributes:
         batches: the number of batches in a full window. It can be changed at any time; the next window uses it.
-        given: the number of batches that the code sets before the fit.
+        given: the value of ``batches`` at the start of the fit, from the user's code. A checkpoint restores its
+            ``batches`` only if this value is the same in both runs.
         size: the number of batches in the current window, as far as was known at its start.
         backwards: the number of batches with a loss in the current window so far.
         is_first, is_last: whether the current batch opens, and closes, the window.
@@ -87,7 +89,7 @@ class AccumulationWindow:
         self._total: Weight = 0.0  # sum of the weights
         self._is_weighted: bool | None = None
         self._before: tuple[int, Weight] = (0, 0.0)  # backwards and total without the current batch
-        self._readback: Readback | None = None  # copies a weight that `close` reads to the host
+        self._readback: Readback | None = None  # copies to the host the weight that `close` reads
         self._reads_late = False
 
     @property

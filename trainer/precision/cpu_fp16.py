@@ -11,9 +11,9 @@ tensors are cast and when (autocast, its weight cache, its list of operations), 
 Double backward, forward-mode derivatives, ``vmap``, activation checkpointing, hooks, DDP, inference mode and the
 tracing of ``torch.compile`` are unchanged, because all of these happen above. The backward needs no code here:
 autograd's formulas call the same kernels. At ``AutocastCPU`` autograd would record the widening, and keep fp32 copies
-for the backward. An ``autograd.Function`` for each operation would not, but if it omits a saved tensor, second
-derivatives are wrong without an error. Any other dtype (fp32, bf16, fp64, integers, or a mixture, which is an error)
-goes to the kernel that torch had registered.
+for the backward. An ``autograd.Function`` for each operation would not keep them, but if it does not save a tensor that
+it needs, second derivatives are wrong without an error. Any other dtype (fp32, bf16, fp64, integers, or a mixture,
+which is an error) goes to the kernel that torch had registered.
 
 Whether it is faster depends on the size: a replaced kernel costs about ten microseconds of Python per call.
 :func:`is_faster` decides from the module; models below the break-even keep torch's kernels and their exact results.
@@ -62,8 +62,8 @@ _ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
 
 # Break-even of `is_faster`, measured forward and backward on one AVX512 core: below about 50,000 multiplications per
 # layer and batch, torch's slow arithmetic costs less than our calls. That is a linear layer of 80 x 80 at batch size 8,
-# or a 3x3 convolution of 3 to 8 channels with 250 outputs per channel. The number of uses of a weight is not known
-# before the first batch; these are estimates for a small one.
+# or a 3x3 convolution from 3 to 8 channels with 250 outputs for each of the 8. The number of uses of a weight is not
+# known before the first batch; these are estimates for a small one.
 _BREAK_EVEN = 50_000
 _USES_IN_MATRIX = 8
 _USES_IN_CONVOLUTION = 256
@@ -90,8 +90,8 @@ def is_faster(module: nn.Module) -> bool:
     times. So linear layers gain from about 80 x 80 on, and convolutions from about 200 weights on: ResNets gain, a few
     layers of width 64 do not.
 
-    True for any model with an ``nn.LSTM``, on which torch raises under fp16 autocast without fp16 instructions. Does
-    not depend on the CPU: if :func:`native_fp16` is true, torch's kernels are faster.
+    True for any model with an ``nn.LSTM``, on which torch raises under fp16 autocast without fp16 instructions. The CPU
+    is not considered: with fp16 instructions (:func:`native_fp16`), torch's kernels are always faster.
     """
     gain = 0
     for layer in module.modules():
