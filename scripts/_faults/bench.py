@@ -176,10 +176,9 @@ class Bench:
         return self._warm_python
 
     def close(self) -> None:
-        """Kill the remaining processes."""
+        """Kill the remaining processes, including those that ended runs have left behind."""
         for run in self.runs:
-            if run.status is None:
-                run.kill()
+            run.kill()
         if self._server is not None:
             self._server.kill()
             self._server.communicate()

@@ -311,7 +311,7 @@ def test_checkpoint_is_the_one_from_before(tmp_path):
     module = Buffered()
     message, trainer = collapse(tmp_path, module, good=3, callbacks=[saver], enable_checkpointing=True)
     path = tmp_path / "checkpoints" / "before_collapse.ckpt"
-    assert f"are in {path};" in message
+    assert f"are in {path}." in message
     good, kept = (torch.load(p, weights_only=True) for p in (tmp_path / "checkpoints" / "step=3.ckpt", path))
     assert str(kept["optimizer_states"]) == str(good["optimizer_states"])
     assert kept["lr_schedulers"] == good["lr_schedulers"]

@@ -11,7 +11,9 @@ import threading
 import time
 import warnings
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -291,6 +293,25 @@ def test_main_process_can_still_end_a_worker() -> None:
         send(signal.SIGTERM if called == [3] else signal.SIGKILL)
         os._exit(1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
+
+
+DEAD = 2**22 + 1  # above the largest process id of Linux
+
+
+@pytest.mark.parametrize(
+    ("started_by", "parent", "ends"),
+    [(DEAD, 1, True), (DEAD, 7, True), (os.getpid(), 1, True), (os.getpid(), 7, False), (7, 7, False), (1, 1, False)],
+    ids=["killed", "killed_in_a_container", "zombie", "fork_server", "alive", "run_is_process_1"],
+)
+def test_worker_ends_if_the_run_was_killed_before_its_start(monkeypatch, started_by, parent, ends) -> None:
+    called: list[int] = []
+    monkeypatch.setattr(multiprocessing, "parent_process", lambda: SimpleNamespace(pid=started_by))
+    monkeypatch.setattr(os, "getppid", lambda: parent)
+    monkeypatch.setattr(os, "_exit", lambda status: sys.exit(f"status {status}"))
+    monkeypatch.setattr(signal, "signal", lambda number, handler: None)
+    with pytest.raises(SystemExit, match="status 1") if ends else nullcontext():
+        SurviveSignals(called.append)(3)
+    assert called == [3] * (not ends)
 
 
 class FindsLater(LearningRateFinder):

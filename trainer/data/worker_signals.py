@@ -6,6 +6,8 @@ its step first, and needs its workers for that.
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import signal
 from collections.abc import Callable
 from typing import Any
@@ -25,7 +27,9 @@ class SurviveSignals:
         self.init = init
 
     def __call__(self, worker: int) -> None:
-        """Set the signal handlers at the start of the worker."""
+        """Set the signal handlers at the start of the worker. End it if the run has been killed since."""
+        if _is_orphan():  # torch's check of the parent process begins later, and would accept the next parent
+            os._exit(1)
         for name in ("SIGINT", "SIGUSR1", "SIGUSR2"):
             if (number := getattr(signal, name, None)) is not None:
                 signal.signal(number, _do_nothing)  # SIG_IGN would be inherited by subprocesses of the worker
@@ -38,6 +42,18 @@ def outlive_signals(loader: Any) -> None:
     """Let the workers of ``loader`` survive the signals that ask the run to stop."""
     if getattr(loader, "num_workers", 0) and not isinstance(loader.worker_init_fn, SurviveSignals):
         loader.worker_init_fn = SurviveSignals(loader.worker_init_fn)
+
+
+def _is_orphan() -> bool:
+    """Return whether the process that started this one has ended. A fork server is a parent, too."""
+    started_by, parent = multiprocessing.parent_process(), os.getppid()
+    if started_by is None or started_by.pid == parent:
+        return False
+    try:
+        os.kill(started_by.pid or 0, 0)
+    except ProcessLookupError:
+        return True
+    return parent == 1  # it has ended, but its own parent has not read its exit status
 
 
 def _do_nothing(number: int, frame: Any) -> None:
