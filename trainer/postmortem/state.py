@@ -58,9 +58,8 @@ class ObjectState:
             parameter.requires_grad_(is_trained)
         for value, content in self._contents.values():
             if isinstance(value, Tensor):
-                _distinct(value.data).copy_(
-                    content
-                )  # .data: a graph that has saved this tensor must not see a modification
+                # .data: a graph that has saved this tensor must not see a modification
+                _distinct(value.data).copy_(content)
             elif isinstance(value, torch.Generator):
                 value.set_state(content)
             elif _identities(value) != _identities(content):
