@@ -295,7 +295,7 @@ def _modules_behind(nodes: Iterable[Any]) -> tuple[str, ...]:
 def is_readable(tensor: Tensor) -> bool:
     """Return whether a tensor is dense and has its memory, which FSDP frees between its uses.
 
-    Tensors inside ``torch.func.vmap`` and ``torch.func.grad`` have no memory.
+    Tensors inside the transforms of ``torch.func``, such as ``vmap``, have no memory.
     """
     if torch._C._functorch.is_functorch_wrapped_tensor(tensor):  # noqa: SLF001 - torch has no public function for this
         return False
