@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -114,6 +115,13 @@ class Stream(IterableDataset[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self.samples)
+
+
+def nested_tensor() -> Tensor:
+    """Return a nested tensor of the strided layout, which has neither a shape nor a length."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a prototype
+        return torch.nested.nested_tensor([torch.ones(2, 4), torch.ones(3, 4)])
 
 
 def stream_of(batches: Iterable[Any]) -> DataLoader[Any]:

@@ -7,7 +7,7 @@ import torch
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
-from tests.support import FakeTrainer, Regression, loader_of, make_batches, make_trainer
+from tests.support import FakeTrainer, Regression, loader_of, make_batches, make_trainer, nested_tensor
 from trainer.callbacks import Throughput
 from trainer.callbacks.throughput import checksums
 from trainer.record.flops import FlopCounter
@@ -103,7 +103,7 @@ def test_checksums():
     assert checksums([inputs, labels.flip(0)]) == (same[0], checksums(labels.flip(0))[1])
     assert checksums([inputs.bfloat16(), labels]) == (None, same[1])  # bf16-true
     assert checksums(Pair("a", inputs)) == (same[0], 0)
-    assert checksums(["text", None, inputs.to_sparse()]) == (0, 0)
+    assert checksums(["text", None, inputs.to_sparse(), nested_tensor()]) == (0, 0)
     assert checksums(torch.tensor(True)) != checksums(torch.tensor(False))
 
 

@@ -265,6 +265,11 @@ def test_tensors_of_other_kinds_take_the_usual_way(cuda, monkeypatch):
     assert [copy.stream > 0 for copy in seen.copies] == [False, False, True]
 
 
+def test_sparse_batch_is_passed_on(cuda):
+    sparse = torch.eye(3).to_sparse()
+    assert prefetching.Prefetching(torch.device("cuda", 0)).around(lambda batch: batch)([sparse])[0] is sparse
+
+
 def test_no_prefetching_on_a_cpu(tmp_path):
     trainer = make_trainer(tmp_path)
     trainer.fit(Probe(), loader_of([[torch.ones(2, WIDTH), torch.ones(2, 2)]]))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,9 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from tests.support import nested_tensor
 from trainer import Trainer
+from trainer.callbacks import RunRecorder, SyncDetector, Throughput
 
 
 class Graph:
@@ -23,28 +24,22 @@ class Graph:
 
 
 class Constant(LightningModule):
-    """Ignores its batches. Its loss is NaN in batch 1, so that the batches are examined."""
+    """Ignores its batches. If it breaks, its loss is NaN in batch 1, so that the batches are examined."""
 
-    def __init__(self) -> None:
+    def __init__(self, breaks: bool = True) -> None:
         super().__init__()
-        self.net, self.batches = nn.Linear(4, 1), []
+        self.net, self.batches, self.breaks = nn.Linear(4, 1), [], breaks
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         self.batches.append(batch)
-        return self.net(torch.ones(2, 4)).mean() * (float("nan") if batch_idx == 1 else 1.0)
+        return self.net(torch.ones(2, 4)).mean() * (float("nan") if self.breaks and batch_idx == 1 else 1.0)
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def nested() -> Tensor:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # a prototype
-        return torch.nested.nested_tensor([torch.ones(2, 4), torch.ones(3, 4)])
-
-
 KINDS = {
-    "sparse": torch.eye(3).to_sparse(), "nested": nested(), "text": ["a", None],
+    "sparse": torch.eye(3).to_sparse(), "nested": nested_tensor(), "text": ["a", None],
     "graph": [Graph(), torch.ones(2)], "array": {"a": np.ones(3), "b": np.array([object()])},
 }  # fmt: skip
 
@@ -58,3 +53,12 @@ def test_batches_reach_the_module(tmp_path, kind, precision):
     trainer = Trainer(accelerator="cpu", max_epochs=1, default_root_dir=tmp_path, log_every_n_steps=2, **options)
     trainer.fit(module, DataLoader([batch] * 4, batch_size=None))
     assert [type(one) for one in module.batches] == [type(batch)] * 4
+
+
+@pytest.mark.parametrize("kind", ["sparse", "nested"])
+def test_callbacks_that_read_batches_accept_them(tmp_path, kind):
+    callbacks = [RunRecorder(), SyncDetector(batches=2, after=1), Throughput(warmup_batches=1)]
+    options = {"callbacks": callbacks, "enable_progress_bar": False, "enable_checkpointing": False, "logger": False}
+    trainer = Trainer(accelerator="cpu", max_epochs=1, default_root_dir=tmp_path, precision="bf16-true", **options)
+    trainer.fit(Constant(breaks=False), DataLoader([KINDS[kind]] * 4, batch_size=None))
+    assert trainer.global_step == 4

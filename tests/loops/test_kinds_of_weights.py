@@ -11,15 +11,9 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
-from tests.support import loader_of
+from tests.support import loader_of, nested_tensor
 from trainer import Trainer
 from trainer.errors import NonFiniteError
-
-
-def nested() -> Tensor:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # a prototype
-        return torch.nested.nested_tensor([torch.ones(2, 4), torch.ones(3, 4)])
 
 
 def quantized() -> Tensor:
@@ -30,13 +24,14 @@ def quantized() -> Tensor:
 
 KINDS: dict[str, Callable[[], Tensor | nn.Module]] = {
     "sparse": lambda: torch.eye(3).to_sparse(),
-    "nested": nested,
+    "nested": nested_tensor,
     "quantized": quantized,
     "float8": lambda: torch.ones(3).to(torch.float8_e4m3fn),
     "infinite": lambda: torch.full((3,), float("-inf")),
     "empty": lambda: torch.ones(0),
     "conjugate": lambda: torch.tensor([1j]).conj(),
     "uninitialized": lambda: nn.LazyBatchNorm1d(),
+    "scripted": lambda: torch.jit.script(nn.BatchNorm1d(4)),
     "frozen_sparse": lambda: nn.ParameterList([nn.Parameter(torch.eye(3).to_sparse(), requires_grad=False)]),
     "frozen_integers": lambda: nn.ParameterList([nn.Parameter(torch.arange(3), requires_grad=False)]),
 }
@@ -68,10 +63,11 @@ LAZY, SPARSE = ("uninitialized",), ("sparse", "frozen_sparse")
     [
         *(("16-mixed", kind) for kind in KINDS),
         *(("32-true", kind) for kind in (*LAZY, *SPARSE)),
-        *(("bf16-true", kind) for kind in (*LAZY, *SPARSE, "quantized", "frozen_integers")),
+        *(("bf16-true", kind) for kind in (*LAZY, *SPARSE, "quantized", "scripted", "frozen_integers")),
     ],
 )
 @pytest.mark.filterwarnings("ignore:Lazy modules are a new feature", "ignore:This checkpoint can only be read with")
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
 def test_module_is_trained_and_saved(tmp_path, kind, precision):
     module = Unusual(KINDS[kind](), breaks=precision == "16-mixed")
     options = {"precision": precision, "enable_progress_bar": False, "enable_model_summary": False, "logger": False}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,10 @@ ROWS, LATE = 5, 2
 class Tokens(LightningModule):
     """Embeds tokens. A GPU raises ``LATE`` batches after the batch with the index, as a real one does."""
 
-    def __init__(self, on_cpu: type[Exception] | None = None) -> None:
+    def __init__(self, fails_on_cpu: Container[int] = ()) -> None:
         super().__init__()
         self.embed, self.seen, self.mean = nn.Embedding(ROWS, 3), 0, MeanMetric()
-        self.tied, self.on_cpu = self.embed.weight, on_cpu
+        self.tied, self.fails_on_cpu = self.embed.weight, fails_on_cpu
 
     def on_train_start(self) -> None:
         self.offset = torch.zeros(3, device=self.device)  # no parameter, and no buffer
@@ -38,8 +39,8 @@ class Tokens(LightningModule):
             tokens = tokens.clamp(max=ROWS - 1)
         else:
             assert not self.embed.weight.any(), "the weights cannot be read"
-            if self.on_cpu is not None:
-                raise self.on_cpu("this model needs a GPU")
+            if batch_idx in self.fails_on_cpu:
+                raise NotImplementedError("this batch needs a GPU")
         loss = (self.embed(tokens) + self.offset).sum()
         self.mean(loss)
         self.log("mean", self.mean)
@@ -83,4 +84,10 @@ def test_large_model_is_not_run_on_the_cpu(tmp_path, monkeypatch):
 
 @pytest.mark.usefixtures("cuda")
 def test_module_that_needs_a_gpu_gets_no_verdict(tmp_path):
-    assert fit(tmp_path, Tokens(on_cpu=NotImplementedError)).reports == []
+    assert fit(tmp_path, Tokens(fails_on_cpu=range(8))).reports == []
+
+
+@pytest.mark.usefixtures("cuda")
+def test_another_error_does_not_hide_the_index_of_an_earlier_batch(tmp_path):
+    (report,) = fit(tmp_path, Tokens(fails_on_cpu=[4, 5])).reports
+    assert report.finding.batch_idx == 3

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import warnings
 from typing import Any
 
 import numpy as np
@@ -12,6 +11,7 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
+from tests.support import nested_tensor
 from trainer.state.attributes import AttributeChanges, is_watched
 
 
@@ -38,12 +38,6 @@ def through_a_file(state: Any) -> Any:
     torch.save(state, file)
     file.seek(0)
     return torch.load(file, weights_only=True)
-
-
-def nested() -> torch.Tensor:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # a prototype
-        return torch.nested.nested_tensor([torch.ones(2, 4), torch.ones(3, 4)])
 
 
 @pytest.mark.parametrize(
@@ -107,7 +101,7 @@ def test_containers_are_restored_in_place() -> None:
 
 
 @pytest.mark.parametrize(
-    "value", [object(), iter([1]), [object()], list(range(1000)), torch.ones(10_000), nested()], ids=type
+    "value", [object(), iter([1]), [object()], list(range(1000)), torch.ones(10_000), nested_tensor()], ids=type
 )
 def test_object_with_other_changes_is_not_restored(value: Any) -> None:
     thing, other = Thing(), Thing()

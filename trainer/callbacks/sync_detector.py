@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_leaves
 
 from trainer.callbacks.run_callback import RunCallback
 from trainer.errors import expect
+from trainer.module_tree import is_dense
 
 log = logging.getLogger("lightning.pytorch.advice")
 """A child of Lightning's logger, so Lightning prints the advice; on the command line, ``hydra/job_logging: trainer``
@@ -298,7 +299,7 @@ class _Functions(TorchFunctionMode):
                     watch.add(line, copies or _cause_of(name, cause))
         finally:
             watch.marked = marked
-        if watch.is_cuda or not isinstance(result, Tensor):
+        if watch.is_cuda or not isinstance(result, Tensor) or not is_dense(result):
             return result
         if name in ("to", "cuda", "cpu"):
             result = result.view_as(result)  # on a CPU, the result may be the argument itself, which must not be tagged

@@ -12,6 +12,7 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
 from trainer.data.samples import batch_size, tensors_in
+from trainer.module_tree import is_dense
 from trainer.precision.devices import synchronized_time
 from trainer.record.flops import FlopCounter, is_compiled, peak_flops
 from trainer.record.measures import data_parallel_size_of, tensor_cores_of
@@ -294,7 +295,7 @@ def checksums(batch: object) -> tuple[int | None, int]:
     floats: int | None = 0
     others = 0
     for on_device in tensors_in(batch):
-        if on_device.layout is not torch.strided:
+        if not is_dense(on_device):
             continue
         tensor = on_device.detach().cpu()
         if not tensor.is_floating_point():

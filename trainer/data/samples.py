@@ -51,14 +51,14 @@ def nbytes(tensor: Tensor) -> int:
 
 
 def batch_size(batch: Any) -> int:
-    """Return the length of the first tensor in a batch that is neither 0-dim nor empty.
+    """Return the first dimension of the first tensor in a batch that is neither 0-dim nor empty.
 
     Return 1 if there is no such tensor but a 0-dim one, and 0 otherwise.
     """
     scalars = 0
     for tensor in tensors_in(batch):
-        if tensor.dim() and len(tensor):
-            return len(tensor)
+        if tensor.dim() and (samples := tensor.size(0)):  # not len(tensor), which nested tensors do not have
+            return samples
         scalars += not tensor.dim()
     return min(1, scalars)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal
@@ -13,7 +14,7 @@ from torch.optim import Optimizer
 from torchmetrics import Metric
 
 from trainer.errors import warn
-from trainer.module_tree import all_modules, owned_tensors
+from trainer.module_tree import all_modules, owned_buffers, owned_parameters, owned_tensors
 from trainer.precision.base import Precision
 from trainer.precision.devices import check_kernels, float16_kernels, warn_of_emulation
 from trainer.precision.dtypes import DefaultDtype, cast, half_dtype
@@ -97,23 +98,31 @@ class HalfPrecision(Precision):
             PrecisionError: if a pattern of ``fp32_modules`` matches no module.
         """
         float32_modules = all_modules(*find_modules(module, self.fp32_modules))
-        owned = [*owned_tensors(module)]
-        of_float32 = {id(one.tensor) for one in owned if one.owner in float32_modules}
-        kept = of_float32 | {
-            id(tensor)
-            for _, owner, _, tensor in owned
-            if is_lazy(tensor)
-            or not tensor.is_floating_point()
-            or (isinstance(owner, Metric) and not isinstance(tensor, nn.Parameter))
-        }
-        set_aside = [one for one in owned if id(one.tensor) in kept]
-        # `type`, not `to`: it updates a LightningModule's `dtype`, and torchmetrics ignores it for its states. It would
-        # also convert integers and complex numbers, and fail for uninitialized parameters.
+        set_aside = [one for one in owned_tensors(module) if is_lazy(one.tensor) or one.tensor.is_quantized]
         for _, owner, name, _ in set_aside:
             setattr(owner, name, None)
-        module.type(self.dtype)
+        parameters = [
+            (parameter, parameter.data)
+            for _, owner, _, parameter in owned_parameters(module)
+            if owner in float32_modules or not parameter.is_floating_point()
+        ]
+        buffers = [
+            (owner, name, buffer)
+            for _, owner, name, buffer in owned_buffers(module)
+            if owner in float32_modules or isinstance(owner, Metric) or not buffer.is_floating_point()
+        ]
+        # `type`, not `to`: it updates a LightningModule's `dtype`, and torchmetrics ignores it for its states. It fails
+        # for the tensors that were set aside, and also converts integers, complex numbers, and weights that must keep
+        # their bits; these are restored.
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Casting complex values to real")
+            module.type(self.dtype)
+        for parameter, data in parameters:
+            parameter.data = data
+        for owner, name, buffer in buffers:
+            setattr(owner, name, buffer)
         for _, owner, name, tensor in set_aside:
-            if is_lazy(tensor) and id(tensor) not in of_float32 and tensor.is_floating_point():
+            if owner not in float32_modules and tensor.is_floating_point():
                 tensor.data = tensor.to(self.dtype)
             setattr(owner, name, tensor)
         return module
