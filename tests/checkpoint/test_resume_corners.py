@@ -14,7 +14,7 @@ from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.callbacks import BackboneFinetuning, Checkpoint
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
-from torchmetrics import MeanMetric
+from torchmetrics import CatMetric, MeanMetric, RunningMean, RunningSum, SumMetric
 from torchmetrics.wrappers import MetricTracker
 
 from tests.parity import RecordingLogger
@@ -84,6 +84,31 @@ class Tracks(Module):
         self.log("best", self.tracker.best_metric())
 
 
+class Measures(Module):
+    """Metric objects that wrap others, and metrics of validations that are never reset."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.window, self.ratio = RunningSum(window=5), MeanMetric() / SumMetric()
+        self.validations, self.values, self.last = SumMetric(), CatMetric(), RunningMean(window=4)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.window(loss.detach())
+        self.ratio.update(loss.detach())
+        self.log_dict({"window": self.window, "ratio": self.ratio}, on_step=False, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        super().validation_step(batch, batch_idx)
+        for metric in (self.validations, self.values, self.last):
+            metric.update(batch[0].mean())
+
+    def on_validation_epoch_end(self) -> None:
+        values = (self.validations.compute(), self.values.compute().sum(), self.last.compute())
+        self.log_dict(dict(zip(("number", "sum", "running"), values, strict=True)))
+
+
 class ScaleCurve(Curves):
     """Limits curves to a few points of losses and scales."""
 
@@ -111,7 +136,7 @@ class Saver(Checkpoint):
         trainer.save_checkpoint(path)
         self.saved.append((path, len(trainer.logger.rows)))
 
-    on_train_batch_end = on_validation_end = on_train_epoch_end = save
+    on_train_batch_end = on_validation_batch_end = on_validation_end = on_train_epoch_end = save
 
 
 def train(
@@ -159,12 +184,20 @@ def _quiet() -> Any:
         (Freezes, list, {}),
         (Module, lambda: [BackboneFinetuning(1, lambda _: 1.5)], {"max_epochs": 3}),
         (Tracks, lambda: [ScaleMonitor(), ScaleCurve()], {"precision": "16-mixed"}),
+        (Measures, list, {}),
     ],
-    ids=["batches evaluated again", "no loss after a resume", "frozen by the module", "frozen by a callback", "states"],
+    ids=[
+        "batches evaluated again",
+        "no loss after a resume",
+        "frozen by the module",
+        "frozen by a callback",
+        "states",
+        "metrics",
+    ],
 )
 def test_resumed(make: Callable[[], Any], callbacks: Any, arguments: dict[str, Any], tmp_path: Path) -> None:
     whole, rows, saved = train(make, tmp_path / "whole", callbacks=callbacks(), **arguments)
-    for number in (0, 1, len(saved) - 3):
+    for number in (0, 1, len(saved) - 6, len(saved) - 3):
         path, logged = saved[number]
         state, own_rows, _ = train(make, tmp_path / str(number), seed=1, start=path, callbacks=callbacks(), **arguments)
         assert differences(state, whole) == [], number

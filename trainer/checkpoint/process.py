@@ -46,7 +46,8 @@ class ProcessState:
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
         self.kept_batches: ClosureOptimization | None = None
-        self._before_validation: tuple[dict[str, Any], dict[str, int], dict[str, dict[int, int]], State] | None = None
+        self._before_validation: State = {}  # parts of the state; {} before the first validation
+        self._updates_before_validation: dict[str, int] = {}  # of the metric objects
         self._first_modes: modes.Modes = {}
         self._first_dtypes: buffers.Dtypes = {}  # dtypes of buffers
         self._first_numbers: list[communication.State] = []
@@ -63,9 +64,14 @@ class ProcessState:
         """Record the state before a validation inside a fit. A run resumed in the validation repeats it from here."""
         trainer = self._trainer
         self._training_modes = modes.modes_of(trainer.lightning_module)
-        counts = MetricObjects(trainer.lightning_module).counts()
-        random_state, evaluation = random_states.capture(trainer.engine.device), self._evaluation()
-        self._before_validation = random_state, counts, self._seen_batches(), evaluation
+        metrics = MetricObjects(trainer.lightning_module)
+        self._updates_before_validation = metrics.counts()
+        self._before_validation = {
+            "rng": random_states.capture(trainer.engine.device),
+            "metric_objects": metrics.state_dict(copies=True),
+            "seen_batches": self._seen_batches(),
+            "evaluation": self._evaluation(),
+        }
 
     def dump(self) -> dict[str, Any]:
         """Return the state of this process, as it is between two batches."""
@@ -76,23 +82,22 @@ class ProcessState:
         is_over = progress.epochs_trained > progress.epoch  # the values logged in the epoch are about to be reset
         loops = [one for _, one in self._eval_loops()] + [loop] * is_over
         unfinished = {name for one in loops for name in _logged_names(one.metrics, metrics)}
-        random_state, seen_batches = random_states.capture(engine.device), self._seen_batches()
-        evaluation = self._evaluation()
-        if progress.owes_validation and self._before_validation is not None:
-            random_state, counts, seen_batches, evaluation = self._before_validation
-            unfinished |= {name for name, count in metrics.counts().items() if count != counts.get(name)}
+        before = self._before_validation if progress.owes_validation else {}
+        updates = self._updates_before_validation if before else metrics.counts()
+        changed = {name for name, count in metrics.counts().items() if count != updates.get(name)}
+        objects = metrics.state_dict(without=unfinished | changed)
+        objects |= {name: own for name, own in before.get("metric_objects", {}).items() if name in changed - unfinished}
         outcome = loop.outcome
         state: dict[str, Any] = {
-            "rng": random_state,
+            "rng": random_states.capture(engine.device),
             "data": loop.batches.state_dict(),
             "metrics": (MetricStore(training=True) if is_over else loop.metrics).state_dict(metrics.name_of),
-            "metric_objects": metrics.state_dict(without=unfinished),
             "published": {
                 name: {k: v for k, v in getattr(trainer.published, name).items() if isinstance(v, (Tensor, int, float))}
                 for name in ("callback", "logged", "progress_bar")
             },
-            "seen_batches": seen_batches,
-            "evaluation": evaluation,
+            "seen_batches": self._seen_batches(),
+            "evaluation": self._evaluation(),
             "has_updated": loop.has_updated,
             "outcome": None if outcome is None else list(outcome),
             "should_stop": loop.limits.should_stop and not trainer.is_out_of_time,  # a resumed run may have more time
@@ -102,6 +107,8 @@ class ProcessState:
             "outside_parameters": [parameter.detach() for parameter in self._outside_parameters()],
             **self._buffers(),
             **self._communication(),
+            **before,
+            "metric_objects": objects,
         }
         is_open = "size" in state["window"]
         state["gradients"] = self._gradients(is_open)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection, MetricTracker
 from torchmetrics.utilities.data import dim_zero_cat, dim_zero_max, dim_zero_mean, dim_zero_min, dim_zero_sum
 from torchmetrics.utilities.distributed import gather_all_tensors
+from torchmetrics.wrappers.abstract import WrapperMetric
 
 from trainer.errors import ConfigurationError
 
@@ -45,18 +46,20 @@ class MetricObjects:
 
     def counts(self) -> dict[str, int]:
         """Return the number of updates of each metric since its last reset."""
-        return {name: metric.update_count for name, metric in self.by_name.items()}
+        return {name: updates_of(metric) for name, metric in self.by_name.items()}
 
-    def state_dict(self, without: Container[str] = ()) -> dict[str, Any]:
+    def state_dict(self, without: Iterable[str] = (), *, copies: bool = False) -> dict[str, Any]:
         """Return this process's states of the metrics that have been updated since their last reset.
 
         Args:
-            without: names of metrics to exclude, as if they were reset. Default: none.
+            without: names of metrics to exclude, with the metrics that they wrap, as if they were reset. Default: none.
+            copies: whether to copy the tensors that later updates may change in place. Default: False.
         """
+        names = tuple(f"{name}." for name in without)
         state: dict[str, Any] = {
-            name: _state_of(metric)
+            name: _state_of(metric, copies)
             for name, metric in self.by_name.items()
-            if metric.update_count and name not in without
+            if updates_of(metric) and not f"{name}.".startswith(names)
         }
         state |= {name: {"tracked": len(tracker)} for name, tracker in self._trackers.items()}
         return state
@@ -172,9 +175,20 @@ def metric_objects_in(module: nn.Module) -> list[Metric]:
     return [part for part in module.modules() if isinstance(part, Metric)]
 
 
+def updates_of(metric: Metric) -> int:
+    """Return the number of updates of a metric, and of those that it wraps, since the last reset.
+
+    torchmetrics' wrappers do not count their updates, except ``Running``, which has another name for the number.
+    """
+    return sum(
+        vars(part).get("_num_vals_seen", 0) if isinstance(part, WrapperMetric) else part.update_count
+        for part in metric_objects_in(metric)
+    )
+
+
 def update_counts(metrics: Iterable[Metric | None]) -> dict[int, int]:
     """Return the number of updates since the last reset, by ``id`` of the metric object. Skips None."""
-    return {id(metric): metric.update_count for metric in metrics if metric is not None}
+    return {id(metric): updates_of(metric) for metric in metrics if metric is not None}
 
 
 def reduce_over_group(group: Any, module: nn.Module) -> Callable[[], None]:
@@ -239,10 +253,16 @@ _SHARED: dict[Any, Callable[[list[Any], int, int], Any]] = {
 """By torchmetrics' reduction: the function that computes one process's part from (states, rank, processes)."""
 
 
-def _state_of(metric: Metric) -> dict[str, Any]:
+def _state_of(metric: Metric, copies: bool) -> dict[str, Any]:
     own = vars(metric)
+
+    def value_of(state: Any) -> Any:
+        if isinstance(state, list):
+            return list(state)
+        return state.detach().clone() if copies else state.detach()
+
     return {
-        "states": {n: list(v) if isinstance(v, list) else v.detach() for n, v in metric.metric_state.items()},
+        "states": {name: value_of(state) for name, state in metric.metric_state.items()},
         # `_update_count`, and counts of wrappers such as Running
         "counts": {name: value for name, value in own.items() if name.startswith("_") and type(value) in (int, bool)},
     }

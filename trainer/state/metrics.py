@@ -15,6 +15,7 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from trainer.errors import ConfigurationError
+from trainer.state.metric_objects import updates_of
 from trainer.state.progress import FitProgress
 
 T = TypeVar("T")
@@ -383,7 +384,7 @@ class MetricStore:
             metric = entry.metric
             if metric is None or not entry.has_value or not entry.options.on_epoch:
                 continue
-            if entry.dataloader_idx == self.dataloader_idx and 0 < before.get(id(metric), 0) < metric.update_count:
+            if entry.dataloader_idx == self.dataloader_idx and 0 < before.get(id(metric), 0) < updates_of(metric):
                 suffix = "" if self.dataloader_idx is None else f" for dataloader {self.dataloader_idx}"
                 raise ConfigurationError(
                     f"The metric object ({type(metric).__name__}) logged as {entry.name!r}{suffix} was also updated"
