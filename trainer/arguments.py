@@ -1,8 +1,8 @@
 """The Trainer's arguments, each described once. Imports neither torch nor Lightning.
 
 ``ARGUMENTS`` holds the default, the accepted values and the meaning of each argument. When a Trainer is created, it
-checks its arguments against this table. The command line uses it for the types of a config's ``trainer`` node, its
-messages, its help and the meaning of the keys. A mistake gets the same message in Python and on the command line.
+checks its arguments against this table. The command line takes the types, the help texts and the error messages of a
+config's ``trainer`` node from it. A mistake gets the same message in Python and on the command line.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def _is_whole(value: Any) -> bool:
 
 
 def _is_count(value: Any) -> bool:
-    """Return whether ``value`` is a whole number, or a float such as 1e6 or inf, as in Lightning."""
+    """Return whether ``value`` is a whole number (an int, or a float such as 1e6) or inf, as in Lightning."""
     return _is_whole(value) or (isinstance(value, float) and (value.is_integer() or value == math.inf))
 
 
@@ -114,10 +114,10 @@ class Kind(NamedTuple):
         includes: returns whether a value is of this kind.
         type: the type of a config's key; Any if OmegaConf has no such type.
         least: the smallest allowed number.
-        above: the largest number that is too small. None if ``least`` is the limit.
+        above: a number must be larger than this. None if ``least`` is the limit.
         most: the largest allowed number.
         otherwise: the text that follows the range in a message.
-        is_share: whether the number is a fraction of the batches; whole numbers then count batches.
+        is_share: whether a number is a fraction of the batches, and thus at most 1.0. Default: False.
     """
 
     words: str
@@ -134,7 +134,7 @@ class Kind(NamedTuple):
         return self._replace(least=least, otherwise=otherwise)
 
     def expected_range(self, value: Any) -> str | None:
-        """Return the expected range of ``value``, which is of this kind. None if it is in range."""
+        """Return the expected range if ``value``, which is of this kind, is out of range. Otherwise return None."""
         number = value if _is_number(value) else seconds(value)
         if number is None:
             return None
@@ -162,7 +162,7 @@ TIME = Kind(
 )
 DEVICES = Kind("a number of devices of at least 1, a list of their indices such as [0,1], -1 for all", _is_devices)
 OBJECT = Kind("", _is_object)
-OFF = Kind("", lambda value: value is False, NoneType)  # as in Lightning: False turns it off
+OFF = Kind("", lambda value: value is False, NoneType)  # as in Lightning, False turns a feature off
 SWITCH = (True, False)
 AMOUNT = (
     WHOLE.at_least(0)._replace(words="a whole number of batches"),
@@ -183,9 +183,10 @@ class Argument:
         name: the name in the signature of ``Trainer``.
         default: the default in the signature of ``Trainer``.
         meaning: a short description.
-        accepts: the accepted kinds of values and single values: words, True, False, None. Empty if other code checks
-            the value.
-        any_case: whether Python accepts the words in capitals, as in Lightning. Default: False.
+        accepts: the accepted values: each item is a kind or a single value (a word, True, False or None). Empty if
+            other code checks the value.
+        any_case: whether words such as ``"Norm"`` are accepted in Python in upper or lower case, as in Lightning.
+            Default: False.
     """
 
     name: str
@@ -217,9 +218,9 @@ class Argument:
 
         Args:
             value: the given value.
-            key: the config's key, such as ``trainer.devices``. None for an argument in Python: the sentence then has
-                None instead of ``null``, and additional values are accepted, as in Lightning: None for False, 2.0 for
-                two batches, words in capitals.
+            key: the config's key, such as ``trainer.devices``. None for an argument in Python. The sentence then has
+                None instead of ``null``. Some other values are then accepted too, as in Lightning: None for False, 2.0
+                for two batches, and words in capitals.
             registered: additional accepted words. Default: none.
         """
         if self.name == "strategy" and isinstance(value, str) and value.lower().startswith("deepspeed"):
@@ -424,8 +425,8 @@ def parse_limits(given: Mapping[str, Any], announce: Callable[[str], object] = s
 
     Returns:
         The arguments, with limits converted to numbers of batches (int) or fractions of the batches (float).
-        ``fast_dev_run`` overrides others. ``overfit_batches`` sets the limits of training and validation, except a
-        limit of 0. ``val_check_seconds`` is added: the seconds between validations, or None to count batches.
+        ``fast_dev_run`` overrides other limits. ``overfit_batches`` sets the limits of training and validation, except
+        a limit of 0. ``val_check_seconds`` is added: the seconds between validations, or None to count batches.
 
     Raises:
         ConfigurationError: if a fraction of an epoch is given while batches are counted across epochs, or if
@@ -460,9 +461,10 @@ def parse_limits(given: Mapping[str, Any], announce: Callable[[str], object] = s
 
 
 class BatchInterval(int):
-    """A number of batches between two validations. 1 batch is not equal to 1.0, the fraction that is a whole epoch.
+    """A number of batches between two validations. An interval of 1 batch does not equal 1.0, which is a whole epoch.
 
-    Stock callbacks run at the ends of epochs instead of after validations if ``trainer.val_check_interval == 1.0``.
+    This matters because Lightning's ModelCheckpoint and EarlyStopping run at the end of an epoch, instead of after each
+    validation, if ``trainer.val_check_interval == 1.0``.
     """
 
     def __eq__(self, other: object) -> bool:
@@ -560,7 +562,7 @@ def refuse_twice(argument: str, value: Any, default: Any, callbacks: Sequence[An
     """Refuse a setting that is given both as an argument and as a callback.
 
     Raises:
-        ConfigurationError: if ``value`` is not its default (or None) and ``callbacks`` contains an instance of
+        ConfigurationError: if ``value`` is neither None nor the default, and ``callbacks`` contains an instance of
             ``kind``.
     """
     if value not in (None, default) and any(isinstance(callback, kind) for callback in callbacks):

@@ -1,5 +1,6 @@
-"""Add the batch, the phase and advice to errors of dataloader workers, memory, collectives and shapes that ended a run.
+"""Explain the error that ended a run: add the batch, the phase and advice to it.
 
+Errors of dataloader workers, out-of-memory errors, timeouts of collectives and errors about shapes are explained.
 This code runs only after an error. The timeouts of workers are in ``trainer.data.workers``.
 """
 
@@ -54,7 +55,7 @@ def explain(
         stall: returns the report of a hang. Default: None, hangs are not detected.
 
     Returns:
-        The error to raise instead if a worker process has died or does not respond, or None for ``error`` itself.
+        The error to raise instead of ``error`` if a worker process has died or does not respond. Otherwise None.
     """
     text = str(error)
     if isinstance(error, Exception) and _RAISED.search(text):
@@ -115,7 +116,7 @@ def _worker_error(trainer: Trainer, pids: list[int], event: str) -> DataLoaderEr
         ]
     else:
         lines += [
-            "Its own message, if it left one, is above. Try num_workers=0, which shows the traceback, or"
+            "If the worker printed an error, it is above. Try num_workers=0, which shows the traceback, or"
             " DataLoader(multiprocessing_context='spawn') for libraries that do not survive a fork."
         ]
     return DataLoaderError(" ".join(lines), _prefix(trainer), _batch_idx(trainer), pids)
@@ -137,7 +138,7 @@ def _shared_memory_left() -> str:
 
 
 def release_tensors(error: BaseException) -> None:
-    """Release the local variables in the frames of a traceback: activations and the batch.
+    """Release the local variables in the frames of a traceback, such as activations and the batch.
 
     The traceback stays readable. Without this, a program that stores the exception, as a notebook does, keeps the
     tensors alive.
@@ -218,7 +219,7 @@ _PHASE_MODULES: dict[str, str | tuple[str, ...]] = {
     "update_weights": "trainer.loops",
     "step": ("torch.optim", "trainer.engine"),
 }
-"""Module prefixes that a function of this name must belong to. Other names of ``_PHASES`` count in all modules."""
+"""Prefixes of the modules where a function of this name counts. The other names of ``_PHASES`` count everywhere."""
 
 
 def _phase(frames: Iterable[FrameType]) -> str:
@@ -276,7 +277,7 @@ def _advice(trainer: Trainer, usage: Usage | None, size: int | None) -> str:
     """Return the advice, most promising first."""
     training, tries = trainer.training, list[str]()
     if usage is not None and usage.is_fragmented and usage.elsewhere is not None and not memory.expands_segments():
-        tries.append("PYTORCH_ALLOC_CONF=expandable_segments:True in the environment, which leaves no gaps.")
+        tries.append("PYTORCH_ALLOC_CONF=expandable_segments:True in the environment, which reduces fragmentation.")
     if training and usage is not None and usage.is_mostly_states:
         tries.append(
             "strategy='fsdp' on several devices: weights, gradients and the optimizer's states take most of the memory,"
@@ -333,7 +334,7 @@ def _prefix(trainer: Trainer) -> str:
 
 
 def _batch_idx(trainer: Trainer) -> int:
-    """Return the index of the current batch, or of the next one between two batches."""
+    """Return the index of the current batch or, between two batches, of the next one."""
     loop, progress = trainer.eval_loops.get(trainer.state.stage), trainer.progress
     return int(progress.batch_idx + (not progress.in_batch) if loop is None else loop.progress.batches_done)
 

@@ -64,7 +64,11 @@ class IncompleteCheckpointError(CheckpointError, KeyError):
 
 
 class CheckpointWriteError(CheckpointError, OSError):
-    """A checkpoint, or its folder, that cannot be written; ``errno`` is the system's. Older files are kept."""
+    """A checkpoint, or its folder, that cannot be written. Older files are kept.
+
+    Attributes:
+        errno: the error number of the operating system. None if unknown.
+    """
 
     def __init__(self, message: str, errno: int | None = None) -> None:
         super().__init__(message)
@@ -76,7 +80,7 @@ class FolderInUseError(CheckpointError):
 
 
 class ResumeError(CheckpointError):
-    """A resume that would not be exact, because the set-up differs from the run that wrote the checkpoint.
+    """A resume that would not be exact, because the set-up differs from that of the run that wrote the checkpoint.
 
     ``Trainer(exact_resume=False)`` continues with a warning.
     """
@@ -87,15 +91,15 @@ class RequeueError(TrainerError):
 
 
 class LossScaleCollapse(TrainerError):  # noqa: N818 - the common term
-    """Gradients overflow in every step, at every loss scale, so that training cannot continue.
+    """Gradients overflow in every step, at every loss scale, so training cannot continue.
 
-    Raised by ``trainer.callbacks.OverflowReport``. The message has the history of the scale, where the gradients
-    overflow, the remedy, and the checkpoint to resume from.
+    Raised by ``trainer.callbacks.OverflowReport``. The message contains the history of the loss scale, the source of
+    the overflow, the remedy, and the checkpoint to resume from.
     """
 
 
 class NonFiniteError(TrainerError):
-    """A loss, gradients or weights that are not finite. The saved weights are finite.
+    """A loss, gradients or weights that are not finite. No checkpoint contains such weights.
 
     Raised by ``trainer.callbacks.NonFiniteGuard``.
 
@@ -124,7 +128,7 @@ class DataLoaderError(TrainerError, RuntimeError):
 
     Attributes:
         stage: stage of the dataloader: ``"train"``, ``"val"``, ``"test"`` or ``"predict"``.
-        batch_idx: index of the current batch, or of the next one between two batches; zero-based, within the pass.
+        batch_idx: zero-based index within the pass, of the current batch or, between two batches, of the next one.
         pids: process ids of the workers that have died; empty if they do not respond.
     """
 
@@ -168,7 +172,7 @@ def warn(message: str | Warning, category: type[Warning] = UserWarning) -> None:
 
 
 def rank_zero_warn(message: str | Warning, category: type[Warning] = UserWarning) -> None:
-    """Issue a warning with :func:`warn` if this is the first process of the run."""
+    """Issue a warning with :func:`warn` if this process has rank 0."""
     from lightning_utilities.core.rank_zero import rank_zero_only
 
     if not getattr(rank_zero_only, "rank", None):
@@ -176,7 +180,7 @@ def rank_zero_warn(message: str | Warning, category: type[Warning] = UserWarning
 
 
 def _is_of_library(frame: FrameType) -> bool:
-    spec = frame.f_globals.get("__spec__")  # of `python -m package`, with the name `__main__`
+    spec = frame.f_globals.get("__spec__")  # has the module's name even if `python -m` sets `__name__` to `__main__`
     name = str(frame.f_globals.get("__name__") if spec is None else spec.name)
     return name.partition(".")[0] in _LIBRARIES
 
@@ -215,7 +219,7 @@ _NO_MEMORY = re.compile(
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an error means that a device or the host has run out of memory. Requires no torch."""
+    """Return whether an error means that a device or the host has run out of memory. Imports no torch."""
     named = any(kind.__name__ in ("OutOfMemoryError", "MemoryError") for kind in type(error).__mro__)
     return named or (isinstance(error, RuntimeError) and _NO_MEMORY.search(str(error)) is not None)
 
@@ -229,7 +233,7 @@ def memory_at(error: BaseException) -> dict[str, Any]:
 def did_you_mean(given: str, known: Iterable[str]) -> str:
     """Return the sentence `` Did you mean 'x'?`` for the nearest known word, or an empty string.
 
-    Upper and lower case are compared as equal.
+    Case is ignored.
 
     >>> did_you_mean("16-mixd", ["16-mixed", "bf16-mixed"]), did_you_mean("AdamW", ["adam", "adamw"])
     (" Did you mean '16-mixed'?", " Did you mean 'adamw'?")

@@ -14,8 +14,8 @@ from typing import BinaryIO
 def replacing(path: Path, *, part: str = ".part", durable: bool = False) -> Iterator[BinaryIO]:
     """Open a file that replaces ``path`` when the ``with`` block ends.
 
-    It is written next to ``path`` and then renamed. Thus ``path`` is the complete old or new file at any time. If the
-    block raises, the old file stays.
+    The new file is written next to ``path`` and then renamed, so ``path`` is always the complete old file or the
+    complete new file. If the block raises, the old file stays.
 
     Args:
         path: the file, in an existing folder.
@@ -25,7 +25,7 @@ def replacing(path: Path, *, part: str = ".part", durable: bool = False) -> Iter
     Raises:
         OSError: if it cannot be written.
     """
-    unfinished = path.parent / f".{os.getpid()}-{secrets.token_hex(6)}{part}"  # short, however long the name is
+    unfinished = path.parent / f".{os.getpid()}-{secrets.token_hex(6)}{part}"  # short, for any length of `path.name`
     try:
         with unfinished.open("xb") as file:
             yield file
@@ -65,5 +65,5 @@ def sync_folder(folder: Path) -> None:
 
 
 def from_here(path: Path) -> Path:
-    """Return ``path`` relative to the working directory if it is inside of it, otherwise ``path``."""
+    """Return ``path`` relative to the working directory if it lies in that directory, otherwise unchanged."""
     return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path

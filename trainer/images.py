@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 def log_images(trainer: pl.Trainer, name: str, images: Tensor) -> None:
     """Log images to TensorBoard, W&B and MLflow at the current step. Also works with Lightning's Trainer.
 
-    A no-op on ranks above 0, in the sanity check, and if none of these loggers is used; then nothing is copied from the
-    device.
+    Does nothing on ranks above 0, in the sanity check, and without such a logger. The images are then not copied from
+    the device.
 
     Args:
         trainer: the Trainer with the loggers; ``self.trainer`` in a module.

@@ -29,13 +29,13 @@ _ADAPTERS: dict[tuple[str, str], type[LoggerAdapter]] = {}  # by top-level packa
 
 @dataclass(frozen=True)
 class LoggedRun:
-    """The run of a logger that the command line builds.
+    """A run that the command line builds a logger for.
 
     Args:
         folder: the run's folder.
         name: the setting ``name``, or the recipe.
         sweep: the name of the sweep's folder, or None if the run is not a job.
-        former: the id that the logger had in the run that is evaluated, or None.
+        former: the logger's id of the earlier run that this run evaluates. None if there is none.
     """
 
     folder: Path
@@ -45,7 +45,7 @@ class LoggedRun:
 
     @property
     def title(self) -> str:
-        """The name of the run's folder, after the name of its sweep if it is a job: ``SWEEP/0``."""
+        """The name of the run's folder. For a job, the name of the sweep precedes it: ``SWEEP/0``."""
         return f"{self.sweep}/{self.folder.name}" if self.sweep else self.folder.name
 
 
@@ -59,7 +59,7 @@ class LoggerAdapter:
         target: the full name of the logger's class, as in ``_target_``. A subclass that sets it is registered.
         opening_order: loggers with a smaller number open their files first. Default: 2.
         logs_images: whether `log_images` is implemented.
-        is_tracker: whether the logger collects the runs of a user, and is given the settings of each.
+        is_tracker: whether the logger collects the runs of a user, and receives the settings of each run.
     """
 
     target: ClassVar[str] = ""
@@ -77,7 +77,7 @@ class LoggerAdapter:
 
     @classmethod
     def key(cls) -> str:
-        """Return the name of the logger in ``run.json``: that of the adapter class in lower case."""
+        """Return the name of the logger in ``run.json``: the name of the adapter class in lower case."""
         return cls.__name__.lower()
 
     # --- the logger's node in a config, before the logger is built --------------------------------------------
@@ -97,7 +97,7 @@ class LoggerAdapter:
 
     @classmethod
     def complete(cls, node: Any, run: LoggedRun) -> Any:
-        """Return the settings, with the null ones filled in for a run."""
+        """Return the settings. Those that are null are filled in for the run."""
         return node
 
     @classmethod
@@ -126,7 +126,11 @@ class LoggerAdapter:
         """Have a numbered logger write to the folder with this number; None for the next free one."""
 
     def newest_version(self, pattern: str | None = None) -> int | None:
-        """Return the largest number of a folder with files like ``pattern`` (default: the logger's own), or None."""
+        """Return the largest number of a folder that has files of the logger, or None.
+
+        Args:
+            pattern: glob pattern of the files. Default: None, the names of the logger's own files.
+        """
         return None
 
     def position(self) -> int | str | None:
@@ -134,11 +138,11 @@ class LoggerAdapter:
         return None
 
     def resume(self, step: int | None, position: int | str | None = None) -> None:
-        """Continue the files of an interrupted run, or its run in a tracker.
+        """Continue an interrupted run: its files, or its run in a tracker.
 
         Args:
             step: step of the next row. Rows of this step and later ones are dropped. None keeps all.
-            position: return value of `position` when the checkpoint was written; more exact than the step.
+            position: the value that `position` returned when the checkpoint was written; more exact than the step.
         """
 
     def log_images(self, name: str, images: Any, step: int) -> None:
@@ -190,7 +194,7 @@ class TrackerAdapter(LoggerAdapter):
 
     @property
     def folder(self) -> str | None:
-        """``SAVE_DIR/NAME/ID``, where the checkpoints of the run are; ``save_dir`` if the run has no id yet."""
+        """The folder of the run's checkpoints, ``SAVE_DIR/NAME/ID``; ``SAVE_DIR`` if the run has no id yet."""
         found, run = super().folder, self.position()
         return found if run is None else str(Path(found or "", str(self.logger.name), str(run)))
 
@@ -201,12 +205,12 @@ class TrackerAdapter(LoggerAdapter):
 
 
 def fill(node: Mapping[str, Any], **values: Any) -> dict[str, Any]:
-    """Return a node with values for those of its settings that are null or missing; a value of None is left out."""
+    """Return a node, with ``values`` for its settings that are null or missing. Values of None are ignored."""
     return {**node, **{name: value for name, value in values.items() if value is not None and node.get(name) is None}}
 
 
 def adapter(logger: Any) -> LoggerAdapter:
-    """Return the adapter of a logger: that of its class, or else of the closest base class that has one."""
+    """Return the adapter of a logger, from its class or from the closest base class with a registered adapter."""
     _load()
     classes = type.mro(logger.__class__)
     found = (_ADAPTERS.get(_key(f"{kind.__module__}.{kind.__qualname__}")) for kind in classes)

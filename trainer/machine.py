@@ -1,6 +1,6 @@
 """Measure the machine's cores, memory and disks. Does not import torch.
 
-The values are those that this process may use: the limits of its container and of its batch job, not those of the host.
+The results include the limits that the process's container and batch job set.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 SHARED_MEMORY = Path("/dev/shm")
 
 _NETWORK = ("9p", "afs", "beegfs", "ceph", "cifs", "gpfs", "glusterfs", "lustre", "nfs", "panfs", "smb", "sshfs")
-"""Prefixes of the types of network file systems in ``/proc/mounts``."""
+"""The file systems that are network file systems, by the beginning of their type in ``/proc/mounts``."""
 
 _NO_LIMIT = 2**60  # cgroup v1 writes a number near 2**63 for "no limit"
 
@@ -29,7 +29,7 @@ class Cores:
     Args:
         total: number of cores of the machine, including hyper-threads.
         allowed: number of cores that the process may run on (its affinity).
-        quota: CPU time of its control group, in cores. None for no limit.
+        quota: limit on the CPU time of its control group, in cores. None for no limit.
     """
 
     total: int
@@ -50,7 +50,8 @@ class Memory:
         total: memory of the machine.
         available: memory available without swapping.
         limit: smallest limit of the process's control groups. None for no limit.
-        left: smallest remaining memory of a control group, including memory that only caches files.
+        left: smallest remaining memory among these control groups. Memory that only caches files counts as remaining.
+            None for no limit.
     """
 
     total: int | None
@@ -173,9 +174,9 @@ def has_no_gpu(root: Path = Path("/")) -> bool:
 def suggested_workers(usable: int, gpus: int) -> int:
     """Return a first value for ``num_workers`` of dataloaders.
 
-    With GPUs, all cores except one for each training process are divided among the GPUs, up to 8 per GPU: more is
-    rarely faster, and each worker holds a copy of the dataset. Without a GPU, training needs the cores: one worker
-    per 8 cores, up to 4.
+    With GPUs, one core per GPU is reserved for its training process. The other cores are divided among the GPUs, up to
+    8 workers per GPU: more are rarely faster, and each worker holds a copy of the dataset. Without a GPU, training
+    needs the cores, so there is only one worker per 8 cores, up to 4.
 
     Args:
         usable: number of cores for this process.

@@ -57,7 +57,7 @@ def owned_buffers(root: nn.Module) -> Iterator[OwnedTensor]:
 
 
 def modules_by_name(root: nn.Module) -> dict[str, nn.Module]:
-    """Return the submodules by name, without wrappers in the names; the innermost module if several share a name."""
+    """Return the submodules by `plain_name`. A wrapped module replaces its wrapper, which has the same name."""
     return {plain_name(path): part for path, part in root.named_modules(remove_duplicate=False)}
 
 
@@ -72,7 +72,7 @@ def plain_name(path: str) -> str:
 
 
 def plain_class(module: nn.Module) -> type[nn.Module]:
-    """Return a module's class; not the class that ``fully_shard`` derives from it (``FSDPLinear``)."""
+    """Return a module's original class instead of the class that ``fully_shard`` derives from it (``FSDPLinear``)."""
     cls = type(module)
     return cls.__mro__[getattr(cls, "_orig_cls_mro_index", 0)]
 
@@ -80,7 +80,7 @@ def plain_class(module: nn.Module) -> type[nn.Module]:
 def has_forward(module: nn.Module) -> bool:
     """Return whether a module can be called, unlike a container (``nn.ModuleList``)."""
     if isinstance(module, torch.jit.ScriptModule):
-        return True  # reading the forward of its class raises
+        return True  # reading `forward` from its class raises
     return type(module).forward is not nn.Module.forward or "forward" in vars(module)
 
 

@@ -31,7 +31,7 @@ def is_installed(module: str) -> bool:
     """Return whether ``module`` can be imported. Imports nothing but its parent packages."""
     try:
         return find_spec(module) is not None
-    except ModuleNotFoundError:  # the parent package
+    except ModuleNotFoundError:  # a parent package is missing
         return False
 
 

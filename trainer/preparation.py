@@ -1,4 +1,4 @@
-"""Before the first batch: give the loops the parts that belong to one run, and build the path of a batch."""
+"""Prepare the loops for a run before its first batch, and build the path of a batch: the functions that process it."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class Preparation:
 
         Args:
             validate: runs one validation. None if the fit does not validate.
-            resume: restores the checkpoint's state of this process, or writes the first checkpoint. None for neither.
+            resume: restores this process's state from the checkpoint, or writes the first checkpoint. None for neither.
         """
         trainer, loop, profiling = self._trainer, self._trainer.loop, self._profiling
         # `estimated_stepping_batches` may have created the dataloaders before the checkpoint set the epoch
@@ -97,7 +97,7 @@ class Preparation:
             loaders,
             self.renewed_loaders,
             None if profiling is None else profiling.training_epoch,
-            # as in Lightning: a fit that continues after the end of an earlier one starts another pass
+            # as in Lightning, a second fit of the same Trainer opens another pass
             epochs if trainer.ckpt_path is not None or not epochs else -1,
         )
         if (resumed := trainer.data.resumed) is not None:
@@ -117,7 +117,7 @@ class Preparation:
         self._check_counts(loaders)
 
     def _follow_changes(self, before: dict[str, Any]) -> None:
-        """Follow changes of callbacks and hooks since the fit began, or refuse them."""
+        """Apply changes of the callbacks since the fit began, and refuse changes of the module's methods."""
         _refuse_changes(self._module, before)
         if self.hooks.follow(self._trainer.callbacks):
             self._trainer.loop.take_optimizers()
@@ -183,8 +183,8 @@ class Preparation:
         if current is not None and trainer.progress.in_batch:
             names = ", ".join(type(optimizer).__name__ for optimizer in engine.optimizers)
             raise ConfigurationError(
-                f"The optimizers were replaced by {names}, and an old or new one evaluates the loss itself. Replace"
-                " them in `on_train_epoch_start` or between two epochs."
+                f"The optimizers were replaced by {names}, and one of the old or new optimizers evaluates the loss"
+                " itself. Replace them in `on_train_epoch_start` or between two epochs."
             )
         backward: Callable[..., None] | None = None if engine.override_of("backward") is None else loop.run_backward
         step: Callable[..., Any] | None = None if isinstance(chosen, FitLoop) else chosen.step
@@ -199,8 +199,8 @@ class Preparation:
     def _needs_closure(self) -> bool:
         """Whether the module or the optimizer evaluates the loss through a closure.
 
-        An optimizer that takes an optional closure gets none if there are other optimizers, or if the scaler has to
-        come between the backward pass and the step.
+        An optimizer that accepts a closure but does not need it gets one only if there is no other optimizer, and no
+        scaler has to run between the backward pass and the step.
         """
         if self.hooks.override_of("optimizer_step") or self._trainer.engine.override_of("optimizer_step"):
             return True
@@ -209,7 +209,7 @@ class Preparation:
         return any(takes_closure(o) if allows_closure else needs_closure(o) for o in optimizers)
 
     def _schedules(self) -> Schedules:
-        revocable = self.hooks.override_of("lr_scheduler_step") is None  # a module's own version may have other effects
+        revocable = self.hooks.override_of("lr_scheduler_step") is None  # an override may have other effects
         step, metrics = self.hooks.of_module("lr_scheduler_step"), partial(MonitoredMetrics, self._trainer)
         by_module = not self._module.automatic_optimization
         return Schedules(self._trainer.engine.schedules, step, metrics, revocable, self._trainer.progress, by_module)
@@ -240,10 +240,10 @@ class Preparation:
         return loaders
 
     def _check_counts(self, loaders: Loaders | None) -> None:
-        """Refuse uneven inputs if a process without a batch cannot take part in the steps of the others.
+        """Refuse uneven inputs if a process that has no more batches cannot take part in the steps of the others.
 
         Raises:
-            ConfigurationError: if there is such a process. The message contains the numbers of batches.
+            ConfigurationError: if the inputs are refused. The message contains the numbers of batches.
         """
         if loaders is None or self._trainer.engine.world_size == 1:
             return
@@ -358,7 +358,7 @@ class Preparation:
 
         transfer: Callable[..., Any] | None = hook("transfer_batch_to_device")
         after = hook("on_after_batch_transfer")
-        if (own := engine.override_of("batch_to_device")) is not None:  # it calls the other two hooks itself
+        if (own := engine.override_of("batch_to_device")) is not None:  # it calls both hooks itself
             transfer, after = lambda batch, _, index: own(batch, dataloader_idx=index), None
         if (prefetching := self._trainer.data.prefetching) is not None:
             move, transfer = prefetching.around(move), None if transfer is None else prefetching.around(transfer)

@@ -13,7 +13,7 @@ After the import of this module, both names refer to one package, in this proces
 ``multiprocessing``. It is the package that is already loaded, or ``lightning.pytorch`` if neither is; then the first
 import of either name loads it.
 
-No other module of this package imports it.
+No other module of ``trainer`` imports this module.
 
 Raises:
     ImportError: if both are loaded already, or the version of the loaded one differs from that of ``lightning``.

@@ -58,7 +58,7 @@ def text(written: str) -> str:
 
 
 def setting(key: str, value: Any) -> Any:
-    """Return ``value`` of a setting without secrets. A string is hidden if the setting has the name of a secret.
+    """Return ``value`` of a setting without secrets. A string is hidden if the name of the setting suggests a secret.
 
     >>> setting("logger.wandb.api_key", "0123"), setting("data.num_tokens", "512")
     ('***', '512')
@@ -108,7 +108,7 @@ class Filter(logging.Filter):
 
 
 def environment_value(*arguments: Any) -> Any:
-    """OmegaConf's ``oc.env``; the value it returns is registered as a secret."""
+    """Resolve ``oc.env`` as OmegaConf does, and register the value as a secret."""
     from omegaconf.resolvers import oc
 
     value = oc.env(*arguments)

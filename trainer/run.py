@@ -313,7 +313,7 @@ class Run:
         """Run a few validation batches before training, to find errors in the validation code early."""
         trainer = self._trainer
         state, loop = trainer.state, trainer.eval_loops[RunningStage.SANITY_CHECKING]
-        # as in Lightning, skip the check if the run resumes inside an epoch, or resumes at all and max_steps is set
+        # as in Lightning, a resumed run skips the check if it resumes inside an epoch or if max_steps is set
         resumes = trainer.ckpt_path is not None and (trainer.progress.batches_this_epoch or trainer.max_steps != -1)
         if not trainer.enable_validation or not trainer.num_sanity_val_steps or resumes:
             return

@@ -88,7 +88,7 @@ def check_pickles(study: Any) -> None:
 
 
 class _CmaUnpickler(pickle.Unpickler):
-    """Unpickles classes of the package cmaes, and NumPy arrays."""
+    """Unpickles only classes of the package cmaes, and NumPy arrays."""
 
     def find_class(self, module: str, name: str) -> Any:
         root = module.partition(".")[0]
@@ -96,7 +96,7 @@ class _CmaUnpickler(pickle.Unpickler):
             found = super().find_class(module, name)
             if root == "numpy" or (isinstance(found, type) and found.__module__.startswith("cmaes.")):
                 return found
-        raise pickle.UnpicklingError(f"it asks for {module}.{name}")
+        raise pickle.UnpicklingError(f"it imports {module}.{name}")
 
 
 def trial_of(storage: str, study_name: str, number: int, pruner: Mapping[str, Any] | None) -> Any:

@@ -88,9 +88,9 @@ class Trainer(TrainerBase):
         resume: not in Lightning. ``"auto"``: a ``fit`` without ``ckpt_path`` resumes from the newest valid checkpoint
             in the folders that this run writes checkpoints to, or starts from the beginning if there is none. Default:
             None.
-        exact_resume: not in Lightning. Whether to refuse a resume that would not be exact, for example because the data
-            have changed, or because the number of processes has changed, so that the optimizer steps would get
-            different samples. If False, the run resumes as exactly as possible, with a warning. Default: True.
+        exact_resume: not in Lightning. Whether to refuse a resume that would not be exact: for example, the data have
+            changed, or another number of processes would change the samples of each optimizer step. If False, the run
+            resumes as exactly as possible, with a warning. Default: True.
         dataloader_timeout: not in Lightning. Seconds that the worker processes of a dataloader may take for a batch
             before a :class:`~trainer.errors.DataLoaderError` ends the run. 0 means no limit, the default of torch. A
             dataloader's own ``timeout`` takes precedence. Default: 1800.
@@ -438,7 +438,10 @@ class Trainer(TrainerBase):
 
     @property
     def settled_outcome(self) -> StepOutcome | None:
-        """The newest outcome on the host; it may lag one update behind. None before the first. Never synchronizes."""
+        """The newest outcome that has reached the host, possibly that of the previous update. None before the first.
+
+        Reading it never synchronizes.
+        """
         return self.loop.outcome
 
     @property

@@ -104,15 +104,15 @@ def load_weights(module: nn.Module, path: str | Path, weights_only: bool | None 
 
     Args:
         module: the module, such as a LightningModule.
-        path: a checkpoint, file or folder; the folder of a run, for its best checkpoint, else the last; a state dict
-            that ``torch.save`` has written, alone or under ``state_dict``, ``model_state_dict`` or ``model``; a file
-            of safetensors.
+        path: a checkpoint (a file or a folder); the folder of a run, to load its best checkpoint, or its last one if
+            there is no best; a state dict that ``torch.save`` has written, alone or under ``state_dict``,
+            ``model_state_dict`` or ``model``; or a safetensors file.
         weights_only: False to read a file with more than tensors and plain containers, which may execute any code.
             Only use it for trusted files.
 
     Raises:
-        ConfigurationError: if the file does not exist, has no weights for the module, or the module is on the meta
-            device.
+        ConfigurationError: if the file does not exist or has no weights for the module, or if the module is on the
+            meta device.
         CheckpointError: if the file is damaged, or has no weights.
         UnsafeCheckpointError: if the file has more than tensors and plain containers.
     """
@@ -189,10 +189,10 @@ def load_into(
 def paired(file_names: Iterable[str], module_names: Iterable[str]) -> tuple[dict[str, str], tuple[str, str]]:
     """Match the names of a file to those of a module.
 
-    Names match directly, or after a prefix is removed: any prefix on one side, or the first word with its dot on both
-    sides. Prefixes on both sides count only if, on each side, at least half of the names with the prefix match; names
-    without a dot after the prefix are left out of this count. The prefixes with the most matches are used. Names
-    of wrappers are ignored.
+    Names match directly, or after a prefix is removed. The prefix may be of any length if it is removed on one side. If
+    prefixes are removed on both sides, each is the first word with its dot. Such a pair is accepted only if, on each
+    side, at least half of the names with the prefix match. This count ignores names without another dot after the
+    prefix. Of all possible prefixes, those with the most matches are used. Names of wrappers are ignored.
 
     Args:
         file_names: names in the file.

@@ -108,7 +108,7 @@ class SampleOrder:
         return self.has_workers or (samples % self.batch_size > 0 and not is_limited)
 
     def shares(self, samples: int, epoch: int) -> list[float]:
-        """Return the weight of each sample in an epoch's last update if that is short; [] if it is full.
+        """Return the weight of each sample in an epoch's last update if that update is incomplete, otherwise [].
 
         Each batch's loss is a mean, and an update is the mean over its batches: a sample in a short batch weighs more.
         """
@@ -221,8 +221,8 @@ class ElasticSampler(Sampler[int]):
     def weight_of(self, number: int) -> float | None:
         """Return the weight of batch ``number`` of this process in its update; None for 1.
 
-        In a short last update, each sample has the weight that it had in the original run, if all samples of a batch
-        had the same weight there.
+        In an incomplete last update, each sample has the weight that it had in the original run, if all samples of a
+        batch had the same weight there.
         """
         total, size = self.total, self.order.update_size(self.epoch)
         global_batch_size = self.num_replicas * self.batch_size
@@ -231,7 +231,7 @@ class ElasticSampler(Sampler[int]):
         shares = self.order.shares(self.samples, self.epoch)
         batch_shares = shares[number * global_batch_size - start : (number + 1) * global_batch_size - start]
         batches = self.batches - start // global_batch_size
-        return sum(batch_shares[self.rank :: self.num_replicas], 0.0) * self.num_replicas * batches  # mean: 1
+        return sum(batch_shares[self.rank :: self.num_replicas], 0.0) * self.num_replicas * batches  # 1 on average
 
     def keeps_shares(self, epoch: int) -> bool:
         """Return whether each sample of the epoch's last update has the weight that it had in the original run."""

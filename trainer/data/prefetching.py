@@ -50,7 +50,7 @@ class Prefetching(TorchFunctionMode):
         self.from_pinned: bool | None = None
         self._device = device
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # of the next operation to wait for
+        self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # reused for each operation to wait for
         self._held: list[Tensor] = []  # of the batch of the running step
         self._sent: list[Tensor] = []
         self.release_batch()

@@ -119,8 +119,8 @@ class ResumableLoader:
 
         Args:
             state: the return value of :meth:`state_dict`, with two optional keys: ``is_over``, whether the pass was
-                over; ``inside``, whether the state was saved after more than ``batches`` batches. If the state is of
-                another kind, only this number of batches is skipped.
+                over; ``inside``, whether the state was saved in the middle of the batch after ``batches`` batches. If
+                the state is of another kind of loader, ``batches`` batches are skipped, and nothing else is restored.
 
         Returns:
             The reasons why the following batches may differ from those of an uninterrupted run; empty if they do not.
@@ -145,7 +145,7 @@ class ResumableLoader:
             return [f"the dataloader is of another kind than the one that was saved: it is now a {kind}"]
         reasons = _changes(state["set_up"], self.loader)
         self._resumed = self._resume(state, reasons)
-        if state["prefetch_factor"] == self._prefetch_factor:  # otherwise the sampler is not as far ahead
+        if state["prefetch_factor"] == self._prefetch_factor:  # otherwise the sampler is ahead by another number
             random_states.set_states(self.generators, state["own"])
         return reasons
 
@@ -364,7 +364,7 @@ class StatefulLoader(ReplayedLoader):
         self.generators = find(loader)
         self.replays = False
         self._can_have_worker_states = is_torchs and loader.num_workers > 0
-        # a DataLoader begins each pass from the start, but without workers its dataset may not
+        # a DataLoader begins each pass from the start; without workers, its dataset may continue from its last position
         lasting: Any = loader.dataset if isinstance(loader, DataLoader) else loader
         self._lasting: Any = None if self._can_have_worker_states or not _has_state(lasting) else lasting
         samplers, dataset = ((loader.sampler, loader.batch_sampler), loader.dataset) if is_torchs else ((), None)
@@ -755,7 +755,7 @@ class _WorkerIterator(_OwnedIterator, _MultiProcessingDataLoaderIter):
         super().__init__(loader)
 
     def send_indices(self, indices: Iterator[Any], worker: int) -> None:
-        """Send ``indices`` to the workers, the first one to ``worker``. Nothing was sent before."""
+        """Send ``indices`` to the workers, the first one to ``worker``. Requires that nothing was sent before."""
         self._sampler_iter = indices
         self._worker_queue_idx_cycle = cycle([*range(worker, self._num_workers), *range(worker)])
         for _ in range(self._prefetch_factor * self._num_workers):

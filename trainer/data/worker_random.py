@@ -88,7 +88,7 @@ class WorkerRandom:
             _call_before(info.dataset, dict.fromkeys(_READS, self._follower))
 
     def _begin_pass(self) -> None:
-        """Record the states before the dataset is iterated: only then is it known how the last pass ended."""
+        """Record the states before the dataset is iterated, including changes after the last batch of the last pass."""
         if self._watch is not None:
             changes = self._watch.changes()
             self._states.update(changes)

@@ -28,7 +28,7 @@ class SurviveSignals:
 
     def __call__(self, worker: int) -> None:
         """Set the signal handlers at the start of the worker. End it if the run has been killed since."""
-        if _is_orphan():  # torch's check of the parent process begins later, and would accept the next parent
+        if _is_orphan():  # torch's check of the parent process begins later, and would accept the new parent
             os._exit(1)
         for name in ("SIGINT", "SIGUSR1", "SIGUSR2"):
             if (number := getattr(signal, name, None)) is not None:
@@ -45,7 +45,7 @@ def outlive_signals(loader: Any) -> None:
 
 
 def _is_orphan() -> bool:
-    """Return whether the process that started this one has ended. A fork server is a parent, too."""
+    """Return whether the process that requested this one has ended. The parent may be another one: a fork server."""
     started_by, parent = multiprocessing.parent_process(), os.getppid()
     if started_by is None or started_by.pid == parent:
         return False

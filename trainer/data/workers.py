@@ -27,11 +27,11 @@ _EXIT_TIMEOUT = 2.0
 def bounded(loaders: Iterable[Any], seconds: float) -> Iterator[None]:
     """Limit the time that iterators created in a ``with`` block wait for a batch from their workers.
 
-    By default, torch waits forever. With a ``timeout``, it does not check whether the workers are alive, and detects
-    dead ones by a signal only, which threads and programs with a custom handler do not receive.
+    By default, torch waits forever. With a ``timeout``, it does not check whether the workers are alive. It then
+    detects dead workers only through a signal, which threads and programs with a custom handler do not receive.
 
     Args:
-        loaders: of any kind. Those without workers, and those with a ``timeout``, stay unchanged.
+        loaders: iterables of any kind. Those without workers, and those with a ``timeout``, stay unchanged.
         seconds: the limit; 0 for no limit.
     """
     chosen = [loader for loader in loaders if seconds and _can_be_bounded(loader)]
@@ -125,9 +125,9 @@ class _BoundedGet:
 
 
 def _kill_workers(iterator: Any) -> None:
-    """Kill the workers: one that hangs, or waits for the lock of a dead one, ignores SIGTERM."""
+    """Kill the workers. A worker that hangs, or waits for a lock of a dead worker, would ignore SIGTERM."""
     if getattr(iterator, "_worker_pids_set", False):
-        # otherwise torch's handler of SIGCHLD raises here that workers were killed
+        # otherwise torch's handler of SIGCHLD raises an error here, because workers were killed
         signal_handling._remove_worker_pids(id(iterator))  # type: ignore[attr-defined]
         iterator._worker_pids_set = False
     for worker in getattr(iterator, "_workers", ()):

@@ -15,7 +15,7 @@ MOST_BATCHES = 100
 
 
 class AsyncMax:
-    """Compute the maximum over all processes for each of several numbers; all processes get it at the same batch.
+    """Compute the maxima of several numbers over all processes, which all get the result at the same batch.
 
     An all-reduce starts after a batch, and its result is read after the next batch. It has usually arrived by
     then, so a process waits only for processes that are at least one batch behind. Each result also contains the number
@@ -39,7 +39,7 @@ class AsyncMax:
         self._sent_at = time.monotonic()
 
     def reduce(self, numbers: Sequence[int]) -> list[int]:
-        """Return the maxima of the pending all-reduce, or zeros if none is pending.
+        """Return the maxima of the pending all-reduce, or zeros if none is pending. Start the next one if it is due.
 
         All processes must call it at the end of each batch.
         """

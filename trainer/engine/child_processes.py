@@ -122,7 +122,7 @@ def deadline_after(error: BaseException, *, waited_for: bool) -> Iterator[None]:
 
     Args:
         error: the exception that ended the run.
-        waited_for: whether other processes may be waiting for this one, or it for them. If not, there is no limit.
+        waited_for: whether other processes and this one may be waiting for each other. If not, there is no limit.
     """
     code = error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1
     children.expected.add(code)
@@ -172,7 +172,7 @@ def name_parent() -> None:
 
 @contextmanager
 def parent_watched() -> Iterator[None]:
-    """Watch the parent during a run in a process started by another (:func:`name_parent`), and end if it dies."""
+    """If a process that called :func:`name_parent` started this one, exit if that process dies during a run."""
     parent, done = int(os.environ.get(_PARENT, 0)), threading.Event()
     if parent in (0, os.getpid()):
         yield

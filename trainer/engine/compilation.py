@@ -38,7 +38,7 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 def compile_in_place(module: nn.Module, settings: Mapping[str, Any], *, reuses_memory: bool) -> Callable[[], None]:
-    """Compile calls of ``module``. Returns a function that undoes it.
+    """Compile calls of ``module``. Returns a function that undoes this.
 
     Args:
         module: a module that is not compiled yet.

@@ -29,7 +29,7 @@ class OwnForward:
                 vars(self._module)["forward"] = self._outer
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Give copies and pickles of the module its plain forward, bound to them."""
+        """Replace this object in copies and pickles of the module by the plain forward, bound to the copy."""
         return _identity, (self._forward,)
 
 

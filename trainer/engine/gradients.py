@@ -17,7 +17,7 @@ In a training step, in this order::
 ``Gradients`` is for engines with whole gradients in each process: a single device, and DDP. An engine with sharded
 gradients has a subclass. It overrides ``part`` and the methods that need the other parts (``norm``, ``clip_``,
 ``backward_without_loss``), and gives the scaler (:meth:`Gradients.use_scaler`) a function that all-reduces a flag:
-whether a gradient is not finite. Values are never reduced, because a maximum may drop a NaN (gloo's does).
+whether a gradient is not finite. Only a flag is reduced, because a maximum of values may drop a NaN (gloo's does).
 
 The loss scaler has the interface of torch's ``GradScaler``: its methods take an optimizer and read the gradients of its
 parameters. Our scaler finds them with ``LossScaler.gradients_of``, which also works without an engine.
@@ -282,7 +282,7 @@ class Gradients:
         return {name: p.grad.detach() for name, p in parameters if p.grad is not None and id(p) in unused}
 
     def can_load(self, parameters: Iterable[tuple[str, Tensor]], state: Mapping[str, Tensor]) -> bool:
-        """Return whether :meth:`load_state_dict` can restore all gradients: they have the shapes of the parts here."""
+        """Return whether :meth:`load_state_dict` can restore all gradients, which must have the shapes of the parts."""
         parts = {name: self.part(parameter) for name, parameter in parameters}
         return all(name in parts and gradient.shape == parts[name].shape for name, gradient in state.items())
 

@@ -1,10 +1,10 @@
 """Materialize and initialize modules that were created on the meta device.
 
 ``configure_model`` may create its modules inside ``with torch.device("meta")``, without memory. Every engine
-initializes them in the same way, so that each starts from the same weights: with ``init_weights()`` of the
-LightningModule if it has this method, which must then fill every parameter and buffer; otherwise with each module's own
-``reset_parameters()`` in the order of ``modules()``, and with ``_init_weights(module)`` of an enclosing module (as
-Hugging Face's models have).
+initializes them in the same way, so that each starts from the same weights. If the LightningModule has a method
+``init_weights()``, that is called, and must fill every parameter and buffer. Otherwise, the modules are initialized in
+the order of ``modules()``: each with its own ``reset_parameters()``, then with ``_init_weights(module)`` of an
+enclosing module (which Hugging Face's models have).
 """
 
 from __future__ import annotations

@@ -76,8 +76,8 @@ def measure(
     Args:
         device: the device of this process.
         module: the module with the parameters, gradients and buffers, or None.
-        optimizers: optimizers with states and parameters. While an engine shards, the module may temporarily have
-            parameters that are not those of the optimizers.
+        optimizers: optimizers with states and parameters. Their parameters count in addition to the module's, because
+            the two may differ while an engine shards the module.
         batch: the tensors of the current batch.
     """
     optimizers = list(optimizers)
@@ -144,7 +144,7 @@ def write_snapshot(device: torch.device, file: Path) -> bool:
     allocated each block. Does not synchronize with the device.
 
     Returns:
-        Whether it was written: on CUDA, if torch has this private function.
+        Whether it was written. False on other devices than CUDA, and if torch does not have this private function.
 
     Raises:
         OSError: if the file cannot be written.

@@ -198,7 +198,7 @@ class Engine(Protocol):
         """Gather all processes' ``value`` on rank 0. Returns [] on others, and if no process group exists."""
 
     def gather_if_different(self, value: T) -> list[T]:
-        """Gather every process's ``value`` on all of them. Returns only this one's if all have the same ``repr``."""
+        """Gather all values on all processes. If all have the same ``repr``, return only this process's, in a list."""
 
     def reduce(self, tensor: Tensor, op: str = "mean", group: Any = None) -> Tensor:
         """Reduce ``tensor`` over the processes: ``"mean"``, ``"sum"``, ``"min"`` or ``"max"``."""

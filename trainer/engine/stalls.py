@@ -210,7 +210,7 @@ def begun_collectives() -> dict[str, tuple[int, str]]:
 
 
 def missing_ranks(states: list[RankState]) -> list[int]:
-    """Return the ranks that others wait for and that do not wait themselves; if all wait, those behind others."""
+    """Return the ranks that others wait for and that wait for no other; if there are none, all that others wait for."""
     ahead: dict[str, int] = {}
     for state in states:
         for group, (number, _) in state.begun.items():

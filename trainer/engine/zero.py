@@ -188,7 +188,7 @@ class ZeroModule:
         return whole.view(shape)
 
     def set(self, parameter: nn.Parameter, value: Tensor, key: str | None = None) -> None:
-        """Set a parameter, or its optimizer state ``key``, from a whole tensor. Only the former communicates."""
+        """Set a parameter, or its optimizer state ``key``, from a whole tensor. Communicates only for a parameter."""
         part = self._parts.get(parameter)
         if key is None:
             with self.gathered([parameter]), torch.no_grad():

@@ -29,19 +29,20 @@ _MIXED = (
 class AccumulationWindow:
     """The batches between two optimizer steps.
 
-    A window has ``batches`` batches, or as many as are left in the epoch. The update uses the weighted mean of the
+    A window has ``batches`` batches, or fewer at the end of an epoch. The update uses the weighted mean of the
     gradients ``g`` of its batches' losses, ``sum(w * g) / sum(w)``, over all processes. The weight ``w`` of a batch is
     the one that ``training_step`` returned; default: 1. A batch does not count if its ``training_step`` returned None.
 
-    ``sum(w)`` is unknown until the window's last forward pass. Therefore :meth:`share` multiplies each loss by its
-    expected share: its weight divided by a typical weight, the unit, and by the window's size. Thus the loss keeps its
-    usual magnitude while it is scaled for float16, however large the weights are. After the last backward pass,
+    ``sum(w)`` is unknown until the window's last forward pass. Therefore :meth:`share` multiplies each loss by an
+    expected factor: its weight divided by the window's size and by a typical weight, called the unit. Thus the loss
+    has its usual magnitude when it is scaled for float16, however large the weights are. After the last backward pass,
     :meth:`close` multiplies the gradients by a correction. It is 1 if no weight differs from the unit and no batch is
     missing, as in a full window without weights.
 
-    Several processes all-reduce their sums during the last backward pass. A window of a single batch gets the sums
-    before its backward pass if the batch has a weight, or if the sums are on a GPU, whose values the host does not
-    know. It then multiplies the loss, which is cheaper than multiplying all gradients (:meth:`joint_share`).
+    Several processes all-reduce their sums of weights during the last backward pass. In a window of a single batch,
+    they may do this before the backward pass instead (:meth:`joint_share`). The correction then multiplies the loss,
+    which is cheaper than multiplying all gradients. This is done if the batch has a weight. It is also done if the sums
+    are on a GPU, because the host cannot check there whether the correction is 1.
 
     With one process, the unit is the first weight of the window. Several processes need the same unit, because
     gradients that were averaged over the processes cannot be corrected for different units. This unit is the mean
@@ -141,7 +142,7 @@ class AccumulationWindow:
         return dict(vars(self))
 
     def rewind(self, mark: dict[str, Any]) -> None:
-        """Restore the state of :meth:`mark`, because an optimizer that evaluates the loss itself repeats the batch."""
+        """Restore the state that :meth:`mark` returned, to repeat or discard the batch."""
         vars(self).update(mark)
 
     @property
@@ -150,7 +151,7 @@ class AccumulationWindow:
         return self.backwards != self._before[0]
 
     def state_dict(self, *, before_batch: bool) -> dict[str, Any]:
-        """Return the state for a checkpoint: all of an open window, or the part that the next one needs.
+        """Return the state for a checkpoint: all of it if a window is open, otherwise the part for the next window.
 
         Gradients are not included.
 
@@ -166,7 +167,7 @@ class AccumulationWindow:
         return state
 
     def load_state_dict(self, state: dict[str, Any], device: torch.device) -> None:
-        """Restore the state of :meth:`state_dict`, including ``batches``, unless the code sets another number now."""
+        """Restore the state of :meth:`state_dict`; ``batches`` only if ``given`` is the same in both runs."""
         if state.get("given") != self.given:
             state = {**state, "batches": self.batches}
         for name in _STATE:
@@ -191,7 +192,7 @@ class AccumulationWindow:
         return self._scale_loss(loss)
 
     def joint_share(self, loss: Tensor | None, weight: Weight | None, engine: Engine) -> Tensor | None:
-        """Return the same as :meth:`share`, but synchronize the processes, which all call this at the same batch.
+        """Return the same as :meth:`share`, but take part in collectives. All processes call this at the same batch.
 
         Args:
             loss, weight: as in :meth:`share`; the loss is None if this process has none.
@@ -212,8 +213,8 @@ class AccumulationWindow:
     def may_read_late(self, engine: Engine) -> bool:
         """Return whether a weight on a device can be read after the backward pass, by :meth:`close`.
 
-        This requires a window of one batch on one process, so that gradients can be dropped if the weight is 0, and
-        CUDA, because the copy does not wait for the backward pass there.
+        This requires a window of one batch on one process, so that gradients can be dropped if the weight is 0. It also
+        requires CUDA, where the copy does not wait for the backward pass.
         """
         is_alone = self.size == 1 and self._data_parallel_size == 1
         return is_alone and engine.device.type == "cuda" and engine.supports_uneven_inputs
@@ -232,7 +233,7 @@ class AccumulationWindow:
         return self.share(loss)
 
     def find_unit(self, has_loss: bool, weight: Weight | None, engine: Engine) -> None:
-        """Set the unit to the mean weight of the processes' batches, if any has a loss.
+        """Set the unit to the mean weight of the processes' batches that have a loss. Keep it if there are none.
 
         A host-device synchronization, once per run.
 
@@ -282,10 +283,10 @@ class AccumulationWindow:
         self.factor = weight / (self._unit * self.size)
 
     def close(self, optimizers: Iterable[Optimizer], engine: Engine) -> bool:
-        """Correct the window's gradients to the mean over the batches that it really had, after its last backward pass.
+        """Correct the window's gradients to the mean over the batches that it really had.
 
-        All data-parallel processes call this together. Their sums take one collective, without a host-device
-        synchronization.
+        All data-parallel processes call this together, after the window's last backward pass. Their sums take one
+        collective, without a host-device synchronization.
 
         Args:
             optimizers: the optimizers of the gradients.
@@ -309,8 +310,7 @@ class AccumulationWindow:
     def _close_late(self, optimizers: Iterable[Optimizer], engine: Engine) -> None:
         """Read the weight of the only batch. If it is 0, drop the gradients, which may be 0 * inf = NaN.
 
-        A host-device synchronization, but only with the forward pass: the backward pass is queued on the device
-        meanwhile.
+        A host-device synchronization. It waits for the forward pass only; the backward pass is already queued.
         """
         assert self._readback is not None
         self._reads_late = False
@@ -354,7 +354,7 @@ def _positive(weight: Weight) -> Weight:
 
 
 def count_windows(batches: int, sizes: Iterable[int], straddle: bool) -> int:
-    """Return the number of windows in epochs of ``batches`` batches; a window of epoch ``i`` has ``sizes[i]``."""
+    """Return the number of windows in epochs of ``batches`` batches. A window of epoch ``i`` has ``sizes[i]``."""
     windows, missing = 0, 0  # missing: number of the next epoch's batches that complete an open window
     for size in sizes:
         left = batches - missing

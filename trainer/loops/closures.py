@@ -192,7 +192,7 @@ def refuse_scaled_closures(loop: FitLoop) -> None:
 
 
 def refuse_bare_steps(loop: FitLoop) -> RemovableHandle:
-    """Raise an error if the module steps a torch optimizer itself, instead of its wrapper, while losses are scaled.
+    """Register a check that raises if the module steps a torch optimizer, not its wrapper, while losses are scaled.
 
     Such a step uses scaled gradients, and is not skipped after an overflow. If no loss was scaled, the module may scale
     its losses itself, so the first such step with gradients only causes a warning.

@@ -1,7 +1,7 @@
 """Evaluation with uneven inputs: some processes have more batches than others, or none.
 
-Logged values are reduced after the last batch: see ``MetricStore.complete``. Before that, a collective in a batch would
-hang if another process has no such batch.
+Logged values are reduced after the last batch: see ``MetricStore.complete``. A collective inside a batch would hang if
+another process has no such batch.
 """
 
 from __future__ import annotations
@@ -84,7 +84,8 @@ class DistributedPass:
         """Evaluate one batch.
 
         Raises:
-            ConfigurationError: if it runs a collective and some processes have no such batch.
+            ConfigurationError: if the batch runs a collective, and the processes have different numbers of batches.
+                Issues only a warning if this is the first batch and all processes have it.
         """
         engine, span, index = self._engine, self._spans[dataloader_idx], self._done
         self._done += 1

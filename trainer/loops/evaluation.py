@@ -31,7 +31,7 @@ class EvalLoop:
     Args:
         stage: ``"validation"``, ``"test"`` or ``"predict"``: the prefix of its hooks and of its step function.
         engine: devices and processes.
-        precision: the context of a forward.
+        precision: provides the autocast context of forward passes.
         published: the metrics that callbacks and progress bars read.
         recorder: sends metrics to the loggers.
         fit_progress: the counters of training; metrics are logged at its step.
@@ -107,7 +107,7 @@ class EvalLoop:
         self.inference_mode = inference_mode
         self.data_state: dict[str, Any] | None = None
         self.progress.seen_batches.clear()
-        self.updates_before: dict[int, int] = {}  # of metric objects, before the current dataloader
+        self.updates_before: dict[int, int] = {}  # update counts of metric objects before the current dataloader
 
     def run(self, limit: float = float("inf")) -> list[Metrics]:
         """Run one pass. Return the logged metrics, one dict for each dataloader.
@@ -173,7 +173,7 @@ class EvalLoop:
 
     @property
     def is_shared(self) -> bool:
-        """Whether several processes evaluate parts of the same samples, so that their metrics are reduced together."""
+        """Whether the samples are divided among several processes, so that metrics are reduced over the processes."""
         return self.counts_once and self.stage != "predict" and self.engine.world_size > 1
 
     @property
@@ -192,7 +192,7 @@ class EvalLoop:
         )
 
         def close_until(dataloader_idx: int) -> None:
-            """Close the dataloaders before this one; other processes may have batches of those that were empty here."""
+            """Close the dataloaders before this one, including empty ones that have batches in other processes."""
             nonlocal current
             for idx in range(current, dataloader_idx):
                 if idx == current or (self.distributed_pass is not None and spans[idx].most):

@@ -107,8 +107,8 @@ class FitLoop:
                 replaced optimizers or schedules.
             follow_changes: called at the start of each epoch to register changed callbacks and hooks. Default: a no-op.
             validate: runs one validation. Default: None, no validation.
-            resume: called after ``on_train_start`` to restore the state of a checkpoint or to write the first one.
-                Default: None, no checkpoint.
+            resume: called after ``on_train_start`` to restore the state of a checkpoint or to write the first
+                checkpoint. Default: None, neither.
         """
         self.hooks, self.batches, self.schedules = hooks, batches, schedules
         self.build_path, self.follow_changes, self.wrappers = build_path, follow_changes, ()
@@ -413,7 +413,7 @@ class FitLoop:
         progress.is_followed_up = True
 
     def count_update(self) -> None:
-        """Count the update of a closed window, after the validation if one was due, and step the plateau schedules."""
+        """If a window has closed, count its update and step the plateau schedules. A due validation runs first."""
         if self.progress.closing:
             if self.has_updated and self.schedules.stepped:
                 self.advance_by_step(on_plateau=True)

@@ -59,7 +59,7 @@ def outputs_of(loss: Tensor | None, output: Any) -> dict[str, Any] | None:
     As in Lightning, only the loss is detached. The other items keep their graphs until the batch ends.
 
     Args:
-        loss: the loss multiplied by its share of the accumulation window, a scalar; None if the batch has no loss.
+        loss: the batch's share of the window's mean loss, a scalar; None if the batch has no loss.
         output: the return value of ``training_step``, or ``NOTHING`` if the batch is None.
 
     Returns:

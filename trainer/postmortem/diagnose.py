@@ -1,4 +1,4 @@
-"""Decides why a training run breaks: one verdict and one remedy, from replays of the batch.
+"""Find out why a training run breaks: one verdict and one remedy, from replays of the batch.
 
 Callbacks detect that something is wrong, and describe it in a :class:`Case`. :func:`diagnose` explains it. Remedies are
 tried on the batch, forward and backward; ``Diagnosis.tried`` is the result, or "" if a remedy was not tried.
@@ -45,9 +45,9 @@ class Case:
 
     Attributes:
         step: ``trainer.global_step`` when the weight update began.
-        batches: those of the window that failed; [] if they are no longer stored.
+        batches: the batches of the accumulation window that failed; [] if they are no longer stored.
         scale: the loss scale of the update.
-        recent: batches before those, oldest first.
+        recent: the batches before this window, oldest first.
         before: finite weights of an earlier step; {} if there are none.
         first: the first step that may be the cause, because everything before it was finite; -1 if the weights were not
             finite when training began.
@@ -78,8 +78,9 @@ def diagnose(trainer: Trainer, case: Case) -> Diagnosis | None:
     """Replay the case and explain it. All ranks call this together.
 
     Returns:
-        None if nothing is wrong, if the loss scale is only settling, or if the values of weights and batch are not the
-        cause of the exception. With the trigger "step", a diagnosis with the largest loss scale instead of None.
+        The diagnosis. None if nothing is wrong, if the loss scale is only settling, or if the values of weights and
+        batch are not the cause of the exception. With the trigger "step", a diagnosis with the largest loss scale that
+        fits, instead of None.
     """
     if case.error is not None:
         if (found := index_out_of_range(case.error)) is not None:
@@ -333,7 +334,7 @@ def _repeat_steps(trainer: Trainer, case: Case, finding: Finding) -> Diagnosis |
                     return verdict
     if (verdict := _optimizer(trainer, case, finding)) is not None:
         return verdict
-    # exact if the optimizer states were new and the learning rates the same
+    # the repetition is exact only if the optimizer states were new and the learning rates are the same
     is_same = is_whole and not case.weights_step and not trainer.lr_scheduler_configs
     if is_same and recorded is None and not weights and _rates_are_finite(trainer):
         return _diagnosis(

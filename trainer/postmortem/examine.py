@@ -111,7 +111,7 @@ def examine(
         return finding
     findings: list[Finding] = engine.broadcast(engine.gather(finding))
     failing = [one for one in findings if one.fails] or [one for one in findings if not math.isnan(one.loss)]
-    # gradients of the others may be infected by collectives in the backward pass
+    # gradients of other ranks may not be finite only because of collectives in the backward pass
     chosen = min(failing or findings, key=lambda one: (not one.broken_batch, math.isfinite(one.loss), one.rank))
     return replace(
         chosen,

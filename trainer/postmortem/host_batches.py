@@ -1,4 +1,4 @@
-"""Find an index that is out of range after it ended CUDA's context."""
+"""Find the out-of-range index that has ended CUDA's context."""
 
 from __future__ import annotations
 

@@ -116,8 +116,8 @@ def _counts(
 def largest_update(trainer: Trainer, batches: Sequence[RecordedBatch]) -> float:
     """Return the largest change of a weight by one step in float32, divided by the largest weight.
 
-    Estimated from the learning rate, and for optimizers with ``betas`` and ``eps`` from their normalization.
-    All ranks call this together.
+    It is estimated from the learning rate and, for optimizers with ``betas`` and ``eps``, from their normalization. All
+    ranks call this together.
     """
     groups = {id(p): group for o in trainer.optimizers for group in o.param_groups for p in group["params"]}
     named = dict(trainer.lightning_module.named_parameters())

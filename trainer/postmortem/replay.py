@@ -84,7 +84,7 @@ class Variant(NamedTuple):
 
 
 class _Widen(TorchFunctionMode):
-    """Returns float32 if the code asks for 16 bits: in a cast, or for a new tensor."""
+    """Replaces 16-bit dtypes in the code by float32: in casts, and in the creation of tensors."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in (Tensor.half, Tensor.bfloat16):
@@ -254,15 +254,15 @@ def replay(
 def backward(loss: Tensor, scale: float, parameters: Mapping[str, Tensor], look: Callable[[Tensor], T]) -> dict[str, T]:
     """Run a backward pass of the scaled loss without changing ``.grad``.
 
-    Returns:
-        The results of ``look`` by name, in the order of the backward pass.
-
     Args:
         loss: the loss with its graph, which is retained.
         scale: the loss scale; the product is computed in float32, as by the scaler.
         parameters: the parameters whose gradients are passed to ``look``, by name (:func:`optimized`). Empty if this
             process only takes part in the collectives.
         look: called with the gradient of each parameter when it is computed; with the values of a sparse gradient.
+
+    Returns:
+        The results of ``look`` by name, in the order of the backward pass.
     """
     found: dict[str, T] = {}
 

@@ -133,7 +133,7 @@ def _owners(roots: Iterable[object]) -> Iterable[object]:
 def _distinct(tensor: Tensor) -> Tensor:
     """Return a view without the elements that share the memory of others, as in an expanded tensor.
 
-    Such a tensor cannot be written to.
+    An expanded tensor cannot be written to.
     """
     if is_dense(tensor):
         for dim, (stride, size) in enumerate(zip(tensor.stride(), tensor.shape, strict=True)):

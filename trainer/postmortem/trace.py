@@ -67,7 +67,7 @@ class Birth(NamedTuple):
         kind: class of the module.
         sources: names of the modules that computed its inputs.
         file, line: of the user's code; "" and 0 if unknown.
-        inputs, outputs: its inputs and outputs; None without a floating-point tensor.
+        inputs, outputs: the elements of its inputs and of its outputs; None without a floating-point tensor.
         is_nan: whether it made nan, not only inf.
     """
 

@@ -32,7 +32,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from trainer.precision.registry import MODULES  # here, because it imports torch, which `names` must not
+    from trainer.precision.registry import MODULES  # here, because it imports torch, and `names` must not
 
     value = next(getattr(module, name) for module in MODULES if hasattr(module, name))
     globals()[name] = value  # the next access does not call this function

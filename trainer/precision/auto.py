@@ -22,12 +22,10 @@ class AutoPrecision(Precision):
     Every process checks its own device. If the devices differ, name a precision explicitly.
 
     Args:
-        init_scale, growth_factor, backoff_factor, growth_interval, min_scale, max_scale: see
-            :class:`~trainer.precision.MixedPrecision`. Has an effect if ``16-mixed`` is chosen.
-        cpu_kernels: how float16 is computed on a CPU; see there.
-        fp32_modules: modules that run in float32; see there. Has no effect in ``32-true``.
-        autocast_ops: autocast's list of operations; see there.
-        autocast_cache: whether autocast caches the casts of weights; see there.
+        init_scale, growth_factor, backoff_factor, growth_interval, min_scale, max_scale, cpu_kernels: as in
+            :class:`~trainer.precision.MixedPrecision`. They have an effect if ``16-mixed`` is chosen.
+        fp32_modules, autocast_ops, autocast_cache: as in :class:`~trainer.precision.MixedPrecision`. They have no
+            effect if ``32-true`` is chosen.
 
     Attributes:
         description: the chosen precision and the reason; empty before the choice.

@@ -60,7 +60,7 @@ _CPU_ONLY = """
 """Only in a CPU's list, and correct there: variants of operations in CUDA's list."""
 _FOURIER = ("fft_", "stft")
 _ROUNDED = "avg_pool3d"
-"""In 16 bits on CUDA. A CPU has no 16-bit kernel for it."""
+"""The operation runs in 16 bits on CUDA. A CPU has no 16-bit kernel for it."""
 
 _AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
 _BELOW_AUTOCAST = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.AutocastCPU)
@@ -79,7 +79,7 @@ def cuda_autocast_ops() -> AbstractContextManager[None]:
 
     Raises:
         RuntimeError: in the context, for operations that autocast rejects on CUDA (``binary_cross_entropy``), and for
-            operations that stay in 16 bits on CUDA but have no 16-bit kernel there (``torch.linalg.inv``).
+            operations that autocast does not cast on CUDA and that have no 16-bit kernel (``torch.linalg.inv``).
     """
     return _replacement.used()
 

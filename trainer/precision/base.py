@@ -21,8 +21,8 @@
 ===============================  ======================================================================
 
 The base class is 32-bit training: by default every method changes nothing, so a plugin overrides only the methods that
-it needs. Defining a class with ``names`` adds these names to ``Trainer(precision=...)``; an option
-``conf/precision/NAME.yaml`` with the class as its ``_target_`` adds one to the command line. A complete example,
+it needs. Defining a class with ``names`` adds these names to ``Trainer(precision=...)``. An option
+``conf/precision/NAME.yaml`` with the class as its ``_target_`` adds ``NAME`` to the command line. A complete example,
 float32 with TensorFloat-32 products if the GPU has them::
 
     class TensorFloat32(Precision):
@@ -65,7 +65,7 @@ class Precision:
     names: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     """Names that ``Trainer(precision=...)`` accepts for this class, each with the arguments of the constructor."""
     dtype: torch.dtype = torch.float32
-    """Dtype of matrix products and convolutions; bfloat16 in float8 precisions, the dtype of their other operations."""
+    """Dtype of matrix products and convolutions. In float8 precisions, bfloat16: the dtype of all other operations."""
     scales_loss: bool = False
     """Whether the loss is scaled, so that steps may overflow."""
 

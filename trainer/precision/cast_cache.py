@@ -8,15 +8,15 @@ in averaged weights for one forward pass, or negates a weight, gets the results 
 clears the cache when an optimizer has stepped and when a state dict has been loaded. Other changes have no event, so it
 runs the first training steps under :class:`WeightWatch`, which detects weights that a step uses several times and
 weights that change in between. The cache is then kept only if steps use a weight several times. Steps that use each
-weight once have bit-identical results and the same speed without it.
+weight once have bit-identical results and the same speed without the cache.
 
 **Casts without a graph.** torch 2.10 also keeps a copy made without gradients (under ``no_grad`` or ``inference_mode``,
 or inside the ``forward`` of an ``autograd.Function``) and reuses it in a later forward with gradients. The weight then
 gets no gradient, or a wrong one, without an error (torch #65766, #112583, #120483). Since torch 2.11, the copy has a
 graph even if it is made without gradients, so that a later forward can reuse it. :func:`with_trusted_cache` keeps the
 cache enabled. On a torch with the bug, a torch function mode inspects every operation of the forward: the first one
-with gradients after one without clears the cache. Unlike hooks on modules, it also sees weights that are used directly,
-and custom functions. It costs some microseconds per operation there, and nothing elsewhere.
+with gradients after one without clears the cache. Unlike hooks on modules, the mode also sees weights that are used
+directly, and custom functions. It costs some microseconds per operation, and is not used on a torch without the bug.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ _watches: list[WeightWatch] = []
 class CastCache:
     """Decides whether training steps run with autocast's weight cache.
 
-    With ``enabled=None`` the first training steps are watched. A step that changes a weight between two uses is
-    computed correctly, because the watch clears the cache at the second use, and the cache is disabled for the rest of
+    With ``enabled=None`` the first training steps are watched. If a step changes a weight between two uses, the watch
+    clears the cache at the second use, so the step is computed correctly. The cache is then disabled for the rest of
     the run. Otherwise it stays enabled if a step used a weight several times, and such a run is checked again when
     :meth:`watch` is called. Modules with compiled or scripted parts, which the watch cannot inspect, train without the
-    cache. Evaluation runs without the cache: as long as weights do not change, the cache affects only gradients, which
-    evaluation does not compute.
+    cache. Evaluation runs without it. This changes no result, because as long as weights do not change, the cache
+    affects only gradients, which evaluation does not compute.
 
     Args:
         device_type: device type of the weights.
@@ -187,7 +187,7 @@ class WeightWatch(_InspectingAutocast):
         super().__init__(autocast)
         self._finish = finish
         self._reuses = self._changes = False
-        self._used: dict[int, tuple[Tensor, object]] = {}  # weights that may be in the cache, and their state then
+        self._used: dict[int, tuple[Tensor, object]] = {}  # weights that may be in the cache, and their last state
         self._writes: Counter[object] = Counter()  # in-place operations by memory
 
     def __enter__(self) -> Self:

@@ -1,8 +1,8 @@
 """Let ``torch.compile`` create backward passes that run without autocast, as in modules that are not compiled.
 
-The compiler traces the backward pass together with the forward pass, under its autocast, and by default keeps autocast
-enabled in it. Modules in float32 (``fp32_modules``, or inside ``torch.autocast(..., enabled=False)``) then get
-gradients with products computed in 16 bits, which may overflow or underflow.
+The compiler traces the backward pass together with the forward pass. By default, it keeps the forward's autocast
+enabled in the backward pass. Modules in float32 (``fp32_modules``, or inside ``torch.autocast(..., enabled=False)``)
+then get gradients with products computed in 16 bits, which may overflow or underflow.
 """
 
 from __future__ import annotations

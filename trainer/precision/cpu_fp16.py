@@ -1,7 +1,7 @@
 """Real fp16 numerics at about fp32 speed on CPUs that have no fp16 instructions.
 
 Without AVX512-FP16 or AMX-FP16, torch multiplies fp16 matrices on the CPU with reference code, thirty to eighty times
-slower than fp32. :func:`fast_fp16_kernels` replaces those kernels during a run. A replaced kernel widens its fp16
+slower than fp32. :func:`fast_fp16_kernels` replaces those kernels during a run. A replacement widens its fp16
 inputs to fp32 (exact), calls torch's own fp32 kernel and rounds the result to fp16, once. A Tensor Core does the same:
 fp16 in, fp32 accumulation, fp16 out, in forward and backward.
 
@@ -9,13 +9,13 @@ The kernels are registered at the ``CPU`` dispatch key, below autocast and autog
 dispatch mode, because at the ``CPU`` key a kernel is only arithmetic on fp16 tensors. torch still controls which
 tensors are cast and when (autocast, its weight cache, its list of operations), and which are saved for the backward.
 Double backward, forward-mode derivatives, ``vmap``, activation checkpointing, hooks, DDP, inference mode and the
-tracing of ``torch.compile`` are unchanged, because all of these happen above. The backward needs no code here:
+tracing of ``torch.compile`` are unchanged, because they happen above this key. The backward needs no code here:
 autograd's formulas call the same kernels. At ``AutocastCPU`` autograd would record the widening, and keep fp32 copies
 for the backward. An ``autograd.Function`` for each operation would not keep them, but if it does not save a tensor that
 it needs, second derivatives are wrong without an error. Any other dtype (fp32, bf16, fp64, integers, or a mixture,
 which is an error) goes to the kernel that torch had registered.
 
-Whether it is faster depends on the size: a replaced kernel costs about ten microseconds of Python per call.
+Whether this is faster depends on the size: a replacement costs about ten microseconds of Python per call.
 :func:`is_faster` decides from the module; models below the break-even keep torch's kernels and their exact results.
 
 Known differences from a GPU: ``nn.LSTM`` keeps its state in fp32 between the time steps of a layer, and attention keeps
@@ -72,8 +72,8 @@ _USES_IN_CONVOLUTION = 256
 def native_fp16() -> bool:
     """Return whether this CPU has fp16 instructions that torch uses (AVX512-FP16 or AMX-FP16).
 
-    Also False if torch was built without oneDNN, or has no such query: the kernels of this module are correct
-    everywhere, but not needed everywhere.
+    Also False if torch was built without oneDNN or has no such query. This is safe, because the kernels of this module
+    are correct on every CPU.
     """
     try:
         return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
@@ -82,7 +82,7 @@ def native_fp16() -> bool:
 
 
 def is_faster(module: nn.Module) -> bool:
-    """Return whether the replaced kernels are faster than torch's for this model. Reads only the module, in under 1 ms.
+    """Return whether our kernels are faster than torch's for this model. Reads only the module, in under 1 ms.
 
     The rule: add up, over all layers, the multiplications of one small batch minus the 50,000 at which a layer breaks
     even, and check whether the sum is positive. A matrix (``nn.Linear``, attention and recurrent weights, any

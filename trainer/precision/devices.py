@@ -1,4 +1,4 @@
-"""The dtypes that a device computes natively, as far as torch reports it."""
+"""The dtypes that a device computes natively, as far as torch reports them."""
 
 from __future__ import annotations
 

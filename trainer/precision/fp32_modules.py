@@ -15,8 +15,8 @@ compared; tests/precision/test_fp32_modules.py has the cases that decided:
   copy of the module, such as for weight averaging, gets its own method, while a closure would use the original's
   weights.
 
-The settings are an attribute of the module. Without that attribute the method calls the one of the class, so a wrapper
-that was added during a run may stay after the run.
+The settings are an attribute of the module. Without that attribute, the method calls the ``forward`` of the class.
+Therefore other code may wrap the method during a run and keep its wrapper after the run.
 """
 
 from __future__ import annotations

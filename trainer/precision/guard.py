@@ -17,8 +17,8 @@ from trainer.precision.scaler import Check, LossScaler, snapshot_loss
 class StepGuard(LossScaler):
     """Checks gradients and skips steps as a loss scaler does, with a scale of 1.
 
-    So the outcome of a step, schedules, averages and counters are processed in the same way, and the host does not wait
-    for the result of a fused optimizer. Code that checks whether the loss is scaled sees a disabled scaler: it has no
+    Thus outcomes, schedules, averages and counters are processed as with loss scaling, and the host does not wait for
+    the result of a fused optimizer. Code that checks whether the loss is scaled sees a disabled scaler: it has no
     state for checkpoints, and ``is_enabled`` is False. ``skips_steps`` is True.
 
     Args:

@@ -111,9 +111,9 @@ class HalfPrecision(Precision):
             for _, owner, name, buffer in owned_buffers(module)
             if owner in float32_modules or isinstance(owner, Metric) or not buffer.is_floating_point()
         ]
-        # `type`, not `to`: it updates a LightningModule's `dtype`, and torchmetrics ignores it for its states. It fails
-        # for the tensors that were set aside, and also converts integers, complex numbers, and weights that must keep
-        # their bits; these are restored.
+        # `type` instead of `to`: `type` updates a LightningModule's `dtype`, and torchmetrics does not apply it to
+        # states. It fails for the tensors that were set aside. It also converts tensors that must keep their dtype
+        # (integers, complex numbers, `fp32_modules`), which are restored below.
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Casting complex values to real")
             module.type(self.dtype)

@@ -80,8 +80,8 @@ class Replacement:
         def kernel_below_autograd(*args: Any, **kwargs: Any) -> Any:
             if not torch.is_anomaly_enabled():
                 return kernel(*args, **kwargs)
-            # A parallel kernel of torch makes nodes of the graph in its threads. In anomaly detection they need the GIL
-            # to record the line of code, but this thread holds the GIL while it waits for them.
+            # A parallel kernel of torch makes nodes of the graph in its threads. In anomaly detection, these threads
+            # need the GIL to record the line of code, but this thread holds the GIL while it waits for them.
             with torch.autograd.set_detect_anomaly(False):
                 return kernel(*args, **kwargs)
 

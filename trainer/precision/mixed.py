@@ -173,10 +173,10 @@ class MixedPrecision(Precision):
             self._cast_cache.load_state_dict(state)
 
     def autocast(self) -> AbstractContextManager[object]:
-        """Return the same object every time, because creating ``torch.autocast`` in every step costs a microsecond.
+        """Return the context of one forward. It is reused, because creating ``torch.autocast`` costs a microsecond.
 
-        Its weight cache is cleared each time it exits, so no forward uses the weights of an earlier one. Steps without
-        gradients count as evaluation.
+        The weight cache is cleared each time the context exits, so no forward uses the weights of an earlier one. Steps
+        without gradients count as evaluation.
         """
         cast_cache = self._cast_cache
         assert cast_cache is not None, "autocast() is used inside session()"

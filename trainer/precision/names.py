@@ -1,4 +1,4 @@
-"""Match the names and short forms of precisions. Does not import torch, because the command line reads it first.
+"""Match the names and short forms of precisions. Does not import torch, because the command line needs it first.
 
 The names are declared by the plugins (``Precision.names``), and are those of the options in ``conf/precision``. The
 short forms are Lightning's: ``16`` and ``fp16`` for ``16-mixed``, ``32`` for ``32-true``, ``bf16`` for ``bf16-mixed``.

@@ -292,8 +292,8 @@ class LossScaler(torch.amp.GradScaler):
     def resolve_outcome(self) -> UpdateOutcome:
         """Return the outcome of the last ``update``, once. A second call returns an outcome without skipped steps.
 
-        For an ordinary optimizer the outcome is already on the host, because it was read to decide. For a fused one it
-        was copied by ``update``; if the copy is not complete, this waits for it.
+        For an ordinary optimizer, the outcome is already on the host, because ``step`` read it to decide whether to
+        skip. For a fused one, ``update`` started a copy; this method waits for it if it is not complete.
         """
         if not self._enabled:
             return _UNSCALED
@@ -352,7 +352,7 @@ class LossScaler(torch.amp.GradScaler):
         """Restore scale and growth tracker. The settings (factors, interval, limits) stay those of this scaler.
 
         A tracker at or past the interval would never trigger growth again (the kernel tests for equality), so it is
-        limited to the interval minus 1. An empty state, from a disabled scaler, is an error.
+        limited to the interval minus 1.
 
         Raises:
             ValueError: if the state is that of a disabled scaler and this one is enabled.

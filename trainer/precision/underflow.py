@@ -12,7 +12,7 @@ from torch import Tensor
 from trainer.precision.readback import Readback
 
 SMALLEST_NORMAL = torch.finfo(torch.float16).smallest_normal
-"""2**-14. Smaller float16 numbers are subnormal: they have fewer than 11 significant bits, and none below 2**-24."""
+"""2**-14. Smaller float16 numbers are subnormal: they have fewer than 11 significant bits. The smallest is 2**-24."""
 
 
 _LARGEST_SUBNORMAL = SMALLEST_NORMAL * (1 - 2**-24)

@@ -99,8 +99,8 @@ class FlopCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Attributes:
         total: number of operations; a multiplication and an addition count as two.
         convolutions: number of operations in convolutions.
-        is_whole: whether all operations so far could be counted. False after an operation that has no formula, and no
-            parts with formulas (``flex_attention``).
+        is_whole: False after a higher-order operator without a formula (``flex_attention``), because its operations are
+            not counted. Custom kernels do not change it.
     """
 
     supports_higher_order_operators = True

@@ -188,10 +188,10 @@ def folders_of_loggers(trainer: pl.Trainer) -> list[str]:
 def training_loss(trainer: pl.Trainer, outputs: Any, *, keep: bool = False) -> Tensor | None:
     """Return the loss of a batch as returned by ``training_step``, from the outputs in ``on_train_batch_end``.
 
-    The loss in the outputs is multiplied by the batch's share of the accumulation window; the result is not.
+    The loss in the outputs is multiplied by ``trainer.loss_share``; the result is not.
 
     Args:
-        trainer: the Trainer, which has the share.
+        trainer: the Trainer.
         outputs: a dict with a "loss", a tensor, or another object.
         keep: whether the tensor is kept after the batch. It is then copied, unless ``self.log`` has copied it, because
             CUDA graphs reuse the memory of their outputs. Default: False.

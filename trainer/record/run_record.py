@@ -51,7 +51,7 @@ _ROWS = ("metrics.csv", "*/metrics.csv", "lightning_logs/*/metrics.csv")
 
 
 class Fact(Generic[Value]):
-    """The entry of ``run.json`` with the attribute's name.
+    """An attribute of `RunRecord` that reads the entry of ``run.json`` with the same name.
 
     Args:
         kind: converts the entry; gets None if there is none.

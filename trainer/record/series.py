@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class Series:
-    """A curve that drops every second point when it has more than ``max_points``.
+    """A curve that drops every second point when it would get more than ``max_points``.
 
     Args:
         max_points: maximum number of points.
@@ -17,7 +17,7 @@ class Series:
     Attributes:
         steps: x-values, in optimizer steps, ascending.
         max_points: as given.
-        stride: number of appended points per kept point, a power of two.
+        stride: the caller must append only every ``stride``-th point. It doubles when points are dropped.
     """
 
     def __init__(self, max_points: int) -> None:

@@ -1,7 +1,7 @@
 """Save and restore attributes of datasets and samplers that change during a run, as plain data.
 
-A sampler that counts its epochs, or a dataset that keeps its position, affects the future of a run as a random
-generator does. A checkpoint therefore stores the attributes that have changed since the run began.
+A sampler that counts its epochs, or a dataset that keeps its position, affects the rest of a run like a random
+generator. A checkpoint therefore stores the attributes that have changed since the run began.
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ _ABSTRACT = {"builtins.object", "abc.ABC", "typing.Generic", "typing.Protocol"}
 class AttributeChanges:
     """The changes of the attributes of some objects since this instance was created.
 
-    An object is restored only if all changed attributes are plain values: numbers, strings, short containers of them,
-    small tensors and arrays. Otherwise, its ``state_dict`` and ``load_state_dict`` are used, if it has both.
+    The changed attributes of an object are restored if all of them are plain values: numbers, strings, short containers
+    of them, small tensors and arrays. Otherwise, the object's ``state_dict`` and ``load_state_dict`` are used. If it
+    does not have both, it is not restored.
 
     Args:
         objects: the objects to watch, at most 200.
@@ -47,13 +48,14 @@ class AttributeChanges:
         """Return the changes of each object, as data that :meth:`write` accepts.
 
         An entry is a list of the name of the object's class and one of the following: a dict of values by attribute; a
-        list with the object's own state; or, if the object cannot be restored, a string that names the attribute.
+        list with the object's own state; or, if the object cannot be restored, a string that names the attribute that
+        is not plain.
         """
         watched = zip(self._names, self._objects, self._values, self._first, strict=True)
         return [[name, self._changes(one, values, first)] for name, one, values, first in watched]
 
     def write(self, state: list[Any]) -> None:
-        """Restore the values that :meth:`read` returned. Attributes that had not changed get their first value.
+        """Restore the values that :meth:`read` returned. Attributes that it did not return get their first value.
 
         Objects of a class stay unchanged if the saved run had another number of them.
         """
@@ -64,7 +66,7 @@ class AttributeChanges:
                     self._restore(place, saved)
 
     def missing(self, state: list[Any]) -> list[str]:
-        """Return the classes with a changed object in ``state`` that have a different number of objects now.
+        """Return the classes that have a changed object in ``state``, and a different number of objects now.
 
         Samplers of torch are excluded, because only their epoch changes, which ``set_epoch`` sets.
         """
@@ -169,7 +171,7 @@ def _plain(value: Any) -> Any:
 
 
 def _copied(value: Any, left: list[int]) -> Any:
-    """Return the copy, or None if the value is not plain or has more than ``left[0]`` items."""
+    """Return a plain copy of a container, tensor or array; None if it has other contents or over ``left[0]`` items."""
     kind = type(value)
     if kind in (Tensor, np.ndarray) or isinstance(value, np.generic):
         return _numbers_of(value)
@@ -197,11 +199,11 @@ def _numbers_of(value: Any) -> list[Any] | None:
 
 
 def _value_of(plain: Any, current: Any) -> Any:
-    """Return the value that ``plain`` is a copy of: ``current`` itself if it could be changed in place."""
+    """Return the value that ``plain`` is a copy of. If possible, ``current`` is changed to it in place and returned."""
     if not isinstance(plain, list):
         return plain
     kind = plain[0]
-    if kind == "new":  # not the same object as before the run
+    if kind == "new":  # the attribute was set to another object during the run
         return _value_of(plain[1], None)
     if kind == "tensor":
         dtype, shape, numbers = getattr(torch, plain[1]), plain[2], bytearray(plain[3])
@@ -222,7 +224,7 @@ def _value_of(plain: Any, current: Any) -> Any:
 
 
 def _copy_into(value: Any, current: Any, copy: Callable[[], Any]) -> Any:
-    """Copy ``value`` into ``current`` if it has the same type, dtype and shape."""
+    """Copy ``value`` into ``current`` and return that, if type, dtype and shape are the same. Else return ``value``."""
     if type(value) is not type(current) or (value.dtype, value.shape) != (current.dtype, current.shape):
         return value
     copy()

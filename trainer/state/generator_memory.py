@@ -21,7 +21,7 @@ import numpy as np
 _WORDS = 4 * 624  # bytes
 _POSITION = struct.Struct("i")
 _GAUSS = struct.Struct("i4xd")
-"""NumPy's leftover of a pair of normal numbers: whether there is one, and its value."""
+"""NumPy draws normal numbers in pairs. The layout of the leftover number: whether there is one, and its value."""
 
 
 def reader_of(generator: random.Random | np.random.RandomState) -> Callable[[], Any] | None:

@@ -1,4 +1,4 @@
-"""Save the states of torchmetrics objects, which a ``state_dict`` omits and a resumed epoch would lose."""
+"""Save the states of torchmetrics objects, because ``Module.state_dict`` omits them and a resumed epoch needs them."""
 
 from __future__ import annotations
 
@@ -201,14 +201,14 @@ def reduce_over_group(group: Any, module: nn.Module) -> Callable[[], None]:
         module: the module.
 
     Returns:
-        A function that undoes it.
+        A function that undoes this.
     """
 
     def gather(tensor: Tensor, **_: Any) -> list[Tensor]:
         gathered: list[Tensor] = gather_all_tensors(tensor, group)
         return gathered
 
-    # not `process_group`: a metric may be copied (MetricTracker), and a group cannot
+    # not `process_group`: a metric must stay copyable (for MetricTracker), and a group cannot be copied
     for part in module.modules():
         if isinstance(part, Metric) and part.dist_sync_fn is None and part.process_group is None:
             part.dist_sync_fn = gather
@@ -250,7 +250,7 @@ _SHARED: dict[Any, Callable[[list[Any], int, int], Any]] = {
     dim_zero_min: lambda values, *_: torch.stack(values).amin(0),
     dim_zero_cat: _split_over_ranks,
 }
-"""By torchmetrics' reduction: the function that computes one process's part from (states, rank, processes)."""
+"""The functions that compute one process's part from (states, rank, processes), by torchmetrics' reduction."""
 
 
 def _state_of(metric: Metric, copies: bool) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """The values logged with ``self.log``: those of this step, and their reductions over the epoch.
 
-No tensor is read here: a logged loss stays on its device until a logger, a progress bar or a callback reads it, so
-logging causes no host-device synchronization.
+Logging a tensor causes no host-device synchronization: the tensor stays on its device until a logger, a progress bar or
+a callback reads it.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class LoggedValue:
     def epoch_value(self) -> Tensor | None:
         """Return the reduction of all values since the last reset.
 
-        They are also reduced over the processes with ``sync_dist``, and after :meth:`MetricStore.complete`.
+        They are also reduced over the processes if ``sync_dist`` is set, or if :meth:`MetricStore.complete` was called.
         """
         if self.metric is not None:
             computed: Tensor | None = _without_graph(self.metric.compute())
@@ -149,7 +149,7 @@ class LoggedValue:
         self._epoch_value = None
 
     def join(self, dtype: torch.dtype) -> None:
-        """Reduce the epoch's value over all processes, with sums in ``dtype``, even if this one has logged nothing."""
+        """Let this process take part in the reduction of the epoch's value, in ``dtype``, even if it logged nothing."""
         self.has_value = self.shares_epochs = True
         self._flush()
         if self._total is None:
@@ -220,8 +220,8 @@ def accumulation_dtype() -> torch.dtype:
 def _sum_in_order(start: Tensor, values: Tensor) -> Tensor:
     """Return ``start + values[0] + values[1] + ...``, rounded after each addition, in one kernel.
 
-    ``sum`` and ``cumsum`` use another order or precision. ``segment_reduce`` adds each column in one thread; on a GPU
-    only if there are several columns.
+    ``sum`` and ``cumsum`` use another order or precision. ``segment_reduce`` adds each column in one thread. On a GPU,
+    this requires several columns, so there are two equal ones.
     """
     column = torch.cat([start.reshape(1), values])
     count = torch.full((1,), len(column), device=column.device)
@@ -273,7 +273,7 @@ class MetricStore:
         self.shares_steps = True
         self.shared_hooks: Collection[str] = ()
         self.in_batch = False
-        """Whether a batch is running, so that values are the step's. If False, they are the epoch's."""
+        """Whether the current values are those of a step: from an epoch's first batch to its :meth:`end_epoch`."""
         self.copies: list[tuple[Tensor, int, Tensor]] = []
         """For each tensor logged in this batch: the tensor without its graph, its version, and its copy."""
 
@@ -399,14 +399,14 @@ class MetricStore:
         self.batch_size = None
 
     def end_epoch(self) -> None:
-        """End the batches of the epoch. From here on, metrics are the epoch's."""
+        """End the batches of the epoch. From here on, the current values are those of the epoch."""
         self.in_batch = False
 
     def current(self, on_step: bool | None = None) -> StageMetrics:
-        """Return the step's values during a batch, otherwise the epoch's reductions (of the current dataloader).
+        """Return the last step's values, or the epoch's reductions (of the current dataloader).
 
         Args:
-            on_step: True for the step's values, False for the epoch's. Default: None, True if a batch is running.
+            on_step: True for the step's values, False for the epoch's. Default: None, the value of ``in_batch``.
 
         Raises:
             ConfigurationError: if the value of a metric object is not a tensor.

@@ -12,7 +12,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class EpochStart:
-    """Values of the counters with the same names when the epoch of ``batch_idx`` started."""
+    """The values that the counters with these names had when the epoch of ``batch_idx`` started."""
 
     epoch: int = 0
     batches_started: int = 0
@@ -50,8 +50,8 @@ class FitProgress:
         optimizer_steps: optimizer steps attempted, including skipped ones, summed over optimizers; windows without a
             loss also count, and a custom ``optimizer_step`` of the module counts once per call;
             ``trainer.global_step``. Set by the fit loop at each step of an optimizer.
-        own_steps: the ``optimizer_steps`` that the module has counted itself, because it steps optimizers without their
-            wrappers. Set when Lightning's count is written (``compat/loop_state.py``).
+        own_steps: the part of ``optimizer_steps`` that the module has counted itself, because it steps optimizers
+            without their wrappers. Set when the module writes to Lightning's counter (``compat/loop_state.py``).
         skipped_steps: optimizer steps skipped because a gradient was not finite. Set by the fit loop when the outcome
             is known.
         nonfinite_losses: the ``skipped_steps`` with a loss that was not finite on some process, so that no loss scale
@@ -76,9 +76,9 @@ class FitProgress:
         resumed_epoch: the epoch that was resumed in its middle from a checkpoint; -1 if none was. Set by the resume.
         is_followed_up: whether the events after the batch of ``batch_idx``, such as a validation, are over. Set by the
             fit loop.
-        owes_validation: whether a validation has begun and is not over. A run that resumes from a checkpoint written
-            meanwhile repeats it from its beginning. Set by the fit loop, and by the evaluation loop before
-            ``on_validation_end``.
+        owes_validation: whether a validation has begun and is not over. If a checkpoint is written meanwhile, the
+            resumed run repeats the validation from its beginning. Set by the fit loop, and by the evaluation loop
+            before ``on_validation_end``.
         has_validated: whether a validation has followed the batch, and is over. Set by the evaluation loop, and by the
             fit loop when the next batch starts.
     """

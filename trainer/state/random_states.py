@@ -88,7 +88,7 @@ class Watch:
         self._seen = {name: read() for name, read in self._readers.items()}
 
     def changes(self) -> State:
-        """Return the part of :func:`capture`'s result that has changed since the last call, for :func:`decoded`."""
+        """Return the states that have changed since the last call. :func:`decoded` converts them to plain data."""
         changes: State = {}
         for name, read in self._readers.items():
             if (seen := read()) != self._seen[name]:
@@ -113,7 +113,7 @@ def isolated() -> Iterator[None]:
 
 
 def derived(state: State, number: int) -> State:
-    """Return random states for an additional process: different for each number, the same for the same ``state``."""
+    """Return random states for an additional process, which depend only on ``state`` and the process's ``number``."""
     seed = hashlib.sha256(f"{number} {sorted(state.items())!r}".encode()).digest()
     generators: dict[str, Generator] = {
         "python": random.Random(seed),

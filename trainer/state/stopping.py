@@ -30,8 +30,8 @@ class StoppingConditions:
         announce: called once with a message if training continues although ``should_stop`` is set.
 
     Attributes:
-        val_check_batch: batches between validations within an epoch; inf for its end, None if the interval is a time,
-            and before the first run.
+        val_check_batch: batches between validations within an epoch; inf to validate at its end. None if the interval
+            is a time, and before the first run.
         validates_at_end: whether an epoch's last batch is followed by a validation, independent of its index. True if
             ``val_check_batch`` divides the expected number of batches.
         validated_at: time of the start of the run or, if that is later, the end of the last validation

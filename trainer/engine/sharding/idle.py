@@ -1,9 +1,9 @@
 """Run the collectives of a batch, in their order, in a process that has no batch or no loss.
 
-Each sharded block gathers its parameters when its forward begins, gathers them again in the backward pass, and reduces
-their gradients at its end. If a process omits one of these collectives, the others wait forever. Therefore a process
-without a batch or loss runs them without any computation, through FSDP's own hooks. The order of the blocks is recorded
-in this process's own batches.
+Each sharded block gathers its parameters when its forward begins. In its backward pass, it gathers them again, and
+finally reduces their gradients. If a process omits one of these collectives, the others wait forever. Therefore a
+process without a batch or loss runs them without any computation, through FSDP's own hooks. The order of the blocks is
+recorded in this process's own batches.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class ForwardCall:
     Attributes:
         module: the module.
         inside: the calls of other sharded modules that it made.
-        takes_gradient: whether one of its inputs requires a gradient. If so, FSDP reduces its gradients when the
-            backward pass leaves it, otherwise at the end of the whole backward pass.
+        takes_gradient: whether one of its inputs requires a gradient. If so, FSDP reduces the module's gradients when
+            the backward pass leaves the module, otherwise at the end of the whole backward pass.
         gives_gradient: whether one of its outputs requires a gradient, so that the backward pass reaches it.
     """
 

@@ -66,7 +66,7 @@ class ShardedGradients(Gradients):
         self._sharded().idle.remember()
 
     def backward_by(self, run: Callable[[Tensor], None], loss: Tensor) -> None:
-        """Run a backward pass that ``training_step`` requested. The step is then not a forward of the root."""
+        """Run a backward pass that ``training_step`` requested. ``training_step`` is then not the root's forward."""
         with self._sharded().backward_inside(loss) as watched:
             run(watched)
 
@@ -91,8 +91,8 @@ class ShardedGradients(Gradients):
     def norm(self, optimizer: Optimizer, norm_type: float = 2.0) -> Tensor | None:
         """Return the norm of all parts of all processes, bit-identical on each of them.
 
-        Each process sends the norm of its parts. A part that several processes hold counts once: its power is divided
-        by their number. The norms are gathered and not reduced, because gloo's maximum drops a NaN.
+        Each process sends the norm of its parts. A part that several processes hold counts once: the power of its norm
+        is divided by their number. The norms are gathered and not reduced, because gloo's maximum drops a NaN.
         """
         gradients = gradients_of(optimizer)
         if not gradients:
@@ -193,7 +193,7 @@ class ShardedGradients(Gradients):
             p: state[_WHOLE_PREFIX + name] for name, p in parameters if _WHOLE_PREFIX + name in state
         }
         has_any = torch.tensor(float(bool(whole)), device=self._device)
-        # called even by a process without gradients, because its batches had no loss
+        # also called by a process that has no gradients because its batches had no loss
         self._all_reduce_max(has_any)
         if has_any:
             load_unreduced_gradients(self._sharded().root, whole)

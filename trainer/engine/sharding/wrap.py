@@ -121,7 +121,7 @@ class ShardedModule:
         self._materialize(module)
         settings = self.settings
         pins = self._device.type != "cpu"
-        # the root's input is the batch, and its targets keep their dtype
+        # the root's inputs are not cast: they are the batch, with targets that must keep their dtype
         policy = replace(settings.policy, cast_forward_inputs=False) if is_root else settings.policy
         if module in self._in_float32:
             dtype = settings.policy.param_dtype
@@ -137,7 +137,7 @@ class ShardedModule:
         self._free_originals()
 
     def _keep_float32(self, chosen: Iterable[nn.Module]) -> list[nn.Module]:
-        """Return the modules that must be blocks to stay in float32: parameters gathered together share a dtype."""
+        """Return the modules that must be blocks to stay in float32, because a block has only one dtype."""
         if self.settings.policy.param_dtype is None and len({p.dtype for p in self.root.parameters()}) == 1:
             return []
         found = list(chosen)
@@ -424,7 +424,7 @@ def _broadcast(tensors: list[Tensor]) -> None:
 
 
 def _unwrap(module: Any) -> None:
-    """Remove ``fully_shard`` from a module: its class, hooks and state. torch has no function for it."""
+    """Remove ``fully_shard`` from a module: its class, hooks and state. torch has no function for this."""
     from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
     from torch.distributed._composable_state import _module_state_mapping
 
