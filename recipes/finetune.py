@@ -36,18 +36,18 @@ class FineTuner(L.LightningModule):
     ``training_step`` returns their number as the batch's weight. The targets of a classifier have shape (batch,), and
     the weight is the number of texts.
 
-    It logs ``train_loss`` at every step and, over an epoch, ``val_loss`` and ``test_loss``, in nats; a language model
-    also ``val_perplexity`` and ``test_perplexity``, a classifier ``val_acc`` and ``test_acc``, in [0, 1].
+    It logs ``train_loss`` at every step and, over an epoch, ``val_loss`` and ``test_loss``, in nats. A language model
+    also logs ``val_perplexity`` and ``test_perplexity``; a classifier logs ``val_acc`` and ``test_acc``, in [0, 1].
 
     At the end of a fit, the model and its tokenizer are written in Hugging Face's format (``save_pretrained``); with
-    LoRA, only the adapters. Under a strategy that shards, the first process gathers the written weights in its memory.
+    LoRA, only the adapters. Under a strategy that shards, the first process gathers the weights in its memory.
 
     Only the folder is read: custom code of a model is not run (``trust_remote_code`` is False),
     no pickle is opened (weights are ``.safetensors``), and nothing is downloaded.
 
     Args:
         optimizer: called with parameter groups and returns the optimizer; its ``weight_decay`` applies only to
-            matrices, not to biases and normalization layers. It receives only the parameters that are trained.
+            matrices, not to biases and normalization layers. Frozen parameters are not passed.
         scheduler: called with the optimizer and the number of optimizer steps of the run (see `recipes.schedules`).
             None: a constant learning rate.
         folder: folder of the model, as ``save_pretrained`` writes it: ``config.json`` and ``.safetensors``.
@@ -61,16 +61,16 @@ class FineTuner(L.LightningModule):
             linear layers except the head.
         attention: implementation: ``"sdpa"`` (torch's), or ``"eager"`` for architectures that support nothing else.
         save_to: folder that the model is written to at the end of a fit; None: it is not written.
-        sample_length: number of tokens that `predict_step` of a language model generates, always the most likely ones.
+        sample_length: number of tokens that `predict_step` of a language model generates; each is the most likely one.
 
     Attributes:
         net: the model, after `configure_model`.
 
     Raises:
-        FileNotFoundError: no such folder, or no model in it.
+        FileNotFoundError: the folder does not exist, or contains no model.
         ModuleNotFoundError: ``transformers`` or, for LoRA, ``peft`` is not installed.
-        ValueError: a folder that needs custom code or has pickles instead of ``.safetensors``; an unknown task; a
-            classifier without ``num_classes``.
+        ValueError: the model needs custom code or has pickles instead of ``.safetensors``, the task is unknown, or a
+            classifier has no ``num_classes``.
     """
 
     net: nn.Module
@@ -128,15 +128,15 @@ class FineTuner(L.LightningModule):
     def configure_model(self) -> None:
         """Read the model into the host's memory, in each process. A second call is a no-op.
 
-        A strategy that shards takes the shards from there. LoRA's adapters and a new head are initialized with torch's
-        random numbers, which are the same in all processes after ``seed_everything``.
+        A strategy that shards takes its shards from these copies. LoRA's adapters and a new head are initialized with
+        torch's random numbers, which are the same in all processes after ``seed_everything``.
         """
         if hasattr(self, "net"):
             return
         import transformers
 
         more = {"num_labels": self.num_classes} if self.task == "classification" else {}
-        is_meta = torch.get_default_device().type == "meta"  # read the values anyway: they are in files
+        is_meta = torch.get_default_device().type == "meta"  # the values are in files
         with torch.device("cpu") if is_meta else torch.get_default_device():
             net = getattr(transformers, _CLASSES[self.task]).from_pretrained(
                 self.folder,
@@ -156,7 +156,7 @@ class FineTuner(L.LightningModule):
         from peft import LoraConfig, get_peft_model
 
         config = LoraConfig(
-            task_type="CAUSAL_LM" if self.task == "causal" else "SEQ_CLS",  # its new head is trained as well
+            task_type="CAUSAL_LM" if self.task == "causal" else "SEQ_CLS",  # for SEQ_CLS, the new head is trained, too
             r=self.lora_rank,
             lora_alpha=self.lora_alpha,
             lora_dropout=self.lora_dropout,
@@ -167,11 +167,11 @@ class FineTuner(L.LightningModule):
             return get_peft_model(net, config)
 
     def forward(self, tokens: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Logits: of shape (batch, length, vocabulary), or (batch, ``num_classes``)."""
+        """Return logits of shape (batch, length, vocabulary) or, for a classifier, (batch, ``num_classes``)."""
         return self._logits(tokens, mask)
 
     def _logits(self, tokens: Tensor, mask: Tensor | None = None) -> Tensor:
-        more = {"use_cache": False} if self.task == "causal" else {}  # no key-value cache for further tokens
+        more = {"use_cache": False} if self.task == "causal" else {}  # disable the key-value cache
         logits: Tensor = self.net(input_ids=tokens, attention_mask=mask, **more).logits
         return logits
 
@@ -260,7 +260,7 @@ class FineTuner(L.LightningModule):
             self.log(f"{stage}_{name}", metric, on_step=False, on_epoch=True, prog_bar=True)
 
     def _count(self, batch: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return the sum of the losses in nats, their number, and the number of correct classes, None if causal."""
+        """Return the sum of the losses in nats, their number, and, for a classifier, the number of correct classes."""
         tokens, *mask, targets = batch
         logits = self._logits(tokens, *mask)
         if self.task == "causal":
@@ -273,8 +273,8 @@ def check_folder(folder: str) -> Path:
     """Return the path of a model's folder if it can be read without running any code from it.
 
     Raises:
-        FileNotFoundError: there is no such folder, or no model in it.
-        ValueError: the weights are pickles, or it needs custom code.
+        FileNotFoundError: the folder does not exist, or contains no model.
+        ValueError: the weights are pickles, or the model needs custom code.
     """
     place = Path(folder).expanduser()
     if not place.is_dir():

@@ -18,7 +18,7 @@ SIDE = 8  # pixels of an image, in height and in width
 
 
 class GAN(L.LightningModule):
-    """A small DCGAN (Radford et al. 2016) for grey images of 8x8 pixels in [-1, 1].
+    """A small DCGAN (Radford et al. 2016) for grayscale images of 8x8 pixels in [-1, 1].
 
     A batch is ``(images, labels)``, ``images`` of shape (batch, 1, 8, 8); labels are not used. In each batch, first the
     discriminator and then the generator takes a step, both with the non-saturating loss (Goodfellow et al. 2014). With
@@ -30,8 +30,8 @@ class GAN(L.LightningModule):
     Args:
         optimizer: called with the parameters of one of the two networks and returns its optimizer, such as
             ``functools.partial(torch.optim.Adam, lr=2e-4)``; in a config, ``_partial_: true``.
-        latent_size: numbers that an image is generated from.
-        width: channels of the networks' larger layer.
+        latent_size: size of the latent vector that an image is generated from.
+        width: number of channels of the larger layer of each network.
         sample_seed: seed of the latent vectors for the validation and for `sample`.
     """
 
@@ -51,14 +51,14 @@ class GAN(L.LightningModule):
         self.sample_seed = sample_seed
         self.generator = make_generator(latent_size, width)
         self.discriminator = make_discriminator(width)
-        self.val_images = CatMetric(nan_strategy="disable")  # unlike a list, it gathers all processes' images
+        self.val_images = CatMetric(nan_strategy="disable")  # gathers the images of all processes
 
     def forward(self, latents: Tensor) -> Tensor:
-        """Images of shape (batch, 1, 8, 8) from latents of shape (batch, ``latent_size``)."""
+        """Return images of shape (batch, 1, 8, 8) for latents of shape (batch, ``latent_size``)."""
         return self.generator(latents)
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
-        """A step of the discriminator, then one of the generator on the same generated images."""
+        """Update the discriminator, then the generator, with the same generated images."""
         images, _ = batch
         d_optimizer, g_optimizer = self.optimizers()
         generated = self(torch.randn(len(images), self.latent_size, device=self.device, dtype=images.dtype))
@@ -135,7 +135,7 @@ class SamplePictures(L.Callback):
         self.zoom = zoom
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Write the picture; on one process only."""
+        """Write the picture on rank 0."""
         if not trainer.is_global_zero:
             return
         images = pl_module.sample(self.count) / 2 + 0.5

@@ -1,4 +1,4 @@
-"""A decoder-only transformer: learned or rotary positions, and normalisation before each layer, as in GPT-2."""
+"""A decoder-only transformer: learned or rotary positions, and normalization before each layer, as in GPT-2."""
 
 import hashlib
 import math
@@ -16,7 +16,7 @@ Positions = Literal["learned", "rotary"]
 
 
 class GPT(nn.Module):
-    """A decoder-only transformer with normalisation before each layer, as in GPT-2.
+    """A decoder-only transformer with normalization before each layer, as in GPT-2.
 
     The initial weights depend only on the seed and on the names of the parameters (`init_weights`).
 
@@ -65,7 +65,7 @@ class GPT(nn.Module):
         self.dropout = nn.Dropout(dropout)
         self.blocks = nn.ModuleList(Block(width, heads, dropout, is_rotary=is_rotary) for _ in range(layers))
         self.norm = nn.LayerNorm(width)
-        # A tied weight has one name only: code that copies parameters one by one would untie two names.
+        # A tied weight is registered only once, because code that copies parameters one by one would untie two of them.
         self.head = None if tie_weights else nn.Linear(width, vocabulary, bias=False)
         if not self.token.weight.is_meta:
             self.init_weights()
@@ -91,7 +91,7 @@ class GPT(nn.Module):
 
         Each parameter is drawn on its device by a separate generator, with a seed that depends on ``seed`` and the
         parameter's name. So the weights are the same on any number of processes, sharded (DTensors) or not: a process
-        draws each whole parameter, one after the other, and keeps its shard. No global random state is used.
+        draws each whole parameter, one after the other, and keeps its shard. No global random state is changed.
 
         Args:
             seed: the seed. Default: None, that of ``torch.manual_seed``.

@@ -25,11 +25,11 @@ _SAMPLES = 16
 class ImageClassifier(L.LightningModule):
     """Trains a network on ``(images, labels)`` with the cross-entropy loss.
 
-    ``images`` is float of shape (batch, 3, height, width), ``labels`` is int64 of shape (batch,). It logs
+    ``images`` is float of shape (batch, 3, height, width), ``labels`` is int64 of shape (batch,). The module logs
     ``train_loss`` at every step and, over a whole epoch, ``val_loss`` and ``val_acc``, ``test_loss`` and
     ``test_acc``: losses in nats per image (with label smoothing only in training), accuracies in [0, 1]. A test also
-    adds a confusion matrix, and the first images with their predicted classes, to the run's report. They show the
-    names of the classes if the data module has an attribute ``classes``; checkpoints store the names.
+    adds a confusion matrix, and the first images with their predicted classes, to the run's report. Both show the
+    names of the classes if the data module has an attribute ``classes``; checkpoints store these names.
 
     Args:
         net: maps images to logits of shape (batch, ``num_classes``).
@@ -44,7 +44,7 @@ class ImageClassifier(L.LightningModule):
         channels_last: lay out weights and images as (batch, height, width, channels) in memory, which is
             faster on Tensor Cores. Values and shapes do not change.
         decay_norm_and_bias: False exempts every parameter of fewer than two dimensions (biases and the
-            weights of normalisation layers) from the optimizer's ``weight_decay``.
+            weights of normalization layers) from the optimizer's ``weight_decay``.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class ImageClassifier(L.LightningModule):
         decay_norm_and_bias: bool = True,
     ) -> None:
         super().__init__()
-        # Only values that `torch.load(..., weights_only=True)` accepts.
+        # Save only values that `torch.load(..., weights_only=True)` accepts.
         self.save_hyperparameters("num_classes", "label_smoothing", "channels_last", "decay_norm_and_bias")
         self.classes: list[str] | None = None
         self.memory_format = torch.channels_last if channels_last else torch.contiguous_format
@@ -82,7 +82,7 @@ class ImageClassifier(L.LightningModule):
         """Set the names of the classes, and their number unless it is known.
 
         Raises:
-            ValueError: the names, or their number, are different from those of the model.
+            ValueError: the names or their number differ from those of the model.
         """
         names = list(classes)
         if self.classes is not None and names != self.classes:
@@ -98,7 +98,7 @@ class ImageClassifier(L.LightningModule):
 
     def _set_num_classes(self, number: int) -> None:
         self.net = self.net.to(memory_format=self.memory_format)
-        # Without checks of the arguments, which are a host-device synchronization in each batch.
+        # The checks of arguments would synchronize host and device in each batch.
         self.val_acc = MulticlassAccuracy(number, average="micro", validate_args=False)
         self.test_acc = MulticlassAccuracy(number, average="micro", validate_args=False)
         self.test_confusion = MulticlassConfusionMatrix(number, validate_args=False)
@@ -107,7 +107,7 @@ class ImageClassifier(L.LightningModule):
         """Use the classes of the data module.
 
         Raises:
-            ValueError: they are different from those of the model, or the number of classes is not known.
+            ValueError: the classes differ from those of the model, or their number is unknown.
         """
         classes = getattr(getattr(self._trainer, "datamodule", None), "classes", None)
         if classes:
@@ -122,18 +122,18 @@ class ImageClassifier(L.LightningModule):
         """Use the classes of a checkpoint.
 
         Raises:
-            ValueError: they are different from those of the data.
+            ValueError: the classes differ from those of the data.
         """
         classes = checkpoint.get("hyper_parameters", {}).get("classes")
         if classes:
             self.set_classes(classes)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Logits of shape (batch, ``num_classes``)."""
+        """Return logits of shape (batch, ``num_classes``)."""
         return self.net(images.contiguous(memory_format=self.memory_format))
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        """The loss of one batch, a scalar."""
+        """Return the loss of a batch, a scalar."""
         images, labels = batch
         loss = self.train_loss(self(images), labels)
         self.log("train_loss", loss, on_step=True, on_epoch=False, prog_bar=True)
@@ -160,7 +160,7 @@ class ImageClassifier(L.LightningModule):
         self.test_confusion.reset()
 
     def predict_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        """Probabilities of the classes, float32 of shape (batch, ``num_classes``)."""
+        """Return the probabilities of the classes, float32 of shape (batch, ``num_classes``)."""
         images, _ = batch
         return self(images).float().softmax(dim=1)
 
@@ -169,7 +169,7 @@ class ImageClassifier(L.LightningModule):
         return str(number) if self.classes is None else self.classes[number]
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
-        """The optimizer and, if there is one, the schedule, stepped once per optimizer step.
+        """Return the optimizer and, if there is one, the schedule, which is stepped once per optimizer step.
 
         Raises:
             ValueError: there is a schedule and the run has no end.
@@ -198,8 +198,8 @@ class ImageClassifier(L.LightningModule):
 class PredictionTable(BasePredictionWriter):
     """Writes ``predictions.csv`` with the most probable class of each predicted image.
 
-    The columns are ``path``, ``class`` and ``probability``. Without an `ImageFolder`, ``path`` is the position of
-    the image.
+    The columns are ``path``, ``class`` and ``probability``. If the data module is not an `ImageFolder`, ``path``
+    is the second item of the batch, such as the label.
 
     Args:
         dirpath: folder of the file.

@@ -37,9 +37,9 @@ class LanguageModel(L.LightningModule):
     ``accumulate_grad_batches``, the update equals that of one large batch, however many targets each batch has.
 
     It logs ``train_loss`` at every step and, over an epoch, ``val_loss`` and ``test_loss``, in nats per token, and
-    ``val_perplexity`` and ``test_perplexity``, e to the power of the loss. If tokens are bytes, also ``train_bpc``,
-    ``val_bpc`` and ``test_bpc``: bits per character, the sum of all bits divided by the number of characters (a
-    character beyond ASCII has several bytes; the end of a document counts as one character).
+    ``val_perplexity`` and ``test_perplexity``, e to the power of the loss. If tokens are bytes, it also logs
+    ``train_bpc``, ``val_bpc`` and ``test_bpc``: bits per character, the sum of all bits divided by the number of
+    characters (a character beyond ASCII has several bytes; the end of a document counts as one character).
 
     `configure_model` creates the network on its device, or on the meta device if a strategy shards it first. Then
     `init_weights` initializes the shard of each rank: the whole weights are the same for any number of ranks.
@@ -67,7 +67,7 @@ class LanguageModel(L.LightningModule):
         net: the `GPT`, after `configure_model`.
 
     Raises:
-        ValueError: raised by `configure_model`, as by `GPT`.
+        ValueError: an argument of the `GPT` is invalid; raised by `configure_model`.
     """
 
     net: GPT
@@ -120,8 +120,8 @@ class LanguageModel(L.LightningModule):
     def configure_model(self) -> None:
         """Create the network on torch's default device. A second call is a no-op.
 
-        Under a strategy that shards, it stays on the meta device; after sharding, the strategy allocates its memory and
-        calls `init_weights`.
+        Under a strategy that shards, the network stays on the meta device; after sharding, the strategy allocates the
+        shards and calls `init_weights`.
         """
         if hasattr(self, "net"):
             return
@@ -146,7 +146,7 @@ class LanguageModel(L.LightningModule):
         return load_tokenizer(self.tokenizer_path)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Logits of the next token, of shape (batch, length, vocabulary)."""
+        """Return the logits of the next token, of shape (batch, length, vocabulary)."""
         return self.net(tokens)
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> dict[str, Tensor]:
@@ -199,7 +199,7 @@ class LanguageModel(L.LightningModule):
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """Return the optimizer, with weight decay only on matrices, and the schedule, if there is one."""
-        parameters = list(self.net.parameters())  # tied weights once
+        parameters = list(self.net.parameters())  # tied weights occur once
         groups = [
             {"params": [parameter for parameter in parameters if parameter.ndim >= 2]},
             {"params": [parameter for parameter in parameters if parameter.ndim < 2], "weight_decay": 0.0},
@@ -236,15 +236,15 @@ def sum_of_losses(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def characters(targets: Tensor) -> Tensor:
-    """Return the number of characters that begin in these bytes, a scalar. In UTF-8, the other bytes are 10xxxxxx."""
+    """Return the number of characters that begin in these bytes, a scalar. In UTF-8, all other bytes are 10xxxxxx."""
     return ((targets != NO_TARGET) & (targets & 0b1100_0000 != 0b1000_0000)).sum()
 
 
 class Ratio(Metric):
     """The sum of all amounts divided by the sum of all counts, over all ranks.
 
-    (torchmetrics' `MeanMetric` checks for NaN, a host-device synchronization in each batch. With
-    ``nan_strategy="disable"``, torchmetrics 1.9 ignores the weights.)
+    torchmetrics' `MeanMetric` is not used: its check for NaN synchronizes host and device in each batch, and without
+    the check (``nan_strategy="disable"``), torchmetrics 1.9 ignores the weights.
     """
 
     full_state_update = False
@@ -262,15 +262,15 @@ class Ratio(Metric):
         self.count += count
 
     def compute(self) -> Tensor:
-        """The ratio, a float32 scalar."""
+        """Return the ratio, a float32 scalar."""
         return self.amount / self.count
 
 
 class Perplexity(Ratio):
-    """e to the power of the mean loss in nats. torchmetrics' Perplexity would compute the loss again."""
+    """The exponential of the mean loss in nats. (torchmetrics' `Perplexity` would compute the loss again.)"""
 
     def compute(self) -> Tensor:
-        """The perplexity, a float32 scalar."""
+        """Return the perplexity, a float32 scalar."""
         return super().compute().exp()
 
 

@@ -1,6 +1,6 @@
 """A multilayer perceptron: linear layers with ReLU between them, and its training with the squared error.
 
-With the defaults of ``conf/recipe/mlp.yaml``, it is the benchmark of the article "Automatic Mixed Precision" of torch
+With the defaults of ``conf/recipe/mlp.yaml``, this is the benchmark of the article "Automatic Mixed Precision" of torch
 for R: three linear layers, 4096 wide, 50 batches of 512 random rows, random targets, mean squared error, plain SGD with
 a learning rate of 0.1, 3 epochs.
 """
@@ -30,7 +30,7 @@ def mlp(in_features: int, out_features: int, *, width: int, layers: int, dropout
         dropout: probability that a hidden value is set to zero in training.
 
     Raises:
-        ValueError: fewer than one layer.
+        ValueError: ``layers`` is below 1.
     """
     if layers < 1:
         raise ValueError(f"layers is {layers}, expected at least 1 linear layer.")
@@ -50,7 +50,7 @@ class MLPRegressor(L.LightningModule):
     """Trains an `mlp` on ``(inputs, targets)`` with the mean squared error.
 
     ``inputs`` is float of shape (batch, ``in_features``), ``targets`` of shape (batch, ``out_features``). The mean is
-    over all elements. It logs ``train_loss`` at every step. There is no validation: a benchmark only trains.
+    over all elements. The module logs ``train_loss`` at every step. There is no validation: a benchmark only trains.
 
     Args:
         optimizer: called with the parameters and returns the optimizer, such as
@@ -80,16 +80,16 @@ class MLPRegressor(L.LightningModule):
         self.make_scheduler = scheduler
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Outputs of shape (batch, ``out_features``)."""
+        """Return outputs of shape (batch, ``out_features``)."""
         return self.net(inputs)
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        """The loss of one batch, a scalar."""
+        """Return the loss of a batch, a scalar."""
         inputs, targets = batch
         loss = F.mse_loss(self(inputs), targets)
         self.log("train_loss", loss, prog_bar=True)
         return loss
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
-        """The optimizer and, if there is one, the schedule, stepped once per optimizer step."""
+        """Return the optimizer and, if there is one, the schedule, which is stepped once per optimizer step."""
         return with_schedule(self.make_optimizer(self.parameters()), self.make_scheduler, self)

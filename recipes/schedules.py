@@ -50,27 +50,26 @@ def onecycle(
     final_div_factor: float = 1e4,
     cycle_momentum: bool = False,
 ) -> LRScheduler:
-    """Return a schedule that rises from ``lr / div_factor`` to ``lr``, then falls far below the start.
+    """Return a schedule that rises from ``lr / div_factor`` to ``lr``, then falls far below the initial learning rate.
 
-    torch's `OneCycleLR` with the optimizer's ``lr`` as its ``max_lr``. Both parts are half cosines.
+    It is torch's `OneCycleLR` with the optimizer's ``lr`` as ``max_lr``. Both parts are half cosines.
 
     Args:
         optimizer: its ``lr`` is the peak.
         total_steps: optimizer steps of the whole run, at least 1.
-        pct_start: fraction of the steps spent rising, in [0, 1).
+        pct_start: fraction of the steps with a rising learning rate, in [0, 1).
         div_factor: peak learning rate divided by the first one.
         final_div_factor: first learning rate divided by the last one.
         cycle_momentum: whether the momentum (or Adam's beta1) falls from 0.95 to 0.85 while the learning rate rises,
             and rises while the learning rate falls. Default: False, which keeps the optimizer's momentum.
 
     Raises:
-        ValueError: ``total_steps`` or ``pct_start`` out of range.
+        ValueError: ``total_steps`` or ``pct_start`` is out of range.
     """
     _check_steps(total_steps)
     _check_fraction("pct_start", pct_start)
     if pct_start * total_steps == 1.0:
-        # The rise would have zero steps, and OneCycleLR divides by this number. A slightly larger fraction gives the
-        # same schedule as its neighbors.
+        # The rise would have zero steps, and OneCycleLR divides by this number. A slightly larger fraction avoids this.
         pct_start *= 1.0 + 1e-6
     return OneCycleLR(
         optimizer,
@@ -106,11 +105,11 @@ def warmup_cosine(
     Args:
         optimizer: its ``lr`` is the peak.
         total_steps: optimizer steps of the whole run, at least 1.
-        warmup: fraction of the steps spent rising, in [0, 1).
+        warmup: fraction of the steps with a rising learning rate, in [0, 1).
         final_factor: learning rate after the last step divided by the peak.
 
     Raises:
-        ValueError: ``total_steps`` or ``warmup`` out of range.
+        ValueError: ``total_steps`` or ``warmup`` is out of range.
     """
     _check_steps(total_steps)
     _check_fraction("warmup", warmup)
@@ -126,7 +125,7 @@ class WarmupCosine:
     final_factor: float = 0.0
 
     def __call__(self, step: int) -> float:
-        """Factor after ``step`` steps: 1 at ``warmup_steps``, ``final_factor`` from ``total_steps`` on."""
+        """Return the factor after ``step`` steps: 1 at ``warmup_steps``, ``final_factor`` from ``total_steps`` on."""
         if step < self.warmup_steps:
             # step + 1, so that the learning rate of the first step is not 0.
             return (step + 1) / (self.warmup_steps + 1)

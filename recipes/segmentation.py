@@ -25,9 +25,9 @@ from trainer.record.figures import figures_of, write_confusion_matrix, write_pic
 
 
 class UNet(nn.Module):
-    """Ronneberger, Fischer and Brox, "U-Net: Convolutional Networks for Biomedical Image Segmentation" (2015).
+    """The network of "U-Net: Convolutional Networks for Biomedical Image Segmentation" (2015), with two changes.
 
-    With padding, so that masks are as large as images, and with BatchNorm.
+    Convolutions are padded, so that masks are as large as images, and are followed by BatchNorm.
 
     Args:
         num_classes: number of output channels.
@@ -48,10 +48,10 @@ class UNet(nn.Module):
         self.classify = nn.Conv2d(width, num_classes, kernel_size=1)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Logits of shape (batch, ``num_classes``, height, width).
+        """Return logits of shape (batch, ``num_classes``, height, width).
 
         Raises:
-            ValueError: a height or width that cannot be halved ``depth`` times.
+            ValueError: the height or width cannot be halved ``depth`` times.
         """
         if images.shape[-1] % self.multiple or images.shape[-2] % self.multiple:
             raise ValueError(
@@ -95,10 +95,10 @@ class Segmenter(L.LightningModule):
     """Trains a network on ``(images, masks)`` with the sum of the cross-entropy and the Dice loss.
 
     ``images`` is float of shape (batch, 3, height, width), ``masks`` is int64 of shape (batch, height, width), with 0
-    for the background. It logs ``train_loss`` at every step and, over a whole epoch, ``val_loss`` and ``val_dice``,
-    ``test_loss`` and ``test_dice``: the Dice score, in [0, 1], is computed for each class over all pixels of the
-    epoch, and averaged over the classes without the background. A test also adds to the run's report a confusion matrix
-    of the pixels, and the first images, each above its true and its predicted mask.
+    for the background. The module logs ``train_loss`` at every step and, over a whole epoch, ``val_loss`` and
+    ``val_dice``, ``test_loss`` and ``test_dice``: the Dice score, in [0, 1], is computed for each class over all pixels
+    of the epoch, and averaged over the classes without the background. A test also adds to the run's report a confusion
+    matrix of the pixels, and the first images, each above its true and its predicted mask.
 
     Args:
         net: maps images to logits of shape (batch, ``num_classes``, height, width).
@@ -126,11 +126,11 @@ class Segmenter(L.LightningModule):
         self.test_confusion = MulticlassConfusionMatrix(num_classes, validate_args=False)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Logits of shape (batch, ``num_classes``, height, width)."""
+        """Return logits of shape (batch, ``num_classes``, height, width)."""
         return self.net(images)
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        """The loss of one batch, a scalar."""
+        """Return the loss of a batch, a scalar."""
         images, masks = batch
         loss = segmentation_loss(self(images), masks)
         self.log("train_loss", loss, on_step=True, on_epoch=False, prog_bar=True)
@@ -156,12 +156,12 @@ class Segmenter(L.LightningModule):
         self.test_confusion.reset()
 
     def predict_step(self, batch: tuple[Tensor, Sequence[str]], batch_idx: int) -> Masks:
-        """The most likely class of each pixel, for a batch of images and their names."""
+        """Return the most likely class of each pixel, for a batch of images and their names."""
         images, names = batch
         return {"names": names, "masks": self(images).argmax(dim=1).to(torch.uint8)}
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
-        """The optimizer and, if there is one, the schedule, stepped once per optimizer step."""
+        """Return the optimizer and, if there is one, the schedule, which is stepped once per optimizer step."""
         return with_schedule(self.make_optimizer(self.net.parameters()), self.make_scheduler, self)
 
     def _evaluate(self, stage: str, dice: DiceScore, batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -205,9 +205,8 @@ def _dice_score(num_classes: int) -> DiceScore:
 class MaskWriter(BasePredictionWriter):
     """Writes the masks that `Segmenter` predicts: a PNG for each image, with the class of each pixel as its value.
 
-    The files have a palette: the background is black, and each class has a colour. Their values, which
-    ``numpy.asarray(Image.open(file))`` gives, are the classes. ``overview.png`` shows the first images above their
-    masks.
+    The files have a palette: the background is black, and each class has a color. ``numpy.asarray(Image.open(file))``
+    returns the classes. ``overview.png`` shows the first images above their masks.
 
     Args:
         dirpath: folder of the masks; it is created.
@@ -243,7 +242,7 @@ class MaskWriter(BasePredictionWriter):
         """Write the masks of a batch.
 
         Raises:
-            ValueError: a name that leads out of the folder.
+            ValueError: the name of an image contains a folder.
         """
         # Host-device synchronization: the masks are fetched from the device.
         for index, (name, mask) in enumerate(zip(prediction["names"], prediction["masks"].cpu().numpy(), strict=True)):
@@ -306,7 +305,7 @@ def coloured(mask: np.ndarray) -> Image.Image:
 
 
 def _colour(number: int) -> tuple[int, int, int]:
-    """Return black for 0; the hues of successive classes are a golden section of the circle apart."""
+    """Return black for 0, otherwise a color that differs clearly from those of nearby numbers."""
     if number == 0:
         return 0, 0, 0
     red, green, blue = colorsys.hsv_to_rgb(number * 0.618034 % 1.0, 0.65, 1.0)
@@ -314,12 +313,12 @@ def _colour(number: int) -> tuple[int, int, int]:
 
 
 def _column(image: Tensor, *masks: np.ndarray) -> np.ndarray:
-    """An image above its masks, uint8 of shape (height, width, 3)."""
+    """Return an image above its masks, uint8 of shape (height, width, 3)."""
     return np.concatenate([_visible(image), *(np.asarray(coloured(mask).convert("RGB")) for mask in masks)])
 
 
 def _visible(image: Tensor) -> np.ndarray:
-    """Return an image of shape (3, height, width) as uint8 of shape (height, width, 3), scaled to its own range."""
+    """Return an image of shape (3, height, width) as uint8 of shape (height, width, 3), scaled to 0 to 255."""
     pixels = image.float().cpu()
     pixels = (pixels - pixels.min()) / (pixels.max() - pixels.min()).clamp(min=1e-6)
     return (pixels * 255.0).round().to(torch.uint8).permute(1, 2, 0).numpy()

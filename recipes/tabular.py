@@ -21,7 +21,7 @@ class TabularMLP(L.LightningModule):
     """Trains an `mlp` on ``(features, targets)``: classes with the cross-entropy loss, numbers with the squared error.
 
     ``features`` is float of shape (batch, ``num_features``), ``targets`` has shape (batch,): int64 classes, or float
-    numbers in any unit. It logs ``train_loss`` at every step and, over an epoch, for validation and test:
+    numbers in any unit. The module logs ``train_loss`` at every step and, over an epoch, for validation and test:
 
     - classification: ``val_loss`` in nats per row, and ``val_acc`` in [0, 1];
     - regression: ``val_loss``, the squared error divided by the variance of the training targets; ``val_mae``, the mean
@@ -69,7 +69,7 @@ class TabularMLP(L.LightningModule):
                 setattr(self, f"{stage}_{name}", metric)
 
     def forward(self, features: Tensor) -> Tensor:
-        """Logits of shape (batch, ``num_classes``); for regression, numbers of shape (batch,) in the targets' unit."""
+        """Return logits (batch, ``num_classes``) or, for regression, numbers (batch,) in the targets' unit."""
         outputs = self.net(features)
         if not self.is_regression:
             return outputs
@@ -83,7 +83,7 @@ class TabularMLP(L.LightningModule):
         self.target_std.fill_(getattr(data, "target_std", 1.0))
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        """The loss of one batch, a scalar."""
+        """Return the loss of a batch, a scalar."""
         features, targets = batch
         loss = self._loss(self(features), targets)
         self.log("train_loss", loss, prog_bar=True)
@@ -98,12 +98,12 @@ class TabularMLP(L.LightningModule):
         self._evaluate("test", batch)
 
     def predict_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        """Probabilities of shape (batch, ``num_classes``), or, for regression, numbers of shape (batch,); float32."""
+        """Return probabilities (batch, ``num_classes``) or, for regression, numbers (batch,), in float32."""
         outputs = self(batch[0]).float()
         return outputs if self.is_regression else outputs.softmax(dim=1)
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
-        """The optimizer and, if there is one, the schedule, stepped once per optimizer step."""
+        """Return the optimizer and, if there is one, the schedule, which is stepped once per optimizer step."""
         return with_schedule(self.make_optimizer(self.net.parameters()), self.make_scheduler, self)
 
     def _loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
@@ -125,5 +125,5 @@ class TabularMLP(L.LightningModule):
 def _metrics(num_classes: int | None) -> dict[str, Metric]:
     if num_classes is None:
         return {"mae": MeanAbsoluteError(), "r2": R2Score()}
-    # Without checks of the arguments, which are a host-device synchronization in each batch.
+    # The checks of arguments would synchronize host and device in each batch.
     return {"acc": MulticlassAccuracy(num_classes, average="micro", validate_args=False)}

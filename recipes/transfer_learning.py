@@ -43,10 +43,10 @@ def transfer_classifier(
         **options: further arguments of `ImageClassifier`.
 
     Raises:
-        FileNotFoundError: as `load_weights`.
-        ValueError: as `TransferNet`.
+        FileNotFoundError: see `load_weights`.
+        ValueError: see `TransferNet`.
     """
-    if checkpoint is not None and Path(checkpoint).is_file():  # not "last", which may not exist yet
+    if checkpoint is not None and Path(checkpoint).is_file():  # `last` may not exist yet
         weights = None
     net = TransferNet(architecture, num_classes, weights=weights, frozen=frozen)
     if frozen:  # the frozen layers stay in eval mode on purpose
@@ -59,10 +59,11 @@ class TransferNet(nn.Module):
 
     Args:
         architecture: its name in ``torchvision.models``, such as ``"resnet50"``.
-        num_classes: number of outputs of the head. None: that of torchvision's network, until `set_num_classes`.
+        num_classes: number of outputs of the head. None: that of torchvision's network, until `set_num_classes` is
+            called.
         weights: initial weights of the other layers: the name of weights that torchvision has, such as
-            ``"IMAGENET1K_V2"``, or a file with the network's ``state_dict``, such as torchvision's own. Their
-            head is not used. None for random weights.
+            ``"IMAGENET1K_V2"``, or a file with the network's ``state_dict``, such as torchvision's own. The
+            head in these weights is not used. None for random weights.
         frozen: whether to train only the head: the other layers get no gradients and stay in eval mode, so that
             BatchNorm keeps its statistics and dropout is off.
 
@@ -70,7 +71,7 @@ class TransferNet(nn.Module):
         net: torchvision's network.
 
     Raises:
-        FileNotFoundError: as `load_weights`.
+        FileNotFoundError: see `load_weights`.
         ValueError: an unknown architecture, an architecture without a linear layer, or weights of another architecture.
     """
 
@@ -116,7 +117,7 @@ class TransferNet(nn.Module):
         return self
 
     def forward(self, images: Tensor) -> Tensor:
-        """Logits of shape (batch, ``num_classes``)."""
+        """Return logits of shape (batch, ``num_classes``)."""
         return self.net(images)
 
 
@@ -129,8 +130,8 @@ def load_weights(architecture: str, weights: str) -> Weights:
             downloaded into it; or a file that holds a ``state_dict``, loaded with ``weights_only=True``.
 
     Raises:
-        FileNotFoundError: the file does not exist and cannot be downloaded. The message has its address.
-        ValueError: the file contains something else.
+        FileNotFoundError: the file does not exist and cannot be downloaded. The message contains its address.
+        ValueError: the file does not contain a ``state_dict``.
     """
     known = models.get_model_weights(architecture).__members__
     if weights in known:
@@ -152,7 +153,7 @@ def _torchvisions(weights: Any, name: str) -> Weights:
         return _read(file)
     try:
         return weights.get_state_dict(check_hash=True, map_location="cpu", weights_only=True)
-    except (OSError, RuntimeError) as error:  # no network, a proxy's page for a file, no permission
+    except (OSError, RuntimeError) as error:  # no network, a proxy's page instead of the file, or no permission
         raise FileNotFoundError(
             f"The weights {name} are not in {file} and could not be downloaded from {weights.url}"
             f" ({type(error).__name__}: {error}). Without a network, download that file on another machine, and save it"
@@ -165,7 +166,7 @@ def _read(file: Path) -> Weights:
     try:
         weights = torch.load(file, map_location="cpu", weights_only=True)
     except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
-        # Leave out torch's message, which advises to let the file run code.
+        # Leave out torch's message, because it advises to load the file in a way that can run code.
         raise ValueError(
             f"{file.resolve()} cannot be read as weights ({type(error).__name__}). Expected a state_dict saved with"
             " torch.save that contains only tensors, such as torchvision's files. If it is damaged, delete it and"
@@ -190,7 +191,7 @@ def _last_linear(net: nn.Module, architecture: str) -> str:
 
 
 def _load_all_but(head: str, net: nn.Module, weights: Weights, weights_name: str) -> None:
-    """Load everything outside of ``head``, which may have any number of classes in ``weights``."""
+    """Load all weights except those of ``head``, because its number of classes may differ."""
     rest = {name: value for name, value in weights.items() if not name.startswith(f"{head}.")}
     expected = {name: value.shape for name, value in net.state_dict().items() if not name.startswith(f"{head}.")}
     wrong = [name for name in rest if name not in expected or rest[name].shape != expected[name]]

@@ -20,25 +20,25 @@ CLUTTER = "257.clutter"
 class Caltech256(ImageFolder):
     """Photographs of 256 kinds of objects, in ``root/256_ObjectCategories/001.ak47/001_0001.jpg`` and so on.
 
-    The folder ``257.clutter`` is left out: it is not a class. So are the few files of the original that are not JPEGs.
-    A stratified tenth of the images is held out for validation, `test` and `predict`.
+    The folder ``257.clutter``, which is not a class, and the few files that are not JPEGs are left out. A tenth of the
+    images, stratified by class, is held out; validation, `test` and `predict` use these images.
 
-    Every image is resized to ``image_size`` without regard to its proportions. Training images are mirrored, rotated,
-    shifted and scaled at random, each within the limits below; areas without pixels become black.
+    Every image is resized to ``image_size``, without preserving its aspect ratio. Training images are randomly
+    mirrored, rotated, shifted and scaled within the limits below; areas outside the original image become black.
 
     Args:
         root: folder with ``256_ObjectCategories``, or with ``256_ObjectCategories.tar``, which is then unpacked.
         batch_size: images in a batch, on one rank.
         num_workers: processes that prepare batches; 0 prepares them in the training process.
         augment: whether to change the training images at random.
-        image_size: height and width of the images the model sees, in pixels.
+        image_size: height and width of the images in a batch, in pixels.
         flip: probability that an image is mirrored.
         degrees: largest rotation in either direction, in degrees.
-        shift: largest shift as a fraction of the image's side, along each axis and either way.
-        scale: largest relative change of size, either way.
-        mean: subtracted from each channel in [0, 1]; ImageNet's by default.
-        std: each channel is divided by it; ImageNet's by default.
-        split_seed: seed of the split, which is stratified and depends on nothing else.
+        shift: largest shift in either direction along each axis, as a fraction of the image's side.
+        scale: largest relative change of size, in either direction.
+        mean: mean of each channel in [0, 1], which is subtracted. Default: ImageNet's.
+        std: standard deviation of each channel; the channel is divided by it. Default: ImageNet's.
+        split_seed: seed of the split; no other seed affects it.
         num_classes: number of classes of the model; must be the number of class folders, which is 256.
         on_error: see `ImageFolder`.
     """
@@ -85,8 +85,8 @@ class Caltech256(ImageFolder):
         """Unpack the archive if the folder does not exist.
 
         Raises:
-            FileNotFoundError: neither the folder nor the archive exists. The message has its address.
-            ValueError: the archive is damaged, or contains something else.
+            FileNotFoundError: neither the folder nor the archive exists. The message contains the archive's address.
+            ValueError: the archive is damaged, or does not contain the folder.
         """
         if self.root.is_dir():
             return
@@ -117,7 +117,7 @@ class Caltech256(ImageFolder):
 
 
 _FILTER: dict[str, Any] = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}
-"""New in Python 3.11.4: modes and owners of the archive are ignored. `_harmless` refuses paths out of the folder."""
+"""The filter, new in Python 3.11.4, ignores modes and owners. `_harmless` refuses paths outside the folder."""
 
 
 def unpack(archive: Path, name: str) -> None:
@@ -139,7 +139,7 @@ def unpack(archive: Path, name: str) -> None:
 
 
 def _harmless(tar: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
-    """Yield the members of an archive, each a file or a folder below the target folder."""
+    """Yield the members of an archive. Raise an error at one that is not a file or folder below the target folder."""
     for member in tar:
         path = PurePosixPath(member.name.replace("\\", "/"))
         if path.is_absolute() or ".." in path.parts or ":" in member.name or not (member.isfile() or member.isdir()):

@@ -15,7 +15,7 @@ from torchvision.transforms import v2
 from recipes.data.image_folder import image_to_tensor
 from recipes.data.loading import SplitDataModule, check_num_classes, stratified_split
 
-# Per channel, of the training images in [0, 1].
+# Mean and standard deviation per channel of the training images in [0, 1].
 MEAN = (0.4914, 0.4822, 0.4465)
 STD = (0.2470, 0.2435, 0.2616)
 
@@ -23,24 +23,24 @@ SIZE = 32  # pixels, height and width
 
 
 class CIFAR10(SplitDataModule):
-    """60,000 colour images of 3x32x32: 45,000 to train on, 5,000 to validate, 10,000 to test.
+    """60,000 color images of 3x32x32: 45,000 to train on, 5,000 to validate, 10,000 to test.
 
-    The validation images are held out of the 50,000 training images. Training images are shifted by up to four
-    pixels and mirrored. For networks that were made for larger images, all images can be enlarged.
+    The validation images are taken from the 50,000 training images. Training images are randomly shifted by up to four
+    pixels and mirrored. All images can be enlarged, for networks that expect larger ones.
 
     Args:
         root: folder of the data; 170 MB are downloaded into it if it does not contain them yet.
         batch_size: images in a batch, on one rank.
         num_workers: processes that prepare batches; 0 prepares them in the training process.
         augment: whether to shift and mirror the training images, before they are enlarged.
-        resize_size: enlarge the images to this height and width, in pixels; None leaves them as they are.
-        crop_size: height and width of the square at the centre that the model sees; None for the whole image.
-        mean: subtracted from each channel in [0, 1]; those of CIFAR-10 by default.
-        std: each channel is divided by it; that of CIFAR-10 by default.
-        limit: number of training images to use, from the first on. Default: None, all of them.
-        val_size: images to validate on, held out of the training images that come after the first ``limit``;
-            None for a tenth of all training images.
-        split_seed: seed of the validation split, which is stratified and depends on nothing else.
+        resize_size: enlarge the images to this height and width, in pixels. Default: None, no change.
+        crop_size: height and width of the center crop, in pixels. Default: None, no crop.
+        mean: mean of each channel in [0, 1], which is subtracted. Default: CIFAR-10's.
+        std: standard deviation of each channel; the channel is divided by it. Default: CIFAR-10's.
+        limit: number of training images to use, from the first on. Default: None, all that are not held out.
+        val_size: number of validation images, taken from the training images after the first ``limit``. Default: None,
+            a tenth of all training images.
+        split_seed: seed of the validation split, which is stratified; no other seed affects it.
         num_classes: number of classes of the model; must be 10.
         check_md5: whether to compare the files with the original's checksums, and download those that differ. False
             reads custom files in the same format, without a network.
@@ -89,14 +89,14 @@ class CIFAR10(SplitDataModule):
         """Download the data if it does not exist.
 
         Raises:
-            FileNotFoundError: the archive does not exist and cannot be downloaded. The message has its address.
+            FileNotFoundError: the archive does not exist and cannot be downloaded. The message contains its address.
         """
         if not self.check_md5:
             self._check_files()
             return
         try:
             datasets.CIFAR10(self.root, download=True)
-        except (OSError, RuntimeError) as error:  # no network, a proxy's page for an archive, no permission
+        except (OSError, RuntimeError) as error:  # no network, a proxy's page instead of the archive, or no permission
             archive = self.root.resolve() / datasets.CIFAR10.filename
             raise FileNotFoundError(
                 f"CIFAR-10 is not in {self.root.resolve()} and could not be downloaded from "
@@ -173,14 +173,14 @@ class Pictures(Dataset[tuple[Tensor, int]]):
 def read_batches(folder: Path, names: Sequence[str]) -> tuple[np.ndarray, list[int]]:
     """Read files of CIFAR-10's python version, one after the other.
 
-    They are pickles. Only arrays and plain containers are unpickled, because files without the original's checksum are
-    not trusted.
+    The files are pickles. Only arrays and plain containers are unpickled, because a file with another checksum than the
+    original's is not trusted.
 
     Returns:
         Images, uint8 of shape (images, 32, 32, 3), and the class of each.
 
     Raises:
-        ValueError: a file contains something else.
+        ValueError: a file does not have this format.
     """
     images, labels = [], []
     for name in names:

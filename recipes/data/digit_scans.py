@@ -15,8 +15,8 @@ class DigitScans(SplitDataModule):
 
     Args:
         batch_size: images in a batch, on one rank.
-        num_workers: processes that prepare batches; there is nothing to prepare.
-        split_seed: seed of the three splits, which are stratified and depend on nothing else.
+        num_workers: processes that prepare batches; 0 suffices, because there is nothing to prepare.
+        split_seed: seed of the three splits, which are stratified; no other seed affects them.
     """
 
     def __init__(self, batch_size: int = 64, *, num_workers: int = 0, split_seed: int = 0) -> None:

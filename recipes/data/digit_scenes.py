@@ -26,9 +26,8 @@ class DigitScenes(SplitDataModule):
 
     The digits and the photographs (``china.jpg``, ``flower.jpg``) come with scikit-learn. Every scene has a crop
     of a photograph with a random position, size and contrast; digits of random sizes, positions, colors and contrasts,
-    the later ones on top; and noise. No digit, and no part of a photograph, is both in training scenes and in
-    other scenes. Scenes depend only on ``seed``, their number and their size. They are made in a second, and held in
-    memory.
+    the later ones on top; and noise. Training scenes share no digit and no part of a photograph with other scenes.
+    Scenes depend only on ``seed``, their number and their size. They are made in a second, and held in memory.
 
     A batch to train, validate or test on is ``(images, masks)``: ``images`` is float32 of shape (batch, 3, height,
     width), normalized; ``masks`` is int64 of shape (batch, height, width), 0 for the background and 1 for a digit (or
@@ -36,13 +35,13 @@ class DigitScenes(SplitDataModule):
 
     Args:
         batch_size: scenes in a batch, on one rank.
-        num_workers: processes that prepare batches. 0 is fastest here: there is next to nothing to prepare.
+        num_workers: processes that prepare batches. 0 is fastest, because there is almost nothing to prepare.
         image_size: height and width of a scene, in pixels; at least 32.
         train_size: scenes to train on.
         val_size: scenes to validate on.
         test_size: scenes to test and predict on.
         num_classes: 2: digit or background; 11: each digit and the background, which is much harder to learn.
-        seed: seed of only the scenes and the splits.
+        seed: seed of the scenes and of the splits; nothing else uses it.
 
     Raises:
         ValueError: ``num_classes`` is not 2 or 11, or ``image_size`` is too small.

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from recipes.data.loading import ImageTensors, SplitDataModule, check_num_classes, stratified_split
 
-MAX_GREY = 16.0  # the scans have 17 grey levels, 0 to 16
+MAX_GREY = 16.0  # the scans have 17 gray levels, 0 to 16
 
 # Mean and standard deviation of the training pixels (split_seed 0, 32x32) in [0, 1].
 MEAN = 0.3055
@@ -25,10 +25,10 @@ class Digits(SplitDataModule):
 
     Args:
         batch_size: images in a batch, on one rank.
-        num_workers: processes that prepare batches. 0 is fastest here: there is next to nothing to prepare.
+        num_workers: processes that prepare batches. 0 is fastest, because there is almost nothing to prepare.
         augment: whether to rotate, scale and shift every training image slightly (`random_affine`).
         image_size: height and width of the images, in pixels.
-        split_seed: seed of the three splits, which are stratified and depend on nothing else.
+        split_seed: seed of the three splits, which are stratified; no other seed affects them.
         num_classes: number of classes of the model; must be 10.
 
     Raises:
@@ -73,9 +73,9 @@ def random_affine(images: Tensor, *, degrees: float = 10.0, scale: float = 0.1, 
 
     Args:
         images: float, shape (batch, channels, height, width).
-        degrees: largest angle, either way.
-        scale: largest relative change of size, either way.
-        shift: largest shift as a fraction of half the image's side, along each axis and either way.
+        degrees: largest angle, in either direction.
+        scale: largest relative change of size, in either direction.
+        shift: largest shift in either direction along each axis, as a fraction of half the image's side.
 
     Returns:
         New images of the same shape and dtype.

@@ -22,27 +22,28 @@ class Examples(TextData):
     The fields of a line determine its kind:
 
     - ``{"prompt": ..., "completion": ...}``: a language model learns the completion and its end;
-    - ``{"text": ..., "label": 0}``: a classifier learns the class, a whole number from 0 on;
+    - ``{"text": ..., "label": 0}``: a classifier learns the class, an integer from 0 on;
     - ``{"text": ...}``: a language model learns the whole text.
 
-    A batch is ``(tokens, mask, targets)``, int64: ``tokens`` and ``mask`` (0: padding) of shape (batch, length), the
-    targets of the same shape, -100 for ignored positions, or of shape (batch,) for classes.
+    A batch is ``(tokens, mask, targets)``, all int64. ``tokens`` and ``mask`` have shape (batch, length); the mask is 0
+    for padding. The targets of a language model have the same shape, with -100 for ignored positions. Classes have
+    shape (batch,).
 
     Args:
         path: the file.
         tokenizer: a folder with a ``tokenizer.json``, or that file; None for bytes.
-        context: largest number of tokens of an example; longer ones lose their end, or their beginning if they have
-            a prompt.
+        context: largest number of tokens of an example; a longer example loses its end, or its beginning if
+            it has a prompt.
         batch_size: examples in a batch, on one rank.
-        num_workers: processes that prepare batches; there is little to prepare.
+        num_workers: processes that prepare batches; 0 suffices, because there is little to prepare.
         split_seed: seed of the split into training, validation and test examples.
         held_out: share of the text for the validation, and the same share for the test.
-        prompts: prompts that ``predict`` continues. Default: None, the test examples are classified.
+        prompts: prompts that ``predict`` continues. Default: None, ``predict`` uses the test examples.
 
     Raises:
-        FileNotFoundError: no such file, or no tokenizer.
+        FileNotFoundError: the file or the tokenizer does not exist.
         ModuleNotFoundError: ``tokenizers`` is needed and not installed.
-        ValueError: a line is not an example, or of another kind than the first; or a split has no example.
+        ValueError: a line is not an example or is of another kind than the first line, or a split has no example.
     """
 
     def __init__(

@@ -40,8 +40,8 @@ class ImageFolder(SplitDataModule):
 
     Classes are numbered in the alphabetical order of their folders. A folder may contain further folders. Hidden files
     and folders are ignored. Without ``root/val``, a stratified fraction of the training images is held out for
-    validation; if there is no ``root/train`` either, a test uses these images. `predict` uses all images below
-    ``root/test``, or below ``root`` if there is no such folder; they need no class folders.
+    validation; in the layout ``root/<class>/``, a test uses the held-out images, too. `predict` uses all images below
+    ``root/test``, or below ``root`` if there is no such folder. Images for `predict` need no class folders.
 
     Training images are cropped at random and mirrored; the others are resized and cropped at the center.
 
@@ -49,15 +49,15 @@ class ImageFolder(SplitDataModule):
         root: the folder.
         num_classes: number of class folders, for a check. Default: None, any number.
         batch_size: images in a batch, on one rank. Default: 64.
-        val_fraction: fraction of the training images to hold out if there is no ``root/val``, in (0, 1). Each class
-            has at least one of them. Default: 0.1.
-        split_seed: seed of that split, which depends on nothing else. Default: 42.
+        val_fraction: fraction of the training images to hold out if there is no ``root/val``, in (0, 1). At least as
+            many images as there are classes are held out. Default: 0.1.
+        split_seed: seed of that split; no other seed affects it. Default: 42.
         num_workers: processes that prepare batches; 0 prepares them in the training process. Default: 2.
         augment: whether to crop at random and mirror the training images. Default: True.
         resize_size: length of the shorter side before the center crop, in pixels. Default: 256.
         crop_size: height and width of the images in a batch, in pixels. Default: 224.
-        mean: subtracted from each channel in [0, 1]. Default: ImageNet's.
-        std: each channel is divided by it. Default: ImageNet's.
+        mean: mean of each channel in [0, 1], which is subtracted. Default: ImageNet's.
+        std: standard deviation of each channel; the channel is divided by it. Default: ImageNet's.
         on_error: ``"raise"`` (default) stops the run with an :class:`UnreadableImageError` at a file that cannot be
             decoded. ``"skip"`` leaves such files out, so that a batch has fewer images; one warning counts and lists
             them. A file that the system cannot read (missing, no permission) is always an error.
@@ -66,7 +66,7 @@ class ImageFolder(SplitDataModule):
         classes: the names of the classes; empty before ``setup``, and in `predict` if there are no class folders.
 
     Raises:
-        ValueError: an unknown ``on_error``, or a ``val_fraction`` outside of (0, 1).
+        ValueError: ``on_error`` is unknown, or ``val_fraction`` is outside (0, 1).
     """
 
     def __init__(
@@ -118,10 +118,10 @@ class ImageFolder(SplitDataModule):
                 self.splits[split] = Images(self._samples(split), transform, skips=self.on_error == "skip")
         callbacks: list[Any] = getattr(self.trainer, "callbacks", [])
         if self.on_error == "skip" and not any(getattr(one, "data", None) is self for one in callbacks):
-            callbacks.append(_UnreadableReport(self))  # a data module has no hook at the end of an epoch
+            callbacks.append(_UnreadableReport(self))  # data modules have no hook at the end of an epoch
 
     def predict_dataloader(self) -> Any:
-        """Return each image once, in order: ``(images, numbers)``, with the positions in ``splits["predict"]``."""
+        """Return batches ``(images, positions)`` of all images in order, with positions in ``splits["predict"]``."""
         return self._loader("predict")
 
     @property
@@ -166,7 +166,7 @@ class ImageFolder(SplitDataModule):
         train = self.root / "train"
         expected = self.class_names(train) if self.has_splits and train.is_dir() else names
         if names != expected:
-            # Classes are numbered by position: one folder too few would shift all labels after it.
+            # Classes are numbered by position, so a missing folder would shift the labels of all later classes.
             raise ValueError(
                 f"The classes in {folder} differ from those in {train}: missing"
                 f" {sorted(set(expected) - set(names))}, unknown {sorted(set(names) - set(expected))}. Every split"
@@ -240,8 +240,8 @@ class Images(Dataset[tuple[Tensor, int]]):
 def read_image(path: str | Path) -> Image.Image:
     """Return the image in a file, with three channels of 8 bits.
 
-    Gray values are repeated, a palette is applied, and alpha is dropped. Values of 16 bits keep their upper 8 bits, and
-    an animation its first picture.
+    Gray values are repeated, a palette is applied, and alpha is dropped. A 16-bit value keeps its upper 8 bits, and
+    an animation keeps its first picture.
 
     Raises:
         UnreadableImageError: the file cannot be decoded, or the range of its pixel values is unknown.
@@ -279,7 +279,7 @@ def collate_readable(samples: list[tuple[Tensor, int] | None]) -> Any:
 
 
 class _UnreadableReport(L.Callback):
-    """Lists the images that were left out, each once in a run, after an epoch and its validation.
+    """Warns at the end of an epoch about the images that were skipped, once in a run about each image.
 
     Args:
         data: the data module.

@@ -125,13 +125,13 @@ def make_loader(
 
     Args:
         dataset: a dataset with a length.
-        batch_size: images in a batch, on one rank.
+        batch_size: samples in a batch, on one rank.
         num_workers: processes that prepare batches; 0 prepares them in the training process.
         training: whether to shuffle, and drop a short last batch.
         options: passed to the DataLoader.
 
     Raises:
-        ValueError: ``training``, and a process has less than one full batch of the data.
+        ValueError: ``training`` is True, and a process has fewer samples than a batch.
     """
     processes = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
     size = math.ceil(len(dataset) / processes)  # type: ignore[arg-type]  # divided by the Trainer

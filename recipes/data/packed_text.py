@@ -35,8 +35,8 @@ class PackedText(TextData):
     text and tokenizer use these files. They are memory-mapped: they need not fit into memory, and workers share them.
 
     Args:
-        path: a text file in UTF-8 with documents separated by ``separator``; a ``.jsonl`` file with an object in
-            each line that has a document under ``field``; a folder of such files; or a folder that
+        path: a text file in UTF-8 with documents separated by ``separator``; a ``.jsonl`` file with one object
+            per line, which has the document under ``field``; a folder of such files; or a folder that
             ``Dataset.save_to_disk`` of the library ``datasets`` wrote, with the documents in the column ``field``. None
             for Python's topics, as in `ByteText`.
         separator: a regular expression for the text between two documents of a file. Default: two empty lines.
@@ -140,7 +140,7 @@ class PackedText(TextData):
         return Path(self.cache) / hashlib.sha256(json.dumps(made_from).encode()).hexdigest()[:16]
 
     def _write(self, read: Callable[[], Iterator[str]], folder: Path) -> None:
-        """Tokenize the documents into a file for each split. A complete folder is renamed to its final name."""
+        """Tokenize the documents into a file for each split. Rename the temporary folder when it is complete."""
         if folder.is_dir():
             return
         sizes = [_size(document) for document in read()]
@@ -172,7 +172,7 @@ class PackedText(TextData):
 
 
 class PackedSequences(Dataset[Batch]):
-    """A file of tokens, cut into sequences. It is opened at the first read, so that each worker maps it.
+    """A file of tokens, cut into sequences. The first read opens it, so that each worker has its own memory map.
 
     Args:
         file: the tokens, one after the other.

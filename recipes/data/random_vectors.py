@@ -18,7 +18,7 @@ class RandomVectors(L.LightningDataModule):
         num_batches: batches in an epoch.
         in_features: size of the inputs.
         out_features: size of the targets.
-        data_seed: seed of only the vectors.
+        data_seed: seed of the vectors; nothing else uses it.
     """
 
     def __init__(

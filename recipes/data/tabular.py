@@ -23,16 +23,16 @@ class Tabular(SplitDataModule):
 
     A batch is ``(features, targets)``: ``features`` is float32 of shape (batch, ``num_features``), standardized;
     ``targets`` has shape (batch,) and is int64 for classification, and for regression float32 in the table's own unit.
-    The mean and standard deviation are those of the training rows, so that training uses no other rows.
+    The mean and standard deviation are those of the training rows, so that no other row influences the training.
 
     Args:
         name: ``breast_cancer`` (569 rows, benign or malignant), ``wine`` (178 rows, three cultivars) or ``diabetes``
             (442 rows, regression: disease progression after a year).
         batch_size: rows in a batch, on one rank.
-        num_workers: processes that prepare batches; there is nothing to prepare.
+        num_workers: processes that prepare batches; 0 suffices, because there is nothing to prepare.
         num_features: number of features of the model; must be the table's.
         num_classes: number of classes of the model; must be the table's. None: regression.
-        split_seed: seed of only the three splits, which are stratified: by class, or by the target's decile.
+        split_seed: seed of the three splits, which are stratified by class or by the target's decile.
 
     Attributes:
         target_mean: mean of the training targets of a regression; otherwise 0.

@@ -59,7 +59,7 @@ class ByteText(TextData):
     """Documents as sequences of bytes (UTF-8): the language reference of Python, or a custom file.
 
     Without a ``path``, the text is the output of ``help()`` for Python's topics (`pydoc_data.topics`): about 370,000
-    characters of English, which are included in every Python and differ a little between versions. Paragraphs that
+    characters of English. Every Python includes this text; it differs a little between versions. Paragraphs that
     several topics share are kept in only one topic, so that no validation text occurs in training.
 
     A batch is ``(tokens, targets)``, both int64 of shape (batch, ``context``). A target is the byte after its
@@ -72,7 +72,7 @@ class ByteText(TextData):
         separator: a regular expression for the text between two documents of the file. Default: two empty lines.
         context: tokens in a sequence.
         batch_size: sequences in a batch, on one rank.
-        num_workers: processes that prepare batches; there is nothing to prepare.
+        num_workers: processes that prepare batches; 0 suffices, because there is nothing to prepare.
         split_seed: seed of the split into training, validation and test documents.
         held_out: share of the bytes for the validation, and the same share for the test.
         prompts: one or several prompts that ``predict`` continues. Each prompt is a batch: a tuple of one string.
@@ -117,7 +117,7 @@ def read_text(file: Path) -> str:
     """Return the text in ``file``.
 
     Raises:
-        ValueError: it is not in UTF-8.
+        ValueError: the file is not in UTF-8.
     """
     try:
         return file.read_text(encoding="utf-8")
@@ -136,7 +136,8 @@ def python_topics() -> list[str]:
 
     seen: set[str] = set()
     documents = []
-    for name in sorted(topics, key=lambda name: (len(topics[name]), name)):  # long topics keep most of their text
+    # shortest first, because a long topic keeps most of its text without the paragraphs that it shares
+    for name in sorted(topics, key=lambda name: (len(topics[name]), name)):
         paragraphs = []
         for paragraph in re.split(r"\n[ ]*\n", topics[name].replace("\0", "")):
             if paragraph.strip() not in seen:
@@ -152,8 +153,8 @@ def split_documents(sizes: Sequence[int], held_out: float, seed: int) -> dict[st
 
     Args:
         sizes: sizes of the documents, in bytes or characters; above 0.
-        held_out: share of the total size for the test, and the same share for the validation. Documents that would
-            exceed it are skipped.
+        held_out: share of the total size for the test, and the same share for the validation. A document that
+            would exceed this share is left to the next split.
         seed: seed of the order of the documents.
 
     Raises:
@@ -195,7 +196,7 @@ def cut(documents: Iterable[bytes], context: int) -> tuple[Tensor, Tensor]:
         start = 0
         while start < len(stream) - 1:
             end = min(start + context, len(stream) - 1)
-            if end < len(stream) - 1:  # the next sequence starts at the last end of a line
+            if end < len(stream) - 1:  # end this sequence after its last full line
                 line_end = stream.rfind(b"\n", start + 1, end + 1)
                 end = line_end if line_end > 0 else end
             sequences.append(stream[start : end + 1])

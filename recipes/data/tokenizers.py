@@ -30,7 +30,7 @@ class Tokenizer(Protocol):
 
 
 class Bytes:
-    """UTF-8: 256 tokens. The token 0 ends a document; it is removed from texts."""
+    """UTF-8: 256 tokens. The token 0 ends a document and is removed from texts."""
 
     vocabulary = VOCABULARY
     end = END
@@ -89,7 +89,7 @@ class FileTokenizer:
         return str(self._library.decode(list(tokens)))
 
     def _find_end(self) -> int:
-        """Return the end token that the folder's config names, or else one of the usual ones."""
+        """Return the end token that the folder's config names, or else the first of ``_USUAL_ENDS`` that exists."""
         named = [_text_of(_read(self.file.parent / "tokenizer_config.json").get("eos_token"))]
         for token in [*named, *_USUAL_ENDS]:
             number = self._library.token_to_id(token) if token else None

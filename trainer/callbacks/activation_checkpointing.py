@@ -33,13 +33,13 @@ class ActivationCheckpointing(RunCallback):
     ``self.log``, the second forward fails: log in ``training_step`` instead.
 
     Args:
-        modules: one or several: a pattern for the module's name in the LightningModule (``"net.layer*"``, see
+        modules: one or several of: a pattern for the module's name in the LightningModule (``"net.layer*"``, see
             ``fnmatch``; ``*`` also matches dots), a pattern for the name of its class (``"Bottleneck"``), or a class. A
             container that is never called itself (``nn.ModuleList``) stands for its members. A module inside a chosen
             one is part of it, and is not chosen again.
 
     Raises:
-        ConfigurationError: if there is no pattern; or, when the fit starts, if one matches no module.
+        ConfigurationError: if ``modules`` is empty or, when the fit starts, if a pattern matches no module.
     """
 
     def __init__(self, modules: ModulePattern | Sequence[ModulePattern]) -> None:
@@ -56,7 +56,7 @@ class ActivationCheckpointing(RunCallback):
         self._checkpointed = [_CheckpointedForward(module) for module in self._chosen]
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: LightningModule) -> None:
-        """Restore the modules, before the precision restores a forward that it may have replaced earlier."""
+        """Restore the modules, before the precision plugin restores forwards that it replaced earlier."""
         self._clean_up(trainer)
 
     def _clean_up(self, trainer: pl.Trainer) -> None:

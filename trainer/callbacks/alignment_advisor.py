@@ -41,7 +41,7 @@ class Misaligned(NamedTuple):
     Attributes:
         name: the name in ``named_modules()``.
         kind: the name of its class.
-        sizes: those sizes, by the name of the dimension; in a convolution with groups, the sizes of one group.
+        sizes: the sizes that are not multiples of 8, by the name of the dimension; with groups, the sizes per group.
     """
 
     name: str

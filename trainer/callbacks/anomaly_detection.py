@@ -24,7 +24,7 @@ _SCALE = 2.0**-100
 
 
 class AnomalyDetection(RunCallback):
-    """Raise if a backward pass computes NaN, with the traceback of the operation's forward; ignore overflows.
+    """Raise if a backward pass computes NaN, with the traceback of the forward operation; ignore overflows.
 
     Torch's anomaly mode cannot be used with loss scaling: the first overflow, which is normal, would end the run
     (Lightning #9799). Therefore each skipped step is replayed in that mode with the same random numbers and with a
@@ -34,7 +34,7 @@ class AnomalyDetection(RunCallback):
     callback stores a copy of the buffers and random states with each batch.
 
     Raises:
-        RuntimeError: torch's error, while training.
+        RuntimeError: torch's error, during a fit.
     """
 
     unsupported_with: ClassVar = {

@@ -29,11 +29,11 @@ class BestCheckpoint(ModelCheckpoint):
     checkpoints are kept.
 
     With ``save_last=True`` the last checkpoint is written each time it is due. Lightning writes it only if the metric
-    was among the best, and with ``every_n_train_steps`` only after the metric exists. A resumed run keeps the choice.
-    Everything else, including the arguments, is as in Lightning.
+    was among the best, and with ``every_n_train_steps`` only after the metric exists. A resumed run keeps the chosen
+    metric. Everything else, including the arguments, is as in Lightning.
     """
 
-    @functools.wraps(ModelCheckpoint.__init__)  # type: ignore[misc]  # the signature, because configs are checked against it
+    @functools.wraps(ModelCheckpoint.__init__)  # type: ignore[misc]  # configs are checked against the signature
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self._chooses = self.monitor == AUTO
@@ -83,7 +83,7 @@ class BestCheckpoint(ModelCheckpoint):
         return {**super().state_dict(), "mode": self.mode}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the state, including the choice."""
+        """Restore the state, including the chosen metric."""
         if self._chooses and state_dict["monitor"] is not None:
             self._monitor(state_dict["monitor"], state_dict["mode"])
         super().load_state_dict(state_dict)

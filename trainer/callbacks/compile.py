@@ -45,13 +45,13 @@ class Compile(RunCallback):
     compiled network, it must ``clone()`` them; otherwise torch raises an error. After such a run, call
     ``torch.compiler.cudagraph_mark_step_begin()`` in your own loops in the same process, as torch requires.
 
-    The record of the run contains the number of compilations, and the reasons for recompilations. A warning is issued
-    once for a function that is recompiled again and again.
+    The record of the run contains the number of compilations, and the reasons for recompilations. One warning is issued
+    if a function is recompiled more than four times.
 
     Args:
         modules: the parts to compile, one or several: names, classes or patterns as in
-            :class:`ActivationCheckpointing`. ``"Block"`` compiles each block of a transformer separately: one
-            compilation serves all of them, in a fraction of the time. Default: None, for the parts described above.
+            :class:`ActivationCheckpointing`. ``"Block"`` compiles the blocks of a transformer separately: they share
+            one compilation, which takes a fraction of the time. Default: None, for the parts described above.
         mode, dynamic, fullgraph, backend, options: those of ``torch.compile``.
 
     Attributes:
@@ -59,14 +59,15 @@ class Compile(RunCallback):
         compilations: torch's compilations in the run (function, reason, seconds), in order.
 
     Raises:
-        ConfigurationError: if there is no pattern; or, when the run starts, if one matches nothing, if there is nothing
-            to compile in the module, or if ``torch.compile`` has compiled the whole module.
+        ConfigurationError: if ``modules`` is empty, or both ``mode`` and ``options`` are given; when the run starts, if
+            a pattern matches no module, the module has nothing to compile, or the user has already compiled the whole
+            module with ``torch.compile``.
     """
 
     unsupported_with: ClassVar = {
         "deepspeed": "makes graphs of forward passes, which DeepSpeed's hooks break. Use strategy='fsdp'."
     }
-    reset_in_copies: ClassVar = {"_undo": [], "_is_on": False}  # the original compiles and restores the module
+    reset_in_copies: ClassVar = {"_undo": [], "_is_on": False}  # only the original compiles and restores the module
 
     def __init__(
         self,

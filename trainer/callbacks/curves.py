@@ -24,9 +24,9 @@ _SKIPPED = "#cc3311"
 class Curves(RecordView):
     """Draw loss, accuracy and loss scale over the optimizer steps into ``curves.png`` at the end of a fit.
 
-    Not a default callback. It requires matplotlib. The points come from the run's record instead of a logger, so the
-    curves of a resumed run are complete. To plot several runs together, use ``trainer.load_run(folder)``. The panels
-    are:
+    It is not a default callback, and requires matplotlib. The points come from the run's record instead of a logger, so
+    the curves of a resumed run are complete. To plot several runs together, use ``trainer.load_run(folder)``. The
+    panels are:
 
     - Loss: the loss that ``training_step`` returned, and every validation metric with "loss" in its name.
     - Score: every metric with "acc" in its name, and all other validation metrics except losses, if their values are in

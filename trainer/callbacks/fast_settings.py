@@ -28,8 +28,9 @@ _GAINS = {
 class FastSettings(RunCallback):
     """Turns on settings that make a run faster on a GPU, during the run, and records which ones.
 
-    A setting that the user has made is not changed; the others are restored after the run. A setting without effect is
-    not changed: on a CPU only ``channels_last`` applies. No ``precision`` turns any of these on, not even ``"auto"``.
+    A setting that the user has already changed is left as it is; the others are restored after the run. On a CPU, only
+    ``channels_last`` has an effect, and only this setting is changed. No ``precision`` turns these settings on, not
+    even ``"auto"``.
 
     - TF32 (``torch.set_float32_matmul_precision("high")``): the inputs of float32 matrix products are rounded to 10
       bits of mantissa, as in float16, with the range of float32; sums are in float32. torch's convolutions do this by
@@ -43,11 +44,11 @@ class FastSettings(RunCallback):
       unless the variable is set or CUDA has been used already.
 
     Args:
-        tf32, cudnn_benchmark, channels_last, expandable_segments: whether to turn it on. Default: True.
+        tf32, cudnn_benchmark, channels_last, expandable_segments: whether to turn on this setting. Default: True.
 
     Attributes:
-        on: the settings that are on in the run, or were in the last one: "TF32", "cudnn.benchmark", "channels_last",
-            "expandable segments".
+        on: the settings that are on in this run, or were on in the last run: "TF32", "cudnn.benchmark",
+            "channels_last", "expandable segments".
     """
 
     reset_in_copies: ClassVar = {"_undo": [], "_weights": [], "_allocates": False}
@@ -84,7 +85,7 @@ class FastSettings(RunCallback):
         self._convert_weights(trainer, pl_module)
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: LightningModule) -> None:
-        """Convert layers that `configure_model` has created, unless DDP has stored the layout of their gradients."""
+        """Convert layers that `configure_model` created, unless DDP may have stored the layout of their gradients."""
         if trainer.world_size == 1:
             self._convert_weights(trainer, pl_module)
 
@@ -108,7 +109,7 @@ class FastSettings(RunCallback):
         """Restore the previous settings and layouts."""
         while self._undo:
             self._undo.pop()()
-        self._convert_states(trainer, _to_contiguous)  # the optimizer may be saved, or used again
+        self._convert_states(trainer, _to_contiguous)  # the optimizer may be saved or used after the run
         for weight in self._weights:
             weight.data = _to_contiguous(weight.data)
         self._weights = []
@@ -116,7 +117,7 @@ class FastSettings(RunCallback):
     def teardown(self, trainer: pl.Trainer, pl_module: LightningModule, stage: str) -> None:
         """Restore the previous settings."""
         super().teardown(trainer, pl_module, stage)
-        if self._allocates:  # torch has read it by now, if it reads it at all
+        if self._allocates:  # torch reads the variable once, when it initializes CUDA
             os.environ.pop(ALLOCATOR[0], None)
 
     def run_facts(self) -> dict[str, Any]:
@@ -124,7 +125,7 @@ class FastSettings(RunCallback):
         return {"fast_settings": self.on}
 
     def _use_tf32(self) -> bool:
-        """Return whether matrix products use TF32 now."""
+        """Use TF32 for matrix products if their precision is torch's default. Return whether they use it now."""
         try:
             before = torch.get_float32_matmul_precision()
         except RuntimeError:  # the user has set torch.backends.cuda.matmul.fp32_precision
@@ -200,7 +201,7 @@ def _to_contiguous(value: Any) -> Any:
 
 
 def _expand_segments() -> bool:
-    """Set the allocator's variable, which it reads once when CUDA is initialized. Return whether it was set."""
+    """Set the variable that CUDA's allocator reads when it is initialized. Return whether it was set."""
     is_set = any(name in os.environ for name in ALLOCATOR)
     if is_set or sys.platform != "linux" or not torch.cuda.is_available() or torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return False

@@ -19,13 +19,13 @@ class GradientAccumulation(Callback):
 
     Args:
         batches: the number of batches in a window.
-        schedule: instead of ``batches``: maps an epoch to the number of batches from that epoch on, such as
+        schedule: used instead of ``batches``; maps an epoch to the number of batches from that epoch on, such as
             ``{0: 8, 10: 4}``. Before its first epoch, the number is 1.
         straddles_epochs: whether a window that is open at the end of an epoch continues in the next one. Default:
-            False, it is closed there. The last epoch closes it in any case.
+            False, the end of an epoch closes it. The last epoch always closes it.
 
     Raises:
-        ConfigurationError: if both or neither are given, or a number is below 1.
+        ConfigurationError: if both or neither of ``batches`` and ``schedule`` are given, or a number is below 1.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class GradientAccumulation(Callback):
         return batches_in(self.schedule, epoch)
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: LightningModule) -> None:
-        """Set the number for the windows that open in this epoch."""
+        """Set the number of batches for the windows that open in this epoch."""
         trainer.accumulate_grad_batches = self.batches_in(trainer.current_epoch)
 
 

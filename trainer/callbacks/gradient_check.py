@@ -46,11 +46,11 @@ class GradientCheck(Callback):
         parameters: patterns (``fnmatch``) for the names of the parameters to check. Frozen ones are left out.
         eps: the step of the finite differences, in the units of the parameter.
         rtol: the largest relative error.
-        atol: the largest absolute error, in units of the loss (or of 1 if the loss is smaller). The default is less
+        atol: the largest absolute error, relative to the loss (to 1 if the loss is smaller). The default is less
             than torch's 1e-5, which exceeds many gradients of a large network.
-        attempts: number of points at which a parameter must fail.
-        jitter: distance of the points from the weights: standard deviation, as a share of the parameter's root mean
-            square (or of 1 if the parameter is all zeros).
+        attempts: number of points at which a parameter must fail to be reported.
+        jitter: standard deviation of the distance between the points and the weights, as a share of the parameter's
+            root mean square (of 1 if the parameter is all zeros).
 
     Attributes:
         problems: for each parameter that failed, by name: the derivative from finite differences ("numerical") and the
@@ -59,7 +59,7 @@ class GradientCheck(Callback):
     Raises:
         ConfigurationError: if parameters are not float64, a pattern matches no parameter, the module uses manual
             optimization, or ``training_step`` does not return the same loss twice.
-        GradientCheckError: if a gradient is wrong. Names the parameters, with both derivatives.
+        GradientCheckError: if a gradient is wrong. The message lists the parameters, with both derivatives.
     """
 
     unsupported_with: ClassVar = dict.fromkeys(

@@ -31,7 +31,7 @@ def select_modules(root: nn.Module, patterns: Sequence[ModulePattern], callback_
     """Return the outermost modules that match, by name. A container that is never called itself stands for its members.
 
     Args:
-        root: the LightningModule, which does not match itself.
+        root: the LightningModule, which is never chosen.
         patterns: patterns for the name of a module or of its class, or classes.
         callback_name: the name of the callback, for the message.
 

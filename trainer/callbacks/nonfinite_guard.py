@@ -41,8 +41,8 @@ class NonFiniteGuard(RunCallback):
     :class:`~trainer.callbacks.OverflowReport` reports problems. Then ``"stop"`` ends the run only if a loss in the
     window of a skipped step is not finite, and ``"skip"`` only restores buffers.
 
-    The default callback is ``NonFiniteGuard(every_step=False)``, which adds nothing to a step: before a fit writes a
-    checkpoint, it checks the weights, and stops the run instead of replacing a good checkpoint by nonfinite weights.
+    The default callback is ``NonFiniteGuard(every_step=False)``, which adds nothing to a step. It checks the weights
+    before a fit writes a checkpoint, and stops the run if they are not finite, so that no good checkpoint is replaced.
     ``NonFiniteGuard("continue")`` disables this check, too.
 
     A nonfinite loss with finite gradients is not detected. Values passed to ``self.log`` stay in the mean of the epoch.
@@ -54,7 +54,7 @@ class NonFiniteGuard(RunCallback):
             deprecated name of ``"continue"``.
         every_step: whether to check each step. If False, only the weights are checked, before a checkpoint is written.
             Default: True.
-        max_in_a_row: maximum number of skipped steps in a row with ``"skip"``; then the run ends. None for no maximum.
+        max_in_a_row: with ``"skip"``, the number of skipped steps in a row that end the run. None for no limit.
             Default: 50.
 
     Raises:
@@ -147,7 +147,7 @@ class NonFiniteGuard(RunCallback):
             self._warn_or_stop(trainer, step)
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Raise instead of replacing a good checkpoint by nonfinite weights. A host-device synchronization."""
+        """Raise if weights are not finite, to keep the last good checkpoint. A host-device synchronization."""
         if self.policy == "continue" or trainer.state.fn != "fit" or trainer.state.status != "running":
             return
         if broken := _nonfinite_parameters(pl_module, trainer.engine):

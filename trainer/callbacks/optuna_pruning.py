@@ -27,7 +27,7 @@ class OptunaPruning(L.Callback):
         pruner: ``name`` (median, hyperband, none) and arguments of Optuna's class. Default: None, no pruner.
 
     Attributes:
-        pruned: whether it has stopped the run.
+        pruned: whether the pruner has stopped the run.
         validations: the number of reports.
     """
 
@@ -82,7 +82,7 @@ class OptunaPruning(L.Callback):
     def _report(self, trainer: L.Trainer) -> None:
         stop, value = False, trainer.callback_metrics.get(self.metric)
         if self._trial is not None and value is not None:
-            if self.validations not in self._reported:  # Optuna keeps the first value, and warns
+            if self.validations not in self._reported:  # Optuna would ignore a second value, and warn
                 self._trial.report(float(value), step=self.validations)
             stop = bool(self._trial.should_prune())
         self.validations += value is not None

@@ -52,14 +52,14 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _KEEP_EVERY = 50
 """Minimum number of optimizer steps between two copies of the weights."""
 _GROWTH_FACTOR = 10.0
-"""A loss is examined if it exceeds the lowest one by this many times the lowest one."""
+"""A loss is examined if it exceeds the lowest one by more than this multiple of the lowest one."""
 _EXAMINED = 4
 """Maximum number of examinations per trigger in a run."""
 
 
 @dataclass
 class _Fit:
-    """The evidence and the counts of one fit. A step is ``trainer.global_step`` when its weight update began.
+    """The evidence and the counts of one fit. A step number is ``trainer.global_step`` before its weight update.
 
     Attributes:
         loop: the fit loop.
@@ -126,7 +126,7 @@ class _Fit:
 
 
 class OverflowReport(RunCallback):
-    """Diagnose a training run that breaks: one verdict and one remedy, tried before it is printed.
+    """Diagnose a training run that breaks. Print one verdict, and one remedy that was tried before.
 
     On by default in every precision. Triggers: a skipped step with a non-finite loss; ``after`` skipped steps in a row;
     a non-finite loss without loss scaling; a loss that grows without bound; gradients that vanish in float16; an index
@@ -147,8 +147,8 @@ class OverflowReport(RunCallback):
         at_step: also report on the first optimizer step that begins with ``trainer.global_step`` at this number or
             above, skipped or not, in any precision: the cause if it fails, otherwise the largest loss scale that fits.
             Default: None.
-        collapse_after: number of skipped steps in a row that stop the run; None for no limit. The default, 50, is about
-            three times the 16 skips that lower the default scale from 2**16 to 1. Default: 50.
+        collapse_after: number of skipped steps in a row that stop the run; None for no limit. Default: 50, about three
+            times the 16 skips that lower the default scale from 2**16 to 1.
         at_floor: number of skipped steps in a row at the scaler's ``min_scale`` that stop the run, because the scale
             cannot decrease further; None for no limit. Default: 10.
         dirpath: folder of the files. Default: the folder of the run, or of the first logger, or the Trainer's
@@ -310,8 +310,8 @@ class OverflowReport(RunCallback):
         Args:
             trainer: the Trainer.
             fit: the evidence.
-            trigger: the kind of event (:class:`~trainer.postmortem.diagnose.Case`). Only the first few events of one
-                kind are examined.
+            trigger: the kind of event (:class:`~trainer.postmortem.diagnose.Case`). Only the 1st, 2nd, 4th
+                and 8th event of a kind are examined.
             batches: the batches of the window; [] if they are no longer stored.
             step: ``trainer.global_step`` when the weight update began.
             scale: the loss scale of the update.
@@ -497,7 +497,7 @@ def _values_of(losses: list[Tensor]) -> list[float]:
 
 
 def _has_grown(fit: _Fit, losses: list[float]) -> bool:
-    """Return whether the last third of the losses is much larger than the best part of the run."""
+    """Return whether the median of the last third of the losses is much larger than the lowest such median so far."""
     lowest = fit.lowest if math.isfinite(fit.lowest) else min(losses[:3])
     last = statistics.median(losses[-max(3, len(losses) // 3) :])
     fit.lowest = min(lowest, last)

@@ -31,7 +31,7 @@ def smooth(values: list[float]) -> list[float]:
 
 
 def canvas(title: str, width: float, height: float) -> Figure:
-    """Create an empty figure with a title; sizes in inches. It has no window, and is unknown to ``pyplot``."""
+    """Create an empty figure with a title; sizes in inches. It has no window, and is not registered with ``pyplot``."""
     logging.getLogger("matplotlib").setLevel(logging.WARNING)  # at DEBUG it logs hundreds of lines about fonts
     from matplotlib.figure import Figure
 
@@ -84,7 +84,7 @@ def label_ends(axes: Axes, labels: list[tuple[float, str, str]]) -> None:
     ends = [(float(to_axes.transform((0, y))[1]), name, color) for y, name, color in labels if math.isfinite(y)]
     ends.sort()
     heights = [end[0] for end in ends]
-    for _ in range(50):  # push neighbours apart
+    for _ in range(50):  # push neighbors apart
         for lower, upper in pairwise(range(len(heights))):
             overlap = max(0.0, 0.1 - (heights[upper] - heights[lower]))
             heights[lower] -= overlap / 2

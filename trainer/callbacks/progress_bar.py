@@ -31,7 +31,7 @@ _MAX_SHARE = 0.02
 # Span of the moving average behind the rate, in seconds.
 _RATE_WINDOW = 5.0
 
-# The description of a stage and its number of batches in Lightning's base class.
+# The attributes of Lightning's base class with the description of a stage and its number of batches.
 _STAGE_ATTRIBUTES = {
     RunningStage.SANITY_CHECKING: ("sanity_check_description", "total_val_batches_current_dataloader"),
     RunningStage.VALIDATING: ("validation_description", "total_val_batches_current_dataloader"),
@@ -135,7 +135,7 @@ class ProgressBar(RunCallback, LightningProgressBar):
         """Return the metrics to show, by name: those logged with ``prog_bar=True``."""
         metrics = super().get_metrics(trainer, pl_module)  # warns about a metric with a reserved name
         for name in get_standard_metrics(trainer):
-            if not isinstance(metrics[name], float):  # the logger's version, not what the user logged
+            if not isinstance(metrics[name], float):  # the logger's version, not a value that the user logged
                 del metrics[name]
         return metrics
 
@@ -326,7 +326,7 @@ class ProgressBar(RunCallback, LightningProgressBar):
         scaler = trainer.scaler
         outcome = getattr(trainer, "settled_outcome", None)  # `lightning.Trainer` does not have it
         if scaler is not None and scaler.is_enabled() and outcome is not None:
-            skipped = trainer.progress.skipped_steps  # type: ignore[attr-defined]  # those that are known; no waiting
+            skipped = trainer.progress.skipped_steps  # type: ignore[attr-defined]  # without waiting
             items += [("scale", f"{outcome.next_scale:.10g}"), ("skipped", str(skipped))]
         elif getattr(scaler, "skips_steps", False):
             items.append(("skipped", str(trainer.progress.skipped_steps)))  # type: ignore[attr-defined]
@@ -427,15 +427,15 @@ class _Display(JupyterMixin):
             for name, value in self.items:
                 skips = name == "skipped" and value != "0"
                 text.append(f"{name} ", style="dim").append(f"{value}  ", style="bold yellow" if skips else "")
-            is_too_long = text.cell_len - 2 > options.max_width  # two spaces end it
+            is_too_long = text.cell_len - 2 > options.max_width  # it ends with two spaces
             yield text[indent:] if is_too_long else text  # keep the end: the last item counts skipped steps
 
 
 class _NotebookDisplay:
     """The counterpart of rich's `Live` for the output of a notebook's cell.
 
-    In a notebook `Live` requires ipywidgets, and their state is not saved in the file. IPython alone can replace an
-    output.
+    In a notebook, `Live` requires ipywidgets, and the state of widgets is not saved in the file. IPython can replace an
+    output without them.
 
     Args:
         display: the display to show.
@@ -466,7 +466,7 @@ def _format(value: object) -> str:
 def _redirect_logging() -> list[tuple[logging.StreamHandler[Any], TextIO]]:
     """Redirect log handlers to rich's streams, so that log records appear above the bar.
 
-    Handlers still have the streams that rich has replaced.
+    The handlers hold the original streams, which rich has replaced in ``sys``.
 
     Returns:
         The handlers that were changed, with their previous streams.

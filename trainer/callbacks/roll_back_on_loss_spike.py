@@ -30,7 +30,7 @@ class RollBackOnLossSpike(RunCallback):
     Weights, optimizers, schedules, the loss scale, random states and other callbacks are restored from the newest good
     checkpoint of this run's ModelCheckpoints before the spike, and the run continues with the next batch. This is
     bitwise equal to a run that continues from that checkpoint without those batches. ``trainer.global_step`` is that of
-    the checkpoint; epochs and batches are not reset. PaLM was trained this way, by hand
+    the checkpoint; the counts of epochs and batches are not reset. PaLM was trained this way, by hand
     (https://arxiv.org/abs/2204.02311, section 5.1: about 100 steps back, and 200 to 500 batches skipped).
 
     Loggers keep the rows of the undone steps, and add new rows with the same step numbers. A schedule that monitors a

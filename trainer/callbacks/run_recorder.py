@@ -80,21 +80,21 @@ class RunRecorder(Callback):
 
     The file is written when the fit starts, at most every 10 seconds at the end of an epoch or a validation, and when
     the fit ends, even if it fails. Then every `RecordView` among the callbacks shows the record. A callback adds its
-    own entries by a method ``run_facts`` that returns a dict.
+    own entries with a method ``run_facts`` that returns a dict.
 
     Curves are collected if a file is written, or a view draws them. A batch's loss is read if it is on the CPU. On a
     GPU it is copied without a synchronization, and the copies are read once per epoch. Each curve has at most
     `max_points` points (beyond that, every second point is dropped). Curves are saved in checkpoints, so that those of
-    a resumed run are complete, except for times and memory, which differ in each run: a run that is resumed in the same
-    folder takes them from its ``run.json``.
+    a resumed run are complete. Times and memory are not saved in checkpoints, because they differ in each run; a run
+    that is resumed in the same folder reads them from its ``run.json``.
 
     Args:
-        record: record of a run that has started to write one. Default: a new one, ``run.json`` in `dirpath`.
+        record: a record that the run has already begun. Default: a new one, ``run.json`` in `dirpath`.
         dirpath: folder of the file. Default: the folder of a view, else that of the first logger.
         writes: whether to write the file. Default: True.
         max_points: maximum number of points per curve. Default: 1024.
-        settings: hyperparameters of the run for loggers that collect runs, such as W&B's. The run's id in each of them
-            is stored in ``tracking``. Default: None, nothing is logged.
+        settings: hyperparameters of the run, for loggers of tracking services such as W&B. The run's id in each of
+            them is stored in ``tracking``. Default: None, nothing is logged.
 
     Attributes:
         record: the record of the run, or None before the first fit.

@@ -33,20 +33,19 @@ class ScaleMonitor(RunCallback):
 
     Logged every ``every_n_steps``; underflow and zeros are measured before ``unscale_``:
 
-    - ``amp/underflow``: of the gradient elements that are not zero, the share that is subnormal in float16: below
-      2**-14. Those have lost precision, and smaller ones have become zero. For the ``worst_layers`` parameters with
-      the largest shares also ``amp/underflow/NAME`` and ``amp/zeros/NAME``.
-    - ``amp/zeros``: the share of gradient elements that are exactly zero. It is normal for an embedding to have 99% of
-      them.
+    - ``amp/underflow``: of the gradient elements that are not zero, the share that is subnormal in float16 (below
+      2**-14). These have lost precision, and smaller ones have become zero. For the ``worst_layers`` parameters with
+      the largest shares, ``amp/underflow/NAME`` and ``amp/zeros/NAME`` are logged, too.
+    - ``amp/zeros``: the share of gradient elements that are exactly zero. For an embedding, a share of 99% is normal.
     - ``grad_norm``: the total norm of the unscaled gradients of steps that were not skipped; in every precision, unless
       GradientClipping logs it.
 
     Adds no host-device synchronization. Values that are not finite are logged unchanged.
 
     Args:
-        window: number of optimizer steps of the skip rate.
+        window: number of optimizer steps that the skip rate is computed over.
         every_n_steps: number of weight updates between two measurements of the gradients; 0 for none.
-        worst_layers: number of parameters with a separate underflow in the log.
+        worst_layers: number of parameters with an underflow that is logged separately.
 
     Attributes:
         underflow: the last measurement: all parameters together, then each one, the largest share first.

@@ -20,10 +20,10 @@ OLD_KEY = "native_amp_scaling_state"
 class ScalerCheckpoint(Callback):
     """Saves the scale and the growth tracker in every checkpoint, and restores them.
 
-    A default callback; without loss scaling, nothing is saved. The settings (factors, interval, floor and ceiling) are
-    saved for reference only; a resumed run uses its current ones. A warning is issued if a checkpoint has no scaler
-    state, or has one that this run's precision does not need. Such a state is copied to this run's checkpoints, for a
-    later run with loss scaling.
+    A default callback. The settings (factors, interval, floor and ceiling) are saved for reference only; a resumed run
+    uses its current ones. A warning is issued if this run scales the loss and the checkpoint has no scaler state, or if
+    this run does not scale the loss and the checkpoint has a state. In the second case, the state is copied to this
+    run's checkpoints, for a later run with loss scaling.
     """
 
     def __init__(self) -> None:
@@ -41,7 +41,7 @@ class ScalerCheckpoint(Callback):
             checkpoint[KEY] = state
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Restore the state, or warn if it is not restored. Evaluating a checkpoint does not change the scaler."""
+        """Restore the state, or warn if it is missing or unused. Evaluating a checkpoint does not change the scaler."""
         if not trainer.training:
             return
         state = checkpoint.get(KEY) or checkpoint.get(OLD_KEY)

@@ -124,14 +124,14 @@ class SyncDetector(RunCallback):
     own synchronizations, and those of optimizers and dataloaders, are not logged.
 
     On CUDA, torch's sync debug mode reports synchronizations. A CPU does not synchronize; on a CPU, the callback finds
-    the operations that would synchronize on a GPU. It finds the same lines if it can determine which tensors a run on a
-    GPU has on the host: those created without ``device=``, and results computed only from these. Several
+    the operations that would synchronize on a GPU. It finds the same lines if it can determine which tensors would be
+    on the host in a run on a GPU: those created without ``device=``, and results computed only from these. Several
     synchronizations in one call (``print``) count once. Compiled modules run eagerly in the watched batches; results do
     not change.
 
     Args:
         batches: the number of batches to watch, at least 1. Default: 10.
-        after: the number of batches before these, for initialization. Default: 2.
+        after: the number of batches to skip before these, because they initialize. Default: 2.
 
     Attributes:
         synchronizations: the lines (:class:`Synchronization`), most frequent first.

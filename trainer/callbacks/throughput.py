@@ -22,14 +22,13 @@ class Throughput(Callback):
     """Measure samples per second over all ranks: of training, of validation and test, and of prediction.
 
     An evaluation, or a prediction, is measured from the end of its first batch, or from its beginning if it has a
-    single batch. Loading batches and writing predictions count; the sanity check does not. For the speed-up of a
-    precision, run ``predict`` or ``test`` once with it and once with ``precision=32``.
+    single batch. Loading batches and writing predictions count; the sanity check does not. To measure the speed-up
+    of a precision, run ``predict`` or ``test`` once with it and once with ``precision=32``.
 
     The rate of a training epoch is its number of samples divided by its time, from the start of the epoch to the end of
-    its last batch: including waiting for batches, but without validations and checkpoints written at the end of an
-    epoch. The first batches of a fit do not count, because memory is allocated, kernels are chosen and models are
-    compiled in them. The rate of a fit is the median of its epochs' rates, so that one epoch on a busy machine does not
-    matter.
+    its last batch. This includes waiting for batches, but not validations and checkpoints at the end of an epoch. The
+    first batches of a fit do not count, because memory is allocated, kernels are chosen and models are compiled in
+    them. The rate of a fit is the median of its epochs' rates, so that one epoch on a busy machine does not matter.
 
     Each batch costs two readings of the clock. Host and device are synchronized a few times per epoch and at each
     validation, never between batches of an epoch (Lightning's ``ThroughputMonitor`` synchronizes at every batch).

@@ -2,8 +2,8 @@
 
 ``pickle`` needs 1.5 bytes for each byte of a ``bytes`` object, and writes a string again for every object that contains
 it. In the compact form, all long ``bytes`` are in one tensor, and equal ones are stored once. The state of a Mersenne
-Twister is split into its words, which change only every 624 numbers, and the rest. torch's state uses 8 bytes for each
-4-byte word; the upper half is left out.
+Twister is split into its words and the rest, because the words change only every 624 numbers, so that equal ones are
+stored once. torch's state uses 8 bytes for each 4-byte word; the upper half is left out.
 """
 
 from __future__ import annotations

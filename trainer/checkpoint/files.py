@@ -2,7 +2,7 @@
 
 A checkpoint is one file, a zip archive written by ``torch.save``. The comment of the archive is its manifest: a line of
 JSON with the archive's length, the time, and a SHA-256 of the archive and of the manifest itself. Readers of zip
-archives ignore the comment. It stays with the file if that is moved, and it is written last, so a file that has one is
+archives ignore the comment. It stays with a file that is moved. It is written last, so a file with a manifest is
 complete. A file in another form (if ``torch.save`` is replaced, for example by a function that encrypts) gets no
 manifest, and is passed to its reader unverified.
 
@@ -51,7 +51,7 @@ class HashingStream:
 
     Attributes:
         size: number of bytes written.
-        hash: their SHA-256.
+        hash: SHA-256 of these bytes.
         error: the error that the file raised, or None.
     """
 
@@ -85,7 +85,7 @@ class HashingStream:
 
 
 class SealingStream(HashingStream):
-    """A stream to write an archive into, which appends a manifest.
+    """A stream for writing an archive. `seal` appends a manifest.
 
     Any data other than a zip archive without a comment is written unchanged.
 
@@ -164,7 +164,7 @@ def make_folder(folder: Path) -> list[Path]:
     """Create a folder and its missing parents. Returns the created folders, the innermost first.
 
     Raises:
-        OSError: if it cannot be created.
+        OSError: if the folder cannot be created.
     """
     missing = []
     above = folder
@@ -198,7 +198,7 @@ def read_manifest(path: str | Path) -> Manifest | None:
     except CheckpointError:
         if _is_archive(path):
             raise
-        return None  # another form, with arbitrary bytes
+        return None  # not an archive, so any bytes are valid
 
 
 def _parse(path: Path, size: int, tail: bytes) -> Manifest | None:
@@ -232,8 +232,8 @@ def _parse(path: Path, size: int, tail: bytes) -> Manifest | None:
 def verify(path: str | Path) -> bool:
     """Verify that a checkpoint is unchanged since it was written. Reads the whole checkpoint.
 
-    In an archive without a manifest, the checksums of the archive's members are verified. Other files, such as those of
-    torch before 1.6 or encrypted ones, cannot be verified: returns False.
+    In an archive without a manifest, the checksums of the archive's members are verified. Returns False for other
+    files, such as those of torch before 1.6 or encrypted ones, because they cannot be verified.
 
     Raises:
         CheckpointError: if the checkpoint was truncated, extended or changed, or it cannot be read.
@@ -260,8 +260,8 @@ def newest_valid(
 ) -> Path | None:
     """Return the newest checkpoint in ``folders`` and ``additional`` that training can be resumed from, or None.
 
-    Sorted by the time in the manifest, or by the file's time if it has no manifest. A damaged checkpoint is skipped
-    with a warning.
+    Checkpoints are sorted by the time in the manifest, or by the file's time if there is no manifest. A damaged
+    checkpoint is skipped with a warning.
 
     Args:
         folders: the folders to search.
@@ -296,7 +296,7 @@ def newest_first(folders: Iterable[str | Path], additional: Iterable[Path] = ())
 def remove_leftovers(folder: str | Path) -> list[Path]:
     """Remove incomplete checkpoints of killed processes from ``folder``, and return their paths.
 
-    No process may be writing to the folder. A complete checkpoint that was not renamed yet gets its name.
+    No process may be writing to the folder. A complete checkpoint that was not renamed yet gets its final name.
     """
     sharded_files.recover(Path(folder))
     removed = []
@@ -335,7 +335,7 @@ def _check_members(path: Path) -> None:
 
 
 def _is_archive(path: Path) -> bool:
-    """Return whether the file begins like a zip archive, or is a prefix of its signature."""
+    """Return whether the file begins with a zip archive's signature, or with a part of it if the file is shorter."""
     with path.open("rb") as file:
         return _START.startswith(file.read(len(_START)))
 

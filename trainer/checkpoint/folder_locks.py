@@ -26,14 +26,14 @@ if sys.platform != "win32":
     import fcntl
 
 LOCK = ".in-use.lock"
-"""Suffix of the lock's name, after the folder's name; the whole name if it has to be inside the folder."""
+"""Suffix of the lock file's name, after the folder's name. Inside the folder, this is the whole name."""
 
 _holds: dict[tuple[int, Path], int] = {}  # by process, because a forked process inherits this dict, but no lock
 
 
 @contextmanager
 def lock_folder(folder: str | Path) -> Iterator[None]:
-    """Lock ``folder`` for this process. Creates it, and removes incomplete checkpoints of killed processes.
+    """Lock ``folder`` for this process. Create it if necessary, and remove incomplete checkpoints of killed processes.
 
     On exit, created folders that are empty are removed. The process may lock a folder several times at once, for runs
     inside of a run.
@@ -57,7 +57,7 @@ def lock_folder(folder: str | Path) -> Iterator[None]:
             made = make_folder(folder)
             locks.callback(_remove_empty, made)
             _lock(folder, locks)
-            with TemporaryFile(dir=folder):  # to fail now instead of at the first save
+            with TemporaryFile(dir=folder):  # fail now instead of at the first save
                 pass
         except OSError as error:
             raise CheckpointWriteError(
@@ -108,7 +108,7 @@ def _locked(path: Path, folder: Path) -> Iterator[None]:
         yield
     finally:
         with suppress(OSError):
-            path.unlink()  # while it is locked: a waiting process checks again
+            path.unlink()  # before the lock is released; a waiting process checks whether the file still exists
         os.close(handle)
 
 

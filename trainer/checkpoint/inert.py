@@ -4,8 +4,8 @@
 hyperparameters refer to are registered as safe globals, but as classes that do nothing (:class:`StandIn`). So no name
 in the file is looked up, imported or called, whatever it contains, and objects elsewhere in it are rejected as usual.
 
-These names are collected from an outline of the file. There, every name is a class that records its arguments. An
-error in the outline is harmless: torch then rejects a name, or a stand-in appears in another place.
+These names are collected from an outline of the file. In the outline, each name is a class that records its arguments.
+An error in the outline is harmless: torch then rejects a name, or a stand-in appears in another place.
 """
 
 from __future__ import annotations
@@ -86,13 +86,13 @@ _KINDS: dict[Any, type[StandIn]] = {
 
 
 class _ObjectCall:
-    """In an outline: an object that the file would have created by calling a name, with all arguments."""
+    """In an outline: an object that the file would create by calling a name. It records all arguments."""
 
     names: ClassVar[tuple[str, ...]] = ()
     owner: ClassVar[Any] = None
-    """If this is an attribute: its owner."""
+    """The owner, if this is an attribute."""
     kind: ClassVar[Any] = None
-    """The base type that torch requires, because it appends to lists and sets items of dicts."""
+    """The base type that torch requires for an object to which the file appends, or of which it sets items."""
 
     parts: list[Any]
 
@@ -238,10 +238,10 @@ def known_classes(classes: list[tuple[Any, str]]) -> Iterator[None]:
 
 
 def refusal(hyper_parameters: Any) -> str:
-    """Return why a checkpoint with these hyperparameters could not be written or read, or "".
+    """Return the reason why a checkpoint with these hyperparameters cannot be written or read, or "".
 
-    Writes and reads it in memory, without the data of tensors and arrays; reads it in the context
-    :func:`allow_stand_ins`. An object that contains a secret is also rejected.
+    Writes a checkpoint in memory, without the data of tensors and arrays, and reads it with stand-ins. An object that
+    contains a secret is also rejected.
     """
     buffer = BytesIO()
     try:

@@ -38,15 +38,15 @@ FORMAT = 3
 """Version of the entries under ``amp_trainer``."""
 
 _SUPPORTED = (2, FORMAT)
-"""Versions that can be resumed. Since 3, the states of processes are compact (``trainer.checkpoint.compact``)."""
+"""Versions that can be resumed. Since version 3, the states of processes are in compact form."""
 
 
 def read(load: Callable[[Any, bool], Any], path: str | Path, weights_only: bool | None) -> dict[str, Any]:
     """Read a checkpoint.
 
     Args:
-        load: an engine's function that reads it, called with the path and whether to load only tensors and plain
-            containers.
+        load: an engine's function that reads a checkpoint, called with the path and whether to load only tensors and
+            plain containers.
         path: path or URL of the file, or path of the folder.
         weights_only: if None or True, load only tensors and plain containers; objects among the hyperparameters become
             :class:`~trainer.checkpoint.inert.StandIn`. If False, the file may run any code: only for your own files.
@@ -112,7 +112,7 @@ def restore_callbacks(trainer: Trainer, checkpoint: dict[str, Any], callbacks: I
 def restore_progress(trainer: Trainer, checkpoint: dict[str, Any], progress_from: Callable[..., None]) -> None:
     """Restore the counters.
 
-    As in Lightning, a run that is limited by steps, and has steps left, continues after the last step.
+    As in Lightning, if ``max_steps`` ended the saved run inside an epoch and is larger now, that epoch continues.
 
     Args:
         trainer: the Trainer.
@@ -171,7 +171,7 @@ def restore_schedules(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
         config.scheduler.load_state_dict(state)
     awaited = {name: torch.tensor(value) for name, value in _trainer_state(checkpoint).get("awaited", {}).items()}
     if trainer.progress.batches_this_epoch:
-        trainer.callback_metrics.update(awaited)  # the resumed epoch will end and read them
+        trainer.callback_metrics.update(awaited)  # read at the end of the resumed epoch
         return
     for config in trainer.engine.schedules:  # saved at the end of the epoch, before the schedules stepped
         waits = config.reduce_on_plateau and config.interval == "epoch" and config.monitor in awaited
@@ -189,7 +189,7 @@ def _check_number(trainer: Trainer, checkpoint: dict[str, Any], key: str, curren
         )
     cleared = key == "lr_schedulers" and not current  # by SWA, which continues with its own schedule
     if current and not checkpoint[key]:
-        if trainer.progress.batches or not checkpoint.get("loops"):  # if saved before the first fit, nothing is lost
+        if trainer.progress.batches or not checkpoint.get("loops"):  # else it was saved before the first fit
             warn(f"The checkpoint has no {key}: those of this run start from their initial states.")
     elif len(checkpoint[key]) != len(current) and not cleared:
         raise CheckpointError(
@@ -297,7 +297,7 @@ def _saved_dtypes(
 ) -> dict[Tensor, torch.dtype]:
     """Return the dtype of each optimizer parameter when the checkpoint was saved.
 
-    Checkpoints of Lightning, and of older versions, do not record it. There, it is the dtype of the saved weight.
+    Checkpoints of Lightning and of older versions do not record it. For these, it is the dtype of the saved weight.
 
     Args:
         checkpoint: the checkpoint.
@@ -340,7 +340,7 @@ def _reorder_states(checkpoint: dict[str, Any], saved: list[list[str]], names: l
 def _refuse_other_kind(optimizer: Any, state: dict[str, Any]) -> None:
     """Raise if both the saved and the current optimizer have settings that the other lacks.
 
-    If only one of them has such settings, it may be of another version, or have had a schedule.
+    If only one of them has such settings, it may come from another version, or have had a schedule.
     """
     saved = set().union(*state.get("param_groups", ()))
     missing, unknown = optimizer.defaults.keys() - saved, saved - set().union(*optimizer.param_groups)

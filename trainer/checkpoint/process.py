@@ -40,7 +40,7 @@ class ProcessState:
         trainer: the Trainer.
 
     Attributes:
-        kept_batches: keeps the batches of an open window if an optimizer evaluates them again; otherwise None.
+        kept_batches: stores the batches of an open window for an optimizer that evaluates them again; otherwise None.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -61,7 +61,7 @@ class ProcessState:
         self._first_numbers = [] if communicates is None else communication.numbers_of(communicates.holders)
 
     def begin_validation(self) -> None:
-        """Record the state before a validation inside a fit. A run resumed in the validation repeats it from here."""
+        """Record the state before a validation inside a fit. A run that resumes inside the validation repeats it."""
         trainer = self._trainer
         self._training_modes = modes.modes_of(trainer.lightning_module)
         metrics = MetricObjects(trainer.lightning_module)
@@ -164,8 +164,8 @@ class ProcessState:
 
         Args:
             state: the state of this process.
-            stops: whether a run that had decided to stop stays stopped if ``min_epochs`` and ``min_steps`` are met. A
-                stop that waits for them is always restored.
+            stops: whether to restore a decision to stop if ``min_epochs`` and ``min_steps`` are met. A decision that
+                waits for them is always restored.
         """
         trainer, loop = self._trainer, self._trainer.loop
         engine: Engine = trainer.engine
@@ -180,7 +180,7 @@ class ProcessState:
             one.load_data_state(state.get("evaluation", {}).get(name))
         outcome = state["outcome"]
         loop.restore_outcome(None if outcome is None else StepOutcome(*outcome), state["has_updated"])
-        # a stop that waits for `min_epochs` or `min_steps` is still pending
+        # a stop that waits for `min_epochs` or `min_steps` stays pending
         loop.limits.should_stop |= state["should_stop"] and (stops or not loop.limits.may_stop())
         loop.window.load_state_dict(state["window"], device)
         engine.check_accumulation(loop.window.batches)
@@ -274,7 +274,7 @@ class ProcessState:
         """Restore the result of :meth:`_outside_parameters`. Checkpoints of older versions do not have it.
 
         Raises:
-            ResumeError: if they have other shapes now, and the resume must be exact.
+            ResumeError: if the shapes of these parameters have changed, and the resume must be exact.
         """
         current = self._outside_parameters()
         if [one.shape for one in current] == [one.shape for one in saved]:

@@ -54,7 +54,7 @@ def seal(part: Path, name: str, files: Mapping[str, tuple[int, str]], facts: Map
         facts: additional plain values for the manifest.
 
     Raises:
-        OSError: if it cannot be written, or a file is missing or has another size.
+        OSError: if the manifest cannot be written, or a file is missing or has another size.
     """
     for file, (size, _) in files.items():
         found = (part / file).stat().st_size  # written by another process, possibly on another machine
@@ -97,7 +97,7 @@ def check_replaceable(place: Path) -> None:
     """Raise if ``place`` is a folder with files that are not a checkpoint, because it would be removed.
 
     Raises:
-        IsADirectoryError: if it is such a folder.
+        IsADirectoryError: if ``place`` is such a folder.
     """
     if place.is_dir() and not place.is_symlink():
         names = {one.name for one in place.iterdir()}
@@ -209,7 +209,7 @@ def verify(folder: Path, part: int = 0, parts: int = 1) -> Manifest:
         parts: number of parts. Default: 1.
 
     Raises:
-        CheckpointError: if a file is missing or changed, or it cannot be read.
+        CheckpointError: if a file is missing or changed, or cannot be read.
     """
     try:
         manifest = read_manifest(folder)

@@ -3,7 +3,7 @@
 ==================  ==================================================================================================
 ``__0_0.distcp`` …  tensors of the module and its optimizers, from process 0, 1 …, in DCP's format; and the per-process
                     state (:mod:`trainer.checkpoint.process`): the bytes of a file, as a tensor
-``.metadata``       of DCP: the position of each part of each tensor in these files
+``.metadata``       DCP's: the position of each part of each tensor in these files
 ``state.ckpt``      everything else, as in a file (:mod:`trainer.compat.contents`), written by process 0: the whole
                     checkpoint, with a tensor without data (on the meta device) instead of each tensor in DCP's files
 ``manifest.json``   hashes of these files, written last (:mod:`trainer.checkpoint.sharded_files`)
@@ -13,7 +13,7 @@ DCP's name of a tensor is its place in the checkpoint: ``state_dict.net.0.weight
 parameters (``optimizer_states.0.state.net.0.weight.exp_avg``) instead of numbers, which a file contains.
 
 DCP writes every ``DTensor``, wherever it is in the checkpoint, and from process 0 the plain tensors of the module and
-the optimizers. So there is one file for each process, and the rest of the folder does not grow with their number. DCP
+the optimizers. So there is one file for each process, and no other file grows with the number of processes. DCP
 gets only tensors, because it writes other entries as pickles and reads them without restriction. ``.metadata`` is also
 a pickle, and is read here with a reader that allows only the few expected classes (:class:`_MetadataReader`).
 """
@@ -263,7 +263,7 @@ def _call_on_first(group: distributed.ProcessGroup | None, work: Callable[[], An
 
 
 def _call_on_all(group: distributed.ProcessGroup | None, work: Callable[[], Any]) -> None:
-    """Call ``work`` in all processes. If it raises in one of them, all raise."""
+    """Call ``work`` in all processes. If it raises in one of them, all processes raise."""
     error: Exception | None = None
     try:
         work()
@@ -355,8 +355,8 @@ def read(
         joins: whether to assemble whole tensors from DeepSpeed's files. If False, they are left out. Default: True.
 
     Returns:
-        The checkpoint, with optimizer states by parameter name, and the per-process states: None for those that were
-        not read, [] if the checkpoint has none.
+        The checkpoint, with optimizer states by parameter name, and the list of per-process states, with None for those
+        that were not read. The list is empty if the checkpoint has none.
 
     Raises:
         CheckpointError: if the folder is damaged or does not exist.
@@ -402,7 +402,7 @@ def _metadata_of(folder: Path, manifest: Manifest) -> Metadata:
     """Return DCP's metadata after checking that it describes only tensors in files of this folder.
 
     Raises:
-        CheckpointError: if it does not.
+        CheckpointError: if it describes anything else.
         pickle.UnpicklingError: if it contains other objects.
     """
     with (folder / _METADATA).open("rb") as file:

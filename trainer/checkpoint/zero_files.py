@@ -8,9 +8,9 @@
 ``state.ckpt`` and others      as in every sharded checkpoint (:mod:`trainer.checkpoint.shards`)
 =============================  =====================================================================================
 
-DeepSpeed reads its files as pickles that may run any code. Here they are read after their hashes have been verified, as
-tensors and plain containers, with only a few of DeepSpeed's classes allowed. Without DeepSpeed, or with another number
-of processes or another stage, :func:`fill` assembles whole tensors.
+DeepSpeed reads its files as pickles that may run any code. This module reads them after their hashes have been
+verified, as tensors and plain containers, and allows only a few of DeepSpeed's classes. Without DeepSpeed, or with
+another number of processes or another stage, :func:`fill` assembles whole tensors.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ FACT = "deepspeed"
 """Key in the manifest of such a folder: the stage, the number of processes, and the precision."""
 
 TAG = "."
-"""DeepSpeed's tag, the name of its subfolder. This one selects the folder itself."""
+"""DeepSpeed's tag, the name of a subfolder. This value selects the folder itself."""
 
 _CLASSES = (
     "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
@@ -176,7 +176,7 @@ def fill(tree: dict[str, Any], folder: Path, manifest: Manifest, only: str = "")
         tree: the contents of ``state.ckpt``.
         folder: the verified checkpoint.
         manifest: its manifest.
-        only: ``"state_dict"`` to fill only that. Default: "", both are filled.
+        only: ``"state_dict"`` to fill only the state dict. Default: "", both are filled.
 
     Raises:
         CheckpointError: if some data is missing.

@@ -1,7 +1,7 @@
 """The base class of ``Trainer``: Lightning's Trainer on top of our parts.
 
 Properties that Lightning's Trainer derives from its strategy, loops, connectors and callbacks are inherited; the views
-of those (``compat/views.py`` and others) show the state of our loops. Lightning's constructor and ``fit`` never run.
+in ``compat/views.py`` and other modules show the state of our loops. Lightning's constructor and ``fit`` never run.
 This class defines the attributes that the constructor would assign, and the properties that must be faster than
 Lightning's or differ from them.
 """
@@ -37,7 +37,7 @@ from trainer.state.metrics import MetricStore, PublishedMetrics, Recorder
 from trainer.state.progress import FitProgress
 
 Method = TypeVar("Method", bound=Callable[..., Any])
-# in Python 3.11, reading them from the enum is a call
+# local names, because in Python 3.11 reading a member of an enum is a function call
 _TRAINING, _PREDICTING = RunningStage.TRAINING, RunningStage.PREDICTING
 
 adopt()
@@ -109,7 +109,7 @@ class TrainerBase(LightningTrainer):
 
     def _set_window(self, batches: int) -> None:
         loop = self.loop
-        if loop.forward_only not in loop.wrappers:  # StochasticWeightAveraging adds it for its last epoch
+        if loop.forward_only not in loop.wrappers:  # StochasticWeightAveraging adds `forward_only` for its last epoch
             self.engine.check_accumulation(batches)
         loop.window.batches = batches
 
@@ -121,14 +121,14 @@ class TrainerBase(LightningTrainer):
 
     @property
     def device_ids(self) -> list[int]:
-        """The indices of this node's devices. (Lightning treats index 0 as no index.)"""
+        """The indices of this node's devices. (Lightning treats index 0 as a missing index.)"""
         strategy = self.strategy
         devices = strategy.parallel_devices if isinstance(strategy, ParallelStrategy) else [strategy.root_device]
         return [device.index if device.index is not None else i for i, device in enumerate(devices or [])]
 
     @property
     def enable_validation(self) -> bool:
-        """Whether a fit validates. (Lightning's version ignores some kinds of steps that are set on the instance.)"""
+        """Whether a fit validates. (Lightning ignores some kinds of ``validation_step`` set on an instance.)"""
         if self.lightning_module is None or not self.limit_val_batches:
             return False
         return self.data.source(RunningStage.VALIDATING).is_defined() and overrides(

@@ -61,7 +61,7 @@ class RolledBack(NamedTuple):
 
 
 class CheckpointConnector(_CheckpointConnector):
-    """``trainer._checkpoint_connector``: chooses a checkpoint as Lightning's does; writes, reads and restores ours.
+    """``trainer._checkpoint_connector``: chooses checkpoints as Lightning's does, but in our format.
 
     It is used by the Trainer, by the tuner's finders, and by programs that dump a checkpoint.
     """
@@ -113,7 +113,7 @@ class CheckpointConnector(_CheckpointConnector):
         self._ckpt_path, self._is_chosen = path, bool(given) or is_assigned
 
     def find_newest(self, session: ExitStack) -> None:
-        """Choose the newest good checkpoint of this run (``resume="auto"``), unless one is chosen already.
+        """Choose the newest good checkpoint of this run (``resume="auto"``), unless the user has chosen one.
 
         A newer checkpoint of a requeued Slurm job takes precedence.
 
@@ -351,7 +351,7 @@ class CheckpointConnector(_CheckpointConnector):
 
 
 def _announce_settings(optimizers: Iterable[Optimizer], states: Iterable[dict[str, Any]]) -> None:
-    """Log the first setting of each optimizer that differs in the code, because the checkpoint replaces it."""
+    """Log each optimizer's first setting with another value in the code, because the checkpoint's value is used."""
     for optimizer, state in zip(optimizers, states, strict=False):
         for group, saved in zip(optimizer.param_groups, state.get("param_groups", ()), strict=False):
             rate = "initial_lr" if "initial_lr" in group and "initial_lr" in saved else "lr"

@@ -42,10 +42,10 @@ Identity = tuple[int, int, int]
 class CheckpointFiles(TorchCheckpointIO):
     """Writes, reads and removes checkpoints. The default of a Trainer without another checkpoint IO plugin.
 
-    A local file is written to a temporary file in the same folder, synchronized to disk and renamed. A manifest with a
-    SHA-256 at its end (:mod:`trainer.checkpoint.files`) is verified before the file is read. Only checkpoints of this
-    run are removed, except the last good one. Remote files (``s3://...``) are written as in Lightning, with the
-    manifest.
+    A local file is written to a temporary file in the same folder, synchronized to disk and renamed. The manifest at
+    the end of the file (:mod:`trainer.checkpoint.files`) contains a SHA-256, which is verified before the file is read.
+    Only checkpoints of this run are removed, except the last good one. Remote files (``s3://...``) are written as in
+    Lightning, with the manifest.
 
     Args:
         sharded: if True, a checkpoint is a folder, and each process writes its own part
@@ -55,7 +55,7 @@ class CheckpointFiles(TorchCheckpointIO):
             loading, and the end of the run wait for the write, and raise its errors. Removals run after the write.
             Default: False.
         when_full: the behavior if the disk is full: ``"stop"`` raises, ``"continue"`` warns and trains on. In both
-            cases the older files are kept, including those that the missing one was to replace. A ModelCheckpoint is
+            cases the older files are kept, including those that the new one was to replace. A ModelCheckpoint is
             not notified: its ``best_model_path`` may name a missing file until the next one is written. Default:
             ``"stop"``.
 
@@ -131,8 +131,8 @@ class CheckpointFiles(TorchCheckpointIO):
                 shards of the same tensors.
             path: a folder in a file system that all processes share.
             group: the gloo group of the processes, for this use only. None for this process alone.
-            save: writes the tensors synchronously, instead of DCP; see :func:`trainer.checkpoint.shards.write`.
-                Default: None, for DCP.
+            save: writes further tensors, synchronously; see :func:`trainer.checkpoint.shards.write`. Default: None,
+                DCP writes all tensors.
             facts: additional entries of the manifest. Default: None.
 
         Raises:
@@ -196,8 +196,8 @@ class CheckpointFiles(TorchCheckpointIO):
         """Wait for writes in the background, and end their thread.
 
         Raises:
-            CheckpointWriteError: if a checkpoint was not written. A warning instead if the run ends because of another
-                error.
+            CheckpointWriteError: if a checkpoint was not written. If the run ends because of another error, a warning
+                is issued instead.
         """
         writer, self._writer = self._writer, None
         if writer is not None:
@@ -431,7 +431,7 @@ def _save_function(checkpoint: Any) -> Callable[[Any], None]:
         return partial(torch.save, checkpoint)
 
     def save(stream: Any) -> None:
-        buffer = BytesIO()  # a replacement of `torch.save` receives the same arguments as from Lightning
+        buffer = BytesIO()  # a replacement of `torch.save` receives the arguments that Lightning passes
         torch.save(checkpoint, buffer)
         stream.write(buffer.getbuffer())
 
@@ -439,7 +439,7 @@ def _save_function(checkpoint: Any) -> Callable[[Any], None]:
 
 
 def _upload(save: Callable[[Any], None], path: str | Path, facts: dict[str, Any]) -> None:
-    """Write to a remote file system, atomically if it supports that."""
+    """Write to a remote file system, atomically if the file system supports it."""
     buffer = BytesIO()
     stream = files.SealingStream(buffer, facts)
     save(stream)

@@ -81,7 +81,7 @@ def nodes_started(plugins: Iterable[Any]) -> int:
 
 
 def check_local_rank(environment: Any, strategy: Any) -> None:
-    """Check that this process has a device, when a Trainer is created and before it uses the device.
+    """Check that this process has a device. Called when a Trainer is created, before it uses the device.
 
     Raises:
         ClusterError: if the launcher has started more processes on this node than the Trainer has devices.
@@ -103,7 +103,7 @@ def check_single_process(environment: Any) -> None:
     """Check that a fit on a single device is not started several times by a launcher.
 
     Raises:
-        ClusterError: if the launcher has started several processes, because each would train the same.
+        ClusterError: if the launcher has started several processes, because each would run the same training.
     """
     started = _launched_processes(environment)
     if started is None and type(environment) is not LightningEnvironment and (workers := _workers_of_ray()):
@@ -117,10 +117,10 @@ def check_single_process(environment: Any) -> None:
 
 
 def check_ray(plugins: Iterable[Any]) -> None:
-    """Check that a Trainer in one of several workers of Ray Train has a plugin for it.
+    """Check that a Trainer in one of several workers of Ray Train has a plugin for Ray.
 
     Raises:
-        ClusterError: if it has none.
+        ClusterError: if no plugin is a cluster environment.
     """
     workers = _workers_of_ray()
     if workers > 1 and not any(isinstance(plugin, ClusterEnvironment) for plugin in plugins):
@@ -153,7 +153,7 @@ def check_addresses(environment: Any, num_nodes: int, processes: int) -> None:
         reason = f"num_nodes is {num_nodes}, and each node starts its processes by itself"
     elif given.get("WORLD_SIZE", str(processes)) != str(processes) and "RANK" in given:
         raise ClusterError(
-            f"Got {_count_text(processes)} by devices and num_nodes, but RANK={given['RANK']} and"
+            f"Got {_count_text(processes)} from devices and num_nodes, but RANK={given['RANK']} and"
             f" WORLD_SIZE={given['WORLD_SIZE']} are set. Expected the same number, and LOCAL_RANK, MASTER_ADDR and"
             " MASTER_PORT as well, as torchrun sets them; or, for processes that the Trainer starts, none of these."
         )
@@ -178,7 +178,7 @@ def reserved_port(environment: ClusterEnvironment) -> Iterator[None]:
     """
     with socket.socket() as held:
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        with suppress(OSError):  # in use: the processes will report it
+        with suppress(OSError):  # the port is in use; the processes will report it
             held.bind(("", environment.main_port))
         yield
 
@@ -186,8 +186,9 @@ def reserved_port(environment: ClusterEnvironment) -> Iterator[None]:
 def join_process_group(strategy: Any) -> None:
     """Join the process group through a store that belongs to this start only, if torchrun has started this process.
 
-    Lightning joins it later and finds it initialized. Lightning's own way would read values that the processes of an
-    earlier start have written, and wait for these processes.
+    Lightning finds the process group initialized, and does not join it again. Otherwise, it would use the store that
+    torchrun keeps over restarts, read values that the processes of an earlier start wrote, and wait for these
+    processes.
     """
     environment = getattr(strategy, "cluster_environment", None)
     if not isinstance(strategy, ParallelStrategy) or not isinstance(environment, TorchElasticEnvironment):
@@ -208,7 +209,9 @@ def join_process_group(strategy: Any) -> None:
 
 
 def check_shared(engine: Any, look: Callable[[], Any], subject: str) -> None:
-    """Check that ``look`` returns the same on all processes. A network file system may need a few seconds.
+    """Check that ``look`` returns the same on all processes.
+
+    Waits up to 10 seconds, because a network file system may show changes late.
 
     Args:
         engine: the engine of the run; all of its processes call this.
@@ -216,7 +219,7 @@ def check_shared(engine: Any, look: Callable[[], Any], subject: str) -> None:
         subject: the beginning of the error message: the thing, and the reason that all nodes need it.
 
     Raises:
-        ClusterError: on all processes, if one of them does not find it.
+        ClusterError: on all processes, if the results still differ.
     """
     expected, end = engine.broadcast(look()), time.monotonic() + _FILE_TIMEOUT
     while (found := look()) != expected and time.monotonic() < end:
@@ -238,7 +241,7 @@ def check_shared(engine: Any, look: Callable[[], Any], subject: str) -> None:
 
 
 def explained(error: torch.distributed.DistNetworkError) -> BaseException:
-    """Return the exception to raise instead of ``error``, which is raised if processes cannot find each other."""
+    """Return the exception to raise instead of ``error``, which occurs if processes cannot find each other."""
     port = os.environ.get("MASTER_PORT")
     if errno.errorcode[errno.EADDRINUSE] not in str(error) or port is None:
         return error
@@ -259,7 +262,7 @@ _VARIABLES: dict[type[Any], tuple[str, ...]] = {
 
 
 def _launched_processes(environment: Any) -> LaunchedProcesses | None:
-    """Return the processes that the launcher of ``environment`` has started, or None if it has not started any."""
+    """Return the processes that the launcher of ``environment`` has started, or None if it has started none."""
     launcher, *names = _VARIABLES.get(type(environment), ("", "", "", ""))
     processes, per_node, nodes = map(_number_in, names)
     is_shell = launcher == "Slurm" and os.environ.get("SLURM_JOB_NAME") in ("bash", "interactive")

@@ -3,7 +3,7 @@
 The keys are Lightning's; ``loops.amp_trainer`` holds the entries that Lightning's format lacks.
 
 ===========================  ===========================================================================================
-``epoch``, ``global_step``   For people and file names. Not used to restore.
+``epoch``, ``global_step``   For readers and file names. Not restored.
 ``state_dict``               The module.
 ``DataModule``               The datamodule, under the name of its class.
 ``loops``                    The counters in Lightning's format, and the states of dataloaders that have one.
@@ -57,8 +57,8 @@ class Entry(NamedTuple):
             checkpoint.
         save: returns the value, from the Trainer and the entries before it. None leaves the entry out.
         load: restores the entry, from the Trainer and the checkpoint. Default: None, nothing is restored.
-        moment: when it is loaded: ``"set-up"``, before the strategy wraps the module; or ``"training"``, when the
-            optimizers exist. Default: ``"set-up"``.
+        moment: when it is loaded: ``"set-up"``, before the strategy wraps the module (afterwards if the strategy shards
+            it); or ``"training"``, when the optimizers exist. Default: ``"set-up"``.
         is_for_resuming: whether a checkpoint with weights only leaves it out. Default: True.
     """
 

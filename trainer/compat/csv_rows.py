@@ -44,7 +44,7 @@ class _Rows(_KeepFile, ExperimentWriter):
 
 
 def _cut(path: Path, step: int | None, count: int | None) -> list[str]:
-    """Drop the rows of undone steps and an incomplete last line from the file. Return the names of its columns."""
+    """Drop the rows as in :func:`appending_writer`, and an incomplete last line. Return the names of the columns."""
     with path.open(newline="", encoding="utf-8") as file:
         lines = [line for line in file if line.endswith("\n")]
     reader = csv.DictReader(lines)

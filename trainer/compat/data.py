@@ -185,7 +185,7 @@ class DataSource:
         Args:
             module: the module; its ``*_dataloader`` methods are used if nothing else is given.
             given: dataloaders by stage. None for a stage without dataloaders.
-            datamodule: a datamodule with methods that are used instead. None to use the module's.
+            datamodule: a datamodule with methods that are used instead of the module's. None to use the module's.
         """
         self.datamodule = datamodule
         self.connector._datahook_selector = _DataHookSelector(module, datamodule)
@@ -264,16 +264,16 @@ class DataSource:
                 patience = self._trainer.dataloader_timeout
                 self._trainer._session.enter_context(bounded(made.combined.flattened, patience))
             self._outdated.discard(stage)
-            # the validation of this epoch uses those of the sanity check; without a validation, they are created again
+            # the validation of this epoch reuses the dataloaders of the sanity check; without one, they are recreated
             is_extra = self._trainer.sanity_checking and not self._trainer.loop.limits.epoch_validates()
             self._note_epoch(stage, float("-inf") if is_extra else self._trainer.current_epoch)
             if old is not None:
                 old.close()
             if made is not None and stage is RunningStage.TRAINING and resumed is None:
                 made.start_epoch(self._trainer.progress.epochs_trained)
-                made.open()  # as early as Lightning does, because it draws random numbers
+                made.open()  # as early as in Lightning, because opening draws random numbers
         if resumed and not self._is_past(made_in := resumed.get("made_in", self._made_in[stage])):
-            self._note_epoch(stage, made_in)  # recreate them when those of the checkpoint would be recreated
+            self._note_epoch(stage, made_in)  # recreate them when those of the saved run would be recreated
         return self._ready[stage]
 
     def release(self) -> None:
@@ -283,9 +283,9 @@ class DataSource:
                 ready.close()
 
     def transfer_hook(self, name: str) -> Any:
-        """Return the user's ``on_before_batch_transfer`` (and so on), of the datamodule or the module.
+        """Return the transfer hook ``name``, such as ``on_before_batch_transfer``, of the datamodule or the module.
 
-        None if not overridden.
+        None if it is not overridden.
         """
         selector = self.connector._datahook_selector
         assert selector is not None

@@ -62,7 +62,7 @@ class DeepSpeedStrategy(LightningDeepSpeedStrategy):
     settings.
 
     DeepSpeed runs the backward pass and the step, and scales the loss. ``precision="16-mixed"`` and ``"bf16-mixed"``
-    have DeepSpeed's meaning: weights in 16 bits, and float32 weights for the optimizer.
+    have DeepSpeed's meaning: weights in 16 bits, and copies in float32 for the optimizer.
 
     The Trainer sets accumulation, clipping and batch sizes; the module sets the optimizer. If the config also sets one
     of these, the value must be the same or ``"auto"``.

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 
 class _ModelSummary(RichModelSummary):
-    """Lightning's summary, without the warning about sizes in mixed precision, which are right for float32 weights.
+    """Lightning's summary, without its warning about sizes in mixed precision, because the weights are float32.
 
     FLOPs are left out if they are unknown: Lightning counts them for a module that has an ``example_input_array``, and
     prints 0 for others.
@@ -192,7 +192,7 @@ def in_opening_order(loggers: Iterable[Any]) -> list[Any]:
 
 
 def build_profiler(given: Profiler | str | None) -> Profiler:
-    """Return the profiler that ``given`` names. None stands for one that costs nothing."""
+    """Return the profiler that ``given`` names. None stands for a profiler that records nothing."""
     refuse_other_package("profiler", given)
     holder: Any = SimpleNamespace()
     _init_profiler(holder, given)

@@ -1,8 +1,9 @@
 """Elastic resume: continue a run on another number of processes, by translating its checkpoint.
 
 Each weight update gets the samples that it would have got without the interruption (``trainer.data.elastic``), if
-processes x batch size x accumulation is unchanged. The number of batches in an update is derived from the other two,
-and so are counters and settings that are counted in batches. Settings are translated if the user has not changed them.
+processes x batch size x accumulation is unchanged. The number of batches in an update is derived from the number
+of processes and the batch size. Counters and settings that are counted in batches are translated, the settings only if
+the user has not changed them.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ def written_by(trainer_state: dict[str, Any]) -> int:
 
 
 def prepare(trainer: Trainer, trainer_state: dict[str, Any]) -> bool:
-    """Create dataloaders that give each update the samples that it would have got, and set the accumulation for them.
+    """Create dataloaders that give each update the samples that it would have got, and set the accumulation to match.
 
     Called before ``configure_optimizers``, because a module may read the number of updates there.
 
@@ -111,8 +112,8 @@ def resume(trainer: Trainer, trainer_state: dict[str, Any], states: list[Any]) -
     Args:
         trainer: the Trainer, with the counters of the checkpoint.
         trainer_state: our entries in the checkpoint.
-        states: the states of its processes. If the number of processes is the same, the states of the others may be
-            None, because they need not be read.
+        states: the states of the processes in the checkpoint. If their number is that of this run, the states of other
+            processes may be None, because they are not needed.
 
     Returns:
         The state of this process, for ``ProcessState.load``.
@@ -305,7 +306,7 @@ def _accumulate(trainer: Trainer, needed: dict[int, int]) -> None:
 
 
 def _frequency(config: Any, saved: int, change: _BatchConversion) -> int:
-    """Return the frequency of a schedule in this run; only those by batches are translated."""
+    """Return the frequency of a schedule in this run, translated if the schedule counts batches."""
     if config.interval != "batch":
         return int(config.frequency)
     name = type(config.scheduler).__name__

@@ -60,7 +60,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 _CALLED_WITH = {"backward": ("pre_backward", "post_backward"), "training_step": ("post_training_step",)}
-"""By method of a strategy: the methods that run together with it. It is called if it or one of them is overridden."""
+"""The methods that run together with a method of a strategy. It is called if it or one of them is overridden."""
 _NULL_CONTEXT: AbstractContextManager[None] = nullcontext()
 
 
@@ -89,7 +89,7 @@ class LightningEngine:
 
     Raises:
         PrecisionError: if a precision plugin of Lightning's is given, directly or inside a strategy.
-        UnsupportedError: if the strategy is not supported yet.
+        UnsupportedError: if the strategy is not supported.
     """
 
     exposes_gradients = supports_uneven_inputs = supports_uneven_evaluation = True
@@ -218,7 +218,7 @@ class LightningEngine:
 
     @property
     def launch(self) -> Callable[..., Any]:
-        """Call ``function(*args)`` here, or in every process of the strategy's launcher."""
+        """The function that calls ``function(*args)`` here, or in every process of the strategy's launcher."""
         launcher = self.strategy.launcher
         if isinstance(launcher, _MultiProcessingLauncher):
             return partial(self._spawn, launcher)
@@ -247,8 +247,8 @@ class LightningEngine:
         """Refuse windows of several batches if DDP's graph is static.
 
         DDP records the graph in the first backward pass that averages gradients. It fails with an internal assertion if
-        a backward pass without averaging comes first (pytorch #143580). It does not help if the first windows
-        have one batch, because a resumed run may begin with any window.
+        a backward pass without averaging comes first (pytorch #143580). First windows of one batch
+        do not help, because a resumed run may begin with any window.
         """
         if batches > 1 and self._has_static_graph:
             given = f"{type(self.strategy).__name__}(static_graph=True)"
@@ -348,7 +348,7 @@ class LightningEngine:
         self._trained = self._trained_parameters()
 
     def _follow_averages(self) -> None:
-        """If DDP averages weights instead of gradients, synchronize skipped steps, which averages must ignore."""
+        """If DDP averages weights instead of gradients, synchronize skipped steps, so that averages ignore them."""
         averager = self._ddp._model_averager if self._ddp is not None and self._averages_weights else None
         if isinstance(self.gradients, _StrategyGradients):
             self.gradients.reduce_skips(averager is not None)
@@ -449,7 +449,7 @@ class LightningEngine:
         return gathered or []
 
     def gather_if_different(self, value: T) -> list[T]:
-        """Return the values of all processes, on all of them; only this one if all are equal (by their ``repr``)."""
+        """Return the values of all processes, on each process; only one value if all have the same ``repr``."""
         if self.world_size == 1:
             return [value]
         number = int.from_bytes(sha256(repr(value).encode()).digest()[:7], "big")
@@ -476,7 +476,10 @@ class LightningEngine:
             self.model.require_forward_param_sync = False
 
     def begin_sum(self, *values: Weight) -> Callable[[], list[Weight]]:
-        """Start an all-reduce, without the barrier of the strategy's ``reduce``, which would block the host."""
+        """Start a sum over the processes, and return a function that waits for it.
+
+        Unlike the strategy's ``reduce``, this has no barrier, which would block the host.
+        """
         tensors = [
             value if isinstance(value, Tensor) else torch.full((), value, device=self.device) for value in values
         ]
@@ -700,9 +703,9 @@ class _StrategyGradients(Gradients):
     def backward_without_loss(self, syncs_gradients: bool) -> None:
         """Run a backward pass of zeros if DDP averages gradients.
 
-        A forward prepares DDP for the backward pass of its output. Without a loss, DDP is prepared here for the zeros,
-        because it is prepared for another output, or not at all: there may have been no forward, or one that does not
-        average gradients. With ``find_unused_parameters``, it may even have found all parameters unused.
+        A forward prepares DDP for the backward pass of its output. Here, DDP is prepared for the zeros, because
+        it is prepared for another output, or not at all (without a forward, or after one that does not average
+        gradients). With ``find_unused_parameters``, the forward may also have found all parameters unused.
         """
         model = self._strategy.model
         if not syncs_gradients or not isinstance(model, DistributedDataParallel):
@@ -715,7 +718,7 @@ class _StrategyGradients(Gradients):
 def _run_idle_forward(model: Any) -> None:
     """Run the collectives of a DDP forward (buckets, the buffers of rank 0), without the module's forward.
 
-    There is no wrapper outside a fit.
+    Outside a fit, the module is not wrapped, and this is a no-op.
     """
     if isinstance(model, DistributedDataParallel):
         model._pre_forward(None)  # type: ignore[no-untyped-call]  # DDP expects an input if it moves inputs

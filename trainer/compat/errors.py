@@ -1,7 +1,7 @@
-"""Make our configuration errors Lightning's, too, so that ``except MisconfigurationException`` catches them.
+"""Make our configuration errors subclasses of Lightning's, so that ``except MisconfigurationException`` catches them.
 
-``trainer.errors`` must not import Lightning, which takes seconds, because the command line imports it to report
-mistyped arguments.
+The command line imports ``trainer.errors`` to report mistyped arguments. Therefore that module must not import
+Lightning, which takes seconds.
 """
 
 from __future__ import annotations

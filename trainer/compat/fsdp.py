@@ -244,7 +244,7 @@ class FSDP2Strategy(DDPStrategy):
     def teardown(self) -> None:
         """Restore the module with plain tensors on the CPU, and move the optimizer states there.
 
-        After a failure it stays sharded until the next run.
+        After a failure, the module stays sharded until the next run.
         """
         assert self.accelerator is not None
         assert self.cluster_environment is not None

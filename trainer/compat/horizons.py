@@ -1,9 +1,10 @@
 """Continue a run with another length: schedules that span the run get the new length, and continue at their position.
 
 ``configure_optimizers`` builds the schedules for the new length before their states are restored. If the horizon of a
-schedule differs from the saved one, it was computed from the length of the run, or the user has changed it. Then the
-schedule is advanced from its beginning to the saved position, and its state and its learning rates are written to the
-checkpoint, which is restored afterwards. All other schedules are restored unchanged.
+schedule (settings such as ``T_max`` or ``total_steps``) differs from the saved one, it was computed from the length of
+the run, or the user has changed it. Then the schedule is advanced from its beginning to the saved position, and its
+state and its learning rates are written to the checkpoint, which is restored afterwards. All other schedules are
+restored unchanged.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ def refuse_exceeded(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
     """Refuse a run that takes more steps or epochs than ``OneCycleLR`` has, which would raise in the middle of the run.
 
     Raises:
-        ConfigurationError: with the number of steps.
+        ConfigurationError: if the run takes more. The message contains both numbers.
     """
     configs = trainer.engine.schedules if len(trainer.engine.optimizers) == 1 else []
     for config in configs:
@@ -110,7 +111,7 @@ def _horizon_differs(current: Mapping[str, Any], saved: Mapping[str, Any]) -> bo
 
 
 def _factors_differ(schedule: LRScheduler, saved: Mapping[str, Any]) -> bool:
-    """Return whether the functions of a ``LambdaLR``, which its state does not hold, compute other rates than saved."""
+    """Return whether the current functions of a ``LambdaLR`` compute other rates than those of the saved run."""
     if isinstance(schedule, LambdaLR) and _position(saved) > 0:
         factors = [factor(_position(saved)) for factor in schedule.lr_lambdas]
         rates = zip(saved["base_lrs"], factors, saved["_last_lr"], strict=False)

@@ -1,6 +1,6 @@
 """Save and log hyperparameters without secrets.
 
-Checkpoints hold them with the changes that safe loading requires; loggers receive plain containers.
+Checkpoints contain hyperparameters with the changes that safe loading requires; loggers receive plain containers.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _reported: WeakKeyDictionary[Any, set[str]] = WeakKeyDictionary()  # by module o
 
 
 def hyper_parameters_of(*owners: Any) -> dict[str, Any]:
-    """Return the hyperparameters of modules or datamodules (``save_hyperparameters``), by the keys of a checkpoint."""
+    """Return a checkpoint's entries for the hyperparameters (``save_hyperparameters``) of modules or datamodules."""
     entries: dict[str, Any] = {}
     for owner in owners:
         if owner is None or not owner.hparams:
@@ -44,7 +44,7 @@ def hyper_parameters_of(*owners: Any) -> dict[str, Any]:
 def make_loadable(checkpoint: dict[str, Any], *owners: Any) -> None:
     """Change the hyperparameters in ``checkpoint`` so that they can be written and read again, and hold no secret.
 
-    NumPy numbers become plain ones, and secrets are replaced by the interpolation that they come from. An object that
+    NumPy numbers become plain ones, and secrets are replaced by the interpolations that they come from. An object that
     cannot be pickled, that our reader cannot skip (:mod:`trainer.checkpoint.inert`), or that holds a secret is replaced
     by its plain form: OmegaConf configs, dataclasses and Namespaces become dicts; paths become strings; enums become
     their values; NumPy arrays become lists; timedeltas become seconds. An object without a plain form is left out, with

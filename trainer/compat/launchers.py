@@ -44,7 +44,7 @@ class WatchedLauncher(_SubprocessScriptLauncher):
 
 
 class SignalForwarder:
-    """A signal handler of a process that only waits for the processes of the run: passes signals on to them.
+    """A signal handler for a process that only waits for the processes of the run. It passes signals on to them.
 
     Args:
         launcher: the launcher that has started them.
@@ -98,5 +98,5 @@ def default_handler(number: int) -> Any:
 
 
 def exception_of(number: int) -> BaseException:
-    """Return the exception of a run that a signal ends. If uncaught, it gives the exit status that a shell expects."""
+    """Return the exception to raise for a signal. If uncaught, it gives the exit status that a shell expects."""
     return KeyboardInterrupt() if number == signal.SIGINT else SIGTERMException(128 + number)

@@ -125,11 +125,11 @@ class LoaderSet:
         return ""
 
     def batches(self, limit: float = float("inf")) -> Iterator[tuple[Batch, int, int]]:
-        """Begin a pass, with at most ``limit`` batches of each dataloader: (batch, batch_idx, dataloader_idx)."""
+        """Begin a pass over (batch, batch_idx, dataloader_idx), with at most ``limit`` batches of each dataloader."""
         self.combined.limits = limits = [min(own, limit) for own in self.limits]
         self._note_generators()
         count, combined = self._count(limits), self.combined
-        if self._persists:  # in resumable form, because workers that persist send their states
+        if self._persists:  # use the resumable form, because persistent workers send their states
             combined = self._limited if self.loaders else combined
             combined.limits = limits
         source = iter(combined.flattened[0] if self._is_plain else _begin_combined(combined))
@@ -184,7 +184,7 @@ class LoaderSet:
 
     def open(self, done: int = 0) -> None:
         """Begin a training pass, or the rest of a resumed one with ``done`` completed batches."""
-        self._pass, self._ahead = None, {}  # ends its workers
+        self._pass, self._ahead = None, {}  # ends the workers of the previous pass
         source, count = iter(self._watch(self._begin(self.loaders))), self._count(self.limits)
         self._pass = left = _take(source, max(count - done, 0))  # below 0 if a resumed run has a lower limit
         nothing, number = IDLE if self._is_plain else (IDLE,), max(self.num_batches() - done, 0)
@@ -277,7 +277,7 @@ class LoaderSet:
     def load_state_dict(self, state: dict[str, Any]) -> list[str]:
         """Make the next pass the rest of the pass in ``state``, or the one that follows it.
 
-        Return reasons if it is not exact.
+        Return the reasons if this is not exact; [] if it is.
         """
         self.close()
         self._ahead, self._resumed, batches, loaders = {}, {}, state["batches"], self.loaders

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from trainer.trainer import Trainer
 
 _LOSSLESS_DTYPES = (torch.float32, torch.float64)
-"""Values of other dtypes are converted to one of these, because the sum over an epoch would lose digits in them."""
+"""Values of other dtypes are converted to one of these; otherwise, the sum over an epoch would lose digits."""
 _LOG = LightningModule.log
 
 # our own hook, which Lightning's table of hooks lacks

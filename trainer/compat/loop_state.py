@@ -123,7 +123,7 @@ def loops_of(trainer: Trainer) -> dict[str, Any]:
     done = {stage: loop.progress for stage, loop in trainer.eval_loops.items()}
     fit_loop = fit_loop_of(trainer.progress, done[RunningStage.VALIDATING], trainer.loop.window, automatic)
     loops: dict[str, Any] = {"fit_loop": fit_loop}
-    # our single validation loop is that of the fit; a later save also contains tests and predictions since the fit
+    # our only validation loop is that of the fit; a save after the fit also contains the tests and predictions since
     after = {"validate": EvalProgress(), "test": done[RunningStage.TESTING], "predict": done[RunningStage.PREDICTING]}
     for name, progress in after.items():
         batches = evaluation_of(progress).state_dict()
@@ -158,7 +158,7 @@ def progress_from(fit: dict[str, Any], progress: FitProgress, *, finish_epoch: b
     progress.in_batch = total["ready"] > total["completed"]
     progress.is_trained = total["ready"] == total["processed"]
     progress.closing = False
-    # one of them is 0, except in checkpoints from before 1.6.5, which have both
+    # one of them is 0, except in checkpoints from before Lightning 1.6.5, which have both
     progress.optimizer_steps = max(automatic["total"]["completed"], manual["total"]["completed"])
     progress.own_steps = manual["total"]["completed"] - manual["total"]["ready"]
     progress.has_learned = progress.optimizer_steps > 0  # as far as the checkpoint shows

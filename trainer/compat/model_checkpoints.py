@@ -101,9 +101,9 @@ def _save_after_validation(self: ModelCheckpoint, trainer: pl.Trainer, pl_module
 
 @wraps(_on_train_epoch_end)
 def _save_after_epoch(self: ModelCheckpoint, trainer: pl.Trainer, pl_module: Any) -> None:
-    """Call Lightning's method. Report a save that waits for a metric which neither the epoch nor a validation logged.
+    """Call Lightning's method. Report a save that waits for a metric that neither the epoch nor a validation logged.
 
-    Lightning's ModelCheckpoint with ``every_n_train_steps`` waits until the end of the fit, and saves nothing.
+    In Lightning, a ModelCheckpoint with ``every_n_train_steps`` waits until the end of the fit, and saves nothing.
     """
     _on_train_epoch_end(self, trainer, pl_module)
     if not (_is_our_trainer(trainer) and self._defer_save_until_validation) or _has_metric(self, trainer):

@@ -32,7 +32,7 @@ def attach(trainer: Trainer, model: Any) -> LightningModule:
 
     Raises:
         ConfigurationError: if it is a module of another package.
-        TypeError: if it is neither, or is None without an earlier run.
+        TypeError: if it is not a LightningModule, or is None without an earlier run.
     """
     refuse_other_package("model", getattr(model, "_orig_mod", model))
     if model is None and trainer.lightning_module is None:
@@ -62,7 +62,7 @@ def verify_dataloader_idx(module: LightningModule, name: str, stage: RunningStag
         loaders: the data of that stage.
 
     Raises:
-        RuntimeError: if a method does not.
+        RuntimeError: if a method takes ``dataloader_idx`` with one dataloader, or lacks it with several.
     """
     several = loaders.is_sequential and len(loaders.limits) > 1
     step, hooks = (f"{name}_step",), (f"on_{name}_batch_start", f"on_{name}_batch_end")

@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 
 
 class MultipleOptimizersError(ConfigurationError, RuntimeError):
-    """Several optimizers that cannot share one loss.
+    """Raised for several optimizers that cannot share one loss.
 
-    A RuntimeError, too, like Lightning's error for several optimizers.
+    It is also a RuntimeError, like Lightning's error for several optimizers.
     """
 
 

@@ -1,7 +1,7 @@
 """The precision plugin that Lightning's strategies and optimizer wrappers use.
 
-The loops handle autocast and the scaler. This object only receives calls that user code makes itself:
-``manual_backward``, ``optimizer.step()`` of a wrapped optimizer, ``clip_gradients``. It passes them on.
+The loops handle autocast and the scaler. This object only passes on calls that user code makes itself:
+``manual_backward``, ``optimizer.step()`` of a wrapped optimizer, ``clip_gradients``.
 """
 
 from __future__ import annotations

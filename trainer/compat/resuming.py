@@ -34,7 +34,7 @@ def newest_checkpoint(trainer: Trainer, session: ExitStack, extra: Any = None) -
     The result is the same on all ranks.
 
     The folders are locked first, until ``session`` closes. Loggers that number their folders get the number of the run
-    that wrote the checkpoint. Known loggers continue its files, or its run in W&B or MLflow.
+    that wrote the checkpoint. Known loggers continue the files of that run, or its run in W&B or MLflow.
 
     Raises:
         FolderInUseError: if another run has locked one of the folders.
@@ -84,7 +84,10 @@ def _choose_checkpoint(trainer: Trainer, session: ExitStack, extra: Any) -> tupl
 
 
 def places_to_save(trainer: Trainer, _: dict[str, Any]) -> list[Any] | None:
-    """Return the position of each logger in its files, for a resumed run to continue at; None on other ranks than 0."""
+    """Return the position of each logger in its files, where a resumed run continues.
+
+    None on ranks other than 0, and for a checkpoint that is not written to a file.
+    """
     if trainer._checkpoint_connector.destination is None:
         return None
     # with Trainer(resume=...), write the files of all loggers; `position` writes only those of CSV loggers

@@ -1,4 +1,4 @@
-"""Signals: SIGTERM, SIGUSR1 and Ctrl-C end a run after the current step and save its state; or Slurm requeues it.
+"""Signals: SIGTERM, SIGUSR1 and Ctrl-C end a run after the current step and save its state; Slurm's signal requeues it.
 
 The handler only records that a signal has arrived. The rest is done between two batches, on all processes at the same
 batch.
@@ -200,7 +200,7 @@ class Signals:
         os.write(2, f"\nReceived {signal.Signals(number).name}: {action}.{hint}\n".encode())
 
     def _update_signal_checks(self) -> None:
-        """Make the loops check for signals between batches if one has arrived, or may have on another process."""
+        """Make the loops check for signals if one has arrived here, or may have arrived on another process."""
         self._set_signal_checks(bool(self._noted or self._to_requeue or self._async_max is not None))
 
     def _set_signal_checks(self, enabled: bool) -> None:

@@ -23,7 +23,7 @@ def build_engine(trainer: Trainer, precision: Precision, plugins: Any, **options
     """Build the engine for ``options["strategy"]``; see :class:`LightningEngine`.
 
     Raises:
-        UnsupportedError: if it is FSDP's first version, with an alternative; or DeepSpeed, if that is not installed.
+        UnsupportedError: if it is FSDP1 (the message contains the alternative), or DeepSpeed and that is not installed.
     """
     given = options["strategy"] = _replacement(options.get("strategy"))
     kind: type[LightningEngine] = LightningEngine

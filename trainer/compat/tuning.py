@@ -5,8 +5,9 @@ the checkpoint. They do so in a hook of a run (``on_fit_start``, ``on_validation
 which continues afterwards.
 
 At its end, ``LearningRateFinder`` sets the module's attribute and the current rate of each parameter group. A schedule
-that computes rates from the configured one (``base_lrs``, ``initial_lr``, ``max_lr``) would return to that at its next
-step. Here the fit continues as if the optimizer had been configured with the rate found: see :func:`attach_finders`.
+that computes rates from the configured one (``base_lrs``, ``initial_lr``, ``max_lr``) would return to the configured
+rate at its next step. Here the fit continues as if the optimizer had been configured with the rate found: see
+:func:`attach_finders`.
 """
 
 from __future__ import annotations
@@ -114,9 +115,9 @@ def _configure(trainer: Trainer, rate: float, before: list[tuple[Any, ...]] | No
     Args:
         trainer: the Trainer, with one optimizer.
         rate: the new rate, of all parameter groups.
-        before: :func:`_rates_of` before the first batch, if none has been trained: the schedules may have changed the
-            configured rate, as a warm-up does, and change the new one by the same factor. None to set the current rate
-            to ``rate``.
+        before: the result of :func:`_rates_of` before the first batch, if none has been trained. If the schedules have
+            changed the configured rate, as a warm-up does, the new rate is changed by the same factor. None to set the
+            current rate to ``rate``.
     """
     schedules = [part for config in trainer.lr_scheduler_configs for part in nested_schedules(config.scheduler)]
     for schedule in schedules:
