@@ -74,13 +74,13 @@ def test_largest_scale_equals_that_of_an_exhaustive_search(tmp_path):
     assert finding.largest_scale == 2.0**expected
     assert finding.fails
     assert finding.scale == 2.0**24
-    assert finding.birth is not None
+    assert finding.origin is not None
 
 
 def test_step_that_does_not_fail(tmp_path):
     finding = examined(tmp_path, Regression(), make_batches(1), scale=1.0)
     assert not finding.fails
-    assert (finding.birth, finding.parameters) == (None, [])
+    assert (finding.origin, finding.parameters) == (None, [])
     assert 1.0 < finding.largest_scale < 2.0**40
     assert math.isfinite(finding.loss)
 

@@ -289,7 +289,7 @@ def test_each_backward_of_a_manual_step_is_examined(tmp_path):
     assert finding.fails
     assert not finding.error
     assert finding.parameters[0].startswith("net.1.0.")
-    assert finding.birth.module == "net.1.1"
+    assert finding.origin.module == "net.1.1"
 
 
 def test_closures_run_once(tmp_path):
@@ -368,10 +368,10 @@ def test_compiled_modules_run_eagerly(tmp_path):
     module.net = torch.compile(module.net, backend="eager")
     findings = []
     recorded_fit(tmp_path, module, lambda trainer, recorded: findings.append(examine(trainer, [recorded], 1024.0)))
-    assert findings[0].birth.module == "net.4"
+    assert findings[0].origin.module == "net.4"
     compiled_in_place = Regression(sequential(Amplifier(), 4))
     compiled_in_place.net.compile(backend="eager")
     recorded_fit(
         tmp_path, compiled_in_place, lambda trainer, recorded: findings.append(examine(trainer, [recorded], 1024.0))
     )
-    assert findings[1].birth.module == "net.4"
+    assert findings[1].origin.module == "net.4"

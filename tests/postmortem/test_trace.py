@@ -21,7 +21,7 @@ class Net(nn.Module):
 
 
 def traced(step):
-    """The births of the forward and the backward pass."""
+    """The origins of the forward and the backward pass."""
     net = Net(step)
     x = torch.arange(4.0).expand(2, 4)
     trace = Trace(net)

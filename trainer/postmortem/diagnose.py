@@ -117,8 +117,8 @@ def _explain_or_reuse(trainer: Trainer, case: Case, finding: Finding) -> Diagnos
 
 def _origin_of(finding: Finding) -> tuple[Any, ...]:
     """Return the operation, and the tensors that were not finite before it."""
-    birth = finding.birth
-    place = None if birth is None else (birth.operation, birth.phase, birth.module, birth.file, birth.line)
+    origin = finding.origin
+    place = None if origin is None else (origin.operation, origin.phase, origin.module, origin.file, origin.line)
     return place, [*finding.broken_batch], bool(finding.broken_weights)
 
 
@@ -154,8 +154,8 @@ def _in_float32(trainer: Trainer, case: Case) -> Finding | None:
 
 def _is_not_finite_at_any_scale(finding: Finding) -> bool:
     """Return whether the first operation with a non-finite result is of a kind that no dtype cures."""
-    birth = finding.birth
-    return birth is None or birth.is_nan or (birth.phase == "backward" and not finding.largest_scale)
+    origin = finding.origin
+    return origin is None or origin.is_nan or (origin.phase == "backward" and not finding.largest_scale)
 
 
 # --- one function for each verdict ----------------------------------------------------------------------------------
@@ -225,16 +225,16 @@ def index_out_of_range(error: BaseException) -> tuple[Tensor, int] | None:
 
 
 def _model(trainer: Trainer, case: Case, finding: Finding, *, is_float32: bool) -> Diagnosis:
-    birth = finding.birth
-    assert birth is not None
-    location = f"{Path(birth.file).name}:{birth.line}" if birth.file else birth.place
-    hint = f"guard the operation against this input: {rewrite.HINTS.get(birth.name, 'clamp its input')}"
-    remedy, tried = _changed_code(trainer, case, rewrite.propose(birth)) or (hint, "")
-    line = f", {location}: {birth.source}" if birth.file else ""
+    origin = finding.origin
+    assert origin is not None
+    location = f"{Path(origin.file).name}:{origin.line}" if origin.file else origin.place
+    hint = f"guard the operation against this input: {rewrite.HINTS.get(origin.name, 'clamp its input')}"
+    remedy, tried = _changed_code(trainer, case, rewrite.propose(origin)) or (hint, "")
+    line = f", {location}: {origin.source}" if origin.file else ""
     return _diagnosis(
         case, finding, "model",
-        f"Not finite{' in float32 either' if is_float32 else ''}: {birth.name or 'made'} in the {birth.phase} pass,"
-        f" {birth.place}{line}",
+        f"Not finite{' in float32 either' if is_float32 else ''}: {origin.name or 'made'} in the {origin.phase} pass,"
+        f" {origin.place}{line}",
         remedy, tried=tried, key=location,
     )  # fmt: skip
 
@@ -266,15 +266,15 @@ def _cures(trainer: Trainer, case: Case, change: rewrite.Change) -> bool:
 
 
 def _precision(trainer: Trainer, case: Case, finding: Finding, phase: str) -> Diagnosis:
-    birth = finding.birth
-    assert birth is not None
+    origin = finding.origin
+    assert origin is not None
     cure = None if trainer.engine.gradients.are_parts else remedies.find_cure(trainer, case.batches, finding)
-    largest = birth.inputs.largest if birth.inputs is not None else math.nan
-    cause = f"{birth.name} in {birth.place} overflows {_name_of(trainer)} (its input is up to {largest:.3g})."
+    largest = origin.inputs.largest if origin.inputs is not None else math.nan
+    cause = f"{origin.name} in {origin.place} overflows {_name_of(trainer)} (its input is up to {largest:.3g})."
     if phase == "backward":
         limit = f"unless the scale is at most {finding.largest_scale:g}" if finding.largest_scale else "at every scale"
         cause = (
-            f"No loss scale fits: the gradients of {join_first(finding.parameters, 3)} overflow in {birth.place}"
+            f"No loss scale fits: the gradients of {join_first(finding.parameters, 3)} overflow in {origin.place}"
             f" {limit}."
         )
     if _fits_with_cuda_ops(trainer, case):
@@ -289,8 +289,8 @@ def _precision(trainer: Trainer, case: Case, finding: Finding, phase: str) -> Di
             fits, alternative = f", scales up to {cured.largest_scale:g} fit", alternative or bfloat16
         tried = f"finite forward and backward{fits}"
     else:
-        remedy, tried = _changed_code(trainer, case, rewrite.widen(birth)) or (bfloat16, "")
-    return _diagnosis(case, finding, phase, cause, remedy, tried=tried, alternative=alternative, key=birth.module)
+        remedy, tried = _changed_code(trainer, case, rewrite.widen(origin)) or (bfloat16, "")
+    return _diagnosis(case, finding, phase, cause, remedy, tried=tried, alternative=alternative, key=origin.module)
 
 
 def _weights(trainer: Trainer, case: Case, finding: Finding) -> Diagnosis | None:

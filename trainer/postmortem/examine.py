@@ -26,7 +26,7 @@ from trainer.postmortem.replay import (
     undisturbed,
 )
 from trainer.postmortem.state import ObjectState
-from trainer.postmortem.trace import Birth, Trace, measure
+from trainer.postmortem.trace import Origin, Trace, measure
 
 if TYPE_CHECKING:
     from trainer.trainer import Trainer
@@ -50,7 +50,7 @@ class Finding:
         scale: loss scale of the replay.
         fails: whether the loss or a gradient of a parameter is not finite, or the replay ended with an exception.
         loss: the loss before scaling; nan without a loss.
-        birth: the operation that made the first number that is not finite, or None.
+        origin: the operation that made the first number that is not finite, or None.
         parameters: names of the parameters with gradients that are not finite, in the order of the backward pass.
         largest_scale: the largest power of two at which all gradients are finite, on all ranks; 0 if there is none, or
             if the gradients that fail are all zero at that scale; inf if it was not determined.
@@ -67,7 +67,7 @@ class Finding:
     scale: float
     fails: bool = False
     loss: float = math.nan
-    birth: Birth | None = None
+    origin: Origin | None = None
     parameters: list[str] = field(default_factory=list)
     largest_scale: float = math.inf
     broken_weights: list[str] = field(default_factory=list)
@@ -190,11 +190,11 @@ def _look_into(
         with trace:
             run(trainer, recorded, on_loss, variant)
     except Exception:
-        finding.fails, finding.largest_scale, finding.birth = True, 0.0, trace.fallback()
+        finding.fails, finding.largest_scale, finding.origin = True, 0.0, trace.fallback()
         raise
     if finding.fails:
         is_forward = not math.isfinite(finding.loss) or (not finding.largest_scale and trace.forward is not None)
-        finding.birth = (trace.forward if is_forward else trace.backward) or trace.fallback()
+        finding.origin = (trace.forward if is_forward else trace.backward) or trace.fallback()
 
 
 def samples_not_finite(batch: Any) -> tuple[dict[str, list[int]], dict[str, float]]:

@@ -60,10 +60,10 @@ def find_cure(trainer: Trainer, batches: Sequence[RecordedBatch], finding: Findi
 
     chosen: list[str] = []
     latest: Finding | None = finding
-    while latest is not None and latest.birth is not None and len(chosen) < _CHAIN:
-        birth = latest.birth
-        parents = [birth.module.rsplit(".", depth)[0] for depth in range(1, birth.module.count(".") + 1)]
-        candidates = [birth.module, *birth.sources, *parents]
+    while latest is not None and latest.origin is not None and len(chosen) < _CHAIN:
+        origin = latest.origin
+        parents = [origin.module.rsplit(".", depth)[0] for depth in range(1, origin.module.count(".") + 1)]
+        candidates = [origin.module, *origin.sources, *parents]
         new = next((n for n in candidates if n and not _is_covered(n, chosen) and has_forward(named[n])), None)
         if new is None:
             break

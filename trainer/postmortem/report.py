@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from trainer.postmortem.examine import Finding
-from trainer.postmortem.trace import Birth, Magnitude
+from trainer.postmortem.trace import Magnitude, Origin
 
 TITLES = {
     "data": "data: the batch is the cause",
@@ -55,8 +55,8 @@ class Diagnosis:
     @property
     def module(self) -> str | None:
         """The name of the module in which the first number that is not finite was made; None if nothing was found."""
-        birth = self.finding.birth
-        return None if birth is None else birth.module
+        origin = self.finding.origin
+        return None if origin is None else origin.module
 
     def lines(self) -> list[str]:
         """Return at most five lines for the terminal."""
@@ -90,8 +90,8 @@ class Diagnosis:
         ]
         if math.isfinite(finding.largest_scale):
             rows.append(("largest scale that fits", f"{finding.largest_scale:g}" if finding.largest_scale else "none"))
-        if finding.birth is not None:
-            rows += _rows_of(finding.birth)
+        if finding.origin is not None:
+            rows += _rows_of(finding.origin)
         for label, names in (
             ("gradients not finite", finding.parameters),
             ("weights not finite before", finding.broken_weights),
@@ -106,12 +106,12 @@ class Diagnosis:
         return rows
 
 
-def _rows_of(birth: Birth) -> list[tuple[str, str]]:
-    rows = [("first not finite", f"{birth.name}, {birth.phase} pass, in {birth.place}")]
-    if birth.file:
-        rows.append(("line", f"{birth.file}:{birth.line}: `{birth.source}`"))
-    names = ("input", "output") if birth.phase == "forward" else ("incoming gradient", "outgoing gradient")
-    pairs = zip(names, (birth.inputs, birth.outputs), strict=True)
+def _rows_of(origin: Origin) -> list[tuple[str, str]]:
+    rows = [("first not finite", f"{origin.name}, {origin.phase} pass, in {origin.place}")]
+    if origin.file:
+        rows.append(("line", f"{origin.file}:{origin.line}: `{origin.source}`"))
+    names = ("input", "output") if origin.phase == "forward" else ("incoming gradient", "outgoing gradient")
+    pairs = zip(names, (origin.inputs, origin.outputs), strict=True)
     return rows + [(name, _format_magnitude(magnitude)) for name, magnitude in pairs if magnitude is not None]
 
 

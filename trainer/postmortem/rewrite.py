@@ -12,7 +12,7 @@ from pathlib import Path
 from types import CodeType, FunctionType
 from typing import Any, NamedTuple
 
-from trainer.postmortem.trace import Birth
+from trainer.postmortem.trace import Origin
 
 HINTS = {
     "div": "a denominator of 0: add .clamp(min=1e-6) to it",
@@ -94,22 +94,22 @@ class Change(NamedTuple):
                 function.__code__ = own
 
 
-def propose(birth: Birth) -> Iterator[Change]:
+def propose(origin: Origin) -> Iterator[Change]:
     """Yield statements that guard the operation, the most usual first; none if no rule covers it."""
-    for statement in _statements(_parse_file(birth.file)):
-        if statement.lineno <= birth.line <= (statement.end_lineno or 0):
+    for statement in _statements(_parse_file(origin.file)):
+        if statement.lineno <= origin.line <= (statement.end_lineno or 0):
             for is_second in (False, True):
-                yield from _changed(birth.file, statement, _Guard(birth.name, is_second))
+                yield from _changed(origin.file, statement, _Guard(origin.name, is_second))
 
 
-def widen(birth: Birth) -> Iterator[Change]:
+def widen(origin: Origin) -> Iterator[Change]:
     """Yield at most eight float32 versions of statements that cast to 16 bits, the nearest to the operation first."""
     casts = [
         change
-        for statement in _statements(_parse_file(birth.file))
-        for change in _changed(birth.file, statement, _Widen())
+        for statement in _statements(_parse_file(origin.file))
+        for change in _changed(origin.file, statement, _Widen())
     ]
-    yield from sorted(casts, key=lambda one: (one.line > birth.line, -one.line))[:8]
+    yield from sorted(casts, key=lambda one: (one.line > origin.line, -one.line))[:8]
 
 
 def _parse_file(file: str) -> ast.Module:

@@ -57,7 +57,7 @@ class Magnitude(NamedTuple):
     dtype: str
 
 
-class Birth(NamedTuple):
+class Origin(NamedTuple):
     """The operation that makes the first number that is not finite.
 
     Attributes:
@@ -119,10 +119,10 @@ class Trace(TorchFunctionMode):
         self._names = {id(one): plain_name(name) for name, one in module.named_modules()}
         self._kinds = {plain_name(name): plain_class(one).__name__ for name, one in module.named_modules()}
         self._open: list[str] = []  # names of modules in their forward
-        self._nan: Birth | None = None
-        self._inf: Birth | None = None
+        self._nan: Origin | None = None
+        self._inf: Origin | None = None
         self._has_infinity = False  # among the inputs of the first nan
-        self.backward: Birth | None = None
+        self.backward: Origin | None = None
         self.is_on = True
         self._stack = ExitStack()
         self.raised: tuple[str, ...] = ()
@@ -147,15 +147,15 @@ class Trace(TorchFunctionMode):
         self._stack.close()
 
     @property
-    def forward(self) -> Birth | None:
+    def forward(self) -> Origin | None:
         """The operation of the forward pass that is the origin of a loss that is not finite, or None."""
         nan, inf = self._nan, self._inf
         return inf if nan is None or (inf is not None and self._has_infinity) else nan
 
-    def fallback(self) -> Birth:
-        """Return a birth without an operation, at the module that raised an exception, else at the LightningModule."""
+    def fallback(self) -> Origin:
+        """Return an origin without an operation, at the module that raised an exception, else at the LightningModule."""
         name = self.raised[0] if self.raised else ""
-        return Birth("", "forward", name, self._kinds[name], self.raised[1:])
+        return Origin("", "forward", name, self._kinds[name], self.raised[1:])
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -179,17 +179,17 @@ class Trace(TorchFunctionMode):
         if now_nan and not has_nan:
             # softmax itself makes nan from a row of nothing but -inf
             self._has_infinity = has_plus or (has_minus and "softmax" not in name)
-            self._nan = self._record_birth(name, output, given, True)
+            self._nan = self._record_origin(name, output, given, True)
         elif (now_plus or now_minus) and not (has_plus or has_minus or has_nan) and self._inf is None:
-            self._inf = self._record_birth(name, output, given, False)
+            self._inf = self._record_origin(name, output, given, False)
 
-    def _record_birth(self, name: str, output: Tensor, given: list[Tensor], is_nan: bool) -> Birth:
+    def _record_origin(self, name: str, output: Tensor, given: list[Tensor], is_nan: bool) -> Origin:
         frame: FrameType | None = sys._getframe(3)  # noqa: SLF001 - of the code that called the operation
         while frame is not None and frame.f_code.co_filename.startswith((*_LIBRARIES, _PACKAGE)):
             frame = frame.f_back
         module = self._open[-1] if self._open else ""
         sources = _modules_behind(one.grad_fn for one in given)
-        return Birth(
+        return Origin(
             name,
             "forward",
             module,
@@ -242,7 +242,7 @@ class Trace(TorchFunctionMode):
                 if not match[1].startswith((*_LIBRARIES, _PACKAGE)):
                     place = (match[1], int(match[2]))
             sources = _modules_behind(one for one, _ in node.next_functions)
-            self.backward = Birth(
+            self.backward = Origin(
                 node.name().replace("torch::autograd::", ""), "backward", module, self._kinds[module],
                 sources, *place, grad_output, grad_input,
             )  # fmt: skip
