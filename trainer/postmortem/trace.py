@@ -153,7 +153,7 @@ class Trace(TorchFunctionMode):
         return inf if nan is None or (inf is not None and self._has_infinity) else nan
 
     def fallback(self) -> Origin:
-        """Return an origin without an operation, at the module that raised an exception, else at the LightningModule."""
+        """Return an origin without an operation: the module that raised an exception, or the LightningModule."""
         name = self.raised[0] if self.raised else ""
         return Origin("", "forward", name, self._kinds[name], self.raised[1:])
 
