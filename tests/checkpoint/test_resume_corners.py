@@ -11,9 +11,9 @@ import pytest
 import torch
 from _faults.training import differences
 from lightning.pytorch import Callback, LightningModule
-from lightning.pytorch.callbacks import BackboneFinetuning, Checkpoint
+from lightning.pytorch.callbacks import BackboneFinetuning, Checkpoint, StochasticWeightAveraging
 from torch import nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, Subset
 from torchmetrics import CatMetric, MeanMetric, RunningMean, RunningSum, SumMetric
 from torchmetrics.wrappers import MetricTracker
 
@@ -109,6 +109,14 @@ class Measures(Module):
         self.log_dict(dict(zip(("number", "sum", "running"), values, strict=True)))
 
 
+class DrawsData(Module):
+    """Draws the samples of the second epoch at its start."""
+
+    def train_dataloader(self) -> Any:
+        order = torch.randperm(12) if self.current_epoch else torch.arange(12)
+        return DataLoader(Subset(Points(), order[:6].tolist()), 2)
+
+
 class ScaleCurve(Curves):
     """Limits curves to a few points of losses and scales."""
 
@@ -156,7 +164,7 @@ def train(
     options: dict[str, Any] = {"max_epochs": 2, "val_check_interval": 3, "num_sanity_val_steps": 0, **arguments}
     options |= {"logger": rows, "log_every_n_steps": 1, "enable_checkpointing": True}
     trainer = make_trainer(folder, callbacks=[*callbacks, saver], **options)
-    data = DataLoader(Points(), 2, shuffle=True, collate_fn=collate)
+    data = None if make is DrawsData else DataLoader(Points(), 2, shuffle=True, collate_fn=collate)
     trainer.fit(module, data, DataLoader(Points(), 4), ckpt_path=start)
     state = {
         "weights": {name: value.clone() for name, value in module.state_dict().items()},
@@ -185,6 +193,8 @@ def _quiet() -> Any:
         (Module, lambda: [BackboneFinetuning(1, lambda _: 1.5)], {"max_epochs": 3}),
         (Tracks, lambda: [ScaleMonitor(), ScaleCurve()], {"precision": "16-mixed"}),
         (Measures, list, {}),
+        (DrawsData, list, {"reload_dataloaders_every_n_epochs": 1}),
+        (Module, lambda: [StochasticWeightAveraging(0.01, 1, 2)], {"accumulate_grad_batches": 2}),
     ],
     ids=[
         "batches evaluated again",
@@ -193,11 +203,13 @@ def _quiet() -> Any:
         "frozen by a callback",
         "states",
         "metrics",
+        "dataloaders created again",
+        "average and statistics",
     ],
 )
 def test_resumed(make: Callable[[], Any], callbacks: Any, arguments: dict[str, Any], tmp_path: Path) -> None:
     whole, rows, saved = train(make, tmp_path / "whole", callbacks=callbacks(), **arguments)
-    for number in (0, 1, len(saved) - 6, len(saved) - 3):
+    for number in (0, 1, len(saved) // 2 - 1, len(saved) - 6, len(saved) - 3, len(saved) - 1):
         path, logged = saved[number]
         state, own_rows, _ = train(make, tmp_path / str(number), seed=1, start=path, callbacks=callbacks(), **arguments)
         assert differences(state, whole) == [], number

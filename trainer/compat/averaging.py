@@ -122,15 +122,27 @@ def follow(trainer: Trainer) -> None:
 
 
 def resume_averaging(trainer: Trainer) -> None:
-    """Set up the schedule and the average of SWA for the rest of a resumed epoch.
+    """Continue SWA: set up its schedule, and the pass that updates the statistics of batch norm if it has begun.
 
-    Otherwise, it would do this at the start of the next epoch, and its schedule would miss the step between them.
+    The callback does this at the start of an epoch: too late for the rest of the resumed one, and not after the last
+    averaged one.
     """
-    epoch = trainer.current_epoch
-    for callback in trainer.callbacks if trainer.progress.batches_this_epoch else ():
-        is_swa = isinstance(callback, StochasticWeightAveraging) and callback._scheduler_state is not None
-        if is_swa and callback.swa_start <= epoch <= callback.swa_end:
-            StochasticWeightAveraging.on_train_epoch_start(callback, trainer, trainer.lightning_module)
+    epoch, module = trainer.current_epoch, trainer.lightning_module
+    for callback in trainer.callbacks:
+        if not isinstance(callback, StochasticWeightAveraging) or callback._scheduler_state is None:
+            continue
+        start = partial(StochasticWeightAveraging.on_train_epoch_start, callback, trainer, module)
+        saved = callback._max_epochs, callback._latest_update_epoch
+        callback._max_epochs, callback._latest_update_epoch = epoch + 1, epoch  # an epoch that has been averaged
+        start()
+        callback._max_epochs, callback._latest_update_epoch = saved
+        if callback.swa_end < epoch - (not trainer.progress.batches_this_epoch):  # that pass has begun
+            statistics = [buffer.clone() for buffer in module.buffers()]
+            callback._max_epochs = epoch
+            start()  # resets the statistics
+            callback._max_epochs = saved[0]
+            for buffer, value in zip(module.buffers(), statistics, strict=True):
+                buffer.copy_(value)
 
 
 def detach_averaging(callbacks: Iterable[Any]) -> None:

@@ -272,8 +272,12 @@ class DataSource:
             if made is not None and stage is RunningStage.TRAINING and resumed is None:
                 made.start_epoch(self._trainer.progress.epochs_trained)
                 made.open()  # as early as in Lightning, because opening draws random numbers
-        if resumed and not self._is_past(made_in := resumed.get("made_in", self._made_in[stage])):
-            self._note_epoch(stage, made_in)  # recreate them when those of the saved run would be recreated
+        if resumed:
+            # Recreate them when those of the saved run would be recreated, but not inside an epoch. If that is before
+            # the first epoch, the random states that they draw from have been restored by then.
+            made_in = resumed.get("made_in", self._made_in[stage])
+            if not (self._trainer.progress.batches_this_epoch and self._is_past(made_in)):
+                self._note_epoch(stage, made_in)
         return self._ready[stage]
 
     def release(self) -> None:
