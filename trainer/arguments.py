@@ -219,7 +219,7 @@ class Argument:
         Args:
             value: the given value.
             key: the config's key, such as ``trainer.devices``. None for an argument in Python. The sentence then has
-                None instead of ``null``. Some other values are then accepted too, as in Lightning: None for False, 2.0
+                None instead of ``null``. Like Lightning, Python accepts more values than a config: None for False, 2.0
                 for two batches, and words in capitals.
             registered: additional accepted words. Default: none.
         """
@@ -522,7 +522,7 @@ BAREBONES = {
 
 
 def check_barebones(given: Mapping[str, Any]) -> None:
-    """Refuse arguments that request features that ``barebones=True`` switches off.
+    """Refuse arguments that request a feature switched off by ``barebones=True``.
 
     Args:
         given: all arguments of the Trainer. None, False and 0 request nothing.

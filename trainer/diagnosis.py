@@ -219,7 +219,7 @@ _PHASE_MODULES: dict[str, str | tuple[str, ...]] = {
     "update_weights": "trainer.loops",
     "step": ("torch.optim", "trainer.engine"),
 }
-"""Prefixes of the modules where a function of this name counts. The other names of ``_PHASES`` count everywhere."""
+"""The modules, by prefix, where a function of ``_PHASES`` counts. Functions that are not listed count everywhere."""
 
 
 def _phase(frames: Iterable[FrameType]) -> str:

@@ -31,7 +31,7 @@ class ArgumentError(ConfigurationError, TypeError):
 
 
 class UnsupportedError(ConfigurationError, NotImplementedError):
-    """A feature of Lightning that this package does not support. Raised when the Trainer is built."""
+    """A feature, or a combination of features, that this package does not support."""
 
 
 class ClusterError(ConfigurationError):
@@ -60,7 +60,7 @@ class UnsafeCheckpointError(CheckpointError, UnpicklingError):
 class IncompleteCheckpointError(CheckpointError, KeyError):
     """A checkpoint without an entry that resuming requires."""
 
-    __str__ = Exception.__str__  # KeyError's shows the message in quotes
+    __str__ = Exception.__str__  # KeyError.__str__ quotes the message
 
 
 class CheckpointWriteError(CheckpointError, OSError):
@@ -128,7 +128,7 @@ class DataLoaderError(TrainerError, RuntimeError):
 
     Attributes:
         stage: stage of the dataloader: ``"train"``, ``"val"``, ``"test"`` or ``"predict"``.
-        batch_idx: zero-based index within the pass, of the current batch or, between two batches, of the next one.
+        batch_idx: zero-based index, within the pass, of the current batch or, between two batches, of the next one.
         pids: process ids of the workers that have died; empty if they do not respond.
     """
 

@@ -153,7 +153,7 @@ class LoggerAdapter:
         return None
 
     def new_parameters(self, parameters: dict[str, Any]) -> dict[str, Any]:
-        """Return the hyperparameters that the logger accepts."""
+        """Return those of the hyperparameters ``parameters`` that the logger accepts."""
         return parameters
 
 

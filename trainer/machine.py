@@ -1,6 +1,6 @@
 """Measure the machine's cores, memory and disks. Does not import torch.
 
-The results include the limits that the process's container and batch job set.
+The results respect the limits of the process's container and batch job.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 SHARED_MEMORY = Path("/dev/shm")
 
 _NETWORK = ("9p", "afs", "beegfs", "ceph", "cifs", "gpfs", "glusterfs", "lustre", "nfs", "panfs", "smb", "sshfs")
-"""The file systems that are network file systems, by the beginning of their type in ``/proc/mounts``."""
+"""How the types of network file systems begin in ``/proc/mounts``."""
 
 _NO_LIMIT = 2**60  # cgroup v1 writes a number near 2**63 for "no limit"
 
@@ -112,7 +112,7 @@ def cores(root: Path = Path("/")) -> Cores:
     quotas = []
     for folder in _control_groups(root, "cpu"):
         quota, period = [*_read_words(folder / "cpu.max"), "max", "max"][:2]
-        if quota == "max":  # no quota, or version 1
+        if quota == "max":  # no quota, or cgroup version 1
             quota, period = _read_text(folder / "cpu.cfs_quota_us"), _read_text(folder / "cpu.cfs_period_us")
         if quota.isdigit() and period.isdigit() and int(period):
             quotas.append(int(quota) / int(period))
@@ -243,7 +243,7 @@ def readable(size: float | None) -> str:
 
 
 def _control_groups(root: Path, controller: str) -> Iterator[Path]:
-    """Yield the folders of the process's control group and its parents, of version 2 and of version 1."""
+    """Yield the folders of the process's control group and its parents, in cgroup version 2 and version 1."""
     top = root / "sys/fs/cgroup"
     for line in _read_lines(root / "proc/self/cgroup"):
         number, controllers, path = [*line.split(":", 2), "", ""][:3]

@@ -1,4 +1,4 @@
-"""Optional packages: which feature needs which, and the command that installs them. Imports no torch."""
+"""Optional packages: the features that need them, and the command that installs them. Imports no torch."""
 
 from __future__ import annotations
 

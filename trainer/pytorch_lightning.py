@@ -10,8 +10,8 @@
 The same code is published under two names: ``pytorch_lightning`` with ``lightning_fabric``, and ``lightning.pytorch``
 with ``lightning.fabric``. Python treats these as separate packages; their classes are not interchangeable.
 After the import of this module, both names refer to one package, in this process and in those that it starts with
-``multiprocessing``. It is the package that is already loaded, or ``lightning.pytorch`` if neither is; then the first
-import of either name loads it.
+``multiprocessing``. It is the package that is already loaded. If neither is, it is ``lightning.pytorch``, which the
+first import of either name loads.
 
 No other module of ``trainer`` imports this module.
 
@@ -38,7 +38,7 @@ _TWINS = (("pytorch_lightning", "lightning.pytorch"), ("lightning_fabric", "ligh
 
 
 class _AliasLoader(Loader):
-    """Binds a second name to the module with the first name, which keeps its own name and spec."""
+    """Binds a second name to a module, which keeps its first name and its spec."""
 
     def __init__(self, first: str) -> None:
         self._first = first

@@ -100,7 +100,7 @@ class _CmaUnpickler(pickle.Unpickler):
 
 
 def trial_of(storage: str, study_name: str, number: int, pruner: Mapping[str, Any] | None) -> Any:
-    """Return a trial of a study, to report to it from a process other than the one that started it."""
+    """Return a trial of a study, so that a process that has not started the trial can report to it."""
     import optuna
 
     opened = optuna.storages.get_storage(storage)

@@ -24,7 +24,7 @@ _STYLES = {
 
 
 def is_quiet() -> bool:
-    """Return whether ``--quiet`` was given: print only warnings and the last line, no progress bar, no tables."""
+    """Return whether ``--quiet`` was given. Only warnings and the last line are then printed, no tables and no bar."""
     return os.environ.get(QUIET, "") not in ("", "0")
 
 

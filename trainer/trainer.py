@@ -446,7 +446,7 @@ class Trainer(TrainerBase):
 
     @property
     def loss_share(self) -> float | Tensor:
-        """The factor of the current batch's loss in the mean over the accumulation window."""
+        """The factor that turns the current batch's loss into its share of the mean over the accumulation window."""
         return self.loop.window.factor
 
     @property

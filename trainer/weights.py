@@ -104,9 +104,9 @@ def load_weights(module: nn.Module, path: str | Path, weights_only: bool | None 
 
     Args:
         module: the module, such as a LightningModule.
-        path: a checkpoint (a file or a folder); the folder of a run, to load its best checkpoint, or its last one if
-            there is no best; a state dict that ``torch.save`` has written, alone or under ``state_dict``,
-            ``model_state_dict`` or ``model``; or a safetensors file.
+        path: a checkpoint (a file or a folder), the folder of a run, a safetensors file, or a state dict that
+            ``torch.save`` has written. From the folder of a run, the best checkpoint is loaded, or the last one if
+            there is no best. A state dict may be under the key ``state_dict``, ``model_state_dict`` or ``model``.
         weights_only: False to read a file with more than tensors and plain containers, which may execute any code.
             Only use it for trusted files.
 

@@ -62,7 +62,7 @@ class Loaders(Protocol):
         """Return the state between two evaluation passes: tensors and plain containers."""
 
     def load_evaluation_state(self, state: State) -> None:
-        """Restore a state, so that the next evaluation pass is the one that followed it."""
+        """Restore a state, so that the next evaluation pass is the one that followed the saved state."""
 
     def open(self, done: int = 0) -> None:
         """Begin a training pass. This draws random numbers, and fetches a batch if the number of batches is unknown.
@@ -209,7 +209,7 @@ class TrainingBatches:
         is_its_epoch = bool(state) and state["epoch"] == epoch
         if state and state["epoch"] + 1 == epoch and not skip:
             self._resume({**state, "is_over": True}, state["batches"])  # restores the epoch's number, too
-        if renewed is None and not (self._is_open and self._epoch == epoch):  # otherwise set when they were created
+        if renewed is None and not (self._is_open and self._epoch == epoch):  # otherwise it is already set
             self.loaders.start_epoch(epoch)
         if is_its_epoch and (skip or not state["batches"]):
             self._resume(state, skip)

@@ -34,9 +34,9 @@ class Prefetching(TorchFunctionMode):
     The caching allocator reuses freed memory for later operations of the same stream. Thus a copy must not begin before
     the device has finished with the previous content of its memory: it begins when the device has completed everything
     that was issued before the running step. For the same reason, no copied memory may be freed during this step: each
-    batch is held until the next one has been copied. If other code holds it for longer, ``record_stream`` delays its
-    reuse. Thus, however far the host is ahead, the device holds at most two batches, plus the recent batches that
-    ``OverflowReport`` keeps.
+    batch is held until the next one has been copied. If other code holds it for longer, ``record_stream`` delays the
+    reuse of its memory. Thus, however far the host is ahead, the device holds at most two batches, plus the recent
+    batches that ``OverflowReport`` keeps.
 
     Args:
         device: a CUDA device.

@@ -1,9 +1,9 @@
 """Dataloaders with a pass that can be resumed in another process.
 
 A :class:`ResumableLoader` wraps a dataloader and tracks the position in its pass. It follows torchdata's convention:
-``state_dict`` returns the position, and after ``load_state_dict`` the next iteration yields the rest of the pass: the
-same samples in the same order, prepared with the same random numbers, also in workers. If the pass was over, the next
-iteration is the following pass. There are three kinds:
+``state_dict`` returns the position, and after ``load_state_dict`` the next iteration yields the rest of the pass. These
+are the same samples in the same order, prepared with the same random numbers, also in workers. If the pass was over,
+the next iteration is the following pass. There are three kinds:
 
 ``MapStyleLoader``
     A ``DataLoader`` with a map-style dataset. Its sampler is iterated again from its initial random state. The indices
@@ -187,7 +187,7 @@ class ResumableLoader:
         raise NotImplementedError
 
     def _follow(self, state: State) -> list[str]:
-        """Restore the state that the pass after the one in ``state`` depends on, in addition to random generators.
+        """Restore everything that affects the pass after the one in ``state``, except random generators.
 
         Returns:
             The reasons why that pass may be different; empty if it is the same.
@@ -349,7 +349,7 @@ class ReplayedLoader(ResumableLoader):
 class StatefulLoader(ReplayedLoader):
     """A loader that has ``state_dict`` and ``load_state_dict``, such as torchdata's ``StatefulDataLoader``.
 
-    The random states of its workers, which it does not keep, are kept here.
+    It does not keep the random states of its workers, so they are kept here.
     """
 
     kind = "stateful"

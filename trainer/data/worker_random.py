@@ -22,10 +22,11 @@ from trainer.state.random_states import State
 
 Batch = Any
 Marked = tuple[Batch, int, int | bytes | None]
-"""The items that workers send: a batch, the worker's index, and the position of its random states in shared memory, or
-the pickled states themselves; None if they have not changed since the previous batch.
+"""The items that workers send: a batch, the worker's index, and the position of its random states in shared memory. The
+last item is the pickled states themselves if they have no place there, and None if they have not changed since the
+previous batch.
 
-The thread that pins memory looks into tuples, and not into bytes."""
+States are pickled, because the thread that pins memory searches nested containers for tensors, but not bytes."""
 
 EPOCH = "epoch"
 """In the states of a worker: the epoch of its copy of the dataset."""
@@ -112,7 +113,7 @@ class WorkerRandom:
         return batch, self._worker, self._written(pickle.dumps(self._states))
 
     def _written(self, states: bytes) -> int | bytes:
-        """Write ``states`` and return the number of their place; return them if there is no place."""
+        """Write ``states`` and return the number of their place; return ``states`` if there is no place."""
         if self._memory is None or len(states) > PLACE:
             return states
         number, place = next(self._places)

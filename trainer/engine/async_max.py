@@ -22,7 +22,7 @@ class AsyncMax:
     of batches to skip before the next all-reduce.
 
     Args:
-        group: the processes, with a CPU backend. Must be used by nothing else, because collectives are matched by their
+        group: the processes, with a CPU backend. No other code may use it, because collectives are matched by their
             order.
         count: number of values.
     """
@@ -32,7 +32,7 @@ class AsyncMax:
         self._count = count
         self._options = distributed.AllreduceOptions()
         self._options.reduceOp = distributed.ReduceOp.MAX
-        self._sent = torch.zeros(count + 1, dtype=torch.int64)  # the values, and minus the number of batches to skip
+        self._sent = torch.zeros(count + 1, dtype=torch.int64)  # the values, and the negated number of batches to skip
         self._work: distributed.Work | None = None
         self._batches = 0  # number of batches since the last all-reduce
         self._batches_to_skip = 0  # number of batches without an all-reduce before the next one

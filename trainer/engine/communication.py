@@ -1,8 +1,8 @@
 """Save and restore the state of DDP's communication hooks and model averagers, which differs between processes.
 
-A hook's state is any object. If it has a ``state_dict``, that is saved. Otherwise these are saved: its random
-generators, its tensors, also in nested containers, and the numbers and strings in it that have changed since the run
-began. Numbers that have not changed are settings, and keep this run's values.
+A hook's state is any object. If it has a ``state_dict``, that is saved. Otherwise, three parts are saved: its random
+generators; its tensors, including those in nested containers; and its numbers and strings that have changed since the
+run began. Numbers that have not changed are settings, and keep this run's values.
 
 Tensors may belong to gradient buckets, such as PowerSGD's error feedback. DDP rebuilds its buckets after the first
 backward pass, so a resumed run has different buckets in its first step. Such tensors are restored exactly only if the
@@ -79,7 +79,7 @@ def communication_of(model: DistributedDataParallel, averager: Any) -> Communica
 
 
 def _is_global(hook: Any, state: Any) -> bool:
-    """Return whether a hook is one of torch's that give all processes the same gradients."""
+    """Return whether a hook is one of torch's hooks and gives all processes the same gradients."""
     from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
 
     module = str(getattr(hook, "__module__", ""))

@@ -110,8 +110,8 @@ class CopiedOutputs:
 def reuses_memory(settings: Mapping[str, Any], device: torch.device) -> bool:
     """Return whether a function compiled with these settings may write its outputs to the same memory at each call.
 
-    CUDA graphs do: inductor's, selected by its mode or an option, and the backend ``cudagraphs``. Backends that are not
-    torch's are assumed to do so.
+    CUDA graphs do this: those of inductor, if its mode or an option selects them, and those of the backend
+    ``cudagraphs``. Backends that are not torch's are assumed to do it, too.
     """
     backend, options = settings.get("backend") or "inductor", settings.get("options") or {}
     if backend not in (*_WITHOUT_GRAPHS, "cudagraphs"):

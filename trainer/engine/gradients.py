@@ -3,10 +3,10 @@
 In a training step, in this order::
 
     clear(optimizer)                   at the first batch of an accumulation window, for each optimizer
-    backward(scale(loss))              each batch; or, if this process has no loss,
-    forward_without_loss(has_run)      before the processes all-reduce whether each of them has a loss, and
-    backward_without_loss(...)         instead of the backward pass
-    keep(optimizer)                    only if a compiled backward pass (CUDA graphs) would overwrite them
+    forward_without_loss(has_run)      each batch for which this process has no loss: completes the forward pass
+    backward_without_loss(...)         each batch for which this process has no loss: instead of the backward pass
+    backward(scale(loss))              each other batch
+    keep(optimizer)                    only if a compiled backward pass (CUDA graphs) would overwrite the gradients
     multiply_(optimizers, factor)      at a window's end, if the losses were not multiplied by their exact weights
     unscale_(optimizer)                for each optimizer: gradients are unscaled from here on
     norm(optimizer), clip_(optimizer, ...), local(optimizer)       hooks, callbacks
@@ -16,7 +16,7 @@ In a training step, in this order::
 
 ``Gradients`` is for engines with whole gradients in each process: a single device, and DDP. An engine with sharded
 gradients has a subclass. It overrides ``part`` and the methods that need the other parts (``norm``, ``clip_``,
-``backward_without_loss``), and gives the scaler (:meth:`Gradients.use_scaler`) a function that all-reduces a flag:
+``backward_without_loss``). It also gives the scaler (:meth:`Gradients.use_scaler`) a function that all-reduces a flag:
 whether a gradient is not finite. Only a flag is reduced, because a maximum of values may drop a NaN (gloo's does).
 
 The loss scaler has the interface of torch's ``GradScaler``: its methods take an optimizer and read the gradients of its
@@ -157,7 +157,7 @@ class Gradients:
         return None
 
     def norm(self, optimizer: Optimizer, norm_type: float = 2.0) -> Tensor | None:
-        """Return the total norm of an optimizer's gradients, a plain 0-dim tensor, or None without gradients."""
+        """Return the total norm of an optimizer's gradients as a plain 0-dim tensor, or None without gradients."""
         gradients = [g.coalesce().values() if g.is_sparse else g for g in gradients_of(optimizer)]
         return torch.nn.utils.get_total_norm(gradients, norm_type) if gradients else None
 

@@ -41,7 +41,7 @@ class ScheduleConfig(Protocol):
 
 
 class ModuleCalls(NamedTuple):
-    """Functions that handle the calls of a module during a fit. None leaves a call to the engine.
+    """Functions that handle the calls that a module makes during a fit. None leaves a call to the engine.
 
     Attributes:
         backward: handles ``LightningModule.manual_backward``: (loss, function that runs the module's ``backward`` on
@@ -63,7 +63,7 @@ class Engine(Protocol):
     ``setup_environment``, ``convert_module``, ``setup``, then the other methods, and ``teardown``.
 
     Attributes:
-        module_calls: functions that handle the calls of a module. The Trainer sets it for each fit.
+        module_calls: functions that handle the calls that the module makes. The Trainer sets it for each fit.
         keeps_optimizers: whether the optimizers cannot be replaced during a run.
         exposes_gradients: whether gradients can be read between a backward pass and the step.
         supports_uneven_inputs: whether training supports uneven inputs: processes with different numbers of batches.
@@ -195,7 +195,7 @@ class Engine(Protocol):
         """Return the context for a forward and backward pass, with or without averaging of its gradients."""
 
     def gather(self, value: T) -> list[T]:
-        """Gather all processes' ``value`` on rank 0. Returns [] on others, and if no process group exists."""
+        """Gather all processes' ``value`` on rank 0. Returns [] on other ranks, and if no process group exists."""
 
     def gather_if_different(self, value: T) -> list[T]:
         """Gather all values on all processes. If all have the same ``repr``, return only this process's, in a list."""
@@ -226,7 +226,7 @@ class Engine(Protocol):
         """Like :meth:`any_rank` for several flags, on the host: waits for the processes, but not for a device."""
 
     def async_max(self, count: int, purpose: str) -> AsyncMax | None:
-        """Create an asynchronous all-reduce of the maxima of ``count`` numbers over all processes, without a device.
+        """Create an asynchronous all-reduce of the maxima of ``count`` numbers over all processes, on the host.
 
         Returns None if there is only one process, or if the engine does not support it. All processes must call it
         together, after the device is selected. It replaces the previous one with the same ``purpose``.

@@ -34,7 +34,7 @@ def store_of_this_start(timeout: timedelta = timedelta(minutes=30)) -> Store:
     """Return a store that only the processes of this start of torchrun share. All of them must call it.
 
     Args:
-        timeout: for waiting for the other processes here, and for later reads from the store. Default: 30 minutes.
+        timeout: time limit for all processes to join, and for each later read from the store. Default: 30 minutes.
 
     Raises:
         ClusterError: if a process has not called it within ``timeout``.

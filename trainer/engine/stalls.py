@@ -3,8 +3,8 @@
 Processes that wait in a collective for a missing process wait until the collective's timeout, half an hour, and the
 error then names no rank. Here a thread of each process periodically checks whether the run makes progress. If it has
 made none for a third of the timeout, each process writes its position to the store of the rendezvous: its batch, its
-line, and the collectives that it has begun, from torch's flight recorder. One process combines them in a report. While
-a run makes progress, nothing is exchanged, and steps take no additional time.
+line, and the last collectives in torch's flight recorder. One process combines the positions in a report. While a run
+makes progress, nothing is exchanged, and steps take no additional time.
 """
 
 from __future__ import annotations
@@ -180,7 +180,7 @@ class StallWatch:
 
 
 def record_collectives() -> None:
-    """Enable torch's flight recorder for NCCL's last collectives, and its file if one of them times out.
+    """Enable torch's flight recorder, which keeps NCCL's last collectives and writes them to a file after a timeout.
 
     Must be called before the process group is created. Environment variables that are already set take precedence.
     """

@@ -420,7 +420,7 @@ class ZeroScaler(LossScaler):
         }  # fmt: skip
         scaler = None if self._get_scaler is None else self._get_scaler()
         if scaler is not None and scaler.dynamic:
-            good = scaler.cur_iter - scaler.last_overflow_iter - 1  # grows if this is a multiple of the window
+            good = scaler.cur_iter - scaler.last_overflow_iter - 1  # the scale grows at multiples of the window
             state["_growth_tracker"] = good and (good - 1) % scaler.scale_window + 1
             state["hysteresis"] = scaler.cur_hysteresis
         return state

@@ -59,7 +59,7 @@ class AccumulationWindow:
             ``batches`` only if this value is the same in both runs.
         size: the number of batches in the current window, as far as was known at its start.
         backwards: the number of batches with a loss in the current window so far.
-        is_first, is_last: whether the current batch opens, and closes, the window.
+        is_first, is_last: whether the current batch is the first, or the last, of the window.
         batch_weight: the weight of the current batch if ``training_step`` returns no weight. If it is 0, the batch does
             not count, whatever ``training_step`` returns. Default: None, for 1. See ``trainer.data.elastic``.
         factor: the factor that turned the current batch's loss into its share.
@@ -331,8 +331,8 @@ class AccumulationWindow:
         total, count, corrects = sums
         if isinstance(corrects, float) and 0.0 < corrects < count:
             raise ConfigurationError(_MIXED)
-        # Host-device synchronization, but only on a process without a loss in the whole window: it checks whether the
-        # others had one. They need not check.
+        # Host-device synchronization, but only on a process without a loss in the whole window: it checks whether
+        # another process had one.
         if not self.backwards and not (self._data_parallel_size > 1 and float(count)):
             return False
         if self._data_parallel_size > 1 or self._shared_unit is not None:
@@ -354,7 +354,13 @@ def _positive(weight: Weight) -> Weight:
 
 
 def count_windows(batches: int, sizes: Iterable[int], straddle: bool) -> int:
-    """Return the number of windows in epochs of ``batches`` batches. A window of epoch ``i`` has ``sizes[i]``."""
+    """Return the number of windows in several epochs.
+
+    Args:
+        batches: the number of batches in an epoch.
+        sizes: the number of batches in a full window, for each epoch.
+        straddle: whether a window continues in the next epoch.
+    """
     windows, missing = 0, 0  # missing: number of the next epoch's batches that complete an open window
     for size in sizes:
         left = batches - missing

@@ -164,7 +164,7 @@ class EvalLoop:
         return loaders.batches(limit)
 
     def spans(self, loaders: Loaders, limit: float) -> list[Span]:
-        """Return the span of batches per process for each dataloader; a single span if they run in parallel."""
+        """Return the span of batches per process for each dataloader; a single span if the dataloaders are combined."""
         own = loaders.limits if loaders.is_sequential else [loaders.num_batches()]
         spans = loaders.spans or [Span(number, number) for number in own]
         if self.path.draws:

@@ -467,7 +467,7 @@ class FitLoop:
             self.take_outcome(outcome)
 
     def begin_step(self) -> None:
-        """Resolve the outcome of the previous update before the first step of a new one in manual optimization."""
+        """Resolve the outcome of the previous update before the module's first step of the next update."""
         if not self.stepped:
             self.resolve_outcome()
 

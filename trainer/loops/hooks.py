@@ -129,7 +129,7 @@ def _return_false(*_: Any) -> bool:
 
 
 _SAVING = {"on_train_batch_end": "save_after_batch", "on_train_epoch_end": "save_after_epoch"}
-"""The hooks that do not call the callbacks that save checkpoints, and the later hooks that call these."""
+"""For these hooks, callbacks that save checkpoints are called later: by the second hook."""
 
 
 class Hooks:

@@ -4,9 +4,9 @@ It replaces ``FitLoop.train_batch`` if the module sets ``automatic_optimization 
 ``manual_backward`` and ``optimizer.step()`` for any number of optimizers, any number of times.
 
 The rules for the scaler are those of the fit loop: gradients are unscaled once per step, the scale is constant during
-``training_step``, and ``update`` runs once at its end. Steps that are taken in a hook have their own update: it runs at
-the end of ``on_train_batch_end`` or of an epoch, or earlier if a backward pass begins or the state is read or saved. If
-the scale changes while other optimizers accumulate gradients, these gradients are multiplied to match the new scale.
+``training_step``, and ``update`` runs once at its end. Steps that are taken in a hook have their own update at the end
+of ``on_train_batch_end`` or of the epoch. It runs earlier if a backward pass begins, or if the state is read or saved.
+If the scale changes while other optimizers accumulate gradients, these gradients are multiplied to match the new scale.
 """
 
 from __future__ import annotations

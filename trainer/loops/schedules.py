@@ -79,7 +79,7 @@ class Schedules:
             tentatively: whether the outcome is not known yet; :meth:`confirm` is called when it is. Default: False.
 
         Raises:
-            ConfigurationError: if the metric of a plateau schedule has not been logged.
+            ConfigurationError: if the metric of a plateau schedule with ``strict`` has not been logged.
         """
         for config in self.stepped:
             if config.reduce_on_plateau is not on_plateau or config.interval != interval:
@@ -177,7 +177,7 @@ class _Step:
 
 
 def _copied(state: Any) -> Any:
-    """Copy like ``deepcopy``, which takes 10 to 20 microseconds for the numbers of a schedule, but faster."""
+    """Copy like ``deepcopy``, but faster: ``deepcopy`` takes 10 to 20 microseconds for the numbers of a schedule."""
     if isinstance(state, (float, int, str, NoneType)):
         return state
     if type(state) is dict:

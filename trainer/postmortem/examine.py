@@ -52,8 +52,8 @@ class Finding:
         loss: the loss before scaling; nan without a loss.
         origin: the operation that made the first number that is not finite, or None.
         parameters: names of the parameters with gradients that are not finite, in the order of the backward pass.
-        largest_scale: the largest power of two at which all gradients are finite, on all ranks; 0 if there is none, or
-            if the gradients that fail are all zero at that scale; inf if it was not determined.
+        largest_scale: the largest power of two at which all gradients are finite, on all ranks. 0 if there is none, or
+            if the failing gradients are all zero at this scale; inf if it was not determined.
         broken_weights: names of the parameters that were not finite before the step began.
         broken_batch: tensors of the batch that were not finite, each with the indices of the samples.
         ranges: largest absolute value of each floating-point tensor of the batch.
@@ -86,10 +86,10 @@ def examine(
 ) -> Finding | None:
     """Replay the batches of one weight update, find the first one that fails, and the operation that fails first.
 
-    All ranks call this together; it returns the same on all of them: the finding of the rank on which the failure
-    began, or None if no rank has a batch. All ranks run the same number of passes, even if they have fewer batches or
-    no loss: one forward and ten backward passes of one batch and, if the window has several, one more of each for every
-    batch. Restores the state of the run (:func:`~trainer.postmortem.replay.undisturbed`).
+    All ranks call this together, and get the same result: the finding of the rank where the failure began, or None if
+    no rank has a batch. All ranks run the same number of passes, even if they have fewer batches or
+    no loss: one forward and ten backward passes of one batch and, if the window has several batches, one more forward
+    and backward pass of each. Restores the state of the run (:func:`~trainer.postmortem.replay.undisturbed`).
     """
     engine: Engine = trainer.engine
     batches = in_step(trainer, recorded)
@@ -111,7 +111,7 @@ def examine(
         return finding
     findings: list[Finding] = engine.broadcast(engine.gather(finding))
     failing = [one for one in findings if one.fails] or [one for one in findings if not math.isnan(one.loss)]
-    # gradients of other ranks may not be finite only because of collectives in the backward pass
+    # collectives of the backward pass may spread the failure to other ranks, so choose the rank where it began
     chosen = min(failing or findings, key=lambda one: (not one.broken_batch, math.isfinite(one.loss), one.rank))
     return replace(
         chosen,

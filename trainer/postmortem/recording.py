@@ -33,8 +33,8 @@ def storage_for(batch: Any, most: int) -> tuple[int, Callable[[Any], Any]]:
 
     The batches take at most 64 MiB. If one batch takes more, or has parts of unknown size, such as objects of other
     classes, only one batch may be stored. If several may be stored, the function copies tensors that are in shared
-    memory, as those from the workers of a dataloader are: each stored one would keep a file open and take up a part of
-    ``/dev/shm``, which may be small.
+    memory, such as those from the workers of a dataloader. Without a copy, each stored tensor would keep a file open
+    and take up a part of ``/dev/shm``, which may be small.
 
     Args:
         batch: the first batch.

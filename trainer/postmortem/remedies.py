@@ -210,9 +210,9 @@ def repeat(
     If :func:`can_step` is false, gradients are checked, but no step is taken.
 
     Returns:
-        A pair of batch and weights: the first batch with a gradient that is not finite, and the finite weights before
-        it; or None and the current weights, if a loss exceeds the limit or weights are not finite although all
-        gradients are finite; or None and {} if nothing fails.
+        A batch and weights. If a batch has a gradient that is not finite: this batch, and the finite weights before it.
+        If a loss exceeds the limit, or weights are not finite although all gradients are: None and the current weights.
+        If nothing fails: None and {}.
     """
     named = dict(trainer.lightning_module.named_parameters())
     with weights_of(trainer, weights), _optimizer_steps(trainer) as step:

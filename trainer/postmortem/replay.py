@@ -293,7 +293,7 @@ def _evaluate_only(optimizer: Any, closure: Callable[[], Any], **kwargs: Any) ->
 
 
 def _copy_context(context: AbstractContextManager[object]) -> AbstractContextManager[object]:
-    """Return a copy of a context manager, because a replay within a manual ``training_step`` finds it in use."""
+    """Return a copy of a context manager, because the original is in use in a replay within a manual step."""
     try:
         return deepcopy(context)
     except TypeError:  # from a generator function, which creates a new one for each call

@@ -1,4 +1,4 @@
-"""Proposes a line of code that guards an operation, and runs it instead of the line that fails."""
+"""Propose a line of code that guards an operation, and run it instead of the line that fails."""
 
 from __future__ import annotations
 

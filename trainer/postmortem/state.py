@@ -20,11 +20,11 @@ _OWNERS = (nn.Module, LRScheduler)
 class ObjectState:
     """A copy of the attributes of modules and learning-rate schedules.
 
-    For each object, and for the modules and schedules in its attributes (also inside a list, tuple or dict): its
-    attributes; the elements of its buffers and other tensors; the states of its ``torch.Generator``s; the items of its
-    lists, dicts, sets and deques; its parameters and their ``requires_grad``. Parameters are copied to the host,
-    because a second model may not fit on the device. The copy includes the states of metrics, lists of outputs,
-    counters, ``training`` flags and hooks. Items of nested containers are not copied.
+    The modules and schedules in the attributes of an object (also inside a list, tuple or dict) are copied, too. The
+    copy of an object consists of its attributes; the elements of its buffers and other tensors; the states of its
+    ``torch.Generator``s; the items of its lists, dicts, sets and deques; its parameters and their ``requires_grad``.
+    Parameters are copied to the host, because a second model may not fit on the device. Thus the states of metrics,
+    lists of outputs, counters, ``training`` flags and hooks are included. Items of nested containers are not copied.
 
     Args:
         roots: the objects.

@@ -1,4 +1,4 @@
-"""Finds the operation, module and line that make the first number that is not finite, forward or backward."""
+"""Find the operation, module and line that make the first number that is not finite, forward or backward."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ class AutoPrecision(Precision):
 
     Args:
         init_scale, growth_factor, backoff_factor, growth_interval, min_scale, max_scale, cpu_kernels: as in
-            :class:`~trainer.precision.MixedPrecision`. They have an effect if ``16-mixed`` is chosen.
+            :class:`~trainer.precision.MixedPrecision`. They have an effect only if ``16-mixed`` is chosen.
         fp32_modules, autocast_ops, autocast_cache: as in :class:`~trainer.precision.MixedPrecision`. They have no
             effect if ``32-true`` is chosen.
 

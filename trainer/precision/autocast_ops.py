@@ -57,7 +57,7 @@ _CPU_ONLY = """
     _addmm_activation _native_multi_head_attention mkldnn_rnn_layer _grid_sampler_2d_cpu_fallback conv1d.padding
     conv2d.padding conv3d.padding
 """
-"""Only in a CPU's list, and correct there: variants of operations in CUDA's list."""
+"""Operations that are only in a CPU's list, and correct there: they are variants of operations in CUDA's list."""
 _FOURIER = ("fft_", "stft")
 _ROUNDED = "avg_pool3d"
 """The operation runs in 16 bits on CUDA. A CPU has no 16-bit kernel for it."""
@@ -78,8 +78,8 @@ def cuda_autocast_ops() -> AbstractContextManager[None]:
     float32, as on a GPU.
 
     Raises:
-        RuntimeError: in the context, for operations that autocast rejects on CUDA (``binary_cross_entropy``), and for
-            operations that autocast does not cast on CUDA and that have no 16-bit kernel (``torch.linalg.inv``).
+        RuntimeError: in the context, for operations that autocast rejects on CUDA (``binary_cross_entropy``). Also for
+            operations without a 16-bit kernel, if autocast does not cast them on CUDA (``torch.linalg.inv``).
     """
     return _replacement.used()
 
@@ -88,7 +88,7 @@ def cuda_autocast_ops() -> AbstractContextManager[None]:
 def ops_that_differ() -> Iterator[dict[str, tuple[str, str]]]:
     """Run :func:`cuda_autocast_ops`, and record the operations that a CPU's lists would have run differently.
 
-    Each operation is computed both ways. Only for one thread at a time.
+    Each operation is computed both ways. Use it in only one thread at a time.
 
     Yields:
         For each operation (by name, such as ``pow``) with different output dtypes: the dtype with the CPU's lists and

@@ -3,12 +3,12 @@
 Autocast keeps the 16-bit copy of a weight until the outermost autocast ends, so that a weight used twice is cast once.
 This is wrong in two cases.
 
-**Weights that change in between.** The cache is keyed by tensor and ignores its version, so a training step that swaps
-in averaged weights for one forward pass, or negates a weight, gets the results of the old weights. :class:`CastCache`
-clears the cache when an optimizer has stepped and when a state dict has been loaded. Other changes have no event, so it
-runs the first training steps under :class:`WeightWatch`, which detects weights that a step uses several times and
-weights that change in between. The cache is then kept only if steps use a weight several times. Steps that use each
-weight once have bit-identical results and the same speed without the cache.
+**Weights that change in between.** The cache is keyed by tensor and ignores its version. If a training step swaps in
+averaged weights for one forward pass, or negates a weight, it therefore gets the results of the old weights.
+:class:`CastCache` clears the cache when an optimizer has stepped and when a state dict has been loaded. Other changes
+have no event, so it runs the first training steps under :class:`WeightWatch`. This detects weights that a step uses
+several times, and weights that change in between. The cache is then kept only if steps use a weight several times.
+Steps that use each weight once have bit-identical results and the same speed without the cache.
 
 **Casts without a graph.** torch 2.10 also keeps a copy made without gradients (under ``no_grad`` or ``inference_mode``,
 or inside the ``forward`` of an ``autograd.Function``) and reuses it in a later forward with gradients. The weight then
@@ -108,7 +108,7 @@ class CastCache:
         return {"enabled": self.enabled, "steps_left": self._steps_left, "reuses_weights": self._reuses_weights}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the state that :meth:`state_dict` returned, unless the user decides now or decided then."""
+        """Restore the state that :meth:`state_dict` returned, unless the user decides in this run or the saved run."""
         if self._decides and state:
             self._steps_left, self._reuses_weights = state["steps_left"], state["reuses_weights"]
             self._decide(state["enabled"])
@@ -172,10 +172,10 @@ class _InspectingAutocast(TorchFunctionMode):
 class WeightWatch(_InspectingAutocast):
     """Autocast that detects weights that are used several times, and weights that change in between.
 
-    A weight is a leaf tensor that requires a gradient. It has changed if its version, its memory, or the number of
-    in-place operations on other tensors with the same memory (``weight.data``) differs from that at its last use. The
-    cache is then cleared before the weight is used again, so the step is computed as if there were no cache. No kernel
-    is launched, and there is no host-device synchronization.
+    A weight is a leaf tensor that requires a gradient. It has changed if one of these is not the same as at its last
+    use: its version, its memory, or the number of in-place operations on other tensors with the same memory
+    (``weight.data``). The cache is then cleared before the weight is used again, so the step is computed as if there
+    were no cache. No kernel is launched, and there is no host-device synchronization.
 
     Args:
         autocast: autocast with an enabled cache.

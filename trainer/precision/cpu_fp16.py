@@ -5,14 +5,14 @@ slower than fp32. :func:`fast_fp16_kernels` replaces those kernels during a run.
 inputs to fp32 (exact), calls torch's own fp32 kernel and rounds the result to fp16, once. A Tensor Core does the same:
 fp16 in, fp32 accumulation, fp16 out, in forward and backward.
 
-The kernels are registered at the ``CPU`` dispatch key, below autocast and autograd, and not at ``AutocastCPU`` or in a
-dispatch mode, because at the ``CPU`` key a kernel is only arithmetic on fp16 tensors. torch still controls which
+The kernels are registered at the ``CPU`` dispatch key, below autocast and autograd, because a kernel there is only
+arithmetic on fp16 tensors. They are not registered at ``AutocastCPU`` or in a dispatch mode. torch still controls which
 tensors are cast and when (autocast, its weight cache, its list of operations), and which are saved for the backward.
 Double backward, forward-mode derivatives, ``vmap``, activation checkpointing, hooks, DDP, inference mode and the
 tracing of ``torch.compile`` are unchanged, because they happen above this key. The backward needs no code here:
 autograd's formulas call the same kernels. At ``AutocastCPU`` autograd would record the widening, and keep fp32 copies
-for the backward. An ``autograd.Function`` for each operation would not keep them, but if it does not save a tensor that
-it needs, second derivatives are wrong without an error. Any other dtype (fp32, bf16, fp64, integers, or a mixture,
+for the backward. An ``autograd.Function`` for each operation could avoid these copies, but if it failed to save a
+tensor, second derivatives would be wrong without an error. Any other dtype (fp32, bf16, fp64, integers, or a mixture,
 which is an error) goes to the kernel that torch had registered.
 
 Whether this is faster depends on the size: a replacement costs about ten microseconds of Python per call.
@@ -63,7 +63,7 @@ _ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
 # Break-even of `is_faster`, measured forward and backward on one AVX512 core: below about 50,000 multiplications per
 # layer and batch, torch's slow arithmetic costs less than our calls. That is a linear layer of 80 x 80 at batch size 8,
 # or a 3x3 convolution from 3 to 8 channels with 250 outputs for each of the 8. The number of uses of a weight is not
-# known before the first batch; these are estimates for a small one.
+# known before the first batch; the numbers of uses below are estimates for a small batch.
 _BREAK_EVEN = 50_000
 _USES_IN_MATRIX = 8
 _USES_IN_CONVOLUTION = 256

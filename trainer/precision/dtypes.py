@@ -41,7 +41,7 @@ def widen(data: Any) -> Any:
     """Return ``data`` with every floating-point tensor in it cast to float32, except float64.
 
     This is the rule of ``torch.amp.custom_fwd(cast_inputs=torch.float32)``. If no tensor needs a cast, the same object
-    is returned, so that a list that a module fills for its caller is not replaced by a copy.
+    is returned. Thus a list that a module fills for its caller is not replaced by a copy.
     """
     if isinstance(data, Tensor):
         return _float32(data)

@@ -1,8 +1,8 @@
 """``fp8-mixed``: ``bf16-mixed`` with Linear layers that multiply in 8 bits, through torchao's float8 training.
 
 torchao replaces ``nn.Linear`` with its own class. Here the class of a layer stays the same, and only its ``forward`` is
-replaced during a run, as in :mod:`~trainer.precision.fp32_modules` and for the same reasons: wrappers, compiled
-modules, copies and other references see the same layer before, during and after the run.
+replaced during a run, as in :mod:`~trainer.precision.fp32_modules`. Thus wrappers, compiled modules, copies and other
+references have the same layer before, during and after the run.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ class Float8Precision(MixedPrecision):
     layers in a compiled model (``compile=default``). Without a GPU it is emulated, which is slow: only for tests.
 
     Args:
-        recipe: torchao's name for how values share a scale: ``"tensorwise"``, one scale for each tensor, with gradients
-            in e5m2 and the rest in e4m3; ``"rowwise"``, one for each row, all in e4m3; ``"rowwise_with_gw_hp"``, the
-            same, except that the gradients of weights are computed in bfloat16, and that the gradient of the input uses
-            one scale for the whole weight.
+        recipe: torchao's name for how values share a scale. ``"tensorwise"``: one scale for each tensor, with gradients
+            in e5m2 and the rest in e4m3. ``"rowwise"``: one scale for each row, all in e4m3.
+            ``"rowwise_with_gw_hp"``: like ``"rowwise"``, but the gradients of weights are computed in bfloat16, and the
+            gradient of the input uses one scale for the whole weight.
         modules: the ``nn.Linear`` layers to convert, by name or pattern as in ``fp32_modules``. Only layers with sizes
             that are multiples of 16 compute in float8; subclasses of ``nn.Linear`` and the projections of
             ``nn.MultiheadAttention`` do not. See :meth:`layers`.

@@ -11,9 +11,9 @@ compared; tests/precision/test_fp32_modules.py has the cases that decided:
 - ``module.forward = partial(around, module.forward)``. torch.compile detects it, whether the model, a part of it or the
   module itself is compiled, before the replacement or after it. But it guards each partial by identity, so blocks that
   could share a graph are compiled one by one, and from the ninth on not at all.
-- ``module.forward = MethodType(forward, module)``, which was chosen: also detected, with one graph for all blocks. A
-  copy of the module, such as for weight averaging, gets its own method, while a closure would use the original's
-  weights.
+- ``module.forward = MethodType(forward, module)``, which was chosen. torch.compile detects it, too, and compiles one
+  graph for all blocks. A copy of the module, such as for weight averaging, gets its own method, while a closure would
+  use the original's weights.
 
 The settings are an attribute of the module. Without that attribute, the method calls the ``forward`` of the class.
 Therefore other code may wrap the method during a run and keep its wrapper after the run.

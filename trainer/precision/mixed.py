@@ -27,7 +27,8 @@ class MixedPrecision(Precision):
         dtype: dtype that autocast computes in, ``"float16"`` or ``"bfloat16"``. Default: ``"float16"``.
         loss_scaling: whether the loss is scaled. Default: None, it is scaled for float16. ``False`` with float16 is
             autocast without a scaler, so small gradients underflow.
-        init_scale: initial scale. This default and those below are torch's (``torch.amp.GradScaler``).
+        init_scale: initial scale. The defaults of this and the next three arguments are those of
+            ``torch.amp.GradScaler``.
         growth_factor: the scale is multiplied by this after ``growth_interval`` steps without overflow; above 1.
         backoff_factor: the scale is multiplied by this after an overflow; below 1.
         growth_interval: optimizer steps without overflow before the scale grows.
@@ -35,22 +36,22 @@ class MixedPrecision(Precision):
             scaled and overflow when unscaled, which no check would detect.
         max_scale: upper limit of the scale. Default: None, no limit.
         cpu_kernels: how float16 is computed on a CPU. ``"native"`` uses torch's own kernels, which are 30 to 80 times
-            slower than float32 if the CPU has no float16 instructions; ``"fast"`` computes products in float32 on
-            values rounded to float16 (as Tensor Cores do); ``"auto"`` decides once, at the start of a run: fast if the
-            CPU lacks the instructions and the model is large enough to gain. Default: ``"auto"``.
+            slower than float32 if the CPU has no float16 instructions. ``"fast"`` computes products in float32 on
+            values rounded to float16 (as Tensor Cores do). ``"auto"`` decides at the start of a run, and chooses
+            ``"fast"`` if the CPU lacks the instructions and the model is large enough to gain. Default: ``"auto"``.
         fp32_modules: modules that run in float32, by name or pattern (``("head", "*.norm")``; names as in
-            ``module.named_modules()``, patterns as in ``fnmatch``): autocast is disabled in them, and their inputs are
-            cast to float32. They must exist when a run starts, and their ``forward`` must be called; if the weights of
-            a module are also used from outside of it (tied embeddings), only its own calls are in float32. A pattern
+            ``module.named_modules()``, patterns as in ``fnmatch``). Autocast is disabled in them, and their inputs are
+            cast to float32. They must exist when a run starts, and their ``forward`` must be called. If other modules
+            also use the weights of a module (tied embeddings), only the module's own calls are in float32. A pattern
             that matches nothing is an error when a run is set up. Default: none.
         autocast_ops: autocast's list of operations. ``"native"`` is torch's list for the device; ``"cuda"`` uses CUDA's
             list on a CPU during a run, to test for a GPU (:func:`~trainer.precision.cuda_autocast_ops`). On CUDA itself
             both are the same. Default: ``"native"``.
         autocast_cache: whether autocast caches the 16-bit casts of weights within a step, so that a weight that is used
-            several times is cast once. Default: None, the first 16 training steps decide. The cache is enabled if a
-            step uses a weight several times, and disabled if a step changes a weight between two uses, or uses each
-            weight once; evaluation runs without it. True enables it everywhere, as in plain torch; steps must then not
-            change weights, except by optimizers and ``load_state_dict``. False disables it.
+            several times is cast once. Default: None, the first 16 training steps decide: training continues with the
+            cache if a step used a weight several times, and no step changed a weight between two uses. Evaluation runs
+            without it. True enables it everywhere, as in plain torch; steps must then not change weights, except by
+            optimizers and ``load_state_dict``. False disables it.
 
     Raises:
         PrecisionError: if the dtype is unknown, a scaling factor is out of range, a pattern is not a string, or

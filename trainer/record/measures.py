@@ -171,8 +171,8 @@ def folder_of_run(trainer: Trainer) -> Path | None:
 def folder_of_reports(trainer: Trainer) -> Path | None:
     """Return the folder for reports about an overflow, an out-of-memory error or a hang.
 
-    The folder of the run, else the ``default_root_dir`` that the user passed to the Trainer. None if there is neither:
-    then the report is only printed.
+    The folder of the run, else the ``default_root_dir`` that the user passed to the Trainer, except in a
+    ``fast_dev_run``. None if there is neither: then the report is only printed.
     """
     if (folder := folder_of_run(trainer)) is not None:
         return folder

@@ -81,7 +81,7 @@ class GoalValue(NamedTuple):
     Args:
         value: None if it is not known, or not finite.
         step: the optimizer step at which it was logged, or None if that is not known.
-        is_best: whether it is that of the best checkpoint, and not the last one.
+        is_best: whether it is the value at the best checkpoint, instead of the last value.
     """
 
     value: float | None
@@ -307,7 +307,7 @@ class RunRecord:
 
     @property
     def objective_value(self) -> float | None:
-        """The value of the objective that the run has `reached`; None if it has no objective, or it is not finite."""
+        """The value of the objective that the run has `reached`; None without an objective or a finite value."""
         return self.reached(self.objective).value
 
     @property

@@ -47,9 +47,9 @@ class AttributeChanges:
     def read(self) -> list[Any]:
         """Return the changes of each object, as data that :meth:`write` accepts.
 
-        An entry is a list of the name of the object's class and one of the following: a dict of values by attribute; a
-        list with the object's own state; or, if the object cannot be restored, a string that names the attribute that
-        is not plain.
+        An entry is a list of two items: the name of the object's class, and the changes. The changes are a dict of
+        values by attribute, or a list with the object's own state. If the object cannot be restored, the second item is
+        a string that names an attribute that is not plain.
         """
         watched = zip(self._names, self._objects, self._values, self._first, strict=True)
         return [[name, self._changes(one, values, first)] for name, one, values, first in watched]

@@ -67,8 +67,8 @@ class MetricObjects:
     def outline(self, since: Mapping[str, int]) -> dict[str, dict[str, Any]]:
         """Return a description of the metrics, which processes exchange before they reduce the states.
 
-        For each metric that is reduced: the number of updates and, for each state that is a list, the number of its
-        tensors and their dtype and shape without the first dimension.
+        The description of each metric that is reduced contains the number of updates. For each state that is a list, it
+        also contains the number of tensors, and their dtype and shape without the first dimension.
 
         Args:
             since: an earlier result of :meth:`counts`. Updates are counted from there.

@@ -42,7 +42,7 @@ class LogOptions(NamedTuple):
 
 
 Reduce = Callable[..., Tensor]
-"""``engine.reduce``: (tensor, op, group) to the tensor reduced over the processes."""
+"""``engine.reduce``: takes (tensor, op, group), and returns the tensor reduced over the processes."""
 
 
 class LoggedValue:
@@ -123,7 +123,7 @@ class LoggedValue:
             self.metric.reset()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state without a metric object, which has its own. ``_pending`` is kept to get the same sums."""
+        """Return the state, without that of a metric object. Pending values stay separate, to get the same sums."""
         return {
             "hook": self.hook,
             "name": self.name,

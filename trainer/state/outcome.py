@@ -15,8 +15,8 @@ class StepOutcome(NamedTuple):
             whether any of them skipped.
         scale: the loss scale that the gradients were computed with; 1 without a scaler.
         next_scale: the loss scale from the next batch on.
-        grad_norm: total norm of the gradients before clipping, unscaled, over all optimizers with measured gradients; a
-            0-dim tensor on the gradients' device, inf or nan if the step was skipped; None if it was not measured.
+        grad_norm: total norm of the unscaled gradients before clipping, over all optimizers with measured gradients. A
+            0-dim tensor on the gradients' device; inf or nan if the step was skipped; None if it was not measured.
         optimizers: indices (in ``trainer.optimizers``) of the optimizers that attempted to step.
         skipped_optimizers: indices of those among them that skipped the step.
         nonfinite_loss: whether the step was skipped and a loss was not finite, on any process, so that no loss scale

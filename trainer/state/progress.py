@@ -72,7 +72,7 @@ class FitProgress:
         is_trained: whether the batch of ``batch_idx`` is trained: False from its start until its optimizer step is
             over. Set by the fit loop.
         in_batch: whether a batch is being trained, including ``on_train_batch_end``. Set by the fit loop.
-        closing: whether a window has closed that ``updates`` does not include yet. Set by the fit loop.
+        closing: whether a window has closed but ``updates`` does not include it yet. Set by the fit loop.
         resumed_epoch: the epoch that was resumed in its middle from a checkpoint; -1 if none was. Set by the resume.
         is_followed_up: whether the events after the batch of ``batch_idx``, such as a validation, are over. Set by the
             fit loop.

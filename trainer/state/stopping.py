@@ -130,7 +130,7 @@ class StoppingConditions:
         """Return whether the time between validations is over. The decision stays the same for the whole batch."""
         batch, decision = self._decided
         if batch != self.progress.batches_started:
-            # the clocks of ranks differ. A host-device synchronization on several GPUs
+            # ranks decide together, because their clocks differ: a host-device synchronization on several GPUs
             decision = self.any_rank(time.monotonic() - self.validated_at >= seconds)
             if self.progress.in_batch:
                 self._decided = self.progress.batches_started, decision

@@ -55,7 +55,7 @@ class IdlePasses:
 
     Args:
         root: the sharded module, which calls the others. Its forwards are recorded until :meth:`close`.
-        before_forward: runs the other collectives at the beginning of a forward.
+        before_forward: runs the collectives at the beginning of a forward that are not FSDP's.
     """
 
     def __init__(self, root: nn.Module, before_forward: Callable[[], None]) -> None:
@@ -117,7 +117,7 @@ class IdlePasses:
             A loss of 0, with a backward pass that runs the collectives of the others' backward pass.
         """
         done, self._current = self._current, None
-        # a training pass never follows the calls of an evaluation, because these were recorded without gradients
+        # a training pass never uses the recorded calls of an evaluation, which were recorded without gradients
         like = self._known.get(step) or self._known.get(TRAINING) or self._guess_calls()
         if not torch.is_grad_enabled():
             done = None

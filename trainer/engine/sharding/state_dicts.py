@@ -54,9 +54,9 @@ def spread(value: Any, like: Any) -> Any:
 
 
 def template(module: nn.Module, place: KeyPath, shape: torch.Size, dtype: torch.dtype) -> Tensor | None:
-    """Return an empty tensor to read a tensor of a checkpoint into, sharded as the parameter is; or None.
+    """Return an empty tensor, sharded as the parameter is, to read a tensor of a checkpoint into.
 
-    None is returned if no sharded parameter has this name and shape.
+    Return None if no sharded parameter has this name and shape.
 
     Args:
         module: the sharded module.
