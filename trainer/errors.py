@@ -80,7 +80,7 @@ class FolderInUseError(CheckpointError):
 
 
 class ResumeError(CheckpointError):
-    """A resume that would not be exact, because the set-up differs from that of the run that wrote the checkpoint.
+    """A resume that would not be exact, because the set-up has changed since the checkpoint was written.
 
     ``Trainer(exact_resume=False)`` continues with a warning.
     """

@@ -262,7 +262,7 @@ def _cached(folder: Path) -> int:
 
 
 def _system_memory(root: Path) -> tuple[int | None, int | None]:
-    """Return total and available memory in bytes; the latter is unknown on macOS."""
+    """Return total and available memory in bytes. Available memory is unknown on macOS."""
     found = {line.partition(":")[0]: line.split() for line in _read_lines(root / "proc/meminfo")}
     sizes = [int(found[name][1]) * 1024 if name in found else None for name in ("MemTotal", "MemAvailable")]
     if sizes[0] is None and hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:

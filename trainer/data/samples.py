@@ -72,7 +72,7 @@ def part_of(batch: Any, start: int, stop: int) -> Any:
 
 
 def samples_of(batch: Any, indices: Sequence[int]) -> Any:
-    """Return the samples with these indices, as :func:`part_of` does; those of a range are views, without a copy."""
+    """Return the samples with these indices, as :func:`part_of` does. If they are a range, the samples are views."""
     size = next((len(tensor) for tensor in tensors_in(batch) if tensor.dim()), 0)
     return _select(batch, size, slice(indices.start, indices.stop) if isinstance(indices, range) else indices)
 

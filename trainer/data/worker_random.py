@@ -34,7 +34,7 @@ BEGAN, PASSES, ENDS_LATE = "began", "passes", "ends_late"
 """In the states of a worker with an iterable dataset: the states when the pass began, the number of passes that have
 begun, and whether the states changed after the last batch of a pass."""
 PLACE = 2**14
-"""Bytes. The global generators take 10,000 of them, and each generator of a dataset takes up to 5,000."""
+"""Size in bytes. The global generators take 10,000 bytes, and each generator of a dataset takes up to 5,000."""
 
 
 class WorkerRandom:

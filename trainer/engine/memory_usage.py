@@ -35,7 +35,7 @@ class Usage:
         elsewhere: memory that torch's allocator does not manage: other processes, the driver's context, workspaces of
             libraries.
         peak: maximum of ``allocated``; on CUDA since the fit began, on a CPU since the process began.
-        total: memory of the device; on a CPU, that of the machine, or the limit of its control group.
+        total: memory of the device; on a CPU, the machine's memory or the limit of the process's control group.
     """
 
     kinds: dict[str, int]
@@ -71,7 +71,7 @@ class Usage:
 def measure(
     device: torch.device, module: nn.Module | None, optimizers: Iterable[Optimizer], batch: Iterable[Tensor]
 ) -> Usage:
-    """Measure the memory usage of a device. Does not synchronize with it.
+    """Measure the memory usage of a device, without a host-device synchronization.
 
     Args:
         device: the device of this process.

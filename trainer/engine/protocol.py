@@ -172,8 +172,8 @@ class Engine(Protocol):
     def idle_forward(self) -> None:
         """Take part in the collectives of other processes' forward pass if this process has no batch left to evaluate.
 
-        All processes also call it when a pass begins, because a forward that communicates only the first time (DDP
-        broadcasts rank 0's buffers) must do so on all of them.
+        All processes also call it when a pass begins, because the first forward of a pass may communicate (DDP
+        broadcasts rank 0's buffers), and must then run on all processes.
         """
 
     def num_collectives(self) -> int:

@@ -117,8 +117,8 @@ class ZeroModule:
     def _delay_scale_update(self) -> Iterator[None]:
         """Delay changes of the loss scale until after the step. A context manager.
 
-        DeepSpeed (0.19.8) changes the scale before it divides the gradients by it, so the gradients would have half of
-        their value in each step that doubles the scale.
+        DeepSpeed (0.19.8) changes the scale before dividing the gradients by the scale. In each step that doubles the
+        scale, the gradients would have half of their value.
         """
         scaler = self.loss_scaler
         if scaler is None:

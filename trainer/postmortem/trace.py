@@ -48,7 +48,7 @@ class Magnitude(NamedTuple):
         largest: largest absolute value of the finite ones; 0 if there is none.
         not_finite: number of elements that are inf or nan.
         elements: number of elements.
-        dtype: such as ``"float16"``; of several tensors, that of the first with an element that is not finite.
+        dtype: such as ``"float16"``. Of several tensors, the dtype of the first that is not finite, else of the first.
     """
 
     largest: float

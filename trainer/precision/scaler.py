@@ -349,7 +349,7 @@ class LossScaler(torch.amp.GradScaler):
         return {**state, "min_scale": self.min_scale, "max_scale": self.max_scale} if state else state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore scale and growth tracker. The settings (factors, interval, limits) stay those of this scaler.
+        """Restore scale and growth tracker. The settings (factors, interval, limits) of this scaler do not change.
 
         A tracker at or past the interval would never trigger growth again (the kernel tests for equality), so it is
         limited to the interval minus 1.

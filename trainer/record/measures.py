@@ -24,7 +24,7 @@ _MIN_SKIPPED = 3
 
 
 def facts_of(trainer: Trainer) -> dict[str, Any]:
-    """Return the current facts of a Trainer for ``run.json``, with those of its callbacks' ``run_facts``."""
+    """Return the current facts of a Trainer for ``run.json``, including the ``run_facts`` of its callbacks."""
     device = trainer.strategy.root_device
     facts = {
         "precision": str(trainer.precision),
@@ -157,7 +157,7 @@ def folder_of_files(trainer: pl.Trainer, given: str | os.PathLike[str] | None) -
 
 
 def folder_of_run(trainer: Trainer) -> Path | None:
-    """Return the folder of ``run.json``, else that of the first logger, or None without a folder on this machine.
+    """Return the folder of ``run.json``, or else the first logger's folder. None if neither is on this machine.
 
     On ranks above zero, loggers do not count, because only rank zero opens them. No communication.
     """

@@ -96,7 +96,7 @@ class RunRecord:
 
     Args:
         facts: the content of ``run.json``. The run, and `RunRecorder`, add to it.
-        folder: of the run, or None if it has none: then `write` does nothing.
+        folder: the run's folder. None if it has none; `write` then does nothing.
         now: the time (of `time.time`) that `duration` refers to. Default: the current time.
 
     Attributes:
@@ -262,7 +262,7 @@ class RunRecord:
 
     @property
     def memory_is_the_gpus(self) -> bool:
-        """Whether `peak_memory` is that of a GPU, instead of the process."""
+        """Whether `peak_memory` is the peak of a GPU instead of the process."""
         return "gpu" in _mapping(self.facts.get("peak_memory"))
 
     @property
@@ -296,7 +296,7 @@ class RunRecord:
         return GoalValue(value, (at[0] if is_best else at[-1]) if at else None, is_best)
 
     def value_of(self, name: str) -> float | None:
-        """Return the value of a metric for a table: for the objective that of `reached`, otherwise the last one.
+        """Return the value of a metric for a table: the objective's value from `reached`, otherwise the last value.
 
         Args:
             name: the metric.

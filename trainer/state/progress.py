@@ -235,8 +235,8 @@ class EvalProgress:
         batches: batches started in the current pass, over its dataloaders. Set by the evaluation loop when a batch
             starts.
         batches_done: the batches among them that are over. Set by the evaluation loop when a batch is over.
-        total_batches, total_done: the same counts over all passes; for the validation inside a fit, over those of one
-            epoch. Excludes sanity checks. Set by the evaluation loop at the same times.
+        total_batches, total_done: the same counts over all passes or, for the validations inside a fit, over the passes
+            of one epoch. Excludes sanity checks. Set by the evaluation loop at the same times.
         epoch: the fit's epoch that the totals belong to. Set by the Trainer when a fit validates.
         has_run: whether a pass other than a sanity check has finished a batch since the last reset. Set by the
             evaluation loop.

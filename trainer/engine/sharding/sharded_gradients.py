@@ -30,7 +30,7 @@ class ShardedGradients(Gradients):
     """Gradients under FSDP2, also combined with tensor parallelism.
 
     Operations that can be applied part by part use this process's parts, which are plain tensors. One collective checks
-    whether any of them is not finite, and one computes their norm; multiplying, stepping and updating need none.
+    whether a gradient is not finite, and one computes the norm. Multiplying, stepping and updating need no collective.
 
     Args:
         scaler: the loss scaler. It is set to read this process's parts, and to all-reduce the flags of overflows.
