@@ -157,7 +157,7 @@ def warn(message: str | Warning, category: type[Warning] = UserWarning) -> None:
 
     Args:
         message: the text, or a Warning with its category.
-        category: the class of the warning.
+        category: the class of the warning. Default: UserWarning.
     """
     caller = sys._getframe(1)  # noqa: SLF001  # as `warnings` and `logging` do
     while caller.f_globals.get("__name__") == __name__ and caller.f_back is not None:

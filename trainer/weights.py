@@ -108,7 +108,7 @@ def load_weights(module: nn.Module, path: str | Path, weights_only: bool | None 
             ``torch.save`` has written. From the folder of a run, the best checkpoint is loaded, or the last one if
             there is no best. A state dict may be under the key ``state_dict``, ``model_state_dict`` or ``model``.
         weights_only: False to read a file with more than tensors and plain containers, which may execute any code.
-            Only use it for trusted files.
+            Only use it for trusted files. Default: None, like True.
 
     Raises:
         ConfigurationError: if the file does not exist or has no weights for the module, or if the module is on the

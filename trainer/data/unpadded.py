@@ -33,7 +33,7 @@ class UnpaddedSampler(DistributedSampler[int]):
             and the epoch alone, so that all processes divide the same order.
         num_replicas: the number of processes.
         rank: the rank of this process.
-        seed: the same on all processes.
+        seed: the same on all processes. Default: 0.
 
     Raises:
         ConfigurationError: if the sampler has no length.

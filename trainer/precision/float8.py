@@ -44,10 +44,10 @@ class Float8Precision(MixedPrecision):
         recipe: torchao's name for how values share a scale. ``"tensorwise"``: one scale for each tensor, with gradients
             in e5m2 and the rest in e4m3. ``"rowwise"``: one scale for each row, all in e4m3.
             ``"rowwise_with_gw_hp"``: like ``"rowwise"``, but the gradients of weights are computed in bfloat16, and the
-            gradient of the input uses one scale for the whole weight.
+            gradient of the input uses one scale for the whole weight. Default: ``"tensorwise"``.
         modules: the ``nn.Linear`` layers to convert, by name or pattern as in ``fp32_modules``. Only layers with sizes
             that are multiples of 16 compute in float8; subclasses of ``nn.Linear`` and the projections of
-            ``nn.MultiheadAttention`` do not. See :meth:`layers`.
+            ``nn.MultiheadAttention`` do not. See :meth:`layers`. Default: ``"*"``, all layers.
         fp32_modules: see :class:`MixedPrecision`. Modules in float32 do not run in float8.
         autocast_ops: see :class:`MixedPrecision`.
         autocast_cache: see :class:`MixedPrecision`.

@@ -70,7 +70,7 @@ class LossScaler(torch.amp.GradScaler):
         growth_factor: factor after ``growth_interval`` steps without overflow; above 1.
         backoff_factor: factor after an overflow; between 0 and 1.
         growth_interval: steps without overflow before the scale grows; at least 1.
-        min_scale: lower limit of the scale.
+        min_scale: lower limit of the scale. Default: 1.
         max_scale: upper limit of the scale. Default: None, no limit.
 
     Attributes:

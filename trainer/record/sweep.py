@@ -91,7 +91,8 @@ class Sweep:
         """Set the label of each run: the overrides that not all runs have, else its precision or the folder's name.
 
         Args:
-            distinct: also shorten long labels, and add the folder's name, or a number, to equal ones.
+            distinct: whether to shorten long labels, and to add the folder's name or a number to equal ones. Default:
+                False.
         """
         common = set(self.common) if len(self.runs) > 1 else set()
         for run in self.runs:
@@ -131,7 +132,7 @@ def load_sweep(path: str | os.PathLike[str], since: float = 0.0) -> Sweep:
 
     Args:
         path: the folder of a sweep or a comparison.
-        since: a time (of `time.time`). Jobs with an older record are left out.
+        since: a time (of `time.time`). Jobs with an older record are left out. Default: 0, no job is left out.
     """
     folders = [file.parent for file in Path(path).rglob(RUN) if changed(file) >= since]
     jobs = [run for run in map(load_run, folders) if run.job is not None]
