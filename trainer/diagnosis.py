@@ -168,7 +168,7 @@ def describe_batch(batch: Any) -> str:
 
 
 def _explain_memory(error: BaseException, trainer: Trainer, folder: Folder | None) -> None:
-    """Add a note with the phase, the live tensors and advice, as far as they are known. Never raises."""
+    """Add a note with the phase, the live tensors and advice, as far as they are known."""
     device, batch, usage = trainer.engine.device, _batch_of(trainer), None
     size = (None if batch is None else batch_size(batch)) or None
     with suppress(Exception):

@@ -19,7 +19,7 @@ def log_images(trainer: pl.Trainer, name: str, images: Tensor) -> None:
 
     Args:
         trainer: the Trainer with the loggers; ``self.trainer`` in a module.
-        name: such as ``"samples"``. W&B and TensorBoard show one row of images with this name, MLflow shows each
+        name: such as ``"samples"``. W&B and TensorBoard show one row of images with this name. MLflow shows each
             image separately, with the names ``samples/0``, ``samples/1``, and so on.
         images: shape (count, channels, height, width) or (channels, height, width), with 1 or 3 channels; uint8, or
             floating point in [0, 1].

@@ -205,7 +205,7 @@ class TrackerAdapter(LoggerAdapter):
 
 
 def fill(node: Mapping[str, Any], **values: Any) -> dict[str, Any]:
-    """Return a node, with ``values`` for its settings that are null or missing. Values of None are ignored."""
+    """Return ``node`` with its null or missing settings taken from ``values``. Values of None are ignored."""
     return {**node, **{name: value for name, value in values.items() if value is not None and node.get(name) is None}}
 
 

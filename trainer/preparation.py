@@ -157,7 +157,7 @@ class Preparation:
         return wrapped(path, wrappers)
 
     def _backward_by(self, backward: Callable[..., Any]) -> Hook:
-        """Return a hook that calls the ``backward`` of the strategy, which calls the module's."""
+        """Return a hook that calls the strategy's ``backward``, which calls the module's ``backward``."""
         loop = self._trainer.loop
         return Hook("backward", self.hooks.scope, module=lambda loss: backward(loss, loop.optimizers[0]))
 

@@ -28,7 +28,7 @@ _values: dict[str, str] = {}  # names of variables by value
 
 
 def remember(name: str, value: str) -> None:
-    """Register ``value`` as that of the environment variable ``name``, which a config uses."""
+    """Register ``value`` as the value of the environment variable ``name``, which a config uses."""
     if value:
         _values[value] = name
 

@@ -29,10 +29,10 @@ previous batch.
 States are pickled, because the thread that pins memory searches nested containers for tensors, but not bytes."""
 
 EPOCH = "epoch"
-"""In the states of a worker: the epoch of its copy of the dataset."""
+"""Key in the states of a worker: the epoch of its copy of the dataset."""
 BEGAN, PASSES, ENDS_LATE = "began", "passes", "ends_late"
-"""In the states of a worker with an iterable dataset: the states when the pass began, the number of passes that have
-begun, and whether the states changed after the last batch of a pass."""
+"""Keys in the states of a worker with an iterable dataset: the states when the pass began, the number of passes that
+have begun, and whether the states changed after the last batch of a pass."""
 PLACE = 2**14
 """Size in bytes. The global generators take 10,000 bytes, and each generator of a dataset takes up to 5,000."""
 

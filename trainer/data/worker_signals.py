@@ -61,7 +61,7 @@ def _do_nothing(number: int, frame: Any) -> None:
 
 
 def _do_nothing_once(number: int, frame: Any) -> None:
-    """Let the next SIGTERM end the worker, or an alarm if the parent process does not send one."""
+    """Ignore this SIGTERM, but let the next one end the worker. Without a next one, an alarm ends it."""
     signal.signal(number, signal.SIG_DFL)
     if hasattr(signal, "alarm"):
         signal.signal(signal.SIGALRM, signal.SIG_DFL)

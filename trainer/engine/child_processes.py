@@ -93,7 +93,7 @@ class ChildProcesses:
         while not self._any_has_failed():
             time.sleep(_POLL_INTERVAL)
         self.has_failed = True
-        time.sleep(GRACE)  # this process may raise by itself because the child is missing, with a more specific error
+        time.sleep(GRACE)  # this process may raise a more specific error, because the child is missing
         self.kill()
         _exit(1)
 

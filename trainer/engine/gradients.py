@@ -70,8 +70,8 @@ class Gradients:
     def clear(self, optimizer: Optimizer) -> None:
         """Set the gradients to None.
 
-        Calls ``optimizer.zero_grad()`` only if the optimizer overrides it: torch's takes 4 microseconds for a profiling
-        scope.
+        Calls ``optimizer.zero_grad()`` only if the optimizer overrides it, because torch's version takes 4 microseconds
+        for a profiling scope.
         """
         if has_own_zero_grad(optimizer):
             optimizer.zero_grad()

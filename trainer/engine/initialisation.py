@@ -125,7 +125,7 @@ def _allocate(root: nn.Module, device: torch.device, *, sharded: bool) -> None:
 
 
 def _allocated_parameter(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
-    """Return the parameter with memory and with its attributes."""
+    """Return a parameter with allocated memory, and with the attributes of ``parameter``."""
     made = nn.Parameter(_allocated(parameter, device), requires_grad=parameter.requires_grad)
     vars(made).update(vars(parameter))
     return made

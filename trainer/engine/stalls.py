@@ -1,10 +1,10 @@
 """Detect a hang while it lasts, and report the rank that the others wait for, its current line, and the duration.
 
-Processes that wait in a collective for a missing process wait until the collective's timeout, half an hour, and the
-error then names no rank. Here a thread of each process periodically checks whether the run makes progress. If it has
-made none for a third of the timeout, each process writes its position to the store of the rendezvous: its batch, its
-line, and the last collectives in torch's flight recorder. One process combines the positions in a report. While a run
-makes progress, nothing is exchanged, and steps take no additional time.
+If a process is missing in a collective, the others wait until the collective's timeout (half an hour), and the error
+then names no rank. Here a thread of each process periodically checks whether the run makes progress. If it has made
+none for a third of the timeout, each process writes its position to the store of the rendezvous: its batch, its line,
+and the last collectives in torch's flight recorder. One process combines the positions in a report. While a run makes
+progress, nothing is exchanged, and steps take no additional time.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from trainer.files import write_text
 _RUNS = itertools.count()
 """Numbers the runs of this process; equal on all processes. Part of the keys, because the store outlives a run."""
 _CHECKS_PER_TIMEOUT = 20
-"""Number of checks within the time after which a run without progress counts as stalled."""
+"""Number of checks before a run without progress counts as stalled."""
 _LINES = 4
 """Stack lines in the message for a process that is waited for; the file has all lines."""
 _LIBRARIES = re.compile(r"[/\\](torch|lightning|pytorch_lightning|deepspeed)[/\\]")
@@ -144,7 +144,7 @@ class StallWatch:
     # --- all processes ----------------------------------------------------------------------------------------
 
     def _report_state(self, state: RankState, interval: float, seen: Any) -> None:
-        """Write this process's position to the store, and report those of all, unless another process does that."""
+        """Write this process's position to the store. Report all positions, unless another process does."""
         if self._store is None:
             store = distributed.distributed_c10d._get_default_store()
             with suppress(Exception):  # a separate connection, because the process may be blocked on the existing one

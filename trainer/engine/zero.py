@@ -44,7 +44,7 @@ class Part(NamedTuple):
 
 
 class ZeroModule:
-    """A module, and for a fit its optimizer, that DeepSpeed runs.
+    """A module that DeepSpeed runs, with its optimizer if it is trained.
 
     Args:
         module: the module, not sharded.
@@ -445,7 +445,7 @@ _GRADIENTS_KEY = "gradients of DeepSpeed's"
 
 
 class ZeroGradients(Gradients):
-    """DeepSpeed's gradients. They are not accessible: no process has whole gradients, or unscaled ones before the step.
+    """DeepSpeed's gradients. They are not accessible: no process has them whole, and they are scaled until the step.
 
     Args:
         scaler: DeepSpeed's loss scale.

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 MAX_UNDERFLOW = 0.3
 """Share of the gradient elements that may be lost in float16."""
 _DIVERGENCE_FACTOR = 10.0
-"""A loss has grown if it exceeds the loss with earlier weights by this many times that loss."""
+"""A loss has grown if it exceeds the loss with earlier weights by more than this multiple of that loss."""
 _TINY = 2.0**-24
 """Smaller relative changes of a weight are rounded away in float32."""
 _COMPARED = 5
@@ -145,7 +145,7 @@ def _explain(trainer: Trainer, case: Case, finding: Finding) -> Diagnosis | None
 
 
 def _in_float32(trainer: Trainer, case: Case) -> Finding | None:
-    """Return the finding of a replay in float32, or None if the batch does not run in float32."""
+    """Return the finding of a replay in float32, or None if the module cannot run in float32."""
     if trainer.engine.gradients.are_parts or has_half_weights(trainer.lightning_module):
         return None  # if one rank raises in a sharded forward pass, the others wait for it
     full = examine(trainer, case.batches, 1.0, FLOAT32)
@@ -153,7 +153,7 @@ def _in_float32(trainer: Trainer, case: Case) -> Finding | None:
 
 
 def _is_not_finite_at_any_scale(finding: Finding) -> bool:
-    """Return whether the first operation with a non-finite result is of a kind that no dtype cures."""
+    """Return whether neither a dtype nor a loss scale can make the first non-finite result finite."""
     origin = finding.origin
     return origin is None or origin.is_nan or (origin.phase == "backward" and not finding.largest_scale)
 

@@ -198,7 +198,7 @@ def _look_into(
 
 
 def samples_not_finite(batch: Any) -> tuple[dict[str, list[int]], dict[str, float]]:
-    """Return the tensors that are not finite with the indices of the samples, and the largest value of each tensor."""
+    """Return the indices of the nonfinite samples in each nonfinite tensor, and the largest value of each tensor."""
     broken: dict[str, list[int]] = {}
     ranges: dict[str, float] = {}
     size = batch_size(batch)

@@ -43,7 +43,7 @@ def is_cured(finding: Finding | None, variant: Variant) -> bool:
 
 
 def find_cure(trainer: Trainer, batches: Sequence[RecordedBatch], finding: Finding) -> tuple[Variant, Finding] | None:
-    """Try one module in float32, then one more as long as a value overflows; then bfloat16 or float32 for all.
+    """Try modules in float32, one more as long as a value overflows; then bfloat16 or float32 for the whole model.
 
     All ranks call this together.
 

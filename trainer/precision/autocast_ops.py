@@ -232,7 +232,7 @@ def _rounding(name: str) -> Kernel:
 
 
 def _refusing(name: str) -> Kernel:
-    """Return CUDA's own kernel, which raises with the operation to use instead."""
+    """Return CUDA's own kernel, which raises an error that names the operation to use instead."""
     return own_kernel(name, "AutocastCUDA")
 
 

@@ -99,8 +99,9 @@ def float16_kernels(
     """Return a context with the kernels to compute ``module`` in ``dtype`` on ``device``: ours, or torch's own.
 
     Args:
-        choice: ``"fast"``, ``"native"`` or ``"auto"``, which is fast on CPUs without float16 instructions if the module
-            is large enough to gain. Has an effect only for float16 on a CPU.
+        choice: ``"fast"``, ``"native"`` or ``"auto"``. The last one means ``"fast"`` on a CPU without float16
+            instructions if the module is large enough to gain, otherwise ``"native"``. Has an effect only for float16
+            on a CPU.
         dtype: dtype of the products.
         module: the module to run.
         device: the device.

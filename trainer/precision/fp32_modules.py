@@ -1,6 +1,6 @@
 """Modules that run in float32 inside a model that otherwise runs in float16 or bfloat16.
 
-During a run, each chosen module has its own ``forward`` that wraps the one of its class. Four implementations were
+During a run, each chosen module has its own ``forward``, which wraps that of its class. Four implementations were
 compared; tests/precision/test_fp32_modules.py has the cases that decided:
 
 - A pair of forward hooks, one entering and one leaving a context. ``torch.compile`` ignores hooks that are registered

@@ -200,7 +200,7 @@ class LossScaler(torch.amp.GradScaler):
         return self._scale is not None
 
     def may_step(self, optimizer: Optimizer) -> bool:
-        """Return False if a running ``optimizer.step()`` bypasses :meth:`step` with scaled gradients, else True."""
+        """Return whether :meth:`step` called the running ``optimizer.step()``, or its gradients are not scaled."""
         state = self._per_optimizer_states.get(id(optimizer))
         steps = state is not None and state["stage"] is OptState.STEPPED
         return steps or self._scale is None or not self.gradients_of(optimizer)
@@ -266,8 +266,8 @@ class LossScaler(torch.amp.GradScaler):
         """Revert the state of :meth:`unscale_` for optimizers that have not stepped since.
 
         Returns:
-            Each such optimizer with the 0-dim tensor to multiply its gradients by. It is the scale, or inf if one of
-            them was not finite, so that the next :meth:`unscale_` detects it again, even after clipping.
+            Each such optimizer with the 0-dim tensor to multiply its gradients by. It is the scale, or inf if a
+            gradient was not finite, so that the next :meth:`unscale_` detects this again, even after clipping.
         """
         unused = [check for check in self._checks if not check.stepped]
         for check in unused:

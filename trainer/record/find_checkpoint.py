@@ -44,7 +44,7 @@ def find(path: Path, *, latest: bool = False, key: str = "ckpt") -> Path:
     files = sorted(folder.glob("*.ckpt"), key=lambda file: file.stat().st_mtime)
     last = [file for file in files if file.stem.partition("-v")[0] == "last"]
     others = [file for file in files if file not in last]
-    if latest and files:  # may be that of an interruption, which is newer than last.ckpt
+    if latest and files:  # an interruption may have written a checkpoint after last.ckpt
         return max(files, key=lambda file: (file.stat().st_mtime, file in last))
     if best := _best(path, others):
         return best

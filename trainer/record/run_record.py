@@ -216,7 +216,7 @@ class RunRecord:
 
     @property
     def fast_settings(self) -> list[str] | None:
-        """The settings that were on, from the callback FastSettings, or None without it."""
+        """The settings that were enabled, from the callback FastSettings, or None without it."""
         names = self.facts.get("fast_settings")
         return [str(name) for name in names] if isinstance(names, list) else None
 

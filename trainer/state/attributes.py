@@ -1,7 +1,7 @@
 """Save and restore attributes of datasets and samplers that change during a run, as plain data.
 
-A sampler that counts its epochs, or a dataset that keeps its position, affects the rest of a run like a random
-generator. A checkpoint therefore stores the attributes that have changed since the run began.
+The epoch that a sampler counts, or the position that a dataset keeps, affects the rest of a run, as the state of a
+random generator does. A checkpoint therefore stores the attributes that have changed since the run began.
 """
 
 from __future__ import annotations

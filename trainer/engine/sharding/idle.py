@@ -55,7 +55,7 @@ class IdlePasses:
 
     Args:
         root: the sharded module, which calls the others. Its forwards are recorded until :meth:`close`.
-        before_forward: runs the collectives at the beginning of a forward that are not FSDP's.
+        before_forward: runs the other collectives that a forward begins with, such as a broadcast of buffers.
     """
 
     def __init__(self, root: nn.Module, before_forward: Callable[[], None]) -> None:
