@@ -126,7 +126,7 @@ CLIPPING = "+callbacks.c._target_=trainer.callbacks.GradientClipping +callbacks.
 
 _LATE = {
     # signatures
-    TYPED + "~model.width": "model: typed.Typed: missing a required argument: 'width'.",
+    TYPED + "~model.width": "name, sizes. Set it: +model.width=VALUE",
     TYPED + "+model.widht=1": "typed.Typed has no argument 'widht'. Did you mean 'width'?",
     IT
     + "optimizer=adamw optimizer._target_=torch.optim.Rprop": "~optimizer.betas ~optimizer.eps ~optimizer.weight_decay",

@@ -66,6 +66,14 @@ def test_info_takes_only_values_of_hydra(argv, value):
 def test_plus_of_groups_outside_the_default_config_may_be_left_out(group):
     assert read([f"{group}=a", "fit"]).overrides == [f"+{group}=a"]
     assert read([f"+{group}=a", "fit"]).overrides == [f"+{group}=a"]
+    assert read([f"++{group}=a", "fit"]).overrides == [f"+{group}=a"]
+
+
+def test_home_directory_is_expanded_as_a_shell_would(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/ann")
+    given = ["data.root=~/a", "+data.roots=~/a,~/b", "ckpt=~/c d", "to=a~/b", "~data.root"]
+    expected = ["data.root=/home/ann/a", "+data.roots=/home/ann/a,/home/ann/b", "ckpt='/home/ann/c d'"]
+    assert read(given).overrides == [*expected, "to='a~/b'", "~data.root"]
 
 
 @pytest.mark.parametrize(
@@ -101,6 +109,9 @@ def test_other_settings_keep_their_numbers():
         (["fit", "--lr", "1"], "There is no flag '--lr'. `python -m trainer fit --help` lists the flags."),
         (["fit", "--multirum"], "There is no flag '--multirum'. Did you mean '--multirun'?"),
         (["fit", "--cfg"], "Got --cfg without a value"),
+        (["fit", "--cfg", "jbo"], "Got --cfg jbo, expected one of job, hydra, all."),
+        (["fit", "--info=job"], "Got --info job, expected one of all, config, defaults"),
+        (["fit", "recipe", "=", "line"], "Got the word 'recipe', expected settings, key=value, without spaces"),
         (["fit", "-m", "--cfg", "job"], "Got --multirun and --cfg, expected one of them"),
     ],
 )

@@ -11,7 +11,7 @@ import pytest
 from tests.cli.conftest import write
 from trainer.cli.arguments import Arguments, read
 from trainer.cli.compose import Composer
-from trainer.cli.folders import conf_folders, packaged_conf, user_conf
+from trainer.cli.folders import conf_folders, packaged_conf, search_here, user_conf
 
 # Finding a module is not running it: ours would import torch.
 USE_BOTH = """
@@ -52,6 +52,13 @@ def test_module_with_the_name_of_the_package_is_reported_and_not_used(tmp_path, 
     assert "Rename it" in done.stderr
 
 
+def test_file_with_the_name_of_a_package_is_reported(tmp_path, monkeypatch, capsys):
+    write(tmp_path, {"random.py": "", "torch.py": "", "mine.py": ""})
+    monkeypatch.chdir(tmp_path)
+    search_here()
+    assert "random.py, torch.py in this folder have names of Python's or" in capsys.readouterr().err
+
+
 def test_conf_of_the_user_has_precedence_and_is_optional(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert user_conf() is None
@@ -69,11 +76,13 @@ def test_conf_of_the_user_has_precedence_and_is_optional(tmp_path, monkeypatch):
         ("outputs/a/epoch=1-step=8.ckpt", "outputs/a/epoch=1-step=8.ckpt"),
         (r"C:\runs\last.ckpt", r"C:\runs\last.ckpt"),
         ("my runs/last.ckpt", "my runs/last.ckpt"),
+        ("größe/(1)/last.ckpt", "größe/(1)/last.ckpt"),
         ("'a=b.ckpt'", "a=b.ckpt"),
         ("${oc.env:X}", "${oc.env:X}"),
     ],
 )
 def test_checkpoints_name_needs_no_quotes(given, value):
-    (word,) = read(["fit", f"ckpt_path={given}"]).overrides
-    (override,) = Composer(Arguments()).parse([word])
-    assert str(override.value()) == value
+    for key in ("ckpt_path", "hydra.run.dir"):
+        (word,) = read(["fit", f"{key}={given}"]).overrides
+        (override,) = Composer(Arguments()).parse([word])
+        assert str(override.value()) == value

@@ -97,6 +97,22 @@ def test_config_of_the_run_is_restored(run):
     assert str(config.hydra.run.dir).startswith("outputs/line/")
 
 
+@pytest.mark.parametrize("words", [["ckpt={}"], ["+recipe=line", "ckpt_path={}/checkpoints/last.ckpt"]])
+def test_settings_that_the_checkpoint_replaces_are_refused(run, words):
+    words = [word.format(run) for word in words]
+    for same in ("optimizer.lr=0.25", "++optimizer.fused=true", "model.start=1"):
+        assert composed("fit", *words, same).command == "fit"
+    message = r"optimizer.lr=0.5 has no effect, because .* continues with lr=0.25.* \+recipe=line weights="
+    for new in (["optimizer.lr=0.5"], ["-m", "optimizer.lr=0.25,0.5"]):
+        with pytest.raises(UsageError, match=message):
+            composed("fit", *words, *new)
+    assert composed("test", *words, "optimizer.lr=0.5").optimizer.lr == 0.5
+
+
+def test_null_is_no_checkpoint(run):
+    assert composed("fit", "+recipe=line", "ckpt=null").ckpt is None
+
+
 def test_overrides_and_other_options_still_apply(run):
     settings = ["data.batch_size=8", "precision=bf16", "optimizer=adam", "trainer.max_epochs=1", "+debug=limit"]
     config = composed("validate", f"ckpt={run}", *settings)

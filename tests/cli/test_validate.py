@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -33,6 +34,11 @@ COMMANDS = {
     "fit +model._target_=a.B model.rate=1": "no setting 'model.rate'. To add a new setting, write +model.rate",
     "fit +recipe=resnet50 data=imagefolder": "data.root has no value. Set it: data.root=VALUE.",
     "fit -m +recipe=line,lin": "Config group 'recipe' has no option 'lin'.",
+    "fit +recipe=line --config-path nowhere": "--config-path is nowhere, expected a folder that exists.",
+    "fit +recipe=line +recipe=other": "Got +recipe=line and +recipe=other, expected one of them.",
+    "test ckpt=": "ckpt is empty, expected a checkpoint, or the folder of a run.",
+    "tune lr ckpt=line_fit.py": "Got ckpt=line_fit.py with tune, which does not resume.",
+    "checks +recipe=line ckpt=outputs": "replace it by +recipe=NAME weights=outputs.",
     "compare": "There is no model to compare. Choose a recipe, such as `python -m trainer compare +recipe=",
     "compare +recipe=line precision=16": "Got 1 run to compare, expected at least 2.",
     "compare +recipe=line +compare.min_spedup=2": "no setting 'compare.min_spedup'. Did you mean 'min_speedup'?",
@@ -46,6 +52,7 @@ LINE = {
     "+precision=16": "precision is in the config already. Remove the +",
     "callbacks=[default,early_stoping]": "Did you mean 'early_stopping'?",
     "optimizer=foo": "has no option 'foo'. Choose one of: adam, adamw, sgd.",
+    "logger=false": "logger is false, expected one of: csv,",
     # settings
     "optimizr=adam": "There is no setting 'optimizr'. Did you mean 'optimizer'?",
     "trainer.max_epoch=3": "Did you mean 'trainer.max_epochs'?",
@@ -53,18 +60,26 @@ LINE = {
     "trainer.precision=16": "Did you mean 'precision'?",
     "+callbacks.scale_moniter.patience=1": "callbacks.scale_moniter has no _target_. Did you mean 'scale_",
     "lr=3": "Did you mean 'optimizer.lr'?",
+    "+lr=3": "There is no setting 'lr'. Did you mean 'optimizer.lr'?",
+    "output_dir=x": "Did you mean 'hydra.run.dir'?",
     "model.strat=1": "Did you mean 'model.start'?",
     "~model.strat": "Did you mean 'model.start'?",
     "callbacks.model_checkpoint.save_topk=1": "'callbacks.model_checkpoint.save_top_k'?",
     "hydra.run.dri=x": "Did you mean 'hydra.run.dir'?",
     "model.optimizer.lr=1": "set optimizer.lr instead of model.optimizer.lr",
     # Hydra
-    "+a=b=c": "quotes or = needs its own quotes",
     "'optimizer.lr=a b:{'": "Cannot parse the setting 'optimizer.lr=a b:{'",
+    "'hydra.run.dir=${nme}'": "hydra.run.dir: Interpolation key 'nme' not found.",
+    "hydra.sweep.dir=a": "hydra.sweep.dir=a has no effect on a single run. Use hydra.run.dir instead, or add -m.",
+    "hydra/sweeper=optuna": "hydra/sweeper=optuna has no effect on a single run. Add -m.",
     "'model.start=${data.strat}'": "model.start: Interpolation key 'data.strat' not found.",
     "hydra.run.dir=line_fit.py": "Cannot write to line_fit.py: it is a file, expected a folder.",
     "hydra.run.dir=/proc/nowhere/run": "Cannot create the folder /proc/nowhere/run:",
     # sweeps
+    "-m seed=1,2 hydra.run.dir=a": "hydra.run.dir=a has no effect on a sweep. Use hydra.sweep.dir instead.",
+    "-m seed=1,2 hydra.sweep.subdir=a": "hydra.sweep.subdir is a, which is a for several jobs,",
+    "-m seed=1,2 'hydra.sweep.subdir=${nme}'": "hydra.sweep.subdir: Interpolation key 'nme' not found.",
+    "-m seed=1,2 optimizer.lr=1,2 'hydra.sweep.subdir=a/${seed}'": "is a/${seed}, which is a/1 for several jobs,",
     "-m precision=32,15": "Config group 'precision' has no option '15'.",
     "-m optimizer.lr=0.1,0.2,x": "optimizer.lr is x",
     "-m optimizer=sgd,adam optimizer.momentum=0.5": "no setting 'optimizer.momentum'",
@@ -97,6 +112,16 @@ REMEDIES = [
     ("data=null", "To use none, write ~data.", "~data"),
     ("~trainer.max_epochs", "Use trainer.max_epochs=null", "trainer.max_epochs=null"),
     ("~callbacks", "To use none, write callbacks=none.", "callbacks=none"),
+    ("optimizer=torch.optim.Adam", "optimizer._target_=torch.optim.Adam.", "optimizer._target_=torch.optim.Adam"),
+    ("+model.a=größe", """If it is a text: '+model.a="größe"'""", '+model.a="größe"'),
+    ("+model.a=b=c", """If it is a text: '+model.a="b=c"'""", '+model.a="b=c"'),
+    ("+data.a=#1", """If it is a text: '+data.a="#1"'""", '+data.a="#1"'),
+    ("+recipe=conf/recipe/other.yaml", "Did you mean 'other'?", ""),
+    (
+        "-m seed=1,2 hydra.sweep.subdir=a",
+        "Add ${hydra:job.num} to it.",
+        "-m seed=1,2 hydra.sweep.subdir=a${hydra:job.num}",
+    ),
     (
         "-m optimizer.lr=interval(0.1,1)",
         "Add hydra/sweeper=optuna",
@@ -132,11 +157,51 @@ def test_missing_recipe_names_those_there_are(project, capsys):
         ("defaults: [line]\nmax_epochs: 3", "There is no setting 'max_epochs'. Did you mean 'trainer.max_epochs'?"),
         ("defaults: [line]\nlogger: {cvs: {name: a}}", "logger.cvs has no _target_. Did you mean 'csv'?"),
         ("seed: 3", "There is no model to fit. With +recipe=bad, model is null."),
+        ("defaults: line", "Invalid defaults list in 'recipe/bad', defaults must be a list (got str)."),
+        ("defaults: [line, override /callbacks: early_stoping]", "Did you mean 'early_stopping'?"),
+        ("defaults: [line]\ntrainer: {precision: 16}", "write `- override /precision: OPTION`"),
+        ("defaults: [line]\nlogger: csv", "logger is csv, expected a node with a _target_, or null. To choose an"),
+        ("defaults: [line]\nlogger: false", "logger is false, expected a node with a _target_, or null."),
+        ("defaults: [line]\noptimizer: sgd", "optimizer is sgd, expected a node with a _target_"),
+        ("defaults: [line]\noptimizer:\n  lr:0.7", "optimizer is lr:0.7, expected a node with a _target_"),
+        ("defaults: [line]\ncallbacks: [ema]", "In 'recipe/bad': a list, expected a node with settings."),
+        ("defaults: [line]\nlr: 0.3", "There is no setting 'lr'. Did you mean 'optimizer.lr'?"),
+        ("defaults: [line]\nhydra: {run: {dir: 'a/${nme}'}}", "hydra.run.dir: Interpolation key 'nme' not found."),
     ],
 )
 def test_mistakes_in_a_file(project, capsys, text, message):
     write(project, {"conf/recipe/bad.yaml": f"# @package _global_\n{text}\n"})
     assert message in complaint(["fit", "+recipe=bad"], capsys)
+
+
+@pytest.mark.parametrize(
+    ("default", "message", "corrected"),
+    [
+        ("/optimizer: adam", "write `- override /optimizer: OPTION`", "override /optimizer: adam"),
+        ("optimizer: adam", "write `- override /optimizer: adam`", "override /optimizer: adam"),
+        ("override optimizer: adam", "write `- override /optimizer: OPTION`", "override /optimizer: adam"),
+        ("override /optimiser: adam", "Did you mean 'optimizer'?", "override /optimizer: adam"),
+        ("recipe/other", "write `- other`", "other"),
+        ("/recipe: other", "write `- OPTION`", "other"),
+    ],
+)
+def test_corrections_of_a_defaults_list_are_accepted(project, default, message, corrected):
+    write(project, {"conf/recipe/bad.yaml": f"# @package _global_\ndefaults:\n  - line\n  - {default}\n"})
+    with pytest.raises(UsageError, match=re.escape(message)):
+        validate(read(["fit", "+recipe=bad"]))
+    write(project, {"conf/recipe/bad.yaml": f"# @package _global_\ndefaults:\n  - line\n  - {corrected}\n"})
+    validate(read(["fit", "+recipe=bad"]))
+
+
+def test_files_that_are_not_options_are_named(project, capsys):
+    write(project, {"conf/recipe/a.yml": "", "conf/b.yaml": ""})
+    assert "The name of conf/recipe/a.yml has to be conf/recipe/a.yaml." in complaint(["fit", "+recipe=a"], capsys)
+    assert "The name of conf/b.yaml has to be conf/recipe/b.yaml." in complaint(["fit", "+recipe=b"], capsys)
+
+
+def test_wrong_folder(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert f"There is no folder conf in {tmp_path}" in complaint(["fit", "+recipe=mine"], capsys)
 
 
 def test_recipe_without_its_first_line(project, capsys):

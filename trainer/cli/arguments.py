@@ -7,6 +7,7 @@ precision=32,16``, and `Arguments.for_hydra` returns Hydra's form: ``+recipe=a p
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -27,13 +28,18 @@ GROUPS_TO_ADD = ("recipe", "debug", "sweep")
 COMPARED_PRECISIONS = ("32-true", "16-mixed", "bf16-mixed")
 """The precisions of ``compare`` if the command line gives none."""
 
-_PATHS = ("ckpt", "ckpt_path", "weights", "to")
-"""Settings that are paths. Their values need no quotes if they contain = or a space."""
+_PATHS = ("ckpt", "ckpt_path", "weights", "to", "hydra.run.dir", "hydra.sweep.dir")
+"""Settings that are paths. Their values need no quotes if they contain =, a space, or letters other than ASCII."""
+
+_HOME = re.compile(r"(?<![^,])~(?=/)")
+"""The home directory at the start of a value. Shells expand it only in arguments that look like assignments."""
 
 _OPTIONS = re.compile(r"[^\s,()\[\]]+")
 """The options in the value of an override."""
 
 _INFO = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
+_TOPICS = {"--cfg": ("job", "hydra", "all"), "--info": _INFO}
+"""The values of flags that print something."""
 
 
 class Flag(NamedTuple):
@@ -200,6 +206,8 @@ def _read_flag(word: str, words: list[str], arguments: Arguments) -> None:
         if not words:
             raise UsageError(f"Got {spelling} without a value, expected `{name} {flag.value}`.")
         value = words.pop(0)
+    if value not in _TOPICS.get(name, (value,)):
+        raise UsageError(f"Got {spelling} {value}, expected one of {', '.join(_TOPICS[name])}.")
     arguments.flags[name] = value
 
 
@@ -211,11 +219,12 @@ def _read_override(word: str, arguments: Arguments) -> None:
     if bare == "command":
         _read_command(value, arguments)
         return
-    if key in GROUPS_TO_ADD:
-        key = f"+{key}"
+    if bare in GROUPS_TO_ADD:
+        key = f"+{bare}"
+    value = _HOME.sub(lambda _: os.path.expanduser("~"), value)
     if bare in ("precision", "hydra.sweeper.params.precision") and not value.startswith("{"):
         word = f"{key}={canonical_precisions(value)}"
-    elif bare in _PATHS and re.search(r"[=\\ ]", value) and not re.search(r"[,'\"]|^\$\{", value):
+    elif bare in _PATHS and re.search(r"[^\w/.:${}%-]", value, re.ASCII) and not re.search(r"[,'\"]|^\$\{", value):
         word = f"{key}='{value}'"  # such as epoch=3-step=80.ckpt, or C:\\runs\\last.ckpt
     else:
         word = f"{key}={quoted_options(bare, value)}" if "=" in word else word
@@ -225,12 +234,12 @@ def _read_override(word: str, arguments: Arguments) -> None:
 def _read_command(word: str, arguments: Arguments) -> None:
     if commands.find(word) is None:
         names = commands.names()
-        hint = did_you_mean(word, names)
-        if arguments.command is not None and (not hint or word.startswith("+")):
+        if arguments.command is not None:
             raise UsageError(
                 f"Got the word {word!r}, expected settings, key=value, without spaces around the =. To choose a recipe,"
                 " use +recipe=NAME."
             )
+        hint = did_you_mean(word, names)
         raise UsageError(f"There is no command {word!r}.{hint} The commands are {', '.join(names)}.")
     if arguments.command not in (None, word):
         raise UsageError(f"Got two commands, {arguments.command!r} and {word!r}, expected one.")

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import copy
 import inspect
+import re
 import typing
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from functools import partial
+from shlex import quote
 from typing import Any
 
 from trainer.arguments import describe
@@ -79,7 +81,10 @@ def _check_arguments(found: Any, node: dict[str, Any], key: str) -> None:
         if not node.get("_partial_", False):
             signature.bind(*positional, **given)
     except TypeError as error:
-        raise UsageError(f"{key}: {target}: {error}. Its arguments: {', '.join(known) or 'none'}.") from error
+        missing = re.fullmatch(r"missing a required argument: '(\w+)'", str(error))
+        value = f"${{{missing[1]}}}" if missing and missing[1] in ("optimizer", "scheduler") else "VALUE"
+        advice = f" Set it: {quote(f'+{key}.{missing[1]}={value}')}" if missing else ""
+        raise UsageError(f"{key}: {target}: {error}. Its arguments: {', '.join(known) or 'none'}.{advice}") from error
     hints = _hints(found)
     for name, value in given.items():
         is_unchecked = value is None or value != value or isinstance(value, dict)  # a node becomes an object

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
+from hydra.core.override_parser.types import Override, Quote, QuotedString
 from hydra.core.plugins import Plugins
 from hydra.core.utils import configure_log, run_job, setup_globals
 from hydra.errors import (
@@ -34,7 +36,7 @@ from yaml import YAMLError  # type: ignore[import-untyped]
 
 from trainer import redaction
 from trainer.cli import plugins
-from trainer.cli.arguments import Arguments, UsageError
+from trainer.cli.arguments import GROUPS_TO_ADD, Arguments, UsageError
 from trainer.cli.folders import packaged_conf, user_conf
 from trainer.cli.processes import is_first
 from trainer.cli.schema import SETTINGS, TrainerSettings
@@ -87,17 +89,18 @@ class Composer:
         arguments: the command line.
 
     Raises:
-        UsageError: if the value of ``--config-dir`` is not a folder.
+        UsageError: if the value of ``--config-dir`` or ``--config-path`` is not a folder.
     """
 
     def __init__(self, arguments: Arguments) -> None:
         register()
+        for flag in ("--config-dir", "--config-path"):
+            if not Path(arguments.flags.get(flag, ".")).is_dir():
+                raise UsageError(f"{flag} is {arguments.flags[flag]}, expected a folder that exists.")
         main = arguments.flags.get("--config-path")
         search_path = create_config_search_path(str(Path(main).resolve()) if main else str(packaged_conf()))
         extra = arguments.flags.get("--config-dir")
         if extra is not None:
-            if not Path(extra).is_dir():
-                raise UsageError(f"--config-dir is {extra}, expected a folder that exists.")
             path = f"file://{Path(extra).resolve()}"
             search_path.prepend(provider="command-line", path=path, anchor=SearchPathQuery(provider="schema"))
         self.config_name = arguments.flags.get("--config-name", CONFIG_NAME)
@@ -115,12 +118,23 @@ class Composer:
             try:
                 parsed.extend(self.parser.parse_overrides([override]))
             except HydraException as error:
-                reason = str(error).removeprefix("LexerNoViableAltException: ").partition("\nSee http")[0]
-                raise UsageError(
-                    f"Cannot parse the setting {override!r}: {_one_paragraph(reason)}. Expected key=value. A value with"
-                    " spaces, commas, brackets, quotes or = needs its own quotes: \"key='a, b'\"."
-                ) from error
+                raise UsageError(self._explain_syntax(override, str(error))) from error
         return parsed
+
+    def _explain_syntax(self, override: str, reason: str) -> str:
+        """Return the message for an override that Hydra cannot parse, with its value in quotes."""
+        key, _, value = override.partition("=")
+        quoted = f"{key}={QuotedString(value, Quote.double).with_quotes()}"
+        try:
+            self.parser.parse_override(quoted)
+        except HydraException:
+            return f"Cannot parse the setting {override!r}: {_one_paragraph(reason.partition(chr(10))[0])}."
+        remark = re.search(r"\w+ while evaluating .*", reason)
+        detail = f": {_one_paragraph(remark[0])}" if remark else ""
+        return (
+            f"Cannot parse the setting {override!r}{detail}. A value with spaces, commas, brackets, quotes, = or other"
+            f" special characters needs its own quotes. If it is a text: {shlex.quote(quoted)}"
+        )
 
     def is_group(self, key: str) -> bool:
         """Return whether ``key`` is the name of a config group."""
@@ -180,13 +194,43 @@ class Composer:
         try:
             return self.loader.load_configuration(self.config_name, list(overrides), RunMode.RUN)
         except (ConfigCompositionException, OmegaConfBaseException, MissingConfigException) as error:
-            raise UsageError(explain(error)) from error
+            raise UsageError(self._explain_defaults(error, overrides) or explain(error)) from error
         except YAMLError as error:
             raise UsageError(f"A config file is not valid YAML: {_one_paragraph(str(error))}.") from error
         except RecursionError as error:
             raise UsageError("A config is nested too deeply: Python's recursion limit was exceeded.") from error
-        except HydraException as error:
+        except UsageError:  # of `check`, which is a ValueError
+            raise
+        except (HydraException, ValueError) as error:  # the latter for a defaults list that is not a list
             raise UsageError(f"{_one_paragraph(str(error))}.") from error
+
+    def _explain_defaults(self, error: Exception, overrides: Sequence[str]) -> str | None:
+        """Return the message for an error in the defaults list of a config file; None for other errors."""
+        text, groups = str(error), self.groups()
+        file, to_add = text.partition(":")[0], "|".join(GROUPS_TO_ADD)
+        if duplicate := re.match(r"Multiple values for ([\w/]+)", text):
+            group = duplicate[1]
+            given = [word for word in overrides if word.lstrip("+").partition("=")[0] == group]
+            if len(given) > 1:
+                key = given[0].partition("=")[0]
+                return f"Got {' and '.join(given)}, expected one of them. To combine them: {key}=[A,B]"
+            if given and group not in GROUPS_TO_ADD:
+                return f"{group} is in the config already. Remove the + before it."
+            return f"Two config files choose an option of {group}. {advice_on_defaults(group, 'OPTION')}"
+        if isinstance(error, MissingConfigException):
+            group, _, option = (error.missing_cfg_file or "").removesuffix(".yaml").rpartition("/")
+            above, _, inner = group.partition("/")
+            if above in GROUPS_TO_ADD and inner in groups:
+                return f"{above} has no config group {inner!r}. {advice_on_defaults(inner, option)}"
+            if group in groups and not error.options:
+                error.options = self.options(group)
+        if unknown := re.search(rf"Could not override '(?:(?:{to_add})/)?([\w/]+).*No match in the defaults", text):
+            hint = did_you_mean(unknown[1], groups)
+            advice = "" if hint and unknown[1] not in groups else f" {advice_on_defaults(unknown[1], 'OPTION')}"
+            return f"{file}: there is no option of {unknown[1]!r} to override.{advice or hint}"
+        if "Cannot merge DictConfig with ListConfig" in text:
+            return f"{file}: a list, expected a node with settings. {advice_on_defaults('callbacks', '[A,B]')}"
+        return None
 
     def placed(self, config: DictConfig, arguments: Arguments, folder: Path) -> DictConfig:
         """Return ``config`` with the folder of the run, which was added as the last override of ``arguments``."""
@@ -239,8 +283,17 @@ def resolve(config: DictConfig) -> dict[str, Any]:
     Raises:
         UsageError: if a value is missing, or an interpolation refers to a missing value.
     """
-    try:
+    with resolution_errors():
         settings = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
+    assert isinstance(settings, dict)
+    return {str(name): value for name, value in settings.items()}
+
+
+@contextmanager
+def resolution_errors() -> Iterator[None]:
+    """Raise a `UsageError` for a missing value, or an interpolation that cannot be resolved."""
+    try:
+        yield
     except MissingMandatoryValue as error:
         raise UsageError(f"{error.full_key} has no value. Set it: {error.full_key}=VALUE.") from error
     except OmegaConfBaseException as error:
@@ -252,8 +305,15 @@ def resolve(config: DictConfig) -> dict[str, Any]:
         raise UsageError(
             f"{error.full_key}: {_one_paragraph(str(error.msg or error).partition(chr(10))[0])}."
         ) from error
-    assert isinstance(settings, dict)
-    return {str(name): value for name, value in settings.items()}
+
+
+def advice_on_defaults(group: str, option: str) -> str:
+    """Return the advice to choose an option of a group in a config file, for a message."""
+    if group in GROUPS_TO_ADD:
+        return f"To include another file of {group!r}, write `- {option}` in the defaults list of a config file."
+    return (
+        f"To choose an option in a config file, write `- override /{group}: {option}` at the end of its defaults list."
+    )
 
 
 def explain(error: Exception) -> str:
@@ -269,8 +329,6 @@ def explain(error: Exception) -> str:
         return f"{place} has no option {option or wanted!r}.{hint}{one_of}"
     cause = error if isinstance(error, OmegaConfBaseException) else error.__cause__ or error.__context__
     config = re.match(r"In '([^']+)'", str(error))
-    if duplicate := re.match(r"Multiple values for (\S+)\.", str(error)):
-        return f"{duplicate[1]} is in the config already. Remove the + before it."
     if isinstance(cause, OmegaConfBaseException) and cause.full_key:
         key = cause.full_key
         file = f"conf/{config[1]}.yaml: " if config else ""
@@ -282,7 +340,9 @@ def explain(error: Exception) -> str:
             problem = SETTINGS[name].mistake(wrong, key) or f"{key} is {wrong}, expected {SETTINGS[name].expected}."
             return f"{file}{problem}"
         if key.startswith("trainer."):
-            return f"{file}There is no setting {key!r}.{did_you_mean(name, SETTINGS)}"
+            is_group = name in ("callbacks", "logger", "precision")
+            hint = f" {advice_on_defaults(name, 'OPTION')}" if is_group else did_you_mean(name, SETTINGS)
+            return f"{file}There is no setting {key!r}.{hint}"
         message = _one_paragraph(str(cause.msg or cause).partition("full_key:")[0])
         if "is not in struct" in message:
             return f"{file}There is no setting {key!r}. To add a new setting, write +{key}=VALUE."

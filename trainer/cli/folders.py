@@ -8,8 +8,10 @@ import sys
 from pathlib import Path
 
 import trainer
+from trainer.cli.processes import is_first
 
 PACKAGE = Path(trainer.__file__).resolve().parent
+_DEPENDENCIES = {"hydra", "lightning", "numpy", "omegaconf", "rich", "torch", "torchmetrics", "yaml"}
 
 
 def packaged_conf() -> Path:
@@ -41,6 +43,7 @@ def search_here() -> None:
     this package. A line on stderr names the module.
     """
     working_dir = os.getcwd()
+    _warn_of_hidden_packages(working_dir)
     if sys.flags.safe_path or working_dir in sys.path or "" in sys.path:
         return
     found = [
@@ -57,6 +60,18 @@ def search_here() -> None:
         " and `python -m trainer` can load either of them. Rename it.",
         file=sys.stderr,
     )
+
+
+def _warn_of_hidden_packages(working_dir: str) -> None:
+    """Name each file in the working directory that would be imported instead of a package of Python or of a run."""
+    hidden = _DEPENDENCIES | sys.stdlib_module_names
+    found = sorted(name for name in os.listdir(working_dir) if name.endswith(".py") and name[:-3] in hidden)
+    if found and not sys.flags.safe_path and is_first():
+        print(
+            f"trainer: {', '.join(found)} in this folder {'have names' if found[1:] else 'has the name'} of Python's or"
+            " of an installed package, and would be imported instead. Rename it.",
+            file=sys.stderr,
+        )
 
 
 def merge_recipes() -> None:

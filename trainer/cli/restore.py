@@ -42,6 +42,10 @@ def apply(arguments: Arguments) -> None:
     if not given:
         return
     given_ckpt = given[-1].partition("=")[2].strip("'\"")
+    if given_ckpt == "null":  # the default
+        return
+    if not given_ckpt.strip():
+        raise UsageError("ckpt is empty, expected a checkpoint, or the folder of a run. A shell variable may be unset.")
     _refuse_contradictions(arguments, given_ckpt)
     checkpoint = find(Path(given_ckpt).expanduser(), latest=arguments.command == "fit")
     run = run_of(checkpoint)
@@ -101,7 +105,7 @@ def _config(run: Path, checkpoint: Path, groups: dict[str, str]) -> dict[str, An
     base = yaml.safe_load((packaged_conf() / f"{CONFIG_NAME}.yaml").read_text(encoding="utf-8"))
     del base["defaults"]
     left_out = (*_NOT_RESTORED, *_COMMAND_GROUPS)
-    saved = {name: value for name, value in _read(run / CONFIG).items() if name not in left_out}
+    saved = {name: value for name, value in saved_config(run).items() if name not in left_out}
     if isinstance(callbacks := saved.get("callbacks"), dict):  # the run is not a trial of this command's study
         saved["callbacks"] = {
             name: node
@@ -125,7 +129,13 @@ def _config(run: Path, checkpoint: Path, groups: dict[str, str]) -> dict[str, An
     return {"defaults": defaults, **base, **saved, "ckpt_path": str(checkpoint)}
 
 
-def _read(file: Path) -> dict[str, Any]:
+def saved_config(run: Path) -> dict[str, Any]:
+    """Return the unresolved config of the run in a folder.
+
+    Raises:
+        UsageError: if its file is damaged.
+    """
+    file = run / CONFIG
     try:
         saved = yaml.safe_load(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:

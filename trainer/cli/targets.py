@@ -271,7 +271,9 @@ def _look_up(target: str, key: str) -> Any:
         if not _has_attribute(found, name, path) and hasattr(found, "__path__"):
             _import(f"{path}.{name}")
         if not _has_attribute(found, name, path):
-            hint = did_you_mean(name, dir(found))
+            file = Path(getattr(found, "__file__", None) or "")
+            hides = first in PACKAGES and file.parent == Path.cwd()
+            hint = f" {file.name} hides the package {first}. Rename it." if hides else did_you_mean(name, dir(found))
             raise UsageError(f"{key}: there is no {target}: {path} has no {name!r}.{hint}")
         found, path = getattr(found, name), f"{path}.{name}"
     if not callable(found):

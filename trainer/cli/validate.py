@@ -21,11 +21,19 @@ from trainer import machine
 from trainer.arguments import SWITCH, Kind, describe, join_alternatives
 from trainer.cli import plugins, tracking
 from trainer.cli.arguments import GROUPS_TO_ADD, Arguments, UsageError, canonical_precisions
-from trainer.cli.compose import CONFIG_NAME, RESTORED, Composer, resolve, unresolved
+from trainer.cli.compose import (
+    CONFIG_NAME,
+    RESTORED,
+    Composer,
+    advice_on_defaults,
+    resolution_errors,
+    resolve,
+    unresolved,
+)
 from trainer.cli.folders import packaged_conf
 from trainer.cli.keys import example_recipe, options
 from trainer.cli.objective import Objective
-from trainer.cli.restore import recipe_of
+from trainer.cli.restore import recipe_of, saved_config
 from trainer.cli.schema import (
     FINITE,
     SETTINGS,
@@ -40,7 +48,7 @@ from trainer.cli.targets import Allowlist
 from trainer.cli.walk import walk
 from trainer.cli.workdir import quoted
 from trainer.errors import did_you_mean
-from trainer.record.find_checkpoint import find_weights, is_checkpoint_folder
+from trainer.record.find_checkpoint import find_weights, is_checkpoint_folder, run_of
 from trainer.terminal import command_line
 
 _MOST_JOBS = 50
@@ -53,6 +61,8 @@ _REPLACEABLE = ("data", "model", "optimizer", "scheduler")
 _REQUIRED_GROUPS = ("precision", "trainer")
 """Config groups that cannot be removed."""
 _NAMED_CHECKPOINTS = ("last", "best", "hpc")
+_NOT_RESTORED = ("_partial_", "_target_", "capturable", "foreach", "fused")
+"""Settings of an optimizer that a checkpoint does not replace, or that raise an error if they differ."""
 _OPTIMIZER_NUMBERS = ("optimizer.lr", "optimizer.weight_decay", "optimizer.eps", "optimizer.momentum")
 
 
@@ -114,12 +124,17 @@ def validate(arguments: Arguments, composer: Composer | None = None) -> DictConf
         from trainer.cli import compare  # imported here because it is slow
 
         compare.check(configs[0], jobs=math.prod(len(values) for values in _values(overrides)))
+    folders: set[str] = set()
     for config in configs:
         HydraConfig.instance().set_config(config)  # for ${hydra:...}
         if config is configs[0]:
             _check_hydra(config)
+            if not arguments.shows:
+                _check_mode(overrides, is_sweep=is_sweep)
             if is_sweep:
                 plugins.prepare(config.hydra)
+        if is_sweep:
+            _check_folder_of_job(config, folders)
         _check_whole(composer, config, overrides, arguments)
     if len(configs) > 1:
         HydraConfig.instance().set_config(configs[0])
@@ -200,19 +215,32 @@ def _check_option(composer: Composer, override: Override) -> None:
     for option in written if isinstance(written, list) else [written]:
         if isinstance(option, dict):
             continue
-        if option is None:
+        if option is None or option is False:
             known = composer.options(group)
             option_none = f"{group}=none" if "none" in known else f"~{group}"
             removal = "" if group in _REQUIRED_GROUPS else f" To use none, write {option_none}."
-            raise UsageError(f"{group} is null, expected one of: {', '.join(known)}.{removal}")
+            raise UsageError(f"{group} is {describe(option)}, expected one of: {', '.join(known)}.{removal}")
         name = str(option).strip("'\"")
         if not composer.has_option(group, name):
             known = composer.options(group)
             short = [f"fp{one.partition('-')[0]}" for one in known] if group == "precision" else []
-            raise UsageError(
-                f"Config group {group!r} has no option {name!r}.{did_you_mean(name, [*known, *short])}"
-                f" Choose one of: {', '.join(known)}."
-            )
+            hint = _hint_other_file(group, name, known) or did_you_mean(name, [*known, *short])
+            raise UsageError(f"Config group {group!r} has no option {name!r}.{hint} Choose one of: {', '.join(known)}.")
+
+
+def _hint_other_file(group: str, name: str, known: Sequence[str]) -> str:
+    """Return a hint if the option is written as a path or a class, or its file is not one of the configs; else ""."""
+    stem = Path(name).name.removesuffix(".yml").removesuffix(".yaml")
+    files = (Path("conf", group, f"{stem}.yml"), Path("conf", f"{stem}.yaml"))
+    if stem != name and stem in known:
+        return f" Did you mean {stem!r}?"
+    if found := next((file for file in files if file.is_file()), None):
+        return f" The name of {found} has to be conf/{group}/{stem}.yaml."
+    if group in _REPLACEABLE and re.fullmatch(r"[a-zA-Z_]\w*(\.\w+)+", name):
+        return f" To use the class {name}: {group}._target_={name}."
+    if group == "recipe" and not Path("conf").is_dir():
+        return f" There is no folder conf in {Path.cwd()}, so there are only the included ones."
+    return ""
 
 
 def _compose(composer: Composer, job: Sequence[str]) -> DictConfig:
@@ -355,6 +383,7 @@ _COMMON = {
     "gpus": "trainer.devices",
     "learning_rate": "optimizer.lr",
     "num_epochs": "trainer.max_epochs",
+    "output_dir": "hydra.run.dir",
     "steps": "trainer.max_steps",
     "workers": "data.num_workers",
 }
@@ -366,13 +395,18 @@ def _hint_common_name(key: str, known: Container[str]) -> str:
     return f" Did you mean {common!r}?" if common in known else ""
 
 
+def _hint_same_name(key: str, known: Iterable[str]) -> str:
+    """Return a hint that suggests the keys with the same last part, if they are few."""
+    same_end = [name for name in known if name != key and name.rpartition(".")[2] == key.rpartition(".")[2]]
+    return f" Did you mean {' or '.join(map(repr, same_end))}?" if 0 < len(same_end) <= 3 else ""
+
+
 def _nearest(key: str, known: Iterable[str]) -> str:
     """Return a hint that suggests the nearest key, compared by full names or by the last parts of names."""
     names = [name for name in known if name.partition(".")[0] != "hydra" or key.startswith("hydra")]
     names = [name for name in names if not key.startswith(f"{name}.")]  # without the nodes that contain the key
-    same_end = [name for name in names if name.rpartition(".")[2] == key.rpartition(".")[2]]
-    if same_end and len(same_end) <= 3:
-        return f" Did you mean {' or '.join(map(repr, same_end))}?"
+    if hint := _hint_same_name(key, names):
+        return hint
     node = key.rpartition(".")[0]
     has_target = f"{node}._target_" in names
     if has_target:  # the class may have arguments that are not in the config
@@ -412,19 +446,23 @@ def _check_whole(composer: Composer, config: DictConfig, overrides: Sequence[Ove
     read_settings(_CheckpointFiles, "checkpoint_files", plain["checkpoint_files"])
     if runs:
         tracking.check(plain)
+        _check_no_checkpoint(plain)
         _check_model(plain, arguments, config.hydra.runtime.choices.get("recipe"))
         _check_values(plain)
         if not str(config.hydra.launcher["_target_"]).startswith(plugins.SUBMITIT_PREFIX):
             _check_devices(plain["trainer"])
         _check_checkpoint(plain["ckpt_path"])
         _check_weights(plain)
+        _check_resumed(plain, overrides)
         _check_used(OmegaConf.to_container(job, resolve=False), overrides)
 
 
 def _check_hydra(config: DictConfig) -> None:
     """Check the settings of Hydra that a run depends on."""
     for key in ("hydra.run.dir", "hydra.sweep.dir"):
-        if not _is_path(folder := str(OmegaConf.select(config, key))):
+        with resolution_errors():
+            folder = str(OmegaConf.select(config, key))
+        if not _is_path(folder):
             raise UsageError(f"{key} is {describe(folder)}, expected a folder for the run, such as outputs/NAME.")
     if OmegaConf.select(config, "hydra.job.chdir"):
         raise UsageError(
@@ -437,6 +475,37 @@ def _check_hydra(config: DictConfig) -> None:
         )
 
 
+def _check_mode(overrides: Sequence[Override], *, is_sweep: bool) -> None:
+    """Refuse settings of Hydra on the command line that have no effect in a single run, or in a sweep."""
+    for override in overrides:
+        key = override.key_or_group
+        if is_sweep and key == "hydra.run.dir":
+            raise UsageError(f"{override.input_line} has no effect on a sweep. Use hydra.sweep.dir instead.")
+        if not is_sweep and re.match(r"hydra[./](sweep|sweeper|launcher)\b", key):
+            instead = " Use hydra.run.dir instead, or add -m." if key == "hydra.sweep.dir" else " Add -m."
+            raise UsageError(f"{override.input_line} has no effect on a single run.{instead}")
+
+
+def _check_folder_of_job(config: DictConfig, folders: set[str]) -> None:
+    """Refuse a sweep with two jobs in one folder.
+
+    Args:
+        config: config of a job.
+        folders: folders of the other jobs. That of this job is added.
+    """
+    written = str(unresolved(config.hydra.sweep)["subdir"])
+    if re.search(r"hydra[.:]job\.(num|id)\b", written):  # differs for each job, and is not known yet
+        return
+    with resolution_errors():
+        folder = str(OmegaConf.select(config, "hydra.sweep.subdir"))
+    if folder in folders:
+        raise UsageError(
+            f"hydra.sweep.subdir is {written}, which is {folder} for several jobs, expected another folder for each"
+            " job. Add ${hydra:job.num} to it."
+        )
+    folders.add(folder)
+
+
 def _check_complete(job: DictConfig) -> None:
     """Check that all required nodes exist, because Hydra can delete them."""
     for name in (*_REQUIRED_NODES, *_REQUIRED_GROUPS):
@@ -444,11 +513,13 @@ def _check_complete(job: DictConfig) -> None:
             hint = f" To use none, write {name}=none." if name in ("callbacks", "logger") else ""
             raise UsageError(f"There is no {name} in the config, expected one: it cannot be removed.{hint}")
     for name in ("callbacks", "logger"):
-        group = unresolved(job)[name] or {}
+        group = unresolved(job)[name]
+        group = {} if group is None else group
         for key, node in group.items() if isinstance(group, dict) else [("", group)]:
             if node is not None and not isinstance(node, dict) and not str(node).startswith("${"):
                 place = f"{name}.{key}".rstrip(".")
-                raise UsageError(f"{place} is {describe(node)}, expected a node with a _target_, or null.")
+                advice = "" if key else f" {advice_on_defaults(name, 'OPTION')}"
+                raise UsageError(f"{place} is {describe(node)}, expected a node with a _target_, or null.{advice}")
 
 
 def _check_ignored_keys(composer: Composer, config: DictConfig, overrides: Sequence[Override]) -> None:
@@ -462,11 +533,12 @@ def _check_ignored_keys(composer: Composer, config: DictConfig, overrides: Seque
             )
     groups, text = composer.groups(), str(known)
     known_keys = {*groups, *OmegaConf.load(packaged_conf() / f"{CONFIG_NAME}.yaml")}
+    keys = {entry.key for entry in walk(known, into_lists=False)}
     meant = {override.key_or_group.partition(".")[0] for override in overrides if override.is_force_add()}
     for name, value in known.items():
         is_read = name in known_keys or re.search(rf"\$\{{[^}}]*\b{re.escape(name)}\b", text)
         if not is_read and name not in meant:
-            hint = did_you_mean(name, groups) if isinstance(value, dict) else ""
+            hint = did_you_mean(name, groups) if isinstance(value, dict) else _hint_same_name(name, keys)
             hint = f" Did you mean 'trainer.{name}'?" if name in SETTINGS else hint
             if hint:
                 raise UsageError(f"There is no setting {name!r}.{hint}")
@@ -479,13 +551,15 @@ def _check_ignored_keys(composer: Composer, config: DictConfig, overrides: Seque
 
 
 def _check_model(plain: dict[str, Any], arguments: Arguments, recipe: str | None) -> None:
-    for name in ("model", "data"):
-        node = plain[name]
-        if node is not None and not (isinstance(node, dict) and "_target_" in node):
-            raise UsageError(
-                f"{name} is {describe(node)}, expected a node with a _target_, the dotted name of a class, such as"
-                f" `_target_: my_module.My{name.capitalize()}`."
-            )
+    for name in _REPLACEABLE:
+        node = plain.get(name)
+        is_one_class = name in ("model", "data")  # a GAN may have a node of optimizers
+        if node is None or (isinstance(node, dict) and ("_target_" in node or not is_one_class)):
+            continue
+        raise UsageError(
+            f"{name} is {describe(node)}, expected a node with a _target_, the dotted name of a class, such as"
+            f" `_target_: my_module.My{name.capitalize()}`. {advice_on_defaults(name, 'OPTION')}"
+        )
     if plain["model"] is not None:
         return
     command, config_dir = plain["command"], arguments.flags.get("--config-dir")
@@ -563,6 +637,38 @@ def _check_checkpoint(path: str | None) -> None:
     folder = Path(path).parent
     hint = did_you_mean(Path(path).name, [file.name for file in folder.iterdir()] if folder.is_dir() else [])
     raise UsageError(f"ckpt_path is {path}: there is no such file.{hint}")
+
+
+def _check_no_checkpoint(plain: dict[str, Any]) -> None:
+    """Refuse a checkpoint if the command trains from new weights."""
+    given = next((f"{name}={plain[name]}" for name in ("ckpt", "ckpt_path") if plain[name] is not None), None)
+    if given is None or plain["command"] not in ("checks", "tune"):
+        return
+    checkpoint = given.partition("=")[2]
+    recipe = recipe_of(f"{checkpoint}/file") or "NAME"  # also if it is the folder of a run
+    raise UsageError(
+        f"Got {given} with {plain['command']}, which does not resume. To start from the weights of a run, replace it by"
+        f" +recipe={recipe} weights={checkpoint}."
+    )
+
+
+def _check_resumed(plain: dict[str, Any], overrides: Sequence[Override]) -> None:
+    """Refuse settings of the optimizer on the command line that a checkpoint of a fit replaces."""
+    path = plain["ckpt_path"]
+    run = run_of(Path(path)) if plain["command"] == "fit" and path is not None and Path(path).exists() else None
+    saved = saved_config(run).get("optimizer") if run is not None else None
+    if not (isinstance(saved, dict) and isinstance(plain.get("optimizer"), dict)):
+        return
+    for override in overrides:
+        group, _, name = override.key_or_group.partition(".")
+        before, now = saved.get(name), plain["optimizer"].get(name)
+        is_restored = group == "optimizer" and name in saved and name not in _NOT_RESTORED
+        if is_restored and before != now and "${" not in str(before):
+            raise UsageError(
+                f"optimizer.{name}={describe(now)} has no effect, because the optimizer in {path} continues with"
+                f" {name}={describe(before)}. Remove it, or start a new run from the weights: replace the checkpoint by"
+                f" +recipe={recipe_of(path) or 'NAME'} weights={path}."
+            )
 
 
 def _check_weights(plain: dict[str, Any]) -> None:

@@ -89,7 +89,7 @@ def claim(arguments: Arguments, config: DictConfig) -> Path:
     HydraConfig.instance().set_config(config)  # for folders named with ${hydra:...}
     folder = str(OmegaConf.select(config, key))
     if is_first():
-        folder = str(_make(Path(folder), exist_ok=chosen or resumes or by_srun))
+        folder = str(_make(Path(folder).expanduser(), exist_ok=chosen or resumes or by_srun))
         forget_last(Path(folder))
         if resumes and not chosen and not is_quiet():
             print(f"resume=auto: using the folder {folder}", flush=True)

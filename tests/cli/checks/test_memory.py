@@ -273,6 +273,24 @@ def test_training_step_without_an_index():
     assert look(Bare, torch.randn(2, 4), Precision(), {}) == {}
 
 
+def test_training_step_that_reads_counters():
+    class Counting(LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Linear(4, 4)
+
+        def training_step(self, batch, batch_idx):
+            if self.trainer.is_global_zero and self.logger is None and self.local_rank == 0:
+                self.print("a step")
+            return self.net(batch).sum() * (1 + self.global_step + self.current_epoch)
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    assert measure(Counting, torch.randn(2, 4), Precision(), nothing, None).peak > 0
+    assert look(Counting, torch.randn(2, 4), Precision(), {}) == {}
+
+
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [

@@ -165,7 +165,23 @@ def _optimizers(module: Any) -> list[Optimizer]:
     """Return the optimizers of the module, with ``foreach=True`` as on a GPU unless they choose an implementation."""
     module.log = module.log_dict = lambda *_, **__: None
     module._trainer = SimpleNamespace(
-        estimated_stepping_batches=1000, max_epochs=1, world_size=1, global_rank=0, callback_metrics={}
+        estimated_stepping_batches=1000,
+        num_training_batches=1000,
+        max_epochs=1,
+        max_steps=-1,
+        current_epoch=0,
+        global_step=0,
+        world_size=1,
+        global_rank=0,
+        local_rank=0,
+        is_global_zero=True,
+        accumulate_grad_batches=1,
+        training=True,
+        sanity_checking=False,
+        logger=None,
+        loggers=[],
+        progress_bar_callback=None,
+        callback_metrics={},
     )
     made = module.configure_optimizers()
     found = [

@@ -127,14 +127,9 @@ def composed(arguments: Arguments) -> tuple[DictConfig, Settings]:
     """Return the config, checked as for ``fit``, and its settings ``tune``.
 
     Raises:
-        UsageError: if ``fit`` would raise it, a checkpoint is given, or a setting of ``tune`` is invalid.
+        UsageError: if ``fit`` would raise it, or a setting of ``tune`` is invalid.
     """
     config = validate(arguments)
-    if config.ckpt_path is not None:
-        raise UsageError(
-            f"Got ckpt_path={config.ckpt_path} with tune, which does not resume. To start from the weights of a run,"
-            " use weights=RUN."
-        )
     settings = read_settings(Settings, "tune", OmegaConf.to_container(config.tune, resolve=True))
     if not settings.min_lr < settings.max_lr:
         raise UsageError(
