@@ -51,7 +51,7 @@ class FineTuner(L.LightningModule):
         scheduler: called with the optimizer and the number of optimizer steps of the run (see `recipes.schedules`).
             None: a constant learning rate.
         folder: folder of the model, as ``save_pretrained`` writes it: ``config.json`` and ``.safetensors``.
-        task: ``"causal"``: a language model; ``"classification"``: a classifier of whole texts. If the
+        task: ``"causal"`` for a language model, ``"classification"`` for a classifier of whole texts. If the
             folder has no weights for the head, the head is initialized randomly.
         num_classes: number of classes of a classifier.
         lora_rank: rank of the adapters that are trained instead of the weights (needs ``peft``); None: all weights.
@@ -59,7 +59,7 @@ class FineTuner(L.LightningModule):
         lora_dropout: probability that an input of an adapter is set to zero in training.
         lora_modules: the layers that get adapters: names or ends of names, such as ``["q_proj", "v_proj"]``; None: all
             linear layers except the head.
-        attention: implementation: ``"sdpa"`` (torch's), or ``"eager"`` for architectures that support nothing else.
+        attention: the implementation, ``"sdpa"`` (torch's), or ``"eager"`` for architectures that support nothing else.
         save_to: folder that the model is written to at the end of a fit; None: it is not written.
         sample_length: number of tokens that `predict_step` of a language model generates; each is the most likely one.
 
@@ -136,7 +136,8 @@ class FineTuner(L.LightningModule):
         import transformers
 
         more = {"num_labels": self.num_classes} if self.task == "classification" else {}
-        is_meta = torch.get_default_device().type == "meta"  # the values are in files
+        # the weights are in files, so load them even under torch.device("meta")
+        is_meta = torch.get_default_device().type == "meta"
         with torch.device("cpu") if is_meta else torch.get_default_device():
             net = getattr(transformers, _CLASSES[self.task]).from_pretrained(
                 self.folder,

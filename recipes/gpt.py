@@ -26,7 +26,7 @@ class GPT(nn.Module):
         width: size of the hidden vectors.
         heads: number of attention heads, which share the width.
         layers: number of blocks.
-        dropout: probability that a value is set to zero in training: of embeddings, attention and residuals.
+        dropout: probability that a value (of embeddings, attention or residuals) is set to zero in training.
         tie_weights: let the output layer use the token embedding's weights.
         positions: ``"learned"``: a vector for each position is added to the token's vector; ``"rotary"``: queries and
             keys are rotated by an angle that grows with the position.
@@ -65,7 +65,7 @@ class GPT(nn.Module):
         self.dropout = nn.Dropout(dropout)
         self.blocks = nn.ModuleList(Block(width, heads, dropout, is_rotary=is_rotary) for _ in range(layers))
         self.norm = nn.LayerNorm(width)
-        # A tied weight is registered only once, because code that copies parameters one by one would untie two of them.
+        # A tied weight has only one name, because code that copies parameters by name would untie two names.
         self.head = None if tie_weights else nn.Linear(width, vocabulary, bias=False)
         if not self.token.weight.is_meta:
             self.init_weights()
@@ -138,7 +138,7 @@ class Block(nn.Module):
         )
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """From and to shape (batch, length, width)."""
+        """Map ``hidden`` of shape (batch, length, width) to a tensor of the same shape."""
         hidden = hidden + self.attention(self.attention_norm(hidden))
         return hidden + self.mlp(self.mlp_norm(hidden))
 
@@ -163,7 +163,7 @@ class CausalSelfAttention(nn.Module):
         self.out_dropout = nn.Dropout(dropout)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """From and to shape (batch, length, width)."""
+        """Map ``hidden`` of shape (batch, length, width) to a tensor of the same shape."""
         batch, length, width = hidden.shape
         split = self.qkv(hidden).view(batch, length, 3, self.heads, width // self.heads)
         split = split.permute(2, 0, 3, 1, 4)

@@ -52,7 +52,8 @@ class LanguageModel(L.LightningModule):
             stepped after every optimizer step (see `recipes.schedules`). Default: None, a constant learning rate.
         context: largest number of tokens that the model processes at once.
         vocabulary: number of tokens; 256 for bytes.
-        tokenizer: for generated text: a folder with a ``tokenizer.json``, or that file; None for bytes.
+        tokenizer: tokenizer of prompts and generated text, a folder with a ``tokenizer.json`` or that file; None:
+            bytes.
         width: size of the hidden vectors.
         heads: number of attention heads, which share the width.
         layers: number of blocks.
@@ -60,7 +61,7 @@ class LanguageModel(L.LightningModule):
         tie_weights: let the output layer use the token embedding's weights.
         positions: ``"learned"`` or ``"rotary"`` (see `GPT`).
         sample_length: number of tokens that `predict_step` generates.
-        temperature: sampling temperature: below 1, likely tokens become likelier; 0: always the most likely token.
+        temperature: sampling temperature. Below 1, likely tokens become likelier; 0 always selects the most likely one.
         sample_seed: seed of the sampling.
 
     Attributes:
@@ -134,7 +135,7 @@ class LanguageModel(L.LightningModule):
             self.init_weights()
 
     def init_weights(self) -> None:
-        """Initialize the network's weights: the same on every process, sharded or not."""
+        """Initialize the network's weights. They are the same on every process, sharded or not."""
         seed = [torch.initial_seed()]
         if dist.is_available() and dist.is_initialized():
             dist.broadcast_object_list(seed)  # without `seed_everything`, each rank has a different seed

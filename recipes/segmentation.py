@@ -187,7 +187,7 @@ def segmentation_loss(logits: Tensor, masks: Tensor) -> Tensor:
         logits: shape (batch, classes, height, width).
         masks: int64, shape (batch, height, width).
     """
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))  # float64 stays
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))  # keep float64
     chances = logits.softmax(dim=1)[:, 1:]
     truth = F.one_hot(masks, logits.shape[1]).movedim(-1, 1)[:, 1:]
     over = (0, 2, 3)

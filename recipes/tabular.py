@@ -73,7 +73,7 @@ class TabularMLP(L.LightningModule):
         outputs = self.net(features)
         if not self.is_regression:
             return outputs
-        # Not in 16 bits: float16 ends at 65,504, and bfloat16 has no value between 150 and 151.
+        # Leave 16 bits first, because float16 ends at 65,504, and bfloat16 has no value between 150 and 151.
         return outputs.squeeze(1).to(self.target_std.dtype) * self.target_std + self.target_mean
 
     def on_fit_start(self) -> None:

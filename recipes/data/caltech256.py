@@ -13,7 +13,7 @@ from recipes.data.image_folder import MEAN, STD, ImageFolder, Samples, image_to_
 FOLDER = "256_ObjectCategories"
 ARCHIVE = f"{FOLDER}.tar"
 ADDRESS = "https://data.caltech.edu/records/nyy15-4j048"
-MD5 = "67b4f42ca05d46448c6bb8ecd2220f6d"  # of the archive, from that page
+MD5 = "67b4f42ca05d46448c6bb8ecd2220f6d"  # of the archive, published on that page
 CLUTTER = "257.clutter"
 
 
@@ -121,7 +121,7 @@ _FILTER: dict[str, Any] = {"filter": "data"} if hasattr(tarfile, "data_filter") 
 
 
 def unpack(archive: Path, name: str) -> None:
-    """Extract the folder ``name`` of a tar archive next to it, completely or not at all.
+    """Extract the folder ``name`` of a tar archive next to the archive, completely or not at all.
 
     Raises:
         ValueError: the archive is damaged, does not contain the folder, or has files that would be extracted elsewhere.

@@ -13,7 +13,7 @@ from recipes.data.digits import MAX_GREY
 from recipes.data.loading import SplitDataModule, make_loader, stratified_split
 
 CLASSES = 11  # the background, and the ten digits
-INK = 0.35  # smallest value, in [0, 1], of a pixel of an enlarged scan that belongs to the digit
+INK = 0.35  # pixels of an enlarged scan, in [0, 1], belong to the digit if they are larger
 MOST_DIGITS = 3  # in a scene
 
 # Mean and standard deviation of the pixels of training scenes (seed 0, 64x64) in [0, 1].

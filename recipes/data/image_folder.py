@@ -126,7 +126,7 @@ class ImageFolder(SplitDataModule):
 
     @property
     def has_splits(self) -> bool:
-        """Whether ``train``, ``val`` or ``test`` in ``root`` contain folders; otherwise, these names are classes."""
+        """Whether ``train``, ``val`` or ``test`` in ``root`` contain folders; if not, they are class folders."""
         return any((self.root / split).is_dir() and _folders(self.root / split) for split in ("train", "val", "test"))
 
     def class_names(self, folder: Path) -> list[str]:
@@ -249,7 +249,7 @@ def read_image(path: str | Path) -> Image.Image:
     """
     try:
         with Image.open(path) as image:
-            if image.mode.startswith("I;16"):  # convert would make everything above 255 white
+            if image.mode.startswith("I;16"):  # `convert` would make all values above 255 white
                 return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8)).convert("RGB")
             if image.mode in ("I", "F"):
                 raise ValueError(f"pixels of 32 bits, mode {image.mode!r}, of unknown range")

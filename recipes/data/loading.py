@@ -134,7 +134,7 @@ def make_loader(
         ValueError: ``training`` is True, and a process has fewer samples than a batch.
     """
     processes = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-    size = math.ceil(len(dataset) / processes)  # type: ignore[arg-type]  # divided by the Trainer
+    size = math.ceil(len(dataset) / processes)  # type: ignore[arg-type]  # the Trainer divides the data
     if training and size < batch_size:
         each = f" for each of {processes} processes" if processes > 1 else ""
         advice = f"Set data.batch_size to at most {size}." if size else "Check the source of the data."

@@ -39,7 +39,7 @@ class PackedText(TextData):
             per line, which has the document under ``field``; a folder of such files; or a folder that
             ``Dataset.save_to_disk`` of the library ``datasets`` wrote, with the documents in the column ``field``. None
             for Python's topics, as in `ByteText`.
-        separator: a regular expression for the text between two documents of a file. Default: two empty lines.
+        separator: a regular expression for the text between two documents of a file. Default: two or more empty lines.
         field: the key of the document in a line of a ``.jsonl`` file, or its column in a data set.
         tokenizer: a folder with a ``tokenizer.json``, or that file (needs ``tokenizers``); None for bytes.
         vocabulary: number of tokens of the model, at least that of the tokenizer; None: that of the tokenizer.

@@ -79,7 +79,7 @@ class Tabular(SplitDataModule):
             self.splits[split] = TensorDataset(inputs[chosen], outputs[chosen])
 
     def _check(self, features: Any, targets: Any) -> Any:
-        """Check the configured sizes against the table. Return the classes for the stratified split."""
+        """Check the configured sizes. Return the strata of the split: the classes, or the deciles of the targets."""
         if features.shape[1] != self.num_features:
             raise ValueError(
                 f"num_features is {self.num_features}, but {self.name} has {features.shape[1]} features. "

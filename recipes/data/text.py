@@ -69,7 +69,8 @@ class ByteText(TextData):
 
     Args:
         path: a text file in UTF-8 with documents separated by ``separator``; None for Python's topics.
-        separator: a regular expression for the text between two documents of the file. Default: two empty lines.
+        separator: a regular expression for the text between two documents of the file. Default: two or more empty
+            lines.
         context: tokens in a sequence.
         batch_size: sequences in a batch, on one rank.
         num_workers: processes that prepare batches; 0 suffices, because there is nothing to prepare.

@@ -107,7 +107,7 @@ def load_tokenizer(path: str | None) -> Tokenizer:
 
 
 def check_vocabulary(given: int, tokenizer: Tokenizer) -> None:
-    """Raise a ValueError if the tokenizer has more tokens than the model's ``given``."""
+    """Raise a ValueError if the tokenizer has more tokens than the model, which has ``given``."""
     if given < tokenizer.vocabulary:
         raise ValueError(
             f"vocabulary is {given}, but the tokenizer has {tokenizer.vocabulary} tokens. Set"

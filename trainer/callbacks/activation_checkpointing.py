@@ -101,7 +101,7 @@ class _BufferSnapshot:
     Writes to them inside the context go to copies.
 
     Args:
-        buffers: their modules and names.
+        buffers: the buffers, each as a module and a name.
     """
 
     def __init__(self, buffers: Sequence[tuple[nn.Module, str]]) -> None:

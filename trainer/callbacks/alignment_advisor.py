@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from trainer.trainer import Trainer
 
 log = logging.getLogger("lightning.pytorch.advice")
-"""A child of Lightning's logger, so Lightning prints the advice; on the command line, ``hydra/job_logging: trainer``
-prints it."""
+"""A child of Lightning's logger, so Lightning prints the advice; on the command line, the config
+``hydra/job_logging: trainer`` prints it."""
 
 MULTIPLE = 8
 """Number of 16-bit elements in 16 bytes, the alignment that Tensor Cores require for the best speed."""

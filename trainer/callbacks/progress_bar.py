@@ -95,7 +95,7 @@ class ProgressBar(RunCallback, LightningProgressBar):
         self._console = console
         self._enabled = True
         self._running = False
-        self._live: Live | _NotebookDisplay | None = None  # None while running: plain lines
+        self._live: Live | _NotebookDisplay | None = None  # None: plain lines, or nothing runs
         self._redirected: list[tuple[logging.StreamHandler[Any], TextIO]] = []
         self._due = math.inf  # time of the next refresh; infinite while nothing is shown
         self._train = _Row("", math.inf, 0.0)

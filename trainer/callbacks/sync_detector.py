@@ -28,8 +28,8 @@ from trainer.errors import expect
 from trainer.module_tree import is_dense
 
 log = logging.getLogger("lightning.pytorch.advice")
-"""A child of Lightning's logger, so Lightning prints the advice; on the command line, ``hydra/job_logging: trainer``
-prints it."""
+"""A child of Lightning's logger, so Lightning prints the advice; on the command line, the config
+``hydra/job_logging: trainer`` prints it."""
 
 _NUMBER = "keep the tensor: self.log accepts tensors, and reads them only when it writes a row"
 _COPY = "collect tensors and copy them once, at the end of the epoch; or .to('cpu', non_blocking=True)"

@@ -27,7 +27,7 @@ def buffers_of(module: nn.Module, *, persistent: bool) -> dict[str, Tensor | Non
 
     Args:
         module: the module.
-        persistent: whether to also include persistent buffers. True if the saved state dict is another process's.
+        persistent: whether to include persistent buffers, too, because the saved state dict is another process's.
     """
     found: dict[str, Tensor | None] = {}
     seen: dict[int, Tensor] = {}  # a buffer with several names stays one tensor

@@ -37,7 +37,7 @@ def split(file: Path, folder: Path) -> list[str]:
     """Convert a file to a sharded checkpoint, as a run of one process writes it. The inverse of :func:`consolidate`.
 
     Returns:
-        As :func:`consolidate`.
+        See :func:`consolidate`.
 
     Raises:
         CheckpointError: if the file is damaged or contains unexpected objects, or the folder cannot be written.

@@ -208,7 +208,7 @@ def roll_back(
     """Restore the weights and all dependent state from an earlier checkpoint, while the data continues at its position.
 
     The run then equals one that continues from the checkpoint without the batches in between. All processes must call
-    it at the end of a batch that closes an accumulation window, after the loggers' row.
+    it at the end of a batch that closes an accumulation window, after the row for the loggers.
 
     Args:
         trainer: the Trainer, with its ``loop``.
@@ -313,7 +313,7 @@ def _saved_dtypes(
     return {
         parameter: saved[name]
         for known, optimizer in zip(names, optimizers, strict=True)
-        for name, parameter in zip(known, parameters_of(optimizer), strict=False)  # unnamed: not the module's
+        for name, parameter in zip(known, parameters_of(optimizer), strict=False)  # no names if one is not the module's
         if name in saved
     }
 

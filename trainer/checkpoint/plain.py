@@ -29,11 +29,11 @@ def require_loadable(checkpoint: dict[str, Any], *, strict: bool, warn: bool) ->
 
     Args:
         checkpoint: the checkpoint to write.
-        strict: whether to raise if it could not be loaded. If False, warn.
+        strict: whether to raise if the checkpoint could not be loaded. If False, warn.
         warn: whether this process issues the warning.
 
     Raises:
-        CheckpointError: if it cannot be loaded with ``weights_only=True``, and ``strict`` is set.
+        CheckpointError: if it could not be loaded with ``weights_only=True``, and ``strict`` is set.
     """
     offences: list[tuple[str, Any]] = []
     places = {place: checkpoint[place] for place in PLACES & checkpoint.keys()}

@@ -103,7 +103,7 @@ def resolved(config: Container) -> Any:
 def _without_environment() -> Iterator[None]:
     from omegaconf import OmegaConf
 
-    reader = redaction.environment_value  # reads at least as much as OmegaConf's own
+    reader = redaction.environment_value  # supports all uses of OmegaConf's own resolver
     OmegaConf.register_new_resolver("oc.env", _redacted_environment_value, replace=True)
     try:
         yield

@@ -160,7 +160,7 @@ class ProcessState:
     def load(self, state: dict[str, Any], *, stops: bool) -> None:
         """Restore the state that :meth:`dump` returned, after setup and after all ``on_train_start`` hooks.
 
-        The position in the data is not restored here: the training batches got it when the run began.
+        The position in the data is not restored here, because the training batches were moved to it when the run began.
 
         Args:
             state: the state of this process.
@@ -346,9 +346,9 @@ class ProcessState:
         problem = f"The run would not continue exactly: {join_first(problems, 3, separator='; ')}."
         if trainer.exact_resume:
             raise ResumeError(
-                f"{problem} DDP rebuilds its buckets after the first backward pass: train with"
-                " DDPStrategy(find_unused_parameters=True) from the beginning, which keeps them, give the state a"
-                " state_dict() and a load_state_dict(), or resume with Trainer(exact_resume=False), which starts"
+                f"{problem} DDP rebuilds its buckets after the first backward pass, unless the run trains from the"
+                " beginning with DDPStrategy(find_unused_parameters=True). A value is saved if its state has a"
+                " state_dict() and a load_state_dict(). Or resume with Trainer(exact_resume=False), which starts"
                 " without these values."
             )
         warn(problem)

@@ -60,7 +60,7 @@ _BUFFER = 1 << 20
 
 Tree = Any
 Template = Callable[[KeyPath, torch.Size, torch.dtype], Tensor | None]
-"""Returns the tensor to read into, from its place in the checkpoint, shape and dtype; None for a plain tensor."""
+"""Returns the tensor to read into, given its place in the checkpoint, shape and dtype; None for a plain tensor."""
 
 Save = Callable[[Path, zero.FileHasher], None]
 """Writes this process's tensors as files into a folder, through an object that records their hashes."""

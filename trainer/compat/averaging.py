@@ -122,10 +122,10 @@ def follow(trainer: Trainer) -> None:
 
 
 def resume_averaging(trainer: Trainer) -> None:
-    """Continue SWA: set up its schedule, and the pass that updates the statistics of batch norm if it has begun.
+    """Continue SWA: set up its schedule and, if it has begun, the pass that updates BatchNorm's statistics.
 
-    The callback does this at the start of an epoch: too late for the rest of the resumed one, and not after the last
-    averaged one.
+    Lightning's callback does this at the start of an epoch. That is too late for the rest of the resumed epoch, and does
+    not happen after the last averaged epoch.
     """
     epoch, module = trainer.current_epoch, trainer.lightning_module
     for callback in trainer.callbacks:

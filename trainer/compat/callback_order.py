@@ -55,7 +55,7 @@ def find_callback(callbacks: Sequence[Any], kind: type) -> Any:
 
 
 def accumulation_schedule(trainer: Trainer) -> dict[int, int]:
-    """Return the number of batches in an accumulation window, by the first epoch with this number.
+    """Return the number of batches in an accumulation window, keyed by the first epoch with this number.
 
     The schedule is that of a callback, or the current ``accumulate_grad_batches`` if no callback sets it.
     """

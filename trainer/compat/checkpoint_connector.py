@@ -61,7 +61,7 @@ class RolledBack(NamedTuple):
 
 
 class CheckpointConnector(_CheckpointConnector):
-    """``trainer._checkpoint_connector``: chooses checkpoints as Lightning's does, but in our format.
+    """``trainer._checkpoint_connector``: Lightning's connector, but it reads and writes our checkpoints.
 
     It is used by the Trainer, by the tuner's finders, and by programs that dump a checkpoint.
     """
@@ -233,7 +233,7 @@ class CheckpointConnector(_CheckpointConnector):
             return None
         checkpoint = checkpoints.read(trainer.engine.load, to.path, None)
         states = checkpoints.process_states_in(checkpoint, exact=True)
-        apart = (Checkpoint, Timer)  # they count written files and time
+        apart = (Checkpoint, Timer)  # they count written files and time, which are not rolled back
         callbacks = [callback for callback in trainer.callbacks if not isinstance(callback, apart)]
         state = states[trainer.global_rank]
         checkpoints.roll_back(trainer, checkpoint, state, callbacks, partial(contents.load, moment="training"))

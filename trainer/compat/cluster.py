@@ -215,8 +215,8 @@ def check_shared(engine: Any, look: Callable[[], Any], subject: str) -> None:
 
     Args:
         engine: the engine of the run; all of its processes call this.
-        look: reads the shared thing. Its result on rank 0 is expected on the others.
-        subject: the beginning of the error message: the thing, and the reason that all nodes need it.
+        look: reads the shared file or folder. Its result on rank 0 is expected on the other ranks.
+        subject: the beginning of the error message, with the file or folder, and the reason that all nodes need it.
 
     Raises:
         ClusterError: on all processes, if the results still differ.
@@ -249,7 +249,7 @@ def explained(error: torch.distributed.DistNetworkError) -> BaseException:
     if "SLURM_JOB_ID" in os.environ:
         hint = "without one, it is 15000 plus the last four digits of the job's number, the same for all steps of a job"
     return ClusterError(
-        f"The port {port} of this machine, at which the processes of this run were to find each other, is in use,"
+        f"The port {port} of this machine, at which the processes of this run find each other, is in use,"
         f" perhaps by another run. Expected a free one: set another MASTER_PORT on all of them ({hint})."
     )
 

@@ -144,8 +144,8 @@ class ElasticState:
         order: the order of the training samples.
         given: the settings that are counted in batches, as they were given to this run.
         keeps_limit: whether ``limit_train_batches`` is unchanged. If so, the order already includes it.
-        validation: the number of batches of this run between two validations, and whether the end of an epoch always
-            has one. Default: None, ``val_check_interval`` applies.
+        validation: the number of batches of this run between two validations, and whether each epoch ends with a
+            validation. Default: None, ``val_check_interval`` applies.
     """
 
     order: SampleOrder

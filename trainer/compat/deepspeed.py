@@ -355,7 +355,7 @@ def _refuse_module(module: LightningModule, optimizers: list[Optimizer]) -> None
     """Refuse modules that replace a part of the step that DeepSpeed runs.
 
     Raises:
-        UnsupportedError: with an alternative.
+        UnsupportedError: if the module replaces such a part. The message contains an alternative.
     """
     problem = ""
     if not module.automatic_optimization:
@@ -528,7 +528,7 @@ class DeepSpeedEngine(LightningEngine):
         """Refuse a change of the trained parameters during a fit.
 
         Raises:
-            UnsupportedError: with an alternative.
+            UnsupportedError: if they have changed.
         """
         if self._trained != self._trained_parameters():
             raise UnsupportedError(

@@ -60,7 +60,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 _CALLED_WITH = {"backward": ("pre_backward", "post_backward"), "training_step": ("post_training_step",)}
-"""The methods that run together with a method of a strategy. It is called if it or one of them is overridden."""
+"""By method of a strategy: the methods that run together with it. If one of them is overridden, all are called."""
 _NULL_CONTEXT: AbstractContextManager[None] = nullcontext()
 
 
@@ -548,7 +548,7 @@ class LightningEngine:
 
     @property
     def communication(self) -> Communication | None:
-        """The communication of the strategy, if it is not DDP's default; after a run, that of the run."""
+        """The communication of the strategy (after a run, of that run), or None if it is DDP's default."""
         if isinstance(model := self.strategy.model, DistributedDataParallel):
             self._communication = communication_of(model, getattr(self._ddp, "_model_averager", None))
         return self._communication
@@ -721,7 +721,7 @@ def _run_idle_forward(model: Any) -> None:
     Outside a fit, the module is not wrapped, and this is a no-op.
     """
     if isinstance(model, DistributedDataParallel):
-        model._pre_forward(None)  # type: ignore[no-untyped-call]  # DDP expects an input if it moves inputs
+        model._pre_forward(None)  # type: ignore[no-untyped-call]  # required if DDP moves inputs
         model._post_forward(None)  # type: ignore[no-untyped-call]
 
 

@@ -142,7 +142,7 @@ class LoaderSet:
         return any(getattr(loader, "persistent_workers", False) for loader in self.combined.flattened)
 
     def _note_generators(self) -> list[list[random_states.Generator]]:
-        """Return the random generators and attributes of each dataloader, as they were found in the first pass."""
+        """Return the random generators, and changing attributes, of each dataloader, as found before the first pass."""
         if self._generators is None:
             self._generators = [generators_of(loader) for loader in self.combined.flattened]
         return self._generators

@@ -199,7 +199,7 @@ class ModuleLog:
                 f"You called `self.log` with the key `{name}`"
                 " but it should not contain information about `dataloader_idx` when `add_dataloader_idx=True`"
             )
-        reduce_fx: Any = given.reduce_fx  # or its name
+        reduce_fx: Any = given.reduce_fx  # a function, or its name
         checked = _Metadata(hook, name, on_step=on_step, on_epoch=on_epoch, reduce_fx=reduce_fx)
         if isinstance(value, Metric) and metric_attribute is None:
             _find_attribute(self._module, name, value)

@@ -100,7 +100,7 @@ def fit_loop_of(fit: FitProgress, val: EvalProgress, window: AccumulationWindow,
         fit: the counters of training.
         val: the counters of the validation inside it.
         window: the accumulation window.
-        automatic: whether optimization is automatic; Lightning counts optimizer steps in either of two places.
+        automatic: whether optimization is automatic. It determines the place in which Lightning counts optimizer steps.
     """
     return {
         "state_dict": {},

@@ -4,7 +4,7 @@ A ModelCheckpoint with ``every_n_train_steps`` and a ``monitor`` saves after the
 batch, so that its score is that of the saved weights.
 
 A folder belongs to one run at a time. A resumed run restores the step at which each ModelCheckpoint last saved, and
-whether it waits for a validation, because its own state leaves these out.
+whether it waits for a validation, because the callback's own state lacks these.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ def set_up_optimizers(strategy: Strategy, trainer: Trainer) -> None:
         rank_zero_warn("`LightningModule.configure_optimizers` returned `None`, this fit will run with no optimizer")
         returned = parsing._MockOptimizer()
     optimizers, schedules, monitor = parsing._configure_optimizers(returned)
-    parsing._validate_multiple_optimizers_support(optimizers[:1], module)  # a `training_step` with `optimizer_idx`
+    parsing._validate_multiple_optimizers_support(optimizers[:1], module)  # refuses `optimizer_idx`
     if module.automatic_optimization and not optimizers:
         raise ConfigurationError(
             f"Got {returned!r} from {type(module).__name__}.configure_optimizers, expected at least one optimizer."

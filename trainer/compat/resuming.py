@@ -57,7 +57,7 @@ def _choose_checkpoint(trainer: Trainer, session: ExitStack, extra: Any) -> tupl
     """Return the checkpoint, and the version of each numbered logger."""
     numbered = {index: one for index, one in enumerate(map(adapter, trainer.loggers)) if one.is_numbered}
     former = None
-    if 0 in numbered:  # its folder holds the checkpoints
+    if 0 in numbered:  # the folder of the first logger holds the checkpoints
         former = numbered[0].newest_version(_CHECKPOINTS)
         numbered[0].use_version(former)
     folders = folders_of(trainer)

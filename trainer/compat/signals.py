@@ -113,7 +113,7 @@ class Signals:
 
     @contextmanager
     def inner_run(self) -> Iterator[None]:
-        """Return a context for a run inside a hook of the run (the tuner's): a signal ends both without saving."""
+        """Return a context for a run in a hook of another run, such as a tuner's. A signal ends both without saving."""
         self._is_inner = True
         try:
             yield
