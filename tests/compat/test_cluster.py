@@ -124,7 +124,7 @@ def test_worker_of_ray_train_needs_its_plugin(workers: int, monkeypatch: pytest.
         ({"LOCAL_RANK": "1"}, 1, "LOCAL_RANK=1 indicates .* but MASTER_PORT is not set"),
         ({"LOCAL_RANK": "1", "MASTER_PORT": "1"}, 2, "but MASTER_ADDR is not set"),
         ({}, 2, "num_nodes is 2, .* but MASTER_ADDR, MASTER_PORT, NODE_RANK are not set"),
-        ({"RANK": "0", "WORLD_SIZE": "4"}, 1, "Got 2 processes by .* WORLD_SIZE=4 are set"),
+        ({"RANK": "0", "WORLD_SIZE": "4"}, 1, "Got 2 processes from .* WORLD_SIZE=4 are set"),
     ],
 )
 def test_variables_without_which_processes_cannot_find_each_other(
