@@ -124,8 +124,8 @@ def follow(trainer: Trainer) -> None:
 def resume_averaging(trainer: Trainer) -> None:
     """Continue SWA: set up its schedule and, if it has begun, the pass that updates BatchNorm's statistics.
 
-    Lightning's callback does this at the start of an epoch. That is too late for the rest of the resumed epoch, and does
-    not happen after the last averaged epoch.
+    Lightning's callback does this at the start of an epoch. That is too late for the rest of the resumed epoch, and
+    does not happen after the last averaged epoch.
     """
     epoch, module = trainer.current_epoch, trainer.lightning_module
     for callback in trainer.callbacks:
