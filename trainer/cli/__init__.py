@@ -1,8 +1,9 @@
 """The command line: ``python -m trainer`` and the console script ``trainer``.
 
 A command passes through these modules in order: ``arguments`` parses the command line, ``validate`` checks it against
-the configs that ``compose`` finds, and ``run`` builds the objects (``build``) and trains. ``sweep`` does this for each
-job of a sweep, and ``compare`` compares their results. Only ``run`` imports torch.
+the configs that ``compose`` finds, and ``run`` builds the objects (``build``) and trains. ``sweep`` starts a
+process for each job of a sweep, and ``compare`` compares the results of its jobs. Of these modules, only ``run`` and
+``build`` import torch, and only to build objects.
 """
 
 from __future__ import annotations
@@ -105,7 +106,7 @@ def _hydra(arguments: Arguments) -> int:
 
     report: Callable[[], int] = int  # prints the report of a sweep and returns the number of failed jobs
     waiting: AbstractContextManager[None] | None = None  # waits for the jobs of a sweep
-    started = time.time() - 1.0  # because time stamps of files are less exact
+    started = time.time() - 1.0  # file time stamps are less precise than the clock
     if "--experimental-rerun" in arguments.flags:
         raise UsageError(
             "Got --experimental-rerun, which loads a pickle that can run any code. Repeat the settings of the run"
@@ -162,7 +163,7 @@ def _call_hydra(
                 composer.run(config, task)
     except ConfigurationError:
         raise
-    except SystemExit as end:  # how Hydra ends after --hydra-help
+    except SystemExit as end:  # Hydra exits after --hydra-help
         return end.code if isinstance(end.code, int) else OK
     except Exception as error:
         if failure.is_about_settings(error):  # an error of Lightning

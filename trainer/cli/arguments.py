@@ -250,8 +250,8 @@ def quoted_options(group: str, value: str) -> str:
     """Quote the options of a config group that Hydra would read as a number, a boolean or null.
 
     Args:
-        group: the key of an override, which may be another setting.
-        value: value of the override: one or more options.
+        group: key of the override. The value of a setting that is not a config group is returned unchanged.
+        value: value of the override: one or more options, separated by commas.
     """
     if not any(map(_is_not_text, _OPTIONS.findall(value))):
         return value

@@ -1,7 +1,7 @@
-"""Build objects from the nodes of a config: check all of them (`check`), then build them (`make`).
+"""Build objects from the nodes of a config: check all nodes (`check`), then build them (`make`).
 
-``hydra.utils.instantiate`` would resolve interpolations a second time, after the check. Here a node is plain, resolved
-data, so exactly the checked names and arguments are used.
+``hydra.utils.instantiate`` is not used, because it would resolve interpolations again after the check. Here, a node is
+plain, resolved data, so that exactly the checked names and arguments are used.
 """
 
 from __future__ import annotations
@@ -95,9 +95,9 @@ def _check_arguments(found: Any, node: dict[str, Any], key: str) -> None:
 
 
 def _describe_unknown(unknown: list[Any], known: list[str], key: str) -> str:
-    """Return the end of an error about arguments that a target does not have, with the overrides that remove them.
+    """Return the second half of an error about arguments that a target lacks, with the overrides to remove them.
 
-    A recipe or an option may have set them for another target.
+    A recipe or an option may have set these arguments for another target.
     """
     unknown_text = f"arguments {', '.join(map(repr, unknown))}" if len(unknown) > 1 else f"argument {unknown[0]!r}"
     near = [(name, did_you_mean(str(name), known)) for name in unknown]
@@ -116,7 +116,9 @@ def _hints(found: Any) -> Mapping[str, Any]:
 
 
 def make(node: Any, key: str, allowlist: Allowlist, finish: Callable[[partial[Any]], Any] | None = None) -> Any:
-    """Return the object that ``node`` describes. Containers in it are plain; ``_partial_: true`` returns a partial.
+    """Return the object that ``node`` describes, or a partial if the node has ``_partial_: true``.
+
+    Containers among the arguments are plain dicts and lists.
 
     Args:
         node: a node that passed `check`.
@@ -150,7 +152,7 @@ def make(node: Any, key: str, allowlist: Allowlist, finish: Callable[[partial[An
 def _call(make: Callable[[], Any], key: str, target: str) -> Any:
     """Return ``make()``. If a known package raises an error about its arguments, raise a `UsageError` with the key.
 
-    In the call, ``torch.load`` uses ``weights_only=True``, except in ``recipes`` and the user's code.
+    During the call, ``torch.load`` uses ``weights_only=True``, except in ``recipes`` and the user's code.
     """
     root = target.partition(".")[0]
     if root not in PACKAGES:

@@ -242,7 +242,7 @@ class Composer:
         return config
 
     def run(self, config: DictConfig, task: TaskFunction) -> None:
-        """Do the same as `Hydra.run` with a composed config. Raises the exceptions of ``task``."""
+        """Do the same as `Hydra.run`, with a config that is already composed. Raise the exceptions of ``task``."""
         errors: list[Exception] = []
 
         def run_task(job: DictConfig) -> Any:

@@ -77,11 +77,11 @@ def check_new(path: Path) -> None:
 
 
 def run_conversion(convert: Callable[[], str], made: Path) -> int:
-    """Convert, and print name, size and time. Return the exit status.
+    """Run a conversion, and print the name and the size of its result, and the time. Return the exit status.
 
     Args:
         convert: writes ``made`` and returns a remark to print.
-        made: file or folder.
+        made: the file or folder that ``convert`` writes.
 
     Raises:
         UsageError: if the input is damaged or not a checkpoint.

@@ -45,8 +45,7 @@ _IN_WORKER = re.compile(
     r"(?: .*\n)+(?:[\w.<>]+\.)?(?P=kind)(?:: |$)",
     re.MULTILINE,
 )
-"""The text before the message of an error that a DataLoader worker raised. The tracebacks of its causes come before its
-own."""
+"""The text before the message of an error in a DataLoader worker: the tracebacks of its causes, then its own."""
 
 _NOT_OF_TUNE = ("resume=", "trainer.resume=", "ckpt_path=", "hydra.")
 """Settings of a fit that tune refuses."""
@@ -135,7 +134,7 @@ def is_about_settings(error: BaseException) -> bool:
 
 
 def is_recorded(error: Exception) -> bool:
-    """Return whether `record` was called with ``error``, which is the case if it was raised in a run, not before it."""
+    """Return whether `record` was called with ``error``: True if the error was raised during a run, not before."""
     return "folder" in error.__dict__
 
 
@@ -277,7 +276,7 @@ def _advice_missing_module(error: ModuleNotFoundError) -> str:
 
 
 def _without_hydra_frames(error: BaseException) -> BaseException:
-    """Return ``error`` without the frames before `trainer.cli.run`, which are Hydra's, if it was raised in a run."""
+    """Remove the frames before `trainer.cli.run`, which are Hydra's, from an error of a run, and return the error."""
     entry: TracebackType | None = error.__traceback__
     while entry is not None and entry.tb_frame.f_globals.get("__name__") != "trainer.cli.run":
         entry = entry.tb_next
@@ -285,14 +284,14 @@ def _without_hydra_frames(error: BaseException) -> BaseException:
 
 
 def forget_last(folder: Path) -> None:
-    """Remove the mark that a process of an earlier run in ``folder`` has printed its error."""
+    """Remove the file by which a process of an earlier run in ``folder`` recorded that it has printed its error."""
     (folder / _REPORTED).unlink(missing_ok=True)
 
 
 def _is_first_to_report(error: Exception) -> bool:
     """Return whether no other process of this run has printed its error.
 
-    The first error is the cause; those of the other processes are about the missing process.
+    The first error is the cause. The other processes then fail because that process is missing.
     """
     folder = error.__dict__.get("folder")
     if folder is None or error.__dict__.get("processes", 1) < 2:

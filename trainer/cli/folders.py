@@ -37,7 +37,7 @@ def conf_folders(extra: str | None = None) -> list[Path]:
 
 
 def search_here() -> None:
-    """Add the working directory to ``sys.path``, as ``python -m`` does and a console script does not.
+    """Add the working directory to ``sys.path``, which ``python -m`` does but a console script does not.
 
     If a module there has the name of this package, the directory comes last, so that other processes of the run import
     this package. A line on stderr names the module.

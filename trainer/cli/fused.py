@@ -30,11 +30,11 @@ def fusing(trainer_class: type, device: str = "cuda") -> Callable[[partial[Any]]
 
 
 def fused_on_cuda(make: partial[Any], device: str = "cuda") -> partial[Any]:
-    """Return ``make``, as :class:`FusedOnCuda` if it constructs an optimizer without choosing its implementation.
+    """Return ``make``, as a :class:`FusedOnCuda` if it makes an optimizer without choosing an implementation.
 
     Args:
         make: partial of an optimizer, or of anything else.
-        device: the type of device that counts as CUDA; another one if a GPU is simulated.
+        device: type of the device that is treated as CUDA; not ``"cuda"`` if a GPU is simulated.
     """
     if make.func not in _FUSED or set(_CHOICES).intersection(make.keywords):
         return make
@@ -49,7 +49,7 @@ class FusedOnCuda(partial[Optimizer]):
     The fused implementation is the fastest, and in 16-mixed it needs no host-device synchronization.
 
     Attributes:
-        device: the type of device that counts as CUDA.
+        device: type of the device that is treated as CUDA.
     """
 
     device = "cuda"

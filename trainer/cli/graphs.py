@@ -1,9 +1,9 @@
 """Export the graph of a module's ``forward`` with ``torch.export`` or ``torch.onnx``, and check its outputs.
 
-The inputs are the module's ``example_input_array`` or, without one, the first batch of its data after the transfer
+The inputs are the module's ``example_input_array`` or, if it has none, the first batch of its data after the transfer
 hooks: from validation, else from test, prediction or training. If the batch is a mapping, ``forward`` gets the entries
-with the names of its arguments; if it is a list or tuple, as many of its first items as ``forward`` requires; a tensor
-is passed unchanged.
+with the names of its arguments. If it is a list or tuple, ``forward`` gets as many of the first items as it requires. A
+tensor is passed unchanged.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from trainer.trainer import Trainer
 
 TOLERANCE = 1e-4
-"""Largest accepted difference of the outputs, relative to their largest absolute value or to 1 if that is larger."""
+"""Largest accepted difference of the outputs, relative to their largest absolute value (at least 1)."""
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 """Arguments of ``forward``, by position and by name."""
@@ -82,7 +82,7 @@ def export(
 
     Raises:
         UsageError: if the module has no ``forward``, or its inputs cannot be found.
-        ExportError: if the module cannot be exported, or the outputs of the file differ. The file is removed.
+        ExportError: if the module cannot be exported, or the outputs of the file differ. No file is kept.
         CheckpointWriteError: if the file cannot be written.
     """
     if type(module).forward in (LightningModule.forward, torch.nn.Module.forward):

@@ -30,7 +30,7 @@ _PROGRAM_PLACEHOLDER = "python -m trainer"
 """The program in the help of commands, which `help_text` replaces by the program that the user started."""
 
 LISTS_SETTINGS = "fit"
-"""The command with help that lists the settings and flags of all commands."""
+"""The command that lists the settings and flags of all commands in its ``--help``."""
 
 _GROUPS = {
     "recipe": "a model, data and settings that work together",

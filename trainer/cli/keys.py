@@ -72,7 +72,8 @@ def description(file: Path) -> str:
 def meanings(composer: Composer, words: Sequence[str]) -> tuple[dict[str, str], set[str]]:
     """Return a dict from the full name of each key to its meaning, and the set of keys in config files.
 
-    If several files comment on a key, the last comment is used. A comment in a recipe is appended in parentheses.
+    If several files comment on a key, the last comment is used. Comments in recipes, and in options of the groups debug
+    and sweep, are appended in parentheses.
 
     Args:
         composer: finds the files.

@@ -25,8 +25,8 @@ def with_values(words: Sequence[str], config: DictConfig) -> list[str]:
     """Return overrides in which each interpolation is replaced by its value in a run.
 
     Values from the environment (``${oc.env:NAME}``) and folders of the run (``${hydra:runtime.output_dir}``) stay
-    interpolations: the former may be secrets, and another run has other folders. Settings of ``config`` that contain
-    the number of a job are added.
+    interpolations: the former may be secrets, and another run has other folders. An
+    override is added for each setting of ``config`` that contains the number of the job and that no override sets.
 
     Args:
         words: the overrides that ``config`` was composed with, without those of Hydra.
@@ -56,7 +56,7 @@ def _sets(override: Override, key: str) -> bool:
 
 
 def _value_of(raw: Any, config: DictConfig) -> Any:
-    """Return ``raw`` with interpolations replaced by their values; unchanged if they have none."""
+    """Return ``raw`` with interpolations replaced by their values, or unchanged if one has no value."""
     if isinstance(raw, dict):
         return {key: _value_of(child, config) for key, child in raw.items()}
     if isinstance(raw, list):

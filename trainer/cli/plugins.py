@@ -32,7 +32,7 @@ Hydra requires targets in the package ``hydra_plugins``, but uses only the name:
 
 
 def take_over_configs() -> None:
-    """Remove configs of launcher packages that this package has too, because Hydra would merge them."""
+    """Remove launcher configs of other packages that this package replaces, because Hydra would merge both."""
     launchers: Any = ConfigStore.instance().repo.get("hydra", {}).get("launcher", {})
     for file in (packaged_conf() / "hydra" / "launcher").glob("*.yaml"):
         launchers.pop(file.name, None)

@@ -70,7 +70,7 @@ def slurm_step() -> str | None:
 
 
 def clean_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return ``environment`` without the variables of a single run, to start another run with."""
+    """Return ``environment`` for the start of another run, without the variables of a single run."""
     return {
         name: value
         for name, value in environment.items()
@@ -79,7 +79,7 @@ def clean_environment(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def end_with_parent() -> None:
-    """Send SIGTERM to this process, so that it saves and exits, if the sweep that started it is killed."""
+    """When the sweep that started this process is killed, send SIGTERM to this process, so that it saves and exits."""
     parent = int(os.environ.pop(PARENT, 0))
     if parent != os.getppid() or os.name != "posix":
         return  # only POSIX reports a new parent
@@ -94,7 +94,7 @@ def end_with_parent() -> None:
 
 @contextmanager
 def environment(values: Mapping[str, str | None]) -> Iterator[None]:
-    """Set environment variables inside the context; None unsets one. Processes that are started inside inherit them."""
+    """Set environment variables inside the context, also for processes started inside. A value of None unsets one."""
     before = {name: os.environ.get(name) for name in values}
     _set_environment(values)
     try:
@@ -115,7 +115,7 @@ def _set_environment(values: Mapping[str, str | None]) -> None:
 def imports_only() -> Iterator[None]:
     """Pause garbage collection during the first import of torch and Lightning, and freeze the imported objects.
 
-    They stay frozen until the process exits; it runs only this command.
+    They stay frozen until the process exits, because it runs only this command.
     """
     if "torch" in sys.modules or not gc.isenabled():
         yield
@@ -132,7 +132,7 @@ def started_as() -> str | None:
     """Return the words that the user started this program with: ``trainer``, ``python3 -m trainer`` or a path.
 
     Returns:
-        None if another program runs this one in its own process.
+        None if another program calls this package in its own process.
     """
     script = Path(sys.argv[0])
     if script.name != "__main__.py":
@@ -151,8 +151,8 @@ def broadcast_folder(folder: str) -> str:
     """Return the ``folder`` of rank 0 on all ranks that torchrun started; without torchrun, return ``folder``.
 
     Each rank composes the config itself, so the time in the folder's name may differ between ranks. There is no
-    process group yet, so the name is sent through the key-value store that torchrun serves. Slurm has no such store;
-    its folders are named after the job.
+    process group yet, so the name is sent through the key-value store that torchrun serves. Slurm has no such store,
+    so the folders of its jobs are named after the job.
     """
     if not under_torchrun():
         return folder

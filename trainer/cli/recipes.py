@@ -27,7 +27,7 @@ _SPECIAL = {
 }
 _REFERENCE = re.compile(r"\$\{([\w.]+)\}")
 _COLUMN = 44
-"""Column of the comments, if the line is shorter."""
+"""Column of the comments. In longer lines, the comment follows the value."""
 
 
 def command(arguments: Arguments) -> int:

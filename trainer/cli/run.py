@@ -217,7 +217,7 @@ def assemble(settings: dict[str, Any], folder: Path, record: RunRecord | None = 
     _check_kinds(module, data, settings)
     try:
         trainer = trainer_class(**arguments)
-    except ModuleNotFoundError as error:  # of an accelerator or a strategy
+    except ModuleNotFoundError as error:  # raised by an accelerator or a strategy
         raise UsageError(f"The trainer's settings need a package that is not installed: {error}.") from error
     except ConfigurationError:
         raise
@@ -284,7 +284,7 @@ def _check_kinds(module: Any, data: Any, settings: dict[str, Any]) -> None:
 
 
 def _redact_dumps(folder: Path, subfolder: str | None) -> None:
-    """Redact secrets, such as passwords, in the files that Hydra wrote. Interpolations of the environment stay."""
+    """Redact secrets, such as passwords, in the files that Hydra wrote. Interpolations (``${oc.env:NAME}``) stay."""
     for file in (folder / subfolder).glob("*.yaml") if subfolder else ():
         written = file.read_text(encoding="utf-8")
         if (redacted := redaction.text(written)) != written:
@@ -292,7 +292,7 @@ def _redact_dumps(folder: Path, subfolder: str | None) -> None:
 
 
 def _available_loggers(loggers: dict[str, Any]) -> dict[str, Any]:
-    """Remove TensorBoard if its package is missing and it is there only by default."""
+    """Remove the TensorBoard logger if its package is missing and the user did not choose it."""
     name = "tensorboard"
     is_chosen = HydraConfig.initialized() and any(name in word for word in HydraConfig.get().overrides.task)
     if name not in loggers or is_chosen or (problem := packages.missing(name)) is None:

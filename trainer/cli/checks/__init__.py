@@ -73,7 +73,7 @@ def command(arguments: Arguments) -> int:
                 check_of_recipe(found, found.recipe)
     except ConfigurationError:
         raise
-    except Exception as error:  # of the recipe's own code
+    except Exception as error:  # raised by the recipe's code
         failure.add_setting_note(error, found.recipe.settings if found.recipe else {})
         failure.print_error(error)
         return 1
@@ -125,7 +125,7 @@ def check_devices(found: Findings) -> None:
 
 
 def check_precisions(found: Findings) -> None:
-    """List each precision on each kind of device."""
+    """List the support of each precision on each kind of device."""
     for name, device in {_name(device): device for device in found.devices}.items():
         from trainer.cli.checks.abilities import PRECISIONS, precision_support
 
@@ -189,7 +189,7 @@ def devices() -> list[torch.device]:
 
 
 def verdict(device: torch.device, ratios: dict[str, dict[str, float]]) -> str:
-    """Return which precision to use on ``device``, and why: that of ``precision=auto`` unless it was measured slower.
+    """Return a recommendation for ``device``: the choice of ``precision=auto``, or 32 if that was measured slower.
 
     Args:
         device: the device.

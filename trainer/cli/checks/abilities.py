@@ -38,7 +38,7 @@ def precision_support(precision: str, device: torch.device) -> PrecisionSupport:
     """Return the support of ``precision`` on ``device``, from the check of its plugin."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of emulation and small gradients; the command prints them in a table
+            warnings.simplefilter("ignore")  # the table reports emulation and small gradients
             plugin = resolve_precision(precision)
             plugin.check(device)
     except PrecisionError as error:

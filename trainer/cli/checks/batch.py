@@ -14,7 +14,7 @@ from trainer.data.samples import PLAIN, leaves_in, named_tensors_in
 from trainer.errors import join_first
 from trainer.record.figures import sheet
 
-_MOST_COUNTED = 12  # labels that are listed one by one
+_MOST_COUNTED = 12  # largest number of labels that are listed with their counts
 _MOST_IMAGES = 32
 _SMALLEST_IMAGE = 8
 _IGNORED = (-100, -1)
@@ -29,7 +29,7 @@ class Entry(NamedTuple):
         shape: shape of a tensor; length of a list of strings or numbers.
         dtype: dtype of a tensor; otherwise the class.
         range: the smallest and the largest finite number.
-        content: labels with their counts, mean and standard deviation, or a string of the batch.
+        content: counts of labels, mean and standard deviation of other numbers, or the text of a string.
         not_finite: number of NaN and inf elements, as a string.
     """
 
@@ -109,7 +109,7 @@ def save_images(batch: Any, file: Path) -> bool:
     """Write the images of a batch as one picture. Each image is scaled to its own smallest and largest value.
 
     Returns:
-        Whether a picture was written. It is not if the batch has no images or Pillow is missing.
+        Whether a picture was written: False if the batch has no images or Pillow is missing.
 
     Raises:
         OSError: if the picture cannot be written.
@@ -151,7 +151,7 @@ def _is_labels(tensor: Tensor) -> bool:
 
 
 def _statistics(tensor: Tensor) -> tuple[str, str]:
-    """Return strings: the range of the finite numbers, and counts of labels or mean and standard deviation."""
+    """Return two strings: the range of the finite numbers, and the counts of labels or mean and standard deviation."""
     if tensor.is_complex() or not tensor.numel():
         return "", ""
     values = tensor.detach()

@@ -1,8 +1,8 @@
 """Measure the memory of training steps on fake tensors, which have a shape and a dtype but no values.
 
 The steps use the real module and optimizer and, for FSDP, torch's ``fully_shard`` with a fake process group. The bytes
-of living tensors are counted. The fake tensors are on the CPU, because torch needs a GPU for fake tensors on CUDA;
-autocast and attention are set to behave as on a GPU.
+of live tensors are counted. The fake tensors are on the CPU, because torch needs a GPU for fake tensors on CUDA.
+Autocast and attention are set to behave as on a GPU.
 """
 
 from __future__ import annotations
@@ -91,11 +91,11 @@ def without_values() -> Iterator[tuple[FakeTensorMode, LiveMemory]]:
 def look(
     build: Callable[[], Any], batch: Any, precision: Any, synchronizations: dict[tuple[str, int, str], Synchronization]
 ) -> dict[str, tuple[str, str]]:
-    """Find host-device synchronizations and different dtypes that a forward pass would have on a GPU.
+    """Find the host-device synchronizations of a forward pass on a GPU, and operations with another dtype there.
 
     Args:
         build, batch, precision: as in :func:`measure`.
-        synchronizations: filled with the lines that synchronize, even if the step then fails.
+        synchronizations: the lines that synchronize are added to it, even if the step fails later.
 
     Returns:
         Operations that run in another dtype under CUDA autocast than under CPU autocast
@@ -211,11 +211,11 @@ def _fake_mesh(processes: int) -> Iterator[Any]:
 
 
 class LiveMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Count the bytes of all living tensors that were created inside the mode.
+    """Count the bytes of all live tensors that were created inside the mode.
 
     Attributes:
-        current: bytes of living tensors.
-        peak: largest value of ``current`` since ``peak`` was set.
+        current: bytes of live tensors.
+        peak: largest value of ``current`` so far. It can be reset.
     """
 
     def __init__(self) -> None:

@@ -18,8 +18,8 @@ class LoadedBatch(NamedTuple):
     Args:
         batch: the first batch.
         first: seconds until the first batch, including the start of workers.
-        seconds: mean seconds for each later batch; None if there is only one batch.
-        timed: number of these batches.
+        seconds: mean seconds per timed batch; None if there is only one batch.
+        timed: number of timed batches: those after the first, except batches that workers had already prefetched.
         workers: number of workers; None if it is unknown.
     """
 
@@ -32,13 +32,13 @@ class LoadedBatch(NamedTuple):
 
 @dataclass
 class Recipe:
-    """A recipe.
+    """The recipe to check, and the results of earlier checks that later ones need.
 
     Args:
-        name: such as ``mine``; ``unnamed`` for a config without a recipe.
+        name: name of the recipe; ``unnamed`` for a config without a recipe.
         settings: its resolved config, changed to a short run.
         data: the data module of `loaded`, or the module if it has the dataloaders.
-        loaded: a batch, and the speed of its dataloader.
+        loaded: the first batch, and the speed of its dataloader.
         peak: predicted peak memory of a step on one device, in bytes; None if it could not be predicted.
         operations: floating-point operations of a forward pass; None if they could not be counted.
         failure: the error of the memory prediction, or None.

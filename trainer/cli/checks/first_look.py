@@ -184,7 +184,7 @@ def _report_loading(found: Findings, recipe: Recipe, loaded: LoadedBatch, step: 
 
 
 def bottleneck(recipe: Recipe, loaded: LoadedBatch, step: StepTime | None, gpus: int) -> str:
-    """Return whether loading or the step limits throughput, with advice; "" if that was not measured."""
+    """Return a sentence that names the bottleneck, loading or the step, with advice; "" if it was not measured."""
     if step is None or loaded.seconds is None:
         return ""
     overlaps = bool(loaded.workers)  # workers load during a step

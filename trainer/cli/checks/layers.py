@@ -1,6 +1,4 @@
-"""Measure the outputs and gradients of each layer in one step in float32, and predict which would overflow or underflow
-in float16.
-"""
+"""Measure the outputs and gradients of each layer in one float32 step, and predict overflow or underflow in float16."""
 
 from __future__ import annotations
 
@@ -36,7 +34,7 @@ SCALE = 2.0**16
 
 @dataclass
 class Layer:
-    """Statistics of a layer, which is a module with parameters or without submodules.
+    """Statistics of a layer, which is a module with its own parameters or without submodules.
 
     Args:
         name: as in ``named_modules()``.
@@ -174,7 +172,10 @@ def largest_scale(layers: Iterable[Layer]) -> float | None:
 
 
 def shown(layers: list[Layer], most: int) -> list[Layer]:
-    """Return the layers with the most parameters, activations, largest values and underflow, in the module's order."""
+    """Return up to ``most`` layers, in the module's order.
+
+    These have the most parameters, the largest outputs in bytes, the largest values, or the largest share of underflow.
+    """
     ranked = [
         [layer for layer in sorted(layers, key=attrgetter(name), reverse=True) if getattr(layer, name)]
         for name in ("parameters", "outputs", "largest", "share")

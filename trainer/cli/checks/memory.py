@@ -56,7 +56,7 @@ class Need(NamedTuple):
         devices: number of devices.
         peak: peak memory in a training step.
         after: memory after the step: weights, gradients and optimizer states.
-        precision: name of the precision; "" for that of the run.
+        precision: name of the precision.
     """
 
     strategy: str

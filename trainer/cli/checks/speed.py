@@ -34,7 +34,7 @@ class Speed:
         name: name of the arithmetic.
         matmul: rate of a product of square matrices.
         convolution: rate of a 3x3 convolution.
-        ratios: these rates divided by those of float32, by the same names.
+        ratios: each of these rates divided by that of float32, by name (``matmul``, ``convolution``).
     """
 
     name: str
@@ -46,8 +46,8 @@ class Speed:
 def measure(device: torch.device, seconds: float = 2.0, clock: Callable[[], float] = time.perf_counter) -> list[Speed]:
     """Measure the speed of forward products in float32, float16 and bfloat16.
 
-    On a CPU without float16 instructions, float16 is the Trainer's implementation, products in float32 of rounded
-    numbers, and an additional row measures torch's own implementation. The rates are medians.
+    On a CPU without float16 instructions, the row float16 measures the Trainer's implementation: float32 products of
+    numbers rounded to float16. An additional row measures torch's own implementation. The rates are medians.
 
     Args:
         device: the device. A GPU is synchronized around every measurement.

@@ -1,7 +1,7 @@
 """The commands of the command line: each module of this package declares one, as ``COMMAND``.
 
-A module imports neither torch nor Hydra, so that help and errors are printed at once. Other packages add commands by
-entry points of the group ``trainer.commands``, which are read if a word is not a command of this package:
+These modules import neither torch nor Hydra, so that help and errors are printed immediately. Other packages add
+commands with entry points of the group ``trainer.commands``, which are read if a word is not a command of this package:
 
 .. code-block:: toml
 
@@ -41,17 +41,17 @@ class Command:
     """A command, such as ``fit`` of ``trainer fit``.
 
     Args:
-        text: docstring of its module. The list of commands shows the first line, ``trainer NAME --help`` the others.
-            None with ``python -OO``.
+        text: docstring of its module. The list of commands shows its first line, ``trainer NAME --help`` the rest. None
+            under ``python -OO``, which removes docstrings.
         group: title of its group in the list of commands.
         usage: the arguments, for the help.
         examples: more command lines for the help. ``{command}`` is replaced by the name.
         settings: nodes of the config that the help lists.
         function: ``module:name`` of the function that is called with the
-            :class:`~trainer.cli.arguments.Arguments` and returns the exit status. Default: the command is a method of
-            the Trainer, which runs the config.
+            :class:`~trainer.cli.arguments.Arguments` and returns the exit status. Default: "", which runs the config
+            with the Trainer's method of the same name.
         words: the largest number of words without ``=`` after the command. Default: 0, settings only.
-        takes_files: whether words are files, with names that may contain ``=``.
+        takes_files: whether these words are file names, which may contain ``=``.
     """
 
     text: str | None

@@ -2,13 +2,12 @@
 
 Lists versions, devices, their support of each precision (native, emulated or unsupported), the measured speed of
 float32, float16 and bfloat16 (two seconds), a number of dataloader workers to start with, memory and disks, and
-recommends a precision. `checks json` prints all of it as JSON. The exit status is 1 if there is a problem: torch cannot
-be imported or a folder cannot be written; for a recipe, a step fails, the loss is not finite, or a label is out of
-range.
+recommends a precision. `checks json` prints these facts as JSON. The exit status is 1 if torch cannot be imported or a
+folder cannot be written, and with a recipe also if a step fails, the loss is not finite, or a label is out of range.
 
-With a recipe, the command checks in seconds, without training: a batch (shapes, ranges, labels, NaN; images are drawn
-to outputs/checks), the parameters, activations and gradients of each layer in one step, whether they fit into float16,
-and whether the dataloader or the step is the bottleneck. checks.steps=false runs no step.
+With a recipe, the command takes some seconds more, and reports: a batch (shapes, ranges, labels, NaN; images are drawn
+to outputs/checks), the parameters, activations and gradients of each layer in one step, whether activations and
+gradients fit into float16, and whether the dataloader or the step is the bottleneck. checks.steps=false runs no step.
 
 It also predicts the memory that training needs per device: on one device in several precisions, and with DDP and FSDP.
 The prediction runs a step on fake tensors, so it needs neither a GPU nor that memory; only weights that a recipe reads

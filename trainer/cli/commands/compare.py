@@ -1,9 +1,9 @@
 """Train in several precisions, and compare their results, times and memory.
 
-Trains the model of a recipe once in each precision, with the same seed and batches. The runs are started one after the
-other, each in its own process, and compared with the first: loss, metric, time, samples per second, peak memory and
-skipped steps, with a verdict on each. compare.md and compare.json are written to multirun/RECIPE/DATE_TIME, and each
-run to a folder in it; `python -m trainer report` draws their curves. The exit status is 0 if all runs completed. The
+Trains the model of a recipe once in each precision, with the same seed and batches, one run after the other, each in
+its own process. Compares each run with the first (loss, metric, time, samples per second, peak memory and skipped
+steps), and prints a verdict on each. compare.md and compare.json are written to multirun/RECIPE/DATE_TIME, and each run
+to a folder in it; `python -m trainer report` draws the curves. The exit status is 0 if all runs completed. The
 default precisions are 32, 16-mixed and bf16-mixed.
 
 Examples:

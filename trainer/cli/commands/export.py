@@ -5,11 +5,11 @@ chooses the format:
   .pt2          the graph of the module's forward from torch.export; torch.export.load(FILE).module() runs it
   .onnx         the same graph as ONNX (pip install onnx onnxscript onnxruntime)
   .safetensors  only the weights; reading them runs no code (pip install safetensors)
-forward is called with the module's example_input_array or, without one, with the first batch of its data. From a batch
-that is a mapping, forward gets the entries with the names of its arguments; from a tuple or list, as many of the first
-items as it requires. The graph is in float32, and accepts batches of any size if forward does. The command runs the
-file, and prints its size and the largest difference of its outputs from those of forward. If the difference exceeds
-0.0001 of the largest value, the file is removed. Existing files are not overwritten.
+forward is called with the module's example_input_array or, if it has none, with the first batch of its data. If this
+batch is a mapping, forward gets the entries with the names of its arguments. If it is a tuple or list, forward gets as
+many of the first items as it requires. The graph is in float32, and accepts batches of any size if forward does. The
+command runs the file, and prints its size and the largest difference between its outputs and those of forward. If the
+difference exceeds 0.0001 of the largest value, no file is kept. Existing files are not overwritten.
 
 `export RUN FILE` does the same without settings. With PREFIX, it writes only the weights with names that start with
 PREFIX, without the prefix. For example, the weights of a LightningModule's self.model have the prefix "model.".

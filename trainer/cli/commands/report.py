@@ -1,10 +1,10 @@
 """Write an HTML report of a run, a sweep or several runs.
 
-The page has settings, curves, loss scale and gradients, speed, memory, overflow reports and environment of a run or a
-sweep, also of an interrupted or running one. It is written to report.html in the folder of the run, or to OUT.html, and
-needs no network and no other file. The default RUN_DIR is the newest run or sweep in outputs, multirun and
-lightning_logs. For several folders, or one with several runs, the page compares the runs: different settings, overlaid
-curves, and a table.
+The page contains the settings, curves, loss scale and gradients, speed, memory, overflow reports and environment of a
+run or a sweep, which may be interrupted or still running. It is written to report.html in the folder of the run, or to
+OUT.html, and needs no network and no other file. The default RUN_DIR is the newest run or sweep in outputs, multirun
+and lightning_logs. For several folders, or a folder with several runs, the page compares the runs: settings that
+differ, overlaid curves, and a table.
 
 Examples:
     python -m trainer report

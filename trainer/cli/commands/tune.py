@@ -1,8 +1,8 @@
 """Find the largest batch that fits into memory, or a learning rate.
 
-tune batch_size finds the largest batch in each precision, and measures the speed of each size. The limit is the memory
-of the GPU or, on a CPU, tune.memory (such as 3GiB; by default most of the free memory). Each size is tried in a few
-training steps, in its own process. The default precisions are 32, 16-mixed and bf16-mixed.
+tune batch_size finds the largest batch in each precision, and measures the speed of each size. The limit is
+tune.memory (such as 3GiB); by default, it is all memory of the GPU or, on a CPU, 90% of the free memory. Each size is
+tried in a few training steps, in its own process. The default precisions are 32, 16-mixed and bf16-mixed.
 tune lr runs a learning rate range test: it increases the rate with each step, and suggests a rate from the losses.
 Both write tune.json to outputs/RECIPE/DATE_TIME, and no checkpoints.
 

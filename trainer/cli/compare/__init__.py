@@ -231,7 +231,7 @@ class Comparison:
 
 
 def condition_differences(runs: Sequence[RunRecord]) -> list[str]:
-    """Return sentences about seeds, devices, lengths and batches that differ; or one sentence that they are equal."""
+    """Return sentences about seeds, devices, lengths and batches that differ, or one sentence if all are equal."""
     done = [run for run in runs if run.completed]
     if len(done) < 2:
         return []
@@ -282,9 +282,11 @@ def _reliability_notes(runs: Sequence[RunRecord]) -> list[str]:
         found.append(
             "On a CPU, 16 bits are not expected to be faster: it has no Tensor Cores, and only some CPUs have"
             " instructions for float16 or bfloat16. The peak memory is that of the whole process and hardly depends on"
-            " the precision. Neither affects the verdict unless you set a threshold."
+            " the precision. Speed and memory affect the verdict only if you set a threshold for them."
         )
-    found.append("Each setting has one run: differences can be as large as between two seeds (compare with seed=7).")
+    found.append(
+        "Each setting has only one run, and two seeds can differ as much. To see how much, compare again with seed=7."
+    )
     return found
 
 

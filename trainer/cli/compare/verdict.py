@@ -12,10 +12,10 @@ from trainer.errors import did_you_mean
 from trainer.record.run_record import RunRecord, direction_of
 
 MIN_SPEEDUP = 1.5
-"""Samples per second relative to 32 bits. Below this, a GPU hardly used its Tensor Cores, or was not busy."""
+"""Smallest expected speed-up over 32 bits. Below it, the GPU hardly used its Tensor Cores, or was not busy."""
 
 MIN_MEMORY_SAVING = 0.3
-"""Saved share of the peak in 32 bits. Activations need half the memory, so 30 to 50% are usual if they dominate."""
+"""Smallest expected saving, as a share of the peak memory in 32 bits. If activations dominate, it is 30 to 50%."""
 
 _SAME_SPEED = 1.05  # smaller ratios are reported as equal
 
@@ -77,8 +77,8 @@ class Verdict:
 def choose_metric(runs: Sequence[RunRecord], thresholds: Thresholds) -> tuple[Metric | None, str | None]:
     """Return the metric to compare, and a remark if no run has logged ``compare.metric``.
 
-    It is the first of these that a run has logged: ``compare.metric``; the objective of the runs; an accuracy; another
-    validation score; a validation loss.
+    The metric is the first of these that a run has logged: ``compare.metric``; the objective of the runs; an accuracy;
+    another validation score; a validation loss.
     """
     logged = list(dict.fromkeys(name for run in runs for name in run.metrics))
     names = [name for name in logged if not name.endswith(("_step", "_epoch"))] or logged
@@ -141,7 +141,10 @@ def _is_half(run: RunRecord) -> bool:
 
 
 def _threshold(setting: float | str | None, on_gpu: float, run: RunRecord, first: RunRecord) -> float | None:
-    """Return a threshold, or None. "auto" is ``on_gpu`` if both runs used GPUs and only ``run`` is in 16 bits."""
+    """Return the threshold, or None for no threshold.
+
+    "auto" means ``on_gpu`` if both runs used GPUs and only ``run`` is in 16 bits, otherwise no threshold.
+    """
     if setting == "auto":
         on_gpus = run.memory_is_the_gpus and first.memory_is_the_gpus
         return on_gpu if on_gpus and _is_half(run) and not _is_half(first) else None

@@ -191,7 +191,7 @@ def _draw(axes: Axes, chart: Chart, last_step: float) -> tuple[dict[str, Any], S
             marker="o" if lonely and not line.steps and not line.faint else None,
             markersize=3.4,
         )  # fmt: skip
-    # pale lines do not affect the axes, so that one that diverges does not flatten the others
+    # pale lines do not affect the axes: if one of them diverges, it would flatten the others
     relevant = [curve for line, curve in lines if line.color >= 0] or [curve for _, curve in lines]
     scale = _scale(chart, relevant)
     _limit(axes, chart, scale, relevant)

@@ -57,7 +57,7 @@ def choose_subject(given: Sequence[str]) -> ReportSubject:
     """Return the runs or the sweep in the given folders.
 
     Args:
-        given: folders of runs and sweeps, and folders that contain some. If empty, the newest fit or sweep in
+        given: folders of runs and sweeps, or folders that contain them. If empty, the newest fit or sweep in
             ``outputs``, ``multirun`` and ``lightning_logs`` is returned, or the newest run if there is no fit.
 
     Raises:

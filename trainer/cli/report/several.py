@@ -201,8 +201,8 @@ def _jobs(
 def _differences(runs: Sequence[RunRecord]) -> tuple[list[Difference], list[Difference]]:
     """Return the settings that differ, the important ones first, and the facts about code and machine that differ.
 
-    Settings of the command line come first, then classes, then settings of a class that differs. A run without a
-    config, such as that of a script, has no settings.
+    Recipe, precision and settings of the command line come first; settings of a class that differs come last. A run
+    without a config, such as that of a script, has no settings.
     """
     settings = [
         {"recipe": run.name, "precision": run.precision or "", "seed": run.seed or "", **dict(flat(run.config))}

@@ -34,7 +34,8 @@ class JoblibLauncher(Launcher):
     Args:
         n_jobs: number of jobs at a time; -1 for the number of CPU cores, as in joblib.
         gpus_per_job: number of GPUs of each job, which other jobs do not see. Default: None, all jobs see all GPUs.
-        threads_per_job: CPU threads of each job. Default: None, the cores divided by the number of jobs.
+        threads_per_job: CPU threads of each job. Default: None, the cores divided by the number of jobs, unless the
+            environment sets ``OMP_NUM_THREADS``.
     """
 
     places: list[dict[str, str]]

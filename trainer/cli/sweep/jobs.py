@@ -121,7 +121,10 @@ class Job:
         return f"Job {self.number}: {' '.join(shown(self.overrides))}"
 
     def report(self, run: RunRecord, status: str, seconds: float | None = None) -> None:
-        """Print the line about the job, or its second half: objective, time and status; then its error."""
+        """Print the line about the job, and its error below.
+
+        If the start of the line was printed when the job started, print only the rest: objective, time and status.
+        """
         value, goal = run.objective_value, run.objective
         parts = [
             "" if value is None or goal is None else f"{goal[0]} {value:.4g}",
@@ -318,7 +321,7 @@ def waiting_for(hydra: Any, folder: Path) -> AbstractContextManager[None]:
     """
     target = str(hydra.launcher["_target_"])
     stop = StopFile(folder, target.startswith(SUBMITIT_PREFIX))
-    stop.file.unlink(missing_ok=True)  # of an earlier sweep here
+    stop.file.unlink(missing_ok=True)  # left by an earlier sweep in this folder
     if target.startswith(SUBMITIT_PREFIX) or not is_quiet():
         place = "run on other machines and " if target.startswith(SUBMITIT_PREFIX) else ""
         print(f"The jobs {place}write their output to {CONSOLE} in their folders in {folder}. Ctrl-C stops them.")

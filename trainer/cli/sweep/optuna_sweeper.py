@@ -90,7 +90,7 @@ class OptunaSweeper(Sweeper):
             arguments: the overrides of the command line.
 
         Raises:
-            UsageError: if there is no objective or no search space, or the study has a different one.
+            UsageError: if there is no objective or no search space, or the study has another mode or search space.
         """
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         folder = Path(str(self.config.hydra.sweep.dir)).resolve()

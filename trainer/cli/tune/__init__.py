@@ -51,7 +51,7 @@ _SHORT_TRAINING = {name: ARGUMENTS[name].default for name in _DEFAULTS} | {
 }
 """Arguments of the Trainer for a fit without validation, checkpoints and logs."""
 _LONGEST = {"max_epochs": 1000, "max_steps": 100_000}
-"""Lower limits for the length of the run, so that ``tune`` does not reach its end. Some schedulers use the length."""
+"""Minimum length of the run, so that ``tune`` does not reach its end. It is finite, because some schedulers use it."""
 
 
 class TuneError(TrainerError):

@@ -1,4 +1,4 @@
-"""Run a function in a child process, so that no memory, random state or threads remain.
+"""Run a function in a child process, so that it leaves no memory, random state or threads behind.
 
 On Linux, the children are forks of a server process that has only imported torch and Lightning, so that they start
 quickly. On other systems, forks are not safe, and each child imports everything.
@@ -38,8 +38,8 @@ def run_in_child(function: str, log: Path, **arguments: Any) -> Message:
         arguments: picklable arguments.
 
     Returns:
-        The message. Its ``status`` is ``ok``, ``out of memory`` or ``failed``; the last two have an ``error``. For a
-        child that ends without a message, it is created here: SIGKILL counts as ``out of memory``.
+        The message. Its ``status`` is ``ok``, ``out of memory`` or ``failed``; the last two have an ``error``. If the
+        child ends without a message, the message is created here: SIGKILL counts as ``out of memory``.
     """
     context: Any = multiprocessing.get_context("forkserver" if sys.platform == "linux" else "spawn")
     if sys.platform == "linux":
@@ -65,7 +65,7 @@ def run_in_child(function: str, log: Path, **arguments: Any) -> Message:
 
 
 def _child_main(function: str, folder: Path, log: Path, start_method: str, arguments: dict[str, Any]) -> None:
-    multiprocessing.set_start_method(start_method, force=True)  # of dataloader workers, as in an ordinary run
+    multiprocessing.set_start_method(start_method, force=True)  # for dataloader workers, as in an ordinary run
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for stream in (1, 2):
         os.dup2(descriptor, stream)

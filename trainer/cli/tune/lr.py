@@ -19,7 +19,7 @@ from trainer.cli.workdir import claim
 from trainer.files import from_here
 
 _CLEAR = 5  # standard errors; a smaller decrease may be chance, because many means are compared
-_MEDIAN_OF_NORMAL = 0.6745  # of the absolute value of a standard normal variable
+_MEDIAN_OF_NORMAL = 0.6745  # median of the absolute value of a standard normal variable
 
 
 def run(arguments: Arguments) -> int:
@@ -103,8 +103,8 @@ def suggest(points: Sequence[tuple[float, float]]) -> Suggestion:
     """Return the learning rate with the steepest decrease of the loss over the logarithm of the rate.
 
     The slope at a point is that of a least-squares line through the point and its neighbors, an eighth of the curve in
-    total. Points after the lowest loss are ignored. fastai's ``lr_find`` has the same rule ("steep"). At larger rates,
-    the loss still decreases, but near its minimum, training is about to diverge.
+    total. Points after the lowest loss are ignored. fastai's ``lr_find`` calls this rule "steep". The rate at the
+    lowest loss itself is too large, because training is about to diverge there.
 
     Args:
         points: pairs of a rate and a loss, with a constant factor between consecutive rates.

@@ -89,7 +89,7 @@ class LearningRateSweep(Callback):
     def on_after_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer, outcome: Any
     ) -> None:
-        """Count skipped steps. With a fused optimizer, the outcome is known just before the next step."""
+        """Count skipped steps. With a fused optimizer, the outcome is known only just before the next step."""
         self._skips += outcome.skipped
         self._skips_in_a_row = self._skips_in_a_row + 1 if outcome.skipped else 0
 
