@@ -67,7 +67,7 @@ def pages() -> dict[str, str]:
 
 
 def _anchors(page: str) -> Iterator[tuple[str, str]]:
-    """Return the names that a page documents, and their link anchors. A repeated name gets the suffix ``-1``."""
+    """Return the names that a page documents, and their link anchors. A repeated name gets a suffix, such as ``-1``."""
     met = Counter[str]()
     for marks, name in re.findall(r"^(##+) (\w+)$", page, re.MULTILINE):
         anchor = name.lower()

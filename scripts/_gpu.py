@@ -379,7 +379,7 @@ def overhead(part: Part) -> None:
 
 
 FIRST, LAST = 10, 20
-"""Kernels and waits are counted from the start of batch ``FIRST`` to the start of batch ``LAST``."""
+"""Kernels and synchronizations are counted from the start of batch ``FIRST`` to the start of batch ``LAST``."""
 
 
 class Counter:

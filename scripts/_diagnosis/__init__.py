@@ -1,1 +1,1 @@
-"""Programs that train badly, each with the verdict that fits it, and programs that only look as if they did."""
+"""Broken training programs, each with its correct verdict, and healthy programs that look broken."""

@@ -48,7 +48,7 @@ class Result:
 
     @property
     def verdict(self) -> str:
-        """The verdict that the user reads; "healthy" without one."""
+        """Return the verdict that the user reads, or "healthy" if there is none."""
         found = re.search(r"^ *Verdict: (\w+)", self.text, re.MULTILINE)
         return found[1] if found is not None else "healthy"
 
@@ -111,7 +111,7 @@ def report_in(text: str) -> str:
 
 
 def learns(losses: list[float]) -> bool:
-    """Return whether a run was finite to its end, and its loss fell."""
+    """Return whether the losses of a run are finite to its end, and lower there than at its start."""
     if len(losses) < 12 or not all(map(math.isfinite, losses[12:])):
         return False
     first = sum(losses[:12]) / 12

@@ -2,8 +2,9 @@
 
 Run as a process, ``python frameworks.py FRAMEWORK PROGRAM ...`` prints the results as JSON.
 
-The differences from ordinary programs: on a CPU, Lightning replaces ``16-mixed`` by bfloat16, and Accelerate and
-Transformers replace it by float32, so a float16 scaler is passed to each; operations follow CUDA's autocast lists.
+Two things differ from ordinary programs. A float16 scaler is passed to each trainer, because on a CPU, Lightning would
+replace ``16-mixed`` by bfloat16, and Accelerate and Transformers would replace it by float32. And operations follow
+CUDA's autocast lists.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ class Outcome:
 
 
 class Scaler(torch.amp.GradScaler):
-    """Counts the skipped steps."""
+    """Count the skipped steps."""
 
     skipped = 0
 
@@ -87,7 +88,7 @@ class Scaler(torch.amp.GradScaler):
 
 
 class Forward(nn.Module):
-    """Returns the loss of a batch as the output of the model, and records it."""
+    """Return the loss of a batch as the output of the model, and record it."""
 
     def __init__(self, program: Program, losses: list[float]) -> None:
         super().__init__()

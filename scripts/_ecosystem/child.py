@@ -141,7 +141,7 @@ def install(who: str, old_name: bool) -> ModuleType:
 
 
 def main(program: str, who: str, folder: Path, timeout: int, old_name: bool, cases: list[str]) -> None:
-    """Import the program once, and run each case in a process forked from this one: imports take the longest."""
+    """Import the program once, because imports take the longest, and run each case in a fork of this process."""
     import torch
 
     torch.set_num_threads(1)

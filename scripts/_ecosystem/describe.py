@@ -86,7 +86,7 @@ def describes() -> None:
 
 
 def name_of(thing: Any) -> str:
-    """Return the full name of a class or a function, which is the same for each package of Lightning that has it."""
+    """Return the full name of a class or function, with ``pytorch_lightning`` replaced by ``lightning.pytorch``."""
     name = f"{getattr(thing, '__module__', None) or 'builtins'}.{getattr(thing, '__qualname__', repr(thing))}"
     return re.sub(r"^(pytorch_lightning|lightning_fabric)\.", lambda m: OTHER[m[1]], name)
 

@@ -1,7 +1,7 @@
 """Environments for libraries: ``.ecosystem/NAME`` in the checkout, filled by uv. Standard library only.
 
-uv links files from its cache, so that several environments hold torch once. It uses the package index that pip is
-configured for.
+uv links files from its cache, so that several environments share one copy of torch. It uses the package index that pip
+is configured for.
 """
 
 from __future__ import annotations

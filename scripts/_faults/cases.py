@@ -77,7 +77,7 @@ def of(who: str, setup: Setup) -> Setup:
 def resume(
     bench: Bench, who: str, folder: Path, setup: Setup, detail: str = "", without: int = -1, **options: Any
 ) -> Outcome:
-    """Run the same command again, and compare at its end."""
+    """Run the same command again, and compare its result with the undisturbed run."""
     reference = bench.reference(who, setup=setup, **options)
     before = len(read_diary(folder / "batches_0.jsonl"))
     again = bench.train(who, folder, setup=setup, **options)

@@ -21,7 +21,7 @@ SETUP = replace(TWO, ballast=2)
 
 
 def resume(bench: Bench, who: str, folder: Path, setup: Setup, detail: str = "") -> Outcome:
-    """Start the same command again on two ranks, and compare at its end."""
+    """Start the same command again on two ranks, and compare its result with the undisturbed run."""
     reference = bench.reference(who, setup=setup, ranks=2, **OPTIONS)
     before = len(read_diary(folder / "batches_0.jsonl"))
     runs = bench.ranks(who, folder, setup=setup, **OPTIONS)
