@@ -48,7 +48,7 @@ class Result:
 
     @property
     def verdict(self) -> str:
-        """Return the verdict that the user reads, or "healthy" if there is none."""
+        """Return the verdict that the user reads, or "healthy" without a verdict."""
         found = re.search(r"^ *Verdict: (\w+)", self.text, re.MULTILINE)
         return found[1] if found is not None else "healthy"
 
