@@ -32,7 +32,7 @@ from trainer.engine.child_processes import write_stderr
 from trainer.files import write_text
 
 _RUNS = itertools.count()
-"""Numbers the runs of this process; equal on all processes. Part of the keys, because the store outlives a run."""
+"""Counts the runs, equally on all processes. The count is part of the keys, because the store outlives a run."""
 _CHECKS_PER_TIMEOUT = 20
 """Number of checks before a run without progress counts as stalled."""
 _LINES = 4

@@ -32,7 +32,7 @@ class Diagnosis:
             not finite when training began), "divergence", "unknown", or "none".
         cause: one sentence.
         remedy: one change, in the caller's syntax.
-        finding: the replay that it rests on.
+        finding: the replay that the diagnosis is based on.
         step: ``trainer.global_step`` when the weight update began.
         in_a_row: number of skipped steps in a row up to this step; 0 if it was not skipped.
         tried: the result of trying the remedy on the batch; "" if it cannot be tried.
