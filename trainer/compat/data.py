@@ -273,8 +273,8 @@ class DataSource:
                 made.start_epoch(self._trainer.progress.epochs_trained)
                 made.open()  # as early as in Lightning, because opening draws random numbers
         if resumed:
-            # Recreate them when those of the saved run would be recreated, but not inside an epoch. If that is before
-            # the first epoch, the random states that they draw from have been restored by then.
+            # Recreate the dataloaders when the saved run would have recreated its own, but not inside an epoch. Even
+            # before the first epoch of this run, the random states that they draw from are already restored.
             made_in = resumed.get("made_in", self._made_in[stage])
             if not (self._trainer.progress.batches_this_epoch and self._is_past(made_in)):
                 self._note_epoch(stage, made_in)
