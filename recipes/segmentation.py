@@ -25,9 +25,9 @@ from trainer.record.figures import figures_of, write_confusion_matrix, write_pic
 
 
 class UNet(nn.Module):
-    """The network of "U-Net: Convolutional Networks for Biomedical Image Segmentation" (2015), with two changes.
+    """A UNet (Ronneberger, Fischer and Brox 2015, https://arxiv.org/abs/1505.04597) with padding and BatchNorm.
 
-    Convolutions are padded, so that masks are as large as images, and are followed by BatchNorm.
+    Convolutions are padded, so that masks are as large as images. BatchNorm follows each 3x3 convolution.
 
     Args:
         num_classes: number of output channels.
