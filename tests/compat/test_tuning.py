@@ -169,13 +169,15 @@ def test_batch_size_found_in_the_middle_of_a_training_is_used(tmp_path: Any) -> 
     sizes: list[int] = []
 
     class Watched(Tunable):
+        memory = 6
+
         def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
             sizes.append(len(batch[1]))
 
-    finder = BiggerInTheSecondEpoch(max_trials=1, init_val=4, steps_per_trial=1)
+    finder = BiggerInTheSecondEpoch(max_trials=3, init_val=2, steps_per_trial=1)
     trainer = ours(max_epochs=2, default_root_dir=tmp_path, callbacks=[finder])
     trainer.fit(Watched())
-    assert [(size, len(list(group))) for size, group in itertools.groupby(sizes)] == [(2, 8), (4, 4)]
+    assert [(size, len(list(group))) for size, group in itertools.groupby(sizes)] == [(2, 8 + 1), (4, 1 + 4)]
     assert trainer.global_step == 8 + 4
 
 

@@ -53,7 +53,10 @@ def attach_finders(trainer: Trainer, session: ExitStack) -> None:
 
 def rerun(trainer: Trainer, stage: RunningStage) -> None:
     """Run the loop of ``stage`` from its beginning, with the current callbacks, limits and dataloaders."""
+    limits, steps = trainer.loop.limits, trainer.global_step
     with trainer._signal_connector.inner_run(), _preserve_outer_run(trainer):
+        if 0 < limits.max_steps <= steps:  # set by ``scale_batch_size``, for the steps of this run only
+            limits.max_steps += steps
         trainer._runner.repeat(stage)
 
 
