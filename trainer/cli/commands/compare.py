@@ -10,7 +10,7 @@ Examples:
     python -m trainer compare +recipe=resnet50 precision=32,16-mixed,bf16-mixed
   Compare quickly, in two epochs:
     python -m trainer compare +recipe=resnet50 trainer.max_epochs=2
-  Accept at most 0.5 points less accuracy, and require 1.5x the speed on a GPU; otherwise the exit status is 1:
+  Accept at most 0.5 points less accuracy, and exit with status 1 if any threshold is missed:
     python -m trainer compare +recipe=resnet50 compare.accuracy_tolerance=0.5 compare.strict=true
   Compare other settings in one precision:
     python -m trainer compare +recipe=resnet50 precision=16-mixed +optimizer.fused=false,true

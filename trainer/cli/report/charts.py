@@ -33,8 +33,8 @@ class Line:
         color: index in the palette; equal labels have equal colors in all charts of a sweep.
         faint: whether it is drawn in the background of another line, without an entry in the legend.
         steps: whether the value is constant until the next point.
-        name: title of the chart that :func:`overlay` draws with this line of each run. Default: the title of the chart
-            that has this line, or the label if that chart has several lines.
+        name: title of the chart in which :func:`overlay` draws this line of each run. Default: the title of the line's
+            own chart, or the label if that chart has several lines.
         is_detail: whether charts of several runs leave it out.
     """
 
