@@ -71,6 +71,7 @@ LINE = {
     "'optimizer.lr=a b:{'": "Cannot parse the setting 'optimizer.lr=a b:{'",
     "'hydra.run.dir=${nme}'": "hydra.run.dir: Interpolation key 'nme' not found.",
     "hydra.sweep.dir=a": "hydra.sweep.dir=a has no effect on a single run. Use hydra.run.dir instead, or add -m.",
+    "'optimizer.lr=[1,2]'": "write them without brackets: -m optimizer.lr=1,2",
     "hydra/sweeper=optuna": "hydra/sweeper=optuna has no effect on a single run. Add -m.",
     "'model.start=${data.strat}'": "model.start: Interpolation key 'data.strat' not found.",
     "hydra.run.dir=line_fit.py": "Cannot write to line_fit.py: it is a file, expected a folder.",
@@ -197,6 +198,19 @@ def test_files_that_are_not_options_are_named(project, capsys):
     write(project, {"conf/recipe/a.yml": "", "conf/b.yaml": ""})
     assert "The name of conf/recipe/a.yml has to be conf/recipe/a.yaml." in complaint(["fit", "+recipe=a"], capsys)
     assert "The name of conf/b.yaml has to be conf/recipe/b.yaml." in complaint(["fit", "+recipe=b"], capsys)
+
+
+def test_sweep_without_its_mode(project, capsys):
+    write(project, {"conf/sweep/rates.yaml": "# @package _global_\nhydra: {sweeper: {params: {seed: '1,2'}}}\n"})
+    message = complaint(["fit", "+recipe=line", "+sweep=rates"], capsys)
+    assert "+sweep=rates has no effect on a single run. Add -m." in message
+    assert validate(read(["fit", "-m", "+recipe=line", "+sweep=rates"])).seed == 1
+
+
+def test_options_in_other_folders(project, capsys):
+    write(project, {"conf/recipe/sub/deep.yaml": "", "more/recipe/far.yaml": "# @package _global_\ndefaults: [line]\n"})
+    assert "Did you mean 'sub/deep'?" in complaint(["fit", "+recipe=deep"], capsys)
+    assert validate(read(["fit", "+recipe=far", "hydra.searchpath=[file://more]"])).seed == 42
 
 
 def test_wrong_folder(tmp_path, monkeypatch, capsys):

@@ -42,6 +42,7 @@ ELSEWHERE = [
     ("logger: {csv: {save_dir: $ELSEWHERE/x}}", "logger.csv.save_dir"),
     ("logger: {csv: {_target_: lightning.pytorch.loggers.CSVLogger, _args_: [FOLDER]}}", "logger.csv._args_[0]"),
     ("trainer: {default_root_dir: FOLDER}", "trainer.default_root_dir"),
+    ("name: ../../x", "name"),
     *(
         (
             f"logger: {{m: {{_target_: lightning.pytorch.loggers.MLFlowLogger, tracking_uri: '{uri}'}}}}",
@@ -73,6 +74,14 @@ def test_folder_elsewhere_is_allowed_on_the_command_line(run, capsys, tmp_path_f
     assert main(["test", "ckpt=given"]) == 2
     word = re.search(r"add it to the command: '(.*)'", capsys.readouterr().err)
     assert main(["test", "ckpt=given", word[1]]) == 0
+
+
+def test_run_in_a_folder_elsewhere_is_used_and_continued(project, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("elsewhere")
+    assert main(["fit", "+recipe=line", "+name=a", f"hydra.run.dir={folder}/1"]) == 0
+    assert main(["test", f"ckpt={folder}/1"]) == 0
+    assert main(["fit", f"ckpt={folder}/1", "trainer.max_epochs=3", f"hydra.run.dir={folder}/2"]) == 0
+    assert len(list(folder.glob("1/test/*/run.json"))) == len(list(folder.glob("2/checkpoints/last.ckpt"))) == 1
 
 
 def test_config_of_the_user_writes_anywhere(project, tmp_path):

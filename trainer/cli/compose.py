@@ -106,6 +106,10 @@ class Composer:
         self.config_name = arguments.flags.get("--config-name", CONFIG_NAME)
         self.loader = _Loader(search_path)
         self.parser = OverridesParser.create(config_loader=self.loader)
+        places = [word for word in arguments.overrides if word.startswith("hydra.searchpath=")]
+        self.parse(places)  # raises if one is malformed
+        _, repository = self.loader._parse_overrides_and_create_caching_repo(self.config_name, places)
+        self.loader.repository = repository  # type: ignore[assignment]
 
     def parse(self, overrides: Sequence[str]) -> list[Override]:
         """Return the parsed overrides.

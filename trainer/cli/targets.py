@@ -26,6 +26,7 @@ from types import ModuleType
 from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
+from omegaconf import OmegaConf
 
 from trainer import packages
 from trainer.arguments import describe
@@ -229,12 +230,13 @@ class Allowlist:
             )
 
     def _check_written(self, entry: Entry) -> None:
-        """Refuse a folder outside the working directory for files that callbacks, loggers or the Trainer write."""
+        """Refuse folders to write to, except in the working directory and in the folder of the run."""
         key, value = entry.key, entry.value
         is_folder = entry.name in _FOLDERS or entry.target.partition(".")[0] in PACKAGES
-        if key.partition(".")[0] not in _WRITERS or not is_folder or any(within(key, (one,)) for one in self._given):
+        is_written = key == "name" or (key.partition(".")[0] in _WRITERS and is_folder)
+        if not is_written or any(within(key, (one,)) for one in self._given):
             return
-        if _is_outside_working_dir(value):
+        if _is_outside(f"outputs/{value}" if key == "name" else value):
             raise UsageError(
                 f"{key} is {value} in a config that comes with a checkpoint, expected a folder in the working"
                 f" directory. To write there, add it to the command: '{key}={value}'"
@@ -292,18 +294,18 @@ def _runs_code(name: str) -> bool:
     return within(name, _REFUSED) or last == "load_from_checkpoint" or (last in _REFUSED_NAMES and not _is_own(name))
 
 
-def _is_outside_working_dir(text: str) -> bool:
-    """Return whether ``text``, read as a path or an address to write to, is outside the working directory."""
+def _is_outside(text: str) -> bool:
+    """Return whether ``text``, a path or an address, is outside the working directory and the folder of the run."""
     if re.match(r"https?://(?!.*::)", text):
         return False
     if re.match(r"sqlite:///(?!.*[%?:])", text):  # excludes URIs, because SQLite decodes escapes in them
         text = text.removeprefix("sqlite:///")
-    path, working_dir = (
-        re.sub(r"^(?:file|local):", "", os.path.expandvars(text), flags=re.IGNORECASE),
-        Path.cwd().resolve(),
-    )
+    path = re.sub(r"^(?:file|local):", "", os.path.expandvars(text), flags=re.IGNORECASE)
+    hydra: Any = HydraConfig.get()
+    run_folder = OmegaConf.select(hydra, "runtime.output_dir") or "."  # missing before it is created
     try:
-        return "://" in path or not (working_dir / Path(path).expanduser()).resolve().is_relative_to(working_dir)
+        place = (Path.cwd() / Path(path).expanduser()).resolve()
+        return "://" in path or not any(place.is_relative_to(Path(folder).resolve()) for folder in (".", run_folder))
     except (RuntimeError, ValueError):  # an unknown home directory, a null byte
         return True
 

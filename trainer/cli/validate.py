@@ -232,8 +232,9 @@ def _hint_other_file(group: str, name: str, known: Sequence[str]) -> str:
     """Return a hint if the option is written as a path or a class, or its file is not one of the configs; else ""."""
     stem = Path(name).name.removesuffix(".yml").removesuffix(".yaml")
     files = (Path("conf", group, f"{stem}.yml"), Path("conf", f"{stem}.yaml"))
-    if stem != name and stem in known:
-        return f" Did you mean {stem!r}?"
+    inside = [option for option in options(group) if option.endswith(f"/{name}")]
+    if inside or (stem != name and stem in known):
+        return f" Did you mean {(inside or [stem])[0]!r}?"
     if found := next((file for file in files if file.is_file()), None):
         return f" The name of {found} has to be conf/{group}/{stem}.yaml."
     if group in _REPLACEABLE and re.fullmatch(r"[a-zA-Z_]\w*(\.\w+)+", name):
@@ -426,6 +427,8 @@ def _check_value(key: str, value: Any, default: Any) -> None:
         return  # `_check_values` rejects NaN
     else:
         problem = mistake(key, value, accepted_by_default(default))
+    if problem and isinstance(value, list):
+        problem += f" To run one job for each value, write them without brackets: -m {key}={','.join(map(str, value))}"
     if problem:
         raise UsageError(problem)
 
@@ -481,7 +484,7 @@ def _check_mode(overrides: Sequence[Override], *, is_sweep: bool) -> None:
         key = override.key_or_group
         if is_sweep and key == "hydra.run.dir":
             raise UsageError(f"{override.input_line} has no effect on a sweep. Use hydra.sweep.dir instead.")
-        if not is_sweep and re.match(r"hydra[./](sweep|sweeper|launcher)\b", key):
+        if not is_sweep and re.match(r"hydra[./](sweep|sweeper|launcher)\b|sweep$", key):
             instead = " Use hydra.run.dir instead, or add -m." if key == "hydra.sweep.dir" else " Add -m."
             raise UsageError(f"{override.input_line} has no effect on a single run.{instead}")
 
