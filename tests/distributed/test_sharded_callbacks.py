@@ -435,6 +435,9 @@ SCENARIOS: dict[str, Callable[..., dict[str, Any]]] = {
     ),
     "report, None on rank 0": partial(train_with_reports, net=WITHOUT_RANK_0, **WINDOW),
     "no report, None on rank 0": partial(train_with_reports, report=OFF, net=WITHOUT_RANK_0, **WINDOW),
+    "report, None on rank 0 so far": partial(
+        train_with_reports, net={"bad": {(1, 0): "forward"}, "none_at": {(0, 0)}}
+    ),
     "report on request": partial(train_with_reports, report={"at_step": 2}),
     "collapse": partial(
         train, callbacks=[OverflowReport(collapse_after=4), ModelCheckpoint()],
@@ -549,6 +552,14 @@ def test_underflow_and_norms_are_those_of_whole_gradients(results: Results) -> N
         assert len(layers) >= 4
         assert min(layers.values()) > 0
         assert rank["layer_norms"] == pytest.approx(layers, rel=1e-6)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_first_step_without_a_loss_on_one_rank_is_explained_on_both(results: Results, engine: str) -> None:
+    first, second = results("report, None on rank 0 so far", engine)
+    assert first["reports"] == second["reports"]
+    assert len(first["reports"]) == 1
+    assert "mul in 'net.2' (Overflow)" in first["reports"][0]
 
 
 def test_replays_leave_no_trace(results: Results) -> None:

@@ -76,7 +76,7 @@ class _Fit:
             processes.
         weights_step: the step of ``weights``.
         known: the last step at which all values were finite.
-        first_norm: norm of the weights when the fit began, if they are not copied.
+        first_norm: norm of the weights when the fit began. None if they are copied, and before the first loss.
         updates: number of updates since the last check.
         checks: number of checks at the end of an update.
         lowest: the lowest median of the losses between two checks.
@@ -327,8 +327,10 @@ class OverflowReport(RunCallback):
         first = min((batch.step for batch in batches), default=step)
         recent = [recorded for recorded in fit.recent if recorded.step < first]
         try:
-            norm = fit.first_norm  # reading it is a host-device synchronization
-            since = fit.known if norm is None or not trainer.engine.any_rank(not norm.isfinite()) else -1
+            norm = fit.first_norm  # reading it is a host-device synchronization; None on a rank without a loss so far
+            since = fit.known if norm is None or norm.isfinite() else -1
+            if trainer.world_size > 1:
+                since = int(trainer.engine.reduce(torch.tensor(since, device=trainer.engine.device), "min"))
             evidence = recent, fit.weights, since, fit.first_buffers
             case = Case(step, batches, scale, *evidence, fit.skips, trigger, self.reports, fit.weights_step, error)
             found = diagnose(trainer, case)
