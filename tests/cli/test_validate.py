@@ -200,11 +200,19 @@ def test_files_that_are_not_options_are_named(project, capsys):
     assert "The name of conf/b.yaml has to be conf/recipe/b.yaml." in complaint(["fit", "+recipe=b"], capsys)
 
 
+def test_debug_settings_override_the_recipe_in_any_order(project):
+    write(project, {"conf/debug/short.yaml": "# @package _global_\ntrainer: {max_epochs: 7}\n"})
+    for words in (["+recipe=line", "+debug=short"], ["+debug=short", "+recipe=line"]):
+        assert validate(read(["fit", *words])).trainer.max_epochs == 7
+    assert validate(read(["fit", "+debug=short", "trainer.max_epochs=8", "+recipe=line"])).trainer.max_epochs == 8
+
+
 def test_sweep_without_its_mode(project, capsys):
     write(project, {"conf/sweep/rates.yaml": "# @package _global_\nhydra: {sweeper: {params: {seed: '1,2'}}}\n"})
     message = complaint(["fit", "+recipe=line", "+sweep=rates"], capsys)
     assert "+sweep=rates has no effect on a single run. Add -m." in message
     assert validate(read(["fit", "-m", "+recipe=line", "+sweep=rates"])).seed == 1
+    assert validate(read(["fit", "+recipe=line", "+sweep=rates", "hydra.mode=RUN"])).seed == 42  # a job
 
 
 def test_options_in_other_folders(project, capsys):

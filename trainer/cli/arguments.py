@@ -91,7 +91,8 @@ class Arguments:
     Args:
         command: a name of `trainer.cli.commands`, or None if none was given.
         words: the words without ``=`` after the command, such as the name of a recipe.
-        overrides: Hydra's overrides in the order given, with aliases replaced and without ``command=``.
+        overrides: Hydra's overrides in the order given, with those of ``+debug`` and ``+sweep`` last, aliases replaced,
+            and without ``command=``.
         flags: value of each flag by its long spelling; ``""`` for flags without a value.
         requeued: whether ``resume=auto`` was added because Slurm requeued the job.
     """
@@ -158,6 +159,7 @@ def read(argv: Sequence[str]) -> Arguments:
             arguments.words.append(word)
         else:
             _read_command(word, arguments)
+    arguments.overrides.sort(key=lambda word: word.startswith(("+debug=", "+sweep=")))  # they override the recipe
     if arguments.command == "compare":
         _complete_comparison(arguments)
     if arguments.multirun and arguments.shows:

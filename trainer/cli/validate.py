@@ -479,12 +479,16 @@ def _check_hydra(config: DictConfig) -> None:
 
 
 def _check_mode(overrides: Sequence[Override], *, is_sweep: bool) -> None:
-    """Refuse settings of Hydra on the command line that have no effect in a single run, or in a sweep."""
+    """Refuse settings of Hydra on the command line that have no effect in a single run, or in a sweep.
+
+    A job of a sweep, which has ``hydra.mode=RUN``, may keep the settings of the sweep.
+    """
+    has_mode = any(override.key_or_group == "hydra.mode" for override in overrides)
     for override in overrides:
         key = override.key_or_group
         if is_sweep and key == "hydra.run.dir":
             raise UsageError(f"{override.input_line} has no effect on a sweep. Use hydra.sweep.dir instead.")
-        if not is_sweep and re.match(r"hydra[./](sweep|sweeper|launcher)\b|sweep$", key):
+        if not (is_sweep or has_mode) and re.match(r"hydra[./](sweep|sweeper|launcher)\b|sweep$", key):
             instead = " Use hydra.run.dir instead, or add -m." if key == "hydra.sweep.dir" else " Add -m."
             raise UsageError(f"{override.input_line} has no effect on a single run.{instead}")
 
