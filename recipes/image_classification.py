@@ -198,8 +198,8 @@ class ImageClassifier(L.LightningModule):
 class PredictionTable(BasePredictionWriter):
     """Writes ``predictions.csv`` with the most probable class of each predicted image.
 
-    The columns are ``path``, ``class`` and ``probability``. If the data module is not an `ImageFolder`, ``path``
-    is the second item of the batch, such as the label.
+    The columns are ``path``, ``class`` and ``probability``. If the data module is not an `ImageFolder`, ``path`` is the
+    index of the image in the dataset.
 
     Args:
         dirpath: folder of the file.
@@ -209,10 +209,12 @@ class PredictionTable(BasePredictionWriter):
         super().__init__(write_interval="batch")
         self.path = Path(dirpath) / "predictions.csv"
         self._rows: list[tuple[int, str, float]] = []
+        self._samples: Sequence[tuple[str, Any]] | None = None  # of an ImageFolder
 
     def on_predict_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Begin a new table."""
-        self._rows = []
+        splits = getattr(getattr(trainer, "datamodule", None), "splits", {})
+        self._rows, self._samples = [], getattr(splits.get("predict"), "samples", None)
 
     def write_on_batch_end(
         self,
@@ -227,7 +229,10 @@ class PredictionTable(BasePredictionWriter):
         """Add the rows of a batch. This is a host-device synchronization."""
         best = prediction.max(dim=1)
         name_of: Callable[[int], str] = getattr(pl_module, "name_of", str)
-        columns = (batch[1].tolist(), map(name_of, best.indices.tolist()), best.values.tolist())
+        # the batches of an ImageFolder contain the numbers of their images, and leave out those that cannot be read
+        has_numbers = self._samples is not None or batch_indices is None
+        numbers = batch[1].tolist() if has_numbers else batch_indices
+        columns = (numbers, map(name_of, best.indices.tolist()), best.values.tolist())
         self._rows += zip(*columns, strict=True)
 
     def on_predict_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -238,8 +243,7 @@ class PredictionTable(BasePredictionWriter):
             dist.all_gather_object(tables, self._rows)
         if not trainer.is_global_zero:
             return
-        splits = getattr(getattr(trainer, "datamodule", None), "splits", {})
-        samples = getattr(splits.get("predict"), "samples", None)
+        samples = self._samples
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("w", encoding="utf-8", newline="") as file:
             table = csv.writer(file)

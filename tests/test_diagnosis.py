@@ -122,6 +122,19 @@ def test_error_about_shapes_before_there_was_a_batch_blames_none(trainer: Any) -
     assert not hasattr(caught.value, "__notes__")
 
 
+def test_error_that_cannot_be_explained_is_raised(trainer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Mistaken(Module):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            raise ValueError("the shapes do not match")
+
+    def fail(batch: Any) -> str:
+        raise TypeError("a batch of another class")
+
+    monkeypatch.setattr("trainer.diagnosis.describe_batch", fail)
+    with pytest.raises(ValueError, match="the shapes do not match"):
+        trainer.fit(Mistaken(), loader_of(make_batches(2)))
+
+
 def test_errors_of_a_dataset_are_not_changed(trainer: Any) -> None:
     with pytest.raises(MistakeError) as caught:
         trainer.fit(Module(), loader(raise_mistake))

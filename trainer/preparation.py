@@ -408,9 +408,10 @@ def _share_batch(loop: FitLoop, needs_equal_counts: str | None, may_be_empty: bo
             " metrics are reduced over all of them. Divide the data evenly."
         )
     if not all_have_batch and needs_equal_counts is not None:
+        limit = f"Set Trainer(limit_train_batches={batches}), or divide" if batches else "Divide"
         raise ConfigurationError(
             f"A process has {batches} training batches in this epoch, and others have more. {needs_equal_counts} needs"
-            f" the same number in each. Set Trainer(limit_train_batches={batches}), or divide the data evenly."
+            f" the same number in each. {limit} the data evenly."
         )
     if loop.metrics.shares_steps is not all_have_batch:
         loop.metrics.share_steps(all_have_batch)

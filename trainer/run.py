@@ -122,7 +122,9 @@ class Run:
             return
         except BaseException as error:
             stall = None if self.stalls is None else self.stalls.found
-            explained = diagnosis.explain(error, self._trainer, self._folder, stall)
+            explained = None
+            with suppress(Exception):  # raise `error`, even if it cannot be explained
+                explained = diagnosis.explain(error, self._trainer, self._folder, stall)
             with self._signals.ending(error):
                 self._fail(explained or error)
             if explained is not None:

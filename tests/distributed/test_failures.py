@@ -56,4 +56,4 @@ def test_killed_rank_is_named_and_ends_a_sleeping_rank(
 def test_kill_of_rank_0_ends_a_sleeping_rank(python: WarmPython) -> None:
     status, output = run(python, "ddp", "0", "training", "dies")
     assert status == -9
-    assert "has died during the run. Rank 1 cannot continue without it, and exits." in output
+    assert "has died during the run. Local rank 1 cannot continue without it, and exits." in output

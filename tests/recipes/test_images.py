@@ -6,14 +6,17 @@ import csv
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import LightningModule
 from PIL import Image
 from torch.utils.data import DataLoader, TensorDataset
 from torchvision import models
 
-from recipes.image_classification import ImageClassifier
+from recipes.image_classification import ImageClassifier, PredictionTable
 from recipes.transfer_learning import TransferNet
 from tests.recipes.samples import THINGS, caltech256, sample_for
 from tests.support import make_trainer
@@ -105,3 +108,15 @@ def test_data_without_classes_are_refused_before_the_first_batch(tmp_path: Path)
     data = DataLoader(TensorDataset(torch.zeros(4, 3, 32, 32), torch.zeros(4, dtype=torch.int64)))
     with pytest.raises(ValueError, match="num_classes is None, and the data module has no `classes`"):
         make_trainer(tmp_path).fit(module, data, data)
+
+
+def test_predictions_of_other_datasets_have_the_index_of_the_image(tmp_path: Path) -> None:
+    trainer: Any = SimpleNamespace(world_size=1, is_global_zero=True)
+    table, module = PredictionTable(str(tmp_path)), LightningModule()
+    probabilities, labels = torch.tensor([[0.25, 0.75], [0.5, 0.5]]), torch.ones(2)
+    table.on_predict_start(trainer, module)
+    table.write_on_batch_end(trainer, module, probabilities, [5, 4], (torch.zeros(2, 3, 8, 8), labels), 0, 0)
+    table.on_predict_end(trainer, module)
+    with table.path.open() as file:
+        rows = [(row["path"], row["probability"]) for row in csv.DictReader(file)]
+    assert rows == [("4", "0.5000"), ("5", "0.7500")]

@@ -193,7 +193,8 @@ def parent_watched() -> Iterator[None]:
 def _exit_without_parent(parent: int) -> None:
     rank = os.environ.get("LOCAL_RANK", "?")
     write_stderr(
-        f"Rank 0 (process {parent}) has died during the run. Rank {rank} cannot continue without it, and exits."
+        f"The process that started this one (process {parent}, local rank 0) has died during the run. Local rank {rank}"
+        " cannot continue without it, and exits."
     )
     time.sleep(GRACE)
     _exit(1)
