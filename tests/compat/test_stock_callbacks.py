@@ -26,6 +26,7 @@ from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader, IterableDataset
 
 from tests.parity import CLASSES, FEATURES, Classifier, RecordingLogger, data, ours, plain, run_both
+from trainer.errors import ResumeError
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # warnings of these callbacks are not tested
 
@@ -236,6 +237,23 @@ def test_model_pruning(tmp_path: Any) -> None:
 
     theirs, mine = run_both(scenario)
     assert theirs == mine
+
+
+def test_inexact_resume_with_pruning_is_refused(tmp_path: Any) -> None:
+    def fit(max_epochs: int, start: Any = None, **arguments: Any) -> Any:
+        module = Net()
+        pruning = ModelPruning("l1_unstructured", amount=0.5, parameters_to_prune=[(module.net, "weight")])
+        trainer = ours(max_epochs=max_epochs, callbacks=[pruning], **arguments)
+        trainer.fit(module, ckpt_path=start)
+        return trainer
+
+    path = tmp_path / "saved.ckpt"
+    fit(1).save_checkpoint(path)
+    fit(1, path)
+    with pytest.raises(ResumeError, match=r"pruned weights, but not the masks.* Trainer\(exact_resume=False\)"):
+        fit(2, path)
+    with pytest.warns(UserWarning, match="pruned weights, but not the masks"):
+        assert fit(2, path, exact_resume=False).current_epoch == 2
 
 
 # --- writing --------------------------------------------------------------------------------------------------------

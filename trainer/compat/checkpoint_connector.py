@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from lightning.pytorch.callbacks import Checkpoint, Timer
+from lightning.pytorch.callbacks import Checkpoint, ModelPruning, Timer
 from lightning.pytorch.trainer.call import _call_callbacks_load_state_dict
 from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
@@ -155,7 +155,12 @@ class CheckpointConnector(_CheckpointConnector):
             report("%s", redaction.text(str(loaded)))
 
     def restore_fit(self) -> dict[str, Any] | None:
-        """Restore counters, optimizers and schedules. Return the checkpoint's state of this process, or None."""
+        """Restore counters, optimizers and schedules. Return the checkpoint's state of this process, or None.
+
+        Raises:
+            ConfigurationError: if the checkpoint has more epochs than ``max_epochs``.
+            ResumeError: if the resume cannot be exact and ``exact_resume`` is True.
+        """
         trainer, checkpoint = self.trainer, self._loaded_checkpoint
         if not checkpoint:
             trainer.progress.restart_epoch()
@@ -174,6 +179,15 @@ class CheckpointConnector(_CheckpointConnector):
             )
         state = self._process_state(checkpoint)
         position = loop_state.data_position_in(checkpoint, trainer.progress, trainer.max_steps != -1)
+        prunes = any(isinstance(callback, ModelPruning) for callback in trainer.callbacks)
+        if state is not None and prunes and not trainer.loop.limits.ends_fit():
+            problem = (
+                "A resume with ModelPruning is not exact: the checkpoint has the pruned weights, but not the masks, so"
+                " these weights are trained until the callback prunes again."
+            )
+            if trainer.exact_resume:
+                raise ResumeError(f"{problem} To resume anyway, set Trainer(exact_resume=False).")
+            rank_zero_warn(problem)
         if state is not None or position:
             trainer.data.resumed = (state or {}).get("data") or position
         return state
