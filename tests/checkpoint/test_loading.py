@@ -146,6 +146,9 @@ def test_another_module_or_optimizer(tmp_path: Path) -> None:
     other.configure_optimizers = lambda: torch.optim.Rprop(other.parameters(), lr=0.1)
     with pytest.raises(CheckpointError, match=r"is not of the class Rprop.* expected etas, step_sizes"):
         resume(path, other)
+    other.configure_optimizers = lambda: torch.optim.Adam([{"params": [one]} for one in other.parameters()])
+    with pytest.raises(CheckpointError, match=r"groups of \[\d+\] parameters, but Adam .* has \[1, 1.*BaseFinetuning"):
+        resume(path, other)
     wider.extra = torch.nn.Linear(2, 2)
     with pytest.raises(RuntimeError, match=r"Missing key\(s\) in state_dict.*extra\.weight"):
         resume(path, wider)

@@ -338,7 +338,7 @@ def _reorder_states(checkpoint: dict[str, Any], saved: list[list[str]], names: l
 
 
 def _refuse_other_kind(optimizer: Any, state: dict[str, Any]) -> None:
-    """Raise if both the saved and the current optimizer have settings that the other lacks.
+    """Raise if the saved optimizer has other groups, or if both optimizers have settings that the other lacks.
 
     If only one of them has such settings, it may come from another version, or have had a schedule.
     """
@@ -350,6 +350,14 @@ def _refuse_other_kind(optimizer: Any, state: dict[str, Any]) -> None:
             f" {', '.join(sorted(unknown))}; expected {', '.join(sorted(missing))}. Return the optimizer of the saved"
             " run from configure_optimizers, or start a new run with the weights of the checkpoint:"
             " Trainer.fit(weights=PATH)."
+        )
+    both = state.get("param_groups", ()), optimizer.param_groups
+    sizes, own = [[len(group["params"]) for group in groups] for groups in both]
+    if saved and sizes != own and type(optimizer).load_state_dict is Optimizer.load_state_dict:
+        raise CheckpointError(
+            f"The checkpoint's optimizer has parameter groups of {sizes} parameters, but {type(optimizer).__name__} of"
+            f" this run has {own}. Return all groups from configure_optimizers. To add groups during a run, use"
+            " lightning.pytorch.callbacks.BaseFinetuning, which adds them again before a resume."
         )
 
 
