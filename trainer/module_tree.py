@@ -20,6 +20,12 @@ def is_dense(tensor: Tensor) -> bool:
     return is_plain and not tensor.is_nested and not tensor.is_quantized
 
 
+def is_measurable(tensor: Tensor) -> bool:
+    """Return whether a tensor has a norm: it is dense, has elements, and is of a floating-point or complex dtype."""
+    is_real = is_dense(tensor) and tensor.is_floating_point() and tensor.element_size() > 1  # float8 has no norm
+    return (is_real or (is_dense(tensor) and tensor.is_complex())) and tensor.numel() > 0
+
+
 class OwnedTensor(NamedTuple):
     """A parameter or buffer of a module. A shared tensor has several owners.
 

@@ -18,7 +18,7 @@ from tests.parity import ours
 from tests.support import Regression, needs_fsdp2
 from trainer import FSDP2Strategy
 from trainer.callbacks import GradientAccumulation, GradientCheck
-from trainer.compat.fsdp import ParallelStrategy, ShardedEngine, _refuse_fused_sgd
+from trainer.compat.fsdp import ParallelStrategy, ShardedEngine, refuse_unsupported_optimizer
 from trainer.engine.sharding.sharded_gradients import ShardedGradients
 from trainer.errors import UnsupportedError
 
@@ -110,10 +110,10 @@ def test_static_graph_refuses_accumulation_that_is_set_later() -> None:
 
 def test_fused_sgd_is_refused() -> None:
     parameters = [nn.Parameter(torch.ones(2))]
-    _refuse_fused_sgd(torch.optim.SGD(parameters, lr=0.1, foreach=True))
-    _refuse_fused_sgd(torch.optim.AdamW(parameters, fused=True))
+    refuse_unsupported_optimizer(torch.optim.SGD(parameters, lr=0.1, foreach=True))
+    refuse_unsupported_optimizer(torch.optim.AdamW(parameters, fused=True))
     with pytest.raises(UnsupportedError, match="foreach=True"):
-        _refuse_fused_sgd(torch.optim.SGD(parameters, lr=0.1, fused=True))
+        refuse_unsupported_optimizer(torch.optim.SGD(parameters, lr=0.1, fused=True))
 
 
 @pytest.mark.whole

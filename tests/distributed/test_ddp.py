@@ -88,6 +88,24 @@ def test_parameters_unfrozen_later_are_averaged(ranks: Ranks, tmp_path: Path) ->
         assert_close(resumed[rank], whole[rank], 0.0)
 
 
+class UnfreezeInside(Callback):
+    """Trains the first layer from the third batch on."""
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        pl_module.net[0].requires_grad_(False)
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 2:
+            pl_module.net[0].requires_grad_(True)
+
+
+def test_parameters_unfrozen_inside_an_epoch_are_averaged(ranks: Ranks) -> None:
+    expected = fit(Regression(), {"callbacks": [UnfreezeInside()]}, 1)
+    assert not torch.equal(Regression().net[0].weight, expected["weights"]["net.0.weight"])
+    for rank in ranks.call(fit, Regression(), {"callbacks": [UnfreezeInside()]}):
+        assert_close(rank, expected, 1e-6)
+
+
 def test_none_with_find_unused_parameters(ranks: Ranks) -> None:
     """The forward had no tensors in None, so that DDP took all parameters for unused."""
     arguments = {"accumulate_grad_batches": 3, "max_epochs": 1}

@@ -13,7 +13,7 @@ from trainer.callbacks.run_callback import RunCallback
 from trainer.engine.optimizer_calls import needs_closure
 from trainer.engine.protocol import Engine
 from trainer.errors import ConfigurationError, NonFiniteError, expect, is_count, join_first, rank_zero_warn
-from trainer.module_tree import is_dense
+from trainer.module_tree import is_measurable
 from trainer.postmortem.diagnose import Case, diagnose
 from trainer.postmortem.recording import RecordedBatch, Recorder
 from trainer.precision.guard import StepGuard
@@ -208,8 +208,8 @@ def _nonfinite_parameters(module: LightningModule, engine: Engine) -> list[str]:
     If parameters are sharded, all processes must call it together, and get the same result.
     """
     part = engine.gradients.part
-    dense = [(name, p) for name, p in module.named_parameters() if is_dense(p) and p.numel()]
-    trained = [(name, part(p.detach())) for name, p in dense if p.requires_grad]
+    measurable = [(name, p) for name, p in module.named_parameters() if is_measurable(p)]
+    trained = [(name, part(p.detach())) for name, p in measurable if p.requires_grad]
     tensors = [parameter for _, parameter in trained]
     is_broken = bool(tensors) and not get_total_norm(tensors).isfinite()
     if not (engine.any_rank(is_broken) if engine.gradients.are_parts else is_broken):

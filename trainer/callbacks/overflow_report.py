@@ -30,7 +30,7 @@ from trainer.callbacks.run_callback import RunCallback
 from trainer.data.batches import identity
 from trainer.errors import LossScaleCollapse, expect, is_out_of_memory, warn
 from trainer.files import from_here, write_text
-from trainer.module_tree import is_dense
+from trainer.module_tree import is_dense, is_measurable
 from trainer.postmortem.diagnose import MAX_UNDERFLOW, Case, are_finite, diagnose
 from trainer.postmortem.host_batches import HostBatches, is_device_assert
 from trainer.postmortem.recording import RecordedBatch, storage_for
@@ -48,7 +48,6 @@ log = logging.getLogger(__name__)
 
 _BYTES = 2**26
 """Maximum size of the stored copy of the weights."""
-_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _KEEP_EVERY = 50
 """Minimum number of optimizer steps between two copies of the weights."""
 _GROWTH_FACTOR = 10.0
@@ -201,7 +200,8 @@ class OverflowReport(RunCallback):
         self._clean_up(trainer)
         self.reports = []
         part, scaler = trainer.engine.gradients.part, trainer.scaler
-        parts = {name: part(b.detach()) for name, b in pl_module.named_buffers() if is_dense(b) and b.dtype in _DTYPES}
+        real = {name: b for name, b in pl_module.named_buffers() if is_measurable(b) and not b.is_complex()}
+        parts = {name: part(buffer.detach()) for name, buffer in real.items()}
         buffers = {name: buffer.max() for name, buffer in parts.items() if buffer.numel()}
         self._fit = _Fit(trainer.loop, trainer.log_every_n_steps or 50, buffers, scaler.current_scale)
         self._fit.occurrences["step"] = int(self.at_step is None or trainer.global_step > self.at_step)
@@ -221,8 +221,8 @@ class OverflowReport(RunCallback):
             self._keep_weights(trainer, fit)
             if not fit.weights:
                 part = trainer.engine.gradients.part
-                dense = filter(is_dense, pl_module.parameters())
-                fit.first_norm = get_total_norm([part(p.detach()) for p in dense if p.numel()])
+                measurable = filter(is_measurable, pl_module.parameters())
+                fit.first_norm = get_total_norm([part(parameter.detach()) for parameter in measurable])
             most = (_KEEP_EVERY + fit.every) * window.size  # all batches since the copy of the weights
             fit.room, fit.stored = storage_for(loop.metrics.batch, most)
             fit.recent = deque(maxlen=fit.room)

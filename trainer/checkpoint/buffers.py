@@ -82,7 +82,7 @@ def restore(module: nn.Module, saved: Buffers, changed: Dtypes, first: Dtypes, d
         if (owner := owners.get(prefix)) is None:
             missing.append(path)
             continue
-        current = owner._buffers.get(name)
+        current = owner._buffers[name] if name in owner._buffers else None  # noqa: SIM401 - a ScriptModule has no `get`
         if value is None:
             _replace(owner, name, None)
             continue

@@ -29,6 +29,7 @@ from lightning.pytorch.utilities.migration.utils import pl_legacy_patch
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor, nn
 from torch.distributed.constants import default_pg_timeout
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -51,7 +52,15 @@ from trainer.engine.optimizer_states import SavedDtypes, keep_dtypes
 from trainer.engine.protocol import ModuleCalls, ScheduleConfig, Weight
 from trainer.engine.sharding.wrap import restore_module
 from trainer.engine.stalls import record_collectives
-from trainer.errors import CheckpointError, CheckpointWriteError, PrecisionError, UnsupportedError
+from trainer.errors import (
+    CheckpointError,
+    CheckpointWriteError,
+    ConfigurationError,
+    PrecisionError,
+    UnsupportedError,
+    join_first,
+)
+from trainer.module_tree import is_dense, parameters_of
 from trainer.precision.base import Precision
 from trainer.precision.scaler import LossScaler
 
@@ -136,7 +145,8 @@ class LightningEngine:
             )
         self._reductions = 0  # collectives of `reduce`
         self._communication: Communication | None = None
-        self._trained: list[bool] = []  # `requires_grad` of each parameter when DDP registered them
+        self._parameters: list[torch.nn.Parameter] = []  # of the module when DDP registered them
+        self._trained: list[bool] = []  # `requires_grad` of each of them
         # weak, because torch.distributed keeps the groups until the end
         self._async_max_groups: dict[str, Callable[[], Any]] = {}
         self._host_max: AsyncMax | None = None
@@ -342,9 +352,22 @@ class LightningEngine:
 
     def setup(self, *, fitting: bool) -> None:
         """Move and wrap the module; in a fit, create the optimizers."""
-        self.strategy.setup(self._trainer)
+        try:
+            self.strategy.setup(self._trainer)
+        except ConfigurationError:
+            raise
+        except (RuntimeError, NotImplementedError) as error:
+            unusual = [] if self.world_size == 1 else _unusual_tensors(self.model)
+            if not unusual:
+                raise
+            raise UnsupportedError(
+                f"Rank 0's values of {join_first(unusual, 8)} cannot be sent to the other processes. Expected dense"
+                " tensors of common dtypes: register these instead, and convert them in the forward pass. Initialize"
+                " lazy modules with one batch before the fit."
+            ) from error
         if fitting:
             self._follow_averages()
+            _refuse_outside_parameters(self.model, self.optimizers)
         self._trained = self._trained_parameters()
 
     def _follow_averages(self) -> None:
@@ -368,7 +391,8 @@ class LightningEngine:
             self._trained = trained
 
     def _trained_parameters(self) -> list[bool]:
-        return [parameter.requires_grad for parameter in self.model.parameters()]
+        self._parameters = list(self.model.parameters())
+        return [parameter.requires_grad for parameter in self._parameters]
 
     def step_function(self, name: str) -> Callable[..., Any]:
         """Return the module's step, called through the wrapper if there is one.
@@ -436,7 +460,11 @@ class LightningEngine:
 
     def gradient_sync(self, enabled: bool) -> AbstractContextManager[object]:
         """Return DDP's ``no_sync`` inside a window; a no-op on a single device."""
-        return _NULL_CONTEXT if enabled or self._ddp is None else self._ddp.block_backward_sync()
+        if self._ddp is None:
+            return _NULL_CONTEXT
+        if self._trained != [parameter.requires_grad for parameter in self._parameters]:  # changed inside an epoch
+            self.follow_trained_parameters()
+        return _NULL_CONTEXT if enabled else self._ddp.block_backward_sync()
 
     def gather(self, value: T) -> list[T]:
         """Gather each process's ``value`` on rank 0; [] on the others, and if the process group is not initialized."""
@@ -713,6 +741,36 @@ class _StrategyGradients(Gradients):
         loss = self.scale(zero_loss(model.parameters()))
         prepare_for_backward(model, loss)
         loss.backward()  # type: ignore[no-untyped-call]
+
+
+_SENDABLE = {
+    torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128,
+    torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool,
+}  # fmt: skip
+"""Dtypes that every process group can send."""
+
+
+def _unusual_tensors(module: torch.nn.Module) -> list[str]:
+    """Return the names of the tensors that a process group may be unable to send, with their dtype and layout."""
+    return [
+        f"{name} ({str(tensor.dtype)[6:]}, {str(tensor.layout)[6:]})"
+        for name, tensor in (*module.named_parameters(), *module.named_buffers())
+        if not is_dense(tensor) or tensor.dtype not in _SENDABLE or (0 in tensor.stride() and tensor.numel() > 1)
+    ]
+
+
+def _refuse_outside_parameters(module: torch.nn.Module, optimizers: Iterable[Optimizer]) -> None:
+    """Raise an error if an optimizer trains parameters that are not the module's: their gradients are not averaged."""
+    if not isinstance(module, (DistributedDataParallel, FSDPModule)):
+        return
+    own = {id(parameter) for parameter in module.parameters()}
+    found = (parameter for optimizer in optimizers for parameter in parameters_of(optimizer))
+    if outside := [tuple(parameter.shape) for parameter in found if id(parameter) not in own]:
+        raise UnsupportedError(
+            f"Got an optimizer of parameters that are not the module's, with the shapes {join_first(outside, 4)}: their"
+            " gradients would not be averaged over the processes. Make them part of the module: assign modules as"
+            " attributes or in nn.ModuleList, and tensors as nn.Parameter."
+        )
 
 
 def _run_idle_forward(model: Any) -> None:

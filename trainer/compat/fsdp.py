@@ -29,8 +29,9 @@ from trainer.engine.protocol import Weight
 from trainer.engine.sharding import state_dicts as state
 from trainer.engine.sharding.settings import IS_SUPPORTED, check_sharding
 from trainer.engine.sharding.sharded_gradients import ShardedGradients
-from trainer.engine.sharding.wrap import Blocks, ShardedModule, Sharding
+from trainer.engine.sharding.wrap import Blocks, ReplacedParameter, ShardedModule, Sharding
 from trainer.errors import ConfigurationError, UnsupportedError
+from trainer.module_tree import parameters_of
 from trainer.precision.fp32_modules import find_modules
 from trainer.precision.scaler import LossScaler
 from trainer.state.metric_objects import reduce_over_group
@@ -185,7 +186,7 @@ class FSDP2Strategy(DDPStrategy):
         if fitting:
             self.setup_optimizers(trainer)
             for optimizer in self.optimizers:
-                _refuse_fused_sgd(optimizer)
+                refuse_unsupported_optimizer(optimizer)
         self.setup_precision_plugin()
 
     def _describe(self, sharded: ShardedModule) -> str:
@@ -322,11 +323,23 @@ class ParallelStrategy(FSDP2Strategy):
         return bool(votes == self.world_size) if all else bool(votes)
 
 
-def _refuse_fused_sgd(optimizer: Optimizer) -> None:
-    if isinstance(optimizer, torch.optim.SGD) and any(group.get("fused") for group in optimizer.param_groups):
+def refuse_unsupported_optimizer(optimizer: Optimizer) -> None:
+    """Raise an error if an optimizer does not work with sharded parameters."""
+    name, is_fused = type(optimizer).__name__, any(group.get("fused") for group in optimizer.param_groups)
+    if isinstance(optimizer, (torch.optim.SGD, torch.optim.Adagrad)) and is_fused:
         raise UnsupportedError(
-            "Got SGD(fused=True) with parameters that are sharded, for which torch has no fused SGD. Use"
-            " SGD(foreach=True); AdamW(fused=True) works."
+            f"Got {name}(fused=True) with parameters that are sharded, for which torch has no fused {name}. Use"
+            f" {name}(foreach=True); AdamW(fused=True) works."
+        )
+    if isinstance(optimizer, torch.optim.Adafactor):
+        raise UnsupportedError(
+            "Got Adafactor with parameters that are sharded: torch's Adafactor would use the norms of shards as those"
+            " of the parameters. Use AdamW, or strategy='ddp'."
+        )
+    if any(isinstance(parameter, ReplacedParameter) for parameter in parameters_of(optimizer)):
+        raise UnsupportedError(
+            f"Got {name} with parameters that FSDP has replaced by shards. Create the optimizer and its parameter"
+            " groups in `configure_optimizers`, which runs afterwards."
         )
 
 
@@ -342,6 +355,10 @@ UNCALLED = {
 }
 """Methods of a strategy that the engine never calls, because it calls the module, which has FSDP's hooks. A strategy
 that overrides one of them is refused. The value is the method of the module to override instead."""
+
+
+_CHECKED_STEPS = 3
+"""Number of optimizer steps in which in-place changes of weights by ``training_step`` are detected."""
 
 
 class ShardedEngine(LightningEngine):
@@ -413,10 +430,16 @@ class ShardedEngine(LightningEngine):
         sharded, module = self._sharded(), self.strategy.lightning_module
         assert module is not None
         sharded.before_forward()
+        is_early = name == "training_step" and self._trainer.progress.optimizer_steps < _CHECKED_STEPS
         if name == "training_step" and not module.automatic_optimization:
             with sharded.manual_step():
-                return module.training_step(*args)
+                output = module.training_step(*args)
+                if is_early:
+                    sharded.refuse_changes()
+                return output
         output = super()._through_wrapper(name, *args)
+        if is_early:
+            sharded.refuse_changes()
         if not torch.is_grad_enabled():
             sharded.idle.remember(name)
             sharded.end_forward()

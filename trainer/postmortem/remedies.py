@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from trainer.engine.optimizer_calls import needs_closure
-from trainer.module_tree import has_forward, is_dense, plain_name
+from trainer.module_tree import has_forward, is_measurable, plain_name
 from trainer.postmortem.examine import Finding, examine
 from trainer.postmortem.recording import RecordedBatch
 from trainer.postmortem.replay import FLOAT32, UNCHANGED, Variant, backward, replay, run, undisturbed
@@ -121,7 +121,7 @@ def largest_update(trainer: Trainer, batches: Sequence[RecordedBatch]) -> float:
     """
     groups = {id(p): group for o in trainer.optimizers for group in o.param_groups for p in group["params"]}
     named = dict(trainer.lightning_module.named_parameters())
-    weights = [p.detach() for p in filter(is_dense, named.values()) if p.numel()]
+    weights = [parameter.detach() for parameter in filter(is_measurable, named.values())]
     largest = max((weight.abs().max().item() for weight in weights), default=1.0) or 1.0
     updates = [0.0]
 

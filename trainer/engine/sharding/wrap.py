@@ -23,14 +23,16 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from trainer.engine.initialisation import initialise
 from trainer.engine.sharding.idle import IdlePasses, call_with_hooks, sharded_modules
-from trainer.errors import ConfigurationError, UnsupportedError, did_you_mean
-from trainer.module_tree import all_modules, owned_buffers, owned_parameters
+from trainer.errors import ConfigurationError, UnsupportedError, did_you_mean, join_first
+from trainer.module_tree import all_modules, is_dense, owned_buffers, owned_parameters
 
 Blocks = Iterable[type[nn.Module] | str] | Callable[[nn.Module, DeviceMesh], Any] | None
 
 
 _LISTS = (nn.ModuleList, nn.ModuleDict)
 """Containers without a forward."""
+_CLASS = "_class_before_sharding"
+"""Attribute of a ``ReplacedParameter`` that holds its original class."""
 _SHARDED = "_sharded_module"
 """Attribute of a root that holds its ``ShardedModule`` while it is sharded."""
 _BUCKET = 250 * 2**20
@@ -46,6 +48,18 @@ class Sharding:
     policy: MixedPrecisionPolicy = field(default_factory=MixedPrecisionPolicy)
     cpu_offload: bool = False
     sync_each_batch: bool = True
+
+
+class ReplacedParameter(nn.Parameter):
+    """An original parameter while its module is sharded: it has no elements, and using it raises an error."""
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Raise an error instead of computing with no elements."""
+        raise RuntimeError(
+            "Got a parameter that FSDP has replaced by shards. Read parameters from the module when they are used"
+            " (`self.net.parameters()`), instead of from a list that was created before the fit."
+        )
 
 
 class ShardedModule:
@@ -85,8 +99,7 @@ class ShardedModule:
         self._of_root: dict[nn.Module, list[Any]] = {}  # FSDP parameters of the root, by owning module
         self.handles: list[Any] = []
         self._in_float32: set[nn.Module] = set()
-        self._refuse_scalars()
-        self._refuse_complex()
+        _refuse_unsupported(module)
         blocks: set[nn.Module] = set()
         if callable(settings.blocks):
             self._materialize(module)
@@ -99,12 +112,14 @@ class ShardedModule:
             blocks = set(find_blocks(module, settings.blocks, float32_blocks))
         self._shard(module, blocks, set())
         self._refuse_ignored()
+        self._refuse_mixed_dtypes()
         module.set_reduce_scatter_unused_params(True)  # type: ignore[operator]  # for batches without a loss
         enter_once(module)
         initialise(module, torch.device("cpu") if settings.cpu_offload else device, self._fill_shard)
         self._free_originals()
         self.blocks = len(sharded_modules(module)) - 1
-        self._buffers = _persistent_buffers(module)
+        buffers = {one.tensor: (one.owner, one.name) for one in owned_buffers(module)}
+        self._buffers = [place for buffer, place in buffers.items() if not isinstance(buffer, DTensor)]
         self.idle = IdlePasses(module, self.before_forward)
         vars(module)[_SHARDED] = self
 
@@ -155,10 +170,15 @@ class ShardedModule:
         _broadcast(whole)
 
     def _free_originals(self) -> None:
-        """Free the original tensors that have been copied into shards."""
+        """Free the original tensors that have been copied into shards, and copy their Python attributes."""
         for owner, name, parameter in self._owners:
-            if isinstance(owner._parameters.get(name), DTensor) and parameter.numel() and not parameter.is_meta:
-                parameter.data = parameter.data.new_empty(0)
+            sharded: Any = owner._parameters.get(name)
+            if isinstance(sharded, DTensor) and not isinstance(parameter, ReplacedParameter):
+                marks = {key: value for key, value in vars(parameter).items() if not key.startswith("_fsdp_")}
+                vars(sharded).update(marks)  # for `configure_optimizers`, for example
+                if not parameter.is_meta:
+                    parameter.data = parameter.data.new_empty(0)
+                    vars(parameter)[_CLASS], parameter.__class__ = type(parameter), ReplacedParameter
 
     def _fill_shard(self, whole: Tensor, sharded: Any) -> None:
         """Broadcast an initialized parameter from rank 0, and copy each process's part into its shard."""
@@ -172,33 +192,29 @@ class ShardedModule:
 
     def _refuse_ignored(self) -> None:
         if names := [name for name, parameter in self.root.named_parameters() if not hasattr(parameter, "device_mesh")]:
-            restore_sharded(self.root, {})
+            self._restore()
             raise UnsupportedError(
                 f"Got fully_shard(..., ignored_params=...) with {', '.join(names[:8])} left out, expected all"
                 " parameters: their gradients would not be averaged over the processes. Remove that argument."
             )
 
-    def _refuse_scalars(self) -> None:
-        names = [name for name, parameter in self.root.named_parameters() if not parameter.ndim]
-        if names:
-            raise UnsupportedError(
-                f"Got the parameter{'s' * (len(names) > 1)} {', '.join(names)} without a dimension, expected at least"
-                " one to shard: torch's fully_shard does not support scalars. Use torch.ones(1) instead of"
-                " torch.tensor(1.0)."
-            )
-
-    def _refuse_complex(self) -> None:
-        names = [name for name, parameter in self.root.named_parameters() if parameter.is_complex()]
-        if names:
-            raise UnsupportedError(
-                f"Got the complex parameter{'s' * (len(names) > 1)} {', '.join(names[:8])}, expected real ones:"
-                " torch's fully_shard needs parameters of one dtype. Use strategy='ddp', or make each a real parameter"
-                " of shape (..., 2) and call torch.view_as_complex on it in the forward pass."
-            )
+    def _refuse_mixed_dtypes(self) -> None:
+        names = {id(parameter): name for name, parameter in self.root.named_parameters()}
+        for group in (one for part in sharded_modules(self.root) for one in part._get_fsdp_state()._fsdp_param_groups):
+            by_dtype: dict[torch.dtype, str] = {}
+            for parameter in (one.sharded_param for one in group.fsdp_params if one.sharded_param.requires_grad):
+                by_dtype.setdefault(parameter.dtype, names[id(parameter)])
+            if len(by_dtype) > 1:
+                self._restore()
+                found = " and ".join(f"{name} ({str(dtype)[6:]})" for dtype, name in by_dtype.items())
+                raise UnsupportedError(
+                    f"Got trained parameters of different dtypes in one block, expected one dtype: {found}. Convert"
+                    " them to one dtype, make their modules blocks (FSDP2Strategy(blocks=...)), or use strategy='ddp'."
+                )
 
     def before_forward(self) -> None:
         """Broadcast the buffers from rank 0, as DDP does before each forward: running means, for example."""
-        found = (owner._buffers.get(name) for owner, name in self._buffers)  # SWA replaces buffers
+        found = (getattr(owner, name, None) for owner, name in self._buffers)  # SWA replaces buffers
         _broadcast([buffer for buffer in found if buffer is not None])
 
     def prepare_manual(self) -> Callable[..., None]:
@@ -252,6 +268,29 @@ class ShardedModule:
         if self.root in self._of_root:
             self._gather_root(self.root, ())
 
+    def refuse_changes(self) -> None:
+        """Raise an error if gathered parameters of the root were changed in place. The shards would not change.
+
+        Raises:
+            UnsupportedError: with the names of the changed parameters.
+        """
+        root: Any = self.root
+        names, changed = {id(parameter): name for name, parameter in root.named_parameters()}, []
+        for group in (one for one in root._get_fsdp_state()._fsdp_param_groups if one.is_unsharded):
+            for parameter in group.fsdp_params:
+                whole, sharded = parameter.unsharded_param, parameter.sharded_param
+                if isinstance(whole, DTensor):  # with tensor parallelism
+                    continue
+                placed = distribute_tensor(whole.detach(), sharded.device_mesh, sharded.placements, src_data_rank=None)
+                shard = sharded.to_local().detach().to(whole.device, whole.dtype)
+                if not torch.allclose(placed.to_local(), shard, rtol=0, atol=0, equal_nan=True):
+                    changed.append(names[id(whole)])
+        if changed:
+            raise UnsupportedError(
+                f"training_step has changed {join_first(changed, 8)} in place. Under FSDP, this changes a gathered copy"
+                " and is lost. Change weights in on_train_batch_end instead, or use strategy='ddp'."
+            )
+
     def _renew_root(self, *_: Any) -> None:
         self.reshard_root()
         self._open_root()
@@ -275,8 +314,67 @@ class ShardedModule:
             handle.remove()
         for module in sharded_modules(self.root):
             module.reshard()
-        restore_sharded(self.root, {(owner, name): parameter for owner, name, parameter in self._owners})
+        self._restore()
         del vars(self.root)[_SHARDED]
+
+    def _restore(self) -> None:
+        restore_sharded(self.root, {(owner, name): parameter for owner, name, parameter in self._owners})
+
+
+def _refuse_unsupported(root: nn.Module) -> None:
+    """Raise an error if torch cannot shard a parameter, or would silently lose its hooks, ties or in-place changes."""
+    found: dict[str, list[str]] = {}
+    for name, reason in _problems(root):
+        found.setdefault(reason, []).append(name)
+    for reason, names in found.items():
+        raise UnsupportedError(f"FSDP cannot shard {join_first(names, 8)}: {reason}")
+
+
+def _problems(root: nn.Module) -> Iterator[tuple[str, str]]:
+    """Yield the names of unsupported modules and parameters, with the reason and the remedy."""
+    for kind, named in ((_PARTS, root.named_modules()), (_PARAMETERS, root.named_parameters())):
+        for name, one in named:
+            yield from ((name, reason) for reason, applies in kind.items() if applies(one))
+    owners: dict[int, str] = {}  # parameters by their address in memory
+    for name, tensor in (*root.named_parameters(), *root.named_buffers()):
+        if isinstance(tensor, DTensor) or not is_dense(tensor) or tensor.is_meta or not tensor.numel():
+            continue
+        other = owners.setdefault(tensor.data_ptr(), name if isinstance(tensor, nn.Parameter) else "")
+        if other not in ("", name):
+            yield name, f"it shares memory with {other}, but would become a separate copy. {_TIE}"
+
+
+_TIE = "Assign the same parameter to both modules (decoder.weight = encoder.weight), or use strategy='ddp'."
+_PARTS: dict[str, Callable[[Any], bool]] = {
+    "torch's fully_shard does not support scripted modules. Use the original module.": (
+        lambda part: isinstance(part, torch.jit.ScriptModule) and any(True for _ in part.parameters())
+    ),
+    "sparse gradients cannot be reduced to shards. Use sparse=False, or strategy='ddp'.": (
+        lambda part: isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.sparse
+    ),
+    "max_norm changes the weight in the forward pass, and the change would be lost. Use torch.renorm on the output.": (
+        lambda part: isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.max_norm is not None
+    ),
+}
+"""Reasons to refuse a module, with the condition."""
+_PARAMETERS: dict[str, Callable[[Any], bool]] = {
+    "expected a dense parameter with values. Initialize lazy modules with one batch before the fit.": (
+        lambda parameter: not is_dense(parameter)
+    ),
+    "torch's fully_shard needs a dimension. Use torch.ones(1) instead of torch.tensor(1.0).": (
+        lambda parameter: is_dense(parameter) and not parameter.ndim
+    ),
+    "torch's fully_shard does not support complex parameters. Use strategy='ddp', or make each a real parameter of"
+    " shape (..., 2) and call torch.view_as_complex on it in the forward pass.": torch.is_complex,
+    "torch cannot reduce a gradient without elements. Call requires_grad_(False) on it.": (
+        lambda parameter: is_dense(parameter) and parameter.requires_grad and not parameter.numel()
+    ),
+    "hooks on the gradient of a parameter (register_hook) would not be called, because FSDP computes with gathered"
+    " copies. Change gradients in on_before_optimizer_step, or use strategy='ddp'.": (
+        lambda parameter: bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
+    ),
+}
+"""Reasons to refuse a parameter, with the condition."""
 
 
 def restore_sharded(root: nn.Module, before: dict[tuple[nn.Module, str], nn.Parameter]) -> None:
@@ -304,6 +402,8 @@ def restore_sharded(root: nn.Module, before: dict[tuple[nn.Module, str], nn.Para
 def _gathered(sharded: Any, before: nn.Parameter | None) -> nn.Parameter:
     """Return the whole parameter on the CPU, in the original object unless that is on the meta device."""
     whole = sharded.full_tensor().detach().cpu()
+    if isinstance(before, ReplacedParameter):
+        before.__class__ = vars(before).pop(_CLASS)
     if before is None or before.is_meta:
         return nn.Parameter(whole, requires_grad=sharded.requires_grad)
     before.data = whole
@@ -405,15 +505,6 @@ def _owns_parameters(block: nn.Module, uses: Mapping[Tensor, int]) -> bool:
 
 def _nothing() -> None:
     pass
-
-
-def _persistent_buffers(module: nn.Module) -> list[tuple[nn.Module, str]]:
-    found = {
-        buffer: (part, name)
-        for _, part, name, buffer in owned_buffers(module)
-        if name not in part._non_persistent_buffers_set and not isinstance(buffer, DTensor)
-    }
-    return list(found.values())
 
 
 def _broadcast(tensors: list[Tensor]) -> None:

@@ -1,0 +1,209 @@
+"""Modules with weights and buffers of all kinds on two ranks: trained as by torch's DDP and resumed, or refused."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torch.distributed import get_rank
+from torch.nn.parallel import DistributedDataParallel
+
+from tests.distributed.ranks import Ranks
+from tests.distributed.setups import Saves
+from tests.support import loader_of, make_trainer, needs_fsdp2
+from trainer.errors import UnsupportedError
+
+
+class Core(nn.Module):
+    """A net with a part, which :attr:`use` applies to the features."""
+
+    use: Callable[[Any, Tensor], Tensor] = staticmethod(lambda part, x: x * part)
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Linear(4, 4)
+        self.add_part()
+
+    def add_part(self) -> None:
+        """Register ``part``."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return type(self).use(self.part, self.net(x).tanh()).abs().square().mean()
+
+    def make_optimizer(self) -> torch.optim.Optimizer:
+        groups = {True: [], False: []}
+        for parameter in self.parameters():
+            groups[getattr(parameter, "decays", True)].append(parameter)
+        return torch.optim.AdamW(
+            [{"params": groups[True], "weight_decay": 0.9}, {"params": groups[False], "weight_decay": 0.0}], lr=0.1
+        )
+
+
+class FrozenIntegers(Core):
+    def add_part(self) -> None:
+        self.part = nn.Parameter(torch.arange(4), requires_grad=False)
+
+
+class Marked(Core):
+    """Has a parameter with an attribute that selects its group."""
+
+    def add_part(self) -> None:
+        self.part = nn.Parameter(torch.ones(4))
+        self.part.decays = False
+
+
+class Running(Core):
+    """Updates a non-persistent buffer by the data of each rank."""
+
+    def add_part(self) -> None:
+        self.register_buffer("part", torch.ones(4), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.part.mul_(0.9).add_(x.mean(0) * 0.1)
+        return super().forward(x)
+
+
+class Scripted(Core):
+    use = staticmethod(lambda part, x: part(x) * torch.arange(4))
+
+    def add_part(self) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # deprecated
+            self.part = torch.jit.script(nn.BatchNorm1d(4))
+
+
+class Complex(Core):
+    def add_part(self) -> None:
+        self.part = nn.Parameter(torch.complex(torch.ones(4), torch.full((4,), 0.5)))
+
+
+class SparseBuffer(Core):
+    def add_part(self) -> None:
+        self.register_buffer("part", torch.eye(4).to_sparse())
+
+
+class FromBefore(Core):
+    """Has its parameters in a list from before the fit."""
+
+    def add_part(self) -> None:
+        self.part, self.all = 1.0, (list(self.net.parameters()),)
+
+    def make_optimizer(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD([{"params": self.all[0]}], lr=0.1)
+
+
+class Outside(Core):
+    """Trains a layer in a plain list."""
+
+    use = staticmethod(lambda part, x: part[0](x))
+
+    def add_part(self) -> None:
+        self.part = [nn.Linear(4, 4)]
+
+    def make_optimizer(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD([*self.parameters(), *self.part[0].parameters()], lr=0.1)
+
+
+class ChangesWeights(Core):
+    """Moves the weights of a frozen copy in ``training_step``."""
+
+    use = staticmethod(lambda part, x: x * part(x))
+
+    def add_part(self) -> None:
+        self.part = nn.Linear(4, 4).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.part.weight.data.lerp_(self.net.weight.data, 0.5)
+        return super().forward(x)
+
+
+class Fitted(LightningModule):
+    def __init__(self, kind: type[Core]) -> None:
+        super().__init__()
+        self.core = kind()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.core(batch)
+
+    def configure_optimizers(self) -> Any:
+        return self.core.make_optimizer()
+
+
+def batches() -> list[Tensor]:
+    return list(torch.randn(6, 3, 4, generator=torch.Generator().manual_seed(get_rank())))
+
+
+def tensors(core: Core) -> dict[str, Tensor]:
+    return {name: one.detach().clone() for name, one in (*core.named_parameters(), *core.named_buffers())}
+
+
+def fit(kind: type[Core], strategy: str, folder: Path, resume: bool = False) -> dict[str, Tensor]:
+    """Return the tensors after a fit, with the default callbacks of a Trainer."""
+    module = Fitted(kind)
+    options: dict[str, Any] = {
+        "enable_checkpointing": True,
+        "callbacks": [Saves(str(folder), [3])],
+        "max_epochs": 2,
+        "use_distributed_sampler": False,
+    }
+    trainer = make_trainer(folder, devices=2, strategy=strategy, **options)
+    trainer.fit(module, loader_of(batches()), ckpt_path=folder / "batch_3.ckpt" if resume else None)
+    return tensors(module.core)
+
+
+def refusal(kind: type[Core], strategy: str, folder: Path) -> str:
+    """Return the message of the error that refuses a fit."""
+    with pytest.raises((UnsupportedError, RuntimeError)) as caught:
+        fit(kind, strategy, folder)
+    return str(caught.value)
+
+
+def fit_by_hand(kind: type[Core]) -> dict[str, Tensor]:
+    core = kind()
+    model, optimizer = DistributedDataParallel(core), core.make_optimizer()
+    for batch in batches() * 2:
+        optimizer.zero_grad()
+        model(batch).backward()
+        optimizer.step()
+    return tensors(core)
+
+
+TRAINED = [
+    *((kind, "ddp") for kind in (FrozenIntegers, Scripted, Complex, Running)),
+    *(pytest.param(kind, "fsdp", marks=needs_fsdp2) for kind in (FrozenIntegers, Marked, Running)),
+]
+
+
+@pytest.mark.parametrize(("kind", "strategy"), TRAINED)
+def test_fit_and_resumed_fit_equal_the_hand_written_loop(
+    ranks: Ranks, tmp_path: Path, kind: type[Core], strategy: str
+) -> None:
+    expected = ranks.call(fit_by_hand, kind)
+    for resume in (False, True):
+        for found, tensors_by_hand in zip(ranks.call(fit, kind, strategy, tmp_path, resume), expected, strict=True):
+            torch.testing.assert_close(found, tensors_by_hand, rtol=0, atol=1e-6)
+
+
+REFUSED = {
+    (SparseBuffer, "ddp"): r"values of core\.part \(float32, sparse_coo\) cannot be sent",
+    (SparseBuffer, "fsdp"): r"values of core\.part \(float32, sparse_coo\) cannot be sent",
+    (Outside, "ddp"): r"not the module's, with the shapes \(4, 4\), \(4,\): .*averaged.*nn\.ModuleList",
+    (Outside, "fsdp"): r"not the module's, with the shapes",
+    (FromBefore, "fsdp"): r"replaced by shards",
+    (ChangesWeights, "fsdp"): r"changed core\.part\.weight in place",
+}
+
+
+@needs_fsdp2
+@pytest.mark.parametrize(("kind", "strategy"), REFUSED)
+def test_fit_is_refused(ranks: Ranks, tmp_path: Path, kind: type[Core], strategy: str) -> None:
+    for message in ranks.call(refusal, kind, strategy, tmp_path):
+        assert re.search(REFUSED[kind, strategy], message)
