@@ -294,7 +294,7 @@ def test_sweep_written_in_a_config(project, jobs):
     write(project, {"conf/sweep/mine.yaml": f"# @package _global_\n{sweep}"})
     assert main(["fit", "+recipe=line", "+sweep=mine", "optimizer.lr=0.1,0.2"]) == 0
     words = [command[3:8] for command, _ in jobs.started]
-    assert [(word[0], word[3]) for word in words] == [
+    assert [(word[0], word[2]) for word in words] == [
         ("precision=32-true", "optimizer.lr=0.1"), ("precision=32-true", "optimizer.lr=0.2"),
         ("precision=bf16-mixed", "optimizer.lr=0.1"), ("precision=bf16-mixed", "optimizer.lr=0.2"),
     ]  # fmt: skip
