@@ -75,7 +75,7 @@ def test_report(folder, capsys, monkeypatch):
     assert f"- **16-mixed**: {verdict}\n  - Saves less than 30% of the memory. Mixed precision keeps" in text
     assert (
         "- Equal in all runs: seed 42, 1 x NVIDIA A100, 3 epochs (60 optimizer steps), the first batch of every"
-        " epoch.\n- Each setting has one run" in text
+        " epoch.\n- Each setting has only one run" in text
     )
     out = capsys.readouterr().out
     assert f"16-mixed: {verdict}\n  - Saves less" in out
