@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -128,11 +129,14 @@ class ScaleCurve(Curves):
 
 
 class Points(Dataset[list[torch.Tensor]]):
+    def __init__(self) -> None:
+        self.noise = random.Random(1)
+
     def __len__(self) -> int:
         return 12
 
     def __getitem__(self, index: int) -> list[torch.Tensor]:
-        return [torch.arange(4.0).add(index).sin() + 0.1 * torch.randn(4)]
+        return [torch.arange(4.0).add(index).sin() + 0.1 * torch.randn(4) + 0.1 * self.noise.random()]
 
 
 class Saver(Checkpoint):
@@ -164,8 +168,9 @@ def train(
     options: dict[str, Any] = {"max_epochs": 2, "val_check_interval": 3, "num_sanity_val_steps": 0, **arguments}
     options |= {"logger": rows, "log_every_n_steps": 1, "enable_checkpointing": True}
     trainer = make_trainer(folder, callbacks=[*callbacks, saver], **options)
-    data = None if make is DrawsData else DataLoader(Points(), 2, shuffle=True, collate_fn=collate)
-    trainer.fit(module, data, DataLoader(Points(), 4), ckpt_path=start)
+    points = Points()  # of both stages, which share its generator
+    data = None if make is DrawsData else DataLoader(points, 2, shuffle=True, collate_fn=collate)
+    trainer.fit(module, data, DataLoader(points, 4), ckpt_path=start)
     state = {
         "weights": {name: value.clone() for name, value in module.state_dict().items()},
         "optimizers": [optimizer.state_dict() for optimizer in trainer.optimizers],

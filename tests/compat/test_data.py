@@ -179,6 +179,27 @@ def test_workers_of_dataloaders_that_are_replaced_are_shut_down() -> None:
     assert made[-1]._iterator is None
 
 
+def test_dataloader_of_two_stages_may_have_persistent_workers() -> None:
+    """A validation inside an epoch does not take the training batches away."""
+
+    class Notes(Callback):
+        def __init__(self) -> None:
+            self.trained, self.validated = list[Any](), list[Any]()
+
+        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, *_: Any) -> None:
+            self.trained.append(batch[0].tolist())
+
+        def on_validation_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, *_: Any) -> None:
+            self.validated.append(batch[0].tolist())
+
+    notes, loader = Notes(), data(8, num_workers=1, persistent_workers=True)
+    expected = [batch[0].tolist() for batch in data(8)]
+    trainer = ours(max_epochs=1, val_check_interval=2, num_sanity_val_steps=0, callbacks=[notes])
+    trainer.fit(Classifier(), loader, loader)
+    assert notes.trained == expected
+    assert notes.validated == expected * (len(expected) // 2)
+
+
 def test_modes_of_several_dataloaders_are_refused_as_by_lightning() -> None:
     trainer = ours(max_epochs=1)
     with pytest.raises(ValueError, match='`CombinedLoader\\(mode="sequential"\\)`'):

@@ -485,6 +485,33 @@ def test_attributes_of_samplers_and_datasets_that_change(make: Any) -> None:
         check(make, epochs=3, limit=2, only=slice(1, None, every))
 
 
+SHARED = np.random.default_rng(7)
+
+
+class Changes(Noisy):
+    """Creates a generator at the first sample, replaces one in each epoch, and draws from a global one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.late: Any = None
+        self.of_the_epoch = np.random.default_rng(0)
+        SHARED.bit_generator.state = np.random.default_rng(7).bit_generator.state
+
+    def set_epoch(self, epoch: int) -> None:
+        self.of_the_epoch = np.random.default_rng(epoch)
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if self.late is None:
+            self.late = random.Random(1)
+        own = [self.late.random(), self.of_the_epoch.random(), SHARED.random()]
+        return torch.cat([super().__getitem__(index), torch.tensor(own, dtype=torch.float64)])
+
+
+@pytest.mark.parametrize("how", [{}, {"num_workers": 1}, STAY], ids=["here", "in workers", "in persistent workers"])
+def test_generators_that_are_created_replaced_or_global(how: dict[str, Any]) -> None:
+    check(lambda: DataLoader(Changes(), 2, shuffle=True, **how), epochs=3, only=slice(1, None, 5))
+
+
 class Begins(Stream):
     """Starts at the position set by ``load_state_dict`` once."""
 

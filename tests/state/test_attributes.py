@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import io
+import random
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, Sampler
 
 from tests.support import nested_tensor
 from trainer.state.attributes import AttributeChanges, is_watched
@@ -75,6 +77,20 @@ def test_plain_values_are_restored(name: str, value: Any) -> None:
     assert restored.read() == state
 
 
+class Weighted(Sampler[int]):
+    def __init__(self) -> None:
+        self.weights, self.losses = torch.zeros(100_000), dict.fromkeys(range(5000), 0.0)
+
+
+def test_weights_of_samplers_may_be_large() -> None:
+    sampler, other = Weighted(), Weighted()
+    watched, restored = AttributeChanges([sampler]), AttributeChanges([other])
+    sampler.weights[70_000] = 1.5  # in place
+    sampler.losses[4000] = 2.5
+    restored.write(through_a_file(watched.read()))
+    assert (other.weights[70_000].item(), other.weights.sum().item(), other.losses[4000]) == (1.5, 1.5, 2.5)
+
+
 def test_conjugate_is_restored() -> None:
     thing, other = Thing(), Thing()
     watched, restored = AttributeChanges([thing]), AttributeChanges([other])
@@ -103,14 +119,64 @@ def test_containers_are_restored_in_place() -> None:
 @pytest.mark.parametrize(
     "value", [object(), iter([1]), [object()], list(range(1000)), torch.ones(10_000), nested_tensor()], ids=type
 )
-def test_object_with_other_changes_is_not_restored(value: Any) -> None:
+def test_other_values_are_not_restored(value: Any) -> None:
     thing, other = Thing(), Thing()
     watched = AttributeChanges([thing])
     thing.handle, thing.number = value, 2
     state = watched.read()
     assert AttributeChanges.lost(state) == ["Thing.handle"]
     AttributeChanges([other]).write(through_a_file(state))
-    assert other.number == 1
+    assert (other.handle, other.number) == (None, 2)
+
+
+def test_attribute_that_was_another_kind_of_value_is_restored() -> None:
+    thing = Thing()
+    thing.handle = handle = object()
+    watched = AttributeChanges([thing])
+    before = watched.read()
+    thing.handle = 3
+    watched.write(before)
+    assert thing.handle is handle
+
+
+KINDS: list[Callable[[], Any]] = [
+    lambda: torch.Generator().manual_seed(1),
+    lambda: random.Random(2),
+    lambda: np.random.RandomState(3),
+    lambda: np.random.RandomState(np.random.PCG64(3)),
+    lambda: np.random.default_rng(4),
+    lambda: np.random.Generator(np.random.MT19937(5)),
+]
+
+
+def draw(generator: Any) -> float:
+    if isinstance(generator, torch.Generator):
+        return torch.rand((), generator=generator).item()
+    return float(generator.random())
+
+
+@pytest.mark.parametrize("make", KINDS)
+def test_generators_that_were_created_later_are_restored(make: Callable[[], Any]) -> None:
+    (thing, first), (other, second) = (Thing(), Thing()), (Thing(), Thing())
+    thing.number, other.number = make(), make()  # saved elsewhere, until it is replaced
+    watched, restored = AttributeChanges([thing, first]), AttributeChanges([other, second])
+    draw(thing.number)
+    assert watched.read() == [["Thing", {}], ["Thing", {}]]
+    thing.number = thing.handle = first.handle = make()
+    draw(thing.number)
+    restored.write(through_a_file(watched.read()))
+    assert other.number is other.handle is second.handle
+    assert type(other.number) is type(thing.number)
+    assert [draw(other.number) for _ in range(3)] == [draw(thing.number) for _ in range(3)]
+
+
+def test_only_generators_of_holders_are_watched() -> None:
+    thing, other = Thing(), Thing()
+    thing.handle, other.handle = random.Random(1), random.Random(1)
+    watched, restored = AttributeChanges([], [thing]), AttributeChanges([], [other])
+    thing.handle, thing.number = random.Random(2), 5
+    restored.write(through_a_file(watched.read()))
+    assert (other.handle.random(), other.number) == (random.Random(2).random(), 1)
 
 
 def test_state_dict_is_used_if_there_is_one() -> None:

@@ -46,8 +46,8 @@ class ProcessState:
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
         self.kept_batches: ClosureOptimization | None = None
-        self._before_validation: State = {}  # parts of the state; {} before the first validation
-        self._updates_before_validation: dict[str, int] = {}  # of the metric objects
+        # parts of the state, and the counts of updates of the metric objects; {} before the first validation
+        self._before_validation: State = {}
         self._first_modes: modes.Modes = {}
         self._first_dtypes: buffers.Dtypes = {}  # dtypes of buffers
         self._first_numbers: list[communication.State] = []
@@ -65,9 +65,10 @@ class ProcessState:
         trainer = self._trainer
         self._training_modes = modes.modes_of(trainer.lightning_module)
         metrics = MetricObjects(trainer.lightning_module)
-        self._updates_before_validation = metrics.counts()
         self._before_validation = {
+            "counts": metrics.counts(),
             "rng": random_states.capture(trainer.engine.device),
+            "data": trainer.loop.batches.state_dict(),  # the datasets may share generators
             "metric_objects": metrics.state_dict(copies=True),
             "seen_batches": self._seen_batches(),
             "evaluation": self._evaluation(),
@@ -82,8 +83,8 @@ class ProcessState:
         is_over = progress.epochs_trained > progress.epoch  # the values logged in the epoch are about to be reset
         loops = [one for _, one in self._eval_loops()] + [loop] * is_over
         unfinished = {name for one in loops for name in _logged_names(one.metrics, metrics)}
-        before = self._before_validation if progress.owes_validation else {}
-        updates = self._updates_before_validation if before else metrics.counts()
+        before = dict(self._before_validation) if progress.owes_validation else {}
+        updates = before.pop("counts", metrics.counts())
         changed = {name for name, count in metrics.counts().items() if count != updates.get(name)}
         objects = metrics.state_dict(without=unfinished | changed)
         objects |= {name: own for name, own in before.get("metric_objects", {}).items() if name in changed - unfinished}

@@ -319,6 +319,7 @@ class DataSource:
         for loader in combined.flattened:
             _check_dataloader_iterable(loader, source, function)
         unprepared, combined.flattened = combined.flattened, [self._prepare(one, stage) for one in combined.flattened]
+        self._separate_workers(combined, stage)
         samplers = self._put_in_order(combined, unprepared) if training and self.elastic_state is not None else []
         with warnings.catch_warnings():
             if training and combined._mode != "max_size":  # an empty dataloader raises an error later, except `[]`
@@ -353,6 +354,22 @@ class DataSource:
         if samplers and type(made) is LoaderSet:
             made.announce = partial(_set_batch_weight, trainer.loop.window, samplers[0])
         return made
+
+    def _separate_workers(self, combined: CombinedLoader, stage: RunningStage) -> None:
+        """Replace dataloaders that are in use already by copies, if their workers persist.
+
+        Such a dataloader has one iterator: a validation inside an epoch of the same dataloader would end the epoch.
+        """
+        others = [ready for other, ready in self._ready.items() if ready is not None and other is not stage]
+        used = {id(one) for ready in others for one in ready.combined.flattened}
+        loaders = combined.flattened
+        for place, loader in enumerate(loaders):
+            if id(loader) in used and getattr(loader, "persistent_workers", False):
+                loaders[place] = view = copy(loader)
+                vars(view)["_iterator"] = None
+                vars(view).pop("_get_iterator", None)  # the time limit of the other one's iterators
+            used.add(id(loader))
+        combined.flattened = loaders
 
     def _lengths(self, combined: CombinedLoader, training: bool) -> list[float]:
         """Return the number of batches of each dataloader in this process; inf for one without a length.

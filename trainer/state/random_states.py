@@ -6,23 +6,24 @@ it, and a worker process can send it.
 
 from __future__ import annotations
 
+import dis
 import hashlib
 import random
-from array import array
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from functools import partial
-from types import FunctionType, MethodType, ModuleType
+from contextlib import contextmanager, suppress
+from functools import cache, partial
+from types import CodeType, FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
-from trainer.state import generator_memory
-from trainer.state.attributes import AttributeChanges, is_watched
+from trainer.state import generator_memory, generators
+from trainer.state.attributes import AttributeChanges, is_users_module, is_watched
 
-Generator = torch.Generator | random.Random | np.random.Generator | np.random.RandomState | AttributeChanges
+Generator = generators.RandomGenerator | AttributeChanges
 State = dict[str, Any]
 
 _GLOBAL: dict[str, Generator] = {
@@ -32,11 +33,14 @@ _GLOBAL: dict[str, Generator] = {
 }
 """The generators of the process, used by ``random.random``, ``np.random.rand`` and ``torch.rand``."""
 
-_MAX_OBJECTS = 1000
+_MAX_OBJECTS = 10_000
 """Largest number of objects that :func:`find` inspects."""
-_MAX_ITEMS = 64
+_MAX_ITEMS = 1000
 """Containers with more items than this are data, and :func:`find` does not inspect them."""
-_TYPES_WITHOUT_GENERATORS = (str, bytes, int, float, type, ModuleType, FunctionType, torch.Tensor, np.ndarray)
+_PLAIN = {str, bytes, int, float, bool, type(None)}
+_TYPES_WITHOUT_GENERATORS = (*_PLAIN, type, ModuleType, torch.Tensor, np.ndarray)
+_PARTS_OF_A_RUN = ("trainer", "lightning", "pytorch_lightning")
+"""Packages with objects that :func:`find` does not enter if they are global variables, such as a Trainer."""
 
 
 def capture(device: torch.device | None = None, own: Sequence[Generator] = ()) -> State:
@@ -115,12 +119,12 @@ def isolated() -> Iterator[None]:
 def derived(state: State, number: int) -> State:
     """Return random states for an additional process, which depend only on ``state`` and the process's ``number``."""
     seed = hashlib.sha256(f"{number} {sorted(state.items())!r}".encode()).digest()
-    generators: dict[str, Generator] = {
+    fresh: dict[str, Generator] = {
         "python": random.Random(seed),
         "numpy": np.random.RandomState(list(seed)),
         "torch": torch.Generator().manual_seed(int.from_bytes(seed[:8], "big") - 2**63),
     }
-    return {name: state_of(generator) for name, generator in generators.items()}
+    return {name: state_of(generator) for name, generator in fresh.items()}
 
 
 def state_of(generator: Generator) -> Any:
@@ -130,54 +134,45 @@ def state_of(generator: Generator) -> Any:
 
 def set_state(generator: Generator, state: Any) -> None:
     """Restore a state that :func:`state_of` returned."""
-    if isinstance(generator, torch.Generator):
-        generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
-    elif isinstance(generator, random.Random):
-        version, numbers, gauss = state
-        generator.setstate((version, tuple(array("I", numbers)), gauss))
-    elif isinstance(generator, np.random.RandomState):
-        generator.set_state(_with_arrays(state))
-    elif isinstance(generator, AttributeChanges):
+    if isinstance(generator, AttributeChanges):
         generator.write(state)
     else:
-        generator.bit_generator.state = _with_arrays(state)
+        generators.set_state(generator, state)
 
 
-def states_of(generators: Sequence[Generator]) -> list[Any]:
+def states_of(own: Sequence[Generator]) -> list[Any]:
     """Return the state of each generator."""
-    return [state_of(generator) for generator in generators]
+    return [state_of(generator) for generator in own]
 
 
-def set_states(generators: Sequence[Generator], states: Sequence[Any]) -> None:
+def set_states(own: Sequence[Generator], states: Sequence[Any]) -> None:
     """Restore the state of each generator. No-op if the number of random generators has changed."""
-    if _count(generators) == len(states) - len(_attributes_in(states)):
-        for generator, state in zip(generators, states, strict=False):
+    if _count(own) == len(states) - len(_attributes_in(states)):
+        for generator, state in zip(own, states, strict=False):
             set_state(generator, state)
 
 
-def differences(generators: Sequence[Generator], states: Sequence[Any]) -> list[str]:
+def differences(own: Sequence[Generator], states: Sequence[Any]) -> list[str]:
     """Return the reasons why :func:`set_states` cannot restore the generators of a dataloader; empty if it can.
 
     Args:
-        generators: as :func:`find` returns them.
+        own: as :func:`find` returns them.
         states: the result of :func:`states_of`. Older checkpoints have no states of :class:`AttributeChanges`.
     """
     attributes = _attributes_in(states)
-    saved, current = len(states) - len(attributes), _count(generators)
+    saved, current = len(states) - len(attributes), _count(own)
     if saved != current:
         return [f"the dataloader had {saved} random generators and has {current}"]
-    watched = next(
-        (generator for generator in generators if isinstance(generator, AttributeChanges)), AttributeChanges([])
-    )
+    watched = next((generator for generator in own if isinstance(generator, AttributeChanges)), AttributeChanges([]))
     missing = [name for state in attributes for name in watched.missing(state)]
     if missing:
         return [f"attributes of {', '.join(missing)} had changed, and the data has another number of these objects now"]
     return []
 
 
-def _count(generators: Sequence[Generator]) -> int:
+def _count(own: Sequence[Generator]) -> int:
     """Return the number of random generators."""
-    return sum(not isinstance(generator, AttributeChanges) for generator in generators)
+    return sum(not isinstance(generator, AttributeChanges) for generator in own)
 
 
 def _attributes_in(states: Sequence[Any]) -> list[Any]:
@@ -185,9 +180,12 @@ def _attributes_in(states: Sequence[Any]) -> list[Any]:
 
 
 def find(*roots: Any, except_in: Any = None, unwatched: Callable[[Any], bool] = lambda _: False) -> list[Generator]:
-    """Return the generators that can be reached from ``roots`` through attributes and short containers, each once.
+    """Return the generators that can be reached from ``roots``, each once.
 
-    The last one is the :class:`AttributeChanges` of the inspected objects of the user's classes, if there are any.
+    The search follows attributes, containers and, in the user's code, attributes of classes and the variables that
+    functions read: their defaults, those of enclosing functions, and global ones. The last item is the
+    :class:`AttributeChanges` of the inspected objects of the user's classes and of the objects that hold a generator,
+    if there are any.
 
     Args:
         roots: the objects to begin with; their order, and that of their attributes, determines the order of the result.
@@ -197,22 +195,25 @@ def find(*roots: Any, except_in: Any = None, unwatched: Callable[[Any], bool] = 
     """
     found: list[Generator] = []
     watched: list[Any] = []
+    holders: list[Any] = []
+    classes: set[type] = set()
     seen = {id(except_in), *map(id, _GLOBAL.values())}
-    queue = [(root, True) for root in roots]
+    queue = deque((root, True) for root in roots)
     while queue and len(seen) < _MAX_OBJECTS:
-        value, is_data = queue.pop(0)
-        if id(value) in seen or value is None or isinstance(value, _TYPES_WITHOUT_GENERATORS):
+        value, is_data = queue.popleft()
+        if id(value) in seen or isinstance(value, _TYPES_WITHOUT_GENERATORS):
             continue
         seen.add(id(value))
         children: list[Any] = []
-        if isinstance(value, Generator):
+        if generators.is_random(value):
             found.append(value)
-        elif isinstance(value, (list, tuple)):
-            children = list(value) if len(value) <= _MAX_ITEMS else []
-        elif isinstance(value, dict):
-            children = list(value.values()) if len(value) <= _MAX_ITEMS else []
+        elif isinstance(value, (list, tuple, deque, dict)):
+            if len(value) <= _MAX_ITEMS:
+                children = list(value.values() if isinstance(value, dict) else value)
+        elif isinstance(value, FunctionType):
+            children = _variables_of(value)
         elif isinstance(value, MethodType):
-            children = [value.__self__]
+            children = [value.__self__, value.__func__]
         elif isinstance(value, partial):
             children = [value.func, value.args, value.keywords]
         else:
@@ -221,45 +222,59 @@ def find(*roots: Any, except_in: Any = None, unwatched: Callable[[Any], bool] = 
                 watched.append(value)
             else:  # the objects of a module or a framework are not part of the data
                 is_data = is_data and isinstance(value, DataLoader)
-        queue += [(child, is_data) for child in children]
-    return [*found, AttributeChanges(watched)] if watched else found
+                if isinstance(getattr(value, "__dict__", None), dict) and any(map(generators.is_random, children)):
+                    holders.append(value)
+            if type(value) not in classes:
+                classes.add(type(value))
+                queue.extend((child, False) for child in _attributes_of_classes(type(value)))
+        queue.extend((child, is_data) for child in children if type(child) not in _PLAIN)
+    return [*found, AttributeChanges(watched, holders)] if watched or holders else found
 
 
 def _attributes_of(value: Any) -> list[Any]:
     try:
         attributes = object.__getattribute__(value, "__dict__")  # bypasses a proxy's attribute access
     except AttributeError:
+        attributes = {}
+    found = list(attributes.values()) if isinstance(attributes, dict) else []
+    kind: Any = type(value)
+    for slot in _slots_of(kind):
+        with suppress(AttributeError):
+            found.append(slot.__get__(value))
+    return found
+
+
+@cache
+def _slots_of(kind: type) -> list[Any]:
+    slotted = [vars(base) for base in kind.__mro__ if "__slots__" in vars(base)]
+    return [slot for own in slotted for slot in own.values() if isinstance(slot, MemberDescriptorType)]
+
+
+def _attributes_of_classes(kind: type) -> list[Any]:
+    """Return the functions and other attributes of a class and its bases, as far as they are the user's."""
+    own = [value for base in kind.__mro__ if is_users_module(base.__module__) for value in vars(base).values()]
+    return [value.fget if isinstance(value, property) else getattr(value, "__func__", value) for value in own]
+
+
+def _variables_of(function: FunctionType) -> list[Any]:
+    """Return the variables that a function of the user reads and does not assign."""
+    names = function.__globals__
+    if not is_users_module(names.get("__name__", "")):
         return []
-    return list(attributes.values()) if isinstance(attributes, dict) else []
+    found = [names[name] for name in _globals_in(function.__code__) if name in names]
+    found = [value for value in found if type(value).__module__.partition(".")[0] not in _PARTS_OF_A_RUN]
+    for cell in function.__closure__ or ():
+        with suppress(ValueError):  # it has no value yet
+            found.append(cell.cell_contents)
+    return [*found, function.__defaults__, function.__kwdefaults__, vars(function).get("__wrapped__")]
+
+
+@cache
+def _globals_in(code: CodeType) -> list[str]:
+    """Return the names of the global variables that a function reads, also in functions inside of it."""
+    inner = [name for constant in code.co_consts if isinstance(constant, CodeType) for name in _globals_in(constant)]
+    return [one.argval for one in dis.get_instructions(code) if one.opname in ("LOAD_GLOBAL", "LOAD_NAME")] + inner
 
 
 def _reader_of(generator: Generator) -> Callable[[], Any]:
-    read = None
-    if isinstance(generator, random.Random | np.random.RandomState):
-        read = generator_memory.reader_of(generator)
-    return read or partial(_state_of, generator)
-
-
-def _state_of(generator: Generator) -> Any:
-    """Return the state of a generator that cannot be read from memory."""
-    if isinstance(generator, AttributeChanges):
-        return generator.read()
-    if isinstance(generator, torch.Generator):
-        return generator.get_state().numpy().tobytes()
-    if isinstance(generator, random.Random):
-        version, numbers, gauss = generator.getstate()
-        return [version, array("I", numbers).tobytes(), gauss]
-    if isinstance(generator, np.random.RandomState):
-        return generator_memory.numpy_as_bytes(generator.get_state(legacy=False))
-    return generator_memory.numpy_as_bytes(generator.bit_generator.state)
-
-
-def _with_arrays(state: dict[str, Any]) -> dict[str, Any]:
-    """Invert ``numpy_as_bytes``."""
-    kind = np.uint32 if state["bit_generator"] == "MT19937" else np.uint64
-
-    def array_of(value: Any) -> Any:
-        return np.frombuffer(value, dtype=kind) if isinstance(value, bytes) else value
-
-    numbers = {key: array_of(value) for key, value in state["state"].items()}
-    return {**{key: array_of(value) for key, value in state.items()}, "state": numbers}
+    return generator.read if isinstance(generator, AttributeChanges) else generators.reader_of(generator)
