@@ -85,6 +85,15 @@ class Complex(Core):
         self.part = nn.Parameter(torch.complex(torch.ones(4), torch.full((4,), 0.5)))
 
 
+class Normalizing(Core):
+    """Normalizes rows of its weight in each forward pass: other rows on each rank."""
+
+    use = staticmethod(lambda part, x: x * part((x[:, 0] > 0).long() + get_rank()))
+
+    def add_part(self) -> None:
+        self.part = nn.Embedding(3, 4, max_norm=0.5)
+
+
 class SparseBuffer(Core):
     def add_part(self) -> None:
         self.register_buffer("part", torch.eye(4).to_sparse())
@@ -177,7 +186,7 @@ def fit_by_hand(kind: type[Core]) -> dict[str, Tensor]:
 
 
 TRAINED = [
-    *((kind, "ddp") for kind in (FrozenIntegers, Scripted, Complex, Running)),
+    *((kind, "ddp") for kind in (FrozenIntegers, Scripted, Complex, Running, Normalizing)),
     *(pytest.param(kind, "fsdp", marks=needs_fsdp2) for kind in (FrozenIntegers, Marked, Running)),
 ]
 

@@ -62,19 +62,23 @@ class Communication(NamedTuple):
 def communication_of(model: DistributedDataParallel, averager: Any) -> Communication | None:
     """Return how a module communicates, or None if it has no communication hooks written in Python and no averager.
 
+    Embeddings with ``max_norm`` also make the weights of the processes differ, because each normalizes its own rows.
+
     Args:
         model: the DDP module.
         averager: the averager of its weights, such as torch's ``PeriodicModelAverager``, or None.
     """
     hooks = model._comm_hooks
-    if not hooks and averager is None:
+    embeddings = [part for part in model.modules() if isinstance(part, (nn.Embedding, nn.EmbeddingBag))]
+    normalizes = any(part.max_norm is not None for part in embeddings)
+    if not hooks and averager is None and not normalizes:
         return None
     owners = [(state, hook.__self__ if isinstance(hook, MethodType) else hook) for hook, state in hooks]
     found = [*chain.from_iterable(owners), averager]
     return Communication(
         holders=[one for one in found if one is not None and not isinstance(one, _REFERENCES)],
         keeps_buckets=bool(model.find_unused_parameters) and not model.static_graph,
-        may_diverge=averager is not None or not all(_is_global(hook, state) for hook, state in hooks),
+        may_diverge=normalizes or averager is not None or not all(_is_global(hook, state) for hook, state in hooks),
     )
 
 
