@@ -42,7 +42,7 @@ NOT_COMPARED: dict[str, str] = {
     r"\.(_first|_values)\[|hooks\._known|'ScaleMonitor'\]\._names": "identities of objects",
     r"\.validated_at|\w_time$|\w_at$|'Timer'\]\._(offset|start)": "times",
     r"loop\.resume|resumed_epoch|_is_chosen|_first_batch|batches\._first\b": "that the run was resumed, and when",
-    r"\._before_validation|\._training_modes|\._limits\b|limits\._decided|cast_cache": "written before it is read",
+    r"_before_validation|\._training_modes|\._limits\b|limits\._decided|cast_cache": "written before it is read",
     r"_forward_cache|scaler\.(_inverse|readback|_accepts_scaler)|\._reduce\b": "written before it is read",
     r"\.(first_options|initial_states)": "written before it is read",
     r"loaders\._epoch\b|_drawn_before|_loaders\[\d+\]\._batches": "written before it is read",
