@@ -94,6 +94,16 @@ class Normalizing(Core):
         self.part = nn.Embedding(3, 4, max_norm=0.5)
 
 
+class Flattening(Core):
+    """Has an optimizer with states of all parameters together."""
+
+    def add_part(self) -> None:
+        self.part = 1.0
+
+    def make_optimizer(self) -> torch.optim.Optimizer:
+        return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=3)
+
+
 class SparseBuffer(Core):
     def add_part(self) -> None:
         self.register_buffer("part", torch.eye(4).to_sparse())
@@ -179,15 +189,20 @@ def fit_by_hand(kind: type[Core]) -> dict[str, Tensor]:
     core = kind()
     model, optimizer = DistributedDataParallel(core), core.make_optimizer()
     for batch in batches() * 2:
-        optimizer.zero_grad()
-        model(batch).backward()
-        optimizer.step()
+
+        def closure(batch: Tensor = batch) -> Tensor:
+            optimizer.zero_grad()
+            loss: Tensor = model(batch)
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
     return tensors(core)
 
 
 TRAINED = [
     *((kind, "ddp") for kind in (FrozenIntegers, Scripted, Complex, Running, Normalizing)),
-    *(pytest.param(kind, "fsdp", marks=needs_fsdp2) for kind in (FrozenIntegers, Marked, Running)),
+    *(pytest.param(kind, "fsdp", marks=needs_fsdp2) for kind in (FrozenIntegers, Marked, Running, Flattening)),
 ]
 
 

@@ -8,12 +8,13 @@ In memory they are sharded: each process has its part. For a file they are gathe
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.optim import Optimizer
 
 from trainer.module_tree import parameters_of
@@ -93,11 +94,17 @@ def load_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any]) -> None
     parameters = parameters_of(optimizer)
     numbers = [number for group in state["param_groups"] for number in group["params"]]
     owners = dict(zip(numbers, parameters, strict=False))
-    states = {
-        number: {key: spread(value, owners.get(number)) for key, value in one.items()}
-        for number, one in state["state"].items()
-    }
+    states = {number: mapped(one, partial(_state_like, owners.get(number))) for number, one in state["state"].items()}
     optimizer.load_state_dict({**state, "state": states})
+
+
+def _state_like(like: Any, _: KeyPath, value: Tensor) -> Tensor:
+    """Return this process's part of a state; a tensor of another shape, such as LBFGS's flat ones, is replicated."""
+    if not isinstance(like, DTensor) or isinstance(value, DTensor) or not value.ndim or value.shape == like.shape:
+        spread_value: Tensor = spread(value, like)
+        return spread_value
+    mesh = like.device_mesh
+    return DTensor.from_local(value.to(mesh.device_type), mesh, [Replicate()] * mesh.ndim, run_check=False)
 
 
 def unreduced_gradients(root: nn.Module) -> dict[nn.Parameter, Tensor]:
