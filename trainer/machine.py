@@ -17,7 +17,7 @@ from pathlib import Path
 SHARED_MEMORY = Path("/dev/shm")
 
 _NETWORK = ("9p", "afs", "beegfs", "ceph", "cifs", "gpfs", "glusterfs", "lustre", "nfs", "panfs", "smb", "sshfs")
-"""How the types of network file systems begin in ``/proc/mounts``."""
+"""Prefixes of the names of network file systems in ``/proc/mounts``."""
 
 _NO_LIMIT = 2**60  # cgroup v1 writes a number near 2**63 for "no limit"
 
@@ -81,7 +81,7 @@ class Disk:
         free: free bytes.
         total: total bytes.
         problem: the reason why files cannot be written. Default: None, files can be written.
-        network: type of the network file system. Default: None, a local or unknown one.
+        network: type of the file system if it is a network file system. Default: None, it is local or unknown.
     """
 
     folder: Path
@@ -160,7 +160,7 @@ def disk(folder: Path, mounts: Path = Path("/proc/mounts")) -> Disk:
 
 
 def has_no_gpu(root: Path = Path("/")) -> bool:
-    """Return whether this machine has no GPU that torch could use. Returns False if only torch can determine this.
+    """Return True if this machine certainly has no GPU for torch. False means that it has one, or that it is unknown.
 
     On Linux, drivers of NVIDIA (including Jetson and WSL), AMD and Intel create files in ``/dev``.
     """
@@ -251,7 +251,7 @@ def _control_groups(root: Path, controller: str) -> Iterator[Path]:
             continue
         base = top if number == "0" else top / controller
         own = base / path.lstrip("/")
-        # in a container, this is often the host's path and does not exist; then the top folder is the container's
+        # in a container, `path` is often the host's and does not exist here; the group of the container is then `base`
         yield from (folder for folder in (own, *own.parents) if folder.is_relative_to(base) and folder.is_dir())
 
 

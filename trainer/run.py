@@ -178,8 +178,8 @@ class Run:
     def __call__(self, module: LightningModule, weights_only: bool | None) -> Any:
         """Execute the run in this process. Return the logged metrics of an evaluation, one dict for each dataloader.
 
-        The module is an argument because launchers that spawn processes disable memory sharing for the modules in the
-        arguments.
+        The module is passed as an argument because launchers that spawn processes disable memory sharing only for
+        modules that they find in the arguments.
         """
         trainer = self._trainer
         # set the references again, because a module and a datamodule are pickled without their trainer
@@ -426,7 +426,7 @@ class Run:
         if trainer.state.fn is TrainerFn.PREDICTING:
             loop = trainer.eval_loops[RunningStage.PREDICTING]
             loop.predictions = move_data_to_device(loop.predictions, torch.device("cpu"))
-        if (metrics := trainer.active_metrics) is not None:  # a batch raised an error, possibly only in this process
+        if (metrics := trainer.active_metrics) is not None:  # the run was interrupted
             with suppress(ConfigurationError):  # the metrics may be the cause of the error
                 trainer.published.take(metrics.current(on_step=True))
             metrics.end_batch()  # frees the batch

@@ -109,7 +109,8 @@ class Trainer(TrainerBase):
             fit without ``weights``.
 
     Raises:
-        ConfigurationError: if an argument is out of range or given twice, or if arguments exclude each other.
+        ConfigurationError: if an argument is out of range, if a setting is given both as an argument and as a callback,
+            or if arguments exclude each other.
         UnsupportedError: if an argument of Lightning is not supported yet.
         PrecisionError: if the precision is unknown, not supported by the device, or one of Lightning's plugins.
     """
@@ -289,9 +290,9 @@ class Trainer(TrainerBase):
                 arbitrary code, so use it only for files that you trust. By default, hyperparameters that are objects
                 are skipped without an error; pass False if the module's ``on_load_checkpoint`` uses them. Default:
                 None, like True.
-            weights: not in Lightning. Start with the weights of another run: its folder, a checkpoint, a state dict, or
-                a safetensors file, loaded after ``configure_model`` as by :func:`trainer.load_weights`. Ignored if the
-                run resumes from its own checkpoint with ``resume="auto"``. Cannot be combined with ``ckpt_path``.
+            weights: not in Lightning. Start with these weights: the folder of another run, a checkpoint, a state dict,
+                or a safetensors file. :func:`trainer.load_weights` loads them after ``configure_model``. Ignored if
+                the run resumes from its own checkpoint with ``resume="auto"``. Cannot be combined with ``ckpt_path``.
                 Default: None.
         """
         given = {RunningStage.TRAINING: train_dataloaders, RunningStage.VALIDATING: val_dataloaders}
@@ -394,12 +395,12 @@ class Trainer(TrainerBase):
         callbacks. The data is not rewound, so the batches since the checkpoint have no effect. ModelCheckpoints and
         Timers keep their states.
 
-        All processes must call this at a batch that closes an accumulation window, in the ``on_train_batch_end`` of a
-        callback that derives from Lightning's ``Checkpoint``, because these callbacks run last.
+        Call it in all processes, in a callback's ``on_train_batch_end``, after a batch that closes an accumulation window.
+        The callback must derive from Lightning's ``Checkpoint``, because such callbacks run last.
         :class:`~trainer.callbacks.RollBackOnLossSpike` calls it for you.
 
         Args:
-            max_step: the largest ``global_step`` of the checkpoint.
+            max_step: the largest ``global_step`` that the checkpoint may have.
 
         Returns:
             The restored checkpoint, or None if the folders of the ModelCheckpoints contain no such checkpoint; then

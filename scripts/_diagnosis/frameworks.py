@@ -1,8 +1,8 @@
-"""Run the same programs in other trainers, and record the messages that their users read.
+"""Run the broken programs in other trainers, and record the messages that users of these trainers see.
 
 Run as a process, ``python frameworks.py FRAMEWORK PROGRAM ...`` prints the results as JSON.
 
-Two things differ from ordinary programs. A float16 scaler is passed to each trainer, because on a CPU, Lightning would
+Two things differ from a user's program. A float16 scaler is passed to each trainer, because on a CPU, Lightning would
 replace ``16-mixed`` by bfloat16, and Accelerate and Transformers would replace it by float32. And operations follow
 CUDA's autocast lists.
 """
@@ -48,7 +48,7 @@ CHOSEN = (
     "UnscaledAttention", "MaskOfBillions", "RawTargets", "TwoLosses", "VanishingLoss", "BrokenFile16", "RateTooHigh16",
     "ExplodingRnn", "Settling",
 )  # fmt: skip
-"""At least one program per verdict."""
+"""The programs to compare by default, at least one for each `Program.verdict`."""
 
 LOG_EVERY_N_STEPS = 10
 
@@ -247,9 +247,9 @@ def _normalized(line: str) -> str:
     return re.sub(r"\b(nan|inf)\b|[-+]?\d[\d.e+-]*", "#", line)
 
 
-def messages(outcome: Outcome, ordinary: Outcome) -> list[str]:
-    """Return the lines that an ordinary program with the same precision does not print."""
-    known = set(map(_normalized, ordinary.lines))
+def messages(outcome: Outcome, healthy: Outcome) -> list[str]:
+    """Return the lines that the healthy base `Program` with the same precision does not print."""
+    known = set(map(_normalized, healthy.lines))
     return [line for line in outcome.lines if _normalized(line) not in known]
 
 
@@ -308,7 +308,7 @@ def outcomes(framework: str, names: list[str]) -> tuple[dict[str, Outcome], dict
     """Run programs in a process with this framework.
 
     Returns:
-        The outcomes by program, and those of an ordinary program by precision.
+        The outcomes by the names of the programs, and the outcomes of the healthy base `Program` by precision.
     """
     command = [sys.executable, str(Path(__file__)), framework, *names]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)

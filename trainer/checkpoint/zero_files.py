@@ -1,4 +1,4 @@
-"""Checkpoint folders of DeepSpeed: its own engine writes and reads each process's part.
+"""Checkpoint folders of DeepSpeed, which writes and reads each process's part with the checkpoint engine below.
 
 =============================  =====================================================================================
 ``*_model_states.pt``          DeepSpeed's: the module, in the dtype that it computes in; one per process at stage 3
@@ -8,9 +8,9 @@
 ``state.ckpt`` and others      as in every sharded checkpoint (:mod:`trainer.checkpoint.shards`)
 =============================  =====================================================================================
 
-DeepSpeed reads its files as pickles that may run any code. This module reads them after their hashes have been
-verified, as tensors and plain containers, and allows only a few of DeepSpeed's classes. Without DeepSpeed, or with
-another number of processes or another stage, :func:`fill` assembles whole tensors.
+DeepSpeed reads its files as pickles that may run any code. This module first verifies their hashes, and then reads only
+tensors, plain containers and a few of DeepSpeed's classes. Without DeepSpeed, or with another number of processes or
+another stage, :func:`fill` assembles whole tensors.
 """
 
 from __future__ import annotations
@@ -133,9 +133,9 @@ def write(engine: Any, folder: Path, sums: FileHasher) -> None:
 
 
 def check(folder: Path, manifest: Manifest, part: int, parts: int) -> None:
-    """Check that DeepSpeed's files contain no unexpected objects, before its processes read them together.
+    """Check that DeepSpeed's files contain no unexpected objects, before the processes read them together.
 
-    Checks one of several parts of the files.
+    Each process checks a part of the list of files: every ``parts``-th file, beginning with number ``part``.
 
     Args:
         folder: the folder.

@@ -107,8 +107,8 @@ class FitLoop:
                 replaced optimizers or schedules.
             follow_changes: called at the start of each epoch to register changed callbacks and hooks. Default: a no-op.
             validate: runs one validation. Default: None, no validation.
-            resume: called after ``on_train_start`` to restore the state of a checkpoint or to write the first
-                checkpoint. Default: None, neither.
+            resume: called after ``on_train_start``. Restores the state of a checkpoint or, in a new elastic run, writes
+                the first checkpoint. Default: None, a no-op.
         """
         self.hooks, self.batches, self.schedules = hooks, batches, schedules
         self.build_path, self.follow_changes, self.wrappers = build_path, follow_changes, ()
@@ -234,7 +234,7 @@ class FitLoop:
         self.count_update()
         if self.skips_epoch:
             self.schedules.advance("epoch")  # otherwise the last batch did this
-        if not progress.has_validated:  # otherwise keep the values that the validation logged under the same names
+        if not progress.has_validated:  # do not replace values of the validation by values of the same names
             self.published.take(self.metrics.current())
         self.metrics.end_epoch()
         progress.epochs_trained += 1
@@ -285,8 +285,8 @@ class FitLoop:
             path.update_weights()
         elif window.is_last and (batch is not None or self.engine.data_parallel_size > 1):
             self.resolve_outcome()  # of the previous update, before the number of steps changes
-            self.progress.optimizer_steps += len(self.optimizers)  # an attempt, although no process had a loss
-            outputs = outputs and {}  # drop the loss: `window.close` has read its weight, which is 0
+            self.progress.optimizer_steps += len(self.optimizers)  # counts as an attempted step
+            outputs = outputs and {}  # hooks get no loss: `window.close` has found that its weight is 0
         self.end_batch(outputs, batch, batch_idx)
 
     def forward_batch(self, batch: Any, batch_idx: int, is_last: bool) -> None:
@@ -352,8 +352,8 @@ class FitLoop:
 
         Args:
             output: the return value of ``training_step``.
-            may_read_late: whether ``window.close`` may read the weight of the loss later if it is a tensor on the
-                device. This avoids a host-device synchronization here. Default: False.
+            may_read_late: whether a weight on the device may be read later, by ``window.close``, to avoid a host-device
+                synchronization here. Default: False.
         """
         window = self.window
         loss, weight = loss_in(output, reads_weight=False)
@@ -413,7 +413,7 @@ class FitLoop:
         progress.is_followed_up = True
 
     def count_update(self) -> None:
-        """If a window has closed, count its update and step the plateau schedules. A due validation runs first."""
+        """Count the update of a closed window, and step the plateau schedules. Called after a validation that is due."""
         if self.progress.closing:
             if self.has_updated and self.schedules.stepped:
                 self.advance_by_step(on_plateau=True)
@@ -467,7 +467,7 @@ class FitLoop:
             self.take_outcome(outcome)
 
     def begin_step(self) -> None:
-        """Resolve the outcome of the previous update before the module's first step of the next update."""
+        """Resolve the outcome of the last update, unless the module has stepped an optimizer since then."""
         if not self.stepped:
             self.resolve_outcome()
 

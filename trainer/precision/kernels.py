@@ -33,10 +33,10 @@ class Replaced(NamedTuple):
 
 
 class Replacement:
-    """Replacement kernels for operations of torch at one dispatch key, with the number of users.
+    """Replacement kernels for operations of torch at one dispatch key, used while a context ``used`` is open.
 
     They are registered at the first use and stay registered, because removing a kernel while another thread runs it
-    crashes the process. Without users they forward each call to torch's own kernel, which gives the same bits and costs
+    crashes the process. Otherwise, they forward each call to torch's own kernel, which gives the same bits and costs
     some microseconds of Python per call.
 
     Args:
@@ -80,8 +80,8 @@ class Replacement:
         def kernel_below_autograd(*args: Any, **kwargs: Any) -> Any:
             if not torch.is_anomaly_enabled():
                 return kernel(*args, **kwargs)
-            # A parallel kernel of torch makes nodes of the graph in its threads. In anomaly detection, these threads
-            # need the GIL to record the line of code, but this thread holds the GIL while it waits for them.
+            # Some kernels of torch run in several threads, which create autograd nodes. In anomaly detection, these
+            # threads need the GIL to record the line of code, but this thread holds the GIL while it waits for them.
             with torch.autograd.set_detect_anomaly(False):
                 return kernel(*args, **kwargs)
 
