@@ -395,8 +395,8 @@ class Trainer(TrainerBase):
         callbacks. The data is not rewound, so the batches since the checkpoint have no effect. ModelCheckpoints and
         Timers keep their states.
 
-        Call it in all processes, in a callback's ``on_train_batch_end``, after a batch that closes an accumulation window.
-        The callback must derive from Lightning's ``Checkpoint``, because such callbacks run last.
+        Call it in all processes, in a callback's ``on_train_batch_end``, after a batch that closes an accumulation
+        window. The callback must derive from Lightning's ``Checkpoint``, because such callbacks run last.
         :class:`~trainer.callbacks.RollBackOnLossSpike` calls it for you.
 
         Args:

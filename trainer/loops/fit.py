@@ -413,7 +413,7 @@ class FitLoop:
         progress.is_followed_up = True
 
     def count_update(self) -> None:
-        """Count the update of a closed window, and step the plateau schedules. Called after a validation that is due."""
+        """Count the update of a closed window, and step the plateau schedules. Called after any due validation."""
         if self.progress.closing:
             if self.has_updated and self.schedules.stepped:
                 self.advance_by_step(on_plateau=True)
