@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from trainer.engine.sharding.wrap import ReplacedParameter
 from trainer.state import random_states
 
 Census = dict[str, Any]
@@ -84,7 +85,7 @@ _NUMBERS = (
 )
 _CODE = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.CodeType, property)
 _CONTAINERS = (dict, list, tuple, set, frozenset, Tensor)
-_OPAQUE = (io.IOBase, logging.Logger, threading.Thread, types.GeneratorType, types.FrameType)
+_OPAQUE = (io.IOBase, logging.Logger, threading.Thread, types.GeneratorType, types.FrameType, ReplacedParameter)
 
 
 def take(roots: Mapping[str, Any], without: tuple[type, ...] = ()) -> Census:

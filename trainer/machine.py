@@ -61,7 +61,7 @@ class Memory:
 
     @property
     def most(self) -> int | None:
-        """Maximum memory for this process: the machine's memory, or the limit of its control group."""
+        """Maximum memory for this process: the smaller one of ``total`` and ``limit``."""
         known = [size for size in (self.total, self.limit) if size is not None]
         return min(known) if known else None
 

@@ -1,7 +1,8 @@
 """The phases of a run (set up, train or evaluate, tear down), and the handling of errors.
 
-``Trainer.fit``, ``validate``, ``test`` and ``predict`` work the same way: inside ``Run.started``, ``Run.attach`` stores
-the module, the data and the checkpoint of the run, and the engine calls the ``Run`` in each process.
+``Trainer.fit``, ``validate``, ``test`` and ``predict`` work the same way. They open the context ``Run.started``. In it,
+``Run.attach`` stores the module, the data and the checkpoint of the run, and then the engine calls ``Run.__call__`` in
+each process.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ from trainer.state.metrics import to_scalars
 if TYPE_CHECKING:
     from trainer.trainer import Trainer
 
-advice = logging.getLogger("lightning.pytorch.advice")  # the command line prints its messages
+advice = logging.getLogger("lightning.pytorch.advice")  # the command line prints the messages of this logger
 
 STAGES = {
     TrainerFn.FITTING: RunningStage.TRAINING,
@@ -202,7 +203,7 @@ class Run:
                     " trainer.fit_loop.max_epochs of this one."
                 )
             if problem := reason_without_updates(trainer):
-                rank_zero_info(problem)  # not a warning, because a test of one step is legitimate
+                rank_zero_info(problem)  # not a warning, because a short trial run may end this way
         else:
             assert trainer.state.stage is not None
             loop = trainer.eval_loops[trainer.state.stage]

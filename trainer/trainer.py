@@ -76,8 +76,8 @@ class Trainer(TrainerBase):
             ``"bf16-true"``, ``"64-true"``, ``"auto"``, or an alias) or a ``trainer.precision.Precision``. The Trainer
             never replaces it silently: it raises an error if the device does not support the precision, and logs the
             choice of ``"auto"``. Default: None, for ``"32-true"``.
-        accumulate_grad_batches: short for ``GradientAccumulation(batches)``; a shorter window at the end of an
-            epoch is averaged over its actual number of batches. Default: 1.
+        accumulate_grad_batches: short for ``GradientAccumulation(batches)``. If fewer batches remain at the end of an
+            epoch, the last step averages over these batches. Default: 1.
         gradient_clip_val, gradient_clip_algorithm: short for ``GradientClipping``. Default: None, no clipping.
         strategy: strategy for several processes: ``"ddp"``, ``"fsdp"``, ``"deepspeed"``, or an object such as
             ``FSDP2Strategy()``. Default: ``"auto"``.
@@ -88,9 +88,9 @@ class Trainer(TrainerBase):
         resume: not in Lightning. ``"auto"``: a ``fit`` without ``ckpt_path`` resumes from the newest valid checkpoint
             in the folders that this run writes checkpoints to, or starts from the beginning if there is none. Default:
             None.
-        exact_resume: not in Lightning. Whether to refuse a resume that would not be exact: for example, the data have
-            changed, or another number of processes would change the samples of each optimizer step. If False, the run
-            resumes as exactly as possible, with a warning. Default: True.
+        exact_resume: not in Lightning. Whether to refuse a resume that would not be exact, for example because the data
+            have changed, or because the number of processes has changed and optimizer steps would get other samples.
+            If False, the run resumes as exactly as possible, with a warning. Default: True.
         dataloader_timeout: not in Lightning. Seconds that the worker processes of a dataloader may take for a batch
             before a :class:`~trainer.errors.DataLoaderError` ends the run. 0 means no limit, the default of torch. A
             dataloader's own ``timeout`` takes precedence. Default: 1800.
@@ -392,8 +392,8 @@ class Trainer(TrainerBase):
         """Restore the newest valid checkpoint of this run that has at most ``max_step`` optimizer steps.
 
         The run continues from the restored weights, optimizers, schedules, loss scale, random states and states of
-        callbacks. The data is not rewound, so the batches since the checkpoint have no effect. ModelCheckpoints and
-        Timers keep their states.
+        callbacks. The data is not rewound: the updates since the checkpoint are lost, and their batches are not trained
+        again. ModelCheckpoints and Timers keep their states.
 
         Call it in all processes, in a callback's ``on_train_batch_end``, after a batch that closes an accumulation
         window. The callback must derive from Lightning's ``Checkpoint``, because such callbacks run last.

@@ -1,10 +1,10 @@
-"""Run the broken programs in other trainers, and record the messages that users of these trainers see.
+"""Run the broken programs of ``programs.py`` in other trainers, and record the messages that their users see.
 
 Run as a process, ``python frameworks.py FRAMEWORK PROGRAM ...`` prints the results as JSON.
 
 Two things differ from a user's program. A float16 scaler is passed to each trainer, because on a CPU, Lightning would
 replace ``16-mixed`` by bfloat16, and Accelerate and Transformers would replace it by float32. And operations follow
-CUDA's autocast lists.
+CUDA's autocast lists, so that the same operations run in 16 bits as on a GPU.
 """
 
 from __future__ import annotations
@@ -248,7 +248,7 @@ def _normalized(line: str) -> str:
 
 
 def messages(outcome: Outcome, healthy: Outcome) -> list[str]:
-    """Return the lines that the healthy base `Program` with the same precision does not print."""
+    """Return the lines of ``outcome`` that ``healthy``, the run of the base `Program` in the same precision, lacks."""
     known = set(map(_normalized, healthy.lines))
     return [line for line in outcome.lines if _normalized(line) not in known]
 

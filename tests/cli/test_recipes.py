@@ -70,7 +70,7 @@ def test_recipe_is_shown_composed_with_the_meaning_of_its_keys(listed, capsys):
     assert line_of(lines, "tips:")[1] == "flow"
     assert line_of(lines, "optimizer: $") == ["optimizer: ${optimizer}", "the value of optimizer"]
     assert line_of(lines, "max_epochs:")[1] == ARGUMENTS["max_epochs"].meaning
-    assert line_of(lines, "model_checkpoint:")[1].startswith("Keep the best checkpoint")
+    assert line_of(lines, "model_checkpoint:")[1].startswith("Keep last.ckpt")
 
 
 def test_recipes_lists_all_recipes_with_a_line_each(project, capsys):

@@ -1,4 +1,4 @@
-"""Checkpoint folders of DeepSpeed, which writes and reads each process's part with the checkpoint engine below.
+"""Checkpoint folders of DeepSpeed. It writes and reads its files through :class:`ZeroCheckpointEngine`.
 
 =============================  =====================================================================================
 ``*_model_states.pt``          DeepSpeed's: the module, in the dtype that it computes in; one per process at stage 3
@@ -32,7 +32,7 @@ from trainer.checkpoint.manifest import Manifest
 from trainer.errors import CheckpointError
 
 FACT = "deepspeed"
-"""Key in the manifest of such a folder: the stage, the number of processes, and the precision."""
+"""Key in the manifest of a DeepSpeed checkpoint. Its value contains stage, number of processes, and precision."""
 
 TAG = "."
 """DeepSpeed's tag, the name of a subfolder. This value selects the folder itself."""
@@ -243,7 +243,7 @@ def _tensors_of_slices(shapes: list[dict[str, torch.Size]], optimizers: list[dic
 
 
 def _tensors_of_partitions(shapes: list[dict[str, torch.Size]], optimizers: list[dict[str, Any]]) -> Found:
-    """Yield the tensors of stage 3: each parameter is divided among all processes, in several flat tensors."""
+    """Yield the tensors of stage 3: each process stores its pieces of the parameters in flat tensors."""
     flats = [
         [
             _FlatPart(weights, optimizer["optimizer_state_dict"]["state"].get(index, {}))

@@ -107,8 +107,8 @@ class FitLoop:
                 replaced optimizers or schedules.
             follow_changes: called at the start of each epoch to register changed callbacks and hooks. Default: a no-op.
             validate: runs one validation. Default: None, no validation.
-            resume: called after ``on_train_start``. Restores the state of a checkpoint or, in a new elastic run, writes
-                the first checkpoint. Default: None, a no-op.
+            resume: called after ``on_train_start``. Restores the state of a checkpoint. In a new run that may continue
+                with another number of processes, it writes the first checkpoint instead. Default: None, a no-op.
         """
         self.hooks, self.batches, self.schedules = hooks, batches, schedules
         self.build_path, self.follow_changes, self.wrappers = build_path, follow_changes, ()
@@ -234,7 +234,7 @@ class FitLoop:
         self.count_update()
         if self.skips_epoch:
             self.schedules.advance("epoch")  # otherwise the last batch did this
-        if not progress.has_validated:  # do not replace values of the validation by values of the same names
+        if not progress.has_validated:  # training metrics must not replace validation metrics of the same names
             self.published.take(self.metrics.current())
         self.metrics.end_epoch()
         progress.epochs_trained += 1
@@ -286,7 +286,7 @@ class FitLoop:
         elif window.is_last and (batch is not None or self.engine.data_parallel_size > 1):
             self.resolve_outcome()  # of the previous update, before the number of steps changes
             self.progress.optimizer_steps += len(self.optimizers)  # counts as an attempted step
-            outputs = outputs and {}  # hooks get no loss: `window.close` has found that its weight is 0
+            outputs = outputs and {}  # hooks get no loss, because its weight turned out to be 0
         self.end_batch(outputs, batch, batch_idx)
 
     def forward_batch(self, batch: Any, batch_idx: int, is_last: bool) -> None:
@@ -352,8 +352,8 @@ class FitLoop:
 
         Args:
             output: the return value of ``training_step``.
-            may_read_late: whether a weight on the device may be read later, by ``window.close``, to avoid a host-device
-                synchronization here. Default: False.
+            may_read_late: whether the weight of the loss may be read later, by ``window.close``, if on the device.
+                This avoids a host-device synchronization here. Default: False.
         """
         window = self.window
         loss, weight = loss_in(output, reads_weight=False)

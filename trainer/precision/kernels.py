@@ -25,7 +25,7 @@ class Replaced(NamedTuple):
 
     Attributes:
         original: torch's own kernel.
-        replacement: the kernel while the replacement is in use.
+        replacement: the kernel that is called while a context :meth:`Replacement.used` is open.
     """
 
     original: Kernel
@@ -33,11 +33,11 @@ class Replaced(NamedTuple):
 
 
 class Replacement:
-    """Replacement kernels for operations of torch at one dispatch key, used while a context ``used`` is open.
+    """Replacement kernels for operations of torch at one dispatch key. Active while a context :meth:`used` is open.
 
     They are registered at the first use and stay registered, because removing a kernel while another thread runs it
-    crashes the process. Otherwise, they forward each call to torch's own kernel, which gives the same bits and costs
-    some microseconds of Python per call.
+    crashes the process. While no context is open, they forward each call to torch's own kernel: the results are the
+    same, bit for bit, and each call costs some microseconds of Python.
 
     Args:
         key: the dispatch key.

@@ -279,7 +279,7 @@ class ShardedModule:
         for group in (one for one in root._get_fsdp_state()._fsdp_param_groups if one.is_unsharded):
             for parameter in group.fsdp_params:
                 whole, sharded = parameter.unsharded_param, parameter.sharded_param
-                if isinstance(whole, DTensor):  # with tensor parallelism
+                if isinstance(whole, DTensor) or not whole.data_ptr():  # with tensor parallelism, or without values
                     continue
                 placed = distribute_tensor(whole.detach(), sharded.device_mesh, sharded.placements, src_data_rank=None)
                 shard = sharded.to_local().detach().to(whole.device, whole.dtype)
@@ -337,9 +337,10 @@ def _problems(root: nn.Module) -> Iterator[tuple[str, str]]:
             yield from ((name, reason) for reason, applies in kind.items() if applies(one))
     owners: dict[int, str] = {}  # parameters by their address in memory
     for name, tensor in (*root.named_parameters(), *root.named_buffers()):
-        if isinstance(tensor, DTensor) or not is_dense(tensor) or tensor.is_meta or not tensor.numel():
+        address = 0 if isinstance(tensor, DTensor) or not is_dense(tensor) else tensor.data_ptr()
+        if not address:  # also of tensors without values
             continue
-        other = owners.setdefault(tensor.data_ptr(), name if isinstance(tensor, nn.Parameter) else "")
+        other = owners.setdefault(address, name if isinstance(tensor, nn.Parameter) else "")
         if other not in ("", name):
             yield name, f"it shares memory with {other}, but would become a separate copy. {_TIE}"
 
