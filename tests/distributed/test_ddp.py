@@ -99,10 +99,12 @@ class UnfreezeInside(Callback):
             pl_module.net[0].requires_grad_(True)
 
 
-def test_parameters_unfrozen_inside_an_epoch_are_averaged(ranks: Ranks) -> None:
-    expected = fit(Regression(), {"callbacks": [UnfreezeInside()]}, 1)
+@pytest.mark.parametrize("window", [1, 4])
+def test_parameters_unfrozen_inside_an_epoch_are_averaged(ranks: Ranks, window: int) -> None:
+    arguments = {"callbacks": [UnfreezeInside()], "accumulate_grad_batches": window}
+    expected = fit(Regression(), arguments, 1)
     assert not torch.equal(Regression().net[0].weight, expected["weights"]["net.0.weight"])
-    for rank in ranks.call(fit, Regression(), {"callbacks": [UnfreezeInside()]}):
+    for rank in ranks.call(fit, Regression(), arguments):
         assert_close(rank, expected, 1e-6)
 
 

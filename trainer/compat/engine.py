@@ -462,9 +462,11 @@ class LightningEngine:
         """Return DDP's ``no_sync`` inside a window; a no-op on a single device."""
         if self._ddp is None:
             return _NULL_CONTEXT
+        if not enabled:
+            return self._ddp.block_backward_sync()
         if self._trained != [parameter.requires_grad for parameter in self._parameters]:  # changed inside an epoch
             self.follow_trained_parameters()
-        return _NULL_CONTEXT if enabled else self._ddp.block_backward_sync()
+        return _NULL_CONTEXT
 
     def gather(self, value: T) -> list[T]:
         """Gather each process's ``value`` on rank 0; [] on the others, and if the process group is not initialized."""
