@@ -530,10 +530,11 @@ NO_SHARED_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 """Without this, torch (2.10 to 2.15) does not connect a node that joins later, and stops all nodes after a minute."""
 
 
-def node_lost(setup: Setup, *, times: int = 3, comes_back: bool = True, last_call: int = 10, **options: Any) -> Body:
+def node_lost(setup: Setup, *, times: int = 3, comes_back: bool = True, **options: Any) -> Body:
     """Run torchrun on one node or two: the second node is lost with all its processes and returns, repeatedly.
 
-    ``last_call``: seconds that the first node waits at each start for the second node to join.
+    At each start, the first node waits at most 10 seconds for the second. If it starts alone, the job cannot continue
+    on two nodes, because each update would get other samples.
     """
 
     def body(bench: Bench, who: str) -> Outcome:
@@ -541,7 +542,7 @@ def node_lost(setup: Setup, *, times: int = 3, comes_back: bool = True, last_cal
         words = [
             "--nnodes=1:2", "--nproc-per-node=1", "--max-restarts=100",
             f"--rdzv-endpoint=localhost:{tools.free_port()}",
-            f"--rdzv-conf=last_call_timeout={last_call},keep_alive_interval=1,keep_alive_max_attempt=3",
+            "--rdzv-conf=last_call_timeout=10,keep_alive_interval=1,keep_alive_max_attempt=3",
         ]  # fmt: skip
         given = {**options, "trainer": {**options.get("trainer", {}), "devices": 1, "num_nodes": "auto"}}
 
@@ -561,7 +562,11 @@ def node_lost(setup: Setup, *, times: int = 3, comes_back: bool = True, last_cal
                 return sum(line[4] not in before for line in read_diary(diary)) >= some
 
             if not tools.wait_until(lambda: has() or first.status is not None, END, fails=False):
-                raise HungError(f"rank {rank} did not continue; {tools.last_line(first.log)[:90]}")
+                error = HungError(f"rank {rank} did not continue; the first torchrun's status is {first.status}")
+                error.add_note(
+                    f"Its output ends with:\n{first.log[-3000:]}\nand the second's with:\n{second.log[-3000:]}"
+                )
+                raise error
 
         first = node()
         # the first node must host the rendezvous
