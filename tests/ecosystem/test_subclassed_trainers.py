@@ -17,6 +17,8 @@ from trainer.errors import ConfigurationError
 class TableLoop(_EvaluationLoop):
     """Prints logged values of a test in a custom format."""
 
+    verbose: bool
+
     @staticmethod
     def _print_results(results: Any, stage: str) -> None:
         print(stage, [sorted((name, f"{value.item():.3%}") for name, value in result.items()) for result in results])

@@ -102,8 +102,12 @@ def _overrides_of(loop: Any) -> set[str]:
     for cls in type(loop).__mro__:
         if cls.__module__.partition(".")[0] in ("lightning", "pytorch_lightning"):
             break
-        own |= {name for name in vars(cls) if hasattr(_Loop, name) or not name.startswith("__")}
-    return own - set(vars(type("", (), {})))
+        own |= {
+            name
+            for name, value in vars(cls).items()
+            if not name.startswith("__") or (callable(value) and hasattr(_Loop, name))  # not `__annotations__`
+        }
+    return own
 
 
 class _DataView(_Loop):
