@@ -171,7 +171,7 @@ def test_objects_in_a_file_are_reported_once_at_the_start(tmp_path, caplog):
         trainer.save_checkpoint(tmp_path / "a.ckpt")
     (line,) = lines_of(caplog)
     assert line.startswith(
-        "Hyperparameters of Many are objects: things['path'][0] (pathlib.PosixPath), loss"
+        f"Hyperparameters of Many are objects: things['path'][0] ({Path.__module__}.PosixPath), loss"
         f" (torch.nn.modules.loss.HuberLoss), make ({__name__}.Many). Checkpoints contain them, but only"
         " Many.load_from_checkpoint(..., weights_only=False)"
     )
