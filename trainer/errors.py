@@ -150,6 +150,22 @@ _LIBRARIES = {
 """Packages that a warning never points into, because the user cannot change their code."""
 
 
+def refuse_inexact(problem: str, advice: str = "", *, exact: bool) -> None:
+    """Raise an error, or warn, because a resumed run will differ from an uninterrupted one.
+
+    Args:
+        problem: sentences that describe the difference.
+        advice: a sentence that tells how to resume exactly. Default: none.
+        exact: whether to raise the error: ``Trainer(exact_resume=...)``. If False, warn.
+
+    Raises:
+        ResumeError: if ``exact`` is True.
+    """
+    if exact:
+        raise ResumeError(f"{problem} {advice and f'{advice} '}To resume anyway, set Trainer(exact_resume=False).")
+    warn(f"{problem} The run resumes, but not exactly.")
+
+
 def warn(message: str | Warning, category: type[Warning] = UserWarning) -> None:
     """Issue a warning that points to the user's line: the innermost one on the stack that is not in a library.
 

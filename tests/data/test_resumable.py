@@ -688,7 +688,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
 def test_inexact_loaders_are_refused_inside_an_epoch_only(change: str) -> None:
     make, reason = REFUSED[change]
     _, checkpoints = trained(shuffled, 1)
-    with pytest.raises(ResumeError, match=rf"after batch 2 of epoch 0 would not be exact: .*{reason}.*exact_resume"):
+    with pytest.raises(ResumeError, match=rf"after batch 2 of epoch 0 are not those .*: .*{reason}.*exact_resume"):
         resumed(make(), checkpoints[1][1], 1)
     with pytest.warns(UserWarning, match=reason):
         rest = resumed(make(), checkpoints[1][1], 1, exact=False)

@@ -24,8 +24,8 @@ from trainer.errors import (
     CheckpointError,
     CheckpointNotFoundError,
     IncompleteCheckpointError,
-    ResumeError,
     UnsafeCheckpointError,
+    refuse_inexact,
     warn,
 )
 from trainer.module_tree import parameters_of, plain_name
@@ -262,9 +262,7 @@ def process_states_in(checkpoint: dict[str, Any], *, exact: bool) -> list[dict[s
         f"The checkpoint was written by another version of this package (format {trainer_state['format']}, expected"
         f" {FORMAT}): its random states and its place in the data cannot be read."
     )
-    if exact:
-        raise ResumeError(f"{problem} Resume with that version, or resume anyway with Trainer(exact_resume=False).")
-    warn(f"{problem} The run resumes, but not exactly.")
+    refuse_inexact(problem, "Resume with that version.", exact=exact)
     return []
 
 

@@ -20,7 +20,7 @@ from trainer.checkpoint.snapshot import on_host
 from trainer.engine import communication
 from trainer.engine.gradients import Gradients
 from trainer.engine.protocol import Engine
-from trainer.errors import ResumeError, join_first, warn
+from trainer.errors import ResumeError, join_first, refuse_inexact, warn
 from trainer.loops.closures import ClosureOptimization
 from trainer.module_tree import parameters_of
 from trainer.state import random_states
@@ -246,12 +246,8 @@ class ProcessState:
             f"The checkpoint has the non-persistent buffers {join_first(missing, 5)}, but {type(module).__name__} does"
             " not have the modules that own them: the run would not continue exactly."
         )
-        if trainer.exact_resume:
-            raise ResumeError(
-                f"{problem} Create these modules before training begins, such as in configure_model, or resume with"
-                " Trainer(exact_resume=False)."
-            )
-        warn(problem)
+        advice = "Create these modules before training begins, such as in configure_model."
+        refuse_inexact(problem, advice, exact=trainer.exact_resume)
 
     def _named_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Yield all parameters that may have gradients, with the names of their gradients in a checkpoint."""
@@ -288,9 +284,7 @@ class ProcessState:
                 "The optimizers update parameters that are not the module's. The checkpoint has such parameters with"
                 f" the shapes {shapes[0]}, but they have the shapes {shapes[1]} now."
             )
-            if self._trainer.exact_resume:
-                raise ResumeError(f"{problem} Resume anyway with Trainer(exact_resume=False).")
-            warn(f"{problem} They are not restored.")
+            refuse_inexact(f"{problem} They are not restored.", exact=self._trainer.exact_resume)
 
     def _communication(self) -> dict[str, Any]:
         """Return the state of communication hooks and averagers, and weights that differ from those of rank 0.
@@ -345,14 +339,12 @@ class ProcessState:
         if not problems:
             return
         problem = f"The run would not continue exactly: {join_first(problems, 3, separator='; ')}."
-        if trainer.exact_resume:
-            raise ResumeError(
-                f"{problem} DDP rebuilds its buckets after the first backward pass, unless the run trains from the"
-                " beginning with DDPStrategy(find_unused_parameters=True). A value is saved if its state has a"
-                " state_dict() and a load_state_dict(). Or resume with Trainer(exact_resume=False), which starts"
-                " without these values."
-            )
-        warn(problem)
+        advice = (
+            "DDP rebuilds its buckets after the first backward pass, unless the run trains from the beginning with"
+            " DDPStrategy(find_unused_parameters=True). A value is saved if its state has a state_dict() and a"
+            " load_state_dict()."
+        )
+        refuse_inexact(problem, advice, exact=trainer.exact_resume)
 
     def _averages(self) -> Iterator[tuple[str, AveragedModel]]:
         """Yield the weight averages of callbacks, each with a name."""
@@ -396,12 +388,7 @@ class ProcessState:
                 "The checkpoint has gradients that no optimizer step has used, and another strategy saved them: this"
                 " one holds other parts of the parameters."
             )
-            if trainer.exact_resume:
-                raise ResumeError(
-                    f"{problem} Resume with the strategy of the saved run, or resume without these gradients:"
-                    " Trainer(exact_resume=False)."
-                )
-            warn(f"{problem} The run resumes without these gradients.")
+            refuse_inexact(problem, "Resume with the strategy of the saved run.", exact=trainer.exact_resume)
             state = {}
         gradients.load_state_dict(parameters, state)
 

@@ -27,7 +27,7 @@ from trainer.compat import averaging, cluster, contents, loop_state, model_check
 from trainer.compat import elastic_resume as elastic
 from trainer.compat.checkpoint_io import files_of, local_path
 from trainer.compat.logging import ModuleScope
-from trainer.errors import CheckpointError, ConfigurationError, ResumeError, rank_zero_warn
+from trainer.errors import CheckpointError, ConfigurationError, ResumeError, refuse_inexact
 from trainer.record.find_checkpoint import find_weights
 from trainer.weights import load_into
 
@@ -185,9 +185,7 @@ class CheckpointConnector(_CheckpointConnector):
                 "A resume with ModelPruning is not exact: the checkpoint has the pruned weights, but not the masks, so"
                 " these weights are trained until the callback prunes again."
             )
-            if trainer.exact_resume:
-                raise ResumeError(f"{problem} To resume anyway, set Trainer(exact_resume=False).")
-            rank_zero_warn(problem)
+            refuse_inexact(problem, exact=trainer.exact_resume)
         if state is not None or position:
             trainer.data.resumed = (state or {}).get("data") or position
         return state
@@ -232,12 +230,8 @@ class CheckpointConnector(_CheckpointConnector):
                 f"The checkpoint is of a run with world size {elastic.written_by(trainer_state)}, but this run has"
                 f" world size {trainer.world_size}: each update would get other samples. Reason: {error}."
             )
-            if trainer.exact_resume:
-                raise ResumeError(
-                    f"{problem} Resume with the same number, or resume anyway with Trainer(exact_resume=False)."
-                ) from None
+        refuse_inexact(problem, "Resume with the same number.", exact=trainer.exact_resume)
         trainer.data.drop_sample_order()
-        rank_zero_warn(f"{problem} The run resumes, but not exactly.")
         return None
 
     def roll_back(self, max_step: int) -> RolledBack | None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from trainer.data.unpadded import Span
-from trainer.errors import ConfigurationError, ResumeError, warn
+from trainer.errors import ConfigurationError, refuse_inexact, warn
 from trainer.state import random_states
 from trainer.state.random_states import State
 
@@ -230,15 +230,12 @@ class TrainingBatches:
         self._is_empty, self._is_open = is_over and state["epoch"] == self._next_epoch, not is_over
         with random_states.isolated() if "loaders" in state else nullcontext():
             reasons = self.loaders.load_state_dict({**state, "batches": batches, "inside": inside, "is_over": is_over})
-        if reasons and self._exact and not inside:
-            raise ResumeError(
-                f"Resuming after batch {batches} of epoch {state['epoch']} would not be exact: {'; '.join(reasons)}."
-                " Resume with the original settings, or resume anyway: Trainer(exact_resume=False)."
-            )
         if reasons:
-            warn(
+            refuse_inexact(
                 f"The batches after batch {batches} of epoch {state['epoch']} are not those that would have followed:"
                 f" {'; '.join(reasons)}.",
+                "Resume with the original settings.",
+                exact=self._exact and not inside,
             )
 
     def end(self) -> None:

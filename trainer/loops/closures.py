@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.hooks import RemovableHandle
 
 from trainer.engine.optimizer_calls import needs_closure
-from trainer.errors import ConfigurationError, ResumeError, warn
+from trainer.errors import ConfigurationError, refuse_inexact, warn
 from trainer.loops.fit import FitLoop
 from trainer.loops.step_output import outputs_of
 
@@ -118,21 +118,16 @@ class ClosureOptimization:
         """Keep the batches that :meth:`state_dict` returned.
 
         Raises:
-            ResumeError: if the batches could not be saved and ``exact`` is True. If ``exact`` is False, the window
-                continues without them, with a warning.
+            ResumeError: if the batches could not be saved, and ``exact`` is True. If it is False, the window continues
+                without them, with a warning.
         """
         if state["batches"] is None:
-            reason = (
+            problem = (
                 "The checkpoint was written inside an accumulation window with batches that the optimizer evaluates"
                 " again, and they could not be saved, because they contain more than tensors, numbers, strings and"
                 " plain containers."
             )
-            if exact:
-                raise ResumeError(
-                    f"{reason} Resume from a checkpoint that was written between two windows, or resume without these"
-                    " batches: Trainer(exact_resume=False)."
-                )
-            warn(f"{reason} The window continues without them.")
+            refuse_inexact(problem, "Resume from a checkpoint that was written between two windows.", exact=exact)
         batches = tree_map_only(Tensor, lambda tensor: tensor.to(device), state["batches"] or [])
         for batch, batch_idx, mark, share in batches:
             self._earlier.append(_Pass(batch, batch_idx, mark, share))
