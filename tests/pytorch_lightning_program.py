@@ -26,6 +26,7 @@ if sys.argv[1] == "sorted":
 import os
 import pickle
 import warnings
+from collections import UserList
 from pathlib import Path
 from typing import Any
 
@@ -96,7 +97,7 @@ class Model(pl.LightningModule):
 
 class Watch(pl.Callback):
     def __init__(self) -> None:
-        self.calls: list[str] = []
+        self.calls = UserList[str]()  # our Trainer restores attributes, except those of other packages' classes
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.calls.append(f"batch {batch_idx} {outputs['loss'].item()!r}")
@@ -112,7 +113,7 @@ def fit(name: str, ckpt_path: str | None = None, noise: float = 0.1, **arguments
     trainer = Trainer(default_root_dir=FOLDER / name, **{**QUIET, "logger": False, **arguments})
     trainer.fit(module, datamodule=Data(shuffle=noise > 0), ckpt_path=ckpt_path)
     return trainer, {
-        "calls": watch.calls,
+        "calls": list(watch.calls),
         "weights": module.state_dict(),
         "metrics": dict(trainer.callback_metrics),
         "steps": [trainer.current_epoch, trainer.global_step],

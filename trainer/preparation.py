@@ -74,12 +74,13 @@ class Preparation:
 
     # --- training ---------------------------------------------------------------------------------------------
 
-    def fit(self, *, validate: Callable[[], None] | None, resume: Callable[[], None] | None) -> None:
+    def fit(self, *, validate: Callable[[], None] | None, begin: Callable[[], None], resumes: bool) -> None:
         """Prepare the fit loop.
 
         Args:
             validate: runs one validation. None if the fit does not validate.
-            resume: restores this process's state from the checkpoint, or writes the first checkpoint. None for neither.
+            begin: called after ``on_train_start``. Restores this process's state from the checkpoint, if any.
+            resumes: whether there is such a state.
         """
         trainer, loop, profiling = self._trainer, self._trainer.loop, self._profiling
         # `estimated_stepping_batches` may have created the dataloaders before the checkpoint set the epoch
@@ -112,7 +113,8 @@ class Preparation:
             ),
             follow_changes=partial(self._follow_changes, _set_once(self._module)),
             validate=validate,
-            resume=resume,
+            begin=begin,
+            resumes=resumes,
         )
         self._check_counts(loaders)
 

@@ -337,11 +337,11 @@ class Run:
         trainer.process.begin_fit()
         if trainer.detect_anomaly and not trainer.scaler.is_enabled():  # with loss scaling, AnomalyDetection does this
             self.session.enter_context(torch.autograd.set_detect_anomaly(True))
-        resume = None if self.process_state is None else self._restore_process
-        starts_training = trainer.ckpt_path is None and not trainer.loop.limits.ends_fit()
-        if starts_training and trainer.resume == "auto" and trainer.engine.may_change_world_size:
-            resume = self._save_start
-        preparation.fit(validate=self._validate if trainer.enable_validation else None, resume=resume)
+        preparation.fit(
+            validate=self._validate if trainer.enable_validation else None,
+            begin=self._begin_training,
+            resumes=self.process_state is not None,
+        )
         overridden = preparation.hooks.override_of("optimizer_step") is not None
         if trainer.scaler.is_enabled() and (overridden or not trainer.lightning_module.automatic_optimization):
             self.session.callback(refuse_bare_steps(trainer.loop).remove)
@@ -377,22 +377,23 @@ class Run:
             return False
         return not all(map(loop.gradients.are_used, loop.optimizers))
 
-    def _save_start(self) -> None:
-        """Write a checkpoint before an elastic job trains.
+    def _begin_training(self) -> None:
+        """Restore the state of this process from the checkpoint; in an elastic job without one, write the first.
 
-        It stores the number of samples per optimizer step, for a restart with another number of processes.
-        """
-        if (folder := model_checkpoints.first_folder(self._trainer)) is not None:
-            self._trainer.save_checkpoint(f"{folder}/{START}")
-
-    def _restore_process(self) -> None:
-        """Restore the state of this process from the checkpoint.
-
-        No code may draw random numbers between this call and the next batch.
+        Called after ``on_train_start``. No code may draw random numbers between this call and the next batch.
         """
         trainer, state = self._trainer, self.process_state
         self.process_state = None
-        assert state is not None
+        trainer.process.program = modules.program_state(trainer)
+        is_elastic = trainer.resume == "auto" and trainer.engine.may_change_world_size
+        if state is not None:
+            self._restore_process(state)
+        elif is_elastic and trainer.ckpt_path is None and (folder := model_checkpoints.first_folder(trainer)):
+            # stores the number of samples per optimizer step, for a restart with another number of processes
+            trainer.save_checkpoint(f"{folder}/{START}")
+
+    def _restore_process(self, state: dict[str, Any]) -> None:
+        trainer = self._trainer
         resume_averaging(trainer)
         trainer.process.load(state, stops=trainer.resume == "auto")
         if trainer.resume == "auto" and state["should_stop"] and trainer.loop.limits.may_stop():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import warnings
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -110,6 +111,54 @@ class Measures(Module):
         self.log_dict(dict(zip(("number", "sum", "running"), values, strict=True)))
 
 
+class Anneals(Module):
+    """The loss depends on plain attributes and on a random generator, which many hooks change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor, self.noise = 1.0, torch.Generator().manual_seed(2)
+        self.recent: deque[float] = deque(maxlen=3)
+        self.losses: list[torch.Tensor] = []
+        self.validations: list[torch.Tensor] = []
+        self.mean: Any = None
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        value = loss.detach()
+        self.mean = value if self.mean is None else 0.9 * self.mean + 0.1 * value
+        self.losses.append(value)
+        self.recent.append(float(value))
+        return loss * self.factor * (1 + sum(self.recent) + torch.rand((), generator=self.noise)) / self.mean
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.factor *= 1.1
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.factor *= 0.8
+
+    def on_train_epoch_end(self) -> None:
+        self.factor += float(torch.stack(self.losses).mean())
+        self.losses.clear()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.validations.append(self.head(self.backbone(batch[0])).square().mean())
+
+    def on_validation_epoch_end(self) -> None:
+        self.factor += float(torch.stack(self.validations).mean())
+        self.validations.clear()
+
+
+class Boosts(Callback):
+    """Changes the module by a number that grows."""
+
+    def __init__(self) -> None:
+        self.boost = 1.0
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        self.boost *= 1.05
+        pl_module.factor *= self.boost
+
+
 class DrawsData(Module):
     """Draws the samples of the second epoch at its start."""
 
@@ -198,6 +247,7 @@ def _quiet() -> Any:
         (Module, lambda: [BackboneFinetuning(1, lambda _: 1.5)], {"max_epochs": 3}),
         (Tracks, lambda: [ScaleMonitor(), ScaleCurve()], {"precision": "16-mixed"}),
         (Measures, list, {}),
+        (Anneals, lambda: [Boosts()], {"accumulate_grad_batches": 2}),
         (DrawsData, list, {"reload_dataloaders_every_n_epochs": 1}),
         (Module, lambda: [StochasticWeightAveraging(0.01, 1, 2)], {"accumulate_grad_batches": 2}),
     ],
@@ -208,6 +258,7 @@ def _quiet() -> Any:
         "frozen by a callback",
         "states",
         "metrics",
+        "attributes",
         "dataloaders created again",
         "average and statistics",
     ],

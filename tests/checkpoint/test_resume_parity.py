@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections import UserList
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -32,7 +33,7 @@ class Diary(Classifier):
         super().__init__(momentum=0.9)
         self.automatic_optimization = not by_hand
         self.watches = watches
-        self.entries: list[Any] = []
+        self.entries = UserList[Any]()  # not restored, because this class is not the user's
 
     def note(self, what: str, *more: int) -> None:
         self.entries.append((what, self.current_epoch, self.global_step, *more))

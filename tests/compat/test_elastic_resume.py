@@ -6,6 +6,7 @@ The checkpoints are of one process, and changed to look like those of two. Real 
 
 from __future__ import annotations
 
+from collections import UserList
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -40,7 +41,7 @@ class Net(LightningModule):
         self.net = nn.Linear(1, 1)
         self.frequency, self.interval = frequency, interval
         self.automatic_optimization = not by_hand
-        self.seen: list[tuple[int, list[float]]] = []
+        self.seen = UserList[tuple[int, list[float]]]()  # not restored, because this class is not the user's
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:
         batch = batch[0] if isinstance(batch, list) else batch

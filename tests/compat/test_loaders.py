@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import UserList
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,7 @@ class Draws(Classifier):
     def __init__(self, at_once: int = 1, catches: bool = False, manual: bool = False) -> None:
         super().__init__()
         self.at_once, self.catches, self.automatic_optimization = at_once, catches, not manual
-        self.drawn: list[Any] = []
+        self.drawn = UserList[Any]()  # not restored, because this class is not the user's
 
     def draw(self, dataloader_iter: Any) -> Any:
         losses: list[Any] = []
@@ -190,7 +191,7 @@ class Bookmark(Numbers):
 class Sees(Classifier):
     def __init__(self) -> None:
         super().__init__()
-        self.seen: list[Any] = []
+        self.seen = UserList[Any]()  # not restored, because this class is not the user's
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         self.seen.append((self.current_epoch, batch_idx, batch))

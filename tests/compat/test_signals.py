@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 import warnings
+from collections import UserList
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -47,7 +48,7 @@ class Does(Callback):
     """Calls a function at the start of the third batch of a stage; records finished batches and the exception."""
 
     def __init__(self, stage: str, action: Any) -> None:
-        self.action, self.seen, self.raised = action, [], []  # type: ignore[var-annotated]
+        self.action, self.seen, self.raised = action, UserList[Any](), []  # not restored
         vars(self)[f"on_{stage}_batch_start"] = self.start
         vars(self)[f"on_{stage}_batch_end"] = self.end
 

@@ -362,12 +362,11 @@ def test_resumed_fit_with_a_finder_is_the_uninterrupted_one(tmp_path: Path) -> N
             max_epochs=2, default_root_dir=tmp_path, callbacks=[*callbacks, saver], enable_checkpointing=True
         )
         trainer.fit(module, ckpt_path=ckpt_path)
-        assert len(module.rates) in (20, 40)
         return module
 
     whole = fit()
     again = fit(tmp_path / "epoch=0.ckpt")
-    assert again.rates == whole.rates[20:]
+    assert again.rates == whole.rates
     assert all(map(torch.equal, whole.parameters(), again.parameters()))
 
 

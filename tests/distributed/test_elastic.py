@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections import Counter
+from collections import Counter, UserList
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cache
@@ -107,8 +107,8 @@ class Net(LightningModule):
         torch.manual_seed(0)
         self.net = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 2))
         self.mean, self.all, self.numbers = MeanMetric(), MeanMetric(), CatMetric()
-        self.seen: list[tuple[int, list[int], float | None]] = []
-        self.validated: list[int] = []
+        self.seen = UserList[tuple[int, list[int], float | None]]()  # not restored: the class is not the user's
+        self.validated = UserList[int]()
         self.epochs: dict[int, dict[str, float]] = {}
 
     def loss(self, batch: Any) -> Tensor:

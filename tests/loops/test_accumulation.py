@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import UserList
 from pathlib import Path
 from typing import Any
 
@@ -300,7 +301,7 @@ class Windows(Callback):
     """Records the size of each window, saves after some batches, and may change the number of batches at the first."""
 
     def __init__(self, saves: int | None = None, changes_to: int | None = None) -> None:
-        self.saves, self.changes_to, self.sizes = saves, changes_to, list[int]()
+        self.saves, self.changes_to, self.sizes = saves, changes_to, UserList[int]()  # not restored
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         if self.changes_to is not None:

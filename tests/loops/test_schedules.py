@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections import UserList
 from functools import partial
 from types import SimpleNamespace
 
@@ -130,7 +131,7 @@ class RatesOfUpdates(Watch):
 
     def __init__(self):
         super().__init__()
-        self.rates = []
+        self.rates = UserList()  # not restored, because this class is not the user's
 
     def on_before_optimizer_step(self, trainer, module, optimizer):
         self.rates.append(optimizer.param_groups[0]["lr"])

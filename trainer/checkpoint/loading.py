@@ -233,7 +233,9 @@ def roll_back(
     loop.metrics.clear()
     for metric in MetricObjects(module).by_name.values():
         metric.reset()
-    process = {**process, "seen_batches": {}, "has_updated": process["has_updated"] and closing}  # keep batch counts
+    # keep the batch counts, and the attributes of modules and callbacks, which may count the calls of this function
+    process = {**process, "seen_batches": {}, "program": []}
+    process["has_updated"] = process["has_updated"] and closing
     if not is_same_epoch:  # drop the values logged in an epoch that has ended
         logged = {one["metric"] for one in process["metrics"]["entries"]}
         objects = {name: state for name, state in process["metric_objects"].items() if name not in logged}

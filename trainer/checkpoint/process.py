@@ -27,6 +27,7 @@ from trainer.state import random_states
 from trainer.state.metric_objects import MetricObjects
 from trainer.state.metrics import MetricStore, shared_among
 from trainer.state.outcome import StepOutcome
+from trainer.state.program import ProgramState
 from trainer.state.random_states import State
 
 if TYPE_CHECKING:
@@ -40,6 +41,7 @@ class ProcessState:
         trainer: the Trainer.
 
     Attributes:
+        program: the attributes of modules and callbacks, since ``on_train_start``, which a resumed run calls, too.
         kept_batches: stores the batches of an open window for an optimizer that evaluates them again; otherwise None.
     """
 
@@ -51,6 +53,7 @@ class ProcessState:
         self._first_modes: modes.Modes = {}
         self._first_dtypes: buffers.Dtypes = {}  # dtypes of buffers
         self._first_numbers: list[communication.State] = []
+        self.program = ProgramState()
         self._training_modes: modes.Modes = {}
 
     def begin_fit(self) -> None:
@@ -72,6 +75,7 @@ class ProcessState:
             "metric_objects": metrics.state_dict(copies=True),
             "seen_batches": self._seen_batches(),
             "evaluation": self._evaluation(),
+            "program": self.program.read(),
         }
 
     def dump(self) -> dict[str, Any]:
@@ -105,6 +109,7 @@ class ProcessState:
             "window": window.state_dict(before_batch=window.in_batch and not loop.has_updated),
             "modes": self._modes(),
             "precision": engine.precision.state_dict(),
+            "program": self.program.read(),
             "outside_parameters": [parameter.detach() for parameter in self._outside_parameters()],
             **self._buffers(),
             **self._communication(),
@@ -190,6 +195,8 @@ class ProcessState:
         engine.follow_trained_parameters()
         self._restore_buffers(state)
         self._restore_outside_parameters(state.get("outside_parameters", []))
+        for problem in self.program.write(state.get("program", [])):  # older checkpoints do not have it
+            warn(problem)
         self._restore_communication(state.get("communication", {}))
         if not state.get("next_forward_exchanges", True):
             engine.skip_next_buffer_sync()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from lightning.pytorch import LightningModule
+from lightning.pytorch import Callback, LightningDataModule, LightningModule
 from lightning.pytorch.loops.utilities import _verify_dataloader_idx_requirement
 from lightning.pytorch.trainer.call import _call_configure_model, _call_setup_hook, _call_teardown_hook
 from lightning.pytorch.trainer.configuration_validator import _verify_loop_configurations
@@ -14,9 +14,14 @@ from lightning.pytorch.utilities.compile import _maybe_unwrap_optimized, _verify
 from trainer.arguments import refuse_other_package
 from trainer.compat.loaders import DrawnLoaderSet
 from trainer.data.batches import Loaders
+from trainer.state.program import ProgramState
 
 if TYPE_CHECKING:
     from trainer.trainer import Trainer
+
+_BASES = frozenset({*LightningModule.__mro__, *LightningDataModule.__mro__, Callback})
+_ATTRIBUTES = frozenset(vars(LightningModule()))
+"""Attributes of a module that Lightning and torch set."""
 
 call_setup_hooks = _call_setup_hook
 configure_model = _call_configure_model
@@ -82,3 +87,9 @@ def set_up_profiler(trainer: Trainer, module: LightningModule) -> None:
     profiler._lightning_module = module
     rank = trainer.local_rank if trainer.world_size > 1 else None
     profiler.setup(stage=trainer.state.fn, local_rank=rank, log_dir=trainer.log_dir)
+
+
+def program_state(trainer: Trainer) -> ProgramState:
+    """Return the state of the user's objects that changes from now on."""
+    roots = (trainer.lightning_module, trainer.datamodule, trainer.callbacks)
+    return ProgramState(roots, bases=_BASES, ignored=_ATTRIBUTES)

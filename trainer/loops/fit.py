@@ -79,7 +79,8 @@ class FitLoop:
         self.optimizers: list[Optimizer] = []  # the engine's own list, without Lightning's wrappers
         self.schedules = Schedules([], identity, dict)
         self.validate: Callable[[], None] | None = None
-        self.resume: Callable[[], None] | None = None
+        self.begin: Callable[[], Any] = identity
+        self.resumes = False  # whether `begin` restores the state of a checkpoint
         self.follow_changes: Callable[[], Any] = identity
         self.build_path: Callable[[], TrainingPath] = identity
         # the functions that a batch passes through, with and without wrappers
@@ -95,7 +96,8 @@ class FitLoop:
         build_path: Callable[[], TrainingPath],
         follow_changes: Callable[[], Any] = identity,
         validate: Callable[[], None] | None = None,
-        resume: Callable[[], None] | None = None,
+        begin: Callable[[], Any] = identity,
+        resumes: bool = False,
     ) -> None:
         """Set the objects of one run.
 
@@ -107,12 +109,12 @@ class FitLoop:
                 replaced optimizers or schedules.
             follow_changes: called at the start of each epoch to register changed callbacks and hooks. Default: a no-op.
             validate: runs one validation. Default: None, no validation.
-            resume: called after ``on_train_start``. Restores the state of a checkpoint. In a new run that may continue
-                with another number of processes, it writes the first checkpoint instead. Default: None, a no-op.
+            begin: called after ``on_train_start``. Restores the state of a checkpoint, if any. Default: a no-op.
+            resumes: whether ``begin`` restores a state. Default: False.
         """
         self.hooks, self.batches, self.schedules = hooks, batches, schedules
         self.build_path, self.follow_changes, self.wrappers = build_path, follow_changes, ()
-        self.validate, self.resume = validate, resume
+        self.validate, self.begin, self.resumes = validate, begin, resumes
         self.gradients.scaler.forget_steps()  # an earlier run may have been interrupted in the middle of a step
         self.unresolved, self.outcome, self.grad_norms = (), None, {}
         self.stepped, self.freezes_scale = [], False
@@ -160,11 +162,10 @@ class FitLoop:
     def run(self) -> None:
         """Train until the last epoch, the last step, or until ``should_stop`` is set."""
         limits = self.limits
-        if not self.batches or (limits.fit_is_done() and self.resume is None):
+        if not self.batches or (limits.fit_is_done() and not self.resumes):
             return
         self.hooks.on_train_start()
-        if self.resume is not None:
-            self.resume()
+        self.begin()
         while self.progress.batches_this_epoch or not limits.fit_is_done():  # also finishes a resumed epoch
             self.start_epoch()
             for batch, batch_idx, is_last in self.batches:

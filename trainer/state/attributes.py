@@ -1,33 +1,29 @@
-"""Save and restore attributes of datasets and samplers that change during a run, as plain data.
+"""Save and restore attributes of the user's objects that change during a run, as plain data.
 
-The epoch that a sampler counts, or the position that a dataset keeps, affects the rest of a run, as the state of a
-random generator does. A checkpoint therefore stores the attributes that have changed since the run began.
+The epoch that a sampler counts, the position that a dataset keeps, or a weight of a loss that a module anneals affects
+the rest of a run, as the state of a random generator does. A checkpoint therefore stores the attributes that have
+changed since the run began.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from functools import cache
 from typing import Any
 
-import numpy as np
-import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import Dataset, Sampler
 
-from trainer.module_tree import is_dense
-from trainer.state import generators
+from trainer.state import generators, plain_values
+from trainer.state.plain_values import Copier, Limits
 
+_DATASETS = Limits(items=64, elements=4096)
+"""For data. Larger values are part of the data."""
+_SAMPLERS = Limits(items=2**14, elements=2**20)
+"""Weights and indices of samplers may change, and workers do not read them."""
 _MAX_OBJECTS = 200
-_MAX_ITEMS = 64
-"""Containers with more items than this are data. They are compared by identity and length."""
-_MAX_ELEMENTS = 4096
-"""Tensors and arrays with more elements than this are data."""
-_SAMPLERS = 256
-"""Samplers may have this many times more: their weights and indices may change, and workers do not read them."""
-_NUMBERS = (bool, int, float, complex, str, bytes, type(None))
-_SAVED_ELSEWHERE = (*_NUMBERS, *generators.KINDS)
+_SAVED_ELSEWHERE = (*plain_values.NUMBERS, *generators.KINDS)
 """If an attribute still is the same object of one of these types, its change, if any, is not one of the attribute."""
 _LOST = ["lost"]
 """Stands for a value that cannot be restored."""
@@ -42,23 +38,41 @@ class AttributeChanges:
     changed, the object's ``state_dict`` and ``load_state_dict`` are used instead, if it has both.
 
     Args:
-        objects: the objects to watch, at most 200.
+        objects: the objects to watch.
         holders: objects of other packages, of which only the random generators are watched. Default: none.
+        limits: which values are copied, for objects that are no data. Default: None, those for data.
+        ignored: attributes of modules that are not watched. Default: none.
+        max_objects: largest number of watched objects. Default: 200.
+        elsewhere: returns the memory of tensors that are saved elsewhere, such as weights. Default: none.
+
+    Attributes:
+        names: the name of the class of each object.
     """
 
-    def __init__(self, objects: Sequence[Any], holders: Sequence[Any] = ()) -> None:
-        self._objects = list(objects)[:_MAX_OBJECTS]
+    def __init__(
+        self,
+        objects: Sequence[Any],
+        holders: Sequence[Any] = (),
+        *,
+        limits: Limits | None = None,
+        ignored: Set[str] = frozenset(),
+        max_objects: int = _MAX_OBJECTS,
+        elsewhere: Callable[[], Set[int]] = frozenset[int],
+    ) -> None:
+        self._objects = list(objects)[:max_objects]
         self._watched = len(self._objects)
         self._objects += holders
-        self._names = list(map(_class_name, self._objects))
-        self._values = [dict(vars(one)) for one in self._objects]
+        self._ignored = [ignored if isinstance(one, nn.Module) else frozenset[str]() for one in self._objects]
+        self.names = list(map(_class_name, self._objects))
+        self._values = list(map(self._attributes, range(len(self._objects))))
         for values in self._values[self._watched :]:
             for name in [name for name, value in values.items() if not generators.is_random(value)]:
                 del values[name]
-        self._scales = [_SAMPLERS if isinstance(one, Sampler) else 1 for one in self._objects]
+        self._kinds = Copier(limits or _SAMPLERS, elsewhere), Copier(limits or _DATASETS, elsewhere)
+        self._copiers = [self._kinds[not isinstance(one, Sampler)] for one in self._objects]
         self._first = [
-            {name: _plain(value, scale) for name, value in values.items()}
-            for values, scale in zip(self._values, self._scales, strict=True)
+            {name: copier.copy(value) for name, value in values.items()}
+            for values, copier in zip(self._values, self._copiers, strict=True)
         ]
 
     def read(self) -> list[Any]:
@@ -68,8 +82,10 @@ class AttributeChanges:
         values by attribute, with ``["lost"]`` for a value that cannot be restored, or a list with the object's own
         state.
         """
+        for copier in self._kinds:
+            copier.begin()
         numbers: dict[int, int] = {}  # of the new random generators, which several attributes may share
-        return [[name, self._changes(place, numbers)] for place, name in enumerate(self._names)]
+        return [[name, self._changes(place, numbers)] for place, name in enumerate(self.names)]
 
     def write(self, state: list[Any]) -> None:
         """Restore the values that :meth:`read` returned. Attributes that it did not return get their first value.
@@ -92,7 +108,7 @@ class AttributeChanges:
         return [
             name
             for name, changes in changed.items()
-            if len(changes) != self._names.count(name) and not (name.startswith("torch.") and name.endswith("Sampler"))
+            if len(changes) != self.names.count(name) and not (name.startswith("torch.") and name.endswith("Sampler"))
         ]
 
     @staticmethod
@@ -112,9 +128,12 @@ class AttributeChanges:
             if value == _LOST
         ]
 
+    def _attributes(self, place: int) -> dict[str, Any]:
+        return {name: value for name, value in vars(self._objects[place]).items() if name not in self._ignored[place]}
+
     def _places(self) -> dict[str, list[int]]:
         """Return the positions of the objects of each class."""
-        return _by_class([name, place] for place, name in enumerate(self._names))
+        return _by_class([name, place] for place, name in enumerate(self.names))
 
     def _restore(self, place: int, saved: Any, created: dict[int, Any]) -> None:
         """Restore one object.
@@ -126,18 +145,21 @@ class AttributeChanges:
         """
         one, first, values = self._objects[place], self._first[place], self._values[place]
         if isinstance(saved, list):
-            one.load_state_dict(_value_of(saved, None))
+            one.load_state_dict(plain_values.value_of(saved, None))
             return
         for name in [name for name, *_ in self._changed(place) if name in first and name not in saved]:
             is_plain = not isinstance(first[name], tuple)
-            vars(one)[name] = _value_of(first[name], vars(one).get(name)) if is_plain else values[name]
+            vars(one)[name] = plain_values.value_of(first[name], vars(one).get(name)) if is_plain else values[name]
         for name, value in saved.items():
-            if isinstance(value, list) and value[0] == "generator":
+            kind = value[0] if isinstance(value, list) else None
+            if kind == "generator":
                 if value[1] not in created:
                     created[value[1]] = generators.create(value[2])
                 vars(one)[name] = created[value[1]]
+            elif kind == "new":  # the attribute was set to another object during the run
+                vars(one)[name] = plain_values.value_of(value[1], None)
             elif value != _LOST:
-                vars(one)[name] = _value_of(value, vars(one).get(name))
+                vars(one)[name] = plain_values.value_of(value, vars(one).get(name))
 
     def _changes(self, place: int, numbers: dict[int, int]) -> Any:
         one, values, changed = self._objects[place], self._values[place], dict[str, Any]()
@@ -145,24 +167,25 @@ class AttributeChanges:
             if generators.can_create(value):
                 changed[name] = ["generator", numbers.setdefault(id(value), len(numbers)), generators.state_of(value)]
             elif isinstance(plain, tuple):
-                if (own := _own_state(one)) is not None:
+                if is_watched(one) and (own := _own_state(one, self._copiers[place])) is not None:
                     return own
                 changed[name] = _LOST
             else:
                 is_new = isinstance(plain, list) and value is not values.get(name)
-                changed[name] = ["new", plain] if is_new else plain
+                changed[name] = plain if not is_new else ["new", plain] if plain_values.can_create(value) else _LOST
         return changed
 
     def _changed(self, place: int) -> Iterator[tuple[str, Any, Any]]:
         """Yield the name, the value, and the copy or identity of each changed attribute."""
-        one, values, first = self._objects[place], self._values[place], self._first[place]
-        for name, value in vars(one).items():
+        values, first, copier = self._values[place], self._first[place], self._copiers[place]
+        for name, value in self._attributes(place).items():
             if name in values and value is values[name] and isinstance(value, _SAVED_ELSEWHERE):
                 continue
             if place >= self._watched and not generators.is_random(value):
                 continue
-            plain = _plain(value, self._scales[place])
-            if name not in first or plain != first[name]:
+            plain = copier.copy(value)
+            is_method = callable(value) and callable(getattr(type(self._objects[place]), name, None))
+            if not is_method and (name not in first or plain != first[name]):
                 yield name, value, plain
 
 
@@ -195,8 +218,8 @@ def is_users_module(name: str) -> bool:
 
 
 def _class_name(value: Any) -> str:
-    """Return a name that stays the same if the class moves to another of the user's modules."""
-    kind = type(value)
+    """Return a name that stays the same if the class moves to another of the user's modules, or FSDP wraps it."""
+    kind = next((base for base in type(value).__mro__ if is_users_module(base.__module__)), type(value))
     return f"torch.{kind.__qualname__}" if kind.__module__.startswith("torch.") else kind.__qualname__
 
 
@@ -208,89 +231,9 @@ def _by_class(entries: Iterable[Any]) -> dict[str, list[Any]]:
     return found
 
 
-def _own_state(value: Any) -> list[Any] | None:
+def _own_state(value: Any, copier: Copier) -> list[Any] | None:
     """Return the state of an object that has ``state_dict`` and ``load_state_dict``, if it is plain."""
     if not all(callable(getattr(value, name, None)) for name in ("state_dict", "load_state_dict")):
         return None
-    state = _plain(value.state_dict(), _SAMPLERS if isinstance(value, Sampler) else 1)
+    state = copier.copy(value.state_dict())
     return state if isinstance(state, list) else None
-
-
-def _plain(value: Any, scale: int = 1) -> Any:
-    """Return a copy of a value as numbers, strings and lists, or a tuple that identifies it if that is not possible.
-
-    Args:
-        value: the value.
-        scale: multiplies the limits of items and elements. Default: 1.
-    """
-    if type(value) in _NUMBERS:
-        return value
-    copied = _copied(value, [_MAX_ITEMS * scale], _MAX_ELEMENTS * scale)
-    return (id(value), len(value) if isinstance(value, (list, dict, set)) else 0) if copied is None else copied
-
-
-def _copied(value: Any, left: list[int], elements: int) -> Any:
-    """Return a plain copy of a container, tensor or array.
-
-    None if it has other contents, over ``left[0]`` items, or a tensor or array with over ``elements`` elements.
-    """
-    kind = type(value)
-    if kind in (Tensor, np.ndarray) or isinstance(value, np.generic):
-        return _numbers_of(value, elements)
-    if kind not in (list, tuple, set, dict):
-        return None
-    left[0] -= 2 * len(value) if kind is dict else len(value)
-    if left[0] < 0:
-        return None
-    items = [child for pair in value.items() for child in pair] if kind is dict else list(value)
-    copied = [child if type(child) in _NUMBERS else _copied(child, left, elements) for child in items]
-    lost = any(copy is None and child is not None for copy, child in zip(copied, items, strict=True))
-    return None if lost else [kind.__name__, copied]
-
-
-def _numbers_of(value: Any, elements: int) -> list[Any] | None:
-    if isinstance(value, Tensor):
-        if not is_dense(value) or value.device.type != "cpu" or value.numel() > elements:
-            return None
-        dense = value.detach().resolve_conj().resolve_neg().contiguous()
-        numbers = dense.view(-1).view(torch.uint8).numpy().tobytes() if dense.numel() else b""
-        return ["tensor", str(value.dtype).removeprefix("torch."), list(value.shape), numbers]
-    if value.size > elements or value.dtype.hasobject or value.dtype.names:
-        return None
-    return ["array", value.dtype.str, list(value.shape), value.tobytes()]
-
-
-def _value_of(plain: Any, current: Any) -> Any:
-    """Return the value that ``plain`` is a copy of. If possible, ``current`` is changed to it in place and returned."""
-    if not isinstance(plain, list):
-        return plain
-    kind = plain[0]
-    if kind == "new":  # the attribute was set to another object during the run
-        return _value_of(plain[1], None)
-    if kind == "tensor":
-        dtype, shape, numbers = getattr(torch, plain[1]), plain[2], bytearray(plain[3])
-        value = torch.frombuffer(numbers, dtype=torch.uint8).view(dtype) if numbers else torch.empty(0, dtype=dtype)
-        return _copy_into(value.view(shape), current, lambda: current.detach().copy_(value.view(shape)))
-    if kind == "array":
-        array = np.frombuffer(plain[3], dtype=plain[1]).reshape(plain[2]).copy()
-        if not isinstance(current, np.ndarray):
-            return array[()]
-        return _copy_into(array, current, lambda: np.copyto(current, array))
-    items = [_value_of(child, None) for child in plain[1]]
-    made: Any = dict(zip(items[::2], items[1::2], strict=True)) if kind == "dict" else _CONTAINERS[kind](items)
-    if type(current) is not type(made) or kind == "tuple":
-        return made
-    current.clear()
-    current.extend(made) if kind == "list" else current.update(made)
-    return current
-
-
-def _copy_into(value: Any, current: Any, copy: Callable[[], Any]) -> Any:
-    """Copy ``value`` into ``current`` and return that, if type, dtype and shape are the same. Else return ``value``."""
-    if type(value) is not type(current) or (value.dtype, value.shape) != (current.dtype, current.shape):
-        return value
-    copy()
-    return current
-
-
-_CONTAINERS: dict[str, Callable[[Any], Any]] = {"list": list, "tuple": tuple, "set": set}

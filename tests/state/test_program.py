@@ -1,0 +1,176 @@
+"""Attributes and random generators of modules, datamodules and callbacks: found, saved, restored, or reported."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter, UserList, deque
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningDataModule, LightningModule
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from tests.state.test_attributes import through_a_file
+from trainer.compat.modules import program_state
+from trainer.state.program import ProgramState
+
+
+class Anneal:
+    """An object of the user's class that is no module."""
+
+    def __init__(self) -> None:
+        self.factor = 1.0
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+        self.scale = 1.0
+
+
+class Module(LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.save_hyperparameters({"rate": 0.5})
+        self.blocks = nn.Sequential(Block(), nn.ReLU(), Block())
+        self.parts = [{"anneal": Anneal()}]
+        self.recent: deque[float] = deque(maxlen=2)
+        self.counts: Counter[str] = Counter()
+        self.mean: Any = None
+        self.large = torch.zeros(3)
+        self.views = [parameter.data.view(-1) for parameter in self.parameters()]
+        self.rng = np.random.default_rng(0)
+        self.handle: Any = None
+        self.events: UserList[int] = UserList()
+
+
+class Data(LightningDataModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rng = random.Random(0)
+        self.passes = 0
+
+
+class Counts(Callback):
+    def __init__(self) -> None:
+        self.batches = 0
+
+
+class SavesItself(Counts):
+    def state_dict(self) -> dict[str, Any]:
+        return {"batches": self.batches}
+
+
+def objects() -> tuple[Module, Data, list[Counts]]:
+    torch.manual_seed(0)
+    return Module(), Data(), [Counts(), SavesItself()]
+
+
+def state_of(module: Module, data: Data | None = None, callbacks: Any = ()) -> ProgramState:
+    return program_state(SimpleNamespace(lightning_module=module, datamodule=data, callbacks=callbacks))
+
+
+def carried(change: Callable[..., Any], *into: Any) -> tuple[list[str], Any]:
+    """Return the messages, and the objects after the state of changed ones was restored to them."""
+    given, others = objects(), into or objects()
+    before, after = state_of(*given), state_of(*others)
+    change(*given)
+    return after.write(through_a_file(before.read())), others
+
+
+def test_plain_attributes_and_generators_are_restored() -> None:
+    def change(module: Module, data: Data, callbacks: list[Counts]) -> None:
+        module.blocks[2].scale, module.parts[0]["anneal"].factor = 0.5, 0.25  # type: ignore[union-attr, assignment]
+        module.recent.extend([1.0, 2.0, 3.0])
+        module.counts["a"] += 2
+        module.mean = torch.tensor(2.0, dtype=torch.float16)
+        module.hparams["rate"] = 0.1
+        data.passes, callbacks[0].batches, callbacks[1].batches = 3, 7, 9
+        module.rng.random()
+        data.rng.random()
+
+    problems, (module, data, callbacks) = carried(change)
+    assert problems == []
+    assert [module.blocks[0].scale, module.blocks[2].scale, module.parts[0]["anneal"].factor] == [1.0, 0.5, 0.25]
+    assert (module.recent, module.recent.maxlen, module.counts) == (deque([2.0, 3.0]), 2, Counter(a=2))
+    assert type(module.counts) is Counter
+    assert (module.mean.item(), module.mean.dtype, module.hparams.rate) == (2.0, torch.float16, 0.1)
+    assert (data.passes, callbacks[0].batches) == (3, 7)
+    assert callbacks[1].batches == 0  # by its `load_state_dict`
+    drawn = [[one.rng.random() for _ in range(2)] for one in objects()[:2]]
+    assert [module.rng.random(), data.rng.random()] == [second for _, second in drawn]
+
+
+def test_weights_and_objects_of_other_packages_are_left_to_their_owners() -> None:
+    def change(module: Module, data: Data, callbacks: list[Counts]) -> None:
+        with torch.no_grad():
+            for parameter in module.parameters():
+                parameter.add_(1)
+        module.events.append(3)
+        module.forward = lambda x: x  # type: ignore[method-assign]  # as strategies replace it during a step
+        module.train(False)
+
+    problems, (module, *_) = carried(change)
+    assert problems == []
+    assert module.training
+    assert not module.events
+    assert [view.data_ptr() for view in module.views] == [weight.data_ptr() for weight in module.parameters()]
+    assert torch.equal(module.views[0], objects()[0].views[0])
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("handle", object()), ("large", torch.zeros(2**22 + 1)), ("recent", deque([object()]))]
+)
+def test_object_with_an_attribute_that_cannot_be_saved_keeps_all_of_them(name: str, value: Any) -> None:
+    def change(module: Module, data: Data, callbacks: list[Counts]) -> None:
+        module.mean = 3.0
+        callbacks[0].batches = 7
+        setattr(module, name, value)
+
+    (problem,), (module, _, callbacks) = carried(change)
+    assert problem.startswith(f"The checkpoint lacks attributes that its run changed: Module.{name}. ")
+    assert (module.mean, callbacks[0].batches) == (None, 7)
+
+
+def test_large_tensor_that_changes_in_place_is_reported() -> None:
+    module = Module()
+    module.large = torch.zeros(2**22 + 1)
+    state = state_of(module)
+    assert state.write(state.read()) == []
+    module.large[0] = 1
+    assert "Module.large" in state.write(state.read())[0]
+
+
+def test_objects_that_do_not_exist_any_more_are_left_out_and_other_numbers_are_reported() -> None:
+    def change(module: Module, data: Data, callbacks: list[Counts]) -> None:
+        module.mean, data.passes, callbacks[0].batches = 3.0, 2, 7
+
+    assert carried(change, Module(), None, [])[0] == [
+        "The modules and callbacks had 2 random generators, and have 1 now: these are not restored."
+    ]
+    module, data = Module(), Data()
+    problems, _ = carried(change, module, data, [Counts(), Counts()])
+    assert problems == ["The attributes of Counts are not restored: there is another number of these objects now."]
+    assert (module.mean, data.passes) == (3.0, 2)
+
+
+def test_module_that_fsdp_wraps_has_the_attributes_of_its_class() -> None:
+    module = Module()
+    module.__class__ = type("FSDPModule", (FSDPModule, Module), {"__module__": FSDPModule.__module__})
+    problems, _ = carried(lambda module, *_: setattr(module, "mean", 3.0), module, Data(), [])
+    assert (problems, module.mean) == ([], 3.0)
+
+
+def test_state_of_an_older_checkpoint_changes_nothing(tmp_path: Path) -> None:
+    module = Module()
+    state = state_of(module)
+    module.mean = 2.0
+    assert state.write([]) == []
+    assert module.mean == 2.0

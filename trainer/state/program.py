@@ -1,0 +1,126 @@
+"""The attributes and random generators of the user's modules, datamodule and callbacks, and of the objects in them."""
+
+from __future__ import annotations
+
+from abc import ABC
+from collections import deque
+from collections.abc import Sequence, Set
+from functools import cache
+from typing import Any, Generic, Protocol
+
+from torch import Tensor, nn
+
+from trainer.errors import join_first
+from trainer.state import generators
+from trainer.state.attributes import AttributeChanges, is_users_module
+from trainer.state.plain_values import Limits, memory_of
+
+_PLAIN = {str, bytes, int, float, complex, bool, type(None), Tensor, nn.Parameter}
+_LIMITS = Limits(items=2**22, elements=2**22, is_data=False)
+_MAX_OBJECTS = 20_000
+"""Largest number of objects that are inspected."""
+_MAX_ITEMS = 1000
+"""Containers with more items than this are not inspected."""
+_ABSTRACT = {object, ABC, Generic, Protocol}
+_HOOKS = ("on_save_checkpoint", "state_dict", "get_extra_state")
+"""A class of the user that defines one of these methods saves its attributes itself."""
+
+
+class ProgramState:
+    """The state of some objects since this instance was created. It is saved and restored as plain data.
+
+    The search for objects follows containers, submodules, and the attributes of the user's classes.
+
+    Args:
+        roots: the module, the datamodule and the callbacks. Their order determines the order of the state.
+        bases: classes of other packages that a class of the user may have as bases. Default: none.
+        ignored: attributes that the bases of a module set. Default: none.
+    """
+
+    def __init__(
+        self, roots: Sequence[Any] = (), *, bases: Set[type] = frozenset(), ignored: Set[str] = frozenset()
+    ) -> None:
+        self._generators: list[generators.RandomGenerator] = []
+        watched: list[Any] = []
+        seen: set[int] = set()
+        queue = deque(roots)
+        while queue and len(seen) < _MAX_OBJECTS:
+            value = queue.popleft()
+            if id(value) in seen or type(value) in _PLAIN:
+                continue
+            seen.add(id(value))
+            if generators.is_random(value):
+                self._generators.append(value)
+            elif isinstance(value, (list, tuple, deque, dict)):
+                queue.extend((value.values() if isinstance(value, dict) else value) if len(value) <= _MAX_ITEMS else ())
+            elif isinstance(value, nn.Module):
+                queue.append(vars(value).get("_modules"))  # a scripted module has none
+            kind: type = type(value)
+            if (saves_itself := _saves_itself(kind, bases)) is None:
+                continue
+            own = vars(value).items()
+            queue.extend(one for name, one in own if name not in ignored or not isinstance(value, nn.Module))
+            if not saves_itself:
+                watched.append(value)
+        modules = [root for root in roots if isinstance(root, nn.Module)]
+        self._attributes = AttributeChanges(
+            watched,
+            limits=_LIMITS,
+            ignored=ignored,
+            max_objects=_MAX_OBJECTS,
+            elsewhere=lambda: memory_of(one for part in modules for one in (*part.parameters(), *part.buffers())),
+        )
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        return ProgramState, ()  # a spawned process begins its own
+
+    def read(self) -> list[Any]:
+        """Return the states of the random generators and, as the last item, the changed attributes."""
+        return [*map(generators.state_of, self._generators), self._attributes.read()]
+
+    def write(self, state: list[Any]) -> list[str]:
+        """Restore the state that :meth:`read` returned, and return a message for each part that is not restored.
+
+        If an attribute of an object cannot be restored, the object keeps all its attributes, because they may belong
+        together. Objects that do not exist any more are left out.
+
+        Args:
+            state: the state. [] leaves everything unchanged.
+        """
+        if not state:
+            return []
+        *saved, attributes = state
+        problems = []
+        if len(saved) == len(self._generators):
+            for generator, own in zip(self._generators, saved, strict=True):
+                generators.set_state(generator, own)
+        else:
+            problems.append(
+                f"The modules and callbacks had {len(saved)} random generators, and have {len(self._generators)} now:"
+                " these are not restored."
+            )
+        changed, lost_in = self._attributes, self._attributes.lost
+        attributes = [entry for entry in attributes if entry[0] in changed.names]
+        if lost := sorted(set(lost_in(attributes))):
+            problems.append(
+                f"The checkpoint lacks attributes that its run changed: {join_first(lost, 5)}. These objects start with"
+                " their initial attributes. If the training depends on them, save them in `on_save_checkpoint` or in a"
+                " callback's `state_dict`; register large tensors as buffers."
+            )
+        if missing := changed.missing(attributes):
+            problems.append(
+                f"The attributes of {join_first(missing, 5)} are not restored: there is another number of these objects"
+                " now."
+            )
+        changed.write([[name, {} if lost_in([[name, own]]) else own] for name, own in attributes])
+        return problems
+
+
+@cache
+def _saves_itself(kind: type, bases: Set[type]) -> bool | None:
+    """Return whether a class of the user saves its attributes itself. None if it is of another package, or of data."""
+    own = [base for base in kind.__mro__ if is_users_module(base.__module__)]
+    others = {base for base in kind.__mro__ if base not in own and not base.__module__.startswith("torch.distributed.")}
+    if not own or not others <= _ABSTRACT | bases or not kind.__dictoffset__:
+        return None
+    return any(name in vars(base) for base in own for name in _HOOKS)
