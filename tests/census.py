@@ -50,7 +50,6 @@ NOT_COMPARED: dict[str, str] = {
     r"scaler\._init_": "read before the first loss is scaled",
     r"batches\._has_batches|_opt_called$": "only read before the first step of a process",
     r"(training_step|'NonFiniteGuard'\]\._recorder)\.(_resolved|_update)$": "counts the batches of a process",
-    r"data\._made_in\[.*VALIDATING": "only read if there are no dataloaders; otherwise, theirs is",
     r"eval_loops.*progress\.(epoch|total_done|total_batches)$": "Lightning's counters, set when a validation begins",
     r"eval_loops.*(metrics\.shared_hooks(\[\d\])?|sampler\.epoch)$": "set when a validation begins",
     r"'OverflowReport'\]\._": "evidence for a diagnosis, which no step reads",

@@ -3,6 +3,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import re
 import signal
 import time
 import weakref
@@ -120,6 +121,31 @@ def test_error_about_shapes_before_there_was_a_batch_blames_none(trainer: Any) -
     with pytest.raises(ValueError, match="wrong shape") as caught:
         trainer.fit(Refused(), loader_of(make_batches(2)))
     assert not hasattr(caught.value, "__notes__")
+
+
+@pytest.mark.parametrize(
+    ("returned", "note"),
+    [
+        (lambda _, loss: loss.detach(), r"Losing\.training_step` returned a tensor of shape \[\] .*without a graph"),
+        (lambda _, loss: {"loss": (loss > 0).float()}, "without a graph.*comparisons"),
+        (lambda _, loss: loss.repeat(3), r"of shape \[3\] and dtype float32, expected a scalar.*loss\.mean\(\)"),
+        (lambda module, loss: module.manual_backward(loss.detach()), "passed to `manual_backward` a tensor .*graph"),
+        (
+            lambda module, _: module.net.requires_grad_(False)(torch.ones(1, 6)).sum(),
+            r"no parameter .*requires_grad_\(True",
+        ),
+    ],
+)
+def test_loss_without_a_gradient_is_explained(trainer: Any, returned: Any, note: str) -> None:
+    class Losing(Regression):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return returned(self, super().training_step(batch, batch_idx))
+
+    module = Losing()
+    module.automatic_optimization = "manual" not in note
+    with pytest.raises(RuntimeError, match="grad") as caught:
+        trainer.fit(module, loader_of(make_batches(2)))
+    assert re.search(note, "".join(caught.value.__notes__))
 
 
 def test_error_that_cannot_be_explained_is_raised(trainer: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,7 @@
 """Explain the error that ended a run: add the batch, the phase and advice to it.
 
-Errors of dataloader workers, out-of-memory errors, timeouts of collectives and errors about shapes are explained.
-This code runs only after an error. The timeouts of workers are in ``trainer.data.workers``.
+This explains errors of dataloader workers, out-of-memory errors, timeouts of collectives, losses without a gradient,
+and errors about shapes. The code runs only after an error. The timeouts of workers are in ``trainer.data.workers``.
 """
 
 from __future__ import annotations
@@ -34,6 +34,8 @@ _RAISED = re.compile(r"Caught \w+ in (DataLoader worker process \d+|pin memory t
 _COLLECTIVE_TIMEOUT = re.compile(
     r"Timed out waiting \d+ms|[Tt]imeout.*(collective|operation)|(collective|operation).*timed? ?out|timeout caused"
 )
+_NO_GRAPH = re.compile(r"does not require grad and does not have a grad_fn")
+_NO_SCALAR = re.compile(r"grad can be implicitly created only for scalar outputs")
 _BATCH_ERRORS = (IndexError, RuntimeError, TypeError, ValueError)
 _SHAPES = re.compile(
     r"shape|sizes? (of|mismatch)|channels|dimension|out of bounds|scalar type|dtype|\d+D", re.IGNORECASE
@@ -68,6 +70,8 @@ def explain(
         _explain_waiting(error, trainer)
         if stall is not None and (report := stall()) is not None:
             add_note(error, report)
+    elif isinstance(error, RuntimeError) and (_NO_GRAPH.search(text) or _NO_SCALAR.search(text)):
+        _explain_loss(error, trainer)
     elif is_out_of_memory(error):
         _explain_memory(error, trainer, folder)
         release_tensors(error)
@@ -88,6 +92,32 @@ def _explain_waiting(error: RuntimeError, trainer: Trainer) -> None:
             f" there. If {loop.stage}_step or a batch hook runs collectives (torch.distributed), give all"
             " processes the same number of batches: Trainer(pad_evaluation=True).",
         )
+
+
+def _explain_loss(error: RuntimeError, trainer: Trainer) -> None:
+    """Add the loss, the expected one and advice to an error of the fit's backward pass."""
+    code = type(trainer.loop).run_backward.__code__
+    places = (frame for frame, _ in traceback.walk_tb(error.__traceback__) if frame.f_code is code)
+    frame, module = next(places, None), trainer.lightning_module
+    if frame is None:  # the module ran the backward pass itself
+        return
+    loss = frame.f_locals["loss"]
+    name, automatic = type(module).__name__, module.automatic_optimization
+    subject = f"`{name}.training_step` {'returned' if automatic else 'passed to `manual_backward`'}"
+    kind = f"a tensor of shape {list(loss.shape)} and dtype {str(loss.dtype).removeprefix('torch.')}"
+    if loss.numel() != 1:
+        advice = f"{kind}, expected a scalar. Reduce it, for example with `loss.mean()`."
+    elif not any(parameter.requires_grad for parameter in module.parameters()):
+        advice = (
+            f"a loss, but no parameter of {name} requires a gradient. Call `requires_grad_(True)` on those to train."
+        )
+    else:
+        advice = (
+            f"{kind} without a graph, expected a scalar that depends on the trained parameters. Compute it without"
+            " `detach()`, `item()`, `torch.tensor(...)`, `torch.no_grad()`, and operations without a gradient, such as"
+            " `argmax` and comparisons."
+        )
+    add_note(error, f"{subject} {advice}")
 
 
 # --- workers of dataloaders -----------------------------------------------------------------------------------

@@ -91,8 +91,8 @@ class Preparation:
             self.schedule_validation(loaders)
             self._warn_of_missing_rows(loaders)
             self._report_short_windows(loaders)
-        if trainer.enable_validation and loop.limits.epoch_validates():
-            self.validation()
+        if trainer.enable_validation:
+            self._first_validation()
         epochs = trainer.progress.epochs_trained
         batches = TrainingBatches(
             loaders,
@@ -102,7 +102,7 @@ class Preparation:
             epochs if trainer.ckpt_path is not None or not epochs else -1,
         )
         if (resumed := trainer.data.resumed) is not None:
-            trainer.data.resumed = None
+            trainer.data.resumed = trainer.data.resumed_validation = None
             batches.load_state_dict(resumed, exact=trainer.exact_resume)
         loop.prepare(
             hooks=self.hooks,
@@ -338,12 +338,21 @@ class Preparation:
             wrappers.append(partial(self._profiling.watch_evaluation, loop.stage))
         return wrapped(path, wrappers)
 
-    def validation(self) -> None:
-        """Prepare the validation inside a fit, with new dataloaders if these are due."""
+    def _first_validation(self) -> None:
+        """Prepare the validation when the fit begins, if the first epoch validates.
+
+        A resumed run has validation dataloaders if the saved run had some.
+        """
+        saved = self._trainer.data.resumed_validation
+        if self._trainer.loop.limits.epoch_validates() if saved is None else saved:
+            self.validation(renew=saved is None)
+
+    def validation(self, renew: bool = True) -> None:
+        """Prepare the validation inside a fit, with new dataloaders if these are due and ``renew`` is True."""
         data, state = self._trainer.data, self._trainer.state
         if data.is_due(RunningStage.VALIDATING):
             outer, state.stage = state.stage, RunningStage.VALIDATING
-            data.loaders(RunningStage.VALIDATING, recreate=True)
+            data.loaders(RunningStage.VALIDATING, recreate=renew)
             state.stage = outer
         self.evaluation(RunningStage.VALIDATING, inference_mode=False)
 

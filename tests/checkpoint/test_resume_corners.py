@@ -167,6 +167,22 @@ class DrawsData(Module):
         return DataLoader(Subset(Points(), order[:6].tolist()), 2)
 
 
+class DrawsAll(Module):
+    """Draws the samples of each dataloader, depending on the epoch, when it is created; the validation adds noise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.validated = Noisy()
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(
+            Subset(Points(), (torch.randperm(12 - self.current_epoch)[:6] + self.current_epoch).tolist()), 2
+        )
+
+    def val_dataloader(self) -> Any:
+        return DataLoader(Subset(self.validated, torch.randperm(12)[: 2 + self.current_epoch].tolist()), 2)
+
+
 class ScaleCurve(Curves):
     """Limits curves to a few points of losses and scales."""
 
@@ -188,11 +204,21 @@ class Points(Dataset[list[torch.Tensor]]):
         return [torch.arange(4.0).add(index).sin() + 0.1 * torch.randn(4) + 0.1 * self.noise.random()]
 
 
+class Noisy(Points):
+    def __init__(self) -> None:
+        self.generator = torch.Generator().manual_seed(3)
+
+    def __getitem__(self, index: int) -> list[torch.Tensor]:
+        return [torch.arange(4.0).add(index).sin() + torch.randn(4, generator=self.generator)]
+
+
 class Saver(Checkpoint):
     def __init__(self, folder: Path) -> None:
         self.folder, self.saved = folder, list[tuple[Path, int]]()
 
     def save(self, trainer: Any, *_: Any) -> None:
+        if trainer.sanity_checking:
+            return
         path = self.folder / f"{len(self.saved)}.ckpt"
         trainer.save_checkpoint(path)
         self.saved.append((path, len(trainer.logger.rows)))
@@ -208,6 +234,7 @@ def train(
     start: Path | None = None,
     callbacks: list[Callback],
     collate: Any = None,
+    workers: dict[str, Any] | None = None,
     **arguments: Any,
 ) -> tuple[dict[str, Any], list[Any], list[tuple[Path, int]]]:
     folder.mkdir()
@@ -218,8 +245,9 @@ def train(
     options |= {"logger": rows, "log_every_n_steps": 1, "enable_checkpointing": True}
     trainer = make_trainer(folder, callbacks=[*callbacks, saver], **options)
     points = Points()  # of both stages, which share its generator
-    data = None if make is DrawsData else DataLoader(points, 2, shuffle=True, collate_fn=collate)
-    trainer.fit(module, data, DataLoader(points, 4), ckpt_path=start)
+    data = None if make in (DrawsData, DrawsAll) else DataLoader(points, 2, shuffle=True, collate_fn=collate)
+    validation = None if make is DrawsAll else DataLoader(points, 4, **workers or {})
+    trainer.fit(module, data, validation, ckpt_path=start)
     state = {
         "weights": {name: value.clone() for name, value in module.state_dict().items()},
         "optimizers": [optimizer.state_dict() for optimizer in trainer.optimizers],
@@ -249,6 +277,9 @@ def _quiet() -> Any:
         (Measures, list, {}),
         (Anneals, lambda: [Boosts()], {"accumulate_grad_batches": 2}),
         (DrawsData, list, {"reload_dataloaders_every_n_epochs": 1}),
+        (DrawsAll, list, {"check_val_every_n_epoch": 2, "max_epochs": 4}),
+        (DrawsAll, list, {"reload_dataloaders_every_n_epochs": 2, "check_val_every_n_epoch": 2, "max_epochs": 5}),
+        (Module, list, {"num_sanity_val_steps": 1, "workers": {"num_workers": 1, "persistent_workers": True}}),
         (Module, lambda: [StochasticWeightAveraging(0.01, 1, 2)], {"accumulate_grad_batches": 2}),
     ],
     ids=[
@@ -260,6 +291,9 @@ def _quiet() -> Any:
         "metrics",
         "attributes",
         "dataloaders created again",
+        "dataloaders drawn once",
+        "dataloaders drawn every second epoch",
+        "persistent workers of a sanity check",
         "average and statistics",
     ],
 )

@@ -130,7 +130,7 @@ def test_data_is_requested_at_the_same_points_as_in_lightning(sanity: int, argum
     assert mine == theirs
 
 
-@pytest.mark.parametrize(("every", "saved_after", "expected"), [(2, 0, [1, 2, 4]), (2, 1, [2, 2, 4]), (3, 1, [2, 3])])
+@pytest.mark.parametrize(("every", "saved_after", "expected"), [(2, 0, [0, 2, 4]), (2, 1, [0, 2, 4]), (3, 1, [0, 3])])
 def test_resumed_run_requests_data_at_the_same_points(
     every: int, saved_after: int, expected: list[int], tmp_path: Path
 ) -> None:

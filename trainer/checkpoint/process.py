@@ -74,7 +74,7 @@ class ProcessState:
             "data": trainer.loop.batches.state_dict(),  # the datasets may share generators
             "metric_objects": metrics.state_dict(copies=True),
             "seen_batches": self._seen_batches(),
-            "evaluation": self._evaluation(),
+            "evaluation": trainer.data.evaluation_state(),
             "program": self.program.read(),
         }
 
@@ -102,7 +102,7 @@ class ProcessState:
                 for name in ("callback", "logged", "progress_bar")
             },
             "seen_batches": self._seen_batches(),
-            "evaluation": self._evaluation(),
+            "evaluation": trainer.data.evaluation_state(),
             "has_updated": loop.has_updated,
             "outcome": None if outcome is None else list(outcome),
             "should_stop": loop.limits.should_stop and not trainer.is_out_of_time,  # a resumed run may have more time
@@ -183,7 +183,7 @@ class ProcessState:
             published.update({k: v.to(device) if isinstance(v, Tensor) else v for k, v in values.items()})
         for name, one in self._eval_loops():
             one.progress.seen_batches.update(state["seen_batches"].get(name, {}))
-            one.load_data_state(state.get("evaluation", {}).get(name))
+        trainer.data.load_evaluation_state(state.get("evaluation", {}))
         outcome = state["outcome"]
         loop.restore_outcome(None if outcome is None else StepOutcome(*outcome), state["has_updated"])
         # a stop that waits for `min_epochs` or `min_steps` stays pending
@@ -401,10 +401,6 @@ class ProcessState:
 
     def _seen_batches(self) -> dict[str, dict[int, int]]:
         return {name: dict(one.progress.seen_batches) for name, one in self._eval_loops()}
-
-    def _evaluation(self) -> State:
-        """Return the states of the existing evaluation dataloaders."""
-        return {name: loop.loaders.evaluation_state() for name, loop in self._eval_loops() if loop.loaders is not None}
 
     def _eval_loops(self) -> Iterator[tuple[str, Any]]:
         return ((loop.stage, loop) for loop in set(self._trainer.eval_loops.values()))

@@ -188,6 +188,8 @@ class CheckpointConnector(_CheckpointConnector):
             refuse_inexact(problem, exact=trainer.exact_resume)
         if state is not None or position:
             trainer.data.resumed = (state or {}).get("data") or position
+        if state is not None:
+            trainer.data.resumed_validation = state.get("evaluation", {}).get("validation", {})
         return state
 
     def prepare_order(self) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass
 from functools import partial
@@ -40,6 +42,7 @@ from trainer.data.worker_signals import outlive_signals
 from trainer.data.workers import bounded
 from trainer.errors import ConfigurationError, ResumeError, rank_zero_warn
 from trainer.loops.accumulation import AccumulationWindow
+from trainer.state import random_states
 from trainer.state.metrics import MetricStore
 
 if TYPE_CHECKING:
@@ -163,6 +166,8 @@ class DataSource:
     Attributes:
         resumed: the position of the training data in the checkpoint, for ``TrainingBatches.load_state_dict``; {} if it
             is unknown, None if nothing is resumed.
+        resumed_validation: the state of the validation dataloaders in the checkpoint; {} if there were none, None if
+            nothing is resumed or the state is unknown.
         elastic_state: the state of a resumed run that had another number of processes. None if there is no such run.
         prefetching: copies batches to a GPU while the previous step runs. None if batches are not prefetched.
     """
@@ -173,9 +178,8 @@ class DataSource:
         self.datamodule: LightningDataModule | None = None
         self._sources: dict[RunningStage, _DataLoaderSource] = {}
         self._ready: dict[RunningStage, LoaderSet | None] = {}
-        self._made_in: dict[RunningStage, float] = {}
-        self._outdated: set[RunningStage] = set()
         self.resumed: dict[str, Any] | None = None
+        self.resumed_validation: dict[str, Any] | None = None
         self.elastic_state: ElasticState | None = None
         self.prefetching: Prefetching | None = None
 
@@ -190,8 +194,7 @@ class DataSource:
         self.datamodule = datamodule
         self.connector._datahook_selector = _DataHookSelector(module, datamodule)
         self._ready.clear()
-        self._outdated.clear()
-        self.resumed = self.elastic_state = self.prefetching = None
+        self.resumed = self.resumed_validation = self.elastic_state = self.prefetching = None
         for stage in _STAGES:
             loaders = given.get(stage)
             instance = datamodule if datamodule is not None else module if loaders is None else loaders
@@ -226,59 +229,87 @@ class DataSource:
 
     def is_due(self, stage: RunningStage) -> bool:
         """Return whether the dataloaders of ``stage`` must be created before its next pass, or created again."""
-        if stage not in self._ready or stage in self._outdated:
-            return True
-        ready = self._ready[stage]
-        return self._is_past(self._made_in[stage] if ready is None else ready.made_in)
-
-    def _is_past(self, made_in: float) -> bool:
-        """Return whether dataloaders created in epoch ``made_in`` must be created again by now."""
+        if (ready := self._ready.get(stage)) is None:
+            return stage not in self._ready
         interval = self._trainer.reload_dataloaders_every_n_epochs
-        return bool(interval) and self._trainer.current_epoch - made_in >= interval
-
-    def _note_epoch(self, stage: RunningStage, made_in: float) -> None:
-        self._made_in[stage] = made_in
-        if (ready := self._ready[stage]) is not None:
-            ready.made_in = made_in
+        return ready.is_outdated or (bool(interval) and self._trainer.current_epoch - ready.made_in >= interval)
 
     def invalidate(self, stage: RunningStage) -> None:
         """Create the dataloaders of ``stage`` again before its next pass; those for training before the next epoch."""
-        self._outdated.add(stage)
+        if (ready := self._ready.get(stage)) is None:
+            self.forget(stage)
+        else:
+            ready.is_outdated = True
 
     def loaders(self, stage: RunningStage, recreate: bool = False) -> LoaderSet | None:
         """Return the dataloaders of ``stage``, created at the first call; None without any, or if their limit is 0.
+
+        A resumed run creates them in the epoch and from the random states in which the saved run created its own.
 
         Args:
             stage: the stage.
             recreate: whether to create them again if they exist. Default: False.
         """
-        old = self._ready.get(stage)
-        resumed = self.resumed if stage is RunningStage.TRAINING else None
-        if stage not in self._ready or recreate:
-            timed = self._trainer.profiler.profile(f"setup_{stage.dataloader_prefix}_dataloader")
-            with timed, warnings.catch_warnings():
-                # Lightning 2.6.6 calls torch's pytree in a way that torch 2.15 deprecates
-                warnings.filterwarnings("ignore", message=".*LeafSpec", category=FutureWarning)
-                made = self._ready[stage] = self._make_loaders(stage)
-            if made is not None:
-                patience = self._trainer.dataloader_timeout
-                self._trainer._session.enter_context(bounded(made.combined.flattened, patience))
-            self._outdated.discard(stage)
-            # the validation of this epoch reuses the dataloaders of the sanity check; without one, they are recreated
-            is_extra = self._trainer.sanity_checking and not self._trainer.loop.limits.epoch_validates()
-            self._note_epoch(stage, float("-inf") if is_extra else self._trainer.current_epoch)
-            if old is not None:
-                old.close()
-            if made is not None and stage is RunningStage.TRAINING and resumed is None:
-                made.start_epoch(self._trainer.progress.epochs_trained)
-                made.open()  # as early as in Lightning, because opening draws random numbers
-        if resumed:
-            # Recreate the dataloaders when the saved run would have recreated its own, but not inside an epoch. Even
-            # before the first epoch of this run, the random states that they draw from are already restored.
-            made_in = resumed.get("made_in", self._made_in[stage])
-            if not (self._trainer.progress.batches_this_epoch and self._is_past(made_in)):
-                self._note_epoch(stage, made_in)
-        return self._ready[stage]
+        trainer, old = self._trainer, self._ready.get(stage)
+        training = stage is RunningStage.TRAINING
+        resumed = self.resumed if training else self.resumed_validation if stage is RunningStage.VALIDATING else None
+        origin = resumed if resumed and resumed.get("made_in", -1) >= 0 else None
+        if old is not None and origin is not None:  # `estimated_stepping_batches` created them before the resume
+            recreate |= (old.made_in, old.made_from) != (origin["made_in"], origin.get("made_from", {}))
+        if stage in self._ready and not recreate:
+            return old
+        timed = trainer.profiler.profile(f"setup_{stage.dataloader_prefix}_dataloader")
+        with timed, warnings.catch_warnings(), self._created_as(origin) as made_from:
+            # Lightning 2.6.6 calls torch's pytree in a way that torch 2.15 deprecates
+            warnings.filterwarnings("ignore", message=".*LeafSpec", category=FutureWarning)
+            made = self._ready[stage] = self._make_loaders(stage)
+            if made is not None and random_states.capture() != made_from:
+                made.made_from = made_from
+        if old is not None:
+            old.close()
+        if made is None:
+            return None
+        trainer._session.enter_context(bounded(made.combined.flattened, trainer.dataloader_timeout))
+        made.made_in = trainer.current_epoch
+        # the validation of this epoch reuses the dataloaders of the sanity check; without one, they are recreated
+        is_extra = trainer.sanity_checking and not trainer.loop.limits.epoch_validates()
+        made.is_outdated = is_extra and bool(trainer.reload_dataloaders_every_n_epochs)
+        if origin is not None:
+            made.made_in, made.is_outdated = origin["made_in"], origin.get("is_outdated", False)
+        if training and resumed is None:
+            made.start_epoch(trainer.progress.epochs_trained)
+            made.open()  # as early as in Lightning, because opening draws random numbers
+        return made
+
+    @contextmanager
+    def _created_as(self, origin: dict[str, Any] | None) -> Iterator[random_states.State]:
+        """Return a context with the epoch and the random states of ``origin``, and these random states.
+
+        If ``origin`` is None, it changes nothing.
+        """
+        progress = self._trainer.progress
+        if origin is None:
+            yield random_states.capture()
+            return
+        epoch = progress.epoch
+        with random_states.isolated():
+            random_states.restore(origin.get("made_from", {}))
+            progress.epoch = origin["made_in"]
+            try:
+                yield random_states.capture()
+            finally:
+                progress.epoch = epoch
+
+    def evaluation_state(self) -> dict[str, Any]:
+        """Return the state of the validation dataloaders, if they exist."""
+        ready = self._ready.get(RunningStage.VALIDATING)
+        return {} if ready is None else {"validation": ready.evaluation_state()}
+
+    def load_evaluation_state(self, state: dict[str, Any]) -> None:
+        """Restore the result of :meth:`evaluation_state`. Changes the random states of this process."""
+        ready = self._ready.get(RunningStage.VALIDATING)
+        if ready is not None and "validation" in state:
+            ready.load_evaluation_state(state["validation"])
 
     def release(self) -> None:
         """Shut down the worker processes at the end of a run."""

@@ -47,8 +47,9 @@ class LoaderSet:
         watch: wraps a source of batches for a profiler. Default: None, for no profiler.
 
     Attributes:
-        made_in: the epoch in which they were created; -inf if they are reloaded before the next pass, when the Trainer
-            reloads dataloaders. Set by DataSource.
+        made_in: the epoch in which they were created. Set by DataSource.
+        made_from: the random states from which they were created; {} if this used no random numbers. Set by DataSource.
+        is_outdated: whether they must be created again before the next pass. Set by DataSource.
         spans: see ``Loaders``. Set by DataSource.
         most: the limits of the process with the most batches, equal on all processes. Set by DataSource.
         idle: the number of batches in a training pass that other processes have and this one lacks; each is replaced by
@@ -65,7 +66,9 @@ class LoaderSet:
         self.combined = combined
         self.limits = limits
         self.has_length = has_length
-        self.made_in = float("-inf")
+        self.made_in = 0
+        self.made_from: random_states.State = {}
+        self.is_outdated = False
         self.spans: list[Span] = []
         self.most = limits
         self.idle = 0
@@ -150,7 +153,7 @@ class LoaderSet:
     def evaluation_state(self) -> dict[str, Any]:
         """Return the state between two passes of evaluation: tensors and plain containers."""
         state: dict[str, Any] = {
-            "made_in": self.made_in,
+            **self._origin(),
             "own": [random_states.states_of(own) for own in self._note_generators()],
         }
         if self._persists:
@@ -165,7 +168,9 @@ class LoaderSet:
         generators = self._note_generators()
         if len(generators) != len(state["own"]):
             return
-        self.made_in = state["made_in"]
+        self.made_in, self.is_outdated = state["made_in"], state.get("is_outdated", False)
+        if "loaders" in state:
+            self.close()  # the workers of a sanity check
         for loader, own in zip(self.loaders if "loaders" in state else (), state.get("loaders", ()), strict=False):
             loader.load_state_dict({**own, "is_over": True} if own else {})
         for found, own in zip(generators, state["own"], strict=True):
@@ -244,7 +249,11 @@ class LoaderSet:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position of the training pass; ``ahead`` is the position before a batch was fetched ahead."""
-        return {**self._position_state(), "ahead": self._ahead}
+        return {**self._origin(), **self._position_state(), "ahead": self._ahead}
+
+    def _origin(self) -> dict[str, Any]:
+        """Return how the dataloaders were created, so that a resumed run can create the same ones."""
+        return {"made_in": self.made_in, "made_from": self.made_from, "is_outdated": self.is_outdated}
 
     def _position_state(self) -> dict[str, Any]:
         state: dict[str, Any] = {"loaders": [loader.state_dict() for loader in self.loaders]}

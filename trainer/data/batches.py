@@ -33,7 +33,7 @@ class Loaders(Protocol):
     """Number of batches to run of each dataloader; inf if it has no length."""
     has_length: bool
     """Whether their lengths are known. If not, a limit may exceed the number of batches."""
-    made_in: float
+    made_in: int
     """The epoch in which they were created."""
     spans: list[Span]
     """The smallest and largest number of batches on any rank, for each dataloader. A single entry if the dataloaders
@@ -128,7 +128,8 @@ class TrainingBatches:
 
     Args:
         loaders: the training dataloaders. None if the run has no training data.
-        renew: returns new dataloaders before each epoch, or None to keep them. Default: None, they are kept.
+        renew: returns new dataloaders before each epoch that does not resume in its middle, or None to keep them.
+            Default: None, they are kept.
         watch: wraps the batches of an epoch, for a profiler. Default: None.
         opened_for: the epoch of a pass that was opened when the dataloaders were created. Default: -1, no pass.
 
@@ -194,7 +195,7 @@ class TrainingBatches:
             ResumeError: if the batches may differ from those of an uninterrupted run, and the resume must be exact.
         """
         state, self._loaded = self._loaded, {}
-        renewed = self._renew() if self._renew is not None else None
+        renewed = self._renew() if self._renew is not None and not skip else None
         if renewed is not None:
             self.loaders, self.num_batches, self.has_length = renewed, renewed.num_batches(), renewed.has_length
         assert self.loaders is not None

@@ -105,7 +105,6 @@ class EvalLoop:
             self.metrics.clear()
         self.loaders = loaders
         self.inference_mode = inference_mode
-        self.data_state: dict[str, Any] | None = None
         self.progress.seen_batches.clear()
         self.updates_before: dict[int, int] = {}  # update counts of metric objects before the current dataloader
 
@@ -149,17 +148,8 @@ class EvalLoop:
             self.progress.forget_pass()
         return logged
 
-    def load_data_state(self, state: dict[str, Any] | None) -> None:
-        """Restore the state of the dataloaders, now or, if they are not created yet, before their first pass."""
-        self.data_state = state
-        if state is not None and self.loaders is not None:
-            self.loaders.load_evaluation_state(state)
-            self.data_state = None
-
     def begin(self, loaders: Loaders, limit: float) -> Iterator[tuple[Any, int, int]]:
         """Begin a pass over the data."""
-        if self.data_state is not None:
-            self.load_data_state(self.data_state)
         loaders.start_epoch(self.fit_progress.epochs_trained)
         return loaders.batches(limit)
 

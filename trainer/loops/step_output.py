@@ -41,13 +41,15 @@ def loss_in(output: Any, *, reads_weight: bool = True) -> tuple[Tensor | None, W
     if not isinstance(output, Mapping):
         raise ConfigurationError(
             "In automatic optimization, `training_step` must return a Tensor, a dict, or None (to skip the batch)."
-            f" Got {type(output).__name__}."
+            f" Got {type(output).__name__}. Return the loss itself, a scalar tensor with its graph (no number, no"
+            ' `loss.item()`), and other values with it as {"loss": loss, "name": value}.'
         )
     loss, weight = output.get("loss"), weight_in(output, reads=reads_weight)
     if not isinstance(loss, Tensor):
         raise ConfigurationError(
             "In automatic_optimization, when `training_step` returns a dict, the 'loss' key needs to be present"
-            f" and hold a tensor. Got the keys {list(output)} and loss={loss!r}."
+            f" and hold a tensor. Got the keys {list(output)} and loss={loss!r}. Return {{'loss': loss}} with a scalar"
+            " tensor that has its graph (no number, no `loss.item()`)."
         )
     counts_nothing = isinstance(weight, float) and weight == 0.0
     return (None, None) if counts_nothing else (loss, weight)
