@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from zipfile import ZipFile
 
 import pytest
 import torch
@@ -111,11 +112,17 @@ def test_file_that_is_not_a_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"Checkpoint file not found: .*nothing.ckpt"):
         resume(tmp_path / "nothing.ckpt")
     torch.save({"a": 1}, tmp_path / "a.ckpt")
-    with pytest.raises(CheckpointError, match="is not a checkpoint: it has no 'state_dict'"):
+    with pytest.raises(CheckpointError, match=r"it has no 'state_dict', but .* keys a\. .*fit\(weights=\.\.\.\)"):
         resume(tmp_path / "a.ckpt")
-    (tmp_path / "text.ckpt").write_text("hello")
-    with pytest.raises(CheckpointError, match=r"text\.ckpt"):
-        resume(tmp_path / "text.ckpt")
+    with ZipFile(tmp_path / "archive.ckpt", "w") as archive:
+        archive.writestr("a.txt", "hello")
+    for name, content in {"text": b"hello", "run": b'{"a": 1}', "bytes": bytes(range(256))}.items():
+        (tmp_path / f"{name}.ckpt").write_bytes(content)
+    for name in ("archive", "text", "run", "bytes"):
+        with pytest.raises(
+            CheckpointError, match=rf"{name}\.ckpt is not a checkpoint: torch\.save did not.* last\.ckpt"
+        ):
+            resume(tmp_path / f"{name}.ckpt")
     path, trainer = saved(tmp_path)
     content = path.read_bytes()
     for kept in (0, 1, len(content) // 2):

@@ -6,7 +6,9 @@
 from __future__ import annotations
 
 import re
+import zipfile
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +27,7 @@ from trainer.errors import (
     CheckpointNotFoundError,
     IncompleteCheckpointError,
     UnsafeCheckpointError,
+    join_first,
     refuse_inexact,
     warn,
 )
@@ -39,6 +42,23 @@ FORMAT = 3
 
 _SUPPORTED = (2, FORMAT)
 """Versions that can be resumed. Since version 3, the states of processes are in compact form."""
+
+
+_EXPECTED = "Expected a file that ModelCheckpoint or Trainer.save_checkpoint has written, such as last.ckpt."
+
+
+def _may_be_of_torch(path: str | Path) -> bool:
+    """Return whether ``torch.save`` may have written a file; True for a URL."""
+    with suppress(OSError):
+        if zipfile.is_zipfile(path):
+            with zipfile.ZipFile(path) as archive:
+                return any(name.endswith("/data.pkl") for name in archive.namelist())
+        with open(path, "rb") as file:
+            return file.read(2) in (
+                b"PK",
+                b"\x80\x02",
+            )  # a zip archive that is cut short, and the format before torch 1.6
+    return True
 
 
 def read(load: Callable[[Any, bool], Any], path: str | Path, weights_only: bool | None) -> dict[str, Any]:
@@ -71,7 +91,17 @@ def read(load: Callable[[Any, bool], Any], path: str | Path, weights_only: bool 
         ) from error
     except IsADirectoryError as error:
         raise CheckpointError(f"{shown} is a folder. Expected the path or URL of a checkpoint file.") from error
-    except UnpicklingError as error:
+    except CheckpointError:
+        raise
+    except Exception as error:  # a damaged file can raise any exception in its reader
+        is_of_other_reader = str(path).endswith(".safetensors") and not isinstance(error, UnpicklingError)
+        if not (is_of_other_reader or _may_be_of_torch(path)):
+            raise CheckpointError(
+                f"{shown} is not a checkpoint: torch.save did not write this file. {_EXPECTED}"
+            ) from error
+        if not isinstance(error, UnpicklingError):
+            detail = f"{type(error).__name__}: {redaction.text(str(error))}"
+            raise CheckpointError(f"{shown} cannot be read as a checkpoint; it may be cut short: {detail}") from error
         found = re.search(r"GLOBAL (\S+) (?:was not an allowed global|whose module)", str(error))
         detail = f"it refers to {found[1]}" if found else str(error).splitlines()[0].rstrip(".")
         raise UnsafeCheckpointError(
@@ -79,13 +109,13 @@ def read(load: Callable[[Any, bool], Any], path: str | Path, weights_only: bool 
             " yourself, pass its classes to torch.serialization.add_safe_globals, or pass weights_only=False, which"
             " allows it to run any code."
         ) from error
-    except CheckpointError:
-        raise
-    except Exception as error:  # a damaged file can raise any exception in its reader
-        detail = f"{type(error).__name__}: {redaction.text(str(error))}"
-        raise CheckpointError(f"{shown} cannot be read as a checkpoint; it may be cut short: {detail}") from error
     if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
-        raise CheckpointError(f"{shown} is not a checkpoint: it has no 'state_dict'.")
+        keys = join_first(checkpoint, 5) if isinstance(checkpoint, dict) else ""
+        found_text = f"a dict with the keys {keys}" if keys else f"an object of type {type(checkpoint).__name__}"
+        raise CheckpointError(
+            f"{shown} is not a checkpoint: it has no 'state_dict', but contains {found_text}. {_EXPECTED} To start a new"
+            " run with weights of another program, pass the file as fit(weights=...)."
+        )
     return checkpoint
 
 
@@ -186,6 +216,7 @@ def _check_number(trainer: Trainer, checkpoint: dict[str, Any], key: str, curren
         raise IncompleteCheckpointError(
             "Trying to restore optimizer state but checkpoint contains only the model."
             f" This is probably due to `ModelCheckpoint.save_weights_only` being set to `True`. It has no {key!r}."
+            " To start a new run with its weights, use fit(weights=...) instead of ckpt_path."
         )
     cleared = key == "lr_schedulers" and not current  # by SWA, which continues with its own schedule
     if current and not checkpoint[key]:

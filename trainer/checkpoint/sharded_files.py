@@ -177,7 +177,7 @@ def read_manifest(folder: Path) -> Manifest:
     except FileNotFoundError:
         raise CheckpointError(
             f"{folder} is not a checkpoint, or is incomplete: it has no {MANIFEST}. Expected a folder that"
-            " CheckpointFiles(sharded=True) has written."
+            " CheckpointFiles(sharded=True) has written, or the path of a checkpoint file."
         ) from None
     except UnicodeDecodeError:
         text = ""
