@@ -219,3 +219,6 @@ def test_settings_of_an_optimizer_that_a_checkpoint_replaces_are_logged(
     make_trainer(tmp_path, max_epochs=2).fit(module, batches, ckpt_path=path)
     found = [one.getMessage() for one in caplog.records if "continues with" in one.getMessage()]
     assert [one.startswith(str(message)) for one in found] == [True] * (message is not None)
+    assert all(f"start a new run with weights={str(path)!r} instead of ckpt_path" in one for one in found)
+    make_trainer(tmp_path).fit(module, batches, weights=path)  # as advised
+    assert module.optimizers().param_groups[0]["lr"] == changed.get("lr", 0.1) * (0.5 if scheduled else 1)

@@ -113,8 +113,8 @@ def read(load: Callable[[Any, bool], Any], path: str | Path, weights_only: bool 
         keys = join_first(checkpoint, 5) if isinstance(checkpoint, dict) else ""
         found_text = f"a dict with the keys {keys}" if keys else f"an object of type {type(checkpoint).__name__}"
         raise CheckpointError(
-            f"{shown} is not a checkpoint: it has no 'state_dict', but contains {found_text}. {_EXPECTED} To start a new"
-            " run with weights of another program, pass the file as fit(weights=...)."
+            f"{shown} is not a checkpoint: it has no 'state_dict', but contains {found_text}. {_EXPECTED} To start a"
+            " new run with weights of another program, pass the file as fit(weights=...)."
         )
     return checkpoint
 

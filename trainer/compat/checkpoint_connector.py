@@ -166,7 +166,11 @@ class CheckpointConnector(_CheckpointConnector):
             trainer.progress.restart_epoch()
             return None
         if trainer.is_global_zero:
-            _announce_settings(trainer.engine.optimizers, checkpoint.get("optimizer_states", []))
+            advice = f"start a new run{' in another folder' if trainer.resume else ''} with weights="
+            advice += (
+                f"{redaction.text(str(self._ckpt_path))!r} instead of {'resume' if trainer.resume else 'ckpt_path'}"
+            )
+            _announce_settings(trainer.engine.optimizers, checkpoint.get("optimizer_states", []), advice)
         contents.load(trainer, checkpoint, "training")
         if loops := checkpoint.get("loops"):
             validation = trainer.eval_loops[RunningStage.VALIDATING].progress
@@ -360,7 +364,7 @@ class CheckpointConnector(_CheckpointConnector):
         contents.load(trainer, checkpoint, "training")
 
 
-def _announce_settings(optimizers: Iterable[Optimizer], states: Iterable[dict[str, Any]]) -> None:
+def _announce_settings(optimizers: Iterable[Optimizer], states: Iterable[dict[str, Any]], advice: str) -> None:
     """Log each optimizer's first setting with another value in the code, because the checkpoint's value is used."""
     for optimizer, state in zip(optimizers, states, strict=False):
         for group, saved in zip(optimizer.param_groups, state.get("param_groups", ()), strict=False):
@@ -369,8 +373,8 @@ def _announce_settings(optimizers: Iterable[Optimizer], states: Iterable[dict[st
             if name := next((name for name in names if float(group[name]) != float(saved[name])), None):
                 logging.getLogger("lightning.pytorch.advice").info(
                     f"{type(optimizer).__name__} continues with {name}={float(saved[name]):.4g} from the checkpoint;"
-                    f" the code has {float(group[name]):.4g}. To train with the latter, start a new run with"
-                    " weights=... instead of ckpt_path=..."
+                    f" the code has {float(group[name]):.4g}, which has no effect. To train with"
+                    f" {float(group[name]):.4g}, {advice}."
                 )
                 break
 
