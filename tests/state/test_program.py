@@ -36,6 +36,8 @@ class Block(nn.Module):
 
 
 class Module(LightningModule):
+    """Saves only a part of its weights."""
+
     def __init__(self) -> None:
         super().__init__()
         self.save_hyperparameters({"rate": 0.5})
@@ -49,6 +51,15 @@ class Module(LightningModule):
         self.rng = np.random.default_rng(0)
         self.handle: Any = None
         self.events: UserList[int] = UserList()
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return {name: value for name, value in super().state_dict(*args, **kwargs).items() if "0" in name}
+
+    def load_state_dict(self, state_dict: Any, *_: Any, **__: Any) -> Any:
+        return super().load_state_dict(state_dict, strict=False)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["note"] = "hello"
 
 
 class Data(LightningDataModule):
@@ -66,6 +77,9 @@ class Counts(Callback):
 class SavesItself(Counts):
     def state_dict(self) -> dict[str, Any]:
         return {"batches": self.batches}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.batches = state_dict["batches"]
 
 
 def objects() -> tuple[Module, Data, list[Counts]]:

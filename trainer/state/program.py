@@ -22,8 +22,10 @@ _MAX_OBJECTS = 20_000
 _MAX_ITEMS = 1000
 """Containers with more items than this are not inspected."""
 _ABSTRACT = {object, ABC, Generic, Protocol}
-_HOOKS = ("on_save_checkpoint", "state_dict", "get_extra_state")
-"""A class of the user that defines one of these methods saves its attributes itself."""
+_HOOKS = {("on_save_checkpoint", "on_load_checkpoint"), ("get_extra_state", "set_extra_state")}
+"""A class of the user that defines both methods of a pair saves its attributes itself."""
+_STATE = ("state_dict", "load_state_dict")
+"""Another such pair, except for modules, where it saves the weights."""
 
 
 class ProgramState:
@@ -104,8 +106,8 @@ class ProgramState:
         if lost := sorted(set(lost_in(attributes))):
             problems.append(
                 f"The checkpoint lacks attributes that its run changed: {join_first(lost, 5)}. These objects start with"
-                " their initial attributes. If the training depends on them, save them in `on_save_checkpoint` or in a"
-                " callback's `state_dict`; register large tensors as buffers."
+                " their initial attributes. If the training depends on them, save and load them in"
+                " `on_save_checkpoint` and `on_load_checkpoint`; register large tensors as buffers."
             )
         if missing := changed.missing(attributes):
             problems.append(
@@ -123,4 +125,5 @@ def _saves_itself(kind: type, bases: Set[type]) -> bool | None:
     others = {base for base in kind.__mro__ if base not in own and not base.__module__.startswith("torch.distributed.")}
     if not own or not others <= _ABSTRACT | bases or not kind.__dictoffset__:
         return None
-    return any(name in vars(base) for base in own for name in _HOOKS)
+    pairs = _HOOKS if issubclass(kind, nn.Module) else {*_HOOKS, _STATE}
+    return any(all(any(name in vars(base) for base in own) for name in pair) for pair in pairs)
