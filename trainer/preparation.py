@@ -100,6 +100,7 @@ class Preparation:
             None if profiling is None else profiling.training_epoch,
             # as in Lightning, a second fit of the same Trainer opens another pass
             epochs if trainer.ckpt_path is not None or not epochs else -1,
+            self._resized,
         )
         if (resumed := trainer.data.resumed) is not None:
             trainer.data.resumed = trainer.data.resumed_validation = None
@@ -241,6 +242,12 @@ class Preparation:
         self._check_counts(loaders)
         return loaders
 
+    def _resized(self) -> None:
+        """Follow a new number of training batches."""
+        if (loaders := self._trainer.loop.batches.loaders) is not None:
+            self.schedule_validation(loaders, may_refuse=False)
+            self._check_counts(loaders)
+
     def _check_counts(self, loaders: Loaders | None) -> None:
         """Refuse uneven inputs if a process that has no more batches cannot take part in the steps of the others.
 
@@ -269,15 +276,18 @@ class Preparation:
             return "An overridden `optimizer_step`, or an optimizer that evaluates the loss itself,"
         return _module_with_collectives(self._module) if self._trainer.engine.supports_uneven_inputs else "DeepSpeed"
 
-    def schedule_validation(self, loaders: Loaders) -> None:
-        """Schedule the validations within an epoch of ``loaders``."""
+    def schedule_validation(self, loaders: Loaders, may_refuse: bool = True) -> None:
+        """Schedule the validations within an epoch of ``loaders``. Optionally refuse an interval above its length."""
         trainer = self._trainer
         has_known_end = loaders.has_length and not isinstance(loaders, DrawnLoaderSet)
         elastic = trainer.data.elastic_state
         interval, at_end = (elastic and elastic.validation) or (trainer.val_check_interval, False)
         trainer.loop.limits.validates_at_end = at_end
         trainer.loop.limits.schedule_validation(
-            interval, loaders.num_batches(), has_known_end, validates=bool(trainer.limit_val_batches)
+            interval,
+            loaders.num_batches(),
+            has_known_end,
+            validates=may_refuse and bool(trainer.limit_val_batches),
         )
 
     def _warn_of_missing_rows(self, loaders: Loaders) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from tests.distributed.test_batch_samplers import Seen
-from tests.support import make_trainer
+from tests.support import Regression, make_trainer
 from trainer.data.unpadded import BatchShare
 
 BATCHES = [[6, 2], [4, 0]]
@@ -52,6 +53,56 @@ def test_any_iterable_is_a_batch_sampler(tmp_path, what, kind):
         assert [batch.flatten().tolist() for batch in result] == BATCHES
         assert module.indices == BATCHES
     assert loader.batch_sampler is given
+
+
+class Changing:
+    """Has another number of batches in each epoch."""
+
+    def __init__(self, lengths):
+        self.lengths, self.epoch = lengths, 0
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __len__(self):
+        return self.lengths[self.epoch]
+
+    def __iter__(self):
+        return ([index, index + 1] for index in range(len(self)))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "trained", "validations", "steps"),
+    [
+        ({}, [2, 4, 1], [1, 1, 1], 7),
+        ({"val_check_interval": 0.5}, [2, 4, 1], [2, 2, 1], 7),
+        ({"val_check_interval": 2}, [2, 4, 1], [1, 2, 0], 7),
+        ({"accumulate_grad_batches": 3}, [2, 4, 1], [1, 1, 1], 4),
+        ({"limit_train_batches": 3}, [2, 3, 1], [1, 1, 1], 6),
+    ],
+    ids=str,
+)
+def test_each_epoch_has_the_batches_of_its_length(tmp_path, arguments, trained, validations, steps):
+    class Counts(Regression):
+        def __init__(self):
+            super().__init__(net=torch.nn.Linear(1, 1))
+            self.trained, self.validated = Counter(), Counter()
+
+        def training_step(self, batch, batch_idx):
+            self.trained[self.current_epoch] += 1
+            assert self.trainer.is_last_batch == (batch_idx == trained[self.current_epoch] - 1)
+            return self.net(batch).mean()
+
+        def validation_step(self, batch, batch_idx):
+            self.validated[self.current_epoch] += 1
+
+    data, module = torch.arange(8.0).reshape(8, 1), Counts()
+    trainer = make_trainer(tmp_path, max_epochs=3, num_sanity_val_steps=0, **arguments)
+    lengths = [2, 4, 1]
+    trainer.fit(*[module, *(DataLoader(data, batch_sampler=Changing(lengths)) for _ in range(2))])
+    assert [module.trained[epoch] for epoch in range(3)] == trained
+    assert [module.validated[epoch] for epoch in range(3)] == [n * m for n, m in zip(validations, lengths, strict=True)]
+    assert trainer.global_step == steps
 
 
 @pytest.mark.parametrize(("count", "replicas"), [(0, 2), (4, 1), (4, 2), (5, 3)])

@@ -35,7 +35,8 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 from trainer.compat.loaders import DrawnLoaderSet, LoaderSet, watch_of
 from trainer.compat.overrides import overrides
 from trainer.data.elastic import ElasticSampler, SampleOrder, not_ordered
-from trainer.data.lengths import has_exact_length
+from trainer.data.epochs import objects_with_set_epoch
+from trainer.data.lengths import has_exact_length, is_trusted
 from trainer.data.prefetching import Prefetching
 from trainer.data.unpadded import BatchShare, Span, UnpaddedSampler
 from trainer.data.worker_signals import outlive_signals
@@ -352,6 +353,21 @@ class DataSource:
         unprepared, combined.flattened = combined.flattened, [self._prepare(one, stage) for one in combined.flattened]
         self._separate_workers(combined, stage)
         samplers = self._put_in_order(combined, unprepared) if training and self.elastic_state is not None else []
+        made = self._limited(stage, combined, samplers)
+        if not all(map(is_trusted, objects_with_set_epoch(*combined.flattened))):  # the length may depend on the epoch
+            made.limit_again = partial(self._limited, stage, combined, samplers, made)
+        return made
+
+    def _limited(
+        self,
+        stage: RunningStage,
+        combined: CombinedLoader,
+        samplers: list[ElasticSampler],
+        made: LoaderSet | None = None,
+    ) -> LoaderSet:
+        """Return ``made``, or a new set of the dataloaders, with limits by their current lengths."""
+        trainer, training = self._trainer, stage is RunningStage.TRAINING
+        limit = getattr(trainer, f"limit_{stage.dataloader_prefix}_batches")
         with warnings.catch_warnings():
             if training and combined._mode != "max_size":  # an empty dataloader raises an error later, except `[]`
                 warnings.filterwarnings("ignore", message="Total length of `(?!list`)")
@@ -363,13 +379,14 @@ class DataSource:
             limit = 1.0
         most = [_parse_num_batches(stage, span.most, limit) for span in spans]
         limits = [min(pair) for pair in zip(lengths, most, strict=True)]
-        fetcher = _select_data_fetcher(trainer, stage)
-        made = (
-            DrawnLoaderSet(combined, limits, fetcher, trainer.profiler, stage)
-            if isinstance(fetcher, _DataLoaderIterDataFetcher)
-            else LoaderSet(combined, limits, float("inf") not in lengths, watch_of(trainer.profiler, stage))
-        )
-        made.most = most
+        if made is None:
+            fetcher = _select_data_fetcher(trainer, stage)
+            made = (
+                DrawnLoaderSet(combined, limits, fetcher, trainer.profiler, stage)
+                if isinstance(fetcher, _DataLoaderIterDataFetcher)
+                else LoaderSet(combined, limits, float("inf") not in lengths, watch_of(trainer.profiler, stage))
+            )
+        made.limits, made.most, made.idle, made.announce = limits, most, 0, None
         unknown = [span.most == float("inf") for span in spans]  # unknown, whatever the limit
         known = self._spans_over_ranks(limits if made.is_sequential else [made.num_batches()])
         unknown = unknown if made.is_sequential else [any(unknown)]

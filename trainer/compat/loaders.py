@@ -58,6 +58,8 @@ class LoaderSet:
         any_rank_on_host: :meth:`Engine.any_rank_on_host` for several processes with inexact lengths, to give them
             equal numbers of batches and a common end; None otherwise. Set by DataSource.
         on_batch: see ``Loaders``. Set by Preparation.
+        limit_again: sets the limits by the current lengths, which may depend on the epoch. None if they do not. Set by
+            DataSource.
     """
 
     def __init__(
@@ -75,6 +77,7 @@ class LoaderSet:
         self.announce: Callable[[int], None] | None = None
         self.any_rank_on_host: Callable[..., list[bool]] | None = None
         self.on_batch: Callable[[bool], Any] = identity
+        self.limit_again: Callable[[], Any] | None = None
         self._watch = watch or identity
         self._epoch = 0
         self._generators: list[list[random_states.Generator]] | None = None
@@ -102,6 +105,9 @@ class LoaderSet:
         """Call ``set_epoch`` once for each sampler, batch sampler and dataset that has it."""
         for part in objects_with_set_epoch(*self.combined.flattened):
             part.set_epoch(epoch)
+        if self.limit_again is not None:
+            self.limit_again()
+            self._limited.limits = self.limits
         self._epoch = epoch
         for loader in self._loaders:
             loader.start_epoch(epoch)

@@ -104,6 +104,11 @@ NO_BATCHES = (
 """Follows the name of an empty dataloader in an error message."""
 
 
+def identity(value: Any = None, *_: Any) -> Any:
+    """Return ``value`` unchanged, or None without one."""
+    return value
+
+
 class EndOfPass(Exception):  # noqa: N818 - no error
     """Raised if a step that draws its own batches finds no more of them."""
 
@@ -132,6 +137,7 @@ class TrainingBatches:
             Default: None, they are kept.
         watch: wraps the batches of an epoch, for a profiler. Default: None.
         opened_for: the epoch of a pass that was opened when the dataloaders were created. Default: -1, no pass.
+        resized: called if the number of batches is another one than in the previous epoch. Default: a no-op.
 
     Attributes:
         num_batches: batches in one pass, by the length of the dataloaders; inf if unknown. The pass has fewer if the
@@ -145,9 +151,11 @@ class TrainingBatches:
         renew: Callable[[], Loaders | None] | None = None,
         watch: Callable[[Iterable[Batch]], Iterable[Batch]] | None = None,
         opened_for: int = -1,
+        resized: Callable[[], Any] = identity,
     ) -> None:
         self.loaders = loaders
         self.num_batches: float = loaders.num_batches() if loaders is not None else 0
+        self._length, self._resized = self.num_batches, resized
         self.has_length = loaders is None or loaders.has_length
         self._renew = renew
         self._watch = watch
@@ -212,6 +220,9 @@ class TrainingBatches:
             self._resume({**state, "is_over": True}, state["batches"])  # restores the epoch's number, too
         if renewed is None and not (self._is_open and self._epoch == epoch):  # otherwise it is already set
             self.loaders.start_epoch(epoch)
+        if (length := self.loaders.num_batches()) != self._length:
+            self.num_batches = self._length = length
+            self._resized()
         if is_its_epoch and (skip or not state["batches"]):
             self._resume(state, skip)
         elif skip:
@@ -328,11 +339,6 @@ class LookAhead:
         item = self._items.pop()
         self._fetch()
         return item
-
-
-def identity(value: Any = None, *_: Any) -> Any:
-    """Return ``value`` unchanged, or None without one."""
-    return value
 
 
 @dataclass(eq=False)

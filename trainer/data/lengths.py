@@ -19,4 +19,9 @@ def has_exact_length(loader: Any) -> bool:
         return False
     sampler = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
     parts = (loader, sampler, getattr(sampler, "sampler", sampler))
-    return all(type(part).__module__.partition(".")[0] in _TRUSTED for part in parts)
+    return all(map(is_trusted, parts))
+
+
+def is_trusted(part: Any) -> bool:
+    """Return whether the length of a sampler, dataset or dataloader is that of a class of torch, Lightning or ours."""
+    return type(part).__module__.partition(".")[0] in _TRUSTED
