@@ -220,7 +220,7 @@ REFUSED = [
     ("shard", "expected a checkpoint that is one file, and the folder to write: .* shard FILE FOLDER"),
     ("shard good.ckpt new", "shard got good.ckpt, which is a folder, expected a checkpoint that is one file."),
     ("shard cut.ckpt new", "cut.ckpt is damaged: it was cut short after"),
-    ("shard text.ckpt new", "text.ckpt cannot be read as a checkpoint"),
+    ("shard text.ckpt new", "text.ckpt is not a checkpoint: torch.save did not write this file"),
     ("shard other.ckpt new", "other.ckpt is not a checkpoint: it has no 'state_dict'."),
     ("shard stranger.ckpt new", "stranger.ckpt contains more than tensors and plain containers, "),
     ("shard file.ckpt good.ckpt", "good.ckpt exists already."),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import signal
+from collections import UserList
+from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
@@ -104,7 +106,7 @@ class Scored(Regression):
         super().__init__(make_net(dropout=0.2), partial(torch.optim.SGD, lr=0.02, momentum=0.9))
         self.automatic_optimization = not manual
         self.layer, self.saved_models = self.net, dict[int, Any]()
-        self.events: list[tuple[str, int]] = []
+        self.events = UserList[tuple[str, int]]()  # not restored, because this class is not the user's
         self.losses: dict[int, float] = {}
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -168,7 +170,7 @@ def fit(folder: Path, *callbacks: Callback, manual: bool = False, batches: int =
     return module
 
 
-def steps_of(events: list[tuple[str, int]], every: int) -> dict[int, float]:
+def steps_of(events: Sequence[tuple[str, int]], every: int) -> dict[int, float]:
     """Return the steps that a monitored saver writes, with their scores."""
     saved, metric, waits = dict[int, float](), None, False
     events = [event for event in events if event[0] != "save"]

@@ -23,7 +23,7 @@ _MAX_ITEMS = 1000
 """Containers with more items than this are not inspected."""
 _ABSTRACT = {object, ABC, Generic, Protocol}
 _HOOKS = {("on_save_checkpoint", "on_load_checkpoint"), ("get_extra_state", "set_extra_state")}
-"""A class of the user that defines both methods of a pair saves its attributes itself."""
+"""A class of the user that defines both methods of a pair saves itself, with the objects in its attributes."""
 _STATE = ("state_dict", "load_state_dict")
 """Another such pair, except for modules, where it saves the weights."""
 
@@ -58,12 +58,11 @@ class ProgramState:
             elif isinstance(value, nn.Module):
                 queue.append(vars(value).get("_modules"))  # a scripted module has none
             kind: type = type(value)
-            if (saves_itself := _saves_itself(kind, bases)) is None:
+            if not _is_to_be_saved(kind, bases):
                 continue
             own = vars(value).items()
             queue.extend(one for name, one in own if name not in ignored or not isinstance(value, nn.Module))
-            if not saves_itself:
-                watched.append(value)
+            watched.append(value)
         modules = [root for root in roots if isinstance(root, nn.Module)]
         self._attributes = AttributeChanges(
             watched,
@@ -119,11 +118,11 @@ class ProgramState:
 
 
 @cache
-def _saves_itself(kind: type, bases: Set[type]) -> bool | None:
-    """Return whether a class of the user saves its attributes itself. None if it is of another package, or of data."""
+def _is_to_be_saved(kind: type, bases: Set[type]) -> bool:
+    """Return whether a class is the user's, is not one of data, and does not save itself."""
     own = [base for base in kind.__mro__ if is_users_module(base.__module__)]
     others = {base for base in kind.__mro__ if base not in own and not base.__module__.startswith("torch.distributed.")}
     if not own or not others <= _ABSTRACT | bases or not kind.__dictoffset__:
-        return None
+        return False
     pairs = _HOOKS if issubclass(kind, nn.Module) else {*_HOOKS, _STATE}
-    return any(all(any(name in vars(base) for base in own) for name in pair) for pair in pairs)
+    return not any(all(any(name in vars(base) for base in own) for name in pair) for pair in pairs)
