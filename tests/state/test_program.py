@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter, UserList, deque
 from collections.abc import Callable
+from functools import cached_property
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -51,6 +52,10 @@ class Module(LightningModule):
         self.rng = np.random.default_rng(0)
         self.handle: Any = None
         self.events: UserList[int] = UserList()
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        return object()
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         return {name: value for name, value in super().state_dict(*args, **kwargs).items() if "0" in name}
@@ -137,6 +142,7 @@ def test_weights_and_objects_of_other_packages_are_left_to_their_owners() -> Non
         module.events.append(3)
         module.forward = lambda x: x  # type: ignore[method-assign]  # as strategies replace it during a step
         module.train(False)
+        _ = module.tokenizer
 
     problems, (module, *_) = carried(change)
     assert problems == []

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
-from functools import cache
+from functools import cache, cached_property
 from typing import Any
 
 from torch import nn
@@ -184,8 +184,9 @@ class AttributeChanges:
             if place >= self._watched and not generators.is_random(value):
                 continue
             plain = copier.copy(value)
-            is_method = callable(value) and callable(getattr(type(self._objects[place]), name, None))
-            if not is_method and (name not in first or plain != first[name]):
+            of_class = getattr(type(self._objects[place]), name, None)
+            is_code = isinstance(of_class, cached_property) or (callable(of_class) and callable(value))
+            if not is_code and (name not in first or plain != first[name]):
                 yield name, value, plain
 
 
