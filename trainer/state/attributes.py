@@ -184,9 +184,10 @@ class AttributeChanges:
             if place >= self._watched and not generators.is_random(value):
                 continue
             plain = copier.copy(value)
+            if name in first and plain == first[name]:
+                continue
             of_class = getattr(type(self._objects[place]), name, None)
-            is_code = isinstance(of_class, cached_property) or (callable(of_class) and callable(value))
-            if not is_code and (name not in first or plain != first[name]):
+            if not isinstance(of_class, cached_property) and not (callable(of_class) and callable(value)):
                 yield name, value, plain
 
 
