@@ -188,6 +188,9 @@ def draw(seed: int) -> dict[str, Any]:
     callbacks: list[Any] = [(ModelCheckpoint, saving)] if saving is not None else []
     callbacks += maybe(0.2, [(EarlyStopping, {"monitor": monitor, "patience": pick.randint(0, 1)})], otherwise=[])
     callbacks += maybe(0.15, [(LearningRateMonitor, {})], otherwise=[])
+    if isinstance(interval, int) and interval == 1 and any("monitor" in options for _, options in callbacks):
+        # Lightning's callbacks interpret it as 1.0, an epoch; ours look after each validation
+        arguments["val_check_interval"], arguments["check_val_every_n_epoch"] = None, 1
     how["hparams"] = random.Random(seed).choice(HYPER_PARAMETERS)
     setup = {
         "how": how, "arguments": arguments, "callbacks": callbacks, "batches": batches, "sized": sized,
@@ -275,9 +278,10 @@ SAVED = {"hooks", "files", "checkpoint"}
 
 
 def saves_again(setup: dict[str, Any]) -> bool:
-    """Return whether Lightning's resumed run may save the last step again: inside a window."""
-    every = any(options.get("every_n_train_steps") for _, options in setup["callbacks"])
-    return every and setup["arguments"]["accumulate_grad_batches"] > 1
+    """Return whether Lightning's resumed run may save the last step again: after a batch, inside a window."""
+    by_steps = any(options.get("every_n_train_steps") for _, options in setup["callbacks"])
+    after_batches = by_steps or setup["arguments"]["val_check_interval"] is not None
+    return after_batches and setup["arguments"]["accumulate_grad_batches"] > 1
 
 
 def forget_the_norm(mine: dict[str, Any]) -> None:
