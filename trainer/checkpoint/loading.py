@@ -45,6 +45,8 @@ _SUPPORTED = (2, FORMAT)
 
 
 _EXPECTED = "Expected a file that ModelCheckpoint or Trainer.save_checkpoint has written, such as last.ckpt."
+_FIRST_BYTES = (b"PK", b"\x80\x02")
+"""Of a zip archive, which may be cut short, and of torch's format before version 1.6."""
 
 
 def _may_be_of_torch(path: str | Path) -> bool:
@@ -54,10 +56,7 @@ def _may_be_of_torch(path: str | Path) -> bool:
             with zipfile.ZipFile(path) as archive:
                 return any(name.endswith("/data.pkl") for name in archive.namelist())
         with open(path, "rb") as file:
-            return file.read(2) in (
-                b"PK",
-                b"\x80\x02",
-            )  # a zip archive that is cut short, and the format before torch 1.6
+            return file.read(2) in _FIRST_BYTES
     return True
 
 

@@ -166,10 +166,8 @@ class CheckpointConnector(_CheckpointConnector):
             trainer.progress.restart_epoch()
             return None
         if trainer.is_global_zero:
-            advice = f"start a new run{' in another folder' if trainer.resume else ''} with weights="
-            advice += (
-                f"{redaction.text(str(self._ckpt_path))!r} instead of {'resume' if trainer.resume else 'ckpt_path'}"
-            )
+            where, given = (" in another folder", "resume") if trainer.resume else ("", "ckpt_path")
+            advice = f"start a new run{where} with weights={redaction.text(str(self._ckpt_path))!r} instead of {given}"
             _announce_settings(trainer.engine.optimizers, checkpoint.get("optimizer_states", []), advice)
         contents.load(trainer, checkpoint, "training")
         if loops := checkpoint.get("loops"):

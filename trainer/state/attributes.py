@@ -8,9 +8,10 @@ changed since the run began.
 from __future__ import annotations
 
 import sys
+from abc import ABC
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from functools import cache, cached_property
-from typing import Any
+from typing import Any, Generic, Protocol
 
 from torch import nn
 from torch.utils.data import Dataset, Sampler
@@ -27,7 +28,8 @@ _SAVED_ELSEWHERE = (*plain_values.NUMBERS, *generators.KINDS)
 """If an attribute still is the same object of one of these types, its change, if any, is not one of the attribute."""
 _LOST = ["lost"]
 """Stands for a value that cannot be restored."""
-_ABSTRACT = {"builtins.object", "abc.ABC", "typing.Generic", "typing.Protocol"}
+ABSTRACT: set[Any] = {object, ABC, Generic, Protocol}
+"""Base classes without a state."""
 
 
 class AttributeChanges:
@@ -206,7 +208,7 @@ def _is_users(base: type) -> bool:
     root = base.__module__.partition(".")[0]
     if root == "trainer":  # its state is stored elsewhere
         return False
-    if issubclass(base, (Dataset, Sampler)) or f"{base.__module__}.{base.__qualname__}" in _ABSTRACT:
+    if issubclass(base, (Dataset, Sampler)) or base in ABSTRACT:
         return True
     return base.__module__ == "collections.abc" or is_users_module(base.__module__)
 

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from abc import ABC
 from collections import deque
 from collections.abc import Sequence, Set
 from functools import cache
-from typing import Any, Generic, Protocol
+from typing import Any
 
 from torch import Tensor, nn
 
 from trainer.errors import join_first
 from trainer.state import generators
-from trainer.state.attributes import AttributeChanges, is_users_module
+from trainer.state.attributes import ABSTRACT, AttributeChanges, is_users_module
 from trainer.state.plain_values import Limits, memory_of
 
 _PLAIN = {str, bytes, int, float, complex, bool, type(None), Tensor, nn.Parameter}
@@ -21,7 +20,6 @@ _MAX_OBJECTS = 20_000
 """Largest number of objects that are inspected."""
 _MAX_ITEMS = 1000
 """Containers with more items than this are not inspected."""
-_ABSTRACT = {object, ABC, Generic, Protocol}
 _HOOKS = {("on_save_checkpoint", "on_load_checkpoint"), ("get_extra_state", "set_extra_state")}
 """A class of the user that defines both methods of a pair saves itself, with the objects in its attributes."""
 _STATE = ("state_dict", "load_state_dict")
@@ -122,7 +120,7 @@ def _is_to_be_saved(kind: type, bases: Set[type]) -> bool:
     """Return whether a class is the user's, is not one of data, and does not save itself."""
     own = [base for base in kind.__mro__ if is_users_module(base.__module__)]
     others = {base for base in kind.__mro__ if base not in own and not base.__module__.startswith("torch.distributed.")}
-    if not own or not others <= _ABSTRACT | bases or not kind.__dictoffset__:
+    if not own or not others <= ABSTRACT | bases or not kind.__dictoffset__:
         return False
     pairs = _HOOKS if issubclass(kind, nn.Module) else {*_HOOKS, _STATE}
     return not any(all(any(name in vars(base) for base in own) for name in pair) for pair in pairs)
