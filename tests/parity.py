@@ -133,7 +133,7 @@ UNRECORDED_ARGUMENTS = {"self", "trainer", "pl_module", "optimizer_closure", "ch
 
 
 def recording(base: type, names: list[str], owner: str) -> type:
-    """Return a subclass of ``base`` with methods that append their call to ``instance.calls``, and call the original.
+    """Return a subclass of ``base`` with methods that append their call to ``calls``, and call the original.
 
     An entry is (owner and name, arguments, the state of the Trainer).
     """
@@ -161,7 +161,7 @@ def recording(base: type, names: list[str], owner: str) -> type:
         method.__name__ = name
         if hasattr(base, name):
             method.__signature__ = inspect.signature(getattr(base, name))  # type: ignore[attr-defined]
-    return type(f"Recording{base.__name__}", (base,), methods)
+    return type(f"Recording{base.__name__}", (base,), {**methods, "calls": []})
 
 
 def looks_in(*hooks: str) -> Callable[[type], type]:

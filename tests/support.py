@@ -216,6 +216,17 @@ class SavesEverywhere(Checkpoint):
     on_train_batch_end = on_validation_batch_end = on_validation_end = on_train_epoch_end = save
 
 
+class SavesAt(Checkpoint):
+    """Writes a checkpoint after the batch with this number of optimizer steps, or of trained batches."""
+
+    def __init__(self, path: Path, steps: int = -1, *, batches: int = -1) -> None:
+        self.path, self.steps, self.batches = path, steps, batches
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        if trainer.global_step == self.steps or trainer.progress.batches == self.batches:
+            trainer.save_checkpoint(self.path)
+
+
 def train_by_hand(
     net: nn.Module,
     batches: Iterable[Any],
@@ -320,6 +331,42 @@ def assert_identical(found: Any, expected: Any, place: str = "") -> None:
 def native_fp16(**options: Any) -> MixedPrecision:
     """Return 16-mixed on torch's own CPU kernels for models of any size."""
     return MixedPrecision("float16", cpu_kernels="native", **options)
+
+
+SMALL = {"init_scale": 2.0**9, "growth_interval": 5}
+"""Options of a scaler with a scale that does not overflow by itself, and grows soon."""
+
+
+def plugin_of(precision: str, **options: Any) -> Any:
+    """Return ``precision``, or its plugin with a small scale if it scales losses."""
+    return native_fp16(**SMALL | options) if precision == "16-mixed" else precision
+
+
+def scaler_of(precision: str, **options: Any) -> torch.amp.GradScaler:
+    """Return the scaler of a hand-written loop with the settings of :func:`plugin_of`."""
+    return torch.amp.GradScaler("cpu", enabled=precision == "16-mixed", **SMALL | options)
+
+
+def forward_context(precision: str) -> torch.autocast:
+    """Return the context of the forward passes of a hand-written loop."""
+    return torch.autocast("cpu", AUTOCAST_DTYPES.get(precision, torch.bfloat16), enabled=precision in AUTOCAST_DTYPES)
+
+
+def norm_of(limit: float, kind: float = 2.0) -> Callable[[Iterable[Tensor]], Tensor]:
+    """Return a function that clips gradients by their norm, and returns the norm."""
+    return lambda parameters: nn.utils.clip_grad_norm_(parameters, limit, kind)
+
+
+def value_of(limit: float) -> Callable[[Iterable[Tensor]], Tensor]:
+    """Return a function that clips gradients by value, and returns their norm before."""
+
+    def clip(parameters: Iterable[Tensor]) -> Tensor:
+        parameters = list(parameters)
+        norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+        nn.utils.clip_grad_value_(parameters, limit)
+        return norm
+
+    return clip
 
 
 class OnMPS(Tensor):

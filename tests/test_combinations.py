@@ -5,20 +5,16 @@ from __future__ import annotations
 import gc
 import os
 import signal
-import time
 import weakref
-from datetime import timedelta
 
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule
-from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.utils.data import DataLoader
 from torchmetrics import Metric
 
-from tests.support import make_trainer
-from trainer import Trainer
+from tests.support import SavesAt, make_trainer
 from trainer.errors import ConfigurationError
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -48,10 +44,8 @@ def loader(**options):
 
 def saved_after(tmp_path, steps, **options):
     """Train until ``steps``, and return the path of the checkpoint."""
-    saver = ModelCheckpoint(
-        tmp_path, filename="at", every_n_train_steps=steps, save_top_k=-1, save_on_train_epoch_end=False
-    )
-    return make_trainer(tmp_path, callbacks=[saver], enable_checkpointing=True, **options), tmp_path / "at.ckpt"
+    path = tmp_path / "at.ckpt"
+    return make_trainer(tmp_path, callbacks=[SavesAt(path, steps)], enable_checkpointing=True, **options), path
 
 
 def test_stop_iteration_of_an_ordinary_step_is_an_error(tmp_path):
@@ -63,7 +57,8 @@ def test_stop_iteration_of_an_ordinary_step_is_an_error(tmp_path):
         make_trainer(tmp_path).validate(Exhausted(), loader())
 
 
-def test_metrics_that_cannot_be_read_do_not_keep_a_run_from_being_torn_down(tmp_path):
+@pytest.mark.parametrize("on_step", [True, False])
+def test_metrics_that_cannot_be_read_do_not_keep_a_run_from_being_torn_down(tmp_path, on_step):
     class Parts(Metric):
         def update(self):
             pass
@@ -78,7 +73,7 @@ def test_metrics_that_cannot_be_read_do_not_keep_a_run_from_being_torn_down(tmp_
 
         def training_step(self, batch, batch_idx):
             self.parts()
-            self.log("parts", self.parts, on_step=True, on_epoch=False)
+            self.log("parts", self.parts, on_step=on_step, on_epoch=not on_step)
             return super().training_step(batch, batch_idx)
 
     module, trainer = LogsParts(), make_trainer(tmp_path)
@@ -87,17 +82,6 @@ def test_metrics_that_cannot_be_read_do_not_keep_a_run_from_being_torn_down(tmp_
     assert "log" not in vars(module)
     assert trainer.interrupted
     assert trainer.state.stage is None
-
-
-def test_callback_may_log_without_a_logger(tmp_path):
-    class Logs(Callback):
-        def on_train_batch_end(self, trainer, pl_module, *_):
-            self.log("x", 1.0)
-
-    trainer = Trainer(barebones=True, accelerator="cpu", max_epochs=1, callbacks=[Logs()])
-    trainer.fit(Net(), loader())
-    assert trainer.global_step == BATCHES
-    assert not trainer.callback_metrics
 
 
 def test_open_window_of_an_optimizer_with_a_closure_is_used_if_training_stops(tmp_path):
@@ -274,17 +258,3 @@ def test_closure_optimizer_holds_no_batch_after_its_window(tmp_path):
     trainer.fit(Closure(), loader())
     gc.collect()
     assert not [one for one in batches if one() is not None]
-
-
-def test_ranks_agree_on_the_time_of_validation(tmp_path):
-    trainer = make_trainer(tmp_path, val_check_interval=timedelta(days=1))
-    limits, asked = trainer.loop.limits, []
-    limits.validated_at = time.monotonic()
-
-    def agree(decision):
-        asked.append(decision)
-        return True
-
-    limits.any_rank = agree
-    assert limits.validation_is_due()
-    assert asked == [False]

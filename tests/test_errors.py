@@ -40,10 +40,6 @@ def test_did_you_mean(given, expected):
     assert did_you_mean(given, iter(["16-mixed", "bf16-mixed"])) == expected
 
 
-def test_did_you_mean_among_nothing():
-    assert did_you_mean("x", []) == ""
-
-
 # --- warnings ---------------------------------------------------------------------------------------------------------
 
 

@@ -8,7 +8,6 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
-import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint
 from lightning.pytorch.core.optimizer import LightningOptimizer, _init_optimizers_and_lr_schedulers
@@ -17,10 +16,9 @@ from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch import optim
 from torch.optim import lr_scheduler
-from torch.utils.data import DataLoader
 
 from tests.parity import Classifier, Learner, data, lightning, ours, run_both
-from tests.test_lightning_parity import Stream
+from tests.support import stream_of
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning"),
@@ -148,9 +146,7 @@ CONFIGURATIONS: dict[str, Callable[[Any], Any]] = {
     "unknown interval": scheduled(step_lr, interval="week"),
     "named": scheduled(step_lr, name="mine", interval="step", frequency=3),
     "cycle by epochs": scheduled(lambda o: lr_scheduler.OneCycleLR(o, 0.1, total_steps=9)),
-    "bare plateau without monitor": form(
-        lambda o, s: {"optimizer": o, "lr_scheduler": lr_scheduler.ReduceLROnPlateau(o)}
-    ),
+    "bare plateau without monitor": form(lambda o, s: ([o], [lr_scheduler.ReduceLROnPlateau(o)])),
     "plateau": form(
         lambda o, s: {"optimizer": o, "lr_scheduler": lr_scheduler.ReduceLROnPlateau(o), "monitor": "loss"}
     ),
@@ -271,35 +267,7 @@ def test_schedules_in_a_checkpoint(tmp_path: Any, options: Any) -> None:
     assert assert_same_experience(scenario)
 
 
-# --- training_step and optimizer_step -------------------------------------------------------------------------------
-
-
-class Returns(Configured):
-    def __init__(self, output: Any, automatic: bool = True) -> None:
-        super().__init__(automatic=automatic)
-        self.output = output
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return self.output
-
-
-@pytest.mark.parametrize(
-    ("output", "automatic"),
-    [
-        (None, True),
-        (5.0, True),
-        ({"a": 5}, True),
-        ({"loss": None}, True),
-        ({"a": 5}, False),
-    ],
-)
-def test_return_values_of_training_step(output: Any, automatic: bool) -> None:
-    def scenario(make: Callable[..., Any]) -> Any:
-        Closure.warning_cache.clear()  # Lightning speaks once a process
-        trainer = fitted(make, Returns(output, automatic), max_epochs=2, max_steps=6)
-        return trainer.global_step, trainer.current_epoch
-
-    assert_same_experience(scenario)
+# --- optimizer_step --------------------------------------------------------------------------------------------------
 
 
 class OwnStep(Configured):
@@ -582,7 +550,7 @@ class Asks(Configured):
 def test_estimated_stepping_batches(arguments: Any) -> None:
     def scenario(make: Callable[..., Any]) -> Any:
         module, options = Asks(), dict(arguments)
-        loader = DataLoader(Stream(), batch_size=None) if options.pop("stream", False) else None
+        loader = stream_of(data(10)) if options.pop("stream", False) else None
         trainer = fitted(make, module, loader, **options)
         return [*module.seen, trainer.estimated_stepping_batches]
 
@@ -614,20 +582,3 @@ def test_estimated_stepping_batches_before_the_data_is_loaded(
     monkeypatch.setattr("trainer.trainer.rank_zero_info", messages.append)
     fitted(ours, Asks())
     assert messages == ["Loading `train_dataloader` to estimate the number of stepping batches."]
-
-
-# --- precision -------------------------------------------------------------------------------------------------------
-
-
-def test_result_is_bitwise_equal_for_each_way_to_step() -> None:
-    def scenario(make: Callable[..., Any]) -> Any:
-        module = OwnStep(PLANS["hands it over"])
-        fitted(make, module, max_epochs=2, gradient_clip_val=0.1)
-        return module
-
-    theirs, mine = run_both(scenario)
-    plain = Learner()
-    fitted(ours, plain, max_epochs=2, gradient_clip_val=0.1)
-    for a, b, c in zip(theirs.parameters(), mine.parameters(), plain.parameters(), strict=True):
-        assert torch.equal(a, b)
-        assert torch.equal(b, c)

@@ -7,7 +7,6 @@ differences, which are in ``docs`` and in other tests.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.utilities import CombinedLoader
-from torch.utils.data import DataLoader, IterableDataset
 
 from tests.parity import (
     CALLBACK_HOOKS,
@@ -23,15 +21,16 @@ from tests.parity import (
     Learner,
     RecordingLogger,
     data,
+    looks_in,
     recording,
     run_both,
 )
+from tests.support import stream_of
 
 # log_every_n_steps is larger than the epoch in many scenarios, which is meant
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning"),  # Lightning's CombinedLoader on torch 2.15
     pytest.mark.filterwarnings("ignore:.*does not have many workers"),
-    pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`"),
 ]
 
 
@@ -90,42 +89,6 @@ class Dict(Learner):
         return {"loss": loss, "extra": batch_idx}
 
 
-class Empty(Learner):
-    """Has no loss for some batches."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return None if batch_idx == 1 else self.loss(batch)
-
-
-class Schedules(Classifier):
-    """A schedule for each interval, and one that watches a metric."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return self.loss(batch)
-
-    def validation_step(self, batch: Any, batch_idx: int) -> Any:
-        self.log("val_loss", self.loss(batch))
-
-    def configure_optimizers(self) -> Any:
-        parts = [self.net[0].parameters(), self.net[2].parameters()]
-        optimizer = torch.optim.SGD([{"params": list(part)} for part in parts], lr=0.1)
-        lr = torch.optim.lr_scheduler
-        return [optimizer], [
-            # with interval="step", Lightning's frequency counts batches of the epoch, not updates
-            {"scheduler": lr.StepLR(optimizer, 1, 0.9), "interval": "step", "frequency": 1},
-            {"scheduler": lr.StepLR(optimizer, 1, 0.7), "interval": "epoch", "frequency": 2},
-            {"scheduler": lr.ExponentialLR(optimizer, 0.8), "interval": "epoch"},
-            {"scheduler": lr.ReduceLROnPlateau(optimizer, patience=0, threshold=10.0), "monitor": "val_loss"},
-        ]
-
-
-class Stream(IterableDataset):
-    """Five batches without a length."""
-
-    def __iter__(self) -> Any:
-        yield from data(10)
-
-
 class Sized:
     """Batches from an iterable that is not a dataloader."""
 
@@ -136,57 +99,51 @@ class Sized:
         return iter(data(6))
 
 
+@looks_in("on_train_batch_end", "on_validation_end", "on_train_epoch_end", "on_fit_end")
 class MetricsSeen(Callback):
     """Records the metrics dictionaries in callbacks."""
 
     def __init__(self) -> None:
         self.seen: list[Any] = []
 
-    def record(self, place: str, trainer: Any) -> None:
+    def look(self, hook: str, trainer: Any) -> None:
+        place = "sanity check" if trainer.sanity_checking else hook
         self.seen.append((place, numbers(trainer.callback_metrics), numbers(trainer.progress_bar_metrics)))
-
-    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
-        self.record("batch", trainer)
-
-    def on_validation_end(self, trainer: Any, *args: Any) -> None:
-        self.record("sanity check" if trainer.sanity_checking else "validation", trainer)
-
-    def on_train_epoch_end(self, trainer: Any, *args: Any) -> None:
-        self.record("epoch", trainer)
-
-    def on_fit_end(self, trainer: Any, *args: Any) -> None:
-        self.record("fit", trainer)
 
 
 def numbers(metrics: Any) -> dict[str, float]:
     return {name: float(value) for name, value in metrics.items()}
 
 
-class Seen:
-    """Records all public results of a run."""
-
-    def __init__(
-        self, make: Callable[..., Any], module: Any, loaders: Callable[[], Any], arguments: Any, folder: Path
-    ) -> None:
-        self.module = module()
-        self.hooks = recording(Callback, CALLBACK_HOOKS, "callback")()
-        self.hooks.calls = []
-        self.logger = RecordingLogger()
-        self.metrics = MetricsSeen()
-        self.losses: list[float] = []
-        callbacks = [self.metrics, *(kind() for kind in arguments.pop("callbacks", [])), self.hooks]
-        self.trainer = make(logger=self.logger, callbacks=callbacks, **{"log_every_n_steps": 1, **arguments})
-        self.module.register_forward_hook(lambda *io: self.losses.append(io[2].sum().item()))
-        train, val = loaders()
-        self.trainer.fit(self.module, train, val)
-        self.trainer.save_checkpoint(folder / "last.ckpt")
-        self.checkpoint = shape(torch.load(folder / "last.ckpt", weights_only=False))
-        self.after_fit = [numbers(self.trainer.callback_metrics), numbers(self.trainer.logged_metrics)]
-        self.results: list[Any] = []
-        if val is not None:
-            self.results = [self.trainer.validate(self.module, loaders()[1], verbose=False)]
-            if type(self.module).test_step is not Classifier.test_step:
-                self.results.append(self.trainer.test(self.module, loaders()[1], verbose=False))
+def results_of(make: Any, module: Any, loaders: Any, arguments: Any, folder: Path) -> dict[str, Any]:
+    """Return all public results of a run with training and, if any, validation data."""
+    hooks, logger, metrics, losses = (
+        recording(Callback, CALLBACK_HOOKS, "callback")(),
+        RecordingLogger(),
+        MetricsSeen(),
+        [],
+    )
+    module.register_forward_hook(lambda *io: losses.append(io[2].sum().item()))
+    usual = {"max_epochs": 2, "log_every_n_steps": 1}
+    trainer = make(logger=logger, callbacks=[metrics, hooks], **usual | arguments)
+    trainer.fit(module, *loaders)
+    trainer.save_checkpoint(folder / "last.ckpt")
+    counters = ("current_epoch", "global_step", "num_training_batches", "is_last_batch", "should_stop")
+    return {
+        "losses": losses,
+        "hooks": hooks.calls,
+        "checkpoint": shape(torch.load(folder / "last.ckpt", weights_only=False)),
+        "rows": logger.rows,
+        "metrics": metrics.seen,
+        "after fit": [numbers(trainer.callback_metrics), numbers(trainer.logged_metrics)],
+        "weights": [value.flatten().tolist() for value in module.state_dict().values()],
+        "counters": [getattr(trainer, counter) for counter in counters],
+        "results": [
+            getattr(trainer, evaluate)(module, loaders[1], verbose=False)
+            for evaluate in ("validate", "test")
+            if len(loaders) > 1
+        ],
+    }
 
 
 def shape(checkpoint: Any) -> Any:
@@ -214,77 +171,48 @@ def assert_close(theirs: Any, ours: Any, place: str = "") -> None:
         assert theirs == ours, place
 
 
-def train_val() -> Any:
-    return data(8), data(6, seed=1)
-
-
-def train_only() -> Any:
-    return data(8), None
-
-
-def two_val() -> Any:
-    return data(8), [data(6, seed=1), data(4, seed=2)]
-
-
+BATCHES, VAL, OTHERS = data(8), data(6, seed=1), data(4, seed=2)
+TWO = {"one": BATCHES, "two": OTHERS}
 SCENARIOS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
-    "logging": (Logging, train_val, {"max_epochs": 2}),
+    "logging": (Logging, (BATCHES, VAL), {}),
     "logging, validation over epochs":
-        (Logging, train_val, {"max_epochs": 3, "val_check_interval": 3, "check_val_every_n_epoch": None}),
+        (Logging, (BATCHES, VAL), {"max_epochs": 3, "val_check_interval": 3, "check_val_every_n_epoch": None}),
     "logging, accumulation, sparse":
-        (Logging, train_val, {"max_epochs": 3, "accumulate_grad_batches": 2, "log_every_n_steps": 3}),
-    "logging, overfit": (Logging, train_val, {"max_epochs": 2, "overfit_batches": 2}),
-    "several dataloaders": (SeveralLoaders, two_val, {"max_epochs": 2}),
+        (Logging, (BATCHES, VAL), {"max_epochs": 3, "accumulate_grad_batches": 2, "log_every_n_steps": 3}),
+    "logging, overfit": (Logging, (BATCHES, VAL), {"overfit_batches": 2}),
+    "several dataloaders": (SeveralLoaders, (BATCHES, [VAL, OTHERS]), {}),
     "clipping by value":
-        (Logging, train_val, {"max_epochs": 2, "gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}),
-    "nothing from training_step": (Empty, train_only, {"max_epochs": 2}),
-    "schedules, stopped inside an epoch": (Schedules, train_val, {"max_steps": 6}),
-    "dict of dataloaders":
-        (Dict, lambda: ({"one": data(8), "two": data(4, seed=2)}, None), {"max_epochs": 2}),
-    "combined loader":
-        (Dict, lambda: (CombinedLoader({"one": data(8), "two": data(4, seed=2)}, "min_size"), None), {"max_epochs": 2}),
-    "stream, limited":
-        (Learner, lambda: (DataLoader(Stream(), batch_size=None), None), {"max_epochs": 2, "limit_train_batches": 3}),
-    "bare iterable": (Learner, lambda: (Sized(), None), {"max_epochs": 2}),
-    "64-true": (Logging, train_val, {"max_epochs": 2, "precision": "64-true"}),
-    "bf16-mixed": (Logging, train_val, {"max_epochs": 2, "precision": "bf16-mixed"}),
+        (Logging, (BATCHES, VAL), {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}),
+    "dict of dataloaders": (Dict, (TWO,), {}),
+    "combined loader": (Dict, (CombinedLoader(TWO, "min_size"),), {}),
+    "stream, limited": (Learner, (stream_of(data(10)),), {"limit_train_batches": 3}),
+    "bare iterable": (Learner, (Sized(),), {}),
+    "64-true": (Logging, (BATCHES, VAL), {"precision": "64-true"}),
+    "bf16-mixed": (Logging, (BATCHES, VAL), {"precision": "bf16-mixed"}),
 }  # fmt: skip
-
-COUNTERS = ("current_epoch", "global_step", "num_training_batches", "is_last_batch", "should_stop")
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_same_run(name: str, tmp_path: Path) -> None:
     module, loaders, arguments = SCENARIOS[name]
-    theirs, mine = run_both(lambda make: Seen(make, module, loaders, dict(arguments), tmp_path))
+    theirs, mine = run_both(lambda make: results_of(make, module(), loaders, arguments, tmp_path))
     without_grad_norm(mine)
-    assert_close(theirs.losses, mine.losses, "forward")
-    if name.startswith("nothing from training_step"):  # Lightning steps on no gradients at all
-        for calls in (theirs.hooks.calls, mine.hooks.calls):
-            calls[:] = [call for call in calls if call[0] != "callback.on_before_optimizer_step"]
-    assert_close(theirs.hooks.calls, mine.hooks.calls, "hooks")
-    assert_close(theirs.checkpoint, mine.checkpoint, "checkpoint")
-    for (key, a), b in zip(theirs.module.state_dict().items(), mine.module.state_dict().values(), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6, msg=lambda text, key=key: f"{key}: {text}")
-    assert_close(theirs.logger.rows, mine.logger.rows, "logger")
-    assert_close(theirs.after_fit, mine.after_fit, "after fit")
-    for a, b in zip(theirs.metrics.seen, mine.metrics.seen, strict=True):
-        assert_close(a, at_most(a, b) if a[0] == "sanity check" else b, "metrics")
-    assert_close(theirs.results, mine.results, "results")
-    for counter in COUNTERS:
-        assert getattr(theirs.trainer, counter) == getattr(mine.trainer, counter), counter
+    for (place, *a), (_, *b) in zip(theirs.pop("metrics"), mine.pop("metrics"), strict=True):
+        # in a sanity check Lightning has the metrics of the last dataloader alone
+        assert_close(a, common(a, b) if place == "sanity check" else b, "metrics")
+    assert_close(theirs, mine)
 
 
-def at_most(theirs: Any, mine: Any) -> Any:
-    """Remove metrics that only ``mine`` has: in a sanity check Lightning has the last dataloader's metrics only."""
-    place, *metrics = mine
-    return place, *({k: v for k, v in b.items() if k in a} for a, b in zip(theirs[1:], metrics, strict=True))
+def common(theirs: Any, mine: Any) -> Any:
+    """Return the metrics of ``mine`` that are also in ``theirs``."""
+    return [{k: v for k, v in b.items() if k in a} for a, b in zip(theirs, mine, strict=True)]
 
 
-def without_grad_norm(seen: Seen) -> None:
+def without_grad_norm(seen: dict[str, Any]) -> None:
     """Remove the norm logged by GradientClipping, which Lightning does not have."""
-    places = [row for _, row in seen.logger.rows] + seen.after_fit
-    places += [metrics for _, *both in seen.metrics.seen for metrics in both]
+    places = [row for _, row in seen["rows"]] + seen["after fit"]
+    places += [metrics for _, *both in seen["metrics"] for metrics in both]
     for place in places:
         for name in ("grad_norm", "grad_norm_step", "grad_norm_epoch"):
             place.pop(name, None)
-    seen.logger.rows = [(step, row) for step, row in seen.logger.rows if row.keys() - {"epoch"}]
+    seen["rows"] = [(step, row) for step, row in seen["rows"] if row.keys() - {"epoch"}]

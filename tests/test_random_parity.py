@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 from argparse import Namespace
-from functools import partial
+from functools import partial, partialmethod
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +20,9 @@ from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, Mode
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from omegaconf import OmegaConf
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
-from torch.utils.data import DataLoader, IterableDataset
 
 from tests.parity import CALLBACK_HOOKS, Classifier, RecordingLogger, data, lightning, recording, run_both
-from tests.support import seeds
+from tests.support import seeds, stream_of
 from tests.test_lightning_parity import assert_close, numbers, shape
 
 pytestmark = [
@@ -40,16 +39,6 @@ DRAWING = [
     "train_start", "train_epoch_start", "train_epoch_end",
     "validation_start", "validation_epoch_start", "validation_end",
 ]  # fmt: skip
-
-
-class Stream(IterableDataset[Any]):
-    """Batches without a length."""
-
-    def __init__(self, batches: int) -> None:
-        self.batches = batches
-
-    def __iter__(self) -> Any:
-        return iter(data(2 * self.batches))
 
 
 HYPER_PARAMETERS: list[dict[str, Any]] = [
@@ -75,24 +64,6 @@ class Drawn(Classifier):
         """Draw a random number if the set-up has draws in this hook."""
         if hook in self.how["draws"]:
             self.draws.append(torch.rand(1).item())
-
-    def on_train_start(self) -> None:
-        self.draw("train_start")
-
-    def on_train_epoch_start(self) -> None:
-        self.draw("train_epoch_start")
-
-    def on_train_epoch_end(self) -> None:
-        self.draw("train_epoch_end")
-
-    def on_validation_start(self) -> None:
-        self.draw("validation_start")
-
-    def on_validation_epoch_start(self) -> None:
-        self.draw("validation_epoch_start")
-
-    def on_validation_end(self) -> None:
-        self.draw("validation_end")
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
         return -1 if self.how["skips"] == (self.current_epoch, batch_idx) else None
@@ -122,6 +93,10 @@ class Drawn(Classifier):
             frequency = self.how["frequency"] if interval == "epoch" else 1
             schedule = {"scheduler": StepLR(optimizer, 1, 0.9), "interval": interval, "frequency": frequency}
         return {"optimizer": optimizer, "lr_scheduler": schedule}
+
+
+for hook in DRAWING:
+    setattr(Drawn, f"on_{hook}", partialmethod(Drawn.draw, hook))
 
 
 class PassesOn(Drawn):
@@ -207,7 +182,7 @@ def draw(seed: int) -> dict[str, Any]:
 
 def loaders(setup: dict[str, Any]) -> tuple[Any, Any]:
     def stream(batches: int) -> Any:
-        return DataLoader(Stream(batches), batch_size=None)
+        return stream_of(data(2 * batches))
 
     train = data(2 * setup["batches"], shuffle=setup["shuffles"]) if setup["sized"] else stream(setup["batches"])
     if not isinstance(setup["val"], list):
@@ -227,7 +202,6 @@ def everything_of(make: Any, setup: dict[str, Any], folder: Path) -> list[Any]:
             for kind, options in setup["callbacks"]
         ]
         watch: Any = recording(Callback, CALLBACK_HOOKS, "callback")()
-        watch.calls = []
         logger, module, losses = RecordingLogger(), setup["class"](setup["how"]), []
         module.register_forward_hook(lambda *io, losses=losses: losses.append(io[2].sum().item()))
         arguments = {**setup["arguments"], "default_root_dir": folder, "enable_checkpointing": saves}

@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from rich.console import Console
 from torch import nn
 
-from tests.parity import Classifier, data, run_both
+from tests.parity import Classifier, RecordingLogger, data, run_both
 from tests.support import Regression, loader_of, make_batches, make_trainer
 from trainer.callbacks import NonFiniteGuard, RunSummary
 from trainer.compat.errors import TunerExit
@@ -92,7 +93,7 @@ LACKING: dict[str, list[type]] = {
     ],
     "validate": [*(without(f"val{name}") for name in ("_dataloader", "idation_step")), having("validation_epoch_end")],
     "test": [*(without(f"test_{name}") for name in ("dataloader", "step")), having("test_epoch_end")],
-    "predict": [Bare, *(without(f"predict_{name}") for name in ("dataloader", "step"))],
+    "predict": [Bare, *(without(f"predict_{name}") for name in ("dataloader", "step")), without("forward")],
 }
 
 
@@ -139,6 +140,7 @@ class Raises(Classifier):
         ("fit", "on_sanity_check_start", RuntimeError),
         ("fit", "training_step", SystemExit),
         ("fit", "on_train_epoch_end", RuntimeError),
+        ("fit", "on_train_end", RuntimeError),
         ("validate", "validation_step", RuntimeError),
         ("predict", "predict_step", SystemExit),
     ],
@@ -147,13 +149,17 @@ def test_run_that_fails_leaves_the_trainer_as_lightnings_is(
     function: str, method: str, error: type[BaseException]
 ) -> None:
     def scenario(make: Any) -> Any:
-        ends = Ends()
-        trainer = make(max_epochs=1, callbacks=[ends])
-        raised = outcome(getattr(trainer, function), Raises(method, error), data(4), *[data(2)] * (function == "fit"))
+        ends, logger, module = Ends(), RecordingLogger(), Raises(method, error)
+        trainer = make(max_epochs=1, callbacks=[ends], logger=logger)
+        raised = outcome(getattr(trainer, function), module, data(4), *[data(2)] * (function == "fit"))
         stages = (trainer.training, trainer.validating, trainer.testing, trainer.predicting, trainer.sanity_checking)
         state = (str(trainer.state), trainer.interrupted, stages, trainer.current_epoch, trainer.global_step)
+        assert "log" not in vars(module)
+        assert torch.is_grad_enabled()
+        assert not torch.is_inference_mode_enabled()
+        assert not torch.is_autocast_enabled("cpu")
         again = outcome(trainer.validate, Classifier(), data(4), verbose=False)  # the run may continue
-        return raised, state, again, ends.seen
+        return raised, state, again, ends.seen, logger.status
 
     theirs, mine = run_both(scenario)
     assert mine == theirs
@@ -290,6 +296,9 @@ def test_frozen_parts_keep_their_mode_in_every_stage() -> None:
         def forward(self, features: Any) -> Any:
             self.seen.append((str(self.trainer.state.stage), self.training, self.net.training, self.frozen.training))
             return super().forward(features)
+
+        def on_test_model_train(self) -> None:
+            """Leave the modes as they are in the test."""
 
     def scenario(make: Any) -> Any:
         trainer, module = make(max_epochs=1, val_check_interval=1), PartlyFrozen()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import pickle
+from collections import Counter
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,8 @@ from lightning.pytorch import Callback, LightningDataModule
 from lightning.pytorch import Trainer as LightningTrainer
 from lightning.pytorch.callbacks import Timer
 from lightning.pytorch.strategies import SingleDeviceStrategy
-from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
-from lightning.pytorch.utilities import CombinedLoader
-from torch.utils.data import DataLoader, IterableDataset
+from lightning.pytorch.trainer.states import TrainerFn
+from torch.utils.data import DataLoader
 
 from tests.parity import (
     Classifier,
@@ -24,107 +24,63 @@ from tests.parity import (
     RecordingLogger,
     assert_same_weights,
     data,
-    lightning,
-    lightnings_noise_ignored,
+    looks_in,
     ours,
     run_both,
 )
+from tests.support import stream_of
 from trainer import Trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers")
 
 
-class Batches(Callback):
-    """Counts the batches of each stage."""
+@looks_in(
+    "on_train_batch_end", "on_validation_batch_end", "on_test_batch_end", "on_predict_batch_end", "on_validation_end",
+    "on_train_epoch_end",
+)  # fmt: skip
+class Calls(Callback):
+    """Counts the calls of hooks, except those of the sanity check."""
 
     def __init__(self) -> None:
-        self.train = self.val = self.test = self.predict = self.sanity = self.epochs = self.validations = 0
+        self.number = Counter[str]()
 
-    def on_train_batch_end(self, *args: Any) -> None:
-        self.train += 1
+    def look(self, hook: str, trainer: Any) -> None:
+        self.number[hook] += not trainer.sanity_checking
 
-    def on_validation_batch_end(self, trainer: Any, *args: Any) -> None:
-        if trainer.sanity_checking:
-            self.sanity += 1
-        else:
-            self.val += 1
-
-    def on_validation_end(self, trainer: Any, *args: Any) -> None:
-        self.validations += not trainer.sanity_checking
-
-    def on_test_batch_end(self, *args: Any) -> None:
-        self.test += 1
-
-    def on_predict_batch_end(self, *args: Any) -> None:
-        self.predict += 1
-
-    def on_train_epoch_end(self, *args: Any) -> None:
-        self.epochs += 1
+    def of(self, *hooks: str) -> list[int]:
+        return [self.number[f"on_{hook}_end"] for hook in hooks]
 
 
-def count(module: Any = None, train: Any = None, val: Any = None, **arguments: Any) -> Batches:
-    """Count the batches of a fit, with 8 training and 6 validation batches by default."""
-    batches = Batches()
-    callbacks = [batches, *arguments.pop("callbacks", [])]
-    trainer = ours(callbacks=callbacks, **{"max_epochs": 1, **arguments})
-    trainer.fit(module or Classifier(), train if train is not None else data(16), val if val is not None else data(12))
-    return batches
+def count(train: Any = None, val: Any = None, **arguments: Any) -> Calls:
+    """Count the calls in a fit, with 8 training and 6 validation batches by default."""
+    calls = Calls()
+    trainer = ours(callbacks=[calls, *arguments.pop("callbacks", [])], **{"max_epochs": 1, **arguments})
+    trainer.fit(Classifier(), data(16) if train is None else train, data(12) if val is None else val)
+    return calls
 
 
 # --- arguments ----------------------------------------------------------------------------------------------------
 
 
+def parameters(function: Any) -> list[Any]:
+    return [(one.name, one.default, one.kind) for one in inspect.signature(function).parameters.values()]
+
+
 def test_arguments_are_lightnings() -> None:
-    theirs, mine = (inspect.signature(one.__init__).parameters for one in (LightningTrainer, Trainer))
-    ours = [
-        ("resume", None),
-        ("exact_resume", True),
-        ("dataloader_timeout", 1800.0),
-        ("pad_evaluation", False),
-        ("prefetch_batches", 1),
-    ]
+    more = {
+        "resume": None,
+        "exact_resume": True,
+        "dataloader_timeout": 1800.0,
+        "pad_evaluation": False,
+        "prefetch_batches": 1,
+    }
     kind = inspect.Parameter.KEYWORD_ONLY
-    assert [(p.name, p.default, p.kind) for p in mine.values()] == [
-        *((p.name, p.default, p.kind) for p in theirs.values()),
-        *((*one, kind) for one in ours),
-    ]
+    assert parameters(Trainer) == parameters(LightningTrainer) + [(*item, kind) for item in more.items()]
 
 
 @pytest.mark.parametrize("method", ["fit", "validate", "test", "predict", "save_checkpoint"])
 def test_methods_have_lightnings_signatures(method: str) -> None:
-    theirs, mine = (inspect.signature(getattr(kind, method)).parameters for kind in (LightningTrainer, Trainer))
-    assert [(p.name, p.default, p.kind) for p in mine.values()] == [
-        (p.name, p.default, p.kind) for p in theirs.values()
-    ]
-
-
-@pytest.mark.parametrize("arguments", [{}, {"max_steps": 5}, {"max_epochs": 3}, {"max_time": "00:00:01:00"},
-                                       {"max_epochs": -1, "max_steps": 4}, {"min_steps": 7}, {"fast_dev_run": 3}],
-                         ids=str)  # fmt: skip
-def test_limits_of_training_are_those_of_lightning(arguments: dict[str, Any]) -> None:
-    with lightnings_noise_ignored():
-        theirs, mine = lightning(**arguments), ours(**arguments)
-    for name in (
-        "max_epochs",
-        "min_epochs",
-        "max_steps",
-        "min_steps",
-        "num_sanity_val_steps",
-        "check_val_every_n_epoch",
-    ):
-        assert getattr(mine, name) == getattr(theirs, name), name
-    with lightnings_noise_ignored():
-        theirs.fit(Learner(), [])
-        mine.fit(Learner(), [])
-    assert (mine.max_epochs, mine.min_epochs) == (theirs.max_epochs, theirs.min_epochs)
-    for name in (
-        "limit_train_batches",
-        "limit_val_batches",
-        "limit_test_batches",
-        "val_check_interval",
-        "fast_dev_run",
-    ):
-        assert getattr(mine, name) == getattr(theirs, name), name
+    assert parameters(getattr(Trainer, method)) == parameters(getattr(LightningTrainer, method))
 
 
 def test_one_device_may_be_a_strategy_object() -> None:
@@ -159,8 +115,8 @@ def test_one_device_may_be_a_strategy_object() -> None:
     ids=str,
 )
 def test_how_many_batches_run(arguments: dict[str, Any], train: int, val: int, validations: int) -> None:
-    seen = count(**arguments)
-    assert (seen.train, seen.val, seen.validations) == (train, val, validations)
+    seen = count(**arguments).of("train_batch", "validation_batch", "validation")
+    assert seen == [train, val, validations]
 
 
 def test_fast_dev_run_writes_nothing(tmp_path: Path) -> None:
@@ -174,32 +130,14 @@ def test_fast_dev_run_writes_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_overfit_batches_turns_shuffling_off() -> None:
-    class Remembers(Learner):
-        seen: list[Any] = []
-
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            self.seen.append(batch[0].clone())
-            return self.loss(batch)
-
-    with pytest.warns(UserWarning, match="but have shuffling enabled|shuffling"):
-        ours(max_epochs=2, overfit_batches=2).fit(Remembers(), data(16, shuffle=True))
-    first, second = Remembers.seen[:2], Remembers.seen[2:]
-    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
-
-
 def test_interval_longer_than_the_epoch_is_refused() -> None:
     with pytest.raises(ValueError, match=r"`val_check_interval` \(20\) must be less than or equal"):
         count(val_check_interval=20)
 
 
 def test_share_of_an_unknown_length_is_refused() -> None:
-    class Stream(IterableDataset):
-        def __iter__(self) -> Any:
-            yield from data(4)
-
     with pytest.raises(ValueError, match="When using an IterableDataset"):
-        count(train=DataLoader(Stream(), batch_size=None), val_check_interval=0.5)
+        count(train=stream_of(data(4)), val_check_interval=0.5)
 
 
 def test_max_time_stops_the_run() -> None:
@@ -222,8 +160,8 @@ def test_should_stop_ends_after_the_batch_with_a_validation() -> None:
             trainer.should_stop = trainer.global_step == 3
 
     seen = count(callbacks=[Stop()], max_epochs=5)
-    assert (seen.train, seen.val, seen.epochs) == (3, 6, 1)
-    assert count(callbacks=[Stop()], max_epochs=5, min_epochs=2).train > 8
+    assert seen.of("train_batch", "validation_batch", "train_epoch") == [3, 6, 1]
+    assert count(callbacks=[Stop()], max_epochs=5, min_epochs=2).of("train_batch") > [8]
 
 
 # --- one run after another ----------------------------------------------------------------------------------------
@@ -265,90 +203,13 @@ def test_no_module_at_all() -> None:
         ours().validate(dataloaders=data(2))
 
 
-# --- exceptions ---------------------------------------------------------------------------------------------------
-
-
-class RecordsEnd(Callback):
-    """Records the hooks at the end of a run."""
-
-    def __init__(self) -> None:
-        self.events: list[Any] = []
-
-    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        self.events.append((type(exception), trainer.state.status, trainer.state.stage is not None))
-
-    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        self.events.append("teardown")
-
-    def on_train_end(self, *args: Any) -> None:
-        self.events.append("train end")
-
-
-@pytest.mark.parametrize(
-    "hook",
-    ["setup", "configure_optimizers", "on_sanity_check_start", "training_step", "on_validation_end", "on_train_end"],
-)
-def test_exception_in_a_hook(hook: str) -> None:
-    class BrokenError(Exception):
-        pass
-
-    def raises(*args: Any, **kwargs: Any) -> Any:
-        raise BrokenError
-
-    recorder, logger = RecordsEnd(), RecordingLogger()
-    module = Classifier()
-    if hasattr(module, hook):
-        module = type("Raises", (Classifier,), {hook: raises})()
-    else:
-        setattr(recorder, hook, raises)
-    trainer = ours(max_epochs=1, callbacks=[recorder], logger=logger)
-    with pytest.raises(BrokenError):
-        trainer.fit(module, data(4), data(4))
-    reported = [entry for entry in recorder.events if isinstance(entry, tuple)]
-    assert reported == [(BrokenError, TrainerStatus.INTERRUPTED, True)]
-    assert trainer.interrupted
-    assert trainer.state.stage is None
-    assert logger.status == ["failed"]
-    assert "log" not in vars(module)
-    assert torch.is_grad_enabled()
-    assert not torch.is_inference_mode_enabled()
-    assert not torch.is_autocast_enabled("cpu")
-    if hasattr(Classifier, hook):  # a Trainer with a failed run can run again
-        trainer.fit_loop.max_epochs = 5
-        trainer.fit(Classifier(), data(4), data(4))
-        assert trainer.state.status is TrainerStatus.FINISHED
-
-
-def test_keyboard_interrupt_equals_lightnings() -> None:
-    class Interrupts(Learner):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            if batch_idx == 1:
-                raise KeyboardInterrupt
-            return self.loss(batch)
-
-    ends = []
-    for make in (lightning, ours):
-        recorder, logger = RecordsEnd(), RecordingLogger()
-        with lightnings_noise_ignored():
-            trainer = make(max_epochs=1, callbacks=[recorder], logger=logger)
-            kind: Any = None
-            try:
-                trainer.fit(Interrupts(), data(8))
-            except BaseException as error:
-                kind = type(error)
-        ends.append((kind, recorder.events[0], logger.status, trainer.global_step, trainer.interrupted))
-    assert ends[1][1:] == ends[0][1:]
-    assert ends[1][0] in (KeyboardInterrupt, SystemExit)
-    assert ends[0][0] is SystemExit  # Lightning exits the process with status 1; ours lets the interrupt through
-
-
 # --- data ---------------------------------------------------------------------------------------------------------
 
 
 class Data(LightningDataModule):
     def __init__(self) -> None:
         super().__init__()
-        self.calls: list[str] = []
+        self.calls = list[str]()
 
     def prepare_data(self) -> None:
         self.calls.append("prepare_data")
@@ -368,8 +229,7 @@ class Data(LightningDataModule):
     def test_dataloader(self) -> Any:
         return data(2)
 
-    def predict_dataloader(self) -> Any:
-        return data(2)
+    predict_dataloader = test_dataloader
 
 
 def test_datamodule_by_keyword_or_as_the_dataloaders_argument() -> None:
@@ -378,45 +238,15 @@ def test_datamodule_by_keyword_or_as_the_dataloaders_argument() -> None:
 
     for passed in ({"datamodule": Data()}, {"train_dataloaders": Data()}):
         (datamodule,) = passed.values()
-        batches = Batches()
-        trainer = ours(max_epochs=1, callbacks=[batches])
+        calls = Calls()
+        trainer = ours(max_epochs=1, callbacks=[calls])
         trainer.fit(TwoVal(), **passed)
-        assert (batches.train, batches.val) == (4, 3)
+        assert calls.of("train_batch", "validation_batch") == [4, 3]
         assert trainer.datamodule is datamodule
         assert datamodule.calls == ["prepare_data", "setup fit", "teardown fit"]
     trainer.test(TwoVal(), datamodule, verbose=False)
     trainer.predict(TwoVal(), datamodule)
-    assert (batches.test, batches.predict) == (1, 1)
-
-
-def test_datamodule_and_dataloaders_are_too_much() -> None:
-    with pytest.raises(ValueError, match=r"You cannot pass both dataloaders and a datamodule to `Trainer\.fit`"):
-        ours().fit(Classifier(), data(2), datamodule=Data())
-
-
-@pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")
-def test_collections_of_dataloaders() -> None:
-    shapes: list[Any] = []
-
-    class Any_(Learner):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            shapes.append(batch)
-            parts = batch.values() if isinstance(batch, dict) else batch
-            return sum(self.loss(part) for part in parts if part is not None)
-
-    def lengths(train: Any) -> int:
-        batches = Batches()
-        ours(max_epochs=1, callbacks=[batches]).fit(Any_(), train)
-        return batches.train
-
-    assert lengths({"a": data(8), "b": data(4)}) == 4
-    assert set(shapes[-1]) == {"a", "b"}
-    assert lengths([data(8), data(4)]) == 4
-    assert lengths(CombinedLoader([data(8), data(4)], "min_size")) == 2
-    assert lengths(CombinedLoader([data(8), data(4)], "max_size")) == 4
-    assert shapes[-1][1] is None
-    with pytest.raises(ValueError, match='`FitLoop` does not support the `CombinedLoader\\(mode="sequential"\\)`'):
-        lengths(CombinedLoader([data(8), data(4)], "sequential"))
+    assert calls.of("test_batch", "predict_batch") == [1, 1]
 
 
 def test_shuffled_validation_loader_warns() -> None:
@@ -489,23 +319,7 @@ def test_module_is_the_users_again_after_the_run() -> None:
     assert module._current_fx_name is None
 
 
-# --- what is shown ------------------------------------------------------------------------------------------------
-
-
-def test_tables_of_validate_and_test(capsys: pytest.CaptureFixture[str]) -> None:
-    class Logs(Classifier):
-        def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-            self.log("loss", 0.5 + dataloader_idx)
-
-    trainer = ours()
-    trainer.validate(Logs(), [data(2), data(2)])
-    printed = capsys.readouterr().out
-    assert "Validate metric" in printed
-    assert "DataLoader 1" in printed
-    row = next(line for line in printed.splitlines() if "loss" in line)
-    assert [part.strip() for part in row.strip("│ ").split("│")] == ["loss", "0.5", "1.5"]
-    trainer.validate(Logs(), data(2), verbose=False)
-    assert capsys.readouterr().out == ""
+# --- more ---------------------------------------------------------------------------------------------------------
 
 
 def test_predict_step_has_a_dataloader_idx_for_several_dataloaders_only() -> None:
@@ -537,16 +351,12 @@ def test_sanity_check_loads_no_more_than_it_runs() -> None:
         def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
             pass
 
-    class Look(Callback):
-        def on_sanity_check_end(self, trainer: Any, pl_module: Any) -> None:
-            loaded.append([data.loaded for data in sets])
+        def on_train_start(self) -> None:
+            assert [one.loaded for one in sets] == [2, 2]
 
-    loaded: list[list[int]] = []
     sets = [Counting() for _ in range(2)]
-    val = [DataLoader(one) for one in sets]
-    trainer = ours(max_epochs=1, limit_val_batches=3, num_sanity_val_steps=2, callbacks=[Look()])
-    trainer.fit(Module(), data(4), val)
-    assert loaded == [[2, 2]]
+    trainer = ours(max_epochs=1, limit_val_batches=3, num_sanity_val_steps=2)
+    trainer.fit(Module(), data(4), [DataLoader(one) for one in sets])
     assert [one.loaded for one in sets] == [2 + 3, 2 + 3]
 
 

@@ -9,19 +9,22 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback
-from lightning.pytorch.callbacks import (
-    Checkpoint,
-    EMAWeightAveraging,
-    StochasticWeightAveraging,
-    WeightAveraging,
-)
+from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging, WeightAveraging
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn
 
-from tests.support import Regression, loader_of, make_batches, make_trainer, native_fp16
+from tests.support import (
+    SMALL,
+    Regression,
+    SavesAt,
+    SavesEverywhere,
+    loader_of,
+    make_batches,
+    make_trainer,
+    native_fp16,
+)
 
 BATCHES, EPOCHS = 4, 3
-SMALL = {"init_scale": 2.0**9, "growth_interval": 5}
 
 
 class Module(Regression):
@@ -44,21 +47,6 @@ class Trained(Callback):
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
         self.states.append(copy_of(pl_module))
-
-
-class Saver(Checkpoint):
-    """Writes a checkpoint after each batch, validation and epoch, and records the number of trained batches."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.files = folder, dict[Path, int]()
-
-    def save(self, trainer: Any, *_: Any) -> None:
-        if not trainer.sanity_checking:
-            path = self.folder / f"{len(self.files)}.ckpt"
-            trainer.save_checkpoint(path)
-            self.files[path] = trainer.progress.batches
-
-    on_train_batch_end = on_validation_batch_end = on_validation_end = on_train_epoch_end = save
 
 
 class Custom(WeightAveraging):
@@ -97,9 +85,9 @@ def assert_equal(mine: dict[str, Tensor], expected: dict[str, Tensor], about: An
 
 def fit(
     folder: Path, callback: Any, *, ckpt_path: Any = None, gains: Any = None, saves: bool = True, **arguments: Any
-) -> tuple[Any, Module, Trained, Saver]:
+) -> tuple[Any, Module, Trained, SavesEverywhere]:
     folder.mkdir(exist_ok=True)
-    module, trained, saver = Module(), Trained(), Saver(folder)
+    module, trained, saver = Module(), Trained(), SavesEverywhere(folder)
     trainer = make_trainer(
         folder, max_epochs=EPOCHS, callbacks=[trained, callback, *([saver] if saves else [])], num_sanity_val_steps=1,
         enable_checkpointing=saves, **arguments,
@@ -132,8 +120,9 @@ def test_average_before_its_first_update_is_the_current_weights(tmp_path: Path, 
     for mine, expected in zip(validated, after, strict=True):
         assert_equal(mine, expected)
     assert len(saver.files) >= 6
-    for path, batches in saver.files.items():
+    for path in saver.files:
         checkpoint = torch.load(path, weights_only=True)
+        batches = checkpoint["loops"]["amp_trainer"]["progress"]["batches"]
         assert checkpoint["averaging_state"]["n_averaged"] == 0
         assert_equal(checkpoint["state_dict"], trained.states[batches - 1], path.name)
         assert_equal(checkpoint["current_model_state"], trained.states[batches - 1], path.name)
@@ -171,7 +160,7 @@ def test_average_of_a_fit_is_not_used_in_later_evaluations(tmp_path: Path, from_
     """They use the average in a checkpoint, or the weights of the given module, and leave them in the module."""
     callback = Custom(0, avg_fn=get_ema_avg_fn(0.5))
     trainer, _, _, saver = fit(tmp_path, callback)
-    path, module = next(iter(saver.files)), Module()
+    path, module = saver.files[0], Module()
     expected = torch.load(path, weights_only=True)["state_dict"] if from_file else copy_of(module)
     trainer.validate(module, loader_of(make_batches(1)), ckpt_path=path if from_file else None, verbose=False)
     assert_equal(module.validated[-1], expected)
@@ -185,25 +174,22 @@ def test_resume_before_the_first_update_of_the_average_is_exact(tmp_path: Path) 
     """Weights and validations equal those of the uninterrupted run bit for bit, from each checkpoint."""
     _, whole, _, saver = fit(tmp_path / "whole", Custom(6, avg_fn=get_ema_avg_fn(0.5)))
     assert len(saver.files) == 12 + 3 * 3
-    for path, batches in list(saver.files.items())[:16:3]:
+    for path in saver.files[:16:3]:
         _, module, _, _ = fit(tmp_path / "resumed", Custom(6, avg_fn=get_ema_avg_fn(0.5)), ckpt_path=path, saves=False)
         assert_equal(module.state_dict(), whole.state_dict(), path.name)
         for mine, expected in zip(reversed(module.validated), reversed(whole.validated[1:]), strict=False):
-            if batches < len(whole.validated[1:]) * BATCHES:
-                assert_equal(mine, expected, path.name)
-
-
-SWA: dict[str, dict[str, Any]] = {
-    "a start after the last epoch": {"swa_epoch_start": 9},
-    "an endless run that stops before": {"swa_epoch_start": 9, "max_epochs": -1, "max_steps": 6},
-}
+            assert_equal(mine, expected, path.name)
 
 
 @pytest.mark.filterwarnings("ignore:Swapping scheduler")
-@pytest.mark.parametrize(("kind", "norm"), [*zip(SWA, (True, False), strict=True)])
-def test_stochastic_weight_averaging_without_an_update_keeps_the_weights(tmp_path: Path, kind: str, norm: bool) -> None:
-    arguments = {"max_epochs": EPOCHS, **SWA[kind]}
-    swa = StochasticWeightAveraging(swa_lrs=0.05, swa_epoch_start=arguments.pop("swa_epoch_start"))
+@pytest.mark.parametrize(
+    ("arguments", "norm"), [({"max_epochs": EPOCHS}, True), ({"max_epochs": -1, "max_steps": 6}, False)]
+)
+def test_stochastic_weight_averaging_without_an_update_keeps_the_weights(
+    tmp_path: Path, arguments: dict[str, int], norm: bool
+) -> None:
+    """It would start after the last epoch."""
+    swa = StochasticWeightAveraging(swa_lrs=0.05, swa_epoch_start=9)
     module, trained = Module(), Trained()
     if not norm:
         module.net[1] = nn.Identity()
@@ -220,18 +206,14 @@ def test_stochastic_weight_averaging_without_an_update_keeps_the_weights(tmp_pat
 def test_stochastic_weight_averaging_resumes_inside_its_first_epoch(tmp_path: Path, start: int, step: int) -> None:
     """Its schedule steps at the end of the resumed epoch."""
 
-    class Save(Callback):
-        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-            if trainer.global_step == step:
-                trainer.save_checkpoint(tmp_path / "a.ckpt")
-
     def run(*callbacks: Any, ckpt: Path | None = None) -> Module:
         module = Module()
         module.net[1] = nn.Identity()
         swa = StochasticWeightAveraging(swa_lrs=0.2, swa_epoch_start=start, annealing_epochs=2)
-        trainer = make_trainer(tmp_path, callbacks=[swa, *callbacks], max_epochs=4)
+        saves = bool(callbacks)
+        trainer = make_trainer(tmp_path, callbacks=[swa, *callbacks], max_epochs=4, enable_checkpointing=saves)
         trainer.fit(module, loader_of(make_batches(BATCHES)), loader_of(make_batches(1)), ckpt_path=ckpt)
         return module
 
-    whole, resumed = run(Save()), run(ckpt=tmp_path / "a.ckpt")
+    whole, resumed = run(SavesAt(tmp_path / "a.ckpt", step)), run(ckpt=tmp_path / "a.ckpt")
     assert_equal(resumed.state_dict(), whole.state_dict())

@@ -61,12 +61,7 @@ def test_auto_takes_as_many_nodes_as_were_started(
     ("environment", "devices", "num_nodes", "expected"),
     [
         (TORCHRUN, 2, 1, "2 processes, but torchrun has started 4 processes: WORLD_SIZE=4"),
-        (
-            SRUN,
-            2,
-            1,
-            "2 processes, but Slurm has started 4 processes: SLURM_NTASKS=4, SLURM_NTASKS_PER_NODE=2, SLURM_NNODES=2",
-        ),
+        (SRUN, 2, 1, "Slurm has started 4 processes: SLURM_NTASKS=4, SLURM_NTASKS_PER_NODE=2, SLURM_NNODES=2"),
         (TORCHRUN, 4, 1, "LOCAL_WORLD_SIZE=2, GROUP_WORLD_SIZE=2"),
     ],
 )
@@ -112,9 +107,7 @@ def test_worker_of_ray_train_needs_its_plugin(workers: int, monkeypatch: pytest.
         build(monkeypatch, {}, **alone)
     assert "Trainer(strategy=RayDDPStrategy(), plugins=RayLightningEnvironment(), devices='auto'" in str(raised.value)
     build(monkeypatch, {}, plugins=LightningEnvironment(), **alone).fit(BoringModel())  # on purpose
-    with pytest.raises(
-        ClusterError, match="strategy 'auto', but Ray Train has started 2 processes: each of them would"
-    ):
+    with pytest.raises(ClusterError, match="strategy 'auto', but Ray Train has started 2 processes"):
         build(monkeypatch, {}, plugins=SecondHere(), **alone).fit(BoringModel())
 
 

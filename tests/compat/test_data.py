@@ -20,6 +20,7 @@ from torch.utils.data import (
 )
 
 from tests.parity import Classifier, Learner, data, ours, run_both, weights
+from tests.support import stream_of
 from trainer.compat.loaders import LoaderSet
 from trainer.data.unpadded import Span
 
@@ -34,16 +35,12 @@ def set_of(iterables: Any) -> LoaderSet:
 def test_limit_of_an_unknown_length_promises_no_batches() -> None:
     """Ranks exchange the number of batches that all of them have."""
 
-    class Unsized(IterableDataset[Any]):
-        def __iter__(self) -> Any:
-            return iter(data(3, batch_size=1))
-
     class Looks(Callback):
         def on_test_start(self, trainer: Any, module: Any) -> None:
             self.spans = trainer.data.loaders(trainer.state.stage).spans
 
     looks = Looks()
-    for given, spans in ((DataLoader(Unsized(), batch_size=None), [Span(0, 5)]), (data(20), [Span(5, 5)])):
+    for given, spans in ((stream_of(data(3, batch_size=1)), [Span(0, 5)]), (data(20), [Span(5, 5)])):
         ours(limit_test_batches=5, callbacks=[looks]).test(Classifier(), given, verbose=False)
         assert looks.spans == spans
 
@@ -215,10 +212,6 @@ def test_batch_none_is_not_trained(how: str) -> None:
         def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
             super().optimizer_step(*args, **kwargs)
 
-    class Holes(IterableDataset[Any]):
-        def __iter__(self) -> Any:
-            yield from [next(iter(data(2))), None, next(iter(data(2)))]
-
     class Records(Callback):
         def __init__(self) -> None:
             self.events: list[Any] = []
@@ -233,7 +226,7 @@ def test_batch_none_is_not_trained(how: str) -> None:
         records, module = Records(), InAClosure() if how == "in a closure" else Learner()
         trainer = make(max_epochs=1, callbacks=[records])
         with pytest.warns(UserWarning, match="train_dataloader yielded None"):
-            trainer.fit(module, DataLoader(Holes(), batch_size=None))
+            trainer.fit(module, stream_of([next(iter(data(2))), None, next(iter(data(2)))]))
         return records.events, trainer.global_step, [w.tolist() for w in weights(module)]
 
     theirs, mine = run_both(scenario)

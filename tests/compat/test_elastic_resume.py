@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import LightningModule
-from lightning.pytorch.callbacks import Checkpoint, GradientAccumulationScheduler, ModelCheckpoint
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, SubsetRandomSampler
 
-from tests.support import make_trainer
+from tests.support import SavesAt, make_trainer
 from trainer import Trainer
 from trainer.callbacks import GradientAccumulation
 from trainer.checkpoint.loading import TRAINER_KEY
@@ -69,17 +69,6 @@ class DrawsItself(Net):
         return self.net(batch).square().mean()
 
 
-class Saver(Checkpoint):
-    """Writes a checkpoint after one batch."""
-
-    def __init__(self, path: Path, after: int) -> None:
-        self.path, self.after = path, after
-
-    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if trainer.progress.batches == self.after:
-            trainer.save_checkpoint(self.path)
-
-
 def loader(batch_size: int = 4, **options: Any) -> DataLoader[Any]:
     return DataLoader(DATA, batch_size, **options)  # type: ignore[arg-type]
 
@@ -89,7 +78,7 @@ def written(
 ) -> Path:
     """A checkpoint of a run with batches of 4, as if two processes had had batches of 2."""
     path, module = folder / "two.ckpt", module or Net()
-    saver = Saver(path, after)
+    saver = SavesAt(path, batches=after)
     callbacks = [saver, *arguments.pop("callbacks", [])]
     trainer = make_trainer(
         folder, **{"max_epochs": 2, "enable_checkpointing": True, "callbacks": callbacks, **arguments}
@@ -112,12 +101,8 @@ def written(
 def resumed(path: Path, data: Any = None, module: Any = None, **arguments: Any) -> tuple[Trainer, Any]:
     module = module or Net()
     trainer = make_trainer(path.parent, **{"max_epochs": 2, **arguments})
-    trainer.fit(
-        module,
-        loader() if data is None else data,
-        loader() if "val_check_interval" in arguments else None,
-        ckpt_path=path,
-    )
+    validation = loader() if "val_check_interval" in arguments else None
+    trainer.fit(module, loader() if data is None else data, validation, ckpt_path=path)
     return trainer, module
 
 
@@ -231,15 +216,12 @@ def test_estimated_stepping_batches_are_equal_after_an_elastic_resume(tmp_path: 
 def test_with_workers(tmp_path: Path) -> None:
     options: Any = {"num_workers": 1, "persistent_workers": True}
     whole = Net()
-    path = written(tmp_path, loader(**options), whole)
+    written(tmp_path, loader(**options), whole)
     for start in ("two", "again"):  # "again": from a checkpoint of the resumed run
-        saver = Saver(tmp_path / "again.ckpt", 8)
-        _, module = resumed(
-            tmp_path / f"{start}.ckpt", loader(2, **options), callbacks=[saver], enable_checkpointing=True
-        )
-        first = {"two": 2, "again": 4}[start]
-        assert path.exists()
-        for update in range(first, 14):
+        saver = SavesAt(tmp_path / "again.ckpt", batches=8)
+        saving = {"callbacks": [saver], "enable_checkpointing": True}
+        _, module = resumed(tmp_path / f"{start}.ckpt", loader(2, **options), **saving)
+        for update in range({"two": 2, "again": 4}[start], 14):
             seen, expected = (
                 sorted(number for at, numbers in one.seen if at == update for number in numbers)
                 for one in (module, whole)

@@ -12,9 +12,9 @@ import torch
 from lightning.fabric.utilities.warnings import PossibleUserWarning
 from lightning.pytorch import Callback
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from torch.utils.data import DataLoader, IterableDataset
 
 from tests.parity import FEATURES, Classifier, data, ours, plain, run_both, weights
+from tests.support import SavesAt, stream_of
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning"),
@@ -22,16 +22,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:You defined a `validation_step`"),
     pytest.mark.filterwarnings("ignore:Found `dataloader_iter` argument"),
 ]
-
-
-class Unsized(IterableDataset[Any]):
-    def __init__(self, batches: int) -> None:
-        self.batches = batches
-
-    def __iter__(self) -> Iterator[Any]:
-        generator = torch.Generator().manual_seed(0)
-        for label in range(self.batches):
-            yield torch.randn(2, FEATURES, generator=generator), torch.tensor([label % 3, 1])
 
 
 class Draws(Classifier):
@@ -104,7 +94,7 @@ class Records(Callback):
 LOADERS: dict[str, Any] = {
     "sized": lambda: data(8),
     "side by side": lambda: {"a": data(8), "b": data(4)},
-    "unsized": lambda: DataLoader(Unsized(3), batch_size=None),
+    "unsized": lambda: stream_of(data(6)),
 }
 
 
@@ -197,24 +187,19 @@ class Sees(Classifier):
         self.seen.append((self.current_epoch, batch_idx, batch))
         return self.net(torch.ones(1, FEATURES)).sum()
 
-    def on_train_batch_end(self, *args: Any) -> None:
-        if self.global_step == 2:
-            self.trainer.save_checkpoint(self.path)
-
 
 def test_resume_is_exact_or_reports_the_batches_it_cannot_skip(tmp_path: Path) -> None:
     def resumed(loader: Any, forget: bool = False) -> list[Any]:
-        module = Sees()
-        module.path = tmp_path / "saved.ckpt"
+        module, path = Sees(), tmp_path / "saved.ckpt"
         torch.manual_seed(1)
-        ours(max_epochs=1).fit(module, loader())
+        ours(max_epochs=1, callbacks=[SavesAt(path, 2)], enable_checkpointing=True).fit(module, loader())
         if forget:  # as Lightning writes it
-            checkpoint = torch.load(module.path, weights_only=True)
+            checkpoint = torch.load(path, weights_only=True)
             del checkpoint["loops"]["amp_trainer"]
-            torch.save(checkpoint, module.path)
+            torch.save(checkpoint, path)
         seen = [plain(batch) for _, _, batch in module.seen[2:]]
         module.seen.clear()
-        ours(max_epochs=1).fit(module, loader(), ckpt_path=module.path)
+        ours(max_epochs=1).fit(module, loader(), ckpt_path=path)
         assert [batch_idx for _, batch_idx, _ in module.seen] == [2, 3]
         return [seen, [plain(batch) for _, _, batch in module.seen]]
 
@@ -229,14 +214,8 @@ def test_resume_is_exact_or_reports_the_batches_it_cannot_skip(tmp_path: Path) -
             resumed(loader, forget=True)
 
 
-class SavesInBetween(Draws):
-    """Writes a checkpoint after its third step."""
-
-    path: Path
-
-    def on_train_batch_end(self, *args: Any) -> None:
-        if self.global_step == 3:
-            self.trainer.save_checkpoint(self.path)
+class Notes(Draws):
+    """Records the drawn batches."""
 
     def loss(self, batch: Any) -> Any:
         self.drawn.append(plain(batch))
@@ -246,9 +225,9 @@ class SavesInBetween(Draws):
 @pytest.mark.parametrize(("at_once", "shape"), [(1, lambda loader: loader), (2, lambda loader: {"a": loader})])
 def test_steps_that_draw_batches_are_resumed_at_their_position(at_once: int, shape: Any, tmp_path: Path) -> None:
     torch.manual_seed(2)
-    first, second = SavesInBetween(at_once), SavesInBetween(at_once)
-    first.path, second.path = tmp_path / "saved.ckpt", tmp_path / "another.ckpt"
-    ours(max_epochs=2).fit(first, shape(data(16, shuffle=True)))
-    ours(max_epochs=2).fit(second, shape(data(16, shuffle=True)), ckpt_path=first.path)
+    first, second, path = Notes(at_once), Notes(at_once), tmp_path / "saved.ckpt"
+    saving = {"callbacks": [SavesAt(path, 3)], "enable_checkpointing": True}
+    ours(max_epochs=2, **saving).fit(first, shape(data(16, shuffle=True)))
+    ours(max_epochs=2).fit(second, shape(data(16, shuffle=True)), ckpt_path=path)
     assert second.drawn == first.drawn[6 * at_once :]
     assert [w.tolist() for w in weights(second)] == [w.tolist() for w in weights(first)]

@@ -62,33 +62,27 @@ def train(
     return {name: torch.load(path, weights_only=True)["global_step"] for name, path in sorted(files.items())}
 
 
-def best_two(folder: Path) -> ModelCheckpoint:
-    """Return a saver of every four steps, postponed until the validation at that step."""
-    return ModelCheckpoint(folder / "kept", monitor="val_loss", save_top_k=2, every_n_train_steps=4, filename="{step}")
+@pytest.mark.parametrize(
+    ("options", "ends", "arguments"),
+    [
+        ({"monitor": "val_loss", "save_top_k": 2}, {"interrupted": 8}, {"val_check_interval": 2}),
+        ({"save_top_k": -1}, {"interrupted": 5}, {"accumulate_grad_batches": 3}),
+        ({}, {"killed": 3}, {}),
+        ({"save_last": "link"}, {"killed": 7}, {}),
+    ],
+)
+def test_resumed_run_leaves_the_files_of_an_uninterrupted_one(
+    tmp_path: Path, options: dict[str, Any], ends: dict[str, int], arguments: dict[str, Any]
+) -> None:
+    """Also if the run ends before the validation that its saver waits for."""
 
+    def run(name: str, **ends: int) -> Any:
+        saver = ModelCheckpoint(tmp_path / name / "kept", every_n_train_steps=2, **options)
+        return train(tmp_path / name, saver, max_epochs=3, **ends, **arguments)
 
-def test_postponed_save_follows_the_validation(tmp_path: Path) -> None:
-    arguments: dict[str, Any] = {"max_epochs": 3, "val_check_interval": 2}
-    whole = train(tmp_path / "whole", best_two(tmp_path / "whole"), **arguments)
-    assert whole == {"step=12.ckpt": 12, "step=8.ckpt": 8}
-    assert train(tmp_path / "run", best_two(tmp_path / "run"), interrupted=8, **arguments) is None
-    assert train(tmp_path / "run", best_two(tmp_path / "run"), **arguments) == whole
-
-
-def test_no_step_is_saved_twice(tmp_path: Path) -> None:
-    saver = partial(ModelCheckpoint, save_top_k=-1, every_n_train_steps=1)
-    arguments: dict[str, Any] = {"accumulate_grad_batches": 3, "max_steps": 3, "max_epochs": -1}
-    whole = train(tmp_path / "whole", saver(tmp_path / "whole" / "kept"), **arguments)
-    assert train(tmp_path / "run", saver(tmp_path / "run" / "kept"), interrupted=5, **arguments) is None
-    assert train(tmp_path / "run", saver(tmp_path / "run" / "kept"), **arguments) == whole
-
-
-@pytest.mark.parametrize(("killed", "save_last"), [(3, None), (7, "link")])
-def test_kill_leaves_no_additional_files(tmp_path: Path, killed: int, save_last: Any) -> None:
-    saver = partial(ModelCheckpoint, every_n_train_steps=2, save_last=save_last)
-    whole = train(tmp_path / "whole", saver(tmp_path / "whole" / "kept"), max_epochs=3)
-    assert train(tmp_path / "run", saver(tmp_path / "run" / "kept"), killed=killed, max_epochs=3) is None
-    assert train(tmp_path / "run", saver(tmp_path / "run" / "kept"), max_epochs=3) == whole
+    whole = run("whole")
+    assert run("run", **ends) is None
+    assert run("run") == whole
 
 
 # --- times of saves --------------------------------------------------------------------------------------------------

@@ -17,8 +17,7 @@ from lightning.pytorch.callbacks import (
 )
 from lightning.pytorch.tuner import Tuner
 
-from tests.parity import Classifier, Learner, data, ours, plain, run_both, weights
-from trainer.errors import IncompleteCheckpointError
+from tests.parity import Classifier, data, ours, plain, run_both, weights
 
 
 class Tunable(Classifier):
@@ -424,11 +423,3 @@ def test_checkpoint_is_put_back_part_by_part(tmp_path: Path, in_one: bool) -> No
     theirs, mine = run_both(scenario)
     assert mine == theirs
     assert theirs[1][0] == 8
-
-
-def test_connector_does_not_resume_from_weights_only_files(tmp_path: Path) -> None:
-    trainer = ours(max_epochs=1)
-    trainer.fit(Learner(), data(4))
-    trainer.save_checkpoint(tmp_path / "weights.ckpt", weights_only=True)
-    with pytest.raises(IncompleteCheckpointError, match="contains only the model"):
-        trainer._checkpoint_connector.restore(tmp_path / "weights.ckpt")

@@ -47,32 +47,6 @@ class Processes:
         return lambda: [total, count, corrects + correcting]
 
 
-def windows(batches, *, size, known=True, window=None):
-    """Return (position is first, is last, size) of each batch of an epoch."""
-    window = window or AccumulationWindow(size)
-    window.reset()
-    seen = []
-    for i in range(batches):
-        window.advance(batches - i if known else float("inf"), i + 1 == batches)
-        seen.append((window.is_first, window.is_last, window.size))
-    return seen
-
-
-def test_last_window_has_the_remaining_batches():
-    full = [(True, False, 3), (False, False, 3), (False, True, 3)]
-    assert windows(3, size=1) == [(True, True, 1)] * 3
-    assert windows(6, size=3) == full * 2
-    assert windows(5, size=3) == [*full, (True, False, 2), (False, True, 2)]
-    assert windows(4, size=3) == [*full, (True, True, 1)]
-    assert windows(2, size=3) == [(True, False, 2), (False, True, 2)]
-
-
-def test_last_window_without_a_length():
-    full = [(True, False, 3), (False, False, 3), (False, True, 3)]
-    assert windows(6, size=3, known=False) == full * 2
-    assert windows(5, size=3, known=False) == [*full, (True, False, 3), (False, True, 3)]
-
-
 def test_new_number_of_batches_applies_from_the_next_window():
     window = AccumulationWindow(2)
     window.advance(9, False)
@@ -122,36 +96,12 @@ def accumulate(batches, *, size, weigh=float, engine=None):
     return p.grad, shares, window
 
 
-def unweighted(n):
-    return None
-
-
 def test_window_of_one_batch_keeps_the_loss():
     window, loss = AccumulationWindow(1), torch.tensor(0.7)
     window.advance(2, False)
     assert window.share(loss) is loss
     assert window.close([], Processes())
     assert window.corrected(loss) is loss
-
-
-def on_device(n):
-    """A weight on a GPU: it raises when it is read."""
-    return torch.tensor(float(n))
-
-
-def test_weights_on_a_device_are_not_read(monkeypatch):
-    batches = [torch.randn(n, 3) for n in (4, 8, 2)]
-    expected, *_ = accumulate(batches, size=3, weigh=float)
-    p = nn.Parameter(torch.ones(3))
-    window, optimizer = AccumulationWindow(3), torch.optim.SGD([p], lr=1.0)
-    with monkeypatch.context() as patched:
-        for name in ("item", "tolist", "__bool__", "__float__"):
-            patched.setattr(torch.Tensor, name, None)
-        for i, x in enumerate(batches):
-            window.advance(3 - i, i == 2)
-            window.share((p * x).sum(1).mean(), on_device(len(x))).backward()
-        assert window.close([optimizer], Processes())
-    assert torch.allclose(p.grad, expected, rtol=1e-6)
 
 
 def test_loss_evaluated_again_is_counted_once():
@@ -286,15 +236,6 @@ def test_weights_on_some_ranks_only_are_refused_on_all(weight):
     with pytest.raises(ConfigurationError, match="a 'weight' for some batches"):  # noqa: PT012
         window.joint_share(torch.tensor(1.0), weight, engine)
         window.close([], engine)
-
-
-@pytest.mark.parametrize("last", [None, torch.ones(4, 3)])
-def test_share_of_a_rank_is_relative_to_all_ranks(last):
-    gradient, *_ = accumulate([torch.ones(4, 3), last], size=2, weigh=unweighted, engine=Processes([1.0, 1.0]))
-    if last is None:
-        assert torch.allclose(gradient, torch.full((3,), 2 / 3))  # one of three batches, times two processes
-    else:
-        assert torch.equal(gradient, torch.ones(3))
 
 
 class Windows(Callback):

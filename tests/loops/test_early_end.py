@@ -178,6 +178,14 @@ class Manual(Module):
             optimizer.zero_grad()
 
 
+class Draws(Module):
+    """Uses ``dataloader_iter``."""
+
+    def training_step(self, dataloader_iter: Any) -> Any:
+        batch, batch_idx, _ = next(dataloader_iter)
+        return super().training_step(batch, batch_idx)
+
+
 def lbfgs(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.LBFGS(parameters, lr=0.1, max_iter=3)
 
@@ -209,9 +217,12 @@ every_step = partial(StepLR, step_size=1, gamma=0.5)
         ("IterableDataset", Module, {"callbacks": [GradientAccumulation(4, straddles_epochs=True)]}),
         ("IterableDataset", partial(Module, optimizer=lbfgs), {"accumulate_grad_batches": 4}),
         ("IterableDataset", Manual, {}),
+        ("IterableDataset", lambda: Draws(schedule=every_step), {"accumulate_grad_batches": 4}),
     ],
 )  # fmt: skip
 @pytest.mark.filterwarnings("ignore:Using ModelCheckpoint with manual optimization")
+@pytest.mark.filterwarnings("ignore:You are using the `dataloader_iter` step flavor")
+@pytest.mark.filterwarnings("ignore:Found `dataloader_iter` argument")
 def test_end_of_the_data_is_the_end_of_the_epoch(tmp_path, loader, make_module, arguments):
     seen = assert_as_with_the_right_length(tmp_path, LOADERS[loader], make_module, 12, 6, **arguments)
     assert seen["validations"]
@@ -281,24 +292,3 @@ def test_resume_around_an_early_end_is_exact(tmp_path, loader, make_module, argu
             done = len(events.validations) - len(mine.validations)
             assert [v[1:] for v in mine.validations] == [v[1:] for v in events.validations[done:]], file.name
             assert mine.epochs == events.epochs[len(events.epochs) - len(mine.epochs) :], file.name
-
-
-class Draws(Module):
-    """Uses ``dataloader_iter``."""
-
-    def training_step(self, dataloader_iter: Any) -> Any:
-        batch, batch_idx, _ = next(dataloader_iter)
-        return super().training_step(batch, batch_idx)
-
-
-@pytest.mark.filterwarnings("ignore:You are using the `dataloader_iter` step flavor")
-@pytest.mark.filterwarnings("ignore:Found `dataloader_iter` argument")
-@pytest.mark.parametrize("window", [1, 4])
-@pytest.mark.parametrize("count", [6, 7])
-def test_step_that_draws_its_own_batches(tmp_path, count, window):
-    arguments = {"accumulate_grad_batches": window, "max_epochs": 2}
-    batches = make_batches(12)
-    drawn = ran(tmp_path / "drawn", iterable_dataset(batches, 12, [count]), Draws(schedule=every_step), **arguments)
-    given = ran(tmp_path / "given", iterable_dataset(batches, 12, [count]), Module(schedule=every_step), **arguments)
-    assert all(map(torch.equal, drawn.pop("weights"), given.pop("weights")))
-    assert drawn == given

@@ -22,27 +22,25 @@ from tests.support import (
     Regression,
     assert_same,
     fit_and_watch,
+    forward_context,
     loader_of,
     loss_of,
     make_batches,
     make_net,
     make_trainer,
     native_fp16,
+    norm_of,
+    plugin_of,
+    scaler_of,
     sgd,
     stream_of,
     train_by_hand,
+    value_of,
 )
 from trainer.callbacks import GradientClipping, OverflowReport
 
 NAN = float("nan")
 POISON = {0: 1e30, 9: 1e30, 13: NAN}  # gains of batches with gradients that overflow or are NaN
-SMALL = {"init_scale": 2.0**9, "growth_interval": 5}  # a scale that does not overflow by itself and grows soon
-
-
-def precision_and_scaler(precision: str, **options: Any) -> tuple[Any, torch.amp.GradScaler]:
-    """Return our plugin, and the scaler of a hand-written loop with the same settings."""
-    enabled = precision == "16-mixed"
-    return native_fp16(**options) if enabled else precision, torch.amp.GradScaler("cpu", enabled=enabled, **options)
 
 
 # --- to the bit -----------------------------------------------------------------------------------------------------
@@ -57,7 +55,7 @@ def test_losses_and_weights_are_those_of_a_hand_written_loop(tmp_path, precision
     if optimizer == "momentum-fused":  # in the hand-written loop torch would start from uninitialised memory
         poison = {i: gain for i, gain in poison.items() if i > 0}
     batches = make_batches(20, gains=poison)
-    plugin, scaler = precision_and_scaler(precision, **SMALL)
+    plugin, scaler = plugin_of(precision), scaler_of(precision)
     ours, theirs = make_net(dropout=0.2), make_net(dropout=0.2)
 
     data = loader_of(batches, shuffle=optimizer != "momentum-fused")
@@ -80,20 +78,6 @@ def test_16_mixed_by_name_with_torchs_defaults_and_a_natural_overflow(tmp_path):
     assert trainer.skipped_steps > 0  # this net overflows at 65536, so that a step is skipped without a gain
 
 
-def norm_of(limit: float, kind: float = 2.0):
-    return lambda parameters: nn.utils.clip_grad_norm_(parameters, limit, kind)
-
-
-def value_of(limit: float):
-    def clip(parameters):
-        parameters = list(parameters)
-        norm = nn.utils.get_total_norm([p.grad for p in parameters])
-        nn.utils.clip_grad_value_(parameters, limit)
-        return norm
-
-    return clip
-
-
 CLIPPING = {
     "norm": (GradientClipping(max_norm=0.3), norm_of(0.3)),
     "value": (GradientClipping(clip_value=0.02), value_of(0.02)),
@@ -108,7 +92,7 @@ CLIPPING = {
 def test_clipping_and_accumulation(tmp_path, precision, clipping, optimizer, window):
     make, (callback, clip) = OPTIMIZERS[optimizer], CLIPPING[clipping]
     batches = make_batches(20, gains=POISON if precision == "16-mixed" else {})  # windows of 3: the last one has 2
-    plugin, scaler = precision_and_scaler(precision, **SMALL)
+    plugin, scaler = plugin_of(precision), scaler_of(precision)
     ours, theirs, options = make_net(), make_net(), {"callbacks": [callback], "accumulate_grad_batches": window}
     trainer, trace = fit_and_watch(tmp_path, Regression(ours, make), batches, precision=plugin, **options)
     options = {"scaler": scaler, "optimizer": make, "window": window, "clip": clip}
@@ -120,34 +104,6 @@ def test_clipping_and_accumulation(tmp_path, precision, clipping, optimizer, win
     if precision == "16-mixed":
         assert all(not norm < torch.inf for norm, skip in zip(trace.norms, trace.skipped, strict=True) if skip)
         assert sum(trace.skipped) == 3
-
-
-# --- the scaler and the outcome of a step ---------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("fused", [False, True])
-def test_step_outcome(tmp_path, fused):
-    outcomes = []
-
-    class Look(Callback):
-        def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
-            outcomes.append(trainer.step_outcome)
-
-    plugin = native_fp16(init_scale=64.0, growth_interval=2)
-    trainer = make_trainer(tmp_path, precision=plugin, callbacks=[Look(), GradientClipping(max_norm=1.0)])
-    assert trainer.step_outcome is None
-    trainer.fit(
-        Regression(optimizer=OPTIMIZERS["adam-fused" if fused else "adam"]), loader_of(make_batches(5, gains={2: 1e30}))
-    )
-    assert [o.scale for o in outcomes] == [64.0, 64.0, 128.0, 64.0, 64.0]
-    assert [o.next_scale for o in outcomes] == [64.0, 128.0, 64.0, 64.0, 128.0]
-    assert [o.skipped for o in outcomes] == [False, False, True, False, False]
-    assert [o.optimizers for o in outcomes] == [(0,)] * 5
-    assert all(type(o.skipped) is bool and type(o.scale) is float for o in outcomes)
-    norms = [o.grad_norm.item() for o in outcomes]
-    assert [norm < torch.inf for norm in norms] == [True, True, False, True, True]
-    assert (trainer.global_step, trainer.skipped_steps) == (5, 1)
-    assert trainer.step_outcome is outcomes[-1]
 
 
 def test_no_optimizer_at_all(tmp_path):
@@ -202,8 +158,7 @@ def test_at_most_four_own_functions_between_fit_and_training_step(tmp_path):
     assert calls[::-1] == ["fit", "__call__", "run", "train_batch"]
 
 
-# --- return values of training_step
-# -------------------------------------------------------------------------------------
+# --- return values of training_step ---------------------------------------------------------------------------------
 
 
 class WithNone(Regression):
@@ -221,17 +176,16 @@ class WithNone(Regression):
 @pytest.mark.parametrize("none_in", [(0,), (1, 2), (0, 2), (7,), (0, 1, 2)])
 def test_none_leaves_a_window_to_its_other_batches(tmp_path, precision, none_in):
     ours, theirs, batches = make_net(), make_net(), make_batches(8)  # windows (0 1 2) (3 4 5) (6 7)
-    plugin, scaler = precision_and_scaler(precision, **SMALL)
+    plugin, scaler = plugin_of(precision), scaler_of(precision)
     trainer, _ = fit_and_watch(
         tmp_path, WithNone(ours, none_in=none_in), batches, precision=plugin, accumulate_grad_batches=3
     )
     windows = [[i for i in window if i not in none_in] for window in ((0, 1, 2), (3, 4, 5), (6, 7))]
-    dtype = torch.float16 if precision == "16-mixed" else torch.bfloat16
     optimizer = sgd(theirs.parameters())
     for window in filter(None, windows):
         optimizer.zero_grad()
         for i in window:
-            with torch.autocast("cpu", dtype, enabled=precision == "16-mixed"):
+            with forward_context(precision):
                 loss = loss_of(theirs, batches[i])
             scaler.scale(loss / len(window)).backward()
         scaler.step(optimizer)
@@ -246,7 +200,7 @@ def test_window_of_none_only_changes_nothing(tmp_path, precision):
     module = WithNone(
         make_net(), none_in=(0, 1, 4, 5), schedule=lambda o: torch.optim.lr_scheduler.StepLR(o, 1), interval="step"
     )
-    plugin, _ = precision_and_scaler(precision, **SMALL)
+    plugin = plugin_of(precision)
     trainer, trace = fit_and_watch(tmp_path, module, make_batches(6), precision=plugin, accumulate_grad_batches=2)
     start = list(make_net().parameters())
     assert all(torch.equal(a, b) for a, b in zip(trace.weights[1], start, strict=True))
@@ -288,7 +242,7 @@ def test_module_may_override_backward_zero_grad_clipping_and_the_schedules_step(
         return torch.optim.lr_scheduler.StepLR(optimizer, 2)
 
     ours, theirs, batches = make_net(), make_net(), make_batches(4, gains={0: 1e30})
-    plugin, scaler = precision_and_scaler("16-mixed", **SMALL)
+    plugin, scaler = plugin_of("16-mixed"), scaler_of("16-mixed")
     module, clipping = Own(ours, sgd, schedule, interval="step"), GradientClipping(max_norm=0.3)
     _, trace = fit_and_watch(tmp_path, module, batches, precision=plugin, callbacks=[clipping])
     expected = train_by_hand(theirs, batches, precision="16-mixed", scaler=scaler, clip=norm_of(0.3), schedule=schedule)
@@ -304,11 +258,11 @@ def test_gradients_clipped_within_a_window_are_added_to_unclipped_ones_of_the_sa
             self.clip_gradients(self.optimizers(), 0.1, "norm")
 
     ours, theirs, batches = make_net(), make_net(), make_batches(4)
-    plugin, scaler = precision_and_scaler(precision, **SMALL)
+    plugin, scaler = plugin_of(precision), scaler_of(precision)
     make_trainer(tmp_path, precision=plugin, accumulate_grad_batches=2).fit(ClipsEach(ours, sgd), loader_of(batches))
     optimizer = sgd(theirs.parameters())
     for index, batch in enumerate(batches):
-        with torch.autocast("cpu", torch.float16, enabled=precision == "16-mixed"):
+        with forward_context(precision):
             loss = loss_of(theirs, batch) / 2
         scaler.scale(loss).backward()
         for parameter in theirs.parameters():
@@ -454,29 +408,10 @@ def test_weighted_window_is_one_big_batch(tmp_path, precision, sized, weight):
         optimizer.zero_grad()
         mask = torch.cat([mask for *_, mask in window])
         x, y = (torch.cat([batch[i] for batch in window])[mask] for i in range(2))
-        with torch.autocast("cpu", torch.float16, enabled=precision == "16-mixed"):
+        with forward_context(precision):
             loss = F.mse_loss(theirs(x), y)
         loss.backward()
         optimizer.step()
     torch.testing.assert_close(
         [*ours.parameters()], [*theirs.parameters()], rtol=0, atol=1e-6 if precision == "32-true" else 1e-3
     )
-
-
-def test_share_of_a_batch_restores_its_loss(tmp_path):
-    seen = []
-
-    class Losses(Callback):
-        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *_: Any) -> None:
-            seen.append((outputs["loss"] / trainer.loss_share).item())
-
-    batches = masked_batches(5)
-    for _, _, mask in batches:
-        mask[0] = True
-    net, expected = make_net(), []
-    for x, y, mask in batches:
-        expected.append(F.mse_loss(net(x[mask]), y[mask]).item())
-    module = Tokens(net, optimizer=partial(sgd, lr=0.0))
-    loader = stream_of(batches)
-    make_trainer(tmp_path, accumulate_grad_batches=3, callbacks=[Losses()]).fit(module, loader)
-    assert seen == pytest.approx(expected)

@@ -9,10 +9,8 @@ import pytest
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 
-from tests.support import nested_tensor
-from trainer import Trainer
+from tests.support import loader_of, make_trainer, nested_tensor
 from trainer.callbacks import RunRecorder, SyncDetector, Throughput
 
 
@@ -49,16 +47,13 @@ KINDS = {
 )
 def test_batches_reach_the_module(tmp_path, kind, precision):
     module, batch = Constant(), KINDS[kind]
-    options = {"precision": precision, "enable_progress_bar": False, "enable_checkpointing": False, "logger": False}
-    trainer = Trainer(accelerator="cpu", max_epochs=1, default_root_dir=tmp_path, log_every_n_steps=2, **options)
-    trainer.fit(module, DataLoader([batch] * 4, batch_size=None))
+    make_trainer(tmp_path, precision=precision, log_every_n_steps=2).fit(module, loader_of([batch] * 4))
     assert [type(one) for one in module.batches] == [type(batch)] * 4
 
 
 @pytest.mark.parametrize("kind", ["sparse", "nested"])
 def test_callbacks_that_read_batches_accept_them(tmp_path, kind):
     callbacks = [RunRecorder(), SyncDetector(batches=2, after=1), Throughput(warmup_batches=1)]
-    options = {"callbacks": callbacks, "enable_progress_bar": False, "enable_checkpointing": False, "logger": False}
-    trainer = Trainer(accelerator="cpu", max_epochs=1, default_root_dir=tmp_path, precision="bf16-true", **options)
-    trainer.fit(Constant(breaks=False), DataLoader([KINDS[kind]] * 4, batch_size=None))
+    trainer = make_trainer(tmp_path, precision="bf16-true", callbacks=callbacks, enable_model_summary=True)
+    trainer.fit(Constant(breaks=False), loader_of([KINDS[kind]] * 4))
     assert trainer.global_step == 4

@@ -11,8 +11,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
-from tests.support import loader_of, nested_tensor
-from trainer import Trainer
+from tests.support import loader_of, make_trainer, nested_tensor
 from trainer.errors import NonFiniteError
 
 
@@ -70,8 +69,7 @@ LAZY, SPARSE = ("uninitialized",), ("sparse", "frozen_sparse")
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
 def test_module_is_trained_and_saved(tmp_path, kind, precision):
     module = Unusual(KINDS[kind](), breaks=precision == "16-mixed")
-    options = {"precision": precision, "enable_progress_bar": False, "enable_model_summary": False, "logger": False}
-    trainer = Trainer(accelerator="cpu", max_epochs=1, default_root_dir=tmp_path, log_every_n_steps=2, **options)
+    trainer = make_trainer(tmp_path, precision=precision, log_every_n_steps=2, enable_checkpointing=True)
     before = module.net.weight.detach().clone()
     trainer.fit(module, loader_of([[torch.ones(2, 4)]] * 4))
     assert trainer.global_step == 4
@@ -80,7 +78,7 @@ def test_module_is_trained_and_saved(tmp_path, kind, precision):
 
 def test_broken_weights_are_found_beside_a_sparse_buffer(tmp_path):
     module = Unusual(KINDS["sparse"](), breaks=True)
-    trainer = Trainer(accelerator="cpu", max_epochs=1, default_root_dir=tmp_path, logger=False, log_every_n_steps=2)
+    trainer = make_trainer(tmp_path, log_every_n_steps=2, enable_checkpointing=True)
     with pytest.raises(NonFiniteError, match=r"net\.weight"):
         trainer.fit(module, loader_of([[torch.ones(2, 4)]] * 4))
 
@@ -101,8 +99,7 @@ class Outside(LightningModule):
 
 def test_module_without_parameters_is_trained(tmp_path):
     net = nn.Linear(4, 1)
-    options = {"precision": "16-mixed", "enable_progress_bar": False, "enable_model_summary": False, "logger": False}
-    trainer = Trainer(accelerator="cpu", max_epochs=1, default_root_dir=tmp_path, log_every_n_steps=2, **options)
+    trainer = make_trainer(tmp_path, precision="16-mixed", log_every_n_steps=2)
     before = net.weight.detach().clone()
     trainer.fit(Outside(net), loader_of([[torch.ones(2, 4)]] * 8))
     assert (trainer.global_step, trainer.skipped_steps) == (8, 2)

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 from collections import UserList
 from functools import partial
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +11,7 @@ from torch.optim import lr_scheduler
 from tests.parity import lightning
 from tests.support import (
     OPTIMIZERS,
+    SMALL,
     Regression,
     Watch,
     assert_same,
@@ -24,71 +24,8 @@ from tests.support import (
     train_by_hand,
 )
 from trainer.errors import ConfigurationError
-from trainer.loops.schedules import Schedules
-from trainer.state.progress import FitProgress
 
-SMALL = {"init_scale": 2.0**9, "growth_interval": 5}
 POISON = {0: 1e30, 4: 1e30, 5: float("nan")}
-
-
-# --- schedules ------------------------------------------------------------------------------------------------------
-
-
-def schedule_of(name, interval="step", frequency=1, plateau=False, monitor=None, strict=True):
-    return SimpleNamespace(
-        scheduler=name,
-        interval=interval,
-        frequency=frequency,
-        reduce_on_plateau=plateau,
-        monitor=monitor,
-        strict=strict,
-    )
-
-
-def test_times_of_schedules():
-    stepped = []
-    configs = [
-        schedule_of("each step"),
-        schedule_of("every third step", frequency=3),
-        schedule_of("each epoch", interval="epoch"),
-        schedule_of("every second epoch", interval="epoch", frequency=2),
-        schedule_of("step plateau", plateau=True, monitor="loss"),
-        schedule_of("epoch plateau", interval="epoch", plateau=True, monitor="acc"),
-    ]
-    progress = FitProgress()
-    schedules = Schedules(configs, lambda *args: stepped.append(args), lambda: {"loss": 1, "acc": 2}, progress=progress)
-    assert schedules
-
-    def advance(interval, number, **options):
-        stepped.clear()
-        progress.completed_steps[0] = number if interval == "step" else 7
-        progress.epoch = number - 1 if interval == "epoch" else 7
-        schedules.advance(interval, **options)
-        return list(stepped)
-
-    assert advance("step", 1) == [("each step", None)]
-    assert advance("step", 3) == [("each step", None), ("every third step", None)]
-    assert advance("epoch", 1) == [("each epoch", None)]
-    assert advance("epoch", 2) == [("each epoch", None), ("every second epoch", None)]
-    assert advance("step", 3, on_plateau=True) == [("step plateau", 1)]
-    assert advance("epoch", 3, on_plateau=True) == [("epoch plateau", 2)]
-    configs.clear()  # a live list
-    assert not schedules.stepped
-    assert advance("step", 1) == []
-
-
-@pytest.mark.parametrize("strict", [True, False])
-def test_missing_metric_of_a_plateau_schedule(strict):
-    stepped = []
-    config = schedule_of("plateau", interval="epoch", plateau=True, monitor="val_loss", strict=strict)
-    schedules = Schedules([config], lambda *args: stepped.append(args), lambda: {"train_loss": 1})
-    if strict:
-        with pytest.raises(ConfigurationError, match=r"metric val_loss which is not available.*\['train_loss'\]"):
-            schedules.advance("epoch", on_plateau=True)
-    else:
-        with pytest.warns(RuntimeWarning, match="val_loss which is not available but strict is set to `False`"):
-            schedules.advance("epoch", on_plateau=True)
-    assert stepped == []
 
 
 SCHEDULES = {

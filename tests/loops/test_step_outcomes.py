@@ -19,6 +19,7 @@ from tests.loops.test_manual_optimization import Outcomes
 from tests.parity import assert_same_weights
 from tests.support import (
     OPTIMIZERS,
+    SMALL,
     Regression,
     Watch,
     assert_same,
@@ -32,7 +33,6 @@ from tests.support import (
 from trainer.callbacks import GradientClipping, ScaleMonitor
 
 POISON = {0: 1e30, 4: 1e30, 5: float("nan"), 9: 1e30, 19: 1e30}
-SMALL = {"init_scale": 2.0**9, "growth_interval": 5}
 UNIMPORTANT = {"log_every_n_steps": 0}  # a row for the loggers reads the outcome; disabled here
 
 

@@ -19,9 +19,6 @@ from tests.loops.test_manual_optimization import (
     Manual,
     Outcomes,
     Pair,
-    forward_context,
-    plugin_of,
-    scaler_of,
 )
 from tests.parity import assert_same_weights
 from tests.support import (
@@ -29,11 +26,14 @@ from tests.support import (
     Regression,
     SavesEverywhere,
     adam,
+    forward_context,
     loader_of,
     loss_of,
     make_batches,
     make_net,
     make_trainer,
+    plugin_of,
+    scaler_of,
     sgd,
 )
 

@@ -13,7 +13,7 @@ from lightning.pytorch import Callback
 from torch import Tensor
 
 from tests.simulated_cuda.device import DEVICE, Seen
-from tests.support import OPTIMIZERS, Regression, loader_of, make_batches, make_net, make_trainer
+from tests.support import OPTIMIZERS, Regression, fit_and_watch, loader_of, make_batches, make_net, make_trainer
 from trainer.errors import ConfigurationError
 from trainer.precision import MixedPrecision
 
@@ -40,34 +40,20 @@ class Masked(Regression):
         self.outputs.append({key: float(value) for key, value in outputs.items()})
 
 
-class Outcomes(Callback):
-    """The outcomes of all updates."""
-
-    def __init__(self) -> None:
-        self.seen: list[Any] = []
-
-    def on_after_optimizer_step(self, trainer: Any, module: Any, optimizer: Any, outcome: Any) -> None:
-        self.seen.append((outcome.skipped, outcome.scale, outcome.next_scale))
-
-
-def batches() -> list[Any]:
-    return [[x, y, torch.tensor(weight)] for (x, y, _), weight in zip(make_batches(9), WEIGHTS, strict=True)]
-
-
 def fit(folder: Any, kind: str, precision: str, optimizer: str, window: int) -> Any:
     plugin: Any = precision
     if precision == "16-mixed":
         plugin = MixedPrecision("float16", init_scale=2.0**9, growth_interval=3)
-    module, outcomes = Masked(OPTIMIZERS[optimizer], kind), Outcomes()
-    trainer = make_trainer(
-        folder, accelerator="gpu", devices=1, precision=plugin, accumulate_grad_batches=window, max_epochs=2,
-        callbacks=[outcomes], gradient_clip_val=0.5,
+    module = Masked(OPTIMIZERS[optimizer], kind)
+    data = [[x, y, torch.tensor(weight)] for (x, y, _), weight in zip(make_batches(9), WEIGHTS, strict=True)]
+    trainer, trace = fit_and_watch(
+        folder, module, data, accelerator="gpu", devices=1, precision=plugin, accumulate_grad_batches=window,
+        max_epochs=2, gradient_clip_val=0.5,
     )  # fmt: skip
-    trainer.fit(module, loader_of(batches()))
     state = {
         "weights": [p.cpu().tolist() for p in module.net.parameters()],
         "outputs": [sorted(outputs) for outputs in module.outputs],
-        "outcomes": outcomes.seen,
+        "outcomes": [*zip(trace.skipped, trace.scales, trace.next_scales, strict=True)],
         "scale": trainer.scaler.current_scale,
         "steps": (trainer.global_step, trainer.skipped_steps),
         "rate": trainer.optimizers[0].param_groups[0]["lr"],

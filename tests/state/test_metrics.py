@@ -137,22 +137,6 @@ def test_value_of_a_metric_object_is_detached() -> None:
     assert copy.deepcopy(value.step_value) == 1, "ModelCheckpoint copies it"
 
 
-@pytest.mark.parametrize("on_step", [False, True])
-def test_metric_object_that_computes_no_tensor_is_refused(on_step: bool) -> None:
-    class Odd:
-        _forward_cache = {"a": 1}
-
-        def compute(self) -> Any:
-            return {"a": 1}
-
-    store = MetricStore(training=True)
-    value = LoggedValue("training_step", "odd", LogOptions(on_step=True), None, not_reduced)
-    value.update_metric(Odd())  # type: ignore[arg-type]
-    store.entries["training_step", "odd", None] = value
-    with pytest.raises(ConfigurationError, match=r"'odd' must be a tensor. Found \{'a': 1\}"):
-        store.current(on_step)
-
-
 def test_epoch_value_is_reduced_over_ranks_once() -> None:
     """Further reads call no collective, so that rank 0 may read it alone."""
     calls: list[str] = []
@@ -172,27 +156,6 @@ def test_epoch_value_is_reduced_over_ranks_once() -> None:
 
 
 # --- a stage's values ---------------------------------------------------------------------------------------------
-
-
-def store_with(**options: Any) -> MetricStore:
-    store = MetricStore(True)
-    store.begin_batch(None, None)
-    entry = LoggedValue("training_step", "x", LogOptions(**options), None, not_reduced)
-    entry.update(torch.tensor(2.0), 1)
-    entry.update(torch.tensor(4.0), 1)
-    store.entries["training_step", "x", None] = entry
-    return store
-
-
-def test_names_have_suffixes_if_both_values_are_requested() -> None:
-    both = store_with(on_step=True, on_epoch=True, prog_bar=True)
-    assert both.current() == StageMetrics({"x": 4.0, "x_step": 4.0}, {"x_step": 4.0}, {"x_step": 4.0})
-    both.end_epoch()
-    assert both.current() == StageMetrics({"x": 3.0, "x_epoch": 3.0}, {"x_epoch": 3.0}, {"x_epoch": 3.0})
-    step = store_with(on_step=True, on_epoch=False, logger=False)
-    assert step.current() == StageMetrics({"x": 4.0}, {}, {})
-    step.end_epoch()
-    assert step.current() == StageMetrics({}, {}, {})
 
 
 def test_published_metrics_are_live() -> None:
