@@ -68,20 +68,8 @@ NOT_COMPARED: dict[str, str] = {
 """Regular expressions of paths, and why they may differ."""
 
 _NUMBERS = (
-    bool,
-    int,
-    float,
-    complex,
-    str,
-    bytes,
-    type(None),
-    Enum,
-    torch.dtype,
-    torch.device,
-    torch.Size,
-    date,
-    timedelta,
-)
+    bool, int, float, complex, str, bytes, type(None), Enum, torch.dtype, torch.device, torch.Size, date, timedelta,
+)  # fmt: skip
 _CODE = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.CodeType, property)
 _CONTAINERS = (dict, list, tuple, set, frozenset, Tensor)
 _OPAQUE = (io.IOBase, logging.Logger, threading.Thread, types.GeneratorType, types.FrameType, ReplacedParameter)

@@ -1,13 +1,9 @@
 """Program of test_pytorch_lightning.py that imports everything from ``pytorch_lightning``.
 
-Arguments: "theirs", or the place of the import line that installs our Trainer, "first" or "sorted"; and a folder for
-``result.pt``.
+Arguments: "theirs", or "ours" for our Trainer; and a folder for ``result.pt``.
 """
 
 import sys
-
-if sys.argv[1] == "first":
-    import trainer.pytorch_lightning
 
 import pytorch_lightning as pl
 import torch
@@ -20,7 +16,7 @@ from pytorch_lightning.strategies import DDPStrategy
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-if sys.argv[1] == "sorted":
+if sys.argv[1] == "ours":  # where a sorter of imports puts the line
     import trainer.pytorch_lightning  # noqa: F401
 
 import os
@@ -52,11 +48,8 @@ class Data(pl.LightningDataModule):
     def loader(self, seed: int) -> Any:
         generator = torch.Generator().manual_seed(seed)
         features = torch.randn(24, 4, generator=generator)
-        return DataLoader(
-            TensorDataset(features, features.sum(1, keepdim=True).sin()),
-            batch_size=4,
-            shuffle=seed == 0 and self.shuffle,
-        )
+        dataset = TensorDataset(features, features.sum(1, keepdim=True).sin())
+        return DataLoader(dataset, batch_size=4, shuffle=seed == 0 and self.shuffle)
 
     def train_dataloader(self) -> Any:
         return self.loader(0)
@@ -163,20 +156,9 @@ def main() -> dict[str, Any]:
     sys.argv[1:] = []
     settings = {**QUIET, "max_epochs": 2, "logger": False, "enable_checkpointing": False}
     os.environ["JSONARGPARSE_DEPRECATION_WARNINGS"] = "off"  # for a method that LightningCLI calls
-    cli = LightningCLI(
-        Model,
-        Data,
-        trainer_class=Trainer,
-        trainer_defaults=settings,
-        seed_everything_default=3,
-        save_config_callback=None,
-        args=[
-            "fit",
-            "--model.width=3",
-            "--trainer.callbacks=pytorch_lightning.callbacks.EarlyStopping",
-            "--trainer.callbacks.monitor=val_loss",
-        ],
-    )
+    stops = ["--trainer.callbacks=pytorch_lightning.callbacks.EarlyStopping", "--trainer.callbacks.monitor=val_loss"]
+    options: dict[str, Any] = {"trainer_defaults": settings, "seed_everything_default": 3, "save_config_callback": None}
+    cli = LightningCLI(Model, Data, trainer_class=Trainer, args=["fit", "--model.width=3", *stops], **options)
     assert isinstance(cli.trainer, pl.Trainer)
     assert type(cli.trainer) is Trainer
     seen["cli"] = [cli.model.state_dict(), [type(one).__qualname__ for one in cli.trainer.early_stopping_callbacks]]

@@ -11,7 +11,6 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -36,20 +35,15 @@ def check(code: str, folder: Path, python: WarmPython | None = None) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def result_of(order: str, folder: Path, python: WarmPython) -> dict[str, Any]:
-    (folder / order).mkdir()
-    done = python.run(str(PROGRAM), order, str(folder / order), cwd=folder)
-    assert done.returncode == 0, done.stderr
-    result: dict[str, Any] = torch.load(folder / order / "result.pt", weights_only=True)
-    return result
-
-
-def test_program_has_the_same_result_with_each_place_of_the_import(
-    tmp_path: Path, python_without_lightning: WarmPython
-) -> None:
-    expected = result_of("theirs", tmp_path, python_without_lightning)
-    for order in ("first", "sorted"):
-        assert_identical(result_of(order, tmp_path, python_without_lightning), expected)
+def test_program_has_the_same_result(tmp_path: Path, python_without_lightning: WarmPython) -> None:
+    results = []
+    for whose in ("theirs", "ours"):
+        (tmp_path / whose).mkdir()
+        done = python_without_lightning.run(str(PROGRAM), whose, str(tmp_path / whose), cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        results.append(torch.load(tmp_path / whose / "result.pt", weights_only=True))
+    expected, found = results
+    assert_identical(found, expected)
     assert expected["stopped"] == 5
     assert expected["resumed"][2] == [8, 48]
     assert len(expected["files"]) == 3
