@@ -203,15 +203,19 @@ class Watch(Callback):
 
 
 class SavesEverywhere(Checkpoint):
-    """Writes a checkpoint after each batch, validation batch, validation and epoch. Their paths are in ``files``."""
+    """Writes a checkpoint after each batch, validation batch, validation and epoch.
+
+    Their paths are in ``files``, and in ``rows`` how many rows a ``RecordingLogger`` had then.
+    """
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.files = folder, list[Path]()
+        self.folder, self.files, self.rows = folder, list[Path](), list[int]()
 
     def save(self, trainer: Any, *_: Any) -> None:
         if not trainer.sanity_checking:
             self.files.append(self.folder / f"{len(self.files):02}.ckpt")
             trainer.save_checkpoint(self.files[-1])
+            self.rows.append(len(getattr(trainer.logger, "rows", ())))
 
     on_train_batch_end = on_validation_batch_end = on_validation_end = on_train_epoch_end = save
 

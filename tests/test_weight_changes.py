@@ -11,12 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from tests.support import Regression, loader_of, make_batches, make_trainer
+from tests.support import Regression, SavesAt, loader_of, make_batches, make_trainer
 from tests.test_autocast import Casts, assert_equal, by_hand, ours, session
 from trainer.errors import PrecisionError
 from trainer.precision import MixedPrecision
@@ -158,13 +157,8 @@ def checkpointed(pair: Pair, batch: Any, clear: Callable[[], None]) -> Tensor:
 
 STEPS: dict[str, Callable[..., Tensor]] = {
     **{change.__name__: twice(change) for change in CHANGES},
-    **{
-        step.__name__: step
-        for step in (
-            through_an_alias, of_an_embedding, inner_loop, checkpointed,
-        )
-    },
-}  # fmt: skip
+    **{step.__name__: step for step in (through_an_alias, of_an_embedding, inner_loop, checkpointed)},
+}
 
 
 def nothing() -> None:
@@ -402,15 +396,6 @@ def test_optimizer_steps_in_manual_optimization_are_seen(tmp_path, precision, by
 # --- resuming -------------------------------------------------------------------------------------------------------
 
 
-class SaveAt(Callback):
-    def __init__(self, path: Any, step: int) -> None:
-        self.path, self.step = path, step
-
-    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
-        if trainer.global_step == self.step:
-            trainer.save_checkpoint(self.path)
-
-
 def irregular(pair: Pair, batch: Any, clear: Callable[[], None]) -> Tensor:
     """Uses weights several times at some batches only."""
     return shared(pair, batch, clear) if batch[2] == 1 else once(pair, batch, clear)
@@ -426,7 +411,14 @@ def test_resumed_run_decides_as_the_uninterrupted_one(tmp_path, step, at):
     gains = {i: 1.0 if 6 < i < 20 else 2.0 for i in range(LATE + 8)}
     batches = make_batches(LATE + 8, gains=gains)
     whole = Stepping(step)
-    fit(tmp_path, whole, batches, "bf16-mixed", callbacks=[SaveAt(tmp_path / "half.ckpt", at)])
+    fit(
+        tmp_path,
+        whole,
+        batches,
+        "bf16-mixed",
+        callbacks=[SavesAt(tmp_path / "half.ckpt", at)],
+        enable_checkpointing=True,
+    )
     resumed = Stepping(step)
     trainer = make_trainer(tmp_path, precision="bf16-mixed")
     trainer.fit(resumed, loader_of(batches), ckpt_path=tmp_path / "half.ckpt")
@@ -453,17 +445,6 @@ def test_compiled_parts(tmp_path, name, backend):
     expected = expected_of(STEPS[name], batches, "bf16-mixed").state_dict()
     for (key, a), b in zip(module.net.state_dict().items(), expected.values(), strict=True):
         assert torch.equal(a, b), key
-
-
-@pytest.mark.filterwarnings("ignore:.*torch.jit.trace.*:FutureWarning")
-def test_scripted_parts(tmp_path):
-    batches, module = make_batches(4), Stepping(twice(negate_data))
-    example = batches[0][0]
-    module.net.net = torch.jit.trace(module.net.net, example)
-    fit(tmp_path, module, batches, "bf16-mixed")
-    expected = expected_of(twice(negate_data), batches, "bf16-mixed")
-    for a, b in zip(module.net.net.parameters(), expected.net.parameters(), strict=True):
-        assert torch.equal(a, b)
 
 
 @pytest.mark.parametrize("value", [1, "off", 0])

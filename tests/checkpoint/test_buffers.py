@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.support import assert_identical, loader_of, make_batches, make_net, make_trainer
+from tests.support import SavesAt, assert_identical, loader_of, make_batches, make_net, make_trainer
 from trainer import CheckpointFiles
 from trainer.checkpoint import buffers
 from trainer.errors import ResumeError
@@ -85,15 +85,6 @@ class Compiled(Caching):
         self.cache = nn.Sequential(OrderedDict(_orig_mod=self.cache))
 
 
-class Saves(Callback):
-    def __init__(self, path: Path, steps: int) -> None:
-        self.path, self.steps = path, steps
-
-    def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
-        if trainer.global_step == self.steps:
-            trainer.save_checkpoint(self.path)
-
-
 def values_of(module: nn.Module) -> dict[str, Any]:
     return {
         f"{path}.{name}": None if value is None else value.clone()
@@ -105,7 +96,7 @@ def values_of(module: nn.Module) -> dict[str, Any]:
 def fit(folder: Path, seed: int, *callbacks: Any, ckpt: Any = None, kind: Any = Caching, **arguments: Any) -> Any:
     torch.manual_seed(seed)
     module = kind()
-    trainer = make_trainer(folder, callbacks=list(callbacks), **arguments)
+    trainer = make_trainer(folder, callbacks=list(callbacks), **{"enable_checkpointing": bool(callbacks)} | arguments)
     trainer.fit(module, loader_of(BATCHES), ckpt_path=ckpt)
     return trainer, module
 
@@ -123,7 +114,7 @@ def test_resumed_run_equals_an_uninterrupted_one(
     tmp_path: Path, steps: int, arguments: dict[str, Any], kind: Any
 ) -> None:
     path = tmp_path / "a.ckpt"
-    _, whole = fit(tmp_path, 1, Saves(path, steps), kind=kind, **arguments)
+    _, whole = fit(tmp_path, 1, SavesAt(path, steps), kind=kind, **arguments)
     _, resumed = fit(tmp_path, 2, kind=kind, ckpt=path, **arguments)
     assert_identical(values_of(resumed), values_of(whole))
     cache, whole_cache = (getattr(one.cache, "_orig_mod", one.cache) for one in (resumed, whole))
@@ -180,7 +171,7 @@ def test_averages_have_buffers_too(tmp_path: Path) -> None:
 
     averages = [Last(decay=0.5, use_buffers=True) for _ in range(2)]
     path = tmp_path / "a.ckpt"
-    fit(tmp_path, 1, averages[0], Saves(path, 3), kind=Averaged)
+    fit(tmp_path, 1, averages[0], SavesAt(path, 3), kind=Averaged)
     fit(tmp_path, 2, averages[1], kind=Averaged, ckpt=path)
     assert_identical(averages[1].last, averages[0].last)
 
@@ -197,7 +188,7 @@ class MakesMore(Averaged):
 
 def test_buffer_of_a_missing_module_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "a.ckpt"
-    fit(tmp_path, 1, Saves(path, 3), kind=MakesMore)
+    fit(tmp_path, 1, SavesAt(path, 3), kind=MakesMore)
     with pytest.raises(ResumeError, match=r"buffers more\.seen, but MakesMore .*configure_model.*exact_resume=False"):
         fit(tmp_path, 1, kind=MakesMore, ckpt=path)
     with pytest.warns(UserWarning, match=r"buffers more\.seen"):
@@ -244,7 +235,7 @@ class Outside(LightningModule):
 @pytest.mark.parametrize("batches_per_step", [1, 4])
 def test_trained_parameters_outside_the_module_are_restored(tmp_path: Path, batches_per_step: int) -> None:
     path, arguments = tmp_path / "a.ckpt", {"accumulate_grad_batches": batches_per_step}
-    _, whole = fit(tmp_path, 1, Saves(path, 1), kind=Outside, **arguments)  # inside a window, if it has 4 batches
+    _, whole = fit(tmp_path, 1, SavesAt(path, 1), kind=Outside, **arguments)  # inside a window, if it has 4 batches
     _, resumed = fit(tmp_path, 2, ckpt=path, kind=Outside, **arguments)
     assert_identical(values_of(resumed.heads[0]), values_of(whole.heads[0]))
     assert_identical(values_of(resumed.net), values_of(whole.net))
@@ -259,6 +250,6 @@ def test_other_parameters_outside_the_module_are_refused(tmp_path: Path) -> None
             return super().configure_optimizers()
 
     path = tmp_path / "a.ckpt"
-    fit(tmp_path, 1, Saves(path, 2), kind=Outside)
+    fit(tmp_path, 1, SavesAt(path, 2), kind=Outside)
     with pytest.raises(ResumeError, match=r"\(3, 6\), \(3,\), \(1,\)\], but they have .*\(3, 6\), \(3,\), \(3,\)"):
         fit(tmp_path, 2, ckpt=path, kind=Other)

@@ -8,36 +8,24 @@ from zipfile import ZipFile
 
 import pytest
 import torch
-from lightning.pytorch import Callback, LightningDataModule
+from lightning.pytorch import Callback
 
 from tests.parity import Classifier, data, ours
 from trainer.checkpoint.loading import _keep_implementation
 from trainer.errors import CheckpointError
 
+pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
+
 
 class Fitted(Classifier):
-    """A module with momentum, two schedules, a buffer, random numbers, and optional overflows."""
-
-    def __init__(self) -> None:
-        super().__init__(momentum=0.9)
-        self.drop = torch.nn.Dropout(0.3)
-        self.register_buffer("batches_seen", torch.zeros(()))
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        self.batches_seen += 1
-        loss = self.loss(batch)
-        self.log("loss", loss, on_epoch=True)
-        return loss
-
-    def validation_step(self, batch: Any, batch_idx: int) -> Any:
-        self.log("val_loss", self.loss(batch))
+    """Has two schedules."""
 
     def configure_optimizers(self) -> Any:
         first = torch.optim.Adam(self.parameters(), lr=0.01)
         lr = torch.optim.lr_scheduler
         return [first], [
             {"scheduler": lr.StepLR(first, 3, 0.5), "interval": "step"},
-            {"scheduler": lr.ReduceLROnPlateau(first, patience=0), "monitor": "val_loss"},
+            lr.ExponentialLR(first, 0.9),
         ]
 
 
@@ -57,30 +45,10 @@ class Counting(Callback):
         self.batches = state_dict["batches"]
 
 
-class Shuffles(LightningDataModule):
-    """A dataset with a seed that is incremented in each epoch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.epochs = 0
-
-    def train_dataloader(self) -> Any:
-        return data(12)
-
-    def val_dataloader(self) -> Any:
-        return data(4, seed=1)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"epochs": self.epochs + 1}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.epochs = state_dict["epochs"]
-
-
 def saved(folder: Path, *, make: Any = ours, module: Any = None, **arguments: Any) -> tuple[Path, Any]:
     """Return the path of a checkpoint written by a fit of ``arguments``, and its Trainer."""
     trainer = make(**{"max_epochs": 1, "callbacks": [Counting()], **arguments})
-    trainer.fit(module if module is not None else Fitted(), datamodule=Shuffles())
+    trainer.fit(module if module is not None else Fitted(), data(12))
     path = folder / f"{make.__name__}.ckpt"
     trainer.save_checkpoint(path)
     return path, trainer
@@ -97,7 +65,7 @@ def read(path: Path) -> dict[str, Any]:
 def test_callback_that_is_missing_is_named(tmp_path: Path) -> None:
     path, _ = saved(tmp_path)
     with pytest.warns(UserWarning, match=r"add the following callbacks: \['Counting'\]"):
-        ours(max_epochs=2).fit(Fitted(), datamodule=Shuffles(), ckpt_path=path)
+        ours(max_epochs=2).fit(Fitted(), data(12), ckpt_path=path)
 
 
 # --- errors -----------------------------------------------------------------------------------------------------------
@@ -105,7 +73,7 @@ def test_callback_that_is_missing_is_named(tmp_path: Path) -> None:
 
 def resume(path: Any, module: Any = None, **arguments: Any) -> None:
     trainer = ours(**{"max_epochs": 3, "callbacks": [Counting()], **arguments})
-    trainer.fit(module if module is not None else Fitted(), datamodule=Shuffles(), ckpt_path=path)
+    trainer.fit(module if module is not None else Fitted(), data(12), ckpt_path=path)
 
 
 def test_file_that_is_not_a_checkpoint(tmp_path: Path) -> None:
@@ -181,7 +149,7 @@ def test_file_with_code_is_refused_without_running_it(tmp_path: Path) -> None:
     assert not (tmp_path / "ran").exists()
     trainer = ours(max_epochs=2, callbacks=[Counting()])
     with pytest.warns(UserWarning, match="can run any code"):
-        trainer.fit(Fitted(), datamodule=Shuffles(), ckpt_path=path, weights_only=False)
+        trainer.fit(Fitted(), data(12), ckpt_path=path, weights_only=False)
     assert (tmp_path / "ran").exists()
 
 

@@ -13,14 +13,14 @@ import pytest
 import torch
 from _faults.training import differences
 from lightning.pytorch import Callback, LightningModule
-from lightning.pytorch.callbacks import BackboneFinetuning, Checkpoint, StochasticWeightAveraging
+from lightning.pytorch.callbacks import BackboneFinetuning, StochasticWeightAveraging
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, Subset
 from torchmetrics import CatMetric, MeanMetric, RunningMean, RunningSum, SumMetric
 from torchmetrics.wrappers import MetricTracker
 
 from tests.parity import RecordingLogger
-from tests.support import make_trainer
+from tests.support import SavesEverywhere, make_trainer
 from trainer.callbacks import Curves, ScaleMonitor
 from trainer.errors import ResumeError
 
@@ -212,20 +212,6 @@ class Noisy(Points):
         return [torch.arange(4.0).add(index).sin() + torch.randn(4, generator=self.generator)]
 
 
-class Saver(Checkpoint):
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.saved = folder, list[tuple[Path, int]]()
-
-    def save(self, trainer: Any, *_: Any) -> None:
-        if trainer.sanity_checking:
-            return
-        path = self.folder / f"{len(self.saved)}.ckpt"
-        trainer.save_checkpoint(path)
-        self.saved.append((path, len(trainer.logger.rows)))
-
-    on_train_batch_end = on_validation_batch_end = on_validation_end = on_train_epoch_end = save
-
-
 def train(
     make: Callable[[], Any],
     folder: Path,
@@ -239,7 +225,7 @@ def train(
 ) -> tuple[dict[str, Any], list[Any], list[tuple[Path, int]]]:
     folder.mkdir()
     torch.manual_seed(5)
-    module, saver, rows = make(), Saver(folder), RecordingLogger()
+    module, saver, rows = make(), SavesEverywhere(folder), RecordingLogger()
     torch.manual_seed(seed)
     options: dict[str, Any] = {"max_epochs": 2, "val_check_interval": 3, "num_sanity_val_steps": 0, **arguments}
     options |= {"logger": rows, "log_every_n_steps": 1, "enable_checkpointing": True}
@@ -256,7 +242,7 @@ def train(
         "metrics": dict(trainer.callback_metrics),
         "frozen": [name for name, parameter in module.named_parameters() if not parameter.requires_grad],
     }
-    return state, rows.rows, saver.saved
+    return state, rows.rows, [*zip(saver.files, saver.rows, strict=True)]
 
 
 @pytest.fixture(autouse=True)
@@ -281,20 +267,6 @@ def _quiet() -> Any:
         (DrawsAll, list, {"reload_dataloaders_every_n_epochs": 2, "check_val_every_n_epoch": 2, "max_epochs": 5}),
         (Module, list, {"num_sanity_val_steps": 1, "workers": {"num_workers": 1, "persistent_workers": True}}),
         (Module, lambda: [StochasticWeightAveraging(0.01, 1, 2)], {"accumulate_grad_batches": 2}),
-    ],
-    ids=[
-        "batches evaluated again",
-        "no loss after a resume",
-        "frozen by the module",
-        "frozen by a callback",
-        "states",
-        "metrics",
-        "attributes",
-        "dataloaders created again",
-        "dataloaders drawn once",
-        "dataloaders drawn every second epoch",
-        "persistent workers of a sanity check",
-        "average and statistics",
     ],
 )
 def test_resumed(make: Callable[[], Any], callbacks: Any, arguments: dict[str, Any], tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 
-from tests.support import Regression, loader_of, make_batches, make_trainer
+from tests.support import Regression, assert_identical, loader_of, make_batches, make_trainer
 from trainer import CheckpointFiles
 from trainer.checkpoint import conversion, files, sharded_files, shards
 from trainer.checkpoint.folder_locks import lock_folder
@@ -52,22 +52,6 @@ def write(path: Path, value: float = 1.0, process: Any = None) -> dict[str, Any]
     return made
 
 
-def assert_same(one: Any, other: Any) -> None:
-    if isinstance(one, torch.Tensor):
-        assert torch.equal(one, other)
-        assert one.dtype == other.dtype
-    elif isinstance(one, dict):
-        assert list(one) == list(other)
-        for name in one:
-            assert_same(one[name], other[name])
-    elif isinstance(one, (list, tuple)):
-        assert len(one) == len(other)
-        for a, b in zip(one, other, strict=True):
-            assert_same(a, b)
-    else:
-        assert one == other
-
-
 def fit(folder: Path, *callbacks: Callback, module: Any = None, **arguments: Any) -> Any:
     options = {"enable_checkpointing": None, "max_epochs": 2, "plugins": CheckpointFiles(sharded=True), **arguments}
     ckpt_path = options.pop("ckpt_path", None)
@@ -88,7 +72,9 @@ def names(folder: Path) -> list[str]:
 def test_values_are_restored_in_order(tmp_path: Path) -> None:
     made = write(tmp_path / "a.ckpt")
     assert names(tmp_path / "a.ckpt") == [".metadata", "__0_0.distcp", "manifest.json", "state.ckpt"]
-    assert_same(shards.read_whole(tmp_path / "a.ckpt"), made)
+    read = shards.read_whole(tmp_path / "a.ckpt")
+    assert_identical(read, made)
+    assert [list(read), list(read["state_dict"])] == [list(made), list(made["state_dict"])]
     tree, processes = shards.read(tmp_path / "a.ckpt")
     (state,) = tree["optimizer_states"]
     assert list(state["state"]) == state["param_groups"][0]["params"] == ["weight", "bias"]
@@ -109,22 +95,22 @@ def test_tensor_without_values_is_refused_by_its_name(tmp_path: Path) -> None:
 def test_folder_to_file_and_back(tmp_path: Path) -> None:
     made = write(tmp_path / "a.ckpt")
     assert conversion.consolidate(tmp_path / "a.ckpt", tmp_path / "b.ckpt") == []
-    assert_same(torch.load(tmp_path / "b.ckpt", weights_only=True), made)
+    assert_identical(torch.load(tmp_path / "b.ckpt", weights_only=True), made)
     assert files.verify(tmp_path / "b.ckpt")
     assert conversion.split(tmp_path / "b.ckpt", tmp_path / "c.ckpt") == []
-    assert_same(shards.read_whole(tmp_path / "c.ckpt"), made)
+    assert_identical(shards.read_whole(tmp_path / "c.ckpt"), made)
     del made["loops"]  # of Lightning's files, the names of parameters are not known
     made["state_dict"] |= {"a": {"b": torch.zeros(1)}, "a.b": torch.ones(1)}
     torch.save(made, tmp_path / "b.ckpt")
     conversion.split(tmp_path / "b.ckpt", tmp_path / "d.ckpt")
-    assert_same(shards.read_whole(tmp_path / "d.ckpt"), made)
+    assert_identical(shards.read_whole(tmp_path / "d.ckpt"), made)
 
 
 def test_weights_as_safetensors(tmp_path: Path) -> None:
     load_file = pytest.importorskip("safetensors.torch").load_file
     made = write(tmp_path / "a.ckpt")
     conversion.export(conversion.weights_of(tmp_path / "a.ckpt"), tmp_path / "w.safetensors")
-    assert_same(dict(sorted(load_file(tmp_path / "w.safetensors").items())), dict(sorted(made["state_dict"].items())))
+    assert_identical(load_file(tmp_path / "w.safetensors"), dict(made["state_dict"]))
     tied = torch.randn(2, 3)
     torch.save({"state_dict": {"model.a": tied, "model.b": tied.t(), "x": tied}}, tmp_path / "b.ckpt")
     conversion.export(conversion.weights_of(tmp_path / "b.ckpt", "model."), tmp_path / "v.safetensors")

@@ -9,7 +9,7 @@ import pytest
 import torch
 from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.pytorch.accelerators import CPUAccelerator
-from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelPruning
 from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy, StrategyRegistry
 from torch import nn
 from torch.distributed.fsdp import MixedPrecision
@@ -63,9 +63,10 @@ def test_first_fsdp_is_refused_with_the_line_to_use(given: dict[str, Any], line:
         ours(strategy=FSDPStrategy(**given), devices=2)
 
 
-def test_callbacks_that_need_whole_gradients_are_refused() -> None:
-    with pytest.raises(UnsupportedError, match="GradientCheck with strategy='fsdp'"):
-        ours(strategy="fsdp", devices=2, callbacks=[GradientCheck()])
+@pytest.mark.parametrize("callback", [GradientCheck(), ModelPruning("l1_unstructured")])
+def test_callbacks_that_need_whole_gradients_or_weights_are_refused(callback: Any) -> None:
+    with pytest.raises(UnsupportedError, match=f"{type(callback).__name__} with strategy='fsdp'"):
+        ours(strategy="fsdp", devices=2, callbacks=[callback])
 
 
 @pytest.fixture

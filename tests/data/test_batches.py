@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from trainer.data.batches import LookAhead, TrainingBatches, Transfer
-from trainer.errors import ResumeError
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 
@@ -116,32 +115,6 @@ def after(count, epoch=3, length=5):
     return batches
 
 
-def test_pass_is_resumed_without_drawing():
-    state, loaders = after(2).state_dict(), Counted(5)
-    batches = TrainingBatches(loaders)
-    batches.load_state_dict(state)
-    assert batches.state_dict() == state  # the previous position until the epoch starts
-    random_state = torch.get_rng_state()
-    batches.start_epoch(3, skip=2)
-    assert {**batches.state_dict(), "loaders": [2]} == state
-    assert torch.equal(torch.get_rng_state(), random_state)
-    assert list(batches) == numbered(2, 3, 4, last=4)
-    assert loaders.loaded == [{**state, "inside": False}]
-    assert batches.state_dict()["batches"] == 5
-    batches.start_epoch(4, 0)
-    assert len(loaders.loaded) == 1  # a state is used once
-    assert len(list(batches)) == 5
-
-
-def test_epoch_after_one_that_was_over():
-    batches = TrainingBatches(loaders := Counted(2))
-    batches.load_state_dict(after(3).state_dict())  # however many it had
-    batches.start_epoch(4, skip=0)
-    assert [(state["batches"], state["is_over"]) for state in loaders.loaded] == [(3, True)]
-    assert batches.state_dict()["epoch"] == 3
-    assert list(batches) == numbered(0, 1, last=1)
-
-
 def test_states_of_replaced_dataloaders_are_not_used():
     batches = TrainingBatches(loaders := Counted(2, made_in=4))
     batches.load_state_dict(after(5).state_dict())
@@ -154,19 +127,6 @@ def test_states_of_replaced_dataloaders_are_not_used():
     assert renewed.loaded == []
 
 
-def test_pass_that_has_had_its_last_batch_is_over():
-    state, loaders = after(5).state_dict(), Counted(5)
-    batches = TrainingBatches(loaders)
-    batches.load_state_dict(state)
-    batches.start_epoch(3, skip=5)
-    assert list(batches) == []
-    assert {**batches.state_dict(), "loaders": [5]} == state
-    assert [one["is_over"] for one in loaders.loaded] == [True]
-    batches.start_epoch(4, skip=0)
-    assert len(loaders.loaded) == 1
-    assert len(list(batches)) == 5
-
-
 def test_rest_of_a_pass_can_be_skipped():
     batches = TrainingBatches(loaders := Counted(5))
     batches.load_state_dict(after(2).state_dict())
@@ -176,28 +136,6 @@ def test_rest_of_a_pass_can_be_skipped():
     assert [one["is_over"] for one in loaders.loaded] == [False, True]
     batches.start_epoch(4, skip=0)
     assert len(list(batches)) == 5
-
-
-def resumed_for_reasons(skip, **exact):
-    loaders = Counted(5)
-    loaders.reasons = ["the one", "the other"]
-    batches = TrainingBatches(loaders)
-    batches.load_state_dict(after(2).state_dict(), **exact)
-    batches.start_epoch(3, skip)
-    assert [(one["batches"], one["inside"]) for one in loaders.loaded] == [(skip, skip != 2)]
-    return [i for _, i, _ in batches]
-
-
-@pytest.mark.parametrize(("skip", "exact"), [(2, False), (1, True)])
-def test_inexact_resume_warns(skip, exact):
-    """Also for a checkpoint written inside a batch."""
-    with pytest.warns(UserWarning, match="not those that would have followed: the one; the other"):
-        assert resumed_for_reasons(skip, exact=exact) == list(range(skip, 5))
-
-
-def test_resume_without_proof_of_exactness_is_refused():
-    with pytest.raises(ResumeError, match=r"after batch 2 of epoch 3 .*: the one; the other\..*exact_resume=False"):
-        resumed_for_reasons(2)
 
 
 def unmoved(batch, device):

@@ -5,7 +5,6 @@ Resumed runs of real ranks are in ``tests/distributed/test_elastic.py``.
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -264,9 +263,3 @@ def test_unsupported_divisions(loader: Any, reason: str) -> None:
     assert reason in str(SampleOrder.of(loader, 1.0, {0: 1}, 1))
     loader = DataLoader(range(8), shuffle=True)  # type: ignore[arg-type]
     assert SampleOrder.of(loader, 1.0, {0: 1}, 2) == "each of 2 processes has a RandomSampler over all samples"
-
-
-def test_accumulation_that_changes_with_the_epochs() -> None:
-    order = SampleOrder("SequentialSampler", 1, 4, False, 1.0, ((2, 3), (5, 1)))
-    assert [order.update_size(epoch) for epoch in range(7)] == [4, 4, 12, 12, 12, 4, 4]
-    assert math.isclose(sum(order.shares(17, 3)), 1.0)

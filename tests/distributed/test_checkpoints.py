@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 from tests.distributed.ranks import Ranks
 from tests.distributed.worker import BATCH, Shard, Uneven, precision_of, samples
 from tests.mixed_states import MixedStates
-from tests.support import assert_identical, make_trainer, needs_fsdp2
+from tests.support import SavesAt, assert_identical, make_trainer, needs_fsdp2
 from trainer import CheckpointFiles, FSDP2Strategy
 from trainer.checkpoint import conversion, files
 from trainer.checkpoint.manifest import TRAINER_KEY
@@ -94,17 +94,6 @@ class States(Callback):
         whole = state_dicts.gathered(states, keep=True) | {"buffers": dict(pl_module.named_buffers())}
         clone = lambda one: one.clone() if isinstance(one, Tensor) else one  # noqa: E731
         self.at[moment] = torch.utils._pytree.tree_map(clone, whole)
-
-
-class Saves(Callback):
-    """Saves a checkpoint inside an open window: after batch 1 of the second epoch."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if (trainer.current_epoch, batch_idx) == (1, 1):
-            trainer.save_checkpoint(self.path)
 
 
 def fit(
@@ -196,8 +185,8 @@ def test_sharded_checkpoint_is_a_folder_of_all_ranks(saved: Saved) -> None:
 
 @pytest.mark.parametrize(("engine", "form"), [("ddp", "file"), ("fsdp", "folder")])
 def test_growing_buffers_of_each_process_are_restored(ranks: Ranks, tmp_path: Path, engine: str, form: str) -> None:
-    path = tmp_path / "a.ckpt"
-    whole = ranks.call(fit, tmp_path / "w", engine, form, Caching(), None, {"callbacks": [Saves(path)]})
+    path = tmp_path / "a.ckpt"  # in the second epoch
+    whole = ranks.call(fit, tmp_path / "w", engine, form, Caching(), None, {"callbacks": [SavesAt(path, batches=7)]})
     resumed = ranks.call(fit, tmp_path / "r", engine, form, Caching(), path)
     for found, expected in zip(resumed, whole, strict=True):
         assert_identical(found["end"], expected["end"])
@@ -214,14 +203,14 @@ LATE = {(1, 0), (1, 1)}
     [("folder later", (), True), ("folder", (), False), ("file", LATE, False)],
 )
 def test_open_window_is_resumed(ranks: Ranks, tmp_path: Path, form: str, none_at: Any, sync_each_batch: bool) -> None:
-    """With ``none_at``, rank 1 had no loss in the window."""
+    """Saved after batch 1 of the second epoch. With ``none_at``, rank 1 had no loss in the window."""
     path, window = tmp_path / "a.ckpt", {"accumulate_grad_batches": 3, "precision": "16-mixed"}
 
     def run(name: str, ckpt: Path | None, **arguments: Any) -> list[dict[str, Any]]:
         arguments["strategy"] = FSDP2Strategy(sync_each_batch=sync_each_batch)
         return ranks.call(fit, tmp_path / name, "fsdp", form, Net(none_at=none_at), ckpt, window | arguments)
 
-    whole, resumed = run("w", None, callbacks=[Saves(path)]), run("r", path)
+    whole, resumed = run("w", None, callbacks=[SavesAt(path, batches=7)]), run("r", path)
     for found, expected in zip(resumed, whole, strict=True):
         assert_equal(found["end"], expected["end"])
         assert not torch.equal(found["end"]["weights"]["gain"], found["start"]["weights"]["gain"])

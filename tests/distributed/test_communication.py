@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import DDPStrategy
 from torch import distributed, nn
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
@@ -16,7 +16,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from torch.utils.data import DataLoader
 
 from tests.distributed.ranks import RankError, Ranks
-from tests.support import assert_identical, make_trainer
+from tests.support import SavesAt, assert_identical, make_trainer
 from trainer.checkpoint.loading import process_states_in
 
 SAVED_AT = 5
@@ -140,15 +140,6 @@ class Net(LightningModule):
         return torch.optim.SGD(self.parameters(), 0.1, momentum=0.9)
 
 
-class Saves(Callback):
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-        if trainer.global_step == SAVED_AT:
-            trainer.save_checkpoint(self.path)
-
-
 def fit(name: str, path: Path, resumes: bool = False, **arguments: Any) -> tuple[dict[str, Any], list[str]]:
     """Fit, save ``path`` on the way, or resume from it."""
     make, options = (EXACT | REFUSED)[name]
@@ -156,7 +147,7 @@ def fit(name: str, path: Path, resumes: bool = False, **arguments: Any) -> tuple
         warnings.simplefilter("always")
         trainer = make_trainer(
             None, devices=2, strategy=Hooked(make, **options), use_distributed_sampler=False,
-            callbacks=[] if resumes else [Saves(path)], **arguments,
+            callbacks=[] if resumes else [SavesAt(path, SAVED_AT)], enable_checkpointing=not resumes, **arguments,
         )  # fmt: skip
         module = Net()
         generator = torch.Generator().manual_seed(distributed.get_rank())

@@ -180,19 +180,6 @@ class Scaled(nn.Module):
         return x * self.scale
 
 
-class MetaByName(Uneven):
-    """Created on the meta device, and initialized by the module, each parameter by its name."""
-
-    def configure_model(self) -> None:
-        with torch.device("meta"):
-            self.net = nn.Sequential(nn.Linear(6, 16), nn.Linear(16, 3), nn.Linear(3, 2))
-
-    def init_weights(self) -> None:
-        for name, parameter in self.net.named_parameters():
-            with torch.no_grad():
-                parameter.fill_(0.01 * len(name) + 0.1 * int(name[0]))
-
-
 def shard_first(module: Any, mesh: Any) -> None:
     """A function for ``blocks``."""
     fully_shard(module.net[0], mesh=mesh)
@@ -229,8 +216,6 @@ SCENARIOS = {
     "64-true": Scenario(OptimizerOfOneElement, {"precision": "64-true", "gradient_clip_val": 0.3}, tolerance=1e-14),
     "clipped by the 1-norm": Scenario(Uneven, {"callbacks": [GradientClipping(max_norm=0.3, norm_type=1.0)]}),
     "meta device": Scenario(Meta),
-    "meta device, by name": Scenario(MetaByName),
-    "replicas": Scenario(Uneven, {"gradient_clip_val": 0.3, **WINDOW}, partial(FSDP2Strategy, replicas=2)),
     "offloaded": Scenario(
         Uneven, {"gradient_clip_val": 0.3, "precision": "16-mixed"}, partial(FSDP2Strategy, cpu_offload=True), 1e-3
     ),

@@ -62,7 +62,7 @@ def whole(module: nn.Module) -> dict[str, Tensor]:
 
 
 class Regression(LightningModule):
-    """Logs reduced values. Returns None at configured ranks and batches."""
+    """Returns None at configured ranks and batches."""
 
     def __init__(self, none_at: Any = ()) -> None:
         super().__init__()
@@ -83,10 +83,6 @@ class Regression(LightningModule):
         return loss
 
     def validation_step(self, batch: Any, batch_idx: int) -> Any:
-        self.log("rank_mean", float(self.global_rank), sync_dist=True, batch_size=1 + 2 * self.global_rank)
-        self.log("rank_sum", float(self.global_rank + 1), sync_dist=True, reduce_fx="sum")
-        self.log("rank_max", float(self.global_rank), sync_dist=True, reduce_fx="max")
-        self.log("rank_zero", float(self.global_rank), rank_zero_only=True)
         self.log("val_loss", self.loss(batch), sync_dist=True)
 
     def configure_optimizers(self) -> Any:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from lightning.pytorch.callbacks import EMAWeightAveraging
@@ -17,14 +15,16 @@ from tests.support import (
     loader_of,
     make_batches,
     make_trainer,
-    native_fp16,
+    norm_of,
+    plugin_of,
+    scaler_of,
     train_by_hand,
+    value_of,
 )
 from trainer.callbacks import LayerNorms, NonFiniteGuard, OverflowReport, ScaleMonitor
 from trainer.precision.guard import StepGuard
 from trainer.precision.scaler import LossScaler
 
-SMALL = {"init_scale": 2.0**9, "growth_interval": 3}
 PRECISIONS = ["32-true", "bf16-mixed", "16-mixed"]
 
 
@@ -47,38 +47,24 @@ class SpectralNet(nn.Module):
         return self.last(found.abs())
 
 
-def plugin_of(precision: str) -> Any:
-    return native_fp16(**SMALL) if precision == "16-mixed" else precision
-
-
 def as_pairs(net: nn.Module) -> list[Tensor]:
     return [torch.view_as_real(p) if p.is_complex() else p for p in net.parameters()]
 
 
-@pytest.mark.parametrize(("clip", "algorithm"), [(None, None), (0.5, "norm"), (0.05, "value")])
+@pytest.mark.parametrize(
+    ("clip", "algorithm", "by_hand"), [(None, None, None), (0.5, "norm", norm_of(0.5)), (0.05, "value", value_of(0.05))]
+)
 @pytest.mark.parametrize("optimizer", ["momentum", "adamw"])
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_training_is_that_of_pairs_of_real_parameters(tmp_path, precision, optimizer, clip, algorithm):
+def test_training_is_that_of_pairs_of_real_parameters(tmp_path, precision, optimizer, clip, algorithm, by_hand):
     """With overflows, accumulation and clipping. By value, real and imaginary parts are clipped separately."""
-
-    def clip_by_hand(parameters: Any) -> Tensor:
-        parameters = list(parameters)
-        if algorithm == "norm":
-            return nn.utils.clip_grad_norm_(parameters, clip)
-        norm = nn.utils.get_total_norm([p.grad for p in parameters])
-        nn.utils.clip_grad_value_(parameters, clip)
-        return norm
-
     ours, theirs, make = SpectralNet(), SpectralNet(pairs=True), OPTIMIZERS[optimizer]
     batches = make_batches(9, gains={2: 1e30, 6: float("nan")} if precision == "16-mixed" else {})
     clipping = {} if clip is None else {"gradient_clip_val": clip, "gradient_clip_algorithm": algorithm}
     module, options = Regression(ours, make), {"accumulate_grad_batches": 2, **clipping}
     trainer, trace = fit_and_watch(tmp_path, module, batches, precision=plugin_of(precision), **options)
-    scaler = torch.amp.GradScaler("cpu", enabled=precision == "16-mixed", **SMALL)
-    clipper = None if clip is None else clip_by_hand
-    expected = train_by_hand(
-        theirs, batches, precision=precision, optimizer=make, scaler=scaler, window=2, clip=clipper
-    )
+    options = {"scaler": scaler_of(precision), "window": 2, "clip": by_hand}
+    expected = train_by_hand(theirs, batches, precision=precision, optimizer=make, **options)
     assert trace.skipped == expected.skipped
     assert trace.scales == expected.scales
     assert trace.norms == pytest.approx(expected.norms, rel=1e-5, nan_ok=True)

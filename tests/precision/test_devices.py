@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from tests.support import make_net
-from trainer.precision import cpu_fp16
-from trainer.precision.devices import float16_kernels, native_bfloat16, tensor_cores, warn_of_emulation
+from trainer.precision import HalfPrecision, MixedPrecision, cpu_fp16
+from trainer.precision.devices import float16_kernels, native_bfloat16, tensor_cores
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda:1")
 
@@ -100,13 +100,16 @@ def test_mps_is_unknown():
     assert tensor_cores(torch.device("mps")) is False
 
 
-def test_emulation_is_warned_of_on_gpus_only(gpu):
-    with pytest.warns(UserWarning, match=r"Tesla T4 has no bfloat16 units: precision='a' .* Use precision='16-mixed'"):
-        warn_of_emulation("a", gpu("Tesla T4", (7, 5)))
+@pytest.mark.parametrize("kind", [MixedPrecision, HalfPrecision])
+def test_emulation_of_bfloat16_is_warned_of_on_gpus_only(gpu, kind):
+    bfloat16 = kind("bfloat16")
+    with pytest.warns(UserWarning, match=rf"Tesla T4 has no bfloat16 units: precision='{bfloat16.name}' .*'16-mixed'"):
+        bfloat16.check(gpu("Tesla T4", (7, 5)))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        warn_of_emulation("a", gpu("NVIDIA A100", (8, 0)))
-        warn_of_emulation("a", CPU)
+        MixedPrecision("float16").check(gpu("Tesla T4", (7, 5)))
+        bfloat16.check(gpu("NVIDIA A100", (8, 0)))
+        bfloat16.check(CPU)
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,6 @@ from tests.support import (
     momentum,
     sgd,
 )
-from trainer.errors import PrecisionError
 from trainer.precision import HalfPrecision, cpu_fp16
 from trainer.precision.dtypes import cast
 
@@ -201,26 +200,6 @@ def test_eps_that_float16_cannot_hold(tmp_path, optimizer, warns):
     messages = [str(w.message) for w in caught if "eps=" in str(w.message) and "has eps" in str(w.message)]
     assert [text.split(" and float16 weights")[0] for text in messages] == ([warns] if warns else [])
     assert all("Use eps=1e-4" in text for text in messages)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"dtype": "float32"}, r"Got dtype='float32', expected 'float16' or 'bfloat16'"),
-        ({"dtype": torch.float64}, r"Got dtype=torch.float64"),
-        ({"cpu_kernels": "slow"}, r"Got cpu_kernels='slow', expected 'auto', 'fast' or 'native'"),
-    ],
-)
-def test_impossible_arguments(arguments, message):
-    with pytest.raises(PrecisionError, match=message):
-        HalfPrecision(**arguments)
-
-
-def test_emulated_bfloat16_is_a_warning(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 0))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla V100")
-    with pytest.warns(UserWarning, match=r"Tesla V100 has no bfloat16 units: precision='bf16-true' is emulated"):
-        HalfPrecision("bfloat16").check(torch.device("cuda"))
 
 
 # --- checkpoints ---------------------------------------------------------------------------------------------------

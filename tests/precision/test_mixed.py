@@ -1,16 +1,15 @@
 from __future__ import annotations
 
-import warnings
-
 import pytest
 import torch
 from torch import nn
 
 from tests.support import Regression, loader_of, make_batches, make_trainer
 from trainer.errors import PrecisionError
-from trainer.precision import MixedPrecision, cpu_fp16
+from trainer.precision import HalfPrecision, MixedPrecision, cpu_fp16
 
 CPU = torch.device("cpu")
+BOTH = [MixedPrecision, HalfPrecision]
 
 
 def test_defaults_are_torchs():
@@ -20,18 +19,19 @@ def test_defaults_are_torchs():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("kinds", "arguments", "message"),
     [
-        ({"dtype": "float8"}, r"Got dtype='float8', expected 'float16' or 'bfloat16'"),
-        ({"dtype": torch.float32}, r"Got dtype=torch.float32"),
-        ({"cpu_kernels": "slow"}, r"Got cpu_kernels='slow', expected 'auto', 'fast' or 'native'"),
-        ({"autocast_ops": "gpu"}, r"Got autocast_ops='gpu', expected 'native' or 'cuda'"),
-        ({"dtype": "bfloat16", "backoff_factor": 2.0}, r"backoff_factor=2.0"),
+        (BOTH, {"dtype": "float8"}, r"Got dtype='float8', expected 'float16' or 'bfloat16'"),
+        (BOTH, {"dtype": torch.float32}, r"Got dtype=torch.float32"),
+        (BOTH, {"cpu_kernels": "slow"}, r"Got cpu_kernels='slow', expected 'auto', 'fast' or 'native'"),
+        ([MixedPrecision], {"autocast_ops": "gpu"}, r"Got autocast_ops='gpu', expected 'native' or 'cuda'"),
+        ([MixedPrecision], {"dtype": "bfloat16", "backoff_factor": 2.0}, r"backoff_factor=2.0"),
     ],
 )
-def test_impossible_arguments(arguments, message):
-    with pytest.raises(PrecisionError, match=message):
-        MixedPrecision(**arguments)
+def test_impossible_arguments(kinds, arguments, message):
+    for kind in kinds:
+        with pytest.raises(PrecisionError, match=message):
+            kind(**arguments)
 
 
 def test_devices_that_cannot():
@@ -54,24 +54,6 @@ def test_float16_on_mps_requires_torchs_scaler_kernels(monkeypatch):
     plugin = MixedPrecision("float16")
     plugin.check(torch.device("mps"))
     assert plugin.build_scaler(torch.device("mps")).is_enabled()
-
-
-@pytest.mark.parametrize(("capability", "emulated"), [((7, 5), True), ((8, 0), False)])
-def test_emulated_bf16_is_a_warning(monkeypatch, capability, emulated):
-    asked = []
-
-    def capability_of(device):
-        asked.append(device)
-        return capability
-
-    monkeypatch.setattr(torch.cuda, "get_device_capability", capability_of)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "GeForce 2080")
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        MixedPrecision("bfloat16").check(torch.device("cuda:1"))
-        MixedPrecision("float16").check(torch.device("cuda:1"))
-    assert asked == [torch.device("cuda:1")]
-    assert ["GeForce 2080 has no bfloat16 units" in str(w.message) for w in caught] == [True] * emulated
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
