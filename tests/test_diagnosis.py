@@ -286,19 +286,15 @@ def test_report_on_a_gpu_has_live_memory_and_a_snapshot(cuda: Any, full: None, t
     error = fail_on_gpu(tmp_path, logger=True, callbacks=[RunRecorder()])
     folder = tmp_path / "lightning_logs" / "version_0"
     first, alive, snapshot, advice = error.__notes__[0].splitlines()
-    assert first == (
-        "Memory ran out at batch_idx 1 of epoch 0 (train_dataloader), which has 4 samples, on cuda:0 (at the peak,"
-        " tensors took 70.0 GiB of 80.0 GiB), in the optimizer's step."
-    )
-    assert alive == (
-        "Live tensors: weights 780 bytes, gradients 780 bytes, the optimizer's states 2 KiB, the batch 148 bytes,"
-        " activations and other tensors 60.0 GiB. Other memory: reserved by torch, but unused 16.0 GiB, taken"
-        " outside of torch (CUDA itself, other processes) 3.0 GiB. The batch is [Tensor[4, 6] float32, Tensor[4, 3]"
-        " float32, Tensor[] float32]."
-    )
-    assert snapshot == (
-        f"The allocated blocks are in {folder / 'memory_snapshot.pickle'}: open it at https://pytorch.org/memory_viz."
-    )
+    assert "on cuda:0 (at the peak, tensors took 70.0 GiB of 80.0 GiB), in the optimizer's step." in first
+    for part in (
+        "weights 780 bytes, gradients 780 bytes, the optimizer's states 2 KiB, the batch 148 bytes",
+        "activations and other tensors 60.0 GiB",
+        "reserved by torch, but unused 16.0 GiB, taken outside of torch (CUDA itself, other processes) 3.0 GiB",
+        "The batch is [Tensor[4, 6] float32, Tensor[4, 3] float32, Tensor[] float32].",
+    ):
+        assert part in alive
+    assert snapshot.startswith(f"The allocated blocks are in {folder / 'memory_snapshot.pickle'}: open it at ")
     assert advice.startswith("Try PYTORCH_ALLOC_CONF=expandable_segments:True in the environment")
     assert (folder / "memory_snapshot.pickle").read_text() == "blocks"
     told = json.loads((folder / "run.json").read_text())["out_of_memory"]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 from argparse import Namespace
-from functools import partial, partialmethod
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,11 +35,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`"),
 ]
 
-DRAWING = [
-    "train_start", "train_epoch_start", "train_epoch_end",
-    "validation_start", "validation_epoch_start", "validation_end",
-]  # fmt: skip
-
 
 HYPER_PARAMETERS: list[dict[str, Any]] = [
     {},
@@ -58,12 +53,6 @@ class Drawn(Classifier):
         super().__init__(momentum=0.9)
         self.how = how
         self.hparams.update(how["hparams"])
-        self.draws: list[float] = []
-
-    def draw(self, hook: str) -> None:
-        """Draw a random number if the set-up has draws in this hook."""
-        if hook in self.how["draws"]:
-            self.draws.append(torch.rand(1).item())
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
         return -1 if self.how["skips"] == (self.current_epoch, batch_idx) else None
@@ -93,10 +82,6 @@ class Drawn(Classifier):
             frequency = self.how["frequency"] if interval == "epoch" else 1
             schedule = {"scheduler": StepLR(optimizer, 1, 0.9), "interval": interval, "frequency": frequency}
         return {"optimizer": optimizer, "lr_scheduler": schedule}
-
-
-for hook in DRAWING:
-    setattr(Drawn, f"on_{hook}", partialmethod(Drawn.draw, hook))
 
 
 class PassesOn(Drawn):
@@ -173,7 +158,6 @@ def draw(seed: int) -> dict[str, Any]:
         "resumes": pick.random() < 0.4 and arguments["max_steps"] == -1,
     }  # fmt: skip
     # our resumed run restores the random states of the first run
-    how["draws"] = [] if setup["resumes"] else [hook for hook in DRAWING if pick.random() < 0.5]
     setup["shuffles"] = not setup["resumes"] and pick.random() < 0.5
     setup["class"] = maybe(0.5, PassesOn, LogsTwice, OnTheInstance, otherwise=Drawn)
     arguments["gradient_clip_val"] = maybe(0.4, 0.1)
@@ -221,7 +205,6 @@ def everything_of(make: Any, setup: dict[str, Any], folder: Path) -> list[Any]:
             {
                 "hooks": watch.calls,
                 "losses": losses,
-                "draws": module.draws,
                 "weights": [value.sum().item() for value in module.state_dict().values()],
                 "rows": logger.rows,
                 "metrics": numbers(trainer.callback_metrics),

@@ -52,13 +52,6 @@ def test_only_the_engine_accesses_gradients():
     assert found == homes
 
 
-def test_clear(gradients):
-    one, other = parameters_with([1.0], [2.0])
-    gradients.clear(sgd([one], [other]))
-    assert one.grad is None
-    assert other.grad is None
-
-
 def test_optimizer_that_clears_its_gradients_itself(gradients):
     class Own(torch.optim.SGD):
         def zero_grad(self, set_to_none=True):
@@ -70,16 +63,6 @@ def test_optimizer_that_clears_its_gradients_itself(gradients):
     for optimizer in (own, patched):
         gradients.clear(optimizer)
     assert calls == [own, patched]
-
-
-def test_clip_by_norm(gradients):
-    one, none, other = parameters_with([3.0, 0.0], None, [4.0])
-    optimizer = sgd([one, none], [other])
-    norm = gradients.clip_(optimizer, 1.0, "norm")
-    assert (norm.item(), norm.dim()) == (5.0, 0)
-    torch.testing.assert_close(one.grad, torch.tensor([0.6, 0.0]))
-    torch.testing.assert_close(other.grad, torch.tensor([0.8]))
-    assert gradients.clip_(optimizer, 10.0, "norm", torch.inf).item() == pytest.approx(0.8)
 
 
 def test_clipping_may_be_mocked(monkeypatch, tmp_path):
@@ -118,19 +101,6 @@ def test_gradients_set_aside_are_restored(gradients):
         one.grad, none.grad = torch.ones(1), torch.ones(2)
     assert one.grad is before
     assert none.grad is None
-
-
-def test_state_of_an_open_window():
-    one, other, frozen, again = parameters_with([1.0], [2.0], None, [0.0])
-    again.grad = None
-    names = {"one": one, "other": other, "frozen": frozen}
-    gradients = Gradients(LossScaler("cpu", init_scale=4.0))
-    state = gradients.state_dict(names.items(), [sgd([one, frozen])])
-    assert state == {"one": torch.tensor([1.0])}  # no stream waits for the other
-    gradients.load_state_dict([("one", again)], state)
-    assert torch.equal(again.grad, torch.tensor([1.0]))
-    gradients.unscale_(sgd([again]))  # it is treated as a scaled one
-    assert torch.equal(again.grad, torch.tensor([0.25]))
 
 
 def test_gradient_from_a_file_is_laid_out_like_its_parameter():

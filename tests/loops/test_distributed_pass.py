@@ -8,10 +8,8 @@ from typing import Any
 
 import pytest
 from torch import nn
-from torchmetrics import MeanMetric
 
 from trainer.data.unpadded import Span
-from trainer.errors import ConfigurationError
 from trainer.loops.distributed_pass import DistributedPass
 from trainer.state.metric_objects import MetricObjects
 from trainer.state.metrics import MetricStore
@@ -103,27 +101,8 @@ def test_values_of_a_batch_are_reduced_if_all_ranks_have_it() -> None:
     assert [one for one in engine.done if one.startswith("forbidden")] == [engine.done[3]]
 
 
-@pytest.mark.parametrize("forward_runs_collectives", [False, True])
-def test_exchange_in_each_batch_is_an_error_in_the_last_that_all_have(forward_runs_collectives: bool) -> None:
-    engine = Engine(forward_runs_collectives)
-    pace = pace_of(engine, Span(2, 3))
-    with pytest.warns(UserWarning, match=r"\(2 to 3\)"):
-        pace.run(0, engine.exchange if not forward_runs_collectives else lambda: (engine.forward(), engine.exchange()))  # type: ignore[arg-type]
-    with pytest.raises(ConfigurationError, match=r"`validation_step`.*on_validation_epoch_end.*pad_evaluation=True"):
-        pace.run(0, lambda: [engine.exchange() for _ in range(3)])  # type: ignore[arg-type]
-
-
 def test_sanity_check_of_equal_length_warns() -> None:
     engine = Engine()
     pace = pace_of(engine, Span(1, 1), whole=(Span(2, 3),))
     with pytest.warns(UserWarning, match=r"\(2 to 3\)"):
         pace.run(0, engine.exchange)
-
-
-def test_metric_that_exchanges_at_each_batch_is_refused_before_the_first() -> None:
-    module = nn.Module()
-    module.eager = MeanMetric(dist_sync_on_step=True)
-    with pytest.raises(ConfigurationError, match="'eager', with dist_sync_on_step=True"):
-        pace_of(Engine(), Span(2, 3), module=module)
-    pace_of(Engine(), Span(2, 2), module=module)
-    pace_of(Engine(), Span(2, 3), module=module, watches=False)

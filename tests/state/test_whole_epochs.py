@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 from torchmetrics import CatMetric, MeanMetric, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
 from torchmetrics.utilities import dim_zero_cat
 
-from trainer.errors import ConfigurationError
 from trainer.state.metric_objects import MetricObjects
 from trainer.state.metrics import LoggedValue, LogOptions, MetricStore
 
@@ -45,19 +43,6 @@ def exchange(*processes: Process) -> None:
     for process in processes:
         process.store.complete(outlines, lambda name: None, process.reduce)
         process.store.current(on_step=False)
-
-
-def test_process_that_has_logged_nothing_adds_nothing() -> None:
-    first, second = Process(), Process()
-    first.log("mean", 1.0, 3.0)
-    first.log("sum", 1.0, 3.0, reduce_fx="sum")
-    first.log("max", 1.0, 3.0, reduce_fx="max")
-    first.log("min", 1.0, 3.0, reduce_fx="min")
-    exchange(first, second)
-    kinds = [(op, dtype) for op, _, dtype in first.asked]
-    assert kinds == [(op, dtype) for op, _, dtype in second.asked]
-    assert [value for _, value, _ in first.asked] == [8.0, 4.0, 4.0, 3.0, 1.0]
-    assert [value for _, value, _ in second.asked] == [0.0, 0.0, 0.0, -float("inf"), float("inf")]
 
 
 def test_all_reduce_the_same_names_in_the_same_order_and_dtype() -> None:
@@ -156,22 +141,6 @@ def test_value_of_before_another_process_s_update_is_computed_again() -> None:
     first.mean.update(3.0)
     objects_of(first, second)
     assert second.mean._computed is None
-
-
-@pytest.mark.parametrize("counts", [(3, 2), (1, 0)])
-def test_lists_that_are_exchanged_one_by_one_must_be_of_one_length(counts: tuple[int, int]) -> None:
-    modules = Metrics(), Metrics()
-    for module, count in zip(modules, counts, strict=True):
-        module.lists._reductions["value"] = None
-        for _ in range(count):
-            module.lists.update(torch.ones(1))
-    with pytest.raises(
-        ConfigurationError, match=rf"'lists' \(CatMetric\) keeps 'value' .*, {counts[0]}, {counts[1]} of"
-    ):
-        objects_of(*modules)
-    modules[1].lists.reset()
-    modules[0].lists.reset()
-    objects_of(*modules)
 
 
 def test_metrics_without_updates_in_the_pass_are_not_synchronized() -> None:
