@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tomllib
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,15 @@ def texts() -> list[tuple[str, str]]:
         file for file in tracked if file.endswith(kinds) and file != "CHANGELOG.md" and not file.startswith("tests/")
     ]
     return [(file, (ROOT / file).read_text(encoding="utf-8")) for file in own if (ROOT / file).is_file()]
+
+
+def test_code_is_the_users_unless_it_is_installed_or_a_dependency(tmp_path: Path) -> None:
+    installed = [tmp_path / folder / "package" / "code.py" for folder in ("site-packages", "dist-packages")]
+    dependencies = [Path(str(find_spec(name).origin)) for name in ("torch", "hydra", "json", "trainer")]  # type: ignore[union-attr]
+    assert not any(packages.is_users_file(str(file)) for file in (*installed, *dependencies))
+    assert packages.is_users_file(str(tmp_path / "code.py"))
+    assert packages.is_users_module(__name__)
+    assert not any(map(packages.is_users_module, ("json", "torch.nn", "trainer.cli")))
 
 
 def test_table_agrees_with_pyproject() -> None:

@@ -1,9 +1,13 @@
-"""Optional packages: the features that need them, and the command that installs them. Imports no torch."""
+"""Installed packages: which code is theirs, which features need them, how to install them. Imports no torch."""
 
 from __future__ import annotations
 
 import shlex
+import sys
+import sysconfig
+from functools import cache
 from importlib.util import find_spec
+from pathlib import Path
 
 EXTRAS: dict[str, dict[str, str]] = {
     "recipes": {"torchvision": "torchvision", "sklearn": "scikit-learn"},
@@ -25,6 +29,36 @@ EXTRAS: dict[str, dict[str, str]] = {
     },
 }  # fmt: skip
 """Packages of each extra of ``pyproject.toml``: the name to import, and the name on the package index."""
+
+_NEEDED = ("hydra", "lightning", "numpy", "omegaconf", "pytorch_lightning", "rich", "torch", "torchmetrics")
+_INSTALLED = {"site-packages", "dist-packages"}
+
+
+@cache
+def is_users_file(file: str) -> bool:
+    """Return whether a file of code is the user's: not part of Python, of an installed package, or of this one."""
+    path = Path(file)
+    if not _INSTALLED.isdisjoint(path.parts):
+        return False
+    return not any(path.resolve().is_relative_to(folder) for folder in _folders_of_others())
+
+
+@cache
+def is_users_module(name: str) -> bool:
+    """Return whether a module is the user's, as in `is_users_file`."""
+    root = name.partition(".")[0]
+    module = sys.modules.get(root)
+    file = getattr(module, "__file__", None) or next(iter(getattr(module, "__path__", ())), None)
+    return root not in ("trainer", *sys.stdlib_module_names) and (file is None or is_users_file(file))
+
+
+@cache
+def _folders_of_others() -> tuple[Path, ...]:
+    """Return the folders of this package, of Python, and of the packages that may be checkouts of their sources."""
+    specs = [find_spec(name) for name in _NEEDED]
+    needed = [Path(spec.origin).parent for spec in specs if spec is not None and spec.origin]
+    folders = (Path(__file__).parent, Path(sysconfig.get_path("stdlib")), *needed)
+    return tuple(folder.resolve() for folder in folders)
 
 
 def is_installed(module: str) -> bool:

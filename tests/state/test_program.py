@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import random
 from collections import Counter, UserList, deque
 from collections.abc import Callable
@@ -186,6 +187,33 @@ def test_objects_that_do_not_exist_any_more_are_left_out_and_other_numbers_are_r
     problems, _ = carried(change, module, data, [Counts(), Counts()])
     assert problems == ["The attributes of Counts are not restored: there is another number of these objects now."]
     assert (module.mean, data.passes) == (3.0, 2)
+
+
+def test_installed_package_of_the_module_is_part_of_the_program(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "site-packages"
+    folder.mkdir()
+    code = "class Anneal:\n    factor = 1.0\n    def __init__(self):\n        self.factor = 1.0\n"
+    (folder / "installed_library.py").write_text(code)
+    code += "from lightning.pytorch import LightningModule\nclass Net(LightningModule):\n    pass\n"
+    (folder / "installed_project.py").write_text(code)
+    monkeypatch.syspath_prepend(folder)
+    project, library = map(importlib.import_module, ("installed_project", "installed_library"))
+
+    class Mine(project.Net):  # type: ignore[misc, name-defined]
+        def __init__(self, make: Any) -> None:
+            super().__init__()
+            self.anneal = make()
+
+    for kind in (project.Net, Mine):
+        for make, factor in ((project.Anneal, 0.5), (library.Anneal, 1.0)):
+            changed, resumed = Mine(make), Mine(make)
+            changed.__class__ = resumed.__class__ = kind
+            before, after = state_of(changed), state_of(resumed)
+            changed.weight, changed.anneal.factor = 0.25, 0.5
+            assert after.write(through_a_file(before.read())) == []
+            assert (resumed.weight, resumed.anneal.factor) == (0.25, factor)
 
 
 def test_module_that_fsdp_wraps_has_the_attributes_of_its_class() -> None:

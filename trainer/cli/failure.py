@@ -11,7 +11,6 @@ import logging
 import os
 import re
 import sys
-import sysconfig
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
@@ -32,6 +31,7 @@ from trainer.errors import (
     is_out_of_memory,
 )
 from trainer.files import from_here
+from trainer.packages import is_users_file
 from trainer.terminal import command_line
 
 log = logging.getLogger(__name__)
@@ -196,13 +196,8 @@ def _place(file: str, line: int, function: str) -> str:
 
 
 def _is_own(file: str) -> bool:
-    path = Path(file)
-    if file.startswith("<") or not {"site-packages", "dist-packages"}.isdisjoint(path.parts):
-        return False
-    foreign = [PACKAGE, PACKAGE.parent / "recipes", *(Path(sysconfig.get_path(name)) for name in ("stdlib", "platlib"))]
-    for name in ("torch", "lightning", "hydra", "omegaconf"):
-        foreign += [Path(file).parent for file in [getattr(sys.modules.get(name), "__file__", None)] if file]
-    return not any(path.resolve().is_relative_to(folder.resolve()) for folder in foreign)
+    is_recipe = Path(file).resolve().is_relative_to(PACKAGE.parent / "recipes")
+    return not (file.startswith("<") or is_recipe) and is_users_file(file)
 
 
 def _shortened(message: str) -> str:

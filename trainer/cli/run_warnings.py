@@ -11,6 +11,7 @@ from typing import TextIO
 
 from trainer.cli.failure import log_handler
 from trainer.files import from_here
+from trainer.packages import is_users_file
 
 
 @contextmanager
@@ -50,7 +51,7 @@ def log_warnings() -> Iterator[None]:
 
 def _line(message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None) -> str:
     """Return the line for the terminal, with file and line number if the file is the user's own."""
-    is_own = Path(filename).is_relative_to(Path.cwd()) and "site-packages" not in filename
+    is_own = Path(filename).is_relative_to(Path.cwd()) and is_users_file(filename)
     return f"WARNING: {_in_one_line(message)}{f' ({from_here(Path(filename))}:{lineno})' if is_own else ''}\n"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch import Callback, LightningDataModule, LightningModule
@@ -14,12 +15,13 @@ from lightning.pytorch.utilities.compile import _maybe_unwrap_optimized, _verify
 from trainer.arguments import refuse_other_package
 from trainer.compat.loaders import DrawnLoaderSet
 from trainer.data.batches import Loaders
-from trainer.state.program import ProgramState
+from trainer.state.program import ProgramState, package_of
 
 if TYPE_CHECKING:
     from trainer.trainer import Trainer
 
 _BASES = frozenset({*LightningModule.__mro__, *LightningDataModule.__mro__, Callback})
+_FRAMEWORKS = sys.stdlib_module_names | {"lightning", "pytorch_lightning", "torch", "torchmetrics", "trainer"}
 _ATTRIBUTES = frozenset(vars(LightningModule()))
 """Attributes of a module that Lightning and torch set."""
 
@@ -91,5 +93,6 @@ def set_up_profiler(trainer: Trainer, module: LightningModule) -> None:
 
 def program_state(trainer: Trainer) -> ProgramState:
     """Return the state of the user's objects that changes from now on."""
-    roots = (trainer.lightning_module, trainer.datamodule, trainer.callbacks)
-    return ProgramState(roots, bases=_BASES, ignored=_ATTRIBUTES)
+    modules = (trainer.lightning_module, trainer.datamodule)
+    packages = frozenset(package_of(base) for module in modules for base in type(module).__mro__) - _FRAMEWORKS
+    return ProgramState((*modules, trainer.callbacks), bases=_BASES, ignored=_ATTRIBUTES, packages=packages)

@@ -5,10 +5,8 @@ from __future__ import annotations
 import linecache
 import re
 import sys
-import sysconfig
 from collections.abc import Iterable
 from contextlib import ExitStack
-from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, NamedTuple
 
@@ -20,15 +18,10 @@ from torchmetrics import Metric
 from trainer.data.batches import identity
 from trainer.data.samples import tensors_in
 from trainer.module_tree import is_dense, plain_class, plain_name
+from trainer.packages import is_users_file
 from trainer.precision.dtypes import real_view
 
 _FRAME = re.compile(r'File "(.+)", line (\d+), in ')
-_LIBRARIES = (
-    sysconfig.get_paths()["purelib"],
-    sysconfig.get_paths()["stdlib"],
-    str(Path(torch.__file__).parent.parent),
-)
-_PACKAGE = str(Path(__file__).parent.parent)
 _FILLS = ("masked_fill", "masked_fill_", "fill_", "full", "full_like", "where", "__setitem__", "tensor", "__get__")
 """Operations that write an infinity on purpose."""
 _EQUIVALENT_NAMES = {
@@ -185,7 +178,7 @@ class Trace(TorchFunctionMode):
 
     def _record_origin(self, name: str, output: Tensor, given: list[Tensor], is_nan: bool) -> Origin:
         frame: FrameType | None = sys._getframe(3)  # noqa: SLF001 - of the code that called the operation
-        while frame is not None and frame.f_code.co_filename.startswith((*_LIBRARIES, _PACKAGE)):
+        while frame is not None and not is_users_file(frame.f_code.co_filename):
             frame = frame.f_back
         module = self._open[-1] if self._open else ""
         sources = _modules_behind(one.grad_fn for one in given)
@@ -239,7 +232,7 @@ class Trace(TorchFunctionMode):
                 return
             module, place = node.metadata[_MODULE], ("", 0)
             for match in _FRAME.finditer("".join(node.metadata.get("traceback_", []))):
-                if not match[1].startswith((*_LIBRARIES, _PACKAGE)):
+                if is_users_file(match[1]):
                     place = (match[1], int(match[2]))
             sources = _modules_behind(one for one, _ in node.next_functions)
             self.backward = Origin(

@@ -7,7 +7,6 @@ changed since the run began.
 
 from __future__ import annotations
 
-import sys
 from abc import ABC
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from functools import cache, cached_property
@@ -16,6 +15,7 @@ from typing import Any, Generic, Protocol
 from torch import nn
 from torch.utils.data import Dataset, Sampler
 
+from trainer.packages import is_users_module
 from trainer.state import generators, plain_values
 from trainer.state.plain_values import Copier, Limits
 
@@ -213,17 +213,9 @@ def _is_users(base: type) -> bool:
     return base.__module__ == "collections.abc" or is_users_module(base.__module__)
 
 
-@cache
-def is_users_module(name: str) -> bool:
-    """Return whether a module is the user's: not part of Python, of an installed package, or of this one."""
-    root = name.partition(".")[0]
-    path = str(getattr(sys.modules.get(root), "__file__", ""))
-    return not (root == "trainer" or root in sys.stdlib_module_names or "site-packages" in path)
-
-
 def _class_name(value: Any) -> str:
-    """Return a name that stays the same if the class moves to another of the user's modules, or FSDP wraps it."""
-    kind = next((base for base in type(value).__mro__ if is_users_module(base.__module__)), type(value))
+    """Return a name that stays the same if the class moves to another module, or FSDP wraps it."""
+    kind = next(base for base in type(value).__mro__ if not base.__module__.startswith("torch.distributed."))
     return f"torch.{kind.__qualname__}" if kind.__module__.startswith("torch.") else kind.__qualname__
 
 

@@ -10,8 +10,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from trainer.errors import join_first
+from trainer.packages import is_users_module
 from trainer.state import generators
-from trainer.state.attributes import ABSTRACT, AttributeChanges, is_users_module
+from trainer.state.attributes import ABSTRACT, AttributeChanges
 from trainer.state.plain_values import Limits, memory_of
 
 _PLAIN = {str, bytes, int, float, complex, bool, type(None), Tensor, nn.Parameter}
@@ -35,10 +36,16 @@ class ProgramState:
         roots: the module, the datamodule and the callbacks. Their order determines the order of the state.
         bases: classes of other packages that a class of the user may have as bases. Default: none.
         ignored: attributes that the bases of a module set. Default: none.
+        packages: installed packages whose classes are the user's, too. Default: none.
     """
 
     def __init__(
-        self, roots: Sequence[Any] = (), *, bases: Set[type] = frozenset(), ignored: Set[str] = frozenset()
+        self,
+        roots: Sequence[Any] = (),
+        *,
+        bases: Set[type] = frozenset(),
+        ignored: Set[str] = frozenset(),
+        packages: Set[str] = frozenset(),
     ) -> None:
         self._generators: list[generators.RandomGenerator] = []
         watched: list[Any] = []
@@ -56,7 +63,7 @@ class ProgramState:
             elif isinstance(value, nn.Module):
                 queue.append(vars(value).get("_modules"))  # a scripted module has none
             kind: type = type(value)
-            if not _is_to_be_saved(kind, bases):
+            if not _is_to_be_saved(kind, bases, packages):
                 continue
             own = vars(value).items()
             queue.extend(one for name, one in own if name not in ignored or not isinstance(value, nn.Module))
@@ -116,11 +123,16 @@ class ProgramState:
 
 
 @cache
-def _is_to_be_saved(kind: type, bases: Set[type]) -> bool:
+def _is_to_be_saved(kind: type, bases: Set[type], packages: Set[str]) -> bool:
     """Return whether a class is the user's, is not one of data, and does not save itself."""
-    own = [base for base in kind.__mro__ if is_users_module(base.__module__)]
+    own = [base for base in kind.__mro__ if is_users_module(base.__module__) or package_of(base) in packages]
     others = {base for base in kind.__mro__ if base not in own and not base.__module__.startswith("torch.distributed.")}
     if not own or not others <= ABSTRACT | bases or not kind.__dictoffset__:
         return False
     pairs = _HOOKS if issubclass(kind, nn.Module) else {*_HOOKS, _STATE}
     return not any(all(any(name in vars(base) for base in own) for name in pair) for pair in pairs)
+
+
+def package_of(kind: type) -> str:
+    """Return the top-level package of a class."""
+    return kind.__module__.partition(".")[0]

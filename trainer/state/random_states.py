@@ -20,8 +20,9 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
+from trainer.packages import is_users_module
 from trainer.state import generator_memory, generators
-from trainer.state.attributes import AttributeChanges, is_users_module, is_watched
+from trainer.state.attributes import AttributeChanges, is_watched
 
 Generator = generators.RandomGenerator | AttributeChanges
 State = dict[str, Any]
