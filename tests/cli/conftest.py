@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import textwrap
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -113,6 +115,45 @@ def write(folder: Path, files: dict[str, str]) -> None:
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(textwrap.dedent(text).lstrip("\n"))
+
+
+class FakeJob:
+    """Stands in for the process of a job of a sweep.
+
+    ``ends`` returns the record that the run writes, or the exit status of a run without one.
+    """
+
+    started: ClassVar[list[FakeJob]] = []
+    ends: Callable[[FakeJob], Any]
+    returncode: int | None = None
+
+    def __init__(self, command: list[str], *, cwd: str, env: dict[str, str], **options: Any) -> None:
+        self.command, self.env, self.options = command, env, options
+        self.folder = Path(self.value("hydra.run.dir"))
+        FakeJob.started.append(self)
+
+    def value(self, key: str) -> str:
+        (found,) = [word.partition("=")[2].strip("'") for word in self.command if word.startswith(f"{key}=")]
+        return found
+
+    def wait(self, timeout: float | None = None) -> int:
+        if self.returncode is None:
+            ended = FakeJob.ends(self)
+            if isinstance(ended, dict):
+                write(self.folder, {"run.json": json.dumps(ended)})
+            self.returncode = ended if isinstance(ended, int) else 0
+        return self.returncode
+
+
+@pytest.fixture
+def jobs(project: Path, monkeypatch: pytest.MonkeyPatch) -> type[FakeJob]:
+    """Processes of jobs that are completed at once."""
+    monkeypatch.setattr(FakeJob, "started", [])
+    monkeypatch.setattr(
+        FakeJob, "ends", lambda job: {"status": "completed", "metrics": {}, "run_dir": "."}, raising=False
+    )
+    monkeypatch.setattr("trainer.cli.sweep.jobs.subprocess.Popen", FakeJob)
+    return FakeJob
 
 
 @pytest.fixture

@@ -35,7 +35,6 @@ def out_of_memory_elsewhere():
 
 KINDS = [
     (lambda: __import__("no_such_module"), "No module named 'no_such_module'", "If no_such_module is a package"),
-    (out_of_memory, "CUDA out of memory", "trainer.accumulate_grad_batches"),
     (out_of_memory_elsewhere, "CUDA out of memory", "Try a smaller data.batch_size."),
 ]
 

@@ -73,15 +73,19 @@ def test_value_is_that_of_the_best_checkpoint():
     assert other.objective_value == 0.5
 
 
-def test_record_has_the_value_of_the_objective(project, monkeypatch):
+@pytest.mark.parametrize("monitor", ["auto", "null"])
+def test_record_has_the_value_of_the_objective(project, monkeypatch, monitor):
+    """The learning rate makes the line worse from epoch to epoch."""
     from trainer.cli import run
 
     returned = []
     monkeypatch.setattr(run, "task", lambda config, task=run.task: returned.append(task(config)))
-    assert main(["fit", *LINE, "objective.metric=val_loss"]) == 0
-    record = json.loads(Path("run/run.json").read_text())
-    assert record["objective"] == {"metric": "val_loss", "mode": "min", "value": record["metrics"]["val_loss"]}
-    assert returned == [record["metrics"]["val_loss"]]
+    settings = [f"callbacks.model_checkpoint.monitor={monitor}", "objective.metric=val_loss", "optimizer.lr=2"]
+    assert main(["fit", *LINE, *settings]) == 0
+    record, best = json.loads(Path("run/run.json").read_text()), monitor == "auto"
+    assert ("best_checkpoint" in record["paths"], record["best_score"] is not None) == (best, best)
+    assert returned == [record["best_score"] if best else record["metrics"]["val_loss"]]
+    assert record["objective"] == {"metric": "val_loss", "mode": "min", "value": returned[0]}
 
 
 def test_missing_metric_is_reported(project, capsys):

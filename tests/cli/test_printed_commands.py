@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -63,6 +64,9 @@ INTERRUPTED = {
 
 
         class Plain(line_fit.Line):
+            def forward(self, x):
+                return self.net(x)
+
             def training_step(self, batch, batch_idx):
                 return self.loss(batch)
     """,
@@ -155,20 +159,48 @@ def commands_in(text: str) -> list[str]:
 # --- scenarios -----------------------------------------------------------------------------------------------------
 
 
-def refused(*words: str, count: int = 1) -> Callable[[Shell], None]:
-    """A mistake, and the commands that its message prints."""
+def printed_by(
+    *words: str,
+    status: int = 2,
+    count: int = 1,
+    follow: tuple[int, ...] = (0,),
+    after: Callable[[Shell], Any] = lambda shell: None,
+) -> Callable[[Shell], None]:
+    """Return a scenario that follows the commands that a command prints.
+
+    Args:
+        words: the command.
+        status: its exit status; by default that of a mistake.
+        count: number of printed commands.
+        follow: the exit status of each time that a printed command is run.
+        after: prepares the folder.
+    """
 
     def scenario(shell: Shell) -> None:
-        if not Path("run").exists():
-            made_run(shell)
-        shutil.copy("run/checkpoints/last.ckpt", "loose.ckpt")
-        status, printed = shell.run(*words)
-        found = commands_in(printed)
-        assert (status, len(found)) == (2, count), printed
-        for command in found:
-            shell.follow(command)
+        after(shell)
+        found, printed = shell.run(*words)
+        commands = commands_in(printed)
+        assert (found, len(commands)) == (status, count), printed
+        for command in commands:
+            shell.follow(command, follow)
 
     return scenario
+
+
+def has_run(shell: Shell) -> None:
+    """Write the files that stand for those of the user."""
+    if not Path("run").exists():
+        made_run(shell)
+    shutil.copy("run/checkpoints/last.ckpt", "loose.ckpt")
+
+
+def refused(*words: str, count: int = 1) -> Callable[[Shell], None]:
+    return printed_by(*words, count=count, after=has_run)
+
+
+def has_runs_in_a_folder(shell: Shell) -> None:
+    for number in (1, 2):
+        made_run(shell, "+name=a", f"hydra.run.dir=outputs/a/{number}")
 
 
 def no_model(shell: Shell) -> None:
@@ -210,21 +242,9 @@ def continued(shell: Shell) -> None:
     shell.follow(command)
 
 
-def best_of_a_sweep(shell: Shell) -> None:
-    status, printed = shell.run("fit", "-m", *LINE, "optimizer.lr=0.1,0.2", "hydra.sweep.dir=jobs")
-    assert status == 0
-    (command,) = commands_in(printed)
-    shell.follow(command)
-
-
 def compared(shell: Shell) -> None:
     assert shell.run("compare", *LINE, "optimizer.lr=0.1,0.2", "precision=32", "hydra.sweep.dir=jobs")[0] == 0
     (command,) = commands_in(Path("jobs/compare.md").read_text())
-    shell.follow(command)
-
-
-def summary(shell: Shell) -> None:
-    (command,) = commands_in(made_run(shell))
     shell.follow(command)
 
 
@@ -254,35 +274,6 @@ def unpredictable(shell: Shell) -> None:
         shell.check(command)
 
 
-def unwritable_report(shell: Shell) -> None:
-    made_run(shell)
-    Path("taken").write_text("")
-    status, printed = shell.run("report", "run", "taken/page.html")
-    (command,) = commands_in(printed)
-    assert status == 2
-    shell.follow(command)
-
-
-def no_run(shell: Shell) -> None:
-    refused_here = shell.run("report")
-    (command,) = commands_in(refused_here[1])
-    assert refused_here[0] == 2
-    shell.follow(command)
-
-
-def near_runs(shell: Shell) -> None:
-    made_run(shell, "+name=a", "hydra.run.dir=outputs/a/1")
-    made_run(shell, "+name=a", "hydra.run.dir=outputs/a/2")
-    refused("report", "outputs/a/3", count=2)(shell)
-
-
-def copied(shell: Shell) -> None:
-    status, printed = shell.run("recipes", "copy", "line", "mine")
-    (command,) = commands_in(printed)
-    assert status == 0
-    shell.follow(command)
-
-
 def under_torchrun(shell: Shell) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TORCHELASTIC_RUN_ID", "1")
@@ -304,17 +295,6 @@ def conversions(shell: Shell) -> None:
         assert Path(made).is_file()
 
 
-def exported(shell: Shell) -> None:
-    forward = "    def forward(self, x):\n        return self.net(x)\n"
-    write(Path.cwd(), {"graph.py": f"import line_fit\n\n\nclass Net(line_fit.Line):\n{forward}"})
-    write(Path.cwd(), {"conf/model/net.yaml": "_target_: graph.Net\noptimizer: ${optimizer}\n"})
-    made_run(shell, "model=net")
-    status, printed = shell.run("export", "ckpt=run")
-    (command,) = commands_in(printed)
-    assert status == 2
-    shell.follow(command, (0, 2))
-
-
 def helped(shell: Shell) -> None:
     status, printed = shell.run("test", "--help")
     assert (status, commands_in(printed)[0]) == (0, "python -m trainer fit --help")
@@ -333,7 +313,7 @@ def first_screen(shell: Shell) -> None:
 
 
 SCENARIOS: dict[str, Callable[[Shell], None]] = {
-    "callbacks/run_summary.py:_paths": summary,
+    "callbacks/run_summary.py:_paths": printed_by("fit", *LINE, "hydra.run.dir=run", status=0),
     "cli/__init__.py:_dispatch": refused(*LINE),
     "cli/arguments.py:_read_flag": refused("fit", *LINE, "--lr", "1"),
     "cli/arguments.py:check_flags": refused("tune", "lr", *LINE, "--cfg", "job"),
@@ -342,18 +322,22 @@ SCENARIOS: dict[str, Callable[[Shell], None]] = {
     "cli/checks/memory.py:_measure": unpredictable,
     "cli/compare/__init__.py:report": compared,
     "cli/consolidate.py:two_paths": conversions,
-    "cli/export.py:command": exported,
+    "cli/export.py:command": printed_by(
+        "export", "ckpt=run", follow=(0, 2), after=lambda shell: made_run(shell, "model=plain")
+    ),
     "cli/failure.py:_advice_out_of_memory": out_of_memory,
     "cli/help.py:_first_screen": first_screen,
     "cli/help.py:help_text": helped,
     "cli/recipes.py:_find": refused("recipes", "lin"),
-    "cli/recipes.py:copy": copied,
-    "cli/report/__init__.py:write_report": unwritable_report,
-    "cli/report/selection.py:_nearby_runs": near_runs,
-    "cli/report/selection.py:choose_subject": no_run,
+    "cli/recipes.py:copy": printed_by("recipes", "copy", "line", "mine", status=0),
+    "cli/report/__init__.py:write_report": refused("report", "run", "line_fit.py/page.html"),
+    "cli/report/selection.py:_nearby_runs": printed_by("report", "outputs/a/3", count=2, after=has_runs_in_a_folder),
+    "cli/report/selection.py:choose_subject": printed_by("report"),
     "cli/restore.py:apply": refused("test", "ckpt=loose.ckpt"),
     "cli/run.py:_require_last_checkpoint": refused("test", *LINE, "ckpt_path=last"),
-    "cli/sweep/__init__.py:_best": best_of_a_sweep,
+    "cli/sweep/__init__.py:_best": printed_by(
+        "fit", "-m", *LINE, "optimizer.lr=0.1,0.2", "hydra.sweep.dir=jobs", status=0
+    ),
     "cli/tune/__init__.py:command": refused("tune", "batchsize", *LINE, *SHORT),
     "cli/validate.py:_check_model": no_model,
     "cli/validate.py:_check_weights": refused("test", *LINE, "weights=run"),

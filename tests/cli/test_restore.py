@@ -8,7 +8,6 @@ import shutil
 from pathlib import Path
 
 import pytest
-import torch
 import yaml
 
 from tests.cli.conftest import write
@@ -257,23 +256,6 @@ def test_compiled_run_is_resumed_with_and_without_compile(run):
     assert composed("fit", f"ckpt={run}").callbacks.compile.mode == "max-autotune"
     assert composed("fit", f"ckpt={run}", "compile=none").callbacks.compile is None
     assert composed("fit", f"ckpt={run}", "compile=default").callbacks.compile.mode == "default"
-
-
-@pytest.mark.parametrize(
-    ("monitor", "epoch", "goal"), [("auto", 0, {"metric": "val_loss", "mode": "min"}), ("null", 2, None)]
-)
-def test_checkpoint_not_selected_by_a_metric_is_the_last_one(project, monitor, epoch, goal):
-    """The learning rate makes the line worse from epoch to epoch."""
-    settings = ["optimizer.lr=2", "trainer.max_epochs=3", f"callbacks.model_checkpoint.monitor={monitor}"]
-    more = ["logger=none", "callbacks.learning_rate_monitor=null", "hydra.run.dir=run"]
-    assert main(["fit", "+recipe=line", *settings, *more]) == 0
-    record = json.loads(Path("run/run.json").read_text())
-    assert record["monitor"] == goal
-    assert ("best_checkpoint" in record["paths"]) == (goal is not None)
-    assert "last_checkpoint" in record["paths"]
-    assert record["objective"] == (None if goal is None else goal | {"value": record["best_score"]})
-    assert torch.load(find(Path("run")), weights_only=True)["epoch"] == epoch
-    assert torch.load("run/checkpoints/last.ckpt", weights_only=True)["epoch"] == 2
 
 
 @pytest.mark.whole

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
 import signal
@@ -46,7 +45,7 @@ def test_only_the_runs_of_a_command_get_remedies_for_the_command_line(project, m
 
 
 def test_fit_writes_everything_into_the_runs_folder(project):
-    assert main(["fit", *LINE, "trainer.max_epochs=3"]) == 0
+    assert main(["fit", *LINE, "trainer.max_epochs=3", "seed=3"]) == 0
     folder = only("outputs/line/*")
     assert {"run.json", "checkpoints", ".hydra", "csv"} <= {file.name for file in folder.iterdir()}
     assert (folder / "checkpoints" / "last.ckpt").is_file()
@@ -55,16 +54,17 @@ def test_fit_writes_everything_into_the_runs_folder(project):
         "- +recipe=line",
         "- callbacks.learning_rate_monitor=null",
         "- trainer.max_epochs=3",
+        "- seed=3",
         "- command=fit",
     ]
     record = result()
-    assert (record["status"], record["command"], record["recipe"], record["precision"]) == (
-        "completed",
-        "fit",
-        "line",
-        "32-true",
-    )
-    assert (record["epochs"], record["steps"], record["skipped_steps"], record["scale"]) == (3, 12, 0, None)
+    expected = {
+        "status": "completed", "command": "fit", "recipe": "line", "precision": "32-true", "seed": 3, "epochs": 3,
+        "steps": 12, "skipped_steps": 0, "scale": None, "devices": "1 x CPU", "gpu": None,
+        "monitor": {"metric": "val_loss", "mode": "min"},
+    }  # fmt: skip
+    assert expected.items() <= record.items()
+    assert torch.initial_seed() == 3
     assert 0 < record["metrics"]["val_loss"] < 1.5
     assert record["peak_memory"]["process"] > 2**20
     assert sorted(file.name for file in project.iterdir() if file.name != "__pycache__") == [
@@ -72,21 +72,6 @@ def test_fit_writes_everything_into_the_runs_folder(project):
         "line_fit.py",
         "outputs",
     ]
-
-
-def test_record_has_the_values_of_a_comparison(monkeypatch):
-    settings = ["callbacks.model_checkpoint.monitor=val_loss", "precision=bf16", "seed=3"]
-    assert main(["fit", *LINE, *settings, "logger=none", "hydra.run.dir=plain"]) == 0
-    record = result(Path("plain"))
-    assert (record["precision"], record["seed"], record["devices"], record["gpu"]) == ("bf16-mixed", 3, "1 x CPU", None)
-    assert record["monitor"] == {"metric": "val_loss", "mode": "min"}
-    assert "throughput" not in record
-
-
-def test_same_seed_and_settings_give_the_same_result():
-    for folder in "ab":
-        assert main(["fit", *LINE, "logger=none", f"hydra.run.dir={folder}"]) == 0
-    assert result(Path("a"))["metrics"] == result(Path("b"))["metrics"]
 
 
 SKIPPED = ["precision=16", "precision.init_scale=1e30", "trainer.max_epochs=1"]  # in float16 every gradient is infinite
@@ -137,20 +122,17 @@ def test_command_line_of_child_ranks_is_unchanged():
     assert not Path("given folder/.hydra").exists()
 
 
-def test_validate_test_and_predict_use_a_checkpoint():
-    assert main(["fit", *LINE, "logger=none", "hydra.run.dir=fitted", "trainer.max_epochs=5"]) == 0
-    trained = result(Path("fitted"))["metrics"]["val_loss"]
+def test_predict_and_fit_use_a_checkpoint():
+    """As test and validate do in test_restore.py."""
+    assert main(["fit", *LINE, "logger=none", "hydra.run.dir=fitted"]) == 0
     more = [*LINE, "logger=none", "ckpt_path=fitted/checkpoints/last.ckpt"]
-    assert main(["validate", *more, "hydra.run.dir=validated"]) == 0
-    assert math.isclose(result(Path("validated"))["metrics"]["val_loss"], trained, rel_tol=1e-6)
-    assert main(["test", *more, "hydra.run.dir=tested"]) == 0
-    assert math.isclose(result(Path("tested"))["metrics"]["test_loss"], trained, rel_tol=1e-6)
     assert main(["predict", *more, "hydra.run.dir=predicted"]) == 0
-    predictions = torch.load("predicted/predictions.pt", weights_only=True)
-    assert [batch.shape for batch in predictions] == [(4, 1)] * 4
-    # ... and fit resumes from it
-    assert main(["fit", *more, "hydra.run.dir=resumed", "trainer.max_epochs=6"]) == 0
-    assert (result(Path("resumed"))["epochs"], result(Path("resumed"))["steps"]) == (6, 24)
+    trained = torch.load("fitted/checkpoints/last.ckpt", weights_only=True)["state_dict"]
+    points = torch.linspace(-1, 1, 16).unsqueeze(1)
+    predictions = torch.cat(torch.load("predicted/predictions.pt", weights_only=True))
+    torch.testing.assert_close(predictions, points @ trained["net.weight"].T + trained["net.bias"])
+    assert main(["fit", *more, "hydra.run.dir=resumed", "trainer.max_epochs=3"]) == 0
+    assert (result(Path("resumed"))["epochs"], result(Path("resumed"))["steps"]) == (3, 12)
 
 
 def test_error_in_a_run_is_a_paragraph_and_its_traceback_is_in_the_log(capsys):
@@ -338,19 +320,12 @@ def test_run_reports_a_closed_output_pipe(python):
 
 
 @pytest.mark.whole
-def test_run_is_compiled(project, capsys):
-    assert main(["fit", *LINE, "compile=default", "hydra.run.dir=one"]) != 0  # a single layer is not worth it
-    assert "There is nothing to compile in Line: it has neither a forward nor" in capsys.readouterr().err
+def test_run_is_compiled(project):
     module = Path("line_fit.py").read_text(encoding="utf-8").replace("self.net(x), y", "self(x), y")
     forward = "    def forward(self, x):\n        return self.net(x)\n\n    def loss("
     write(project, {"called.py": module.replace("    def loss(", forward)})
-    called = [*LINE, "model._target_=called.Line", "logger=none", "trainer.max_epochs=2"]
-    eager = ["callbacks.compile.backend=eager", "callbacks.compile.mode=null"]
-    for folder, settings in (("plain", []), ("compiled", ["compile=reduce-overhead", *eager])):
-        assert main(["fit", *called, *settings, f"hydra.run.dir={folder}"]) == 0
+    eager = ["compile=reduce-overhead", "callbacks.compile.backend=eager", "callbacks.compile.mode=null"]
+    assert main(["fit", *LINE, "model._target_=called.Line", "logger=none", *eager]) == 0
     torch.compiler.reset()
-    plain, compiled = result(Path("plain")), result(Path("compiled"))
-    assert "compile" not in plain
-    assert compiled["compile"]["modules"] == ["forward"]
-    assert compiled["compile"]["compilations"] >= 1
-    assert compiled["metrics"] == plain["metrics"]
+    assert result()["compile"]["modules"] == ["forward"]
+    assert result()["compile"]["compilations"] >= 1

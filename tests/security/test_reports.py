@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.cli.conftest import write
+from tests.cli.report.conftest import Page
 from trainer.cli import main
 
 EVIL = '"><img src=x onerror=alert(1)></script></pre><script>alert(2)</script>'
@@ -52,15 +52,20 @@ def test_names_are_texts_in_the_page(given):
             "csv/metrics.csv": f"step,{EVIL.replace(chr(34), '')},$x^{{\n0,1,2\n1,2,3\n",
             "fit.log": f"[2026-01-01 00:00:00][a][WARNING] - {EVIL}\n{EVIL}\n",
             "diagnosis_step_3.md": f"# {EVIL}\n\n{EVIL}\n\n- {EVIL}\n\n| {EVIL} | {EVIL} |\n",
+            "a b&c#.txt": "",
         },
     )
-    html = page_of(folder)
-    assert "<img src=x" not in html
-    assert "<script>alert" not in html
-    assert html.count("&lt;img src=x") > 10
-    policy = re.search(r'content="(default-src[^"]*)"', html)
-    assert policy is not None
-    assert "'unsafe-inline'" not in policy[1].partition("script-src")[2]
+    page = Page(page_of(folder))
+    assert "./a%20b%26c%23.txt" in page.having("a", "href")
+    assert len(page.scripts) == 1
+    assert {tag for tag, _ in page.elements}.isdisjoint({"img", "iframe", "object", "embed", "base", "form"})
+    assert not [name for _, attributes in page.elements for name in attributes if name.startswith("on")]
+    assert page.text.count(EVIL) > 10
+    data = [part.partition("</script>")[0] for part in page.html.split('<script type="application/json">')[1:]]
+    assert len(data) == len(page.data) > 0
+    assert not any("<" in part for part in data)
+    (policy,) = [text for text in page.having("meta", "content") if text.startswith("default-src")]
+    assert "'unsafe-inline'" not in policy.partition("script-src")[2]
 
 
 LINKED = ["fit.log", ".hydra/config.yaml", "diagnosis_step_3.md", "run.json"]

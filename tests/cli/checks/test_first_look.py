@@ -75,7 +75,7 @@ class Data(L.LightningDataModule):
         dataset = (Broken if kind == "raises" else TensorDataset)(*((x[:4], y[:4]) if kind == "empty" else (x, y)))
         collate = collate_dict if kind == "dict" else None
         loader = DataLoader(dataset, batch_size=self.batch_size, collate_fn=collate, drop_last=kind == "empty")
-        return {"first": loader, "second": loader} if kind == "several" else loader
+        return loader
 
 
 class Net(L.LightningModule):
@@ -91,8 +91,7 @@ class Net(L.LightningModule):
         y = torch.zeros(8, dtype=torch.int64)
         while not isinstance(batch, torch.Tensor):
             if isinstance(batch, dict):
-                y = batch.pop("labels") if "file" in batch else y  # which changes the batch
-                batch = next(iter(batch.values()))
+                y, batch = batch.pop("labels"), batch["inputs"]  # which changes the batch
             elif isinstance(batch[0], str):
                 batch = self.embedded(torch.tensor([len(text) for text in batch]))
             else:
@@ -182,15 +181,6 @@ FLOATS, LABELS = ("8 x 4", "float32"), ("8", "int64")
             },
         ),
         ("texts", {"batch": ("8", "list of str")}),
-        (
-            "several",
-            {
-                "batch['first'][0]": FLOATS,
-                "batch['first'][1]": LABELS,
-                "batch['second'][0]": FLOATS,
-                "batch['second'][1]": LABELS,
-            },
-        ),
     ],
 )
 def test_batches_of_any_kind(kind, expected, capsys):
@@ -337,8 +327,10 @@ def test_contents_of_tensors():
         "long": "x" * 100,
         "object": nn.Identity(),
         "waves": torch.tensor([1j]),
+        "several": [torch.tensor([3]), ["a", "b"]],
     }
-    found = {entry.name[7:-2]: entry[1:] for entry in describe(batch)}
+    found = {entry.name.removeprefix("batch"): entry[1:] for entry in describe(batch)}
+    found = {name.removeprefix("['").removesuffix("']"): entry for name, entry in found.items()}
     assert found == {
         "mask": ("3", "bool", "", "false: 1, true: 2", ""),
         "scores": ("4", "bfloat16", "1 to 3", "mean 2, std 1", "1 NaN and 1 inf"),
@@ -349,6 +341,8 @@ def test_contents_of_tensors():
         "long": ("", "str", "", f"'{'x' * 12}...{'x' * 13}'", ""),
         "object": ("", "Identity", "", "not described", ""),
         "waves": ("1", "complex64", "", "", ""),
+        "several'][0]": ("1", "int64", "3 to 3", "3: 1", ""),
+        "several'][1]": ("2", "list of str", "", "", ""),
     }
     assert suspicious(batch) == ["batch['scores'] has 1 NaN and 1 inf among 4 elements."]
     labels, inputs = suspicious([torch.zeros(4, dtype=torch.int64), torch.full((4, 2), 0.5), torch.ones(4) > 0])

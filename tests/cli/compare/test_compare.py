@@ -161,10 +161,7 @@ def runs(**of_second) -> list[RunRecord]:
     [
         ({"throughput": None}, "1 x NVIDIA A100, 3 epochs (60 optimizer steps)."),  # nothing is known of the batches
         ({"seed": 7}, "Different between runs: 16-mixed has seed 7, 32-true 42."),
-        (
-            {"epochs": 1, "steps": 1},
-            "16-mixed trained for 1 epoch (1 optimizer step), 32-true for 3 epochs (60 optimizer steps).",
-        ),
+        ({"epochs": 1, "steps": 1}, "16-mixed trained for 1 epoch (1 optimizer step), 32-true for 3 epochs (60 "),
         ({"throughput": {"batches": [[None, 2], [None, 4], [5, 6]]}}, "Equal in all runs: "),
         (
             {"throughput": {"batches": [[None, 2], [None, 5], [5, 6]]}},
@@ -189,35 +186,12 @@ def test_conditions():
     assert Comparison(runs(), Thresholds(metric="val_ac")).conditions[0].startswith("compare.metric is val_ac, which")
 
 
-class Job:
-    """Stands in for the process of a job, and writes its files."""
-
-    started: list[list[str]] = []
-
-    def __init__(self, command, *, cwd, env, **streams):
-        self.started.append(command)
-        (folder,) = [word.partition("=")[2].strip("'") for word in command if word.startswith("hydra.run.dir=")]
-        (precision,) = [word.partition("=")[2] for word in command if word.startswith("precision=")]
-        write(Path(folder), {"run.json": json.dumps(result(0, precision, run_dir=folder))})
-
-    returncode = 0
-
-    def wait(self):
-        return 0
-
-
-@pytest.fixture
-def jobs(monkeypatch):
-    monkeypatch.setattr(Job, "started", [])
-    monkeypatch.setattr("trainer.cli.sweep.jobs.subprocess.Popen", Job)
-    return Job
-
-
-def test_one_job_for_each_precision(project, jobs, capsys):
+def test_one_job_for_each_precision(jobs, monkeypatch, capsys):
+    monkeypatch.setattr(jobs, "ends", lambda job: result(0, job.value("precision"), run_dir=str(job.folder)))
     assert main(["compare", "+recipe=line", "compare.min_memory_saving=null", "optimizer.lr=0.2"]) == 0
-    precisions = [word for command in jobs.started for word in command if word.startswith("precision=")]
-    assert precisions == ["precision=32-true", "precision=16-mixed", "precision=bf16-mixed"]
-    assert all("command=fit" in command and "hydra.mode=RUN" in command for command in jobs.started)
+    assert [job.value("precision") for job in jobs.started] == ["32-true", "16-mixed", "bf16-mixed"]
+    measured = "++callbacks.throughput._target_=trainer.callbacks.Throughput"
+    assert all({"command=fit", "hydra.mode=RUN", measured} <= set(job.command) for job in jobs.started)
     (folder,) = Path("multirun/line").iterdir()
     assert {"compare.md", "compare.json"} <= {file.name for file in folder.iterdir()}
     assert not (folder / "summary.md").exists()
@@ -225,10 +199,8 @@ def test_one_job_for_each_precision(project, jobs, capsys):
     assert f"    python -m trainer {command}bf16-mixed\n" in (folder / "compare.md").read_text()
     out = capsys.readouterr().out
     assert "Job 1: +recipe=line compare.min_memory_saving=null optimizer.lr=0.2 precision=16-mixed, " in out
-    measured = "++callbacks.throughput._target_=trainer.callbacks.Throughput"
-    assert all(measured in command for command in jobs.started)
     # the command line of a job is valid
-    assert main([*jobs.started[1][3:], "--cfg", "job"]) == 0
+    assert main([*jobs.started[1].command[3:], "--cfg", "job"]) == 0
     assert main(["compare", "+recipe=line", "precision=32,16", "compare.strict=true"]) == 1  # as fast, as much memory
 
 

@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 
 from tests.cli.conftest import write
-from tests.cli.sweep.test_sweep import Job
 from tests.warm_python import WarmPython
 from trainer.cli import main
 
@@ -125,52 +124,37 @@ def test_jobs_end_with_a_sweep_that_is_killed(once: Path, python: WarmPython) ->
     assert Path("jobs/0/checkpoints/interrupted.ckpt").is_file()
 
 
-class Placed(Job):
-    """Stands in for the process of a parallel job, and keeps its environment variables."""
-
-    places: list[dict[str, str]] = []
-
-    def __init__(self, command, *, cwd, env, **more):
-        super().__init__(command, cwd=cwd, env=env)
-        Placed.places.append(env)
-        assert more["start_new_session"] is True
-
-
 @pytest.fixture
-def places(project, monkeypatch):
-    monkeypatch.setattr(Job, "started", [])
-    monkeypatch.setattr(Placed, "places", [])
-    monkeypatch.setattr("trainer.cli.sweep.jobs.subprocess.Popen", Placed)
+def parallel(jobs, monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,7")
-    return Placed.places
+    return jobs.started
 
 
 SIDE_BY_SIDE = ["fit", "-m", "+recipe=line", "hydra/launcher=joblib", "hydra.sweep.dir=jobs"]
 
 
 @pytest.mark.whole
-def test_parallel_jobs_share_cores_and_gpus(places, monkeypatch):
+def test_parallel_jobs_share_cores_and_gpus(parallel, monkeypatch):
     monkeypatch.setattr("joblib.cpu_count", lambda: 13)
     assert main([*SIDE_BY_SIDE, "seed=1,2,3", "hydra.launcher.n_jobs=3", "hydra.launcher.gpus_per_job=1"]) == 0
-    assert {place["OMP_NUM_THREADS"] for place in places} == {"4"}
-    assert {place["CUDA_VISIBLE_DEVICES"] for place in places} <= {"4", "5", "7"}
+    assert {job.env["OMP_NUM_THREADS"] for job in parallel} == {"4"}
+    assert {job.env["CUDA_VISIBLE_DEVICES"] for job in parallel} <= {"4", "5", "7"}
+    assert all(job.options["start_new_session"] for job in parallel)
+    assert sorted(job.value("seed") for job in parallel) == ["1", "2", "3"]
     from trainer.cli.sweep.joblib_launcher import JoblibLauncher  # imports joblib
 
     launcher = JoblibLauncher(n_jobs=3, gpus_per_job=1)
     launcher.setup(hydra_context=None, task_function=None, config=None)
     assert [place["CUDA_VISIBLE_DEVICES"] for place in launcher.places] == ["4", "5", "7"]
-    assert sorted(word for command, _ in Job.started for word in command if word.startswith("seed=")) == [
-        "seed=1", "seed=2", "seed=3",
-    ]  # fmt: skip
     monkeypatch.setenv("OMP_NUM_THREADS", "7")  # of the user
     assert main([*SIDE_BY_SIDE, "seed=1"]) == 0
-    assert (places[3]["OMP_NUM_THREADS"], places[3]["CUDA_VISIBLE_DEVICES"]) == ("7", "4,5,7")
+    assert (parallel[3].env["OMP_NUM_THREADS"], parallel[3].env["CUDA_VISIBLE_DEVICES"]) == ("7", "4,5,7")
     assert main([*SIDE_BY_SIDE, "seed=1", "hydra.launcher.threads_per_job=2"]) == 0
-    assert places[4]["OMP_NUM_THREADS"] == "2"
+    assert parallel[4].env["OMP_NUM_THREADS"] == "2"
 
 
-def test_launcher_that_cannot_run(places, capsys, monkeypatch):
+def test_launcher_that_cannot_run(parallel, capsys, monkeypatch):
     """Numbers that are out of range, and a package or a program that is not installed."""
     missing = [""]
     monkeypatch.setattr("trainer.packages.is_installed", lambda name: name not in missing)
@@ -190,7 +174,7 @@ def test_launcher_that_cannot_run(places, capsys, monkeypatch):
     ):
         assert main(slurm) == 2
         assert complaint in capsys.readouterr().err
-    assert not places
+    assert not parallel
 
 
 SBATCH = f"""#!{sys.executable}

@@ -6,10 +6,11 @@ import json
 import math
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.cli.conftest import write
+from tests.cli.conftest import FakeJob, write
 from trainer.cli import main
 from trainer.record.run_record import read_json
 
@@ -20,61 +21,43 @@ SWEEP = ["fit", "-m", "+recipe=line", "hydra/sweeper=optuna", "hydra.sweep.dir=j
 LR = "optimizer.lr=tag(log,interval(1e-4,1))"
 
 
-class Trial:
-    """Stands in for the process of a job, with a loss that depends on the learning rate: the best is 0.01."""
+class Trials:
+    """Jobs with a loss that depends on the learning rate: the best is 0.01."""
 
-    started: list[list[str]] = []
-    returncode = 0
-    fails_at: list[int] = []
-    raises_at: list[int] = []
-    pruned_at: list[int] = []
-    diverges_at: list[int] = []
+    def __init__(self, started: list[FakeJob]) -> None:
+        self.started = started
+        self.fails_at: list[int] = []
+        self.raises_at: list[int] = []
+        self.pruned_at: list[int] = []
+        self.diverges_at: list[int] = []
 
-    def __init__(self, command, *, cwd, env, **streams):
-        Trial.started.append(command)
-        self.command = command
-        self.folder = Path(self.value("hydra.run.dir").strip("'"))
-
-    def value(self, key: str) -> str:
-        (found,) = [word.partition("=")[2] for word in self.command if word.startswith(f"{key}=")]
-        return found
-
-    def wait(self):
-        number = int(self.value("hydra.job.num"))
-        if self.returncode:
-            return self.returncode
+    def end(self, job: FakeJob) -> Any:
+        number = int(job.value("hydra.job.num"))
         if number in self.raises_at:
             self.raises_at.remove(number)
-            self.returncode = 130
+            job.returncode = 130
             raise KeyboardInterrupt
         if number in self.fails_at:
-            self.returncode = 1
             return 1
-        loss = abs(math.log10(float(self.value("optimizer.lr"))) + 2)
+        loss = math.nan if number in self.diverges_at else abs(math.log10(float(job.value("optimizer.lr"))) + 2)
         status = "pruned" if number in self.pruned_at else "completed"
-        loss = math.nan if number in self.diverges_at else loss
         objective = {"metric": "val_loss", "mode": "min"}
-        result = {"status": status, "metrics": {"val_loss": loss}, "run_dir": str(self.folder), "objective": objective}
-        write(self.folder, {"run.json": json.dumps(result)})
-        return 0
+        return {"status": status, "metrics": {"val_loss": loss}, "run_dir": str(job.folder), "objective": objective}
+
+    @property
+    def rates(self) -> list[float]:
+        return [float(job.value("optimizer.lr")) for job in self.started]
 
 
 @pytest.fixture
-def trials(project, monkeypatch):
-    for name in ("started", "fails_at", "raises_at", "pruned_at", "diverges_at"):
-        monkeypatch.setattr(Trial, name, [])
-    monkeypatch.setattr("trainer.cli.sweep.jobs.subprocess.Popen", Trial)
-    return Trial
+def trials(jobs: type[FakeJob], monkeypatch: pytest.MonkeyPatch) -> Trials:
+    trials = Trials(jobs.started)
+    monkeypatch.setattr(jobs, "ends", trials.end)
+    return trials
 
 
 def study(storage: str = "sqlite:///jobs/study.db", name: str = "line"):
     return optuna.load_study(study_name=name, storage=storage)
-
-
-def rates() -> list[float]:
-    return [
-        float(word.partition("=")[2]) for words in Trial.started for word in words if word.startswith("optimizer.lr")
-    ]
 
 
 def test_trials_are_jobs_and_the_study_has_their_results(trials, capsys):
@@ -85,18 +68,20 @@ def test_trials_are_jobs_and_the_study_has_their_results(trials, capsys):
         "COMPLETE", "FAIL", "PRUNED", "FAIL", "COMPLETE",
     ]  # fmt: skip
     assert study().direction.name == "MINIMIZE"
-    assert [trial.params["optimizer.lr"] for trial in finished] == rates()
+    assert [trial.params["optimizer.lr"] for trial in finished] == trials.rates
     best = study().best_trial
     numbers = json.loads(Path("jobs/summary.json").read_text())
     assert [job["job"] for job in numbers if job["best"]] == [best.number]
-    assert all(1e-4 <= rate <= 1 for rate in rates())
+    assert all(1e-4 <= rate <= 1 for rate in trials.rates)
     out = capsys.readouterr().out
     assert (
         f"python -m trainer fit +recipe=line objective.metric=val_loss optimizer.lr={best.params['optimizer.lr']}\n"
         in (out)
     )
     assert "OptunaPruning" not in out
-    assert main([*(word for word in Trial.started[0][3:] if not word.startswith("hydra.")), "--cfg", "job"]) == 0
+    assert (
+        main([*(word for word in trials.started[0].command[3:] if not word.startswith("hydra.")), "--cfg", "job"]) == 0
+    )
 
 
 @pytest.mark.whole
@@ -104,9 +89,9 @@ def test_seed_makes_the_same_trials(trials):
     words = [*SWEEP[:4], *OBJECTIVE, LR, "+hydra.sweeper.sampler.n_startup_trials=1", "hydra.sweeper.n_trials=2"]
     found = []
     for folder, seed in (("one", 42), ("again", 42), ("other", 1)):
-        Trial.started.clear()
+        trials.started.clear()
         assert main([*words, f"hydra.sweep.dir={folder}", f"seed={seed}"]) == 0
-        found.append(rates())
+        found.append(trials.rates)
     assert found[0] == found[1] != found[2]
 
 
@@ -122,12 +107,12 @@ def test_same_sweep_resumes_interrupted_and_missing_trials(trials, capsys):
     assert [trial.state.name for trial in finished] == ["COMPLETE"] * 4
     assert [trial.user_attrs["job"] for trial in finished] == [0, 1, 2, 3]
     # the third one twice
-    assert rates() == [trial.params["optimizer.lr"] for trial in (*finished[:3], finished[2], finished[3])]
-    assert len(set(rates())) == 4  # a seed does not restart the study
+    assert trials.rates == [trial.params["optimizer.lr"] for trial in (*finished[:3], finished[2], finished[3])]
+    assert len(set(trials.rates)) == 4  # a seed does not restart the study
     assert len(json.loads(Path("jobs/summary.json").read_text())) == 4  # complete trials count
-    before = len(Trial.started)
+    before = len(trials.started)
     assert main(words) == 0  # nothing is left, and the table has the results
-    assert len(Trial.started) == before
+    assert len(trials.started) == before
     assert "Sweep of 4 jobs" in capsys.readouterr().out
 
 
@@ -161,7 +146,7 @@ def test_every_kind_of_value(trials, capsys):
         "trainer.gradient_clip_val": "FloatDistribution(high=1.0, log=False, low=0.0, step=None)",
         "logger": "CategoricalDistribution(choices=('csv',))",
     }
-    command = Trial.started[0]
+    command = trials.started[0].command
     for name, value in trial.params.items():
         assert f"{name}={value}" in command
 
@@ -203,12 +188,12 @@ def test_space_in_a_config_a_grid_and_a_batch(trials, capsys):
 def test_mistakes(trials, capsys, words, complaint):
     assert main([*SWEEP, *words]) == 2
     assert complaint in capsys.readouterr().err
-    assert not Trial.started
+    assert not trials.started
 
 
 def test_metric_that_no_job_logs_ends_the_sweep_after_the_first_one(trials, capsys):
     assert main([*SWEEP, LR, "objective={metric: val_acc, mode: max}", "hydra.sweeper.n_trials=5"]) == 2
-    assert len(Trial.started) == 1
+    assert len(trials.started) == 1
     assert "objective.metric is val_acc, which job 0 did not log." in capsys.readouterr().err
 
 

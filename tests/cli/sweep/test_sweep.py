@@ -227,23 +227,6 @@ def test_sweep_without_jobs_has_no_table(tmp_path, capsys):
     assert capsys.readouterr().out == ""
 
 
-class Job:
-    """Stands in for the process of a job: writes the files of a run if it succeeds."""
-
-    started: list[tuple[list[str], dict]] = []
-    returncode = 0
-
-    def __init__(self, command, *, cwd, env, **streams):
-        Job.started.append((command, env))
-        (folder,) = [word.partition("=")[2].strip("'") for word in command if word.startswith("hydra.run.dir=")]
-        self.folder = Path(folder)
-
-    def wait(self, timeout=None):
-        if self.returncode == 0:
-            write(self.folder, {"run.json": json.dumps({"status": "completed", "metrics": {}, "run_dir": "."})})
-        return self.returncode
-
-
 def test_only_an_equal_job_that_has_ended_is_done(tmp_path):
     equal = SweepJob(0, tmp_path, [], [], [], cwd=".", digest="a", resumes=True, aside=False)
     write(tmp_path, {"run.json": json.dumps({"status": "completed", "digest": "a"})})
@@ -254,20 +237,12 @@ def test_only_an_equal_job_that_has_ended_is_done(tmp_path):
     assert not equal.is_done()
 
 
-@pytest.fixture
-def jobs(monkeypatch):
-    monkeypatch.setattr(Job, "started", [])
-    monkeypatch.setattr(Job, "returncode", 0)
-    monkeypatch.setattr("trainer.cli.sweep.jobs.subprocess.Popen", Job)
-    return Job
-
-
 def test_each_job_is_a_separate_command(project, jobs, monkeypatch, capsys):
     write(project, {"far/recipe/far.yaml": "# @package _global_\ndefaults: [line]\n"})
     monkeypatch.setenv("LOCAL_RANK", "0")
     flags = ["-m", "--config-dir", "far"]
     assert main(["fit", *flags, "+recipe=far", "precision=16,bf16", "hydra.job.config.override_dirname.kv_sep=-"]) == 0
-    commands = [command for command, _ in jobs.started]
+    commands = [job.command for job in jobs.started]
     assert [command[:3] for command in commands] == [[sys.executable, "-m", "trainer"]] * 2
     for number, (command, precision) in enumerate(zip(commands, ["16-mixed", "bf16-mixed"], strict=True)):
         (folder,) = Path("multirun/far").iterdir()
@@ -284,7 +259,7 @@ def test_each_job_is_a_separate_command(project, jobs, monkeypatch, capsys):
             str(project / "far"),
         ]
         assert main([*command[3:], "--cfg", "job"]) == 0  # it is a command line that is understood
-    assert all("LOCAL_RANK" not in env for _, env in jobs.started)
+    assert all("LOCAL_RANK" not in job.env for job in jobs.started)
 
 
 @pytest.mark.whole
@@ -293,25 +268,23 @@ def test_sweep_written_in_a_config(project, jobs):
     sweep = "hydra:\n  mode: MULTIRUN\n  sweeper:\n    params:\n      precision: 32,bf16\n"
     write(project, {"conf/sweep/mine.yaml": f"# @package _global_\n{sweep}"})
     assert main(["fit", "+recipe=line", "+sweep=mine", "optimizer.lr=0.1,0.2"]) == 0
-    words = [command[3:8] for command, _ in jobs.started]
+    words = [job.command[3:8] for job in jobs.started]
     assert [(word[0], word[2]) for word in words] == [
         ("precision=32-true", "optimizer.lr=0.1"), ("precision=32-true", "optimizer.lr=0.2"),
         ("precision=bf16-mixed", "optimizer.lr=0.1"), ("precision=bf16-mixed", "optimizer.lr=0.2"),
     ]  # fmt: skip
-    command, _ = jobs.started[3]
-    assert main([*command[3:], "--cfg", "job"]) == 0
+    assert main([*jobs.started[3].command[3:], "--cfg", "job"]) == 0
 
 
 def test_job_that_crashes_silently_has_failed(project, jobs, monkeypatch):
     statuses = iter([2, -9, -11, -77])
 
-    def wait(self):
-        self.returncode = next(statuses)
-        if self.returncode < -9:  # a record that the run wrote at its start
-            write(self.folder, {"run.json": json.dumps({"status": "running", "metrics": {}, "error": None})})
-        return self.returncode
+    def ends(job):
+        if job.value("seed") in "34":  # a record that the run wrote at its start
+            write(job.folder, {"run.json": json.dumps({"status": "running", "metrics": {}, "error": None})})
+        return next(statuses)
 
-    monkeypatch.setattr(Job, "wait", wait)
+    monkeypatch.setattr(jobs, "ends", ends)
     assert main(["fit", "-m", "+recipe=line", "seed=1,2,3,4", "hydra.sweep.dir=jobs"]) == 1
     assert [(job["status"], job["error"]) for job in json.loads(Path("jobs/summary.json").read_text())] == [
         ("failed", "exit status 2"),
@@ -322,16 +295,11 @@ def test_job_that_crashes_silently_has_failed(project, jobs, monkeypatch):
 
 
 def test_interrupt_ends_the_sweep_with_its_table(project, jobs, monkeypatch, capsys):
-    waits = iter([KeyboardInterrupt(), -2])
+    def ends(job):
+        job.returncode = -2
+        raise KeyboardInterrupt
 
-    def wait(self):
-        outcome = next(waits)
-        if isinstance(outcome, BaseException):
-            raise outcome
-        self.returncode = outcome
-        return outcome
-
-    monkeypatch.setattr(Job, "wait", wait)
+    monkeypatch.setattr(jobs, "ends", ends)
     assert main(["fit", "-m", "+recipe=line", "seed=1,2"]) == 130
     assert len(jobs.started) == 1
     out = capsys.readouterr().out

@@ -13,7 +13,7 @@ from trainer.cli import main
 from trainer.cli.arguments import UsageError, read
 from trainer.cli.tune import Settings, TuneError
 from trainer.cli.tune import batch_size as tune_batch_size
-from trainer.cli.tune.batch_size import Finding, find, next_size, precisions_in
+from trainer.cli.tune.batch_size import Finding, find, precisions_in
 
 OK = {"status": "ok", "device": "CPU", "precision": "32-true", "memory": 2**20, "skipped": 0, "samples": 1000}
 
@@ -30,6 +30,15 @@ def run(attempt, start=64, are_given=True, folder=Path("run"), **settings):
     return find("32-true", attempt, start, Settings(**settings), are_given=are_given, folder=folder)
 
 
+def search(capacity: int, start: int = 64, samples: int = 10**9, **settings: int) -> Finding:
+    """Search with this largest size that fits."""
+
+    def attempt(size: int) -> dict[str, Any]:
+        return answer(size, samples=samples) if size <= capacity else out_of_memory(size)
+
+    return run(attempt, start, **{"multiple_of": 1} | settings)
+
+
 def at(found: Finding, size: int) -> dict[str, Any]:
     return next(one for one in found.tried if one["size"] == size)
 
@@ -39,18 +48,11 @@ def sizes(found: Finding) -> list[int]:
 
 
 def test_largest_size_is_found():
-    found = run(lambda size: answer(size) if size <= 300 else out_of_memory(size), multiple_of=1)
+    found = search(300)
     assert found.largest == 300
     assert sizes(found)[:4] == [64, 128, 256, 512]
     assert at(found, 512)["error"] == "OutOfMemoryError: tried to allocate 512 GiB"
     assert at(found, 300)["memory"] == 300 * 2**20
-
-
-@pytest.mark.parametrize(
-    ("settings", "largest"), [({}, 1000), ({"max_batch_size": 200}, 200), ({"max_batch_size": 5000}, 1000)]
-)
-def test_bounds(settings, largest):
-    assert run(lambda size: answer(size), **settings).largest == largest
 
 
 def test_dataset_without_a_length_ends_when_batches_stop_growing():
@@ -81,11 +83,6 @@ def test_unsupported_precision_is_a_row_unless_it_was_requested():
         run(lambda size: message, are_given=True)
 
 
-def test_nothing_fits():
-    found = run(out_of_memory, start=4)
-    assert (found.largest, sizes(found)) == (0, [4, 2, 1])
-
-
 @pytest.mark.parametrize(
     ("words", "precisions"),
     [
@@ -99,39 +96,32 @@ def test_precisions(words, precisions):
     assert precisions_in(read(["tune", "batch_size", *words]).overrides) == precisions
 
 
-def search(capacity: int, start: int = 64, most: int | None = None, multiple_of: int = 1) -> tuple[int, list[int]]:
-    tried: list[int] = []
-    size: int | None = start
-    found, too_large = 0, None
-    while size is not None:
-        tried.append(size)
-        if size <= capacity:
-            found = size
-        else:
-            too_large = size
-        size = next_size(found, too_large, most, multiple_of)
-    return found, tried
-
-
 @pytest.mark.parametrize("start", [1, 7, 1000])
 @pytest.mark.parametrize("capacity", [0, 1, 3, 63, 100, 1025])
 def test_search_is_exact(capacity, start):
-    found, tried = search(capacity, start)
-    assert found == capacity
-    assert len(set(tried)) == len(tried) <= 24
-    assert min(tried) >= 1
+    found = search(capacity, start)
+    assert found.largest == capacity
+    assert len(set(sizes(found))) == len(found.tried) <= 24
+    assert min(sizes(found)) >= 1
 
 
-def test_order_of_the_tries():
-    assert search(100, 16) == (100, [16, 32, 64, 128, 96, 112, 104, 100, 102, 101])
-    assert search(100, 50, multiple_of=8) == (100, [50, 100, 200, 144, 120, 104])
-    assert search(10**9, 64, most=1257) == (1257, [64, 128, 256, 512, 1024, 1257])
-    assert search(10**9, 64, most=64) == (64, [64])
+@pytest.mark.parametrize(
+    ("found", "tried"),
+    [
+        (search(100, 16), [16, 32, 64, 128, 96, 112, 104, 100, 102, 101]),
+        (search(100, 50, multiple_of=8), [50, 100, 200, 144, 120, 104]),
+        (search(10**9, samples=1257), [64, 128, 256, 512, 1024, 1257]),
+        (search(10**9, samples=1257, max_batch_size=200), [64, 128, 200]),
+        (search(10**9, max_batch_size=64), [64]),
+    ],
+)
+def test_order_of_the_tries(found, tried):
+    assert sizes(found) == tried
 
 
 @pytest.mark.parametrize(("capacity", "found"), [(100, 96), (96, 96), (95, 88), (7, 7), (8, 8), (15, 8)])
 def test_multiples_of_eight_and_below_it_any(capacity, found):
-    assert search(capacity, 64, multiple_of=8)[0] == found
+    assert search(capacity, multiple_of=8).largest == found
 
 
 # --- whole runs -----------------------------------------------------------------------------------------------
