@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch import Trainer as LightningTrainer
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.trainer.states import TrainerFn
 from packaging.version import Version
@@ -75,8 +77,8 @@ def tiered(values: Iterable[Any], *, quick: Sequence[Any]) -> list[Any]:
 imports_inductor = warned_by((2, 10), (2, 11), message="`torch.jit.script_method` is deprecated")
 
 
-def make_trainer(folder: Any, **arguments: Any) -> Trainer:
-    """Return a Trainer on the CPU without output, for one epoch by default."""
+def make_trainer(folder: Any, kind: Any = Trainer, **arguments: Any) -> Trainer:
+    """Return a Trainer on the CPU without output, for one epoch by default; with another ``kind``, Lightning's."""
     quiet: dict[str, Any] = {
         "accelerator": "cpu",
         "logger": False,
@@ -86,7 +88,13 @@ def make_trainer(folder: Any, **arguments: Any) -> Trainer:
         "default_root_dir": folder,
         "max_epochs": 1,
     }
-    return Trainer(**(quiet | arguments))
+    trainer: Trainer = kind(**(quiet | arguments))
+    return trainer
+
+
+BOTH_TRAINERS = pytest.mark.parametrize(
+    "trainer_class", [Trainer, pytest.param(LightningTrainer, marks=pytest.mark.filterwarnings("ignore"))]
+)
 
 
 def make_net(seed: int = 0, dropout: float = 0.0) -> nn.Sequential:
@@ -384,6 +392,16 @@ class OnMPS(Tensor):
         if function is Tensor.double or any(one is torch.float64 for one in given):
             raise TypeError("Cannot convert a MPS Tensor to float64 dtype.")
         return super().__torch_function__(function, types, args, kwargs or {})
+
+
+class Payload:
+    """Creates a file when it is unpickled."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def __reduce__(self) -> Any:
+        return os.system, (f"touch {self.file}",)
 
 
 class Clock:

@@ -22,6 +22,7 @@ from tests.support import (
     OPTIMIZERS,
     Regression,
     adamw,
+    assert_identical,
     assert_same,
     fit_and_watch,
     imports_inductor,
@@ -208,28 +209,13 @@ def run_whole(folder: Path, callbacks: list[Any], **arguments: Any) -> dict[str,
     }
 
 
-def assert_alike(one: Any, other: Any) -> None:
-    if isinstance(one, Tensor):
-        assert torch.equal(one, other)
-    elif isinstance(one, dict):
-        assert one.keys() == other.keys()
-        for name, value in one.items():
-            assert_alike(value, other[name])
-    elif isinstance(one, (list, tuple)):
-        assert len(one) == len(other)
-        for mine, theirs in zip(one, other, strict=True):
-            assert_alike(mine, theirs)
-    else:
-        assert one == other
-
-
 @pytest.mark.whole
 @pytest.mark.parametrize("arguments", [{}, {"accumulate_grad_batches": 3, "weighted": True}])
 def test_kept_results_of_a_step_are_not_overwritten(tmp_path, replays, arguments):
     found = run_whole(tmp_path, [Compile(backend=replays.backend)], **arguments)
     assert replays.steps > 20
     torch.compiler.reset()
-    assert_alike(found, run_whole(tmp_path, [], **arguments))
+    assert_identical(found, run_whole(tmp_path, [], **arguments))
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -136,23 +137,26 @@ def has_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.platform", "linux")
 
 
-def on_cuda(fast: FastSettings, module: Any, **values: Any) -> FakeTrainer:
-    trainer = FakeTrainer(fast, device="cuda", optimizers=[], **values)
-    fast.setup(trainer, module, "fit")
-    return trainer
-
-
 ALL = ["TF32", "cudnn.benchmark", "expandable segments", "channels_last"]
 
 
-def test_all_is_on_for_the_run_and_put_back(has_cuda):
-    fast, module = FastSettings(), Classifier()
-    assert os.environ["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
-    trainer = on_cuda(fast, module)
-    assert fast.on == ALL
-    assert torch.get_float32_matmul_precision() == "high"
-    assert torch.backends.cudnn.benchmark is True
+@contextmanager
+def on_cuda(engine: Any = None, **arguments: bool) -> Iterator[list[str]]:
+    """Return a context with the settings of a run, which lists those that are on."""
+    fast, module = FastSettings(**arguments), Classifier()
+    values = {} if engine is None else {"engine": engine}
+    trainer = FakeTrainer(fast, device="cuda", optimizers=[], **values)
+    fast.setup(trainer, module, "fit")
+    assert (torch.get_float32_matmul_precision() == "high") is ("TF32" in fast.on)
+    assert torch.backends.cudnn.benchmark is ("cudnn.benchmark" in fast.on)
+    assert (os.environ.get("PYTORCH_ALLOC_CONF") == "expandable_segments:True") is ("expandable segments" in fast.on)
+    yield fast.on
     fast.teardown(trainer, module, "fit")
+
+
+def test_all_is_on_for_the_run_and_put_back(has_cuda):
+    with on_cuda() as on:
+        assert on == ALL
     assert torch.get_float32_matmul_precision() == "highest"
     assert torch.backends.cudnn.benchmark is False
     assert "PYTORCH_ALLOC_CONF" not in os.environ
@@ -168,23 +172,17 @@ def test_all_is_on_for_the_run_and_put_back(has_cuda):
     ],
 )
 def test_each_setting_can_be_disabled(has_cuda, arguments, name):
-    fast, module = FastSettings(**arguments), Classifier()
-    trainer = on_cuda(fast, module)
-    assert fast.on == [one for one in ALL if one != name]
-    assert (torch.get_float32_matmul_precision() == "high") is (name != "TF32")
-    assert torch.backends.cudnn.benchmark is (name != "cudnn.benchmark")
-    fast.teardown(trainer, module, "fit")
+    with on_cuda(**arguments) as on:
+        assert on == [one for one in ALL if one != name]
 
 
 def test_settings_of_the_user_are_kept(has_cuda, monkeypatch):
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:128")
     torch.set_float32_matmul_precision("medium")
     try:
-        fast, module = FastSettings(), Classifier()
-        trainer = on_cuda(fast, module)
-        assert "expandable segments" not in fast.on
-        assert torch.get_float32_matmul_precision() == "medium"
-        fast.teardown(trainer, module, "fit")
+        with on_cuda() as on:
+            assert on == ["cudnn.benchmark", "channels_last"]
+            assert torch.get_float32_matmul_precision() == "medium"
         assert torch.get_float32_matmul_precision() == "medium"
         assert os.environ["PYTORCH_CUDA_ALLOC_CONF"] == "max_split_size_mb:128"
         assert "PYTORCH_ALLOC_CONF" not in os.environ
@@ -192,33 +190,18 @@ def test_settings_of_the_user_are_kept(has_cuda, monkeypatch):
         torch.set_float32_matmul_precision("highest")
 
 
-def test_no_tf32_with_fp32_modules(has_cuda):
-    fast, module = FastSettings(), Classifier()
-    engine = SimpleNamespace(precision=SimpleNamespace(fp32_modules=("head",)), gradients=None)
-    trainer = on_cuda(fast, module, engine=engine)
-    assert "TF32" not in fast.on
-    assert torch.get_float32_matmul_precision() == "highest"
-    fast.teardown(trainer, module, "fit")
-
-
-def test_no_benchmark_of_deterministic_kernels(has_cuda):
+def test_settings_that_do_not_fit_the_run_are_off(has_cuda, monkeypatch):
+    with on_cuda(SimpleNamespace(precision=SimpleNamespace(fp32_modules=("head",)), gradients=None)) as on:
+        assert "TF32" not in on
     torch.use_deterministic_algorithms(True)
     try:
-        fast, module = FastSettings(), Classifier()
-        trainer = on_cuda(fast, module)
+        with on_cuda() as on:
+            assert "cudnn.benchmark" not in on
     finally:
         torch.use_deterministic_algorithms(False)
-    assert "cudnn.benchmark" not in fast.on
-    fast.teardown(trainer, module, "fit")
-
-
-def test_initialized_cuda_keeps_its_allocator(has_cuda, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    fast, module = FastSettings(), Classifier()
-    trainer = on_cuda(fast, module)
-    assert "expandable segments" not in fast.on
-    assert "PYTORCH_ALLOC_CONF" not in os.environ
-    fast.teardown(trainer, module, "fit")
+    with on_cuda() as on:
+        assert "expandable segments" not in on
 
 
 @pytest.mark.gpu

@@ -17,6 +17,7 @@ from tests.support import (
     loader_of,
     make_batches,
     make_net,
+    make_trainer,
     native_fp16,
     train_by_hand,
 )
@@ -82,11 +83,6 @@ def test_steps_below_one_are_refused(steps):
 
 
 def test_anothers_trainer_is_refused(tmp_path):
-    trainer = L.Trainer(
-        max_steps=1, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False, default_root_dir=tmp_path, callbacks=[LayerNorms()],
-    )  # fmt: skip
-    with pytest.raises(
-        UnsupportedError, match=r"LayerNorms in a lightning.pytorch.*Trainer, expected a trainer.Trainer"
-    ):
+    trainer = make_trainer(tmp_path, L.Trainer, callbacks=[LayerNorms()])
+    with pytest.raises(UnsupportedError, match=r"LayerNorms in a lightning.*Trainer, expected a trainer.Trainer"):
         trainer.fit(Regression(), loader_of(make_batches(1)))

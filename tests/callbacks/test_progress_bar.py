@@ -6,15 +6,13 @@ import sys
 from types import SimpleNamespace
 from weakref import WeakKeyDictionary
 
-import lightning
 import pytest
 import torch
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from rich.console import Console
 
-from tests.support import FakeTrainer
-from trainer import Trainer
+from tests.support import BOTH_TRAINERS, FakeTrainer, make_trainer
 from trainer.callbacks.progress_bar import ProgressBar
 
 
@@ -402,10 +400,6 @@ def test_wrong_arguments(arguments):
 
 # With a real trainer
 
-BOTH_TRAINERS = pytest.mark.parametrize(
-    "trainer_class", [Trainer, pytest.param(lightning.Trainer, marks=pytest.mark.filterwarnings("ignore"))]
-)
-
 
 class Module(BoringModel):
     def training_step(self, batch, batch_idx):
@@ -419,22 +413,6 @@ class Module(BoringModel):
         self.log("val_acc", 0.25, prog_bar=True)
 
 
-def real_trainer(trainer_class, bar, **options):
-    return trainer_class(
-        accelerator="cpu",
-        max_epochs=2,
-        limit_train_batches=3,
-        limit_val_batches=2,
-        limit_test_batches=2,
-        limit_predict_batches=2,
-        callbacks=[bar],
-        logger=False,
-        enable_checkpointing=False,
-        enable_model_summary=False,
-        **options,
-    )
-
-
 def without_rate(text):
     return re.sub(r"  [\d.]+ it/s", "", text).splitlines()
 
@@ -442,7 +420,9 @@ def without_rate(text):
 @BOTH_TRAINERS
 def test_real_runs_on_lines(tmp_path, trainer_class, capsys):
     bar = on_lines()
-    trainer = real_trainer(trainer_class, bar, default_root_dir=tmp_path)
+    limits = {"max_epochs": 2, "limit_train_batches": 3}
+    limits |= dict.fromkeys(("limit_val_batches", "limit_test_batches", "limit_predict_batches"), 2)
+    trainer = make_trainer(tmp_path, trainer_class, callbacks=[bar], enable_progress_bar=True, **limits)
     assert trainer.progress_bar_callback is bar
     module = Module()
     trainer.fit(module)

@@ -9,7 +9,6 @@ from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
-import lightning
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -17,7 +16,7 @@ from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
 from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import DataLoader
 
-from tests.support import FakeTrainer
+from tests.support import BOTH_TRAINERS, FakeTrainer, make_trainer
 from trainer import Trainer
 from trainer.callbacks import Curves, OptunaPruning, RunRecorder, RunSummary
 from trainer.callbacks import run_recorder as module
@@ -390,26 +389,10 @@ class Logging(BoringModel):
         self.log("val_acc", 0.5 + self.current_epoch / 4)
 
 
-BOTH_TRAINERS = pytest.mark.parametrize(
-    "trainer_class", [Trainer, pytest.param(lightning.Trainer, marks=pytest.mark.filterwarnings("ignore"))]
-)
-
-
-def real_fit(trainer_class, recorder, folder, model, **options):
-    trainer = trainer_class(
-        accelerator="cpu",
-        limit_val_batches=2,
-        default_root_dir=folder,
-        callbacks=recorder,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        **{"max_epochs": 2, "limit_train_batches": 3, **options},
-    )
+def real_fit(trainer_class, recorder, folder, model):
+    trainer = make_trainer(folder, trainer_class, max_epochs=2, limit_val_batches=2, callbacks=recorder)
     data = DataLoader(RandomDataset(32, 10), batch_size=4)  # batches of 4, 4 and 2
     trainer.fit(model, data, data)
-    return trainer
 
 
 @BOTH_TRAINERS
@@ -430,10 +413,8 @@ def test_real_fit(tmp_path, trainer_class):
 def test_a_second_fit_with_nothing_left_to_do_keeps_the_record_of_the_first(tmp_path, capsys, caplog):
     caplog.set_level(logging.INFO)
     summary = RunSummary()
-    trainer = Trainer(
-        accelerator="cpu", max_epochs=2, logger=False, callbacks=[RunRecorder(), summary], default_root_dir=tmp_path,
-        enable_progress_bar=False, enable_model_summary=False,
-    )  # fmt: skip
+    callbacks = [RunRecorder(), summary]
+    trainer = make_trainer(tmp_path, max_epochs=2, callbacks=callbacks, enable_checkpointing=True)
     model = BoringModel()
     trainer.fit(model)
     first, shown = (tmp_path / "run.json").read_text(), dict(summary.summary)

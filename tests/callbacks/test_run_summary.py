@@ -9,14 +9,12 @@ import re
 from pathlib import Path
 from typing import Any
 
-import lightning
 import pytest
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.loggers import CSVLogger
 from rich.console import Console
 
-from tests.support import Regression, loader_of, make_batches, make_trainer
-from trainer import Trainer
+from tests.support import BOTH_TRAINERS, Regression, loader_of, make_batches, make_trainer
 from trainer.callbacks import Curves, OverflowReport, RunRecorder, RunSummary
 from trainer.record.run_record import RunRecord
 
@@ -140,22 +138,12 @@ def test_fit_cut_short(tmp_path, summary):
     assert "time" not in rows(summary)
 
 
-BOTH_TRAINERS = pytest.mark.parametrize(
-    "trainer_class", [Trainer, pytest.param(lightning.Trainer, marks=pytest.mark.filterwarnings("ignore"))]
-)
-
-
 @BOTH_TRAINERS
 def test_real_fit(tmp_path, summary, trainer_class):
-    trainer = trainer_class(
-        accelerator="cpu",
-        max_epochs=2,
-        limit_train_batches=3,
-        limit_val_batches=2,
-        default_root_dir=tmp_path,
-        callbacks=[RunRecorder(), Curves(), summary],
-        enable_progress_bar=False,
-        enable_model_summary=False,
+    limits = {"max_epochs": 2, "limit_train_batches": 3, "limit_val_batches": 2}
+    callbacks = [RunRecorder(), Curves(), summary]
+    trainer = make_trainer(
+        tmp_path, trainer_class, callbacks=callbacks, logger=True, enable_checkpointing=True, **limits
     )
     trainer.fit(BoringModel())
     values = summary.summary

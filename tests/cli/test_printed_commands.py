@@ -242,6 +242,19 @@ def continued(shell: Shell) -> None:
     shell.follow(command)
 
 
+def best_of_a_sweep(shell: Shell) -> None:
+    """Its values depend on its number, and its recipe is in another folder."""
+    write(Path.cwd(), {"far/recipe/far.yaml": "# @package _global_\ndefaults: [line]\nseed: ${hydra:job.num}\n"})
+    words = ["+recipe=far", *LINE[1:], "optimizer.lr=0.1,0.2", "hydra.sweep.dir=jobs"]
+    status, printed = shell.run("fit", "-m", "--config-dir", "far", *words)
+    (command,) = commands_in(printed)
+    (best,) = [job for job in json.loads(Path("jobs/summary.json").read_text()) if job["best"]]
+    shell.follow(f"{command} hydra.run.dir=again")
+    record = json.loads(Path("again/run.json").read_text())
+    assert status == 0
+    assert (record["metrics"], record["seed"]) == (best["metrics"], best["job"])
+
+
 def compared(shell: Shell) -> None:
     assert shell.run("compare", *LINE, "optimizer.lr=0.1,0.2", "precision=32", "hydra.sweep.dir=jobs")[0] == 0
     (command,) = commands_in(Path("jobs/compare.md").read_text())
@@ -335,9 +348,7 @@ SCENARIOS: dict[str, Callable[[Shell], None]] = {
     "cli/report/selection.py:choose_subject": printed_by("report"),
     "cli/restore.py:apply": refused("test", "ckpt=loose.ckpt"),
     "cli/run.py:_require_last_checkpoint": refused("test", *LINE, "ckpt_path=last"),
-    "cli/sweep/__init__.py:_best": printed_by(
-        "fit", "-m", *LINE, "optimizer.lr=0.1,0.2", "hydra.sweep.dir=jobs", status=0
-    ),
+    "cli/sweep/__init__.py:_best": best_of_a_sweep,
     "cli/tune/__init__.py:command": refused("tune", "batchsize", *LINE, *SHORT),
     "cli/validate.py:_check_model": no_model,
     "cli/validate.py:_check_weights": refused("test", *LINE, "weights=run"),

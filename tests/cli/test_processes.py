@@ -15,6 +15,7 @@ from trainer.cli.compose import Composer
 from trainer.cli.processes import clean_environment, imports_only, is_first
 from trainer.cli.validate import validate
 from trainer.cli.workdir import claim, quoted, resume_requeued_job
+from trainer.record.run_record import load_run
 
 
 @pytest.fixture(autouse=True)
@@ -142,13 +143,15 @@ def test_any_folder_name_survives_hydra(name):
 
 @pytest.mark.whole
 def test_one_process_reports_a_failure_of_all(project, python):
-    settings = ["model.fail_at=1", "trainer.devices=2", "trainer.strategy=ddp", "hydra.run.dir=run", "logger=none"]
+    settings = ["model.fail_at=1", "trainer.devices=2", "trainer.strategy=ddp", "logger=none"]
     done = python.trainer("fit", "+recipe=line", *settings)
     assert done.returncode == 1
     assert done.stderr.count("trainer: RuntimeError: asked to fail\n") == 1
     assert "Traceback" not in done.stderr
+    (folder,) = Path("outputs/line").iterdir()  # of both
     for name in ("fit.log", "fit_rank_1.log"):
-        assert "RuntimeError: asked to fail" in Path("run", name).read_text()
+        assert "RuntimeError: asked to fail" in (folder / name).read_text()
+    assert load_run(folder).status == "failed"
 
 
 def test_run_is_composed_once_and_its_environment_collected_once(project, monkeypatch):

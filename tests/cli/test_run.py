@@ -88,11 +88,6 @@ def test_run_with_only_skipped_steps_has_failed(capsys):
     assert (only("outputs/*/*") / "checkpoints" / "last.ckpt").is_file()
 
 
-def test_run_with_a_step_that_was_not_skipped_is_completed():
-    assert main(["fit", *LINE, *SKIPPED, "precision.backoff_factor=1e-28"]) == 0
-    assert (result()["status"], result()["skipped_steps"]) == ("completed", 1)
-
-
 @pytest.mark.parametrize("few", ["+debug=fast_dev_run", "trainer.limit_train_batches=2"])
 def test_trial_run_may_skip_its_steps(few):
     assert main(["fit", *LINE, *SKIPPED, few]) == 0

@@ -13,17 +13,6 @@ from trainer.cli import main
 
 pytestmark = pytest.mark.filterwarnings("default")
 
-OTHER = """
-import line_fit
-import torch
-
-
-class Wide(line_fit.Line):
-    def __init__(self, optimizer, start, fail_at):
-        super().__init__(optimizer, start, fail_at)
-        self.more = torch.nn.Linear(1, 2)
-"""
-
 
 def fit(folder: str, *words: str) -> dict[str, Any]:
     assert main(["fit", "+recipe=line", f"hydra.run.dir={folder}", *words]) == 0
@@ -53,22 +42,6 @@ def test_run_starts_with_the_weights_of_another(project: Path, capfd: Any) -> No
     assert main(["fit", "ckpt=second", "trainer.max_epochs=3"]) == 0  # resumes: nothing is loaded again
 
 
-def test_omitted_weights_are_a_warning(project: Path, capfd: Any) -> None:
-    fit("first")
-    Path("wide.py").write_text(OTHER)
-    capfd.readouterr()
-    record = fit("second", "weights=first", "model._target_=wide.Wide", "-q")
-    error = " ".join(capfd.readouterr().err.split())
-    assert "WARNING: Weights from first/checkpoints/" in error
-    assert (
-        ": 2 of 4 tensors, 2 of 6 parameters. Left as they were, because the file does not have them: more.weight,"
-        in error
-    )
-    assert record["weights"]["missing"] == ["more.weight", "more.bias"]
-    log = Path("second/fit.log").read_text()
-    assert log.count("Weights from first/checkpoints/") == 1
-
-
 def test_resumed_run_keeps_its_record(project: Path) -> None:
     fit("first")
     again = ["weights=first", "resume=auto"]
@@ -83,18 +56,14 @@ MISTAKES = [
     (["ckpt=first", "weights=first"], "Got weights=first and ckpt=first/checkpoints/last.ckpt, expected one of them"),
     (
         ["+recipe=line", "weights=first", "trainer._target_=lightning.Trainer"],
-        "Got weights with trainer._target_=lightning.Trainer, expected trainer.Trainer.",
+        "weights with trainer._target_=lightning",
     ),
-    (["+recipe=line", "weights=numbers.pt"], "numbers.pt has no weights: it contains a mapping with the keys loss."),
-    (["+recipe=line", "weights=other.pt"], "No weight in other.pt has a name of the Line. Got a; expected net."),
 ]
 
 
 @pytest.mark.whole
 def test_mistakes(project: Path, capfd: Any) -> None:
     fit("first")
-    torch.save({"loss": 1.0}, "numbers.pt")
-    torch.save({"a": torch.ones(1)}, "other.pt")
     for words, expected in MISTAKES:
         assert main(["fit", *words, "hydra.run.dir=second"]) != 0, words
         assert expected in " ".join(capfd.readouterr().err.split())

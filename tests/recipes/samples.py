@@ -10,8 +10,10 @@ from pathlib import Path
 import numpy as np
 import torch
 from PIL import Image, ImageDraw
+from torch import nn
+from torch.utils.data import TensorDataset
 
-from recipes.data.text import python_topics
+from recipes.data.text import NO_TARGET, python_topics
 
 NAMES = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]
 THINGS = ["001.ak47", "056.dog", "145.motorbikes-101", "252.car-side-101"]
@@ -57,6 +59,19 @@ def caltech256(folder: Path, *, images: int = 12) -> Path:
     (target / THINGS[1] / "greg").mkdir()  # and such a folder in 056.dog
     Image.new("RGB", (8, 8)).save(target / THINGS[1] / "thumbnail.png")
     return folder
+
+
+def ragged_sequences(vocabulary: int = 256, context: int = 16) -> TensorDataset:
+    """Return random tokens and targets, in sequences of very different lengths."""
+    draw = torch.Generator().manual_seed(1)
+    tokens, targets = (torch.randint(0, vocabulary, (8, context), generator=draw) for _ in range(2))
+    lengths = torch.tensor([16, 1, 3, 16, 2, 2, 1, 9])
+    return TensorDataset(tokens, targets.masked_fill(torch.arange(context) >= lengths[:, None], NO_TARGET))
+
+
+def distance(module: nn.Module, other: nn.Module) -> float:
+    """Return the largest difference of two weights."""
+    return max((a - b).abs().max().item() for a, b in zip(module.parameters(), other.parameters(), strict=True))
 
 
 def tiny_llama(folder: Path, *, classes: int | None = None) -> Path:

@@ -6,10 +6,9 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from recipes.data.text import NO_TARGET
 from recipes.finetune import FineTuner, check_folder
 from recipes.language_model import TextWriter
-from tests.recipes.samples import tiny_llama
+from tests.recipes.samples import distance, ragged_sequences, tiny_llama
 from tests.support import make_trainer
 
 pytest.importorskip("transformers", reason="needs transformers")
@@ -30,17 +29,6 @@ def tuner(folder, **options) -> FineTuner:
     module = FineTuner(ADAMW, folder=str(folder), **options)
     module.configure_model()
     return module
-
-
-def sequences() -> TensorDataset:
-    draw = torch.Generator().manual_seed(1)
-    tokens, targets = (torch.randint(0, 300, (8, 16), generator=draw) for _ in range(2))
-    lengths = torch.tensor([16, 1, 3, 16, 2, 2, 1, 9])
-    return TensorDataset(tokens, targets.masked_fill(torch.arange(16) >= lengths[:, None], NO_TARGET))
-
-
-def distance(module, other) -> float:
-    return max((a - b).abs().max().item() for a, b in zip(module.parameters(), other.parameters(), strict=True))
 
 
 def test_model_equals_that_of_the_folder(folder):
@@ -78,7 +66,7 @@ def test_saved_model_is_trained_and_complete(tmp_path):
     for name in ("modeling_llama.py", "__init__.py"):
         (folder / name).write_text("raise SystemExit('run')")  # code in the folder is not run
     module = tuner(folder, save_to=str(tmp_path / "out"))
-    make_trainer(tmp_path, precision="bf16-mixed").fit(module, DataLoader(sequences(), batch_size=4))
+    make_trainer(tmp_path, precision="bf16-mixed").fit(module, DataLoader(ragged_sequences(300), batch_size=4))
     again = tuner(tmp_path / "out")
     assert distance(module, again) == 0.0
     assert distance(again, tuner(folder)) > 1e-3

@@ -18,7 +18,7 @@ from torchvision import models
 
 from recipes.image_classification import ImageClassifier, PredictionTable
 from recipes.transfer_learning import TransferNet
-from tests.recipes.samples import THINGS, caltech256, sample_for
+from tests.recipes.samples import THINGS, caltech256
 from tests.support import make_trainer
 from trainer.cli import main
 
@@ -45,7 +45,7 @@ def test_folder_of_classes_is_all_that_a_training_needs(root: Path, capsys: pyte
     weights = Path("resnet18.pth")
     pretrained = models.resnet18()
     torch.save(pretrained.state_dict(), weights)
-    frozen = ["model.frozen=true", f"weights={weights}"]
+    frozen = ["model.frozen=true", f"model.weights={weights}"]
     with pytest.warns(UserWarning, match="1 of 51 images cannot be read"):
         assert main(["fit", "+recipe=images", f"data.root={root}", *SMALL, *frozen, "hydra.run.dir=run"]) == 0
     state = torch.load("run/checkpoints/last.ckpt", weights_only=True)
@@ -53,6 +53,7 @@ def test_folder_of_classes_is_all_that_a_training_needs(root: Path, capsys: pyte
     assert state["state_dict"]["net.net.fc.weight"].shape == (4, 512)
     assert state["hyper_parameters"]["classes"] == THINGS
 
+    weights.unlink()  # only a new run needs it
     assert main(["test", "ckpt=run", "hydra.run.dir=tested"]) == 0
     assert json.loads(Path("tested/figures/test.json").read_text())["classes"] == THINGS
 
@@ -74,24 +75,6 @@ def test_folder_of_classes_is_all_that_a_training_needs(root: Path, capsys: pyte
     (root / THINGS[0]).rename(root / "001.bow")
     assert main(["test", "ckpt=run", "hydra.run.dir=other"]) != 0
     assert "001.bow" in capsys.readouterr().err
-
-
-@pytest.mark.whole
-def test_run_is_tested_and_resumed_without_its_initial_weights_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.chdir(tmp_path)
-    weights = tmp_path / "resnet18.pth"
-    torch.save(models.resnet18().state_dict(), weights)
-    smaller = ["model.architecture=resnet18", "data.batch_size=8", "data.image_size=32", "trainer.max_epochs=1"]
-    sample = [*sample_for("resnet50_caltech256", tmp_path / "sample"), f"model.weights={weights.as_posix()}"]
-    recipe = ["+recipe=resnet50_caltech256", *sample, *smaller, "trainer.accelerator=cpu", "hydra.run.dir=run"]
-    assert main(["fit", *recipe]) == 0
-    weights.unlink()
-    fitted = json.loads(Path("run/run.json").read_text())
-    assert main(["test", "ckpt=run", "hydra.run.dir=tested"]) == 0
-    tested = json.loads(Path("tested/run.json").read_text())["metrics"]
-    assert tested["test_loss"] == pytest.approx(fitted["metrics"]["val_loss"])  # the same images
-    assert main(["fit", "ckpt=run", "trainer.max_epochs=2", "hydra.run.dir=more"]) == 0
-    assert json.loads(Path("more/run.json").read_text())["steps"] == 2 * fitted["steps"]
 
 
 def test_number_of_classes_is_needed_unless_the_head_can_be_replaced() -> None:

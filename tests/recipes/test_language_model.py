@@ -13,6 +13,7 @@ from recipes.data import ByteText
 from recipes.data.text import NO_TARGET
 from recipes.gpt import GPT, Block, rotate
 from recipes.language_model import LanguageModel, TextSamples, TextWriter, printable
+from tests.recipes.samples import distance, ragged_sequences
 from tests.support import make_trainer
 
 ADAMW = partial(torch.optim.AdamW, lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1)
@@ -28,16 +29,6 @@ def model(optimizer=ADAMW, **options) -> LanguageModel:
 def built(module: LanguageModel) -> LanguageModel:
     module.configure_model()
     return module
-
-
-def sequences(count: int = 8, context: int = 16, seed: int = 1) -> TensorDataset:
-    """Random bytes, in sequences of very different lengths."""
-    draw = torch.Generator().manual_seed(seed)
-    tokens = torch.randint(0, 256, (count, context), generator=draw)
-    targets = torch.randint(0, 256, (count, context), generator=draw)
-    lengths = torch.tensor([16, 1, 3, 16, 2, 2, 1, 9])[:count]
-    targets[torch.arange(context) >= lengths[:, None]] = NO_TARGET
-    return TensorDataset(tokens, targets)
 
 
 def fit(module: LanguageModel, data, folder, **arguments):
@@ -90,7 +81,7 @@ def test_only_matrices_decay():
 
 def test_accumulated_step_is_that_of_one_big_batch(tmp_path):
     parts = [3, 1, 4]
-    data = sequences()
+    data = ragged_sequences()
     whole = model(SGD)
     big = copy.deepcopy(whole)
     big_trainer = fit(big, DataLoader(data, batch_size=8), tmp_path)
@@ -112,10 +103,6 @@ def test_accumulated_step_is_that_of_one_big_batch(tmp_path):
 class Unweighted(LanguageModel):
     def training_step(self, batch, batch_idx):
         return super().training_step(batch, batch_idx)["loss"]
-
-
-def distance(module: nn.Module, other: nn.Module) -> float:
-    return max((a - b).abs().max().item() for a, b in zip(module.parameters(), other.parameters(), strict=True))
 
 
 def test_bits_per_character_are_all_bits_over_all_characters(tmp_path):
@@ -231,7 +218,7 @@ def test_weights_depend_on_the_seed_only():
 
 def test_texts_of_each_validation_and_a_checkpoint(tmp_path):
     module = model(sample_length=5)
-    data = DataLoader(sequences(), batch_size=4)
+    data = DataLoader(ragged_sequences(), batch_size=4)
     trainer = make_trainer(tmp_path, max_epochs=2, callbacks=[TextSamples(str(tmp_path / "run"), prompt="The ")])
     trainer.fit(module, data, data)
     trainer.save_checkpoint(tmp_path / "last.ckpt")

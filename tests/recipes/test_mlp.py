@@ -3,11 +3,10 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 from recipes.data import RandomVectors
 from recipes.mlp import MLPRegressor, mlp
-from tests.support import AUTOCAST_DTYPES, make_trainer, native_fp16
+from tests.support import make_trainer, native_fp16, train_by_hand
 
 SGD = partial(torch.optim.SGD, lr=0.1)
 SIZES = {"in_features": 16, "out_features": 8, "width": 32, "layers": 3}
@@ -48,18 +47,7 @@ def test_weights_equal_those_of_a_hand_written_loop(precision, tmp_path):
     trainer = make_trainer(tmp_path, max_epochs=2, precision=native_fp16() if precision == "16-mixed" else precision)
     trainer.fit(module, datamodule=vectors)
 
-    optimizer, dtype = SGD(net.parameters()), AUTOCAST_DTYPES.get(precision)
-    scaler = torch.amp.GradScaler("cpu", enabled=precision == "16-mixed")
-    losses = []
-    for _ in range(2):
-        for x, y in vectors.train_dataloader():
-            optimizer.zero_grad()
-            with torch.autocast("cpu", dtype=dtype or torch.bfloat16, enabled=dtype is not None):
-                loss = F.mse_loss(net(x), y)
-            scaler.scale(loss).backward()
-            scaler.step(optimizer)
-            scaler.update()
-            losses.append(loss.item())
-
+    batches = [[x, y, torch.tensor(1.0)] for x, y in vectors.train_dataloader()]
+    trace = train_by_hand(net, batches, precision=precision, optimizer=SGD, epochs=2)
     assert all(torch.equal(a, b) for a, b in zip(module.net.parameters(), net.parameters(), strict=True))
-    assert trainer.callback_metrics["train_loss"].item() == losses[-1]
+    assert trainer.callback_metrics["train_loss"].item() == trace.losses[-1]

@@ -9,7 +9,7 @@ from torch import nn
 from torchvision import models
 
 from recipes.transfer_learning import TransferNet, load_weights, transfer_classifier
-from tests.support import loader_of, make_trainer
+from tests.support import Payload, loader_of, make_trainer
 
 ADAM = partial(torch.optim.Adam, lr=0.01)
 
@@ -120,22 +120,12 @@ def test_unfit_architectures_and_weights_of_another_network_are_refused(weights:
         load_weights("resnet18", "IMAGENET1K_V3")
 
 
-class Runs:
-    """Writes a file when it is unpickled."""
-
-    def __init__(self, file: Path) -> None:
-        self.file = file
-
-    def __reduce__(self) -> object:
-        return Path.touch, (self.file,)
-
-
 @pytest.mark.parametrize("content", ["damaged", "code", "checkpoint"])
 def test_file_with_other_contents_is_refused(weights: Path, tmp_path: Path, content: str):
     if content == "damaged":
         weights.write_bytes(weights.read_bytes()[:-1000])
     elif content == "code":
-        torch.save({"fc.weight": Runs(tmp_path / "ran")}, weights)
+        torch.save({"fc.weight": Payload(tmp_path / "ran")}, weights)
     else:
         torch.save({"state_dict": {}}, weights)
     with pytest.raises(ValueError, match=r"resnet18.pth (cannot be read as weights|is not a mapping)") as caught:

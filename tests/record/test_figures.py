@@ -56,11 +56,7 @@ def test_run_without_a_record_writes_no_figures(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     trainer = make_trainer(tmp_path, callbacks=[RunRecorder(writes=False)], logger=False)
     trainer.test(Evaluated(), loader_of(make_batches(1)))
-    plain = L.Trainer(
-        accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False,
-        enable_checkpointing=False,
-    )  # fmt: skip
-    plain.test(Evaluated(), loader_of(make_batches(1)))
+    make_trainer(tmp_path, L.Trainer).test(Evaluated(), loader_of(make_batches(1)))
     assert list(tmp_path.rglob("figures")) == []
 
 

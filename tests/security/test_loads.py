@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import pickle
 import tarfile
 from collections.abc import Iterator
@@ -20,21 +19,10 @@ from lightning.pytorch.trainer.connectors import checkpoint_connector
 from lightning.pytorch.tuner import Tuner
 
 from tests.parity import Classifier, data
-from tests.support import make_trainer
+from tests.support import Payload, make_trainer
 from trainer import Trainer
 from trainer.compat import checkpoint_connector as checkpoints
 from trainer.errors import CheckpointError, UnsafeCheckpointError
-
-
-class Payload:
-    """Writes a file when it is unpickled."""
-
-    def __init__(self, proof: Path) -> None:
-        self.proof = proof
-
-    def __reduce__(self) -> Any:
-        return os.system, (f"touch {self.proof}",)
-
 
 pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step`")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import sys
 from collections.abc import Iterator
 from functools import partial
@@ -14,6 +15,7 @@ import torch
 import yaml
 
 from tests.cli.conftest import build, write
+from tests.support import Payload
 from trainer.cli import main
 from trainer.cli.arguments import UsageError
 from trainer.cli.targets import Allowlist
@@ -114,16 +116,6 @@ def test_payload_is_refused_if_the_project_names_it(project, proof, name):
     assert not proof.exists()
 
 
-def saved_bytes(proof: Path) -> bytes:
-    import pickle
-
-    class Payload:
-        def __reduce__(self) -> Any:
-            return os.system, (f"touch {proof}",)
-
-    return pickle.dumps(Payload())
-
-
 @pytest.mark.parametrize(
     ("target", "argument"),
     [
@@ -141,7 +133,7 @@ def saved_bytes(proof: Path) -> bytes:
 @pytest.mark.parametrize("allowed", [(), ("numpy", "joblib", "pandas", "pickle", "torch", "lightning")])
 def test_unpickling_is_refused_even_if_allowed(project, proof, target, argument, allowed):
     file = project / "file.pkl"
-    file.write_bytes(saved_bytes(proof))
+    file.write_bytes(pickle.dumps(Payload(proof)))
     with pytest.raises(UsageError):
         build(
             {"_target_": target, argument: str(file), "weights_only": False, "allow_pickle": True},
@@ -214,14 +206,9 @@ def test_pretrained_weights_are_loaded_as_weights_only(tmp_path, monkeypatch, pr
     """torchvision loads a file of torch's hub, in a folder that others may write to, with weights_only=False."""
     monkeypatch.setenv("TORCH_HOME", str(tmp_path))
     monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
-
-    class Payload:
-        def __reduce__(self) -> Any:
-            return os.system, (f"touch {proof}",)
-
     weights = tmp_path / "hub/checkpoints/squeezenet1_1-b8a52dc0.pth"
     weights.parent.mkdir(parents=True)
-    torch.save(Payload(), weights)
+    torch.save(Payload(proof), weights)
     with pytest.raises(Exception, match="Weights only load failed"):
         build({"_target_": "torchvision.models.squeezenet1_1", "weights": "DEFAULT"})
     assert not proof.exists()
@@ -229,7 +216,7 @@ def test_pretrained_weights_are_loaded_as_weights_only(tmp_path, monkeypatch, pr
 
 
 def test_rerunning_a_pickle_is_refused(project, proof, capsys):
-    (project / "config.pickle").write_bytes(saved_bytes(proof))
+    (project / "config.pickle").write_bytes(pickle.dumps(Payload(proof)))
     assert main(["fit", "--experimental-rerun", "config.pickle"]) == 2
     assert "--experimental-rerun, which loads a pickle" in capsys.readouterr().err
     assert not proof.exists()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shlex
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -52,29 +51,6 @@ def test_sweep_loses_only_the_job_that_fails(project, python, monkeypatch):
     assert "Results are in jobs" in done.stdout
     assert "fit completed" in Path("jobs/1/console.log").read_text()
     assert "fit completed" not in done.stdout
-
-
-@pytest.mark.whole
-def test_printed_command_repeats_the_best_job(project, python):
-    numbered = (
-        "# @package _global_\ndefaults: [line]\nmodel:\n  start: ${hydra:job.num}\nobjective:\n  metric: val_loss\n"
-    )
-    write(project, {"far/recipe/numbered.yaml": numbered})
-    words = ["+recipe=numbered", *LINE[1:], "seed=${hydra:job.num}", "optimizer.lr=0.001,0.01", "hydra.sweep.dir=jobs"]
-    done = python.trainer("fit", "-m", "--config-dir", "far", *words)
-    assert done.returncode == 0, done.stderr
-    results = json.loads(Path("jobs/summary.json").read_text())
-    (winner,) = [job for job in results if job["best"]]
-    (printed,) = [line for line in Path("jobs/summary.md").read_text().splitlines() if line.startswith("    python")]
-    command = shlex.split(printed)
-    assert command[:3] == ["python", "-m", "trainer"]
-    assert {f"seed={winner['job']}", f"model.start={winner['job']}"} <= set(command)
-    assert "${" not in printed.replace("\\", "")
-    again = python.trainer(*command[3:], "hydra.run.dir=again")
-    assert again.returncode == 0, again.stderr
-    record = json.loads(Path("again/run.json").read_text())
-    assert (record["metrics"], record["seed"]) == (winner["metrics"], winner["seed"])
-    assert [job["seed"] for job in results] == [0, 1]
 
 
 def result(job: int, **more) -> dict:
@@ -309,12 +285,3 @@ def test_interrupt_ends_the_sweep_with_its_table(project, jobs, monkeypatch, cap
         f"To resume: python -m trainer fit --multirun +recipe=line seed=1,2 resume=auto hydra.sweep.dir={folder}" in out
     )
     assert "Job 0 interrupted" not in out  # also in the table
-
-
-@pytest.mark.whole
-def test_two_processes_share_a_folder_and_one_result(project, python):
-    done = python.trainer("fit", *LINE, "trainer=ddp", "trainer.accelerator=cpu")
-    assert done.returncode == 0, done.stderr
-    (folder,) = Path("outputs/line").iterdir()
-    record = json.loads((folder / "run.json").read_text())
-    assert (record["status"], record["steps"]) == ("completed", 4)  # 16 points, batches of 4 on each of two ranks

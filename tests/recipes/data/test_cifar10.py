@@ -10,6 +10,7 @@ from torchvision import datasets
 from recipes.data import CIFAR10
 from recipes.data.cifar10 import MEAN, STD, read_batches
 from tests.recipes.samples import cifar10
+from tests.support import Payload
 
 
 @pytest.fixture
@@ -30,10 +31,9 @@ def test_splits_and_batches(root: Path):
     train, val = module.splits["train"], module.splits["val"]
     assert (len(val), len(module.splits["test"])) == (10, 20)
     assert sorted(train.indices + val.indices) == list(range(100))
-    again, other = data(root), data(root, split_seed=1)
-    again.setup("fit")
+    other = data(root, split_seed=1)
     other.setup("fit")
-    assert again.splits["val"].indices == val.indices != other.splits["val"].indices
+    assert other.splits["val"].indices != val.indices
     batches = list(module.train_dataloader())
     assert [len(labels) for _, labels in batches] == [16] * 5
     images, labels = batches[0]
@@ -89,20 +89,10 @@ def test_first_images_are_trained_on_and_later_ones_validated(root: Path):
             data(root, **sizes).setup("fit")
 
 
-class Runs:
-    """Makes a file when it is unpickled."""
-
-    def __init__(self, file: Path) -> None:
-        self.file = file
-
-    def __reduce__(self) -> object:
-        return Path.touch, (self.file,)
-
-
 def test_file_cannot_run_code(tmp_path: Path):
     cifar10(tmp_path)
     batch = tmp_path / "cifar-10-batches-py" / "data_batch_2"
-    batch.write_bytes(pickle.dumps({"data": Runs(tmp_path / "ran"), "labels": []}))
+    batch.write_bytes(pickle.dumps({"data": Payload(tmp_path / "ran"), "labels": []}))
     with pytest.raises(ValueError, match=r"data_batch_2 is not a file of CIFAR-10's python version .*it requests"):
         CIFAR10(tmp_path, check_md5=False).setup("fit")
     assert not (tmp_path / "ran").exists()
