@@ -298,7 +298,7 @@ def deepspeed_loaded(python: WarmPython) -> None:
 
 @pytest.fixture
 def spawn_is_warm(python: WarmPython, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Start processes of multiprocessing's method "spawn" by the warm Python."""
+    """Start processes of multiprocessing's methods "spawn" and "forkserver" by the warm Python."""
     multiprocessing.resource_tracker.ensure_running()  # by a normal Python, because it must not end before this process
     monkeypatch.setattr(multiprocessing.spawn, "_python_exe", os.fsencode(python.executable))
 

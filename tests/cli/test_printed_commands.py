@@ -122,7 +122,11 @@ class Shell:
 
 @pytest.fixture
 def shell(
-    project: Path, python: WarmPython, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    project: Path,
+    python: WarmPython,
+    spawn_is_warm: None,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> Iterator[Shell]:
     write(project, {**INTERRUPTED, "sweep": ""})
     monkeypatch.setattr(sys, "executable", str(python.executable))  # of jobs and trials

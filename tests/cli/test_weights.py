@@ -70,7 +70,7 @@ def test_mistakes(project: Path, capfd: Any) -> None:
 
 
 @pytest.mark.whole
-def test_range_test_starts_with_the_weights(project: Path) -> None:
+def test_range_test_starts_with_the_weights(project: Path, spawn_is_warm: None) -> None:
     fit("first", "trainer.max_epochs=30")
     words = ["+recipe=line", "tune.steps=10", "tune.min_lr=1e-9", "tune.max_lr=1e-8", "weights=first"]
     assert main(["tune", "lr", *words, "hydra.run.dir=tuned"]) in (0, 1)

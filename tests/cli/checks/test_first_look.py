@@ -342,7 +342,7 @@ def test_contents_of_tensors():
         "object": ("", "Identity", "", "not described", ""),
         "waves": ("1", "complex64", "", "", ""),
         "several'][0]": ("1", "int64", "3 to 3", "3: 1", ""),
-        "several'][1]": ("2", "list of str", "", "", ""),
+        "several'][1]": ("2", "list of str", "", "the first: 'a'", ""),
     }
     assert suspicious(batch) == ["batch['scores'] has 1 NaN and 1 inf among 4 elements."]
     labels, inputs = suspicious([torch.zeros(4, dtype=torch.int64), torch.full((4, 2), 0.5), torch.ones(4) > 0])

@@ -157,7 +157,7 @@ MODEL = """
 
 
 @pytest.fixture
-def hungry(project):
+def hungry(project, spawn_is_warm):
     write(project, {"hungry.py": HUNGRY, "conf/model/hungry.yaml": MODEL})
     return ["tune", "batch_size", "+recipe=line", "model=hungry", "callbacks=default", "tune.multiple_of=1"]
 

@@ -44,7 +44,7 @@ def raises(report, folder):
 
 @pytest.mark.whole
 @pytest.mark.skipif(sys.platform == "win32", reason="signals")
-def test_results_and_exit_status_of_processes(tmp_path):
+def test_results_and_exit_status_of_processes(spawn_is_warm, tmp_path):
     log = tmp_path / "log"
     begun = time.monotonic()
     message = run_in_child(f"{HERE}:reports_ok", log, number=21)
