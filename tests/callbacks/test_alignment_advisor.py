@@ -14,7 +14,6 @@ from trainer.arguments import ARGUMENTS
 from trainer.callbacks import AlignmentAdvisor, alignment_advisor
 from trainer.callbacks.alignment_advisor import Misaligned, misaligned
 from trainer.compat import defaults
-from trainer.errors import ConfigurationError
 from trainer.precision import MixedPrecision
 
 
@@ -86,11 +85,6 @@ def test_layers_that_stay_in_float32_are_left_out(tmp_path, caplog):
     [message] = messages_of(tmp_path, caplog, precision=chosen, everywhere=True)
     assert "net.0" in message
     assert "net.4" not in message
-
-
-def test_impossible_arguments():
-    with pytest.raises(ConfigurationError, match="Got max_lines=0, expected a number of lines"):
-        AlignmentAdvisor(max_lines=0)
 
 
 def advisors(uses_tensor_cores: bool, given=None) -> list[AlignmentAdvisor]:

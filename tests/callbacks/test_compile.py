@@ -305,15 +305,6 @@ def test_unsupported_modules_are_refused(tmp_path, make, modules, message):
         make_trainer(tmp_path, callbacks=[Compile(modules, backend="eager")]).fit(make(), loader_of(make_batches(1)))
 
 
-def test_wrong_arguments_are_refused():
-    with pytest.raises(ConfigurationError, match=r"Got modules=\[\], expected at least one pattern"):
-        Compile([])
-    with pytest.raises(
-        ConfigurationError, match=r"Got mode='default' and options=\{'max_autotune': True\}, expected one"
-    ):
-        Compile(mode="default", options={"max_autotune": True})
-
-
 def counting(graphs: list[int]) -> Any:
     def backend(graph: Any, inputs: Any) -> Any:
         graphs.append(len(inputs))

@@ -99,8 +99,3 @@ def test_picture_that_cannot_be_written_fails_no_fit(tmp_path):
     with pytest.warns(UserWarning, match="could not be written to .*file"):
         fit(tmp_path, curves)
     assert curves.path is None
-
-
-def test_wrong_arguments():
-    with pytest.raises(ValueError, match="max_points=1: a curve needs at least 2"):
-        Curves(max_points=1)

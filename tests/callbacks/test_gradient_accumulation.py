@@ -18,7 +18,6 @@ from tests.support import (
     train_by_hand,
 )
 from trainer.callbacks import GradientAccumulation
-from trainer.errors import ConfigurationError
 
 
 def test_gradients_of_a_schedule(tmp_path):
@@ -123,19 +122,3 @@ def test_estimated_stepping_batches_equals_the_attempted_steps(tmp_path, callbac
 
     trainer, _ = fit_and_watch(tmp_path, Asking(), make_batches(10), callbacks=[callback], max_epochs=3)
     assert estimated == [trainer.global_step] == [steps]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({}, r"batches=None and schedule=None, expected exactly one"),
-        ({"batches": 2, "schedule": {0: 2}}, r"batches=2 and schedule={0: 2}, expected exactly one"),
-        ({"batches": 0}, r"Got 0 batches from epoch 0 on, expected a whole number of at least 1"),
-        ({"batches": 1.5}, r"Got 1.5 batches"),
-        ({"schedule": {0: 2, 3: 0}}, r"Got 0 batches from epoch 3 on"),
-        ({"schedule": {-1: 2}}, r"Got 2 batches from epoch -1 on, .* an epoch of at least 0"),
-    ],
-)
-def test_impossible_arguments(arguments, message):
-    with pytest.raises(ConfigurationError, match=message):
-        GradientAccumulation(**arguments)

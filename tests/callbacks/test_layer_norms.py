@@ -22,7 +22,7 @@ from tests.support import (
     train_by_hand,
 )
 from trainer.callbacks import GradientClipping, LayerNorms
-from trainer.errors import ConfigurationError, UnsupportedError
+from trainer.errors import UnsupportedError
 from trainer.record.curve import Curve, read_rows
 
 SCALED = {"init_scale": 2.0**9, "growth_interval": 5}
@@ -74,12 +74,6 @@ def test_norms_equal_those_of_a_hand_written_loop(tmp_path, precision):
         assert [str(value) for value in curve.values] == [str(look[layer]) for look in seen[1::2]]
     assert norms.norms == seen[-1]
     assert trainer.skipped_steps == scaled
-
-
-@pytest.mark.parametrize("steps", [0, 2.5])
-def test_steps_below_one_are_refused(steps):
-    with pytest.raises(ConfigurationError, match="expected a whole number of steps of at least 1"):
-        LayerNorms(steps)
 
 
 def test_anothers_trainer_is_refused(tmp_path):

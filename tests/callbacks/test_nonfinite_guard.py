@@ -271,9 +271,3 @@ def test_go_on_is_a_deprecated_name_of_continue() -> None:
     with pytest.warns(FutureWarning, match=r"NonFiniteGuard\('continue'\)"):
         guard = NonFiniteGuard("go_on")
     assert (guard.policy, guard.every_step) == ("continue", False)
-
-
-@pytest.mark.parametrize("arguments", [{"policy": "ignore"}, {"max_in_a_row": 0}])
-def test_arguments_that_make_no_sense(arguments: dict[str, Any]) -> None:
-    with pytest.raises(ConfigurationError, match=next(iter(arguments))):
-        NonFiniteGuard(**arguments)

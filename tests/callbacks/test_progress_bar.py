@@ -392,12 +392,6 @@ def test_get_metrics_may_be_overridden(clock):
     assert written(bar) == "epoch 1/1  batch 4/4  loss 1.500  note [b]good[/b]  count 3  50.0 it/s\n"
 
 
-@pytest.mark.parametrize("arguments", [{"refresh_rate": -1}, {"seconds_between_lines": 0}])
-def test_wrong_arguments(arguments):
-    with pytest.raises(ValueError, match=next(iter(arguments))):
-        ProgressBar(**arguments)
-
-
 # With a real trainer
 
 

@@ -10,7 +10,6 @@ from torch import nn
 
 from tests.support import loader_of, make_batches, make_trainer, native_fp16
 from trainer.callbacks import ScaleMonitor, scale_monitor
-from trainer.errors import ConfigurationError
 from trainer.precision.underflow import Underflow
 from trainer.state.outcome import StepOutcome
 
@@ -195,19 +194,6 @@ def test_clipping_logs_the_norm_itself(tmp_path, monkeypatch):
     trainer = look_at(tmp_path, Slopes(a=[3.0], b=[4.0]), monitor_of(), gradient_clip_val=1.0)
     assert trainer.callback_metrics["grad_norm_step"].item() == 5.0
     assert calls == []
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"window": 0}, r"window=0.*at least 1"),
-        ({"every_n_steps": -1}, r"every_n_steps=-1.*at least 0"),
-        ({"worst_layers": -1}, r"worst_layers=-1.*at least 0"),
-    ],
-)
-def test_impossible_arguments(arguments, message):
-    with pytest.raises(ConfigurationError, match=message):
-        ScaleMonitor(**arguments)
 
 
 def test_a_resumed_run_goes_on_counting():

@@ -16,7 +16,6 @@ from torch import Tensor
 from tests.support import Regression, adamw, loader_of, make_batches, make_trainer, sgd
 from trainer.callbacks import SyncDetector
 from trainer.callbacks.sync_detector import SyncWatch
-from trainer.errors import ConfigurationError
 
 STEPS = 4
 
@@ -284,9 +283,3 @@ def test_on_a_gpu_the_same_lines(tmp_path, capsys):
     detector = found_in(tmp_path, Planted(), callbacks=[AtTheEnd()], accelerator="gpu", devices=1)
     lines = {line_of(Planted.training_step, mark) for mark in PLANTED} | {line_of(AtTheEnd, "callback")}
     assert {one.line for one in detector.synchronizations} == lines
-
-
-@pytest.mark.parametrize("arguments", [{"batches": 0}, {"after": -1}])
-def test_what_is_refused(arguments):
-    with pytest.raises(ConfigurationError, match="expected at least"):
-        SyncDetector(**arguments)

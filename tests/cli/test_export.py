@@ -202,7 +202,7 @@ def test_mistakes(project: Path, capfd: Any, monkeypatch: pytest.MonkeyPatch) ->
     assert "export needs onnx, which is not installed: pip install onnx onnxscript onnxruntime" in err
 
 
-@pytest.mark.whole
+@pytest.mark.nightly  # docs/how-do-i.md exports one, too
 @needs_onnx
 def test_onnx(state: Any, capfd: Any) -> None:
     from onnx.reference import ReferenceEvaluator

@@ -94,15 +94,3 @@ def test_missing_metric_is_reported(project, capsys):
         capsys.readouterr().err
     )
     assert json.loads(Path("run/run.json").read_text())["objective"]["value"] is None
-
-
-@pytest.mark.parametrize(
-    ("word", "complaint"),
-    [
-        ("objective.mode=mix", "objective.mode is mix, expected min, max or null. Did you mean 'min'?"),
-        ("objective=val_loss", "objective is val_loss, expected a node with settings"),
-    ],
-)
-def test_mistakes(project, capsys, word, complaint):
-    assert main(["fit", "+recipe=line", word]) == 2
-    assert complaint in capsys.readouterr().err

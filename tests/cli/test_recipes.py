@@ -105,24 +105,6 @@ def test_recipe_that_ships_is_copied_into_a_new_folder(tmp_path, monkeypatch, ca
     assert " exists already." in capsys.readouterr().err
 
 
-MISTAKES = [
-    (["notted"], "There is no recipe 'notted'. Did you mean 'noted'?"),
-    (["copy"], "recipes copy NAME [NEWNAME]"),
-    (["copy", "noted", "../x"], "as the name of a recipe, expected"),
-    (["copy", "noted", "line"], " exists already."),
-    (["line", "noted"], "Got the recipes line and noted, expected one"),
-    (["line", "optimizer=sdg"], "Did you mean 'sgd'?"),
-]
-
-
-@pytest.mark.parametrize(("argv", "message"), MISTAKES)
-def test_mistakes(listed, capsys, argv, message):
-    before = sorted(Path("conf/recipe").iterdir())
-    assert main(["recipes", *argv]) == 2
-    assert message in capsys.readouterr().err
-    assert sorted(Path("conf/recipe").iterdir()) == before
-
-
 @pytest.mark.filterwarnings("default")
 def test_recipe_may_have_the_name_of_a_value(project, capsys):
     write(project, {"conf/recipe/null.yaml": "# @package _global_\n# Odd.\ndefaults: [line]\n"})

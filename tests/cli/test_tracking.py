@@ -116,18 +116,25 @@ def approximately(points: list[tuple[int, float]]) -> list[tuple[int, Any]]:
 
 
 @pytest.mark.whole
-def test_run_its_resume_and_its_test_are_one_run_in_each_logger(project: Path) -> None:
+def test_run_its_resume_and_its_test_are_one_run_in_each_logger(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = {file.name for file in project.iterdir()}
     words = [*FIT, *BOTH, "resume=auto", "hydra.run.dir=run"]
-    assert main([*words, "trainer.max_epochs=1"]) == 0
+    artifacts = ["logger.wandb.log_model=true", "logger.mlflow.log_model=true", "logger.wandb.offline=false"]
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    assert main([*words, *artifacts, "trainer.max_epochs=1"]) == 0
     wandb, mlflow = Wandb("run"), Mlflow()
+    saved = {file.stem for file in Path("run/checkpoints").iterdir()}
+    assert set(mlflow.artifacts()) == saved
+    assert mlflow.artifacts("last") == ["last/aliases.txt", "last/last.ckpt", "last/metadata.yaml"]
+    sent = [(artifact.type, artifact.name) for artifact in wandb.artifacts]
+    assert sent == [("model", f"model-{wandb.id}")] * len(saved)
     assert wandb.config["optimizer"]["lr"] == 0.1
     assert mlflow.parameters["optimizer/lr"] == "0.1"
     assert (wandb.exit_code, mlflow.status) == (0, "FINISHED")
     assert (wandb.run.project, wandb.run.display_name, wandb.run.run_group) == ("line", "run", "")
     assert mlflow.name == "run"
     assert {file.name for file in project.iterdir()} - before - {"__pycache__", "home"} == {"run", "outputs"}
-    assert {file.name for file in Path("outputs").iterdir()} - {".mlflow.lock"} == {"mlflow.db"}
+    assert {file.name for file in Path("outputs").iterdir()} - {".mlflow.lock"} == {"mlflow", "mlflow.db"}
 
     assert main([*words, "trainer.max_epochs=2"]) == 0  # which MLflow would refuse to change
     assert [step for step, _ in rows()] == [3, 7]
@@ -169,18 +176,6 @@ def test_secrets_are_not_logged_as_settings(monkeypatch: pytest.MonkeyPatch) -> 
         "model": {"width": 3},
         "optimizer": {"lr": 0.1},
     }
-
-
-@pytest.mark.whole
-def test_checkpoints_as_artifacts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    artifacts = ["logger.wandb.log_model=true", "logger.mlflow.log_model=true", "trainer.max_epochs=1"]
-    assert main([*FIT, *BOTH, "logger.wandb.offline=false", *artifacts, "hydra.run.dir=run"]) == 0
-    saved = {file.stem for file in Path("run/checkpoints").iterdir()}
-    assert set(Mlflow().artifacts()) == saved
-    assert Mlflow().artifacts("last") == ["last/aliases.txt", "last/last.ckpt", "last/metadata.yaml"]
-    sent = Wandb("run").artifacts
-    assert [(artifact.type, artifact.name) for artifact in sent] == [("model", f"model-{Wandb('run').id}")] * len(saved)
 
 
 OPENS = """

@@ -44,6 +44,33 @@ COMMANDS = {
     "compare +recipe=line +compare.min_spedup=2": "no setting 'compare.min_spedup'. Did you mean 'min_speedup'?",
     "compare +recipe=line compare.min_speedup=fast": "is fast, expected a number, auto or null.",
     "compare +recipe=line --cfg job": "Got compare with --cfg",
+    "tune": "Got nothing to tune, expected batch_size, for the largest batch that fits into memory",
+    "tune batchsize +recipe=line": "Got 'batchsize', expected batch_size, for the largest batch that",
+    "tune lr batch_size +recipe=line": "Got the word 'batch_size', expected settings, key=value, without",
+    "tune lr": "There is no model to tune.",
+    "tune lr +recipe=line precision=16,32": "precision=16-mixed,32-true has several values",
+    "checks jsn": "Got 'jsn'. Did you mean 'json'?",
+    "checks json -m": "Got --multirun with checks, which does not support it",
+    "checks +recipe=gpt checks.gpu_memory=much": "checks.gpu_memory is much, expected a size such as 3GiB",
+    "checks +recipe=gpt checks.devices=0": "checks.devices is 0",
+    "recipes lin": "There is no recipe 'lin'. Did you mean 'line'?",
+    "recipes copy": "recipes copy NAME [NEWNAME]",
+    "recipes copy line ../x": "as the name of a recipe, expected",
+    "recipes copy line other": " exists already.",
+    "recipes line other": "Got the recipes line and other, expected one",
+    "recipes line optimizer=sdg": "Did you mean 'sgd'?",
+}
+TUNE = {
+    "tune.memory=lots": "tune.memory is lots, expected a size such as 3GiB",
+    "tune.steps_per_try=1": "tune.steps_per_try is 1, expected at least 2.",
+    "tune.max_lr=1e-8": "tune.max_lr is 1e-08, expected more than tune.min_lr, which is 1e-06.",
+    "tune.batch_size_key=model.size": "tune.batch_size_key is model.size, and the config has no such setting",
+    "tune.batch_size_key=model.start": "tune.batch_size_key is model.start, and its value is 0.0; expected",
+    "+tune.memry=3GiB": "There is no setting 'tune.memry'. Did you mean 'memory'?",
+    "precision=32,16-mixd": "Config group 'precision' has no option '16-mixd'",
+    "data.batch_size=4,8": "data.batch_size=4,8 has several values, expected one. To run one job for each",
+    "-m": "Got --multirun with tune, which does not support it.",
+    "--cfg job": "Got --cfg with tune, which does not support it.",
 }
 LINE = {
     # options
@@ -85,16 +112,18 @@ LINE = {
     "-m optimizer.lr=0.1,0.2,x": "optimizer.lr is x",
     "-m optimizer=sgd,adam optimizer.momentum=0.5": "no setting 'optimizer.momentum'",
     "+sweep=precison": "Did you mean 'precision'?",
+    "objective.mode=mix": "objective.mode is mix, expected min, max or null. Did you mean 'min'?",
+    "objective=val_loss": "objective is val_loss, expected a node with settings",
 }
+MISTAKES = COMMANDS | {f"fit +recipe=line {words}": message for words, message in LINE.items()}
+MISTAKES |= {f"tune batch_size +recipe=line {words}": message for words, message in TUNE.items()}
 
 
-@pytest.mark.parametrize(
-    ("words", "message"), [*COMMANDS.items(), *((f"fit +recipe=line {words}", text) for words, text in LINE.items())]
-)
+@pytest.mark.parametrize(("words", "message"), MISTAKES.items())
 def test_mistakes_on_the_command_line(project, capsys, words, message):
+    before = sorted(project.rglob("*"))
     assert message in complaint(shlex.split(words), capsys)
-    assert not (project / "outputs").exists()
-    assert not (project / "multirun").exists()
+    assert [path for path in sorted(project.rglob("*")) if "__pycache__" not in path.parts] == before
 
 
 REMEDIES = [

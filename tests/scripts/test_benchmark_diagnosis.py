@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import linecache
 import math
-import os
 import re
-import shutil
-import subprocess
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -18,9 +14,6 @@ from _diagnosis import frameworks
 from _diagnosis.bench import learns
 from _diagnosis.programs import PROGRAMS
 from _diagnosis.remedy import edited, execute, remedy_in
-
-from tests.docs.execute import make_commands, shell_environment
-from tests.warm_python import WarmPython
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 REPRESENTATIVES = (
@@ -87,85 +80,6 @@ def test_a_remedy_for_code_in_a_notebook(capsys: pytest.CaptureFixture[str], mon
     found = re.search(r"(\d+)(?: of the cell)? write: (.+?)(?:  \[tried|$)", remedy_in(printed))
     assert found is not None, printed
     assert learns(run_cell(edited(cell, int(found[1]), found[2]), 2))
-
-
-PROJECT = {
-    "batches.py": """
-        import json
-        import lightning as L
-        from _diagnosis.programs import PROGRAMS
-        from torch.utils.data import DataLoader
-
-        class Batches(L.LightningDataModule):
-            def __init__(self, program):
-                super().__init__()
-                self.program = PROGRAMS[program]
-
-            def train_dataloader(self):
-                return DataLoader(self.program.batches(), batch_size=None)
-
-        class Losses(L.Callback):
-            losses = []
-
-            def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
-                self.losses.append(float(outputs["loss"]))
-
-            def on_train_end(self, trainer, module):
-                with open("losses.json", "w") as file:
-                    json.dump(self.losses, file)
-    """,
-    "conf/model/program.yaml": """
-        _target_: _diagnosis.programs.${program}
-        lr: ${optimizer.lr}
-    """,
-    "conf/data/batches.yaml": """
-        _target_: batches.Batches
-        program: ${program}
-    """,
-    "conf/recipe/broken.yaml": """
-        # @package _global_
-        # A program of the benchmark.
-        defaults:
-          - override /model: program
-          - override /data: batches
-          - override /optimizer: sgd
-          - override /trainer: cpu
-          - override /logger: csv
-        program: ???
-        trainer:
-          max_epochs: 6
-          log_every_n_steps: 10
-          enable_progress_bar: false
-        callbacks:
-          losses:
-            _target_: batches.Losses
-    """,
-}
-
-
-@pytest.mark.whole
-@pytest.mark.skipif(shutil.which("bash") is None, reason="the commands are written for a shell")
-def test_a_remedy_on_the_command_line(python: WarmPython, tmp_path: Path) -> None:
-    words = "program=UnscaledAttention precision=16-mixed optimizer.lr=0.05"
-    folder, tools = tmp_path / "project", tmp_path / "tools"
-    for name, text in PROJECT.items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text(textwrap.dedent(text))
-    make_commands(tools)
-    environment = shell_environment(tools, python) | {"DOCS_LIMITS": "none"}
-    environment["PYTHONPATH"] += os.pathsep + str(SCRIPTS)
-
-    def fit(words: str) -> subprocess.CompletedProcess[str]:
-        command = ["bash", "-c", f"python -m trainer fit +recipe=broken {words}"]
-        return subprocess.run(
-            command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
-
-    before = fit(words).stdout
-    after = fit(f"{words} {remedy_in(before)}")
-    assert after.returncode == 0, after.stdout
-    assert "Verdict:" not in after.stdout, after.stdout
-    assert learns(json.loads((folder / "losses.json").read_text()))
 
 
 def test_frameworks_count_skipped_steps_and_losses_that_are_not_finite() -> None:

@@ -153,18 +153,6 @@ def test_torch_that_cannot_be_imported(tmp_path):
     assert "Traceback" not in ended.stderr
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["jsn"], "Got 'jsn'. Did you mean 'json'?"),
-        (["json", "-m"], "Got --multirun with checks, which does not support it"),
-    ],
-)
-def test_invalid_arguments(capsys, words, message):
-    assert main(["checks", *words]) == 2
-    assert message in capsys.readouterr().err
-
-
 def test_quiet_prints_the_verdict_and_problems(capsys, monkeypatch):
     found = checks.Findings(tables=[checks.Table("Versions", (), [["torch", "2"]])])
     found.remark("Busy.")

@@ -48,7 +48,7 @@ def nothing(module: Any) -> None:
     """Do nothing."""
 
 
-@pytest.mark.whole
+@pytest.mark.nightly
 @needs_fsdp2
 def test_billion_parameters():
     number = parameters()
@@ -118,7 +118,7 @@ def test_counted_tensors():
 
 def test_optimizer_of_a_gpu_has_a_copy_while_it_steps():
     def net(**options: Any) -> LanguageModel:
-        return LanguageModel(partial(torch.optim.AdamW, lr=1e-3, **options), context=4, width=512, heads=4, layers=4)
+        return LanguageModel(partial(torch.optim.AdamW, lr=1e-3, **options), context=4, width=512, heads=4, layers=1)
 
     foreach, fused = (
         measure(lambda o=o: net(**o), tokens(1, 4), Precision(), nothing, None) for o in ({}, {"fused": True})
@@ -162,7 +162,8 @@ TINY = ["+recipe=gpt", "model.layers=1", "data.context=32", "precision=bf16-mixe
 
 @pytest.mark.whole
 @needs_fsdp2
-def test_command(capsys):
+def test_command(capsys, monkeypatch):
+    monkeypatch.setattr("trainer.cli.checks.memory.COMPARED_PRECISIONS", ())
     assert main(["checks", "json", *TINY, "checks.gpu_memory=1040MiB", "checks.devices=4"]) == 0
     facts = json.loads(capsys.readouterr().out)
     memory = facts["memory_of_recipe"]
@@ -261,19 +262,6 @@ def test_training_step_that_reads_counters():
     (batch,) = make_batches(1)
     assert measure(Counting, batch, Precision(), nothing, None).peak > 0
     assert look(Counting, batch, Precision(), {}) == {}
-
-
-@pytest.mark.parametrize(
-    ("settings", "expected"),
-    [
-        (["+recipe=gpt", "checks.gpu_memory=much"], "checks.gpu_memory is much, expected a size such as 3GiB"),
-        (["+recipe=gpt", "checks.devices=0"], "checks.devices is 0"),
-        (["+recipe=gan", NO_STEPS], "cannot be predicted: it uses manual optimization (automatic_optimization=False)"),
-    ],
-)
-def test_what_is_refused(settings, expected, capsys):
-    assert main(["checks", *settings]) == 2
-    assert expected in " ".join(capsys.readouterr().err.split())
 
 
 def test_verdict():

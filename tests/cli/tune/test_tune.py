@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from tests.cli.conftest import write
 from trainer.cli import main, tune
 from trainer.cli.arguments import read
@@ -18,54 +16,6 @@ def test_sizes():
     sizes = {"3GiB": 3 * 2**30, "1.5 GB": 1_500_000_000, "64kib": 2**16, 4096: 4096, "3g": 3 * 2**30}
     assert {given: bytes_in(given) for given in sizes} == sizes
     assert [bytes_in(given) for given in ("much", "3GiBs", 0, True)] == [None] * 4
-
-
-@pytest.mark.parametrize(
-    ("setting", "message"),
-    [
-        ("tune.memory=lots", "tune.memory is lots, expected a size such as 3GiB"),
-        ("tune.steps_per_try=1", "tune.steps_per_try is 1, expected at least 2."),
-        ("tune.max_lr=1e-8", "tune.max_lr is 1e-08, expected more than tune.min_lr, which is 1e-06."),
-        ("tune.batch_size_key=model.size", "tune.batch_size_key is model.size, and the config has no such setting"),
-        ("tune.batch_size_key=model.start", "tune.batch_size_key is model.start, and its value is 0.0; expected"),
-        ("+tune.memry=3GiB", "There is no setting 'tune.memry'. Did you mean 'memory'?"),
-        ("precision=32,16-mixd", "Config group 'precision' has no option '16-mixd'"),
-        (
-            "data.batch_size=4,8",
-            "data.batch_size=4,8 has several values, expected one. To run one job for each value, add -m",
-        ),
-        ("ckpt_path=line_fit.py", "with tune, which does not resume."),
-        ("-m", "Got --multirun with tune, which does not support it."),
-        ("--cfg", "Got --cfg with tune, which does not support it."),
-    ],
-)
-def test_mistakes_are_reported_before_the_start(project, capsys, monkeypatch, setting, message):
-    monkeypatch.setattr("trainer.cli.tune.batch_size.run_in_child", None)
-    words = [setting, "job"] if setting == "--cfg" else [setting]
-    assert main(["tune", "batch_size", *LINE, *words]) == 2
-    assert message in capsys.readouterr().err
-    assert not Path("outputs").exists()
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (
-            [],
-            "Got nothing to tune, expected batch_size, for the largest batch that fits into memory",
-        ),
-        (
-            ["batchsize", *LINE],
-            "Got 'batchsize', expected batch_size, for the largest batch that fits into memory, or lr",
-        ),
-        (["lr", "batch_size", *LINE], "Got the word 'batch_size', expected settings, key=value, without"),
-        (["lr"], "There is no model to tune."),
-        (["lr", *LINE, "precision=16,32"], "precision=16-mixed,32-true has several values"),
-    ],
-)
-def test_words(project, capsys, words, message):
-    assert main(["tune", *words]) == 2
-    assert message in capsys.readouterr().err
 
 
 def test_torchrun_is_refused(project, capsys, monkeypatch):
