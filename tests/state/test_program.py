@@ -17,6 +17,7 @@ import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torchmetrics import MeanMetric, MinMaxMetric, SumMetric
 
 from tests.state.test_attributes import through_a_file
 from trainer.compat.modules import program_state
@@ -187,6 +188,29 @@ def test_objects_that_do_not_exist_any_more_are_left_out_and_other_numbers_are_r
     problems, _ = carried(change, module, data, [Counts(), Counts()])
     assert problems == ["The attributes of Counts are not restored: there is another number of these objects now."]
     assert (module.mean, data.passes) == (3.0, 2)
+
+
+def test_attributes_of_metric_objects_that_are_no_states_are_restored() -> None:
+    class Best(SumMetric):
+        best = torch.inf
+
+        def compute(self) -> Any:
+            self.best = min(self.best, super().compute().item())
+
+    changed, resumed = Module(), Module()
+    for module in (changed, resumed):
+        module.metrics = nn.ModuleList([MinMaxMetric(MeanMetric()), Best()])
+        module.plain = [Best()]
+    before, after = state_of(changed), state_of(resumed)
+    for metric in (*changed.metrics, *changed.plain):  # type: ignore[union-attr]
+        metric.update(3.0)
+        metric.compute()
+    assert after.write(through_a_file(before.read())) == []
+    extremes, best = resumed.metrics  # type: ignore[misc]
+    assert (extremes.min_val.item(), extremes.max_val.item(), best.best) == (3.0, 3.0, 3.0)
+    assert (best.sum_value.item(), best.update_count) == (0.0, 0)  # `MetricObjects` restores states of submodules
+    (best,) = resumed.plain
+    assert (best.sum_value.item(), best.update_count, best.best) == (3.0, 1, 3.0)
 
 
 def test_installed_package_of_the_module_is_part_of_the_program(

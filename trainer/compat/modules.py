@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Set
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch import Callback, LightningDataModule, LightningModule
@@ -11,19 +12,24 @@ from lightning.pytorch.trainer.call import _call_configure_model, _call_setup_ho
 from lightning.pytorch.trainer.configuration_validator import _verify_loop_configurations
 from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities.compile import _maybe_unwrap_optimized, _verify_strategy_supports_compile
+from torch import nn
+from torchmetrics import SumMetric
 
 from trainer.arguments import refuse_other_package
 from trainer.compat.loaders import DrawnLoaderSet
 from trainer.data.batches import Loaders
+from trainer.state.metric_objects import metric_objects_in, saved_attributes
 from trainer.state.program import ProgramState, package_of
 
 if TYPE_CHECKING:
     from trainer.trainer import Trainer
 
 _BASES = frozenset({*LightningModule.__mro__, *LightningDataModule.__mro__, Callback})
-_FRAMEWORKS = sys.stdlib_module_names | {"lightning", "pytorch_lightning", "torch", "torchmetrics", "trainer"}
-_ATTRIBUTES = frozenset(vars(LightningModule()))
+_FRAMEWORKS = sys.stdlib_module_names | {"lightning", "pytorch_lightning", "torch", "trainer"}
+_OF_MODULES = frozenset(vars(LightningModule()))
 """Attributes of a module that Lightning and torch set."""
+_OF_METRICS = _OF_MODULES | vars(SumMetric()).keys()
+"""Attributes of a metric object that torchmetrics and torch set."""
 
 call_setup_hooks = _call_setup_hook
 configure_model = _call_configure_model
@@ -94,5 +100,13 @@ def set_up_profiler(trainer: Trainer, module: LightningModule) -> None:
 def program_state(trainer: Trainer) -> ProgramState:
     """Return the state of the user's objects that changes from now on."""
     modules = (trainer.lightning_module, trainer.datamodule)
-    packages = frozenset(package_of(base) for module in modules for base in type(module).__mro__) - _FRAMEWORKS
-    return ProgramState((*modules, trainer.callbacks), bases=_BASES, ignored=_ATTRIBUTES, packages=packages)
+    packages = {package_of(base) for module in modules for base in type(module).__mro__} - _FRAMEWORKS
+    packages.add("torchmetrics")
+    metrics = set(map(id, metric_objects_in(trainer.lightning_module)))
+
+    def ignored(value: Any) -> Set[str]:
+        if id(value) in metrics:  # their states are saved by `MetricObjects`
+            return _OF_METRICS | saved_attributes(value)
+        return _OF_MODULES if isinstance(value, nn.Module) else frozenset()
+
+    return ProgramState((*modules, trainer.callbacks), bases=_BASES, ignored=ignored, packages=frozenset(packages))

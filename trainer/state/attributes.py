@@ -43,7 +43,7 @@ class AttributeChanges:
         objects: the objects to watch.
         holders: objects of other packages, of which only the random generators are watched. Default: none.
         limits: which values are copied, for objects that are no data. Default: None, those for data.
-        ignored: attributes of modules that are not watched. Default: none.
+        ignored: returns the attributes of an object that are not watched. Default: none are ignored.
         max_objects: largest number of watched objects. Default: 200.
         elsewhere: returns the memory of tensors that are saved elsewhere, such as weights. Default: none.
 
@@ -57,14 +57,14 @@ class AttributeChanges:
         holders: Sequence[Any] = (),
         *,
         limits: Limits | None = None,
-        ignored: Set[str] = frozenset(),
+        ignored: Callable[[Any], Set[str]] = lambda _: frozenset(),
         max_objects: int = _MAX_OBJECTS,
         elsewhere: Callable[[], Set[int]] = frozenset[int],
     ) -> None:
         self._objects = list(objects)[:max_objects]
         self._watched = len(self._objects)
         self._objects += holders
-        self._ignored = [ignored if isinstance(one, nn.Module) else frozenset[str]() for one in self._objects]
+        self._ignored = list(map(ignored, self._objects))
         self.names = list(map(_class_name, self._objects))
         self._values = list(map(self._attributes, range(len(self._objects))))
         for values in self._values[self._watched :]:

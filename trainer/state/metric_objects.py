@@ -175,6 +175,11 @@ def metric_objects_in(module: nn.Module) -> list[Metric]:
     return [part for part in module.modules() if isinstance(part, Metric)]
 
 
+def saved_attributes(metric: Metric) -> set[str]:
+    """Return the names of the attributes that :class:`MetricObjects` saves."""
+    return {*metric.metric_state, *_counts_of(metric)}
+
+
 def updates_of(metric: Metric) -> int:
     """Return the number of updates of a metric, and of those that it wraps, since the last reset.
 
@@ -254,8 +259,6 @@ _SHARED: dict[Any, Callable[[list[Any], int, int], Any]] = {
 
 
 def _state_of(metric: Metric, copies: bool) -> dict[str, Any]:
-    own = vars(metric)
-
     def value_of(state: Any) -> Any:
         if isinstance(state, list):
             return list(state)
@@ -263,6 +266,10 @@ def _state_of(metric: Metric, copies: bool) -> dict[str, Any]:
 
     return {
         "states": {name: value_of(state) for name, state in metric.metric_state.items()},
-        # `_update_count`, and counts of wrappers such as Running
-        "counts": {name: value for name, value in own.items() if name.startswith("_") and type(value) in (int, bool)},
+        "counts": _counts_of(metric),
     }
+
+
+def _counts_of(metric: Metric) -> dict[str, int]:
+    """Return `_update_count`, and the counts of wrappers such as Running."""
+    return {name: value for name, value in vars(metric).items() if name[0] == "_" and type(value) in (int, bool)}

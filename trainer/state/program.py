@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from functools import cache
 from typing import Any
 
@@ -35,7 +35,7 @@ class ProgramState:
     Args:
         roots: the module, the datamodule and the callbacks. Their order determines the order of the state.
         bases: classes of other packages that a class of the user may have as bases. Default: none.
-        ignored: attributes that the bases of a module set. Default: none.
+        ignored: returns the attributes of an object that its bases set, or that are saved elsewhere. Default: none.
         packages: installed packages whose classes are the user's, too. Default: none.
     """
 
@@ -44,7 +44,7 @@ class ProgramState:
         roots: Sequence[Any] = (),
         *,
         bases: Set[type] = frozenset(),
-        ignored: Set[str] = frozenset(),
+        ignored: Callable[[Any], Set[str]] = lambda _: frozenset(),
         packages: Set[str] = frozenset(),
     ) -> None:
         self._generators: list[generators.RandomGenerator] = []
@@ -65,8 +65,8 @@ class ProgramState:
             kind: type = type(value)
             if not _is_to_be_saved(kind, bases, packages):
                 continue
-            own = vars(value).items()
-            queue.extend(one for name, one in own if name not in ignored or not isinstance(value, nn.Module))
+            not_own = ignored(value)
+            queue.extend(one for name, one in vars(value).items() if name not in not_own)
             watched.append(value)
         modules = [root for root in roots if isinstance(root, nn.Module)]
         self._attributes = AttributeChanges(
