@@ -239,6 +239,21 @@ class SavesAt(Checkpoint):
             trainer.save_checkpoint(self.path)
 
 
+class Killed(BaseException):
+    """Raised as a simulated kill: no callback saves for it."""
+
+
+class KilledAt(Callback):
+    """Raises :class:`Killed` after this number of trained batches."""
+
+    def __init__(self, batches: int | None) -> None:
+        self.batches = batches
+
+    def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+        if trainer.progress.batches == self.batches:
+            raise Killed
+
+
 def train_by_hand(
     net: nn.Module,
     batches: Iterable[Any],

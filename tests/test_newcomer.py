@@ -110,11 +110,6 @@ def test_page_has_these_steps() -> None:
     assert all(any(block.language == "bash" for block in blocks) for blocks in steps().values())
 
 
-def _environment(newcomer: Newcomer) -> dict[str, str]:
-    make_commands(newcomer.tools)
-    return shell_environment(newcomer.tools, newcomer.python)
-
-
 def test_trains_the_default_recipe(newcomer: Newcomer) -> None:
     newcomer.follow("Train the default recipe")
     run_folder = newcomer.one("outputs/resnet50/*")
@@ -203,52 +198,3 @@ def _weights(folder: Path) -> dict[str, torch.Tensor]:
     assert checkpoint["global_step"] == 190
     weights: dict[str, torch.Tensor] = checkpoint["state_dict"]
     return weights
-
-
-MISTAKES: list[tuple[str, int, tuple[str, ...]]] = [
-    # A command, its exit status, and parts of its output.
-    (
-        "fit +recipe=mine optimizer._target_=torch.optim.Rprop",
-        2,
-        ("To remove them: ~optimizer.betas ~optimizer.eps ~optimizer.weight_decay",),
-    ),
-    (
-        """RATE=0.0123 fit +recipe=mine 'optimizer.lr="${oc.decode:${oc.env:RATE}}"' +debug=fast_dev_run""",
-        0,
-        ("completed",),
-    ),
-    ("fit +recipe=mine trainer.devices=-1 trainer.accelerator=cpu", 2, ("trainer.devices=1",)),
-    ("fit +recipe=mine ckpt_path=last", 2, ("ckpt_path is last", "resume=auto")),
-    ("fit +recipe=mine model._target_=classifier.NoStep", 2, ("No `training_step()` method",)),
-    (
-        "fit -m +recipe=mine hydra/launcher=submitit_slurm optimizer.lr=0.1,0.2",
-        2,
-        ("srun", "hydra/launcher=joblib"),
-    ),
-    (
-        "fit +recipe=mine precision=16-mixed model.spread=100000 trainer.max_epochs=1 trainer.limit_train_batches=3",
-        1,
-        ("fit failed: No weight was updated: all 3 optimizer steps were skipped",),
-    ),
-    ("checks +recipe=mine model.spread=100000", 0, ("float16 overflows in 'second' (Linear)", "fp32_modules=[second]")),
-]
-
-
-def test_mistakes_of_beginners(newcomer: Newcomer) -> None:
-    newcomer.write()
-    with (newcomer.folder / "classifier.py").open("a") as module:
-        module.write("\n\nclass NoStep(Classifier):\n    training_step = L.LightningModule.training_step\n")
-    environment = _environment(newcomer) | {"COLUMNS": "80", "DOCS_LIMITS": "none"}
-    for command, status, parts in MISTAKES:
-        assignment, _, words = command.rpartition("fit +") if command.startswith("RATE") else ("", "", command)
-        words = f"fit +{words}" if assignment else words
-        done = subprocess.run(
-            ["bash", "-c", f"{assignment}python -m trainer {words}"], cwd=newcomer.folder, env=environment, text=True,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=100, check=False,
-        )  # fmt: skip
-        printed = " ".join(done.stdout.split())
-        assert done.returncode == status, (command, done.stdout)
-        assert [part for part in parts if part not in printed] == [], (command, done.stdout)
-        assert "Traceback" not in done.stdout, (command, done.stdout)
-        if "last.ckpt" in printed:  # at 80 columns, too, it can be copied
-            assert re.search(r"outputs/mine/[\w-]+/checkpoints/last\.ckpt", done.stdout), (command, done.stdout)

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
 from safetensors.torch import save_file
 from torch import nn
@@ -265,8 +264,8 @@ class Seen(Regression):
         self.first = {name: value.clone() for name, value in self.state_dict().items()}
 
 
-def weights_file(folder: Path, seed: int = 7) -> tuple[Path, dict[str, torch.Tensor]]:
-    state = Regression(make_net(seed)).state_dict()
+def weights_file(folder: Path) -> tuple[Path, dict[str, torch.Tensor]]:
+    state = Regression(make_net(7)).state_dict()
     torch.save(state, folder / "begin.pt")
     return folder / "begin.pt", state
 
@@ -357,10 +356,8 @@ class Late(Seen):
     """Creates its layers in ``configure_model`` on the meta device."""
 
     def __init__(self) -> None:
-        LightningModule.__init__(self)
-        other = Regression(make_net())
-        self._attributes = {name: value for name, value in vars(other).items() if not name.startswith("_")}
-        vars(self).update(self._attributes)
+        super().__init__(make_net())
+        del self.net
 
     def configure_model(self) -> None:
         if not hasattr(self, "net"):

@@ -194,12 +194,10 @@ def test_file_is_synced_before_it_is_renamed(tmp_path: Path, monkeypatch: pytest
     assert events == ["sync file, False", f"rename, {size}", "sync folder, True"]
 
 
-class Killed(BaseException):
-    pass
-
-
 @pytest.mark.parametrize("where", ["in the save", "os.fsync", "pathlib.Path.replace"])
-@pytest.mark.parametrize("error", [Killed(), RuntimeError("in between"), OSError(errno.EIO, "Input/output error")])
+@pytest.mark.parametrize(
+    "error", [KeyboardInterrupt(), RuntimeError("in between"), OSError(errno.EIO, "Input/output error")]
+)
 def test_old_file_is_kept_on_errors(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str, error: BaseException
 ) -> None:

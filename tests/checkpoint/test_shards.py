@@ -16,7 +16,7 @@ from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 
-from tests.support import Regression, assert_identical, loader_of, make_batches, make_trainer
+from tests.support import Killed, Regression, assert_identical, loader_of, make_batches, make_trainer
 from trainer import CheckpointFiles
 from trainer.checkpoint import conversion, files, sharded_files, shards
 from trainer.checkpoint.folder_locks import lock_folder
@@ -164,10 +164,6 @@ class Full(shards._Stream):
     def write(self, data: Any) -> int:
         self.error = OSError(errno.ENOSPC, "No space left on device")
         return len(data)
-
-
-class Killed(BaseException):
-    """Raised as a simulated SIGKILL, without cleanup."""
 
 
 @pytest.mark.parametrize("renames", range(3))

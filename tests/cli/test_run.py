@@ -157,6 +157,11 @@ def test_missing_method_of_the_module_is_a_usage_error(project, capsys):
     assert "No `training_step()` method defined" in capsys.readouterr().err
 
 
+def test_number_from_the_environment_is_a_setting(monkeypatch):
+    monkeypatch.setenv("RATE", "0.0123")
+    assert main(["fit", *LINE, "logger=none", 'optimizer.lr="${oc.decode:${oc.env:RATE}}"']) == 0
+
+
 @pytest.mark.whole
 @pytest.mark.parametrize("command", ["fit", "test"])
 def test_last_checkpoint_has_to_exist(command, capsys):

@@ -113,13 +113,6 @@ def test_schedule_of_a_longer_run_continues_at_its_position(tmp_path: Path, name
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_run_of_the_same_length_restores_the_saved_schedule(tmp_path: Path, name: str, caplog: Any) -> None:
-    def stop(module: Scheduled, epochs: int, ckpt_path: Path | None = None) -> None:
-        trainer = make_trainer(tmp_path, max_epochs=2)
-        trainer.fit_loop.max_epochs = 2
-        module.stops = epochs == 1
-        trainer.fit(module, loader_of(make_batches(BATCHES)), ckpt_path=ckpt_path)
-        trainer.save_checkpoint(tmp_path / "half.ckpt")
-
     class Stops(Scheduled):
         stops = False
 
@@ -127,10 +120,11 @@ def test_run_of_the_same_length_restores_the_saved_schedule(tmp_path: Path, name
             self.trainer.should_stop = self.stops
 
     whole, first, second = (Stops(SCHEDULES[name]) for _ in range(3))
-    stop(whole, 2)
-    stop(first, 1)
+    first.stops = True
+    fit(tmp_path, whole, 2)
+    fit(tmp_path, first, 2)
     caplog.clear()
-    stop(second, 2, tmp_path / "half.ckpt")
+    fit(tmp_path, second, 2, tmp_path / "last.ckpt")
     assert second.seen == whole.seen
     assert not any("another length" in one.getMessage() for one in caplog.records)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import redirect_stdout
 from io import StringIO
 from typing import Any
@@ -25,6 +25,7 @@ from torchmetrics import MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
 
 from tests.parity import CLASSES, Classifier, data, run_both
+from tests.support import loader_of
 
 Make = Callable[..., Any]
 Log = Callable[[Any, Any, int], None]
@@ -118,15 +119,17 @@ def batch_sizes_found_in_batches(make: Make) -> Any:
 
     def fit_on(*batches: Any) -> Any:
         trainer = make(max_epochs=1)
-        return warned(lambda: trainer.fit(mean, Batches(list(batches))), "batch_size"), shown(trainer.callback_metrics)
+        return warned(lambda: trainer.fit(mean, loader_of(list(batches))), "batch_size"), shown(
+            trainer.callback_metrics
+        )
 
     found = []
     for one, other in ((None, None), (torch.zeros(5), torch.zeros(1)), ("a", "b"), ([], {}), (torch.tensor(1.0), 7)):
         found.append(fit_on([(two, labels[0]), one], [(three, labels[1]), other]))
     words = Logs(evaluation=lambda module, batch, i: module.log("x", 1.0))
-    found.append(attempt(lambda: make().validate(words, Batches(["a", "b"]), verbose=False)))
+    found.append(attempt(lambda: make().validate(words, loader_of(["a", "b"]), verbose=False)))
     given = Logs(evaluation=lambda module, batch, i: module.log("x", float(i), batch_size=i + 1))
-    return found, make().validate(given, Batches(["a", "b", "c"]), verbose=False)
+    return found, make().validate(given, loader_of(["a", "b", "c"]), verbose=False)
 
 
 def tables(make: Make) -> Any:
@@ -355,19 +358,6 @@ def one_name_in_training_and_validation(make: Make) -> Any:
         make(max_epochs=3, callbacks=Watch(), **when).fit(OneNameForBoth(), data(8), data(6, seed=5))
     assert {rate for *_, rate in seen} > {0.5}  # the validation has run
     return seen
-
-
-class Batches:
-    """Batches of any kind."""
-
-    def __init__(self, batches: list[Any]) -> None:
-        self.batches = batches
-
-    def __len__(self) -> int:
-        return len(self.batches)
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.batches)
 
 
 PROGRAMS = [

@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch.callbacks import OnExceptionCheckpoint
 
 from tests.loops.test_hooks import Scheduled
-from tests.parity import Classifier, Learner, data, lightning, lightnings_noise_ignored, run_both
+from tests.parity import Classifier, data, run_both
 
 
 class FailedError(Exception):
@@ -106,36 +106,3 @@ def test_failed_runs_checkpoint_counts_as_lightnings(module: Any, accumulate: in
 
     theirs, mine = run_both(scenario)
     assert mine == theirs
-
-
-@pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before")
-def test_run_limited_by_steps_continues_at_its_last_step(tmp_path: Path) -> None:
-    """A run limited by epochs does not, because its epoch is complete."""
-
-    class Sees(Learner):
-        def on_train_epoch_start(self) -> None:
-            self.seen.append("epoch")
-
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            self.seen.append((self.current_epoch, batch_idx))
-            return super().training_step(batch, batch_idx)
-
-    path = tmp_path / "cut short.ckpt"
-
-    class Saves(Learner):
-        def on_train_epoch_end(self) -> None:
-            self.trainer.save_checkpoint(path)
-
-    with lightnings_noise_ignored():
-        lightning(max_steps=1).fit(Saves(), data(6))
-
-    def scenario(make: Any) -> Any:
-        module = Sees()
-        module.seen = []
-        make(max_steps=4).fit(module, data(6), ckpt_path=path)
-        make(max_epochs=2).fit(module, data(6), ckpt_path=path)
-        return module.seen
-
-    theirs, mine = run_both(scenario)
-    assert mine == theirs
-    assert mine == [(0, 1), (0, 2), "epoch", (1, 0), "epoch", (1, 0), (1, 1), (1, 2)]

@@ -19,7 +19,7 @@ from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
 
-from tests.support import Regression, loader_of, make_batches, make_net, make_trainer
+from tests.support import Killed, KilledAt, Regression, loader_of, make_batches, make_net, make_trainer
 
 BATCHES = make_batches(4)
 
@@ -29,19 +29,11 @@ class Logs(Regression):
         self.log("val_loss", super().training_step(batch, batch_idx), batch_size=4)
 
 
-class Killed(BaseException):
-    """Raised as a simulated kill: no callback saves for it."""
+class Interrupted(Callback):
+    """Ends the run in the batch with this number by SIGTERM, before a validation that is due."""
 
-
-class Interrupts(Callback):
-    """Ends the run in the batch with this number by SIGTERM or a simulated kill, before a validation that is due."""
-
-    def __init__(self, batch: int | None, killed: int | None) -> None:
-        self.batch, self.killed = batch, killed
-
-    def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
-        if trainer.progress.batches == self.killed:
-            raise Killed
+    def __init__(self, batch: int | None) -> None:
+        self.batch = batch
 
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
         if trainer.progress.batches == self.batch:
@@ -52,7 +44,7 @@ def train(
     folder: Path, saver: ModelCheckpoint, interrupted: int | None = None, killed: int | None = None, **arguments: Any
 ) -> Any:
     """Return the steps of the remaining files by name, or None if the run was interrupted."""
-    callbacks = [Interrupts(interrupted, killed), saver]
+    callbacks = [Interrupted(interrupted), KilledAt(killed), saver]
     trainer = make_trainer(folder, callbacks=callbacks, enable_checkpointing=True, resume="auto", **arguments)
     try:
         trainer.fit(Logs(optimizer=partial(torch.optim.SGD, lr=0.02)), loader_of(BATCHES), loader_of(BATCHES[:2]))

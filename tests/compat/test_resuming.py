@@ -11,11 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint, Timer
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
-from tests.support import Regression, loader_of, make_batches, make_trainer
+from tests.support import Killed, KilledAt, Regression, loader_of, make_batches, make_trainer
 from trainer.checkpoint import files
 from trainer.checkpoint import folder_locks as folders
 from trainer.errors import ConfigurationError, FolderInUseError
@@ -23,21 +22,6 @@ from trainer.errors import ConfigurationError, FolderInUseError
 BATCHES = make_batches(4)
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*Experiment logs directory")
-
-
-class Killed(BaseException):
-    """Raised as a simulated kill: no callback saves for it."""
-
-
-class Kill(Callback):
-    """Raises Killed after this number of trained batches."""
-
-    def __init__(self, after: int) -> None:
-        self.after = after
-
-    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
-        if trainer.progress.batches == self.after:
-            raise Killed
 
 
 class Logs(Regression):
@@ -55,7 +39,7 @@ def script(
 ) -> Any:
     """Run the user's script, which is run again to resume."""
     savers = [ModelCheckpoint(save_last=True) if saver is None else saver()]
-    callbacks = [*savers, *more, LearningRateMonitor("step"), *([] if kill is None else [Kill(kill)])]
+    callbacks = [*savers, *more, LearningRateMonitor("step"), KilledAt(kill)]
     given = {"max_epochs": 3, "log_every_n_steps": 1, "resume": "auto", "enable_checkpointing": None}
     logger = CSVLogger(folder) if logger is None else logger
     fitted = make_trainer(folder, logger=logger, callbacks=callbacks, **{**given, **arguments})

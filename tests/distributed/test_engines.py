@@ -193,12 +193,11 @@ def test_fit_is_resumed_under_the_other_engine(
 
 
 @needs_fsdp2
-@pytest.mark.parametrize("engine", ["ddp", "fsdp"])
-def test_unused_gradients_are_not_resumed_under_the_other_engine(ranks: Ranks, tmp_path: Path, engine: str) -> None:
+def test_unused_gradients_are_not_resumed_under_the_other_engine(ranks: Ranks, tmp_path: Path) -> None:
     """In this manual optimization, the backward pass of one optimizer leaves gradients for the other one."""
-    setup, other = draw(10), {"ddp": "fsdp", "fsdp": "ddp"}[engine]
+    setup = draw(10)
     with pytest.raises(RankError, match=r"gradients that no optimizer step has used.*Trainer\(exact_resume=False\)"):
-        ranks.call(setups.fit_and_resume, setup, engine, str(tmp_path), [setup.batches - 1], [], 2, False, other)
+        ranks.call(setups.fit_and_resume, setup, "fsdp", str(tmp_path), [setup.batches - 1], [], 2, False, "ddp")
 
 
 @pytest.mark.parametrize("engine", ["ddp", FSDP])
@@ -217,33 +216,20 @@ def test_process_without_a_batch_takes_part_in_ddps_forward_on_a_gpu_too(ranks: 
 
 
 @pytest.mark.parametrize(
-    ("module", "named"),
+    ("engine", "module", "named"),
     [
-        (("SGD", True), "Manual optimization"),
-        (("LBFGS",), "An overridden `optimizer_step`, or an optimizer that evaluates the loss"),
+        ("ddp", ("SGD", True), "Manual optimization"),
+        pytest.param("fsdp", ("SGD", False, "norm"), "'net.1', which is a SyncBatchNorm,", marks=needs_fsdp2),
     ],
 )
-def test_uneven_inputs_without_an_idle_forward_are_refused(ranks: Ranks, module: tuple[Any, ...], named: str) -> None:
-    with pytest.raises(RankError, match=f"Got 2 to 5 training batches per process. {named}.*limit_train_batches=2"):
-        ranks.call(setups.fit_uneven, "ddp", [2, 5], *module)
-    seen, *_ = ranks.call(setups.fit_uneven, "ddp", [3, 3], *module)[0]
-    assert set(seen) == {0, 1, 2}
-
-
-@pytest.mark.parametrize(
-    ("engine", "exchanges", "named"),
-    [
-        pytest.param("ddp", "metric", "The metric 'mean', with dist_sync_on_step=True,", id="metric"),
-        pytest.param("fsdp", "norm", "'net.1', which is a SyncBatchNorm,", id="norm", marks=needs_fsdp2),
-    ],
-)
-def test_uneven_inputs_with_collectives_in_the_module_are_refused(
-    ranks: Ranks, engine: str, exchanges: str, named: str
+def test_uneven_inputs_without_an_idle_forward_are_refused(
+    ranks: Ranks, engine: str, module: tuple[Any, ...], named: str
 ) -> None:
+    """Other modules that need the same number are in ``test_early_ends.py``."""
     with pytest.raises(
-        RankError, match=f"Got 2 to 5 training batches per process. {named} needs the same number in each"
+        RankError, match=f"Got 2 to 5 training batches per process. {named} needs .*limit_train_batches=2"
     ):
-        ranks.call(setups.fit_uneven, engine, [2, 5], "SGD", False, exchanges)
+        ranks.call(setups.fit_uneven, engine, [2, 5], *module)
 
 
 @pytest.mark.parametrize("engine", ["ddp", FSDP])

@@ -99,7 +99,7 @@ def test_all_ranks_roll_back_when_the_loss_of_one_spikes(ranks: Ranks, tmp_path:
         torch.testing.assert_close(results, without, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("engine", ["ddp", pytest.param("deepspeed", marks=needs_deepspeed)])
+@pytest.mark.parametrize("engine", ["ddp", pytest.param("deepspeed", marks=[needs_deepspeed, pytest.mark.nightly])])
 def test_missing_rank_is_named_with_its_layer(
     ranks: Ranks, request: pytest.FixtureRequest, tmp_path: Path, engine: str
 ) -> None:

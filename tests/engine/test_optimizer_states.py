@@ -17,7 +17,16 @@ from torch import Tensor, nn
 
 from tests.mixed_states import LoadsItself, MixedStates, WithoutClosure, Wrapper
 from tests.parity import QUIET
-from tests.support import Regression, assert_identical, loader_of, make_batches, make_net, make_trainer, native_fp16
+from tests.support import (
+    Regression,
+    SavesAt,
+    assert_identical,
+    loader_of,
+    make_batches,
+    make_net,
+    make_trainer,
+    native_fp16,
+)
 from trainer import CheckpointFiles
 from trainer.engine.optimizer_states import dtype_to_load, keep_dtypes
 
@@ -46,29 +55,14 @@ class Half(Regression):
         return super().training_step([one.to(self.net[0].weight.dtype) for one in batch], batch_idx)
 
 
-class Stops(Callback):
-    """Saves after some batches, and ends the run there if asked to.
-
-    Args:
-        path: The checkpoint.
-        batches: After which the checkpoint is written.
-    """
-
-    def __init__(self, path: Path, batches: int = 3) -> None:
-        self.path, self.batches, self.at = path, batches, None
-
-    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if trainer.global_step and batch_idx + 1 == self.batches:
-            trainer.save_checkpoint(self.path)
-
-
 def plugin(precision: str) -> Any:
     return native_fp16(init_scale=64.0) if precision == "16-mixed" else precision
 
 
 def fit(folder: Path, optimizer: Any, precision: str, *more: Any, ckpt: Path | None = None, **arguments: Any) -> Any:
     module = Half(make_net(), optimizer)
-    trainer = make_trainer(folder, precision=plugin(precision), callbacks=list(more), **arguments)
+    arguments |= {"callbacks": list(more), "enable_checkpointing": bool(more)}
+    trainer = make_trainer(folder, precision=plugin(precision), **arguments)
     trainer.fit(module, loader_of(BATCHES), ckpt_path=ckpt)
     return trainer, module
 
@@ -80,7 +74,7 @@ def end_of(trainer: Any, module: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_resumed_run_equals_an_uninterrupted_one(tmp_path: Path, name: str) -> None:
     precision = "bf16-true" if name != "LBFGS" else "32-true"
-    whole = end_of(*fit(tmp_path, OPTIMIZERS[name], precision, Stops(tmp_path / "3.ckpt")))
+    whole = end_of(*fit(tmp_path, OPTIMIZERS[name], precision, SavesAt(tmp_path / "3.ckpt", batches=3)))
     assert_identical(end_of(*fit(tmp_path, OPTIMIZERS[name], precision, ckpt=tmp_path / "3.ckpt")), whole)
 
 
@@ -90,7 +84,7 @@ def test_resumed_run_equals_an_uninterrupted_one(tmp_path: Path, name: str) -> N
 )
 def test_in_every_precision_from_files_and_folders(tmp_path: Path, precision: str, form: str) -> None:
     files = partial(CheckpointFiles, sharded=form == "folder")
-    whole = end_of(*fit(tmp_path, WithoutClosure, precision, Stops(tmp_path / "3.ckpt"), plugins=files()))
+    whole = end_of(*fit(tmp_path, WithoutClosure, precision, SavesAt(tmp_path / "3.ckpt", batches=3), plugins=files()))
     resumed = fit(tmp_path, WithoutClosure, precision, ckpt=tmp_path / "3.ckpt", plugins=files())
     assert_identical(end_of(*resumed), whole)
 
@@ -184,7 +178,7 @@ def test_run_that_is_rolled_back_keeps_the_dtypes(tmp_path: Path) -> None:
 
     saver = ModelCheckpoint(tmp_path, every_n_train_steps=3, save_top_k=-1)
     rolls = RollsBack()
-    fit(tmp_path, WithoutClosure, "bf16-true", rolls, saver, enable_checkpointing=True)
+    fit(tmp_path, WithoutClosure, "bf16-true", rolls, saver)
     path = tmp_path / "epoch=0-step=3.ckpt"
     assert_identical(rolls.after, torch.load(path, weights_only=True)["optimizer_states"][0])
     assert rolls.before["state"][0]["step"] == 5
@@ -198,13 +192,15 @@ def test_optimizer_with_quantized_states(tmp_path: Path) -> None:
     def run(*callbacks: Any, ckpt: Path | None = None) -> dict[str, Any]:
         torch.manual_seed(0)
         net = nn.Sequential(nn.Linear(6, 64), nn.ReLU(), nn.Linear(64, 64), nn.Linear(64, 3))
-        trainer = make_trainer(tmp_path, precision="bf16-true", callbacks=list(callbacks))
+        trainer = make_trainer(
+            tmp_path, precision="bf16-true", callbacks=list(callbacks), enable_checkpointing=bool(callbacks)
+        )
         trainer.fit(Half(net, partial(optimizers.AdamW8bit, lr=0.01)), loader_of(BATCHES), ckpt_path=ckpt)
         states = trainer.optimizers[0].state.values()
         codes = [one.codes for state in states for one in state.values() if hasattr(one, "codes")]
         return {"weights": dict(net.state_dict()), "codes": codes}
 
-    whole = run(Stops(tmp_path / "3.ckpt"))
+    whole = run(SavesAt(tmp_path / "3.ckpt", batches=3))
     assert len(whole["codes"]) == 2
     assert_identical(run(ckpt=tmp_path / "3.ckpt"), whole)
 

@@ -76,7 +76,7 @@ def test_window_continues_in_the_next_epoch_if_configured():
 # --- the mean -------------------------------------------------------------------------------------------------------
 
 
-def accumulate(batches, *, size, weigh=float, engine=None):
+def accumulate(batches, *, size, engine=None):
     """Return the gradient and the shares of a window with losses ``(p * x).mean()``; None is a batch without a loss."""
     p = nn.Parameter(torch.ones(3))
     engine = engine or Processes()
@@ -85,7 +85,7 @@ def accumulate(batches, *, size, weigh=float, engine=None):
     window.start_run(engine.data_parallel_size)
     for i, x in enumerate(batches):
         window.advance(len(batches) - i, i + 1 == len(batches))
-        weight = None if x is None else weigh(len(x))
+        weight = None if x is None else float(len(x))
         loss = None if x is None else (p * x).sum(1).mean()
         loss = window.joint_share(loss, weight, engine)
         if loss is not None:

@@ -52,15 +52,9 @@ class Engine:
         self.count += 2 * self.forward_runs_collectives
 
 
-def pace_of(
-    engine: Engine,
-    *spans: Span,
-    whole: tuple[Span, ...] = (),
-    module: nn.Module | None = None,
-    watches: bool = True,
-) -> DistributedPass:
+def pace_of(engine: Engine, *spans: Span, whole: tuple[Span, ...] = (), watches: bool = True) -> DistributedPass:
     store = MetricStore(training=False)
-    objects = MetricObjects(module or nn.Linear(1, 1))
+    objects = MetricObjects(nn.Linear(1, 1))
     return DistributedPass(engine, store, objects, "validation", spans=spans, whole=whole or spans, watches=watches)  # type: ignore[arg-type]
 
 

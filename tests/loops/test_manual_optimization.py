@@ -361,6 +361,29 @@ def test_own_optimizer_step_may_leave_a_step_out(tmp_path, precision):
 lbfgs = partial(torch.optim.LBFGS, lr=0.2, max_iter=4, line_search_fn="strong_wolfe")
 
 
+def train_lbfgs_by_hand(net, batches, precision, *, clip=None, schedule=None):
+    """Train with a hand-written loop. Returns the number of evaluations of the loss."""
+    optimizer, evaluations = lbfgs(net.parameters()), 0
+    scheduler = None if schedule is None else schedule(optimizer)
+    for batch in batches:
+
+        def closure(batch=batch):
+            nonlocal evaluations
+            evaluations += 1
+            optimizer.zero_grad()
+            with forward_context(precision):
+                loss = loss_of(net, batch)
+            loss.backward()
+            if clip is not None:
+                nn.utils.clip_grad_norm_(net.parameters(), clip)
+            return loss
+
+        optimizer.step(closure)
+        if scheduler is not None:
+            scheduler.step()
+    return evaluations
+
+
 @pytest.mark.parametrize("clip", [None, 0.3])
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 def test_lbfgs_is_exact(tmp_path, precision, clip):
@@ -370,24 +393,7 @@ def test_lbfgs_is_exact(tmp_path, precision, clip):
     ours, theirs, batches = make_net(), make_net(), make_batches(5)
     module = Regression(ours, lbfgs, schedule, interval="step")
     trainer, trace = fit_and_watch(tmp_path, module, batches, precision=precision, gradient_clip_val=clip, max_epochs=2)
-
-    optimizer, evaluations = lbfgs(theirs.parameters()), 0
-    scheduler = schedule(optimizer)
-    for batch in batches * 2:
-
-        def closure(batch=batch):
-            nonlocal evaluations
-            evaluations += 1
-            optimizer.zero_grad()
-            with forward_context(precision):
-                loss = loss_of(theirs, batch)
-            loss.backward()
-            if clip is not None:
-                nn.utils.clip_grad_norm_(theirs.parameters(), clip)
-            return loss
-
-        optimizer.step(closure)
-        scheduler.step()
+    evaluations = train_lbfgs_by_hand(theirs, batches * 2, precision, clip=clip, schedule=schedule)
     assert_same_weights(ours, theirs)
     assert trainer.global_step == len(trace.skipped) == 10
     assert evaluations > 20, "the closure was hardly repeated: the test would not see a mistake there"
@@ -399,17 +405,7 @@ def test_lbfgs_in_manual_optimization_is_exact(tmp_path, precision):
     ours, theirs, batches = make_net(), make_net(), make_batches(5)
     plugin = Cached() if precision == "bf16-mixed" else precision
     fit_and_watch(tmp_path, Closing(ours, lbfgs), batches, precision=plugin)
-    optimizer = lbfgs(theirs.parameters())
-    for batch in batches:
-
-        def closure(batch=batch):
-            optimizer.zero_grad()
-            with forward_context(precision):
-                loss = loss_of(theirs, batch)
-            loss.backward()
-            return loss
-
-        optimizer.step(closure)
+    train_lbfgs_by_hand(theirs, batches, precision)
     assert_same_weights(ours, theirs)
 
 

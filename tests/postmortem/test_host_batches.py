@@ -50,11 +50,11 @@ class Tokens(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def fit(folder: Path, module: Tokens, bad: tuple[int, ...] = (3,), accelerator: str = "gpu") -> OverflowReport:
+def fit(folder: Path, module: Tokens, bad: tuple[int, ...] = (3,)) -> OverflowReport:
     """Train on batches of 4 tokens. The batches ``bad`` have a 7 as sample 2."""
     batches = [[torch.tensor([0, 1, 7 if index in bad else 2, 4])] for index in range(8)]
     report = OverflowReport()
-    trainer = make_trainer(folder, accelerator=accelerator, devices=1, callbacks=[report])
+    trainer = make_trainer(folder, accelerator="gpu", devices=1, callbacks=[report])
     with pytest.raises(RuntimeError, match="device-side assert"):
         trainer.fit(module, loader_of(batches))
     assert not trainer.loop.wrappers

@@ -112,15 +112,16 @@ class Replays(Callback):
                 assert gradient is None or torch.equal(gradient.nan_to_num(), value.nan_to_num())
 
 
-def everything(folder: Any, module: LightningModule, **arguments: Any) -> tuple[Any, ...]:
+def everything(folder: Any, module: LightningModule, callback: Callback, **arguments: Any) -> tuple[Any, ...]:
     """Fit with overflows, and return the whole state."""
     torch.manual_seed(11)
-    callback = arguments.pop("callback")
-    quiet = OverflowReport(after=None, collapse_after=None, at_floor=None)  # instead of the default one
-    callbacks = [callback] if isinstance(callback, OverflowReport) else [callback, quiet]
+    callbacks = [
+        callback,
+        OverflowReport(after=None, collapse_after=None, at_floor=None),
+    ]  # in place of the default one
     batches = make_batches(9, gains={2: 1e30, 3: 1e30, 4: 1e30, 5: 1e30})
     given = {"precision": native_fp16(init_scale=256.0), "logger": CSVLogger(folder), "log_every_n_steps": 4}
-    trainer = make_trainer(folder, callbacks=callbacks, max_epochs=2, **(given | arguments))
+    trainer = make_trainer(folder, callbacks=callbacks, max_epochs=2, **given, **arguments)
     trainer.fit(module, loader_of(batches))
     rows = (folder / "lightning_logs/version_0/metrics.csv").read_text()
     return (
@@ -156,10 +157,9 @@ def test_run_with_replays_is_the_run_without(tmp_path, kind, window, arrives, re
         monkeypatch.setattr(Everything, "fused", True)
     seen = {}
     for replays in (False, True):
-        folder = tmp_path / str(replays)
         torch.manual_seed(3)
         callback = Replays(replays)
-        seen[replays] = everything(folder, kind(), callback=callback, accumulate_grad_batches=window)
+        seen[replays] = everything(tmp_path / str(replays), kind(), callback, accumulate_grad_batches=window)
     assert_equal(seen[True], seen[False])
     assert len(callback.findings) >= 9
     assert not any(finding.error for finding in callback.findings)
