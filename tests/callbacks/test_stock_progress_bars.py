@@ -35,26 +35,13 @@ class Logs(Classifier):
         self.log("both", float(batch_idx), prog_bar=True, on_step=True, on_epoch=True)
         return super().training_step(batch, batch_idx)
 
-    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+    def validation_step(self, batch: Any, batch_idx: int, *_: Any) -> Any:
         self.log("val", float(self.global_step), prog_bar=True)
 
-    def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+    def test_step(self, batch: Any, batch_idx: int, *_: Any) -> Any:
         self.log("test", 1.0, prog_bar=True)
 
-    def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
-        return self(batch[0])
-
-
-class LogsOnce(Logs):
-    """Takes one dataloader, as Lightning requires."""
-
-    def validation_step(self, batch: Any, batch_idx: int) -> Any:
-        self.log("val", float(self.global_step), prog_bar=True)
-
-    def test_step(self, batch: Any, batch_idx: int) -> Any:
-        self.log("test", 1.0, prog_bar=True)
-
-    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+    def predict_step(self, batch: Any, batch_idx: int, *_: Any) -> Any:
         return self(batch[0])
 
 
@@ -108,7 +95,6 @@ def test_screen_is_the_same(kind: type, name: str, tmp_path: Path) -> None:
     arguments = dict(SCENARIOS[name])
     options = {key: arguments.pop(key) for key in ("refresh_rate", "leave") if key in arguments}
     loaders = arguments.pop("loaders", lambda: data(6))
-    module_class = Logs if name == "two loaders" else LogsOnce
 
     def scenario(make: Callable[..., Any]) -> Any:
         bar = watched(kind)(**options)
@@ -117,7 +103,7 @@ def test_screen_is_the_same(kind: type, name: str, tmp_path: Path) -> None:
         trainer = make(
             **{"max_epochs": 2, "enable_progress_bar": True, "callbacks": bar, "logger": CSVLogger(folder), **arguments}
         )
-        module = module_class()
+        module = Logs()
         with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
             trainer.fit(module, data(10) if name != "no length" else loaders(), loaders())
             for function in ("validate", "test", "predict"):

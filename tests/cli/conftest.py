@@ -103,6 +103,44 @@ FILES = {
 }
 
 
+STOPPED = {
+    "stopped.py": """
+        import os
+        import time
+        from pathlib import Path
+
+        import line_fit
+
+
+        class Stopped(line_fit.Line):
+            # sends a signal in the steps in the file `stops`, once each, to itself, its parent, or the sweep
+
+            def __init__(self, optimizer, number, receivers):
+                super().__init__(optimizer)
+                self.number, self.receivers = number, receivers
+
+            def training_step(self, batch, batch_idx):
+                file, step = Path("stops"), str(self.global_step)
+                steps = file.read_text().split()
+                if step in steps:
+                    file.write_text(" ".join(other for other in steps if other != step))
+                    known = {"self": os.getpid(), "parent": os.getppid(), "sweep": int(Path("sweep").read_text())}
+                    for name in self.receivers:
+                        os.kill(known[name], self.number)
+                    time.sleep(2.0 * (self.receivers != ["self"]))  # to be passed on
+                return super().training_step(batch, batch_idx)
+    """,
+    "conf/model/stopped.yaml": """
+        _target_: stopped.Stopped
+        optimizer: ${optimizer}
+        number: 15
+        receivers: [self]
+    """,
+    "stops": "2",
+    "sweep": "0",
+}
+
+
 def build(node: Any, key: str = "", allowlist: Allowlist | None = None) -> Any:
     """Check a node of a config, and return the object that it describes."""
     allowlist = allowlist or Allowlist()
@@ -154,6 +192,14 @@ def jobs(project: Path, monkeypatch: pytest.MonkeyPatch) -> type[FakeJob]:
     )
     monkeypatch.setattr("trainer.cli.sweep.jobs.subprocess.Popen", FakeJob)
     return FakeJob
+
+
+@pytest.fixture
+def stopped(project: Path) -> Path:
+    """The user's project, with a model that sends signals."""
+    write(project, STOPPED)
+    yield project
+    sys.modules.pop("stopped", None)
 
 
 @pytest.fixture

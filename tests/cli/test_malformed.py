@@ -58,11 +58,3 @@ def test_help_and_refusals_import_no_torch(malformed_project):
         "    assert not loaded, (argv, loaded)\n"
     )
     subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, timeout=240)
-
-
-def test_monitor_that_is_never_logged_is_named_after_the_first_validation(project, capsys):
-    argv = ["fit", "+recipe=line", "callbacks.model_checkpoint.monitor=val_los", "hydra.run.dir=run"]
-    assert main(argv) == 2
-    err = capsys.readouterr().err.splitlines()[-1]
-    assert err.startswith("trainer: `ModelCheckpoint(monitor='val_los')` could not find the monitored key")
-    assert "'val_loss'" in err

@@ -33,27 +33,11 @@ from trainer.cli.validate import validate
 pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.whole]
 
 LINE = ["+recipe=line", "callbacks.learning_rate_monitor=null"]
+STOPPED = ["model=stopped", "model.number=2", "model.receivers=[self]"]
 SHORT = ["tune.max_batch_size=4", "tune.steps_per_try=2", "precision=32"]  # one attempt
-INTERRUPTED = {
-    "interrupted.py": """
-        import os
-        import signal
-        from pathlib import Path
-
+OTHERS = {
+    "others.py": """
         import line_fit
-
-
-        class Interrupted(line_fit.Line):
-            '''Sends Ctrl-C in the steps in the file ``interrupts``, also to the process in ``sweep``.'''
-
-            def training_step(self, batch, batch_idx):
-                file = Path("interrupts")
-                steps = file.read_text().split() if file.is_file() else []
-                if str(self.global_step) in steps:
-                    file.write_text(" ".join(step for step in steps if step != str(self.global_step)))
-                    for process in (os.getpid(), *map(int, Path("sweep").read_text().split())):
-                        os.kill(process, signal.SIGINT)
-                return super().training_step(batch, batch_idx)
 
 
         class Masked(line_fit.Line):
@@ -71,9 +55,8 @@ INTERRUPTED = {
                 return self.loss(batch)
     """,
     "conf/recipe/a.yaml": "# @package _global_\ndefaults: [line, {override /model: plain}]\n",
-    "conf/model/plain.yaml": "_target_: interrupted.Plain\noptimizer: ${optimizer}\n",
-    "conf/model/interrupted.yaml": "_target_: interrupted.Interrupted\noptimizer: ${optimizer}\n",
-    "conf/model/masked.yaml": "_target_: interrupted.Masked\noptimizer: ${optimizer}\n",
+    "conf/model/plain.yaml": "_target_: others.Plain\noptimizer: ${optimizer}\n",
+    "conf/model/masked.yaml": "_target_: others.Masked\noptimizer: ${optimizer}\n",
 }
 PLACEHOLDERS = {
     "+recipe=NAME": "+recipe=line",
@@ -122,13 +105,13 @@ class Shell:
 
 @pytest.fixture
 def shell(
-    project: Path,
+    stopped: Path,
     python: WarmPython,
     spawn_is_warm: None,
     capfd: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> Iterator[Shell]:
-    write(project, {**INTERRUPTED, "sweep": ""})
+    write(stopped, {**OTHERS, "stops": ""})
     monkeypatch.setattr(sys, "executable", str(python.executable))  # of jobs and trials
     monkeypatch.setenv("PYTHONPATH", str(PACKAGE.parent))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
@@ -143,7 +126,7 @@ def shell(
 
     monkeypatch.setattr(terminal, "program", program)
     yield shell
-    sys.modules.pop("interrupted", None)
+    sys.modules.pop("others", None)
 
 
 def made_run(shell: Shell, *words: str) -> str:
@@ -216,10 +199,10 @@ def two_interruptions(shell: Shell) -> None:
     """The folder stays that of the first run for each start."""
     made_run(shell)
     line, restored = [*LINE, "hydra.run.dir=run dir"], ["ckpt=run", "trainer.max_epochs=4"]
-    for words, interrupts, steps in ((line, "1 3", 8), (restored, "9 13", 16)):
-        Path("interrupts").write_text(interrupts)
+    for words, stops, steps in ((line, "1 3", 8), (restored, "9 13", 16)):
+        Path("stops").write_text(stops)
         before = set(Path().rglob("run.json"))
-        command = shlex.join(["python", "-m", "trainer", "fit", "model=interrupted", *words])
+        command = shlex.join(["python", "-m", "trainer", "fit", *STOPPED, *words])
         for _ in range(2):
             status, printed = shell.run(*shlex.split(command)[3:])
             assert status == 130, printed
@@ -236,10 +219,11 @@ def two_interruptions(shell: Shell) -> None:
 
 def continued(shell: Shell) -> None:
     two_interruptions(shell)
-    Path("interrupts").write_text("3")
+    Path("stops").write_text("3")
     Path("sweep").write_text(str(os.getpid()))
-    status, printed = shell.run("fit", "-m", *LINE, "model=interrupted", "optimizer.lr=0.1,0.2")
-    Path("sweep").write_text("")
+    status, printed = shell.run(
+        "fit", "-m", *LINE, *STOPPED[:2], "model.receivers=[self,sweep]", "optimizer.lr=0.1,0.2"
+    )
     assert status == 130, printed
     (command,) = [one.partition(": ")[2] for one in printed.splitlines() if one.startswith("To resume: ")]
     assert "hydra.sweep.dir=" in command

@@ -15,40 +15,7 @@ from tests.cli.sweep.test_jobs import sweep
 from tests.warm_python import WarmPython
 from trainer.cli import main
 
-STOPPED = {
-    "stopped.py": """
-        import os
-        import time
-        from pathlib import Path
-
-        import line_fit
-
-
-        class Stopped(line_fit.Line):
-            def __init__(self, optimizer, number, to_sweep):
-                super().__init__(optimizer)
-                self.number, self.to_sweep = number, to_sweep
-
-            def training_step(self, batch, batch_idx):
-                if self.global_step == 2:
-                    os.kill(int(Path("sweep").read_text()) if self.to_sweep else os.getpid(), self.number)
-                    time.sleep(1.0)  # to be passed on
-                return super().training_step(batch, batch_idx)
-    """,
-    "conf/model/stopped.yaml": """
-        _target_: stopped.Stopped
-        optimizer: ${optimizer}
-        number: 15
-        to_sweep: false
-    """,
-}
 LINE = ["+recipe=line", "model=stopped", "callbacks=none", "logger=none"]
-
-
-@pytest.fixture
-def stopped(project: Path) -> Path:
-    write(project, STOPPED)
-    return project
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGUSR1, 138), (signal.SIGTERM, 143)])
@@ -75,7 +42,7 @@ def test_resume_command_has_the_values_and_configs_of_the_run(stopped: Path, cap
 
 @pytest.mark.whole
 def test_sweep_passes_the_signal_on_to_its_job_and_ends(stopped: Path, python: WarmPython) -> None:
-    done = sweep(python, "fit", "-m", *LINE, "model.to_sweep=true", "seed=1,2", "hydra.sweep.dir=jobs")
+    done = sweep(python, "fit", "-m", *LINE, "model.receivers=[sweep]", "seed=1,2", "hydra.sweep.dir=jobs")
     assert done.returncode == 143, done.stderr
     (job,) = json.loads(Path("jobs/summary.json").read_text())
     assert (job["job"], job["status"], job["exit_status"], job["steps"]) == (0, "interrupted", 143, 3)

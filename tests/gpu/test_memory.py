@@ -16,9 +16,9 @@ import torch.nn.functional as F
 from lightning.pytorch import Callback, LightningModule
 from torch import Tensor, nn
 
-from tests.gpu.test_steps import LIMIT, OPTIMIZERS, PRECISIONS, SCALE, step_by_hand
+from tests.gpu.test_steps import LIMIT, OPTIMIZERS, PRECISIONS, SCALE, ByHand
 from tests.simulated_cuda.device import Simulated
-from tests.support import AUTOCAST_DTYPES, loader_of, make_trainer
+from tests.support import loader_of, make_trainer
 from trainer.callbacks import OverflowReport
 from trainer.cli.checks.fake_step import LiveMemory
 from trainer.precision import MixedPrecision
@@ -62,44 +62,9 @@ def make_batches(samples: int) -> list[list[Tensor]]:
     return [[torch.ones(samples, 6), torch.zeros(samples, 3)] for _ in range(BATCHES)]
 
 
-class ByHand:
-    """The shortest correct loop, which keeps no tensor that it does not need."""
-
-    def __init__(self, precision: str, kind: str, clips: bool, window: int, width: int) -> None:
-        self.net = make_net(width).cuda()
-        self.optimizer, self.dtype = OPTIMIZERS[kind](self.net.parameters()), AUTOCAST_DTYPES.get(precision)
-        self.scales, self.clips, self.window = precision == "16-mixed", clips, window
-        if self.scales:
-            self.scale, self.tracker = torch.tensor(SCALE).cuda(), torch.zeros((), dtype=torch.int32).cuda()
-            self.inverse = self.scale.reciprocal()
-
-    def step(self, number: int, batch: list[Tensor]) -> None:
-        x, y = (part.cuda() for part in batch)
-        if number % self.window == 0:
-            self.optimizer.zero_grad()
-        with torch.autocast("cuda", dtype=self.dtype or torch.bfloat16, enabled=self.dtype is not None):
-            loss = F.mse_loss(self.net(x), y)
-        if self.window > 1:
-            loss = loss / self.window
-        (loss * self.scale if self.scales else loss).backward()
-        if number % self.window == self.window - 1:
-            self.update()
-
-    def update(self) -> None:
-        found_inf = torch.zeros((), device="cuda") if self.scales else None
-        if self.scales:
-            gradients = [parameter.grad for parameter in self.net.parameters()]
-            torch._amp_foreach_non_finite_check_and_unscale_(gradients, found_inf, self.inverse)
-        if self.clips:
-            nn.utils.clip_grad_norm_(self.net.parameters(), LIMIT)
-        step_by_hand(self.optimizer, found_inf)
-        if self.scales:
-            torch._amp_update_scale_(self.scale, self.tracker, found_inf, 2.0, 0.5, 2000)
-
-
 def peak_by_hand(samples: int, width: int, precision: str, kind: str, clips: bool, window: int) -> int:
     with OnDevice() as living:
-        loop = ByHand(precision, kind, clips, window, width)
+        loop = ByHand(make_net(width).cuda(), precision, kind, clips, window)
         for number, batch in enumerate(make_batches(samples)):
             if number == FIRST:
                 living.peak = living.current

@@ -22,7 +22,6 @@ from tests.support import (
 from trainer.precision import MixedPrecision
 
 INF = float("inf")
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 CLIP = 0.05
 INIT_SCALE = 2.0**10  # at torch's default the net's first gradients overflow by themselves
 
@@ -101,21 +100,21 @@ def fit(
     return trainer
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("asks", [False, True])
 @pytest.mark.parametrize("window", [1, 2])
 @pytest.mark.parametrize("optimizer", ["momentum-fused", "adamw-fused", "adamw"])
-@pytest.mark.parametrize("device", DEVICES)
-def test_equals_the_hand_written_loop(tmp_path, device, optimizer, window, asks):
+def test_equals_the_hand_written_loop(tmp_path, optimizer, window, asks):
     batches = make_batches(9, gains={3: INF, 4: INF, 8: INF})  # the epoch's last, alone in its window, too
     recorder, rates, rates_by_hand = Recorder(asks), [], []
     trainer = fit(
-        tmp_path, device, optimizer, batches, recorder, rates,
+        tmp_path, "cuda", optimizer, batches, recorder, rates,
         max_epochs=2, accumulate_grad_batches=window, gradient_clip_val=CLIP,
     )  # fmt: skip
-    net = make_net().to(device)
-    scaler = torch.amp.GradScaler(device, INIT_SCALE, growth_interval=3)
+    net = make_net().to("cuda")
+    scaler = torch.amp.GradScaler("cuda", INIT_SCALE, growth_interval=3)
     by_hand = train_by_hand(
-        net, on(device, batches), precision="16-mixed", optimizer=recording(OPTIMIZERS[optimizer], rates_by_hand),
+        net, on("cuda", batches), precision="16-mixed", optimizer=recording(OPTIMIZERS[optimizer], rates_by_hand),
         scaler=scaler, epochs=2, window=window, clip=clip, schedule=decay,
     )  # fmt: skip
     assert [o.skipped for o in recorder.outcomes] == by_hand.skipped
@@ -142,19 +141,19 @@ def test_equals_the_hand_written_loop(tmp_path, device, optimizer, window, asks)
         assert recorder.rates_after_asking == by_hand.rates
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.gpu
 @pytest.mark.parametrize("optimizer", ["momentum-fused", "adamw-fused"])
-def test_overflow_at_the_very_first_step_leaves_no_trace(tmp_path, device, optimizer):
+def test_overflow_at_the_very_first_step_leaves_no_trace(tmp_path, optimizer):
     batches = make_batches(6, gains={0: INF})
-    poison = [torch.full_like(p, torch.nan, device=device) for p in make_net().parameters() for _ in range(8)]
+    poison = [torch.full_like(p, torch.nan, device="cuda") for p in make_net().parameters() for _ in range(8)]
     del poison  # uninitialized allocations from here on are likely to contain NaN
     recorder, rates, rates_by_hand = Recorder(), [], []
-    fit(tmp_path, device, optimizer, batches, recorder, rates)
-    net = make_net().to(device)
+    fit(tmp_path, "cuda", optimizer, batches, recorder, rates)
+    net = make_net().to("cuda")
     by_hand = train_by_hand(
-        net, on(device, batches[1:]), precision="16-mixed", schedule=decay,
+        net, on("cuda", batches[1:]), precision="16-mixed", schedule=decay,
         optimizer=recording(OPTIMIZERS[optimizer], rates_by_hand),
-        scaler=torch.amp.GradScaler(device, INIT_SCALE / 2, growth_interval=3),
+        scaler=torch.amp.GradScaler("cuda", INIT_SCALE / 2, growth_interval=3),
     )  # fmt: skip
     assert [o.skipped for o in recorder.outcomes] == [True, *[False] * 5]
     assert rates[1:] == rates_by_hand

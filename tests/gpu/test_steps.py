@@ -98,34 +98,48 @@ def step_by_hand(optimizer: Any, found_inf: Tensor | None) -> None:
         optimizer.step()
 
 
+class ByHand:
+    """The shortest correct loop, which keeps no tensor that it does not need."""
+
+    def __init__(self, net: nn.Module, precision: str, kind: str, clips: bool, window: int) -> None:
+        self.net = net
+        self.optimizer, self.dtype = OPTIMIZERS[kind](self.net.parameters()), AUTOCAST_DTYPES.get(precision)
+        self.scales, self.clips, self.window = precision == "16-mixed", clips, window
+        if self.scales:
+            self.scale, self.tracker = torch.tensor(SCALE).cuda(), torch.zeros((), dtype=torch.int32).cuda()
+            self.inverse = self.scale.reciprocal()
+
+    def step(self, number: int, batch: list[Tensor]) -> None:
+        x, y = (part.cuda() for part in batch)
+        if number % self.window == 0:
+            self.optimizer.zero_grad()
+        with torch.autocast("cuda", dtype=self.dtype or torch.bfloat16, enabled=self.dtype is not None):
+            loss = F.mse_loss(self.net(x), y)
+        if self.window > 1:
+            loss = loss / self.window
+        (loss * self.scale if self.scales else loss).backward()
+        if number % self.window == self.window - 1:
+            self.update()
+
+    def update(self) -> None:
+        found_inf = torch.zeros((), device="cuda") if self.scales else None
+        if self.scales:
+            gradients = [parameter.grad for parameter in self.net.parameters()]
+            torch._amp_foreach_non_finite_check_and_unscale_(gradients, found_inf, self.inverse)
+        if self.clips:
+            nn.utils.clip_grad_norm_(self.net.parameters(), LIMIT)
+        step_by_hand(self.optimizer, found_inf)
+        if self.scales:
+            torch._amp_update_scale_(self.scale, self.tracker, found_inf, 2.0, 0.5, 2000)
+
+
 @cache
 def by_hand(precision: str, kind: str, clips: bool, window: int) -> list[Seen]:
     """Return the operations of each batch of the shortest correct loop, without logs."""
-    net = make_net().cuda()
-    parameters, seen = list(net.parameters()), []
-    optimizer, dtype = OPTIMIZERS[kind](parameters), AUTOCAST_DTYPES.get(precision)
-    scales = precision == "16-mixed"
-    scale, tracker = torch.tensor(SCALE).cuda(), torch.zeros((), dtype=torch.int32).cuda()
-    inverse = scale.reciprocal()  # as long as the scale is the same
-    for number, (x, y) in enumerate(make_batches()):
+    loop, seen = ByHand(make_net().cuda(), precision, kind, clips, window), []
+    for number, batch in enumerate(make_batches()):
         with DEVICE.watch() as of_batch:
-            if number % window == 0:
-                optimizer.zero_grad()
-            with torch.autocast("cuda", dtype=dtype or torch.bfloat16, enabled=dtype is not None):
-                loss = F.mse_loss(net(x), y)
-            if window > 1:
-                loss = loss / window
-            (loss * scale if scales else loss).backward()
-            if number % window == window - 1:
-                gradients, found_inf = [p.grad for p in parameters], None
-                if scales:
-                    found_inf = torch.zeros((), device="cuda")
-                    torch._amp_foreach_non_finite_check_and_unscale_(gradients, found_inf, inverse)
-                if clips:
-                    nn.utils.clip_grad_norm_(parameters, LIMIT)
-                step_by_hand(optimizer, found_inf)
-                if scales:
-                    torch._amp_update_scale_(scale, tracker, found_inf, 2.0, 0.5, 2000)
+            loop.step(number, batch)
         seen.append(of_batch)
     return seen
 

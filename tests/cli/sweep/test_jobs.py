@@ -17,48 +17,11 @@ from tests.cli.conftest import write
 from tests.warm_python import WarmPython
 from trainer.cli import main
 
-ONCE = {
-    "once.py": """
-        import os
-        import time
-        from pathlib import Path
-
-        import line_fit
-
-
-        class Once(line_fit.Line):
-            \"\"\"The first run to come to its third step tells the sweep to end.\"\"\"
-
-            def __init__(self, optimizer, number, to_parent):
-                super().__init__(optimizer)
-                self.number, self.to_parent = number, to_parent
-
-            def training_step(self, batch, batch_idx):
-                if self.global_step == 2 and not Path("interrupted").exists():
-                    Path("interrupted").touch()
-                    whom = os.getppid() if self.to_parent else int(Path("sweep").read_text())
-                    os.kill(whom, self.number)
-                    time.sleep(2.0)  # to be passed on
-                return super().training_step(batch, batch_idx)
-    """,
-    "conf/model/once.yaml": """
-        _target_: once.Once
-        optimizer: ${optimizer}
-        number: 15
-        to_parent: false
-    """,
-}
-LINE = ["+recipe=line", "model=once", "callbacks=none", "logger=none", "resume=auto"]
+LINE = ["+recipe=line", "model=stopped", "callbacks=none", "logger=none", "resume=auto"]
 
 
 def results(folder: str = "jobs") -> list[dict]:
     return json.loads(Path(folder, "summary.json").read_text())
-
-
-@pytest.fixture
-def once(project: Path) -> Path:
-    write(project, ONCE)
-    return project
 
 
 def sweep(python: WarmPython, *words: str) -> subprocess.CompletedProcess[str]:
@@ -71,8 +34,16 @@ def sweep(python: WarmPython, *words: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.whole
-def test_signal_ends_parallel_jobs_and_the_same_command_completes_the_sweep(once: Path, python: WarmPython) -> None:
-    words = ["fit", "-m", *LINE, "seed=1,2,3", "hydra/launcher=joblib", "hydra.sweep.dir=jobs"]
+def test_signal_ends_parallel_jobs_and_the_same_command_completes_the_sweep(stopped: Path, python: WarmPython) -> None:
+    words = [
+        "fit",
+        "-m",
+        *LINE,
+        "model.receivers=[sweep]",
+        "seed=1,2,3",
+        "hydra/launcher=joblib",
+        "hydra.sweep.dir=jobs",
+    ]
     done = sweep(python, *words)
     assert done.returncode == 143, done.stderr
     assert "interrupted" in [job["status"] for job in results()]
@@ -89,17 +60,18 @@ def test_signal_ends_parallel_jobs_and_the_same_command_completes_the_sweep(once
     done = sweep(python, *words)  # there is nothing left to do, so nothing is started
     assert done.returncode == 0
     assert sorted(line for line in done.stdout.splitlines() if line.startswith("Job")) == [
-        f"Job {job}: {' '.join(LINE)} seed={job + 1}, completed in an earlier sweep" for job in (0, 1, 2)
+        f"Job {job}: {' '.join(LINE)} model.receivers=[sweep] seed={job + 1}, completed in an earlier sweep"
+        for job in (0, 1, 2)
     ]
     assert {job: Path(f"jobs/{job}/fit.log").read_text() for job in (0, 1, 2)} == before
 
 
 @pytest.mark.whole
 @pytest.mark.skipif(not hasattr(signal, "SIGUSR2"), reason="submitit tells by it that time is up")
-def test_job_requeued_by_submitit_is_resumed(once: Path, python: WarmPython) -> None:
+def test_job_requeued_by_submitit_is_resumed(stopped: Path, python: WarmPython) -> None:
     pytest.importorskip("hydra_plugins.hydra_submitit_launcher")
     number = int(signal.SIGUSR2)
-    arguments = [f"model.number={number}", "model.to_parent=true"]  # submitit's process
+    arguments = [f"model.number={number}", "model.receivers=[parent]"]  # submitit's process
     words = ["fit", "-m", *LINE, *arguments, "hydra/launcher=submitit_local", "hydra.sweep.dir=jobs"]
     done = sweep(python, *words)
     assert done.returncode == 0, done.stderr
@@ -112,8 +84,8 @@ def test_job_requeued_by_submitit_is_resumed(once: Path, python: WarmPython) -> 
 
 @pytest.mark.whole
 @pytest.mark.skipif(os.name != "posix", reason="a process learns of its parent's end on POSIX only")
-def test_jobs_end_with_a_sweep_that_is_killed(once: Path, python: WarmPython) -> None:
-    kill = [f"model.number={int(signal.SIGKILL)}", "model.to_parent=true"]
+def test_jobs_end_with_a_sweep_that_is_killed(stopped: Path, python: WarmPython) -> None:
+    kill = [f"model.number={int(signal.SIGKILL)}", "model.receivers=[parent]"]
     words = ["fit", "-m", *LINE, *kill, "hydra.sweep.dir=jobs", "trainer.max_epochs=100000"]
     done = sweep(python, *words)
     assert done.returncode == -9
