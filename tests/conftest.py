@@ -238,8 +238,8 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
         return (yield)
 
 
-@pytest.fixture(autouse=True)
-def logging_as_before() -> Iterator[None]:
+@contextlib.contextmanager
+def logging_restored() -> Iterator[None]:
     """Restore the logging configuration, because Hydra configures the root logger."""
     root = logging.getLogger()
     handlers, level = list(root.handlers), root.level
@@ -247,6 +247,12 @@ def logging_as_before() -> Iterator[None]:
     for handler in set(root.handlers) - set(handlers):
         handler.close()
     root.handlers[:], root.level = handlers, level
+
+
+@pytest.fixture(autouse=True)
+def logging_as_before() -> Iterator[None]:
+    with logging_restored():
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 import textwrap
 from collections.abc import Callable
@@ -11,6 +12,8 @@ from typing import Any, ClassVar
 
 import pytest
 
+from tests.conftest import logging_restored
+from trainer.cli import main
 from trainer.cli.build import check, make
 from trainer.cli.targets import Allowlist
 
@@ -192,6 +195,33 @@ def jobs(project: Path, monkeypatch: pytest.MonkeyPatch) -> type[FakeJob]:
     )
     monkeypatch.setattr("trainer.cli.sweep.jobs.subprocess.Popen", FakeJob)
     return FakeJob
+
+
+def train(folder: Path, files: dict[str, str], *words: str) -> Path:
+    """Run a fit in a project in ``folder``, and return the folder of the run."""
+    with pytest.MonkeyPatch.context() as patch, logging_restored():
+        patch.chdir(folder)
+        patch.syspath_prepend(folder)
+        for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):  # which a run sets
+            patch.setenv(name, "")
+            patch.delenv(name)
+        write(folder, files)
+        assert main(["fit", "+recipe=line", "hydra.run.dir=run", "-q", *words]) == 0
+    for name in files:
+        sys.modules.pop(name.removesuffix(".py"), None)
+    return folder / "run"
+
+
+@pytest.fixture(scope="session")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run."""
+    return train(tmp_path_factory.mktemp("trained"), FILES)
+
+
+@pytest.fixture
+def given(project: Path, trained: Path) -> Path:
+    """The folder ``given`` in the user's project, of a run from elsewhere."""
+    return Path(shutil.copytree(trained, project / "given"))
 
 
 @pytest.fixture

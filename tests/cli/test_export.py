@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from tests.cli.conftest import FILES, write
+from tests.cli.conftest import FILES, train
 from trainer.cli import main
 from trainer.cli.arguments import UsageError, read
 from trainer.cli.graphs import inputs_of
@@ -66,15 +66,7 @@ class Given(Other):
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a run of ``Net``."""
-    folder = tmp_path_factory.mktemp("trained")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
-        patch.syspath_prepend(folder)
-        write(folder, FILES | {"nets.py": MODULE})
-        assert main(["fit", "+recipe=line", "model._target_=nets.Net", "hydra.run.dir=run", "-q"]) == 0
-    for name in ("nets", "line_fit"):
-        sys.modules.pop(name)
-    return folder / "run"
+    return train(tmp_path_factory.mktemp("trained"), FILES | {"nets.py": MODULE}, "model._target_=nets.Net")
 
 
 @pytest.fixture(autouse=True)

@@ -130,7 +130,7 @@ def test_error_in_a_worker_is_the_datasets_own():
     assert list(items) == []  # ends the worker; garbage collection would wait for it
 
 
-def test_long_message_ends_early(monkeypatch):
+def test_long_message_ends_early():
     text = failure.paragraph(ValueError("\n".join(["word " * 20] * 100)))
     assert "[...]" in text
     assert len(text) < 800

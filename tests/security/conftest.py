@@ -2,4 +2,4 @@
 
 from __future__ import annotations
 
-from tests.cli.conftest import project  # noqa: F401  # a fixture
+from tests.cli.conftest import given, project, trained  # noqa: F401  # fixtures

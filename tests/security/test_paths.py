@@ -21,13 +21,6 @@ from trainer.errors import ConfigurationError
 FIT = ["fit", "+recipe=line"]
 
 
-@pytest.fixture
-def run(project: Path) -> Path:
-    """Create the folder of a run."""
-    assert main(["fit", "+recipe=line", "hydra.run.dir=given"]) == 0
-    return project / "given"
-
-
 ELSEWHERE = [
     ("callbacks: {model_checkpoint: {dirpath: FOLDER}}", "callbacks.model_checkpoint.dirpath"),
     ("callbacks: {model_checkpoint: {dirpath: '${hydra:runtime.output_dir}/../../../x'}}", "checkpoint.dirpath"),
@@ -53,8 +46,8 @@ ELSEWHERE = [
 ]
 
 
-def test_folder_elsewhere_in_the_config_of_a_checkpoint(run, capsys, tmp_path_factory, monkeypatch):
-    folder, file = tmp_path_factory.mktemp("elsewhere"), run / ".hydra/config.yaml"
+def test_folder_elsewhere_in_the_config_of_a_checkpoint(given, capsys, tmp_path_factory, monkeypatch):
+    folder, file = tmp_path_factory.mktemp("elsewhere"), given / ".hydra/config.yaml"
     monkeypatch.setenv("ELSEWHERE", str(folder))
     written = OmegaConf.load(file)
     for text, key in ELSEWHERE:
@@ -64,10 +57,10 @@ def test_folder_elsewhere_in_the_config_of_a_checkpoint(run, capsys, tmp_path_fa
     assert list(folder.iterdir()) == []
 
 
-def test_folder_elsewhere_is_allowed_on_the_command_line(run, capsys, tmp_path_factory):
+def test_folder_elsewhere_is_allowed_on_the_command_line(given, capsys, tmp_path_factory):
     """The message has the words to add."""
     folder = tmp_path_factory.mktemp("elsewhere")
-    file = run / ".hydra/config.yaml"
+    file = given / ".hydra/config.yaml"
     OmegaConf.save(
         OmegaConf.merge(OmegaConf.load(file), {"callbacks": {"model_checkpoint": {"dirpath": str(folder)}}}), file
     )

@@ -208,7 +208,7 @@ def test_modules_that_torch_cannot_shard_are_left_out(capsys, alone):
 
 @pytest.mark.whole
 @needs_fsdp2
-def test_step_is_fused_if_that_of_fit_is(capsys):
+def test_step_is_fused_if_that_of_fit_is():
     """A step with foreach has temporary copies. torch has no fused SGD of sharded parameters."""
 
     def peak(kind: Any, shards: int | None, **options: Any) -> int:

@@ -192,7 +192,7 @@ def test_out_of_memory_above_ten_samples_finds_ten(hungry, capfd):
 
 
 @pytest.mark.whole
-def test_budget_is_kept(hungry, capfd):
+def test_budget_is_kept(hungry):
     """128 MiB a sample: one fits next to Python and torch, sixteen do not."""
     settings = ["model.each=134217728", "model.capacity=1000", "precision=32", "tune.multiple_of=4"]
     write(Path(), {"conf/data/points.yaml": "_target_: line_fit.Points\nbatch_size: 4"})

@@ -71,6 +71,6 @@ def test_invalid_examples(tmp_path, rows, expected):
         examples(tmp_path, rows)
 
 
-def test_no_file(tmp_path):
+def test_no_file():
     with pytest.raises(FileNotFoundError, match=r"path is nowhere\.jsonl.*Set data\.path"):
         Examples("nowhere.jsonl").setup("fit")
