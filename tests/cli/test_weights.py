@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from trainer.cli import main
+from trainer.record.find_checkpoint import find
 
 pytestmark = pytest.mark.filterwarnings("default")
 
@@ -24,9 +26,14 @@ def weights(file: str | Path) -> dict[str, torch.Tensor]:
     return state
 
 
-def test_run_starts_with_the_weights_of_another(project: Path, capfd: Any) -> None:
-    first = fit("first", "trainer.max_epochs=3")
-    best = Path("first/checkpoints", Path(first["paths"]["best_checkpoint"]).name)
+@pytest.fixture
+def first(project: Path, trained: Path) -> str:
+    """Return the folder of another run."""
+    return str(shutil.copytree(trained, "first"))
+
+
+def test_run_starts_with_the_weights_of_another(first: str, capfd: Any) -> None:
+    best = find(Path(first))
     capfd.readouterr()
     record = fit("second", "weights=first", "optimizer.lr=0.0")
     message = f"Weights from {best}: 2 of 2 tensors, 2 of 2 parameters."
@@ -42,8 +49,7 @@ def test_run_starts_with_the_weights_of_another(project: Path, capfd: Any) -> No
     assert main(["fit", "ckpt=second", "trainer.max_epochs=3"]) == 0  # resumes: nothing is loaded again
 
 
-def test_resumed_run_keeps_its_record(project: Path) -> None:
-    fit("first")
+def test_resumed_run_keeps_its_record(first: str) -> None:
     again = ["weights=first", "resume=auto"]
     begun = fit("second", *again)
     (Path("first") / "run.json").unlink()  # and no best one any more
@@ -62,8 +68,7 @@ MISTAKES = [
 
 
 @pytest.mark.whole
-def test_mistakes(project: Path, capfd: Any) -> None:
-    fit("first")
+def test_mistakes(first: str, capfd: Any) -> None:
     for words, expected in MISTAKES:
         assert main(["fit", *words, "hydra.run.dir=second"]) != 0, words
         assert expected in " ".join(capfd.readouterr().err.split())
