@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections import UserList
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -217,7 +218,7 @@ class SavesEverywhere(Checkpoint):
     """
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.files, self.rows = folder, list[Path](), list[int]()
+        self.folder, self.files, self.rows = folder, UserList[Path](), UserList[int]()  # not restored by a resume
 
     def save(self, trainer: Any, *_: Any) -> None:
         if not trainer.sanity_checking:

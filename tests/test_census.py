@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import warnings
+from collections import UserDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -156,7 +157,7 @@ class Probe(Checkpoint):
 
     def __init__(self, folder: Path, places: tuple[str, ...], probes: tuple[int, ...]) -> None:
         self.folder, self.places, self.probes = folder, places, probes
-        self.taken: dict[str, census.Census] = {}
+        self.taken = UserDict[str, census.Census]()
 
     def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
         if trainer.progress.batches in self.probes:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import random
 import warnings
+from collections import UserDict
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -67,13 +68,13 @@ class Saver(Checkpoint):
     ``places`` are these points in order, with the number of rows that the loggers had received.
     """
 
-    def __init__(self, folder: Path, rows: list[Any]) -> None:
-        self.folder, self.rows, self.places = folder, rows, dict[str, int]()
+    def __init__(self, folder: Path, logger: RecordingLogger) -> None:
+        self.folder, self.logger, self.places = folder, logger, UserDict[str, int]()
 
     def look(self, hook: str, trainer: Any) -> None:
         if not trainer.sanity_checking:
             place = f"{hook} {trainer.progress.batches}"
-            self.places[place] = len(self.rows)
+            self.places[place] = len(self.logger.rows)
             trainer.save_checkpoint(self.folder / f"{place}.ckpt")
 
 
@@ -95,7 +96,7 @@ def train(setup: Setup, folder: Path, seed: int, start: Path | None) -> Finished
     batches: list[Any] = []
     module = training.Classifier(setup, lambda *line: batches.append((*line[:3], line[3].hex())))
     rows = RecordingLogger()
-    saver = Saver(folder, rows.rows)
+    saver = Saver(folder, rows)
     callbacks = [*training.Averaging.callbacks(setup), OverflowReport(after=None), saver]  # it would step again
     arguments = {"log_every_n_steps": 1, **training.arguments_of(setup)}
     trainer = make_trainer(folder, logger=rows, enable_checkpointing=True, callbacks=callbacks, **arguments)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import UserDict
 from collections.abc import Iterator
 from copy import deepcopy
 from pathlib import Path
@@ -104,7 +105,7 @@ class SavesAlways(Checkpoint):
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.rows: dict[Path, int] = {}
+        self.rows = UserDict[Path, int]()
 
     def look(self, hook: str, trainer: Any) -> None:
         if not trainer.sanity_checking:
@@ -216,7 +217,7 @@ def test_run_that_had_decided_to_stop(tmp_path: Path, resume: Any, min_epochs: i
 
     saving = SavesAlways(tmp_path)
     trainer_with([saving]).fit(Remembering(), Drawn())
-    path = next(path for path in reversed(saving.rows) if torch.load(path, weights_only=True)["epoch"] == 0)
+    path = next(path for path in reversed([*saving.rows]) if torch.load(path, weights_only=True)["epoch"] == 0)
     trainer = trainer_with([])
     trainer.callbacks = [callback for callback in trainer.callbacks if not isinstance(callback, EarlyStopping)]
     with pytest.warns(UserWarning, match="callbacks used to create the checkpoint"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import UserList
 from datetime import timedelta
 from functools import partial
 from io import BytesIO
@@ -101,13 +102,15 @@ def test_completed_run_trains_nothing(tmp_path: Path) -> None:
 class Clock(Timer):
     """Returns times as if each batch took a second."""
 
-    seconds = 0
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.batches: UserList[int] = UserList()  # which a resume does not restore
 
     def time_elapsed(self, stage: str = "train") -> float:
-        return self._offset + self.seconds
+        return self._offset + len(self.batches)
 
     def on_train_batch_end(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
-        self.seconds += 1
+        self.batches.append(1)
         super().on_train_batch_end(trainer)
 
 

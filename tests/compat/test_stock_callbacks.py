@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import UserList
 from datetime import timedelta
 from typing import Any
 from unittest import mock
@@ -89,7 +90,7 @@ class Swa(StochasticWeightAveraging):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**{"swa_epoch_start": 1, "swa_lrs": 0.05, **options})
-        self.seen: list[Any] = []
+        self.seen: UserList[Any] = UserList()  # which a resume does not restore
 
     def look(self, trainer: Any) -> None:
         loop, schedules = trainer.fit_loop, trainer.lr_scheduler_configs

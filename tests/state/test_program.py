@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule
+from lightning.pytorch.callbacks import EarlyStopping, TQDMProgressBar
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torchmetrics import MeanMetric, MinMaxMetric, SumMetric
@@ -188,6 +189,23 @@ def test_objects_that_do_not_exist_any_more_are_left_out_and_other_numbers_are_r
     problems, _ = carried(change, module, data, [Counts(), Counts()])
     assert problems == ["The attributes of Counts are not restored: there is another number of these objects now."]
     assert (module.mean, data.passes) == (3.0, 2)
+
+
+def test_subclass_of_a_stock_callback_has_attributes() -> None:
+    class Patient(EarlyStopping):
+        checks = 0
+
+    class Bar(TQDMProgressBar):
+        shown = 0
+
+    changed, resumed = ([Patient("loss"), Bar()] for _ in range(2))
+    before, after = state_of(Module(), None, changed), state_of(Module(), None, resumed)
+    for callback, name in zip(changed, ("checks", "shown"), strict=True):
+        setattr(callback, name, 3)
+    changed[0].wait_count = 2  # type: ignore[union-attr]
+    changed[1].train_progress_bar = object()  # type: ignore[union-attr, assignment]
+    assert after.write(through_a_file(before.read())) == []
+    assert (resumed[0].checks, resumed[0].wait_count, resumed[1].shown) == (3, 0, 3)  # type: ignore[union-attr]
 
 
 def test_attributes_of_metric_objects_that_are_no_states_are_restored() -> None:

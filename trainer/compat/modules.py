@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Set
+from dis import get_instructions
+from functools import cache
+from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch import Callback, LightningDataModule, LightningModule
@@ -24,7 +27,7 @@ from trainer.state.program import ProgramState, package_of
 if TYPE_CHECKING:
     from trainer.trainer import Trainer
 
-_BASES = frozenset({*LightningModule.__mro__, *LightningDataModule.__mro__, Callback})
+_BASES = {*LightningModule.__mro__, *LightningDataModule.__mro__}
 _FRAMEWORKS = sys.stdlib_module_names | {"lightning", "pytorch_lightning", "torch", "trainer"}
 _OF_MODULES = frozenset(vars(LightningModule()))
 """Attributes of a module that Lightning and torch set."""
@@ -107,6 +110,22 @@ def program_state(trainer: Trainer) -> ProgramState:
     def ignored(value: Any) -> Set[str]:
         if id(value) in metrics:  # their states are saved by `MetricObjects`
             return _OF_METRICS | saved_attributes(value)
+        if isinstance(value, Callback):
+            kind: type = type(value)
+            return _assigned_by_bases(kind)
         return _OF_MODULES if isinstance(value, nn.Module) else frozenset()
 
-    return ProgramState((*modules, trainer.callbacks), bases=_BASES, ignored=ignored, packages=frozenset(packages))
+    return ProgramState((*modules, trainer.callbacks), is_base=_is_base, ignored=ignored, packages=frozenset(packages))
+
+
+def _is_base(kind: type) -> bool:
+    return kind in _BASES or issubclass(kind, Callback)
+
+
+@cache
+def _assigned_by_bases(kind: type) -> Set[str]:
+    """Return the attributes of a callback that methods of its bases in Lightning and in this package assign."""
+    bases = [base for base in kind.__mro__ if package_of(base) in ("lightning", "pytorch_lightning", "trainer")]
+    methods = [getattr(value, "fset", value) for base in bases for value in vars(base).values()]
+    steps = [step for method in methods if isinstance(method, FunctionType) for step in get_instructions(method)]
+    return frozenset(step.argval for step in steps if step.opname == "STORE_ATTR")

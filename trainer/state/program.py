@@ -34,7 +34,7 @@ class ProgramState:
 
     Args:
         roots: the module, the datamodule and the callbacks. Their order determines the order of the state.
-        bases: classes of other packages that a class of the user may have as bases. Default: none.
+        is_base: returns whether a class of the user may have a class of another package as a base. Default: none.
         ignored: returns the attributes of an object that its bases set, or that are saved elsewhere. Default: none.
         packages: installed packages whose classes are the user's, too. Default: none.
     """
@@ -43,7 +43,7 @@ class ProgramState:
         self,
         roots: Sequence[Any] = (),
         *,
-        bases: Set[type] = frozenset(),
+        is_base: Callable[[type], bool] = lambda _: False,
         ignored: Callable[[Any], Set[str]] = lambda _: frozenset(),
         packages: Set[str] = frozenset(),
     ) -> None:
@@ -63,7 +63,7 @@ class ProgramState:
             elif isinstance(value, nn.Module):
                 queue.append(vars(value).get("_modules"))  # a scripted module has none
             kind: type = type(value)
-            if not _is_to_be_saved(kind, bases, packages):
+            if not _is_to_be_saved(kind, is_base, packages):
                 continue
             not_own = ignored(value)
             queue.extend(one for name, one in vars(value).items() if name not in not_own)
@@ -123,11 +123,11 @@ class ProgramState:
 
 
 @cache
-def _is_to_be_saved(kind: type, bases: Set[type], packages: Set[str]) -> bool:
+def _is_to_be_saved(kind: type, is_base: Callable[[type], bool], packages: Set[str]) -> bool:
     """Return whether a class is the user's, is not one of data, and does not save itself."""
     own = [base for base in kind.__mro__ if is_users_module(base.__module__) or package_of(base) in packages]
     others = {base for base in kind.__mro__ if base not in own and not base.__module__.startswith("torch.distributed.")}
-    if not own or not others <= ABSTRACT | bases or not kind.__dictoffset__:
+    if not own or not all(map(is_base, others - ABSTRACT)) or not kind.__dictoffset__:
         return False
     pairs = _HOOKS if issubclass(kind, nn.Module) else {*_HOOKS, _STATE}
     return not any(all(any(name in vars(base) for base in own) for name in pair) for pair in pairs)
