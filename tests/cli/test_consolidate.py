@@ -17,8 +17,8 @@ from omegaconf import DictConfig
 from safetensors import SafetensorError
 from torch import nn
 
-from tests.checkpoint.test_shards import Evil, assert_same, sealed_again, write
-from tests.support import Regression, adamw, loader_of, make_batches, make_net, make_trainer
+from tests.checkpoint.test_shards import Evil, sealed_again, write
+from tests.support import Regression, adamw, assert_identical, loader_of, make_batches, make_net, make_trainer
 from trainer import CheckpointFiles
 from trainer.checkpoint import conversion, files, shards
 from trainer.cli import main
@@ -94,7 +94,7 @@ def test_folder_of_a_run_is_the_file_of_that_run(tmp_path: Path, capsys: Any) ->
     _, left_alone = fit(tmp_path / "alone", sharded=True, epochs=3)
     for ckpt in (folder, whole):
         _, again = fit(tmp_path / f"from {ckpt.name}", sharded=False, epochs=3, ckpt=ckpt, module=Tied())
-        assert_same(dict(again.state_dict()), dict(left_alone.state_dict()))
+        assert_identical(dict(again.state_dict()), dict(left_alone.state_dict()))
 
 
 SAME = ("epoch", "global_step", "state_dict", "optimizer_states", "lr_schedulers", "loops")
@@ -119,7 +119,7 @@ def test_to_a_folder_and_back(tmp_path: Path, weights_only: bool) -> None:
     assert files.verify(folder)
     assert main(["consolidate", str(folder), str(second)]) == 0
     assert files.verify(second)
-    assert_same(load(second), load(first))
+    assert_identical(load(second), load(first))
     for one in (folder, second):
         assert files.read_manifest(one).resumable is not weights_only
     assert torch.equal(load(second)["state_dict"]["second.weight"], load(second)["state_dict"]["first.weight"])
@@ -136,7 +136,7 @@ def test_safetensors_are_the_state_dict(tmp_path: Path, capsys: Any) -> None:
     assert main(["export", str(saved), str(out)]) == 0
     assert capsys.readouterr().out.endswith(f" {len(module.state_dict())} tensors.\n")
     found = load_file(out)
-    assert_same(dict(sorted(found.items())), dict(sorted(fitted.items())))
+    assert_identical(dict(sorted(found.items())), dict(sorted(fitted.items())))
     fresh = Tied()
     fresh.load_state_dict(found)  # strict, tied weights under both names
     assert fresh.second.weight is fresh.first.weight
@@ -144,7 +144,9 @@ def test_safetensors_are_the_state_dict(tmp_path: Path, capsys: Any) -> None:
     assert main(["export", str(saved), str(tmp_path / "net.safetensors"), "net."]) == 0
     net = make_net(seed=1)
     net.load_state_dict(load_file(tmp_path / "net.safetensors"))
-    assert_same(dict(net.state_dict()), {n.removeprefix("net."): v for n, v in fitted.items() if n.startswith("net.")})
+    assert_identical(
+        dict(net.state_dict()), {n.removeprefix("net."): v for n, v in fitted.items() if n.startswith("net.")}
+    )
 
 
 def test_views_are_exported_with_their_values(tmp_path: Path) -> None:
@@ -159,7 +161,7 @@ def test_views_are_exported_with_their_values(tmp_path: Path) -> None:
     torch.save({"state_dict": {**weights, "_extra_state": {"a": 1}}}, tmp_path / "w.ckpt")
     assert main(["export", str(tmp_path / "w.ckpt"), str(tmp_path / "w.safetensors")]) == 0
     found = load_file(tmp_path / "w.safetensors")
-    assert_same(dict(sorted(found.items())), dict(sorted(weights.items())))
+    assert_identical(dict(sorted(found.items())), dict(sorted(weights.items())))
 
 
 def test_without_safetensors(tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -103,13 +103,6 @@ def test_auto_reports_the_selected_precision(monkeypatch, capsys):
     assert "precision='auto' is bf16-mixed here: this CPU computes in bfloat16 natively." in capsys.readouterr().err
 
 
-def test_modules_that_stay_in_float32_reach_the_plugin():
-    wrong = ["precision=bf16", "precision.fp32_modules=[nett]", "hydra.run.dir=run"]
-    assert main(["fit", *LINE, "logger=none", *wrong]) == 2
-    assert "'nett' matches no module of Line. Did you mean 'net'?" in result(Path("run"))["error"]
-    assert main(["fit", *LINE, "logger=none", "precision=bf16", "precision.fp32_modules=[net]"]) == 0
-
-
 def test_command_line_of_child_ranks_is_unchanged():
     words = ["+recipe=line", "logger=none", "command=fit", 'hydra.run.dir="given folder"', "hydra.job.name=train_1"]
     assert main([*words, "hydra.output_subdir=null"]) == 0
@@ -240,13 +233,6 @@ def test_interrupted(monkeypatch, capsys):
 def test_dropped_callback_that_a_recipe_configures_stays_away():
     settings = ["callbacks=none", "++callbacks.model_checkpoint.save_top_k=3", "logger=none"]
     assert main(["fit", "+recipe=line", *settings, "trainer.enable_checkpointing=false"]) == 0
-    assert not list(Path().glob("outputs/*/*/checkpoints"))
-
-
-def test_gradcheck_compares_gradients_with_finite_differences_and_ends(capsys):
-    assert main(["fit", *LINE, "+debug=gradcheck"]) == 0
-    assert "The gradients of 2 parameters agree with finite differences" in capsys.readouterr().out
-    assert (result()["precision"], result()["steps"]) == ("64-true", 1)
     assert not list(Path().glob("outputs/*/*/checkpoints"))
 
 

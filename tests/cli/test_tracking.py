@@ -205,36 +205,20 @@ def test_without_an_account(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("words", "absent", "complaint"),
     [
-        (
-            ["logger=wandb"],
-            "wandb",
-            "logger.wandb needs wandb, which is not installed: pip install wandb",
-        ),
-        (
-            ["logger=mlflow"],
-            "alembic",
-            "logger.mlflow needs alembic, which is not installed: pip install mlflow-skinny",
-        ),
-        (["logger=mlflow", "logger.mlflow.tracking_uri=http://host:5000"], "alembic", ""),
-        (
-            ["logger=wandb", "logger.wandb.log_model=true", "checkpoint_files.sharded=true"],
-            "",
-            "checkpoints are folders",
-        ),
-        (
-            ["logger=wandb", "logger.wandb.log_model=all", "checkpoint_files.asynchronous=true"],
-            "",
-            "before it is writt",
-        ),
+        ("logger=wandb", "wandb", "logger.wandb needs wandb, which is not installed: pip install wandb"),
+        ("logger=mlflow", "alembic", "logger.mlflow needs alembic, which is not installed: pip install mlflow-skinny"),
+        ("logger=mlflow logger.mlflow.tracking_uri=http://host:5000", "alembic", ""),
+        ("logger=wandb logger.wandb.log_model=true checkpoint_files.sharded=true", "", "checkpoints are folders"),
+        ("logger=wandb logger.wandb.log_model=all checkpoint_files.asynchronous=true", "", "before it is writt"),
     ],
 )
-def test_mistakes(words: list[str], absent: str, complaint: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mistakes(words: str, absent: str, complaint: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trainer.packages.is_installed", lambda name: name != absent)
     if not complaint:
-        validate(read([*FIT, *words]))
+        validate(read([*FIT, *words.split()]))
         return
     with pytest.raises(UsageError) as caught:
-        validate(read([*FIT, *words]))
+        validate(read([*FIT, *words.split()]))
     assert complaint in str(caught.value)
 
 
