@@ -76,8 +76,8 @@ class WithData(Classifier):
     val_dataloader = test_dataloader = predict_dataloader = train_dataloader
 
 
-def without(name: str, base: type = WithData) -> type:
-    return type(f"Without_{name}", (base,), {name: None})
+def without(name: str) -> type:
+    return type(f"Without_{name}", (WithData,), {name: None})
 
 
 def having(name: str) -> type:

@@ -66,19 +66,16 @@ class WarmPython:
     def __init__(self, folder: Path, packages: Path = ROOT) -> None:
         self.packages, self.socket, self.executable = packages, folder / "socket", folder / "python"
 
-    def start(
-        self, *words: str, env: dict[str, str] | None = None, children: bool = False, **options: Any
-    ) -> subprocess.Popen[Any]:
+    def start(self, *words: str, env: dict[str, str] | None = None, **options: Any) -> subprocess.Popen[Any]:
         """Start the program, and return its process.
 
         Args:
             *words: arguments of ``python``.
             env: the environment; by default that of this process.
-            children: run the program in a new Python, so that its processes are its own children. This takes the time
-            of the imports. **options: arguments of ``subprocess.Popen``.
+            **options: arguments of ``subprocess.Popen``.
         """
         environment = dict(os.environ if env is None else env)
-        environment["WARM_PYTHON_AGAIN"] = sys.executable if children else str(self.executable)
+        environment["WARM_PYTHON_AGAIN"] = str(self.executable)
         return subprocess.Popen([str(self.executable), *words], env=environment, **options)
 
     def run(self, *words: str, timeout: float = 200.0, **options: Any) -> subprocess.CompletedProcess[str]:

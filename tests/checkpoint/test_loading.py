@@ -45,13 +45,12 @@ class Counting(Callback):
         self.batches = state_dict["batches"]
 
 
-def saved(folder: Path, *, make: Any = ours, module: Any = None, **arguments: Any) -> tuple[Path, Any]:
-    """Return the path of a checkpoint written by a fit of ``arguments``, and its Trainer."""
-    trainer = make(**{"max_epochs": 1, "callbacks": [Counting()], **arguments})
-    trainer.fit(module if module is not None else Fitted(), data(12))
-    path = folder / f"{make.__name__}.ckpt"
-    trainer.save_checkpoint(path)
-    return path, trainer
+def saved(folder: Path, max_epochs: int = 1) -> tuple[Path, Any]:
+    """Return the path of a checkpoint written by a fit, and its Trainer."""
+    trainer = ours(max_epochs=max_epochs, callbacks=[Counting()])
+    trainer.fit(Fitted(), data(12))
+    trainer.save_checkpoint(folder / "ours.ckpt")
+    return folder / "ours.ckpt", trainer
 
 
 def read(path: Path) -> dict[str, Any]:

@@ -107,10 +107,10 @@ def test_fetching_ahead_reports_the_time(eager):
 # --- the state of a pass ------------------------------------------------------------------------------------------
 
 
-def after(count, epoch=3, length=5):
-    """Return the batches of an epoch after the first ``count``."""
-    batches = TrainingBatches(Counted(length))
-    batches.start_epoch(epoch, 0)
+def after(count):
+    """Return the batches of epoch 3 after the first ``count``."""
+    batches = TrainingBatches(Counted(5))
+    batches.start_epoch(3, 0)
     deque(islice(batches, count), maxlen=0)
     return batches
 

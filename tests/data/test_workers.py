@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
+from tests.support import Clock
 from trainer.data import workers
 from trainer.data.workers import bounded
 
@@ -47,20 +48,18 @@ def test_iterator_that_is_bounded_ends_its_workers_with_itself(no_gc: None) -> N
 class Slow:
     """An iterator with a simulated duration."""
 
-    def __init__(self, clock: list[float], answers: list[bool]) -> None:
-        self.clock, self.answers = clock, answers
+    def __init__(self, clock: Clock, answers: list[bool]) -> None:
+        self.clock, self.answers, self.killed = clock, answers, list[float]()
+        self._workers = [SimpleNamespace(kill=lambda: self.killed.append(clock.now))]
 
     def _try_get_data(self, timeout: float) -> tuple[bool, Any]:
         arrived = self.answers.pop(0)
-        self.clock[0] += 0.5 if arrived else timeout
+        self.clock.now += 0.5 if arrived else timeout
         return arrived, None
 
 
-def test_patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = [100.0]
-    monkeypatch.setattr(workers.time, "monotonic", lambda: clock[0])
+def test_patience(clock: Clock) -> None:
     slow = Slow(clock, [False, True, *[False] * 8])
-    slow._workers = [SimpleNamespace(kill=lambda: clock.append(0.0))]
     look = workers._BoundedGet(slow, 36)
     assert [look()[0], look()[0]] == [False, True]  # the time of this batch is discarded
     look()
@@ -69,7 +68,7 @@ def test_patience(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [look()[0] for _ in range(5)] == [False] * 5  # warned once
     with pytest.raises(RuntimeError, match="DataLoader timed out after 36 seconds"):
         look()
-    assert clock == [145.5, 0.0]  # the hanging worker was killed
+    assert slow.killed == [145.5]  # the hanging worker
 
 
 def test_worker_that_dies_while_its_batch_is_sent() -> None:

@@ -40,13 +40,12 @@ class Shard(Sampler[int]):
 
     Args:
         world_size: number of ranks.
-        batch: samples in a global batch.
         number: samples in the dataset.
     """
 
-    def __init__(self, world_size: int, batch: int = BATCH, number: int = 40) -> None:
-        rank, size = int(os.environ.get("LOCAL_RANK", "0")), batch // world_size
-        self.order = [i for start in range(0, number, batch) for i in range(number)[start + rank * size :][:size]]
+    def __init__(self, world_size: int, number: int = 40) -> None:
+        rank, size = int(os.environ.get("LOCAL_RANK", "0")), BATCH // world_size
+        self.order = [i for start in range(0, number, BATCH) for i in range(number)[start + rank * size :][:size]]
 
     def __len__(self) -> int:
         return len(self.order)

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 from torch import Tensor
 
-from trainer.engine import async_max
 from trainer.engine.async_max import MOST_BATCHES, SECONDS, AsyncMax
 
 
@@ -26,17 +24,6 @@ class Others:
 
     def wait(self) -> None:
         pass
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Return the time in seconds."""
-
-    class Clock:
-        now = 0.0
-
-    monkeypatch.setattr(async_max.time, "monotonic", lambda: Clock.now)
-    return Clock
 
 
 def test_answer_is_read_a_batch_later(clock: Any) -> None:

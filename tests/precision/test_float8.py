@@ -58,13 +58,10 @@ FLOAT8 = {"blocks.0.0", "blocks.0.2", "blocks.1.0", "blocks.1.2"}
 """The layers of Net with suitable sizes."""
 
 
-def batches(count: int = 6, size: int = 10) -> list[Any]:
+def batches() -> list[Any]:
     """Return batches with a size that is not a multiple of 16."""
-    generator = torch.Generator().manual_seed(1)
-    return [
-        (torch.randn(size, 32, generator=generator), torch.randint(10, (size,), generator=generator))
-        for _ in range(count)
-    ]
+    draw = torch.Generator().manual_seed(1)
+    return [(torch.randn(10, 32, generator=draw), torch.randint(10, (10,), generator=draw)) for _ in range(6)]
 
 
 def by_hand(recipe: str, *, window: int = 1, clip: float | None = None, keep: frozenset[str] = frozenset()) -> Net:

@@ -23,9 +23,9 @@ pytestmark = needs_fsdp2
 class Part(nn.Module):
     """A block with a list in it."""
 
-    def __init__(self, width: int = 4) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.inner = nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Linear(width, width))
+        self.inner = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.inner(x)
