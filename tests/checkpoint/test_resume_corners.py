@@ -228,8 +228,9 @@ def train(
     module, saver, rows = make(), SavesEverywhere(folder), RecordingLogger()
     torch.manual_seed(seed)
     options: dict[str, Any] = {"max_epochs": 2, "val_check_interval": 3, "num_sanity_val_steps": 0, **arguments}
-    options |= {"logger": rows, "log_every_n_steps": 1, "enable_checkpointing": True}
-    trainer = make_trainer(folder, callbacks=[*callbacks, saver], **options)
+    savers = [saver] if start is None else []
+    options |= {"logger": rows, "log_every_n_steps": 1, "enable_checkpointing": bool(savers)}
+    trainer = make_trainer(folder, callbacks=[*callbacks, *savers], **options)
     points = Points()  # of both stages, which share its generator
     data = None if make in (DrawsData, DrawsAll) else DataLoader(points, 2, shuffle=True, collate_fn=collate)
     validation = None if make is DrawsAll else DataLoader(points, 4, **workers or {})
@@ -271,7 +272,7 @@ def _quiet() -> Any:
 )
 def test_resumed(make: Callable[[], Any], callbacks: Any, arguments: dict[str, Any], tmp_path: Path) -> None:
     whole, rows, saved = train(make, tmp_path / "whole", callbacks=callbacks(), **arguments)
-    for number in (1, len(saved) // 2 - 1, len(saved) - 6, len(saved) - 3):
+    for number in (0, 1, len(saved) // 2 - 1, len(saved) - 6, len(saved) - 3, len(saved) - 1):
         path, logged = saved[number]
         state, own_rows, _ = train(make, tmp_path / str(number), seed=1, start=path, callbacks=callbacks(), **arguments)
         assert differences(state, whole) == [], number

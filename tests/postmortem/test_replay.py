@@ -121,7 +121,7 @@ def everything(folder: Any, module: LightningModule, callback: Callback, **argum
     ]  # in place of the default one
     batches = make_batches(9, gains={2: 1e30, 3: 1e30, 4: 1e30, 5: 1e30})
     given = {"precision": native_fp16(init_scale=256.0), "logger": CSVLogger(folder), "log_every_n_steps": 4}
-    trainer = make_trainer(folder, callbacks=callbacks, max_epochs=2, **given, **arguments)
+    trainer = make_trainer(folder, callbacks=callbacks, **given, **arguments)
     trainer.fit(module, loader_of(batches))
     rows = (folder / "lightning_logs/version_0/metrics.csv").read_text()
     return (
@@ -161,7 +161,7 @@ def test_run_with_replays_is_the_run_without(tmp_path, kind, window, arrives, re
         callback = Replays(replays)
         seen[replays] = everything(tmp_path / str(replays), kind(), callback, accumulate_grad_batches=window)
     assert_equal(seen[True], seen[False])
-    assert len(callback.findings) >= 9
+    assert len(callback.findings) >= 5
     assert not any(finding.error for finding in callback.findings)
     assert {finding.fails for finding in callback.findings} == {True, False}
 
