@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch.callbacks import EarlyStopping
-from torchmetrics import MeanMetric
+from torchmetrics import MeanMetric, RunningMean, SumMetric
 
 from tests.support import Regression, loader_of, make_batches, make_trainer
 from trainer.errors import ConfigurationError
@@ -94,6 +95,40 @@ def test_metric_object_of_two_stages_or_dataloaders_is_refused(
     trainer.fit(module, data, [data] * loaders)
     names = ["val"] if loaders == 1 else ["val/dataloader_idx_0", "val/dataloader_idx_1"]
     assert trainer.callback_metrics == {"train": 1.0, **{name: float(i) for i, name in enumerate(names)}}
+
+
+class ResetsItsState(SumMetric):
+    """Overrides `reset` without calling that of its base."""
+
+    def reset(self) -> None:
+        self.sum_value = torch.tensor(0.0)
+
+
+@pytest.mark.parametrize(
+    ("make", "value"),
+    [
+        (lambda: (MeanMetric() + SumMetric()) * 0.5, 2.0), (ResetsItsState, 3.0),
+        (lambda: RunningMean(window=3), 1.0), (lambda: MeanMetric() + 0.5, 1.5),
+    ],
+)  # fmt: skip
+def test_metric_object_may_be_logged_in_several_validations(
+    tmp_path: Path, make: Callable[[], Any], value: float
+) -> None:
+    class Module(Regression):
+        def __init__(self) -> None:
+            super().__init__()
+            self.metric, self.values = make(), list[float]()
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.metric.update(float(batch_idx))
+            self.log("val", self.metric)
+
+        def on_train_epoch_end(self) -> None:
+            self.values.append(self.trainer.callback_metrics["val"].item())
+
+    module, data = Module(), loader_of(make_batches(3))
+    make_trainer(tmp_path, max_epochs=3, num_sanity_val_steps=2).fit(module, data, data)
+    assert module.values == [value] * 3
 
 
 def test_page_has_at_least_thirty_issues_each_once() -> None:

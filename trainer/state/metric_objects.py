@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection, MetricTracker
+from torchmetrics.metric import CompositionalMetric
 from torchmetrics.utilities.data import dim_zero_cat, dim_zero_max, dim_zero_mean, dim_zero_min, dim_zero_sum
 from torchmetrics.utilities.distributed import gather_all_tensors
 from torchmetrics.wrappers.abstract import WrapperMetric
@@ -184,10 +185,12 @@ def updates_of(metric: Metric) -> int:
     """Return the number of updates of a metric, and of those that it wraps, since the last reset.
 
     torchmetrics' wrappers do not count their updates, except ``Running``, which has another name for the number.
+    ``CompositionalMetric`` does not reset its own count.
     """
     return sum(
         vars(part).get("_num_vals_seen", 0) if isinstance(part, WrapperMetric) else part.update_count
         for part in metric_objects_in(metric)
+        if not isinstance(part, CompositionalMetric)
     )
 
 

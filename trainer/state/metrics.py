@@ -121,6 +121,7 @@ class LoggedValue:
         self._weight = 0
         if self.metric is not None:
             self.metric.reset()
+            self.metric._update_count = 0  # an override of `reset` may leave it unchanged
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state, without that of a metric object. Pending values stay separate, to get the same sums."""
