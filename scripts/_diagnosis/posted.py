@@ -679,3 +679,223 @@ class HalfAdam(Underflow):
     precision = "16-true"
     optimizer = torch.optim.AdamW
     lr = 1e-3
+
+
+# --- data -----------------------------------------------------------------------------------------------------------
+
+
+class LabelOfGather(Data):
+    """A label is equal to the number of classes, and a loss by hand gathers its logarithm."""
+
+    @classmethod
+    def change(cls, batches):
+        changed = [[x, y.argmax(dim=1)] for x, y in batches]
+        changed[6][1][3] = CLASSES
+        return changed
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        return -self(x).log_softmax(dim=1).gather(1, y[:, None]).mean()
+
+
+class PositionTooLarge(Data):
+    """A position is not in a table of learned positions."""
+
+    precision = "bf16-mixed"
+
+    def build(self):
+        self.positions = nn.Parameter(torch.randn(20, WIDTH))
+        self.head = nn.Linear(WIDTH, CLASSES)
+
+    @classmethod
+    def change(cls, batches):
+        draw = generator()
+        changed = [[torch.randint(20, (SIZE, 5), generator=draw), y] for _, y in batches]
+        changed[5][0][2, 4] = 20
+        return changed
+
+    def forward(self, x):
+        return self.head(self.positions[x].mean(dim=1))
+
+
+class LabelsOfBytes(Data):
+    """A mask of an image is 255 instead of 1, and a binary cross-entropy raises an error."""
+
+    @classmethod
+    def change(cls, batches):
+        changed = [[x, (y > 0).float()] for x, y in batches]
+        changed[4][1][6] *= 255
+        return changed
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        return F.binary_cross_entropy(self(x).sigmoid(), y)
+
+
+# --- model ----------------------------------------------------------------------------------------------------------
+
+
+class ZeroVariance(Model):
+    """A Gaussian likelihood has a variance of 0, in two lines."""
+
+    lr = 1e-8
+
+    def build(self):
+        self.net = nn.Sequential(nn.Linear(WIDTH, 32), nn.ReLU(), nn.Linear(32, 2 * CLASSES))
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        mean, variance = self(x).chunk(2, dim=1)
+        variance = variance.relu()
+        likelihood = 0.5 * torch.log(variance)
+        likelihood = likelihood + 0.5 * (y - mean) ** 2 / variance
+        return likelihood.mean()
+
+
+class EntropyOfMasked(Model):
+    """The entropy of a policy multiplies a probability of 0 by its logarithm, because an action is not allowed."""
+
+    precision = "16-mixed"
+
+    @classmethod
+    def change(cls, batches):
+        changed = [[x, y.argmax(dim=1), torch.ones(SIZE, CLASSES).bool()] for x, y in batches]
+        changed[5][2][3, (changed[5][1][3] + 1) % CLASSES] = False
+        return changed
+
+    def training_step(self, batch, batch_idx):
+        x, actions, allowed = batch
+        log_p = self(x).masked_fill(~allowed, -math.inf).log_softmax(dim=1)
+        entropy = -(log_p.exp() * log_p).sum(dim=1)
+        return -(log_p.gather(1, actions[:, None])[:, 0] + 0.01 * entropy).mean()
+
+
+class LogCosh(Model):
+    """The logarithm of a hyperbolic cosine overflows for an outlier."""
+
+    @classmethod
+    def change(cls, batches):
+        batches[7][1][2, 1] = 200.0
+        return batches
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        return torch.log(torch.cosh(self(x) - y)).mean()
+
+
+class _Direction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        length = x.pow(2).sum(dim=-1, keepdim=True).sqrt()
+        ctx.save_for_backward(x, length)
+        return x / length.clamp(min=1e-6)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x, length = ctx.saved_tensors
+        direction = x / length
+        return gradient - direction * (gradient * direction).sum(dim=-1, keepdim=True)
+
+
+class BackwardByHand(Model):
+    """The backward pass of a custom function divides by a length of 0."""
+
+    def build(self):
+        self.embed = nn.Linear(WIDTH, 16, bias=False)
+        self.head = nn.Linear(16, CLASSES)
+
+    @classmethod
+    def change(cls, batches):
+        batches[5][0][4] = 0.0
+        return batches
+
+    def forward(self, x):
+        return self.head(_Direction.apply(self.embed(x)))
+
+
+class AllIgnoredByModule(Model):
+    """All labels of a batch are ignored, and the loss is a module."""
+
+    precision = "bf16-mixed"
+
+    def build(self):
+        super().build()
+        self.criterion = nn.CrossEntropyLoss(ignore_index=-1)
+
+    @classmethod
+    def change(cls, batches):
+        changed = [[x, y.argmax(dim=1)] for x, y in batches]
+        changed[7][1].fill_(-1)
+        return changed
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        return self.criterion(self(x), y)
+
+
+# --- precision ------------------------------------------------------------------------------------------------------
+
+
+class RoundedVariance(Forward):
+    """A variance as a difference of squares is negative in bfloat16."""
+
+    precision = "bf16-mixed"
+    lr = 0.01
+
+    def build(self):
+        self.embed = nn.Linear(WIDTH, 16)
+        self.head = nn.Linear(16, CLASSES)
+        nn.init.constant_(self.embed.bias, 30.0)
+
+    def forward(self, x):
+        h = self.embed(x)
+        mean = h.mean(dim=1, keepdim=True)
+        variance = (h * h).mean(dim=1, keepdim=True) - mean**2
+        return self.head((h - mean) / torch.sqrt(variance + 1e-4))
+
+
+class FrozenTeacher(Forward):
+    """A frozen teacher overflows without gradients."""
+
+    def build(self):
+        super().build()
+        self.teacher = nn.Sequential(nn.Linear(WIDTH, 32), nn.Linear(32, CLASSES), nn.LayerNorm(CLASSES))
+        self.teacher.requires_grad_(False)
+        self.teacher[0].weight.mul_(3e3)
+        self.teacher[1].weight.mul_(3e3)
+
+    def training_step(self, batch, batch_idx):
+        with torch.no_grad():
+            target = self.teacher(batch[0])
+        return F.mse_loss(self(batch[0]), target)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.net.parameters(), lr=self.rate)
+
+
+# --- divergence -----------------------------------------------------------------------------------------------------
+
+
+class MomentumAboveOne(Divergence):
+    """A momentum of 1.5."""
+
+    lr = 0.02
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=self.rate, momentum=1.5)
+
+
+class ManualTooFast(Divergence):
+    """A learning rate that is too high, in manual optimization."""
+
+    lr = 100.0
+
+    def build(self):
+        super().build()
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(super().training_step(batch, batch_idx))
+        optimizer.step()

@@ -33,6 +33,29 @@ class Cap(Callback):
             group["lr"] = min(group["lr"], self.limit)
 
 
+class Setting(Callback):
+    """Change a setting of the optimizer."""
+
+    def __init__(self, name: str, value: Any) -> None:
+        self.name, self.value = name, value
+
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        for group in trainer.optimizers[0].param_groups:
+            group[self.name] = self.value
+
+
+def edits_in(remedy: str, file: str) -> list[tuple[int, str]]:
+    """Return the line numbers and the new statements of a remedy, last line first.
+
+    Raises:
+        ValueError: the remedy is for another file.
+    """
+    found = [re.fullmatch(r"(?:in )?(\S+):(\d+) write: (.+)", part) for part in remedy.split("; and in ")]
+    if other := [one[1] for one in found if one is not None and one[1] != file]:
+        raise ValueError(f"Got a remedy for {other[0]}, expected one for {file}.")
+    return sorted(((int(one[2]), one[3]) for one in found if one is not None), reverse=True)
+
+
 def remedy_in(text: str) -> str:
     """Return the remedy of the first verdict in a text.
 
@@ -86,15 +109,15 @@ def execute(program: type[Program]) -> Execution:
 
 def apply(program: type[Program], remedy: str, folder: Path) -> Result:
     """Run the program with the remedy."""
-    if found := re.search(r"leave out samples in which (.+?) is (not finite|outside (\d+) to (\d+))", remedy):
+    if found := re.search(r"leave out samples in which (.+?) is (not finite|outside (-?\d+) to (\d+))", remedy):
         return run(program, folder, batches=_without(program.batches(), found))
-    if found := re.search(r"in (\S+):(\d+) write: (.+)", remedy):
+    if " write: " in remedy:
         file = Path(str(sys.modules[program.__module__].__file__))
-        if found[1] != file.name:
-            raise ValueError(f"Got a remedy for {found[1]}, expected one for {file.name}.")
-        return run(_edited_copy(file, int(found[2]), found[3], folder, program.__name__), folder)
+        return run(_edited_copy(file, edits_in(remedy, file.name), folder, program.__name__), folder)
     if found := re.search(r"^precision=(.+)$", remedy):
         return run(program, folder, precision=eval(found[1], {"MixedPrecision": MixedPrecision}))
+    if found := re.fullmatch(r"(momentum|weight_decay|maximize)=(\S+)", remedy):
+        return run(program, folder, callbacks=[Setting(found[1], ast.literal_eval(found[2]))])
     if found := re.search(r"a schedule that stays at lr=([-+.e\d]*\d)", remedy):
         return run(program, folder, callbacks=[Cap(float(found[1]))])
     if found := re.search(r"lr=([-+.e\d]*\d)", remedy):
@@ -119,9 +142,11 @@ def edited(text: str, line: int, statement: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _edited_copy(file: Path, line: int, statement: str, folder: Path, name: str) -> type[Program]:
-    copy = folder / f"edited_{name.lower()}.py"
-    copy.write_text(edited(file.read_text(), line, statement))
+def _edited_copy(file: Path, edits: list[tuple[int, str]], folder: Path, name: str) -> type[Program]:
+    copy, text = folder / f"edited_{name.lower()}.py", file.read_text()
+    for line, statement in edits:
+        text = edited(text, line, statement)
+    copy.write_text(text)
     spec = spec_from_file_location(copy.stem, copy)
     assert spec is not None
     assert spec.loader is not None

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from _diagnosis.bench import run
 from _diagnosis.programs import PROGRAMS
 from lightning.pytorch import Callback
+from torch import nn
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -26,28 +29,138 @@ def test_one_report_for_each_cause_of_at_most_six_lines(tmp_path):
     assert "| seen | 6 times |" in report.read_text()
 
 
-def test_weights_that_other_code_breaks(tmp_path):
-    class Divides(Callback):
-        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-            if trainer.global_step == 10:
-                pl_module.net[0].weight.data.div_(0.0)
+class Breaks(Callback):
+    """Write NaN to weights at a step."""
 
-    text = run(PROGRAMS["Plateau"], tmp_path, callbacks=[Divides()]).text
+    def __init__(self, step, name="net.0.weight"):
+        self.step, self.name = step, name
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if trainer.global_step == self.step:
+            pl_module.get_parameter(self.name).data.div_(0.0).sub_(torch.inf)
+
+
+class Scheduled(PROGRAMS["Plateau"]):
+    factor = staticmethod(lambda step: 1 / (1 + step))
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.01, momentum=0.9)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, self.factor)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+@pytest.mark.parametrize(
+    ("program", "step", "precision", "names"),
+    [
+        (PROGRAMS["Plateau"], 10, "bf16-mixed", "weights"),
+        (PROGRAMS["Plateau"], 61, "32-true", "weights"),  # after the copy of the weights at step 50
+        (Scheduled, 61, "32-true", "weights"),
+        (PROGRAMS["Plateau"], 61, "16-mixed", "'net.0.weight'"),  # skipped steps do not change other weights
+    ],
+)
+def test_weights_that_other_code_breaks(tmp_path, program, step, precision, names):
+    text = run(program, tmp_path, callbacks=[Breaks(step)], precision=precision).text
     assert "Verdict: weights" in text
+    assert f"between the forward passes of steps {step - 1} and {step}, but stay finite" in text
     assert "code other than the optimizer has changed them" in text
-    assert "writes to 'net.0.weight'" in text
+    assert f"writes to {names} after step {step - 1}" in text
+
+
+def test_weights_that_are_not_trained(tmp_path):
+    class Frozen(PROGRAMS["Plateau"]):
+        def build(self):
+            super().build()
+            self.net[2].requires_grad_(False)
+
+    text = run(Frozen, tmp_path, callbacks=[Breaks(10, "net.2.bias")]).text
+    assert "net.2.bias became non-finite" in text
+    assert "writes to 'net.2.bias'" in text
 
 
 def test_rate_that_was_too_high_for_one_step_is_no_other_code(tmp_path):
-    class Spike(PROGRAMS["Plateau"]):
-        def configure_optimizers(self):
-            optimizer = torch.optim.SGD(self.parameters(), lr=0.01)
-            schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1e30 if step == 3 else 1.0)
-            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+    class Spike(Scheduled):
+        factor = staticmethod(lambda step: 1e30 if step == 3 else 1.0)
 
     text = run(Spike, tmp_path).text
-    assert "Verdict: " in text
-    assert "other code" not in text
+    assert "Verdict: divergence" in text
+    assert "the learning rate is 1e+28" in text
+
+
+def test_loss_that_falls_without_bound(tmp_path):
+    class WrongSign(PROGRAMS["Plateau"]):
+        def training_step(self, batch, batch_idx):
+            return -super().training_step(batch, batch_idx)
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    text = run(WrongSign, tmp_path).text
+    assert "Verdict: divergence" in text
+    assert "The loss falls without bound" in text
+
+
+def test_parameter_that_reaches_0_is_no_divergence(tmp_path):
+    """A lower learning rate does not help, and the losses do not grow."""
+
+    class Shrinks(PROGRAMS["Plateau"]):
+        def build(self):
+            super().build()
+            self.width = nn.Parameter(torch.ones(()))
+
+        def training_step(self, batch, batch_idx):
+            width = self.width.relu()
+            return width.log() + ((self(batch[0]) - batch[1]) * 0 / width).square().mean()
+
+        def configure_optimizers(self):
+            return torch.optim.Adam(self.parameters(), lr=0.05)
+
+    text = run(Shrinks, tmp_path).text
+    assert "Verdict: model" in text
+    assert "width.clamp(min=1e-06).log() + ((self(batch[0]) - batch[1]) * 0 / width.clamp(min=1e-06))" in text
+
+
+def test_two_statements_are_changed_together(tmp_path):
+    text = run(PROGRAMS["ZeroVariance"], tmp_path).text
+    first, second = re.search(r"Remedy: in (.*?); and in (.*?)  \[tried", text).groups()
+    assert first.endswith("write: likelihood = 0.5 * torch.log(variance.clamp(min=1e-06))")
+    assert second.endswith("(y - mean) ** 2 / variance.clamp(min=1e-06)")
+
+
+@pytest.mark.parametrize(
+    ("name", "cause", "remedy"),
+    [
+        ("MomentumAboveOne", "in float32 too: momentum=1.5.", "momentum=0.9  [tried: a few steps"),
+        ("ManualTooFast", "the learning rate is 100.", "a lower learning rate, lr=0.25  [tried: a few steps"),
+        ("PositionTooLarge", "batch[0] is out of range in samples 2: got 20, expected 0 to 19.", "leave out samples"),
+        ("EntropyOfMasked", "mul in the forward pass", "posted.py:"),
+        ("BackwardByHand", "div in the backward pass", "direction = x / length.clamp(min=1e-06)"),
+        ("AllIgnoredByModule", "'criterion' (CrossEntropyLoss)", "self.criterion(self(x), y).nan_to_num(0.0)"),
+    ],
+)
+def test_cause_and_remedy(tmp_path, name, cause, remedy):
+    lines = run(PROGRAMS[name], tmp_path).text.splitlines()
+    assert cause in next(line for line in lines if line.startswith("  ")), lines
+    assert remedy in next(line for line in lines if line.startswith("  Remedy: ")), lines
+
+
+def test_bfloat16_that_rounds_to_nan(tmp_path):
+    text = run(PROGRAMS["RoundedVariance"], tmp_path).text
+    assert "sqrt in RoundedVariance.training_step makes nan in bfloat16" in text
+    assert "If that does not help: precision='32-true'" in text
+    assert "scales up to" not in text
+
+
+def test_inputs_that_diverge_in_any_precision(tmp_path):
+    class RawTable(PROGRAMS["Plateau"]):
+        optimizer = torch.optim.SGD
+
+        @classmethod
+        def change(cls, batches):
+            return [[x * 1e4, y * 1e5] for x, y in batches]
+
+    text = run(RawTable, tmp_path, precision="16-mixed").text
+    assert "Remedy: normalize the inputs (batch[0] up to" in text
+    assert "If that does not help: precision=" in text
 
 
 def test_error_after_a_gradient_that_was_not_finite(tmp_path):

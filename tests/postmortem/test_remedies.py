@@ -81,7 +81,7 @@ def test_the_settings_of_the_run_stay_in_the_remedy():
         "precision=MixedPrecision('float16', init_scale=1024.0, fp32_modules=['net.1'])"
     )
     assert remedies.other_precision("bf16-mixed") == "precision='bf16-mixed'"
-    assert remedies.rate(0.01) == "lr=0.01"
+    assert remedies.optimizer_setting("lr=0.01") == "lr=0.01"
 
 
 def test_the_settings_on_the_command_line(monkeypatch):
@@ -89,4 +89,4 @@ def test_the_settings_on_the_command_line(monkeypatch):
     assert remedies.precision(None, fp32_modules=("layers.*.net",)) == "'precision.fp32_modules=[layers.*.net]'"
     assert remedies.precision(None, init_scale=64.0) == "precision.init_scale=64.0"
     assert remedies.other_precision("bf16-mixed") == "precision=bf16-mixed"
-    assert remedies.rate(0.01) == "optimizer.lr=0.01"
+    assert remedies.optimizer_setting("lr=0.01") == "optimizer.lr=0.01"

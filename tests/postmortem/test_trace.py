@@ -128,3 +128,33 @@ def test_scripted_modules_and_function_transforms():
     with Trace(net) as trace:
         step(net, torch.ones(2, 3))
     assert trace.forward.name == "mul"
+
+
+class Divides(torch.autograd.Function):
+    """Divides by 0 in one of the passes."""
+
+    @staticmethod
+    def forward(ctx, x, phase):
+        ctx.phase = phase
+        return x / 0 if phase == "forward" else x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient / 0, None
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+def test_the_code_of_a_custom_function(phase):
+    forward, backward = traced(lambda x: Divides.apply(x, phase))
+    found = forward if phase == "forward" else backward
+    assert (found.name, found.phase, found.module, found.file) == ("div", phase, "", __file__)
+    assert "/ 0" in found.source
+
+
+def test_an_operation_without_gradients_counts_if_there_is_no_other():
+    @torch.no_grad()
+    def teacher(x):
+        return (x - 5).log()
+
+    assert traced(lambda x: x + teacher(x))[0].name == "log"
+    assert traced(lambda x: (x - 5 + 0 * teacher(x).isnan()).sqrt())[0].name == "sqrt"

@@ -33,6 +33,7 @@ from trainer.files import from_here, write_text
 from trainer.module_tree import is_dense, is_measurable
 from trainer.postmortem.diagnose import MAX_UNDERFLOW, Case, are_finite, diagnose
 from trainer.postmortem.host_batches import HostBatches, is_device_assert
+from trainer.postmortem.out_of_range import OutOfRange
 from trainer.postmortem.recording import RecordedBatch, storage_for
 from trainer.postmortem.report import Diagnosis
 from trainer.postmortem.state import BufferState
@@ -52,6 +53,8 @@ _KEEP_EVERY = 50
 """Minimum number of optimizer steps between two copies of the weights."""
 _GROWTH_FACTOR = 10.0
 """A loss is examined if it exceeds the lowest one by more than this multiple of the lowest one."""
+_FALL_FACTOR = 1000.0
+"""A negative loss falls without bound if it exceeds the usual loss by more than this factor."""
 _EXAMINED = 4
 """Maximum number of examinations per trigger in a run."""
 
@@ -70,6 +73,9 @@ class _Fit:
         stored: the function to apply to a batch before it is stored in ``recent``.
         latest_batch: ``batches_started`` of the newest batch in ``recent``.
         losses: the losses since the last check, each with its step and loss scale; still scaled.
+        growth: largest of the latest losses, if they grew without bound, or fell (negative), before one that was not
+            finite. Otherwise 0.
+        groups: the parameter groups, if schedules change their learning rates.
         skipped: the skipped steps since the last check.
         weights: copy of the weights at a step at which all values were finite. {} if they are large, or with several
             processes.
@@ -100,6 +106,8 @@ class _Fit:
     stored: Callable[[Any], Any] = identity
     latest_batch: int = 0
     losses: list[tuple[int, Tensor, float]] = field(default_factory=list)
+    growth: float = 0.0
+    groups: list[dict[str, Any]] = field(default_factory=list)
     skipped: set[int] = field(default_factory=set)
     weights: dict[str, Tensor] = field(default_factory=dict)
     weights_step: int = 0
@@ -226,11 +234,14 @@ class OverflowReport(RunCallback):
             most = (_KEEP_EVERY + fit.every) * window.size  # all batches since the copy of the weights
             fit.room, fit.stored = storage_for(loop.metrics.batch, most)
             fit.recent = deque(maxlen=fit.room)
+            if trainer.lr_scheduler_configs:
+                fit.groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
         if progress.batches_started != fit.latest_batch:  # a closure or a manual step may have several losses
             fit.latest_batch = progress.batches_started
             position = window if window.batches == 1 else copy(window)
-            batch = fit.stored(loop.metrics.batch)
-            fit.recent.append(RecordedBatch(batch, progress.batch_idx, progress.optimizer_steps, position, {}))
+            batch, step = fit.stored(loop.metrics.batch), progress.optimizer_steps
+            rates = [group["lr"] for group in fit.groups] if fit.groups else ()
+            fit.recent.append(RecordedBatch(batch, progress.batch_idx, step, position, {}, None, rates))
         fit.losses.append((progress.optimizer_steps, losses[-1] if losses else snapshot_loss(loss), fit.scale))
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
@@ -303,7 +314,7 @@ class OverflowReport(RunCallback):
         batches: Sequence[RecordedBatch],
         step: int,
         scale: float,
-        error: BaseException | None = None,
+        error: BaseException | OutOfRange | None = None,
     ) -> None:
         """Report the cause of an event, or count it if it was reported before. All ranks call this.
 
@@ -315,7 +326,7 @@ class OverflowReport(RunCallback):
             batches: the batches of the window; [] if they are no longer stored.
             step: ``trainer.global_step`` when the weight update began.
             scale: the loss scale of the update.
-            error: the exception that ended the step, or None.
+            error: the exception that ended the step, or the tensor that it rejected, or None.
         """
         latest = fit.latest.get(trigger)
         fit.occurrences[trigger] += 1
@@ -332,7 +343,8 @@ class OverflowReport(RunCallback):
             if trainer.world_size > 1:
                 since = int(trainer.engine.reduce(torch.tensor(since, device=trainer.engine.device), "min"))
             evidence = recent, fit.weights, since, fit.first_buffers
-            case = Case(step, batches, scale, *evidence, fit.skips, trigger, self.reports, fit.weights_step, error)
+            counts = fit.skips, trigger, self.reports, fit.weights_step
+            case = Case(step, batches, scale, *evidence, *counts, error, fit.growth)
             found = diagnose(trainer, case)
         except Exception:  # the user's code may fail if it runs twice; this must not end the run
             log.info("Step %d could not be examined, because its replay failed.", step, exc_info=True)
@@ -367,14 +379,30 @@ class OverflowReport(RunCallback):
             fit.is_broken = not scaled
             local = torch.tensor(broken[0] if broken else sys.maxsize, device=engine.device)
             step = int(engine.reduce(local, "min"))  # the first step on any rank
+            self._note_growth(fit, due, step)
             self._explain(trainer, fit, "loss", fit.batches_of(step), step, scale)
             return
         finite = [value / one[-1] for one, value in zip(due, values, strict=True) if math.isfinite(value)]
         is_comparable = is_alone and trainer.lightning_module.automatic_optimization
         if is_comparable and len(finite) >= 6 and _has_grown(fit, finite):
+            fit.growth = 0.0
             self._explain(trainer, fit, "growth", list(fit.recent)[-1:], trainer.global_step, scale)
         elif not steps:
             self._keep_weights(trainer, fit)
+
+    def _note_growth(self, fit: _Fit, losses: list[tuple[int, Tensor, float]], step: int) -> None:
+        """Note whether these losses grew or fell without bound before a step. A host-device synchronization."""
+        earlier = [one for one in losses if one[0] < step]
+        values = _values_of([loss for _, loss, _ in earlier])
+        finite = [v / scale for v, (*_, scale) in zip(values, earlier, strict=True) if math.isfinite(v)]
+        fit.growth = 0.0
+        if not finite:
+            return
+        lowest, usual = min(fit.lowest, statistics.median_low(finite)), statistics.median(map(abs, finite))
+        latest = max(finite[-3:], key=abs)
+        falls = latest < -_FALL_FACTOR * usual
+        if falls or latest - lowest > _GROWTH_FACTOR * abs(lowest):
+            fit.growth = latest
 
     def _keep_weights(self, trainer: Trainer, fit: _Fit) -> None:
         fit.known = trainer.global_step
@@ -423,6 +451,7 @@ class OverflowReport(RunCallback):
         elif collapses or (self.after is not None and fit.skips >= self.after):
             trigger = "skips"
         if trigger:
+            self._note_growth(fit, fit.losses, step)
             self._explain(trainer, fit, trigger, fit.batches_of(step), step, outcome.scale)
         if collapses:
             self._collapse_error(trainer, fit, fit.first_skip, step)

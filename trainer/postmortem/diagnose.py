@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,10 +22,12 @@ from trainer.errors import join_first
 from trainer.module_tree import is_dense
 from trainer.postmortem import remedies, rewrite
 from trainer.postmortem.examine import Finding, examine
+from trainer.postmortem.out_of_range import MESSAGE, OutOfRange, RaisedCall
 from trainer.postmortem.recording import RecordedBatch
 from trainer.postmortem.remedies import LOW_SCALE, Weights
-from trainer.postmortem.replay import FLOAT32, Variant, has_half_weights
+from trainer.postmortem.replay import FLOAT32, Variant, has_half_weights, run, undisturbed
 from trainer.postmortem.report import Diagnosis
+from trainer.postmortem.trace import Origin
 
 if TYPE_CHECKING:
     from trainer.trainer import Trainer
@@ -35,6 +38,8 @@ _DIVERGENCE_FACTOR = 10.0
 """A loss has grown if it exceeds the loss with earlier weights by more than this multiple of that loss."""
 _TINY = 2.0**-24
 """Smaller relative changes of a weight are rounded away in float32."""
+_MAX_EDITS = 3
+"""Maximum number of statements to change together."""
 _COMPARED = 5
 """Maximum number of batches to compare."""
 
@@ -57,7 +62,9 @@ class Case:
             "single skip", "step" (on demand) or "error" (the step ended with an exception).
         known: earlier diagnoses. A failure at the same place as in one of them is not examined any further.
         weights_step: ``trainer.global_step`` of the earlier weights.
-        error: the exception that ended the step, or None.
+        error: the exception that ended the step, or the tensor that it rejected, or None.
+        growth: the latest loss, if the losses grew without bound, or fell (negative), before one that was not finite.
+            Otherwise 0.
     """
 
     step: int
@@ -71,7 +78,8 @@ class Case:
     trigger: str = "skips"
     known: Sequence[Diagnosis] = ()
     weights_step: int = 0
-    error: BaseException | None = None
+    error: BaseException | OutOfRange | None = None
+    growth: float = 0.0
 
 
 def diagnose(trainer: Trainer, case: Case) -> Diagnosis | None:
@@ -83,8 +91,8 @@ def diagnose(trainer: Trainer, case: Case) -> Diagnosis | None:
         fits, instead of None.
     """
     if case.error is not None:
-        if (found := index_out_of_range(case.error)) is not None:
-            return _out_of_range(trainer, case, *found)
+        if (found := _rejected(trainer, case)) is not None:
+            return _out_of_range(trainer, case, found)
         if "without overflow" not in f"{case.error}" and are_finite(trainer.lightning_module, case.batches[0].batch):
             return None
     if case.trigger == "underflow":
@@ -100,6 +108,17 @@ def diagnose(trainer: Trainer, case: Case) -> Diagnosis | None:
         cause = f"The largest loss scale that fits is {finding.largest_scale:g}."
         return _diagnosis(case, finding, "none", cause, "")
     return diagnosis
+
+
+def _rejected(trainer: Trainer, case: Case) -> OutOfRange | None:
+    """Return the tensor that torch rejects in a replay of the batch, or None."""
+    if isinstance(case.error, OutOfRange):
+        return case.error
+    call = RaisedCall()
+    if MESSAGE.search(f"{case.error}"):
+        with suppress(Exception), undisturbed(trainer), call:
+            run(trainer, case.batches[0], lambda loss: None)
+    return call.found
 
 
 def _explain_or_reuse(trainer: Trainer, case: Case, finding: Finding) -> Diagnosis | None:
@@ -132,10 +151,16 @@ def _explain(trainer: Trainer, case: Case, finding: Finding) -> Diagnosis | None
         return _divergence(trainer, case, finding) if grown else None
     full = _in_float32(trainer, case)
     fits = finding.largest_scale
+    diverged: Diagnosis | None = None
     if (finding.is_hopeless or fits < LOW_SCALE) and _has_diverged(trainer, case, failing):
-        return _divergence(trainer, case, finding)
+        diverged = _divergence(trainer, case, finding)
+    if diverged is not None and (diverged.tried or case.growth or not _rates_are_finite(trainer)):
+        return diverged
     if full.fails if full is not None else _is_not_finite_at_any_scale(finding):
-        return _buffers(trainer, case, finding) or _model(trainer, case, full or finding, is_float32=full is not None)
+        if (buffers := _buffers(trainer, case, finding)) is not None:
+            return buffers
+        model = _model(trainer, case, full or finding, is_float32=full is not None)
+        return model if model.tried or diverged is None else diverged
     if finding.is_hopeless and (not math.isfinite(finding.loss) or finding.error):
         return _precision(trainer, case, finding, "forward")
     is_settling = fits >= trainer.scaler.min_scale and (
@@ -175,102 +200,111 @@ def _data(trainer: Trainer, case: Case, finding: Finding, failing: Sequence[Reco
         f"The batch is not finite: {tensors}.",
         f"leave out samples in which {name} is not finite; in this batch: {join_first(map(str, left_out), 8)}.",
         tried="without them the batch is finite",
-        alternative=f"replace the values: {name}.nan_to_num_()",
+        alternative=f"replace the values: {name}.nan_to_num_(0, 0, 0)",
         key=name,
     )  # fmt: skip
 
 
-def _out_of_range(trainer: Trainer, case: Case, indices: Tensor, number: int) -> Diagnosis:
-    """Explain an index or a label that is not between 0 and ``number - 1``."""
-    batch_idx, error = case.batches[0].batch_idx, f"{case.error}"
-    finding = Finding(batch_idx, 0, 1, trainer.global_rank, case.scale, fails=True, error=error)
-    bad = (indices < 0) | (indices >= number)
-    rows = bad.reshape(len(indices) if indices.dim() else 1, -1).any(dim=1).nonzero().flatten().tolist()
+def _out_of_range(trainer: Trainer, case: Case, found: OutOfRange) -> Diagnosis:
+    """Explain an index, label or probability that is out of range."""
+    batch_idx, bad, low, high = case.batches[0].batch_idx, found.rejected, found.low, found.high
+    finding = Finding(batch_idx, 0, 1, trainer.global_rank, case.scale, fails=True, error=found.error)
+    rows = bad.reshape(len(bad) if bad.dim() else 1, -1).any(dim=1).nonzero().flatten().tolist()
     tensors = dict(named_tensors_in(case.batches[0].batch, "batch"))
     columns = {
         f"{name}[:, {column}]": one[:, column]
         for name, one in tensors.items() if one.dim() > 1 and not one.is_floating_point()
         for column in range(min(one.shape[1], 256))
     }  # fmt: skip
-    found = (n for n, one in (tensors | columns).items() if one.shape == indices.shape and one.equal(indices))
-    name = next(found, "an index that the step computes")
-    values = sorted(set(indices[bad].tolist()))
+    names = (n for n, one in (tensors | columns).items() if _have_same_values(one, found.values))
+    name = next(names, "an index that the step computes")
+    values = sorted(set(found.values[bad].tolist()))
+    is_index = not found.values.is_floating_point()
     return _diagnosis(
         case, finding, "data",
         f"{name} is out of range in samples {join_first(map(str, rows), 8)}: got {join_first(map(str, values), 4)},"
-        f" expected 0 to {number - 1}.",
-        f"leave out samples in which {name} is outside 0 to {number - 1}, or correct them.",
-        alternative="raise the number of classes or embeddings of the model", key=name,
+        f" expected {low} to {high}.",
+        f"leave out samples in which {name} is outside {low} to {high}, or correct them.",
+        alternative="raise the number of classes or embeddings of the model" if is_index else "", key=name,
     )  # fmt: skip
 
 
-def index_out_of_range(error: BaseException) -> tuple[Tensor, int] | None:
-    """Return the index that torch rejected and the number of rows or classes, from the frames of an exception."""
-    found: tuple[Tensor, int] | None = None
-    trace = error.__traceback__
-    while trace is not None:
-        values, name = trace.tb_frame.f_locals, trace.tb_frame.f_code.co_name
-        given, weight, target = values.get("input"), values.get("weight"), values.get("target")
-        if name == "embedding" and isinstance(given, Tensor) and isinstance(weight, Tensor):
-            found = given, len(weight)
-        elif name in ("cross_entropy", "nll_loss") and isinstance(given, Tensor) and isinstance(target, Tensor):
-            found = (
-                target.masked_fill(target == values.get("ignore_index", -100), 0),
-                given.shape[min(1, given.dim() - 1)],
-            )
-        trace = trace.tb_next
-    if found is None or found[0].is_floating_point() or not ((found[0] < 0) | (found[0] >= found[1])).any():
-        return None
-    return found
+def _have_same_values(tensor: Tensor, values: Tensor) -> bool:
+    return tensor.numel() == values.numel() and bool((tensor.flatten() == values.flatten()).all())
 
 
 def _model(trainer: Trainer, case: Case, finding: Finding, *, is_float32: bool) -> Diagnosis:
     origin = finding.origin
     assert origin is not None
     location = f"{Path(origin.file).name}:{origin.line}" if origin.file else origin.place
-    hint = f"guard the operation against this input: {rewrite.HINTS.get(origin.name, 'clamp its input')}"
-    remedy, tried = _changed_code(trainer, case, rewrite.propose(origin)) or (hint, "")
+    hint = f"guard the operation against this input: {rewrite.HINTS.get(origin.name, rewrite.OTHER_HINT)}"
+    remedy, tried = _changed_code(trainer, case, origin, rewrite.propose) or (hint, "")
     line = f", {location}: {origin.source}" if origin.file else ""
     return _diagnosis(
         case, finding, "model",
-        f"Not finite{' in float32 either' if is_float32 else ''}: {origin.name or 'made'} in the {origin.phase} pass,"
-        f" {origin.place}{line}",
+        f"Not finite{' in float32 either' if is_float32 else ''}: {origin.name or 'an operation'} in the"
+        f" {origin.phase} pass, {origin.place}{line}",
         remedy, tried=tried, key=location,
     )  # fmt: skip
 
 
-def _changed_code(trainer: Trainer, case: Case, changes: Iterable[rewrite.Change]) -> tuple[str, str] | None:
-    """Return the instruction for the first change that cures the batch, and the result of trying it, or None."""
-    change = next((one for one in changes if _cures(trainer, case, one)), None)
-    return None if change is None else (str(change), "the batch is finite with it")
+def _changed_code(
+    trainer: Trainer, case: Case, origin: Origin, propose: Callable[[Origin], Iterable[rewrite.Change]]
+) -> tuple[str, str] | None:
+    """Return the instruction for a change that cures the batch, and the result of trying it, or None.
+
+    If the batch fails at another place with a change, this place is changed, too.
+    """
+    change: rewrite.Change | None = None
+    for _ in range(_MAX_EDITS):
+        moved: tuple[rewrite.Change, Origin] | None = None
+        for one in propose(origin):
+            together = one if change is None else change.also(one)
+            failure = _failure_with(trainer, case, together)
+            if failure is None:
+                return str(together), "the batch is finite with it"
+            place = failure.origin
+            if moved is None and place is not None and place.file == origin.file and _differ(place, origin):
+                moved = together, place
+        if moved is None:
+            break
+        change, origin = moved
+    return None
 
 
-def _cures(trainer: Trainer, case: Case, change: rewrite.Change) -> bool:
-    """Return whether the batch is finite with the changed code, in float32 and in the run's precision.
+def _differ(first: Origin, second: Origin) -> bool:
+    return (first.name, first.line) != (second.name, second.line)
 
-    The losses of other batches must stay about the same, because a remedy must not change the model.
+
+def _failure_with(trainer: Trainer, case: Case, change: rewrite.Change) -> Finding | None:
+    """Return None if the batch is finite with the changed code, in float32 and in the run's precision.
+
+    Otherwise return the failing replay. The losses of other batches must stay about the same, because a remedy must not
+    change the model.
     """
     others = case.recent[-_COMPARED:] if trainer.world_size == 1 else []
+    failure = Finding(-1, 0, 1, trainer.global_rank, 1.0, fails=True)
     before = remedies.losses(trainer, others)
     with change.applied({type(module) for module in trainer.lightning_module.modules()}) as is_applied:
         if not is_applied:
-            return False
+            return failure
         for variant in (FLOAT32, Variant()):
-            cured = examine(trainer, case.batches, 1.0, variant)
-            if cured is None or cured.is_hopeless or (variant.dtype is not None and cured.fails):
-                return False
+            tried = examine(trainer, case.batches, 1.0, variant)
+            if tried is None or tried.is_hopeless or (variant.dtype is not None and tried.fails):
+                return tried or failure
         after = remedies.losses(trainer, others)
     pairs = [(a, b) for a, b in zip(before, after, strict=True) if math.isfinite(a)]
     usual = statistics.median([abs(a) for a, _ in pairs] or [0.0])
-    return all(abs(a - b) <= 0.1 * max(abs(a), usual) for a, b in pairs)
+    return None if all(abs(a - b) <= 0.1 * max(abs(a), usual) for a, b in pairs) else failure
 
 
 def _precision(trainer: Trainer, case: Case, finding: Finding, phase: str) -> Diagnosis:
     origin = finding.origin
     assert origin is not None
     cure = None if trainer.engine.gradients.are_parts else remedies.find_cure(trainer, case.batches, finding)
-    largest = origin.inputs.largest if origin.inputs is not None else math.nan
-    cause = f"{origin.name} in {origin.place} overflows {_name_of(trainer)} (its input is up to {largest:.3g})."
+    largest = "" if origin.inputs is None else f" (its input is up to {origin.inputs.largest:.3g})"
+    verb = "makes nan in" if origin.is_nan else "overflows"
+    cause = f"{origin.name or 'An operation'} in {origin.place} {verb} {_name_of(trainer)}{largest}."
     if phase == "backward":
         limit = f"unless the scale is at most {finding.largest_scale:g}" if finding.largest_scale else "at every scale"
         cause = (
@@ -279,17 +313,22 @@ def _precision(trainer: Trainer, case: Case, finding: Finding, phase: str) -> Di
         )
     if _fits_with_cuda_ops(trainer, case):
         cause += f" CUDA's autocast would not overflow: {remedies.precision(trainer, autocast_ops='cuda')}."
-    alternative, bfloat16 = _normalization(finding, 1000.0), remedies.other_precision("bf16-mixed")
+    wider = "32-true" if trainer.loop.precision.dtype is torch.bfloat16 else "bf16-mixed"
+    alternative, bfloat16 = _normalization(finding, 1000.0), remedies.other_precision(wider)
     if cure is not None:
         (variant, cured), fits = cure, ""
         remedy = bfloat16 if variant.dtype is torch.bfloat16 else remedies.other_precision("32-true")
         if variant.dtype is None:
             own = getattr(trainer.loop.precision, "fp32_modules", ())
             remedy = remedies.precision(trainer, fp32_modules=(*own, *variant.modules))
-            fits, alternative = f", scales up to {cured.largest_scale:g} fit", alternative or bfloat16
+            fits = f", scales up to {cured.largest_scale:g} fit" if trainer.scaler.is_enabled() else ""
         tried = f"finite forward and backward{fits}"
+        if alternative and remedies.diverges(trainer, case.batches, case.before):
+            remedy, tried, alternative = alternative, "", remedy
+        elif variant.dtype is None:
+            alternative = alternative or bfloat16
     else:
-        remedy, tried = _changed_code(trainer, case, rewrite.widen(origin)) or (bfloat16, "")
+        remedy, tried = _changed_code(trainer, case, origin, rewrite.widen) or (bfloat16, "")
     return _diagnosis(case, finding, phase, cause, remedy, tried=tried, alternative=alternative, key=origin.module)
 
 
@@ -300,7 +339,7 @@ def _weights(trainer: Trainer, case: Case, finding: Finding) -> Diagnosis | None
     if case.before and not broken:
         return _repeat_steps(trainer, case, finding)
     if case.first >= 0 and not case.before:
-        return _unknown_cause(trainer, case, finding)
+        return _divergence(trainer, case, finding) if case.growth else _unknown_cause(trainer, case, finding)
     remedy = (
         f"load other weights. If there are none: torch.nan_to_num_(model.get_parameter({names[0]!r}).data, 0, 0, 0)"
     )
@@ -323,7 +362,7 @@ def _repeat_steps(trainer: Trainer, case: Case, finding: Finding) -> Diagnosis |
     is_whole = bool(repeated) and repeated[0].step == case.weights_step and remedies.can_step(trainer)
     with remedies.weights_of(trainer, case.before):
         usual = [abs(loss) for loss in remedies.losses(trainer, batches) if math.isfinite(loss)]
-    limit = _DIVERGENCE_FACTOR * max(usual, default=1.0)
+    limit = _DIVERGENCE_FACTOR * max(usual, default=1.0) if case.growth else math.inf
     recorded, weights = remedies.repeat(trainer, repeated if is_whole else batches, case.before, limit)
     if recorded is not None:
         with remedies.weights_of(trainer, weights):
@@ -334,22 +373,25 @@ def _repeat_steps(trainer: Trainer, case: Case, finding: Finding) -> Diagnosis |
                     return verdict
     if (verdict := _optimizer(trainer, case, finding)) is not None:
         return verdict
-    # the repetition is exact only if the optimizer states were new and the learning rates are the same
-    is_same = is_whole and not case.weights_step and not trainer.lr_scheduler_configs
-    if is_same and recorded is None and not weights and _rates_are_finite(trainer):
-        return _diagnosis(
-            case, finding, "weights",
-            f"{join_first(finding.broken_weights, 4)} became non-finite before step {case.step}, but stay finite if all"
-            " steps are repeated: code other than the optimizer has changed them.",
-            f"find the code, such as a hook or a callback, that writes to {finding.broken_weights[0]!r}.",
-            key=finding.broken_weights[0],
-        )  # fmt: skip
-    verdict = _divergence(trainer, case, finding)
-    return (
-        verdict
-        if verdict.tried or weights or not _rates_are_finite(trainer)
-        else _unknown_cause(trainer, case, finding)
-    )
+    if weights or case.growth or not _rates_are_finite(trainer):
+        return _divergence(trainer, case, finding)
+    if recorded is not None or not is_whole:
+        return _unknown_cause(trainer, case, finding)
+    named = dict(trainer.lightning_module.named_parameters())
+    # a step with a gradient that is not finite breaks all trained weights
+    certain = [name for name in finding.broken_weights if not named[name].requires_grad]
+    if len(finding.broken_weights) < sum(parameter.requires_grad for parameter in named.values()):
+        certain = finding.broken_weights
+    names = join_first(certain, 4) if certain else "Weights"
+    state = "" if not case.weights_step else ", or the optimizer had a state that was not finite"
+    return _diagnosis(
+        case, finding, "weights",
+        f"{names} became non-finite between the forward passes of steps {case.step - 1} and {case.step}, but stay"
+        f" finite if the steps are repeated: code other than the optimizer has changed them{state}.",
+        "find the code, such as a hook or a callback, that writes to "
+        f"{repr(certain[0]) if certain else 'weights'} after step {case.step - 1}.",
+        key=names,
+    )  # fmt: skip
 
 
 def _optimizer(trainer: Trainer, case: Case, finding: Finding) -> Diagnosis | None:
@@ -396,19 +438,29 @@ def _buffers(trainer: Trainer, case: Case, finding: Finding) -> Diagnosis | None
 
 
 def _divergence(trainer: Trainer, case: Case, finding: Finding) -> Diagnosis:
+    if case.growth < 0:
+        return _diagnosis(
+            case, finding, "divergence",
+            f"The loss falls without bound, to {case.growth:.3g}: the steps cannot reach a minimum.",
+            "check the sign of the loss, and that each of its terms has a lower limit.",
+        )  # fmt: skip
     batches = [*case.recent, *case.batches]
     can_try = case.before and remedies.can_step(trainer)
-    learned = remedies.find_rate(trainer, batches[-8:], case.before) if can_try else None
-    rates = sorted({float(group["lr"]) for optimizer in trainer.optimizers for group in optimizer.param_groups})
-    rate = rates[-1]
-    lower = learned[0] if learned else (rate / 10 if math.isfinite(rate) else 0.01)
-    tried = f"a few steps bring the loss from {learned[1]:.3g} to {learned[2]:.3g}" if learned else ""
-    change = "a schedule that stays at" if trainer.lr_scheduler_configs else "a lower learning rate,"
+    learned = remedies.find_setting(trainer, batches[-8:], case.before) if can_try else None
+    rates = [float(group["lr"]) for optimizer in trainer.optimizers for group in optimizer.param_groups]
+    rate = max([*rates, *(float(one) for batch in batches for one in batch.rates)])
+    setting = f"lr={rate / 10 if math.isfinite(rate) else 0.01:g}"
+    cause, tried = f"the learning rate is {rate:g}", ""
+    if learned is not None:
+        setting, cause = learned.setting, learned.fault or cause
+        tried = f"a few steps bring the loss from {learned.before:.3g} to {learned.after:.3g}"
+    remedy = remedies.optimizer_setting(setting)
+    if setting.startswith("lr="):
+        remedy = f"{'a schedule that stays at' if trainer.lr_scheduler_configs else 'a lower learning rate,'} {remedy}"
     return _diagnosis(
         case, finding, "divergence",
-        f"The steps make the loss grow without bound, in float32 too: the learning rate is {rate:g}.",
-        f"{change} {remedies.rate(lower)}",
-        tried=tried,
+        f"The steps make the loss grow without bound, in float32 too: {cause}.",
+        remedy, tried=tried,
         alternative=_normalization(finding, 20.0) or f"clip gradients: {remedies.clipping()}",
     )  # fmt: skip
 

@@ -6,7 +6,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from copy import copy, deepcopy
 from dataclasses import replace
 from functools import partial
@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from trainer.data.batches import identity
 from trainer.loops.batch_path import TrainingPath
 from trainer.module_tree import is_dense
-from trainer.postmortem.diagnose import index_out_of_range
+from trainer.postmortem.out_of_range import OutOfRange, RaisedCall
 from trainer.postmortem.recording import RecordedBatch, storage_for
 from trainer.postmortem.replay import silence
 
@@ -74,12 +74,12 @@ class HostBatches:
         self._recent.append((batch_idx, self._stored(batch)))
         train_batch(batch, batch_idx, is_last)
 
-    def failing(self) -> tuple[RecordedBatch, Exception] | None:
+    def failing(self) -> tuple[RecordedBatch, OutOfRange] | None:
         """Run the recent batches on the CPU, newest first, with a copy of the module that has zeros as weights.
 
         Returns:
-            The first batch with an index that is out of range, and the exception. None if no batch has one, or if
-            the model is too large.
+            The first batch with an index that is out of range, and the index. None if no batch has one, or if the model
+            is too large.
         """
         module = self._trainer.lightning_module
         if sum(p.nbytes for p in module.parameters() if is_dense(p)) > _MAX_WEIGHTS:
@@ -94,12 +94,11 @@ class HostBatches:
             silence(host)
             takes_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
             for batch_idx, batch in reversed(self._recent):
-                try:
+                with suppress(Exception), RaisedCall() as call:
                     given = host.on_after_batch_transfer(host.on_before_batch_transfer(batch, 0), 0)
                     host.training_step(given, *([batch_idx] if takes_index else []))
-                except Exception as error:
-                    if index_out_of_range(error) is not None:
-                        return RecordedBatch(batch, batch_idx, step, copy(self._loop.window), {}), error
+                if call.found is not None:
+                    return RecordedBatch(batch, batch_idx, step, copy(self._loop.window), {}), call.found
                 if time.monotonic() - began > _SECONDS:
                     break
         return None

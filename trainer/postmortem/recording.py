@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
 from functools import partial
@@ -65,6 +65,7 @@ class RecordedBatch(NamedTuple):
         random_state: states of all random generators (``trainer.state.random_states.capture``). Empty if they are not
             recorded.
         buffers: the floating-point buffers. None if they are not recorded with this batch.
+        rates: learning rate of each parameter group, if there are schedules; otherwise empty.
     """
 
     batch: Any
@@ -73,6 +74,7 @@ class RecordedBatch(NamedTuple):
     window: AccumulationWindow
     random_state: dict[str, Any]
     buffers: BufferState | None = None
+    rates: Sequence[Any] = ()
 
 
 class Recorder:

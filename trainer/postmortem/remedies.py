@@ -9,12 +9,13 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from trainer.engine.optimizer_calls import needs_closure
+from trainer.engine.protocol import ModuleCalls
 from trainer.module_tree import has_forward, is_measurable, plain_name
 from trainer.postmortem.examine import Finding, examine
 from trainer.postmortem.recording import RecordedBatch
@@ -29,8 +30,15 @@ LOW_SCALE = 128.0
 _CHAIN = 8
 """Maximum number of modules to try in float32 together."""
 _PASSES, _RATES = 8, 8
+_GROWTH_FACTOR = 10.0
 _RELEVANT_RATIO = 1e-4
 """Gradient elements below this share of the parameter's largest one may vanish."""
+_USUAL: tuple[tuple[str, Any, Callable[[Any], bool]], ...] = (
+    ("maximize", False, lambda value: not value),
+    ("momentum", 0.9, lambda value: value < 1),
+    ("weight_decay", 0.0, lambda value: value >= 0),
+)
+"""Settings of optimizers: name, usual value, and whether a value is within the usual range."""
 
 Weights = Mapping[str, Tensor]
 
@@ -158,48 +166,99 @@ def weights_of(trainer: Trainer, weights: Weights) -> Iterator[None]:
             named[name].data.copy_(value)
 
 
-def find_rate(
-    trainer: Trainer, batches: Sequence[RecordedBatch], weights: Weights
-) -> tuple[float, float, float] | None:
-    """Return a lower learning rate at which a few steps reduce the loss, and the loss before and after.
+class Learned(NamedTuple):
+    """A setting of the optimizers with which a few steps reduce the loss.
 
-    Trains for a few steps on the recorded batches in float32, at the current rate divided by 10, 100 and so on, and
-    restores everything afterwards. To have a margin, returns a quarter of the first rate that reduces the loss, if the
-    quarter also reduces it. Returns None if there is no such rate.
+    Attributes:
+        setting: such as "lr=0.1".
+        fault: the setting of the run that is the cause, such as "momentum=1.5"; "" if it is the learning rate.
+        before, after: the mean loss before and after the steps.
     """
-    rates = [group["lr"] for optimizer in trainer.optimizers for group in optimizer.param_groups]
-    highest = max(float(rate) for rate in rates)
-    start = highest if math.isfinite(highest) else 10.0
+
+    setting: str
+    fault: str
+    before: float
+    after: float
+
+
+def find_setting(trainer: Trainer, batches: Sequence[RecordedBatch], weights: Weights) -> Learned | None:
+    """Find a setting of the optimizers with which a few steps reduce the loss.
+
+    Trains for a few steps on the recorded batches in float32, and restores everything afterwards. Tries to correct a
+    setting that is outside its usual range. Then tries the current learning rate divided by 10, 100 and so on. To have
+    a margin, returns a quarter of the first rate that reduces the loss, if the quarter also reduces it. Returns None if
+    no setting helps.
+    """
+    groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
+    highest = _highest_rate(trainer)
+    start = highest if 0 < highest < math.inf else 10.0
     with weights_of(trainer, weights):
         first = [loss for loss in losses(trainer, batches) if math.isfinite(loss)]
     if not first:
         return None
     usual, limit = sum(first) / len(first), max(first) + 0.5 * abs(max(first))
-    for power in range(1, _RATES + 1):
-        rate = float(f"{start / 10**power:.0e}")
+    tries: list[tuple[str, str, list[float], dict[str, Any]]] = []
+    for name, value, is_usual in _USUAL:
+        if (group := next((g for g in groups if name in g and not is_usual(g[name])), None)) is not None:
+            tries.append((f"{name}={value}", f"{name}={group[name]}", [start], {name: value}))
+    for rate in (float(f"{start / 10**power:.0e}") for power in range(1, _RATES + 1)):
+        tries.append((f"lr={rate / 4:g}", "", [rate, rate / 4], {}))  # a margin for batches that were not recorded
+    for setting, fault, rates_to_try, settings in tries:
         with weights_of(trainer, weights):
-            seen = [_train(trainer, batches, one, highest, limit) for one in (rate, rate / 4)]
-        if seen[0] is not None and seen[1] is not None and max(seen[0], seen[1]) < usual:
-            return rate / 4, usual, seen[1]  # a margin for batches that were not recorded
+            means = [_last_mean(_train(trainer, batches, rate, limit, settings), batches) for rate in rates_to_try]
+        if max(means) < usual - 0.01 * abs(usual):
+            return Learned(setting, fault, usual, means[-1])
     return None
 
 
+def diverges(trainer: Trainer, batches: Sequence[RecordedBatch], weights: Weights) -> bool:
+    """Return whether a few steps in float32, with the settings of the run, make the loss grow."""
+    if not can_step(trainer) or not weights:
+        return False
+    with weights_of(trainer, weights):
+        limit = _GROWTH_FACTOR * max(map(abs, losses(trainer, batches)))
+        return any(not loss <= limit for loss in _train(trainer, batches, _highest_rate(trainer), limit, {}))
+
+
+def _highest_rate(trainer: Trainer) -> float:
+    return max(float(group["lr"]) for optimizer in trainer.optimizers for group in optimizer.param_groups)
+
+
 def _train(
-    trainer: Trainer, batches: Sequence[RecordedBatch], rate: float, highest: float, limit: float
-) -> float | None:
-    """Return the mean loss of the last pass, or None if a loss exceeds the limit, or the mean losses rise."""
+    trainer: Trainer, batches: Sequence[RecordedBatch], rate: float, limit: float, settings: Mapping[str, Any]
+) -> list[float]:
+    """Train for a few passes. Return the losses up to the first one that exceeds the limit.
+
+    Args:
+        trainer: the Trainer.
+        batches: the batches of a pass.
+        rate: the highest learning rate of the parameter groups; the others keep their ratio to it.
+        limit: largest loss.
+        settings: other settings of the parameter groups.
+    """
     seen: list[float] = []
+    highest = _highest_rate(trainer)
     with _optimizer_steps(trainer) as step:
         for group in (group for optimizer in trainer.optimizers for group in optimizer.param_groups):
-            is_usual = math.isfinite(float(group["lr"])) and math.isfinite(highest)
+            group.update({name: value for name, value in settings.items() if name in group})
+            is_usual = math.isfinite(float(group["lr"])) and 0 < highest < math.inf
             group["lr"] = rate * float(group["lr"]) / highest if is_usual else rate
         for recorded in [*batches] * _PASSES:
-            seen += step(recorded, FLOAT32)[:1]
-            if not seen or not seen[-1] <= limit:
-                return None
+            *found, _ = step(recorded, FLOAT32)
+            seen += found[:1] or seen[-1:]  # a batch may have no loss
+            if seen and not seen[-1] <= limit:
+                break
+    return seen
+
+
+def _last_mean(seen: Sequence[float], batches: Sequence[RecordedBatch]) -> float:
+    """Return the mean loss of the last pass, or inf if a loss exceeded the limit, or the mean losses rise."""
     size = len(batches)
+    if len(seen) < size * _PASSES:
+        return math.inf
     means = [sum(seen[at : at + size]) / size for at in range(0, len(seen), size)]
-    return means[-1] if max(means) <= 1.2 * means[0] and means[-1] <= min(means) + 0.1 * abs(min(means)) else None
+    falls = max(means) <= 1.2 * means[0] and means[-1] <= min(means) + 0.1 * abs(min(means))
+    return means[-1] if falls else math.inf
 
 
 def repeat(
@@ -216,7 +275,10 @@ def repeat(
     """
     named = dict(trainer.lightning_module.named_parameters())
     with weights_of(trainer, weights), _optimizer_steps(trainer) as step:
+        groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
         for recorded in batches:
+            for group, own_rate in zip(groups, recorded.rates, strict=False):
+                group["lr"] = own_rate
             before = {name: parameter.detach().clone() for name, parameter in named.items()}
             *found, are_finite = step(recorded, UNCHANGED)
             if not all(bool(value.isfinite().all()) for value in before.values()):
@@ -229,9 +291,9 @@ def repeat(
 
 
 def can_step(trainer: Trainer) -> bool:
-    """Return whether a step can be taken again: in automatic optimization, without a closure, on one process."""
-    is_automatic = trainer.world_size == 1 and trainer.lightning_module.automatic_optimization
-    return is_automatic and not any(map(needs_closure, trainer.optimizers))
+    """Return whether a step can be taken again: on one process, and without a closure in manual optimization."""
+    is_automatic = trainer.lightning_module.automatic_optimization
+    return trainer.world_size == 1 and (is_automatic or not any(map(needs_closure, trainer.optimizers)))
 
 
 @contextmanager
@@ -242,29 +304,49 @@ def _optimizer_steps(trainer: Trainer) -> Iterator[Callable[[RecordedBatch, Vari
     """
     states = [optimizer.state for optimizer in trainer.optimizers]
     parameters = [p for o in trainer.optimizers for g in o.param_groups for p in g["params"] if p.requires_grad]
-    steps = can_step(trainer)
+    steps, is_manual = can_step(trainer), not trainer.lightning_module.automatic_optimization
 
     def step(recorded: RecordedBatch, variant: Variant) -> list[float]:
         found: list[float] = []
+        are_finite = [True]
 
         def on_loss(loss: Tensor) -> None:
             found.append(loss.item())
-            gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
-            for parameter, gradient in zip(parameters, gradients, strict=True):
+            trained = [parameter for parameter in parameters if parameter.requires_grad]
+            for parameter, gradient in zip(trained, torch.autograd.grad(loss, trained, allow_unused=True), strict=True):
                 if gradient is not None:
+                    are_finite.append(bool(_values(gradient).isfinite().all()))
                     parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
 
-        run(trainer, recorded, on_loss, variant)
-        are_finite = all(bool(values.isfinite().all()) for p in parameters if (values := _values(p.grad)) is not None)
-        if recorded.window.is_last or not steps:
+        def closure() -> float:
+            clear()
+            run(trainer, recorded, on_loss, variant)
+            return found[-1] if found else 0.0
+
+        with_closure = any(map(needs_closure, trainer.optimizers)) and steps
+        if with_closure:
+            type(trainer.optimizers[0]).step(trainer.optimizers[0], closure)
+        else:
+            run(trainer, recorded, on_loss, variant)
+        if not is_manual and not with_closure and (recorded.window.is_last or not steps):
             for optimizer in trainer.optimizers if steps else ():
                 type(optimizer).step(optimizer)
-            for parameter in parameters:
-                parameter.grad = None
-        return [*found, are_finite]
+            clear()
+        return [*found, all(are_finite)]
+
+    def clear() -> None:
+        for parameter in parameters:
+            parameter.grad = None
+
+    def take_step(optimizer: Any, closure: Callable[[], Any], **_: Any) -> Any:
+        result = closure()
+        if steps:
+            type(optimizer).step(optimizer)
+        return result
 
     try:
         with undisturbed(trainer):
+            trainer.engine.module_calls = ModuleCalls(step=take_step)
             for optimizer in trainer.optimizers:
                 optimizer.state = defaultdict(dict)
             yield step
@@ -273,8 +355,8 @@ def _optimizer_steps(trainer: Trainer) -> Iterator[Callable[[RecordedBatch, Vari
             optimizer.state = state
 
 
-def _values(gradient: Tensor | None) -> Tensor | None:
-    return gradient.coalesce().values() if gradient is not None and gradient.is_sparse else gradient
+def _values(gradient: Tensor) -> Tensor:
+    return gradient.coalesce().values() if gradient.is_sparse else gradient
 
 
 # --- in the caller's syntax -----------------------------------------------------------------------------------------
@@ -305,9 +387,9 @@ def other_precision(name: str) -> str:
     return f"precision={name}" if is_command_line() else f"precision={name!r}"
 
 
-def rate(value: float) -> str:
-    """Return the setting of a learning rate."""
-    return f"optimizer.lr={value:g}" if is_command_line() else f"lr={value:g}"
+def optimizer_setting(setting: str) -> str:
+    """Return a setting of the optimizer, such as ``lr=0.1``."""
+    return f"optimizer.{setting}" if is_command_line() else setting
 
 
 def clipping() -> str:

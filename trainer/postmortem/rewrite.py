@@ -1,10 +1,11 @@
-"""Propose a line of code that guards an operation, and run it instead of the line that fails."""
+"""Propose lines of code that guard operations, and run them instead of the lines that fail."""
 
 from __future__ import annotations
 
 import ast
 import copy
 import linecache
+import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -32,56 +33,83 @@ HINTS = {
     "linalg_eigh": "eigenvectors of equal eigenvalues have no gradient: add different values near 1e-6 to the diagonal",
     "ctc_loss": "a target is longer than its input: pass zero_infinity=True",
     "mse_loss": "the mean of no elements: skip the batch, or divide the sum by max(number, 1)",
+    "mul": "0 times inf is nan: clamp the infinite factor",
+    "cosh": "it grows like an exponential: add .clamp(min=-20, max=20) to its input",
+    "linalg_svd": "singular vectors of equal singular values have no gradient: add different values near 1e-6 to the"
+    " diagonal",
+    "logdet": "the determinant is not positive: use torch.linalg.slogdet, and keep the matrix regular",
+    "weight_norm": "the norm of its weight is 0: initialize the weight with other values than 0",
+    "linear": "its input or weight is too large: initialize the weights with a smaller deviation, or add a"
+    " normalization",
+    "matmul": "its inputs are too large: add a normalization",
     "cross_entropy": "all labels are ignored or have weight 0: divide the sum by the number of labels, at least 1",
 }
-_LOW, _HIGH, _FILL, _ONE = {"min": 1e-6}, {"max": 20.0}, {"min": -1e4}, {"min": -1 + 1e-6, "max": 1 - 1e-6}
+OTHER_HINT = "limit its input to numbers with a finite result and a finite gradient"
+_LOW, _FILL, _ONE = {"min": 1e-6}, {"min": -1e4}, {"min": -1 + 1e-6, "max": 1 - 1e-6}
+_HIGH, _WIDE = {"max": 20.0}, {"min": -20.0, "max": 20.0}
 _CLAMPS: dict[str, dict[str, float]] = {
-    "log": _LOW, "log2": _LOW, "log10": _LOW, "sqrt": _LOW, "rsqrt": _LOW, "pow": _LOW, "exp": _HIGH,
-    "softmax": _FILL, "log_softmax": _FILL, "acos": _ONE, "asin": _ONE, "atanh": _ONE,
+    "log": _LOW, "log2": _LOW, "log10": _LOW, "sqrt": _LOW, "rsqrt": _LOW, "pow": _LOW, "reciprocal": _LOW,
+    "exp": _HIGH, "exp2": _HIGH, "expm1": _HIGH, "cosh": _WIDE, "sinh": _WIDE, "lgamma": _LOW, "digamma": _LOW,
+    "softmax": _FILL, "log_softmax": _FILL, "acos": _ONE, "asin": _ONE, "atanh": _ONE, "erfinv": _ONE,
+    "log1p": {"min": -1 + 1e-6},
 }  # fmt: skip
 _HALF = ("half", "float16", "bfloat16")
 _ARGUMENTS: dict[str, tuple[str, Any]] = {
     "ctc_loss": ("zero_infinity", True), "logit": ("eps", 1e-6), "std": ("correction", 0), "var": ("correction", 0),
 }  # fmt: skip
+_KINDS = 3
 _MEAN_LOSSES = ("cross_entropy", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss")
 
 
 class Change(NamedTuple):
-    """A statement that replaces another.
+    """Statements that replace others.
 
     Attributes:
         file: the file of the code.
-        line: the line on which the replaced statement begins.
-        new: the new statement.
-        transformer: turns the replaced statement into the new one.
+        edits: for each replaced statement, the line on which it begins, and what turns it into the new one. A line may
+            occur several times.
     """
 
     file: str
-    line: int
-    new: str
-    transformer: ast.NodeTransformer
+    edits: tuple[tuple[int, ast.NodeTransformer], ...]
 
     def __str__(self) -> str:
         """Return the instruction; in a notebook, with the line of the cell."""
         path = Path(self.file)
         is_cell = self.file.startswith("<") or path.parent.name.startswith("ipykernel_")
-        place = f"line {self.line} of the cell" if is_cell else f"{path.name}:{self.line}"
-        return f"in {place} write: {self.new}"
+        old = _statements(_parse_file(self.file))
+        new = {id(statement): statement for statement in self._edited(copy.deepcopy(old))}
+        lines = [
+            f"{f'line {after.lineno} of the cell' if is_cell else f'{path.name}:{after.lineno}'} write: {text}"
+            for before, after in zip(old, new.values(), strict=True)
+            if (text := ast.unparse(after)) != ast.unparse(before)
+        ]
+        return "in " + "; and in ".join(lines)
+
+    def also(self, other: Change) -> Change:
+        """Return both changes together. They must be in the same file."""
+        return self._replace(edits=(*self.edits, *other.edits))
+
+    def _edited(self, statements: list[ast.stmt]) -> list[ast.stmt]:
+        for statement in statements:
+            for line, transformer in self.edits:
+                if statement.lineno == line:
+                    transformer.visit(statement)
+                    for part in ast.walk(statement):
+                        ast.copy_location(part, statement)
+        return statements
 
     @contextmanager
     def applied(self, owners: Iterable[type]) -> Iterator[bool]:
-        """A context in which the new statement runs; yields False if the function cannot be replaced.
+        """A context in which the new statements run; yields False if a function cannot be replaced.
 
         Args:
-            owners: classes that may have the function as a method, or inherit it.
+            owners: classes that may have the functions as methods, or inherit them.
         """
         tree = _parse_file(self.file)
-        for statement in _statements(tree):
-            if statement.lineno == self.line:
-                self.transformer.visit(statement)
-                for part in ast.walk(statement):
-                    ast.copy_location(part, statement)
-        codes = [c for c in _codes_in(compile(tree, self.file, "exec")) if self.line in (n for *_, n in c.co_lines())]
+        self._edited(_statements(tree))
+        wanted = {line for line, _ in self.edits}
+        codes = [c for c in _codes_in(compile(tree, self.file, "exec")) if wanted & {n for *_, n in c.co_lines()}]
         by_key = {_key(code): code for code in codes}
         functions = [one for one in _functions_of(self.file, owners) if _key(one.__code__) in by_key]
         before = [function.__code__ for function in functions]
@@ -98,8 +126,9 @@ def propose(origin: Origin) -> Iterator[Change]:
     """Yield statements that guard the operation, the most usual first; none if no rule covers it."""
     for statement in _statements(_parse_file(origin.file)):
         if statement.lineno <= origin.line <= (statement.end_lineno or 0):
-            for is_second in (False, True):
-                yield from _changed(origin.file, statement, _Guard(origin.name, is_second))
+            guards = [_Guard(origin.name, kind, origin.module.rpartition(".")[2]) for kind in range(_KINDS)]
+            changes = [change for guard in guards for change in _changed(origin.file, statement, guard)]
+            yield from {str(change): change for change in changes}.values()
 
 
 def widen(origin: Origin) -> Iterator[Change]:
@@ -109,7 +138,7 @@ def widen(origin: Origin) -> Iterator[Change]:
         for statement in _statements(_parse_file(origin.file))
         for change in _changed(origin.file, statement, _Widen())
     ]
-    yield from sorted(casts, key=lambda one: (one.line > origin.line, -one.line))[:8]
+    yield from sorted(casts, key=lambda one: (one.edits[0][0] > origin.line, -one.edits[0][0]))[:8]
 
 
 def _parse_file(file: str) -> ast.Module:
@@ -127,7 +156,7 @@ def _statements(tree: ast.Module) -> list[ast.stmt]:
 def _changed(file: str, statement: ast.stmt, transformer: ast.NodeTransformer) -> Iterator[Change]:
     old, new = ast.unparse(statement), ast.unparse(transformer.visit(copy.deepcopy(statement)))
     if new != old:
-        yield Change(file, statement.lineno, new, transformer)
+        yield Change(file, ((statement.lineno, transformer),))
 
 
 class _Widen(ast.NodeTransformer):
@@ -151,13 +180,15 @@ class _Guard(ast.NodeTransformer):
 
     Args:
         name: the name of the operation.
-        is_second: whether to use the second kind of guard: a quotient by about 0 becomes 0, an exponential fits
-            float16.
+        kind: which guard to use: 0 for the most usual one. With 1, a quotient by about 0 becomes 0, an exponential fits
+            float16, a mean of nothing becomes 0, and of a product, the second factor is limited. With 2, the first one.
+        module: the name of the module that calls the operation; "" for the LightningModule.
     """
 
-    def __init__(self, name: str, is_second: bool) -> None:
+    def __init__(self, name: str, kind: int, module: str) -> None:
         self._name = name
-        self._is_second = is_second
+        self._kind = kind
+        self._module = module
 
     def visit_BinOp(self, node: ast.BinOp) -> ast.AST:
         self.generic_visit(node)
@@ -165,6 +196,11 @@ class _Guard(ast.NodeTransformer):
             node.right = self._divisor(node.right)
         if self._name in ("pow", "sqrt") and isinstance(node.op, ast.Pow) and _is_root(node.right):
             node.left = _clamped(node.left, _LOW)
+        if self._name == "mul" and isinstance(node.op, ast.Mult):
+            if not self._kind:
+                return _expression(f"({ast.unparse(node)}).nan_to_num(0.0)")
+            name = "right" if self._kind == 1 else "left"
+            setattr(node, name, _limited(getattr(node, name)))
         return node
 
     def visit_AugAssign(self, node: ast.AugAssign) -> ast.AST:
@@ -181,19 +217,23 @@ class _Guard(ast.NodeTransformer):
             return _expression(f"max({text}, 1)")
         return (
             _expression(f"torch.where(({text}).abs() < 1e-06, torch.inf, {text})")
-            if self._is_second
+            if self._kind
             else _clamped(node, _LOW)
         )
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
         self.generic_visit(node)
         called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+        is_module = bool(self._module) and called == self._module
+        if is_module or (self._kind and called == self._name in (*_MEAN_LOSSES, "mean")):
+            has_rule = self._name in (*_MEAN_LOSSES, "mean")
+            return _expression(f"{ast.unparse(node)}.nan_to_num(0.0)") if has_rule else node
         if called != self._name:
             return node
         owner = node.func.value if isinstance(node.func, ast.Attribute) else None
         given = {keyword.arg for keyword in node.keywords}
         if called in _CLAMPS:
-            limits = {"max": 10.0} if self._is_second and called == "exp" else _CLAMPS[called]
+            limits = {"max": 10.0} if self._kind and called == "exp" else _CLAMPS[called]
             if called == "pow" and not _is_root(node.args[-1]):
                 return node
             if isinstance(owner, ast.Name) and owner.id in ("torch", "F", "functional"):
@@ -207,12 +247,14 @@ class _Guard(ast.NodeTransformer):
             keywords = [one for one in node.keywords if one.arg not in (name, "unbiased")]
             node.keywords = [*keywords, ast.keyword(name, ast.Constant(value))]
         elif called == "mean" and not node.args and not given and owner is not None:
-            return _expression("{0}.sum() / max({0}.numel(), 1)".format(ast.unparse(owner)))
+            return _expression("({0}).sum() / max(({0}).numel(), 1)".format(ast.unparse(owner)))
         elif called in _MEAN_LOSSES and len(node.args) > 1 and "reduction" not in given:
             second = ast.unparse(node.args[1])
             ignored = next((ast.unparse(one.value) for one in node.keywords if one.arg == "ignore_index"), "-100")
             has_labels = called == "cross_entropy"
             number = f"({second} != {ignored}).sum().clamp(min=1)" if has_labels else f"max({second}.numel(), 1)"
+            if weight := next((ast.unparse(one.value) for one in node.keywords if one.arg == "weight"), ""):
+                number = f"{weight}[{second}].sum().clamp(min=1e-6)"
             node.keywords.append(ast.keyword("reduction", ast.Constant("sum")))
             return _expression(f"{ast.unparse(node)} / {number}")
         return node
@@ -225,6 +267,14 @@ def _is_root(exponent: ast.expr) -> bool:
     except ValueError:
         return True
     return not (isinstance(value, (int, float)) and value >= 0 and float(value).is_integer())
+
+
+def _limited(node: ast.expr) -> ast.expr:
+    """Return the factor of a product, or the number nearest to it if it is infinite, between -10,000 and 10,000."""
+    text = ast.unparse(node)
+    if re.fullmatch(r"-?((math|torch|np|numpy)\.)?inf|float\(.*inf.*\)", text):
+        return ast.Constant(-1e4 if "-" in text else 1e4)
+    return node if isinstance(node, ast.Constant) else _clamped(node, {"min": -1e4, "max": 1e4})
 
 
 def _expression(text: str) -> ast.expr:
@@ -242,7 +292,9 @@ def _key(code: CodeType) -> tuple[Any, ...]:
 
 def _functions_of(file: str, owners: Iterable[type]) -> list[FunctionType]:
     spaces: list[Mapping[str, Any]] = [vars(cls) for owner in owners for cls in owner.__mro__]
-    spaces += [vars(module) for module in list(sys.modules.values()) if getattr(module, "__file__", None) == file]
+    modules = [vars(module) for module in list(sys.modules.values()) if getattr(module, "__file__", None) == file]
+    classes = [vars(one) for module in modules for one in list(module.values()) if isinstance(one, type)]
+    spaces += [*modules, *classes]
     values = [getattr(one, "__func__", one) for space in spaces for one in list(space.values())]  # of static methods
     found = [value for value in values if isinstance(value, FunctionType)]
     return [one for one in {id(one): one for one in found}.values() if one.__code__.co_filename == file]

@@ -7,11 +7,13 @@ import re
 import sys
 from collections.abc import Iterable
 from contextlib import ExitStack
+from dataclasses import dataclass
 from types import FrameType, TracebackType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
 from torch.overrides import TorchFunctionMode
 from torchmetrics import Metric
 
@@ -94,6 +96,19 @@ class Origin(NamedTuple):
         return linecache.getline(self.file, self.line).strip() if self.file else ""
 
 
+@dataclass
+class _FirstNonfinite:
+    """The first operations that made a nan and an inf."""
+
+    nan: Origin | None = None
+    inf: Origin | None = None
+    has_infinity: bool = False  # among the inputs of the first nan
+
+    @property
+    def origin(self) -> Origin | None:
+        return self.inf if self.nan is None or (self.inf is not None and self.has_infinity) else self.nan
+
+
 class Trace(TorchFunctionMode):
     """Watches every operation of a forward pass, and with :meth:`follow` those of a backward pass.
 
@@ -112,11 +127,10 @@ class Trace(TorchFunctionMode):
         self._names = {id(one): plain_name(name) for name, one in module.named_modules()}
         self._kinds = {plain_name(name): plain_class(one).__name__ for name, one in module.named_modules()}
         self._open: list[str] = []  # names of modules in their forward
-        self._nan: Origin | None = None
-        self._inf: Origin | None = None
-        self._has_infinity = False  # among the inputs of the first nan
+        self._found = {one: _FirstNonfinite() for one in ("forward", "without gradient", "backward")}
         self.backward: Origin | None = None
         self.is_on = True
+        self._is_backward = False
         self._stack = ExitStack()
         self.raised: tuple[str, ...] = ()
 
@@ -141,9 +155,11 @@ class Trace(TorchFunctionMode):
 
     @property
     def forward(self) -> Origin | None:
-        """The operation of the forward pass that is the origin of a loss that is not finite, or None."""
-        nan, inf = self._nan, self._inf
-        return inf if nan is None or (inf is not None and self._has_infinity) else nan
+        """The operation of the forward pass that is the origin of a loss that is not finite, or None.
+
+        An operation without gradients, such as one in a custom autograd function, is returned if there is no other.
+        """
+        return self._found["forward"].origin or self._found["without gradient"].origin
 
     def fallback(self) -> Origin:
         """Return an origin without an operation: the module that raised an exception, or the LightningModule."""
@@ -155,26 +171,30 @@ class Trace(TorchFunctionMode):
         if not self.is_on:
             return func(*args, **kwargs)
         given = [one for one in tensors_in((args, list(kwargs.values()))) if one.is_floating_point()]
-        before = None if self._nan is not None or not torch.is_grad_enabled() else self._nonfinite_kinds(given)
+        phase = "backward" if self._is_backward else "forward" if torch.is_grad_enabled() else "without gradient"
+        first = self._found[phase]
+        before = None if first.nan is not None else self._nonfinite_kinds(given)
         output = func(*args, **kwargs)
         name = getattr(func, "__name__", str(func))
         for tensor in tensors_in(output) if isinstance(output, (Tensor, tuple, list)) else ():
             _tag_module(tensor, self._open[-1] if self._open else "")
-            if before is not None and tensor.is_floating_point() and self._nan is None:
-                self._check_output(name, before, tensor, given)
+            if before is not None and tensor.is_floating_point() and first.nan is None:
+                self._check_output(first, name, before, tensor, given)
         return output
 
-    def _check_output(self, name: str, before: tuple[bool, bool, bool], output: Tensor, given: list[Tensor]) -> None:
+    def _check_output(
+        self, first: _FirstNonfinite, name: str, before: tuple[bool, bool, bool], output: Tensor, given: list[Tensor]
+    ) -> None:
         has_nan, has_plus, has_minus = before
         now_nan, now_plus, now_minus = self._nonfinite_kinds([output])
         if name in _FILLS:
             return
         if now_nan and not has_nan:
             # softmax itself makes nan from a row of nothing but -inf
-            self._has_infinity = has_plus or (has_minus and "softmax" not in name)
-            self._nan = self._record_origin(name, output, given, True)
-        elif (now_plus or now_minus) and not (has_plus or has_minus or has_nan) and self._inf is None:
-            self._inf = self._record_origin(name, output, given, False)
+            first.has_infinity = has_plus or (has_minus and "softmax" not in name)
+            first.nan = self._record_origin(name, output, given, True)
+        elif (now_plus or now_minus) and not (has_plus or has_minus or has_nan) and first.inf is None:
+            first.inf = self._record_origin(name, output, given, False)
 
     def _record_origin(self, name: str, output: Tensor, given: list[Tensor], is_nan: bool) -> Origin:
         frame: FrameType | None = sys._getframe(3)  # noqa: SLF001 - of the code that called the operation
@@ -184,7 +204,7 @@ class Trace(TorchFunctionMode):
         sources = _modules_behind(one.grad_fn for one in given)
         return Origin(
             name,
-            "forward",
+            "backward" if self._is_backward else "forward",
             module,
             self._kinds[module],
             sources,
@@ -209,6 +229,8 @@ class Trace(TorchFunctionMode):
     def follow(self, loss: Tensor) -> ExitStack:
         """Watch the backward pass of ``loss`` until the returned stack is closed."""
         stack, seen = ExitStack(), set[Any]()
+        self._is_backward = True
+        stack.callback(setattr, self, "_is_backward", False)
         waiting: list[tuple[Any, str]] = [(loss.grad_fn, "")]
         while waiting:
             node, tag = waiting.pop()
@@ -216,9 +238,18 @@ class Trace(TorchFunctionMode):
                 continue
             seen.add(node)
             tag = node.metadata.setdefault(_MODULE, tag)
+            if isinstance(node, BackwardCFunction):  # its Python code runs between these two hooks
+                stack.callback(node.register_prehook(self._enter_function).remove)
+                stack.callback(node.register_hook(self._leave_function).remove)
             stack.callback(node.register_hook(self._hook(node)).remove)
             waiting += [(one, tag) for one, _ in node.next_functions]
         return stack
+
+    def _enter_function(self, gradients: Any) -> None:
+        super().__enter__()  # type: ignore[no-untyped-call]
+
+    def _leave_function(self, inputs: Any, outputs: Any) -> None:
+        super().__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
     def _hook(self, node: Any) -> Any:
         def hook(inputs: Any, outputs: Any) -> None:  # gradients with respect to the operation's inputs and outputs
@@ -229,6 +260,9 @@ class Trace(TorchFunctionMode):
                 measure(map(self._part, tensors_in(inputs))),
             )
             if not any(one is not None and one.not_finite for one in (grad_output, grad_input)):
+                return
+            if (inner := self._found["backward"].origin) is not None:  # in the code of a custom autograd function
+                self.backward = inner._replace(module=(name := node.metadata[_MODULE]), kind=self._kinds[name])
                 return
             module, place = node.metadata[_MODULE], ("", 0)
             for match in _FRAME.finditer("".join(node.metadata.get("traceback_", []))):
