@@ -175,3 +175,8 @@ def test_error_after_a_gradient_that_was_not_finite(tmp_path):
     assert "Verdict: model: the computation is the cause (step 5, batch 5)" in result.text
     assert "linalg_eigh in the backward pass" in result.text
     assert isinstance(result.error, torch.linalg.LinAlgError)
+
+
+def test_underflow_in_epochs_shorter_than_the_logging_interval(tmp_path):
+    text = run(PROGRAMS["TinyLoss"], tmp_path, log_every_n_steps=20, enable_checkpointing=True).text
+    assert "Verdict: underflow: gradients vanish in float16 (step 19," in text

@@ -82,7 +82,7 @@ class _Fit:
         weights_step: the step of ``weights``.
         known: the last step at which all values were finite.
         first_norm: norm of the weights when the fit began. None if they are copied, and before the first loss.
-        updates: number of updates since the last check.
+        updates: number of updates since the last check at the end of an update.
         checks: number of checks at the end of an update.
         lowest: the lowest median of the losses between two checks.
         is_broken: whether a loss was not finite without loss scaling, so that weights are not finite either.
@@ -267,6 +267,7 @@ class OverflowReport(RunCallback):
             fit.raised_at = trainer.global_step if outcome.next_scale > outcome.scale else -1
         fit.updates += 1
         if fit.updates >= fit.every:
+            fit.updates = 0
             self._check_losses(trainer)
             fit.checks += 1
             found = self._probe.finish() if self._probe is not None else []
@@ -367,7 +368,7 @@ class OverflowReport(RunCallback):
             return
         # with loss scaling, only the losses of steps with a known outcome
         due = [one for one in fit.losses if not scaled or one[0] < trainer.global_step]
-        fit.losses, fit.updates = fit.losses[len(due) :], 0
+        fit.losses = fit.losses[len(due) :]
         if fit.is_broken or not (due or not is_alone):
             return
         values = _values_of([loss for _, loss, _ in due])
