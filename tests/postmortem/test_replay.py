@@ -115,10 +115,7 @@ class Replays(Callback):
 def everything(folder: Any, module: LightningModule, callback: Callback, **arguments: Any) -> tuple[Any, ...]:
     """Fit with overflows, and return the whole state."""
     torch.manual_seed(11)
-    callbacks = [
-        callback,
-        OverflowReport(after=None, collapse_after=None, at_floor=None),
-    ]  # in place of the default one
+    callbacks = [callback, OverflowReport(after=None, collapse_after=None, at_floor=None)]  # not the default one
     batches = make_batches(9, gains={2: 1e30, 3: 1e30, 4: 1e30, 5: 1e30})
     given = {"precision": native_fp16(init_scale=256.0), "logger": CSVLogger(folder), "log_every_n_steps": 4}
     trainer = make_trainer(folder, callbacks=callbacks, **given, **arguments)
