@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import pickle
 import re
 import warnings
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any
 import pytest
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import EarlyStopping
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 import trainer
 from tests.parity import Learner, data, ours
@@ -30,6 +32,12 @@ def test_errors_have_one_base_class_and_builtin_ones():
     assert issubclass(PrecisionError, ConfigurationError)
     assert issubclass(UnsupportedError, ConfigurationError)
     assert issubclass(UnsupportedError, NotImplementedError)
+
+
+@pytest.mark.parametrize("kind", [ConfigurationError, PrecisionError, UnsupportedError])
+def test_configuration_error_is_caught_as_lightnings_and_travels_between_processes(kind: type[Exception]) -> None:
+    with pytest.raises(MisconfigurationException, match="given"):
+        raise pickle.loads(pickle.dumps(kind("given")))
 
 
 @pytest.mark.parametrize(

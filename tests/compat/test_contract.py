@@ -9,27 +9,18 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from lightning.pytorch import Callback, LightningDataModule
+from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, RichProgressBar
 from lightning.pytorch.loggers import CSVLogger
 
 from tests.compat import contract
-from tests.parity import Classifier, data, lightnings_noise_ignored, ours
+from tests.loops.test_hooks import TwoStageData
+from tests.parity import Classifier, lightnings_noise_ignored, ours
 
 EXCEPTIONS = {
     "strategy.zero_stage_3": "asked of DeepSpeed's strategy only, and there",
 }
 """Attributes that our Trainer lacks, with the reason."""
-
-
-class Data(LightningDataModule):
-    def train_dataloader(self) -> Any:
-        return data(8)
-
-    def val_dataloader(self) -> Any:
-        return data(4)
-
-    predict_dataloader = val_dataloader
 
 
 class Moments(Callback):
@@ -68,21 +59,16 @@ def lack(trainer: Any, name: str, is_written: bool) -> str | None:
 def missing_on_our_trainer(uses: dict[str, contract.Use], folder: Any) -> dict[str, str]:
     """Return the attributes that our Trainer lacks during a fit, a validation and a prediction, with the reasons."""
     moments = Moments({name: use.is_written for name, use in uses.items()})
-    limits = {"max_epochs": 1, "limit_train_batches": 2, "limit_val_batches": 1, "limit_predict_batches": 1}
-    parts: dict[str, Any] = {"logger": CSVLogger(folder), "enable_checkpointing": True, "enable_progress_bar": True}
     callbacks = [moments, ModelCheckpoint(folder), EarlyStopping("loss", strict=False), RichProgressBar()]
     trainer = ours(
-        **limits,
-        **parts,
-        default_root_dir=folder,
-        gradient_clip_val=1.0,
-        gradient_clip_algorithm="norm",
-        callbacks=callbacks,
-    )
+        max_epochs=1, limit_train_batches=2, limit_val_batches=1, limit_predict_batches=1, default_root_dir=folder,
+        gradient_clip_val=1.0, gradient_clip_algorithm="norm", callbacks=callbacks, logger=CSVLogger(folder),
+        enable_checkpointing=True, enable_progress_bar=True,
+    )  # fmt: skip
     with lightnings_noise_ignored():
-        trainer.fit(Classifier(), Data())
-        trainer.validate(Classifier(), Data())
-        trainer.predict(Classifier(), Data())
+        trainer.fit(Classifier(), TwoStageData())
+        trainer.validate(Classifier(), TwoStageData())
+        trainer.predict(Classifier(), TwoStageData())
     return {f"trainer.{name}, in {', '.join(uses[name].places)}": why for name, why in moments.missing.items()}
 
 
