@@ -22,12 +22,13 @@ FOLDER = ROOT / ".ecosystem"
 def prepare(name: str, requires: list[str], python: str) -> Path:
     """Return the interpreter of an environment with ``requires`` and the dependencies of our Trainer.
 
-    The environment is recreated if the requirements change.
+    TensorBoard is added for Lightning's default logger, whose methods some libraries call. The environment is recreated
+    if the requirements change.
     """
     folder = FOLDER / name
     stamp, interpreter = folder / "requirements.txt", folder / "bin" / "python"
     ours = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
-    wanted = "\n".join([*requires, *ours, f"# {os.path.realpath(python) if os.path.exists(python) else python}"]) + "\n"
+    wanted = "\n".join([*requires, *ours, "tensorboard", f"# {os.path.realpath(python) if os.path.exists(python) else python}"]) + "\n"
     if stamp.exists() and stamp.read_text() == wanted:
         return interpreter
     print(f"{name}: installing {', '.join(requires)} ...", file=sys.stderr, flush=True)

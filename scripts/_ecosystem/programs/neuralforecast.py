@@ -38,12 +38,16 @@ def case_nhits_lstm(run: Any) -> None:
 
 
 def case_checkpoint(run: Any) -> None:
-    """NHITS with a ModelCheckpoint: load_from_checkpoint, cross-validation with a refit of each window"""
+    """NHITS with a ModelCheckpoint: load_from_checkpoint"""
     saver = ModelCheckpoint(run.folder / "best", monitor="ptl/val_loss", save_last=True)
     model = NHITS(mlp_units=[[16, 16]] * 3, callbacks=[saver], enable_checkpointing=True, logger=False, **QUICK)
-    forecasts = NeuralForecast(models=[model], freq="D")
-    forecasts.fit(series(), val_size=14)
+    NeuralForecast(models=[model], freq="D").fit(series(), val_size=14)
     run.reload(NHITS, run.folder / "best" / "last.ckpt")  # the saver is a copy by now
+
+
+def case_cross_validation(run: Any) -> None:
+    """NHITS: cross-validation with a refit of each window, each with another Trainer"""
+    forecasts = NeuralForecast(models=[NHITS(mlp_units=[[16, 16]] * 3, **QUICK)], freq="D")
     windows = forecasts.cross_validation(series(), n_windows=2, val_size=14, refit=True)
     run.keep("cross-validation", windows["NHITS"])
 

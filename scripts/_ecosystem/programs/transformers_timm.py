@@ -120,7 +120,8 @@ def bert(run: Any, **options: Any) -> None:
 
     def callbacks() -> list[Any]:
         saver = ModelCheckpoint(
-            monitor="val/loss", save_last=True, save_on_train_epoch_end=True, filename="{epoch}-{val/loss:.2f}"
+            monitor="val/loss", save_top_k=-1, save_last=True, save_on_train_epoch_end=True,
+            filename="{epoch}-{val/loss:.2f}",
         )
         return [saver, LearningRateMonitor("step"), EarlyStopping("val/loss", patience=4)]
 
@@ -137,8 +138,9 @@ def bert(run: Any, **options: Any) -> None:
     run.keep("loss", again.loss)
     run.reload(Data, path)
     with run.resume():
-        further = run.Trainer(max_epochs=3, callbacks=callbacks(), **options)
-        further.fit(module(), datamodule=Data(), ckpt_path=path, weights_only=False)
+        further = run.Trainer(max_epochs=2, callbacks=callbacks(), **options)
+        first = next(run.folder.rglob("epoch=0-val/*.ckpt"))
+        further.fit(module(), datamodule=Data(), ckpt_path=first, weights_only=False)
 
 
 def case_bert(run: Any) -> None:
@@ -250,7 +252,7 @@ def picture_classifier(run: Any, size: int, make: Any, **options: Any) -> None:
     path = trainer.checkpoint_callback.last_model_path
     run.reload(Images, path)
     with run.resume():
-        further = run.Trainer(max_epochs=3, callbacks=callbacks(), **options)
+        further = run.Trainer(max_epochs=2, callbacks=callbacks(), **options)
         further.fit(make(), train, val, ckpt_path=path)
 
 
