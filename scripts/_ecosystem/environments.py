@@ -28,7 +28,12 @@ def prepare(name: str, requires: list[str], python: str) -> Path:
     folder = FOLDER / name
     stamp, interpreter = folder / "requirements.txt", folder / "bin" / "python"
     ours = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
-    wanted = "\n".join([*requires, *ours, "tensorboard", f"# {os.path.realpath(python) if os.path.exists(python) else python}"]) + "\n"
+    wanted = (
+        "\n".join(
+            [*requires, *ours, "tensorboard", f"# {os.path.realpath(python) if os.path.exists(python) else python}"]
+        )
+        + "\n"
+    )
     if stamp.exists() and stamp.read_text() == wanted:
         return interpreter
     print(f"{name}: installing {', '.join(requires)} ...", file=sys.stderr, flush=True)

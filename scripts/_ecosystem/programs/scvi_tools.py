@@ -11,8 +11,7 @@ import scvi
 from scvi.model import SCANVI, SCVI, TOTALVI, AmortizedLDA
 from scvi.train import SaveCheckpoint
 
-REQUIRES = ("scvi-tools==1.5.1", "anndata==0.13.4", "torch==2.15.0", "lightning==2.6.6")
-PYTHON = "3.12"
+REQUIRES = ("scvi-tools==1.4.2", "anndata==0.12.19", "torch==2.15.0", "lightning==2.6.6")  # newer: Python 3.12
 VARIES = (r"/_scvi_uuid$", r"/run_name_$")
 
 SMALL = {"max_epochs": 3, "batch_size": 32, "accelerator": "cpu", "devices": 1, "enable_progress_bar": False}

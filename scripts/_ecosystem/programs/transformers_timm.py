@@ -120,7 +120,10 @@ def bert(run: Any, **options: Any) -> None:
 
     def callbacks() -> list[Any]:
         saver = ModelCheckpoint(
-            monitor="val/loss", save_top_k=-1, save_last=True, save_on_train_epoch_end=True,
+            monitor="val/loss",
+            save_top_k=-1,
+            save_last=True,
+            save_on_train_epoch_end=True,
             filename="{epoch}-{val/loss:.2f}",
         )
         return [saver, LearningRateMonitor("step"), EarlyStopping("val/loss", patience=4)]
