@@ -277,6 +277,22 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
+@pytest.fixture
+def no_gc() -> Iterator[None]:
+    """Disable garbage collection: objects must be freed by reference counts."""
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.fixture
+def fresh_compiler() -> Iterator[None]:
+    """Have ``torch.compile`` forget the functions of other tests, and those of this one afterwards."""
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
 @pytest.fixture(scope="session")
 def python(pytestconfig: pytest.Config) -> WarmPython:
     """Run programs and commands like ``python`` without the time for imports: ``python.trainer("fit", ...)``."""

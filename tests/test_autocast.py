@@ -472,11 +472,9 @@ def test_gradient_penalty(tmp_path, precision):
 
 
 @pytest.fixture
-def graphs() -> Iterator[list[int]]:
-    """Reset Dynamo. Returns the number of graphs compiled by :func:`backend_of`."""
-    torch._dynamo.reset()
-    yield []
-    torch._dynamo.reset()
+def graphs(fresh_compiler: None) -> list[int]:
+    """Return the sizes of the graphs compiled by :func:`backend_of`."""
+    return []
 
 
 def backend_of(name: str, graphs: list[int]) -> Any:

@@ -1,13 +1,12 @@
 from __future__ import annotations
 
-import gc
 import json
 import os
 import re
 import signal
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -66,13 +65,6 @@ class Validating(Module):
 def loader(happens: Callable[[], object], **options: Any) -> DataLoader[Any]:
     # one batch ahead of the one that is trained
     return DataLoader(Numbers(happens), batch_size=2, **{"num_workers": 1, "prefetch_factor": 1} | options)
-
-
-@pytest.fixture
-def no_gc() -> Iterator[None]:
-    gc.disable()
-    yield
-    gc.enable()
 
 
 @pytest.fixture

@@ -435,13 +435,12 @@ def test_on_a_gpu(tmp_path, cuda, precision, name):
     assert_equal(module.net.cpu(), expected_of(STEPS[name], batches, precision, device="cuda").cpu())
 
 
+@pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize(("name", "backend"), [("swap_memory", "eager"), ("negate_data", "aot_eager")])
 def test_compiled_parts(tmp_path, name, backend):
-    torch._dynamo.reset()
     batches, module = make_batches(LATE), Stepping(STEPS[name])
     module.net.net = torch.compile(module.net.net, backend=backend)
     fit(tmp_path, module, batches, "bf16-mixed")
-    torch._dynamo.reset()
     expected = expected_of(STEPS[name], batches, "bf16-mixed").state_dict()
     for (key, a), b in zip(module.net.state_dict().items(), expected.values(), strict=True):
         assert torch.equal(a, b), key

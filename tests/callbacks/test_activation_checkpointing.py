@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -172,10 +171,8 @@ def test_random_states_of_the_devices_are_kept(monkeypatch, hand_over):
 
 
 @pytest.fixture
-def graphs() -> Iterator[list[Any]]:
-    torch._dynamo.reset()
-    yield []
-    torch._dynamo.reset()
+def graphs(fresh_compiler: None) -> list[Any]:
+    return []
 
 
 def whole(module: Any, backend: Any) -> Any:

@@ -7,7 +7,6 @@ import gc
 import pickle
 import shutil
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -40,15 +39,9 @@ from trainer.errors import ConfigurationError
 pytestmark = [
     # warning of Dynamo when it inspects its inputs
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor"),
+    pytest.mark.usefixtures("fresh_compiler"),
     imports_inductor,
 ]
-
-
-@pytest.fixture(autouse=True)
-def fresh_compiler() -> Iterator[None]:
-    torch.compiler.reset()
-    yield
-    torch.compiler.reset()
 
 
 class Replays:

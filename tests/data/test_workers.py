@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,13 +14,6 @@ from trainer.data.workers import bounded
 
 def loader(**options: Any) -> DataLoader[Any]:
     return DataLoader(torch.arange(12), **{"num_workers": 1} | options)  # type: ignore[arg-type]
-
-
-@pytest.fixture
-def no_gc() -> Iterator[None]:
-    gc.disable()
-    yield
-    gc.enable()
 
 
 def test_dataloaders_that_are_not_bounded() -> None:

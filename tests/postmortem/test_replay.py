@@ -356,19 +356,14 @@ def test_float32_replaces_16_bits_of_the_batch_and_of_the_code(tmp_path):
 
 
 @pytest.mark.whole
-@pytest.mark.filterwarnings(
-    "ignore:.*should not be instantiated", "ignore:The .grad attribute"
-)  # of torch 2.10's dynamo
-def test_compiled_modules_run_eagerly(tmp_path):
-    torch._dynamo.reset()
-    module = Regression(sequential(Amplifier(), 4))
-    module.net = torch.compile(module.net, backend="eager")
-    findings = []
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated", "ignore:The .grad attribute")  # torch 2.10's dynamo
+@pytest.mark.parametrize("in_place", [False, True])
+def test_compiled_modules_run_eagerly(tmp_path, in_place):
+    module, findings = Regression(sequential(Amplifier(), 4)), []
+    if in_place:
+        module.net.compile(backend="eager")
+    else:
+        module.net = torch.compile(module.net, backend="eager")
     recorded_fit(tmp_path, module, lambda trainer, recorded: findings.append(examine(trainer, [recorded], 1024.0)))
     assert findings[0].origin.module == "net.4"
-    compiled_in_place = Regression(sequential(Amplifier(), 4))
-    compiled_in_place.net.compile(backend="eager")
-    recorded_fit(
-        tmp_path, compiled_in_place, lambda trainer, recorded: findings.append(examine(trainer, [recorded], 1024.0))
-    )
-    assert findings[1].origin.module == "net.4"

@@ -204,8 +204,8 @@ def test_user_decides_across_a_resume():
         assert saved() == "watched"
 
 
-def test_compiled_code_does_not_see_it(clearings):
-    torch._dynamo.reset()
+@pytest.mark.usefixtures("fresh_compiler", "clearings")
+def test_compiled_code_does_not_see_it():
     net, graphs = nn.Sequential(nn.Linear(2, 2), nn.ReLU()), []
 
     def backend(graph: Any, inputs: Any) -> Any:
@@ -219,4 +219,3 @@ def test_compiled_code_does_not_see_it(clearings):
         compiled(torch.ones(1, 2)).sum().backward()
     assert len(graphs) == 2  # without gradients, and with
     assert net[0].weight.grad is not None
-    torch._dynamo.reset()

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor, nn
 from torch._functorch import config
 
@@ -15,15 +13,10 @@ from tests.support import Regression, loader_of, make_batches, make_trainer, sgd
 from trainer.callbacks import Compile
 from trainer.precision import MixedPrecision
 
-# warning of Dynamo when it inspects its inputs
-pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
-
-
-@pytest.fixture(autouse=True)
-def fresh_compiler() -> Iterator[None]:
-    torch.compiler.reset()
-    yield
-    torch.compiler.reset()
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor"),  # of Dynamo when it inspects its inputs
+    pytest.mark.usefixtures("fresh_compiler"),
+]
 
 
 def test_gradients_of_a_part_in_float32_do_not_overflow(tmp_path: Path) -> None:

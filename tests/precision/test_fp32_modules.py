@@ -227,13 +227,6 @@ def test_callback_that_recomputes(tmp_path, precision, recomputed):
         assert module.net(batches[0][0]).dtype is torch.bfloat16
 
 
-@pytest.fixture
-def fresh_compiler():
-    torch.compiler.reset()
-    yield
-    torch.compiler.reset()
-
-
 def whole(net: Net) -> nn.Module:
     return torch.compile(net, backend="aot_eager", fullgraph=True)
 
