@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
 from pathlib import Path
 
@@ -194,24 +193,6 @@ def test_config_of_a_stranger_is_checked_like_any_other(run, change, message, ca
 
 def test_sweep_names_the_classes_of_each_job(run):
     assert composed("fit", "-m", f"ckpt={run}", "model._target_=json.One,html.Two").model._target_ == "json.One"
-
-
-def test_run_with_classes_from_the_command_line_is_resumed_by_the_printed_command(project, capsys):
-    write(
-        project,
-        {"named_here.py": "from line_fit import Line, Points\n\nclass Net(Line): ...\n\nclass Data(Points): ..."},
-    )
-    words = ["model._target_=named_here.Net", "data._target_=named_here.Data", "precision=32"]
-    assert main(["fit", "+recipe=line", *words, "hydra.run.dir=first"]) == 0
-    command = ["fit", "ckpt=first", "trainer.max_epochs=3", "hydra.run.dir=second"]
-    capsys.readouterr()
-    assert main(command) == 2
-    err = capsys.readouterr().err
-    assert all(part in err for part in ("data is named_here.Data", "model is named_here.Net"))
-    (word,) = re.findall(r"add '(allowed_packages=\[.*?\])' to the command", err)
-    assert main([*command, word]) == 0
-    assert result("second")["epochs"] == 3
-    assert main(["test", "ckpt=second", *words[:2]]) == 0  # the names are on the command line
 
 
 def test_config_cannot_bring_settings_of_hydras_along(run):

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import shlex
 import signal
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.cli.conftest import write
 from tests.cli.sweep.test_jobs import sweep
 from tests.warm_python import WarmPython
 from trainer.cli import main
@@ -24,20 +22,6 @@ def test_exit_status_has_the_signal(stopped: Path, number: int, status: int) -> 
     assert json.loads(Path("run/run.json").read_text())["status"] == "interrupted"
     (path,) = stopped.rglob("*.ckpt")
     assert (path.name, torch.load(path, weights_only=True)["global_step"]) == ("interrupted.ckpt", 3)
-
-
-def test_resume_command_has_the_values_and_configs_of_the_run(stopped: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    write(stopped, {"far/recipe/far.yaml": "# @package _global_\ndefaults: [line]\n"})
-    words = ["+recipe=far", *LINE[1:], "model.number=15", "+name=run-${now:%f}", "data.batch_size=${oc.decode:'8'}"]
-    assert main(["fit", "--config-dir", "far", *words]) == 143
-    (line,) = [line for line in capfd.readouterr().err.splitlines() if line.startswith("To resume: ")]
-    again = shlex.split(line.removeprefix("To resume: python -m trainer "))
-    (folder,) = Path("outputs").glob("run-*/*")
-    assert again[:3] == ["fit", "--config-dir", str(stopped / "far")]
-    assert {f"+name={folder.parent.name}", "data.batch_size=8"} <= set(again)
-    assert main([*again, "model.number=0"]) == 0
-    record = json.loads((folder / "run.json").read_text())
-    assert (record["status"], record["steps"]) == ("completed", 4)
 
 
 @pytest.mark.whole

@@ -80,71 +80,73 @@ def test_compares_outputs():
     assert missing_line("16-mixed\nfit finished\n", printed) == "fit finished"
 
 
-@pytest.mark.skipif(shutil.which("bash") is None, reason="the commands are written for a shell")
-class TestRunning:
-    def run(self, text: str, tmp_path: Path, python: WarmPython, timeout: float = 60.0) -> str:
-        folder = tmp_path / "folder"
-        folder.mkdir()
-        return run(page(text), folder, tmp_path / "tools", python, timeout)
+needs_bash = pytest.mark.skipif(shutil.which("bash") is None, reason="the commands are written for a shell")
 
-    def fails(self, text: str, tmp_path: Path, python: WarmPython, timeout: float = 60.0) -> str:
-        with pytest.raises(AssertionError) as error:
-            self.run(text, tmp_path, python, timeout)
-        return str(error.value)
 
-    def test_blocks_share_folder_and_environment(self, tmp_path: Path, python: WarmPython):
-        said = self.run(
-            """
-            <!-- file: package/mine.py -->
-            ```python
-            VALUE = 7
-            ```
+def run_page(text: str, tmp_path: Path, python: WarmPython) -> str:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    return run(page(text), folder, tmp_path / "tools", python, timeout=60.0)
 
-            ```bash
-            pip install '.[recipes]'
-            export WORD=kept
-            cd package
-            ```
 
-            ```python
-            import os, sys, mine
-            from trainer import __version__
-            print(mine.VALUE, os.environ["WORD"], os.path.basename(os.getcwd()), sys.argv)
-            ```
+@needs_bash
+def test_blocks_share_folder_and_environment(tmp_path: Path, python: WarmPython):
+    said = run_page(
+        """
+        <!-- file: package/mine.py -->
+        ```python
+        VALUE = 7
+        ```
 
-            <!-- output -->
-            ```text
-            8 kept ...
-            ```
+        ```bash
+        pip install '.[recipes]'
+        export WORD=kept
+        cd package
+        ```
 
-            <!-- fails -->
-            ```bash
-            python -m trainer fitt
-            ```
+        ```python
+        import os, sys, mine
+        from trainer import __version__
+        print(mine.VALUE, os.environ["WORD"], os.path.basename(os.getcwd()), sys.argv)
+        ```
 
-            ```bash
-            python -m trainer recipes
-            scripts/run recipes || ../scripts/run --version
-            ```
-            """,
-            tmp_path,
-            python,
-        )
-        assert "7 kept package ['block_13.py']" in said
-        assert "There is no command 'fitt'. Did you mean 'fit'?" in said
-        assert re.search(r"^resnet50 +ResNet-50", said, re.MULTILINE)
-        assert "hydra-core" in said
+        <!-- output -->
+        ```text
+        8 kept ...
+        ```
 
-    @pytest.mark.parametrize(
-        ("text", "message"),
-        [
-            ("```bash\nscripts/nothing\n```\n", "ended with status 127"),
-            ("```bash\npip install '.[nothing]'\n```\n", "There is no extra nothing"),
-            ("```bash\npython -m trainer fit +recipe=nothing\n```\n", "ended with status 2"),
-            ("```yaml\na: [\n```\n", "is no yaml"),
-            ("<!-- fails -->\n```bash\ntrue\n```\n", "It was to fail, and did not."),
-            ("```bash\necho one\n```\n<!-- output -->\n```text\ntwo\n```\n", "'two', which was not printed"),
-        ],
+        <!-- fails -->
+        ```bash
+        python -m trainer fitt
+        ```
+
+        ```bash
+        python -m trainer recipes
+        scripts/run recipes || ../scripts/run --version
+        ```
+        """,
+        tmp_path,
+        python,
     )
-    def test_notices(self, text: str, message: str, tmp_path: Path, python: WarmPython):
-        assert message in self.fails(text, tmp_path, python)
+    assert "7 kept package ['block_13.py']" in said
+    assert "There is no command 'fitt'. Did you mean 'fit'?" in said
+    assert re.search(r"^resnet50 +ResNet-50", said, re.MULTILINE)
+    assert "hydra-core" in said
+
+
+@needs_bash
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("```bash\nscripts/nothing\n```\n", "ended with status 127"),
+        ("```bash\npip install '.[nothing]'\n```\n", "There is no extra nothing"),
+        ("```bash\npython -m trainer fit +recipe=nothing\n```\n", "ended with status 2"),
+        ("```yaml\na: [\n```\n", "is no yaml"),
+        ("<!-- fails -->\n```bash\ntrue\n```\n", "It was to fail, and did not."),
+        ("```bash\necho one\n```\n<!-- output -->\n```text\ntwo\n```\n", "'two', which was not printed"),
+    ],
+)
+def test_notices(text: str, message: str, tmp_path: Path, python: WarmPython):
+    with pytest.raises(AssertionError) as error:
+        run_page(text, tmp_path, python)
+    assert message in str(error.value)

@@ -46,26 +46,20 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return trainer._checkpoint_connector.dump_checkpoint()
 
 
-def with_payload(checkpoint: dict[str, Any], place: str, payload: Any) -> Any:
-    evil = dict(checkpoint)
-    if place == "everything":
+def with_payload(checkpoint: dict[str, Any], place: list[str], payload: Any) -> Any:
+    if not place:
         return payload
-    if place == "a callback's state":
-        return evil | {"callbacks": {"ModelCheckpoint": payload}}
-    if place == "our own":
-        return evil | {"loops": evil["loops"] | {"amp_trainer": payload}}
-    if place == "the version":
-        return evil | {"pytorch-lightning_version": payload}
-    return evil | {place: payload}
+    name, *inner = place
+    return checkpoint | {name: with_payload(checkpoint.get(name, {}), inner, payload)}
 
 
-PLACES = ["everything", "state_dict", "optimizer_states", "loops", "our own", "a callback's state", "the version"]
+ENTRIES = ["state_dict", "optimizer_states", "loops", "pytorch-lightning_version", "hyper_parameters", "hparams_type"]
 
 
-@pytest.mark.parametrize("place", [*PLACES, "hyper_parameters", "hparams_type", "rng"])
+@pytest.mark.parametrize("place", ["", *ENTRIES, "rng", "loops amp_trainer", "callbacks ModelCheckpoint"])
 def test_every_place_in_a_checkpoint(tmp_path, checkpoint, proof, place):
     file = tmp_path / "evil.ckpt"
-    torch.save(with_payload(checkpoint, place, Payload(proof)), file)
+    torch.save(with_payload(checkpoint, place.split(), Payload(proof)), file)
     with pytest.raises(UnsafeCheckpointError, match=r"more than tensors and plain containers.*weights_only=False"):
         make_trainer(tmp_path).fit(Classifier(), data(2), data(2), ckpt_path=file)
     with pytest.raises(pickle.UnpicklingError):
