@@ -1,5 +1,5 @@
 import shutil
-from collections.abc import Callable
+from io import BytesIO
 from pathlib import Path
 
 import numpy as np
@@ -155,30 +155,20 @@ def test_folders_and_settings_that_do_not_fit_are_refused(root: Path):
 # --- files that are no images ---------------------------------------------------------------------------------
 
 
-def cut_short(path: Path) -> None:
-    Image.effect_noise((40, 30), 50).convert("RGB").save(path, quality=95)
-    content = path.read_bytes()
-    path.write_bytes(content[: len(content) // 2])
+def noise(kind: str) -> bytearray:
+    file = BytesIO()
+    Image.effect_noise((40, 30), 50).convert("RGB").save(file, kind, quality=95)
+    return bytearray(file.getvalue())
 
 
-def empty(path: Path) -> None:
-    path.write_bytes(b"")
+TEXT, CUT_SHORT, BROKEN_PNG = b"<html>404 Not Found</html>", noise("jpeg")[:400], noise("png")
+BROKEN_PNG[len(BROKEN_PNG) // 2] ^= 0xFF
 
 
-def a_text(path: Path) -> None:
-    path.write_text("<html>404 Not Found</html>")
-
-
-def a_broken_png(path: Path) -> None:
-    Image.effect_noise((40, 30), 50).convert("RGB").save(path, format="png")
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 0xFF
-    path.write_bytes(content)
-
-
-@pytest.mark.parametrize("spoil", [cut_short, empty, a_text, a_broken_png])
-def test_unreadable_image_is_named_or_skipped(root: Path, spoil: Callable[[Path], None]):
-    spoil(bad := root / "val" / "green" / "bad.jpg")
+@pytest.mark.parametrize("content", [CUT_SHORT, b"", TEXT, BROKEN_PNG], ids=["cut short", "empty", "text", "broken"])
+def test_unreadable_image_is_named_or_skipped(root: Path, content: bytes):
+    bad = root / "val" / "green" / "bad.jpg"
+    bad.write_bytes(content)
     module = folder(root)
     module.setup("validate")
     with pytest.raises(UnreadableImageError) as caught:
@@ -191,7 +181,7 @@ def test_unreadable_image_is_named_or_skipped(root: Path, spoil: Callable[[Path]
 
 def test_batch_of_unreadable_images_raises(root: Path):
     for i in range(2):
-        a_text(root / "val" / "blue" / f"{i}.png")
+        (root / "val" / "blue" / f"{i}.png").write_bytes(TEXT)
     module = folder(root, on_error="skip", batch_size=2)
     module.setup("validate")
     with pytest.raises(UnreadableImageError, match="None of the 2 files of a batch"):
@@ -224,9 +214,8 @@ class Pixels(Learner):
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_run_lists_once_which_were_left_out(root: Path, num_workers: int):
     bad = [root / "train" / "blue" / "3.png", root / "train" / "red" / "1.png", root / "val" / "green" / "x.jpg"]
-    for path in bad[:2]:
-        a_text(path)
-    cut_short(bad[2])
+    for path, content in zip(bad, (TEXT, TEXT, CUT_SHORT), strict=True):
+        path.write_bytes(content)
     module = Pixels()
     trainer = make_trainer(root, max_epochs=2, num_sanity_val_steps=0)
     with pytest.warns(UserWarning, match="cannot be read") as caught:
