@@ -180,3 +180,55 @@ def test_error_after_a_gradient_that_was_not_finite(tmp_path):
 def test_underflow_in_epochs_shorter_than_the_logging_interval(tmp_path):
     text = run(PROGRAMS["TinyLoss"], tmp_path, log_every_n_steps=20, enable_checkpointing=True).text
     assert "Verdict: underflow: gradients vanish in float16 (step 19," in text
+
+
+def test_loss_with_finite_gradients_in_a_window(tmp_path):
+    text = run(PROGRAMS["AllIgnored16"], tmp_path, accumulate_grad_batches=4).text
+    assert "Verdict: model: the computation is the cause (step 1, batch 5)" in text
+
+
+def test_batch_of_samples_with_different_shapes(tmp_path):
+    class Images(PROGRAMS["Plateau"]):
+        @classmethod
+        def batches(cls):
+            batches = [[torch.randn(3, size) for size in (4, 5, 6)] for _ in range(12)]
+            batches[5][1][2, 0] = torch.nan
+            return batches
+
+        def training_step(self, batch, batch_idx):
+            rows = torch.stack([torch.cat([one.mean(dim=1)] * 4) for one in batch])
+            return self(rows).square().mean()
+
+    text = run(Images, tmp_path).text
+    assert "The batch is not finite: batch[1].\n" in text
+    assert "Remedy: leave out samples in which batch[1] is not finite.\n" in text
+
+
+def test_tensor_in_an_attribute(tmp_path):
+    class Standardized(PROGRAMS["Plateau"]):
+        def build(self):
+            super().build()
+            self.net[0].means = torch.zeros(self.net[0].in_features).index_fill(0, torch.tensor([2]), torch.nan)
+
+        def forward(self, x):
+            return super().forward(x - self.net[0].means)
+
+    text = run(Standardized, tmp_path).text
+    assert "Tensors in attributes were not finite: net.0.means." in text
+    assert (
+        "torch.nan_to_num_(model.get_submodule('net.0').means, 0, 0, 0)  [tried: the batch is finite with it]" in text
+    )
+
+
+def test_module_in_float16_in_a_run_in_float32(tmp_path):
+    class Half(PROGRAMS["FrozenTeacher"]):
+        precision = "32-true"
+
+        def build(self):
+            super().build()
+            self.teacher.half()
+
+        def training_step(self, batch, batch_idx):
+            return (self(batch[0]) - self.teacher(batch[0].half())).square().mean()
+
+    assert "linear in 'teacher.1' (Linear) overflows float16" in run(Half, tmp_path).text

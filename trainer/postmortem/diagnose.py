@@ -189,12 +189,19 @@ def _is_not_finite_at_any_scale(finding: Finding) -> bool:
 def _data(trainer: Trainer, case: Case, finding: Finding, failing: Sequence[RecordedBatch]) -> Diagnosis | None:
     left_out = tuple(sorted({index for rows in finding.broken_batch.values() for index in rows}))
     cured = examine(trainer, failing or case.batches, min(case.scale, 1.0), Variant(without=left_out))
+    name = next(iter(finding.broken_batch))
+    if finding.is_hopeless and cured is not None and cured.is_hopeless and _made_nothing(finding):
+        return _diagnosis(  # the samples are not along the first dimension
+            case, finding, "data",
+            f"The batch is not finite: {join_first(finding.broken_batch, 4)}.",
+            f"leave out samples in which {name} is not finite.",
+            alternative=f"replace the values: {name}.nan_to_num_(0, 0, 0)", key=name,
+        )  # fmt: skip
     if not finding.is_hopeless or cured is None or cured.is_hopeless:
         return None  # the model expects such values, or something else is wrong
     tensors = "; ".join(
         f"{name}, samples {join_first(map(str, rows), 8)}" for name, rows in finding.broken_batch.items()
     )
-    name = next(iter(finding.broken_batch))
     return _diagnosis(
         case, finding, "data",
         f"The batch is not finite: {tensors}.",
@@ -203,6 +210,11 @@ def _data(trainer: Trainer, case: Case, finding: Finding, failing: Sequence[Reco
         alternative=f"replace the values: {name}.nan_to_num_(0, 0, 0)",
         key=name,
     )  # fmt: skip
+
+
+def _made_nothing(finding: Finding) -> bool:
+    """Return whether no operation made a number that is not finite out of finite ones."""
+    return finding.origin is None or not finding.origin.operation
 
 
 def _out_of_range(trainer: Trainer, case: Case, found: OutOfRange) -> Diagnosis:
@@ -303,8 +315,12 @@ def _precision(trainer: Trainer, case: Case, finding: Finding, phase: str) -> Di
     assert origin is not None
     cure = None if trainer.engine.gradients.are_parts else remedies.find_cure(trainer, case.batches, finding)
     largest = "" if origin.inputs is None else f" (its input is up to {origin.inputs.largest:.3g})"
-    verb = "makes nan in" if origin.is_nan else "overflows"
-    cause = f"{origin.name or 'An operation'} in {origin.place} {verb} {_name_of(trainer)}{largest}."
+    verb, made = (
+        "makes nan in" if origin.is_nan else "overflows",
+        "" if origin.outputs is None else origin.outputs.dtype,
+    )
+    name = made if made in ("float16", "bfloat16") else str(trainer.loop.precision.dtype).removeprefix("torch.")
+    cause = f"{origin.name or 'An operation'} in {origin.place} {verb} {name}{largest}."
     if phase == "backward":
         limit = f"unless the scale is at most {finding.largest_scale:g}" if finding.largest_scale else "at every scale"
         cause = (
@@ -411,29 +427,36 @@ def _optimizer(trainer: Trainer, case: Case, finding: Finding) -> Diagnosis | No
 
 
 def _buffers(trainer: Trainer, case: Case, finding: Finding) -> Diagnosis | None:
-    """Explain buffers that were nan or inf when training began, if the batch is finite without these values.
+    """Explain buffers that were nan or inf when training began, and other tensors in attributes of the modules.
 
-    A value of -inf in a buffer may be part of a mask, so it is not a cause.
+    They are a cause if the batch is finite without these values. A value of -inf may be part of a mask, so it is not a
+    cause.
     """
-    current = dict(trainer.lightning_module.named_buffers())
-    names = [
-        name
+    module = trainer.lightning_module
+    buffers, attributes = dict(module.named_buffers()), remedies.tensor_attributes(module)
+    broken = {
+        name: f"model.get_buffer({name!r})"
         for name, largest in case.buffers.items()
-        if name in current and not largest.isfinite() and largest != -math.inf
-    ]
-    if not names:
+        if name in buffers and not largest.isfinite() and largest != -math.inf
+    }
+    began = " when training began" if broken else ""
+    for name, value in attributes.items():
+        if (value.isnan() | value.isposinf()).any():
+            path, _, attribute = name.rpartition(".")
+            broken[name] = f"model{f'.get_submodule({path!r})' if path else ''}.{attribute}"
+    if not broken:
         return None
-    batches = [batch._replace(buffers=None) for batch in case.batches]
-    with remedies.weights_of(trainer, {name: current[name].nan_to_num(0, 0, 0) for name in names}):
+    current, batches = buffers | attributes, [batch._replace(buffers=None) for batch in case.batches]
+    with remedies.weights_of(trainer, {name: current[name].nan_to_num(0, 0, 0) for name in broken}):
         cured = examine(trainer, batches, 1.0)
     if cured is None or cured.fails:
         return None
     return _diagnosis(
         case, finding, "weights",
-        f"Buffers were not finite when training began: {join_first(names, 4)}.",
-        "load or compute other buffers. If there are none: "
-        + "; ".join(f"torch.nan_to_num_(model.get_buffer({name!r}), 0, 0, 0)" for name in names[:4]),
-        tried="the batch is finite with it", key=names[0],
+        f"{'Buffers' if began else 'Tensors in attributes'} were not finite{began}: {join_first(broken, 4)}.",
+        f"load or compute other {'buffers' if began else 'values'}. If there are none: "
+        + "; ".join(f"torch.nan_to_num_({code}, 0, 0, 0)" for code in list(broken.values())[:4]),
+        tried="the batch is finite with it", key=next(iter(broken)),
     )  # fmt: skip
 
 
@@ -524,10 +547,6 @@ def _fits_with_cuda_ops(trainer: Trainer, case: Case) -> bool:
         return False
     variant = Variant(cuda=True)
     return remedies.is_cured(examine(trainer, case.batches, case.scale, variant), variant)
-
-
-def _name_of(trainer: Trainer) -> str:
-    return str(trainer.loop.precision.dtype).removeprefix("torch.")
 
 
 def _rates_are_finite(trainer: Trainer) -> bool:

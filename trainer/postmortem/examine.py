@@ -137,15 +137,19 @@ def largest_power(fits: Callable[[float], bool]) -> float:
 
 
 def _first_failing(trainer: Trainer, batches: Sequence[RecordedBatch], scale: float, variant: Variant) -> int:
-    """Return the index of the first batch that raises or has a gradient that is not finite. Runs all batches.
+    """Return the index of the first batch that raises, or has a loss or gradient that is not finite. Runs all batches.
 
     If no batch fails, return their number, including batches that only other ranks have.
     """
     failing: list[bool] = []
     part = trainer.engine.gradients.part
+
+    def is_finite(loss: Tensor, watched: Mapping[str, Tensor]) -> bool:
+        return _fits(loss, scale, watched, part) and bool(loss.isfinite().all())
+
     try:
-        for fits in replay(trainer, batches, lambda loss, watched: _fits(loss, scale, watched, part), variant):
-            failing.append(not all(fits))
+        for found in replay(trainer, batches, is_finite, variant):
+            failing.append(not all(found))
     except Exception:
         failing.append(True)
     return failing.index(True) if True in failing else len(failing)

@@ -12,11 +12,11 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from trainer.engine.optimizer_calls import needs_closure
 from trainer.engine.protocol import ModuleCalls
-from trainer.module_tree import has_forward, is_measurable, plain_name
+from trainer.module_tree import has_forward, is_dense, is_measurable, plain_name
 from trainer.postmortem.examine import Finding, examine
 from trainer.postmortem.recording import RecordedBatch
 from trainer.postmortem.replay import FLOAT32, UNCHANGED, Variant, backward, replay, run, undisturbed
@@ -151,11 +151,21 @@ def losses(trainer: Trainer, batches: Sequence[RecordedBatch]) -> list[float]:
     return [seen[-1] if seen else math.nan for seen in found]
 
 
+def tensor_attributes(module: nn.Module) -> dict[str, Tensor]:
+    """Return the dense floating-point tensors in attributes of the submodules that are no parameters or buffers."""
+    return {
+        f"{path}.{name}".lstrip("."): value
+        for path, owner in module.named_modules()
+        for name, value in vars(owner).items()
+        if isinstance(value, Tensor) and is_dense(value) and value.is_floating_point()
+    }
+
+
 @contextmanager
 def weights_of(trainer: Trainer, weights: Weights) -> Iterator[None]:
-    """A context in which the module has other weights, or other buffers."""
+    """A context in which the module has other weights, buffers, or tensors in attributes."""
     module = trainer.lightning_module
-    named: dict[str, Tensor] = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    named = {**tensor_attributes(module), **dict(module.named_parameters()), **dict(module.named_buffers())}
     current = {name: named[name].detach().clone() for name in weights}
     for name, value in weights.items():
         named[name].data.copy_(value)
