@@ -267,8 +267,11 @@ def _changed_code(
 
     If the batch fails at another place with a change, this place is changed, too.
     """
+    is_sharded = trainer.engine.gradients.are_parts
+    if is_sharded and origin.name == "mul":
+        return None  # a factor may be a number, and an exception in a sharded forward pass breaks the collectives
     change: rewrite.Change | None = None
-    for _ in range(_MAX_EDITS):
+    for _ in range(1 if is_sharded else _MAX_EDITS):
         moved: tuple[rewrite.Change, Origin] | None = None
         for one in propose(origin):
             together = one if change is None else change.also(one)
@@ -315,10 +318,8 @@ def _precision(trainer: Trainer, case: Case, finding: Finding, phase: str) -> Di
     assert origin is not None
     cure = None if trainer.engine.gradients.are_parts else remedies.find_cure(trainer, case.batches, finding)
     largest = "" if origin.inputs is None else f" (its input is up to {origin.inputs.largest:.3g})"
-    verb, made = (
-        "makes nan in" if origin.is_nan else "overflows",
-        "" if origin.outputs is None else origin.outputs.dtype,
-    )
+    verb = "makes nan in" if origin.is_nan else "overflows"
+    made = "" if origin.outputs is None else origin.outputs.dtype
     name = made if made in ("float16", "bfloat16") else str(trainer.loop.precision.dtype).removeprefix("torch.")
     cause = f"{origin.name or 'An operation'} in {origin.place} {verb} {name}{largest}."
     if phase == "backward":
@@ -433,7 +434,9 @@ def _buffers(trainer: Trainer, case: Case, finding: Finding) -> Diagnosis | None
     cause.
     """
     module = trainer.lightning_module
-    buffers, attributes = dict(module.named_buffers()), remedies.tensor_attributes(module)
+    buffers = dict(module.named_buffers())
+    # the values of attributes may differ between ranks, which must replay together
+    attributes = remedies.tensor_attributes(module) if trainer.world_size == 1 else {}
     broken = {
         name: f"model.get_buffer({name!r})"
         for name, largest in case.buffers.items()

@@ -198,7 +198,8 @@ def _look_into(
         raise
     if finding.fails:
         is_forward = not math.isfinite(finding.loss) or (not finding.largest_scale and trace.forward is not None)
-        finding.origin = (trace.forward if is_forward else trace.backward) or trace.fallback()
+        origin = trace.forward or trace.without_gradient if is_forward else trace.backward
+        finding.origin = origin or trace.fallback()
 
 
 def samples_not_finite(batch: Any) -> tuple[dict[str, list[int]], dict[str, float]]:

@@ -24,8 +24,11 @@ from trainer.packages import is_users_file
 from trainer.precision.dtypes import real_view
 
 _FRAME = re.compile(r'File "(.+)", line (\d+), in ')
-_FILLS = ("masked_fill", "masked_fill_", "fill_", "full", "full_like", "where", "__setitem__", "tensor", "__get__")
-"""Operations that write an infinity on purpose."""
+_FILLS = (
+    "masked_fill", "masked_fill_", "fill_", "full", "full_like", "where", "__setitem__", "tensor", "__get__",
+    "empty", "empty_like", "new_empty",
+)  # fmt: skip
+"""Operations that write an infinity on purpose, or nothing."""
 _EQUIVALENT_NAMES = {
     "truediv": "div", "rtruediv": "div", "true_divide": "div", "divide": "div", "rdiv": "div", "div_": "div",
     "rpow": "pow", "pow_": "pow", "float_power": "pow", "nll_loss": "cross_entropy", "nll_loss_nd": "cross_entropy",
@@ -155,11 +158,13 @@ class Trace(TorchFunctionMode):
 
     @property
     def forward(self) -> Origin | None:
-        """The operation of the forward pass that is the origin of a loss that is not finite, or None.
+        """The operation of the forward pass that is the origin of a loss that is not finite, or None."""
+        return self._found["forward"].origin
 
-        An operation without gradients, such as one in a custom autograd function, is returned if there is no other.
-        """
-        return self._found["forward"].origin or self._found["without gradient"].origin
+    @property
+    def without_gradient(self) -> Origin | None:
+        """The same, of operations without gradients, such as those in custom autograd functions."""
+        return self._found["without gradient"].origin
 
     def fallback(self) -> Origin:
         """Return an origin without an operation: the module that raised an exception, or the LightningModule."""
