@@ -318,9 +318,10 @@ def _precision(trainer: Trainer, case: Case, finding: Finding, phase: str) -> Di
     assert origin is not None
     cure = None if trainer.engine.gradients.are_parts else remedies.find_cure(trainer, case.batches, finding)
     largest = "" if origin.inputs is None else f" (its input is up to {origin.inputs.largest:.3g})"
-    verb = "makes nan in" if origin.is_nan else "overflows"
     made = "" if origin.outputs is None else origin.outputs.dtype
     name = made if made in ("float16", "bfloat16") else str(trainer.loop.precision.dtype).removeprefix("torch.")
+    is_too_large = origin.inputs is not None and origin.inputs.largest > torch.finfo(getattr(torch, name)).max
+    verb = "makes nan in" if origin.is_nan and not is_too_large else "overflows"
     cause = f"{origin.name or 'An operation'} in {origin.place} {verb} {name}{largest}."
     if phase == "backward":
         limit = f"unless the scale is at most {finding.largest_scale:g}" if finding.largest_scale else "at every scale"
