@@ -108,6 +108,7 @@ class ResetsItsState(SumMetric):
     ("make", "value"),
     [
         (lambda: (MeanMetric() + SumMetric()) * 0.5, 2.0), (ResetsItsState, 3.0),
+        (lambda: ResetsItsState() * 0.5, 1.5),
         (lambda: RunningMean(window=3), 1.0), (lambda: MeanMetric() + 0.5, 1.5),
     ],
 )  # fmt: skip

@@ -37,10 +37,15 @@ _INSTALLED = {"site-packages", "dist-packages"}
 @cache
 def is_users_file(file: str) -> bool:
     """Return whether a file of code is the user's: not part of Python, of an installed package, or of this one."""
-    path = Path(file)
-    if not _INSTALLED.isdisjoint(path.parts):
-        return False
-    return not any(path.resolve().is_relative_to(folder) for folder in _folders_of_others())
+    return _INSTALLED.isdisjoint(Path(file).parts) and not is_frameworks_file(file)
+
+
+@cache
+def is_frameworks_file(file: str) -> bool:
+    """Return whether a file of code belongs to Python, to this package, or to a package that this one needs."""
+    path = Path(file).resolve()
+    is_python = _INSTALLED.isdisjoint(Path(file).parts) and path.is_relative_to(_python())
+    return is_python or any(path.is_relative_to(folder) for folder in _packages())
 
 
 @cache
@@ -53,12 +58,16 @@ def is_users_module(name: str) -> bool:
 
 
 @cache
-def _folders_of_others() -> tuple[Path, ...]:
-    """Return the folders of this package, of Python, and of the packages that may be checkouts of their sources."""
+def _python() -> Path:
+    return Path(sysconfig.get_path("stdlib")).resolve()
+
+
+@cache
+def _packages() -> tuple[Path, ...]:
+    """Return the folders of this package, and of those that it needs. They may be checkouts of their sources."""
     specs = [find_spec(name) for name in _NEEDED]
     needed = [Path(spec.origin).parent for spec in specs if spec is not None and spec.origin]
-    folders = (Path(__file__).parent, Path(sysconfig.get_path("stdlib")), *needed)
-    return tuple(folder.resolve() for folder in folders)
+    return tuple(folder.resolve() for folder in (Path(__file__).parent, *needed))
 
 
 def is_installed(module: str) -> bool:

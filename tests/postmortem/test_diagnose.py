@@ -77,13 +77,37 @@ def test_weights_that_are_not_trained(tmp_path):
     assert "writes to 'net.2.bias'" in text
 
 
-def test_rate_that_was_too_high_for_one_step_is_no_other_code(tmp_path):
-    class Spike(Scheduled):
-        factor = staticmethod(lambda step: 1e30 if step == 3 else 1.0)
+class Spike(Scheduled):
+    factor = staticmethod(lambda step: 1e30 if step == 3 else 1.0)
 
-    text = run(Spike, tmp_path).text
-    assert "Verdict: divergence" in text
-    assert "the learning rate is 1e+28" in text
+
+class SpikeOfTensor(Spike):
+    """Has a learning rate that changes in place, and is not recorded."""
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=torch.tensor(0.01))
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, self.factor)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+class SpikeOfHook(PROGRAMS["Plateau"]):
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+    def on_train_batch_start(self, batch, batch_idx):
+        self.optimizers().param_groups[0]["lr"] = 1e28 if self.global_step == 3 else 0.01
+
+
+@pytest.mark.parametrize(
+    ("program", "verdict"),
+    [
+        (Spike, "divergence"), (SpikeOfHook, "divergence"), (SpikeOfTensor, "unknown"),
+    ],
+)  # fmt: skip
+def test_rate_that_was_too_high_for_one_step_is_no_other_code(tmp_path, program, verdict):
+    text = run(program, tmp_path).text
+    assert f"Verdict: {verdict}" in text
+    assert ("the learning rate is 1e+28" in text) is (verdict == "divergence")
 
 
 def test_loss_that_falls_without_bound(tmp_path):

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from trainer.postmortem.trace import Magnitude, Trace, measure
+from trainer.postmortem.trace import _REPLAY, Magnitude, Trace, _place_in, measure
 
 
 class Net(nn.Module):
@@ -166,3 +166,16 @@ def test_operations_without_gradients_are_separate():
         net(torch.arange(4.0).expand(2, 4))
     assert trace.forward is None
     assert trace.without_gradient.name == "log"
+
+
+def test_place_is_in_the_program_or_without_one_in_an_installed_package(tmp_path):
+    package = str(tmp_path / "site-packages" / "net.py")
+    file, function = _REPLAY
+    place = {
+        "mode": (file, 5, "__torch_function__"), "replay": (file, 1, function), "package": (package, 2, "forward"),
+        "user": (__file__, 3, "training_step"), "torch": (torch.__file__, 4, "log"),
+    }  # fmt: skip
+    for names, expected in {
+        "mode torch package user replay": "user", "torch package replay user": "package", "torch replay user": None,
+    }.items():  # fmt: skip
+        assert _place_in(place[name] for name in names.split()) == place.get(expected, ("", 0))[:2]

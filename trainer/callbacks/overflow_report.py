@@ -75,7 +75,7 @@ class _Fit:
         losses: the losses since the last check, each with its step and loss scale; still scaled.
         growth: largest of the latest losses, if they grew without bound, or fell (negative), before one that was not
             finite. Otherwise 0.
-        groups: the parameter groups, if schedules change their learning rates.
+        groups: the parameter groups, if their learning rates are numbers. Tensors change in place.
         skipped: the skipped steps since the last check.
         weights: copy of the weights at a step at which all values were finite. {} if they are large, or with several
             processes.
@@ -234,13 +234,13 @@ class OverflowReport(RunCallback):
             most = (_KEEP_EVERY + fit.every) * window.size  # all batches since the copy of the weights
             fit.room, fit.stored = storage_for(loop.metrics.batch, most)
             fit.recent = deque(maxlen=fit.room)
-            if trainer.lr_scheduler_configs:
-                fit.groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
+            groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
+            fit.groups = [] if any(isinstance(group["lr"], Tensor) for group in groups) else groups
         if progress.batches_started != fit.latest_batch:  # a closure or a manual step may have several losses
             fit.latest_batch = progress.batches_started
             position = window if window.batches == 1 else copy(window)
             batch, step = fit.stored(loop.metrics.batch), progress.optimizer_steps
-            rates = [group["lr"] for group in fit.groups] if fit.groups else ()
+            rates = [group["lr"] for group in fit.groups]
             fit.recent.append(RecordedBatch(batch, progress.batch_idx, step, position, {}, None, rates))
         fit.losses.append((progress.optimizer_steps, losses[-1] if losses else snapshot_loss(loss), fit.scale))
 

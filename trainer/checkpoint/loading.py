@@ -32,7 +32,7 @@ from trainer.errors import (
     warn,
 )
 from trainer.module_tree import parameters_of, plain_name
-from trainer.state.metric_objects import MetricObjects
+from trainer.state.metric_objects import MetricObjects, reset
 
 if TYPE_CHECKING:
     from trainer.trainer import Trainer
@@ -262,7 +262,7 @@ def roll_back(
     progress.roll_back(before)
     loop.metrics.clear()
     for metric in MetricObjects(module).by_name.values():
-        metric.reset()
+        reset(metric)
     # keep the batch counts, and the attributes of modules and callbacks, which may count the calls of this function
     process = {**process, "seen_batches": {}, "program": []}
     process["has_updated"] = process["has_updated"] and closing

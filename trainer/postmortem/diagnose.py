@@ -378,6 +378,7 @@ def _repeat_steps(trainer: Trainer, case: Case, finding: Finding) -> Diagnosis |
     batches = [*case.recent, *case.batches]
     repeated = [batch for batch in batches if batch.step >= case.weights_step]
     is_whole = bool(repeated) and repeated[0].step == case.weights_step and remedies.can_step(trainer)
+    is_whole &= all(batch.rates for batch in repeated)
     with remedies.weights_of(trainer, case.before):
         usual = [abs(loss) for loss in remedies.losses(trainer, batches) if math.isfinite(loss)]
     limit = _DIVERGENCE_FACTOR * max(usual, default=1.0) if case.growth else math.inf

@@ -65,7 +65,7 @@ class RecordedBatch(NamedTuple):
         random_state: states of all random generators (``trainer.state.random_states.capture``). Empty if they are not
             recorded.
         buffers: the floating-point buffers. None if they are not recorded with this batch.
-        rates: learning rate of each parameter group, if there are schedules; otherwise empty.
+        rates: learning rate of each parameter group. Empty if they are unknown.
     """
 
     batch: Any

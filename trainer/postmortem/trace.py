@@ -8,7 +8,10 @@ import sys
 from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
-from types import FrameType, TracebackType
+from itertools import takewhile
+from pathlib import Path
+from traceback import walk_stack
+from types import TracebackType
 from typing import Any, NamedTuple
 
 import torch
@@ -20,10 +23,12 @@ from torchmetrics import Metric
 from trainer.data.batches import identity
 from trainer.data.samples import tensors_in
 from trainer.module_tree import is_dense, plain_class, plain_name
-from trainer.packages import is_users_file
+from trainer.packages import is_frameworks_file, is_users_file
 from trainer.precision.dtypes import real_view
 
-_FRAME = re.compile(r'File "(.+)", line (\d+), in ')
+_REPLAY = (str(Path(__file__).with_name("replay.py")), "run")
+"""File and name of the function that runs a batch again."""
+_FRAME = re.compile(r'File "(.+)", line (\d+), in (\S+)')
 _FILLS = (
     "masked_fill", "masked_fill_", "fill_", "full", "full_like", "where", "__setitem__", "tensor", "__get__",
     "empty", "empty_like", "new_empty",
@@ -202,9 +207,7 @@ class Trace(TorchFunctionMode):
             first.inf = self._record_origin(name, output, given, False)
 
     def _record_origin(self, name: str, output: Tensor, given: list[Tensor], is_nan: bool) -> Origin:
-        frame: FrameType | None = sys._getframe(3)  # noqa: SLF001 - of the code that called the operation
-        while frame is not None and not is_users_file(frame.f_code.co_filename):
-            frame = frame.f_back
+        caller = sys._getframe(3)  # noqa: SLF001 - the code that called the operation
         module = self._open[-1] if self._open else ""
         sources = _modules_behind(one.grad_fn for one in given)
         return Origin(
@@ -213,8 +216,7 @@ class Trace(TorchFunctionMode):
             module,
             self._kinds[module],
             sources,
-            "" if frame is None else frame.f_code.co_filename,
-            0 if frame is None else frame.f_lineno,
+            *_place_in((f.f_code.co_filename, line, f.f_code.co_name) for f, line in walk_stack(caller)),
             measure(map(self._part, given)),
             measure([self._part(output)]),
             is_nan,
@@ -269,10 +271,8 @@ class Trace(TorchFunctionMode):
             if (inner := self._found["backward"].origin) is not None:  # in the code of a custom autograd function
                 self.backward = inner._replace(module=(name := node.metadata[_MODULE]), kind=self._kinds[name])
                 return
-            module, place = node.metadata[_MODULE], ("", 0)
-            for match in _FRAME.finditer("".join(node.metadata.get("traceback_", []))):
-                if is_users_file(match[1]):
-                    place = (match[1], int(match[2]))
+            module, frames = node.metadata[_MODULE], _FRAME.findall("".join(node.metadata.get("traceback_", [])))
+            place = _place_in((file, int(line), name) for file, line, name in reversed(frames))
             sources = _modules_behind(one for one, _ in node.next_functions)
             self.backward = Origin(
                 node.name().replace("torch::autograd::", ""), "backward", module, self._kinds[module],
@@ -332,6 +332,21 @@ def is_readable(tensor: Tensor) -> bool:
     if torch._C._functorch.is_functorch_wrapped_tensor(tensor):  # noqa: SLF001 - torch has no public function for this
         return False
     return is_dense(tensor) and (not tensor.numel() or tensor.untyped_storage().size() > 0)
+
+
+def _place_in(frames: Iterable[tuple[str, int, str]]) -> tuple[str, int]:
+    """Return file and line of the innermost frame of the user's code in a replay; without one, of another package.
+
+    Args:
+        frames: file, line and function of each frame, the innermost first.
+    """
+    of_package = ("", 0)
+    for file, line, _ in takewhile(lambda one: one[::2] != _REPLAY, frames):
+        if is_users_file(file):
+            return file, line
+        if not of_package[0] and not is_frameworks_file(file):
+            of_package = file, line
+    return of_package
 
 
 def measure(tensors: Iterable[Tensor]) -> Magnitude | None:

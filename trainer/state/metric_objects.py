@@ -194,6 +194,18 @@ def updates_of(metric: Metric) -> int:
     )
 
 
+def reset(metric: Metric) -> None:
+    """Reset a metric and those that it wraps, with the number of updates, which an override of ``reset`` may leave."""
+    metric.reset()
+    for part in metric_objects_in(metric):
+        if part._update_count and all(_is_initial(getattr(part, name), own) for name, own in part._defaults.items()):
+            part._update_count = 0
+
+
+def _is_initial(state: Any, initial: Any) -> bool:
+    return not state if isinstance(state, list) else torch.equal(state, initial.to(state.device))
+
+
 def update_counts(metrics: Iterable[Metric | None]) -> dict[int, int]:
     """Return the number of updates since the last reset, by ``id`` of the metric object. Skips None."""
     return {id(metric): updates_of(metric) for metric in metrics if metric is not None}

@@ -15,7 +15,7 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from trainer.errors import ConfigurationError
-from trainer.state.metric_objects import updates_of
+from trainer.state.metric_objects import reset, updates_of
 from trainer.state.progress import FitProgress
 
 T = TypeVar("T")
@@ -120,8 +120,7 @@ class LoggedValue:
         self._total = None
         self._weight = 0
         if self.metric is not None:
-            self.metric.reset()
-            self.metric._update_count = 0  # an override of `reset` may leave it unchanged
+            reset(self.metric)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state, without that of a metric object. Pending values stay separate, to get the same sums."""
