@@ -163,7 +163,8 @@ class Bench:
             pipe = subprocess.PIPE
             self._server = subprocess.Popen(command, env=self.environment, cwd=self.folder, stdin=pipe, stdout=pipe)
             assert self._server.stdout is not None
-            assert self._server.stdout.readline() == b"ready\n", "the server did not start"
+            line = self._server.stdout.readline()
+            assert line == b"ready\n", f"the server printed {line!r}, and its exit status is {self._server.poll()}"
         return self._server
 
     @property
