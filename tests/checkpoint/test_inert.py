@@ -100,6 +100,7 @@ KINDS: dict[str, Any] = {
     "of list": Items([1, Colour.RED]),
     "point": Point(1, Path("a")),
     "positional": Positional(3),
+    "named": Named(3),
     "function": torch.nn.functional.gelu,
     "builtin": print,
     "method": Sizes(4).__repr__,
@@ -148,7 +149,6 @@ def a_noted_list() -> Noted:
     [
         (lambda: 1, "it cannot be pickled"),
         (a_noted_list(), "it could not be read again without running code"),
-        (Named(3), "it could not be read again without running code"),
     ],
 )
 def test_unsupported_objects_are_detected_before_the_save(value, reason):

@@ -38,12 +38,16 @@ _OPERATIONS = {ord(code.code) for code in pickletools.opcodes if code.proto <= 2
 """Pickle opcodes that ``torch.save`` may use, without those that refer to objects of this process by number."""
 _MAX_ELEMENTS = 64  # elements of an array
 
-_NO_NAME = "\n"  # no pickle that torch reads can contain this name
+_NO_NAMES = ("\n", "\n\n")  # no pickle that torch reads can contain these names
 
 _lock = Lock()  # safe globals are global to the process
 
 
-class StandIn:
+class _StandInType(type):
+    """Distinguishes stand-ins from other classes, because a file may set the state of a stand-in that is a class."""
+
+
+class StandIn(metaclass=_StandInType):
     """Replaces an object among the hyperparameters of a checkpoint, or its class. The object was not created."""
 
     stands_for: ClassVar[str] = "nested class or its object"
@@ -52,7 +56,8 @@ class StandIn:
         """Ignore the arguments of the object's constructor."""
         return object.__new__(cls)
 
-    def __setstate__(self, state: Any) -> None:
+    @classmethod
+    def __setstate__(cls, state: Any) -> None:
         """Ignore the state."""
 
     def __getattr__(self, name: str) -> Any:
@@ -72,16 +77,16 @@ class _DictStandIn(StandIn):
         return OrderedDict()
 
 
-class _AttributeStandIn(StandIn):
+class _CallableStandIn(StandIn):
     def __new__(cls, *arguments: Any, **named: Any) -> Any:
-        return StandIn  # the attribute may be a class that is called
+        return StandIn  # it may be called
 
 
 _KINDS: dict[Any, type[StandIn]] = {
     None: StandIn,
     list: _ListStandIn,
     dict: _DictStandIn,
-    getattr: _AttributeStandIn,
+    callable: _CallableStandIn,
 }
 
 
@@ -90,7 +95,7 @@ class _ObjectCall:
 
     names: ClassVar[tuple[str, ...]] = ()
     owner: ClassVar[Any] = None
-    """The owner, if this is an attribute."""
+    """What the file calls for it, if that is no name."""
     kind: ClassVar[Any] = None
     """The base type that torch requires for an object to which the file appends, or of which it sets items."""
 
@@ -113,13 +118,27 @@ class _ObjectCall:
         self.parts.append((key, value))
 
 
-class _GetattrCall(_ObjectCall):
-    """In an outline: the ``getattr`` call that pickles contain for an attribute of a class."""
+class _Result(_ObjectCall):
+    """In an outline: the result of a `_CallableCall`. ``owner`` contains that call, and the states of its results."""
 
-    kind = getattr
+    owner: ClassVar[list[Any]]
+
+    @classmethod
+    def __setstate__(cls, state: Any) -> None:
+        cls.owner.append(state)
+
+
+class _CallableCall(_ObjectCall):
+    """In an outline: a call with a result that may be called.
+
+    Pickles contain ``getattr`` for an attribute of a class, and ``functools.partial`` for a class with
+    ``__getnewargs_ex__``.
+    """
+
+    kind = callable
 
     def __new__(cls, *arguments: Any, **named: Any) -> Any:
-        return type("_ObjectCall", (_ObjectCall,), {"owner": (cls, arguments)})
+        return type("_ObjectCall", (_Result,), {"owner": [cls, arguments]})
 
 
 class _Outliner(pickle._Unpickler):  # in Python: operations of the C class cannot be removed
@@ -138,7 +157,7 @@ class _Outliner(pickle._Unpickler):  # in Python: operations of the C class cann
         saved_name = f"{module}.{name}"
         if saved_name not in self._classes:
             current_name = ".".join(NAME_MAPPING.get((module, name), (IMPORT_MAPPING.get(module, module), name)))
-            base = _GetattrCall if current_name == "builtins.getattr" else _ObjectCall
+            base = _CallableCall if current_name in ("builtins.getattr", "functools.partial") else _ObjectCall
             self._classes[saved_name] = type("_ObjectCall", (base,), {"names": (saved_name, current_name)})
         return self._classes[saved_name]
 
@@ -169,7 +188,7 @@ class _Outline:
             for name in dict.fromkeys(call.names)
             if name not in declared
         ]
-        return [*made, (StandIn, _NO_NAME)] if made else []
+        return [*made, *zip((StandIn, _StandInType), _NO_NAMES, strict=True)] if made else []
 
 
 def _collect(tree: Any) -> tuple[set[type[_ObjectCall]], set[str]]:
