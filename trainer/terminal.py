@@ -54,6 +54,18 @@ def four_digits(value: float) -> str:
     return f"{float(f'{value:.4g}'):,.10g}"
 
 
+def format_number(value: float | None) -> str:
+    """Return a number as text, with four digits or all digits of a whole number; "-" for None.
+
+    >>> format_number(65536.0), format_number(0.123456), format_number(1e-5), format_number(None)
+    ('65,536', '0.1235', '1e-05', '-')
+    """
+    if value is None:
+        return "-"
+    is_whole = abs(value) < 1e9 and value == int(value)
+    return f"{value:,.0f}" if is_whole else f"{value:,.4g}" if 1e-3 <= abs(value) < 1e5 else f"{value:.3g}"
+
+
 def format_mebibytes(size: int | None) -> str:
     """Return a number of bytes in MiB, or "-" for None.
 

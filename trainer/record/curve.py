@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
@@ -26,6 +26,11 @@ class Curve:
 
     def __len__(self) -> int:
         return len(self.steps)
+
+    @property
+    def points(self) -> Iterator[tuple[float, float]]:
+        """Pairs of a step and a value."""
+        return zip(self.steps, self.values, strict=True)
 
     @property
     def last(self) -> float | None:
@@ -97,6 +102,19 @@ def thin(curve: Curve, most: int) -> Curve:
             indices.add(int(start + finite[start:end].argmin()))
     chosen = sorted(indices)
     return Curve([curve.steps[i] for i in chosen], [curve.values[i] for i in chosen])
+
+
+def smooth(values: Sequence[float]) -> list[float]:
+    """Return the centered moving average over about 1/40 of the points, ignoring those that are not finite."""
+    import numpy as np
+
+    points = np.asarray(values)
+    finite = np.isfinite(points)
+    window = np.ones(2 * (len(values) // 80) + 1)
+    counts = np.convolve(finite, window, mode="same")
+    sums = np.convolve(np.where(finite, points, 0.0), window, mode="same")
+    means: list[float] = np.divide(sums, counts, out=np.full(len(values), np.nan), where=counts > 0).tolist()
+    return means
 
 
 def _number(cell: str) -> float | None:

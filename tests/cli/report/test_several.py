@@ -10,7 +10,7 @@ import pytest
 
 from tests.cli.report.conftest import CONFIG, ENVIRONMENT, ROWS, Page, facts
 from trainer.cli import main
-from trainer.cli.report.charts import overlay
+from trainer.record.charts import overlay
 from trainer.record.run_record import load_run
 
 NO_CURVES = {"record": facts(curves={}), "files": {"csv/metrics.csv": None}}

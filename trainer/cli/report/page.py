@@ -17,13 +17,13 @@ from urllib.parse import quote
 from trainer import redaction
 from trainer.cli.help import versions
 from trainer.cli.report.artifacts import diagnoses_of, figures_of, files_of, log_of, warnings_in
-from trainer.cli.report.charts import Section, sections_of
-from trainer.cli.report.drawing import DrawnChart, draw, format_number
+from trainer.cli.report.drawing import DrawnChart, draw
 from trainer.cli.walk import walk
 from trainer.machine import readable
+from trainer.record.charts import Section, sections_of
 from trainer.record.run_record import RunRecord, load_run
 from trainer.record.sweep import worth_showing
-from trainer.terminal import four_digits
+from trainer.terminal import format_number, four_digits
 
 _TEMPLATE = Path(__file__).parent / "template"
 _METRICS = 3

@@ -12,8 +12,6 @@ from typing import Any
 from trainer import redaction
 from trainer.cli.arguments import UsageError
 from trainer.cli.report.artifacts import diagnoses_of, figures_of
-from trainer.cli.report.charts import overlay, sections_of
-from trainer.cli.report.drawing import PALETTE, format_number
 from trainer.cli.report.page import (
     Tile,
     draw_sections,
@@ -26,9 +24,11 @@ from trainer.cli.report.page import (
 )  # fmt: skip
 from trainer.cli.report.selection import ReportSubject
 from trainer.machine import readable
+from trainer.record.charts import overlay, sections_of
+from trainer.record.drawing import PALETTE
 from trainer.record.run_record import SUCCESSFUL, RunRecord, direction_of, load_run, read_json
 from trainer.record.sweep import Sweep, best_of, worth_showing
-from trainer.terminal import four_digits
+from trainer.terminal import format_number, four_digits
 
 INVALID_RECORD_ERRORS = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 """Exceptions that reading a file raises if its contents are not those that a run writes."""
@@ -241,11 +241,11 @@ def _differing(settings: Sequence[Mapping[str, str]], chosen: set[str]) -> list[
 def _colors(runs: Sequence[RunRecord], winner: RunRecord | None, goal: tuple[str, str] | None) -> list[int | None]:
     """Return a color for each run. If there are more runs than colors, the best runs get one, and the others None."""
     order = list(range(len(runs)))
-    if len(runs) > PALETTE and winner is not None and goal is not None:
+    if len(runs) > len(PALETTE) and winner is not None and goal is not None:
         sign = -1.0 if goal[1] == "max" else 1.0
         values = [run.reached(goal).value for run in runs]
         order.sort(key=lambda index: math.inf if (value := values[index]) is None else sign * value)
-    chosen = sorted(order[:PALETTE])
+    chosen = sorted(order[: len(PALETTE)])
     return [chosen.index(index) if index in chosen else None for index in range(len(runs))]
 
 

@@ -7,8 +7,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
-from trainer.callbacks.plotting import smooth
-from trainer.record.curve import Curve
+from trainer.record.curve import Curve, smooth
 from trainer.record.run_record import RunRecord
 
 _STAGE = re.compile(r"^(train|training|val|valid|validation|test)[_/.\-](.+)$")
@@ -126,7 +125,9 @@ def overlay(runs: Sequence[RunRecord], colors: Sequence[int | None], winner: Run
 
 def _metrics(run: RunRecord, rows: dict[str, Curve]) -> tuple[list[Chart], list[Chart]]:
     """Return charts of the metrics of stages, grouped by name with the loss first, and charts of other values."""
-    rows |= {name: curve for name, curve in run.stages.get("val", {}).items() if curve and name not in rows}
+    for stage in ("val",) if run.rows else ("train", "val"):  # rows have the metrics of the training under other names
+        rows |= {name: curve for name, curve in run.stages.get(stage, {}).items() if curve and name not in rows}
+    validated = run.stages.get("val", {})
     groups: dict[str, list[str]] = {}
     for name in rows:
         groups.setdefault(_base(name), []).append(name)
@@ -147,7 +148,7 @@ def _metrics(run: RunRecord, rows: dict[str, Curve]) -> tuple[list[Chart], list[
                 *(replace(line, color=line.color or len(lines) + 1) for line in lines),
             ]
         title = "Loss" if is_loss else base if len(names) > 1 else names[0]
-        is_metric = is_loss or any(_STAGE.match(name) for name in names)
+        is_metric = is_loss or any(_STAGE.match(name) or name in validated for name in names)
         (learning if is_metric else others).append(Chart(title, lines))
     if has_losses and "loss" not in groups:
         learning.append(Chart("Loss", list(_training_loss(run.losses))))
