@@ -96,6 +96,8 @@ LINE = {
     "model.optimizer.lr=1": "set optimizer.lr instead of model.optimizer.lr",
     # Hydra
     "'optimizer.lr=a b:{'": "Cannot parse the setting 'optimizer.lr=a b:{'",
+    "'model.start=range(a,b)'": "start: str is incompatible with Union[int, float].\n",
+    "'model.start=f(x)'": "Unknown function 'f'. A value with spaces, commas,",
     "'hydra.run.dir=${nme}'": "hydra.run.dir: Interpolation key 'nme' not found.",
     "hydra.sweep.dir=a": "hydra.sweep.dir=a has no effect on a single run. Use hydra.run.dir instead, or add -m.",
     "'optimizer.lr=[1,2]'": "write them without brackets: -m optimizer.lr=1,2",
@@ -146,6 +148,13 @@ REMEDIES = [
     ("+model.a=größe", """If it is a text: '+model.a="größe"'""", '+model.a="größe"'),
     ("+model.a=b=c", """If it is a text: '+model.a="b=c"'""", '+model.a="b=c"'),
     ("+data.a=#1", """If it is a text: '+data.a="#1"'""", '+data.a="#1"'),
+    ("~model.fail_at", "Give it a value first: model.fail_at=0 ~model.fail_at", "model.fail_at=0 ~model.fail_at"),
+    (
+        "-m model.start=choice(null,1)",
+        "is incompatible with Union[str, int, float, bool, Dict[Any, Any], List[Any], ChoiceSweep]. To include null,"
+        " separate the values by commas only: model.start=null,VALUE",
+        "-m model.start=null,1",
+    ),
     ("+recipe=conf/recipe/other.yaml", "Did you mean 'other'?", ""),
     (
         "-m seed=1,2 hydra.sweep.subdir=a",

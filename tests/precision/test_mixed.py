@@ -87,3 +87,19 @@ def test_fp16_on_a_cpu_is_fp16_and_never_bf16(tmp_path):
             trainer.fit(Looking(), loader_of(make_batches(1)))
         assert cpu_fp16._replacement.users == 0
     assert seen == [(torch.float16, 1), (torch.float16, 0)]
+
+
+def test_float16_weights_cannot_be_trained_with_loss_scaling(tmp_path):
+    """The common case of a pretrained model in float16 (transformers #23165, peft #341). Frozen weights may stay so."""
+    module = Regression()
+    module.half()
+    batches = loader_of(make_batches(1))
+    with pytest.raises(PrecisionError, match=r"6 trained weights in float16 \(net.0.weight, net.0.bias and 4 more\)"):
+        make_trainer(tmp_path, precision="16-mixed").fit(module, batches)
+    make_trainer(tmp_path, precision=MixedPrecision("float16", loss_scaling=False)).fit(module, batches)
+    module.net[0].requires_grad_(False)
+    for p in module.parameters():  # as the message advises
+        p.data = p.data.float() if p.requires_grad else p.data
+    trainer = make_trainer(tmp_path, precision="16-mixed")
+    trainer.fit(module, batches)
+    assert (trainer.skipped_steps, module.net[0].weight.dtype) == (0, torch.float16)

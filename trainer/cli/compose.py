@@ -129,15 +129,19 @@ class Composer:
         """Return the message for an override that Hydra cannot parse, with its value in quotes."""
         key, _, value = override.partition("=")
         quoted = f"{key}={QuotedString(value, Quote.double).with_quotes()}"
+        remark = re.search(r"\w+ while evaluating .*", reason)
+        problem = f": {_one_paragraph(remark[0] if remark else reason.partition(chr(10))[0])}."
         try:
             self.parser.parse_override(quoted)
         except HydraException:
-            return f"Cannot parse the setting {override!r}: {_one_paragraph(reason.partition(chr(10))[0])}."
-        remark = re.search(r"\w+ while evaluating .*", reason)
-        detail = f": {_one_paragraph(remark[0])}" if remark else ""
+            return f"Cannot parse the setting {override!r}{problem}"
+        if remark and "Unknown function" not in problem:
+            is_null = "NoneType" in problem
+            hint = f" To include null, separate the values by commas only: {key}=null,VALUE" if is_null else ""
+            return f"Cannot parse the setting {override!r}{problem}{hint}"
         return (
-            f"Cannot parse the setting {override!r}{detail}. A value with spaces, commas, brackets, quotes, = or other"
-            f" special characters needs its own quotes. If it is a text: {shlex.quote(quoted)}"
+            f"Cannot parse the setting {override!r}{problem if remark else '.'} A value with spaces, commas, brackets,"
+            f" quotes, = or other special characters needs its own quotes. If it is a text: {shlex.quote(quoted)}"
         )
 
     def is_group(self, key: str) -> bool:
@@ -331,6 +335,9 @@ def explain(error: Exception) -> str:
         one_of = f" Choose one of: {', '.join(error.options)}." if error.options else ""
         place = f"Config group {group}" if group else "The config folder"
         return f"{place} has no option {option or wanted!r}.{hint}{one_of}"
+    if no_value := re.match(r"Could not delete from config. '(.+)' does not exist", str(error)):
+        key = no_value[1]
+        return f"Hydra cannot delete {key}, because it has no value. Give it a value first: {key}=0 ~{key}"
     cause = error if isinstance(error, OmegaConfBaseException) else error.__cause__ or error.__context__
     config = re.match(r"In '([^']+)'", str(error))
     if isinstance(cause, OmegaConfBaseException) and cause.full_key:

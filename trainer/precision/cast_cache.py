@@ -77,7 +77,7 @@ class CastCache:
         self._cached = with_trusted_cache(torch.autocast(device_type, dtype=dtype))
         self._uncached = torch.autocast(device_type, dtype=dtype, cache_enabled=False)
         self._watch = WeightWatch(self._cached, self._finish_step)
-        self._module = module
+        self.module = module
         self._advice = advice
         self._decides = enabled is None
         self._steps_left = WATCHED_STEPS
@@ -92,7 +92,7 @@ class CastCache:
         """Watch the next training step, unless the cache is disabled or was enabled by the user."""
         if not self._decides or self.enabled is False:
             return
-        if _hides_operations(self._module):
+        if _hides_operations(self.module):
             self._decide(False)
         else:
             self.training = self._watch
@@ -120,7 +120,7 @@ class CastCache:
         if enabled is not False:
             self._hooks.callback(register_optimizer_step_post_hook(_forget_after_step).remove)
         if enabled:
-            for part in self._module.modules():
+            for part in self.module.modules():
                 handle = part.register_load_state_dict_post_hook(_forget_after_loading)  # type: ignore[no-untyped-call]
                 self._hooks.callback(handle.remove)
         if enabled is None:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
-from trainer.errors import PrecisionError, expect
+from trainer.errors import PrecisionError, expect, join_first
 from trainer.precision import compiled_backward
 from trainer.precision.autocast_ops import cuda_autocast_ops
 from trainer.precision.base import Precision
@@ -158,6 +159,24 @@ class MixedPrecision(Precision):
         finally:
             cast_cache.close()
             self._cast_cache = None
+
+    def check_optimizers(self, optimizers: Iterable[Optimizer]) -> None:
+        """Raise if the loss is scaled and a trained weight is in float16: its gradients cannot be unscaled.
+
+        Raises:
+            PrecisionError: if there is such a weight.
+        """
+        groups = [group for optimizer in optimizers if self.loss_scaling for group in optimizer.param_groups]
+        trained = {id(p) for group in groups for p in group["params"] if p.requires_grad and p.dtype is torch.float16}
+        if trained:
+            assert self._cast_cache is not None, "called inside session()"
+            names = [name for name, p in self._cast_cache.module.named_parameters() if id(p) in trained]
+            raise PrecisionError(
+                f"Got {len(trained)} trained weights in float16 ({join_first(names, 2)}) with precision={self.name!r},"
+                " expected float32: gradients in float16 cannot be unscaled. Convert these weights before the optimizer"
+                " is created: `for p in self.parameters(): p.data = p.data.float() if p.requires_grad else p.data`."
+                " Frozen weights may stay in float16."
+            )
 
     def watch_weights(self) -> None:
         """Check whether the next training step changes weights that it has used, which autocast's cache would hide."""
