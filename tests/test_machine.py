@@ -158,14 +158,3 @@ def test_unit_of_the_peak_memory_without_proc(monkeypatch, platform, unit):
     monkeypatch.setattr(machine.sys, "platform", platform)
     monkeypatch.setattr(resource, "getrusage", lambda who: SimpleNamespace(ru_maxrss=1000))
     assert machine.peak_memory() == 1000 * unit
-
-
-@pytest.mark.parametrize("device", ["nvidia0", "dri/renderD128"])
-def test_gpu_is_excluded_by_the_files_of_dev(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str) -> None:
-    monkeypatch.setattr("sys.platform", "linux")
-    assert not machine.has_no_gpu(tmp_path)  # unknown, because there is no /dev
-    (tmp_path / "dev").mkdir()
-    assert machine.has_no_gpu(tmp_path)
-    (tmp_path / "dev" / device).parent.mkdir(exist_ok=True)
-    (tmp_path / "dev" / device).touch()
-    assert not machine.has_no_gpu(tmp_path)

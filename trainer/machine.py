@@ -159,18 +159,6 @@ def disk(folder: Path, mounts: Path = Path("/proc/mounts")) -> Disk:
     return Disk(place, usage.free, usage.total, problem, _network_file_system(place, mounts))
 
 
-def has_no_gpu(root: Path = Path("/")) -> bool:
-    """Return True if this machine certainly has no GPU for torch. False means that it has one, or that it is unknown.
-
-    On Linux, drivers of NVIDIA (including Jetson and WSL), AMD and Intel create files in ``/dev``.
-    """
-    if sys.platform != "linux":
-        return False
-    devices = root / "dev"
-    patterns = ("nvidia*", "nvmap", "nvhost*", "dxg", "kfd", "dri/render*", "accel*")
-    return devices.is_dir() and not any(found for pattern in patterns for found in devices.glob(pattern))
-
-
 def suggested_workers(usable: int, gpus: int) -> int:
     """Return a first value for ``num_workers`` of dataloaders.
 

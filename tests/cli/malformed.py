@@ -64,15 +64,15 @@ _EARLY = {
     IT + "'trainer.max_time={hour: 1}'": "or null. Did you mean 'hours'?",
     IT + "\"trainer.strategy=''\"": "trainer.strategy is empty, expected auto, ddp",
     # values at the top of the config
-    IT + "seed=-1": "seed is -1, expected a whole number from 0 to 4294967295 or null",
-    IT + "seed=4294967296": "seed is 4294967296, expected a whole number from 0 to 4294967295",
+    IT + "seed=-1": "seed is -1, expected at least 0.",
+    IT + "seed=4294967296": "seed is 4294967296, expected at most 4294967295.",
     IT + "seed=true": "seed is true, expected a number (default: 42).",
     IT + "resume=yes": "resume is yes, expected auto or null.",
     IT + "exact_resume=null": "exact_resume is null, expected true or false.",
     IT + "ckpt_path=3": "ckpt_path is 3, expected the path or URL of a file",
     IT + "\"ckpt_path=' '\"": "ckpt_path is ' ', expected the path or URL of a file",
     IT + "ckpt_path=conf": "ckpt_path is conf, which is a folder, expected a checkpoint.",
-    IT + "ckpt_path=nowhere.ckpt": "ckpt_path is nowhere.ckpt: there is no such file.",
+    IT + "ckpt_path=nowhere.ckpt": "ckpt_path is nowhere.ckpt: there is no such file or folder.",
     IT + "weights=nowhere.pt": "weights is nowhere.pt: there is no such file or folder.",
     IT + "weights=3": "weights is 3, expected the folder of a run, a checkpoint, a state",
     IT + "weights=conf": "weights is conf, a folder without checkpoints.",
@@ -82,19 +82,13 @@ _EARLY = {
     "fit weights=typed.py": "weights=typed.py loads only weights, not the config. Choose a recipe",
     # data, optimizer and scheduler
     IT + "optimizer.lr=abc": "optimizer.lr is abc, expected a number (default: 0.1).",
-    IT + "optimizer.lr=nan": "optimizer.lr is nan, expected a finite number.",
-    IT + "optimizer.lr=-1": "optimizer.lr is -1, expected at least 0.",
+    IT + "optimizer.lr=nan": "optimizer.lr is nan, expected at least 0.",
     IT + "optimizer.nesterov=1": "optimizer.nesterov is 1, expected true or false",
-    IT + "data.batch_size=0": "data.batch_size is 0, expected a whole number of at least 1.",
-    IT + "++data.num_workers=-1": "data.num_workers is -1, expected a whole number of at least 0.",
     IT + "precision=16 precision.fp32_modules=head": "precision.fp32_modules is head, expected a list",
     IT + "precision=32 precision.fp32_modules=[head]": "It belongs to precision=16-mixed",
     IT + "scheduler=cosine": "scheduler=cosine has no effect",
     IT + "scheduler=cosine scheduler.eta_min=1": "scheduler.eta_min=1 has no effect",
     # the environment
-    IT
-    + "\"optimizer.lr=${oc.env:NO_RATE,'0.01'}\"": "is 0.01, expected a finite number. Environment variables are text.",
-    IT + "optimizer.lr='${oc.env:NO_RATE,fast}'": "optimizer.lr is fast, expected a finite number.",
     IT
     + "optimizer.lr='${oc.env:NO_RATE}'": "optimizer.lr requires the environment variable NO_RATE, which is not set.",
     # files
@@ -117,7 +111,7 @@ _EARLY = {
     IT + "hydra.mode=RUNN": "Invalid value 'RUNN', expected one of [RUN, MULTIRUN].\n",
     # sweeps
     IT + "-m 'optimizer.lr=range(1,0)'": "optimizer.lr=range(1,0) has no values",
-    IT + "-m seed=1,2,-1": "seed is -1, expected a whole number from 0",
+    IT + "-m seed=1,2,-1": "seed is -1, expected at least 0.",
     IT + "-m trainer.max_epochs=5,1 trainer.min_epochs=3": "is 3, expected at most trainer.max_epochs, which is 1.",
 }
 
@@ -146,10 +140,12 @@ _LATE = {
     IT + "+model._args_=3": "model._args_ is 3, expected a list.",
     IT + "optimizer._partial_=maybe": "_partial_ is maybe, expected true or false",
     # constructors
+    IT + "optimizer.lr=-1": "torch.optim.SGD rejects its arguments: Invalid learning rate: -1.",
+    IT + "\"optimizer.lr=${oc.env:NO_RATE,'0.01'}\"": "torch.optim.SGD rejects its arguments: ",
     IT + "optimizer.lr=null": "torch.optim.SGD rejects its arguments, lr=null among them: ",
     IT + "callbacks=early_stopping callbacks.early_stopping.mode=up": "rejects its arguments",
     IT + "precision=16 precision.growth_factor=0.5": "growth_factor=0.5, expected a",
-    IT + "trainer.devices=-1": "trainer.devices is -1 (all GPUs) and trainer.acc",
+    IT + "trainer.devices=-1": "`devices` selected with `CPUAccelerator` should be",
     IT + "trainer.accelerator=tpu": "need a package that is not installed",
     IT + "trainer.barebones=true trainer.detect_anomaly=true": "detect_anomaly",
     IT + f"trainer.gradient_clip_val=1 {CLIPPING}": "gradient_clip_val",

@@ -7,7 +7,6 @@ that receives it.
 
 from __future__ import annotations
 
-import math
 import typing
 from collections.abc import Mapping
 from dataclasses import field, fields, make_dataclass
@@ -27,7 +26,6 @@ SETTINGS = {name: one for name, one in ARGUMENTS.items() if name not in ("precis
 
 _LIST = Kind("a list", lambda value: isinstance(value, list))
 NUMBER = Kind("a number", lambda value: isinstance(value, int | float) and not isinstance(value, bool))
-FINITE = Kind("a finite number", lambda value: NUMBER.includes(value) and math.isfinite(value))
 _BY_TYPE: dict[Any, Any] = {
     bool: Kind("true or false", lambda value: value in (0, 1)),
     int: Kind("a whole number", lambda value: isinstance(value, int)),

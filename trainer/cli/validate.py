@@ -5,8 +5,7 @@ from __future__ import annotations
 import difflib
 import math
 import re
-import sys
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -17,8 +16,7 @@ from hydra.core.override_parser.types import Override
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from trainer import machine
-from trainer.arguments import SWITCH, Kind, describe, join_alternatives
+from trainer.arguments import SWITCH, WHOLE, Kind, describe, join_alternatives
 from trainer.cli import plugins, tracking
 from trainer.cli.arguments import GROUPS_TO_ADD, Arguments, UsageError, canonical_precisions
 from trainer.cli.compose import (
@@ -35,7 +33,6 @@ from trainer.cli.keys import example_recipe, options
 from trainer.cli.objective import Objective
 from trainer.cli.restore import recipe_of, saved_config
 from trainer.cli.schema import (
-    FINITE,
     SETTINGS,
     accepted_by_default,
     as_number,
@@ -48,7 +45,7 @@ from trainer.cli.targets import Allowlist
 from trainer.cli.walk import walk
 from trainer.cli.workdir import quoted
 from trainer.errors import did_you_mean
-from trainer.record.find_checkpoint import find_weights, is_checkpoint_folder, run_of
+from trainer.record.find_checkpoint import find, find_weights, is_checkpoint_folder, run_of
 from trainer.terminal import command_line
 
 _MOST_JOBS = 50
@@ -63,12 +60,6 @@ _REQUIRED_GROUPS = ("precision", "trainer")
 _NAMED_CHECKPOINTS = ("last", "best", "hpc")
 _NOT_RESTORED = ("_partial_", "_target_", "capturable", "foreach", "fused")
 """Settings of an optimizer that a checkpoint does not replace, or that raise an error if they differ."""
-_OPTIMIZER_NUMBERS = ("optimizer.lr", "optimizer.weight_decay", "optimizer.eps", "optimizer.momentum")
-
-
-def _whole(least: int, most: int = 2**63 - 1, words: str = "") -> Kind:
-    words = words or f"a whole number of at least {least}"
-    return Kind(words, lambda value: type(value) is int and least <= value <= most)
 
 
 def _is_path(value: Any) -> bool:
@@ -76,12 +67,11 @@ def _is_path(value: Any) -> bool:
 
 
 _ROOT = {
-    "seed": (_whole(0, 2**32 - 1, f"a whole number from 0 to {2**32 - 1}"), None),
+    "seed": (WHOLE.at_least(0)._replace(most=2**32 - 1), None),
     "ckpt_path": (Kind("the path or URL of a file, best, last", _is_path), None),
     "weights": (Kind("the folder of a run, a checkpoint, a state dict, a .safetensors file", _is_path), None),
     **{name: SETTINGS[name].accepts for name in ("resume", "exact_resume")},
 }
-_DATA_SETTINGS: dict[str, tuple[Kind, ...]] = {"batch_size": (_whole(1),), "num_workers": (_whole(0),)}
 
 
 @dataclass(frozen=True)
@@ -293,26 +283,19 @@ def _check_replaced_options(composer: Composer, known: dict[str, Any], job: Sequ
         job: overrides of one job.
     """
     overrides = composer.parse(job)
-    keys = {override.key_or_group for override in overrides}
+    given = {override.key_or_group for override in overrides}
     for override in overrides:
-        group = override.key_or_group
+        group, option = override.key_or_group, str(override.value()).strip("'\"")
         if group not in _REPLACEABLE or not composer.chooses(override) or override.is_delete():
             continue
-        option = str(override.value()).strip("'\"")
         others = [str(one.input_line) for one in overrides if one is not override]
-        defaults = [file.stem for file, option_group, _ in composer.files(others) if option_group == group]
-        own = {f"{group}.{entry.key}": entry.value for entry in walk(composer.option(group, option), into_lists=False)}
-        if not own or defaults[-1:] in ([], [option]):
-            continue
-        left = list[str]()
-        for key in known:
-            above = [key[:place] for place, letter in enumerate(key) if letter == "."]
-            is_filled = any(parent in own and not isinstance(own[parent], dict) for parent in above)
-            if key.startswith(f"{group}.") and not (key in own or is_filled or keys.intersection((key, *above[1:]))):
-                left += [] if any(one in left for one in above) else [key]
+        former = [file.stem for file, option_group, _ in composer.files(others) if option_group == group][-1:]
+        own = composer.option(group, option)
+        left = [f"{group}.{name}" for name in known.get(group) or () if own and name not in own]
+        left = [key for key in left if key not in given and former not in ([], [option])]
         if left:
             raise UsageError(
-                f"{group}={option} replaces {group}={defaults[-1]}, but the config keeps settings for the latter, which"
+                f"{group}={option} replaces {group}={former[0]}, but the config keeps settings for the latter, which"
                 f" {option} does not have: {', '.join(left)}. To remove them: {' '.join(f'~{key}' for key in left)}"
             )
 
@@ -323,11 +306,11 @@ def _setting(key: str) -> str | None:
     return name if node == "trainer" and name not in ("", "_target_") and "." not in name else None
 
 
-def _check_new_key(composer: Composer, known: Container[str], override: Override) -> None:
+def _check_new_key(composer: Composer, known: dict[str, Any], override: Override) -> None:
     key = override.key_or_group
     name = _setting(key)
     if name is not None and name not in SETTINGS:
-        hint = _hint_common_name(key, known) or did_you_mean(name, SETTINGS).replace("'", "'trainer.", 1)
+        hint = did_you_mean(name, SETTINGS).replace("'", "'trainer.", 1) or _nearest(key, known)
         raise UsageError(f"The Trainer has no argument {key!r}.{hint}")
     if key in known and not override.is_force_add() and not isinstance(override.value(), dict):
         plain = str(override.input_line).lstrip("+")
@@ -353,12 +336,7 @@ def _check_unknown_key(known: dict[str, Any], chosen: dict[str, str], override: 
     if above and (node is None or node == "???" or isinstance(node, list)):
         return
     groups = [group for group in composer.groups() if not key.startswith(f"{group}.")]
-    hint = (
-        _hint_common_name(key, known)
-        or _hint_other_options(chosen, key, composer)
-        or _nearest(key, known)
-        or did_you_mean(key, groups)
-    )
+    hint = _hint_other_options(chosen, key, composer) or _nearest(key, known) or did_you_mean(key, groups)
     is_new = not hint and not override.is_delete() and not key.startswith("trainer.")
     new = f" To add a new setting, write +{override.input_line}." if is_new else ""
     raise UsageError(f"There is no setting {key!r}.{hint}{new}")
@@ -391,31 +369,20 @@ _COMMON = {
 """Settings by their common names in other programs."""
 
 
-def _hint_common_name(key: str, known: Container[str]) -> str:
-    common = _COMMON.get(key.rpartition(".")[2])
-    return f" Did you mean {common!r}?" if common in known else ""
+def _nearest(key: str, known: Collection[str]) -> str:
+    """Return a hint that suggests a key with the same or the nearest last part, such as ``optimizer.lr`` for ``lr``.
 
-
-def _hint_same_name(key: str, known: Iterable[str]) -> str:
-    """Return a hint that suggests the keys with the same last part, if they are few."""
-    same_end = [name for name in known if name != key and name.rpartition(".")[2] == key.rpartition(".")[2]]
-    return f" Did you mean {' or '.join(map(repr, same_end))}?" if 0 < len(same_end) <= 3 else ""
-
-
-def _nearest(key: str, known: Iterable[str]) -> str:
-    """Return a hint that suggests the nearest key, compared by full names or by the last parts of names."""
-    names = [name for name in known if name.partition(".")[0] != "hydra" or key.startswith("hydra")]
-    names = [name for name in names if not key.startswith(f"{name}.")]  # without the nodes that contain the key
-    if hint := _hint_same_name(key, names):
-        return hint
-    node = key.rpartition(".")[0]
-    has_target = f"{node}._target_" in names
-    if has_target:  # the class may have arguments that are not in the config
-        names = [name for name in names if name.startswith(f"{node}.")]
-    last = {name.rpartition(".")[2].lower(): name for name in names}
-    whole = [] if has_target else difflib.get_close_matches(key, names, n=1)  # with a target, all names share a prefix
-    matches = whole or [last[name] for name in difflib.get_close_matches(key.rpartition(".")[2].lower(), last, n=1)]
-    return f" Did you mean {matches[0]!r}?" if matches else ""
+    Keys of the same node are preferred, then those of the upper nodes.
+    """
+    node, _, last = key.lower().rpartition(".")
+    names = [name for name in known if name.startswith("hydra") <= key.startswith("hydra") and f"{name}." not in key]
+    names.sort(key=lambda name: (name.rpartition(".")[0] == node, -name.count(".")))
+    by_last = {name.rpartition(".")[2].lower(): name for name in names}
+    by_last |= {common: name for common, name in _COMMON.items() if name in known}
+    if last not in by_last and f"{node}._target_" in names:  # the class may have arguments that are not in the config
+        by_last = {name: full for name, full in by_last.items() if full.startswith(f"{node}.")}
+    matches = difflib.get_close_matches(last, by_last, n=1)
+    return f" Did you mean {by_last[matches[0]]!r}?" if matches else ""
 
 
 def _check_value(key: str, value: Any, default: Any) -> None:
@@ -423,8 +390,10 @@ def _check_value(key: str, value: Any, default: Any) -> None:
     is_text = isinstance(value, str) and (value.startswith("${") or bool(as_number(value)))
     if name := _setting(key):  # the schema converts text to numbers
         problem = None if is_text else SETTINGS[name].mistake(value, key)
-    elif value is None or value != value or key.startswith("hydra.") or str(value).startswith("${"):
-        return  # `_check_values` rejects NaN
+    elif value is None or key.startswith("hydra.") or str(value).startswith("${"):
+        return
+    elif value != value and not key.startswith(("optimizer.", "scheduler.")):
+        return  # NaN may stand for a missing value
     else:
         problem = mistake(key, value, accepted_by_default(default))
     if problem and isinstance(value, list):
@@ -451,9 +420,6 @@ def _check_whole(composer: Composer, config: DictConfig, overrides: Sequence[Ove
         tracking.check(plain)
         _check_no_checkpoint(plain)
         _check_model(plain, arguments, config.hydra.runtime.choices.get("recipe"))
-        _check_values(plain)
-        if not str(config.hydra.launcher["_target_"]).startswith(plugins.SUBMITIT_PREFIX):
-            _check_devices(plain["trainer"])
         _check_checkpoint(plain["ckpt_path"])
         _check_weights(plain)
         _check_resumed(plain, overrides)
@@ -545,7 +511,9 @@ def _check_ignored_keys(composer: Composer, config: DictConfig, overrides: Seque
     for name, value in known.items():
         is_read = name in known_keys or re.search(rf"\$\{{[^}}]*\b{re.escape(name)}\b", text)
         if not is_read and name not in meant:
-            hint = did_you_mean(name, groups) if isinstance(value, dict) else _hint_same_name(name, keys)
+            same_end = [key for key in keys if key.endswith(f".{name}")]
+            same = f" Did you mean {' or '.join(map(repr, same_end))}?" if 0 < len(same_end) <= 3 else ""
+            hint = did_you_mean(name, groups) if isinstance(value, dict) else same
             hint = f" Did you mean 'trainer.{name}'?" if name in SETTINGS else hint
             if hint:
                 raise UsageError(f"There is no setting {name!r}.{hint}")
@@ -598,39 +566,6 @@ def _check_used(config: Any, overrides: Sequence[Override]) -> None:
             )
 
 
-def _check_values(plain: dict[str, Any]) -> None:
-    """Refuse values of data, optimizers and schedulers that are invalid for any class."""
-    for key, name, value, target in walk({group: plain.get(group) for group in ("data", "optimizer", "scheduler")}):
-        is_torch = target.startswith("torch.optim.") and key in _OPTIMIZER_NUMBERS
-        if isinstance(value, int | float) or as_number(value) or (is_torch and isinstance(value, str)):
-            accepts = (
-                _DATA_SETTINGS.get(name, ())
-                if key.startswith("data.")
-                else (FINITE.at_least(0) if is_torch else FINITE,)
-            )
-            if not isinstance(value, bool) and (problem := mistake(key, value, accepts)):
-                raise UsageError(problem)
-
-
-def _check_devices(settings: dict[str, Any]) -> None:
-    """Refuse GPU settings on a machine without a GPU. If torch has been imported, Lightning checks them instead."""
-    accelerator, devices = str(settings["accelerator"]), settings["devices"]
-    wants_all = str(devices) == "-1"
-    if accelerator == "cpu" and wants_all:
-        raise UsageError(
-            "trainer.devices is -1 (all GPUs) and trainer.accelerator is cpu, expected a number of processes, such as"
-            " trainer.devices=1."
-        )
-    if "torch" in sys.modules or not (accelerator in ("gpu", "cuda") or (accelerator == "auto" and wants_all)):
-        return
-    if machine.has_no_gpu():
-        given = "trainer.devices is -1 (all GPUs)" if wants_all else f"trainer.accelerator is {accelerator}"
-        raise UsageError(
-            f"{given}, but this machine has no GPU (no device such as /dev/nvidia0). Remove the setting to use the best"
-            " available device, or use trainer=cpu."
-        )
-
-
 def _check_checkpoint(path: str | None) -> None:
     if path is None or path in _NAMED_CHECKPOINTS or "://" in path or path.startswith("registry"):
         return
@@ -639,11 +574,7 @@ def _check_checkpoint(path: str | None) -> None:
             f"ckpt_path is {path}, which is a folder, expected a checkpoint. To use the folder of a run with its"
             " config, use ckpt=FOLDER."
         )
-    if Path(path).exists():
-        return
-    folder = Path(path).parent
-    hint = did_you_mean(Path(path).name, [file.name for file in folder.iterdir()] if folder.is_dir() else [])
-    raise UsageError(f"ckpt_path is {path}: there is no such file.{hint}")
+    find(Path(path), key="ckpt_path")
 
 
 def _check_no_checkpoint(plain: dict[str, Any]) -> None:
