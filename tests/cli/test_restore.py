@@ -180,7 +180,7 @@ def changed(run: Path, change) -> None:
 
 STRANGE = [
     (lambda c: c["trainer"].update(no_such=1), "The config of that run: There is no setting 'trainer.no_such'"),
-    (lambda c: c["trainer"].update(max_epochs="ten"), "The config of that run: trainer.max_epochs is ten"),
+    (lambda c: c["trainer"].update(max_epochs="ten"), "The config of that run: trainer.max_epochs: Value 'ten'"),
 ]
 
 

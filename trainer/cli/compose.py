@@ -26,7 +26,6 @@ from hydra.errors import (
     ConfigCompositionException,
     HydraException,
     MissingConfigException,
-    OverrideParseException,
 )
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from hydra.types import HydraContext, RunMode, TaskFunction
@@ -46,6 +45,13 @@ CONFIG_NAME = "amp_trainer"
 RESTORED = "amp_trainer_restored"
 """The name of the config of an earlier run, which `trainer.cli.restore` uses instead of the default config."""
 VERSION_BASE = "1.3"
+
+ADVICE_ON_DEFAULTS = (
+    "To choose an option in a config file, write `- override /GROUP: OPTION` at the end of its defaults list, or"
+    " `- OPTION` for another file of the same group. On the command line, write GROUP=OPTION without a +, or"
+    " GROUP=[A,B] for several."
+)
+"""The advice of messages about the choice of options."""
 
 
 class UserConfigs(SearchPathPlugin):
@@ -202,7 +208,7 @@ class Composer:
         try:
             return self.loader.load_configuration(self.config_name, list(overrides), RunMode.RUN)
         except (ConfigCompositionException, OmegaConfBaseException, MissingConfigException) as error:
-            raise UsageError(self._explain_defaults(error, overrides) or explain(error)) from error
+            raise UsageError(self._explain_defaults(error) or explain(error)) from error
         except YAMLError as error:
             raise UsageError(f"A config file is not valid YAML: {_one_paragraph(str(error))}.") from error
         except RecursionError as error:
@@ -212,33 +218,16 @@ class Composer:
         except (HydraException, ValueError) as error:  # the latter for a defaults list that is not a list
             raise UsageError(f"{_one_paragraph(str(error))}.") from error
 
-    def _explain_defaults(self, error: Exception, overrides: Sequence[str]) -> str | None:
+    def _explain_defaults(self, error: Exception) -> str | None:
         """Return the message for an error in the defaults list of a config file; None for other errors."""
-        text, groups = str(error), self.groups()
-        file, to_add = text.partition(":")[0], "|".join(GROUPS_TO_ADD)
-        if duplicate := re.match(r"Multiple values for ([\w/]+)", text):
-            group = duplicate[1]
-            given = [word for word in overrides if word.lstrip("+").partition("=")[0] == group]
-            if len(given) > 1:
-                key = given[0].partition("=")[0]
-                return f"Got {' and '.join(given)}, expected one of them. To combine them: {key}=[A,B]"
-            if given and group not in GROUPS_TO_ADD:
-                return f"{group} is in the config already. Remove the + before it."
-            return f"Two config files choose an option of {group}. {advice_on_defaults(group, 'OPTION')}"
-        if isinstance(error, MissingConfigException):
-            group, _, option = (error.missing_cfg_file or "").removesuffix(".yaml").rpartition("/")
-            above, _, inner = group.partition("/")
-            if above in GROUPS_TO_ADD and inner in groups:
-                return f"{above} has no config group {inner!r}. {advice_on_defaults(inner, option)}"
-            if group in groups and not error.options:
-                error.options = self.options(group)
-        if unknown := re.search(rf"Could not override '(?:(?:{to_add})/)?([\w/]+).*No match in the defaults", text):
-            hint = did_you_mean(unknown[1], groups)
-            advice = "" if hint and unknown[1] not in groups else f" {advice_on_defaults(unknown[1], 'OPTION')}"
-            return f"{file}: there is no option of {unknown[1]!r} to override.{advice or hint}"
-        if "Cannot merge DictConfig with ListConfig" in text:
-            return f"{file}: a list, expected a node with settings. {advice_on_defaults('callbacks', '[A,B]')}"
-        return None
+        text, path = str(error), getattr(error, "missing_cfg_file", None) or ""
+        if path.partition("/")[0] in GROUPS_TO_ADD and path.count("/") > 1:
+            text = f"There is no config {path}"
+        elif not re.search(r"Multiple values for|No match in the defaults|DictConfig with ListConfig", text):
+            return None
+        unknown = re.search(r"Could not override '(?:\w+/)?(\w+)'", text)
+        hint = did_you_mean(unknown[1], self.groups()) if unknown else ""
+        return f"{_one_paragraph(re.split('full_key|To override', text)[0])}.{hint} {ADVICE_ON_DEFAULTS}"
 
     def placed(self, config: DictConfig, arguments: Arguments, folder: Path) -> DictConfig:
         """Return ``config`` with the folder of the run, which was added as the last override of ``arguments``."""
@@ -315,19 +304,8 @@ def resolution_errors() -> Iterator[None]:
         ) from error
 
 
-def advice_on_defaults(group: str, option: str) -> str:
-    """Return the advice to choose an option of a group in a config file, for a message."""
-    if group in GROUPS_TO_ADD:
-        return f"To include another file of {group!r}, write `- {option}` in the defaults list of a config file."
-    return (
-        f"To choose an option in a config file, write `- override /{group}: {option}` at the end of its defaults list."
-    )
-
-
 def explain(error: Exception) -> str:
     """Return an error of Hydra as one paragraph for users."""
-    if isinstance(error, OverrideParseException):
-        return f"Cannot parse the setting {error.override!r}."
     if isinstance(error, MissingConfigException):
         wanted = (error.missing_cfg_file or "").removesuffix(".yaml")
         group, _, option = wanted.rpartition("/")
@@ -346,24 +324,15 @@ def explain(error: Exception) -> str:
         if config and config[1] == RESTORED:
             file = "The config of that run: "
         name = key.removeprefix("trainer.")
-        if key.startswith("trainer.") and name in SETTINGS:
-            wrong = _value_in(cause)
-            problem = SETTINGS[name].mistake(wrong, key) or f"{key} is {wrong}, expected {SETTINGS[name].expected}."
-            return f"{file}{problem}"
-        if key.startswith("trainer."):
+        if key.startswith("trainer.") and name not in SETTINGS:
             is_group = name in ("callbacks", "logger", "precision")
-            hint = f" {advice_on_defaults(name, 'OPTION')}" if is_group else did_you_mean(name, SETTINGS)
+            hint = f" {ADVICE_ON_DEFAULTS}" if is_group else did_you_mean(name, SETTINGS)
             return f"{file}There is no setting {key!r}.{hint}"
         message = _one_paragraph(str(cause.msg or cause).partition("full_key:")[0])
         if "is not in struct" in message:
             return f"{file}There is no setting {key!r}. To add a new setting, write +{key}=VALUE."
         return f"{file}{key}: {message}."
     return f"{_one_paragraph(str(error))}."
-
-
-def _value_in(error: OmegaConfBaseException) -> str:
-    found = re.search(r"Value '(.*?)' of type", str(error.msg))
-    return found[1] if found else "wrong"
 
 
 def _one_paragraph(text: str) -> str:

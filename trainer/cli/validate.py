@@ -20,10 +20,10 @@ from trainer.arguments import SWITCH, WHOLE, Kind, describe, join_alternatives
 from trainer.cli import plugins, tracking
 from trainer.cli.arguments import GROUPS_TO_ADD, Arguments, UsageError, canonical_precisions
 from trainer.cli.compose import (
+    ADVICE_ON_DEFAULTS,
     CONFIG_NAME,
     RESTORED,
     Composer,
-    advice_on_defaults,
     resolution_errors,
     resolve,
     unresolved,
@@ -491,7 +491,7 @@ def _check_complete(job: DictConfig) -> None:
         for key, node in group.items() if isinstance(group, dict) else [("", group)]:
             if node is not None and not isinstance(node, dict) and not str(node).startswith("${"):
                 place = f"{name}.{key}".rstrip(".")
-                advice = "" if key else f" {advice_on_defaults(name, 'OPTION')}"
+                advice = "" if key else f" {ADVICE_ON_DEFAULTS}"
                 raise UsageError(f"{place} is {describe(node)}, expected a node with a _target_, or null.{advice}")
 
 
@@ -533,7 +533,7 @@ def _check_model(plain: dict[str, Any], arguments: Arguments, recipe: str | None
             continue
         raise UsageError(
             f"{name} is {describe(node)}, expected a node with a _target_, the dotted name of a class, such as"
-            f" `_target_: my_module.My{name.capitalize()}`. {advice_on_defaults(name, 'OPTION')}"
+            f" `_target_: my_module.My{name.capitalize()}`. {ADVICE_ON_DEFAULTS}"
         )
     if plain["model"] is not None:
         return
