@@ -12,10 +12,12 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
+from torch.utils.data import DataLoader
 
 from tests.distributed import worker
 from tests.distributed.ranks import Ranks
 from tests.distributed.worker import AUTOMATIC, Regression, fit
+from tests.support import make_trainer
 from tests.warm_python import ROOT, WarmPython
 
 TIMEOUT = 150  # seconds; a hang is a failure
@@ -125,3 +127,29 @@ def test_one_checkpoint_of_the_module_is_written(ranks: Ranks, tmp_path: Path) -
     assert [rank["sampler"] for rank in found] == ["DistributedSampler"] * 2
     (path,) = tmp_path.iterdir()
     assert torch.load(path, weights_only=True)["state_dict"].keys() == Regression().state_dict().keys()
+
+
+class LogsByRank(Regression):
+    """Logs other values of a training metric on each rank, which are not reduced."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        values = [[3.0, 1.0, 2.0], [1.0, 2.0, 3.0]][self.global_rank]
+        self.log("loss_of_rank", values[self.current_epoch], on_step=False, on_epoch=True, batch_size=4)
+        return super().training_step(batch, batch_idx)
+
+
+def select_best(folder: Path) -> tuple[str, float, str, int]:
+    module, saver = LogsByRank(), ModelCheckpoint(folder, "{epoch}-{loss_of_rank:.0f}", monitor="loss_of_rank")
+    arguments = {"max_epochs": 3, "enable_checkpointing": True, "callbacks": [saver]}
+    trainer = make_trainer(folder, devices=2, strategy="ddp", **arguments)
+    data = DataLoader(worker.samples(), batch_size=20)
+    trainer.fit(module, data)
+    trainer.validate(module, data, ckpt_path="best", verbose=False)
+    assert saver.best_model_score is not None
+    return Path(saver.best_model_path).name, saver.best_model_score.item(), str(trainer.ckpt_path), trainer.global_step
+
+
+def test_checkpoint_is_selected_by_the_metric_of_rank_0(ranks: Ranks, tmp_path: Path) -> None:
+    name = "epoch=1-loss_of_rank=1.ckpt"
+    assert ranks.call(select_best, tmp_path) == [(name, 1.0, str(tmp_path / name), 3)] * 2
+    assert [path.name for path in tmp_path.iterdir()] == [name]

@@ -1,7 +1,7 @@
 """Lightning's ModelCheckpoint callbacks: when they save, their folders, and the state that they do not save themselves.
 
 A ModelCheckpoint with ``every_n_train_steps`` and a ``monitor`` saves after the validation if one follows the same
-batch, so that its score is that of the saved weights.
+batch, so that its score is that of the saved weights. All ranks select checkpoints by the metrics of rank 0.
 
 A folder belongs to one run at a time. A resumed run restores the step at which each ModelCheckpoint last saved, and
 whether it waits for a validation, because the callback's own state lacks these.
@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
 
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor
 
 from trainer.checkpoint.files import EXTENSION
 from trainer.checkpoint.folder_locks import LOCK, describe_owner, lock_folder
@@ -62,6 +63,7 @@ def are_written(trainer: Trainer) -> bool:
 _on_train_batch_end = ModelCheckpoint.on_train_batch_end
 _on_validation_end = ModelCheckpoint.on_validation_end
 _on_train_epoch_end = ModelCheckpoint.on_train_epoch_end
+_monitor_candidates = ModelCheckpoint._monitor_candidates
 
 
 @wraps(_on_train_batch_end)
@@ -112,6 +114,17 @@ def _save_after_epoch(self: ModelCheckpoint, trainer: pl.Trainer, pl_module: Any
         self._save_topk_checkpoint(trainer, self._monitor_candidates(trainer))
 
 
+@wraps(_monitor_candidates)
+def _candidates_of_rank_0(self: ModelCheckpoint, trainer: pl.Trainer) -> dict[str, Tensor]:
+    """Return the metrics of rank 0, so that all ranks select the same checkpoint, with the name of its file."""
+    candidates = _monitor_candidates(self, trainer)
+    # only one rank may have raised an exception, and then the others do not join a broadcast
+    if not _is_our_trainer(trainer) or trainer.world_size == 1 or trainer.interrupted:
+        return candidates
+    return trainer.engine.broadcast({name: value.cpu() for name, value in candidates.items()})
+
+
+ModelCheckpoint._monitor_candidates = _candidates_of_rank_0  # type: ignore[method-assign]
 ModelCheckpoint.on_train_epoch_end = _save_after_epoch  # type: ignore[method-assign]
 ModelCheckpoint.on_train_batch_end = _save_after_batch  # type: ignore[method-assign]
 ModelCheckpoint.on_validation_end = _save_after_validation  # type: ignore[method-assign]
