@@ -15,8 +15,6 @@ _PACE_POINTS = 60
 _SHORTEST = 0.1
 """Shortest training time in seconds to compute a rate over, because rates over shorter times are noise."""
 _MOST_OTHERS = 24
-_COLORS = {"tra": 0, "val": 1, "tes": 2}
-"""Color of each stage, by the first three letters of its name."""
 _LAYERS = 3
 _LAYER_NORM = "grad_norm/"
 """Prefix of the metrics of `trainer.callbacks.LayerNorms`."""
@@ -141,12 +139,9 @@ def _metrics(run: RunRecord, rows: dict[str, Curve]) -> tuple[list[Chart], list[
             step_losses = [rows[name] for name in names if _is_training(name) and not name.endswith("_epoch")]
             losses = _continued(losses, step_losses[0]) if step_losses else losses
             names = [name for name in names if not _is_training(name)]
-        lines = list(_lines(names, rows))
+        lines = list(_lines(names, rows, first=int(is_loss and has_losses)))
         if is_loss and has_losses:
-            lines = [
-                *_training_loss(losses),
-                *(replace(line, color=line.color or len(lines) + 1) for line in lines),
-            ]
+            lines = [*_training_loss(losses), *lines]
         title = "Loss" if is_loss else base if len(names) > 1 else names[0]
         is_metric = is_loss or any(_STAGE.match(name) or name in validated for name in names)
         (learning if is_metric else others).append(Chart(title, lines))
@@ -167,16 +162,16 @@ def _is_training(name: str) -> bool:
     return found is None or found[1].startswith("train")
 
 
-def _lines(names: Iterable[str], rows: dict[str, Curve]) -> Iterable[Line]:
-    """Iterate over a line for each name. Values per step are drawn faintly if there is a mean per epoch."""
+def _lines(names: Iterable[str], rows: dict[str, Curve], first: int) -> Iterable[Line]:
+    """Iterate over a line for each name. Values per step are drawn faintly if there is a mean per epoch.
+
+    Args:
+        names: names of metrics.
+        rows: their curves.
+        first: color of the first line.
+    """
     listed = sorted(names, key=lambda name: (not _is_training(name), name))
-    free = [*range(8)]
-    colors: dict[str, int] = {}
-    for name in (name for name in listed if _epoch_of(name) not in listed):
-        found = _STAGE.match(name)
-        usual = _COLORS.get(found[1][:3], 0) if found else 0
-        colors[name] = usual if usual in free else next(iter(free), 0)
-        free = [color for color in free if color != colors[name]]
+    colors = {name: color for color, name in enumerate((n for n in listed if _epoch_of(n) not in listed), first)}
     for name in listed:
         is_faint = name not in colors
         yield Line(name, rows[name], colors[_epoch_of(name) if is_faint else name], faint=is_faint)

@@ -41,7 +41,7 @@ def test_page_has_everything_and_uses_no_network(make_run, capsys):
     ):  # fmt: skip
         assert expected in diagnosis
     assert "python -m trainer fit +recipe=digits precision=16-mixed" in page.sections["settings"]
-    assert "optimizer lr 0.1" in page.sections["settings"]
+    assert "optimizer.lr 0.1" in page.sections["settings"]
     for expected in ("Zuse Z4", "torch 2.15.0", "0123456789ab with changes", "16.0 GiB", "OMP_NUM_THREADS 1"):
         assert expected in page.sections["environment"]
     assert page.sections["warnings"] == "Warnings take care"

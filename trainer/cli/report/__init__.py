@@ -7,7 +7,6 @@ and ``page`` (``several`` for more than one run) fills the template. The page is
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,7 +30,8 @@ def command(arguments: Arguments) -> int:
 
     if problem := packages.missing("report"):
         raise UsageError(f"report needs {problem}")
-    names, named = _split_words(arguments.words)
+    names = list(arguments.words)
+    named = names.pop() if names and Path(names[-1]).suffix.lower() in (".html", ".htm") else None
     about = choose_subject(names)
     out = Path(named) if named else about.folder / PAGE
     if not names:
@@ -40,28 +40,6 @@ def command(arguments: Arguments) -> int:
         print(f"Left out: {problem}", file=sys.stderr)
     print(f"The report is {out}")
     return 0
-
-
-def _split_words(words: Sequence[str]) -> tuple[list[str], str | None]:
-    """Return the folders and the name of the page among the words."""
-    *folders, last = words or [""]
-    if not _is_name_of_page(last):
-        folders, last = list(words), ""
-    if misplaced := next((word for word in folders if _is_name_of_page(word) and not Path(word).is_dir()), None):
-        extra_word = words[list(words).index(misplaced) + 1]
-        raise UsageError(
-            f"Got {extra_word!r} after the name of the page, {misplaced}, expected the name of the page as the last"
-            " word."
-        )
-    if len(folders) > 1 and Path(folders[-1]).suffix and not Path(folders[-1]).exists():
-        raise UsageError(
-            f"There is no folder {folders[-1]}. If it is the name of the page, expected a name that ends in .html."
-        )
-    return folders, last or None
-
-
-def _is_name_of_page(word: str) -> bool:
-    return Path(word).suffix.lower() in (".html", ".htm")
 
 
 def write_report(about: ReportSubject, out: Path) -> list[str]:
@@ -80,10 +58,6 @@ def write_report(about: ReportSubject, out: Path) -> list[str]:
     from trainer.cli.report.page import run_page
     from trainer.cli.report.several import INVALID_RECORD_ERRORS, several_page, unreadable
 
-    if not _is_name_of_page(str(out)) or out.is_dir():
-        raise UsageError(
-            f"Got {out} as the name of the page, expected a name that ends in .html, such as {out.with_name(PAGE)}."
-        )
     left_out: list[str] = []
     if about.kind == "run":
         try:

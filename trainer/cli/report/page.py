@@ -163,27 +163,10 @@ def note_of(run: RunRecord) -> str:
     return ""
 
 
-def _settings(run: RunRecord) -> list[tuple[str, list[tuple[str, str, bool]]]]:
-    """Return groups of settings: key, value, and whether the command line set it."""
+def _settings(run: RunRecord) -> list[tuple[str, str, bool]]:
+    """Return key, value, and whether the command line set it, for each setting."""
     chosen = {word.lstrip("+~").partition("=")[0] for word in run.chosen}
-    groups: dict[str, dict[str, Any]] = {"run": {}}
-    for key, value in run.config.items():
-        if isinstance(value, dict):
-            groups[str(key)] = value
-        else:
-            groups["run"][str(key)] = value
-    found = {
-        group: [
-            (
-                key,
-                value,
-                (key if group == "run" else f"{group}.{key}") in chosen or (key == "_target_" and group in chosen),
-            )
-            for key, value in flat(settings)
-        ]
-        for group, settings in groups.items()
-    }
-    return [(group, rows) for group, rows in found.items() if rows]
+    return [(key, value, key in chosen or key.removesuffix("._target_") in chosen) for key, value in flat(run.config)]
 
 
 def flat(settings: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
@@ -193,33 +176,30 @@ def flat(settings: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
             yield key, value if isinstance(value, str) else json.dumps(value)
 
 
-def environment_of(run: RunRecord) -> list[tuple[str, list[tuple[str, str]]]]:
-    """Return groups of labels and values: the command, the machine and the versions."""
+def environment_of(run: RunRecord) -> list[tuple[str, str]]:
+    """Return labels and values: the command, the machine and the versions."""
     found = run.environment
     if not found:
         return []
     git, memory, command = found.get("git") or {}, found.get("memory"), found.get("command")
     commit = f"{str(git.get('commit', ''))[:12]}{' with changes' if git.get('modified') else ''}".strip()
-    groups = {
-        "Run": {
-            "command": " ".join(redaction.word(str(word)) for word in command) if isinstance(command, list) else "",
-            "directory": found.get("directory"),
-            "commit": commit,
-            "branch": git.get("branch"),
-            **(found.get("variables") or {}),
-        },
-        "Machine": {
-            "host": found.get("host"),
-            "devices": run.devices,
-            "CPU": found.get("cpu"),
-            "cores": found.get("cores"),
-            "memory": readable(memory) if memory else "",
-            "system": found.get("platform"),
-        },
-        "Versions": {"Python": found.get("python"), **(found.get("versions") or {}), "CUDA": found.get("cuda")},
+    facts = {
+        "command": " ".join(redaction.word(str(word)) for word in command) if isinstance(command, list) else "",
+        "directory": found.get("directory"),
+        "commit": commit,
+        "branch": git.get("branch"),
+        **(found.get("variables") or {}),
+        "host": found.get("host"),
+        "devices": run.devices,
+        "CPU": found.get("cpu"),
+        "cores": found.get("cores"),
+        "memory": readable(memory) if memory else "",
+        "system": found.get("platform"),
+        "Python": found.get("python"),
+        **(found.get("versions") or {}),
+        "CUDA": found.get("cuda"),
     }
-    shown = {group: [(str(k), str(v)) for k, v in rows.items() if v] for group, rows in groups.items()}
-    return [(group, rows) for group, rows in shown.items() if rows]
+    return [(str(label), str(value)) for label, value in facts.items() if value]
 
 
 def draw_sections(sections: Sequence[Section], last_step: float) -> list[tuple[str, list[DrawnChart], Sequence[str]]]:

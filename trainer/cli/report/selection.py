@@ -14,7 +14,7 @@ from trainer.terminal import command_line
 _RUN_FILES = (RUN, "metrics.csv", "csv/metrics.csv", ".hydra/config.yaml")
 _SWEEP_FILES = ("multirun.yaml", "summary.md", "compare.json", "optimization_results.yaml")
 _TOPS = ("outputs", "multirun", "lightning_logs")
-_MOST_NEAR = 5
+_ADVICE = " Without a folder, report shows the newest run."
 _DEPTH = 4
 """Number of levels to search below a folder: outputs/NAME/DATE_TIME, with up to two slashes in NAME."""
 
@@ -93,14 +93,14 @@ def _runs_and_sweeps(given: str) -> list[Path]:
     """
     folder = Path(given)
     if not folder.exists():
-        raise UsageError(f"There is no folder {given}.{_nearby_runs(folder)}")
+        raise UsageError(f"There is no folder {given}.{_ADVICE}")
     if not folder.is_dir():
-        raise UsageError(f"{given} is a file, expected the folder of a run.{_nearby_runs(folder)}")
+        raise UsageError(f"{given} is a file, expected the folder of a run.{_ADVICE}")
     found = below(folder)
     if not found:
         raise UsageError(
             f"{given} is not the folder of a run or a sweep: the folder of a run contains {RUN} or metrics.csv. In"
-            f" Python, Trainer(callbacks=[RunRecorder()]) writes {RUN}.{_nearby_runs(folder)}"
+            f" Python, Trainer(callbacks=[RunRecorder()]) writes {RUN}.{_ADVICE}"
         )
     return found
 
@@ -135,12 +135,3 @@ def _children(folder: Path) -> Iterator[Path]:
     except OSError:
         return
     yield from (child for child in children if child.is_dir() and not child.name.startswith("."))
-
-
-def _nearby_runs(folder: Path) -> str:
-    """Return commands for the newest runs next to ``folder``, or in the default folders."""
-    siblings = [place for place in (folder.parent, *_children(folder.parent)) if is_sweep(place) or is_run(place)]
-    found = siblings or [place for top in _TOPS for place in below(Path(top))]
-    newest = sorted(found, key=_changed, reverse=True)[:_MOST_NEAR]
-    commands = [f"\n  {command_line('report', place)}" for place in newest]
-    return "".join([" For the newest runs:", *commands]) if commands else ""

@@ -211,8 +211,7 @@ def _differences(runs: Sequence[RunRecord]) -> tuple[list[Difference], list[Diff
         for run in runs
     ]
     environments = [
-        {label: value for _, rows in environment_of(run) for label, value in rows if label not in _ALWAYS_DIFFERENT}
-        for run in runs
+        {label: value for label, value in environment_of(run) if label not in _ALWAYS_DIFFERENT} for run in runs
     ]
     chosen = {word.lstrip("+~").partition("=")[0] for run in runs for word in run.chosen}
     differing = _differing(settings, chosen)
