@@ -68,11 +68,11 @@ def test_only_completed_runs_are_the_best_of_a_sweep(tmp_path: Path) -> None:
     assert best_of(sweep.runs, None) is None
 
 
-def labels(folder: Path, *overrides: list[str], distinct: bool = False) -> list[str]:
+def labels(folder: Path, *overrides: list[str]) -> list[str]:
     for job, words in enumerate(overrides):
         write(folder, job, 0.5, overrides=["+recipe=line", *words])
     sweep = load_sweep(folder)
-    sweep.set_labels(distinct=distinct)
+    sweep.set_labels()
     return [run.label for run in sweep.runs]
 
 
@@ -83,15 +83,12 @@ def test_labels_are_the_overrides_that_differ(tmp_path: Path) -> None:
     words = ["optimizer.lr=0.013311216080736894", pruning], ["model.act=v1.234567x", pruning], []
     assert labels(tmp_path, *words) == ["optimizer.lr=0.01331", "model.act=v1.234567x", "2"]
     words = ["optimizer.lr=0.0133111"], ["optimizer.lr=0.0133112"], []  # rounded, they would be equal
-    assert labels(tmp_path, *words) == ["optimizer.lr=0.0133111", "optimizer.lr=0.0133112", "2"]
+    assert labels(tmp_path, *words) == ["optimizer.lr=0.01331 [1]", "optimizer.lr=0.01331 [2]", "2"]
 
 
-def test_labels_that_are_equal_or_long(tmp_path: Path) -> None:
-    words = "a=" + 99 * "x", "a=" + 98 * "x" + "y"
-    start = f"{words[0][:63]}\u2026"
-    assert labels(tmp_path / "long", *([word] for word in words), distinct=True) == [f"{start} (0)", f"{start} (1)"]
+def test_labels_that_are_equal(tmp_path: Path) -> None:
     for name in ("a", "b"):
         write(tmp_path / name, 0, 0.5)
     sweep = Sweep([load_run(tmp_path / name / "0") for name in ("a", "b")])
-    sweep.set_labels(distinct=True)
+    sweep.set_labels()
     assert [run.label for run in sweep.runs] == ["0 [1]", "0 [2]"]

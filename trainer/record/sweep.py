@@ -15,7 +15,6 @@ _NO_METRICS = ("amp/", "lr-", "grad_norm")
 """Prefixes of values that callbacks log and that do not measure the quality of a model."""
 _METRICS = 4
 _LONG = re.compile(r"(?<![\w.])\d+\.\d{5,}(?:e[+-]?\d+)?(?![\w.])")  # numbers drawn by a sweeper
-_LONGEST = 64  # characters of a label
 
 
 class Sweep:
@@ -87,29 +86,14 @@ class Sweep:
             for run, own in zip(self.runs, self.own(), strict=True)
         ]
 
-    def set_labels(self, *, distinct: bool = False) -> None:
+    def set_labels(self) -> None:
         """Set the label of each run: the overrides that not all runs have, else its precision or the folder's name.
 
-        Args:
-            distinct: whether to shorten long labels, and to add the folder's name or a number to equal ones. Default:
-                False.
+        A number is added to labels that are equal.
         """
-        common = set(self.common) if len(self.runs) > 1 else set()
-        for run in self.runs:
-            words = (re.sub(r"^precision=|^\+*recipe=", "", word) for word in run.chosen if word not in common)
-            run.label = " ".join(words) or run.precision or run.folder.name
-        short = [_LONG.sub(lambda found: f"{float(found[0]):.4g}", run.label) for run in self.runs]
-        if len(set(short)) == len({run.label for run in self.runs}):
-            for run, label in zip(self.runs, short, strict=True):
-                run.label = label
-        if not distinct:
-            return
-        for run in self.runs:
-            run.label = run.label if len(run.label) <= _LONGEST else f"{run.label[: _LONGEST - 1]}\u2026"
-        counts = Counter(run.label for run in self.runs)
-        for run in self.runs:
-            if counts[run.label] > 1 and run.label != run.folder.name:
-                run.label = f"{run.label} ({run.folder.resolve().name})"
+        for run, own in zip(self.runs, self.own(), strict=True):
+            words = " ".join(re.sub(r"^precision=|^\+*recipe=", "", word) for word in own if len(self.runs) > 1)
+            run.label = _LONG.sub(lambda found: f"{float(found[0]):.4g}", words) or run.precision or run.folder.name
         counts = Counter(run.label for run in self.runs)
         for number, run in enumerate(self.runs, start=1):
             run.label += f" [{number}]" if counts[run.label] > 1 else ""

@@ -71,10 +71,10 @@ def test_report(folder, capsys, monkeypatch):
         "| 32-true | 0.5 | 0.9 | 61.2 s | 1,000 | 2,048 MiB | 0 | - | - | - |\n"
         "| 16-mixed | 0.5 | 0.901 | 61.2 s | 1,600 | 1,536 MiB | 1 | 1.60x | -25% | missed |\n"
     )
-    verdict = "val_acc within 0.1 points of 32-true, 1.6x faster, 25.0% less memory."
+    verdict = "val_acc within 0.1 points of 32-true, 1.60x faster, 25.0% less memory."
     assert f"- **16-mixed**: {verdict}\n  - Saves less than 30% of the memory. Mixed precision keeps" in text
     assert (
-        "- Equal in all runs: seed 42, 1 x NVIDIA A100, 3 epochs (60 optimizer steps), the first batch of every"
+        "- Equal in all runs: seed 42, 1 x NVIDIA A100, epochs: 3, optimizer steps: 60, the first batch of every"
         " epoch.\n- Each setting has only one run" in text
     )
     out = capsys.readouterr().out
@@ -110,7 +110,7 @@ def test_report(folder, capsys, monkeypatch):
 
 
 def test_missed_threshold_fails_with_strict_only(folder):
-    leave(result(0, "32-true"), result(1, "16-mixed"), result(2, "bf16-mixed"))  # 25% and 50% less memory
+    leave(result(0, "32-true"), result(1, "16-mixed"), result(2, "bf16-mixed"))  # 25% and 50.0% less memory
     assert report(folder, Thresholds()) == 0
     assert report(folder, Thresholds(strict=True)) == 1
     assert report(folder, Thresholds(strict=True, min_speedup=3.0)) == 2
@@ -159,9 +159,9 @@ def runs(**of_second) -> list[RunRecord]:
 @pytest.mark.parametrize(
     ("of_second", "sentence"),
     [
-        ({"throughput": None}, "1 x NVIDIA A100, 3 epochs (60 optimizer steps)."),  # nothing is known of the batches
+        ({"throughput": None}, "1 x NVIDIA A100, epochs: 3, optimizer steps: 60."),  # nothing is known of the batches
         ({"seed": 7}, "Different between runs: 16-mixed has seed 7, 32-true 42."),
-        ({"epochs": 1, "steps": 1}, "16-mixed trained for 1 epoch (1 optimizer step), 32-true for 3 epochs (60 "),
+        ({"epochs": 1, "steps": 1}, "16-mixed has epochs: 1, optimizer steps: 1; 32-true has epochs: 3, "),
         ({"throughput": {"batches": [[None, 2], [None, 4], [5, 6]]}}, "Equal in all runs: "),
         (
             {"throughput": {"batches": [[None, 2], [None, 5], [5, 6]]}},
@@ -179,7 +179,7 @@ def test_conditions():
     assert [line.startswith("Different between runs") for line in different] == [True, False, False]
     assert condition_differences(runs(status="failed", seed=7)) == []
     few = {"throughput": result(0, "")["throughput"] | {"measured_batches": 5}}
-    assert "The rates were measured over only 5 batches." in Comparison(runs(**few), Thresholds()).conditions[1]
+    assert "The rates were measured over too few batches (5)." in Comparison(runs(**few), Thresholds()).conditions[1]
     on_cpu = labeled("32-true", result(0, "32-true", peak_memory={"process": 2**30}))
     (hint,) = [line for line in Comparison([on_cpu] * 2, Thresholds()).conditions if "CPU" in line]
     assert "not expected to be faster" in hint
@@ -222,7 +222,7 @@ def test_real_trainings_in_two_precisions(project, python):
     first, second = numbers["runs"]
     assert [first["label"], second["label"]] == ["32-true", "16-mixed"]
     assert numbers["conditions"][0] == (
-        "Equal in all runs: seed 42, 1 x CPU, 3 epochs (12 optimizer steps), the first batch of every epoch."
+        "Equal in all runs: seed 42, 1 x CPU, epochs: 3, optimizer steps: 12, the first batch of every epoch."
     )
     for run in (first, second):
         record = load_run(Path(run["run_dir"]))

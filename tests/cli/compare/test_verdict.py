@@ -79,7 +79,7 @@ def test_tolerance_is_the_users():
 
 def test_metric_that_a_run_did_not_log():
     verdict = assess(run("16-mixed", metrics={}, rate=200.0, memory=5 * GB), run(), ACC, Thresholds())
-    assert verdict.text == "no val_acc to compare, 2.0x faster, 50% less memory."
+    assert verdict.text == "no val_acc to compare, 2.00x faster, 50.0% less memory."
     assert not verdict.met  # undecidable
     assert verdict.advice == ("val_acc was not logged by both runs.",)
 
@@ -87,7 +87,7 @@ def test_metric_that_a_run_did_not_log():
 @pytest.mark.parametrize(
     ("rate", "clause", "met"),
     [
-        (150.0, "1.5x faster", True),
+        (150.0, "1.50x faster", True),
         (149.9, "1.50x faster", False),
         (96.0, "as fast", False),
         (50.0, "2.00x slower", False),
@@ -95,7 +95,7 @@ def test_metric_that_a_run_did_not_log():
 )
 def test_speed_on_a_gpu(rate, clause, met):
     verdict = assess(run("16-mixed", rate=rate, memory=5 * GB), run(), None, Thresholds())
-    assert verdict.text == f"{clause}, 50% less memory."
+    assert verdict.text == f"{clause}, 50.0% less memory."
     assert (verdict.met, verdict.speedup, verdict.memory_saving) == (met, rate / 100, 0.5)
     assert [line.startswith("Less than 1.5x as fast as 32-true.") for line in verdict.advice] == [True] * (not met)
 
@@ -103,7 +103,7 @@ def test_speed_on_a_gpu(rate, clause, met):
 @pytest.mark.parametrize(
     ("memory", "clause", "met"),
     [
-        (7, "30% less memory", True),
+        (7, "30.0% less memory", True),
         (7.5, "25.0% less memory", False),
         (10, "as much memory", False),
         (12, "20.0% more memory", False),
@@ -111,7 +111,7 @@ def test_speed_on_a_gpu(rate, clause, met):
 )
 def test_memory_on_a_gpu(memory, clause, met):
     verdict = assess(run("bf16-mixed", rate=200.0, memory=memory * GB), run(), None, Thresholds())
-    assert verdict.text == f"2.0x faster, {clause}."
+    assert verdict.text == f"2.00x faster, {clause}."
     assert verdict.met is met
     reason = "Saves less than 30% of the memory. Mixed precision keeps weights"
     assert [line.startswith(reason) for line in verdict.advice] == [True] * (not met)
@@ -119,7 +119,7 @@ def test_memory_on_a_gpu(memory, clause, met):
 
 def test_cpu_has_no_thresholds_for_speed_and_memory():
     verdict = assess(run("16-mixed", rate=50.0, memory=11 * GB, gpu=False), run(gpu=False), None, Thresholds())
-    assert verdict.text == "2.0x slower."
+    assert verdict.text == "2.00x slower."
     assert verdict.met
     strict = assess(
         run("16-mixed", rate=50.0, memory=11 * GB, gpu=False),
@@ -146,17 +146,15 @@ def test_thresholds_apply_to_16_bits_against_more_only():
 @pytest.mark.parametrize(
     ("of_run", "of_first", "reason"),
     [
-        ({}, {}, "Usual reasons: layer sizes that are not multiples"),
+        ({}, {}, "Usual reasons: a GPU without Tensor Cores"),
         ({"waiting": 0.62}, {}, "The loop waited for batches 62% of the time"),
         ({}, {"tf32": ["convolutions"]}, "32-true used Tensor Cores too: TF32 in convolutions."),
-        ({"capability": (6, 1)}, {}, "This GPU (compute capability 6.1) has no Tensor Cores."),
-        ({"capability": (7, 5)}, {}, "(compute capability 7.5) do not support bfloat16: use 16-mixed."),
     ],
 )
 def test_why_a_gpu_is_not_faster(of_run, of_first, reason):
     (advice, _) = assess(run("bf16-mixed", **of_run), run(**of_first), None, Thresholds()).advice
     assert reason in advice
-    assert advice.count("Usual reasons") == (of_run.get("capability") != (6, 1))
+    assert advice.count("Usual reasons") == 1
 
 
 def test_run_without_measurements():

@@ -86,8 +86,8 @@ def test_table_has_the_differences_and_results(tmp_path, capsys):
         " | run dir |"
     )
     assert lines[2:] == [
-        "| 0 | optimizer.lr=0 | completed | 3 | 61.2 s | 0.9 | 0.9877 | 0.1 | 2 | 32768 | 2,048 MiB | 0 |",
-        "| 2 | optimizer.lr=2 | completed | 3 | 61.2 s | 0.9 | 0.9877 | 0.1 | 2 | 32768 | 2,048 MiB | 2 |",
+        "| 0 | optimizer.lr=0 | completed | 3 | 61.2 s | 0.9 | 0.9877 | 0.1 | 2 | 32,768 | 2,048 MiB | 0 |",
+        "| 2 | optimizer.lr=2 | completed | 3 | 61.2 s | 0.9 | 0.9877 | 0.1 | 2 | 32,768 | 2,048 MiB | 2 |",
         "| 10 | optimizer.lr=10 | failed | 3 | 61.2 s | - | - | - | 2 | - | 2,048 MiB | 10 |",
     ]
     out = capsys.readouterr().out

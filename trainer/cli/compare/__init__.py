@@ -21,14 +21,23 @@ from trainer.cli.help import versions
 from trainer.cli.schema import read_settings
 from trainer.record.run_record import MEASURING, RunRecord
 from trainer.record.sweep import Sweep, load_sweep
-from trainer.terminal import Table, command_line, format_mebibytes, four_digits, is_quiet, markdown_table, print_line
+from trainer.terminal import (
+    Table,
+    command_line,
+    format_mebibytes,
+    format_number,
+    four_digits,
+    is_quiet,
+    markdown_table,
+    print_line,
+)
 
 _FEW_BATCHES = 20
 
 _FIGURES: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
     ("label", "run", str),
-    ("final_loss", "final loss", "{:.4g}".format),
-    ("metric", "", "{:.4g}".format),
+    ("final_loss", "final loss", format_number),
+    ("metric", "", format_number),
     ("train_seconds", "training", "{:.1f} s".format),
     ("samples_per_second", "samples/s", four_digits),
     ("peak_memory", "peak memory", lambda sizes: format_mebibytes(next(iter(sizes.values())))),
@@ -243,7 +252,7 @@ def condition_differences(runs: Sequence[RunRecord]) -> list[str]:
             if value != first_value:
                 found.append(f"{run.label} has {fact} {value}, {first.label} {first_value}.")
         if _length(run) != _length(first):
-            found.append(f"{run.label} trained for {_length(run)}, {first.label} for {_length(first)}.")
+            found.append(f"{run.label} has {_length(run)}; {first.label} has {_length(first)}.")
         epoch = _first_difference(run, first)
         if epoch is not None:
             found.append(
@@ -259,7 +268,7 @@ def condition_differences(runs: Sequence[RunRecord]) -> list[str]:
 
 
 def _length(run: RunRecord) -> str:
-    return f"{_count(run.epochs, 'epoch')} ({_count(run.steps, 'optimizer step')})"
+    return f"epochs: {format_number(run.epochs)}, optimizer steps: {format_number(run.steps)}"
 
 
 def _first_difference(run: RunRecord, first: RunRecord) -> int | None:
@@ -276,8 +285,7 @@ def _reliability_notes(runs: Sequence[RunRecord]) -> list[str]:
     found = []
     batches = [measured for run in runs if (measured := run.throughput.get("measured_batches")) is not None]
     if batches and min(batches) < _FEW_BATCHES:
-        count = _count(min(batches), "batch", "batches")
-        found.append(f"The rates were measured over only {count}. Train longer for reliable rates.")
+        found.append(f"The rates were measured over too few batches ({min(batches)}). Train longer for reliable rates.")
     if not any(run.memory_is_the_gpus for run in runs):
         found.append(
             "On a CPU, 16 bits are not expected to be faster: it has no Tensor Cores, and only some CPUs have"
@@ -293,11 +301,3 @@ def _reliability_notes(runs: Sequence[RunRecord]) -> list[str]:
 def _outcome(run: RunRecord) -> str:
     """Return status and error of a run that did not complete; "" if it completed."""
     return "" if run.completed else f"{run.status}: {run.error or 'no error was recorded'}"
-
-
-def _count(number: int | None, singular: str, plural: str | None = None) -> str:
-    return (
-        f"{number} {singular}"
-        if number == 1
-        else f"{'?' if number is None else f'{number:,}'} {plural or f'{singular}s'}"
-    )

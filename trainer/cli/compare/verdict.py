@@ -118,7 +118,7 @@ def assess(run: RunRecord, first: RunRecord, metric: Metric | None, thresholds: 
     speedup = rate / first_rate if rate and first_rate else None
     if speedup is not None:
         wanted = _threshold(thresholds.min_speedup, MIN_SPEEDUP, run, first)
-        clauses.append(_speed(speedup, wanted))
+        clauses.append(_speed(speedup))
         if wanted is not None and speedup < wanted:
             advice.append(
                 " ".join([f"Less than {wanted:g}x as fast as {first.label}.", *_slowness_reasons(run, first)])
@@ -128,7 +128,7 @@ def assess(run: RunRecord, first: RunRecord, metric: Metric | None, thresholds: 
     if saving is not None:
         wanted = _threshold(thresholds.min_memory_saving, MIN_MEMORY_SAVING, run, first)
         if wanted is not None or run.memory_is_the_gpus:
-            clauses.append(_memory(saving, wanted))
+            clauses.append(_memory(saving))
         if wanted is not None and saving < wanted:
             advice.append(" ".join([f"Saves less than {wanted:.0%} of the memory.", *_memory_reasons(run)]))
     text = f"{', '.join(clauses)}." if clauses else "no figure was measured in both runs."
@@ -180,18 +180,16 @@ def _assess_quality(
     )
 
 
-def _speed(ratio: float, wanted: float | None) -> str:
-    digits = 1 if wanted is None or ratio >= wanted else 2  # so that 1.49x is not shown as 1.5x
+def _speed(ratio: float) -> str:
     if ratio >= _SAME_SPEED:
-        return f"{ratio:.{digits}f}x faster"
-    return f"{1 / ratio:.{digits}f}x slower" if ratio <= 1 / _SAME_SPEED else "as fast"
+        return f"{ratio:.2f}x faster"
+    return f"{1 / ratio:.2f}x slower" if ratio <= 1 / _SAME_SPEED else "as fast"
 
 
-def _memory(saving: float, wanted: float | None) -> str:
-    digits = 0 if wanted is None or saving >= wanted else 1
+def _memory(saving: float) -> str:
     if abs(saving) < 0.005:
         return "as much memory"
-    return f"{abs(saving):.{digits}%} {'less' if saving > 0 else 'more'} memory"
+    return f"{abs(saving):.1%} {'less' if saving > 0 else 'more'} memory"
 
 
 def _slowness_reasons(run: RunRecord, first: RunRecord) -> Iterable[str]:
@@ -199,15 +197,6 @@ def _slowness_reasons(run: RunRecord, first: RunRecord) -> Iterable[str]:
     if not run.memory_is_the_gpus:
         yield "A CPU has no Tensor Cores, and few CPUs have 16-bit instructions, so this is expected."
         return
-    capability = run.gpu.get("capability")
-    if capability is not None and capability < [7, 0]:
-        yield f"This GPU (compute capability {_dotted(capability)}) has no Tensor Cores."
-        return
-    if capability is not None and capability < [8, 0] and str(run.precision).startswith("bf16"):
-        yield (
-            f"The Tensor Cores of this GPU (compute capability {_dotted(capability)}) do not support bfloat16: use"
-            " 16-mixed."
-        )
     waiting = run.throughput.get("waiting")
     if waiting is not None and waiting > 0.2:
         yield (
@@ -217,7 +206,8 @@ def _slowness_reasons(run: RunRecord, first: RunRecord) -> Iterable[str]:
     if tf32 := first.gpu.get("tf32"):
         yield f"{first.label} used Tensor Cores too: TF32 in {' and '.join(tf32)}."
     yield (
-        "Usual reasons: layer sizes that are not multiples of 8, batches that are too small to keep the GPU busy"
+        "Usual reasons: a GPU without Tensor Cores for this precision (compute capability below 7.0, or below 8.0 for"
+        " bfloat16), layer sizes that are not multiples of 8, batches that are too small to keep the GPU busy"
         " (data.batch_size, torch.compile), or most of the work in 32 bits (precision.fp32_modules, operations that"
         " autocast runs in float32)."
     )
@@ -232,7 +222,3 @@ def _memory_reasons(run: RunRecord) -> Iterable[str]:
         "Mixed precision keeps weights, gradients and optimizer states in 32 bits, and copies of the weights in 16"
         " bits. Only activations become smaller; their share grows with the batch size."
     )
-
-
-def _dotted(capability: Sequence[int]) -> str:
-    return ".".join(map(str, capability))

@@ -96,7 +96,7 @@ def several_page(about: ReportSubject, out: Path) -> tuple[str, list[str]]:
     if is_sweep:
         runs.sort(key=_order)
     sweep = Sweep(runs)
-    sweep.set_labels(distinct=not is_sweep)
+    sweep.set_labels()
     comparison = dict(redaction.containers(read_json(about.folder, "compare.json"))) if is_sweep else {}
     goal = sweep.goal if is_sweep else _goal(runs)
     winner = best_of([run for run in runs if run.completed or not is_sweep], goal) if len(runs) > 1 else None

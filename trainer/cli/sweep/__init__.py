@@ -13,7 +13,7 @@ from typing import Any
 
 from trainer.record.run_record import SUCCESSFUL, RunRecord
 from trainer.record.sweep import Sweep, load_sweep
-from trainer.terminal import Table, command_line, format_mebibytes, markdown_table, print_line
+from trainer.terminal import Table, command_line, format_mebibytes, format_number, markdown_table, print_line
 
 _DROPPABLE_COLUMNS = ("run dir", "scale", "epochs", "memory", "skipped")
 """Columns to drop on a narrow terminal, in this order. ``summary.md`` has all columns."""
@@ -78,14 +78,11 @@ def _rows(sweep: Sweep, folder: Path) -> tuple[list[str], list[list[str]]]:
             "job": f"{run.job}{' (best)' if run is sweep.best else ''}",
             "overrides": " ".join(own),
             "status": run.status,
-            "epochs": _number(run.epochs),
+            "epochs": format_number(run.epochs),
             "time": "-" if run.seconds is None else f"{run.seconds:.1f} s",
-            **{
-                sweep.titled(name): "-" if (value := run.value_of(name)) is None else f"{value:.4g}"
-                for name in sweep.metrics
-            },
-            "skipped": _number(run.skipped_steps),
-            "scale": _number(run.scale),
+            **{sweep.titled(name): format_number(run.value_of(name)) for name in sweep.metrics},
+            "skipped": format_number(run.skipped_steps),
+            "scale": format_number(run.scale),
             "memory": format_mebibytes(run.peak_memory),
             "run dir": os.path.relpath(run.folder, folder),
         }
@@ -130,10 +127,6 @@ def _best(sweep: Sweep) -> str:
     if len(objectives) == 1 and any(run.completed for run in sweep.runs):
         return f"There is no best job: no job has a finite value of {objectives.pop()[0]}."
     return ""
-
-
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:g}"
 
 
 def _print(
