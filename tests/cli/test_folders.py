@@ -56,7 +56,7 @@ def test_file_with_the_name_of_a_package_is_reported(tmp_path, monkeypatch, caps
     write(tmp_path, {"random.py": "", "torch.py": "", "mine.py": ""})
     monkeypatch.chdir(tmp_path)
     search_here()
-    assert "random.py, torch.py in this folder have names of Python's or" in capsys.readouterr().err
+    assert "random.py, torch.py in this folder would be imported instead" in capsys.readouterr().err
 
 
 def test_conf_of_the_user_has_precedence_and_is_optional(tmp_path, monkeypatch):

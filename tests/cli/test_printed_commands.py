@@ -188,11 +188,6 @@ def refused(*words: str, count: int = 1) -> Callable[[Shell], None]:
     return printed_by(*words, count=count, after=has_run)
 
 
-def has_runs_in_a_folder(shell: Shell) -> None:
-    for number in (1, 2):
-        made_run(shell, "+name=a", f"hydra.run.dir=outputs/a/{number}")
-
-
 def no_model(shell: Shell) -> None:
     for words, count in ((["test", "seed=2"], 3), (["fit", "weights=run"], 2)):
         refused(*words, count=count)(shell)
@@ -332,13 +327,12 @@ SCENARIOS: dict[str, Callable[[Shell], None]] = {
     "cli/export.py:command": printed_by(
         "export", "ckpt=run", follow=(0, 2), after=lambda shell: made_run(shell, "model=plain")
     ),
-    "cli/failure.py:_advice_out_of_memory": out_of_memory,
+    "cli/failure.py:_advice": out_of_memory,
     "cli/help.py:_first_screen": first_screen,
     "cli/help.py:help_text": helped,
     "cli/recipes.py:_find": refused("recipes", "lin"),
     "cli/recipes.py:copy": printed_by("recipes", "copy", "line", "mine", status=0),
     "cli/report/__init__.py:write_report": refused("report", "run", "line_fit.py/page.html"),
-    "cli/report/selection.py:_nearby_runs": printed_by("report", "outputs/a/3", count=2, after=has_runs_in_a_folder),
     "cli/report/selection.py:choose_subject": printed_by("report"),
     "cli/restore.py:apply": refused("test", "ckpt=loose.ckpt"),
     "cli/run.py:_require_last_checkpoint": refused("test", *LINE, "ckpt_path=last"),

@@ -160,9 +160,7 @@ def paragraph(error: BaseException) -> str:
         lines.append(f"In {found['where']}.")
     if not isinstance(error, TrainerError) and (place := user_line(error)):
         lines.append(f"Raised in {place}")
-    is_memory = is_out_of_memory(error)
-    notes = [note for note in getattr(error, "__notes__", ()) if isinstance(note, str)]
-    lines += [note.partition("\nTry ")[0].replace("\n", "\n  ") if is_memory else note for note in notes]
+    lines += [note.replace("\n", "\n  ") for note in getattr(error, "__notes__", ()) if isinstance(note, str)]
     if advice := _advice(error):
         lines.append(advice)
     file = error.__dict__.get("log_file")
@@ -228,46 +226,23 @@ def _advice(error: BaseException) -> str:
             " weights_only=False), remove these objects, save the rest to another file with torch.save, and use that."
         )
     if isinstance(error, ModuleNotFoundError):
-        return _advice_missing_module(error)
-    is_memory = is_out_of_memory(error) and not isinstance(error, TrainerError)
-    return _advice_out_of_memory(error) if is_memory else ""
-
-
-def _advice_out_of_memory(error: BaseException) -> str:
-    notes = "\n".join(getattr(error, "__notes__", ()))
-    tries = []
-    if "expandable_segments" in notes:
-        tries.append("PYTORCH_ALLOC_CONF=expandable_segments:True before the command, which reduces fragmentation")
-    if "strategy='fsdp'" in notes:
-        tries.append("trainer=fsdp on several devices, because weights, gradients and optimizer states dominate")
-    if "train_dataloader" in notes:
-        tries += [
-            "half of data.batch_size with twice trainer.accumulate_grad_batches, for the same number of samples per"
-            " optimizer step",
-            "precision=bf16-mixed instead of 32-true",
-            "callbacks=activation_checkpointing",
-        ]
-        words = [word for word in error.__dict__.get("words", ()) if not word.startswith(_NOT_OF_TUNE)]
-        found = f" `{command_line('tune', 'batch_size', *words)}` finds the largest batch that fits."
-        if any(word.startswith("ckpt=") for word in words):  # which tune refuses
-            found = ""
-    else:
-        tries.append("a smaller data.batch_size")
-        found = ""
-    return f"Try {'; '.join(tries)}.{found}"
-
-
-def _advice_missing_module(error: ModuleNotFoundError) -> str:
-    if error.name is None:  # not raised by an import, such as in Lightning's loggers
-        found = re.search(
-            r"[Rr]equirement '?([A-Za-z][\w.-]*)|(?:pip|conda) install (?:-\S+ )*([A-Za-z][\w.-]*)", str(error)
+        if error.name is None:  # not raised by an import, such as in Lightning's loggers
+            return "Install the package that the message names."
+        return (
+            f"If {error.name} is a package, install it. If it is your own file, run the command in the folder of that"
+            f" file. The recipes need: {packages.pip_install('recipes')}."
         )
-        named = next(filter(None, found.groups()), "") if found else ""
-        return f"Install it: pip install {named}" if named else "Install the package that the message names."
-    return (
-        f"If {error.name} is a package, install it. If it is your own file, run the command in the folder of that file."
-        f" The recipes need: {packages.pip_install('recipes')}."
+    if not is_out_of_memory(error) or isinstance(error, TrainerError):
+        return ""
+    advice = (
+        "Settings of the command line that need less memory: a smaller data.batch_size with a larger"
+        " trainer.accumulate_grad_batches, precision=bf16-mixed, callbacks=activation_checkpointing, and trainer=fsdp"
+        " on several devices."
     )
+    words = [word for word in error.__dict__.get("words", ()) if not word.startswith(_NOT_OF_TUNE)]
+    if "train_dataloader" not in str(getattr(error, "__notes__", "")) or any(w.startswith("ckpt=") for w in words):
+        return advice  # not a training step, or a config that tune refuses
+    return f"{advice} `{command_line('tune', 'batch_size', *words)}` finds the largest batch that fits."
 
 
 def _without_hydra_frames(error: BaseException) -> BaseException:

@@ -39,39 +39,23 @@ def conf_folders(extra: str | None = None) -> list[Path]:
 def search_here() -> None:
     """Add the working directory to ``sys.path``, which ``python -m`` does but a console script does not.
 
-    If a module there has the name of this package, the directory comes last, so that other processes of the run import
-    this package. A line on stderr names the module.
+    A line on stderr names the files there that would be imported instead of this package, a package that it needs, or a
+    module of Python. If one has the name of this package, the directory comes last, so that other processes of the run
+    import this package.
     """
-    working_dir = os.getcwd()
-    _warn_of_hidden_packages(working_dir)
-    if sys.flags.safe_path or working_dir in sys.path or "" in sys.path:
-        return
-    found = [
-        path
-        for path in (Path(working_dir, "trainer.py"), Path(working_dir, "trainer", "__init__.py"))
-        if path.is_file()
-    ]
-    if not found or found[0].resolve() == PACKAGE / "__init__.py":
-        sys.path.insert(0, working_dir)
-        return
-    sys.path.append(working_dir)
-    print(
-        f"trainer: {found[0].relative_to(working_dir)} has the name of this package. In this folder, `import trainer`"
-        " and `python -m trainer` can load either of them. Rename it.",
-        file=sys.stderr,
-    )
-
-
-def _warn_of_hidden_packages(working_dir: str) -> None:
-    """Name each file in the working directory that would be imported instead of a package of Python or of a run."""
-    hidden = _DEPENDENCIES | sys.stdlib_module_names
-    found = sorted(name for name in os.listdir(working_dir) if name.endswith(".py") and name[:-3] in hidden)
-    if found and not sys.flags.safe_path and is_first():
+    hidden = {"trainer", *_DEPENDENCIES, *sys.stdlib_module_names}
+    files = [file for file in sorted(Path().glob("*.py")) if file.stem in hidden]
+    files += [file for file in (Path("trainer", "__init__.py"),) if file.is_file()]
+    files = [file for file in files if file.resolve() != PACKAGE / "__init__.py"]
+    if files and not sys.flags.safe_path and is_first():
         print(
-            f"trainer: {', '.join(found)} in this folder {'have names' if found[1:] else 'has the name'} of Python's or"
-            " of an installed package, and would be imported instead. Rename it.",
+            f"trainer: {', '.join(map(str, files))} in this folder would be imported instead of a module of Python, of"
+            " this package, or of a package that it needs. Rename it.",
             file=sys.stderr,
         )
+    if not (sys.flags.safe_path or os.getcwd() in sys.path or "" in sys.path):
+        hides_this = any("trainer" in (file.stem, file.parent.name) for file in files)
+        sys.path.insert(len(sys.path) if hides_this else 0, os.getcwd())
 
 
 def merge_recipes() -> None:

@@ -135,16 +135,9 @@ def started_as() -> str | None:
         None if another program calls this package in its own process.
     """
     script = Path(sys.argv[0])
-    if script.name != "__main__.py":
-        return shlex.quote(_as_typed(sys.argv[0]))
-    return f"{shlex.quote(_as_typed(sys.orig_argv[0]))} -m {script.parent.name}" if "-m" in sys.orig_argv else None
-
-
-def _as_typed(path: str) -> str:
-    """Return the name of a program if the shell finds it by its name, otherwise its path."""
-    name = Path(path).name
-    found = shutil.which(name)
-    return name if found is not None and Path(found).absolute() == Path(shutil.which(path) or path).absolute() else path
+    if script.name == "__main__.py":
+        return f"{shlex.quote(sys.orig_argv[0])} -m {script.parent.name}" if "-m" in sys.orig_argv else None
+    return shlex.quote(script.name if shutil.which(script.name) == str(script.absolute()) else str(script))
 
 
 def broadcast_folder(folder: str) -> str:

@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TextIO
+from typing import Any
 
 from trainer.cli.failure import log_handler
 from trainer.files import from_here
@@ -24,25 +24,18 @@ def log_warnings() -> Iterator[None]:
     show, form = warnings.showwarning, warnings.formatwarning
     shown: set[str] = set()
 
-    def show_once(
-        message: Warning | str,
-        category: type[Warning],
-        filename: str,
-        lineno: int,
-        file: TextIO | None = None,
-        line: str | None = None,
-    ) -> None:
+    def show_once(message: Warning | str, category: type[Warning], filename: str, lineno: int, *file: Any) -> None:
         text = _in_one_line(message)
         if text in shown:
             return
         shown.add(text)
         warnings.formatwarning = _line  # set here, because importing Lightning replaces it
-        show(message, category, filename, lineno, file, line)
+        show(message, category, filename, lineno, *file)
         if (handler := log_handler()) is not None:
             entry = f"{text} ({from_here(Path(filename))}:{lineno})"
             handler.handle(logging.LogRecord("py.warnings", logging.WARNING, filename, lineno, "%s", (entry,), None))
 
-    warnings.showwarning = show_once
+    warnings.showwarning = show_once  # type: ignore[assignment]
     try:
         yield
     finally:
