@@ -129,7 +129,7 @@ def run(config: DictConfig) -> float | None:
         _complete(record, trainer, started, "failed", redaction.text(f"{type(error).__name__}: {error}"))
         record.facts |= memory_at(error)
         failure.add_setting_note(error, settings)
-        failure.record(error, folder, config.command, getattr(trainer, "world_size", 1), words_of_run(config))
+        failure.record(error, folder, config.command, getattr(trainer, "world_size", 1), words_of_run())
         raise
     finally:
         record.facts["objective"] = _objective(settings, record.facts)
@@ -250,7 +250,7 @@ def _is_taken(name: str, settings: dict[str, Any]) -> bool:
 def _print_resume_command(folder: Path, config: DictConfig, trainer: Trainer | None) -> None:
     """Print the command that resumes an interrupted fit. For the jobs of a sweep, the sweep prints it."""
     has_saved = any(folder.rglob("*.ckpt")) and not getattr(trainer, "fast_dev_run", False)
-    words = words_of_run(config)
+    words = words_of_run()
     if config.command != "fit" or not is_first() or PARENT in os.environ or not has_saved:
         return
     command = resume_command("fit", words, from_here(folder), "hydra.run.dir")

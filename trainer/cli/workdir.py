@@ -20,7 +20,6 @@ from trainer.cli.arguments import OWN_FLAGS, Arguments, UsageError
 from trainer.cli.compose import CONFIG_NAME, RESTORED
 from trainer.cli.failure import forget_last
 from trainer.cli.folders import packaged_conf
-from trainer.cli.overrides import with_values
 from trainer.cli.processes import broadcast_folder, is_first, slurm_step, under_torchrun
 from trainer.record.find_checkpoint import run_of
 from trainer.record.run_record import RUN
@@ -118,18 +117,19 @@ def resume_command(command: str | None, words: Sequence[str], folder: Path | str
     return command_line(command, *others, *config, "resume=auto", f"{key}={value}")
 
 
-def words_of_run(config: DictConfig) -> list[str]:
-    """Return the flags and overrides that compose the config of this run again, without the command and the folder.
-
-    Args:
-        config: the run's config, not resolved, without the node ``hydra``; Hydra's settings are those of the current
-            ``HydraConfig``.
-    """
+def words_of_run() -> list[str]:
+    """Return the flags and overrides that compose the config of this run again, without the command and the folder."""
     hydra = HydraConfig.get()
     flags = [word for flag in config_flags(hydra).items() for word in flag]
-    task = [word for word in with_values(hydra.overrides.task, config) if not word.startswith("command=")]
-    hydra_overrides = [word for word in hydra.overrides.hydra if not word.startswith(("hydra.run.dir=", "hydra.mode="))]
-    return [*flags, *task, *hydra_overrides]
+    words = [*unresolved_words(hydra.overrides.task), *unresolved_words(hydra.overrides.hydra)]
+    return [*flags, *(word for word in words if not word.startswith(("command=", "hydra.run.dir=", "hydra.mode=")))]
+
+
+def unresolved_words(overrides: Any) -> list[str]:
+    """Return overrides of ``HydraConfig`` with their interpolations, which may be secrets."""
+    words = OmegaConf.to_container(overrides, resolve=False)
+    assert isinstance(words, list)
+    return words
 
 
 def config_flags(hydra: Any) -> dict[str, str]:

@@ -120,8 +120,9 @@ def _best(sweep: Sweep) -> str:
         own = " ".join(sweep.own()[sweep.runs.index(best)])
         place = " at its best checkpoint" if best.reached(goal).is_best else ""
         value = f"the {'lowest' if goal[1] == 'min' else 'highest'} {goal[0]}, {best.objective_value:.4g}{place}"
-        flags = best.facts.get("flags") or []
-        command = command_line(best.command, *flags, *best.chosen)
+        numbers = [f"hydra.job.num={best.job}", f"hydra.job.id={best.job}"]  # for interpolations in its config
+        words = [*(best.facts.get("flags") or []), *best.chosen, *(numbers if "hydra:job." in str(best.config) else [])]
+        command = command_line(best.command, *words)
         return f"Best: job {best.job}, with {value}{f': {own}' if own else ''}\n\n    {command}"
     objectives = {run.objective for run in sweep.runs if run.objective}
     if len(objectives) == 1 and any(run.completed for run in sweep.runs):

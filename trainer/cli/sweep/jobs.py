@@ -24,10 +24,9 @@ from typing import Any
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
-from trainer.cli.overrides import with_values
 from trainer.cli.plugins import SUBMITIT_PREFIX
 from trainer.cli.processes import PARENT, clean_environment, is_first
-from trainer.cli.workdir import config_flags, quoted
+from trainer.cli.workdir import config_flags, quoted, unresolved_words
 from trainer.record.run_record import RUN, SUCCESSFUL, RunRecord, load_run, read_json, shown
 from trainer.terminal import is_quiet
 
@@ -58,7 +57,7 @@ class Job:
     Args:
         number: number in the sweep, from 0.
         folder: folder of the job.
-        overrides: its overrides without those of Hydra, with values instead of interpolations.
+        overrides: its overrides without those of Hydra.
         words: words of its command line after ``python -m trainer``.
         flags: flags that its configs are found with.
         cwd: its working directory.
@@ -90,9 +89,9 @@ class Job:
             config: config of the job, without the node ``hydra``.
         """
         hydra = HydraConfig.get()
-        overrides = with_values(_unresolved(hydra.overrides.task), config)
+        overrides = unresolved_words(hydra.overrides.task)
         hydra_overrides = [
-            word for word in _unresolved(hydra.overrides.hydra) if not word.lstrip("+~").startswith(_SWEEP_ONLY)
+            word for word in unresolved_words(hydra.overrides.hydra) if not word.lstrip("+~").startswith(_SWEEP_ONLY)
         ]
         resumes = OmegaConf.select(config, "trainer.resume") == "auto"
         is_requeued = not resumes and int(os.environ.get("SLURM_RESTART_COUNT") or 0) > 0  # Slurm requeued the job
@@ -382,9 +381,3 @@ def _ignore_requeue_signal() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGUSR2, before)
-
-
-def _unresolved(overrides: Any) -> list[str]:
-    words = OmegaConf.to_container(overrides, resolve=False)
-    assert isinstance(words, list)
-    return words
