@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from types import FunctionType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
+from zlib import crc32
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -166,6 +167,8 @@ class ModuleLog:
                     " provided."
                 )
             batch_size = _batch_size(store) if entry.options.on_epoch and entry.options.reduce_fx == "mean" else 1
+        if entry.shares_steps and entry.reduces_steps:
+            store.reduced_names = crc32(name.encode(), store.reduced_names)
         entry.update(value, batch_size)
 
     def _register(

@@ -241,6 +241,7 @@ class FitLoop:
         progress.epochs_trained += 1
         self.hooks.on_train_epoch_end()
         self.resolve_outcome()
+        self.metrics.align(self.engine.gather_if_different, self.engine.reduce)
         self.published.take(self.metrics.current())
         self.recorder.send(self.metrics.current().logger, progress.updates - 1)
         self.hooks.save_after_epoch()

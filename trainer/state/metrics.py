@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric
 
-from trainer.errors import ConfigurationError
+from trainer.errors import ConfigurationError, rank_zero_warn
 from trainer.state.metric_objects import reset, updates_of
 from trainer.state.progress import FitProgress
 
@@ -86,6 +86,11 @@ class LoggedValue:
             self._weights.append(weight)
             if len(self._pending) >= _FLUSH_EVERY:
                 self._flush()
+
+    @property
+    def reduces_steps(self) -> bool:
+        """Whether the value of each batch is reduced over all processes."""
+        return self.options.on_step and self.shares_steps and self.options.sync_dist_group is None
 
     def update_metric(self, metric: Metric) -> None:
         """Add a metric object, which accumulates by itself."""
@@ -276,6 +281,8 @@ class MetricStore:
         """Whether the current values are those of a step: from an epoch's first batch to its :meth:`end_epoch`."""
         self.copies: list[tuple[Tensor, int, Tensor]] = []
         """For each tensor logged in this batch: the tensor without its graph, its version, and its copy."""
+        self.reduced_names = 0
+        """Checksum of the names of the values of single batches that were reduced over the processes in this epoch."""
 
     def begin_batch(self, batch: Any, dataloader_idx: int | None = None) -> None:
         """Begin a batch. ``self.log`` infers the batch size from ``batch``."""
@@ -350,6 +357,28 @@ class MetricStore:
             ordered = {key: self.entries[key] for key in union}
             self.entries.clear()
             self.entries.update(ordered | rest)
+
+    def align(self, gather_if_different: Callable[[Any], list[Any]], reduce: Reduce) -> None:
+        """Let all processes reduce the same values over an epoch of training; see :meth:`complete`.
+
+        Warns if the values of single batches that were reduced together had different names.
+
+        Args:
+            gather_if_different: gathers a value on all processes; returns one value if all are equal.
+            reduce: reduces a tensor over the processes.
+        """
+        gathered = gather_if_different((self.outline(lambda _: None), self.reduced_names))
+        if len(gathered) == 1:
+            return
+        if len({checksum for _, checksum in gathered}) > 1:
+            names = sorted({entry.name for entry in self.entries.values() if entry.reduces_steps})
+            rank_zero_warn(
+                "In this epoch, the processes logged different names, or the same names in another order, with"
+                f" `on_step=True, sync_dist=True` ({', '.join(names)} on this process). Values of different names were"
+                " reduced together, so they are wrong. Log the same names in the same order on all processes, or use"
+                " `on_step=False, on_epoch=True`."
+            )
+        self.complete([outline for outline, _ in gathered], lambda _: None, reduce)
 
     def take_first(self, broadcast: Callable[[Any], Any]) -> None:
         """Replace values that were not reduced over the processes with the values of rank 0, at the end of the epoch.
@@ -450,6 +479,7 @@ class MetricStore:
         self.batch_size = None
         self.dataloader_idx = None
         self.in_batch = False
+        self.reduced_names = 0
 
     def state_dict(self, name_of: Callable[[Any], str | None]) -> dict[str, Any]:
         """Return the values logged since the epoch started.

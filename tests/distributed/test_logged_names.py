@@ -1,0 +1,71 @@
+"""Processes may log different names in training: values over the epoch are reduced as in evaluation."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, distributed, nn
+from torch.utils.data import DataLoader
+
+from tests.distributed.ranks import Ranks
+from tests.distributed.setups import Uneven
+from tests.support import make_trainer
+
+
+class Names(Uneven):
+    """Logs batch_idx + 1 under the names of its rank.
+
+    Args:
+        names: names by rank, in the order in which they are logged.
+        how: arguments of ``self.log``.
+    """
+
+    def __init__(self, names: list[list[str]], how: dict[str, Any]) -> None:
+        super().__init__()
+        self.net = nn.Linear(6, 2)
+        self.names, self.how = names[distributed.get_rank()], how
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        for number, name in enumerate(self.names):
+            value = 10.0 * number + batch_idx + distributed.get_rank()
+            self.log(name, value, sync_dist=True, batch_size=1, **self.how)
+        return self.net(batch).square().mean()
+
+
+def fit(names: list[list[str]], how: dict[str, Any]) -> tuple[dict[str, float], list[str]]:
+    """Fit two epochs of two batches. Return the metrics and the warnings about names."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer = make_trainer(None, devices=2, strategy="ddp", use_distributed_sampler=False, max_epochs=2)
+        trainer.fit(Names(names, how), DataLoader(torch.ones(4, 6), batch_size=2))
+    messages = [str(one.message) for one in caught if "the processes logged different names" in str(one.message)]
+    return {name: float(value) for name, value in trainer.callback_metrics.items()}, messages
+
+
+EPOCH = {"on_step": False, "on_epoch": True}
+
+
+@pytest.mark.parametrize(
+    ("names", "how", "expected"),
+    [
+        ([["a"], []], EPOCH, {"a": 0.5}),
+        ([[], ["a"]], EPOCH | {"reduce_fx": "max"}, {"a": 2.0}),
+        ([["a"], ["b"]], EPOCH, {"a": 0.5, "b": 1.5}),
+        ([["a", "b"], ["b", "a"]], EPOCH | {"reduce_fx": "sum"}, {"a": 1 + 23, "b": 21 + 3}),
+    ],
+)
+def test_values_over_the_epoch_are_those_of_the_processes_that_logged_the_name(ranks: Ranks, names, how, expected):
+    assert ranks.call(fit, names, how) == [(expected, [])] * 2
+
+
+@pytest.mark.parametrize(
+    ("names", "warned"), [([["a"], ["b"]], True), ([["a", "b"], ["b", "a"]], True), ([["a", "b"]] * 2, False)]
+)
+def test_different_names_of_values_of_single_batches_are_reported(ranks: Ranks, names, warned):
+    """Lightning #21409: the values of several names are averaged without a message. The names differ in each epoch."""
+    messages = [found for _, found in ranks.call(fit, names, {"on_step": True})]
+    assert [len(found) for found in messages] == [2 * warned, 0]  # only on rank 0
+    assert all(f"({', '.join(sorted(names[0]))} on this process)" in text for text in messages[0])
