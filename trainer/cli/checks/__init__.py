@@ -286,15 +286,10 @@ def _memory(found: Findings) -> list[list[str]]:
 
 
 def _disks(found: Findings) -> list[list[str]]:
-    working_disk, runs_disk = machine.disk(Path()), machine.disk(Path(_RUNS))
-    is_one = (
-        working_disk.folder.stat().st_dev == runs_disk.folder.stat().st_dev
-        and working_disk.problem == runs_disk.problem
-    )
-    disks = {"disk": working_disk} if is_one else {"disk": working_disk, "checkpoints": runs_disk}
-    found.facts["disks"] = [{**vars(disk), "folder": str(disk.folder), "for": name} for name, disk in disks.items()]
+    disks = {disk.folder: disk for disk in (machine.disk(Path()), machine.disk(Path(_RUNS)))}
+    found.facts["disks"] = [{**vars(disk), "folder": str(folder)} for folder, disk in disks.items()]
     rows = []
-    for name, disk in disks.items():
+    for disk in disks.values():
         space = f"{readable(disk.free)} of {readable(disk.total)} free"
         if disk.problem is not None:
             found.problem(
@@ -305,7 +300,7 @@ def _disks(found: Findings) -> list[list[str]]:
             found.remark(f"{disk.folder} has {readable(disk.free)} left: checkpoints may not fit.")
         network = f", on a network ({disk.network})" if disk.network else ""
         state = "writable" if disk.problem is None else f"not writable: {disk.problem}"
-        rows.append([name, f"{disk.folder}: {space}, {state}{network}"])
+        rows.append(["disk", f"{disk.folder}: {space}, {state}{network}"])
     return rows
 
 

@@ -43,57 +43,26 @@ def precision_support(precision: str, device: torch.device) -> PrecisionSupport:
             plugin.check(device)
     except PrecisionError as error:
         return PrecisionSupport(precision, "unsupported", str(error).partition(". Use")[0].partition(", expected")[0])
-    if plugin.dtype is torch.float64:
-        slow = "consumer GPUs are 32 to 64 times slower than in float32" if device.type == "cuda" else ""
-        return PrecisionSupport(precision, "native", slow or "at most half as fast as float32, for reference results")
+    is_cpu = device.type == "cpu"
+    how: Literal["native", "emulated", "unknown"] = "native"
     if not plugin.is_half:
-        return PrecisionSupport(precision, "native", _about_float32(device))
-    if isinstance(plugin, Float8Precision):
-        if device.type == "cpu":
-            return PrecisionSupport(
-                precision, "emulated", "same values as on a GPU, but slow: to test a model for a GPU"
-            )
-        return PrecisionSupport(
-            precision, "native", "Tensor Cores, for Linear layers; faster for large ones if compiled"
-        )
-    if plugin.dtype is torch.bfloat16:
-        return PrecisionSupport(precision, *_bfloat16(device))
-    support, reason = _float16(device)
-    return PrecisionSupport(
-        precision, support, reason if plugin.scales_loss else f"{reason}; small gradients underflow"
-    )
+        why = "slow, for reference results" if plugin.dtype is torch.float64 else "the reference"
+    elif isinstance(plugin, Float8Precision):
+        how = "emulated" if is_cpu else "native"
+        why = "Linear layers; on a CPU the same values, but slow; on a GPU faster for large layers if compiled"
+    elif plugin.dtype is torch.bfloat16 and not native_bfloat16(device):
+        how = "unknown" if device.type == "mps" else "emulated"  # torch does not report the units of an MPS device
+        why = "torch reports no bfloat16 instructions or units: probably slower than float32"
+    elif plugin.dtype is torch.float16 and is_cpu and not cpu_fp16.native_fp16():
+        how, why = "emulated", "no float16 instructions: numbers are rounded to float16 and multiplied in float32"
+    elif device.type == "cuda" and not torch.version.hip and not tensor_cores(device):
+        why = "no Tensor Cores: saves memory, but hardly any time"
+    else:
+        why = "instructions or units that torch uses"
+    risk = "; small gradients underflow" if plugin.dtype is torch.float16 and not plugin.scales_loss else ""
+    return PrecisionSupport(precision, how, f"{why}{risk}")
 
 
 def instructions() -> list[str]:
     """Return the CPU's 16-bit instructions by torch's names; empty if it has none or torch does not report them."""
     return cpu_instructions((*CPU_BFLOAT16, *_CPU_FLOAT16)) or []
-
-
-def _about_float32(device: torch.device) -> str:
-    if device.type != "cuda" or torch.version.hip or torch.cuda.get_device_capability(device) < (8, 0):
-        return "the reference"
-    return "the reference; torch.set_float32_matmul_precision('high') enables TF32 for matrix products"
-
-
-def _float16(device: torch.device) -> tuple[Literal["native", "emulated", "unknown"], str]:
-    if device.type == "cpu":
-        if cpu_fp16.native_fp16():
-            return "native", "this CPU has float16 instructions that torch uses"
-        return "emulated", "no float16 instructions: numbers are rounded to float16 and multiplied in float32"
-    if tensor_cores(device):
-        return "native", "Tensor Cores"
-    if device.type == "cuda" and not torch.version.hip:
-        return "native", "no Tensor Cores: saves memory, but hardly any time"
-    return "native", "according to torch"
-
-
-def _bfloat16(device: torch.device) -> tuple[Literal["native", "emulated", "unknown"], str]:
-    if native_bfloat16(device):
-        if device.type == "cpu":
-            return "native", "this CPU has bfloat16 instructions that torch uses"
-        return "native", "bfloat16 units" if device.type == "cuda" else "according to torch"
-    if device.type == "mps":
-        return "unknown", "torch does not report whether this chip has bfloat16 units"
-    if device.type == "cuda":
-        return "emulated", "no bfloat16 units: slow, use 16-mixed"
-    return "emulated", "no bfloat16 instructions that torch uses: slower than float32"

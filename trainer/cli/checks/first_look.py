@@ -13,7 +13,7 @@ from trainer import machine
 from trainer.cli import failure
 from trainer.cli.checks import batch, loading, memory, steps
 from trainer.cli.checks.findings import Findings, LoadedBatch, Recipe
-from trainer.cli.checks.layers import LARGEST, SCALE, Layer, Layers, largest_scale, shown
+from trainer.cli.checks.layers import LARGEST, SCALE, Layer, Layers, largest_scale
 from trainer.cli.checks.steps import StepTime
 from trainer.data.samples import batch_size
 from trainer.errors import ConfigurationError, join_first
@@ -94,13 +94,15 @@ def _report_layers(found: Findings, seen: Layers) -> None:
         "without_gradient": seen.without_gradient,
         "layers": [{**vars(layer), "share": layer.share} for layer in seen.layers],
     }
+    largest = sorted(seen.layers, key=lambda layer: (layer.largest, layer.share), reverse=True)[:_ROWS]
     rows = [
         [
             layer.name or "(the module itself)", layer.kind, f"{layer.parameters:,}" if layer.parameters else "-",
             readable(layer.outputs) if layer.outputs else "-", _number(layer.activation if layer.outputs else None),
             _number(layer.gradient), _percent(layer.share) if layer.nonzero else "-",
         ]
-        for layer in shown(seen.layers, _ROWS)
+        for layer in seen.layers
+        if layer in largest
     ]  # fmt: skip
     texts, numbers = ("layer", "class"), ("parameters", "activations", "largest", "gradient", "vanish")
     count = f"{len(rows)} of {len(seen.layers)} layers" if len(rows) < len(seen.layers) else "The layers"
@@ -204,9 +206,7 @@ def bottleneck(recipe: Recipe, loaded: LoadedBatch, step: StepTime | None, gpus:
         "Make samples cheaper: decode and resize the data once in advance, use smaller files, or transform whole"
         " batches."
     )
-    if overlaps:
-        return f"{waits} {loaded.workers} workers are too slow: use more if there are free cores. {cheaper}"
-    return f"{waits} {cheaper} Workers would take cores from the training on this CPU."
+    return f"{waits} More workers help only if there are free cores. {cheaper}"
 
 
 # --- output ---------------------------------------------------------------------------------------------------

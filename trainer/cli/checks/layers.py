@@ -6,8 +6,6 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
-from itertools import zip_longest
-from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -169,17 +167,3 @@ def largest_scale(layers: Iterable[Layer]) -> float | None:
     """Return the largest loss scale up to `SCALE` at which the gradients fit into float16; None without gradients."""
     most = max((layer.gradient or 0.0 for layer in layers), default=0.0)
     return min(SCALE, 2.0 ** math.floor(math.log2(LARGEST / most))) if most else None
-
-
-def shown(layers: list[Layer], most: int) -> list[Layer]:
-    """Return up to ``most`` layers, in the module's order.
-
-    These have the most parameters, the largest outputs in bytes, the largest values, or the largest share of underflow.
-    """
-    ranked = [
-        [layer for layer in sorted(layers, key=attrgetter(name), reverse=True) if getattr(layer, name)]
-        for name in ("parameters", "outputs", "largest", "share")
-    ]
-    in_turn = [id(layer) for tier in zip_longest(*ranked) for layer in tier if layer is not None]
-    chosen = list(dict.fromkeys(in_turn))[:most]
-    return [layer for layer in layers if id(layer) in chosen]
