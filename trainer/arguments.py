@@ -223,10 +223,6 @@ class Argument:
                 for two batches, and words in capitals.
             registered: additional accepted words. Default: none.
         """
-        if self.name == "strategy" and isinstance(value, str) and value.lower().startswith("deepspeed"):
-            if deepspeed_settings(value) is None:
-                return f"{key or self.name} is {value!r}, expected one of {', '.join(_DEEPSPEED)}"
-            return None
         if key is None:
             wanted = None if self._is_lightning_object(value) else self._expected(value, registered)
             return wanted and f"{self.name} is {value!r}, expected {to_python(wanted)}"
@@ -254,7 +250,7 @@ class Argument:
 
 _TABLE = (
     Argument("accelerator", "auto", "type of device; auto: the best available", (*ACCELERATORS, OBJECT)),
-    Argument("strategy", "auto", "strategy for several processes: auto, ddp, ...", (*STRATEGIES, OBJECT)),
+    Argument("strategy", "auto", "strategy for processes: auto, ddp, ...", (*STRATEGIES, OBJECT), any_case=True),
     Argument("devices", "auto", "number of devices, or a list of their indices; -1: all", (DEVICES, "auto")),
     Argument(
         "num_nodes", 1, "number of nodes; auto: the number that torchrun or Slurm started", (COUNT.at_least(1), "auto")
@@ -507,18 +503,11 @@ def _describe_one(name: str, is_one: bool) -> str:
     return f"{amount} per epoch will be used" if name == "limit_train_batches" else f"{amount} will be used"
 
 
-BAREBONES = {
-    "enable_checkpointing": "Checkpointing can impact raw speed",
-    "logger": "Logging can impact raw speed",
-    "enable_progress_bar": "The progress bar can impact raw speed",
-    "log_every_n_steps": "Logging can impact raw speed",
-    "enable_model_summary": "The model summary can impact raw speed",
-    "num_sanity_val_steps": "The sanity check can impact raw speed",
-    "fast_dev_run": "A development run is not meant for measuring raw speed",
-    "detect_anomaly": "Looking for anomalies can impact raw speed",
-    "profiler": "Profiling can impact raw speed",
-}
-"""The arguments that ``barebones=True`` switches off, and the reasons."""
+BAREBONES = (
+    "enable_checkpointing", "logger", "enable_progress_bar", "log_every_n_steps", "enable_model_summary",
+    "num_sanity_val_steps", "fast_dev_run", "detect_anomaly", "profiler",
+)  # fmt: skip
+"""The arguments that ``barebones=True`` switches off, because they can reduce the speed."""
 
 
 def check_barebones(given: Mapping[str, Any]) -> None:
@@ -530,11 +519,11 @@ def check_barebones(given: Mapping[str, Any]) -> None:
     Raises:
         ConfigurationError: for the first argument that requests such a feature.
     """
-    for name, reason in BAREBONES.items():
+    for name in BAREBONES:
         if given[name] not in (None, 0):
             raise ConfigurationError(
-                f"`Trainer(barebones=True, {name}={given[name]!r})` was passed. {reason}, so it is disabled in"
-                f" barebones mode. Remove {name}."
+                f"`Trainer(barebones=True, {name}={given[name]!r})` was passed. {name} can reduce the speed, so it is"
+                f" disabled in barebones mode. Remove {name}."
             )
 
 

@@ -113,23 +113,8 @@ def test_path_is_not_broken_on_a_narrow_terminal(tmp_path, monkeypatch, length):
     summary.show(record(tmp_path, paths={"run": str(tmp_path / "run"), "best_checkpoint": str(tmp_path / checkpoint)}))
     lines = printed(summary).splitlines()
     assert [line.split()[-1] for line in lines if "ccc" in line] == [checkpoint]
-    label = "best checkpoint" if length + 25 <= 60 else "best checkpoint:"
-    assert any(label in line for line in lines)
+    assert any("best checkpoint" in line for line in lines)
     assert "run folder" in rows(summary)
-
-
-@pytest.mark.parametrize("length", [40, 60])
-def test_long_paths_are_relative_to_the_run_folder(tmp_path, monkeypatch, length):
-    monkeypatch.chdir(tmp_path)
-    summary = RunSummary(console=Console(file=io.StringIO(), width=80, force_terminal=True, color_system=None))
-    run, own = tmp_path / ("r" * length), "checkpoints/epoch=000-step=2.ckpt"
-    summary.show(record(run, paths={"run": str(run), "best_checkpoint": str(run / own)}))
-    lines = [line.rstrip() for line in printed(summary).splitlines()]
-    fits = length + 1 + len(own) <= 77
-    assert lines[-2:] == (
-        [" best checkpoint:", f"   {run.name}/{own}"] if fits else [" best checkpoint, in the run folder:", f"   {own}"]
-    )
-    assert max(map(len, lines)) <= 80
 
 
 def test_fit_cut_short(tmp_path, summary):

@@ -1,6 +1,5 @@
 """Print a table at the end of a fit."""
 
-import os
 from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
@@ -14,12 +13,6 @@ from trainer.callbacks.run_recorder import RecordView
 from trainer.files import from_here
 from trainer.record.run_record import RunRecord, without_step_epoch_variants
 from trainer.terminal import Table
-
-_LABELS = 20
-"""Maximum width of the labels with their margins, in columns."""
-
-_INDENT = 3
-"""Indentation of a path on a separate line, in columns."""
 
 _RECORDED = ("amp/scale", "amp/skipped_steps", "amp/nonfinite_losses")
 """Logged values that the record also contains, as of the last step."""
@@ -78,19 +71,12 @@ class RunSummary(RecordView):
         """Print the table."""
         self.summary = {name: fact for name, fact in record.facts.items() if name not in ("curves", "environment")}
         console = terminal.console(self._console, 250)
-        rows = _paths(record.paths)
-        room = console.width - _LABELS
-        console.print(_table(record, [row for row in rows if len(row[1]) <= room]).drawn())
-        run = next((f"{path}{os.sep}" for name, path in rows if name == "run folder"), "")
-        for name, path in (row for row in rows if len(row[1]) > room):  # separate lines, for copying
-            own = path.removeprefix(run)
-            if len(path) > console.width - _INDENT >= len(own):  # otherwise the terminal breaks it inside a word
-                name, path = f"{name}, in the run folder", own
-            console.print(Text(f" {name}:", style="dim"))
-            console.print(Text(f"{'':{_INDENT}}{path}"), soft_wrap=True)
+        console.print(_table(record).drawn())
+        for name, path in _paths(record.paths):  # the terminal does not break these lines inside a word
+            console.print(Text.assemble((f" {name:<17} ", "dim"), path), soft_wrap=True)
 
 
-def _table(record: RunRecord, paths: list[tuple[str, str]]) -> Table:
+def _table(record: RunRecord) -> Table:
     counters = [(name, str(value)) for name, value in _counters(record).items() if value is not None]
     metrics = [
         (name, f"{record.metrics[name]:.4g}")
@@ -102,7 +88,7 @@ def _table(record: RunRecord, paths: list[tuple[str, str]]) -> Table:
         metric, mode = record.monitor
         best = [("best by", f"{metric}, the {'lowest' if mode == 'min' else 'highest'}: {record.best_score:.4g}")]
     title = f"fit {record.status}" + (f": {record.error}" if record.error else "")
-    return Table(title, (), [*counters, (), *metrics, (), *best, *paths])
+    return Table(title, (), [*counters, (), *metrics, (), *best])
 
 
 def _counters(record: RunRecord) -> dict[str, Any]:

@@ -99,12 +99,10 @@ def _describe_unknown(unknown: list[Any], known: list[str], key: str) -> str:
 
     A recipe or an option may have set these arguments for another target.
     """
-    unknown_text = f"arguments {', '.join(map(repr, unknown))}" if len(unknown) > 1 else f"argument {unknown[0]!r}"
-    near = [(name, did_you_mean(str(name), known)) for name in unknown]
-    hints = "".join(f"{hint[:-1]} for {name!r}?" if len(unknown) > 1 else hint for name, hint in near if hint)
-    removal = f" To remove {'them' if len(unknown) > 1 else 'it'}: {' '.join(f'~{key}.{name}' for name in unknown)}"
-    misspelt = len(unknown) == 1 and bool(hints)
-    return f"has no {unknown_text}.{hints} Its arguments: {', '.join(known) or 'none'}.{'' if misspelt else removal}"
+    hints = "".join(did_you_mean(str(name), known) for name in unknown)
+    removal = " ".join(f"~{key}.{name}" for name in unknown)
+    its_own = ", ".join(known) or "none"
+    return f"has no argument {', '.join(map(repr, unknown))}.{hints} Its arguments: {its_own}. To remove it: {removal}"
 
 
 def _hints(found: Any) -> Mapping[str, Any]:

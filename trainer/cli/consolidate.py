@@ -12,7 +12,7 @@ from pathlib import Path
 from trainer.checkpoint.sharded_files import MANIFEST
 from trainer.cli.arguments import Arguments, UsageError
 from trainer.cli.commands import find
-from trainer.errors import CheckpointError, CheckpointWriteError, did_you_mean
+from trainer.errors import CheckpointError, CheckpointWriteError
 from trainer.record.find_checkpoint import is_checkpoint_folder
 from trainer.terminal import command_line
 
@@ -24,17 +24,14 @@ def command(arguments: Arguments) -> int:
     given, made = two_paths(
         arguments, f"{folder}, and the file to write" if to_file else f"{file}, and the folder to write"
     )
-    if not given.exists():
-        hint = did_you_mean(given.name, [one.name for one in given.parent.iterdir()] if given.parent.is_dir() else [])
-        raise UsageError(f"{arguments.command} got {given}: there is no such file or folder.{hint}")
     if to_file and not is_checkpoint_folder(given):
-        found = f"there is no {MANIFEST} in it" if given.is_dir() else "it is a file"
+        found = f"there is no {MANIFEST} in it" if given.is_dir() else "it is a file, or missing"
         raise UsageError(
             f"consolidate got {given}, expected {folder}, such as outputs/RECIPE/DATE_TIME/checkpoints/last.ckpt:"
             f" {found}."
         )
-    if not to_file and given.is_dir():
-        raise UsageError(f"shard got {given}, which is a folder, expected {file}.")
+    if not (to_file or given.is_file()):
+        raise UsageError(f"shard got {given}, which is a folder or missing, expected {file}.")
     check_new(made)
 
     def convert() -> str:

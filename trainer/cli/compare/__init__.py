@@ -51,15 +51,6 @@ _FIGURES: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
 _DROPPABLE_COLUMNS = ("memory", "training", "final loss", "skipped", "peak memory")
 """Columns to drop on a narrow terminal, in this order."""
 
-_COLUMNS = """\
-- **final loss**: mean training loss over the last tenth of the batches.
-- **training**: training time without validation and checkpoints.
-- **samples/s**: training samples per second of all ranks, as the median over the epochs. Includes waiting for batches;
-  excludes validation and the first 10 batches of the fit (at most half of the first epoch).
-- **peak memory**: on a GPU, the peak of allocated memory; on a CPU, the peak size of the process.
-- **speed-up**, **memory**: samples/s and peak memory relative to the first run.
-- **verdict**: whether the run meets the thresholds `compare.*`."""
-
 
 def as_sweep(arguments: Arguments) -> None:
     """Turn the command line of ``compare`` into a sweep of fits with `trainer.callbacks.Throughput`."""
@@ -172,7 +163,6 @@ class Comparison:
             markdown_table(*self._table()),
             f"## Verdicts\n\n{findings}",
             "## Conditions\n\n" + "\n".join(f"- {condition}" for condition in self.conditions),
-            f"## Columns\n\n{_COLUMNS}",
             f"Made with {', '.join(versions().splitlines())}.",
         ]
         return "\n\n".join(parts) + "\n"
