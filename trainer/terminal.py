@@ -88,33 +88,20 @@ class Table(NamedTuple):
         header: names of the columns; empty for a list of facts.
         rows: cells of each row; an empty row is a separator.
         left: names of the left-aligned columns; the others contain numbers. Default: None, all columns.
-        spare: names of the columns to leave out, in this order, if the terminal is too narrow. Default: none.
     """
 
     title: str
     header: Sequence[str]
     rows: Sequence[Sequence[str]]
     left: Sequence[str] | None = None
-    spare: Sequence[str] = ()
 
     def show(self) -> None:
         """Print the table, unless ``--quiet`` was given. The row of the best job is bold."""
-        if is_quiet():
-            return
-        from rich.measure import Measurement
+        if not is_quiet():
+            console().print(self.drawn())
 
-        shown_in, dropped = console(), list[str]()
-        unlimited = shown_in.options.update(max_width=1000)
-        table = self.drawn(dropped)
-        for name in self.spare:
-            if Measurement.get(shown_in, unlimited, table).maximum <= shown_in.width:
-                break
-            dropped.append(name)
-            table = self.drawn(dropped)
-        shown_in.print(table)
-
-    def drawn(self, dropped: Sequence[str] = ()) -> RichTable:
-        """Return the table for rich, without the columns ``dropped``."""
+    def drawn(self) -> RichTable:
+        """Return the table for rich."""
         from rich import box
         from rich.table import Table as RichTable
         from rich.text import Text
@@ -124,19 +111,16 @@ class Table(NamedTuple):
             title=Text(self.title), title_justify="left", title_style="bold", box=box.SIMPLE_HEAD,
             show_header=has_header, pad_edge=has_header,
         )  # fmt: skip
-        shown = [place for place, name in enumerate(header) if name not in dropped]
-        for place in shown:
-            is_number = self.left is not None and header[place] not in self.left
+        for place, name in enumerate(header):
+            is_number = self.left is not None and name not in self.left
             is_label = not has_header and place == 0
-            # if columns were dropped and the table is still too wide, fold texts, but not numbers
-            no_wrap = is_label or (bool(dropped) and is_number)
             table.add_column(
-                Text(header[place]), justify="right" if is_number else "left", overflow="fold", no_wrap=no_wrap,
+                Text(name), justify="right" if is_number else "left", overflow="fold", no_wrap=is_label or is_number,
                 style="dim" if is_label else None,
             )  # fmt: skip
         for cells in self.rows:
             if cells:
-                table.add_row(*(Text(cells[place]) for place in shown), style=_style(cells))
+                table.add_row(*map(Text, cells), style=_style(cells))
             else:
                 table.add_section()
         return table

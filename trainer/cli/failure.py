@@ -96,14 +96,10 @@ def add_setting_note(error: Exception, settings: dict[str, Any]) -> None:
         return
     text = " ".join(map(str, (error, error.filename)))
     for key, name, value, _ in walk(settings):
-        if (
-            isinstance(value, str)
-            and len(value) > 1
-            and ("/" in value or "\\" in value or name in ("root", "path", "folder"))
-        ):
+        if isinstance(value, str) and (os.sep in value or name in ("root", "path", "folder")):
             absolute = str(Path(value).expanduser().absolute())
-            inside = str(error.filename).startswith(value.rstrip("/\\") + os.sep)
-            if value in text.split() or absolute in text or inside or (os.sep in value and value in text):
+            is_above = str(error.filename).startswith(f"{value}{os.sep}")
+            if is_above or absolute in text or value in text.split():
                 error.add_note(f"The path comes from the setting {key}={value}.")
                 return
 

@@ -72,7 +72,7 @@ def test_report(folder, capsys, monkeypatch):
         "| 16-mixed | 0.5 | 0.901 | 61.2 s | 1,600 | 1,536 MiB | 1 | 1.60x | -25% | missed |\n"
     )
     verdict = "val_acc within 0.1 points of 32-true, 1.60x faster, 25.0% less memory."
-    assert f"- **16-mixed**: {verdict}\n  - Saves less than 30% of the memory. Mixed precision keeps" in text
+    assert f"- 16-mixed: {verdict}\n  - Saves less than 30% of the memory. Mixed precision keeps" in text
     assert (
         "- Equal in all runs: seed 42, 1 x NVIDIA A100, epochs: 3, optimizer steps: 60, the first batch of every"
         " epoch.\n- Each setting has only one run" in text
@@ -124,7 +124,7 @@ def test_run_that_failed_is_a_row(folder, capsys):
     assert report(folder, Thresholds()) == 1
     text = (folder / "compare.md").read_text()
     assert "| 16-mixed | 0.5 | - | - | - | 1,536 MiB | 1 | - | - | failed |" in text
-    assert "- **16-mixed**: failed: LossScaleCollapse: [b]1[/b]\n- **bf16-mixed**: val_acc within 0.2 points" in text
+    assert "- 16-mixed: failed: LossScaleCollapse: [b]1[/b]\n- bf16-mixed: val_acc within 0.2 points" in text
     assert "16-mixed: failed: LossScaleCollapse: [b]1[/b]\n" in capsys.readouterr().out
 
 
@@ -133,14 +133,14 @@ def test_comparison_without_its_first_run_or_without_others(folder):
     assert list(folder.iterdir()) == []
     leave(result(0, "32-true"))
     assert report(folder, Thresholds()) == 0
-    assert "- **32-true**: there is no other run to compare with." in (folder / "compare.md").read_text()
+    assert "- 32-true: there is no other run to compare with." in (folder / "compare.md").read_text()
     leave(result(1, "16-mixed", status="interrupted"))
     assert report(folder, Thresholds()) == 1
-    assert "- **16-mixed**: interrupted: no error was recorded" in (folder / "compare.md").read_text()
+    assert "- 16-mixed: interrupted: no error was recorded" in (folder / "compare.md").read_text()
     leave(result(0, "32-true", status="failed", error="OSError: no"), result(1, "16-mixed"))
     assert report(folder, Thresholds()) == 1
     text = (folder / "compare.md").read_text()
-    assert "- **32-true**: failed: OSError: no\n- **16-mixed**: completed, but 32-true did not.\n" in text
+    assert "- 32-true: failed: OSError: no\n- 16-mixed: completed, but 32-true did not.\n" in text
 
 
 def test_runs_of_a_comparison(folder):

@@ -184,13 +184,7 @@ def _optimizers(module: Any) -> list[Optimizer]:
         callback_metrics={},
     )
     made = module.configure_optimizers()
-    found = [
-        one
-        for part in (made if isinstance(made, (list, tuple)) else [made])
-        for one in (part if isinstance(part, (list, tuple)) else [part])
-    ]
-    found = [one["optimizer"] if isinstance(one, dict) else one for one in found]
-    optimizers = [one for one in found if isinstance(one, Optimizer)]
+    optimizers = [leaf for leaf in tree_leaves(made) if isinstance(leaf, Optimizer)]
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             if "foreach" in group and group["foreach"] is None and not group.get("fused"):

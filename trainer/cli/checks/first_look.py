@@ -109,7 +109,7 @@ def _report_layers(found: Findings, seen: Layers) -> None:
     frozen = f", {seen.trained:,} trained" if seen.trained < seen.parameters else ""
     loss = "" if seen.loss is None else f", loss {seen.loss:.4g}"
     title = f"{count}, in float32: {seen.parameters:,} parameters{frozen}{loss}"
-    found.tables.append(Table(title, (*texts, *numbers), rows, texts, ("class", "activations", "vanish")))
+    found.tables.append(Table(title, (*texts, *numbers), rows, texts))
     if not is_finite:
         found.problem(f"The loss of this batch is {seen.loss} in float32 with the initial weights.")
     broken = [layer for layer in seen.layers if layer.not_finite]

@@ -8,7 +8,7 @@ the additional callback `trainer.callbacks.Throughput`. Only the report at the e
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -47,9 +47,6 @@ _FIGURES: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
     ("word", "verdict", str),
 )
 """The columns of the table: key of the figure, header ("" for the name of the metric), and format."""
-
-_DROPPABLE_COLUMNS = ("memory", "training", "final loss", "skipped", "peak memory")
-"""Columns to drop on a narrow terminal, in this order."""
 
 
 def as_sweep(arguments: Arguments) -> None:
@@ -153,10 +150,7 @@ class Comparison:
 
     def markdown(self, command: str) -> str:
         """Return the report, with the command line ``command``."""
-        findings = "\n".join(
-            "\n".join([f"- **{label}**: {text}", *(f"  - {line}" for line in advice)])
-            for label, text, advice in self._findings()
-        )
+        findings = "\n".join(line if line.startswith(" ") else f"- {line}" for line in self._findings())
         parts = [
             f"# {self.title}",
             f"    {command}",
@@ -169,9 +163,9 @@ class Comparison:
 
     def print(self, folder: Path) -> None:
         """Print the report, with ``--quiet`` one line per run. ``folder`` is the folder of ``compare.md``."""
-        Table(self.title, *self._table(), ("run", "verdict"), _DROPPABLE_COLUMNS).show()
-        for label, text, advice in self._findings():
-            for line in (f"{label}: {text}", *(() if is_quiet() else (f"  - {line}" for line in advice))):
+        Table(self.title, *self._table(), ("run", "verdict")).show()
+        for line in self._findings():
+            if not (is_quiet() and line.startswith(" ")):
                 print_line(line)
         for condition in () if is_quiet() else ("", *self.conditions):
             print_line(condition, "dim")
@@ -202,18 +196,17 @@ class Comparison:
             ],
         }
 
-    def _findings(self) -> list[tuple[str, str, tuple[str, ...]]]:
-        """Return label, sentence and advice for each run with a verdict or an error."""
+    def _findings(self) -> Iterator[str]:
+        """Iterate over lines with the label and the verdict or error of each run, and its advice, indented."""
         first, *others = self.runs
-        found: list[tuple[str, str, tuple[str, ...]]] = []
         if not first.completed or not others:
-            found.append((first.label, _outcome(first) or "there is no other run to compare with.", ()))
+            yield f"{first.label}: {_outcome(first) or 'there is no other run to compare with.'}"
         for run, verdict in zip(others, self.verdicts[1:], strict=True):
-            if verdict is not None:
-                found.append((run.label, verdict.text, verdict.advice))
+            if verdict is None:
+                yield f"{run.label}: {_outcome(run) or f'completed, but {first.label} did not.'}"
             else:
-                found.append((run.label, _outcome(run) or f"completed, but {first.label} did not.", ()))
-        return found
+                yield f"{run.label}: {verdict.text}"
+                yield from (f"  - {line}" for line in verdict.advice)
 
     def _table(self) -> tuple[list[str], list[list[str]]]:
         metric = Sweep(self.runs).titled(self.metric.name) if self.metric else None

@@ -15,8 +15,8 @@ from trainer.record.run_record import SUCCESSFUL, RunRecord
 from trainer.record.sweep import Sweep, load_sweep
 from trainer.terminal import Table, command_line, format_mebibytes, format_number, markdown_table, print_line
 
-_DROPPABLE_COLUMNS = ("run dir", "scale", "epochs", "memory", "skipped")
-"""Columns to drop on a narrow terminal, in this order. ``summary.md`` has all columns."""
+_ONLY_IN_FILES = ("run dir", "scale", "epochs")
+"""Columns that ``summary.md`` has, but not the table on the terminal."""
 
 _REPEATS = re.compile(r"[+~]*(\w+\.)*(seed|fold)=")
 """Start of overrides for seeds and folds. Jobs that differ only by these are averaged."""
@@ -135,8 +135,9 @@ def _print(
 ) -> None:
     of_total = f" of {num_jobs}" if num_jobs and num_jobs > len(rows) else ""
     jobs = "1 job" if len(rows) == 1 and not of_total else f"{len(rows)}{of_total} jobs"
-    narrow = [[cells[0], cells[1].replace(" ", "\n"), *cells[2:]] for cells in rows]
-    Table(f"Sweep of {jobs}", header, narrow, ("overrides", "status", "run dir"), _DROPPABLE_COLUMNS).show()
+    shown = [place for place, name in enumerate(header) if name not in _ONLY_IN_FILES]
+    cells = [[row[place].replace(" ", "\n") if place == 1 else row[place] for place in shown] for row in rows]
+    Table(f"Sweep of {jobs}", [header[place] for place in shown], cells, ("overrides", "status")).show()
     if result:
         print_line(result, "bold green" if "Best: job" in result else "yellow")
     for run in runs:

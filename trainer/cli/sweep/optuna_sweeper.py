@@ -221,16 +221,12 @@ class OptunaSweeper(Sweeper):
         return {run.job: run for run in load_sweep(self._folder).runs}
 
     def _next(self) -> list[tuple[int, list[str]]]:
-        """Return numbers and overrides of the jobs to run next, with consecutive numbers; empty at the end."""
-        if self._interrupted:  # trials of an interrupted sweep
-            end = 1
-            while (
-                end < min(self.n_jobs, len(self._interrupted))
-                and self._interrupted[end][0] == self._interrupted[end - 1][0] + 1
-            ):
-                end += 1
-            batch, self._interrupted = self._interrupted[:end], self._interrupted[end:]
-            return batch
+        """Return numbers and overrides of the jobs to run next, with consecutive numbers; empty at the end.
+
+        Trials of an interrupted sweep, which may have any numbers, are run one at a time.
+        """
+        if self._interrupted:
+            return [self._interrupted.pop(0)]
         trials = self._study.get_trials(deepcopy=False)
         left = self.n_trials - sum(trial.state != TrialState.WAITING for trial in trials)
         first = 1 + max(
