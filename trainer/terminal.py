@@ -17,11 +17,6 @@ QUIET = "TRAINER_QUIET"
 PROGRAM = "TRAINER_PROGRAM"
 """The environment variable with the words that the user started this program with."""
 
-_STYLES = {
-    "failed": "red", "interrupted": "red", "unsupported": "red", "emulated": "yellow", "pruned": "dim", "wrong": "red",
-}  # fmt: skip
-"""Styles of rows with one of these cells."""
-
 
 def is_quiet() -> bool:
     """Return whether ``--quiet`` was given. Only warnings and the last line are then printed, no tables and no bar."""
@@ -96,7 +91,7 @@ class Table(NamedTuple):
     left: Sequence[str] | None = None
 
     def show(self) -> None:
-        """Print the table, unless ``--quiet`` was given. The row of the best job is bold."""
+        """Print the table, unless ``--quiet`` was given."""
         if not is_quiet():
             console().print(self.drawn())
 
@@ -120,7 +115,7 @@ class Table(NamedTuple):
             )  # fmt: skip
         for cells in self.rows:
             if cells:
-                table.add_row(*map(Text, cells), style=_style(cells))
+                table.add_row(*map(Text, cells))
             else:
                 table.add_section()
         return table
@@ -141,9 +136,3 @@ def console(given: Console | None = None, width: int = 160) -> Console:
 
     shown_in = given or get_console()
     return shown_in if shown_in.is_terminal else Console(file=shown_in.file, width=width)
-
-
-def _style(cells: Sequence[str]) -> str | None:
-    if cells[0].endswith("(best)"):
-        return "bold green"
-    return next((_STYLES[cell] for cell in cells if cell in _STYLES), None)

@@ -32,4 +32,4 @@ def test_sweep_passes_the_signal_on_to_its_job_and_ends(stopped: Path, python: W
     assert (job["job"], job["status"], job["exit_status"], job["steps"]) == (0, "interrupted", 143, 3)
     (path,) = stopped.rglob("*.ckpt")
     assert (path.name, torch.load(path, weights_only=True)["global_step"]) == ("interrupted.ckpt", 3)
-    assert "Sweep of 1 of 2 jobs" in done.stdout
+    assert "Sweep of 1 job" in done.stdout

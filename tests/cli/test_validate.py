@@ -28,7 +28,7 @@ def complaint(argv, capsys) -> str:
 
 COMMANDS = {
     "+recipe=line": "No command given, expected one of checks, compare, consolidate,",
-    "fit": "There is no model to fit. Choose a recipe, such as",
+    "fit": "There is no model to fit. Choose a recipe,",
     "fit +recipe=line ~model": "There is no model to fit.",
     "fit +recipe=line --config-dir nowhere": "--config-dir is nowhere, expected a folder that exists.",
     "fit +model._target_=a.B model.rate=1": "no setting 'model.rate'. To add a new setting, write +model.rate",
@@ -39,7 +39,7 @@ COMMANDS = {
     "test ckpt=": "ckpt is empty, expected a checkpoint, or the folder of a run.",
     "tune lr ckpt=line_fit.py": "Got ckpt=line_fit.py with tune, which does not resume.",
     "checks +recipe=line ckpt=outputs": "replace it by +recipe=NAME weights=outputs.",
-    "compare": "There is no model to compare. Choose a recipe, such as `python -m trainer compare +recipe=",
+    "compare": "There is no model to compare. Choose a recipe, `python -m trainer compare +recipe=",
     "compare +recipe=line precision=16": "Got 1 run to compare, expected at least 2.",
     "compare +recipe=line +compare.min_spedup=2": "no setting 'compare.min_spedup'. Did you mean 'min_speedup'?",
     "compare +recipe=line compare.min_speedup=fast": "is fast, expected a number, auto or null.",
@@ -179,7 +179,7 @@ def test_settings_that_an_error_advises_are_accepted(project, words, message, co
 
 def test_missing_recipe_names_those_there_are(project, capsys):
     message = complaint(["test"], capsys)
-    assert "`python -m trainer test +recipe=line`" in message
+    assert "`python -m trainer test +recipe=NAME`" in message
     assert "`python -m trainer test ckpt=RUN_FOLDER`" in message
     for name in ("line", "other", "resnet50"):
         assert f" {name}," in message

@@ -130,10 +130,9 @@ def _hydra(arguments: Arguments) -> int:
                 report = partial(compare.report, folder, compare.thresholds(config), given, since=started)
                 compare.as_sweep(arguments)
             else:
-                num_jobs = sweep.planned(composer, arguments.config_overrides(), config)
                 flags = [word for flag in arguments.flags.items() if flag[0] != "--quiet" for word in flag if word]
                 resume = resume_command(arguments.command, [*flags, *given], folder, "hydra.sweep.dir")
-                report = partial(sweep.report, folder, since=started, num_jobs=num_jobs, again=resume)
+                report = partial(sweep.report, folder, since=started, again=resume)
     try:
         status = _call_hydra(arguments, composer, config, waiting)
     finally:

@@ -50,11 +50,10 @@ def check(node: Any, key: str, allowlist: Allowlist) -> None:
 
 
 def _check_special(node: dict[str, Any], key: str) -> None:
-    for name in ("_partial_", "_recursive_"):
-        if not isinstance(node.get(name, False), bool):
-            raise UsageError(f"{key}.{name} is {describe(node[name])}, expected true or false.")
-    if not isinstance(node.get("_args_", []), list):
-        raise UsageError(f"{key}._args_ is {describe(node['_args_'])}, expected a list.")
+    kinds = (("_partial_", bool, "true or false"), ("_recursive_", bool, "true or false"), ("_args_", list, "a list"))
+    for name, kind, expected in kinds:
+        if not isinstance(node.get(name, kind()), kind):
+            raise UsageError(f"{key}.{name} is {describe(node[name])}, expected {expected}.")
     if node.get("_convert_", "all") not in ("all", "partial", "object"):
         raise UsageError(
             f"{key}._convert_ is {describe(node['_convert_'])}, expected all: objects get plain dicts and lists. If a"

@@ -294,11 +294,6 @@ def resolution_errors() -> Iterator[None]:
     except MissingMandatoryValue as error:
         raise UsageError(f"{error.full_key} has no value. Set it: {error.full_key}=VALUE.") from error
     except OmegaConfBaseException as error:
-        if unset := re.search(r"Environment variable '(.+?)' not found", str(error)):
-            raise UsageError(
-                f"{error.full_key} requires the environment variable {unset[1]}, which is not set. Set it, or give a"
-                f" default: ${{oc.env:{unset[1]},VALUE}}."
-            ) from error
         raise UsageError(
             f"{error.full_key}: {_one_paragraph(str(error.msg or error).partition(chr(10))[0])}."
         ) from error

@@ -17,7 +17,7 @@ import yaml  # type: ignore[import-untyped]
 
 from trainer.cli.arguments import GROUPS_TO_ADD
 from trainer.cli.failure import printable
-from trainer.cli.folders import conf_folders, packaged_conf
+from trainer.cli.folders import conf_folders
 from trainer.cli.schema import SETTINGS
 
 if TYPE_CHECKING:
@@ -39,17 +39,6 @@ def options(group: str, config_dir: str | None = None) -> dict[str, Path]:
         for file in (folder / group).rglob("*.yaml"):
             files.setdefault(file.relative_to(folder / group).with_suffix("").as_posix(), file)
     return dict(sorted(files.items()))
-
-
-def example_recipe(config_dir: str | None = None) -> str:
-    """Return the recipe for examples in messages: the user's first, else ``resnet50``, else any, else ``NAME``.
-
-    Args:
-        config_dir: the value of ``--config-dir``, if any.
-    """
-    found, packaged = options("recipe", config_dir), packaged_conf()
-    own = [name for name, file in found.items() if not file.is_relative_to(packaged)]
-    return (own or [name for name in ("resnet50",) if name in found] or [*found, "NAME"])[0]
 
 
 def heading(file: Path) -> list[str]:

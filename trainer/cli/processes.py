@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import gc
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -23,21 +24,9 @@ PARENT = "TRAINER_PARENT"
 DEBUG = "TRAINER_DEBUG"
 """Environment variable that passes ``--debug`` to all processes of a command."""
 
-_RUN_SPECIFIC = (
-    "GROUP_RANK",
-    "GROUP_WORLD_SIZE",
-    "LOCAL_RANK",
-    "LOCAL_WORLD_SIZE",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-    "NODE_RANK",
-    "PL_GLOBAL_SEED",
-    "PL_SEED_WORKERS",
-    "RANK",
-    "ROLE_NAME",
-    "ROLE_RANK",
-    "ROLE_WORLD_SIZE",
-    "WORLD_SIZE",
+_RUN_SPECIFIC = re.compile(
+    r"((GROUP|LOCAL|NODE|ROLE)_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)|PL_(GLOBAL_SEED|SEED_WORKERS)|ROLE_NAME"
+    r"|TORCHELASTIC_.*"
 )
 """Environment variables that a launcher sets for the processes of one run, and that other runs must not inherit."""
 
@@ -71,11 +60,7 @@ def slurm_step() -> str | None:
 
 def clean_environment(environment: Mapping[str, str]) -> dict[str, str]:
     """Return ``environment`` for the start of another run, without the variables of a single run."""
-    return {
-        name: value
-        for name, value in environment.items()
-        if name not in _RUN_SPECIFIC and not name.startswith("TORCHELASTIC_")
-    }
+    return {name: value for name, value in environment.items() if not _RUN_SPECIFIC.fullmatch(name)}
 
 
 def end_with_parent() -> None:

@@ -29,7 +29,7 @@ from trainer.cli.compose import (
     unresolved,
 )
 from trainer.cli.folders import packaged_conf
-from trainer.cli.keys import example_recipe, options
+from trainer.cli.keys import options
 from trainer.cli.objective import Objective
 from trainer.cli.restore import recipe_of, saved_config
 from trainer.cli.schema import (
@@ -537,20 +537,17 @@ def _check_model(plain: dict[str, Any], arguments: Arguments, recipe: str | None
         )
     if plain["model"] is not None:
         return
-    command, config_dir = plain["command"], arguments.flags.get("--config-dir")
-    example = example_recipe(config_dir)
+    command, recipes = plain["command"], ", ".join(options("recipe", arguments.flags.get("--config-dir")))
     words = [word for word in arguments.overrides if not word.lstrip("+").startswith("recipe=")]
     evaluates = command in ("validate", "test", "predict")
     run = f" Or choose a run: `{command_line(command, 'ckpt=RUN_FOLDER')}`." if evaluates else ""
     chosen = f" With +recipe={recipe}, model is null." if recipe else ""
-    if isinstance(weights := plain["weights"], str):
-        example = recipe_of(str(find_weights(weights))) or example
-        chosen += f" weights={weights} loads only weights, not the config."
+    if plain["weights"] is not None:
+        chosen += f" weights={plain['weights']} loads only weights, not the config."
     raise UsageError(
-        f"There is no model to {'check' if command == 'checks' else command}.{chosen} Choose a recipe, such as"
-        f" `{command_line(arguments.command, *arguments.words, f'+recipe={example}', *words)}`, or a model:"
-        f" model=NAME.{run} Recipes: {', '.join(options('recipe', config_dir)) or 'none, put one into conf/recipe/'}"
-        f" (`{command_line('recipes')}` describes them)."
+        f"There is no model to {'check' if command == 'checks' else command}.{chosen} Choose a recipe,"
+        f" `{command_line(arguments.command, *arguments.words, '+recipe=NAME', *words)}`, or a model: model=NAME.{run}"
+        f" Recipes: {recipes or 'none, put one into conf/recipe/'} (`{command_line('recipes')}` describes them)."
     )
 
 

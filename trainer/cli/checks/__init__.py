@@ -22,7 +22,6 @@ from trainer import machine
 from trainer.cli import failure
 from trainer.cli.arguments import Arguments, UsageError
 from trainer.cli.checks.findings import Findings, Recipe
-from trainer.cli.keys import example_recipe
 from trainer.cli.tune import plain
 from trainer.cli.validate import validate
 from trainer.errors import ConfigurationError, did_you_mean
@@ -55,7 +54,7 @@ def command(arguments: Arguments) -> int:
         given = arguments.words[0]
         raise UsageError(
             f"checks takes one word: json. Got {given!r}.{did_you_mean(given, ['json'])}"
-            f" `{command_line('checks', f'+recipe={example_recipe()}')}` predicts the memory of a recipe."
+            f" `{command_line('checks', '+recipe=NAME')}` predicts the memory of a recipe."
         )
     arguments.check_flags()
     found = Findings()

@@ -6,7 +6,7 @@ import base64
 import json
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,37 +31,27 @@ class Diagnosis:
     Args:
         step: the optimizer step.
         title: one line.
-        verdict: the cause.
-        advice: the remedy, and a second one.
-        rows: labels and values.
+        verdict: the cause, and the remedies.
+        rows: the measurements, as text.
     """
 
     step: int
     title: str
     verdict: str
-    advice: list[str] = field(default_factory=list)
-    rows: list[tuple[str, str]] = field(default_factory=list)
+    rows: str
 
 
 def read_diagnosis(file: Path) -> Diagnosis | None:
     """Return the content of a diagnosis, or None if the file is not a diagnosis, is not readable, or is empty."""
     number = re.fullmatch(r"diagnosis_step_(\d+)\.md", file.name)
     try:
-        lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
+        title, _, text = file.read_text(encoding="utf-8", errors="replace").partition("\n")
     except OSError:
         return None
-    title = next((line[2:] for line in lines if line.startswith("# ")), "")
-    if number is None or not title:
+    if number is None or not title.startswith("# "):
         return None
-    cells = [line.strip("| ").split(" | ", 1) for line in lines if re.match(r"\| \S.* \| ", line)]
-    verdict = [line for line in lines if line and not line.startswith(("# ", "- ", "|"))]
-    return Diagnosis(
-        int(number[1]),
-        title,
-        "\n".join(verdict),
-        [line[2:] for line in lines if line.startswith("- ")],
-        [(label, value) for label, value in cells],
-    )
+    verdict, _, rows = text.partition("\n| | |\n|---|---|\n")
+    return Diagnosis(int(number[1]), title[2:], verdict.strip(), rows.strip())
 
 
 def diagnoses_of(run: RunRecord) -> list[Diagnosis]:

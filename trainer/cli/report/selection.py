@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trainer.cli.arguments import UsageError
-from trainer.cli.keys import example_recipe
 from trainer.record.run_record import RUN, RunRecord, read_json
 from trainer.terminal import command_line
 
@@ -68,7 +67,7 @@ def choose_subject(given: Sequence[str]) -> ReportSubject:
         if not found:
             raise UsageError(
                 "Got no folder, and there is no run in outputs/, multirun/ or lightning_logs/. Name the folder"
-                f" of a run, or train first: `{command_line('fit', f'+recipe={example_recipe()}')}`."
+                f" of a run, or train first: `{command_line('fit', '+recipe=NAME')}`."
             )
         fits = [folder for folder in found if is_sweep(folder) or read_json(folder).get("command", "fit") == "fit"]
         return _choose([max(fits or found, key=_changed)])

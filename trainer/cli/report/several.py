@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -44,23 +44,6 @@ def unreadable(folder: Path, error: Exception) -> str:
         f"The files in {folder} have contents that no run writes ({type(error).__name__}: {error}). They were changed,"
         " or are from another version."
     )
-
-
-@dataclass(frozen=True)
-class Job:
-    """A run on a page with several runs."""
-
-    anchor: str
-    number: str
-    run: RunRecord
-    color: int | None
-    is_best: bool
-    cells: Sequence[str]
-    tiles: Sequence[Tile]
-    figures: tuple[Any, ...]
-    diagnoses: Sequence[Any]
-    note: str = ""
-    verdict: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -118,15 +101,17 @@ def several_page(about: ReportSubject, out: Path) -> tuple[str, list[str]]:
         differences=settings,
         shown=_DIFFERENCES,
         elsewhere=elsewhere,
-        unset=[job for job in jobs if not is_sweep and not job.run.config],
+        unset=[job for job in jobs if not is_sweep and not job["run"].config],
         left_out=[*about.left_out, *left_out],
         conditions=[str(line) for line in comparison.get("conditions", [])],
         sections=draw_sections(
-            overlay(runs, [job.color for job in jobs], winner), max((run.step or 0 for run in runs), default=0)
+            overlay(runs, [job["color"] for job in jobs], winner), max((run.step or 0 for run in runs), default=0)
         ),
-        without_curves=[job for job in jobs if not is_sweep and not any(part.charts for part in sections_of(job.run))],
+        without_curves=[
+            job for job in jobs if not is_sweep and not any(part.charts for part in sections_of(job["run"]))
+        ],
         environment=environment_of(runs[0]) if runs else [],
-        colored=sum(job.color is not None for job in jobs),
+        colored=sum(job["color"] is not None for job in jobs),
     )
     return text, left_out
 
@@ -165,7 +150,7 @@ def _jobs(
     winner: RunRecord | None,
     goal: tuple[str, str] | None,
     comparison: Mapping[str, Any],
-) -> tuple[list[Job], list[str]]:
+) -> tuple[list[dict[str, Any]], list[str]]:
     """Return the rows of the table, and the header of its columns."""
     colors = _colors(sweep.runs, winner, goal)
     metrics = [name for name in sweep.metrics if goal is None or name != goal[0]]
@@ -189,10 +174,12 @@ def _jobs(
             "-" if run.skipped_steps is None else f"{run.skipped_steps:,}",
         ]
         jobs.append(
-            Job(
-                f"job-{index}", str(number), run, color, run is winner, cells, tiles_of(run, goal), figures_of(run),
-                diagnoses_of(run), note_of(run), verdict if isinstance(verdict, dict) else {},
-            )
+            {
+                "anchor": f"job-{index}", "number": str(number), "run": run, "color": color, "is_best": run is winner,
+                "cells": cells, "tiles": tiles_of(run, goal), "figures": figures_of(run),
+                "diagnoses": diagnoses_of(run), "note": note_of(run),
+                "verdict": verdict if isinstance(verdict, dict) else {},
+            }
         )  # fmt: skip
     first = [f"{'Best' if is_best else 'Last'} {goal[0]}", "at step"] if goal else []
     return jobs, [*first, *metrics, "Time", "Samples/s", "Memory", "Skipped"]
@@ -215,16 +202,8 @@ def _differences(runs: Sequence[RunRecord]) -> tuple[list[Difference], list[Diff
     ]
     chosen = {word.lstrip("+~").partition("=")[0] for run in runs for word in run.chosen}
     differing = _differing(settings, chosen)
-    parts = tuple(
-        difference.name.removesuffix("_target_") for difference in differing if difference.name.endswith("._target_")
-    )
-
-    def rank(one: Difference) -> int:
-        if one.chosen or one.name in ("recipe", "precision"):
-            return 0
-        return 2 if one.name.startswith(parts) and not one.name.endswith("_target_") else 1
-
-    return sorted(differing, key=rank), _differing(environments, set())
+    differing.sort(key=lambda one: not (one.chosen or one.name in ("recipe", "precision")))
+    return differing, _differing(environments, set())
 
 
 def _differing(settings: Sequence[Mapping[str, str]], chosen: set[str]) -> list[Difference]:

@@ -9,7 +9,6 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import Any
 
 from trainer.record.run_record import SUCCESSFUL, RunRecord
 from trainer.record.sweep import Sweep, load_sweep
@@ -22,33 +21,13 @@ _REPEATS = re.compile(r"[+~]*(\w+\.)*(seed|fold)=")
 """Start of overrides for seeds and folds. Jobs that differ only by these are averaged."""
 
 
-def planned(composer: Any, words: Sequence[str], config: Any) -> int | None:
-    """Return the number of jobs of a sweep, or None for sweepers other than Hydra's basic one.
-
-    Args:
-        composer: parses the overrides.
-        words: overrides that the config is composed with.
-        config: config of the first job, with the node ``hydra``.
-    """
-    sweeper = config.hydra.sweeper
-    if "BasicSweeper" not in str(sweeper["_target_"]):
-        return None
-    overrides = {one.get_key_element(): one for one in composer.parse(words)}
-    for name, values in (sweeper.get("params") or {}).items():
-        for one in composer.parse([f"{name}={values}"]):
-            overrides.setdefault(one.get_key_element(), one)
-    swept = [override for override in overrides.values() if override.is_sweep_override()]
-    return math.prod(len(list(one.sweep_string_iterator())) for one in swept)
-
-
-def report(folder: Path, since: float = 0.0, num_jobs: int | None = None, again: str = "") -> int:
+def report(folder: Path, since: float = 0.0, again: str = "") -> int:
     """Print the table of a sweep, and write it to ``summary.md`` and ``summary.json``.
 
     Args:
         folder: folder of the sweep. It contains the folders of the jobs.
         since: a time (of `time.time`). Jobs that ended before it belong to an earlier sweep and are left out.
-        num_jobs: planned number of jobs; None if it is unknown.
-        again: command that resumes the sweep. It is printed if a job is missing or was interrupted.
+        again: command that resumes the sweep. It is printed if a job was interrupted.
 
     Returns:
         The number of jobs that neither completed nor were pruned.
@@ -66,8 +45,8 @@ def report(folder: Path, since: float = 0.0, num_jobs: int | None = None, again:
     result = "\n\n".join(part for part in (_means(sweep), _best(sweep)) if part)
     text = f"{markdown_table(header, rows)}\n" + (f"\n{result}\n" if result else "")
     (folder / "summary.md").write_text(text, encoding="utf-8")
-    _print(header, rows, result, sweep.runs, folder, num_jobs)
-    if again and (len(sweep.runs) < (num_jobs or 0) or any(run.status == "interrupted" for run in sweep.runs)):
+    _print(header, rows, result, sweep.runs, folder)
+    if again and any(run.status == "interrupted" for run in sweep.runs):
         print(f"To resume: {again}", flush=True)
     return sum(run.status not in SUCCESSFUL for run in sweep.runs)
 
@@ -130,14 +109,16 @@ def _best(sweep: Sweep) -> str:
     return ""
 
 
-def _print(
-    header: list[str], rows: list[list[str]], result: str, runs: Sequence[RunRecord], folder: Path, num_jobs: int | None
-) -> None:
-    of_total = f" of {num_jobs}" if num_jobs and num_jobs > len(rows) else ""
-    jobs = "1 job" if len(rows) == 1 and not of_total else f"{len(rows)}{of_total} jobs"
+def _print(header: list[str], rows: list[list[str]], result: str, runs: Sequence[RunRecord], folder: Path) -> None:
+    jobs = "1 job" if len(rows) == 1 else f"{len(rows)} jobs"
     shown = [place for place, name in enumerate(header) if name not in _ONLY_IN_FILES]
     cells = [[row[place].replace(" ", "\n") if place == 1 else row[place] for place in shown] for row in rows]
-    Table(f"Sweep of {jobs}", [header[place] for place in shown], cells, ("overrides", "status")).show()
+    Table(
+        f"Sweep of {jobs}",
+        [header[place] for place in shown],
+        cells,
+        ("overrides", "status"),
+    ).show()
     if result:
         print_line(result, "bold green" if "Best: job" in result else "yellow")
     for run in runs:

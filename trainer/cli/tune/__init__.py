@@ -23,7 +23,6 @@ from trainer import redaction
 from trainer.arguments import ARGUMENTS, NUMBER, TEXT, WHOLE, Kind
 from trainer.cli.arguments import Arguments, UsageError
 from trainer.cli.compose import resolve
-from trainer.cli.keys import example_recipe
 from trainer.cli.processes import under_torchrun
 from trainer.cli.schema import read_settings, setting
 from trainer.cli.validate import validate
@@ -110,7 +109,7 @@ def command(arguments: Arguments) -> int:
         hint = did_you_mean(words[0], _MODULES) if words else ""
         raise UsageError(
             f"{given}, expected batch_size, for the largest batch that fits into memory, or lr, for a learning rate."
-            f"{hint} `{command_line('tune', 'batch_size', *(arguments.overrides or [f'+recipe={example_recipe()}']))}`"
+            f"{hint} `{command_line('tune', 'batch_size', *(arguments.overrides or ['+recipe=NAME']))}`"
         )
     arguments.check_flags()
     if under_torchrun():
