@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 from collections.abc import Iterable, Sequence
+from datetime import timedelta
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:  # takes a moment to import
@@ -59,6 +60,15 @@ def format_number(value: float | None) -> str:
         return "-"
     is_whole = abs(value) < 1e9 and value == int(value)
     return f"{value:,.0f}" if is_whole else f"{value:,.4g}" if 1e-3 <= abs(value) < 1e5 else f"{value:.3g}"
+
+
+def format_seconds(seconds: float) -> str:
+    """Return a duration as text.
+
+    >>> format_seconds(5.25), format_seconds(3661)
+    ('5.2 s', '1:01:01')
+    """
+    return f"{seconds:.1f} s" if seconds < 60 else str(timedelta(seconds=round(seconds)))
 
 
 def format_mebibytes(size: int | None) -> str:

@@ -112,7 +112,7 @@ def test_other_settings_keep_their_numbers():
         (["fit", "--cfg", "jbo"], "Got --cfg jbo, expected one of job, hydra, all."),
         (["fit", "--info=job"], "Got --info job, expected one of all, config, defaults"),
         (["fit", "recipe", "=", "line"], "Got the word 'recipe', expected settings, key=value, without spaces"),
-        (["fit", "-m", "--cfg", "job"], "Got --multirun and --cfg, expected one of them"),
+        (["fit", "-m", "--cfg", "job"], "Got --multirun and --cfg, which prints the config of a single run"),
     ],
 )
 def test_mistakes(argv, message):

@@ -162,7 +162,7 @@ def test_the_example_of_the_module(capfd: Any) -> None:
 
 MISTAKES = [
     (["ckpt=run"], "expected to=FILE with a name that ends in .onnx, .pt2 or .safetensors"),
-    (["ckpt=run", "to=a.pth"], "export got a.pth, expected the name of a file that ends in .onnx, .pt2 or"),
+    (["ckpt=run", "to=a.pth"], "export got a.pth, expected to=FILE with a name that ends in .onnx, .pt2 or"),
     (["run", "a.pt2", "net."], "export got the prefix net. with a.pt2, expected"),
     (["ckpt=runs", "to=a.pt2"], "ckpt is runs: there is no such file or folder. Did you mean 'run'?"),
     (["+recipe=line", "to=a.pt2"], "export got no checkpoint, expected ckpt=RUN"),

@@ -284,18 +284,6 @@ def under_torchrun(shell: Shell) -> None:
     shell.check(command)
 
 
-def conversions(shell: Shell) -> None:
-    made_run(shell, "checkpoint_files.sharded=true")
-    shutil.move("run/checkpoints/last.ckpt", "sharded")
-    made_run(shell, "hydra.run.dir=run")
-    for words, made in ((["consolidate"], "one.ckpt"), (["export"], "weights.safetensors")):
-        status, printed = shell.run(*words)
-        (command,) = commands_in(printed)
-        assert status == 2
-        shell.follow(command, (0, 2))  # nothing is overwritten
-        assert Path(made).is_file()
-
-
 def helped(shell: Shell) -> None:
     status, printed = shell.run("test", "--help")
     assert (status, commands_in(printed)[0]) == (0, "python -m trainer fit --help")
@@ -322,10 +310,7 @@ SCENARIOS: dict[str, Callable[[Shell], None]] = {
     "cli/checks/first_look.py:bottleneck": slow_step,
     "cli/checks/memory.py:_measure": unpredictable,
     "cli/compare/__init__.py:report": compared,
-    "cli/consolidate.py:two_paths": conversions,
-    "cli/export.py:command": printed_by(
-        "export", "ckpt=run", follow=(0, 2), after=lambda shell: made_run(shell, "model=plain")
-    ),
+    "cli/consolidate.py:two_paths": printed_by("consolidate"),
     "cli/failure.py:_advice": out_of_memory,
     "cli/help.py:_first_screen": first_screen,
     "cli/help.py:help_text": helped,

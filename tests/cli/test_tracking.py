@@ -173,7 +173,7 @@ def test_secrets_are_not_logged_as_settings(monkeypatch: pytest.MonkeyPatch) -> 
     }
     assert tracking.settings_to_log(settings) == {
         "data": {"password": "***", "root": "s3/${oc.env:TOKEN}"},
-        "model": {"width": 3},
+        "model": {"width": 3, "optimizer": {"lr": 0.1}},
         "optimizer": {"lr": 0.1},
     }
 

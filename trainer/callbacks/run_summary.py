@@ -1,7 +1,6 @@
 """Print a table at the end of a fit."""
 
 from collections.abc import Mapping
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ from trainer import terminal
 from trainer.callbacks.run_recorder import RecordView
 from trainer.files import from_here
 from trainer.record.run_record import RunRecord, without_step_epoch_variants
-from trainer.terminal import Table
+from trainer.terminal import Table, format_seconds
 
 _RECORDED = ("amp/scale", "amp/skipped_steps", "amp/nonfinite_losses")
 """Logged values that the record also contains, as of the last step."""
@@ -100,7 +99,7 @@ def _counters(record: RunRecord) -> dict[str, Any]:
         "prefetching": record.prefetching,
         "epochs": record.epochs,
         "optimizer steps": None if record.steps is None else f"{record.steps:,}",
-        "time": None if seconds is None else f"{_duration(seconds)} (training {_duration(training or 0.0)})",
+        "time": None if seconds is None else f"{format_seconds(seconds)} (training {format_seconds(training or 0.0)})",
         "samples/s": None if rate is None else f"{rate:,.1f}",
         "MFU": None if (mfu := record.throughput.get("mfu")) is None else f"{mfu:.1%}",
         "peak memory": None if record.peak_memory is None else terminal.format_mebibytes(record.peak_memory),
@@ -132,7 +131,3 @@ def _paths(paths: Mapping[str, str | list[str]]) -> list[tuple[str, str]]:
         run = from_here(Path(str(paths["run"])))
         rows.append(("report", terminal.command_line("report", run)))
     return rows
-
-
-def _duration(seconds: float) -> str:
-    return f"{seconds:.1f} s" if seconds < 60 else str(timedelta(seconds=round(seconds)))

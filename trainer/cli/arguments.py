@@ -164,8 +164,9 @@ def read(argv: Sequence[str]) -> Arguments:
         _complete_comparison(arguments)
     if arguments.multirun and arguments.shows:
         raise UsageError(
-            f"Got --multirun and {' '.join(set(arguments.flags) & _SHOW)}, expected one of them: the former runs the"
-            " config, the latter prints it."
+            f"Got {'compare' if arguments.command == 'compare' else '--multirun'} and"
+            f" {' '.join(set(arguments.flags) & _SHOW)}, which prints the config of a single run. Use fit with one"
+            " value for each setting."
         )
     return arguments
 
@@ -180,11 +181,6 @@ def _is_file_name(word: str, arguments: Arguments) -> bool:
 
 def _complete_comparison(arguments: Arguments) -> None:
     """Turn ``compare`` into a sweep, over `COMPARED_PRECISIONS` unless the command line chooses precisions."""
-    if arguments.shows:
-        raise UsageError(
-            f"Got compare with {' '.join(set(arguments.flags) & _SHOW)}, which prints a single config. Use fit instead"
-            " of compare, with one value for each setting."
-        )
     arguments.flags["--multirun"] = ""
     chosen = ("precision", "precision._target_", "sweep", "hydra.sweeper.params.precision")
     if not any(override.partition("=")[0].lstrip("+") in chosen for override in arguments.overrides):

@@ -11,7 +11,6 @@ from pathlib import Path
 
 from trainer.checkpoint.sharded_files import MANIFEST
 from trainer.cli.arguments import Arguments, UsageError
-from trainer.cli.commands import find
 from trainer.errors import CheckpointError, CheckpointWriteError
 from trainer.record.find_checkpoint import is_checkpoint_folder
 from trainer.terminal import command_line
@@ -51,12 +50,9 @@ def two_paths(arguments: Arguments, expected: str) -> tuple[Path, Path]:
         UsageError: if there are fewer than two words.
     """
     if len(arguments.words) < 2:
-        command = find(arguments.command)
-        assert command is not None
-        words = command.usage.rpartition(" | ")[2].partition(" [")[0].split()
         raise UsageError(
             f"{arguments.command} got {len(arguments.words)} of two paths, expected {expected}:"
-            f" `{command_line(arguments.command, *words)}`"
+            f" `{command_line(arguments.command, '--help')}`"
         )
     return Path(arguments.words[0]).expanduser(), Path(arguments.words[1]).expanduser()
 

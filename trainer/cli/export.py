@@ -14,7 +14,6 @@ from trainer.cli.arguments import Arguments, UsageError
 from trainer.cli.consolidate import check_new, run_conversion, two_paths
 from trainer.errors import TrainerError
 from trainer.record.find_checkpoint import find
-from trainer.terminal import command_line
 
 WEIGHTS = ".safetensors"
 GRAPHS = (".onnx", ".pt2")
@@ -37,12 +36,7 @@ def command(arguments: Arguments) -> int:
         arguments.overrides = [f"ckpt='{checkpoint}'"]
     elif arguments.words:
         raise UsageError(f"export got the word {arguments.words[0]!r} among settings, expected ckpt=RUN to=FILE.")
-    if "to" not in given:
-        raise UsageError(
-            f"export got no file to write, expected to=FILE with a name that ends in {', '.join(GRAPHS)} or {WEIGHTS}:"
-            f" `{command_line('export', *arguments.overrides, 'to=model.pt2')}`"
-        )
-    file = _writable(Path(given.pop("to")).expanduser())
+    file = _writable(Path(given.pop("to", "")).expanduser())
     arguments.overrides = [word for word in arguments.overrides if not word.startswith("to=")]
     if file.suffix != WEIGHTS:
         if prefix:
@@ -67,7 +61,8 @@ def _writable(file: Path) -> Path:
     """
     if file.suffix not in (WEIGHTS, *GRAPHS):
         raise UsageError(
-            f"export got {file}, expected the name of a file that ends in {', '.join(GRAPHS)} or {WEIGHTS}."
+            f"export got {file if file.name else 'no file to write'}, expected to=FILE with a name that ends in"
+            f" {', '.join(GRAPHS)} or {WEIGHTS}, such as to=model.pt2."
         )
     check_new(file)
     if file.suffix in _EXTRAS and (problem := packages.missing(_EXTRAS[file.suffix])):

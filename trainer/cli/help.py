@@ -32,24 +32,10 @@ _PROGRAM_PLACEHOLDER = "python -m trainer"
 LISTS_SETTINGS = "fit"
 """The command that lists the settings and flags of all commands in its ``--help``."""
 
-_GROUPS = {
-    "recipe": "a model, data and settings that work together",
-    "precision": "32, 16, bf16 and 64 are accepted too; auto chooses by the device",
-    "model": "the LightningModule",
-    "data": "the LightningDataModule",
-    "optimizer": "",
-    "scheduler": "learning rate schedule",
-    "trainer": "the devices",
-    "callbacks": "",
-    "compile": "torch.compile for the whole run",
-    "tuning": "fast: TF32, cudnn.benchmark, channels_last, expandable segments",
-    "logger": "several: logger=[default,wandb]",
-    "compare": "settings of the command compare",
-    "tune": "settings of the command tune",
-    "checks": "settings of the command checks",
-    "debug": "settings for debugging",
-    "sweep": "ready-made sweeps",
-}
+_GROUPS = (
+    "recipe", "precision", "model", "data", "optimizer", "scheduler", "trainer", "callbacks", "compile", "tuning",
+    "logger", "compare", "tune", "checks", "debug", "sweep",
+)  # fmt: skip
 
 _ADDED = (
     ("+model.dropout=0.1", "+ adds a setting that is not in the config yet"),
@@ -149,10 +135,9 @@ def versions() -> str:
 
 def _groups(config_dir: str | None) -> str:
     rows = []
-    for group, about in _GROUPS.items():
-        found = ", ".join(options(group, config_dir)) or "none yet"
+    for group in _GROUPS:
         name = f"+{group}=" if group in GROUPS_TO_ADD else f"{group}="
-        rows.append((name, f"{found}{f'  ({about})' if about else ''}"))
+        rows.append((name, ", ".join(options(group, config_dir)) or "none yet"))
     return _format_rows(
         "Config groups: GROUP=OPTION uses conf/GROUP/OPTION.yaml of your project or of this package:", rows
     )

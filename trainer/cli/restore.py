@@ -78,13 +78,12 @@ def _refuse_contradictions(arguments: Arguments, given_ckpt: str) -> None:
     if "," in given_ckpt and arguments.multirun:
         raise UsageError(f"Got ckpt={given_ckpt}, expected one value: each run has its own config.")
     keys = {word.lstrip("+~").partition("=")[0] for word in arguments.overrides}
-    if "recipe" in keys or arguments.flags.get("--config-name", RESTORED) != RESTORED:
+    has_config = arguments.flags.get("--config-name", RESTORED) != RESTORED
+    if has_config or not keys.isdisjoint(("recipe", "ckpt_path")):
         raise UsageError(
-            f"Got ckpt={given_ckpt}, which uses the config of its run, and another config or recipe. Remove the recipe,"
-            " or use ckpt_path=FILE instead of ckpt to load the checkpoint into another config."
+            f"Got ckpt={given_ckpt}, which uses the config of its run, and a recipe, another config or ckpt_path."
+            " Remove them, or use ckpt_path=FILE instead of ckpt to load the checkpoint into another config."
         )
-    if "ckpt_path" in keys:
-        raise UsageError("Got ckpt and ckpt_path, expected one: ckpt uses the config of the run, ckpt_path does not.")
 
 
 def _chosen(arguments: Arguments) -> dict[str, str]:

@@ -74,12 +74,7 @@ def settings_to_log(settings: Mapping[str, Any]) -> dict[str, Any]:
     Args:
         settings: the resolved config.
     """
-    shared = [settings.get(name) for name in ("optimizer", "scheduler") if settings.get(name) is not None]
     logged = {name: value for name, value in settings.items() if name not in _NOT_LOGGED}
-    if isinstance(
-        model := logged.get("model"), Mapping
-    ):  # without the settings of its optimizer, which are shown already
-        logged["model"] = {name: value for name, value in model.items() if value not in shared}
     return {
         name: redaction.setting(name, redaction.containers(value)) for name, value in _without_nulls(logged).items()
     }

@@ -75,6 +75,10 @@ def _mapping(value: object) -> Mapping[str, Any]:
     return value if isinstance(value, Mapping) else {}
 
 
+def _texts(value: object) -> list[str]:
+    return [str(word) for word in value] if isinstance(value, list) else []
+
+
 class GoalValue(NamedTuple):
     """The value of a metric that runs are compared by.
 
@@ -126,6 +130,8 @@ class RunRecord:
         throughput: measurements of the callback Throughput; empty without it.
         curves: series of the recorder by name.
         compile: the modules that the callback Compile has compiled; empty without it.
+        overrides: the overrides on the command line.
+        fast_settings: the settings that the callback FastSettings enabled. None without it.
     """
 
     recipe = _optional(str)
@@ -151,6 +157,8 @@ class RunRecord:
     gpu = Fact(_mapping)
     throughput = Fact(_mapping)
     compile = Fact(_mapping)
+    overrides = Fact(_texts)
+    fast_settings = _optional(_texts)
     curves = Fact(_mapping)
 
     def __init__(self, facts: dict[str, Any], folder: Path | None, now: float | None = None) -> None:
@@ -189,12 +197,6 @@ class RunRecord:
         return str(self.facts.get("command") or self.config.get("command") or "fit")
 
     @property
-    def overrides(self) -> list[str]:
-        """The overrides on the command line."""
-        words = self.facts.get("overrides")
-        return [str(word) for word in words] if isinstance(words, list) else []
-
-    @property
     def chosen(self) -> list[str]:
         """The overrides that the user wrote, without secrets."""
         words = self.overrides or self._hydra("overrides.yaml")
@@ -213,12 +215,6 @@ class RunRecord:
         """The recipe of the run, or the name of its folder."""
         recipes = [word.partition("=")[2] for word in self.chosen if word.lstrip("+").startswith("recipe=")]
         return str(self.recipe or next(iter(recipes), None) or self.folder.resolve().name)
-
-    @property
-    def fast_settings(self) -> list[str] | None:
-        """The settings that were enabled, from the callback FastSettings, or None without it."""
-        names = self.facts.get("fast_settings")
-        return [str(name) for name in names] if isinstance(names, list) else None
 
     @property
     def metrics(self) -> dict[str, float]:

@@ -50,7 +50,7 @@ def test_jobs_and_curves(sweep):
     jobs = page.sections["jobs"]
     assert "Equal in all: +recipe=digits precision=16-mixed" in jobs
     assert "Job Settings Status Last val_acc at step val_loss Time Samples/s Memory Skipped" in jobs
-    assert "2 optimizer.lr=0.2 best Completed 0.875 3 1.5 1 min 02 s 123.4 3.0 GiB 1" in jobs
+    assert "2 optimizer.lr=0.2 best Completed 0.875 3 1.5 0:01:02 123.4 3.0 GiB 1" in jobs
     assert jobs.index("optimizer.lr=0.2") < jobs.index("optimizer.lr=1.0")  # by number, not by name
     assert page.titles[:4] == ["Training loss", "val_loss", "val_acc", "Learning rate"]
     lines = page.lines("val_acc")

@@ -23,7 +23,7 @@ from trainer.machine import readable
 from trainer.record.charts import Section, sections_of
 from trainer.record.run_record import RunRecord, load_run
 from trainer.record.sweep import worth_showing
-from trainer.terminal import format_number, four_digits
+from trainer.terminal import format_number, format_seconds, four_digits
 
 _TEMPLATE = Path(__file__).parent / "template"
 _METRICS = 3
@@ -116,7 +116,7 @@ def tiles_of(run: RunRecord, goal: tuple[str, str] | None) -> list[Tile]:
             tiles.append(Tile("Loss scale", format_number(run.scale), "at the end"))
     if run.duration is not None:
         train = run.train_seconds
-        tiles.append(Tile("Time", format_duration(run.duration), f"{format_duration(train)} training" if train else ""))
+        tiles.append(Tile("Time", format_seconds(run.duration), f"{format_seconds(train)} training" if train else ""))
     if run.samples_per_second is not None:
         mfu = run.throughput.get("mfu")
         note = "samples per second" if mfu is None else f"samples per second, MFU {mfu:.1%}"
@@ -152,15 +152,13 @@ def _facts(run: RunRecord) -> list[tuple[str, str]]:
 def note_of(run: RunRecord) -> str:
     """Return a sentence about a run without a final status; "" for other runs."""
     at = f"step {run.step:,}" if run.step is not None else "no step yet"
-    seen = f"{at}, written {format_duration(max(0.0, time.time() - run.changed))} ago"
-    match run.status:
-        case "running":
-            return f"The run is in progress: {seen}. To update the page, run the command again and reload."
-        case "killed":
-            return f"The process exited without writing a status: it was killed, or the machine failed. Last: {seen}."
-        case "unfinished":
-            return f"The run has no final status, and its process is on another machine. Last: {seen}."
-    return ""
+    seen = f"{at}, written {format_seconds(max(0.0, time.time() - run.changed))} ago"
+    notes = {
+        "running": f"The run is in progress: {seen}. To update the page, run the command again and reload.",
+        "killed": f"The process exited without writing a status: it was killed, or the machine failed. Last: {seen}.",
+        "unfinished": f"The run has no final status, and its process is on another machine. Last: {seen}.",
+    }
+    return notes.get(run.status, "")
 
 
 def _settings(run: RunRecord) -> list[tuple[str, str, bool]]:
@@ -218,14 +216,3 @@ def _link(file: Path, out: Path) -> str:
 
 def _format_time(moment: float) -> str:
     return datetime.fromtimestamp(moment).astimezone().strftime("%Y-%m-%d %H:%M:%S %Z").strip()
-
-
-def format_duration(seconds: float) -> str:
-    """Return a duration in seconds as text, such as ``3 min 05 s``."""
-    if seconds < 60:
-        return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    if minutes < 60:
-        return f"{minutes} min {rest:02} s"
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes:02} min" if hours < 48 else f"{hours // 24} d {hours % 24} h"

@@ -17,7 +17,6 @@ from trainer.cli.report.page import (
     draw_sections,
     environment_of,
     flat,
-    format_duration,
     note_of,
     render,
     tiles_of,
@@ -28,7 +27,7 @@ from trainer.record.charts import overlay, sections_of
 from trainer.record.drawing import PALETTE
 from trainer.record.run_record import SUCCESSFUL, RunRecord, direction_of, load_run, read_json
 from trainer.record.sweep import Sweep, best_of, worth_showing
-from trainer.terminal import format_number, four_digits
+from trainer.terminal import format_number, format_seconds, four_digits
 
 INVALID_RECORD_ERRORS = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 """Exceptions that reading a file raises if its contents are not those that a run writes."""
@@ -168,7 +167,7 @@ def _jobs(
         cells = [
             *((format_number(reached.value), at) if goal else ()),
             *(format_number(run.latest.get(name)) for name in metrics),
-            "-" if run.duration is None else format_duration(run.duration),
+            "-" if run.duration is None else format_seconds(run.duration),
             "-" if run.samples_per_second is None else four_digits(run.samples_per_second),
             "-" if run.peak_memory is None else readable(run.peak_memory),
             "-" if run.skipped_steps is None else f"{run.skipped_steps:,}",
@@ -238,7 +237,7 @@ def _tiles(runs: Sequence[RunRecord], winner: RunRecord | None, goal: tuple[str,
     pruned = sum(run.status == "pruned" for run in runs)
     tiles.append(Tile(noun, f"{len(runs)}", f"{done} completed{' or pruned' if pruned else ''}"))
     if times := [run.duration for run in runs if run.duration is not None]:
-        tiles.append(Tile("Time", format_duration(sum(times)), "in total"))
+        tiles.append(Tile("Time", format_seconds(sum(times)), "in total"))
     if skipped := sum(run.skipped_steps or 0 for run in runs):
         tiles.append(Tile("Skipped steps", f"{skipped:,}", "in total"))
     return tiles
