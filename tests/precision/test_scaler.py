@@ -12,6 +12,7 @@ from torch import nn
 
 from trainer.errors import PrecisionError
 from trainer.precision import LossScaler
+from trainer.precision.guard import StepGuard
 from trainer.precision.scaler import _any_of
 
 INF, NAN = float("inf"), float("nan")
@@ -101,6 +102,36 @@ def test_disabled_is_transparent():
     scaler.load_state_dict({})
     scaler.load_state_dict({"scale": 3.0, "_growth_tracker": 1})
     assert scaler.current_scale == 1.0
+
+
+class UnscalesItself(torch.optim.SGD):
+    """Steps as apex's ``FusedAdam(capturable=True)`` does: unscales and checks gradients if it is given the scaler."""
+
+    _step_supports_amp_scaling = True
+
+    def step(self, closure=None, grad_scaler=None):
+        (group,) = self.param_groups
+        scale = torch.ones(()) if grad_scaler is None else grad_scaler._get_scale_async()
+        if grad_scaler is None or not any(grad_scaler._check_inf_per_device(self).values()):
+            for p in group["params"]:
+                p.data.sub_(p.grad / scale, alpha=group["lr"])
+
+
+@pytest.mark.parametrize("guards", [False, True])
+def test_gradients_are_unscaled_once_for_optimizers_that_unscale_them_themselves(guards):
+    """pytorch #129922 is about this argument of ``step``. torch's scaler passes itself with scaled gradients."""
+    scaler = StepGuard("cpu") if guards else LossScaler("cpu", init_scale=8.0)
+    reference = torch.amp.GradScaler("cpu", init_scale=8.0)
+    p, q = parameter(), parameter()
+    mine, theirs = (UnscalesItself([one], lr=1.0) for one in (p, q))
+    for slope in (1.0, INF, 2.0):
+        assert train(scaler, p, mine, slope) is (slope == INF)
+        q.grad = None
+        reference.scale((q * slope).sum()).backward()
+        reference.step(theirs)
+        reference.update()
+        assert torch.equal(p, q)
+    assert p.tolist() == [-2.0, -2.0]
 
 
 def test_it_is_a_grad_scaler():

@@ -188,7 +188,7 @@ class LossScaler(torch.amp.GradScaler):
         state["stage"] = OptState.STEPPED
         check = next(check for check in reversed(self._checks) if check.optimizer is optimizer)
         check.stepped = True
-        if getattr(optimizer, "_step_supports_amp_scaling", False):
+        if getattr(optimizer, "_step_supports_amp_scaling", False) and not self._requests_scaler(optimizer):
             return self._step_fused(optimizer, check, args, kwargs)
         if check.read():  # host-device synchronization on a GPU: the host decides whether to step
             return None
@@ -414,11 +414,6 @@ class LossScaler(torch.amp.GradScaler):
     ) -> float | None:
         """Step an optimizer with a kernel that reads ``found_inf`` itself, on the device."""
         fused: Any = optimizer
-        kind = type(optimizer)
-        if kind not in self._accepts_scaler:  # torch's deprecated protocol; torch inspects the signature at each step
-            self._accepts_scaler[kind] = "grad_scaler" in inspect.signature(optimizer.step).parameters
-        if self._accepts_scaler[kind]:
-            return fused.step(*args, **kwargs, grad_scaler=self)  # type: ignore[no-any-return]
         starting = self._momentum_starting(optimizer) if isinstance(optimizer, SGD) else []
         fused.grad_scale = None  # the gradients are unscaled
         fused.found_inf = _any_of(check.found_inf)
@@ -433,6 +428,16 @@ class LossScaler(torch.amp.GradScaler):
             for parameter in starting:
                 optimizer.state[parameter].pop("momentum_buffer", None)
         return result
+
+    def _requests_scaler(self, optimizer: Optimizer) -> bool:
+        """Return whether ``step`` has torch's deprecated argument ``grad_scaler``, as apex's ``FusedAdam`` does.
+
+        Without the argument, such an optimizer steps like others. With it, it would unscale the gradients again.
+        """
+        kind = type(optimizer)
+        if kind not in self._accepts_scaler:  # torch inspects the signature at each step
+            self._accepts_scaler[kind] = "grad_scaler" in inspect.signature(optimizer.step).parameters
+        return self._accepts_scaler[kind]
 
     def _momentum_starting(self, optimizer: SGD) -> list[Tensor]:
         """Return the parameters that will get momentum in the next step. Does not search once all of them have it."""
