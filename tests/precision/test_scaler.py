@@ -117,6 +117,7 @@ class UnscalesItself(torch.optim.SGD):
                 p.data.sub_(p.grad / scale, alpha=group["lr"])
 
 
+@pytest.mark.filterwarnings("ignore:GradScaler is going to stop passing itself")
 @pytest.mark.parametrize("guards", [False, True])
 def test_gradients_are_unscaled_once_for_optimizers_that_unscale_them_themselves(guards):
     """pytorch #129922 is about this argument of ``step``. torch's scaler passes itself with scaled gradients."""
