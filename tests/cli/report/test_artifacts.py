@@ -43,8 +43,7 @@ def test_confusion_matrix_and_pictures_of_a_fit(make_run):
     page = report(folder)
     results = page.sections["results"]
     assert "Confusion matrix: test 20 samples, 85.0% correct." in results
-    assert "cat dog <owl> recall cat 8 2 80.0% dog 1 9 90.0% <owl> Most" in results
-    assert "Most frequent mistakes: cat predicted as dog 2 , dog predicted as cat 1" in results.replace(" 2,", " 2 ,")
+    assert "cat dog <owl> recall cat 8 2 80.0% dog 1 9 90.0% <owl>" in results
     assert page.html.count("--share:0.800") == page.html.count("--share:0.200") == 1
     assert "#results" in page.having("a", "href")
     assert page.text.index("Learning rate") < page.text.index("Confusion matrix")
@@ -70,7 +69,7 @@ def test_most_confused_of_many_classes(make_run):
     counts[37][3] = 9
     put(folder, "test.json", matrix(counts, classes=[f"c{i}" for i in range(40)]))
     ((shown,), _, _) = figures_of(load_run(folder))
-    assert (len(shown.classes), shown.of_all, shown.mistakes) == (24, 40, [("c37", "c3", 9.0)])
+    assert (len(shown.classes), shown.of_all) == (24, 40)
     row = shown.classes.index("c37")
     assert shown.rows[row][shown.classes.index("c3")] == (9.0, 9 / 14)
     assert shown.recalls[row] == 5 / 14

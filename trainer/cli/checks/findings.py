@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from trainer.cli.arguments import UsageError
 from trainer.terminal import Table
 
 if TYPE_CHECKING:
@@ -41,7 +40,6 @@ class Recipe:
         loaded: the first batch, and the speed of its dataloader.
         peak: predicted peak memory of a step on one device, in bytes; None if it could not be predicted.
         operations: floating-point operations of a forward pass; None if they could not be counted.
-        failure: the error of the memory prediction, or None.
         words: the overrides of the command line.
     """
 
@@ -51,7 +49,6 @@ class Recipe:
     loaded: LoadedBatch | None = None
     peak: int | None = None
     operations: int | None = None
-    failure: UsageError | None = None
     words: list[str] = field(default_factory=list)
 
 

@@ -130,7 +130,7 @@ def check_memory(found: Findings, recipe: Recipe) -> None:
     try:
         prediction = predict(recipe, found.devices)
     except UnpredictableError as error:  # the other checks still run
-        recipe.failure = error
+        found.problem(str(error))
         return
     needs, others = ([one._asdict() | {"fits": prediction.fits(one)} for one in kind] for kind in (
         prediction.needs, prediction.others

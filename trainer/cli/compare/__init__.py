@@ -81,9 +81,7 @@ def thresholds(config: DictConfig) -> Thresholds:
     Raises:
         UsageError: if a setting is invalid.
     """
-    node: Any = OmegaConf.select(config, "compare")
-    settings: Any = {} if node is None else OmegaConf.to_container(node, resolve=True)
-    return read_settings(Thresholds, "compare", settings)
+    return read_settings(Thresholds, "compare", OmegaConf.to_container(config.compare, resolve=True))
 
 
 def report(folder: Path, limits: Thresholds, overrides: Sequence[str] = (), since: float = 0.0) -> int:

@@ -61,11 +61,11 @@ def write_report(about: ReportSubject, out: Path) -> list[str]:
     left_out: list[str] = []
     if about.kind == "run":
         try:
-            text = run_page(about.folder, out)
+            text = run_page(about.folder)
         except INVALID_RECORD_ERRORS as error:
             raise UsageError(unreadable(about.folder, error)) from error
     else:
-        text, left_out = several_page(about, out)
+        text, left_out = several_page(about)
     try:
         write_text(out, text)  # replaces a link of that name
     except OSError as error:

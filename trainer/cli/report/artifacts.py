@@ -16,12 +16,10 @@ from trainer.record.run_record import RUN, RunRecord, changed
 _DIAGNOSES = "diagnosis_step_*.md"
 _LOG_LINES = 400
 _LOG_BYTES = 200_000
-_FILES = 60
 _PICTURES = {".png": "png", ".jpg": "jpeg", ".jpeg": "jpeg"}
 _MAX_FIGURES = 12
 _LARGEST = 2**21  # bytes of a file, because files are embedded in the page
 _MOST_CLASSES = 24  # largest number of classes in a table; those with the most mistakes are shown
-_MOST_MISTAKES = 12
 
 
 @dataclass(frozen=True)
@@ -80,18 +78,6 @@ def warnings_in(log: Iterable[str]) -> list[str]:
     return [text for text in found if text != "The run failed."]  # the page shows the error itself
 
 
-def files_of(run: RunRecord) -> list[tuple[Path, int]]:
-    """Return the files in the folder of a run, with their sizes in bytes."""
-    found = []
-    for file in sorted(file for pattern in ("*", "*/*", ".hydra/*") for file in run.folder.glob(pattern)):
-        try:
-            if file.is_file() and not file.name.startswith(".") and file.suffix != ".html":
-                found.append((file, file.stat().st_size))
-        except OSError:
-            continue
-    return list(dict.fromkeys(found))[:_FILES]
-
-
 @dataclass(frozen=True)
 class Picture:
     """A picture.
@@ -114,7 +100,6 @@ class Matrix:
         classes: names of the classes that are shown.
         rows: for each true class, counts by predicted class and their shares of the row, from 0 to 1.
         recalls: recall of each true class, from 0 to 1; None for a class without samples.
-        mistakes: true class, predicted class and count; the most frequent first.
         total: sum of all counts.
         right: sum of the counts on the diagonal.
         of_all: number of all classes.
@@ -124,7 +109,6 @@ class Matrix:
     classes: Sequence[str]
     rows: Sequence[Sequence[tuple[float, float]]]
     recalls: Sequence[float | None]
-    mistakes: Sequence[tuple[str, str, float]]
     total: float
     right: float
     of_all: int
@@ -180,15 +164,11 @@ def _matrix(name: str, content: Any) -> Matrix:
     sums = [sum(row) for row in counts]
     wrong = [sums[i] - counts[i][i] + sum(row[i] for row in counts) - counts[i][i] for i in range(size)]
     shown = sorted(sorted(range(size), key=lambda i: -wrong[i])[:_MOST_CLASSES])
-    pairs = [
-        (classes[i], classes[j], counts[i][j]) for i in range(size) for j in range(size) if i != j and counts[i][j]
-    ]
     return Matrix(
         name,
         [classes[i] for i in shown],
         [[(counts[i][j], counts[i][j] / sums[i] if sums[i] else 0.0) for j in shown] for i in shown],
         [counts[i][i] / sums[i] if sums[i] else None for i in shown],
-        sorted(pairs, key=lambda pair: -pair[2])[:_MOST_MISTAKES],
         sum(sums),
         sum(counts[i][i] for i in range(size)),
         size,

@@ -5,18 +5,16 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
 from trainer import redaction
 from trainer.cli.help import versions
-from trainer.cli.report.artifacts import diagnoses_of, figures_of, files_of, log_of, warnings_in
+from trainer.cli.report.artifacts import diagnoses_of, figures_of, log_of, warnings_in
 from trainer.cli.report.drawing import DrawnChart, draw
 from trainer.cli.walk import walk
 from trainer.machine import readable
@@ -39,18 +37,12 @@ class Tile:
     strong: bool = False
 
 
-def run_page(folder: Path, out: Path) -> str:
-    """Return the HTML of the report on a run.
-
-    Args:
-        folder: folder of the run.
-        out: the file of the page. Links are relative to it.
-    """
+def run_page(folder: Path) -> str:
+    """Return the HTML of the report on the run in a folder."""
     run = load_run(folder)
     log = log_of(run)
     return render(
         "run.html.jinja",
-        out,
         run=run,
         title=run.name,
         tiles=tiles_of(run, run.objective),
@@ -58,7 +50,6 @@ def run_page(folder: Path, out: Path) -> str:
         sections=draw_sections(sections_of(run), run.step or 0),
         settings=_settings(run),
         environment=environment_of(run),
-        files=[(str(file.relative_to(folder)), readable(size), _link(file, out)) for file, size in files_of(run)],
         figures=figures_of(run),
         diagnoses=diagnoses_of(run),
         log=log,
@@ -67,7 +58,7 @@ def run_page(folder: Path, out: Path) -> str:
     )
 
 
-def render(template: str, out: Path, **context: Any) -> str:
+def render(template: str, **context: Any) -> str:
     """Render a template, with the style, the script and the content security policy of the page."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
@@ -89,7 +80,6 @@ def render(template: str, out: Path, **context: Any) -> str:
         " base-uri 'none'; form-action 'none'",
         now=time.time(),
         versions=versions().splitlines()[0],
-        link=lambda file: _link(Path(file), out),
         **context,
     )
 
@@ -203,15 +193,6 @@ def environment_of(run: RunRecord) -> list[tuple[str, str]]:
 def draw_sections(sections: Sequence[Section], last_step: float) -> list[tuple[str, list[DrawnChart], Sequence[str]]]:
     """Return the sections with their charts as pictures."""
     return [(part.title, [draw(chart, last_step) for chart in part.charts], part.notes) for part in sections]
-
-
-def _link(file: Path, out: Path) -> str:
-    """Return the URL of a file relative to the page."""
-    try:
-        relative = os.path.relpath(file.resolve(), out.resolve().parent)
-    except ValueError:  # on another Windows drive
-        return file.resolve().as_uri()
-    return "./" + quote(Path(relative).as_posix())
 
 
 def _format_time(moment: float) -> str:

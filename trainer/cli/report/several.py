@@ -60,12 +60,11 @@ class Difference:
     chosen: bool = False
 
 
-def several_page(about: ReportSubject, out: Path) -> tuple[str, list[str]]:
+def several_page(about: ReportSubject) -> tuple[str, list[str]]:
     """Return the HTML of the report on several runs.
 
     Args:
         about: the runs.
-        out: the file of the page. Links are relative to it.
 
     Returns:
         The page, and messages about runs that could not be read.
@@ -87,7 +86,6 @@ def several_page(about: ReportSubject, out: Path) -> tuple[str, list[str]]:
     settings, elsewhere = ([], []) if is_sweep else _differences(runs)
     text = render(
         "several.html.jinja",
-        out,
         folder=about.folder if is_sweep or about.folder != Path() else "",
         title=", ".join(names[:3]) or about.folder.resolve().name,
         kind="Comparison" if comparison else "Sweep" if is_sweep else "Runs",
