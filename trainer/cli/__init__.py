@@ -51,7 +51,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             command.enter_context(environment({PROGRAM: os.environ.get(PROGRAM) or started_as()}))
         try:
             arguments = read(words)
-            command.enter_context(environment(_environment_of(arguments)))
+            flags = {"--debug": DEBUG, "--quiet": QUIET}
+            command.enter_context(environment({flags[flag]: "1" for flag in arguments.flags if flag in flags}))
             only_prints = arguments.shows or "--help" in arguments.flags or not commands.is_run(arguments.command)
             if argv is None and only_prints and hasattr(signal, "SIGPIPE"):
                 signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `--cfg job | head` is not an error
@@ -64,12 +65,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         except KeyboardInterrupt:
             print("trainer: interrupted.", file=sys.stderr)
             return INTERRUPTED
-
-
-def _environment_of(arguments: Arguments) -> dict[str, str | None]:
-    """Return the environment variables that pass ``--debug`` and ``--quiet`` to all processes of a command."""
-    flags = (("--debug", DEBUG), ("--quiet", QUIET))
-    return {name: "1" for flag, name in flags if flag in arguments.flags}
 
 
 def _dispatch(arguments: Arguments) -> int:

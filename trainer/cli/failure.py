@@ -161,8 +161,7 @@ def paragraph(error: BaseException) -> str:
         lines.append(advice)
     file = error.__dict__.get("log_file")
     if file is not None:
-        rest = "The full message and traceback are" if "[...]" in lines[0] else "The full traceback is"
-        lines.append(f"{rest} in {from_here(file)}{'' if is_debug() else '; --debug prints it'}.")
+        lines.append(f"The full traceback is in {from_here(file)}{'' if is_debug() else '; --debug prints it'}.")
     elif not isinstance(error, FolderInUseError) and not is_debug():
         lines.append("--debug prints the full traceback.")
     return "\n  ".join(lines)

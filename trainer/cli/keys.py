@@ -70,7 +70,9 @@ def meanings(composer: Composer, words: Sequence[str]) -> tuple[dict[str, str], 
     """
     found, written = {f"trainer.{name}": one.meaning for name, one in SETTINGS.items()}, set[str]()
     for file, group, package in composer.files(words):
-        entries = list(_entries(file, f"{package}." if package else ""))
+        text = file.read_text(encoding="utf-8")
+        prefix = f"{package}." if package else ""
+        entries = list(_entries(_LOADER(text).get_single_node(), prefix, text.splitlines()))
         is_remark = group in GROUPS_TO_ADD
         if group and not is_remark and (meaning := description(file)):
             nodes = [name for name, is_node, _ in entries if is_node and name.count(".") == 1]
@@ -83,13 +85,7 @@ def meanings(composer: Composer, words: Sequence[str]) -> tuple[dict[str, str], 
     return found, written
 
 
-def _entries(file: Path, prefix: str) -> Iterator[tuple[str, bool, str]]:
-    """Iterate over the entries of a file: full key, whether the entry is a node, and comment."""
-    text = file.read_text(encoding="utf-8")
-    yield from _entries_of(_LOADER(text).get_single_node(), prefix, text.splitlines())
-
-
-def _entries_of(node: Any, prefix: str, lines: list[str]) -> Iterator[tuple[str, bool, str]]:
+def _entries(node: Any, prefix: str, lines: list[str]) -> Iterator[tuple[str, bool, str]]:
     """Iterate over the entries of a YAML node. A comment follows the value, or the key if the value is a block."""
     for name, value in node.value if isinstance(node, yaml.MappingNode) else ():
         is_block = isinstance(value, yaml.CollectionNode) and not value.flow_style
@@ -97,4 +93,4 @@ def _entries_of(node: Any, prefix: str, lines: list[str]) -> Iterator[tuple[str,
         rest = lines[mark.line][mark.column :] if mark.line < len(lines) else ""
         comment = _COMMENT.match(rest.removeprefix(":") if is_block else rest)
         yield f"{prefix}{name.value}", isinstance(value, yaml.MappingNode), comment[1] if comment else ""
-        yield from _entries_of(value, f"{prefix}{name.value}.", lines)
+        yield from _entries(value, f"{prefix}{name.value}.", lines)

@@ -5,7 +5,6 @@ Also check that the packages and programs that a launcher or sweeper needs are i
 
 from __future__ import annotations
 
-import shutil
 from importlib import import_module
 from typing import Any
 
@@ -54,11 +53,6 @@ def prepare(hydra: Any) -> None:
                 raise UsageError(f"hydra/{kind}={hydra.runtime.choices.get(f'hydra/{kind}')} needs {problem}")
             if target == start and module:
                 _register(target, module)
-        if target == f"{SUBMITIT_PREFIX}submitit_launcher.SlurmLauncher" and shutil.which("srun") is None:
-            raise UsageError(
-                "hydra/launcher=submitit_slurm needs the program srun, which is not installed here. Run the command on"
-                " a machine of the cluster, or use hydra/launcher=joblib to run several jobs at a time on this one."
-            )
 
 
 def _register(target: str, module: str) -> None:

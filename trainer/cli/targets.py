@@ -273,10 +273,7 @@ def _look_up(target: str, key: str) -> Any:
         if not _has_attribute(found, name, path) and hasattr(found, "__path__"):
             _import(f"{path}.{name}")
         if not _has_attribute(found, name, path):
-            file = Path(getattr(found, "__file__", None) or "")
-            hides = first in PACKAGES and file.parent == Path.cwd()
-            hint = f" {file.name} hides the package {first}. Rename it." if hides else did_you_mean(name, dir(found))
-            raise UsageError(f"{key}: there is no {target}: {path} has no {name!r}.{hint}")
+            raise UsageError(f"{key}: there is no {target}: {path} has no {name!r}.{did_you_mean(name, dir(found))}")
         found, path = getattr(found, name), f"{path}.{name}"
     if not callable(found):
         raise UsageError(f"{key}: {target} is a {type(found).__name__}, expected a class or a function.")

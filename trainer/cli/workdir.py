@@ -179,7 +179,8 @@ def _named_after(arguments: Arguments, config: DictConfig, key: str, kind: str) 
     The hash does not depend on the order of the settings, nor on settings for resuming. For a run, it does not depend
     on settings of devices either, because a run may resume on other devices.
     """
-    given = {*arguments.overrides, f"command={arguments.command}", *map("".join, _hydra_flags(arguments.flags))}
+    flags = [f"{flag}{value}" for flag, value in arguments.flags.items() if flag not in OWN_FLAGS]
+    given = {*arguments.overrides, f"command={arguments.command}", *flags}
     counted = sorted(word for word in given if word.lstrip("+").partition("=")[0] not in _RESUME_SETTINGS)
     if key == "hydra.run.dir":
         counted = [word for word in counted if not _is_about_devices(word)]
@@ -195,10 +196,6 @@ def _is_about_devices(word: str) -> bool:
     if name == "trainer":
         return (packaged_conf() / "trainer" / f"{value}.yaml").is_file()
     return any(name == setting or name.startswith(f"{setting}.") for setting in _DEVICE_SETTINGS)
-
-
-def _hydra_flags(flags: dict[str, str]) -> list[tuple[str, str]]:
-    return [(flag, value) for flag, value in flags.items() if flag not in OWN_FLAGS]
 
 
 def quoted(text: str) -> str:

@@ -50,11 +50,11 @@ def test_mistakes(make_run, capsys, tmp_path, monkeypatch):
     folder = make_run("outputs/a/1")
     (tmp_path / "empty").mkdir()
     others = " Without a folder, report shows the newest run.\n"
-    assert error_of(capsys, "outputs/a/2") == f"trainer: There is no folder outputs/a/2.{others}"
+    assert "outputs/a/2 is not the folder of a run" in error_of(capsys, "outputs/a/2")
     error = error_of(capsys, "empty")
     assert "empty is not the folder of a run or a sweep: the folder of a run contains run.json" in error
     assert error.endswith(others)
-    assert f"is a file, expected the folder of a run.{others}" in error_of(capsys, str(folder / "run.json"))
+    assert "is not the folder of a run" in error_of(capsys, str(folder / "run.json"))
     (folder.parent / "page.html").mkdir()
     assert "Cannot write" in error_of(capsys, str(folder), str(folder.parent / "page.html"))
     assert "Cannot write" in error_of(capsys, str(folder), str(folder / "run.json" / "page.html"))

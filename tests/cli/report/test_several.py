@@ -98,8 +98,8 @@ def test_one_bad_run_does_not_spoil_the_report(make_run, capsys, tmp_path):
     assert "2 runs" in page.text
     for words in (
         "empty is not the folder of a run or a sweep: the folder of a run contains run.json",
-        "There is no folder nowhere.",
-        "fit.log is a file, expected the folder of a run",
+        "nowhere is not the folder of a run",
+        "fit.log is not the folder of a run",
         f"The files in {odd} have contents that no run writes (ValueError",
     ):
         assert err.count(f"Left out: {words}") + err.count(f"{os.sep}{words}") == 1, err

@@ -91,10 +91,6 @@ def _runs_and_sweeps(given: str) -> list[Path]:
         UsageError: if there is no such folder, or no run in it.
     """
     folder = Path(given)
-    if not folder.exists():
-        raise UsageError(f"There is no folder {given}.{_ADVICE}")
-    if not folder.is_dir():
-        raise UsageError(f"{given} is a file, expected the folder of a run.{_ADVICE}")
     found = below(folder)
     if not found:
         raise UsageError(

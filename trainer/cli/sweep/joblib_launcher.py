@@ -52,16 +52,13 @@ class JoblibLauncher(Launcher):
             UsageError: if a number is out of range, or the machine has too few GPUs.
         """
         n_jobs, gpus, threads = self.n_jobs, self.gpus_per_job, self.threads_per_job
-        for name, value in (("gpus_per_job", gpus), ("threads_per_job", threads)):
-            if value is not None and not (isinstance(value, int) and value >= 1):
+        rules = (("n_jobs", n_jobs or 0, -1), ("gpus_per_job", gpus, 1), ("threads_per_job", threads, 1))
+        for name, value, least in rules:
+            if value is not None and not (isinstance(value, int) and value >= least and value):
                 raise UsageError(
-                    f"hydra.launcher.{name} is {describe(value)}, expected a whole number of at least 1, or null."
+                    f"hydra.launcher.{name} is {describe(value)}, expected a whole number of at least 1"
+                    f"{', or -1 for all cores' if least == -1 else ', or null'}."
                 )
-        if not isinstance(n_jobs, int) or n_jobs == 0:
-            raise UsageError(
-                f"hydra.launcher.n_jobs is {describe(n_jobs)}, expected a whole number of at least 1, or -1 for all"
-                " cores."
-            )
         self.n_jobs = max(joblib.effective_n_jobs(n_jobs), 1)
         self.places = _places(self.n_jobs, gpus, threads)
         self.config, self.hydra_context = config, hydra_context
