@@ -92,13 +92,11 @@ class Table(NamedTuple):
         title: title above the table.
         header: names of the columns; empty for a list of facts.
         rows: cells of each row; an empty row is a separator.
-        left: names of the left-aligned columns; the others contain numbers. Default: None, all columns.
     """
 
     title: str
     header: Sequence[str]
     rows: Sequence[Sequence[str]]
-    left: Sequence[str] | None = None
 
     def show(self) -> None:
         """Print the table, unless ``--quiet`` was given."""
@@ -117,7 +115,7 @@ class Table(NamedTuple):
             show_header=has_header, pad_edge=has_header,
         )  # fmt: skip
         for place, name in enumerate(header):
-            is_number = self.left is not None and name not in self.left
+            is_number = has_header and place > 0 and all(cells[place][:1] in "+-.0123456789" for cells in self.rows)
             is_label = not has_header and place == 0
             table.add_column(
                 Text(name), justify="right" if is_number else "left", overflow="fold", no_wrap=is_label or is_number,

@@ -36,9 +36,10 @@ def shown(capsys, *argv: str):
 
 
 def without_meaning(composer: Composer, words: list[str], config: Any) -> list[str]:
-    """Return the lines of a composed config that have no comment."""
+    """Return the lines of a composed config that have no comment, without Hydra's keys such as ``_target_``."""
     shown = {name: value for name, value in config.items() if name != "hydra"}
-    return [line for line in annotated(shown, meanings(composer, words)[0]).splitlines() if " # " not in line]
+    lines = annotated(shown, meanings(composer, words)[0]).splitlines()
+    return [line for line in lines if " # " not in line and not line.lstrip().startswith("_")]
 
 
 @pytest.mark.whole

@@ -146,7 +146,7 @@ def test_selected_checkpoint(run):
 MISTAKES = [
     (["test", "ckpt=outputs/line/them"], "there is no such file or folder. Did you mean 'then'?"),
     (["test", "ckpt=outputs"], "a folder without checkpoints."),
-    (["test", "ckpt=outputs/line"], "It contains 1 run: name one, such as ckpt="),
+    (["test", "ckpt=outputs/line"], "a folder without checkpoints"),
     (["test", "ckpt=outputs/line/then", "+recipe=line"], "and a recipe, another config"),
     (["test", "ckpt=outputs/line/then", "ckpt_path=x.ckpt"], "a recipe, another config or ckpt_path"),
     (["test", "-m", "ckpt=outputs/line/then,b"], "ckpt=outputs/line/then,b, expected one"),

@@ -18,13 +18,6 @@ from trainer.errors import did_you_mean
 from trainer.files import from_here
 from trainer.terminal import command_line, program
 
-_SPECIAL = {
-    "_target_": "the class or function to call",
-    "_partial_": "true: functools.partial; the other arguments are passed later",
-    "_args_": "positional arguments",
-    "_recursive_": "whether nested nodes are built first",
-    "_convert_": "how containers are passed",
-}
 _REFERENCE = re.compile(r"\$\{([\w.]+)\}")
 _COLUMN = 44
 """Column of the comments. In longer lines, the comment follows the value."""
@@ -117,7 +110,7 @@ def _meaning(key: str, value: Any, known: Mapping[str, str]) -> str:
     if known.get(key):
         return known[key]
     reference = _REFERENCE.fullmatch(value) if isinstance(value, str) else None
-    return _SPECIAL.get(key.rpartition(".")[2]) or (f"the value of {reference[1]}" if reference else "")
+    return f"the value of {reference[1]}" if reference else ""
 
 
 def copy(name: str, new: str, config_dir: str | None = None) -> str:

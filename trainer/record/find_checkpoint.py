@@ -51,7 +51,7 @@ def find(path: Path, *, latest: bool = False, key: str = "ckpt") -> Path:
     if not files:
         if not latest and (job := load_sweep(path).best) is not None:
             return find(job.folder, key=key)
-        raise ConfigurationError(f"{key} is {path}, a folder without checkpoints.{_runs_in(path, key)}")
+        raise ConfigurationError(f"{key} is {path}, a folder without checkpoints.")
     return (last or files)[-1]
 
 
@@ -80,11 +80,3 @@ def _best(run: Path, files: list[Path]) -> Path | None:
     if name is None:
         return files[0] if len(files) == 1 else None
     return next((file for file in files if file.name == name), None)
-
-
-def _runs_in(folder: Path, key: str) -> str:
-    """Return a hint if ``folder`` contains runs, as the folder of a sweep does, otherwise an empty string."""
-    runs = sorted(one.parent.parent for one in folder.glob(f"*/{CONFIG}"))
-    if not runs:
-        return ""
-    return f" It contains {len(runs)} {'run' if len(runs) == 1 else 'runs'}: name one, such as {key}={runs[-1]}"

@@ -70,16 +70,17 @@ def _git() -> dict[str, Any] | None:
     if program is None:
         return None
 
-    def git(*words: str) -> str:
-        # run no command of the repository's config, and lock and write nothing
-        line = [program, "--no-optional-locks", "-c", "core.fsmonitor=false", *words]
-        done = subprocess.run(line, capture_output=True, text=True, timeout=_GIT_TIMEOUT, check=True)
-        return done.stdout.strip()
-
+    # run no command of the repository's config, and lock and write nothing
+    line = [program, "--no-optional-locks", "-c", "core.fsmonitor=false", "status", "--porcelain=v2", "--branch"]
     try:
-        commit = git("rev-parse", "HEAD")
-        branch = git("rev-parse", "--abbrev-ref", "HEAD")
-        modified = bool(git("status", "--porcelain", "--untracked-files=no"))
-    except (OSError, ValueError, subprocess.SubprocessError):  # no commit yet, a folder of another user, a slow disk
+        done = subprocess.run(
+            [*line, "--untracked-files=no"], capture_output=True, text=True, timeout=_GIT_TIMEOUT, check=True
+        )
+    except (OSError, ValueError, subprocess.SubprocessError):  # a folder of another user, a slow disk
         return None
-    return {"commit": commit, "branch": branch, "modified": modified}
+    lines = done.stdout.splitlines()
+    facts = dict(one.removeprefix("# ").split(" ", 1) for one in lines if one.startswith("# "))
+    if facts["branch.oid"] == "(initial)":  # no commit yet
+        return None
+    modified = any(not one.startswith("# ") for one in lines)
+    return {"commit": facts["branch.oid"], "branch": facts["branch.head"], "modified": modified}

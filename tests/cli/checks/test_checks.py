@@ -169,7 +169,7 @@ def test_quiet_prints_the_verdict_and_problems(capsys, monkeypatch):
 def test_check_is_a_function_that_is_listed(capsys, monkeypatch):
     def check_coffee(found: checks.Findings) -> None:
         found.facts["coffee"] = "none"
-        found.tables.append(checks.Table("Kitchen", ("what", "cups"), [["coffee", "0"]], ["cups"]))
+        found.tables.append(checks.Table("Kitchen", ("what", "cups"), [["coffee", "0"]]))
         found.problem("There is no coffee.")
 
     monkeypatch.setattr(checks, "CHECKS", (check_coffee,))

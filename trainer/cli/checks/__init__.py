@@ -118,7 +118,7 @@ def check_devices(found: Findings) -> None:
     """List the devices, with name and memory."""
     found.facts["devices"] = [_describe(device) for device in found.devices]
     rows = [[row["device"], row["name"], readable(row["memory"]), row["detail"]] for row in found.facts["devices"]]
-    found.tables.append(Table("Devices", ("device", "name", "memory", "about"), rows, ("device", "name", "about")))
+    found.tables.append(Table("Devices", ("device", "name", "memory", "about"), rows))
 
 
 def check_precisions(found: Findings) -> None:
@@ -156,7 +156,7 @@ def check_speed(found: Findings) -> None:
         [row.name, *(text for one in _OPERATIONS for text in (_rate(getattr(row, one)), _ratio(row.ratios.get(one))))]
         for row in speeds
     ]
-    found.tables.append(Table(f"Measured speed of {name}{on_cpu}", header, rows, header[:1]))
+    found.tables.append(Table(f"Measured speed of {name}{on_cpu}", header, rows))
 
 
 def check_host(found: Findings) -> None:

@@ -41,10 +41,8 @@ def check_batch(found: Findings, recipe: Recipe) -> None:
     images = str(picture) if saved else None
     found.facts["batch"] = {"entries": [entry._asdict() for entry in entries], "images": images}
     header = ("item", "shape", "dtype", "range", "content", "not finite")
-    filled = [place for place in range(len(header)) if any(entry[place] for entry in entries)]
-    rows = [[row[place] for place in filled] for row in (header, *entries)]
     title = f"A batch of the training data{f'; its images: {images}' if saved else ''}"
-    found.tables.append(Table(title, rows[0], rows[1:]))
+    found.tables.append(Table(title, header, entries))
     found.facts["remarks"] += batch.suspicious(loaded.batch)
 
 
@@ -104,12 +102,12 @@ def _report_layers(found: Findings, seen: Layers) -> None:
         for layer in seen.layers
         if layer in largest
     ]  # fmt: skip
-    texts, numbers = ("layer", "class"), ("parameters", "activations", "largest", "gradient", "vanish")
+    header = ("layer", "class", "parameters", "activations", "largest", "gradient", "vanish")
     count = f"{len(rows)} of {len(seen.layers)} layers" if len(rows) < len(seen.layers) else "The layers"
     frozen = f", {seen.trained:,} trained" if seen.trained < seen.parameters else ""
     loss = "" if seen.loss is None else f", loss {seen.loss:.4g}"
     title = f"{count}, in float32: {seen.parameters:,} parameters{frozen}{loss}"
-    found.tables.append(Table(title, (*texts, *numbers), rows, texts))
+    found.tables.append(Table(title, header, rows))
     if not is_finite:
         found.problem(f"The loss of this batch is {seen.loss} in float32 with the initial weights.")
     broken = [layer for layer in seen.layers if layer.not_finite]

@@ -162,7 +162,7 @@ def check_memory(found: Findings, recipe: Recipe) -> None:
     rows_of_lines = [[f"{Path(one.file).name}:{one.line}", one.code, one.instead] for one in lines]
     ops = [[name, *dtypes] for name, dtypes in prediction.ops.items()]
     found.tables += [
-        Table(title, header, rows, ("strategy", "precision", "fits")),
+        Table(title, header, rows),
         Table("Host-device synchronizations in each step on a GPU", ("line", "code", "instead"), rows_of_lines),
         Table("Operations that autocast runs in another dtype on CUDA", ("operation", "here", "on CUDA"), ops),
     ]

@@ -161,7 +161,7 @@ class Comparison:
 
     def print(self, folder: Path) -> None:
         """Print the report, with ``--quiet`` one line per run. ``folder`` is the folder of ``compare.md``."""
-        Table(self.title, *self._table(), ("run", "verdict")).show()
+        Table(self.title, *self._table()).show()
         for line in self._findings():
             if not (is_quiet() and line.startswith(" ")):
                 print_line(line)

@@ -113,12 +113,7 @@ def _print(header: list[str], rows: list[list[str]], result: str, runs: Sequence
     jobs = "1 job" if len(rows) == 1 else f"{len(rows)} jobs"
     shown = [place for place, name in enumerate(header) if name not in _ONLY_IN_FILES]
     cells = [[row[place].replace(" ", "\n") if place == 1 else row[place] for place in shown] for row in rows]
-    Table(
-        f"Sweep of {jobs}",
-        [header[place] for place in shown],
-        cells,
-        ("overrides", "status"),
-    ).show()
+    Table(f"Sweep of {jobs}", [header[place] for place in shown], cells).show()
     if result:
         print_line(result, "bold green" if "Best: job" in result else "yellow")
     for run in runs:

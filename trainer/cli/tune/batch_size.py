@@ -197,8 +197,6 @@ def _report(findings: list[Finding], settings: Settings, folder: Path) -> None:
             lines.append(f"precision={finding.precision} {settings.batch_size_key}={finding.largest}")
         else:
             lines.append(f"precision={finding.precision}: {finding.problem or 'not even one sample fits.'}")
-    Table(
-        "Batch sizes that fit", ("precision", "largest batch", "samples/s", "peak memory"), rows, ("precision",)
-    ).show()
+    Table("Batch sizes that fit", ("precision", "largest batch", "samples/s", "peak memory"), rows).show()
     print("\n".join(lines))
     tune.print_unless_quiet(f"The results of all attempts are in {from_here(folder / tune.RESULT)}")
