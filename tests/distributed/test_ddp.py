@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from torch.utils.data import DataLoader
 
 from tests.distributed import worker
@@ -133,7 +133,7 @@ class LogsByRank(Regression):
     """Logs other values of a training metric on each rank, which are not reduced."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        values = [[3.0, 1.0, 2.0], [1.0, 2.0, 3.0]][self.global_rank]
+        values = [[3.0, 1.0, 2.0, 0.0], [1.0, 2.0, 3.0, 4.0]][self.global_rank]
         self.log("loss_of_rank", values[self.current_epoch], on_step=False, on_epoch=True, batch_size=4)
         return super().training_step(batch, batch_idx)
 
@@ -153,3 +153,17 @@ def test_checkpoint_is_selected_by_the_metric_of_rank_0(ranks: Ranks, tmp_path: 
     name = "epoch=1-loss_of_rank=1.ckpt"
     assert ranks.call(select_best, tmp_path) == [(name, 1.0, str(tmp_path / name), 3)] * 2
     assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
+def stop_early(folder: Path, start: Path | None) -> tuple[int, dict[str, Any]]:
+    stops, saver = EarlyStopping("loss_of_rank", patience=2), ModelCheckpoint(folder, "{epoch}", save_top_k=-1)
+    arguments = {"max_epochs": 4, "enable_checkpointing": True, "callbacks": [stops, saver]}
+    trainer = make_trainer(folder, devices=2, strategy="ddp", **arguments)
+    trainer.fit(LogsByRank(), DataLoader(worker.samples(), batch_size=20), ckpt_path=start)
+    return trainer.current_epoch, stops.state_dict()
+
+
+def test_early_stop_by_a_metric_of_one_rank_is_resumed(ranks: Ranks, tmp_path: Path) -> None:
+    whole = ranks.call(stop_early, tmp_path, None)
+    assert [(epochs, state["wait_count"]) for epochs, state in whole] == [(3, 1), (3, 2)]
+    assert ranks.call(stop_early, tmp_path, tmp_path / "epoch=1.ckpt") == whole

@@ -125,6 +125,8 @@ class ProcessState:
         if engine.world_size == 1:
             return state
         state["next_forward_exchanges"] = engine.next_forward_syncs_buffers
+        # a training metric may differ between processes, and the checkpoint otherwise has the callbacks of rank 0
+        state["early_stopping"] = {one.state_key: one.state_dict() for one in trainer.early_stopping_callbacks}
         copied: dict[str, Any] = on_host(state)  # so that another process can read it
         return copied
 
@@ -198,6 +200,9 @@ class ProcessState:
         for problem in self.program.write(state.get("program", [])):  # older checkpoints do not have it
             warn(problem)
         self._restore_communication(state.get("communication", {}))
+        for callback in trainer.early_stopping_callbacks:
+            if (own := state.get("early_stopping", {}).get(callback.state_key)) is not None:
+                callback.load_state_dict({**own, "patience": callback.patience})
         if not state.get("next_forward_exchanges", True):
             engine.skip_next_buffer_sync()
         self._restore_gradients(state["gradients"])
