@@ -873,6 +873,37 @@ class FrozenTeacher(Forward):
         return torch.optim.SGD(self.net.parameters(), lr=self.rate)
 
 
+class OwnAutocast(Forward):
+    """A training step from a loop by hand still enters autocast in float16, without loss scaling."""
+
+    precision = "32-true"
+    lr = 1e-4
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        with torch.autocast(self.device.type, torch.float16):
+            h = self.net[0](x * 2000)
+            scores = h @ h.T
+        return F.mse_loss(self.net(x), y) + scores.float().logsumexp(dim=1).mean() * 1e-9
+
+
+class OwnAutocast16(OwnAutocast):
+    """The same in 16-mixed."""
+
+    precision = "16-mixed"
+
+
+class CastAfterProduct(Forward):
+    """A product overflows, and the next cast in the same line would overflow, too."""
+
+    lr = 0.01
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        distance = (self(x).square() * 2e7).half().float().log1p()
+        return F.mse_loss(self(x), y) + distance.mean() * 1e-4
+
+
 # --- divergence -----------------------------------------------------------------------------------------------------
 
 

@@ -45,12 +45,14 @@ class Setting(Callback):
 
 
 def edits_in(remedy: str, file: str) -> list[tuple[int, str]]:
-    """Return the line numbers and the new statements of a remedy, last line first.
+    """Return the line numbers and the new statements of a remedy, last line first; "" removes a ``with``.
 
     Raises:
         ValueError: the remedy is for another file.
     """
-    found = [re.fullmatch(r"(?:in )?(\S+):(\d+) write: (.+)", part) for part in remedy.split("; and in ")]
+    text = re.sub(r"remove torch.autocast in ([^\s,]+)(, and use .*)?", r"in \1 write: ", remedy)
+    text = re.sub(r"^precision=\S+, and (?=in )", "", text)
+    found = [re.fullmatch(r"(?:in )?(\S+):(\d+) write: (.*)", part) for part in text.split("; and in ")]
     if other := [one[1] for one in found if one is not None and one[1] != file]:
         raise ValueError(f"Got a remedy for {other[0]}, expected one for {file}.")
     return sorted(((int(one[2]), one[3]) for one in found if one is not None), reverse=True)
@@ -91,7 +93,7 @@ class Execution:
     @property
     def is_same(self) -> bool:
         """Whether both runs have the same losses up to the first non-finite one, if the remedy replaces a line."""
-        if " write: " not in self.remedy:
+        if " write: " not in self.remedy or "precision=" in self.remedy:
             return True
         pairs = zip(self.before.losses, self.after.losses, strict=False)
         finite = takewhile(lambda pair: math.isfinite(pair[0]), pairs)
@@ -109,13 +111,15 @@ def execute(program: type[Program]) -> Execution:
 
 def apply(program: type[Program], remedy: str, folder: Path) -> Result:
     """Run the program with the remedy."""
+    choice = re.search(r"\bprecision=(.+?)(?=, and in |$)", remedy)
+    options = {} if choice is None else {"precision": eval(choice[1], {"MixedPrecision": MixedPrecision})}
     if found := re.search(r"leave out samples in which (.+?) is (not finite|outside (-?\d+) to (\d+))", remedy):
         return run(program, folder, batches=_without(program.batches(), found))
-    if " write: " in remedy:
+    if " write: " in remedy or "remove torch.autocast" in remedy:
         file = Path(str(sys.modules[program.__module__].__file__))
-        return run(_edited_copy(file, edits_in(remedy, file.name), folder, program.__name__), folder)
-    if found := re.search(r"^precision=(.+)$", remedy):
-        return run(program, folder, precision=eval(found[1], {"MixedPrecision": MixedPrecision}))
+        return run(_edited_copy(file, edits_in(remedy, file.name), folder, program.__name__), folder, **options)
+    if options:
+        return run(program, folder, **options)
     if found := re.fullmatch(r"(momentum|weight_decay|maximize)=(\S+)", remedy):
         return run(program, folder, callbacks=[Setting(found[1], ast.literal_eval(found[2]))])
     if found := re.search(r"a schedule that stays at lr=([-+.e\d]*\d)", remedy):
@@ -128,7 +132,7 @@ def apply(program: type[Program], remedy: str, folder: Path) -> Result:
 
 
 def edited(text: str, line: int, statement: str) -> str:
-    """Return the source with ``statement`` in place of the one that begins at ``line``.
+    """Return the source with ``statement`` in place of the one that begins at ``line``, or without its ``with``.
 
     Raises:
         ValueError: no statement begins on the line.
@@ -138,6 +142,9 @@ def edited(text: str, line: int, statement: str) -> str:
     if not statements:
         raise ValueError(f"Got line {line}, on which no statement begins.")
     old = statements[0]
+    if isinstance(old, ast.With) and not statement:
+        lines[line - 1] = " " * old.col_offset + "if True:"
+        return "\n".join(lines) + "\n"
     lines[line - 1 : old.end_lineno] = [" " * old.col_offset + statement]
     return "\n".join(lines) + "\n"
 

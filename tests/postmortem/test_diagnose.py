@@ -158,6 +158,8 @@ def test_two_statements_are_changed_together(tmp_path):
         ("PositionTooLarge", "batch[0] is out of range in samples 2: got 20, expected 0 to 19.", "leave out samples"),
         ("EntropyOfMasked", "mul in the forward pass", "posted.py:"),
         ("BackwardByHand", "div in the backward pass", "direction = x / length.clamp(min=1e-06)"),
+        ("OwnAutocast16", "matmul in OwnAutocast16.training_step", "remove torch.autocast in posted.py:"),
+        ("CastAfterProduct", "mul in CastAfterProduct", "precision='bf16-mixed', and in posted.py:"),
         ("AllIgnoredByModule", "'criterion' (CrossEntropyLoss)", "self.criterion(self(x), y).nan_to_num(0.0)"),
     ],
 )
@@ -256,3 +258,18 @@ def test_module_in_float16_in_a_run_in_float32(tmp_path):
             return (self(batch[0]) - self.teacher(batch[0].half())).square().mean()
 
     assert "linear in 'teacher.1' (Linear) overflows float16" in run(Half, tmp_path).text
+
+
+def test_decorator_of_autocast_in_a_run_in_float32(tmp_path):
+    class Decorated(PROGRAMS["Plateau"]):
+        def training_step(self, batch, batch_idx):
+            return (self.scores(batch[0]).float() - 1).square().mean() * 1e-9
+
+        @torch.autocast("cpu", torch.float16)
+        def scores(self, x):
+            h = self(x * 3000)
+            return h @ h.T
+
+    text = run(Decorated, tmp_path).text
+    assert "matmul in Decorated.training_step overflows float16" in text
+    assert re.search(r"Remedy: remove torch.autocast in test_diagnose.py:\d+  \[tried: the batch is finite", text)

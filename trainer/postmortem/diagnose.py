@@ -25,7 +25,7 @@ from trainer.postmortem.examine import Finding, examine
 from trainer.postmortem.out_of_range import MESSAGE, OutOfRange, RaisedCall
 from trainer.postmortem.recording import RecordedBatch
 from trainer.postmortem.remedies import LOW_SCALE, Weights
-from trainer.postmortem.replay import FLOAT32, Variant, has_half_weights, run, undisturbed
+from trainer.postmortem.replay import FLOAT32, UNCHANGED, Variant, has_half_weights, run, undisturbed
 from trainer.postmortem.report import Diagnosis
 from trainer.postmortem.trace import Origin
 
@@ -261,11 +261,22 @@ def _model(trainer: Trainer, case: Case, finding: Finding, *, is_float32: bool) 
 
 
 def _changed_code(
-    trainer: Trainer, case: Case, origin: Origin, propose: Callable[[Origin], Iterable[rewrite.Change]]
+    trainer: Trainer,
+    case: Case,
+    origin: Origin,
+    propose: Callable[[Origin], Iterable[rewrite.Change]],
+    variant: Variant = UNCHANGED,
 ) -> tuple[str, str] | None:
     """Return the instruction for a change that cures the batch, and the result of trying it, or None.
 
     If the batch fails at another place with a change, this place is changed, too.
+
+    Args:
+        trainer: the Trainer.
+        case: the case.
+        origin: the operation that fails.
+        propose: returns changes of the code.
+        variant: the precision to try the changes in, in addition to float32. Default: the run's.
     """
     is_sharded = trainer.engine.gradients.are_parts
     if is_sharded and origin.name == "mul":
@@ -275,7 +286,7 @@ def _changed_code(
         moved: tuple[rewrite.Change, Origin] | None = None
         for one in propose(origin):
             together = one if change is None else change.also(one)
-            failure = _failure_with(trainer, case, together)
+            failure = _failure_with(trainer, case, together, variant)
             if failure is None:
                 return str(together), "the batch is finite with it"
             place = failure.origin
@@ -291,8 +302,8 @@ def _differ(first: Origin, second: Origin) -> bool:
     return (first.name, first.line) != (second.name, second.line)
 
 
-def _failure_with(trainer: Trainer, case: Case, change: rewrite.Change) -> Finding | None:
-    """Return None if the batch is finite with the changed code, in float32 and in the run's precision.
+def _failure_with(trainer: Trainer, case: Case, change: rewrite.Change, variant: Variant) -> Finding | None:
+    """Return None if the batch is finite with the changed code, in float32 and in another precision.
 
     Otherwise return the failing replay. The losses of other batches must stay about the same, because a remedy must not
     change the model.
@@ -303,9 +314,9 @@ def _failure_with(trainer: Trainer, case: Case, change: rewrite.Change) -> Findi
     with change.applied({type(module) for module in trainer.lightning_module.modules()}) as is_applied:
         if not is_applied:
             return failure
-        for variant in (FLOAT32, Variant()):
-            tried = examine(trainer, case.batches, 1.0, variant)
-            if tried is None or tried.is_hopeless or (variant.dtype is not None and tried.fails):
+        for one in (FLOAT32, variant):
+            tried = examine(trainer, case.batches, 1.0, one)
+            if tried is None or tried.is_hopeless or (one.dtype is not None and tried.fails):
                 return tried or failure
         after = remedies.losses(trainer, others)
     pairs = [(a, b) for a, b in zip(before, after, strict=True) if math.isfinite(a)]
@@ -316,7 +327,8 @@ def _failure_with(trainer: Trainer, case: Case, change: rewrite.Change) -> Findi
 def _precision(trainer: Trainer, case: Case, finding: Finding, phase: str) -> Diagnosis:
     origin = finding.origin
     assert origin is not None
-    cure = None if trainer.engine.gradients.are_parts else remedies.find_cure(trainer, case.batches, finding)
+    is_sharded, removal = trainer.engine.gradients.are_parts, _without_autocast(trainer, case, finding, None)
+    cure = None if is_sharded or removal is not None else remedies.find_cure(trainer, case.batches, finding)
     largest = "" if origin.inputs is None else f" (its input is up to {origin.inputs.largest:.3g})"
     made = "" if origin.outputs is None else origin.outputs.dtype
     name = made if made in ("float16", "bfloat16") else str(trainer.loop.precision.dtype).removeprefix("torch.")
@@ -346,8 +358,40 @@ def _precision(trainer: Trainer, case: Case, finding: Finding, phase: str) -> Di
         elif variant.dtype is None:
             alternative = alternative or bfloat16
     else:
-        remedy, tried = _changed_code(trainer, case, origin, rewrite.widen) or (bfloat16, "")
+        remedy, tried = removal or _wider_code(trainer, case, finding, origin)
     return _diagnosis(case, finding, phase, cause, remedy, tried=tried, alternative=alternative, key=origin.module)
+
+
+def _wider_code(trainer: Trainer, case: Case, finding: Finding, origin: Origin) -> tuple[str, str]:
+    """Return the instruction to compute more of the code in 32 bits, and the result of trying it."""
+    bfloat16, wide = remedies.other_precision("bf16-mixed"), Variant(torch.bfloat16)
+    if removal := _without_autocast(trainer, case, finding, torch.bfloat16):
+        return removal
+    if change := _changed_code(trainer, case, origin, rewrite.widen):
+        return change
+    if change := _changed_code(trainer, case, origin, rewrite.widen, wide):
+        return f"{bfloat16}, and {change[0]}", change[1]
+    if trainer.engine.gradients.are_parts or has_half_weights(trainer.lightning_module):
+        return bfloat16, ""
+    return f"{remedies.other_precision('32-true')}, and no 16-bit dtypes in the code", "the batch is finite with it"
+
+
+def _without_autocast(
+    trainer: Trainer, case: Case, finding: Finding, dtype: torch.dtype | None
+) -> tuple[str, str] | None:
+    """Return the instruction to remove the code's own autocast, and the result of trying it; None if it does not help.
+
+    Args:
+        trainer: the Trainer.
+        case: the case.
+        finding: the replay that fails.
+        dtype: the dtype of the run's autocast instead. None to keep it.
+    """
+    variant = Variant(dtype, own_autocast=False)
+    if not finding.autocast or not remedies.is_cured(examine(trainer, case.batches, case.scale, variant), variant):
+        return None
+    added = "" if dtype is None else f", and use {remedies.other_precision('bf16-mixed')}"
+    return f"remove torch.autocast in {finding.autocast}{added}", "the batch is finite with it"
 
 
 def _weights(trainer: Trainer, case: Case, finding: Finding) -> Diagnosis | None:

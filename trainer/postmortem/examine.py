@@ -20,6 +20,7 @@ from trainer.postmortem.replay import (
     backward,
     in_step,
     optimized,
+    own_autocast,
     replay,
     rewind,
     run,
@@ -58,6 +59,7 @@ class Finding:
         broken_batch: tensors of the batch that were not finite, each with the indices of the samples.
         ranges: largest absolute value of each floating-point tensor of the batch.
         error: the exception that ended the replay early.
+        autocast: the place at which the code first enters a 16-bit autocast of its own; "" if it enters none.
     """
 
     batch_idx: int
@@ -74,6 +76,7 @@ class Finding:
     broken_batch: dict[str, list[int]] = field(default_factory=dict)
     ranges: dict[str, float] = field(default_factory=dict)
     error: str = ""
+    autocast: str = ""
 
     @property
     def is_hopeless(self) -> bool:
@@ -191,8 +194,9 @@ def _look_into(
 
     trace = Trace(module, part)
     try:
-        with trace:
+        with trace, own_autocast() as places:
             run(trainer, recorded, on_loss, variant)
+        finding.autocast = next(iter(places), "")
     except Exception:
         finding.fails, finding.largest_scale, finding.origin = True, 0.0, trace.fallback()
         raise

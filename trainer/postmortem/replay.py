@@ -7,7 +7,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from copy import copy, deepcopy
 from functools import partial
+from inspect import currentframe
 from itertools import chain
+from pathlib import Path
+from traceback import walk_stack
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
@@ -22,6 +25,7 @@ from trainer.data.samples import batch_size, samples_of
 from trainer.engine.protocol import Engine, ModuleCalls
 from trainer.loops.step_output import loss_in
 from trainer.module_tree import parameters_of
+from trainer.packages import is_frameworks_file
 from trainer.postmortem.recording import RecordedBatch
 from trainer.postmortem.state import ObjectState
 from trainer.precision.autocast_ops import cuda_autocast_ops
@@ -34,6 +38,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 _HALF = (torch.float16, torch.bfloat16)
+_WRAPPERS = ("autocast_mode.py", "contextlib.py", __file__)
+"""Files with functions that enter a context for others, such as decorators."""
 
 
 class Variant(NamedTuple):
@@ -44,8 +50,9 @@ class Variant(NamedTuple):
         modules: patterns of the modules that run in float32.
         cuda: whether autocast uses CUDA's lists of operations if the device is a CPU.
         without: indices of the samples to leave out. If no sample remains, all are replaced by zeros.
-        is_wide: whether 16-bit tensors of the batch, and casts in the code to 16 bits, become float32. No
-            effect if the weights have 16 bits.
+        is_wide: whether 16-bit tensors of the batch, and casts in the code to 16 bits, become float32, and the code's
+            own autocast has no effect. No effect if the weights have 16 bits.
+        own_autocast: whether the code's own autocast to 16 bits has an effect.
     """
 
     dtype: torch.dtype | None = None
@@ -53,6 +60,7 @@ class Variant(NamedTuple):
     cuda: bool = False
     without: tuple[int, ...] = ()
     is_wide: bool = False
+    own_autocast: bool = True
 
     def applied(self, trainer: Trainer) -> ExitStack:
         """Return the context of the forward pass."""
@@ -68,6 +76,8 @@ class Variant(NamedTuple):
             stack.enter_context(torch.autocast(device, self.dtype if enabled else torch.bfloat16, enabled))
         if self._widens(trainer):
             stack.enter_context(_Widen())
+        if self._widens(trainer) or not self.own_autocast:
+            stack.enter_context(own_autocast(is_ignored=True))
         return stack
 
     def _widens(self, trainer: Trainer) -> bool:
@@ -96,6 +106,35 @@ class _Widen(TorchFunctionMode):
 
 def _widened_dtype(value: Any) -> Any:
     return torch.float32 if isinstance(value, torch.dtype) and value in _HALF else value
+
+
+@contextmanager
+def own_autocast(*, is_ignored: bool = False) -> Iterator[list[str]]:
+    """A context that collects the places at which the code itself enters ``torch.autocast`` with 16 bits.
+
+    Args:
+        is_ignored: whether these have no effect. Default: False.
+    """
+    enter, places = torch.autocast.__enter__, list[str]()
+
+    def watched(context: torch.autocast) -> Any:
+        device = context.device
+        before = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+        entered = enter(context)  # type: ignore[no-untyped-call]
+        frame = next(one for one, _ in walk_stack(currentframe()) if not one.f_code.co_filename.endswith(_WRAPPERS))
+        file, is_half = frame.f_code.co_filename, torch.get_autocast_dtype(device) in _HALF
+        if torch.is_autocast_enabled(device) and is_half and not is_frameworks_file(file):
+            places.append(f"{Path(file).name}:{frame.f_lineno}")
+            if is_ignored:
+                torch.set_autocast_enabled(device, before[0])
+                torch.set_autocast_dtype(device, before[1])
+        return entered
+
+    torch.autocast.__enter__ = watched  # type: ignore[method-assign]
+    try:
+        yield places
+    finally:
+        torch.autocast.__enter__ = enter  # type: ignore[method-assign]
 
 
 def has_half_weights(module: nn.Module) -> bool:
