@@ -369,10 +369,10 @@ def _wider_code(trainer: Trainer, case: Case, finding: Finding, origin: Origin) 
         return removal
     if change := _changed_code(trainer, case, origin, rewrite.widen):
         return change
+    if trainer.world_size > 1 or has_half_weights(trainer.lightning_module):
+        return bfloat16, ""
     if change := _changed_code(trainer, case, origin, rewrite.widen, wide):
         return f"{bfloat16}, and {change[0]}", change[1]
-    if trainer.engine.gradients.are_parts or has_half_weights(trainer.lightning_module):
-        return bfloat16, ""
     return f"{remedies.other_precision('32-true')}, and no 16-bit dtypes in the code", "the batch is finite with it"
 
 
