@@ -62,7 +62,9 @@ def apply(arguments: Arguments) -> None:
     arguments.overrides.append(f"ckpt={quoted(str(checkpoint))}")  # so that other processes use the same checkpoint
     arguments.flags["--config-name"] = RESTORED
     if is_first() and not is_quiet() and not arguments.shows:
-        print(printable(f"{arguments.command} with {checkpoint.name} and the config of {run}."), flush=True)
+        started = _working_dir_of(run)
+        remark = f" The run was started in {started}." if started not in (None, str(Path.cwd())) else ""
+        print(printable(f"{arguments.command} with {checkpoint.name} and the config of {run}.{remark}"), flush=True)
 
 
 def recipe_of(checkpoint: str | None) -> str | None:
@@ -147,3 +149,12 @@ def _damaged_error(file: Path, problem: str) -> UsageError:
         f"{file} is damaged: {problem}. To use the checkpoint anyway, choose its config: +recipe=NAME ckpt_path=FILE"
         " instead of ckpt."
     )
+
+
+def _working_dir_of(run: Path) -> str | None:
+    """Return the working directory of the run, or None if it is unknown."""
+    try:
+        saved = yaml.safe_load((run / ".hydra" / "hydra.yaml").read_text(encoding="utf-8"))
+        return str(saved["hydra"]["runtime"]["cwd"])
+    except (OSError, ValueError, KeyError, TypeError, RecursionError, yaml.YAMLError):
+        return None

@@ -387,8 +387,8 @@ def _without_autocast(
         finding: the replay that fails.
         dtype: the dtype of the run's autocast instead. None to keep it.
     """
-    variant = Variant(dtype, own_autocast=False)
-    if not finding.autocast or not remedies.is_cured(examine(trainer, case.batches, case.scale, variant), variant):
+    variant, scale = Variant(dtype, own_autocast=False), case.scale if dtype is None else 1.0
+    if not finding.autocast or not remedies.is_cured(examine(trainer, case.batches, scale, variant), variant):
         return None
     added = "" if dtype is None else f", and use {remedies.other_precision('bf16-mixed')}"
     return f"remove torch.autocast in {finding.autocast}{added}", "the batch is finite with it"
