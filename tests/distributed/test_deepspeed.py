@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader
 
 from tests.distributed.ranks import Ranks
 from tests.distributed.setups import Fitted, Saves, Setup, batches_of, only_these_warnings
-from tests.support import loader_of, make_trainer, needs_deepspeed
+from tests.support import Payload, loader_of, make_trainer, needs_deepspeed
 from tests.warm_python import WarmPython
 from trainer import CheckpointFiles, DeepSpeedStrategy, Trainer
 from trainer.callbacks import ActivationCheckpointing, AlignmentAdvisor, GradientAccumulation, ScaleMonitor, Throughput
@@ -320,7 +320,7 @@ class Saved:
     results: list[dict[str, Any]]
 
 
-AS_FOLDER = ("stage 1 folder", "stage 2 folder", "stage 3 folder")
+AS_FOLDER = ("stage 2 folder", "stage 3 folder")
 PRECISE, SCALED = Setup(optimizer="adamw", schedule="step", frozen=True), Setup(optimizer="adamw", overflow=(1, 1, 2))
 
 
@@ -352,7 +352,7 @@ def assert_continues(resumed: list[dict[str, Any]], whole: list[dict[str, Any]],
         torch.testing.assert_close(found["weights"], expected["weights"], rtol=0, atol=tolerance)
 
 
-@pytest.mark.parametrize("name", ["stage 3 file", "stage 1 folder", "stage 2 folder"])
+@pytest.mark.parametrize("name", ["stage 3 file", "stage 2 folder"])
 def test_resumed_run_ends_as_the_whole_one(ranks: Ranks, saved: dict[str, Saved], name: str) -> None:
     setup, strategy, arguments = setup_of(name)
     resumed = fit(ranks, setup, strategy, ckpt_path=str(saved[name].path), **arguments)
@@ -361,26 +361,17 @@ def test_resumed_run_ends_as_the_whole_one(ranks: Ranks, saved: dict[str, Saved]
 
 @pytest.mark.parametrize(
     ("written", "read"),
-    [
-        ("ddp file", "stage 3 file"),
-        ("stage 2 file", "ddp file"),
-    ],
+    [("ddp file", "stage 3 file"), ("stage 2 file", "ddp file"), ("stage 3 folder", "stage 1 folder")],
 )
 def test_other_engines_resume_from_its_checkpoint(
     ranks: Ranks, saved: dict[str, Saved], written: str, read: str
 ) -> None:
     setup, strategy, arguments = setup_of(read)
     resumed = fit(ranks, setup, strategy, ckpt_path=str(saved[written].path), **arguments)
-    assert_continues(resumed, saved[written].results, 1e-6)
+    assert_continues(resumed, saved[written].results, 1e-3 if "folder" in read else 1e-6)
 
 
-def test_another_stage_resumes_from_a_folder(ranks: Ranks, saved: dict[str, Saved]) -> None:
-    setup, strategy, arguments = setup_of("stage 1 folder")
-    resumed = fit(ranks, setup, strategy, ckpt_path=str(saved["stage 3 folder"].path), **arguments)
-    assert_continues(resumed, saved["stage 3 folder"].results, 1e-3)
-
-
-@pytest.mark.parametrize("name", AS_FOLDER[1:])
+@pytest.mark.parametrize("name", AS_FOLDER)
 def test_folder_becomes_one_file_and_back(ranks: Ranks, saved: dict[str, Saved], tmp_path: Path, name: str) -> None:
     folder, file = saved[name].path, tmp_path / "whole.ckpt"
     assert {"manifest.json", "state.ckpt", "latest", "zero_to_fp32.py"} <= {path.name for path in folder.iterdir()}
@@ -412,18 +403,8 @@ def test_untrusted_folder_runs_no_code(ranks: Ranks, saved: dict[str, Saved], tm
     assert first.startswith("CheckpointError")
     assert "see the error of another process" in first
     assert second.startswith("UnsafeCheckpointError")
-    assert "posix.mkdir" in second
+    assert "posix.system" in second
     assert not (tmp_path / "ran").exists()
-
-
-class Payload:
-    """Makes a folder when it is unpickled."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> Any:
-        return os.mkdir, (str(self.path),)
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,13 @@ COVERING = (4, 7, 9, 10, 11)
 """Seeds that draw each feature: None, weights, uneven inputs, overflows, all kinds of clipping, manual optimization."""
 SEEDS = [pytest.param(seed, marks=() if seed in COVERING else pytest.mark.nightly) for seed in range(106)]
 OTHER_ENGINE = [(engine, sharded) for engine in ("ddp", "fsdp") for sharded in (False, True)]
-FEWER_SEEDS = [pytest.param(seed, marks=() if seed in COVERING[::2] else pytest.mark.nightly) for seed in range(106)]
+RESUMED = [
+    (4, "single"), (9, "ddp"), pytest.param(4, "fsdp", marks=needs_fsdp2), pytest.param(11, "fsdp", marks=needs_fsdp2),
+    *(
+        pytest.param(seed, engine, marks=pytest.mark.nightly)
+        for seed in range(12, 106) for engine in ("single", "ddp", "fsdp")
+    ),
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -38,11 +44,12 @@ def four(python: WarmPython) -> Iterator[Ranks]:
         yield ranks
 
 
-def traces(ranks: Ranks, setup: Setup, engine: str) -> tuple[list[Trace], list[Trace]]:
+def traces(ranks: Ranks, setup: Setup, engine: str, diagnoses: bool = False) -> tuple[list[Trace], list[Trace]]:
     """Return the traces of our Trainer and of the hand-written loop, for each rank."""
+    arguments = setup, engine, 2, None, [] if diagnoses else [setups.without_diagnosis()]
     if engine == "single":
-        return [setups.fit(setup, engine)], [by_hand.train(setup, engine)]
-    return ranks.call(setups.fit, setup, engine), ranks.call(by_hand.train, setup, engine)
+        return [setups.fit(*arguments)], [by_hand.train(setup, engine)]
+    return ranks.call(setups.fit, *arguments), ranks.call(by_hand.train, setup, engine)
 
 
 def assert_same(ours: Trace, theirs: Trace, tolerance: float, norm_tolerance: float = 0.0) -> None:
@@ -83,7 +90,7 @@ def tolerance_of(setup: Setup, engine: str) -> float:
 @pytest.mark.parametrize("seed", [pytest.param(4, marks=pytest.mark.representative), *SEEDS[:4], *SEEDS[5:]])
 def test_random_fit_equals_the_hand_written_loop(ranks: Ranks, seed: int, engine: str) -> None:
     setup = draw(seed)
-    ours, theirs = traces(ranks, setup, engine)
+    ours, theirs = traces(ranks, setup, engine, diagnoses=seed not in COVERING)
     for found, expected in zip(ours, theirs, strict=True):
         assert_same(found, expected, tolerance_of(setup, engine), 1e-6 if is_summed(setup, engine) else 0.0)
 
@@ -143,8 +150,7 @@ def test_batches_without_a_loss_on_one_rank_keep_the_loss_of_the_others(
         assert_same(found, expected, TOLERANCES[setup.precision])
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("seed", FEWER_SEEDS)
+@pytest.mark.parametrize(("seed", "engine"), RESUMED)
 def test_fit_resumed_anywhere_equals_the_uninterrupted_fit(
     ranks: Ranks, tmp_path: Path, seed: int, engine: str
 ) -> None:
@@ -245,34 +251,30 @@ SHARES = {"hsdp": 4, "2d": 2}
 @pytest.mark.parametrize(
     ("setup", "tolerance"),
     [
-        (Setup(batches=3, windows=(2, 1), schedule="step", val_every=2), 0.0),
-        (Setup("16-mixed", "adamw", batches=3, windows=(2, 2), clip="norm", overflow=(1, 0, 2)), 1e-6),
+        pytest.param(
+            Setup(batches=3, windows=(2, 1), schedule="step", val_every=2), 0.0, marks=pytest.mark.nightly, id="32-true"
+        ),
+        pytest.param(
+            Setup("16-mixed", "adamw", batches=3, windows=(2, 2), clip="norm", schedule="step", overflow=(1, 0, 2)),
+            1e-6,
+            id="overflow",
+        ),
     ],
-    ids=["32-true", "overflow"],
 )
 @needs_fsdp2
 @pytest.mark.parametrize("engine", ["hsdp", "2d"])
 def test_fit_on_four_ranks_equals_the_hand_written_loop(
-    four: Ranks, setup: Setup, tolerance: float, engine: str
+    four: Ranks, tmp_path: Path, setup: Setup, tolerance: float, engine: str
 ) -> None:
     """One parameter has an infinite gradient in the batch of one rank. Clipping uses one norm for all ranks."""
-    ours = four.call(setups.fit, setup, engine, SHARES[engine], None, [setups.without_diagnosis()])
-    theirs = four.call(by_hand.train, setup, engine, SHARES[engine])
-    for found, expected in zip(ours, theirs, strict=True):
+    inside_a_window = setup.batches
+    ours = four.call(setups.fit_and_resume, setup, engine, str(tmp_path), [inside_a_window], [], SHARES[engine], True)
+    for (found, resumed), expected in zip(ours, four.call(by_hand.train, setup, engine, SHARES[engine]), strict=True):
         assert found.counts["skipped_steps"] == (setup.overflow is not None)
         assert len(found.norms) == (len(found.skipped) if setup.clip else 0)
         assert_same(found, expected, tolerance)
-        assert_same(found, ours[0], 0.0)  # all ranks have the same result
-
-
-@needs_fsdp2
-@pytest.mark.parametrize("engine", ["hsdp", "2d"])
-def test_sharded_checkpoint_of_four_ranks_is_resumed_exactly(four: Ranks, tmp_path: Path, engine: str) -> None:
-    setup = Setup("16-mixed", "adamw", batches=4, windows=(2, 2), clip="norm", schedule="step", overflow=(1, 1, 0))
-    arguments = setup, engine, str(tmp_path), [2], [], SHARES[engine], True  # inside a window
-    for whole, resumed in four.call(setups.fit_and_resume, *arguments):
-        assert len(resumed) == 1
-        for name, trace in resumed.items():
-            assert trace.counts == whole.counts, name
-            close(trace.weights[-1], whole.weights[-1], 0.0, name)
-            close(trace.state, whole.state, 0.0, name)
+        assert_same(found, ours[0][0], 0.0)  # all ranks have the same result
+        (again,) = resumed.values()
+        assert again.counts == found.counts
+        close(again.weights[-1], found.weights[-1], 0.0, "weights")
+        close(again.state, found.state, 0.0, "optimizer")

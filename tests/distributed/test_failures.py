@@ -39,7 +39,7 @@ def test_rank_that_raises_ends_a_sleeping_rank(python: WarmPython) -> None:
     [
         ("ddp", "setup"),
         pytest.param("fsdp", "training", marks=needs_fsdp2),
-        pytest.param("deepspeed", "training", marks=needs_deepspeed),
+        pytest.param("deepspeed", "training", marks=[needs_deepspeed, pytest.mark.nightly]),
     ],
 )
 def test_killed_rank_is_named_and_ends_a_sleeping_rank(
