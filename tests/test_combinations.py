@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import signal
 import weakref
@@ -244,7 +243,7 @@ def test_validation_that_raises_leaves_the_module_in_its_modes(tmp_path):
     assert module.layer.training
 
 
-def test_closure_optimizer_holds_no_batch_after_its_window(tmp_path):
+def test_closure_optimizer_holds_no_batch_after_its_window(tmp_path, no_gc):
     class Closure(Net):
         def training_step(self, batch, batch_idx):
             batches.append(weakref.ref(batch))
@@ -256,5 +255,4 @@ def test_closure_optimizer_holds_no_batch_after_its_window(tmp_path):
     batches = []
     trainer = make_trainer(tmp_path, accumulate_grad_batches=2)
     trainer.fit(Closure(), loader())
-    gc.collect()
     assert not [one for one in batches if one() is not None]

@@ -530,11 +530,11 @@ NO_SHARED_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 """Without this, torch (2.10 to 2.15) does not connect a node that joins later, and stops all nodes after a minute."""
 
 
-def node_lost(setup: Setup, *, times: int = 3, comes_back: bool = True, **options: Any) -> Body:
+def node_lost(setup: Setup, *, times: int = 3, comes_back: bool = True, patience: int = 10, **options: Any) -> Body:
     """Run torchrun on one node or two: the second node is lost with all its processes and returns, repeatedly.
 
-    At each start, the first node waits at most 10 seconds for the second. If it starts alone, the job cannot continue
-    on two nodes, because each update would get other samples.
+    At each start, the first node waits at most ``patience`` seconds for the second. If it starts alone, the job cannot
+    continue on two nodes, because each update would get other samples.
     """
 
     def body(bench: Bench, who: str) -> Outcome:
@@ -542,7 +542,7 @@ def node_lost(setup: Setup, *, times: int = 3, comes_back: bool = True, **option
         words = [
             "--nnodes=1:2", "--nproc-per-node=1", "--max-restarts=100",
             f"--rdzv-endpoint=localhost:{tools.free_port()}",
-            "--rdzv-conf=last_call_timeout=10,keep_alive_interval=1,keep_alive_max_attempt=3",
+            f"--rdzv-conf=last_call_timeout={patience},keep_alive_interval=1,keep_alive_max_attempt=3",
         ]  # fmt: skip
         given = {**options, "trainer": {**options.get("trainer", {}), "devices": 1, "num_nodes": "auto"}}
 

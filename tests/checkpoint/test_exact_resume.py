@@ -136,7 +136,7 @@ def _one_thread() -> Any:
 
 @pytest.mark.whole
 @settings(
-    max_examples=EXAMPLES or 20,
+    max_examples=EXAMPLES or 14,
     derandomize=not EXAMPLES,
     deadline=None,
     database=None,

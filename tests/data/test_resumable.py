@@ -352,7 +352,7 @@ def test_limit_on_the_batches_of_an_epoch() -> None:
 
 @pytest.mark.whole
 def test_workers() -> None:
-    make = lambda: SAMPLED["shuffled"](num_workers=3, prefetch_factor=1)  # noqa: E731
+    make = lambda: SAMPLED["shuffled"](num_workers=2, prefetch_factor=1)  # noqa: E731
     assert check(make, epochs=2, only=slice(-6, -1, 3)) == by_hand(make, 2)
 
 
@@ -433,7 +433,7 @@ STAY = {"num_workers": 2, "persistent_workers": True}
         (lambda: StatefulDataLoader(Noisy(), 2, shuffle=True, **STAY), 2),
         (lambda: StatefulDataLoader(TensorDataset(torch.arange(7)), 2, sampler=RandomSampler(range(7)), **STAY), inf),
         (lambda: StatefulDataLoader(CountsPasses(), 2, **STAY), inf),
-        (lambda: DataLoader(CountsPasses(), 2, **STAY), inf),
+        pytest.param(lambda: DataLoader(CountsPasses(), 2, **STAY), inf, marks=pytest.mark.nightly),
         (lambda: DataLoader(Bookmarked(6), 2, num_workers=1, persistent_workers=True), 2),
         (lambda: DataLoader(CountsSamples(), 2, shuffle=True, **STAY), 2),
     ],
@@ -564,7 +564,9 @@ def test_sampler_iterated_too_often_by_a_stateful_dataloader_is_refused_inside_a
         lambda: DataLoader(Subset(Epochal(), range(6)), 2, num_workers=1),
         lambda: DataLoader(Epochal(), 2, shuffle=True, **STAY),
         lambda: DataLoader(EpochalStream(), 2),
-        lambda: DataLoader(EpochalStream(), 2, num_workers=1, persistent_workers=True),
+        pytest.param(
+            lambda: DataLoader(EpochalStream(), 2, num_workers=1, persistent_workers=True), marks=pytest.mark.nightly
+        ),
         lambda: StatefulDataLoader(EpochalStream(), 2, num_workers=1, persistent_workers=True),
     ],
     ids=["samples", "subset in workers", "persistent", "stream", "persistent stream", "stateful stream"],

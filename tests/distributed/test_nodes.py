@@ -42,7 +42,7 @@ def test_job_of_two_nodes_with_a_killed_process_is_resumed_exactly(bench: Bench,
 
 def test_job_with_a_lost_node_continues_on_the_others(bench: Bench) -> None:
     setup = replace(ELASTIC, batches=12, epochs=1, validate_every=0)
-    outcome = node_lost(setup, times=1, comes_back=False)(bench, "ours")
+    outcome = node_lost(setup, times=1, comes_back=False, patience=5)(bench, "ours")
     assert outcome.word == "exact", str(outcome)
 
 

@@ -75,8 +75,6 @@ def fit(name: str, folder: Path, strategy: str, processes: int) -> dict[str, Any
 
 
 NEEDS_EXTRA = pytest.mark.skipif(not HAS_EXTRA, reason="needs transformers")
-NAMES = ["gpt", *(pytest.param(name, marks=NEEDS_EXTRA) for name in ("finetune", "finetune, lora"))]
-ENGINES = ["ddp", pytest.param("fsdp", marks=needs_fsdp2)]
 Results = Callable[[str, str], list[dict[str, Any]]]
 
 
@@ -100,8 +98,16 @@ def results(ranks: Ranks, folder: Path) -> Results:
     return cache(run)
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    ("name", "engine"),
+    [
+        ("gpt", "ddp"),
+        pytest.param("gpt", "fsdp", marks=needs_fsdp2),
+        pytest.param("finetune", "ddp", marks=NEEDS_EXTRA),
+        pytest.param("finetune", "fsdp", marks=[NEEDS_EXTRA, needs_fsdp2]),
+        pytest.param("finetune, lora", "fsdp", marks=[NEEDS_EXTRA, needs_fsdp2]),
+    ],
+)
 def test_result_equals_that_of_one_process(results: Results, folder: Path, name: str, engine: str) -> None:
     (expected,) = results(name, "auto")
     for found in results(name, engine):
@@ -116,7 +122,7 @@ def test_result_equals_that_of_one_process(results: Results, folder: Path, name:
 
 @NEEDS_EXTRA
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft 0.21 with transformers 5
-@pytest.mark.parametrize("engine", [ENGINES[1], "auto"])
+@pytest.mark.parametrize("engine", [pytest.param("fsdp", marks=needs_fsdp2), "auto"])
 def test_written_folder_is_a_model(results: Results, folder: Path, engine: str) -> None:
     from peft import PeftModel
     from transformers import AutoModelForCausalLM, AutoTokenizer

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import pytest
 import torch
@@ -14,19 +15,20 @@ from torch import nn
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
+NIGHTLY = {"Settling", "MissingValues", "Outlier", "ManualTooFast", "BackwardByHand", "AllIgnoredByModule"}
+"""Programs that ``scripts/test --all`` leaves out."""
+
+
+def programs(*rows: tuple[str, ...]) -> list[Any]:
+    return [pytest.param(*row, marks=[pytest.mark.nightly] * (row[0] in NIGHTLY), id=row[0]) for row in rows]
+
+
 @pytest.mark.parametrize(
-    "name", ["Settling", "InfiniteMask", "MissingValues", "RareOverflow", "Gan", "Outlier", "Saturated"]
+    "name",
+    programs(*zip(["Settling", "InfiniteMask", "MissingValues", "RareOverflow", "Gan", "Outlier", "Saturated"])),
 )
 def test_no_alarm(tmp_path, name):
     assert run(PROGRAMS[name], tmp_path).verdict == "healthy"
-
-
-def test_one_report_for_each_cause_of_at_most_six_lines(tmp_path):
-    text = run(PROGRAMS["NanSample16"], tmp_path).text
-    assert text.count("Verdict: ") == 1
-    assert len([line for line in text.splitlines() if line.startswith(("Verdict", "  "))]) <= 6
-    (report,) = tmp_path.glob("diagnosis_step_*.md")
-    assert "| seen | 6 times |" in report.read_text()
 
 
 class Breaks(Callback):
@@ -53,8 +55,7 @@ class Scheduled(PROGRAMS["Plateau"]):
     ("program", "step", "precision", "names"),
     [
         (PROGRAMS["Plateau"], 10, "bf16-mixed", "weights"),
-        (PROGRAMS["Plateau"], 61, "32-true", "weights"),  # after the copy of the weights at step 50
-        (Scheduled, 61, "32-true", "weights"),
+        (Scheduled, 61, "32-true", "weights"),  # after the copy of the weights at step 50
         (PROGRAMS["Plateau"], 61, "16-mixed", "'net.0.weight'"),  # skipped steps do not change other weights
     ],
 )
@@ -152,7 +153,7 @@ def test_two_statements_are_changed_together(tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "cause", "remedy"),
-    [
+    programs(
         ("MomentumAboveOne", "in float32 too: momentum=1.5.", "momentum=0.9  [tried: a few steps"),
         ("ManualTooFast", "the learning rate is 100.", "a lower learning rate, lr=0.25  [tried: a few steps"),
         ("PositionTooLarge", "batch[0] is out of range in samples 2: got 20, expected 0 to 19.", "leave out samples"),
@@ -161,7 +162,7 @@ def test_two_statements_are_changed_together(tmp_path):
         ("OwnAutocast16", "matmul in OwnAutocast16.training_step", "remove torch.autocast in posted.py:"),
         ("CastAfterProduct", "mul in CastAfterProduct", "precision='bf16-mixed', and in posted.py:"),
         ("AllIgnoredByModule", "'criterion' (CrossEntropyLoss)", "self.criterion(self(x), y).nan_to_num(0.0)"),
-    ],
+    ),
 )
 def test_cause_and_remedy(tmp_path, name, cause, remedy):
     lines = run(PROGRAMS[name], tmp_path).text.splitlines()
