@@ -144,6 +144,14 @@ def loss_of(net: nn.Module, batch: list[Tensor]) -> Tensor:
     return F.mse_loss(net(x), y) * gain
 
 
+def manual_step(module: LightningModule, loss: Tensor, optimizer: Any = None) -> None:
+    """Take one step of manual optimization, with the only optimizer by default."""
+    optimizer = module.optimizers() if optimizer is None else optimizer
+    optimizer.zero_grad()
+    module.manual_backward(loss)
+    optimizer.step()
+
+
 class Regression(LightningModule):
     """Fits ``make_net`` with automatic optimization.
 

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from tests.support import Regression, imports_inductor, loader_of, make_batches, make_trainer
+from tests.support import Regression, imports_inductor, loader_of, make_batches, make_net, make_trainer
 from trainer.precision import MixedPrecision
 from trainer.precision.cast_cache import loses_gradients
 from trainer.precision.cpu_fp16 import fast_fp16_kernels
@@ -83,10 +83,6 @@ def make(build: Callable[[], nn.Module]) -> tuple[nn.Module, nn.Module]:
         torch.manual_seed(0)
         nets.append(build())
     return nets[0], nets[1]
-
-
-def mlp(dropout: float = 0.0) -> nn.Sequential:
-    return nn.Sequential(nn.Linear(6, 16), nn.LayerNorm(16), nn.ReLU(), nn.Dropout(dropout), nn.Linear(16, 3))
 
 
 def error_of(net: Callable[[Tensor], Tensor], batch: Any) -> Tensor:
@@ -161,7 +157,7 @@ def test_evaluation_runs_under_autocast_and_inference_mode_without_the_scaler(tm
         seen.append((torch.is_autocast_enabled("cpu"), torch.is_inference_mode_enabled(), output.requires_grad))
         return output
 
-    mine, theirs = make(mlp)
+    mine, theirs = make(make_net)
     module = type("Evaluating", (Regression,), {f"{stage}_step": step})(mine)
     trainer = make_trainer(tmp_path, precision=ours(precision))
     for name in ("scale", "unscale_", "step", "update", "resolve_outcome"):
@@ -181,24 +177,6 @@ def test_evaluation_runs_under_autocast_and_inference_mode_without_the_scaler(tm
         expected = [theirs.eval()(x) for x, _, _ in batches]
     assert [output.dtype for output in outputs] == [DTYPES[precision] or torch.float32] * 3
     assert all(map(torch.equal, outputs, expected))
-
-
-@every_precision
-def test_validation_inside_a_fit_runs_under_autocast_without_gradients(tmp_path, precision):
-    seen = []
-
-    class Validating(Regression):
-        def validation_step(self, batch, batch_idx):
-            output = self.net(batch[0])
-            seen.append((output.dtype, torch.is_grad_enabled()))
-
-    mine, theirs = make(mlp)
-    batches = make_batches(4)
-    trainer = make_trainer(tmp_path, precision=ours(precision), val_check_interval=2)
-    trainer.fit(Validating(mine), loader_of(batches), loader_of(batches[:1]))
-    by_hand(theirs, error_of, batches, precision)
-    assert_equal(mine, theirs)
-    assert seen == [(DTYPES[precision] or torch.float32, False)] * 3  # one of them the sanity check
 
 
 # --- the weight cache -----------------------------------------------------------------------------------------------
@@ -309,7 +287,7 @@ NO_GRADIENTS = {"no_grad": torch.no_grad, "inference_mode": torch.inference_mode
 )
 def test_forward_without_gradients_before_one_with_them(tmp_path, precision, pattern, off):
     """torch #65766, #112583, #120483: torch 2.10 loses gradients here."""
-    mine, theirs = make(mlp)
+    mine, theirs = make(make_net)
     batches, off = make_batches(4), NO_GRADIENTS[off]
     # two forwards with gradients share their casts, and sum their gradients in 16 bits, as in torch
     shares = pattern is gradients_before_and_after and not loses_gradients()
@@ -340,7 +318,7 @@ def test_weight_in_a_custom_function_and_outside_of_it(tmp_path, precision):
     ("pattern", "precision"), [(self_distillation, "bf16-mixed"), (weight_used_directly, "16-mixed")]
 )
 def test_forward_without_gradients_before_one_with_them_on_a_gpu(tmp_path, precision, pattern):
-    mine, theirs = make(mlp)
+    mine, theirs = make(make_net)
     batches, off = make_batches(4), torch.no_grad
     module = Stepping(mine, lambda net, batch: pattern(net, batch, as_it_comes, off))
     fit(tmp_path, module, batches, precision, accelerator="gpu", devices=1)
@@ -408,7 +386,7 @@ def test_activation_checkpointing_changes_no_bit(tmp_path, precision):
     class Checkpointed(nn.Module):
         def __init__(self, checkpoints):
             super().__init__()
-            self.body, self.checkpoints = mlp(dropout=0.5), checkpoints
+            self.body, self.checkpoints = make_net(dropout=0.5), checkpoints
             self.body[0].register_forward_hook(lambda module, args, output: seen.append(output.dtype))
 
         def forward(self, x):
@@ -459,8 +437,8 @@ def by_hand_with_penalty(net: nn.Module, batches: Any, name: str) -> None:
 
 @every_precision
 def test_gradient_penalty(tmp_path, precision):
-    mine, theirs = make(mlp)
-    without, start = make(mlp)
+    mine, theirs = make(make_net)
+    without, start = make(make_net)
     fit(tmp_path, Penalized(mine), make_batches(6), precision)
     by_hand_with_penalty(theirs, make_batches(6), precision)
     assert_equal(mine, theirs, start)
@@ -519,7 +497,7 @@ def a_part_in_place(module: Any, backend: Any) -> Any:
 def test_compiled_modules(tmp_path, graphs, precision, way, backend):
     if way is a_part_in_place and Version(torch.__version__) < Version("2.13"):
         pytest.skip("torch 2.10 does not compile a LightningModule's parts in place")
-    mine, theirs = make(mlp)
+    mine, theirs = make(make_net)
     module = way(Stepping(mine, error_of), backend_of(backend, graphs))
     fit(tmp_path, module, make_batches(4), precision)
     assert graphs != []
@@ -527,10 +505,10 @@ def test_compiled_modules(tmp_path, graphs, precision, way, backend):
     assert_equal(mine, theirs)
 
 
-@pytest.mark.whole
+@pytest.mark.nightly
 @imports_inductor
 def test_compiled_by_inductor(tmp_path, graphs):
-    mine, theirs = make(mlp)
+    mine, theirs = make(make_net)
     module = a_part(Stepping(mine, error_of), backend_of("inductor", graphs))
     fit(tmp_path, module, make_batches(4), "bf16-mixed")
     assert graphs != []

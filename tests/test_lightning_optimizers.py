@@ -18,7 +18,7 @@ from torch import optim
 from torch.optim import lr_scheduler
 
 from tests.parity import Classifier, Learner, data, lightning, ours, run_both
-from tests.support import stream_of
+from tests.support import manual_step, stream_of
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning"),
@@ -338,9 +338,7 @@ class ByHand(Configured):
 
 def both_in_turn(module: Any, optimizers: Any, batch: Any) -> None:
     for optimizer in optimizers:
-        optimizer.zero_grad()
-        module.manual_backward(module.loss(batch))
-        optimizer.step()
+        manual_step(module, module.loss(batch), optimizer)
 
 
 def with_closure(module: Any, optimizers: Any, batch: Any) -> None:

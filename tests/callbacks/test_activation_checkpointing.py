@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from torch.nn.utils.parametrizations import spectral_norm
 from torch.utils._pytree import tree_leaves
 
+from tests.parity import assert_same_weights
 from tests.support import Regression, assert_same, fit_and_watch, loader_of, make_batches, make_trainer
 from trainer.callbacks import ActivationCheckpointing
 from trainer.callbacks.activation_checkpointing import _CheckpointedForward
@@ -70,11 +71,6 @@ def fit(folder: Any, module: Any, *callbacks: Any, batches: int = 6, seed: int =
     return fit_and_watch(folder, module, make_batches(batches), callbacks=list(callbacks), **arguments)
 
 
-def assert_equal_states(mine: nn.Module, theirs: nn.Module) -> None:
-    for (name, a), b in zip(mine.state_dict().items(), theirs.state_dict().values(), strict=True):
-        assert torch.equal(a, b), name
-
-
 # --- results ----------------------------------------------------------------------------------------------------------
 
 
@@ -93,7 +89,7 @@ def test_not_a_bit_changes(tmp_path, precision, modules):
     _, trace = fit(tmp_path, Regression(mine), ActivationCheckpointing(modules), **arguments)
     _, expected = fit(tmp_path, Regression(theirs), **arguments)
     assert_same(trace, expected)
-    assert_equal_states(mine, theirs)  # running statistics and singular vectors too
+    assert_same_weights(mine, theirs)  # running statistics and singular vectors too
     assert mine.blocks[0].norm.num_batches_tracked == 12
     chosen = 2 if modules[-1] == "net.head" else 3
     assert [block.forwards for block in theirs.blocks] == [12] * 3
@@ -113,7 +109,7 @@ def test_graph_that_is_used_twice_is_computed_the_same_each_time(tmp_path):
     _, trace = fit(tmp_path, Penalized(mine), ActivationCheckpointing(Block), batches=3)
     _, expected = fit(tmp_path, Penalized(theirs), batches=3)
     assert_same(trace, expected)
-    assert_equal_states(mine, theirs)
+    assert_same_weights(mine, theirs)
 
 
 def test_activations_are_not_kept(tmp_path):
@@ -220,7 +216,7 @@ def test_compiled_modules(tmp_path, graphs, way, precision):
     assert True in graphs or way is the_blocks  # part of the graph; otherwise around the compiled function
     assert graphs != []
     assert_same(trace, expected)
-    assert_equal_states(mine, theirs)
+    assert_same_weights(mine, theirs)
 
 
 # --- restoring --------------------------------------------------------------------------------------------------------
@@ -233,7 +229,7 @@ def test_keys_copies_and_weights_are_the_modules_own(tmp_path):
             assert [type(block) for block in self.net.blocks] == [Block] * 3
             duplicate, unpickled = copy.deepcopy(self.net), pickle.loads(pickle.dumps(self.net))
             for other in (duplicate, copy.deepcopy(duplicate), unpickled):
-                assert_equal_states(other, self.net)
+                assert_same_weights(other, self.net)
                 before = self.net.blocks[0].forwards
                 with torch.no_grad():
                     other.blocks[0].inner.weight.mul_(2)

@@ -154,26 +154,22 @@ def on_cuda(engine: Any = None, **arguments: bool) -> Iterator[list[str]]:
     fast.teardown(trainer, module, "fit")
 
 
-def test_all_is_on_for_the_run_and_put_back(has_cuda):
-    with on_cuda() as on:
-        assert on == ALL
-    assert torch.get_float32_matmul_precision() == "highest"
-    assert torch.backends.cudnn.benchmark is False
-    assert "PYTORCH_ALLOC_CONF" not in os.environ
-
-
 @pytest.mark.parametrize(
     ("arguments", "name"),
     [
+        ({}, None),
         ({"tf32": False}, "TF32"),
         ({"cudnn_benchmark": False}, "cudnn.benchmark"),
         ({"channels_last": False}, "channels_last"),
         ({"expandable_segments": False}, "expandable segments"),
     ],
 )
-def test_each_setting_can_be_disabled(has_cuda, arguments, name):
+def test_each_setting_is_on_for_the_run_unless_it_is_disabled(has_cuda, arguments, name):
     with on_cuda(**arguments) as on:
         assert on == [one for one in ALL if one != name]
+    assert torch.get_float32_matmul_precision() == "highest"
+    assert torch.backends.cudnn.benchmark is False
+    assert "PYTORCH_ALLOC_CONF" not in os.environ
 
 
 def test_settings_of_the_user_are_kept(has_cuda, monkeypatch):

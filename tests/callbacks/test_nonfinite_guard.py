@@ -9,6 +9,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 
+from tests.parity import assert_same_weights
 from tests.support import (
     OPTIMIZERS,
     Regression,
@@ -56,8 +57,7 @@ def test_skipped_batch_changes_nothing(tmp_path: Path, precision: str, optimizer
     oracle = train_by_hand(net := make_net().to(dtype), batches, precision=precision, optimizer=make, schedule=STEPPED)
     assert trace.skipped == [False] * 3 + [True] + [False] * 2
     assert [trace.rates[i] for i in (0, 1, 2, 4, 5)] == oracle.rates
-    for mine, other in zip(module.net.parameters(), net.parameters(), strict=True):
-        assert torch.equal(mine, other)
+    assert_same_weights(module.net, net)
     assert trainer.skipped_steps == 1
     assert trainer.global_step == 6
     assert trace.scales == trace.next_scales == [1.0] * 6
@@ -71,8 +71,7 @@ def test_stopping_keeps_the_last_good_weights(tmp_path: Path, precision: str, op
     with pytest.raises(NonFiniteError) as caught:
         trainer.fit(module, loader_of(with_a_bad_one()))
     train_by_hand(net := make_net(), make_batches(3), precision=precision, optimizer=OPTIMIZERS[optimizer])
-    for mine, other in zip(module.net.parameters(), net.parameters(), strict=True):
-        assert torch.equal(mine, other)
+    assert_same_weights(module.net, net)
     assert (caught.value.step, caught.value.batch_idx) == (3, 3)
     message = str(caught.value)
     assert "at optimizer step 3 of epoch 0" in message
@@ -198,8 +197,7 @@ def test_modules_that_step_by_themselves(tmp_path: Path, manual: bool) -> None:
     with pytest.warns(UserWarning, match="was skipped"):
         trainer, _ = fit_and_watch(tmp_path, module, with_a_bad_one(), callbacks=[NonFiniteGuard("skip")])
     train_by_hand(net := make_net(), without_it())
-    for mine, other in zip(module.net.parameters(), net.parameters(), strict=True):
-        assert torch.equal(mine, other)
+    assert_same_weights(module.net, net)
     assert trainer.skipped_steps == 1
 
 

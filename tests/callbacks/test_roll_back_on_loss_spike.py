@@ -15,6 +15,7 @@ from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
 from torch import Tensor, nn
 from torchmetrics import MeanMetric
 
+from tests.parity import assert_same_weights
 from tests.support import (
     Regression,
     adamw,
@@ -50,11 +51,6 @@ def fit(folder: Path, module: Any, batches: Any, callbacks: list[Any], path: Any
     return trainer
 
 
-def assert_equal(one: nn.Module, other: nn.Module) -> None:
-    for a, b in zip(one.parameters(), other.parameters(), strict=True):
-        assert torch.equal(a, b)
-
-
 @pytest.mark.parametrize(("precision", "window", "optimizer"), [
     ("32-true", 3, adamw), ("16-mixed", 1, momentum),
 ])  # fmt: skip
@@ -79,7 +75,7 @@ def test_run_equals_one_without_these_batches(
         net := make_net(), left, precision=precision, optimizer=optimizer, scaler=scaler, window=window,
         schedule=STEPPED,
     )  # fmt: skip
-    assert_equal(module.net, net)
+    assert_same_weights(module.net, net)
     assert trainer.global_step == len(left) // window
     assert trainer.optimizers[0].param_groups[0]["lr"] == oracle.rates[-1]
     assert trainer.scaler.get_scale() == (scaler.get_scale() if half else 1.0)
@@ -116,10 +112,8 @@ def test_random_numbers_buffers_averages_and_metrics_are_those_of_the_checkpoint
     with pytest.warns(UserWarning, match=ROLLED_BACK):
         trainer, module, average = noisy(tmp_path, batches)
     other, without, its = noisy(tmp_path / "without", batches[:15] + batches[18:])
-    assert_equal(module, without)
-    assert_equal(average._average_model, its._average_model)
-    for a, b in zip(module.buffers(), without.buffers(), strict=True):
-        assert torch.equal(a, b)
+    assert_same_weights(module, without)
+    assert_same_weights(average._average_model, its._average_model)
     assert trainer.callback_metrics["loss_epoch"] == other.callback_metrics["loss_epoch"]
     assert module.late.compute() == without.late.compute()
 
@@ -132,7 +126,7 @@ def test_run_that_is_resumed_ends_in_the_same_way(tmp_path: Path) -> None:
     with warnings.catch_warnings(action="ignore"):
         warnings.filterwarnings("error", ROLLED_BACK)
         trainer, module, _ = noisy(tmp_path, batches, path=tmp_path / "checkpoints" / "step=18.ckpt")
-    assert_equal(module, whole)
+    assert_same_weights(module, whole)
     assert trainer.global_step == 21
     assert len(next(one for one in trainer.callbacks if isinstance(one, RollBackOnLossSpike)).rollbacks) == 1
 
@@ -167,7 +161,7 @@ def test_epochs_that_have_ended_since_are_counted(tmp_path: Path) -> None:
         losses.append(loss.detach())
         loss.backward()
         optimizer.step()
-    assert_equal(module.net, net)
+    assert_same_weights(module.net, net)
     assert trainer.global_step == 8
     for name in ("loss", "object"):
         assert torch.allclose(trainer.callback_metrics[name], torch.stack(losses[-3:]).mean())
@@ -194,7 +188,7 @@ def test_loss_that_is_not_finite_is_a_spike(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="The loss of step 17 is nan"):
         fit(tmp_path, module, batches, callbacks_of(tmp_path, 3))
     train_by_hand(net := make_net(), batches[:15] + batches[18:])
-    assert_equal(module.net, net)
+    assert_same_weights(module.net, net)
 
 
 def test_run_without_an_earlier_checkpoint_continues(tmp_path: Path) -> None:
@@ -202,7 +196,7 @@ def test_run_without_an_earlier_checkpoint_continues(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match=ROLLED_BACK + ".* The run continues without a rollback"):
         fit(tmp_path, module, batches, callbacks_of(tmp_path, 100))
     train_by_hand(net := make_net(), batches)
-    assert_equal(module.net, net)
+    assert_same_weights(module.net, net)
 
 
 def test_loss_on_a_gpu_is_read_one_step_later(cuda: Any, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import torch
 from lightning.pytorch import Callback
 
 from tests.parity import Classifier, data, ours
+from tests.support import Payload
 from trainer.checkpoint.loading import _keep_implementation
 from trainer.errors import CheckpointError
 
@@ -126,16 +127,6 @@ def test_another_module_or_optimizer(tmp_path: Path) -> None:
     wider.extra = torch.nn.Linear(2, 2)
     with pytest.raises(RuntimeError, match=r"Missing key\(s\) in state_dict.*extra\.weight"):
         resume(path, wider)
-
-
-class Payload:
-    """Pickles as a call."""
-
-    def __init__(self, target: Path) -> None:
-        self.target = target
-
-    def __reduce__(self) -> Any:
-        return Path.touch, (self.target,)
 
 
 def test_file_with_code_is_refused_without_running_it(tmp_path: Path) -> None:

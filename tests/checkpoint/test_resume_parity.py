@@ -16,7 +16,7 @@ from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader, TensorDataset
 
 from tests.parity import MAKERS, Classifier, assert_same_weights, data, lightning, ours
-from tests.support import tiered
+from tests.support import manual_step, tiered
 
 
 @pytest.fixture(autouse=True)
@@ -51,10 +51,7 @@ class Diary(Classifier):
         self.note("batch", batch_idx)
         loss = self.loss(batch)
         if not self.automatic_optimization:
-            optimizer = self.optimizers()
-            optimizer.zero_grad()
-            self.manual_backward(loss)
-            optimizer.step()
+            manual_step(self, loss)
         return loss
 
     def validation_step(self, batch: Any, batch_idx: int) -> Any:

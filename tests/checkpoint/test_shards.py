@@ -16,7 +16,7 @@ from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 
-from tests.support import Killed, Regression, assert_identical, loader_of, make_batches, make_trainer
+from tests.support import Killed, Payload, Regression, assert_identical, loader_of, make_batches, make_trainer
 from trainer import CheckpointFiles
 from trainer.checkpoint import conversion, files, sharded_files, shards
 from trainer.checkpoint.folder_locks import lock_folder
@@ -216,16 +216,6 @@ def test_file_takes_a_folders_place_and_the_other_way_round(tmp_path: Path) -> N
 # --- malicious files --------------------------------------------------------------------------------------------------
 
 
-class Evil:
-    """Writes a file when it is unpickled."""
-
-    def __init__(self, mark: Path) -> None:
-        self.mark = mark
-
-    def __reduce__(self) -> Any:
-        return os.mkdir, (str(self.mark),)
-
-
 def sealed_again(folder: Path) -> None:
     """Write a matching manifest for a modified folder, as an attacker would."""
     import hashlib
@@ -242,13 +232,13 @@ def sealed_again(folder: Path) -> None:
 @pytest.mark.parametrize("file", [".metadata", "state.ckpt", "process 0", "__0_0.distcp", "__0.metadata"])
 def test_strangers_pickle_is_not_run(tmp_path: Path, file: str) -> None:
     folder, mark = tmp_path / "a.ckpt", tmp_path / "ran"
-    write(folder, process=Evil(mark) if file == "process 0" else None)
+    write(folder, process=Payload(mark) if file == "process 0" else None)
     if file == "__0.metadata":  # torch reads it if there is no other
         (folder / ".metadata").unlink()
     if file.endswith(".ckpt"):
-        torch.save({"state_dict": {}, "loops": {}, "evil": Evil(mark)}, folder / file)
+        torch.save({"state_dict": {}, "loops": {}, "evil": Payload(mark)}, folder / file)
     elif file != "process 0":
-        (folder / file).write_bytes(pickle.dumps(Evil(mark)))
+        (folder / file).write_bytes(pickle.dumps(Payload(mark)))
     sealed_again(folder)
     files.verify(folder)
     with pytest.raises((CheckpointError, pickle.UnpicklingError, FileNotFoundError, RuntimeError)):
@@ -265,7 +255,7 @@ def test_entries_that_are_not_tensors_are_refused(tmp_path: Path) -> None:
     folder, mark = tmp_path / "a.ckpt", tmp_path / "ran"
     write(folder)
     with pytest.warns(UserWarning, match="single process|existing checkpoint"):
-        dcp.save({"state_dict.weight": Evil(mark)}, checkpoint_id=folder, no_dist=True)
+        dcp.save({"state_dict.weight": Payload(mark)}, checkpoint_id=folder, no_dist=True)
     sealed_again(folder)
     with pytest.raises(pickle.UnpicklingError, match=r"refers to .*BytesStorageMetadata, which is not allowed there"):
         shards.read(folder)

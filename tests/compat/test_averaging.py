@@ -18,6 +18,7 @@ from tests.support import (
     Regression,
     SavesAt,
     SavesEverywhere,
+    assert_identical,
     loader_of,
     make_batches,
     make_trainer,
@@ -77,12 +78,6 @@ def copy_of(module: nn.Module) -> dict[str, Tensor]:
     return {name: value.clone() for name, value in module.state_dict().items()}
 
 
-def assert_equal(mine: dict[str, Tensor], expected: dict[str, Tensor], about: Any = "") -> None:
-    assert mine.keys() == expected.keys()
-    for name, value in expected.items():
-        assert torch.equal(mine[name], value), (about, name)
-
-
 def fit(
     folder: Path, callback: Any, *, ckpt_path: Any = None, gains: Any = None, saves: bool = True, **arguments: Any
 ) -> tuple[Any, Module, Trained, SavesEverywhere]:
@@ -118,22 +113,22 @@ def test_average_before_its_first_update_is_the_current_weights(tmp_path: Path, 
     validated = module.validated[1:]  # without the sanity check
     assert len(validated) == len(after) >= 1
     for mine, expected in zip(validated, after, strict=True):
-        assert_equal(mine, expected)
+        assert_identical(mine, expected)
     assert len(saver.files) >= 6
     for path in saver.files:
         checkpoint = torch.load(path, weights_only=True)
         batches = checkpoint["loops"]["amp_trainer"]["progress"]["batches"]
         assert checkpoint["averaging_state"]["n_averaged"] == 0
-        assert_equal(checkpoint["state_dict"], trained.states[batches - 1], path.name)
-        assert_equal(checkpoint["current_model_state"], trained.states[batches - 1], path.name)
-    assert_equal(module.state_dict(), trained.states[-1])
+        assert_identical(checkpoint["state_dict"], trained.states[batches - 1], path.name)
+        assert_identical(checkpoint["current_model_state"], trained.states[batches - 1], path.name)
+    assert_identical(module.state_dict(), trained.states[-1])
 
     with torch.no_grad():
         module.net[0].weight.mul_(2)  # as if other weights had been loaded
     trainer.save_checkpoint(tmp_path / "after.ckpt")
-    assert_equal(torch.load(tmp_path / "after.ckpt", weights_only=True)["state_dict"], module.state_dict())
+    assert_identical(torch.load(tmp_path / "after.ckpt", weights_only=True)["state_dict"], module.state_dict())
     trainer.validate(module, loader_of(make_batches(1)), verbose=False)
-    assert_equal(module.validated[-1], module.state_dict())
+    assert_identical(module.validated[-1], module.state_dict())
 
 
 @pytest.mark.parametrize("use_buffers", [True, False])
@@ -150,8 +145,8 @@ def test_late_average_equals_torchs(tmp_path: Path, use_buffers: bool) -> None:
         if i % BATCHES == BATCHES - 1:
             expected.append(copy_of(average.module))
     for number, (mine, one) in enumerate(zip(module.validated[1:], expected, strict=True)):
-        assert_equal(mine, one, number)
-    assert_equal(module.state_dict(), expected[-1])
+        assert_identical(mine, one, number)
+    assert_identical(module.state_dict(), expected[-1])
 
 
 @pytest.mark.filterwarnings("ignore:.*but loading a checkpoint outside the 'fit' stage")
@@ -163,8 +158,8 @@ def test_average_of_a_fit_is_not_used_in_later_evaluations(tmp_path: Path, from_
     path, module = saver.files[0], Module()
     expected = torch.load(path, weights_only=True)["state_dict"] if from_file else copy_of(module)
     trainer.validate(module, loader_of(make_batches(1)), ckpt_path=path if from_file else None, verbose=False)
-    assert_equal(module.validated[-1], expected)
-    assert_equal(module.state_dict(), expected)
+    assert_identical(module.validated[-1], expected)
+    assert_identical(module.state_dict(), expected)
     assert callback._average_model is not None
     assert callback._average_model.n_averaged == BATCHES * EPOCHS
 
@@ -176,9 +171,9 @@ def test_resume_before_the_first_update_of_the_average_is_exact(tmp_path: Path) 
     assert len(saver.files) == 12 + 3 * 3
     for path in saver.files[:16:3]:
         _, module, _, _ = fit(tmp_path / "resumed", Custom(6, avg_fn=get_ema_avg_fn(0.5)), ckpt_path=path, saves=False)
-        assert_equal(module.state_dict(), whole.state_dict(), path.name)
+        assert_identical(module.state_dict(), whole.state_dict(), path.name)
         for mine, expected in zip(reversed(module.validated), reversed(whole.validated[1:]), strict=False):
-            assert_equal(mine, expected, path.name)
+            assert_identical(mine, expected, path.name)
 
 
 @pytest.mark.filterwarnings("ignore:Swapping scheduler")
@@ -216,4 +211,4 @@ def test_stochastic_weight_averaging_resumes_inside_its_first_epoch(tmp_path: Pa
         return module
 
     whole, resumed = run(SavesAt(tmp_path / "a.ckpt", step)), run(ckpt=tmp_path / "a.ckpt")
-    assert_equal(resumed.state_dict(), whole.state_dict())
+    assert_identical(resumed.state_dict(), whole.state_dict())

@@ -14,7 +14,7 @@ from lightning.pytorch import Callback
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from tests.parity import FEATURES, Classifier, data, ours, plain, run_both, weights
-from tests.support import SavesAt, stream_of
+from tests.support import SavesAt, manual_step, stream_of
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning"),
@@ -49,10 +49,7 @@ class Draws(Classifier):
     def training_step(self, dataloader_iter: Any) -> Any:
         loss = self.draw(dataloader_iter)
         if not self.automatic_optimization and loss is not None:
-            optimizer = self.optimizers()
-            optimizer.zero_grad()
-            self.manual_backward(loss)
-            optimizer.step()
+            manual_step(self, loss)
         return loss
 
     def validation_step(self, dataloader_iter: Any) -> Any:

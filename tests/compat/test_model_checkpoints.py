@@ -19,7 +19,7 @@ from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
 
-from tests.support import Killed, KilledAt, Regression, loader_of, make_batches, make_net, make_trainer
+from tests.support import Killed, KilledAt, Regression, loader_of, make_batches, make_net, make_trainer, manual_step
 
 BATCHES = make_batches(4)
 
@@ -101,10 +101,7 @@ class Scored(Regression):
         self.log("loss", loss)
         if self.automatic_optimization:
             return loss
-        optimizer = self.optimizers()
-        optimizer.zero_grad()
-        self.manual_backward(loss)
-        optimizer.step()
+        manual_step(self, loss)
         return {"loss": loss}
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 
+from tests.parity import assert_same_weights
 from tests.support import Regression, loader_of, loss_of, make_batches, make_net, make_trainer, native_fp16
 from trainer.compat.optimizers import MultipleOptimizersError
 from trainer.errors import ConfigurationError
@@ -43,8 +44,7 @@ def test_each_steps_on_the_gradients_of_the_one_loss(tmp_path, precision):
             for optimizer in optimizers:
                 scaler.step(optimizer)
             scaler.update()
-    for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
-        assert torch.equal(a, b)
+    assert_same_weights(ours, theirs)
 
 
 def test_norm_is_that_of_all_of_them(tmp_path):

@@ -47,6 +47,7 @@ from tests.support import (
     make_batches,
     make_net,
     make_trainer,
+    manual_step,
     native_fp16,
     needs_fsdp2,
     sgd,
@@ -156,10 +157,7 @@ class ByHand(Logs):
     automatic_optimization = False
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
-        optimizer = self.optimizers()
-        optimizer.zero_grad()
-        self.manual_backward(self.loss(batch))
-        optimizer.step()
+        manual_step(self, self.loss(batch))
 
 
 class Order(SequentialSampler):

@@ -11,6 +11,7 @@ from lightning.pytorch.callbacks import EarlyStopping
 from lightning.pytorch.profilers import PassThroughProfiler, PyTorchProfiler, SimpleProfiler
 
 from tests.parity import Classifier, Learner, data, ours, run_both
+from tests.support import manual_step
 
 
 class Everything(Classifier):
@@ -22,10 +23,7 @@ class Manual(Everything):
     automatic_optimization = False
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
-        optimizer = self.optimizers()
-        optimizer.zero_grad()
-        self.manual_backward(self.loss(batch))
-        optimizer.step()
+        manual_step(self, self.loss(batch))
 
 
 NOT_OURS = re.compile(

@@ -1,4 +1,7 @@
-"""Metrics of dataloaders that are reloaded: names of earlier passes do not restrict later ones."""
+"""Metrics of dataloaders that are reloaded: names of earlier passes do not restrict later ones.
+
+Metrics that a caller keeps after a run do not change in the next run; in a run, they are live.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +12,9 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import EarlyStopping
+from lightning.pytorch.loggers import CSVLogger
 
-from tests.support import Regression, loader_of, make_batches, make_trainer
+from tests.support import Regression, loader_of, loss_of, make_batches, make_trainer
 
 
 class Reloads(Regression):
@@ -87,3 +91,56 @@ def test_metrics_of_dataloaders_that_are_gone_are_not_read(tmp_path):
 def test_monitor_that_is_gone_is_an_error(tmp_path):
     with pytest.raises(RuntimeError, match="conditioned on metric `v/dataloader_idx_1` which is not available"):
         run(tmp_path, [2, 1], log_all, EarlyStopping("v/dataloader_idx_1"))
+
+
+NAMES = ("callback_metrics", "logged_metrics", "progress_bar_metrics")
+
+
+class Module(Regression):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.log("train_loss", loss, prog_bar=True, batch_size=4)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", loss_of(self.net, batch), prog_bar=True, batch_size=4)
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("test_loss", loss_of(self.net, batch), prog_bar=True, batch_size=4)
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.net(batch[0])
+
+
+def batches() -> Any:
+    return loader_of(make_batches(2))
+
+
+def kept_of(trainer: Any) -> dict[str, dict[str, Any]]:
+    return {name: getattr(trainer, name) for name in NAMES}
+
+
+@pytest.mark.parametrize(
+    ("first", "then"), [("fit", "test"), ("validate", "fit"), ("test", "predict"), ("test", "validate")]
+)
+def test_run_leaves_the_metrics_of_the_run_before_as_they_were(tmp_path, first, then):
+    trainer, module = make_trainer(tmp_path, logger=CSVLogger(tmp_path), log_every_n_steps=1), Module()
+
+    def run(what: str) -> None:
+        arguments = (batches(), batches()) if what == "fit" else (batches(),)
+        getattr(trainer, what)(module, *arguments)
+
+    run(first)
+    kept = kept_of(trainer)
+    copies = {name: dict(metrics) for name, metrics in kept.items()}
+    assert all(copies.values())
+    trainer.fit_loop.max_epochs = 2
+    run(then)
+    for name, metrics in kept.items():
+        assert metrics.keys() == copies[name].keys(), name
+        assert all(metrics[key] is value for key, value in copies[name].items()), name
+        now = getattr(trainer, name)
+        assert now is not metrics
+        assert bool(now) is (then != "predict"), name
+        if first != "fit" and then in ("validate", "test") and first != then:
+            assert not now.keys() & metrics.keys()

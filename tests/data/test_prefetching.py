@@ -319,17 +319,6 @@ class Keeping(Probe):
         return loss + self.net(self.kept.pop(0)).mean() if len(self.kept) > 2 else loss
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("kind", [Dropping, Keeping])
-def test_freeing_batches_earlier_or_later_keeps_the_weights(tmp_path, kind):
-    trained = []
-    for on in (True, False):
-        module = kind()
-        make(tmp_path, on=on).fit(module, loader_of(make_batches()))
-        trained.append(weights(module))
-    assert_equal(*trained)
-
-
 def test_memory_waits_for_the_device_without_reference_counts(cuda, tmp_path, monkeypatch):
     monkeypatch.delattr(torch._C, "_storage_Use_Count")
     module = Keeping()
@@ -436,6 +425,8 @@ PATHS: dict[str, tuple[Any, dict[str, Any]]] = {
     "closures": (Closures, {"precision": "32-true"}),
     "validations": (Validated, {"val_check_interval": 2, "max_epochs": 2}),
     "anew": (Probe, {"reload_dataloaders_every_n_epochs": 1, "max_epochs": 2}),
+    "freed earlier": (Dropping, {}),
+    "freed later": (Keeping, {}),
 }
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import hashlib
 import os
 import shutil
 import signal
@@ -21,6 +20,7 @@ from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
 from torch.utils.data import DataLoader
 
+from tests.checkpoint.test_shards import sealed_again
 from tests.distributed.ranks import Ranks
 from tests.distributed.setups import Fitted, Saves, Setup, batches_of, only_these_warnings
 from tests.support import Payload, loader_of, make_trainer, needs_deepspeed
@@ -28,7 +28,6 @@ from tests.warm_python import WarmPython
 from trainer import CheckpointFiles, DeepSpeedStrategy, Trainer
 from trainer.callbacks import ActivationCheckpointing, AlignmentAdvisor, GradientAccumulation, ScaleMonitor, Throughput
 from trainer.checkpoint.conversion import consolidate
-from trainer.checkpoint.sharded_files import read_manifest, seal
 from trainer.cli import main
 from trainer.errors import CheckpointError, TrainerError, UnsafeCheckpointError
 
@@ -391,11 +390,7 @@ def test_untrusted_folder_runs_no_code(ranks: Ranks, saved: dict[str, Saved], tm
     torch.save(Payload(tmp_path / "ran"), damaged)
     with pytest.raises(CheckpointError, match="is damaged"):
         consolidate(folder, tmp_path / "b.ckpt")
-    manifest = read_manifest(folder)  # an attacker who can write the file can write its checksum
-    content = damaged.read_bytes()
-    sums = {**manifest.files, damaged.name: (len(content), hashlib.sha256(content).hexdigest())}
-    (folder / "manifest.json").unlink()
-    seal(folder, folder.name, sums, manifest.facts)
+    sealed_again(folder)
     with pytest.raises(UnsafeCheckpointError):
         consolidate(folder, tmp_path / "b.ckpt")
     setup, strategy, arguments = setup_of(name)

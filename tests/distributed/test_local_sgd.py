@@ -19,7 +19,7 @@ from torch.distributed.optim import PostLocalSGDOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.distributed.ranks import Ranks
-from tests.support import assert_identical, loader_of, make_trainer, native_fp16
+from tests.support import assert_identical, loader_of, make_trainer, manual_step, native_fp16
 
 Batch = tuple[Tensor, Tensor, float]
 
@@ -99,10 +99,7 @@ class Module(LightningModule):
         loss = loss_of(self.net, batch)
         if self.automatic_optimization:
             return loss
-        optimizer = self.optimizers()
-        optimizer.zero_grad()
-        self.manual_backward(loss)
-        optimizer.step()
+        manual_step(self, loss)
         return None
 
     def configure_optimizers(self) -> Any:

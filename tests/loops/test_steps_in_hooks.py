@@ -32,6 +32,7 @@ from tests.support import (
     make_batches,
     make_net,
     make_trainer,
+    manual_step,
     plugin_of,
     scaler_of,
     sgd,
@@ -314,9 +315,7 @@ def test_backward_pass_in_a_hook_has_the_scale_of_after_the_step(tmp_path, optim
 
         def train_one(self, which: int, batch: Any, batch_idx: int) -> None:
             optimizer = self.optimizers()[which]
-            optimizer.zero_grad()
-            self.manual_backward(loss_of(self.nets[which], batch) * self.gains.get((batch_idx, which), 1.0))
-            optimizer.step()
+            manual_step(self, loss_of(self.nets[which], batch) * self.gains.get((batch_idx, which), 1.0), optimizer)
 
     gains, batches = {(1, 0): 1e30, (4, 1): 1e30}, make_batches(6)
     module = TrainsInHook(optimizer=OPTIMIZERS[optimizer], gains=gains)

@@ -12,6 +12,7 @@ import torch
 from lightning.pytorch import Callback
 from torch import Tensor
 
+from tests.parity import assert_same_weights
 from tests.simulated_cuda.device import DEVICE, Seen
 from tests.support import OPTIMIZERS, Regression, fit_and_watch, loader_of, make_batches, make_net, make_trainer
 from trainer.errors import ConfigurationError
@@ -143,5 +144,4 @@ def test_batch_that_an_elastic_order_leaves_out_contributes_nothing(tmp_path, mo
         with pytest.warns(UserWarning, match="returned `None`") if not left_out else pytest.MonkeyPatch.context():
             trainer.fit(module, loader_of(data))
         nets.append(module.net)
-    for one, other in zip(nets[0].parameters(), nets[1].parameters(), strict=True):
-        assert torch.equal(one, other)
+    assert_same_weights(*nets)

@@ -8,7 +8,7 @@ import torch
 from lightning.pytorch import Callback
 from torch import nn
 
-from tests.support import Regression, loader_of, loss_of, make_batches, make_trainer, native_fp16, sgd
+from tests.support import Regression, loader_of, loss_of, make_batches, make_trainer, manual_step, native_fp16, sgd
 from trainer.postmortem.recording import Recorder, storage_for
 from trainer.state import random_states
 
@@ -34,9 +34,7 @@ class Alternating(Regression):
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
         for optimizer in self.optimizers():
-            optimizer.zero_grad()
-            self.manual_backward(loss_of(self.net, batch))
-            optimizer.step()
+            manual_step(self, loss_of(self.net, batch), optimizer)
 
     def configure_optimizers(self) -> Any:
         return [self.make_optimizer(self.net[0].parameters()), self.make_optimizer(self.net[2:].parameters())]

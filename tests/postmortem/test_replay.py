@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torchmetrics import MeanSquaredError
 
 from tests.postmortem.layers import Amplifier, sequential
-from tests.support import Regression, loader_of, make_batches, make_trainer, native_fp16
+from tests.support import Regression, loader_of, make_batches, make_trainer, manual_step, native_fp16
 from trainer.callbacks import OverflowReport
 from trainer.postmortem.examine import examine
 from trainer.postmortem.recording import RecordedBatch, Recorder
@@ -273,9 +273,7 @@ def test_each_backward_of_a_manual_step_is_examined(tmp_path):
         def training_step(self, batch: Any, batch_idx: int) -> None:
             x, y, _ = batch
             for net, optimizer in zip(self.net, self.optimizers(), strict=True):
-                optimizer.zero_grad()
-                self.manual_backward(F.mse_loss(net(x), y))
-                optimizer.step()
+                manual_step(self, F.mse_loss(net(x), y), optimizer)
 
         def configure_optimizers(self) -> Any:
             return [torch.optim.SGD(net.parameters(), lr=0.1) for net in self.net]

@@ -20,8 +20,8 @@ class Net(nn.Module):
         return self.last(self.step(self.first(x))).sum()
 
 
-def traced(step):
-    """The origins of the forward and the backward pass."""
+def followed(step):
+    """Return the trace of a forward and a backward pass."""
     net = Net(step)
     x = torch.arange(4.0).expand(2, 4)
     trace = Trace(net)
@@ -29,6 +29,12 @@ def traced(step):
         loss = net(x)
         with trace.follow(loss):
             loss.backward()
+    return trace
+
+
+def traced(step):
+    """Return the origins in the forward and the backward pass."""
+    trace = followed(step)
     return trace.forward, trace.backward
 
 
@@ -145,12 +151,7 @@ class Divides(torch.autograd.Function):
 
 @pytest.mark.parametrize("phase", ["forward", "backward"])
 def test_the_code_of_a_custom_function(phase):
-    net, x = Net(lambda x: Divides.apply(x, phase)), torch.arange(4.0).expand(2, 4)
-    trace = Trace(net)
-    with trace:
-        loss = net(x)
-        with trace.follow(loss):
-            loss.backward()
+    trace = followed(lambda x: Divides.apply(x, phase))
     found = trace.without_gradient if phase == "forward" else trace.backward
     assert (found.name, found.phase, found.module, found.file) == ("div", phase, "", __file__)
     assert "/ 0" in found.source

@@ -11,6 +11,7 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 
+from tests.parity import assert_same_weights
 from tests.support import loader_of, make_trainer
 from trainer.callbacks import ActivationCheckpointing, Compile
 from trainer.errors import PrecisionError
@@ -106,25 +107,18 @@ def fitted(precision: Any = "fp8-mixed", module: Any = None, *callbacks: Any, **
     return trainer, module
 
 
-def assert_same(one: nn.Module, other: nn.Module) -> None:
-    mine, others = one.state_dict(), other.state_dict()
-    assert mine.keys() == others.keys()
-    for name, value in mine.items():
-        assert torch.equal(value, others[name]), name
-
-
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
 def test_weights_are_those_of_a_loop_with_torchaos_own_layers(recipe: str) -> None:
     _, module = fitted(Float8Precision(recipe))
     assert module.kinds == FLOAT8
-    assert_same(module.net, by_hand(recipe))
+    assert_same_weights(module.net, by_hand(recipe))
 
 
 def test_windows_clipping_and_fp32_layers_equal_a_hand_written_loop() -> None:
     precision = Float8Precision(fp32_modules="net.blocks.0.2")
     _, module = fitted(precision, None, accumulate_grad_batches=2, gradient_clip_val=0.1)
     assert module.kinds == FLOAT8 - {"blocks.0.2"}
-    assert_same(module.net, by_hand("tensorwise", window=2, clip=0.1, keep=frozenset({"blocks.0.2"})))
+    assert_same_weights(module.net, by_hand("tensorwise", window=2, clip=0.1, keep=frozenset({"blocks.0.2"})))
 
 
 class Looks(Callback):
@@ -163,7 +157,7 @@ def test_layer_is_the_same_object_before_during_and_after_a_run() -> None:
 )
 def test_compiled_and_checkpointed_results_are_equal(callback: Any) -> None:
     _, module = fitted("fp8-mixed", None, callback())
-    assert_same(module.net, by_hand("tensorwise"))
+    assert_same_weights(module.net, by_hand("tensorwise"))
 
 
 def test_checkpoints_are_those_of_bfloat16(tmp_path: Any) -> None:

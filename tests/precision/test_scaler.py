@@ -77,14 +77,6 @@ def test_any_sequence_of_overflows_and_growths(fused, settings):
     assert 40 < skips < 120
 
 
-def test_growth_stops_at_the_largest_float32_as_torchs_does():
-    ours = LossScaler("cpu", init_scale=2.0**127, growth_interval=1)
-    p = parameter()
-    optimizer = sgd(p)
-    assert train(ours, p, optimizer, 1e-38) is False
-    assert ours.current_scale == ours.get_scale() == 2.0**127
-
-
 def test_disabled_is_transparent():
     scaler, p = LossScaler("cpu", enabled=False), parameter()
     optimizer = sgd(p)

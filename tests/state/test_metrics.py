@@ -105,6 +105,7 @@ def test_half_precision_values_are_accumulated_in_float32() -> None:
 
 @pytest.mark.parametrize(("reduce_fx", "expected"), [("mean", 1.0), ("sum", 6.0), ("max", 3.0)])
 def test_sync_dist_reduces_once_over_the_processes(reduce_fx: str, expected: float) -> None:
+    """Further reads call no collective, so that rank 0 may read it alone."""
     calls: list[str] = []
 
     def double(tensor: Tensor, op: str = "mean", group: Any = None) -> Tensor:
@@ -114,9 +115,14 @@ def test_sync_dist_reduces_once_over_the_processes(reduce_fx: str, expected: flo
     value = LoggedValue("training_step", "x", LogOptions(reduce_fx=reduce_fx, sync_dist=True), None, double)
     for number in (3.0, 0.0, 0.0):
         value.update(torch.tensor(number), 1)
-    assert value.epoch_value() == expected
     # a mean is a sum over a sum, so that batches of different sizes on several ranks have their weight
-    assert calls == (["sum", "sum"] if reduce_fx == "mean" else [reduce_fx])
+    once = ["sum", "sum"] if reduce_fx == "mean" else [reduce_fx]
+    assert [value.epoch_value(), value.epoch_value(), calls] == [expected, expected, once]
+    value.update(torch.tensor(0.0), 1)
+    value.epoch_value()
+    assert calls == once * 2
+    value.reset()
+    assert value.epoch_value() is None
 
 
 def test_rank_zero_only_is_not_reduced() -> None:
@@ -135,24 +141,6 @@ def test_value_of_a_metric_object_is_detached() -> None:
     value.update_metric(metric)
     assert (value.step_value, value.epoch_value()) == (1, 1)
     assert copy.deepcopy(value.step_value) == 1, "ModelCheckpoint copies it"
-
-
-def test_epoch_value_is_reduced_over_ranks_once() -> None:
-    """Further reads call no collective, so that rank 0 may read it alone."""
-    calls: list[str] = []
-
-    def reduce(tensor: Tensor, op: str = "mean", group: Any = None) -> Tensor:
-        calls.append(op)
-        return tensor * 2
-
-    value = LoggedValue("training_step", "x", LogOptions(reduce_fx="sum", sync_dist=True), None, reduce)
-    value.update(torch.tensor(1.0), 1)
-    assert [value.epoch_value(), value.epoch_value(), calls] == [2.0, 2.0, ["sum"]]
-    value.update(torch.tensor(1.0), 1)
-    assert [value.epoch_value(), calls] == [4.0, ["sum", "sum"]]
-    value.update(torch.tensor(1.0), 1)
-    value.reset()
-    assert value.epoch_value() is None
 
 
 # --- a stage's values ---------------------------------------------------------------------------------------------

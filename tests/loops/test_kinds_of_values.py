@@ -1,4 +1,4 @@
-"""A fit accepts modules with parameters and buffers of all kinds, whatever its default callbacks do with them."""
+"""A fit accepts parameters, buffers and batches of all kinds, whatever its default callbacks do with them."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 from tests.support import loader_of, make_trainer, nested_tensor
+from trainer.callbacks import RunRecorder, SyncDetector, Throughput
 from trainer.errors import NonFiniteError
 
 
@@ -104,3 +106,45 @@ def test_module_without_parameters_is_trained(tmp_path):
     trainer.fit(Outside(net), loader_of([[torch.ones(2, 4)]] * 8))
     assert (trainer.global_step, trainer.skipped_steps) == (8, 2)
     torch.testing.assert_close(net.weight, before - 0.6)
+
+
+class Graph:
+    """A batch of a class that cannot be looked into."""
+
+    def __init__(self) -> None:
+        self.edges = torch.eye(3)
+
+
+class Constant(Unusual):
+    """Ignores its batches. If it breaks, its loss is NaN in batch 1, so that the batches are examined."""
+
+    def __init__(self, breaks: bool = True) -> None:
+        super().__init__(torch.ones(1), breaks)
+        self.batches = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.batches.append(batch)
+        return super().training_step([torch.ones(2, 4)], batch_idx)
+
+
+BATCHES = {
+    "sparse": torch.eye(3).to_sparse(), "nested": nested_tensor(), "text": ["a", None],
+    "graph": [Graph(), torch.ones(2)], "array": {"a": np.ones(3), "b": np.array([object()])},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("kind", "precision"), [*((kind, "16-mixed") for kind in BATCHES), ("sparse", "32-true"), ("graph", "bf16-true")]
+)
+def test_batches_reach_the_module(tmp_path, kind, precision):
+    module, batch = Constant(), BATCHES[kind]
+    make_trainer(tmp_path, precision=precision, log_every_n_steps=2).fit(module, loader_of([batch] * 4))
+    assert [type(one) for one in module.batches] == [type(batch)] * 4
+
+
+@pytest.mark.parametrize("kind", ["sparse", "nested"])
+def test_callbacks_that_read_batches_accept_them(tmp_path, kind):
+    callbacks = [RunRecorder(), SyncDetector(batches=2, after=1), Throughput(warmup_batches=1)]
+    trainer = make_trainer(tmp_path, precision="bf16-true", callbacks=callbacks, enable_model_summary=True)
+    trainer.fit(Constant(breaks=False), loader_of([BATCHES[kind]] * 4))
+    assert trainer.global_step == 4
