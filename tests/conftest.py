@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import warnings
 import zipfile
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
@@ -36,6 +37,7 @@ from tests.warm_python import (
     cache_configs,
     save_empty_pictures,
     start_server,
+    write_without_waiting,
 )
 from trainer.precision.readback import Readback
 
@@ -64,6 +66,7 @@ def pytest_configure(config: pytest.Config) -> None:
         config.add_cleanup(partial(os.close, alive))
     config.stash[SHARED] = folder
     cache_configs(folder)
+    write_without_waiting()
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -316,6 +319,20 @@ def ranks(python: WarmPython) -> Iterator[Ranks]:
 def deepspeed_loaded(python: WarmPython) -> None:
     """Import DeepSpeed once for all processes that start later, because this takes seconds in each."""
     python.load("deepspeed")
+
+
+@pytest.fixture(scope="session")
+def mlflow_database(pytestconfig: pytest.Config) -> Path:
+    """A database of MLflow without runs, to copy: MLflow takes ten seconds to create one."""
+
+    def fill(folder: Path) -> None:
+        from mlflow.tracking import MlflowClient
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of SQLAlchemy
+            MlflowClient(f"sqlite:///{folder}/mlflow.db").search_experiments()
+
+    return shared(pytestconfig, "mlflow", fill) / "mlflow.db"
 
 
 @pytest.fixture

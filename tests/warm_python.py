@@ -24,6 +24,7 @@ import selectors
 import shlex
 import signal
 import socket
+import sqlite3
 import struct
 import subprocess
 import sys
@@ -144,6 +145,19 @@ def save_empty_pictures(save: Callable[..., None]) -> Callable[..., None]:
     return savefig
 
 
+def write_without_waiting() -> None:
+    """Have files and databases of SQLite not wait for the disk: tests end processes, but not the machine."""
+    connect = sqlite3.dbapi2.connect
+
+    def connect_without_waiting(*arguments: Any, **options: Any) -> sqlite3.Connection:
+        connection = connect(*arguments, **options)
+        connection.execute("PRAGMA synchronous=OFF")
+        return connection
+
+    os.fsync = lambda handle: None
+    sqlite3.dbapi2.connect = connect_without_waiting
+
+
 def cache_configs(folder: Path) -> None:
     """Read and merge each config once, because this takes most of the time of a short command.
 
@@ -242,6 +256,7 @@ def serve(socket_path: str, configs: Path, imported: list[str]) -> None:
         cache_configs(configs)
         for config in (ROOT / "conf").rglob("*.yaml"):
             sys.modules["omegaconf"].OmegaConf.load(config)
+    write_without_waiting()
     figure = importlib.import_module("matplotlib.figure").Figure
     figure.savefig = save_empty_pictures(figure.savefig)
     gc.freeze()

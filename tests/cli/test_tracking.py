@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import shutil
 import sqlite3
 import subprocess
 import sys
@@ -102,6 +103,13 @@ class Mlflow:
         self.artifacts = lambda path=None: [file.path for file in client.list_artifacts(self.id, path)]
 
 
+@pytest.fixture
+def database(mlflow_database: Path) -> Path:
+    """The default database, without runs."""
+    Path("outputs").mkdir()
+    return Path(shutil.copy(mlflow_database, "outputs"))
+
+
 def recorded(folder: str = "run") -> dict[str, Any]:
     return json.loads(Path(folder, "run.json").read_text())
 
@@ -116,8 +124,9 @@ def approximately(points: list[tuple[int, float]]) -> list[tuple[int, Any]]:
 
 
 @pytest.mark.whole
+@pytest.mark.usefixtures("database")
 def test_run_its_resume_and_its_test_are_one_run_in_each_logger(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = {file.name for file in project.iterdir()}
+    before = {file.name for file in project.iterdir()} - {"outputs"}
     words = [*FIT, *BOTH, "resume=auto", "hydra.run.dir=run"]
     artifacts = ["logger.wandb.log_model=true", "logger.mlflow.log_model=true", "logger.wandb.offline=false"]
     monkeypatch.setenv("WANDB_MODE", "offline")
@@ -153,6 +162,7 @@ def test_run_its_resume_and_its_test_are_one_run_in_each_logger(project: Path, m
 
 
 @pytest.mark.whole
+@pytest.mark.usefixtures("database")
 def test_failed_job_of_a_sweep_has_its_group() -> None:
     job = ["model.fail_at=2", "hydra.run.dir=multirun/line/today/3", "hydra.job.num=3"]
     assert main([*FIT, *BOTH, *job]) == 1
@@ -222,12 +232,15 @@ def test_mistakes(words: str, absent: str, complaint: str, monkeypatch: pytest.M
     assert complaint in str(caught.value)
 
 
-def test_words_of_the_packages_themselves_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_words_of_the_packages_themselves_count(
+    tmp_path: Path, database: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("WANDB_PROJECT", "theirs")
     node = {"_target_": "lightning.pytorch.loggers.WandbLogger", "project": None, "name": None, "id": "mine"}
     completed = tracking.complete({"w": node, "csv": {}}, LoggedRun(tmp_path / "a", "line"), {"wandb": "x"})
     assert completed == {"w": node | {"name": "a", "log_model": False}, "csv": {}}
     node = {"_target_": "lightning.pytorch.loggers.MLFlowLogger", "tracking_uri": None}
+    database.rename(tmp_path / "other.db")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/other.db")
     monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "theirs")
     loggers = tracking.complete({"m": node}, LoggedRun(tmp_path / "a", "line"), {"mlflow": "gone"})

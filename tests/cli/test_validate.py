@@ -43,6 +43,7 @@ COMMANDS = {
     "compare +recipe=line precision=16": "Got 1 run to compare, expected at least 2.",
     "compare +recipe=line +compare.min_spedup=2": "no setting 'compare.min_spedup'. Did you mean 'min_speedup'?",
     "compare +recipe=line compare.min_speedup=fast": "is fast, expected a number, auto or null.",
+    "compare +recipe=line compare.mode=best": "compare.mode is best, expected max, min or null.",
     "compare +recipe=line --cfg job": "Got compare and --cfg",
     "tune": "Got nothing to tune, expected batch_size, for the largest batch that fits into memory",
     "tune batchsize +recipe=line": "Got 'batchsize', expected batch_size, for the largest batch that",

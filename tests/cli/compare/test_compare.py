@@ -87,20 +87,7 @@ def test_report(folder, capsys, monkeypatch):
     assert (numbers["metric"], numbers["thresholds"]["strict"]) == ("val_acc", False)
     first, second = numbers["runs"]
     assert first["verdict"] is None
-    assert second == {
-        "label": "16-mixed",
-        "precision": "16-mixed",
-        "status": "completed",
-        "error": None,
-        "final_loss": 0.5,
-        "metric": 0.901,
-        "train_seconds": 61.25,
-        "samples_per_second": 1600.0,
-        "peak_memory": {"gpu": 2**31 - 2**29},
-        "skipped_steps": 1,
-        "verdict": second["verdict"],
-        "run_dir": "1",
-    }
+    assert (second["label"], second["metric"], second["final_loss"]) == ("16-mixed", 0.901, 0.5)
     measured = {name: second["verdict"][name] for name in ("speedup", "memory_saving", "met")}
     assert measured == {"speedup": 1.6, "memory_saving": 0.25, "met": False}
 
@@ -202,15 +189,6 @@ def test_one_job_for_each_precision(jobs, monkeypatch, capsys):
     # the command line of a job is valid
     assert main([*jobs.started[1].command[3:], "--cfg", "job"]) == 0
     assert main(["compare", "+recipe=line", "precision=32,16", "compare.strict=true"]) == 1  # as fast, as much memory
-
-
-def test_comparison_under_torchrun_raises_with_the_fix(project, monkeypatch, capsys):
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
-    assert main(["compare", "+recipe=line"]) == 2
-    assert (
-        "`python -m trainer compare +recipe=line precision=32-true,16-mixed,bf16-mixed trainer=ddp trainer.devices=2`"
-        in capsys.readouterr().err
-    )
 
 
 @pytest.mark.whole
