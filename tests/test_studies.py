@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.support import Payload
 from trainer.errors import ConfigurationError
 from trainer.studies import check_pickles
 
@@ -32,14 +33,6 @@ def cmaes(monkeypatch: pytest.MonkeyPatch) -> None:
         module.CMA, module.os = CMA, os  # type: ignore[attr-defined]
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setattr(CMA, "__module__", "cmaes._cma")
-
-
-class Payload:
-    def __init__(self, proof: Path) -> None:
-        self.proof = proof
-
-    def __reduce__(self) -> Any:
-        return os.system, (f"touch {self.proof}",)
 
 
 def study_with(tmp_path: Path, pickled: bytes) -> Any:

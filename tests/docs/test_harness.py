@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shutil
 import textwrap
 from pathlib import Path
@@ -87,51 +86,6 @@ def run_page(text: str, tmp_path: Path, python: WarmPython) -> str:
     folder = tmp_path / "folder"
     folder.mkdir()
     return run(page(text), folder, tmp_path / "tools", python, timeout=60.0)
-
-
-@needs_bash
-def test_blocks_share_folder_and_environment(tmp_path: Path, python: WarmPython):
-    said = run_page(
-        """
-        <!-- file: package/mine.py -->
-        ```python
-        VALUE = 7
-        ```
-
-        ```bash
-        pip install '.[recipes]'
-        export WORD=kept
-        cd package
-        ```
-
-        ```python
-        import os, sys, mine
-        from trainer import __version__
-        print(mine.VALUE, os.environ["WORD"], os.path.basename(os.getcwd()), sys.argv)
-        ```
-
-        <!-- output -->
-        ```text
-        8 kept ...
-        ```
-
-        <!-- fails -->
-        ```bash
-        python -m trainer fitt
-        ```
-
-        ```bash
-        python -m trainer recipes
-        scripts/run recipes || ../scripts/run --version
-        ```
-        """,
-        tmp_path,
-        python,
-    )
-    assert "7 kept package ['block_13.py']" in said
-    assert "There is no command 'fitt'. Did you mean 'fit'?" in said
-    assert re.search(r"^resnet50 +ResNet-50", said, re.MULTILINE)
-    assert "hydra-core" in said
 
 
 @needs_bash

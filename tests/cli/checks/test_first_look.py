@@ -44,7 +44,7 @@ def pairs(number=16, classes=3):
 
 def collate_dict(samples):
     x, y = torch.utils.data.default_collate(samples)
-    return {"inputs": x, "labels": y, "file": [f"{number}.png" for number in range(len(x))], "split": "train"}
+    return {"inputs": x, "labels": y}
 
 
 class Broken(TensorDataset):
@@ -164,40 +164,24 @@ def look(capsys: Any, *settings: str, status: int = 0) -> dict[str, Any]:
     return found
 
 
-FLOATS, LABELS = ("8 x 4", "float32"), ("8", "int64")
+@pytest.mark.whole
+def test_batches_without_tensors(capsys):
+    found = look(capsys, "data.kind=texts")
+    (entry,) = found["batch"]["entries"]
+    assert (entry["name"], entry["shape"], entry["dtype"]) == ("batch", "8", "list of str")
+    assert found["loading"]["step"]["samples"] == 0
+    assert any("has no tensor" in remark for remark in found["remarks"])
+    assert found["problems"] == []
+    assert not Path("outputs").exists()
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize(
-    ("kind", "expected"),
-    [
-        (
-            "dict",
-            {
-                "batch['inputs']": FLOATS,
-                "batch['labels']": LABELS,
-                "batch['file']": ("8", "list of str"),
-                "batch['split']": ("", "str"),
-            },
-        ),
-        ("texts", {"batch": ("8", "list of str")}),
-    ],
-)
-def test_batches_of_any_kind(kind, expected, capsys):
-    found = look(capsys, f"data.kind={kind}")
-    entries = found["batch"]["entries"]
-    assert {entry["name"]: (entry["shape"], entry["dtype"]) for entry in entries} == expected
-    assert [entry["content"] for entry in entries if entry["dtype"] == "int64"] == ["0: 3, 1: 3, 2: 2"] * list(
-        expected.values()
-    ).count(LABELS)
-    assert [layer["name"] for layer in found["layers"]["layers"][-2:]] == ["first", "second"]
+def test_step_may_change_its_batch(capsys):
+    found = look(capsys, "data.kind=dict")
+    assert [entry["content"] for entry in found["batch"]["entries"] if entry["dtype"] == "int64"] == [
+        "0: 3, 1: 3, 2: 2"
+    ]
     assert found["layers"]["loss"] > 0
-    assert found["loading"]["timed"] == 1
-    assert found["loading"]["step"]["samples"] == (0 if kind == "texts" else 8)
-    assert found["loading"]["bottleneck"]
-    assert found["problems"] == []
-    assert any("has no tensor" in remark for remark in found["remarks"]) == (kind == "texts")
-    assert not Path("outputs").exists()
 
 
 def test_shown_report(capsys):
@@ -258,12 +242,7 @@ def test_numbers_equal_those_of_a_hand_written_step(capsys):
     ("settings", "status", "problem", "remark"),
     [
         (["data.kind=nans"], 1, "The loss of this batch is nan", "batch[0] has 2 NaN and 1 inf among 32 elements."),
-        (
-            ["data.kind=labels"],
-            1,
-            "batch[1] has the label 7, expected labels from 0 to 2, because the model has 3 classes.",
-            "",
-        ),
+        (["data.kind=labels"], 1, "batch[1] has the label 7, expected labels from 0 to 2", ""),
         (["data.kind=large", "precision=16-mixed"], 0, "", "float16 overflows in 'first' (Linear), 'second' (Linear)"),
         (["model._target_=looked_at.Failing"], 1, "fails: ValueError: asked to fail. Raised in looked_at.py:", ""),
         (["checks.steps=false"], 0, "", "No step was run: checks.steps=false."),
@@ -272,13 +251,9 @@ def test_numbers_equal_those_of_a_hand_written_step(capsys):
 )
 def test_anomalies_are_reported(settings, status, problem, remark, capsys):
     found = look(capsys, *settings, status=status)
-    assert len(found["problems"]) >= bool(problem)
-    assert not problem or any(problem in text for text in found["problems"])
-    assert problem or not found["problems"]
-    assert not remark or any(remark in text for text in found["remarks"])
-    is_sound = not problem and settings != ["checks.steps=false"]
-    assert (found["layers"] is not None and found["float16"] is not None) == is_sound
-    assert found["batch"]["entries"]
+    assert bool(found["problems"]) == bool(problem)
+    assert problem in " ".join(found["problems"])
+    assert remark in " ".join(found["remarks"])
 
 
 @pytest.mark.parametrize(
