@@ -151,8 +151,11 @@ def test_spawned_processes_train(tmp_path: Path, python_without_lightning: WarmP
         sys.path.insert(0, {str(tmp_path)!r})
         import trainer.pytorch_lightning
         import net
+        from multiprocessing import resource_tracker, spawn
         from trainer import Trainer
 
+        resource_tracker.ensure_running()  # by a Python that is not warm, because it must not end before this process
+        spawn.set_executable(sys.executable)
         quiet = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
         fit = Trainer(accelerator="cpu", devices=1, strategy="ddp_spawn", max_steps=2, callbacks=net.Watch(), **quiet)
         model = net.Net()
@@ -160,7 +163,7 @@ def test_spawned_processes_train(tmp_path: Path, python_without_lightning: WarmP
         fit.fit(model)
         assert model.layer.weight.sum().item() != before
     """
-    check(program, tmp_path, python_without_lightning)  # it starts a new Python
+    check(program, tmp_path, python_without_lightning)
 
 
 def test_command_line_runs_classes_of_either_package(tmp_path: Path, python_without_lightning: WarmPython) -> None:

@@ -2,38 +2,9 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
-from tests.warm_python import ROOT, WarmPython
-
-AT_ONCE = """
-import os, signal, socket, sys
-from tests.warm_python import Server
-
-server = Server(sys.argv[1])
-asker, connection = socket.socketpair()
-program = os.fork()
-if program == 0:
-    os._exit(3)
-server.asked[program] = connection
-server.selector.register(connection, 1)
-os.waitid(os.P_PID, program, os.WEXITED | os.WNOWAIT)
-asker.close()
-key = server.selector.get_key
-both = [(key(server.wake_up), 1), (key(connection), 1)]
-server.selector.select = lambda: [both.pop(0) for _ in both[:]] or [(key(sys.stdin), 1)]
-server.loop()
-print(server.asked)
-"""
-
-
-def test_program_and_client_may_end_at_once(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", AT_ONCE, str(tmp_path / "socket")]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, input="", timeout=60)
-    assert done.stdout == "ready\n{}\n", done.stderr
-
+from tests.warm_python import WarmPython
 
 FAMILY = """
 import os, subprocess, sys, time

@@ -411,14 +411,8 @@ def test_resumed_run_decides_as_the_uninterrupted_one(tmp_path, step, at):
     gains = {i: 1.0 if 6 < i < 20 else 2.0 for i in range(LATE + 8)}
     batches = make_batches(LATE + 8, gains=gains)
     whole = Stepping(step)
-    fit(
-        tmp_path,
-        whole,
-        batches,
-        "bf16-mixed",
-        callbacks=[SavesAt(tmp_path / "half.ckpt", at)],
-        enable_checkpointing=True,
-    )
+    saving = {"callbacks": [SavesAt(tmp_path / "half.ckpt", at)], "enable_checkpointing": True}
+    fit(tmp_path, whole, batches, "bf16-mixed", **saving)
     resumed = Stepping(step)
     trainer = make_trainer(tmp_path, precision="bf16-mixed")
     trainer.fit(resumed, loader_of(batches), ckpt_path=tmp_path / "half.ckpt")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pickle
 import re
 import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -164,15 +163,6 @@ def test_views_are_exported_with_their_values(tmp_path: Path) -> None:
     assert_identical(dict(sorted(found.items())), dict(sorted(weights.items())))
 
 
-def test_without_safetensors(tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    write(tmp_path / "a.ckpt")
-    monkeypatch.setitem(sys.modules, "safetensors", None)
-    status, error = status_and_error(capsys, ["export", tmp_path / "a.ckpt", tmp_path / "w.safetensors"])
-    assert (status, error) == (
-        2, "trainer: export needs safetensors, which is not installed: pip install safetensors",
-    )  # fmt: skip
-
-
 # --- errors -----------------------------------------------------------------------------------------------------------
 
 
@@ -227,7 +217,6 @@ REFUSED = [
     ("shard stranger.ckpt new", "stranger.ckpt contains more than tensors and plain containers, "),
     ("shard file.ckpt good.ckpt", "good.ckpt exists already."),
     ("export good.ckpt", r"expected a checkpoint, and the .safetensors file to write: .* export --help"),
-    ("export good.ckpt new.pt", "export got new.pt, expected to=FILE with a name that ends in .onnx, .pt2 or"),
     ("export run new.safetensors", "ckpt is run, a folder without checkpoints."),
     ("export flipped.ckpt new.safetensors", "flipped.ckpt is damaged: the bytes of __0_0.distcp"),
     ("export bit.ckpt new.safetensors", r"bit.ckpt is damaged: its bytes are not those that were written \(SHA-256\)."),

@@ -161,7 +161,6 @@ def test_the_example_of_the_module(capfd: Any) -> None:
 
 
 MISTAKES = [
-    (["ckpt=run"], "expected to=FILE with a name that ends in .onnx, .pt2 or .safetensors"),
     (["ckpt=run", "to=a.pth"], "export got a.pth, expected to=FILE with a name that ends in .onnx, .pt2 or"),
     (["run", "a.pt2", "net."], "export got the prefix net. with a.pt2, expected"),
     (["ckpt=runs", "to=a.pt2"], "ckpt is runs: there is no such file or folder. Did you mean 'run'?"),
@@ -189,9 +188,11 @@ def test_mistakes(project: Path, capfd: Any, monkeypatch: pytest.MonkeyPatch) ->
         assert expected in err
     assert [name for name in files(project) if name != "__pycache__"] == before
     monkeypatch.setattr("trainer.packages.is_installed", lambda name: False)
-    status, _, err = export(capfd, "ckpt=run", "to=model.onnx")
-    assert status == 2
-    assert "export needs onnx, which is not installed: pip install onnx onnxscript onnxruntime" in err
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    for kind, packages in (("onnx", "onnx onnxscript onnxruntime"), ("safetensors", "safetensors")):
+        status, _, err = export(capfd, "ckpt=run", f"to=model.{kind}")
+        assert status == 2
+        assert f"export needs {kind}, which is not installed: pip install {packages}" in err
 
 
 @pytest.mark.nightly  # docs/how-do-i.md exports one, too

@@ -67,35 +67,5 @@ def test_run_that_overflows_until_it_stops(project, capsys):
     assert len(scale.lines[1].get_xdata()) == run.steps
 
     row = in_a_table()
-    assert {name: row[name] for name in ("status", "steps", "skipped_steps", "scale", "seconds")} == {
-        "status": "failed",
-        "steps": run.steps,
-        "skipped_steps": run.steps,
-        "scale": 1.0,
-        "seconds": run.seconds,
-    }
-
-
-def test_run_that_is_completed(project, capsys):
-    assert main(["fit", *LINE, "precision.init_scale=1024"]) == 0
-    printed = capsys.readouterr().out
-    shown, run = summary_in(printed), load_run(RUN)
-    assert "fit completed" in printed
-    assert run.status == "completed"
-    assert shown["time"] == f"{run.seconds:.1f} s (training {run.train_seconds:.1f} s)"
-    assert shown["scale"] == f"{run.scale:,.0f}" == "1,024"
-    assert shown["skipped steps"] == str(run.skipped_steps) == "0"
-    assert float(shown["samples/s"].replace(",", "")) == pytest.approx(run.samples_per_second, abs=0.05)
-    assert float(shown["val_loss"]) == pytest.approx(run.metrics["val_loss"], rel=1e-3)
-
-    report = page()
-    assert "line Completed" in report.text
-    assert "Skipped steps 0" in report.text
-    assert "No step was skipped." in report.text
-    assert "Loss scale 1,024 at the end" in report.text
-    assert report.lines("Loss")["val_loss"]["y"][-1] == pytest.approx(run.metrics["val_loss"], rel=1e-3)
-    assert run.metric_curve("val_loss").last == pytest.approx(run.rows["val_loss"].last) == run.metrics["val_loss"]
-
-    row = in_a_table()
-    assert (row["status"], row["seconds"], row["metrics"]) == ("completed", run.seconds, run.metrics)
-    assert f"| completed | 10 | {run.seconds:.1f} s |" in (RUN.parent / "summary.md").read_text()
+    assert (row["status"], row["seconds"]) == ("failed", run.seconds)
+    assert (row["steps"], row["skipped_steps"], row["scale"]) == (run.steps, run.steps, 1.0)

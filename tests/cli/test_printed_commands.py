@@ -199,11 +199,11 @@ def two_interruptions(shell: Shell) -> None:
     write(Path.cwd(), FAR)
     line = ["--config-dir", "far", "+recipe=far", *LINE[1:], "+name=at-${now:%f}", "hydra.run.dir=run dir"]
     restored = ["ckpt=run", "trainer.max_epochs=4"]
-    for words, stops, steps in ((line, "1 3", 8), (restored, "9 13", 16)):
-        Path("stops").write_text(stops)
+    for words, stops, steps in ((line, ["1", "3"], 8), (restored, ["9"], 16)):
+        Path("stops").write_text(" ".join(stops))
         before = set(Path().rglob("run.json"))
         command = shlex.join(["python", "-m", "trainer", "fit", *STOPPED, *words])
-        for _ in range(2):
+        for _ in stops:
             status, printed = shell.run(*shlex.split(command)[3:])
             assert status == 130, printed
             (command,) = [one.partition(": ")[2] for one in printed.splitlines() if one.startswith("To resume: ")]

@@ -14,6 +14,7 @@ from trainer.cli import main, restore
 from trainer.cli.arguments import UsageError, read
 from trainer.cli.report.selection import choose_subject
 from trainer.cli.validate import validate
+from trainer.cli.workdir import claim
 from trainer.record.find_checkpoint import find
 from trainer.record.run_record import load_run
 
@@ -163,30 +164,24 @@ def test_mistakes(run, argv, message, capsys):
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("written", ["model: [", "- a\n- b\n", "trainer: 3\nmodel: null\n"])
-def test_damaged_config_raises_with_the_fix(run, written, capsys):
-    (run / ".hydra" / "config.yaml").write_text(written)
-    assert main(["test", f"ckpt={run}"]) == 2
-    err = capsys.readouterr().err
-    assert "is damaged" in err
-    assert "+recipe=NAME ckpt_path=FILE" in err
-
-
-def changed(run: Path, change) -> None:
+def changed(**changes) -> str:
     config = yaml.safe_load(CONFIG)
-    change(config)
-    (run / ".hydra" / "config.yaml").write_text(yaml.safe_dump(config))
+    for key, change in changes.items():
+        config[key] = config.get(key, {}) | change if isinstance(change, dict) else change
+    return yaml.safe_dump(config)
 
 
-STRANGE = [
-    (lambda c: c["trainer"].update(no_such=1), "The config of that run: There is no setting 'trainer.no_such'"),
-    (lambda c: c["trainer"].update(max_epochs="ten"), "The config of that run: trainer.max_epochs: Value 'ten'"),
-]
-
-
-@pytest.mark.parametrize(("change", "message"), STRANGE)
-def test_config_of_a_stranger_is_checked_like_any_other(run, change, message, capsys):
-    changed(run, change)
+@pytest.mark.parametrize(
+    ("written", "message"),
+    [
+        *((text, "is damaged") for text in ("model: [", "- a\n- b\n", "trainer: 3\nmodel: null\n")),
+        ("model: [", "+recipe=NAME ckpt_path=FILE"),
+        (changed(trainer={"no_such": 1}), "The config of that run: There is no setting 'trainer.no_such'"),
+        (changed(trainer={"max_epochs": "ten"}), "The config of that run: trainer.max_epochs: Value 'ten'"),
+    ],
+)
+def test_config_of_a_stranger_is_checked_like_any_other(run, written, message, capsys):
+    (run / ".hydra" / "config.yaml").write_text(written)
     assert main(["test", f"ckpt={run}"]) == 2
     assert message in capsys.readouterr().err
 
@@ -196,8 +191,8 @@ def test_sweep_names_the_classes_of_each_job(run):
 
 
 def test_config_cannot_bring_settings_of_hydras_along(run):
-    callbacks = {"mine": {"_target_": "line_fit.Line"}}
-    changed(run, lambda c: c.update(hydra={"callbacks": callbacks, "run": {"dir": "/"}}, defaults=[{"model": "line"}]))
+    hydra = {"callbacks": {"mine": {"_target_": "line_fit.Line"}}, "run": {"dir": "/"}}
+    (run / ".hydra" / "config.yaml").write_text(changed(hydra=hydra, defaults=[{"model": "line"}]))
     config = composed("test", f"ckpt={run}")
     assert not config.hydra.callbacks
     assert config.model.start == 0.5
@@ -240,30 +235,30 @@ def test_compiled_run_is_resumed_with_and_without_compile(run):
 
 
 @pytest.mark.whole
-def test_an_evaluation_is_below_the_run_that_it_uses(project, monkeypatch, capsys):
-    line, run = ["+recipe=line", "callbacks.learning_rate_monitor=null"], Path("a run")
-    assert main(["fit", *line, f"hydra.run.dir={run}"]) == 0
-    last = f"ckpt_path={run}/checkpoints/last.ckpt"
-    for command, words in (("test", [f"ckpt={run}"]), ("validate", [f"ckpt={run}"]), ("predict", [*line, last])):
-        assert main([command, *words]) == 0
-        (below,) = (run / command).iterdir()
-        assert load_run(below).command == command
-        assert str(below) in capsys.readouterr().out
+def test_an_evaluation_is_below_the_run_that_it_uses(given, monkeypatch, capsys):
+    run = Path("given")
     assert main(["test", f"ckpt={run}"]) == 0
-    assert len(list((run / "test").iterdir())) == 2
-    assert not Path("outputs").exists()
+    (below,) = (run / "test").iterdir()
+    assert load_run(below).command == "test"
+    assert str(below) in capsys.readouterr().out
     assert find(run) == run / "checkpoints" / load_run(run).best_checkpoint
     assert load_run(run).status == "completed"
     assert choose_subject([str(run)]).runs == [run]
     assert choose_subject([str(run / "test")]).kind == "runs"
 
-    assert main(["test", f"ckpt={run}", "hydra.run.dir=there"]) == 0  # a folder that the user chooses
-    assert main(["test", f"ckpt={run}", "+name=own"]) == 0
-    assert Path("there/run.json").is_file()
-    assert len(list(Path("outputs/own").iterdir())) == 1
+    def folder(*argv: str) -> Path:
+        arguments = read(argv)
+        restore.apply(arguments)
+        return claim(arguments, validate(arguments))
+
+    again = "test", f"ckpt={run}"
+    assert folder("validate", f"ckpt={run}").parent == run / "validate"
+    assert folder("predict", "+recipe=line", f"ckpt_path={run}/checkpoints/last.ckpt").parent == run / "predict"
+    assert folder(*again).parent == below.parent
+    assert folder(*again, "hydra.run.dir=there") == Path("there")  # a folder that the user chooses
+    assert folder(*again, "+name=own").parent == Path("outputs/own")
     with monkeypatch.context() as patch:
         patch.setattr("os.access", lambda path, mode: path != run)
-        assert main(["test", f"ckpt={run}"]) == 0  # of another user
-    (run / "run.json").unlink()  # of another program with Hydra
-    assert main(["test", f"ckpt={run}"]) == 0
-    assert len(list((run / "test").iterdir())) == 2
+        assert folder(*again).parent == Path("outputs/line")  # the run of another user
+    (run / "run.json").unlink()
+    assert folder(*again).parent == Path("outputs/line")  # of another program with Hydra

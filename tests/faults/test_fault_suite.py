@@ -12,7 +12,7 @@ import torch
 from _faults import bench as tools
 from _faults.bench import Bench
 from _faults.cases import CASES, EACH, EVERYTHING, at_each, run_case
-from _faults.scoreboard import Outcome, Row, markdown
+from _faults.scoreboard import Outcome
 from _faults.training import Setup, differences
 
 from tests.support import needs_fsdp2, tiered
@@ -106,28 +106,3 @@ def test_files_are_damaged(tmp_path: Path) -> None:
     assert sum(byte.bit_count() for byte in file.read_bytes()) == 1
     tools.cut_short(file)
     assert file.stat().st_size == 50
-
-
-def test_rows_of_a_run_in_two_files(tmp_path: Path) -> None:
-    for version, text in (("a", "step,loss\n0,1.0\n1,2.0\n"), ("b", "step,loss,x\n1,3.0,\n2,,4.0\n")):
-        (tmp_path / version).mkdir()
-        (tmp_path / version / "metrics.csv").write_text(text)
-        tools.os.utime(tmp_path / version / "metrics.csv", (ord(version), ord(version)))
-    assert tools.read_rows(tmp_path) == {
-        ("0", "loss", "step"): {"step": "0", "loss": "1.0"},
-        ("1", "loss", "step"): {"step": "1", "loss": "3.0"},
-        ("2", "step", "x"): {"step": "2", "x": "4.0"},
-    }
-
-
-def test_table() -> None:
-    rows = [
-        Row("a", "A", {"ours": Outcome("exact", "here"), "lightning": Outcome("lost", "a | b\nc")}),
-        Row("b", "B", {"ours": Outcome("refused", good=True)}),
-    ]
-    assert markdown(rows, ["ours", "lightning"]).splitlines() == [
-        "| fault | ours | lightning |",
-        "|---|---|---|",
-        "| A | **exact**: here | lost: a \\| b c |",
-        "| B | **refused** | - |",
-    ]

@@ -6,13 +6,11 @@ import gc
 import logging
 import re
 import sys
-from pathlib import Path
 
 import pytest
 
 from tests.scripts.conftest import loaded
 
-SCRIPT = Path(__file__).parents[2] / "scripts" / "benchmark_amp"
 PRECISIONS = ("32-true", "16-unscaled", "16-mixed", "bf16-mixed")
 
 
@@ -63,14 +61,6 @@ def test_ratios_are_taken_within_a_round(benchmark):
     results.runs[a] = [benchmark.Run(seconds, 0.0, 0, 0) for seconds in (2.0, 9.0, 3.0)]
     results.runs[b] = [benchmark.Run(seconds, 0.0, 0, 0) for seconds in (1.0, 9.0, 2.0)]
     assert results.ratios(a, b) == [2.0, 1.0, 1.5]
-
-
-def test_page_without_the_marks_is_refused(benchmark, tmp_path):
-    page = tmp_path / "page.md"
-    page.write_text("nothing here")
-    with pytest.raises(SystemExit, match=r"expected a file with the lines <!-- benchmark_amp cpu: start -->"):
-        benchmark.replace_table(page, "benchmark_amp cpu", "| a |")
-    assert page.read_text() == "nothing here"
 
 
 def test_on_a_gpu(cuda, benchmark, tmp_path, monkeypatch):

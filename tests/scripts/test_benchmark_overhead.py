@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import re
 import runpy
 import sys
@@ -53,39 +52,3 @@ def test_batches_from_the_host_to_a_gpu(cuda, monkeypatch, capsys):
         assert len(re.findall(rf"\| 32-true \| {mode} \| \d+ \| [+-]\d+ \|", table)) == 2
     large = [copy.stream > 0 for copy in seen.copies if copy.nbytes == 64 * 1024 * 4]
     assert large == [*[True] * 2 * 7, *[False] * 2 * 7]  # by hand and with us
-
-
-_VALGRIND = """#!/bin/sh
-for word; do
-    case $word in
-        --callgrind-out-file=*) file=${word#*=}; shift ;;
-        -*) shift ;;
-        *) break ;;
-    esac
-done
-echo 0 > "$file.dumps"
-exec "$@"
-"""
-_CALLGRIND_CONTROL = """#!/bin/sh
-echo "$1" >> "$WORDS"
-if [ "$1" = --dump ]; then
-    number=$(($(cat "$CALLGRIND_FOLDER/counts.dumps") + 1))
-    echo $number > "$CALLGRIND_FOLDER/counts.dumps"
-    echo "totals: ${number}0000000" > "$CALLGRIND_FOLDER/counts.$number"
-fi
-"""
-
-
-def test_instructions(tmp_path, table):
-    """Emulate Valgrind: the n-th count is 10 million times n."""
-    for name, program in {"valgrind": _VALGRIND, "callgrind_control": _CALLGRIND_CONTROL}.items():
-        (tmp_path / name).write_text(program)
-        (tmp_path / name).chmod(0o755)
-    words = ["--clock", "instructions", "--steps", "10", "--warmup", "5", "--repeats", "1", "--precision", "32-true"]
-    words += ["--mode", "plain", "metric in validation", "--only", "ours"]
-    own = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "WORDS": str(tmp_path / "words")}
-    text = table("benchmark_overhead", words, "benchmark_overhead instructions", **own)
-    assert "hand-written (thousand instructions) | ours (thousand instructions) |\n" in text
-    assert "| 32-true | plain | 1000 | +1000 |\n| 32-true | metric in validation | 3000 | +1000 |\n" in text
-    assert "`scripts/benchmark_overhead --clock instructions`" in text
-    assert (tmp_path / "words").read_text().split() == ["--instr=on", "--instr=off", "--dump"] * 4

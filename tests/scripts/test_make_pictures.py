@@ -21,21 +21,12 @@ def pictures():
 BAR = "\x1b[?25lepoch 1\r\nloss 3\r\x1b[2K\x1b[1A\x1b[2K\x1b[1mepoch 2\x1b[0m\r\nloss 2  \r\n\x1b[?25hdone\n"
 
 
-def test_final_screen_of_a_terminal(pictures):
-    assert pictures.screen(BAR) == ["\x1b[1mepoch 2\x1b[0m", "loss 2", "done", ""]
-
-
 def test_svg_loads_no_font(pictures):
     svg = pictures.terminal(BAR)
     assert svg.startswith("<svg")
     assert "url(http" not in svg
     assert "@font-face" not in svg
     assert "epoch&#160;2" in svg
-
-
-def test_long_command_is_wrapped(pictures):
-    text = "".join(word for word, _ in pictures.wrapped(["a" * 60, "b" * 60, "c"]))
-    assert text == f"{'a' * 60} \\\n    {'b' * 60} c"
 
 
 def test_pictures_are_small():

@@ -1,8 +1,6 @@
 from __future__ import annotations
 
 import sys
-from functools import cache
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -69,15 +67,3 @@ def test_probes_stand_before_the_statements_of_faults(monkeypatch: pytest.Monkey
         total().add([], 4)  # type: ignore[operator]
     lines = {numbered[number].statement for number in reached}
     assert lines == {8, 9}
-
-
-def test_same_faults_are_drawn_again_from_all_rooms(monkeypatch: pytest.MonkeyPatch) -> None:
-    root = Path(faults.__file__).parents[2]
-    found = cache(lambda source, file, find=faults.candidates: [*find(source, file)])
-    monkeypatch.setattr(faults, "candidates", found)  # which the first test covers
-    first, second = (faults.draw(root, 60, seed=36) for _ in range(2))
-    assert first == second
-    assert len(first) == 60
-    assert {fault.kind for fault in first} == set(faults.KINDS)
-    rooms = {path.name for path in (root / "trainer").iterdir() if (path / "__init__.py").exists()}
-    assert rooms <= {Path(fault.file).parts[1] for fault in first}

@@ -59,23 +59,23 @@ class Data(L.LightningDataModule):
 
     def train_dataloader(self):
         x, y = pairs()
-        kind = self.kind
-        if kind == "nans":
-            x[0, 0], x[1, 1], x[1, 2] = float("nan"), float("inf"), float("nan")
-        elif kind == "labels":
-            y[2] = 7
-        elif kind == "large":
-            x = 1e6 * x
-        elif kind == "random":
-            x = x + random.random() + np.random.rand() + torch.rand(1)
-        elif kind == "none":
-            return None
-        if kind == "texts":
-            return DataLoader([f"a text, {number}" for number in range(16)], batch_size=self.batch_size)
-        dataset = (Broken if kind == "raises" else TensorDataset)(*((x[:4], y[:4]) if kind == "empty" else (x, y)))
-        collate = collate_dict if kind == "dict" else None
-        loader = DataLoader(dataset, batch_size=self.batch_size, collate_fn=collate, drop_last=kind == "empty")
-        return loader
+        match self.kind:
+            case "nans":
+                x[0, 0], x[1, 1], x[1, 2] = float("nan"), float("inf"), float("nan")
+            case "labels":
+                y[2] = 7
+            case "large":
+                x = 1e6 * x
+            case "random":
+                x = x + random.random() + np.random.rand() + torch.rand(1)
+            case "none":
+                return None
+            case "texts":
+                return DataLoader([f"a text, {number}" for number in range(16)], batch_size=self.batch_size)
+            case "empty":
+                return DataLoader([1, 2], batch_size=self.batch_size, drop_last=True)
+        dataset = (Broken if self.kind == "raises" else TensorDataset)(x, y)
+        return DataLoader(dataset, self.batch_size, collate_fn=collate_dict if self.kind == "dict" else None)
 
 
 class Net(L.LightningModule):
@@ -88,17 +88,14 @@ class Net(L.LightningModule):
         self.first, self.second = torch.nn.Linear(4, 8), torch.nn.Linear(8, num_classes)
 
     def training_step(self, batch, batch_idx):
-        y = torch.zeros(8, dtype=torch.int64)
-        while not isinstance(batch, torch.Tensor):
-            if isinstance(batch, dict):
-                y, batch = batch.pop("labels"), batch["inputs"]  # which changes the batch
-            elif isinstance(batch[0], str):
-                batch = self.embedded(torch.tensor([len(text) for text in batch]))
-            else:
-                batch, *rest = batch
-                y = rest[0] if rest and rest[0] is not None else y
+        if isinstance(batch, dict):
+            x, y = batch["inputs"], batch.pop("labels")  # which changes the batch
+        elif isinstance(batch[0], str):
+            x, y = self.embedded(torch.tensor([len(text) for text in batch])), torch.zeros(8, dtype=torch.int64)
+        else:
+            x, y = batch
         print("a step of one's own")
-        loss = cross_entropy(self.second(self.first(batch).relu()), y)
+        loss = cross_entropy(self.second(self.first(x).relu()), y)
         self.log("loss", loss)
         return loss
 

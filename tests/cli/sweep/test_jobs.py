@@ -35,15 +35,8 @@ def sweep(python: WarmPython, *words: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.whole
 def test_signal_ends_parallel_jobs_and_the_same_command_completes_the_sweep(stopped: Path, python: WarmPython) -> None:
-    words = [
-        "fit",
-        "-m",
-        *LINE,
-        "model.receivers=[sweep]",
-        "seed=1,2,3",
-        "hydra/launcher=joblib",
-        "hydra.sweep.dir=jobs",
-    ]
+    places = ["hydra/launcher=joblib", "hydra.sweep.dir=jobs"]
+    words = ["fit", "-m", *LINE, "model.receivers=[sweep]", "seed=1,2,3", *places]
     done = sweep(python, *words)
     assert done.returncode == 143, done.stderr
     assert "interrupted" in [job["status"] for job in results()]

@@ -178,17 +178,7 @@ def test_terminal_gets_fewer_columns_than_the_file(tmp_path, monkeypatch, capsys
     monkeypatch.setattr("trainer.terminal.console", lambda: Console(width=110))
     report(left(tmp_path, result(0), result(1)))
     _, _, header, _, first, second, *_ = capsys.readouterr().out.splitlines()
-    assert header.split() == [
-        "job",
-        "overrides",
-        "status",
-        "time",
-        "test_acc",
-        "val_acc",
-        "val_loss",
-        "skipped",
-        "memory",
-    ]
+    assert " ".join(header.split()) == "job overrides status time test_acc val_acc val_loss skipped memory"
     assert first.split()[:4] == ["0", "optimizer.lr=0", "completed", "61.2"]
     assert second.split()[0] == "1"
 

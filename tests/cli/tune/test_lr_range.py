@@ -17,17 +17,24 @@ from trainer.errors import ConfigurationError
 
 
 class Quadratic(L.LightningModule):
-    """The loss is ``curvature / 2 * w ** 2`` for each batch: after a step of SGD w is (1 - lr * curvature) w."""
+    """The loss is ``curvature / 2 * w ** 2`` for each batch: after a step of SGD w is (1 - lr * curvature) w.
 
-    def __init__(self, curvature: float = 4.0, configure: Any = None) -> None:
+    ``change`` changes the loss of a step and a batch.
+    """
+
+    def __init__(
+        self, curvature: float = 4.0, configure: Any = None, change: Any = lambda loss, step, batch: loss
+    ) -> None:
         super().__init__()
+        self.change = change
         self.w = torch.nn.Parameter(torch.tensor([3.0]))
         self.other = torch.nn.Parameter(torch.tensor([1.0]))
         self.curvature = curvature
         self.configure = configure or (lambda module: torch.optim.SGD([module.w], lr=0.1))
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        return (self.curvature / 2 * self.w**2 + 0.0 * self.other).sum()
+        loss = (self.curvature / 2 * self.w**2 + 0.0 * self.other).sum()
+        return self.change(loss, self.trainer.global_step, batch_idx)
 
     def configure_optimizers(self) -> Any:
         return self.configure(self)
@@ -73,35 +80,27 @@ def test_range_test_ends_when_the_loss_diverges():
 
 
 def test_loss_that_is_not_finite_is_divergence():
-    class Breaks(Quadratic):
-        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-            loss = super().training_step(batch, batch_idx)
-            return loss * math.nan if self.trainer.global_step == 5 else loss
-
-    found = sweep(Breaks(), 1e-4, 0.4, 40)
+    breaks = Quadratic(change=lambda loss, step, batch: loss * math.nan if step == 5 else loss)
+    found = sweep(breaks, 1e-4, 0.4, 40)
     assert (found.ended_by, len(found.points)) == ("divergence", 4)
 
 
 def test_window_is_one_point():
-    class Varies(Quadratic):
-        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-            return super().training_step(batch, batch_idx) + (batch_idx % 2)
-
-    found = sweep(Varies(), 1e-4, 0.4, 10, accumulate_grad_batches=2)
+    varies = Quadratic(change=lambda loss, step, batch: loss + batch % 2)
+    found = sweep(varies, 1e-4, 0.4, 10, accumulate_grad_batches=2)
     assert [loss for _, loss in found.points] == pytest.approx(
         [loss + 0.5 for _, loss in known(4.0, 1e-4, 0.4, 10)], rel=1e-3
     )
 
 
-def test_skipped_steps_are_not_points_and_their_rate_is_repeated():
-    class Overflows(Quadratic):
-        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-            loss = super().training_step(batch, batch_idx)
-            if self.trainer.global_step in (3, 4):
-                loss.register_hook(lambda gradient: gradient * math.inf)
-            return loss
+def overflowing(loss: torch.Tensor) -> torch.Tensor:
+    loss.register_hook(lambda gradient: gradient * math.inf)
+    return loss
 
-    found = sweep(Overflows(), 1e-4, 0.4, 20, precision="16-mixed")
+
+def test_skipped_steps_are_not_points_and_their_rate_is_repeated():
+    overflows = Quadratic(change=lambda loss, step, batch: overflowing(loss) if step in (3, 4) else loss)
+    found = sweep(overflows, 1e-4, 0.4, 20, precision="16-mixed")
     expected = known(4.0, 1e-4, 0.4, 20)
     assert [rate for rate, _ in found.points] == pytest.approx([rate for rate, _ in expected])
     assert [loss for _, loss in found.points] == pytest.approx([loss for _, loss in expected], rel=1e-2)
@@ -109,16 +108,10 @@ def test_skipped_steps_are_not_points_and_their_rate_is_repeated():
 
 
 def test_only_overflows():
-    class Always(Quadratic):
-        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-            loss = super().training_step(batch, batch_idx)
-            loss.register_hook(lambda gradient: gradient * math.inf)
-            return loss
-
     found = LearningRateSweep(1e-4, 0.4, 20)
     trainer = make_trainer(None, precision="16-mixed", max_epochs=1000)
     trainer.callbacks = [found]  # without callbacks that end such a run
-    trainer.fit(Always(), batches())
+    trainer.fit(Quadratic(change=lambda loss, step, batch: overflowing(loss)), batches())
     assert (found.ended_by, found.points) == ("overflows", [])
 
 
