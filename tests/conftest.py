@@ -48,7 +48,7 @@ ROOT = Path(__file__).parent.parent
 
 
 SHARED = pytest.StashKey[Path]()
-"""A folder for all parallel processes: merged configs, warm Pythons, and an installed wheel."""
+"""A folder for all parallel processes: merged configs, warm Pythons, an installed wheel, and a database."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -92,19 +92,17 @@ def shared(config: pytest.Config, name: str, fill: Callable[[Path], object]) -> 
     return folder
 
 
-def shared_python(
-    config: pytest.Config, name: str, packages: Path = ROOT, imported: tuple[str, ...] = IMPORTED
-) -> WarmPython:
+def shared_python(config: pytest.Config, name: str, imported: tuple[str, ...] = IMPORTED) -> WarmPython:
     """Return a warm Python of all parallel processes."""
 
     def fill(folder: Path) -> None:
         with (config.stash[SHARED] / "alive").open() as alive:
-            server = start_server(folder, config.stash[SHARED], alive, packages, imported)
+            server = start_server(folder, config.stash[SHARED], alive, imported)
         assert server.stdout is not None
         server.stdout.close()
         server.returncode = 0  # it runs longer than the process that started it, which is no mistake
 
-    return WarmPython(shared(config, name, fill), packages)
+    return WarmPython(shared(config, name, fill))
 
 
 @pytest.hookimpl(wrapper=True)
@@ -122,7 +120,7 @@ def pytest_collection() -> Iterator[None]:
 WHOLE = ("distributed/", "security/test_network.py", "test_start_up.py")
 """Folders and modules that ``scripts/test`` leaves out, relative to ``tests``."""
 
-PROCESSES = {"python", "python_without_lightning", "wheel", "installed", "installed_python"}
+PROCESSES = {"python", "python_without_lightning", "wheel", "installed"}
 """Fixtures that start processes: a test that uses one is left out, too."""
 
 
@@ -393,9 +391,3 @@ def installed(wheel: Path, pytestconfig: pytest.Config) -> Path:
     """Return a folder that contains only the installed wheel; dependencies are those of this environment."""
 
     return shared(pytestconfig, "installed", lambda folder: zipfile.ZipFile(wheel).extractall(folder))
-
-
-@pytest.fixture(scope="session")
-def installed_python(installed: Path, pytestconfig: pytest.Config) -> WarmPython:
-    """Like ``python``, with the wheel instead of the checkout."""
-    return shared_python(pytestconfig, "installed_python", installed)

@@ -1,4 +1,4 @@
-"""docs/quick-start.md, step by step, from an empty folder with only the installed wheel."""
+"""docs/quick-start.md, step by step, from an empty folder."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Newcomer:
     Args:
         folder: an empty folder.
         tools: a folder next to it.
-        python: interpreter with the wheel.
+        python: runs programs.
     """
 
     folder: Path
@@ -95,9 +95,9 @@ class Newcomer:
 
 
 @pytest.fixture
-def newcomer(installed_python: WarmPython, tmp_path: Path) -> Newcomer:
+def newcomer(python: WarmPython, tmp_path: Path) -> Newcomer:
     (tmp_path / "empty").mkdir()
-    return Newcomer(tmp_path / "empty", tmp_path / "tools", installed_python)
+    return Newcomer(tmp_path / "empty", tmp_path / "tools", python)
 
 
 def result_in(folder: Path) -> dict[str, Any]:

@@ -35,9 +35,9 @@ def cmaes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CMA, "__module__", "cmaes._cma")
 
 
-def study_with(tmp_path: Path, pickled: bytes) -> Any:
+def study_with(pickled: bytes) -> Any:
     """Return a study as CmaEsSampler writes it: a pickle in pieces, in the attributes of a trial."""
-    study = optuna.create_study(storage=f"sqlite:///{tmp_path}/study.db", study_name="theirs")
+    study = optuna.create_study(study_name="theirs")
     trial = study.ask()
     text = pickled.hex()
     for number in range(0, len(text), 40):
@@ -49,10 +49,10 @@ def study_with(tmp_path: Path, pickled: bytes) -> Any:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_pickles_of_cma_es_are_read(tmp_path, cmaes):
+def test_pickles_of_cma_es_are_read(cmaes):
     pickled = pickle.dumps(CMA())
     assert len(pickled.hex()) > 400  # in more than ten pieces
-    check_pickles(study_with(tmp_path, pickled))
+    check_pickles(study_with(pickled))
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -66,5 +66,5 @@ def test_pickles_with_code_are_refused(tmp_path, cmaes, kind):
     if kind == "damaged":
         pickled = pickled[:-5]
     with pytest.raises(ConfigurationError, match=r"study theirs.*CMA-ES"):
-        check_pickles(study_with(tmp_path, pickled))
+        check_pickles(study_with(pickled))
     assert not proof.exists()

@@ -11,13 +11,6 @@ import pytest
 ROOT = Path(__file__).parent.parent
 
 
-def run(words, python, folder, packages=None):
-    environment = os.environ if packages is None else os.environ | {"PYTHONPATH": str(packages)}
-    done = python.trainer(*words, cwd=folder, env=environment)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-    return done.stdout
-
-
 def test_holds_the_packages_and_their_configs(wheel):
     names = set(zipfile.ZipFile(wheel).namelist())
     for name in (
@@ -30,18 +23,6 @@ def test_holds_the_packages_and_their_configs(wheel):
         assert name in names
     tops = {name.split("/")[0] for name in names if ".dist-info" not in name}
     assert tops == {"trainer", "recipes"}
-
-
-@pytest.mark.representative
-def test_finds_its_own_and_the_users_configs(installed_python, tmp_path):
-    (tmp_path / "conf" / "recipe").mkdir(parents=True)
-    (tmp_path / "conf" / "recipe" / "mine.yaml").write_text("# @package _global_\n# A recipe of mine.\nseed: 7\n")
-    listed = run(["recipes"], installed_python, tmp_path)
-    assert "resnet50" in listed
-    assert "A recipe of mine." in listed
-    assert "seed: 7" in run(
-        ["fit", "+recipe=mine", "model=image_classifier", "data=digits", "--cfg", "job"], installed_python, tmp_path
-    )
 
 
 MODULE = """
@@ -82,8 +63,22 @@ trainer: {{max_epochs: 1, limit_val_batches: 0}}
 """
 
 
-@pytest.mark.parametrize("package", ["my_module", "conf.mine"])
-def test_module_and_a_recipe_of_the_users(package, installed, installed_python, python_without_lightning, tmp_path):
+PROGRAM = """
+import trainer
+from trainer.cli import main
+
+assert trainer.__file__.startswith({installed!r})
+for words in {commands}:
+    assert main(words.split()) == 0, words
+"""
+COMMANDS = [
+    "recipes", "fit +recipe=mine logger=none hydra.run.dir=trained -q", "test ckpt=trained logger=none",
+    "report trained", "recipes copy resnet50 other",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("package", [pytest.param("my_module", marks=pytest.mark.representative), "conf.mine"])
+def test_module_and_a_recipe_of_the_users(package, installed, python_without_lightning, tmp_path):
     """Also in a package named ``conf``, like ours; Hydra reads configs from ``conf``."""
     file = tmp_path / f"{package.replace('.', '/')}.py"
     recipe = tmp_path / "conf" / "recipe" / "mine.yaml"
@@ -92,17 +87,14 @@ def test_module_and_a_recipe_of_the_users(package, installed, installed_python, 
         path.write_text(text)
     if "." in package:
         (file.parent / "__init__.py").touch()
-    words = ["fit", "+recipe=mine", "logger=none", "hydra.run.dir=trained", "-q"]
-    # the former has imported our recipes before it looks for those of the user
-    python = installed_python if package == "my_module" else python_without_lightning
-    assert "A recipe of ten lines." in run(["recipes"], python, tmp_path, installed)
-    assert "Results are in trained" in run(words, python, tmp_path, installed)
-    if package == "my_module":
-        run(["test", "ckpt=trained", "logger=none"], installed_python, tmp_path)
-        run(["report", "trained"], installed_python, tmp_path)
-        assert "<style>" in (tmp_path / "trained" / "report.html").read_text()
-        run(["recipes", "copy", "resnet50", "other"], installed_python, tmp_path)
-        assert "+recipe=other" in (tmp_path / "conf" / "recipe" / "other.yaml").read_text()
+    program = PROGRAM.format(installed=str(installed), commands=COMMANDS)
+    environment = os.environ | {"PYTHONPATH": str(installed)}
+    done = python_without_lightning.run("-c", program, cwd=tmp_path, env=environment)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    for text in ("resnet50", "A recipe of ten lines.", "Results are in trained"):
+        assert text in done.stdout
+    assert "<style>" in (tmp_path / "trained" / "report.html").read_text()
+    assert "+recipe=other" in (tmp_path / "conf" / "recipe" / "other.yaml").read_text()
 
 
 def test_no_lock_file_names_an_address():

@@ -61,11 +61,10 @@ class WarmPython:
 
     Args:
         folder: folder of a server that :func:`start_server` started.
-        packages: the folder with the project's packages: the checkout, or an installed wheel.
     """
 
-    def __init__(self, folder: Path, packages: Path = ROOT) -> None:
-        self.packages, self.socket, self.executable = packages, folder / "socket", folder / "python"
+    def __init__(self, folder: Path) -> None:
+        self.socket, self.executable = folder / "socket", folder / "python"
 
     def start(self, *words: str, env: dict[str, str] | None = None, **options: Any) -> subprocess.Popen[Any]:
         """Start the program, and return its process.
@@ -100,7 +99,7 @@ class WarmPython:
 
 
 def start_server(
-    folder: Path, configs: Path, stdin: Any, packages: Path = ROOT, imported: tuple[str, ...] = IMPORTED
+    folder: Path, configs: Path, stdin: Any, imported: tuple[str, ...] = IMPORTED
 ) -> subprocess.Popen[str]:
     """Start a server, and wait until it has imported.
 
@@ -108,7 +107,6 @@ def start_server(
         folder: folder of the socket, with a short path.
         configs: folder of the merged configs, which several servers may share.
         stdin: standard input of the server. The server and its programs end when it ends.
-        packages: the folder with the project's packages.
         imported: modules to import before.
     """
     client = Path(__file__).resolve().with_name("warm_client.py")
@@ -116,7 +114,7 @@ def start_server(
     executable = folder / "python"
     executable.write_text(f'#!/bin/sh\nexec {run} "$@"\n')
     executable.chmod(0o755)
-    environment = os.environ | {"PYTHONPATH": str(packages), "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
     command = [sys.executable, str(Path(__file__).resolve()), str(folder / "socket"), str(configs), *imported]
     server = subprocess.Popen(command, stdin=stdin, stdout=subprocess.PIPE, text=True, env=environment)
     assert server.stdout is not None
@@ -125,12 +123,12 @@ def start_server(
 
 
 @contextlib.contextmanager
-def warm_python(packages: Path = ROOT, imported: tuple[str, ...] = IMPORTED) -> Iterator[WarmPython]:
+def warm_python() -> Iterator[WarmPython]:
     """Return a warm Python for the duration of the context."""
     with tempfile.TemporaryDirectory(prefix="python") as name:
         folder = Path(name)
-        with start_server(folder, folder, subprocess.PIPE, packages, imported):
-            yield WarmPython(folder, packages)
+        with start_server(folder, folder, subprocess.PIPE):
+            yield WarmPython(folder)
 
 
 def save_empty_pictures(save: Callable[..., None]) -> Callable[..., None]:

@@ -244,7 +244,7 @@ def test_an_evaluation_is_below_the_run_that_it_uses(given, monkeypatch, capsys)
     assert find(run) == run / "checkpoints" / load_run(run).best_checkpoint
     assert load_run(run).status == "completed"
     assert choose_subject([str(run)]).runs == [run]
-    assert choose_subject([str(run / "test")]).kind == "runs"
+    assert choose_subject([str(run / "test")]).runs == [below]
 
     def folder(*argv: str) -> Path:
         arguments = read(argv)
@@ -261,4 +261,4 @@ def test_an_evaluation_is_below_the_run_that_it_uses(given, monkeypatch, capsys)
         patch.setattr("os.access", lambda path, mode: path != run)
         assert folder(*again).parent == Path("outputs/line")  # the run of another user
     (run / "run.json").unlink()
-    assert folder(*again).parent == Path("outputs/line")  # of another program with Hydra
+    assert folder(*again).parent == Path("outputs/unnamed")  # of another program with Hydra

@@ -65,7 +65,7 @@ def shell_environment(tools: Path, python: WarmPython) -> dict[str, str]:
     return environment | {
         "XDG_CONFIG_HOME": str(tools / "config"),
         "PATH": f"{tools / 'bin'}{os.pathsep}{os.environ['PATH']}",
-        "PYTHONPATH": str(python.packages),
+        "PYTHONPATH": str(ROOT),
         "OMP_NUM_THREADS": "1",
         "WARM_PYTHON": str(python.socket),
         "WARM_PYTHON_AGAIN": str(tools / "bin" / AGAIN),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -49,9 +50,19 @@ class Trials:
         return [float(job.value("optimizer.lr")) for job in self.started]
 
 
+@pytest.fixture(scope="module")
+def database(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A database without studies, because Optuna takes seconds to create one."""
+    file = tmp_path_factory.mktemp("optuna") / "study.db"
+    optuna.storages.RDBStorage(f"sqlite:///{file}").engine.dispose()
+    return file
+
+
 @pytest.fixture
-def trials(jobs: type[FakeJob], monkeypatch: pytest.MonkeyPatch) -> Trials:
+def trials(jobs: type[FakeJob], database: Path, monkeypatch: pytest.MonkeyPatch) -> Trials:
     trials = Trials(jobs.started)
+    Path("jobs").mkdir()
+    shutil.copy(database, "jobs")
     monkeypatch.setattr(jobs, "ends", trials.end)
     return trials
 
@@ -61,6 +72,7 @@ def study(storage: str = "sqlite:///jobs/study.db", name: str = "line"):
 
 
 def test_trials_are_jobs_and_the_study_has_their_results(trials, capsys):
+    Path("jobs/study.db").unlink()
     trials.fails_at[:], trials.pruned_at[:], trials.diverges_at[:] = [1], [2], [3]
     assert main([*SWEEP, LR, "hydra.sweeper.n_trials=5"]) == 1  # one has failed
     finished = study().get_trials()
@@ -90,6 +102,8 @@ def test_seed_makes_the_same_trials(trials):
     found = []
     for folder, seed in (("one", 42), ("again", 42), ("other", 1)):
         trials.started.clear()
+        Path(folder).mkdir()
+        shutil.copy("jobs/study.db", folder)
         assert main([*words, f"hydra.sweep.dir={folder}", f"seed={seed}"]) == 0
         found.append(trials.rates)
     assert found[0] == found[1] != found[2]
@@ -118,6 +132,7 @@ def test_same_sweep_resumes_interrupted_and_missing_trials(trials, capsys):
 
 @pytest.mark.whole
 def test_another_sweep_may_share_the_study(trials):
+    Path("jobs/study.db").rename("shared.db")
     storage = [f"hydra.sweeper.storage=sqlite:///{Path('shared.db').resolve().as_posix()}"]
     storage.append("hydra.sweeper.study_name=both")
     assert main([*SWEEP, LR, *storage, "hydra.sweeper.n_trials=1"]) == 0
