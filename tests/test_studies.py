@@ -6,7 +6,6 @@ import os
 import pickle
 import sys
 import types
-from pathlib import Path
 from typing import Any
 
 import numpy as np
