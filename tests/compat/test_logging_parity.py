@@ -268,6 +268,9 @@ def results_by_hook_and_name(make: Make) -> Any:
             mean, metric = results["training_step.mean"], results["training_step.accuracy"]
             seen.append((float(mean.value), int(mean.cumulated_batch_size), float(mean.compute())))
             seen.append((type(metric.value).__name__, metric.meta.metric_attribute, metric.meta.on_epoch))
+            listed = results.result_metrics
+            assert all(isinstance(each, result._ResultMetric) for each in listed)
+            seen.append([(each.meta.name, each.is_tensor, each.meta.sync.should) for each in listed])
             seen.append((float(results["training_step.largest"].value), "training_step.other" in results, len(results)))
 
         def on_validation_epoch_end(self) -> None:

@@ -20,7 +20,7 @@ from lightning.fabric.utilities.warnings import PossibleUserWarning
 from lightning.pytorch import LightningModule
 from lightning.pytorch.trainer.connectors.logger_connector.fx_validator import _FxValidator
 from lightning.pytorch.trainer.connectors.logger_connector.logger_connector import _LoggerConnector
-from lightning.pytorch.trainer.connectors.logger_connector.result import _Metadata
+from lightning.pytorch.trainer.connectors.logger_connector.result import _Metadata, _ResultMetric
 from lightning.pytorch.utilities.data import extract_batch_size
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
@@ -253,8 +253,8 @@ class _DetachedLog:
         )
 
 
-class ResultView:
-    """One value of ``trainer._results``: logged under one name from one hook.
+class ResultView(_ResultMetric):
+    """One value of ``trainer._results``: logged under one name from one hook. Lightning's type, without its states.
 
     Args:
         entry: its values.
@@ -264,6 +264,7 @@ class ResultView:
     def __init__(self, entry: LoggedValue, module: Any) -> None:
         self._entry = entry
         self._module = module
+        self.is_tensor = entry.metric is None
 
     @property
     def value(self) -> Any:
@@ -274,12 +275,12 @@ class ResultView:
         return entry.accumulated()[0] if entry.options.on_epoch else entry.step_value
 
     @property
-    def cumulated_batch_size(self) -> Any:
+    def cumulated_batch_size(self) -> Any:  # type: ignore[override]
         """The number of samples in the epoch so far, in this process."""
         return self._entry.accumulated()[1]
 
     @property
-    def meta(self) -> SimpleNamespace:
+    def meta(self) -> SimpleNamespace:  # type: ignore[override]
         """The options it was logged with."""
         entry = self._entry
         return SimpleNamespace(
@@ -287,6 +288,7 @@ class ResultView:
             fx=entry.hook,
             name=entry.name,
             dataloader_idx=entry.dataloader_idx,
+            sync=SimpleNamespace(should=entry.options.sync_dist),
             metric_attribute=_attributes_of(self._module).get(id(entry.metric)),
         )
 
@@ -321,6 +323,11 @@ class ResultsView(Mapping[str, ResultView]):
     def _by_key(self) -> dict[str, LoggedValue]:
         entries = self._store.entries.items()
         return {".".join(str(part) for part in key if part is not None): entry for key, entry in entries}
+
+    @property
+    def result_metrics(self) -> list[ResultView]:
+        """All values."""
+        return list(self.values())
 
     @property
     def dataloader_idx(self) -> int | None:
