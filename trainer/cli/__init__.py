@@ -12,8 +12,8 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -147,7 +147,12 @@ def _call_hydra(
     from trainer.cli.run import task
 
     try:
-        with _as_command_line(arguments), waiting or nullcontext():
+        with ExitStack() as stack:
+            stack.callback(setattr, sys, "argv", sys.argv)
+            sys.argv = [sys.argv[0], *arguments.for_hydra()]  # launchers start the other ranks with it
+            stack.enter_context(environment({"HYDRA_FULL_ERROR": "1"}))  # otherwise, Hydra prints errors and exits
+            if waiting is not None:
+                stack.enter_context(waiting)
             if arguments.shows:
                 main = hydra.main(config_path=str(packaged_conf()), config_name=CONFIG_NAME, version_base=VERSION_BASE)
                 main(task)()
@@ -167,15 +172,3 @@ def _call_hydra(
         failure.print_error(error)
         return FAILED
     return OK
-
-
-@contextmanager
-def _as_command_line(arguments: Arguments) -> Iterator[None]:
-    """Set ``sys.argv`` to Hydra's form, which launchers use to start the other ranks; let Hydra raise all errors."""
-    argv = sys.argv
-    sys.argv = [argv[0], *arguments.for_hydra()]
-    try:
-        with environment({"HYDRA_FULL_ERROR": "1"}):  # otherwise Hydra prints the error itself and exits
-            yield
-    finally:
-        sys.argv = argv

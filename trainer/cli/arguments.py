@@ -160,8 +160,11 @@ def read(argv: Sequence[str]) -> Arguments:
         else:
             _read_command(word, arguments)
     arguments.overrides.sort(key=lambda word: word.startswith(("+debug=", "+sweep=")))  # they override the recipe
-    if arguments.command == "compare":
-        _complete_comparison(arguments)
+    if arguments.command == "compare":  # a sweep, over `COMPARED_PRECISIONS` unless the command line chooses precisions
+        arguments.flags["--multirun"] = ""
+        chosen = ("precision", "precision._target_", "sweep", "hydra.sweeper.params.precision")
+        if not any(override.partition("=")[0].lstrip("+") in chosen for override in arguments.overrides):
+            arguments.overrides.append(f"precision={','.join(COMPARED_PRECISIONS)}")
     if arguments.multirun and arguments.shows:
         raise UsageError(
             f"Got {'compare' if arguments.command == 'compare' else '--multirun'} and"
@@ -177,14 +180,6 @@ def _is_file_name(word: str, arguments: Arguments) -> bool:
         command = commands.find(arguments.command)
         return command is not None and command.takes_files
     return not arguments.overrides and word.lstrip("+").partition("=")[0] not in _EXPORT_SETTINGS
-
-
-def _complete_comparison(arguments: Arguments) -> None:
-    """Turn ``compare`` into a sweep, over `COMPARED_PRECISIONS` unless the command line chooses precisions."""
-    arguments.flags["--multirun"] = ""
-    chosen = ("precision", "precision._target_", "sweep", "hydra.sweeper.params.precision")
-    if not any(override.partition("=")[0].lstrip("+") in chosen for override in arguments.overrides):
-        arguments.overrides.append(f"precision={','.join(COMPARED_PRECISIONS)}")
 
 
 def _read_flag(word: str, words: list[str], arguments: Arguments) -> None:

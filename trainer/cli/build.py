@@ -169,9 +169,8 @@ def _try_optimizer(make: partial[Any], key: str, target: str) -> None:
     """Check the arguments of a torch optimizer by constructing one, because the module constructs its own later."""
     import torch
 
-    if not (isinstance(make.func, type) and issubclass(make.func, torch.optim.Optimizer)):
-        return
-    if not make.func.__module__.startswith("torch.optim."):
+    is_class = isinstance(make.func, type) and issubclass(make.func, torch.optim.Optimizer)
+    if not (is_class and make.func.__module__.startswith("torch.optim.")):
         return
     try:
         make([torch.nn.Parameter(torch.zeros(1))])

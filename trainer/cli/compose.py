@@ -240,22 +240,13 @@ class Composer:
 
     def run(self, config: DictConfig, task: TaskFunction) -> None:
         """Do the same as `Hydra.run`, with a config that is already composed. Raise the exceptions of ``task``."""
-        errors: list[Exception] = []
-
-        def run_task(job: DictConfig) -> Any:
-            try:
-                return task(job)
-            except Exception as error:
-                errors.append(error)
-                raise
-
         configure_log(config.hydra.hydra_logging, config.hydra.verbose)
         callbacks = Callbacks(config)
         callbacks.on_run_start(config=config, config_name=self.config_name)
-        returned = run_job(run_task, config, "hydra.run.dir", None, HydraContext(self.loader, callbacks))
+        returned = run_job(task, config, "hydra.run.dir", None, HydraContext(self.loader, callbacks))
         callbacks.on_run_end(config=config, config_name=self.config_name, job_return=returned)
-        for error in errors:  # `returned` would print all overrides before raising the error
-            raise error
+        if isinstance(error := returned._return_value, Exception):
+            raise error  # `returned.return_value` would print all overrides before
 
     def sweep(self, arguments: Arguments, task: TaskFunction) -> None:
         """Run a sweep with Hydra. The launcher calls ``task`` for each job."""

@@ -101,16 +101,11 @@ def _lines(node: dict[Any, Any], known: Mapping[str, str], prefix: str) -> Itera
             inner = []
             plain = yaml.safe_dump(value, default_flow_style=True, width=10**6, allow_unicode=True)
             line += f" {plain.removesuffix('...' + chr(10)).strip()}"
-        meaning = _meaning(f"{prefix}{name}", value, known)
+        meaning = known.get(f"{prefix}{name}")
+        if not meaning and isinstance(value, str) and (reference := _REFERENCE.fullmatch(value)):
+            meaning = f"the value of {reference[1]}"
         yield f"{line:<{_COLUMN}} # {meaning}" if meaning else line
         yield from inner
-
-
-def _meaning(key: str, value: Any, known: Mapping[str, str]) -> str:
-    if known.get(key):
-        return known[key]
-    reference = _REFERENCE.fullmatch(value) if isinstance(value, str) else None
-    return f"the value of {reference[1]}" if reference else ""
 
 
 def copy(name: str, new: str, config_dir: str | None = None) -> str:

@@ -55,16 +55,6 @@ is_running = False
 """Whether this process executes a run of the command line."""
 
 
-@contextmanager
-def _running() -> Iterator[None]:
-    global is_running
-    is_running, outer = True, is_running
-    try:
-        yield
-    finally:
-        is_running = outer
-
-
 def task(config: DictConfig) -> float | None:
     """Run a config, or start the process of a job in a sweep. Hydra calls this function.
 
@@ -79,7 +69,6 @@ def task(config: DictConfig) -> float | None:
         return run(config)
 
 
-@_running()
 def run(config: DictConfig) -> float | None:
     """Build the objects, execute ``config.command``, and write the record of the run.
 
@@ -89,6 +78,7 @@ def run(config: DictConfig) -> float | None:
     Raises:
         UsageError: if the config cannot be resolved, or a ``_target_`` cannot be built.
     """
+    global is_running
     hydra = HydraConfig.get()
     folder = Path(hydra.runtime.output_dir)
     record = RunRecord.begin(
@@ -105,6 +95,7 @@ def run(config: DictConfig) -> float | None:
     end_with_parent()
     trainer, settings, is_ours = None, dict[str, Any](), True
     started = time.monotonic()
+    is_running = True
     try:
         settings = resolve(config)
         record.facts["objective"] = _objective(settings, {})
@@ -132,8 +123,13 @@ def run(config: DictConfig) -> float | None:
         failure.record(error, folder, config.command, getattr(trainer, "world_size", 1), words_of_run())
         raise
     finally:
+        is_running = False
         record.facts["objective"] = _objective(settings, record.facts)
-        if _is_unchanged(trainer, record):
+        is_resumed = config.command == "fit" and getattr(trainer, "ckpt_path", None) is not None
+        before, now = (
+            [facts.get(key) for key in ("status", "epochs", "steps")] for facts in (record.former, record.facts)
+        )
+        if is_resumed and before == now and record.completed:  # the run has trained no further step
             record.facts = record.former  # which has more facts, such as the training time
         if is_first() and is_ours:
             record.write()
@@ -141,7 +137,10 @@ def run(config: DictConfig) -> float | None:
     _warn_of_missing_objective(settings, record)
     if is_first() and not is_quiet() and isinstance(settings["trainer"]["profiler"], str):
         print(f"The profile is in {from_here(folder)}/{config.command}.log.")
-    if is_first() and not (config.command == "fit" and _shows_summary(trainer)):
+    from trainer.callbacks import RunSummary
+
+    shows_summary = config.command == "fit" and any(isinstance(callback, RunSummary) for callback in trainer.callbacks)
+    if is_first() and not shows_summary:
         print(_result_line(record), flush=True)
     return record.result
 
@@ -364,12 +363,6 @@ def _result_line(run: RunRecord) -> str:
     return f"{line}. Results are in {from_here(run.folder)}"
 
 
-def _shows_summary(trainer: Trainer) -> bool:
-    from trainer.callbacks import RunSummary
-
-    return any(isinstance(callback, RunSummary) for callback in trainer.callbacks)
-
-
 def _predict(folder: Path, module: Any, data: Any, trainer: Trainer, checkpoint: str | None) -> None:
     """Predict, and write the predictions to ``predictions.pt`` unless a callback writes them."""
     import torch
@@ -398,16 +391,6 @@ def _complete(
             log.warning("The record of the run is incomplete.", exc_info=True)
     facts |= {"status": "pruned" if status == "completed" and facts.get("pruned") else status, "error": error}
     facts.setdefault("seconds", round(time.monotonic() - started, 3))
-
-
-def _is_unchanged(trainer: Trainer | None, record: RunRecord) -> bool:
-    """Return whether a complete run was resumed and ran no further step."""
-    is_resumed = record.facts["command"] == "fit" and getattr(trainer, "ckpt_path", None) is not None
-    return (
-        is_resumed
-        and record.facts["status"] == "completed"
-        and all(record.former.get(key) == record.facts.get(key) for key in ("status", "epochs", "steps"))
-    )
 
 
 def _objective(settings: Mapping[str, Any], facts: Mapping[str, Any]) -> dict[str, Any] | None:

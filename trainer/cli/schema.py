@@ -43,11 +43,10 @@ def _type(argument: Argument) -> Any:
 
     Return Any if some of the accepted values are words.
     """
-    kinds: list[Any] = []
-    for value in argument.accepts or (object,):
-        kinds.append(
-            value.type if isinstance(value, Kind) else type(value) if isinstance(value, (bool, NoneType)) else Any
-        )
+    kinds: list[Any] = [
+        value.type if isinstance(value, Kind) else type(value) if isinstance(value, (bool, NoneType)) else Any
+        for value in argument.accepts or (object,)
+    ]
     return Any if Any in kinds else reduce(or_, kinds)
 
 

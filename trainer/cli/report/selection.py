@@ -13,7 +13,6 @@ from trainer.terminal import command_line
 _RUN_FILES = (RUN, "metrics.csv", "csv/metrics.csv", ".hydra/config.yaml")
 _SWEEP_FILES = ("multirun.yaml", "summary.md", "compare.json", "optimization_results.yaml")
 _TOPS = ("outputs", "multirun", "lightning_logs")
-_ADVICE = " Without a folder, report shows the newest run."
 _DEPTH = 4
 """Number of levels to search below a folder: outputs/NAME/DATE_TIME, with up to two slashes in NAME."""
 
@@ -70,34 +69,21 @@ def choose_subject(given: Sequence[str]) -> ReportSubject:
                 f" of a run, or train first: `{command_line('fit', '+recipe=NAME')}`."
             )
         fits = [folder for folder in found if is_sweep(folder) or read_json(folder).get("command", "fit") == "fit"]
-        return _choose([max(fits or found, key=_changed)])
+        return _choose([max(fits or found, key=lambda folder: RunRecord({}, folder).changed)])
     folders: list[Path] = []
     problems: list[str] = []
     for name in given:
-        try:
-            folders += _runs_and_sweeps(name)
-        except UsageError as problem:
-            problems.append(str(problem))
+        folders += (found := below(Path(name)))
+        if not found:
+            problems.append(
+                f"{name} is not the folder of a run or a sweep: the folder of a run contains {RUN} or metrics.csv. In"
+                f" Python, Trainer(callbacks=[RunRecorder()]) writes {RUN}. Without a folder, report shows the newest"
+                " run."
+            )
     folders = list({folder.resolve(): folder for folder in folders}.values())
     if not folders:
         raise UsageError("\n".join(problems))
     return _choose(folders, problems, Path(given[0]) if len(given) == 1 else Path())
-
-
-def _runs_and_sweeps(given: str) -> list[Path]:
-    """Return the run or sweep in ``given``, or all runs and sweeps below it.
-
-    Raises:
-        UsageError: if there is no such folder, or no run in it.
-    """
-    folder = Path(given)
-    found = below(folder)
-    if not found:
-        raise UsageError(
-            f"{given} is not the folder of a run or a sweep: the folder of a run contains {RUN} or metrics.csv. In"
-            f" Python, Trainer(callbacks=[RunRecorder()]) writes {RUN}.{_ADVICE}"
-        )
-    return found
 
 
 def _choose(folders: Sequence[Path], problems: Sequence[str] = (), holder: Path | None = None) -> ReportSubject:
@@ -112,10 +98,6 @@ def _choose(folders: Sequence[Path], problems: Sequence[str] = (), holder: Path 
 def below(folder: Path) -> list[Path]:
     """Return ``folder`` if it is a run or a sweep, or else the runs and sweeps below it, without the jobs of sweeps."""
     return _find_runs(folder, _DEPTH, lambda place: is_sweep(place) or is_run(place)) if folder.is_dir() else []
-
-
-def _changed(folder: Path) -> float:
-    return RunRecord({}, folder).changed
 
 
 def _find_runs(folder: Path, depth: int, wanted: Callable[[Path], bool]) -> list[Path]:

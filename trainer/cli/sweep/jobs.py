@@ -165,26 +165,23 @@ class Job:
         if not (self.aside or is_quiet()):
             print(self.title, end="", flush=True)
         started = time.monotonic()
-        process = self._start()
-        try:
-            yield process
-        finally:
-            self._finish(process.returncode, time.monotonic() - started)
-
-    def _start(self) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", "trainer", *self.words, *self.flags]
-        environment = clean_environment(os.environ) | self.environment | {PARENT: str(os.getpid())}
         self.folder.mkdir(parents=True, exist_ok=True)
-        with (self.folder / CONSOLE).open("ab" if self.resumes else "wb") as console, _ignore_requeue_signal():
-            return subprocess.Popen(
-                command,
+        # Slurm sends SIGUSR2 to all processes, and it would kill a job that does not ignore it
+        ignored = handled(["SIGUSR2"] if _requeues() else [], signal.SIG_IGN)
+        with (self.folder / CONSOLE).open("ab" if self.resumes else "wb") as console, ignored:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "trainer", *self.words, *self.flags],
                 cwd=self.cwd,
-                env=environment,
+                env=clean_environment(os.environ) | self.environment | {PARENT: str(os.getpid())},
                 stdin=subprocess.DEVNULL,
                 stdout=console,
                 stderr=subprocess.STDOUT,
                 start_new_session=self.own_session,
             )
+        try:
+            yield process
+        finally:
+            self._finish(process.returncode, time.monotonic() - started)
 
     def _finish(self, status: int | None, seconds: float) -> None:
         """Complete the record of the job, or write one if the job has written none."""
@@ -237,7 +234,7 @@ def execute(job: Job, stop: StopFile) -> float | None:
         return job.keep()
     with job.process() as process, _forward_signals(process) as received:
         try:
-            _wait(process, stop if job.aside else None)
+            _wait(process, stop)
         except KeyboardInterrupt:
             process.wait()  # the terminal interrupts the job too
             raise
@@ -249,11 +246,8 @@ def execute(job: Job, stop: StopFile) -> float | None:
     return load_run(job.folder).result
 
 
-def _wait(process: subprocess.Popen[bytes], stop: StopFile | None) -> None:
+def _wait(process: subprocess.Popen[bytes], stop: StopFile) -> None:
     """Wait for a job, and pass on the signals in ``stop``."""
-    if stop is None:
-        process.wait()
-        return
     passed_on = 0
     while True:
         try:
@@ -329,7 +323,7 @@ def waiting_for(hydra: Any, folder: Path) -> AbstractContextManager[None]:
 
 
 @contextmanager
-def handled(names: Iterable[str], handler: Callable[[int, Any], None]) -> Iterator[dict[int, Any]]:
+def handled(names: Iterable[str], handler: Callable[[int, Any], None] | int) -> Iterator[dict[int, Any]]:
     """Handle signals inside the context, if the platform has them. Does nothing outside of the main thread.
 
     Yields:
@@ -368,16 +362,3 @@ def _forward_signals(process: subprocess.Popen[bytes]) -> Iterator[list[tuple[in
 def _requeues() -> bool:
     """Return whether a launcher handles the signal that submitit receives before the time limit of a job."""
     return hasattr(signal, "SIGUSR2") and callable(signal.getsignal(signal.SIGUSR2))
-
-
-@contextmanager
-def _ignore_requeue_signal() -> Iterator[None]:
-    """Ignore SIGUSR2 in processes that start inside. Slurm sends it to all processes, and it would kill a job."""
-    if not _requeues() or threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGUSR2, signal.SIG_IGN)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGUSR2, before)
