@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from types import TracebackType
 from typing import Any
 
@@ -85,14 +85,13 @@ class _CheckpointedForward(OwnForward):
         # torch saves the random state of a device only if a positional argument contains a tensor on that device;
         # therefore a parameter is passed
         first_parameter = next(self._module.parameters(), None)
-        contexts: dict[str, Any] = {"context_fn": self._contexts} if self._buffers else {}
+        contexts: dict[str, Any] = {}
+        if self._buffers:
+            contexts["context_fn"] = lambda: (nullcontext(), _BufferSnapshot(self._buffers))
         return checkpoint(self._run, args, kwargs, first_parameter, use_reentrant=False, **contexts)
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], first_parameter: Tensor | None) -> Any:
         return self._forward(*args, **kwargs)
-
-    def _contexts(self) -> tuple[AbstractContextManager[object], AbstractContextManager[object]]:
-        return nullcontext(), _BufferSnapshot(self._buffers)
 
 
 class _BufferSnapshot:

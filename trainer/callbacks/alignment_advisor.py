@@ -49,7 +49,7 @@ class Misaligned(NamedTuple):
     sizes: dict[str, int]
 
     def __str__(self) -> str:
-        changes = (f"{name} {size} -> {_next_multiple(size)}" for name, size in self.sizes.items())
+        changes = (f"{name} {size} -> {-(-size // MULTIPLE) * MULTIPLE}" for name, size in self.sizes.items())
         return f"{self.name} ({self.kind}): {', '.join(changes)}"
 
 
@@ -123,7 +123,3 @@ def _sizes(layer: nn.Module) -> Iterator[tuple[str, int]]:
         if layer.in_channels > _IMAGE_CHANNELS:
             yield f"in_channels{each}", layer.in_channels // layer.groups
         yield f"out_channels{each}", layer.out_channels // layer.groups
-
-
-def _next_multiple(size: int) -> int:
-    return -(-size // MULTIPLE) * MULTIPLE

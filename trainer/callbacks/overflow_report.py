@@ -515,8 +515,12 @@ class OverflowReport(RunCallback):
         dense = {name: buffer for name, buffer in module.named_buffers() if is_dense(buffer)}
         if broken := [name for name, buffer in dense.items() if not buffer.isfinite().all()]:
             lines.append(f"These buffers were already non-finite after step {first_step}: {', '.join(broken[:6])}.")
-        if older := _newest_checkpoint(trainer, seconds):
-            lines.append(f"The newest checkpoint from before the first skipped step: {older}.")
+        folders = {getattr(callback, "dirpath", None) for callback in trainer.checkpoint_callbacks}
+        files = [path for folder in folders if folder for path in Path(folder).glob("*.ckpt")]
+        older = [path for path in files if path.stat().st_mtime <= seconds]
+        if older:
+            newest = max(older, key=lambda path: path.stat().st_mtime)
+            lines.append(f"The newest checkpoint from before the first skipped step: {newest}.")
         lines.append("To let such a run continue, use OverflowReport(collapse_after=None, at_floor=None).")
         raise LossScaleCollapse("\n".join(lines))
 
@@ -546,10 +550,3 @@ def _examines_single(trainer: Trainer, fit: _Fit, step: int) -> bool:
         return False
     fit.singles += 1
     return fit.singles > 1
-
-
-def _newest_checkpoint(trainer: Trainer, before: float) -> Path | None:
-    """Return the newest checkpoint in the folders of the checkpoint callbacks that is not newer than ``before``."""
-    folders = {getattr(callback, "dirpath", None) for callback in trainer.checkpoint_callbacks}
-    files = [path for folder in folders if folder for path in Path(folder).glob("*.ckpt")]
-    return max((p for p in files if p.stat().st_mtime <= before), key=lambda p: p.stat().st_mtime, default=None)

@@ -31,14 +31,6 @@ _MAX_SHARE = 0.02
 # Span of the moving average behind the rate, in seconds.
 _RATE_WINDOW = 5.0
 
-# The attributes of Lightning's base class with the description of a stage and its number of batches.
-_STAGE_ATTRIBUTES = {
-    RunningStage.SANITY_CHECKING: ("sanity_check_description", "total_val_batches_current_dataloader"),
-    RunningStage.VALIDATING: ("validation_description", "total_val_batches_current_dataloader"),
-    RunningStage.TESTING: ("test_description", "total_test_batches_current_dataloader"),
-    RunningStage.PREDICTING: ("predict_description", "total_predict_batches_current_dataloader"),
-}
-
 
 class ProgressBar(RunCallback, LightningProgressBar):
     """Shows epoch, batch, rate, loss, the metrics logged with ``prog_bar=True``, loss scale and skipped steps.
@@ -207,8 +199,9 @@ class ProgressBar(RunCallback, LightningProgressBar):
         if self.has_dataloader_changed(dataloader_idx):
             stage = trainer.state.stage
             assert stage is not None
-            description, total = (getattr(self, name) for name in _STAGE_ATTRIBUTES[stage])
-            label = description.lower() + (f" {dataloader_idx}" if dataloader_idx else "")
+            name = "validation" if stage is RunningStage.VALIDATING else stage.value
+            label = getattr(self, f"{name}_description").lower() + (f" {dataloader_idx}" if dataloader_idx else "")
+            total = getattr(self, f"total_{stage.dataloader_prefix}_batches_current_dataloader")
             self._evaluation = _Row(label, total, time.monotonic())
             self._display.rows = [row for row in (self._train, self._evaluation) if row.label]
         row = self._evaluation

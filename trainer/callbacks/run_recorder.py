@@ -219,7 +219,11 @@ class RunRecorder(Callback):
         if not self._keeps_curves or batches % self.losses.stride:
             return
         if not batches % self.seconds.stride:  # the stride of the losses, or a multiple if some batches have no loss
-            self._count_batch(trainer)
+            seconds = self._clock() - self._zero
+            self.seconds.append(trainer.global_step, seconds)
+            if seconds >= self._next_reading and (memory := memory_in_use(trainer.strategy.root_device)):
+                self.memory.append(trainer.global_step, memory)
+                self._next_reading = seconds + _SECONDS_BETWEEN_READINGS
         loss = training_loss(trainer, outputs, keep=self._on_device)
         if loss is not None:
             # `item` would synchronize with a GPU
@@ -239,13 +243,6 @@ class RunRecorder(Callback):
         if outcome.next_scale != outcome.scale:
             self.scales.append(trainer.global_step + 1, outcome.next_scale)
         self._scale = outcome.next_scale
-
-    def _count_batch(self, trainer: Trainer) -> None:
-        seconds = self._clock() - self._zero
-        self.seconds.append(trainer.global_step, seconds)
-        if seconds >= self._next_reading and (memory := memory_in_use(trainer.strategy.root_device)):
-            self.memory.append(trainer.global_step, memory)
-            self._next_reading = seconds + _SECONDS_BETWEEN_READINGS
 
     # --- at the ends of epochs and validations ----------------------------------------------------------------
 
@@ -288,8 +285,12 @@ class RunRecorder(Callback):
         If a second fit of the Trainer has nothing left to do, the record of the first fit is kept.
         """
         self._is_fitting = False
-        if self.record is not None and self._began is None and self._is_complete(trainer, self.record.former):
-            self.record.facts = self.record.former
+        former = {} if self.record is None or self._began is not None else self.record.former
+        if self.record is not None and (former.get("status"), former.get("steps")) == (
+            "completed",
+            trainer.global_step,
+        ):
+            self.record.facts = former
             self._write_if_possible()
         elif trainer.is_global_zero:
             problem = reason_without_updates(trainer)
@@ -376,10 +377,6 @@ class RunRecorder(Callback):
                 warn(f"The run's record could not be written to {folder}: {problem}")
         for view in self._views:
             view.show(self.record)
-
-    def _is_complete(self, trainer: Trainer, former: Mapping[str, Any]) -> bool:
-        """Return whether ``former`` is the record of a fit that ended at the current step."""
-        return former.get("status") == "completed" and former.get("steps") == trainer.global_step
 
     def _write_periodically(self, trainer: Trainer) -> None:
         if trainer.is_global_zero and time.monotonic() - self._written >= _SECONDS_BETWEEN_WRITES:

@@ -232,7 +232,10 @@ class SyncWatch:
             self._stack.enter_context(warnings.catch_warnings())
             warnings.filterwarnings("ignore", message="Synchronization debug mode")
             warnings.filterwarnings("always", message=".*synchronizing CUDA operation")
-            warnings.showwarning = self._record_warnings(warnings.showwarning)
+            show = warnings.showwarning
+            warnings.showwarning = lambda message, *args, **options: (
+                self.mark("") if "synchronizing CUDA operation" in str(message) else show(message, *args, **options)
+            )
             self._stack.callback(torch.cuda.set_sync_debug_mode, torch.cuda.get_sync_debug_mode())
             torch.cuda.set_sync_debug_mode("warn")
         else:
@@ -263,15 +266,6 @@ class SyncWatch:
         file, number = line
         code = linecache.getline(file, number).strip()
         self._found.setdefault((*line, cause), Synchronization(file, number, code, cause)).count += 1
-
-    def _record_warnings(self, show: Callable[..., None]) -> Callable[..., None]:
-        def showwarning(message: Any, *args: Any, **kwargs: Any) -> None:
-            if "synchronizing CUDA operation" in str(message):
-                self.mark("")
-            else:
-                show(message, *args, **kwargs)
-
-        return showwarning
 
 
 class _Functions(TorchFunctionMode):

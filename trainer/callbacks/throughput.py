@@ -158,9 +158,11 @@ class Throughput(Callback):
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Count the batch."""
-        if self._counter is not None:
-            self._take_flops(trainer, batch_size(batch))
-        self._samples += batch_size(batch)
+        samples, counter = batch_size(batch), self._stop_counting()
+        if counter is not None and counter.total and counter.is_whole and samples:
+            self.flops_per_sample = counter.total / samples
+            self._peak = _peak(trainer, convolves=2 * counter.convolutions > counter.total)
+        self._samples += samples
         self._batches += 1
         if self._batches == self._warmup:
             self._stop(trainer)
@@ -222,12 +224,6 @@ class Throughput(Callback):
     def on_exception(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", exception: BaseException) -> None:
         """Stop counting operations."""
         self._stop_counting()
-
-    def _take_flops(self, trainer: "pl.Trainer", samples: int) -> None:
-        counter = self._stop_counting()
-        if counter is not None and counter.total and counter.is_whole and samples:
-            self.flops_per_sample = counter.total / samples
-            self._peak = _peak(trainer, convolves=2 * counter.convolutions > counter.total)
 
     def _stop_counting(self) -> FlopCounter | None:
         counter, self._counter = self._counter, None

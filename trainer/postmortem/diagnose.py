@@ -156,7 +156,9 @@ def _explain(trainer: Trainer, case: Case, finding: Finding) -> Diagnosis | None
         diverged = _divergence(trainer, case, finding)
     if diverged is not None and (diverged.tried or case.growth or not _rates_are_finite(trainer)):
         return diverged
-    if full.fails if full is not None else _is_not_finite_at_any_scale(finding):
+    origin = finding.origin  # neither a dtype nor a loss scale can make nan finite
+    is_beyond = origin is None or origin.is_nan or (origin.phase == "backward" and not fits)
+    if full.fails if full is not None else is_beyond:
         if (buffers := _buffers(trainer, case, finding)) is not None:
             return buffers
         model = _model(trainer, case, full or finding, is_float32=full is not None)
@@ -177,12 +179,6 @@ def _in_float32(trainer: Trainer, case: Case) -> Finding | None:
     return None if full is None or full.error else full
 
 
-def _is_not_finite_at_any_scale(finding: Finding) -> bool:
-    """Return whether neither a dtype nor a loss scale can make the first non-finite result finite."""
-    origin = finding.origin
-    return origin is None or origin.is_nan or (origin.phase == "backward" and not finding.largest_scale)
-
-
 # --- one function for each verdict ----------------------------------------------------------------------------------
 
 
@@ -190,7 +186,9 @@ def _data(trainer: Trainer, case: Case, finding: Finding, failing: Sequence[Reco
     left_out = tuple(sorted({index for rows in finding.broken_batch.values() for index in rows}))
     cured = examine(trainer, failing or case.batches, min(case.scale, 1.0), Variant(without=left_out))
     name = next(iter(finding.broken_batch))
-    if finding.is_hopeless and cured is not None and cured.is_hopeless and _made_nothing(finding):
+    # whether an operation made a number that is not finite out of finite ones
+    is_made = finding.origin is not None and bool(finding.origin.operation)
+    if finding.is_hopeless and cured is not None and cured.is_hopeless and not is_made:
         return _diagnosis(  # the samples are not along the first dimension
             case, finding, "data",
             f"The batch is not finite: {join_first(finding.broken_batch, 4)}.",
@@ -210,11 +208,6 @@ def _data(trainer: Trainer, case: Case, finding: Finding, failing: Sequence[Reco
         alternative=f"replace the values: {name}.nan_to_num_(0, 0, 0)",
         key=name,
     )  # fmt: skip
-
-
-def _made_nothing(finding: Finding) -> bool:
-    """Return whether no operation made a number that is not finite out of finite ones."""
-    return finding.origin is None or not finding.origin.operation
 
 
 def _out_of_range(trainer: Trainer, case: Case, found: OutOfRange) -> Diagnosis:
@@ -290,16 +283,12 @@ def _changed_code(
             if failure is None:
                 return str(together), "the batch is finite with it"
             place = failure.origin
-            if moved is None and place is not None and place.file == origin.file and _differ(place, origin):
-                moved = together, place
+            if moved is None and place is not None and place.file == origin.file:
+                moved = (together, place) if (place.name, place.line) != (origin.name, origin.line) else None
         if moved is None:
             break
         change, origin = moved
     return None
-
-
-def _differ(first: Origin, second: Origin) -> bool:
-    return (first.name, first.line) != (second.name, second.line)
 
 
 def _failure_with(trainer: Trainer, case: Case, change: rewrite.Change, variant: Variant) -> Finding | None:

@@ -45,13 +45,10 @@ def storage_for(batch: Any, most: int) -> tuple[int, Callable[[Any], Any]]:
         return 1, identity
     size = sum(nbytes(leaf) if isinstance(leaf, Tensor) else getattr(leaf, "nbytes", 0) for leaf in leaves)
     number = max(1, min(_BYTES // max(size, 1), most))
-    if number == 1 or not any(map(_is_in_shared_memory, leaves)):
+    host = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_cpu and is_dense(leaf)]
+    if number == 1 or not any(leaf.is_shared() for leaf in host):  # type: ignore[no-untyped-call]
         return number, identity
     return number, partial(apply_to_collection, dtype=Tensor, function=torch.clone, allow_frozen=True)
-
-
-def _is_in_shared_memory(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor) and leaf.is_cpu and is_dense(leaf) and bool(leaf.is_shared())  # type: ignore[no-untyped-call]
 
 
 class RecordedBatch(NamedTuple):

@@ -35,7 +35,7 @@ def facts_of(trainer: Trainer) -> dict[str, Any]:
         "skipped_steps": getattr(trainer, "skipped_steps", None),  # `lightning.Trainer` does not count them
         "scale": loss_scale(trainer),
         "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
-        "peak_memory": _peak_memory(device),
+        "peak_memory": {"gpu" if device.type == "cuda" else "process": peak} if (peak := peak_memory(device)) else {},
         "monitor": monitor_of(trainer),
         "best_score": best_score_of(trainer),
     }
@@ -215,12 +215,6 @@ def training_loss(trainer: pl.Trainer, outputs: Any, *, keep: bool = False) -> T
 def memory_in_use(device: torch.device) -> int:
     """Return the bytes that torch has reserved on a GPU, otherwise the physical memory of the process."""
     return torch.cuda.memory_reserved(device) if device.type == "cuda" else machine.memory_in_use()
-
-
-def _peak_memory(device: torch.device) -> dict[str, int]:
-    """Return the peak bytes of tensors on a GPU, otherwise of the process, or {} if it is unknown."""
-    peak = peak_memory(device)
-    return {"gpu" if device.type == "cuda" else "process": peak} if peak else {}
 
 
 def tensor_cores_of(device: torch.device) -> dict[str, Any] | None:

@@ -55,13 +55,14 @@ class Fact(Generic[Value]):
 
     Args:
         kind: converts the entry; gets None if there is none.
+        name: the name of the entry. Default: that of the attribute.
     """
 
-    def __init__(self, kind: Callable[[Any], Value]) -> None:
-        self._kind = kind
+    def __init__(self, kind: Callable[[Any], Value], name: str = "") -> None:
+        self._kind, self._name = kind, name
 
     def __set_name__(self, owner: type, name: str) -> None:
-        self._name = name
+        self._name = self._name or name
 
     def __get__(self, record: RunRecord, owner: type) -> Value:
         return self._kind(record.facts.get(self._name))
@@ -69,6 +70,10 @@ class Fact(Generic[Value]):
 
 def _optional(kind: Callable[[Any], Value]) -> Fact[Value | None]:
     return Fact(lambda value: None if value is None else kind(value))
+
+
+def _curve(name: str) -> Fact[Curve]:
+    return Fact(lambda curves: Curve.of(_mapping(curves).get(name)), "curves")
 
 
 def _mapping(value: object) -> Mapping[str, Any]:
@@ -104,6 +109,8 @@ class RunRecord:
         now: the time (of `time.time`) that `duration` refers to. Default: the current time.
 
     Attributes:
+        home: the run's folder, or None if it has none.
+        folder: the run's folder, or the working directory if it has none.
         former: the facts of an earlier run in the same folder. Empty unless the record was started by `begin`.
         label: the name of the run among others that it is compared with.
         recipe: name of the recipe.
@@ -129,6 +136,10 @@ class RunRecord:
         gpu: ``capability`` and ``tf32`` of the GPU; empty on another device.
         throughput: measurements of the callback Throughput; empty without it.
         curves: series of the recorder by name.
+        losses: the training loss per batch, as returned by ``training_step``.
+        skipped: the number of skipped steps so far, at each skipped step.
+        elapsed: seconds of training so far.
+        memory: memory in bytes: reserved by torch on a GPU, otherwise of the process.
         compile: the modules that the callback Compile has compiled; empty without it.
         overrides: the overrides on the command line.
         fast_settings: the settings that the callback FastSettings enabled. None without it.
@@ -160,14 +171,17 @@ class RunRecord:
     overrides = Fact(_texts)
     fast_settings = _optional(_texts)
     curves = Fact(_mapping)
+    losses = _curve("losses")
+    skipped = _curve("skipped")
+    elapsed = _curve("seconds")
+    memory = _curve("memory")
 
     def __init__(self, facts: dict[str, Any], folder: Path | None, now: float | None = None) -> None:
         self.facts = facts
-        self.folder = folder or Path()
+        self.home, self.folder = folder, folder or Path()
         self.former: dict[str, Any] = {}
         self.label = ""
         self.now = time.time() if now is None else now
-        self._is_stored = folder is not None
 
     @classmethod
     def begin(cls, folder: Path | None, **facts: Any) -> RunRecord:
@@ -176,18 +190,13 @@ class RunRecord:
         record.former = {} if folder is None else read_json(folder)
         return record
 
-    @property
-    def home(self) -> Path | None:
-        """The folder of the run, or None if it has none."""
-        return self.folder if self._is_stored else None
-
     def write(self) -> None:
         """Write ``run.json``, one line per fact. Readers see the whole file, or the one before it.
 
         Raises:
             OSError: if the file cannot be written.
         """
-        if self._is_stored:
+        if self.home is not None:
             lines = ",\n".join(f"  {json.dumps(name)}: {json.dumps(fact)}" for name, fact in self.facts.items())
             write_text(self.folder / RUN, f"{{\n{lines}\n}}\n")
 
@@ -356,26 +365,6 @@ class RunRecord:
         return Path(str(path).replace("\\", "/")).name if path else None
 
     @property
-    def losses(self) -> Curve:
-        """The training loss per batch, as returned by ``training_step``."""
-        return Curve.of(self.curves.get("losses"))
-
-    @property
-    def skipped(self) -> Curve:
-        """The number of skipped steps so far, at each skipped step."""
-        return Curve.of(self.curves.get("skipped"))
-
-    @property
-    def elapsed(self) -> Curve:
-        """Seconds of training so far."""
-        return Curve.of(self.curves.get("seconds"))
-
-    @property
-    def memory(self) -> Curve:
-        """Memory in bytes: reserved by torch on a GPU, otherwise of the process."""
-        return Curve.of(self.curves.get("memory"))
-
-    @property
     def scales(self) -> Curve:
         """The loss scale at each change; no points without loss scaling."""
         found = Curve.of(self.curves.get("scales"))
@@ -401,12 +390,10 @@ class RunRecord:
     @property
     def stages(self) -> dict[str, dict[str, Curve]]:
         """The metrics of epochs and validations, by stage ("train" or "val") and name."""
-        stages = self.curves.get("metrics")
-        found = stages.items() if isinstance(stages, Mapping) else ()
+        stages = _mapping(self.curves.get("metrics"))
         return {
-            str(stage): {str(name): Curve.of(series) for name, series in metrics.items()}
-            for stage, metrics in found
-            if isinstance(metrics, Mapping)
+            str(stage): {str(name): Curve.of(series) for name, series in _mapping(metrics).items()}
+            for stage, metrics in stages.items()
         }
 
     def metric_curve(self, name: str) -> Curve:
@@ -418,7 +405,7 @@ class RunRecord:
     @cached_property
     def rows(self) -> dict[str, Curve]:
         """The columns of the newest ``metrics.csv`` of the run."""
-        files = [file for pattern in _ROWS for file in self.folder.glob(pattern)] if self._is_stored else []
+        files = [] if self.home is None else [file for pattern in _ROWS for file in self.home.glob(pattern)]
         return read_rows(self.inside(max(files, key=changed))) if files else {}
 
     def inside(self, file: Path) -> Path:
@@ -430,10 +417,10 @@ class RunRecord:
         """Return the content of a file that Hydra has written, or None if it is missing or not readable."""
         from omegaconf import OmegaConf
 
-        if not self._is_stored:
+        if self.home is None:
             return None
         try:
-            return OmegaConf.to_container(OmegaConf.load(self.inside(self.folder / ".hydra" / name)), resolve=False)
+            return OmegaConf.to_container(OmegaConf.load(self.inside(self.home / ".hydra" / name)), resolve=False)
         except Exception:  # an incomplete file can raise many errors
             return None
 
