@@ -202,7 +202,8 @@ def _explain_memory(error: BaseException, trainer: Trainer, folder: Folder | Non
     device, batch, usage = trainer.engine.device, _batch_of(trainer), None
     size = (None if batch is None else batch_size(batch)) or None
     with suppress(Exception):
-        usage = _usage(trainer, batch)
+        tensors = [] if batch is None else tensors_in(batch)
+        usage = memory.measure(device, trainer.lightning_module, trainer.engine.optimizers, tensors)
         error.__dict__["memory"] = usage
     phase = _phase(frame for frame, _ in traceback.walk_tb(error.__traceback__))
     moment = "before the first batch" if phase == _SET_UP else f"at {_describe_position(trainer)}"
@@ -223,11 +224,6 @@ def _explain_memory(error: BaseException, trainer: Trainer, folder: Folder | Non
 def _batch_of(trainer: Trainer) -> Any:
     """Return the current batch, or None."""
     return None if trainer.active_metrics is None else trainer.active_metrics.batch
-
-
-def _usage(trainer: Trainer, batch: Any) -> Usage:
-    tensors = [] if batch is None else tensors_in(batch)
-    return memory.measure(trainer.engine.device, trainer.lightning_module, trainer.engine.optimizers, tensors)
 
 
 _SET_UP = "the set-up"

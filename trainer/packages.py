@@ -44,7 +44,8 @@ def is_users_file(file: str) -> bool:
 def is_frameworks_file(file: str) -> bool:
     """Return whether a file of code belongs to Python, to this package, or to a package that this one needs."""
     path = Path(file).resolve()
-    is_python = _INSTALLED.isdisjoint(Path(file).parts) and path.is_relative_to(_python())
+    python = Path(sysconfig.get_path("stdlib")).resolve()
+    is_python = _INSTALLED.isdisjoint(Path(file).parts) and path.is_relative_to(python)
     return is_python or any(path.is_relative_to(folder) for folder in _packages())
 
 
@@ -55,11 +56,6 @@ def is_users_module(name: str) -> bool:
     module = sys.modules.get(root)
     file = getattr(module, "__file__", None) or next(iter(getattr(module, "__path__", ())), None)
     return root not in ("trainer", *sys.stdlib_module_names) and (file is None or is_users_file(file))
-
-
-@cache
-def _python() -> Path:
-    return Path(sysconfig.get_path("stdlib")).resolve()
 
 
 @cache

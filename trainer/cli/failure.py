@@ -143,18 +143,13 @@ def one_line(error: BaseException) -> str:
 
 def paragraph(error: BaseException) -> str:
     """Return a paragraph: the message of ``error``, the line that raised it, advice, and the log with the traceback."""
-    kind, message = type(error).__name__, str(error)
-    text = message
-    if found := _IN_WORKER.match(message):
-        kind, text = found["kind"], message[found.end() :]
-    if isinstance(error, TrainerError):
-        lines = [f"trainer: {_shortened(message)}"]
-    else:
-        shortened = _shortened(text)
-        lines = [f"trainer: {kind}: {shortened}" if shortened else f"trainer: {kind}."]
+    found, is_own = _IN_WORKER.match(str(error)), isinstance(error, TrainerError)
+    kind = found["kind"] if found else type(error).__name__
+    text = _shortened(str(error)[found.end() :] if found else str(error))
+    lines = [f"trainer: {text}" if is_own else f"trainer: {kind}: {text}" if text else f"trainer: {kind}."]
     if found:
         lines.append(f"In {found['where']}.")
-    if not isinstance(error, TrainerError) and (place := user_line(error)):
+    if not is_own and (place := user_line(error)):
         lines.append(f"Raised in {place}")
     lines += [note.replace("\n", "\n  ") for note in getattr(error, "__notes__", ()) if isinstance(note, str)]
     if advice := _advice(error):

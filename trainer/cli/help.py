@@ -60,7 +60,10 @@ def help_text(command: str | None, config_dir: str | None = None) -> str:
     sections += _settings(config_dir, about.settings)
     if command == LISTS_SETTINGS:
         flags = [(f"{', '.join(reversed(one.spellings))} {one.value}", one.about) for one in FLAGS if one.about]
-        sections += [_groups(config_dir), *_settings(config_dir, ["", "trainer"])]
+        added = {group: f"{'+' * (group in GROUPS_TO_ADD)}{group}=" for group in _GROUPS}
+        groups = [(name, ", ".join(options(group, config_dir)) or "none yet") for group, name in added.items()]
+        heading = "Config groups: GROUP=OPTION uses conf/GROUP/OPTION.yaml of your project or of this package:"
+        sections += [_format_rows(heading, groups), *_settings(config_dir, ["", "trainer"])]
         sections.append(_format_rows("Flags, at any position:", flags))
     text = "\n\n".join(sections).replace(_PROGRAM_PLACEHOLDER, program())
     if command != LISTS_SETTINGS and "SETTING" in about.usage:
@@ -70,8 +73,6 @@ def help_text(command: str | None, config_dir: str | None = None) -> str:
 
 def _settings(config_dir: str | None, nodes: Sequence[str]) -> list[str]:
     """Return one section for each of ``nodes``, with its settings in the default config; "" is the config itself."""
-    if not nodes:
-        return []
     from omegaconf import OmegaConf
 
     from trainer.cli.compose import Composer
@@ -131,13 +132,3 @@ def versions() -> str:
     names = ("torch", "lightning", "torchmetrics", "hydra-core")
     lines = [f"{name} {version_of(name) or 'is not installed'}" for name in names]
     return "\n".join([f"trainer {trainer.__version__}", *lines])
-
-
-def _groups(config_dir: str | None) -> str:
-    rows = []
-    for group in _GROUPS:
-        name = f"+{group}=" if group in GROUPS_TO_ADD else f"{group}="
-        rows.append((name, ", ".join(options(group, config_dir)) or "none yet"))
-    return _format_rows(
-        "Config groups: GROUP=OPTION uses conf/GROUP/OPTION.yaml of your project or of this package:", rows
-    )

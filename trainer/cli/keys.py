@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -43,13 +44,8 @@ def options(group: str, config_dir: str | None = None) -> dict[str, Path]:
 
 def heading(file: Path) -> list[str]:
     """Return the comment at the top of a config, without Hydra's ``@package`` line."""
-    lines = []
-    for line in file.read_text(encoding="utf-8").splitlines():
-        if not line.startswith("#"):
-            break
-        if "@package" not in line:
-            lines.append(line.rstrip())
-    return lines
+    lines = takewhile(lambda line: line.startswith("#"), file.read_text(encoding="utf-8").splitlines())
+    return [line.rstrip() for line in lines if "@package" not in line]
 
 
 def description(file: Path) -> str:

@@ -51,12 +51,6 @@ def prepare(hydra: Any) -> None:
         for start, (extra, module) in _NEEDS.items():
             if target.startswith(start) and (problem := packages.missing(extra)):
                 raise UsageError(f"hydra/{kind}={hydra.runtime.choices.get(f'hydra/{kind}')} needs {problem}")
-            if target == start and module:
-                _register(target, module)
-
-
-def _register(target: str, module: str) -> None:
-    """Import a class of this package, and register it with Hydra under its name in the config."""
-    plugins = Plugins.instance()
-    plugins.register(plugin := getattr(import_module(module), target.rpartition(".")[2]))
-    plugins.class_name_to_class[target] = plugin
+            if target == start and module:  # a class of this package; Hydra finds it under its name in the config
+                Plugins.instance().register(plugin := getattr(import_module(module), target.rpartition(".")[2]))
+                Plugins.instance().class_name_to_class[target] = plugin

@@ -9,6 +9,7 @@ removed from it, and the chosen options are merged after it.
 from __future__ import annotations
 
 import re
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -62,8 +63,11 @@ def apply(arguments: Arguments) -> None:
     arguments.overrides.append(f"ckpt={quoted(str(checkpoint))}")  # so that other processes use the same checkpoint
     arguments.flags["--config-name"] = RESTORED
     if is_first() and not is_quiet() and not arguments.shows:
-        started = _working_dir_of(run)
-        remark = f" The run was started in {started}." if started not in (None, str(Path.cwd())) else ""
+        remark = ""
+        with suppress(OSError, ValueError, KeyError, TypeError, RecursionError, yaml.YAMLError):  # it is unknown
+            saved = yaml.safe_load((run / ".hydra" / "hydra.yaml").read_text(encoding="utf-8"))
+            if (started := saved["hydra"]["runtime"]["cwd"]) != str(Path.cwd()):
+                remark = f" The run was started in {started}."
         print(printable(f"{arguments.command} with {checkpoint.name} and the config of {run}.{remark}"), flush=True)
 
 
@@ -149,12 +153,3 @@ def _damaged_error(file: Path, problem: str) -> UsageError:
         f"{file} is damaged: {problem}. To use the checkpoint anyway, choose its config: +recipe=NAME ckpt_path=FILE"
         " instead of ckpt."
     )
-
-
-def _working_dir_of(run: Path) -> str | None:
-    """Return the working directory of the run, or None if it is unknown."""
-    try:
-        saved = yaml.safe_load((run / ".hydra" / "hydra.yaml").read_text(encoding="utf-8"))
-        return str(saved["hydra"]["runtime"]["cwd"])
-    except (OSError, ValueError, KeyError, TypeError, RecursionError, yaml.YAMLError):
-        return None

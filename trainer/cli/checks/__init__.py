@@ -32,6 +32,8 @@ from trainer.terminal import Table, command_line, print_line
 if TYPE_CHECKING:
     import torch
 
+    from trainer.cli.checks.speed import Speed
+
 _PACKAGES = ("lightning", "torchmetrics", "hydra-core", "omegaconf")
 _OPTIONAL = ("torchvision", "scikit-learn", "optuna")
 _RUNS = "outputs"  # the default folder of runs (conf/amp_trainer.yaml)
@@ -140,7 +142,7 @@ def check_speed(found: Findings) -> None:
     from trainer.cli.checks.speed import measure
 
     device, cores, threads, load = found.devices[0], machine.cores().usable, torch.get_num_threads(), _load()
-    name, speeds = _name(device), measure(device, found.seconds)
+    name, speeds = _name(device), measure(device)
     facts = {"device": name, "threads": threads, "load": load, "rows": [vars(row) for row in speeds]}
     found.facts["speed"] = facts
     is_busy = load is not None and device.type == "cpu" and load > cores
@@ -152,10 +154,7 @@ def check_speed(found: Findings) -> None:
     found.facts["verdict"] = verdict(device, {} if is_busy else {row.name: row.ratios for row in speeds})
     on_cpu = f", {threads} thread{'s' * (threads != 1)}" if device.type == "cpu" else ""
     header = ["arithmetic", *(text for words in _OPERATIONS.values() for text in (words, "against float32"))]
-    rows = [
-        [row.name, *(text for one in _OPERATIONS for text in (_rate(getattr(row, one)), _ratio(row.ratios.get(one))))]
-        for row in speeds
-    ]
+    rows = [[row.name, *(text for one in _OPERATIONS for text in _rate(row, one))] for row in speeds]
     found.tables.append(Table(f"Measured speed of {name}{on_cpu}", header, rows))
 
 
@@ -317,11 +316,8 @@ def show(found: Findings) -> None:
         print_line(found.facts["verdict"], "bold")
 
 
-def _rate(value: float | None) -> str:
-    if value is None:
-        return "-"
-    return f"{value / 1e12:.1f} TFLOP/s" if value >= 1e12 else f"{value / 1e9:.1f} GFLOP/s"
-
-
-def _ratio(value: float | None) -> str:
-    return "-" if value is None else f"{value:.2f}x"
+def _rate(row: Speed, operation: str) -> tuple[str, str]:
+    """Return the rate of an operation, and its ratio to that in float32; "-" if it does not run."""
+    rate, ratio = getattr(row, operation), row.ratios.get(operation)
+    text = "-" if rate is None else f"{rate / 1e12:.1f} TFLOP/s" if rate >= 1e12 else f"{rate / 1e9:.1f} GFLOP/s"
+    return text, "-" if ratio is None else f"{ratio:.2f}x"

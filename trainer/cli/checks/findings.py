@@ -57,14 +57,12 @@ class Findings:
     """The results of checks.
 
     Args:
-        seconds: time for the measurement of speed.
         recipe: the recipe to check; None to check only the machine.
         devices: devices that a Trainer can use; empty if torch cannot be imported.
         facts: all results, as plain containers. ``checks json`` prints them.
         tables: tables for the terminal.
     """
 
-    seconds: float = 2.0
     recipe: Recipe | None = None
     devices: list[torch.device] = field(default_factory=list)
     facts: dict[str, Any] = field(

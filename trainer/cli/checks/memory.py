@@ -237,15 +237,12 @@ def _measure(recipe: Recipe, device: torch.device, number: int, prediction: Pred
         with FlopCounter() as counter:
             ops = look(build, batch, precision, prediction.synchronizations)
         recipe.operations = counter.total
-        peak, after = measure(build, batch, precision, prepare, None)
-        prediction.needs.append(Need("single", 1, peak, after, precision.name))
-        prediction.needs.append(
-            Need("ddp", number, peak + prediction.gradients, after + prediction.gradients, precision.name)
-        )
+        single = measure(build, batch, precision, prepare, None)
+        ddp = single.peak + prediction.gradients, single.after + prediction.gradients
+        prediction.needs += [Need("single", 1, *single, precision.name), Need("ddp", number, *ddp, precision.name)]
         if sharding.IS_SUPPORTED:
-            prediction.needs.append(
-                Need("fsdp", number, *measure(build, batch, precision, prepare, number), precision.name)
-            )
+            fsdp = measure(build, batch, precision, prepare, number)
+            prediction.needs.append(Need("fsdp", number, *fsdp, precision.name))
         for name in COMPARED_PRECISIONS:
             if name != precision.name:
                 others = measure(build, batch, resolve_precision(name), checkpoint, None)

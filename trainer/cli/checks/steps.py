@@ -169,15 +169,11 @@ def _fit(recipe: Recipe, batch: Any, observer: Callback, **changes: Any) -> Any:
         if recipe.settings["data"] is None:
             begin["train_dataloaders"] = _RepeatBatch(batch)
         else:  # the data module is set up already; its batch hooks are used
-            recipe.data.prepare_data = recipe.data.setup = recipe.data.teardown = _nothing
+            recipe.data.prepare_data = recipe.data.setup = recipe.data.teardown = lambda *_, **__: None
             recipe.data.train_dataloader = lambda: _RepeatBatch(batch)
             begin["datamodule"] = recipe.data
         rehearse(trainer, module, observer, **begin)
     return trainer
-
-
-def _nothing(*_: Any, **__: Any) -> None:
-    pass
 
 
 @contextmanager

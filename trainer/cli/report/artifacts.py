@@ -135,20 +135,14 @@ def figures_of(run: RunRecord) -> tuple[list[Matrix], list[Picture], list[str]]:
             if inside.stat().st_size > _LARGEST:
                 raise ValueError(f"larger than {_LARGEST >> 20} MiB")
             content = inside.read_bytes()
-            found = _matrix(file.stem, json.loads(content)) if kind == ".json" else _picture(file, content)
+            if kind == ".json":
+                matrices.append(_matrix(file.stem, json.loads(content)))
+            else:
+                address = f"data:image/{_PICTURES[kind]};base64,{base64.b64encode(content).decode()}"
+                pictures.append(Picture(file.stem, address))
         except (ArithmeticError, AttributeError, LookupError, OSError, RecursionError, TypeError, ValueError) as error:
             notes.append(f"{file.name} cannot be shown: {redaction.text(f'{type(error).__name__}: {error}')}.")
-            continue
-        if isinstance(found, Matrix):
-            matrices.append(found)
-        else:
-            pictures.append(found)
     return matrices, pictures, notes
-
-
-def _picture(file: Path, content: bytes) -> Picture:
-    address = f"data:image/{_PICTURES[file.suffix.lower()]};base64,{base64.b64encode(content).decode()}"
-    return Picture(file.stem, address)
 
 
 def _matrix(name: str, content: Any) -> Matrix:

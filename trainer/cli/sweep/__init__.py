@@ -6,7 +6,6 @@ import json
 import math
 import os
 import re
-from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean, stdev
 
@@ -45,7 +44,16 @@ def report(folder: Path, since: float = 0.0, again: str = "") -> int:
     result = "\n\n".join(part for part in (_means(sweep), _best(sweep)) if part)
     text = f"{markdown_table(header, rows)}\n" + (f"\n{result}\n" if result else "")
     (folder / "summary.md").write_text(text, encoding="utf-8")
-    _print(header, rows, result, sweep.runs, folder)
+    jobs = "1 job" if len(rows) == 1 else f"{len(rows)} jobs"
+    shown = [place for place, name in enumerate(header) if name not in _ONLY_IN_FILES]
+    cells = [[row[place].replace(" ", "\n") if place == 1 else row[place] for place in shown] for row in rows]
+    Table(f"Sweep of {jobs}", [header[place] for place in shown], cells).show()
+    if result:
+        print_line(result, "bold green" if "Best: job" in result else "yellow")
+    for run in sweep.runs:
+        if run.error:
+            print_line(f"Job {run.job} {run.status}: {run.error}")
+    print_line(f"Results are in {folder}")
     if again and any(run.status == "interrupted" for run in sweep.runs):
         print(f"To resume: {again}", flush=True)
     return sum(run.status not in SUCCESSFUL for run in sweep.runs)
@@ -107,16 +115,3 @@ def _best(sweep: Sweep) -> str:
     if len(objectives) == 1 and any(run.completed for run in sweep.runs):
         return f"There is no best job: no job has a finite value of {objectives.pop()[0]}."
     return ""
-
-
-def _print(header: list[str], rows: list[list[str]], result: str, runs: Sequence[RunRecord], folder: Path) -> None:
-    jobs = "1 job" if len(rows) == 1 else f"{len(rows)} jobs"
-    shown = [place for place, name in enumerate(header) if name not in _ONLY_IN_FILES]
-    cells = [[row[place].replace(" ", "\n") if place == 1 else row[place] for place in shown] for row in rows]
-    Table(f"Sweep of {jobs}", [header[place] for place in shown], cells).show()
-    if result:
-        print_line(result, "bold green" if "Best: job" in result else "yellow")
-    for run in runs:
-        if run.error:
-            print_line(f"Job {run.job} {run.status}: {run.error}")
-    print_line(f"Results are in {folder}")
