@@ -7,13 +7,11 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from lightning.pytorch import Callback
+import lightning.pytorch as pl
 
 from trainer.precision.devices import synchronized_time
 
 if TYPE_CHECKING:
-    import lightning.pytorch as pl
-
     from trainer.trainer import Trainer
 
 
@@ -21,7 +19,7 @@ class RehearsalDone(Exception):  # noqa: N818 - not an error
     """Raised by a callback to end the run."""
 
 
-def rehearse(trainer: Trainer, module: Any, observer: Callback, stage: str = "fit", **arguments: Any) -> None:
+def rehearse(trainer: Trainer, module: Any, observer: pl.Callback, stage: str = "fit", **arguments: Any) -> None:
     """Run a stage of the Trainer to its end, or until ``observer`` raises :class:`RehearsalDone`.
 
     Args:
@@ -41,7 +39,7 @@ def first_weights(settings: Mapping[str, Any]) -> dict[str, Any]:
     return {} if settings["weights"] is None else {"weights": settings["weights"]}
 
 
-class Clock(Callback):
+class Clock(pl.Callback):
     """Measure the seconds of each training step, without the time to load its batch.
 
     Args:

@@ -28,7 +28,7 @@ def measured(monkeypatch, tmp_path):
         Speed("float16", 9e10, None, {"matmul": 0.9}),
         Speed("bfloat16", 4.1e12, 1.6e11, {"matmul": 41.0, "convolution": 2.0}),
     ]
-    monkeypatch.setattr(speed, "measure", lambda device, seconds: rows)
+    monkeypatch.setattr(speed, "measure", lambda device: rows)
     return rows
 
 

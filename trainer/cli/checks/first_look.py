@@ -11,8 +11,7 @@ import torch
 
 from trainer import machine
 from trainer.cli import failure
-from trainer.cli.checks import batch, loading, memory, steps
-from trainer.cli.checks.findings import Findings, LoadedBatch, Recipe
+from trainer.cli.checks import Findings, LoadedBatch, Recipe, batch, loading, memory, steps
 from trainer.cli.checks.layers import LARGEST, SCALE, Layer, Layers, largest_scale
 from trainer.cli.checks.steps import StepTime
 from trainer.data.samples import batch_size

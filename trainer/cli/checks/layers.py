@@ -6,10 +6,10 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import lightning.pytorch as pl
 import torch
-from lightning.pytorch import Callback
 from torch import Tensor, nn
 from torchmetrics import Metric
 
@@ -18,9 +18,6 @@ from trainer.cli.rehearsal import RehearsalDone
 from trainer.data.samples import tensors_in
 from trainer.module_tree import plain_class
 from trainer.postmortem.trace import measure
-
-if TYPE_CHECKING:
-    import lightning.pytorch as pl
 
 LARGEST = torch.finfo(torch.float16).max
 """65,504."""
@@ -69,7 +66,7 @@ class Layer:
         return self.vanishing / self.nonzero if self.nonzero else 0.0
 
 
-class Layers(Callback):
+class Layers(pl.Callback):
     """Collect statistics of the layers in one training step, and end the fit.
 
     Args:

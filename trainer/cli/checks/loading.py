@@ -12,7 +12,7 @@ from trainer.arguments import describe
 from trainer.cli import failure
 from trainer.cli.arguments import UsageError
 from trainer.cli.build import check, make
-from trainer.cli.checks.findings import LoadedBatch, Recipe
+from trainer.cli.checks import LoadedBatch, Recipe
 from trainer.cli.folders import merge_recipes
 from trainer.cli.targets import Allowlist
 

@@ -15,8 +15,8 @@ from trainer.callbacks import fast_settings, sync_detector
 from trainer.callbacks.sync_detector import Synchronization
 from trainer.cli.arguments import COMPARED_PRECISIONS, UsageError
 from trainer.cli.build import make
+from trainer.cli.checks import Findings, Recipe
 from trainer.cli.checks.fake_step import look, measure
-from trainer.cli.checks.findings import Findings, Recipe
 from trainer.cli.checks.steps import undisturbed
 from trainer.cli.fused import fusing
 from trainer.cli.schema import read_settings, setting

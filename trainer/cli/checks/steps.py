@@ -15,13 +15,13 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
+import lightning.pytorch as pl
 import torch
-from lightning.pytorch import Callback
 
 from trainer import machine
-from trainer.cli.checks.findings import Recipe
+from trainer.cli.checks import Recipe
 from trainer.cli.checks.layers import Layers
 from trainer.cli.processes import environment
 from trainer.cli.rehearsal import Clock, RehearsalDone, first_weights, rehearse
@@ -30,9 +30,6 @@ from trainer.data.samples import batch_size, part_of
 from trainer.errors import join_first
 from trainer.precision.float8 import Float8Precision
 from trainer.state import random_states
-
-if TYPE_CHECKING:
-    import lightning.pytorch as pl
 
 _FLOAT32 = {"_target_": "trainer.precision.FullPrecision"}
 _SEEDS = ("PL_GLOBAL_SEED", "PL_SEED_WORKERS")
@@ -158,7 +155,7 @@ class _RepeatBatch:
             yield copy.deepcopy(self._batch)
 
 
-def _fit(recipe: Recipe, batch: Any, observer: Callback, **changes: Any) -> Any:
+def _fit(recipe: Recipe, batch: Any, observer: pl.Callback, **changes: Any) -> Any:
     """Train a module of the recipe on one batch until ``observer`` ends the run. Return the Trainer."""
     trainer_node = recipe.settings["trainer"] | {"_target_": "trainer.Trainer"}
     settings = recipe.settings | {"callbacks": {}, "data": None, "trainer": trainer_node} | changes
