@@ -125,7 +125,10 @@ def memory(root: Path = Path("/")) -> Memory:
     Args:
         root: root of the file system; for tests.
     """
-    total, available = _system_memory(root)
+    found = {line.partition(":")[0]: line.split() for line in _read_lines(root / "proc/meminfo")}
+    total, available = (int(found[name][1]) * 1024 if name in found else None for name in ("MemTotal", "MemAvailable"))
+    if total is None and hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:  # macOS
+        total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     limits, remaining = [], []
     for folder in _control_groups(root, "memory"):
         limit = _read_text(folder / "memory.max") or _read_text(folder / "memory.limit_in_bytes")
@@ -189,18 +192,14 @@ def peak_memory() -> int:
     try:
         status = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
     except OSError:
-        return _peak_elsewhere()
+        try:
+            import resource
+        except ImportError:  # Windows
+            return 0
+        unit = 1 if sys.platform == "darwin" else 1024
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
     # not ru_maxrss, which a child process inherits from its parent
     return next((int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmHWM")), 0)
-
-
-def _peak_elsewhere() -> int:
-    try:
-        import resource
-    except ImportError:  # Windows
-        return 0
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def shared_memory() -> tuple[int, int] | None:
@@ -247,15 +246,6 @@ def _cached(folder: Path) -> int:
     """Return the bytes of cached files in a control group, which the system drops if it needs memory."""
     found = dict(line.split()[:2] for line in _read_lines(folder / "memory.stat") if len(line.split()) == 2)
     return int(found.get("total_inactive_file", found.get("inactive_file", "0")))
-
-
-def _system_memory(root: Path) -> tuple[int | None, int | None]:
-    """Return total and available memory in bytes. Available memory is unknown on macOS."""
-    found = {line.partition(":")[0]: line.split() for line in _read_lines(root / "proc/meminfo")}
-    sizes = [int(found[name][1]) * 1024 if name in found else None for name in ("MemTotal", "MemAvailable")]
-    if sizes[0] is None and hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
-        sizes[0] = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return sizes[0], sizes[1]
 
 
 def _network_file_system(folder: Path, mounts: Path) -> str | None:

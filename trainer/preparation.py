@@ -91,8 +91,9 @@ class Preparation:
             self.schedule_validation(loaders)
             self._warn_of_missing_rows(loaders)
             self._report_short_windows(loaders)
-        if trainer.enable_validation:
-            self._first_validation()
+        saved = trainer.data.resumed_validation  # whether the saved run had validation dataloaders; None for a new run
+        if trainer.enable_validation and (loop.limits.epoch_validates() if saved is None else saved):
+            self.validation(renew=saved is None)
         epochs = trainer.progress.epochs_trained
         batches = TrainingBatches(
             loaders,
@@ -347,15 +348,6 @@ class Preparation:
         if self._profiling is not None:
             wrappers.append(partial(self._profiling.watch_evaluation, loop.stage))
         return wrapped(path, wrappers)
-
-    def _first_validation(self) -> None:
-        """Prepare the validation when the fit begins, if the first epoch validates.
-
-        A resumed run has validation dataloaders if the saved run had some.
-        """
-        saved = self._trainer.data.resumed_validation
-        if self._trainer.loop.limits.epoch_validates() if saved is None else saved:
-            self.validation(renew=saved is None)
 
     def validation(self, renew: bool = True) -> None:
         """Prepare the validation inside a fit, with new dataloaders if these are due and ``renew`` is True."""

@@ -20,9 +20,9 @@ from tests.support import BOTH_TRAINERS, FakeTrainer, make_trainer
 from trainer import Trainer
 from trainer.callbacks import Curves, OptunaPruning, RunRecorder, RunSummary
 from trainer.callbacks import run_recorder as module
+from trainer.callbacks.run_recorder import Series
 from trainer.record.measures import tensor_cores_of, training_loss
 from trainer.record.run_record import RunRecord, load_run
-from trainer.record.series import Series
 
 
 class Net(torch.nn.Module):

@@ -24,7 +24,7 @@ from tests.warm_python import WarmPython
 from trainer import terminal
 from trainer.cli import main
 from trainer.cli.arguments import read
-from trainer.cli.checks.findings import LoadedBatch, Recipe
+from trainer.cli.checks import LoadedBatch, Recipe
 from trainer.cli.checks.first_look import bottleneck
 from trainer.cli.checks.steps import StepTime
 from trainer.cli.folders import PACKAGE

@@ -6,12 +6,13 @@ metric of early stopping. ``trainer.record.run_record.RunRecord.objective_value`
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from trainer.arguments import TEXT
 from trainer.cli.schema import setting
+from trainer.errors import did_you_mean
 from trainer.record.run_record import direction_of
 
 
@@ -36,6 +37,19 @@ def choose(node: Mapping[str, Any] | None, monitor: Mapping[str, Any] | None) ->
         return None
     mode = node.get("mode") or (monitor.get("mode") if metric == monitor.get("metric") else None)
     return str(metric), str(mode or (direction_of(str(metric)) or "max"))
+
+
+def not_logged(setting: str, metric: str, clause: str, logged: Collection[str]) -> str:
+    """Return the message about a setting with a metric that was not logged.
+
+    Args:
+        setting: key of the setting.
+        metric: its value.
+        clause: the end of the sentence, such as ``no run logged``.
+        logged: names of the logged metrics.
+    """
+    names = ", ".join(logged) or "nothing"
+    return f"{setting} is {metric}, which {clause}.{did_you_mean(metric, logged)} Logged metrics: {names}."
 
 
 def monitored(callbacks: Any) -> dict[str, Any] | None:

@@ -22,13 +22,13 @@ from trainer.cli.arguments import UsageError
 from trainer.cli.build import check, make
 from trainer.cli.compose import resolve
 from trainer.cli.folders import merge_recipes
-from trainer.cli.objective import choose, monitored
+from trainer.cli.objective import choose, monitored, not_logged
 from trainer.cli.processes import PARENT, end_with_parent, imports_only, is_first
 from trainer.cli.restore import recipe_of
 from trainer.cli.run_warnings import log_warnings
 from trainer.cli.targets import Allowlist
 from trainer.cli.workdir import resume_command, words_of_run
-from trainer.errors import ConfigurationError, FolderInUseError, TrainerError, did_you_mean, memory_at
+from trainer.errors import ConfigurationError, FolderInUseError, TrainerError, memory_at
 from trainer.files import from_here
 from trainer.loggers import LoggedRun
 from trainer.record.find_checkpoint import run_of
@@ -170,8 +170,10 @@ def assemble(settings: dict[str, Any], folder: Path, record: RunRecord | None = 
         merge_recipes()
         if settings["seed"] is not None:
             L.seed_everything(settings["seed"], workers=True, verbose=False)
-        shared = {name: settings[name] for name in ("optimizer", "scheduler") if _is_taken(name, settings)}
-        check(shared, "", allowlist)  # first, so that an error names the node that contains the mistake
+        # nodes that the model contains, through an interpolation, come first: an error names the node with the mistake
+        taken = settings["model"].values() if isinstance(settings["model"], dict) else ()
+        shared = {name: settings.get(name) for name in ("optimizer", "scheduler")}
+        check({name: node for name, node in shared.items() if isinstance(node, dict) and node in taken}, "", allowlist)
         check({name: settings[name] for name in _NODES} | {"trainer": arguments}, "", allowlist)
         trainer_class = allowlist.locate(target, "trainer")
 
@@ -238,12 +240,6 @@ def _with_tracking(settings: dict[str, Any], folder: Path, record: RunRecord) ->
     run = LoggedRun(folder, settings.get("name") or record.facts["recipe"], folder.parent.name if is_job else None)
     loggers = tracking.complete(settings["logger"], run, former)
     return settings | {"logger": loggers}, {} if former else tracking.settings_to_log(settings)
-
-
-def _is_taken(name: str, settings: dict[str, Any]) -> bool:
-    """Return whether the model contains the node ``name`` of the config, through an interpolation."""
-    node, model = settings.get(name), settings["model"]
-    return isinstance(node, dict) and isinstance(model, dict) and node in model.values()
 
 
 def _print_resume_command(folder: Path, config: DictConfig, trainer: Trainer | None) -> None:
@@ -405,9 +401,4 @@ def _objective(settings: Mapping[str, Any], facts: Mapping[str, Any]) -> dict[st
 def _warn_of_missing_objective(settings: Mapping[str, Any], run: RunRecord) -> None:
     metric = (settings.get("objective") or {}).get("metric")
     if run.command == "fit" and run.completed and metric is not None and metric not in run.metrics:
-        log.warning(
-            "objective.metric is %s, which the run did not log.%s Logged metrics: %s.",
-            metric,
-            did_you_mean(metric, run.metrics),
-            ", ".join(run.metrics) or "nothing",
-        )
+        log.warning(not_logged("objective.metric", metric, "the run did not log", run.metrics))

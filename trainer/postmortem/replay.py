@@ -174,7 +174,7 @@ def undisturbed(trainer: Trainer) -> Iterator[ObjectState]:
         if "torch._dynamo" in sys.modules:  # otherwise nothing is compiled, and importing it takes seconds
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         try:
-            engine.module_calls = ModuleCalls(step=_evaluate_only)
+            engine.module_calls = ModuleCalls(step=lambda optimizer, closure, **_: closure())  # without a step
             trainer.loggers = [DummyLogger()] if loggers else []
             yield state
         finally:
@@ -324,11 +324,6 @@ def backward(loss: Tensor, scale: float, parameters: Mapping[str, Tensor], look:
         for handle in handles:
             handle.remove()
     return found
-
-
-def _evaluate_only(optimizer: Any, closure: Callable[[], Any], **kwargs: Any) -> Any:
-    """Run the closure of ``optimizer.step`` without a step."""
-    return closure()
 
 
 def _copy_context(context: AbstractContextManager[object]) -> AbstractContextManager[object]:

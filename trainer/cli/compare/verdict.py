@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from trainer.arguments import NUMBER, SWITCH, TEXT
+from trainer.cli.objective import not_logged
 from trainer.cli.schema import setting
-from trainer.errors import did_you_mean
 from trainer.record.run_record import RunRecord, direction_of
 
 MIN_SPEEDUP = 1.5
@@ -86,10 +86,7 @@ def choose_metric(runs: Sequence[RunRecord], thresholds: Thresholds) -> tuple[Me
     if thresholds.metric in logged:
         return _metric(thresholds.metric, thresholds), None
     if thresholds.metric is not None:
-        remark = (
-            f"compare.metric is {thresholds.metric}, which no run logged."
-            f"{did_you_mean(thresholds.metric, logged)} Logged metrics: {', '.join(logged) or 'nothing'}."
-        )
+        remark = not_logged("compare.metric", thresholds.metric, "no run logged", logged)
     for run in runs:
         name, mode = run.objective or (None, None)
         if name in logged:

@@ -28,8 +28,7 @@ from optuna.trial import FrozenTrial, TrialState
 from sqlalchemy.exc import ArgumentError
 
 from trainer.cli.arguments import UsageError, canonical_precisions
-from trainer.cli.objective import choose, monitored
-from trainer.errors import did_you_mean
+from trainer.cli.objective import choose, monitored, not_logged
 from trainer.record.run_record import PRUNING, RUN, RunRecord
 from trainer.record.sweep import load_sweep
 from trainer.studies import check_pickles, make_pruner, make_sampler
@@ -97,7 +96,13 @@ class OptunaSweeper(Sweeper):
         folder.mkdir(parents=True, exist_ok=True)
         OmegaConf.save(self.config, folder / "multirun.yaml")
         self._fixed, self._space = self._parameters(arguments)
-        self._metric, mode = self._objective()
+        chosen = choose(self.config.get("objective"), monitored(self.config.get("callbacks")))
+        if chosen is None:
+            raise UsageError(
+                "Got hydra/sweeper=optuna without a metric to optimize. Set objective.metric=val_loss, or another"
+                " metric that the model logs, and objective.mode=min or max unless its name implies it."
+            )
+        self._metric, mode = chosen
         written = OmegaConf.to_container(self.config.hydra.sweeper, resolve=False)
         assert isinstance(written, dict)
         own = f"sqlite:///{(folder / 'study.db').as_posix()}"
@@ -127,21 +132,8 @@ class OptunaSweeper(Sweeper):
         """
         done = [run for run in self._jobs().values() if run.completed]
         if done and not any(self._metric in run.metrics for run in done):
-            logged = done[-1].metrics
-            raise UsageError(
-                f"objective.metric is {self._metric}, which job {done[-1].job} did not log."
-                f"{did_you_mean(self._metric, logged)} Logged metrics: {', '.join(logged) or 'nothing'}."
-            )
-
-    def _objective(self) -> tuple[str, str]:
-        """Return the metric to optimize and its mode, ``"min"`` or ``"max"``."""
-        chosen = choose(self.config.get("objective"), monitored(self.config.get("callbacks")))
-        if chosen is None:
-            raise UsageError(
-                "Got hydra/sweeper=optuna without a metric to optimize. Set objective.metric=val_loss, or another"
-                " metric that the model logs, and objective.mode=min or max unless its name implies it."
-            )
-        return chosen
+            clause = f"job {done[-1].job} did not log"
+            raise UsageError(not_logged("objective.metric", self._metric, clause, done[-1].metrics))
 
     def _parameters(self, arguments: list[str]) -> tuple[list[str], dict[str, tuple[str, BaseDistribution]]]:
         """Return the overrides of all jobs, and the search space: key and distribution by parameter name."""
@@ -250,14 +242,11 @@ class OptunaSweeper(Sweeper):
     def _words(self, trial: FrozenTrial) -> list[str]:
         """Return the overrides of the job of a trial."""
         chosen = [f"{self._space[name][0]}={value}" for name, value in trial.params.items() if name in self._space]
-        return [*self._fixed, *chosen, self._pruning(trial.number)]
-
-    def _pruning(self, number: int) -> str:
-        """Return the override that adds the callback which reports to the study."""
         pruner = ",".join(f"{name}:{_quoted(v) if isinstance(v, str) else v}" for name, v in self.pruner.items())
         texts = {"storage": self._storage, "study_name": self.study_name, "metric": self._metric}
         words = ",".join(f"{name}:{_quoted(value)}" for name, value in texts.items())
-        return f"{PRUNING}{words},trial:{number},pruner:{{{pruner}}}}}"
+        # adds the callback that reports to the study
+        return [*self._fixed, *chosen, f"{PRUNING}{words},trial:{trial.number},pruner:{{{pruner}}}}}"]
 
     def _report_results(self) -> None:
         """Report the results of finished jobs to the study. Trials of interrupted jobs keep the state ``RUNNING``."""
