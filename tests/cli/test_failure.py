@@ -160,6 +160,12 @@ def test_setting_that_names_a_missing_folder(tmp_path, monkeypatch):
     error = raised(open, "pictures/train.csv")  # which the system names
     failure.add_setting_note(error, settings)
     assert error.__notes__ == ["The path comes from the setting data.root=pictures."]
+    error = raised(open, "big/pictures/train.csv")
+    failure.add_setting_note(error, {"data": {"top": "/", "root": "big/pictures/"}})  # "/" is in any path
+    assert error.__notes__ == ["The path comes from the setting data.root=big/pictures/."]
+    error = FileNotFoundError("There is no folder big/pictures/train.")
+    failure.add_setting_note(error, {"data": {"root": "big/pictures"}})
+    assert error.__notes__ == ["The path comes from the setting data.root=big/pictures."]
 
 
 @pytest.fixture

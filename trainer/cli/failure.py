@@ -96,10 +96,11 @@ def add_setting_note(error: Exception, settings: dict[str, Any]) -> None:
         return
     text = " ".join(map(str, (error, error.filename)))
     for key, name, value, _ in walk(settings):
-        if isinstance(value, str) and (os.sep in value or name in ("root", "path", "folder")):
+        if isinstance(value, str) and len(value) > 1 and (os.sep in value or name in ("root", "path", "folder")):
             absolute = str(Path(value).expanduser().absolute())
             is_above = str(error.filename).startswith(f"{value}{os.sep}")
-            if is_above or absolute in text or value in text.split():
+            is_named = value in (text if os.sep in value else text.split())
+            if is_above or is_named or absolute in text:
                 error.add_note(f"The path comes from the setting {key}={value}.")
                 return
 

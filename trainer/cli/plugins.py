@@ -1,6 +1,6 @@
 """Register the launchers and sweepers of this package with Hydra.
 
-Also check that the packages and programs that a launcher or sweeper needs are installed.
+Also check that the packages that a launcher or sweeper needs are installed.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def prepare(hydra: Any) -> None:
         hydra: the config's node ``hydra``.
 
     Raises:
-        UsageError: if a package or program that they need is missing.
+        UsageError: if a package that they need is missing.
     """
     for kind in ("launcher", "sweeper"):
         target = str(hydra[kind]["_target_"])

@@ -36,9 +36,10 @@ def find(path: Path, *, latest: bool = False, key: str = "ckpt") -> Path:
         return path
     if not path.is_dir():
         siblings = [one.name for one in path.parent.iterdir()] if path.parent.is_dir() else []
+        or_run = "" if key == "ckpt_path" else ", or the folder of a run, such as outputs/RECIPE/DATE_TIME"
         raise ConfigurationError(
             f"{key} is {path}: there is no such file or folder.{did_you_mean(path.name, siblings)} Expected a"
-            " checkpoint, or the folder of a run, such as outputs/RECIPE/DATE_TIME."
+            f" checkpoint{or_run}."
         )
     folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
     files = sorted(folder.glob("*.ckpt"), key=lambda file: file.stat().st_mtime)

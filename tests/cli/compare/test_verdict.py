@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from trainer.cli.compare.verdict import Metric, Thresholds, assess, choose_metric
+from trainer.cli.compare.verdict import Thresholds, assess, choose_metric
 from trainer.cli.folders import packaged_conf
 from trainer.cli.schema import read_settings
 from trainer.record.run_record import RunRecord
 
 GB = 2**30
-ACC, LOSS = Metric("val_acc", higher_is_better=True), Metric("val_loss", higher_is_better=False)
+ACC, LOSS = ("val_acc", "max"), ("val_loss", "min")
 
 
 def labeled(label, facts):
@@ -48,15 +48,15 @@ def run(precision="32-true", *, rate=100.0, memory=10 * GB, gpu=True, waiting=0.
         (LOSS, 0.504, 0.5, "val_loss within 0.8% of 32-true", True),
         (LOSS, 0.51, 0.5, "val_loss 2.0% above 32-true", False),
         (LOSS, 0.1, 0.0, "val_loss is 0.1 (32-true: 0)", False),
-        (Metric("val_bleu", True), 30.0, 31.0, "val_bleu 3.3% below 32-true", False),
-        (Metric("val_err", False), 0.12, 0.1, "val_err 2.0 points above 32-true", False),
+        (("val_bleu", "max"), 30.0, 31.0, "val_bleu 3.3% below 32-true", False),
+        (("val_err", "min"), 0.12, 0.1, "val_err 2.0 points above 32-true", False),
         (ACC, math.nan, 0.9, "val_acc is nan (32-true: 0.9)", False),
         (ACC, 0.9, math.nan, "val_acc is 0.9 (32-true: nan)", True),
     ],
 )
 def test_metric(metric, value, reference, clause, met):
-    first = run(metrics={metric.name: reference}, gpu=False)
-    verdict = assess(run("16-mixed", metrics={metric.name: value}, gpu=False), first, metric, Thresholds())
+    first = run(metrics={metric[0]: reference}, gpu=False)
+    verdict = assess(run("16-mixed", metrics={metric[0]: value}, gpu=False), first, metric, Thresholds())
     assert verdict.text == f"{clause}, as fast."
     assert verdict.met is met
     assert len(verdict.advice) == (not met)
@@ -184,7 +184,7 @@ def test_which_metric(logged, settings, monitor, name, higher):
     runs = [run(metrics=dict.fromkeys(logged, 0.5), monitor=monitor)] * 2
     metric, remark = choose_metric(runs, Thresholds(**settings))
     assert remark is None
-    assert (metric and metric.name, metric and metric.higher_is_better) == (name, higher)
+    assert (metric and metric[0], metric and metric[1] == "max") == (name, higher)
 
 
 def test_objective_is_compared_at_the_best_checkpoint():

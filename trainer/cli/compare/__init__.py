@@ -129,7 +129,7 @@ class Comparison:
         limits: the thresholds.
 
     Attributes:
-        metric: the metric that is compared, or None.
+        goal: the metric that is compared and its mode, "min" or "max"; or None.
         verdicts: verdict on each run; None for the first run and for runs that cannot be compared.
         conditions: sentences about differences between the runs and the reliability of the numbers.
     """
@@ -137,10 +137,10 @@ class Comparison:
     def __init__(self, runs: Sequence[RunRecord], limits: Thresholds) -> None:
         self.runs = runs
         self.limits = limits
-        self.metric, remark = choose_metric(runs, limits)
+        self.goal, remark = choose_metric(runs, limits)
         first = runs[0]
         self.verdicts: list[Verdict | None] = [
-            assess(run, first, self.metric, limits) if run is not first and run.completed and first.completed else None
+            assess(run, first, self.goal, limits) if run is not first and run.completed and first.completed else None
             for run in runs
         ]
         self.conditions = [*([remark] if remark else []), *condition_differences(runs), *_reliability_notes(runs)]
@@ -172,7 +172,7 @@ class Comparison:
     def as_dict(self) -> dict[str, Any]:
         """Return the content of ``compare.json``."""
         return {
-            "metric": self.metric.name if self.metric else None,
+            "metric": self.goal[0] if self.goal else None,
             "thresholds": asdict(self.limits),
             "conditions": self.conditions,
             "runs": [
@@ -182,7 +182,7 @@ class Comparison:
                     "status": run.status,
                     "error": run.error or None,
                     "final_loss": run.final_loss,
-                    "metric": run.value_of(self.metric.name) if self.metric else None,
+                    "metric": run.value_of(self.goal[0]) if self.goal else None,
                     "train_seconds": run.throughput.get("train_seconds"),
                     "samples_per_second": run.samples_per_second,
                     "peak_memory": run.facts.get("peak_memory") or None,
@@ -207,7 +207,7 @@ class Comparison:
                 yield from (f"  - {line}" for line in verdict.advice)
 
     def _table(self) -> tuple[list[str], list[list[str]]]:
-        metric = Sweep(self.runs).titled(self.metric.name) if self.metric else None
+        metric = Sweep(self.runs).titled(self.goal[0]) if self.goal else None
         columns = [(key, name or metric, form) for key, name, form in _FIGURES if name or metric]
         rows = []
         for run in self.as_dict()["runs"]:

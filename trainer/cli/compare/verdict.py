@@ -33,29 +33,6 @@ class Thresholds:
 
 
 @dataclass(frozen=True)
-class Metric:
-    """The metric that measures the quality of a model.
-
-    Args:
-        name: name of the logged metric.
-        higher_is_better: whether larger values are better.
-    """
-
-    name: str
-    higher_is_better: bool
-
-    def difference(self, value: float, reference: float) -> tuple[float, str]:
-        """Return ``value`` minus ``reference`` and its unit: points for a score in [0, 1], otherwise percent."""
-        if "loss" not in self.name.lower() and 0 <= value <= 1 and 0 <= reference <= 1:
-            return round(100 * (value - reference), 4), " points"  # further digits exceed float32's precision
-        if value == reference:
-            return 0.0, "%"
-        return (
-            round(100 * (value - reference) / abs(reference), 4) if reference else math.copysign(math.inf, value)
-        ), "%"
-
-
-@dataclass(frozen=True)
 class Verdict:
     """The verdict on one run.
 
@@ -74,8 +51,8 @@ class Verdict:
     memory_saving: float | None = None
 
 
-def choose_metric(runs: Sequence[RunRecord], thresholds: Thresholds) -> tuple[Metric | None, str | None]:
-    """Return the metric to compare, and a remark if no run has logged ``compare.metric``.
+def choose_metric(runs: Sequence[RunRecord], thresholds: Thresholds) -> tuple[tuple[str, str] | None, str | None]:
+    """Return the metric to compare with its mode, "min" or "max", and a remark if no run has logged ``compare.metric``.
 
     The metric is the first of these that a run has logged: ``compare.metric``; the objective of the runs; an accuracy;
     another validation score; a validation loss.
@@ -84,31 +61,25 @@ def choose_metric(runs: Sequence[RunRecord], thresholds: Thresholds) -> tuple[Me
     names = [name for name in logged if not name.endswith(("_step", "_epoch"))] or logged
     remark = None
     if thresholds.metric in logged:
-        return _metric(thresholds.metric, thresholds), None
+        return (thresholds.metric, thresholds.mode or direction_of(thresholds.metric) or "max"), None
     if thresholds.metric is not None:
         remark = not_logged("compare.metric", thresholds.metric, "no run logged", logged)
     for run in runs:
-        name, mode = run.objective or (None, None)
-        if name in logged:
-            return Metric(str(name), (thresholds.mode or mode) == "max"), remark
+        if run.objective is not None and run.objective[0] in logged:
+            return (run.objective[0], thresholds.mode or run.objective[1]), remark
     validation = [name for name in names if name.startswith("val")]
     accuracies = [name for name in [*validation, *names] if "acc" in name.lower()]
     scores = [name for name in validation if direction_of(name) != "min"]
-    found = [*accuracies, *scores, *validation]
-    return (_metric(found[0], thresholds) if found else None), remark
+    name = next(iter([*accuracies, *scores, *validation]), None)
+    return (None if name is None else (name, thresholds.mode or direction_of(name) or "max")), remark
 
 
-def _metric(name: str | None, thresholds: Thresholds) -> Metric:
-    assert name is not None
-    return Metric(name, (thresholds.mode or direction_of(name)) != "min")
-
-
-def assess(run: RunRecord, first: RunRecord, metric: Metric | None, thresholds: Thresholds) -> Verdict:
+def assess(run: RunRecord, first: RunRecord, goal: tuple[str, str] | None, thresholds: Thresholds) -> Verdict:
     """Compare a completed run with the first run, which has completed too."""
     clauses: list[str] = []
     advice: list[str] = []
-    if metric is not None:
-        clause, missed = _assess_quality(run, first, metric, thresholds.accuracy_tolerance)
+    if goal is not None:
+        clause, missed = _assess_quality(run, first, *goal, thresholds.accuracy_tolerance)
         clauses.append(clause)
         advice += [missed] if missed else []
     rate, first_rate = run.samples_per_second, first.samples_per_second
@@ -150,29 +121,37 @@ def _threshold(setting: float | str | None, on_gpu: float, run: RunRecord, first
 
 
 def _assess_quality(
-    run: RunRecord, first: RunRecord, metric: Metric, tolerance: float | None
+    run: RunRecord, first: RunRecord, name: str, mode: str, tolerance: float | None
 ) -> tuple[str, str | None]:
-    """Return a clause about the metric and, if it is worse by more than ``tolerance``, advice."""
-    value, reference = run.value_of(metric.name), first.value_of(metric.name)
+    """Return a clause about the metric and, if it is worse by more than ``tolerance``, advice.
+
+    The difference is in points for a score in [0, 1], otherwise in percent.
+    """
+    value, reference = run.value_of(name), first.value_of(name)
     if value is None or reference is None:
-        return f"no {metric.name} to compare", f"{metric.name} was not logged by both runs."
-    difference, unit = metric.difference(value, reference)
-    worse = -difference if metric.higher_is_better else difference
+        return f"no {name} to compare", f"{name} was not logged by both runs."
+    difference, unit = (0.0 if value == reference else value - reference), "%"
+    if "loss" not in name.lower() and 0 <= value <= 1 and 0 <= reference <= 1:
+        difference, unit = 100 * difference, " points"
+    elif difference:  # NaN is one, too
+        difference = 100 * difference / abs(reference) if reference else math.copysign(math.inf, value)
+    difference = round(difference, 4)  # further digits exceed float32's precision
+    worse = -difference if mode == "max" else difference
     if not math.isfinite(difference):
         is_worse = tolerance is not None and (worse > tolerance or not math.isfinite(value))
-        clause = f"{metric.name} is {value:g} ({first.label}: {reference:g})"
-        return clause, f"{metric.name} cannot be compared with {first.label}'s." if is_worse else None
+        clause = f"{name} is {value:g} ({first.label}: {reference:g})"
+        return clause, f"{name} cannot be compared with {first.label}'s." if is_worse else None
     size = f"{math.ceil(abs(difference) * 10) / 10:.1f}{unit}"  # rounded up, so that "within" is true
     if size.startswith("0.0"):
-        return f"the same {metric.name} as {first.label}", None
+        return f"the same {name} as {first.label}", None
     if tolerance is None or abs(difference) <= tolerance:
-        return f"{metric.name} within {size} of {first.label}", None
+        return f"{name} within {size} of {first.label}", None
     side = "above" if difference > 0 else "below"
-    clause = f"{metric.name} {size} {side} {first.label}"
+    clause = f"{name} {size} {side} {first.label}"
     if worse <= tolerance:
         return clause, None
     return clause, (
-        f"{metric.name} is worse by more than {tolerance:g}{unit}. To exclude chance, compare with another seed"
+        f"{name} is worse by more than {tolerance:g}{unit}. To exclude chance, compare with another seed"
         " (seed=7). Look at the skipped steps, and find the point at which the loss curves diverge."
     )
 
