@@ -2,7 +2,7 @@
 
 ::
 
-    from trainer import Trainer as Trainer
+    from trainer import Trainer
 
     Trainer(precision="16-mixed", max_epochs=3).fit(module, datamodule=data)
 
@@ -16,19 +16,32 @@ from typing import TYPE_CHECKING, Any
 from trainer._lazy import attribute_from
 
 if TYPE_CHECKING:
-    from trainer.compat.checkpoint_io import CheckpointFiles as CheckpointFiles
-    from trainer.compat.deepspeed import DeepSpeedStrategy as DeepSpeedStrategy
-    from trainer.compat.fsdp import FSDP2Strategy as FSDP2Strategy
-    from trainer.images import log_images as log_images
-    from trainer.precision import LossScaler as LossScaler
-    from trainer.precision import Precision as Precision
-    from trainer.record.run_record import load_run as load_run
-    from trainer.record.sweep import load_sweep as load_sweep
-    from trainer.state.outcome import StepOutcome as StepOutcome
-    from trainer.trainer import Trainer as Trainer
-    from trainer.weights import LoadedWeights as LoadedWeights
-    from trainer.weights import load_weights as load_weights
+    from trainer.compat.checkpoint_io import CheckpointFiles
+    from trainer.compat.deepspeed import DeepSpeedStrategy
+    from trainer.compat.fsdp import FSDP2Strategy
+    from trainer.images import log_images
+    from trainer.precision import LossScaler, Precision
+    from trainer.record.run_record import load_run
+    from trainer.record.sweep import load_sweep
+    from trainer.state.outcome import StepOutcome
+    from trainer.trainer import Trainer
+    from trainer.weights import LoadedWeights, load_weights
 
+__all__ = [
+    "CheckpointFiles",
+    "DeepSpeedStrategy",
+    "FSDP2Strategy",
+    "LoadedWeights",
+    "LossScaler",
+    "Precision",
+    "StepOutcome",
+    "Trainer",
+    "__version__",
+    "load_run",
+    "load_sweep",
+    "load_weights",
+    "log_images",
+]
 __version__ = "0.1.0"
 
 _HOMES = {
@@ -45,8 +58,6 @@ _HOMES = {
     "load_weights": "trainer.weights",
     "log_images": "trainer.images",
 }
-
-__all__ = ["__version__", *_HOMES]
 
 
 def __getattr__(name: str) -> Any:
