@@ -259,6 +259,11 @@ def did_you_mean(given: str, known: Iterable[str]) -> str:
     return f" Did you mean {by_lower_case[matches[0]]!r}?" if matches else ""
 
 
+def counted(number: int, noun: str) -> str:
+    """Return a number with a noun, in the plural unless the number is 1: ``1 job``, ``2 jobs``."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
 def join_first(texts: Iterable[object], most: int, separator: str = ", ") -> str:
     """Return the first ``most`` texts, and the number of the others.
 

@@ -14,7 +14,7 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch import Tensor
 
 from trainer.data.samples import part_of
-from trainer.errors import ConfigurationError, GradientCheckError, did_you_mean, expect, join_first
+from trainer.errors import ConfigurationError, GradientCheckError, counted, did_you_mean, expect, join_first
 from trainer.postmortem.replay import silence, undisturbed
 from trainer.postmortem.state import BufferState
 from trainer.terminal import print_line
@@ -93,7 +93,7 @@ class GradientCheck(Callback):
             return
         trainer.should_stop = True
         names = self._choose(trainer, pl_module)
-        compared = _count_text(len(names), "parameter")
+        compared = counted(len(names), "parameter")
         rank_zero_info(f"Comparing the gradients of {compared} with finite differences.")
         with undisturbed(trainer):
             silence(pl_module)  # it would log hundreds of times per batch
@@ -172,8 +172,8 @@ class GradientCheck(Callback):
     def _report(self) -> str:
         lines = "".join(f"  {name}: {problem}\n" for name, problem in self.problems.items())
         return (
-            f"The gradients of {_count_text(len(self.problems), 'parameter')} are not the derivatives of the loss, at"
-            f" {_count_text(self.attempts, 'point')}:\n{lines}Look at the operations through which the loss depends on"
+            f"The gradients of {counted(len(self.problems), 'parameter')} are not the derivatives of the loss, at"
+            f" {counted(self.attempts, 'point')}:\n{lines}Look at the operations through which the loss depends on"
             f" {list(self.problems)[-1]!r} (in a chain of layers the last wrong one is nearest to the mistake): at the"
             " backward of a custom autograd.Function, a tensor that is changed in place, a detach(). If the loss stops"
             " gradients on purpose (detach, a straight-through estimator) or has kinks everywhere (rounding, argmax),"
@@ -201,10 +201,6 @@ def _loss_of(trainer: Trainer, module: LightningModule, batch: Any, batch_idx: i
         return loss.reshape(())
 
     return loss
-
-
-def _count_text(count: int, noun: str) -> str:
-    return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
 def _noise(like: Tensor, seed: int) -> Tensor:

@@ -9,6 +9,7 @@ from rich.text import Text
 
 from trainer import terminal
 from trainer.callbacks.run_recorder import RecordView
+from trainer.errors import counted
 from trainer.files import from_here
 from trainer.record.run_record import RunRecord, without_step_epoch_variants
 from trainer.terminal import Table, format_seconds
@@ -115,8 +116,7 @@ def _compiled(facts: Mapping[str, Any]) -> str:
     number, recompilations = facts["compilations"], facts["recompilations"]
     mode = f" ({facts['mode']})" if facts.get("mode") not in (None, "default") else ""
     reason = f", {recompilations} of them because something had changed" if recompilations else ""
-    graphs = "1 graph" if number == 1 else f"{number} graphs"
-    return f"{', '.join(facts['modules'])}{mode}: {graphs} in {facts['seconds']:.1f} s{reason}"
+    return f"{', '.join(facts['modules'])}{mode}: {counted(number, 'graph')} in {facts['seconds']:.1f} s{reason}"
 
 
 def _paths(paths: Mapping[str, str | list[str]]) -> list[tuple[str, str]]:

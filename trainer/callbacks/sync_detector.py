@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from trainer.callbacks.run_callback import RunCallback
-from trainer.errors import expect
+from trainer.errors import counted, expect
 from trainer.module_tree import is_dense
 
 log = logging.getLogger("lightning.pytorch.advice")
@@ -195,8 +195,7 @@ class SyncDetector(RunCallback):
         self._clean_up(trainer)
         self.synchronizations = sorted(self._found.values(), key=lambda one: -one.count)
         if self.synchronizations and trainer.is_global_zero:
-            steps = "1 step" if self.watched == 1 else f"{self.watched} steps"
-            heading = f"These lines synchronize host and GPU (counts in {steps}):"
+            heading = f"These lines synchronize host and GPU (counts in {counted(self.watched, 'step')}):"
             log.info("\n  ".join([heading, *format_synchronizations(self.synchronizations)]))
         self.watched = self.batches + 1
 

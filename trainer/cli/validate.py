@@ -126,8 +126,7 @@ def validate(arguments: Arguments, composer: Composer | None = None) -> DictConf
         if is_sweep:
             _check_folder_of_job(config, folders)
         _check_whole(composer, config, overrides, arguments)
-    if len(configs) > 1:
-        HydraConfig.instance().set_config(configs[0])
+    HydraConfig.instance().set_config(configs[0])
     return configs[0]
 
 
@@ -254,16 +253,10 @@ def _check_settings(composer: Composer, known: dict[str, Any], chosen: dict[str,
         chosen: chosen option by config group.
         job: overrides of one job.
     """
-    settings = [
-        override
-        for override in composer.parse(job)
-        if override.package is None
-        and "[" not in override.key_or_group  # Hydra checks overrides of list items and packages
-        and override.key_or_group != "hydra.searchpath"
-        and not composer.chooses(override)
-    ]
-    for override in settings:
+    for override in composer.parse(job):
         key = override.key_or_group
+        if override.package is not None or "[" in key or key == "hydra.searchpath" or composer.chooses(override):
+            continue  # Hydra checks packages and list items
         if override.is_delete() and key.startswith("trainer."):
             raise UsageError(f"{key} cannot be removed. Use {key}=null, or set another value.")
         if override.is_add() or override.is_force_add():

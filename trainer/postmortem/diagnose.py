@@ -188,25 +188,17 @@ def _data(trainer: Trainer, case: Case, finding: Finding, failing: Sequence[Reco
     name = next(iter(finding.broken_batch))
     # whether an operation made a number that is not finite out of finite ones
     is_made = finding.origin is not None and bool(finding.origin.operation)
-    if finding.is_hopeless and cured is not None and cured.is_hopeless and not is_made:
-        return _diagnosis(  # the samples are not along the first dimension
-            case, finding, "data",
-            f"The batch is not finite: {join_first(finding.broken_batch, 4)}.",
-            f"leave out samples in which {name} is not finite.",
-            alternative=f"replace the values: {name}.nan_to_num_(0, 0, 0)", key=name,
-        )  # fmt: skip
-    if not finding.is_hopeless or cured is None or cured.is_hopeless:
+    if not finding.is_hopeless or cured is None or (cured.is_hopeless and is_made):
         return None  # the model expects such values, or something else is wrong
-    tensors = "; ".join(
-        f"{name}, samples {join_first(map(str, rows), 8)}" for name, rows in finding.broken_batch.items()
-    )
+    tensors = "; ".join(f"{name}, samples {join_first(rows, 8)}" for name, rows in finding.broken_batch.items())
+    which, tried = f"; in this batch: {join_first(left_out, 8)}", "without them the batch is finite"
+    if cured.is_hopeless:  # the samples are not along the first dimension
+        tensors, which, tried = join_first(finding.broken_batch, 4), "", ""
     return _diagnosis(
         case, finding, "data",
         f"The batch is not finite: {tensors}.",
-        f"leave out samples in which {name} is not finite; in this batch: {join_first(map(str, left_out), 8)}.",
-        tried="without them the batch is finite",
-        alternative=f"replace the values: {name}.nan_to_num_(0, 0, 0)",
-        key=name,
+        f"leave out samples in which {name} is not finite{which}.",
+        tried=tried, alternative=f"replace the values: {name}.nan_to_num_(0, 0, 0)", key=name,
     )  # fmt: skip
 
 

@@ -9,6 +9,7 @@ import re
 from pathlib import Path
 from statistics import fmean, stdev
 
+from trainer.errors import counted
 from trainer.record.run_record import SUCCESSFUL, RunRecord
 from trainer.record.sweep import Sweep, load_sweep
 from trainer.terminal import Table, command_line, format_mebibytes, format_number, markdown_table, print_line
@@ -44,10 +45,9 @@ def report(folder: Path, since: float = 0.0, again: str = "") -> int:
     result = "\n\n".join(part for part in (_means(sweep), _best(sweep)) if part)
     text = f"{markdown_table(header, rows)}\n" + (f"\n{result}\n" if result else "")
     (folder / "summary.md").write_text(text, encoding="utf-8")
-    jobs = "1 job" if len(rows) == 1 else f"{len(rows)} jobs"
     shown = [place for place, name in enumerate(header) if name not in _ONLY_IN_FILES]
     cells = [[row[place].replace(" ", "\n") if place == 1 else row[place] for place in shown] for row in rows]
-    Table(f"Sweep of {jobs}", [header[place] for place in shown], cells).show()
+    Table(f"Sweep of {counted(len(rows), 'job')}", [header[place] for place in shown], cells).show()
     if result:
         print_line(result, "bold green" if "Best: job" in result else "yellow")
     for run in sweep.runs:
