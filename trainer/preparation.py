@@ -12,7 +12,7 @@ from lightning.fabric.utilities.warnings import PossibleUserWarning
 from lightning.pytorch import LightningModule
 from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities import rank_zero_info
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
@@ -228,9 +228,9 @@ class Preparation:
         ]
         if (own := self.hooks.override_of("configure_gradient_clipping")) is not None:
             clippers = [partial(_clip_by_module, own, self._trainer)]
-        if not clippers:
-            return None
-        return clippers[0] if len(clippers) == 1 else partial(_clip_with_all, clippers)
+        if len(clippers) < 2:
+            return next(iter(clippers), None)
+        return partial(_clip_with_all, clippers)
 
     def renewed_loaders(self) -> Loaders | None:
         """Return new training dataloaders for the epoch that begins. None if they are not due to be created again."""

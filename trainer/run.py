@@ -102,7 +102,13 @@ class Run:
         """
         state = self._trainer.state
         if state.fn is TrainerFn.FITTING and state.status is TrainerStatus.RUNNING:
-            _refuse_inside_fit(fn, self._trainer.lightning_module)
+            hook = vars(self._trainer.lightning_module).get("_current_fx_name")
+            if hook not in ("on_train_end", "on_fit_end", "teardown"):  # the last hooks of the fit
+                raise ConfigurationError(
+                    f"`trainer.{fn.value}` was called in {hook or 'a method'} while `trainer.fit` was running. This"
+                    " would end the fit. Call it after the fit, or in on_fit_end. To evaluate during the fit, pass"
+                    " `val_dataloaders`, and set `val_check_interval` or `check_val_every_n_epoch`."
+                )
         state.fn, state.stage, state.status = fn, STAGES[fn], TrainerStatus.RUNNING
         try:
             yield
@@ -207,7 +213,9 @@ class Run:
         else:
             assert trainer.state.stage is not None
             loop = trainer.eval_loops[trainer.state.stage]
-            preparation.evaluation(trainer.state.stage, inference_mode=self._may_use_inference_mode)
+            distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+            is_gloo = distributed and torch.distributed.get_backend() == "gloo"  # which cannot send inference tensors
+            preparation.evaluation(trainer.state.stage, inference_mode=trainer.inference_mode and not is_gloo)
             result = [to_scalars(metrics) for metrics in loop.run()]
         self._release()
         if fitting:
@@ -414,12 +422,6 @@ class Run:
             preparation.evaluation(stage, inference_mode=loop.inference_mode)
             loop.run()
 
-    @property
-    def _may_use_inference_mode(self) -> bool:
-        """Whether evaluation uses ``torch.inference_mode``. Never with gloo, which cannot send inference tensors."""
-        distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-        return self._trainer.inference_mode and not (distributed and torch.distributed.get_backend() == "gloo")
-
     # --- the end ----------------------------------------------------------------------------------------------
 
     def _release(self) -> None:
@@ -464,14 +466,3 @@ class Run:
                 self._release()
             trainer.eval_loops[RunningStage.SANITY_CHECKING].sanity_checking = False
             trainer.state.stage = None
-
-
-def _refuse_inside_fit(fn: TrainerFn, module: LightningModule) -> None:
-    """Raise an error, unless the current hook is one of the last of the fit."""
-    hook = vars(module).get("_current_fx_name")
-    if hook not in ("on_train_end", "on_fit_end", "teardown"):
-        raise ConfigurationError(
-            f"`trainer.{fn.value}` was called in {hook or 'a method'} while `trainer.fit` was running. This would"
-            " end the fit. Call it after the fit, or in on_fit_end. To evaluate during the fit, pass `val_dataloaders`,"
-            " and set `val_check_interval` or `check_val_every_n_epoch`."
-        )

@@ -118,7 +118,9 @@ class Compile(RunCallback):
         self._warned = False
         options: dict[str, Any] = {"settings": self.settings, "reuses_memory": self._marks}
         parts = _parts(module) if self.modules is None else select_modules(module, self.modules, "Compile")
-        whole = self.modules is None and _has_own_forward(module) and not _units(module)
+        # a forward of the user's, in the class or in the instance
+        has_own = plain_class(module).forward not in (LightningModule.forward, nn.Module.forward)
+        whole = self.modules is None and (has_own or "forward" in vars(module)) and not _units(module)
         if not parts and not whole:
             raise ConfigurationError(
                 f"There is nothing to compile in {type(module).__name__}: it has neither a forward nor a submodule"
@@ -242,7 +244,3 @@ def _units(module: nn.Module) -> dict[str, nn.Module]:
 def _is_one_layer(module: nn.Module) -> bool:
     """Return whether a module is a single torch layer (``nn.Linear``, a loss): compiling it gains nothing."""
     return plain_class(module).__module__.startswith("torch.nn.") and not any(True for _ in module.children())
-
-
-def _has_own_forward(module: LightningModule) -> bool:
-    return plain_class(module).forward not in (LightningModule.forward, nn.Module.forward) or "forward" in vars(module)
