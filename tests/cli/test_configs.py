@@ -38,7 +38,7 @@ def shown(capsys, *argv: str):
 def without_meaning(composer: Composer, words: list[str], config: Any) -> list[str]:
     """Return the lines of a composed config that have no comment, without Hydra's keys such as ``_target_``."""
     shown = {name: value for name, value in config.items() if name != "hydra"}
-    lines = annotated(shown, meanings(composer, words)[0]).splitlines()
+    lines = list(annotated(shown, meanings(composer, words)[0]))
     return [line for line in lines if " # " not in line and not line.lstrip().startswith("_")]
 
 

@@ -79,24 +79,21 @@ def show(name: str, overrides: Sequence[str], config_dir: str | None = None) -> 
     }
     del config["hydra"]
     comments = [line.replace("python -m trainer", program()) for line in heading(file)]
-    return "\n".join([*comments, f"# From {_place(file)} and the files it includes:", "", annotated(config, known)])
+    return "\n".join([*comments, f"# From {_place(file)} and the files it includes:", "", *annotated(config, known)])
 
 
-def annotated(config: dict[Any, Any], known: Mapping[str, str]) -> str:
-    """Return ``config`` as YAML, with the meaning of each key as a comment.
+def annotated(config: dict[Any, Any], known: Mapping[str, str], prefix: str = "") -> Iterator[str]:
+    """Iterate over the lines of ``config`` as YAML, with the meaning of each key as a comment.
 
     Args:
         config: plain containers.
         known: meanings by key.
+        prefix: key of the node that contains ``config``, with a dot. Default: "", for a whole config.
     """
-    return "\n".join(_lines(config, known, ""))
-
-
-def _lines(node: dict[Any, Any], known: Mapping[str, str], prefix: str) -> Iterator[str]:
-    for name, value in node.items():
+    for name, value in config.items():
         line = "  " * prefix.count(".") + f"{name}:"
         if isinstance(value, dict) and value:
-            inner = list(_lines(value, known, f"{prefix}{name}."))
+            inner = list(annotated(value, known, f"{prefix}{name}."))
         else:
             inner = []
             plain = yaml.safe_dump(value, default_flow_style=True, width=10**6, allow_unicode=True)

@@ -47,8 +47,10 @@ def find(path: Path, *, latest: bool = False, key: str = "ckpt") -> Path:
     others = [file for file in files if file not in last]
     if latest and files:  # an interruption may have written a checkpoint after last.ckpt
         return max(files, key=lambda file: (file.stat().st_mtime, file in last))
-    if best := _best(path, others):
-        return best
+    name = load_run(path).best_checkpoint  # without a record, the only file is the best
+    best = others if name is None and len(others) == 1 else [file for file in others if file.name == name]
+    if best:
+        return best[0]
     if not files:
         if not latest and (job := load_sweep(path).best) is not None:
             return find(job.folder, key=key)
@@ -73,11 +75,3 @@ def run_of(checkpoint: Path) -> Path | None:
         if (folder / CONFIG).is_file():
             return from_here(folder)
     return None
-
-
-def _best(run: Path, files: list[Path]) -> Path | None:
-    """Return the best checkpoint according to the run's record; without a record, the only file, or None."""
-    name = load_run(run).best_checkpoint
-    if name is None:
-        return files[0] if len(files) == 1 else None
-    return next((file for file in files if file.name == name), None)

@@ -26,9 +26,10 @@ _MIN_SKIPPED = 3
 def facts_of(trainer: Trainer) -> dict[str, Any]:
     """Return the current facts of a Trainer for ``run.json``, including the ``run_facts`` of its callbacks."""
     device = trainer.strategy.root_device
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type.upper()
     facts = {
         "precision": str(trainer.precision),
-        "devices": devices_of(trainer),
+        "devices": f"{trainer.world_size} x {name}",
         "gpu": tensor_cores_of(device),
         "epochs": trainer.current_epoch,
         "steps": trainer.global_step,
@@ -87,13 +88,6 @@ def data_parallel_size_of(trainer: pl.Trainer) -> int:
     """Return the number of processes with different batches."""
     engine = getattr(trainer, "engine", None)  # `lightning.Trainer` has none
     return int(trainer.world_size if engine is None else engine.data_parallel_size)
-
-
-def devices_of(trainer: pl.Trainer) -> str:
-    """Return the number and name of a trainer's devices, such as "2 x NVIDIA A100"."""
-    device = trainer.strategy.root_device
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type.upper()
-    return f"{trainer.world_size} x {name}"
 
 
 def loss_scale(trainer: pl.Trainer) -> float | None:

@@ -61,6 +61,8 @@ def choose_subject(given: Sequence[str]) -> ReportSubject:
     Raises:
         UsageError: if there is no run in any of them.
     """
+    folders: list[Path] = []
+    problems: list[str] = []
     if not given:
         found = [folder for top in _TOPS for folder in below(Path(top))]
         if not found:
@@ -69,9 +71,7 @@ def choose_subject(given: Sequence[str]) -> ReportSubject:
                 f" of a run, or train first: `{command_line('fit', '+recipe=NAME')}`."
             )
         fits = [folder for folder in found if is_sweep(folder) or read_json(folder).get("command", "fit") == "fit"]
-        return _choose([max(fits or found, key=lambda folder: RunRecord({}, folder).changed)])
-    folders: list[Path] = []
-    problems: list[str] = []
+        folders = [max(fits or found, key=lambda folder: RunRecord({}, folder).changed)]
     for name in given:
         folders += (found := below(Path(name)))
         if not found:
@@ -83,15 +83,10 @@ def choose_subject(given: Sequence[str]) -> ReportSubject:
     folders = list({folder.resolve(): folder for folder in folders}.values())
     if not folders:
         raise UsageError("\n".join(problems))
-    return _choose(folders, problems, Path(given[0]) if len(given) == 1 else Path())
-
-
-def _choose(folders: Sequence[Path], problems: Sequence[str] = (), holder: Path | None = None) -> ReportSubject:
-    """Return the subject of the report."""
     runs = [run for folder in folders for run in (jobs_of(folder) if is_sweep(folder) else [folder])]
     if len(folders) > 1 or problems:
         runs = list({run.resolve(): run for run in runs}.values())  # the words may name a sweep and one of its jobs
-        return ReportSubject("runs", holder or Path(), runs, problems)
+        return ReportSubject("runs", Path(given[0]) if len(given) == 1 else Path(), runs, problems)
     return ReportSubject("sweep" if is_sweep(folders[0]) else "run", folders[0], runs)
 
 
