@@ -258,9 +258,9 @@ class Composer:
             GlobalHydra.instance().clear()
 
 
-def unresolved(config: DictConfig) -> dict[str, Any]:
-    """Return the config as plain containers, with interpolations as text."""
-    plain = OmegaConf.to_container(config, resolve=False)
+def unresolved(config: DictConfig, *, resolve: bool = False) -> dict[str, Any]:
+    """Return the config as plain containers, with interpolations as text, or with their values if ``resolve``."""
+    plain = OmegaConf.to_container(config, resolve=resolve, throw_on_missing=resolve)
     assert isinstance(plain, dict)
     return {str(name): value for name, value in plain.items()}
 
@@ -272,9 +272,7 @@ def resolve(config: DictConfig) -> dict[str, Any]:
         UsageError: if a value is missing, or an interpolation refers to a missing value.
     """
     with resolution_errors():
-        settings = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
-    assert isinstance(settings, dict)
-    return {str(name): value for name, value in settings.items()}
+        return unresolved(config, resolve=True)
 
 
 @contextmanager

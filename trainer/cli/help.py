@@ -73,14 +73,12 @@ def help_text(command: str | None, config_dir: str | None = None) -> str:
 
 def _settings(config_dir: str | None, nodes: Sequence[str]) -> list[str]:
     """Return one section for each of ``nodes``, with its settings in the default config; "" is the config itself."""
-    from omegaconf import OmegaConf
-
-    from trainer.cli.compose import Composer
+    from trainer.cli.compose import Composer, unresolved
     from trainer.cli.walk import walk
 
     composer = Composer(Arguments(flags={} if config_dir is None else {"--config-dir": config_dir}))
     known, _ = meanings(composer, ())
-    entries = list(walk(OmegaConf.to_container(composer.compose(()), resolve=False), into_lists=False))
+    entries = list(walk(unresolved(composer.compose(())), into_lists=False))
     left_out = {*composer.groups(), "", "command", "hydra", "objective", "checkpoint_files", "trainer._target_"}
     sections = []
     for node in nodes:

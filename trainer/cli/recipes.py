@@ -61,16 +61,13 @@ def show(name: str, overrides: Sequence[str], config_dir: str | None = None) -> 
     Raises:
         UsageError: if there is no such recipe, or an override is invalid.
     """
-    from omegaconf import OmegaConf
-
-    from trainer.cli.compose import Composer
+    from trainer.cli.compose import Composer, unresolved
 
     file = _find(name, config_dir)
     flags = {} if config_dir is None else {"--config-dir": config_dir}
     words = [f"+recipe={quoted_options('recipe', name)}", *overrides]
     composer = Composer(Arguments(flags=flags))
-    config = OmegaConf.to_container(composer.compose(words), resolve=False)
-    assert isinstance(config, dict)
+    config = unresolved(composer.compose(words))
     known, written = meanings(composer, words)
     config["trainer"] = {
         name: value

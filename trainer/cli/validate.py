@@ -13,7 +13,6 @@ from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.types import Override
-from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from trainer.arguments import SWITCH, WHOLE, Kind, describe, join_alternatives
@@ -43,7 +42,7 @@ from trainer.cli.schema import (
 )
 from trainer.cli.targets import Allowlist
 from trainer.cli.walk import walk
-from trainer.cli.workdir import quoted
+from trainer.cli.workdir import quoted, sweeps
 from trainer.errors import did_you_mean
 from trainer.record.find_checkpoint import find, find_weights, is_checkpoint_folder, run_of
 from trainer.terminal import command_line
@@ -104,7 +103,7 @@ def validate(arguments: Arguments, composer: Composer | None = None) -> DictConf
 
     first = next(_jobs(overrides))
     config = _compose(composer, first)
-    is_sweep = arguments.multirun or config.hydra.mode == RunMode.MULTIRUN
+    is_sweep = sweeps(arguments, config)
     if is_sweep:
         overrides = [*_sweeper_params(arguments, composer, config), *overrides]
     _check_several_values(overrides, config, is_sweep=is_sweep)
