@@ -227,34 +227,27 @@ def _batch_of(trainer: Trainer) -> Any:
 
 
 _SET_UP = "the set-up"
-_PHASES = {
-    "_set_up": _SET_UP,
-    "transfer_batch_to_device": "the transfer of the batch",
-    "training_step": "the forward pass",
-    "validation_step": "the forward pass",
-    "test_step": "the forward pass",
-    "predict_step": "the forward pass",
-    "backward": "the backward pass",
-    "update_weights": "the weight update",
-    "step": "the optimizer's step",
+_PHASES: dict[str, tuple[str, str | tuple[str, ...]]] = {
+    "_set_up": (_SET_UP, "trainer.run"),
+    "transfer_batch_to_device": ("the transfer of the batch", ""),
+    "training_step": ("the forward pass", ""),
+    "validation_step": ("the forward pass", ""),
+    "test_step": ("the forward pass", ""),
+    "predict_step": ("the forward pass", ""),
+    "backward": ("the backward pass", ""),
+    "update_weights": ("the weight update", "trainer.loops"),
+    "step": ("the optimizer's step", ("torch.optim", "trainer.engine")),
 }
-"""Phases of a run, by the name of a function on the stack."""
-
-_PHASE_MODULES: dict[str, str | tuple[str, ...]] = {
-    "_set_up": "trainer.run",
-    "update_weights": "trainer.loops",
-    "step": ("torch.optim", "trainer.engine"),
-}
-"""The modules, by prefix, where a function of ``_PHASES`` counts. Functions that are not listed count everywhere."""
+"""Phases of a run, by the name of a function on the stack; each with the prefixes of the modules in which it counts."""
 
 
 def _phase(frames: Iterable[FrameType]) -> str:
     """Return the phase of the innermost known frame, or "". Frames are given from the outermost."""
     found = ""
     for frame in frames:
-        name, module = frame.f_code.co_name, str(frame.f_globals.get("__name__"))
-        if module.startswith(_PHASE_MODULES.get(name, "")):
-            found = _PHASES.get(name, found)
+        phase, prefixes = _PHASES.get(frame.f_code.co_name, (found, ""))
+        if str(frame.f_globals.get("__name__")).startswith(prefixes):
+            found = phase
     return found
 
 

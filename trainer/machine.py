@@ -62,14 +62,12 @@ class Memory:
     @property
     def most(self) -> int | None:
         """Maximum memory for this process: the smaller one of ``total`` and ``limit``."""
-        known = [size for size in (self.total, self.limit) if size is not None]
-        return min(known) if known else None
+        return min((size for size in (self.total, self.limit) if size is not None), default=None)
 
     @property
     def usable(self) -> int | None:
         """Memory that this process can allocate now: the smaller of ``available`` and ``left``."""
-        known = [size for size in (self.available, self.left) if size is not None]
-        return min(known) if known else None
+        return min((size for size in (self.available, self.left) if size is not None), default=None)
 
 
 @dataclass(frozen=True)
@@ -111,7 +109,7 @@ def cores(root: Path = Path("/")) -> Cores:
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else total
     quotas = []
     for folder in _control_groups(root, "cpu"):
-        quota, period = [*_read_words(folder / "cpu.max"), "max", "max"][:2]
+        quota, period = [*_read_text(folder / "cpu.max").split(), "max", "max"][:2]
         if quota == "max":  # no quota, or cgroup version 1
             quota, period = _read_text(folder / "cpu.cfs_quota_us"), _read_text(folder / "cpu.cfs_period_us")
         if quota.isdigit() and period.isdigit() and int(period):
@@ -268,9 +266,5 @@ def _read_lines(file: Path) -> list[str]:
         return []
 
 
-def _read_words(file: Path) -> list[str]:
-    return " ".join(_read_lines(file)).split()
-
-
 def _read_text(file: Path) -> str:
-    return " ".join(_read_words(file))
+    return " ".join(_read_lines(file)).strip()

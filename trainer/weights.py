@@ -149,23 +149,13 @@ def load_into(
     targets = {name: value for name, value in state_dict.items() if isinstance(value, Tensor)}
     weights = read(file, weights_only, template)
     names, prefixes = paired(weights, targets)
-    differing = {
-        name_in_module: reason
-        for name_in_module, name_in_file in names.items()
-        if (reason := _difference(weights[name_in_file], targets[name_in_module])) is not None
-    }
-    chosen = {
-        name_in_module: weights[name_in_file]
-        for name_in_module, name_in_file in names.items()
-        if name_in_module not in differing
-    }
+    found = {name: weights[name_in_file] for name, name_in_file in names.items()}
+    differing = {name: reason for name, value in found.items() if (reason := _difference(value, targets[name]))}
+    chosen = {name: value for name, value in found.items() if name not in differing}
     if not chosen:
         raise ConfigurationError(_no_match_error(file, weights, targets, differing, module))
-    converted = Counter(
-        f"{_kind(weights[name_in_file])} to {_kind(targets[name_in_module])}"
-        for name_in_module, name_in_file in names.items()
-        if name_in_module in chosen and weights[name_in_file].dtype != targets[name_in_module].dtype
-    )
+    changed = [(value, targets[name]) for name, value in chosen.items() if value.dtype != targets[name].dtype]
+    converted = Counter(f"{_kind(value)} to {_kind(target)}" for value, target in changed)
     load({"state_dict": chosen}, False)
     tied = {id(targets[name]) for name in chosen}
     loaded = [name for name, value in targets.items() if name in chosen or id(value) in tied]
@@ -204,10 +194,8 @@ def paired(file_names: Iterable[str], module_names: Iterable[str]) -> tuple[dict
     >>> paired(["model.0.weight", "loss.weight"], ["0.weight", "0.bias"])
     ({'0.weight': 'model.0.weight'}, ('model.', ''))
     """
-    in_file, in_module = (
-        {plain_name(name): name for name in file_names},
-        {plain_name(name): name for name in module_names},
-    )
+    in_file = {plain_name(name): name for name in file_names}
+    in_module = {plain_name(name): name for name in module_names}
     ways = Counter({("", ""): sum(name in in_file for name in in_module)})  # the first one wins a tie
     ways.update((start, "") for name in in_file for start, rest in _prefix_splits(name) if rest in in_module)
     ways.update(("", start) for name in in_module for start, rest in _prefix_splits(name) if rest in in_file)

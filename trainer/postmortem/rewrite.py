@@ -133,11 +133,8 @@ def propose(origin: Origin) -> Iterator[Change]:
 
 def widen(origin: Origin) -> Iterator[Change]:
     """Yield at most eight float32 versions of statements that cast to 16 bits, the nearest to the operation first."""
-    casts = [
-        change
-        for statement in _statements(_parse_file(origin.file))
-        for change in _changed(origin.file, statement, _Widen())
-    ]
+    file = origin.file
+    casts = [change for one in _statements(_parse_file(file)) for change in _changed(file, one, _Widen())]
     yield from sorted(casts, key=lambda one: (one.edits[0][0] > origin.line, -one.edits[0][0]))[:8]
 
 

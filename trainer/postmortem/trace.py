@@ -262,10 +262,8 @@ class Trace(TorchFunctionMode):
         def hook(inputs: Any, outputs: Any) -> None:  # gradients with respect to the operation's inputs and outputs
             if self.backward is not None or not self.is_on:
                 return
-            grad_output, grad_input = (
-                measure(map(self._part, tensors_in(outputs))),
-                measure(map(self._part, tensors_in(inputs))),
-            )
+            grad_output = measure(map(self._part, tensors_in(outputs)))
+            grad_input = measure(map(self._part, tensors_in(inputs)))
             if not any(one is not None and one.not_finite for one in (grad_output, grad_input)):
                 return
             if (inner := self._found["backward"].origin) is not None:  # in the code of a custom autograd function

@@ -293,11 +293,7 @@ class RunRecord:
         if value is None or not math.isfinite(value):
             return GoalValue(None)
         curve = self.rows.get(goal[0]) or self.metric_curve(goal[0])
-        at = [
-            step
-            for step, point in zip(curve.steps, curve.values, strict=True)
-            if math.isclose(point, value, rel_tol=1e-5)
-        ]
+        at = [step for step, point in curve.points if math.isclose(point, value, rel_tol=1e-5)]
         return GoalValue(value, (at[0] if is_best else at[-1]) if at else None, is_best)
 
     def value_of(self, name: str) -> float | None:

@@ -142,12 +142,7 @@ def _entry(name: str, value: Any) -> Entry:
 
 def _is_labels(tensor: Tensor) -> bool:
     """Return whether the tensor has one integer per sample."""
-    return (
-        tensor.dim() == 1
-        and not tensor.is_floating_point()
-        and not tensor.is_complex()
-        and tensor.dtype is not torch.bool
-    )
+    return tensor.dim() == 1 and not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype is torch.bool)
 
 
 def _statistics(tensor: Tensor) -> tuple[str, str]:
