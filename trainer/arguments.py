@@ -60,11 +60,8 @@ def seconds(time: Any) -> float | None:
             return None
         time = dict(zip(("days", "hours", "minutes", "seconds"), map(int, parts), strict=True))
     if isinstance(time, Mapping):
-        if (
-            not time
-            or not set(time) <= set(UNITS)
-            or not all(_is_number(a) and 0 <= a < math.inf for a in time.values())
-        ):
+        has_units = bool(time) and set(time) <= set(UNITS)
+        if not (has_units and all(_is_number(a) and 0 <= a < math.inf for a in time.values())):
             return None
         try:
             time = timedelta(**time)
@@ -198,9 +195,7 @@ class Argument:
     @property
     def choices(self) -> list[str]:
         """The words that the argument accepts."""
-        return [
-            describe(accepted) for accepted in self.accepts if not isinstance(accepted, Kind) and accepted is not None
-        ]
+        return [describe(one) for one in self.accepts if not isinstance(one, Kind) and one is not None]
 
     @property
     def expected(self) -> str:

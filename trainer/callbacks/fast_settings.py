@@ -12,6 +12,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from trainer.callbacks.run_callback import RunCallback
 from trainer.engine.memory_usage import ALLOCATOR, expands_segments
@@ -100,10 +101,7 @@ class FastSettings(RunCallback):
         for name, value in checkpoint.get("state_dict", {}).items():
             checkpoint["state_dict"][name] = _to_contiguous(value)
         for state in checkpoint.get("optimizer_states", ()):
-            parameter_states = state.get("state", {})
-            state["state"] = {
-                key: {n: _to_contiguous(v) for n, v in one.items()} for key, one in parameter_states.items()
-            }
+            state["state"] = tree_map(_to_contiguous, state.get("state", {}))
 
     def _clean_up(self, trainer: pl.Trainer) -> None:
         """Restore the previous settings and layouts."""

@@ -482,9 +482,8 @@ class RunRecorder(Callback):
     def _samples_so_far(self) -> int:
         """Return the number of samples so far, as if all batches of an epoch except the last had equal sizes."""
         batches = self._batches - self._batches_before
-        return self._samples + (
-            (batches - 1) * self._first_size + self._last_size if batches and self._first_size else 0
-        )
+        counted = (batches - 1) * self._first_size + self._last_size if batches and self._first_size else 0
+        return self._samples + counted
 
     def _record_metrics(self, trainer: Trainer, stage: str) -> None:
         for name, value in trainer.callback_metrics.items():

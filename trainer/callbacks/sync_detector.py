@@ -353,9 +353,8 @@ def _no_op_copy(name: str, args: Any, kwargs: Any, of_host: bool) -> str:
         if name == "__setitem__" and _is_host(args[2]) and args[2].dim() > 0:
             return "copy_"
         return _HOST_INDEX if _is_on_host(args[1]) else ""
-    if name not in ("to", "cuda", "type_as", "copy_") or kwargs.get("non_blocking"):
-        return ""
-    if any(arg is True for arg in args[2:4]):
+    is_asynchronous = kwargs.get("non_blocking") or any(arg is True for arg in args[2:4])
+    if name not in ("to", "cuda", "type_as", "copy_") or is_asynchronous:
         return ""
     if name == "copy_":
         from_host, to_host = _is_host(args[1]), _is_host(args[0])

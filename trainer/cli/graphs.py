@@ -133,9 +133,8 @@ def inputs_of(module: Any, batch: Any) -> Inputs:
     given, place = (batch, "a batch") if example is None else (example, "example_input_array")
     kinds = inspect.Parameter
     parameters = inspect.signature(module.forward).parameters.values()
-    names = [
-        parameter.name for parameter in parameters if parameter.kind not in (kinds.VAR_POSITIONAL, kinds.VAR_KEYWORD)
-    ]
+    variadic = (kinds.VAR_POSITIONAL, kinds.VAR_KEYWORD)
+    names = [parameter.name for parameter in parameters if parameter.kind not in variadic]
     needed = [one.name for one in parameters if one.name in names and one.default is kinds.empty]
     found: Inputs = ((given,), {})
     if isinstance(given, Mapping) and needed and set(needed) <= given.keys():

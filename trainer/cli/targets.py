@@ -121,9 +121,8 @@ class Allowlist:
         files = [file for folder in folders for file in folder.rglob("*.yaml")]
         texts = [*(file.read_text(encoding="utf-8", errors="replace") for file in files), *hydra.overrides.task]
         named = re.findall(r"_target_['\"]?\s*[:=]\s*['\"]?([\w.]+)", "\n".join(texts))
-        return cls(
-            packages, str(checkpoint), named, [word.lstrip("+").partition("=")[0] for word in texts[len(files) :]]
-        )
+        given = [word.lstrip("+").partition("=")[0] for word in hydra.overrides.task]
+        return cls(packages, str(checkpoint), named, given)
 
     def check(self, node: Any, key: str = "") -> None:
         """Check each ``_target_`` in ``node`` by its name. Import nothing.
@@ -244,10 +243,8 @@ class Allowlist:
 
     def _is_in_run_folder(self, root: str) -> bool:
         """Return whether the checkpoint is in ``./ROOT``, so that the code in that folder may be another person's."""
-        file, working_dir = Path(str(self._checkpoint)), Path.cwd()
-        return any(
-            path.is_relative_to(working_dir / root) for path in (working_dir / file, (working_dir / file).resolve())
-        )
+        file = Path.cwd() / str(self._checkpoint)
+        return any(path.is_relative_to(Path.cwd() / root) for path in (file, file.resolve()))
 
 
 def _check_name(target: Any, key: str) -> None:

@@ -342,9 +342,8 @@ def _hint_other_options(options: dict[str, str], key: str, composer: Composer) -
     if group in others or not composer.is_group(group) or chosen is None:
         return ""
     candidates = [f"{group}={option}" for option in composer.options(group) if name in composer.option(group, option)]
-    return (
-        f" It belongs to {join_alternatives(candidates)}, but the config uses {group}={chosen}." if candidates else ""
-    )
+    owners = join_alternatives(candidates)
+    return f" It belongs to {owners}, but the config uses {group}={chosen}." if owners else ""
 
 
 _COMMON = {

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from trainer.errors import join_first
 from trainer.postmortem.examine import Finding
 from trainer.postmortem.trace import Magnitude, Origin
 
@@ -100,9 +101,7 @@ class Diagnosis:
             ("replay ended by", [finding.error] if finding.error else []),
         ):
             if names:
-                rows.append(
-                    (label, ", ".join(names[:12]) + (f" and {len(names) - 12} more" if len(names) > 12 else ""))
-                )
+                rows.append((label, join_first(names, 12)))
         return rows
 
 

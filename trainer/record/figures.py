@@ -102,14 +102,11 @@ def sheet(images: Tensor, captions: Sequence[str] = ()) -> PIL.Image.Image:
     height, width = (max(1, round(length * factor)) for length in pixels.shape[1:3])
     font = ImageFont.load_default()
     lines = [caption.splitlines() for caption in captions]
-    step_x = (
-        max([width, *(math.ceil(font.getlength(line)) for caption_lines in lines for line in caption_lines)]) + _MARGIN
-    )
+    widths = [math.ceil(font.getlength(line)) for caption_lines in lines for line in caption_lines]
+    step_x = max([width, *widths]) + _MARGIN
     step_y = height + _MARGIN + _LINE * max(map(len, lines), default=0)
-    rows = -(-len(pixels) // _COLUMNS)
-    whole = Image.new(
-        "RGBA", (min(len(pixels), _COLUMNS) * step_x, rows * step_y)
-    )  # transparent, for light and dark pages
+    size = min(len(pixels), _COLUMNS) * step_x, -(-len(pixels) // _COLUMNS) * step_y
+    whole = Image.new("RGBA", size)  # transparent, for light and dark pages
     draw = ImageDraw.Draw(whole)
     for index, image in enumerate(pixels):
         x, y = index % _COLUMNS * step_x, index // _COLUMNS * step_y

@@ -394,9 +394,8 @@ class RunRecord:
 
     def metric_curve(self, name: str) -> Curve:
         """Return the curve of a metric from the validation, or from the training if the validation does not log it."""
-        return next(
-            (self.stages[stage][name] for stage in ("val", "train") if name in self.stages.get(stage, ())), Curve()
-        )
+        stages = self.stages
+        return next((stages[stage][name] for stage in ("val", "train") if name in stages.get(stage, ())), Curve())
 
     @cached_property
     def rows(self) -> dict[str, Curve]:

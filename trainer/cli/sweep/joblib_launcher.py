@@ -139,6 +139,5 @@ def _gpus() -> list[str]:
         listed = subprocess.run(["nvidia-smi", "--list-gpus"], capture_output=True, text=True, check=False, timeout=30)
     except (OSError, subprocess.TimeoutExpired):
         return []
-    return [
-        str(index) for index in range(len([line for line in listed.stdout.splitlines() if line.startswith("GPU ")]))
-    ]
+    gpus = [line for line in listed.stdout.splitlines() if line.startswith("GPU ")]
+    return [str(index) for index in range(len(gpus))]
