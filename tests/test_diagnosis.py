@@ -243,8 +243,7 @@ class Failing(Regression):
 
 
 @pytest.mark.parametrize(
-    ("fail", "moment", "gradients"),
-    [(in_backward, "the backward pass", 0), (in_step, "the optimizer's step", 780)],
+    ("fail", "moment", "gradients"), [(in_backward, "the backward pass", 0), (in_step, "the optimizer's step", 780)]
 )
 def test_report_has_the_phase(trainer: Any, fail: Any, moment: str, gradients: int) -> None:
     with pytest.raises(torch.OutOfMemoryError) as caught:

@@ -40,10 +40,7 @@ def test_configuration_error_is_caught_as_lightnings_and_travels_between_process
         raise pickle.loads(pickle.dumps(kind("given")))
 
 
-@pytest.mark.parametrize(
-    ("given", "expected"),
-    [("16-mixd", " Did you mean '16-mixed'?"), ("zebra", "")],
-)
+@pytest.mark.parametrize(("given", "expected"), [("16-mixd", " Did you mean '16-mixed'?"), ("zebra", "")])
 def test_did_you_mean(given, expected):
     assert did_you_mean(given, iter(["16-mixed", "bf16-mixed"])) == expected
 

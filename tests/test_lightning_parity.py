@@ -15,16 +15,7 @@ import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.utilities import CombinedLoader
 
-from tests.parity import (
-    CALLBACK_HOOKS,
-    Classifier,
-    Learner,
-    RecordingLogger,
-    data,
-    looks_in,
-    recording,
-    run_both,
-)
+from tests.parity import CALLBACK_HOOKS, Classifier, Learner, RecordingLogger, data, looks_in, recording, run_both
 from tests.support import stream_of
 
 # log_every_n_steps is larger than the epoch in many scenarios, which is meant

@@ -74,11 +74,7 @@ class StepsOfLast(Callback):
     ],
 )
 def test_best_checkpoint_by_the_validation_metric_is_kept(
-    tmp_path: Path,
-    values: dict[str, list[float]],
-    chosen: tuple[str, str],
-    best: int,
-    caplog: pytest.LogCaptureFixture,
+    tmp_path: Path, values: dict[str, list[float]], chosen: tuple[str, str], best: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     trainer, saver = fitted(Logs(**values), tmp_path, 3, save_last=True)
     assert (saver.monitor, saver.mode) == chosen

@@ -286,11 +286,7 @@ def test_compiled_parts(tmp_path, module, modules, expected):
     [
         (lambda: Parts(a=nn.Linear(6, 6)), None, r"nothing to compile in Parts: it has neither a forward"),
         (Regression, ["net.blck*"], r"Got 'net.blck\*' among the modules of Compile, expected a pattern"),
-        (
-            lambda: torch.compile(Regression(), backend="eager"),
-            None,
-            r"Regression is compiled with torch.compile",
-        ),
+        (lambda: torch.compile(Regression(), backend="eager"), None, r"Regression is compiled with torch.compile"),
     ],
 )
 def test_unsupported_modules_are_refused(tmp_path, make, modules, message):

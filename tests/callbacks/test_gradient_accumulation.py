@@ -24,11 +24,7 @@ def test_gradients_of_a_schedule(tmp_path):
     """Epochs with windows of 2 and of 3: one optimizer, each window a mean."""
     ours, theirs, batches = make_net(), make_net(), make_batches(6)
     trainer, trace = fit_and_watch(
-        tmp_path,
-        Regression(ours),
-        batches,
-        callbacks=[GradientAccumulation(schedule={0: 2, 1: 3})],
-        max_epochs=2,
+        tmp_path, Regression(ours), batches, callbacks=[GradientAccumulation(schedule={0: 2, 1: 3})], max_epochs=2
     )
     optimizer = sgd(theirs.parameters())
     first = train_by_hand(theirs, batches, window=2, optimizer=lambda parameters: optimizer)

@@ -146,10 +146,7 @@ def a_noted_list() -> Noted:
 
 @pytest.mark.parametrize(
     ("value", "reason"),
-    [
-        (lambda: 1, "it cannot be pickled"),
-        (a_noted_list(), "it could not be read again without running code"),
-    ],
+    [(lambda: 1, "it cannot be pickled"), (a_noted_list(), "it could not be read again without running code")],
 )
 def test_unsupported_objects_are_detected_before_the_save(value, reason):
     assert refusal({"it": value}).startswith(reason)

@@ -9,12 +9,7 @@ from typing import Any
 
 import pytest
 from lightning.pytorch import Callback, LightningDataModule
-from lightning.pytorch.callbacks import (
-    EarlyStopping,
-    LambdaCallback,
-    LearningRateFinder,
-    ModelCheckpoint,
-)
+from lightning.pytorch.callbacks import EarlyStopping, LambdaCallback, LearningRateFinder, ModelCheckpoint
 
 from tests.parity import Learner, data, lightning, ours, run_both
 from trainer.compat.callback_order import sort_callbacks

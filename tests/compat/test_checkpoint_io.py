@@ -336,10 +336,7 @@ def test_error_of_the_run_is_not_replaced(tmp_path: Path, disk: Disk) -> None:
 
     disk.is_full = True
     saver = ModelCheckpoint(tmp_path / "c", every_n_train_steps=3)
-    with (
-        pytest.raises(RuntimeError, match="enough"),
-        pytest.warns(UserWarning, match=r"step=3.ckpt was not written"),
-    ):
+    with pytest.raises(RuntimeError, match="enough"), pytest.warns(UserWarning, match=r"step=3.ckpt was not written"):
         fit(tmp_path, saver, plugins=CheckpointFiles(asynchronous=True), module=Fails())
     assert names(tmp_path) == []
 

@@ -17,9 +17,7 @@ from tests.compat import contract
 from tests.loops.test_hooks import TwoStageData
 from tests.parity import Classifier, lightnings_noise_ignored, ours
 
-EXCEPTIONS = {
-    "strategy.zero_stage_3": "asked of DeepSpeed's strategy only, and there",
-}
+EXCEPTIONS = {"strategy.zero_stage_3": "asked of DeepSpeed's strategy only, and there"}
 """Attributes that our Trainer lacks, with the reason."""
 
 

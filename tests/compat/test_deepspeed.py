@@ -13,13 +13,7 @@ from lightning.pytorch.strategies import DeepSpeedStrategy as LightningDeepSpeed
 
 from tests.parity import ours
 from trainer import CheckpointFiles, DeepSpeedStrategy
-from trainer.callbacks import (
-    GradientAccumulation,
-    GradientClipping,
-    LayerNorms,
-    OverflowReport,
-    ScaleMonitor,
-)
+from trainer.callbacks import GradientAccumulation, GradientClipping, LayerNorms, OverflowReport, ScaleMonitor
 from trainer.compat.deepspeed import DeepSpeedEngine
 from trainer.engine.zero import ZeroGradients, ZeroScaler
 from trainer.errors import ConfigurationError, PrecisionError, UnsupportedError

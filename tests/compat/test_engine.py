@@ -66,11 +66,7 @@ def _lightnings(launcher: Any) -> list[type]:
 
 
 @pytest.mark.filterwarnings("ignore:GPU available but not used")
-@pytest.mark.parametrize(
-    ("options", "environment"),
-    [*((options, {}) for options in CHOICES), *TWO],
-    ids=named,
-)
+@pytest.mark.parametrize(("options", "environment"), [*((options, {}) for options in CHOICES), *TWO], ids=named)
 def test_devices_and_processes_are_lightnings(
     options: dict[str, Any], environment: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,9 +16,7 @@ from tests.parity import Classifier, Learner, data, ours, weights
 from trainer import Trainer
 from trainer.callbacks import ScaleMonitor
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
 
 
 class Logs(Classifier):

@@ -143,9 +143,7 @@ def whole_run(data: Data, layout: Layout, epochs: int) -> list[list[Update]]:
 
 @settings(deadline=None, max_examples=60)
 @given(changes())
-def test_each_update_gets_the_samples_that_it_would_have_got(
-    change: tuple[Data, list[Layout], list[int], int],
-) -> None:
+def test_each_update_gets_the_samples_that_it_would_have_got(change: tuple[Data, list[Layout], list[int], int]) -> None:
     data, chain, stops, size = change
     whole = whole_run(data, chain[0], 3)
     if not whole[0]:  # drop_last, and too few

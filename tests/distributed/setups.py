@@ -421,12 +421,7 @@ def without_diagnosis() -> OverflowReport:
 
 
 def fit(
-    setup: Setup,
-    engine: str,
-    world_size: int = 2,
-    ckpt_path: str | None = None,
-    callbacks: Any = (),
-    **arguments: Any,
+    setup: Setup, engine: str, world_size: int = 2, ckpt_path: str | None = None, callbacks: Any = (), **arguments: Any
 ) -> Trace:
     """Run a set-up on all ranks of ``ddp`` or ``fsdp``, or on ``single``."""
     rank = data_rank(engine, world_size)

@@ -199,8 +199,7 @@ LATE = {(1, 0), (1, 1)}
 
 
 @pytest.mark.parametrize(
-    ("form", "none_at", "sync_each_batch"),
-    [("folder later", (), True), ("folder", (), False), ("file", LATE, False)],
+    ("form", "none_at", "sync_each_batch"), [("folder later", (), True), ("folder", (), False), ("file", LATE, False)]
 )
 def test_open_window_is_resumed(ranks: Ranks, tmp_path: Path, form: str, none_at: Any, sync_each_batch: bool) -> None:
     """Saved after batch 1 of the second epoch. With ``none_at``, rank 1 had no loss in the window."""

@@ -104,10 +104,7 @@ EXACT: dict[str, Any] = {
     "memory, fixed buckets": (lambda: (Remembers(), rounding), {"find_unused_parameters": True}),
     "local": (lambda: (None, local), {}),
 }
-REFUSED: dict[str, Any] = {
-    "power": (lambda: power(2), {}),
-    "memory": (lambda: (Remembers(), rounding), {}),
-}
+REFUSED: dict[str, Any] = {"power": (lambda: power(2), {}), "memory": (lambda: (Remembers(), rounding), {})}
 """Factories of hooks and their states, and options of the strategy."""
 
 

@@ -76,12 +76,7 @@ class Validations(Callback):
 
 
 def fit(
-    strategy: str,
-    length: Any,
-    counts: list[list[int]],
-    window: int = 1,
-    module: Any = (),
-    stop_after: int = -1,
+    strategy: str, length: Any, counts: list[list[int]], window: int = 1, module: Any = (), stop_after: int = -1
 ) -> dict[str, Any]:
     """Fit on ``counts[rank][epoch]`` batches in each process.
 

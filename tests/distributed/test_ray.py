@@ -14,7 +14,7 @@ import pytest
 import torch
 
 pytestmark = [
-    pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed: pip install 'ray[train,tune]'"),
+    pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed: pip install 'ray[train,tune]'")
 ]
 ROOT = Path(__file__).parents[2]
 

@@ -14,12 +14,7 @@ from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import Checkpoint, EMAWeightAveraging
 from torch import nn
 
-from tests.loops.test_manual_optimization import (
-    PRECISIONS,
-    Manual,
-    Outcomes,
-    Pair,
-)
+from tests.loops.test_manual_optimization import PRECISIONS, Manual, Outcomes, Pair
 from tests.parity import assert_same_weights
 from tests.support import (
     OPTIMIZERS,

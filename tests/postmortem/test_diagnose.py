@@ -24,8 +24,7 @@ def programs(*rows: tuple[str, ...]) -> list[Any]:
 
 
 @pytest.mark.parametrize(
-    "name",
-    programs(*zip(["Settling", "InfiniteMask", "MissingValues", "RareOverflow", "Gan", "Outlier", "Saturated"])),
+    "name", programs(*zip(["Settling", "InfiniteMask", "MissingValues", "RareOverflow", "Gan", "Outlier", "Saturated"]))
 )
 def test_no_alarm(tmp_path, name):
     assert run(PROGRAMS[name], tmp_path).verdict == "healthy"

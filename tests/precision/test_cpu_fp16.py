@@ -288,9 +288,7 @@ class TestHigherOrder:
 
 class TestWhatMustNotChange:
     @pytest.mark.parametrize(
-        ("dtype", "enabled"),
-        [(torch.bfloat16, True), (torch.float16, False)],
-        ids=["bf16", "fp32"],
+        ("dtype", "enabled"), [(torch.bfloat16, True), (torch.float16, False)], ids=["bf16", "fp32"]
     )
     def test_other_precisions_keep_their_bits(self, dtype: torch.dtype, enabled: bool) -> None:
         net = small_net()

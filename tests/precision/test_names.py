@@ -24,10 +24,7 @@ def test_canonical(given, name):
     assert canonical(given, PLUGINS) == match(given, PLUGINS) == name
 
 
-@pytest.mark.parametrize(
-    ("given", "near"),
-    [("16-mixd", "16-mixed"), ("b16", "bf16"), ("atuo", "auto")],
-)
+@pytest.mark.parametrize(("given", "near"), [("16-mixd", "16-mixed"), ("b16", "bf16"), ("atuo", "auto")])
 def test_typo_raises_with_the_nearest_name(given, near):
     with pytest.raises(PrecisionError, match=f"Got precision='{given}'.*Did you mean '{near}'"):
         canonical(given, PLUGINS)
