@@ -111,6 +111,13 @@ def run_both(scenario: Callable[[Callable[..., Any]], Any]) -> tuple[Any, Any]:
     return theirs, scenario(ours)
 
 
+def assert_agree(scenario: Callable[[Callable[..., Any]], Any]) -> Any:
+    """Return the result of ``scenario``, which is the same with both Trainers."""
+    theirs, mine = run_both(scenario)
+    assert mine == theirs, (mine, theirs)
+    return mine
+
+
 # --- recorders ----------------------------------------------------------------------------------------------------
 
 

@@ -17,7 +17,7 @@ from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch import optim
 from torch.optim import lr_scheduler
 
-from tests.parity import Classifier, Learner, data, lightning, ours, run_both
+from tests.parity import Classifier, Learner, assert_agree, data, lightning, ours
 from tests.support import manual_step, stream_of
 
 pytestmark = [
@@ -490,8 +490,7 @@ def test_optimizers_that_are_exchanged_in_the_middle_of_a_run(exchange: Any, kin
         trainer.fit(module, data(8), data(4, seed=5))
         return [p.tolist() for p in module.parameters()], trainer.optimizers[0].param_groups[0]["lr"]
 
-    theirs, mine = run_both(scenario)
-    assert theirs == mine
+    assert_agree(scenario)
 
 
 # --- GradientAccumulationScheduler -----------------------------------------------------------------------------------

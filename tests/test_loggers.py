@@ -13,7 +13,7 @@ from lightning.pytorch import LightningDataModule
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 from lightning.pytorch.loggers.logger import DummyLogger
 
-from tests.parity import Classifier, Learner, data, ours, plain, run_both
+from tests.parity import Classifier, Learner, assert_agree, data, ours, plain, run_both
 
 
 class Diary(Logger):
@@ -104,10 +104,9 @@ def test_loggers_diary(arguments: dict[str, Any], tmp_path: Path) -> None:
         calls = [call for call in loggers[0].calls if call != "checkpoint"]  # our row follows that of the epoch
         return calls, loggers[0].calls.count("checkpoint"), plain(dict(trainer.logged_metrics)), trainer.log_dir
 
-    theirs, mine = run_both(scenario)
-    assert mine == theirs
-    assert mine[0].index("experiment") < mine[0].index("setup")
-    assert mine[0][-1] == "success"
+    found = assert_agree(scenario)
+    assert found[0].index("experiment") < found[0].index("setup")
+    assert found[0][-1] == "success"
 
 
 def test_setters_and_getters(tmp_path: Path) -> None:
@@ -172,8 +171,7 @@ def test_hyper_parameters_of_module_and_data(of_module: dict[str, Any], of_data:
             return type(error), str(error)[:40]
         return [plain(one[1]) for one in diary.calls if one[0] == "hyperparameters"]
 
-    theirs, mine = run_both(scenario)
-    assert mine == theirs
+    assert_agree(scenario)
 
 
 @pytest.mark.parametrize("kind", [TensorBoardLogger, CSVLogger])

@@ -7,7 +7,7 @@ import torch
 from lightning.pytorch import Callback
 from torch import nn
 
-from tests.parity import Learner, data, run_both, weights
+from tests.parity import Learner, assert_agree, data, weights
 from tests.support import (
     OPTIMIZERS,
     Regression,
@@ -111,5 +111,4 @@ def test_module_that_clips_itself_gets_keyword_arguments():
         make(max_steps=1, gradient_clip_val=0.01, gradient_clip_algorithm="VALUE").fit(module, data(4))
         return given.pop(), [weight.tolist() for weight in weights(module)]
 
-    theirs, mine = run_both(scenario)
-    assert theirs == mine
+    assert_agree(scenario)

@@ -16,6 +16,7 @@ from tests.parity import (
     Classifier,
     Learner,
     RecordingLogger,
+    assert_agree,
     data,
     lightning,
     lightnings_noise_ignored,
@@ -139,8 +140,7 @@ def test_modules_are_created_in_the_dtype_and_on_the_device() -> None:
                 dtypes.append(nn.Linear(2, 2).weight.dtype)
         return dtypes
 
-    theirs, mine = run_both(scenario)
-    assert theirs == mine
+    assert_agree(scenario)
     with ours(precision=HalfPrecision("bfloat16", fp32_modules="head")).init_module():
         assert nn.Linear(2, 2).weight.dtype is torch.float32
     assert torch.get_default_dtype() == torch.float32

@@ -11,7 +11,7 @@ import pytest
 from lightning.pytorch import Callback, LightningDataModule
 from lightning.pytorch.callbacks import EarlyStopping, LambdaCallback, LearningRateFinder, ModelCheckpoint
 
-from tests.parity import Learner, data, lightning, ours, run_both
+from tests.parity import Learner, assert_agree, data, lightning, ours
 from trainer.compat.callback_order import sort_callbacks
 from trainer.compat.overrides import overrides
 
@@ -79,8 +79,7 @@ def test_modules_callbacks_replace_the_same_ones_as_with_lightning(given: list[A
         trainer.fit(module, data(2))  # a second run changes nothing
         return [type(callback).__name__ for callback in trainer.callbacks if callback not in house]
 
-    theirs, mine = run_both(scenario)
-    assert mine == theirs
+    assert_agree(scenario)
 
 
 def test_callbacks_whose_states_would_collide_are_refused() -> None:

@@ -16,7 +16,7 @@ import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, OnExceptionCheckpoint
 
-from tests.parity import Classifier, data, ours, run_both
+from tests.parity import Classifier, assert_agree, data, ours
 from tests.support import Regression, loader_of, make_batches, make_trainer, sgd
 
 SLURM = "lightning.fabric.plugins.environments.slurm.SLURMEnvironment.detect"
@@ -150,8 +150,7 @@ WORK = {
 
 @pytest.mark.parametrize("what", WORK)
 def test_ckpt_path(tmp_path: Path, what: str) -> None:
-    theirs, mine = run_both(lambda make: seen(make, tmp_path, WORK[what]))
-    assert mine == theirs
+    assert_agree(lambda make: seen(make, tmp_path, WORK[what]))
 
 
 def test_checkpoint_without_optimizer_states_warns(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from torch.optim import lr_scheduler
 from torchmetrics import MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
 
-from tests.parity import CLASSES, Classifier, data, run_both
+from tests.parity import CLASSES, Classifier, assert_agree, data
 from tests.support import loader_of
 
 Make = Callable[..., Any]
@@ -381,5 +381,4 @@ PROGRAMS = [
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
 @pytest.mark.filterwarnings("ignore")  # warnings are compared in programs about them
 def test_logging_equals_lightnings(program: Callable[[Make], Any]) -> None:
-    theirs, mine = run_both(program)
-    assert mine == theirs
+    assert_agree(program)

@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch.callbacks import OnExceptionCheckpoint
 
 from tests.loops.test_hooks import Scheduled
-from tests.parity import Classifier, data, run_both
+from tests.parity import Classifier, assert_agree, data
 
 
 class FailedError(Exception):
@@ -104,5 +104,4 @@ def test_failed_runs_checkpoint_counts_as_lightnings(module: Any, accumulate: in
         seen += [current.ready, current.completed, optimizer.step.current.ready, optimizer.zero_grad.current.completed]
         return [*seen, epoch_loop.scheduler_progress.total.completed]
 
-    theirs, mine = run_both(scenario)
-    assert mine == theirs
+    assert_agree(scenario)

@@ -26,7 +26,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader, IterableDataset
 
-from tests.parity import CLASSES, FEATURES, Classifier, RecordingLogger, data, ours, plain, run_both
+from tests.parity import CLASSES, FEATURES, Classifier, RecordingLogger, assert_agree, data, ours, plain, run_both
 from trainer.errors import ResumeError
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # warnings of these callbacks are not tested
@@ -140,8 +140,7 @@ def test_stochastic_weight_averaging(tmp_path: Any, norm: bool, endless: bool, c
         # Lightning steps once more in the extra epoch for the batch norm, on the gradients of the epoch before
         return [callback.seen, trainer.max_epochs, trainer.current_epoch, None if norm else state_of(module)]
 
-    theirs, mine = run_both(scenario)
-    assert theirs == mine
+    assert_agree(scenario)
 
 
 def test_extra_epoch_for_batch_norm_changes_no_weight() -> None:
@@ -185,8 +184,7 @@ def test_throughput_monitor(function: str, arguments: dict[str, Any]) -> None:
             getattr(trainer, function)(module)
         return [row for row in logger.rows if any("/" in name for name in row[1])]
 
-    theirs, mine = run_both(scenario)
-    assert theirs == mine
+    assert_agree(scenario)
 
 
 # --- changing the module --------------------------------------------------------------------------------------------
@@ -236,8 +234,7 @@ def test_model_pruning(tmp_path: Any) -> None:
         saved = torch.load(last_file(folder), weights_only=False)["state_dict"]
         return [state_of(module), sorted(saved), [int((value == 0).sum()) for value in saved.values()]]
 
-    theirs, mine = run_both(scenario)
-    assert theirs == mine
+    assert_agree(scenario)
 
 
 def test_inexact_resume_with_pruning_is_refused(tmp_path: Any) -> None:
@@ -294,8 +291,7 @@ def test_prediction_writer(interval: str, returns: bool | None, loaders: str) ->
         trainer = make(callbacks=[writer], limit_predict_batches=3)
         return writer.written, plain(trainer.predict(Watched(), given, return_predictions=returns))
 
-    theirs, mine = run_both(scenario)
-    assert theirs == mine
+    assert_agree(scenario)
 
 
 @pytest.mark.parametrize("what", ["no module", "another kind", "dataloaders and a datamodule"])
@@ -320,8 +316,7 @@ def test_on_exception_is_not_called_without_a_module(what: str, tmp_path: Any) -
             start[what]()
         return heard, failed.type is TypeError
 
-    theirs, mine = run_both(scenario)
-    assert theirs == mine
+    assert_agree(scenario)
 
 
 # --- evaluation after a validation -----------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder, ModelCheckpoint
 from lightning.pytorch.tuner import Tuner
 
-from tests.parity import Classifier, data, ours, plain, run_both, weights
+from tests.parity import Classifier, assert_agree, data, ours, plain, weights
 
 
 class Tunable(Classifier):
@@ -76,8 +76,7 @@ def test_same_learning_rate(tmp_path: Any, options: dict[str, Any], arguments: d
         trainer.fit(module)
         return [*found, situation(trainer, module), list(tmp_path.iterdir())]
 
-    theirs, mine = run_both(scenario)
-    assert theirs == mine
+    assert_agree(scenario)
 
 
 @pytest.mark.filterwarnings("ignore:.*in eval mode at the start")  # as in Lightning
@@ -97,8 +96,7 @@ def test_same_batch_size(tmp_path: Any, method: str, mode: str, memory: int) -> 
         trainer.fit(module)
         return [found, after, situation(trainer, module), list(tmp_path.iterdir())]
 
-    theirs, mine = run_both(scenario)
-    assert theirs == mine
+    assert_agree(scenario)
 
 
 @pytest.mark.parametrize("method", ["fit", "validate", "predict"])
@@ -113,8 +111,7 @@ def test_batch_size_finder_among_the_callbacks(tmp_path: Any, method: str) -> No
         counted = loop.batch_progress.total.completed if method == "fit" else loop.batch_progress.current.completed
         return [finder.optimal_batch_size, counted, plain(results), situation(trainer, module)]
 
-    theirs, mine = run_both(scenario)
-    assert theirs == mine
+    assert_agree(scenario)
 
 
 class InEpochs(LearningRateFinder):
@@ -189,8 +186,8 @@ def test_run_validates_after_a_finder_created_the_dataloaders_early() -> None:
         make(max_epochs=4, callbacks=[finder], **when).fit(Watched())
         return validated
 
-    theirs, mine = run_both(scenario)
-    assert theirs == mine == [1, 3]
+    found = assert_agree(scenario)
+    assert found == [1, 3]
 
 
 @pytest.mark.parametrize("has_schedule", [False, True])
@@ -223,9 +220,8 @@ def test_steps_without_a_loss_count_for_the_finder(tmp_path: Any) -> None:
         finder = Tuner(trainer).lr_find(Idle(), num_training=20, early_stop_threshold=None)
         return [loss != loss for loss in finder.results["loss"]]
 
-    theirs, mine = run_both(scenario)
-    assert theirs == mine
-    assert [i for i, is_nan in enumerate(mine) if is_nan] == [2, 5]
+    found = assert_agree(scenario)
+    assert [i for i, is_nan in enumerate(found) if is_nan] == [2, 5]
 
 
 LR = torch.optim.lr_scheduler
@@ -416,6 +412,5 @@ def test_checkpoint_is_put_back_part_by_part(tmp_path: Path, in_one: bool) -> No
         dumped = connector.dump_checkpoint(weights_only=True)
         return later, now, connector._loaded_checkpoint, dumped["epoch"], dumped["global_step"]
 
-    theirs, mine = run_both(scenario)
-    assert mine == theirs
-    assert theirs[1][0] == 8
+    found = assert_agree(scenario)
+    assert found[1][0] == 8

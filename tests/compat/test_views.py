@@ -12,7 +12,7 @@ import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.trainer.states import RunningStage
 
-from tests.parity import Classifier, Learner, data, looks_in, ours, plain, run_both
+from tests.parity import Classifier, Learner, assert_agree, data, looks_in, ours, plain, run_both
 from trainer.errors import ConfigurationError
 
 
@@ -104,9 +104,8 @@ def test_fit_resumed_inside_an_epoch_is_restarting(tmp_path: Path) -> None:
         return [*seen]
 
     seen: list[Any] = []
-    theirs, mine = run_both(scenario)
-    assert mine == theirs
-    assert [restarting for *_, restarting in mine] == [False] * 4 + [True] * 2 + [False] * 8
+    found = assert_agree(scenario)
+    assert [restarting for *_, restarting in found] == [False] * 4 + [True] * 2 + [False] * 8
 
 
 @pytest.mark.parametrize(
@@ -134,8 +133,7 @@ def test_trainer_state_can_be_set(
         counts = (trainer.global_step, trainer.current_epoch, loop.epoch_loop.batch_idx, trainer.num_training_batches)
         return [*found, *counts]
 
-    theirs, mine = run_both(scenario)
-    assert mine == theirs
+    assert_agree(scenario)
 
 
 def test_fit_reports_the_reason_for_its_end(caplog: pytest.LogCaptureFixture) -> None:
@@ -160,10 +158,9 @@ def test_passes_and_steps_of_an_evaluation_can_be_counted_and_replaced() -> None
         counts.append(loop.run.call_count)
         return counts
 
-    theirs, mine = run_both(scenario)
-    assert mine == theirs
-    assert mine[0] == mine[1] == 5
-    assert mine[2] >= 2
+    found = assert_agree(scenario)
+    assert found[0] == found[1] == 5
+    assert found[2] >= 2
 
 
 def test_batch_can_be_trained_through_the_view() -> None:
@@ -182,10 +179,9 @@ def test_batch_can_be_trained_through_the_view() -> None:
         weights = [parameter.detach().clone() for parameter in module.parameters()]
         return [plain(outputs), loss.item(), torch.cat([weight.flatten() for weight in weights]).tolist()]
 
-    theirs, mine = run_both(scenario)
-    assert mine == theirs
-    assert list(mine[0][0]) == ["loss"]
-    assert mine[0][1] == {}
+    found = assert_agree(scenario)
+    assert list(found[0][0]) == ["loss"]
+    assert found[0][1] == {}
 
 
 @pytest.mark.parametrize("precision", ["32-true", "16-mixed"])
