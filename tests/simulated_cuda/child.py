@@ -13,8 +13,9 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
-from typing import IO, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import pytest
 
@@ -112,12 +113,22 @@ class _Loop:
         self._requests, self._answers = requests, answers
         self._outcome = Outcome("passed", "")
 
+    def pytest_sessionstart(self, session: pytest.Session) -> None:
+        """Import no file before one of its tests is requested."""
+        session.perform_collect = partial(session.perform_collect, genitems=False)  # type: ignore[method-assign]
+
+    def pytest_collection_modifyitems(self, items: list[Any]) -> None:
+        self._files = {file.nodeid: file for file in items}
+
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
-        items = {item.nodeid: item for item in session.items}
+        items: dict[str, pytest.Item] = {}
         for line in self._requests:
+            nodeid = line.rstrip("\n")
+            if nodeid not in items:
+                items |= {item.nodeid: item for item in session.genitems(self._files[nodeid.partition("::")[0]])}
             self._outcome = Outcome("passed", "")
-            session.config.hook.pytest_runtest_protocol(item=items[line.rstrip("\n")], nextitem=None)
+            session.config.hook.pytest_runtest_protocol(item=items[nodeid], nextitem=None)
             self.say(*self._outcome)
         return True
 
