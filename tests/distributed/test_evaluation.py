@@ -165,6 +165,14 @@ class Collective(Module):
         self.log("mean", batch.mean() + 0 * self(batch).mean())
 
 
+class GathersAtTheEnd(Module):
+    """Gathers the samples of all ranks after the last batch."""
+
+    def on_validation_epoch_end(self) -> None:
+        gathered = self.all_gather(torch.tensor(self.seen))
+        self.log("gathered", gathered.float().sum())
+
+
 class Lists(Module):
     """A metric with lists of tensors, which are gathered one by one."""
 
@@ -287,6 +295,8 @@ FAILURES: dict[str, tuple[Callable[[], Module], int, dict[str, Any]]] = {
     "raw": (lambda: Collective("raw"), 5, {}),
     "gather in the first": (lambda: Collective("gather in the first"), 5, {}),
     "gather, even": (lambda: Collective("gather"), 4, {}),
+    "gather at the end": (GathersAtTheEnd, 5, {}),
+    "gather at the end, padded": (GathersAtTheEnd, 5, {"pad_evaluation": True}),
     "on step": (OnStep, 5, {}),
     "on step, padded": (OnStep, 5, {"pad_evaluation": True}),
     "lists": (Lists, 5, {}),
@@ -443,6 +453,15 @@ def test_collectives_in_each_batch_work_with_even_inputs(ranks: Ranks, name: str
     for rank in ranks.call(failure, name, engine):
         assert rank["results"][0]["in_hook"] > 0
         assert not [text for text in rank["warned"] if "different numbers" in text]
+
+
+def test_gathered_tensors_of_different_shapes_are_refused(ranks: Ranks) -> None:
+    """``self.all_gather`` of gloo would end a process, and that of NCCL would wait or return wrong values."""
+    for rank in ranks.call(failure, "gather at the end", "ddp"):
+        assert "different shapes or dtypes on the ranks: (3,), torch.float32; (2,), torch.float32" in rank["raised"]
+        assert "Trainer(pad_evaluation=True)" in rank["raised"]
+    for rank in ranks.call(failure, "gather at the end, padded", "ddp"):
+        assert rank["results"][0]["gathered"] == 0 + 2 + 4 + 1 + 3 + 0
 
 
 def test_lists_of_different_lengths_are_refused(ranks: Ranks) -> None:

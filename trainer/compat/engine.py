@@ -444,14 +444,44 @@ class LightningEngine:
     @contextmanager
     def forbid_collectives(self, error: Exception) -> Iterator[None]:
         """Return a context in which collectives through the strategy, such as ``self.all_gather``, raise ``error``."""
+        names = ("all_gather", "barrier", "broadcast", "reduce_boolean_decision")
+        with self._replace_methods(dict.fromkeys(names, partial(_raise, error))):
+            yield
+
+    @contextmanager
+    def equal_shapes(self) -> Iterator[None]:
+        """Return a context in which ``self.all_gather`` raises an error on each rank if shapes or dtypes differ."""
+        gather = self.strategy.all_gather
+        distributed = torch.distributed
+
+        def all_gather(tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+            if distributed.is_initialized() and group in (None, distributed.group.WORLD):
+                found = self.gather_if_different(f"{tuple(tensor.shape)}, {tensor.dtype}")
+                if len(found) > 1:
+                    raise ConfigurationError(
+                        f"self.all_gather got tensors of different shapes or dtypes on the ranks: {'; '.join(found)}."
+                        " Ranks can have different numbers of samples. Gather them with"
+                        " torch.distributed.all_gather_object, log a torchmetrics object instead, or have all processes"
+                        " evaluate equally many samples, as Lightning does, which counts some twice:"
+                        " Trainer(pad_evaluation=True)."
+                    )
+            return gather(tensor, group, sync_grads)
+
+        with nullcontext() if self.world_size == 1 else self._replace_methods({"all_gather": all_gather}):
+            yield
+
+    @contextmanager
+    def _replace_methods(self, methods: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
+        """Return a context in which the strategy has these methods."""
         own = vars(self.strategy)
-        for name in (names := ("all_gather", "barrier", "broadcast", "reduce_boolean_decision")):
-            own[name] = partial(_raise, error)
+        replaced = {name: own[name] for name in methods if name in own}
+        own.update(methods)
         try:
             yield
         finally:
-            for name in names:
-                own.pop(name)
+            for name in methods:
+                del own[name]
+            own.update(replaced)
 
     def replay_step(self, name: str) -> Callable[..., Any]:
         """Return the step of the bare module."""

@@ -185,6 +185,9 @@ class Engine(Protocol):
     def forbid_collectives(self, error: Exception) -> AbstractContextManager[object]:
         """Return a context for a batch that other processes lack: a collective of the strategy raises ``error``."""
 
+    def equal_shapes(self) -> AbstractContextManager[object]:
+        """Return a context in which ``self.all_gather`` raises an error on each rank if shapes or dtypes differ."""
+
     def replay_step(self, name: str) -> Callable[..., Any]:
         """Return the module's step for a replay in this process, with only the collectives that it requires."""
 

@@ -119,7 +119,7 @@ class EvalLoop:
             return []
         self.progress.begin_pass()
         self.predictions = [[] for _ in loaders.limits]
-        with self.gradient_context():
+        with self.gradient_context(), self.engine.equal_shapes():
             batches = self.begin(loaders, limit)  # before the hooks, because it draws random numbers, as in Lightning
             with self.eval_mode():
                 self.hooks.of(f"on_{self.stage}_start")()
