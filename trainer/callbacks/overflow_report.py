@@ -341,8 +341,7 @@ class OverflowReport(RunCallback):
         try:
             norm = fit.first_norm  # reading it is a host-device synchronization; None on a rank without a loss so far
             since = fit.known if norm is None or norm.isfinite() else -1
-            if trainer.world_size > 1:
-                since = int(trainer.engine.reduce(torch.tensor(since, device=trainer.engine.device), "min"))
+            since = int(trainer.engine.reduce(torch.tensor(since, device=trainer.engine.device), "min"))
             evidence = recent, fit.weights, since, fit.first_buffers
             counts = fit.skips, trigger, self.reports, fit.weights_step
             case = Case(step, batches, scale, *evidence, *counts, error, fit.growth)

@@ -44,9 +44,8 @@ def search_here() -> None:
     import this package.
     """
     hidden = {"trainer", *_DEPENDENCIES, *sys.stdlib_module_names}
-    files = [file for file in sorted(Path().glob("*.py")) if file.stem in hidden]
-    files += [file for file in (Path("trainer", "__init__.py"),) if file.is_file()]
-    files = [file for file in files if file.resolve() != PACKAGE / "__init__.py"]
+    named = [*(file for file in sorted(Path().glob("*.py")) if file.stem in hidden), Path("trainer", "__init__.py")]
+    files = [file for file in named if file.is_file() and file.resolve() != PACKAGE / "__init__.py"]
     if files and not sys.flags.safe_path and is_first():
         print(
             f"trainer: {', '.join(map(str, files))} in this folder would be imported instead of a module of Python, of"

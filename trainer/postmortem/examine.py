@@ -110,8 +110,6 @@ def examine(
             _look_into(trainer, state, batch, finding, variant)
     except Exception as error:  # a report must not end the run, and the other ranks wait below
         finding.error = f"{type(error).__name__}: {error}".splitlines()[0]
-    if engine.world_size == 1:
-        return finding
     findings: list[Finding] = engine.broadcast(engine.gather(finding))
     failing = [one for one in findings if one.fails] or [one for one in findings if not math.isnan(one.loss)]
     # collectives of the backward pass may spread the failure to other ranks, so choose the rank where it began

@@ -113,11 +113,8 @@ def _counts(
         return int((values >= floor).sum()) * (floor > 0)
 
     passes = replay(trainer, batches, lambda loss, watched: backward(loss, scale, watched, count), Variant(dtype))
-    counts_by_batch = [counts for found in passes for counts in found]
-    if trainer.world_size > 1:
-        counts_by_batch = [
-            counts for one in trainer.engine.broadcast(trainer.engine.gather(counts_by_batch)) for counts in one
-        ]
+    own = [counts for found in passes for counts in found]
+    counts_by_batch = [counts for one in trainer.engine.broadcast(trainer.engine.gather(own)) for counts in one]
     return {name: sum(one.get(name, 0) for one in counts_by_batch) for counts in counts_by_batch for name in counts}
 
 

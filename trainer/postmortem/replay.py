@@ -187,11 +187,8 @@ def undisturbed(trainer: Trainer) -> Iterator[ObjectState]:
 def in_step(trainer: Trainer, batches: Sequence[RecordedBatch]) -> list[RecordedBatch | None]:
     """Pad the batches with None, so that all processes have the same number. All processes must call it together."""
     engine: Engine = trainer.engine
-    padding = 0
-    if engine.world_size > 1:
-        most = engine.reduce(torch.tensor(len(batches), device=engine.device), "max")
-        padding = int(most) - len(batches)
-    return [*batches, *[None] * padding]
+    most = int(engine.reduce(torch.tensor(len(batches), device=engine.device), "max"))
+    return [*batches, *[None] * (most - len(batches))]
 
 
 def rewind(trainer: Trainer, state: ObjectState, recorded: RecordedBatch | None) -> None:

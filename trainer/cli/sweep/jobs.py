@@ -90,9 +90,8 @@ class Job:
         """
         hydra = HydraConfig.get()
         overrides = unresolved_words(hydra.overrides.task)
-        hydra_overrides = [
-            word for word in unresolved_words(hydra.overrides.hydra) if not word.lstrip("+~").startswith(_SWEEP_ONLY)
-        ]
+        hydra_words = unresolved_words(hydra.overrides.hydra)
+        hydra_words = [word for word in hydra_words if not word.lstrip("+~").startswith(_SWEEP_ONLY)]
         resumes = OmegaConf.select(config, "trainer.resume") == "auto"
         is_requeued = not resumes and int(os.environ.get("SLURM_RESTART_COUNT") or 0) > 0  # Slurm requeued the job
         folder = Path(hydra.runtime.output_dir)
@@ -106,7 +105,7 @@ class Job:
             number=int(hydra.job.num),
             folder=folder,
             overrides=overrides,
-            words=[*overrides, *(["resume=auto"] if is_requeued else []), *hydra_overrides, *placement],
+            words=[*overrides, *(["resume=auto"] if is_requeued else []), *hydra_words, *placement],
             flags=[word for flag in config_flags(hydra).items() for word in flag],
             cwd=hydra.runtime.cwd,
             digest=hashlib.sha256(OmegaConf.to_yaml(config).encode()).hexdigest(),

@@ -205,8 +205,8 @@ class OptunaSweeper(Sweeper):
         return list(itertools.product(*values))
 
     def _own_trials(self, *states: TrialState) -> list[FrozenTrial]:
-        """Return the trials of this sweep. Other sweeps may use the same study."""
-        trials = self._study.get_trials(deepcopy=False, states=states)
+        """Return the trials of this sweep, with any state by default. Other sweeps may use the same study."""
+        trials = self._study.get_trials(deepcopy=False, states=states or None)
         return [trial for trial in trials if trial.user_attrs.get(_FOLDER) == str(self._folder)]
 
     def _jobs(self) -> dict[int | None, RunRecord]:
@@ -221,9 +221,7 @@ class OptunaSweeper(Sweeper):
             return [self._interrupted.pop(0)]
         trials = self._study.get_trials(deepcopy=False)
         left = self.n_trials - sum(trial.state != TrialState.WAITING for trial in trials)
-        first = 1 + max(
-            (t.user_attrs[_JOB] for t in trials if t.user_attrs.get(_FOLDER) == str(self._folder)), default=-1
-        )
+        first = 1 + max((trial.user_attrs[_JOB] for trial in self._own_trials()), default=-1)
         return [self._begin(first + index) for index in range(min(left, self.n_jobs))]
 
     def _begin(self, job: int) -> tuple[int, list[str]]:
