@@ -395,21 +395,17 @@ class Run:
         trainer.process.program = modules.program_state(trainer)
         is_elastic = trainer.resume == "auto" and trainer.engine.may_change_world_size
         if state is not None:
-            self._restore_process(state)
+            resume_averaging(trainer)
+            trainer.process.load(state, stops=trainer.resume == "auto")
+            if trainer.resume == "auto" and state["should_stop"] and trainer.loop.limits.may_stop():
+                rank_zero_info(
+                    "resume='auto': the run had stopped early (should_stop), so it does not continue. To continue, pass"
+                    " its checkpoint to a Trainer without resume='auto':"
+                    f" fit(ckpt_path={redaction.text(str(trainer.ckpt_path))!r})."
+                )
         elif is_elastic and trainer.ckpt_path is None and (folder := model_checkpoints.first_folder(trainer)):
             # stores the number of samples per optimizer step, for a restart with another number of processes
             trainer.save_checkpoint(f"{folder}/{START}")
-
-    def _restore_process(self, state: dict[str, Any]) -> None:
-        trainer = self._trainer
-        resume_averaging(trainer)
-        trainer.process.load(state, stops=trainer.resume == "auto")
-        if trainer.resume == "auto" and state["should_stop"] and trainer.loop.limits.may_stop():
-            rank_zero_info(
-                "resume='auto': the run had stopped early (should_stop), so it does not continue. To continue, pass its"
-                " checkpoint to a Trainer without resume='auto':"
-                f" fit(ckpt_path={redaction.text(str(trainer.ckpt_path))!r})."
-            )
 
     def repeat(self, stage: RunningStage) -> None:
         """Run the loop of ``stage`` from inside a hook, with the current callbacks, limits and dataloaders."""

@@ -6,8 +6,8 @@ import base64
 import json
 import re
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from trainer import redaction
@@ -39,24 +39,17 @@ class Diagnosis:
     rows: str
 
 
-def read_diagnosis(file: Path) -> Diagnosis | None:
-    """Return the content of a diagnosis, or None if the file is not a diagnosis, is not readable, or is empty."""
-    number = re.fullmatch(r"diagnosis_step_(\d+)\.md", file.name)
-    try:
-        title, _, text = file.read_text(encoding="utf-8", errors="replace").partition("\n")
-    except OSError:
-        return None
-    if number is None or not title.startswith("# "):
-        return None
-    verdict, _, rows = text.partition("\n| | |\n|---|---|\n")
-    return Diagnosis(int(number[1]), title[2:], verdict.strip(), rows.strip())
-
-
 def diagnoses_of(run: RunRecord) -> list[Diagnosis]:
-    """Return the diagnoses of a run, sorted by step."""
-    patterns = (_DIAGNOSES, f"*/{_DIAGNOSES}", f"lightning_logs/*/{_DIAGNOSES}")
-    found = (read_diagnosis(run.inside(file)) for pattern in patterns for file in run.folder.glob(pattern))
-    return sorted((report for report in found if report), key=lambda report: report.step)
+    """Return the diagnoses of a run, sorted by step, without files that are not readable or not diagnoses."""
+    patterns, found = (_DIAGNOSES, f"*/{_DIAGNOSES}", f"lightning_logs/*/{_DIAGNOSES}"), list[Diagnosis]()
+    for file in (file for pattern in patterns for file in run.folder.glob(pattern)):
+        number = re.fullmatch(r"diagnosis_step_(\d+)\.md", file.name)
+        with suppress(OSError):
+            title, _, text = run.inside(file).read_text(encoding="utf-8", errors="replace").partition("\n")
+            if number is not None and title.startswith("# "):
+                verdict, _, rows = text.partition("\n| | |\n|---|---|\n")
+                found.append(Diagnosis(int(number[1]), title[2:], verdict.strip(), rows.strip()))
+    return sorted(found, key=lambda report: report.step)
 
 
 def log_of(run: RunRecord) -> list[str]:

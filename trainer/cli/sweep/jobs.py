@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -231,9 +231,15 @@ def execute(job: Job, stop: StopFile) -> float | None:
         return None
     if job.is_done():
         return job.keep()
+    passed_on = 0  # number of signals in `stop`
     with job.process() as process, _forward_signals(process) as received:
         try:
-            _wait(process, stop)
+            while process.returncode is None:
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(timeout=0.5)
+                for number in stop.signals_received()[passed_on:]:
+                    passed_on += 1
+                    process.send_signal(number)
         except KeyboardInterrupt:
             process.wait()  # the terminal interrupts the job too
             raise
@@ -243,20 +249,6 @@ def execute(job: Job, stop: StopFile) -> float | None:
             handler(number, None)  # handler of the launcher: submitit requeues the job
         raise SystemExit(128 + number)
     return load_run(job.folder).result
-
-
-def _wait(process: subprocess.Popen[bytes], stop: StopFile) -> None:
-    """Wait for a job, and pass on the signals in ``stop``."""
-    passed_on = 0
-    while True:
-        try:
-            process.wait(timeout=0.5)
-        except subprocess.TimeoutExpired:
-            for number in stop.signals_received()[passed_on:]:
-                passed_on += 1
-                process.send_signal(number)
-        else:
-            return
 
 
 class StopFile:
