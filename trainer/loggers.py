@@ -11,11 +11,10 @@ import importlib
 import pkgutil
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from trainer import packages
 from trainer.errors import ConfigurationError
@@ -27,8 +26,7 @@ _BUILT_IN = "trainer.compat.loggers"
 _ADAPTERS: dict[tuple[str, str], type[LoggerAdapter]] = {}  # by top-level package and name of the logger's class
 
 
-@dataclass(frozen=True)
-class LoggedRun:
+class LoggedRun(NamedTuple):
     """A run that the command line builds a logger for.
 
     Args:

@@ -11,8 +11,8 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 SHARED_MEMORY = Path("/dev/shm")
 
@@ -22,8 +22,7 @@ _NETWORK = ("9p", "afs", "beegfs", "ceph", "cifs", "gpfs", "glusterfs", "lustre"
 _NO_LIMIT = 2**60  # cgroup v1 writes a number near 2**63 for "no limit"
 
 
-@dataclass(frozen=True)
-class Cores:
+class Cores(NamedTuple):
     """Processor cores.
 
     Args:
@@ -42,8 +41,7 @@ class Cores:
         return max(1, min(self.allowed, int(self.quota) if self.quota is not None else self.allowed))
 
 
-@dataclass(frozen=True)
-class Memory:
+class Memory(NamedTuple):
     """Memory of the machine in bytes. None if a value is unknown.
 
     Args:
@@ -70,8 +68,7 @@ class Memory:
         return min((size for size in (self.available, self.left) if size is not None), default=None)
 
 
-@dataclass(frozen=True)
-class Disk:
+class Disk(NamedTuple):
     """The disk of a folder.
 
     Args:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from trainer import redaction
@@ -43,7 +42,7 @@ def complete(loggers: Mapping[str, Any] | None, run: LoggedRun, former: Mapping[
     completed = {}
     for name, node in _nodes(loggers).items():
         kind = adapter_class(node)
-        completed[name] = kind.complete(node, replace(run, former=former.get(kind.key())))
+        completed[name] = kind.complete(node, run._replace(former=former.get(kind.key())))
     return completed
 
 

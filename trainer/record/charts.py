@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from trainer.record.curve import Curve, smooth
 from trainer.record.run_record import RunRecord
@@ -20,8 +20,7 @@ _LAYER_NORM = "grad_norm/"
 """Prefix of the metrics of `trainer.callbacks.LayerNorms`."""
 
 
-@dataclass(frozen=True)
-class Line:
+class Line(NamedTuple):
     """A curve in a chart.
 
     Args:
@@ -44,8 +43,7 @@ class Line:
     is_detail: bool = False
 
 
-@dataclass(frozen=True)
-class Chart:
+class Chart(NamedTuple):
     """A chart.
 
     Args:
@@ -60,13 +58,12 @@ class Chart:
     title: str
     lines: Sequence[Line]
     scale: str = "auto"
-    crosses: Curve = field(default_factory=Curve)
+    crosses: Curve = Curve()
     note: str = ""
     is_map: bool = False
 
 
-@dataclass(frozen=True)
-class Section:
+class Section(NamedTuple):
     """Charts under one heading, with notes such as the reason for a missing chart."""
 
     title: str
@@ -113,11 +110,11 @@ def overlay(runs: Sequence[RunRecord], colors: Sequence[int | None], winner: Run
                 named = [line for line in chart.lines if not (chart.is_map or line.faint or line.is_detail)]
                 for line in named:
                     title = line.name or (chart.title if len(named) == 1 else line.label)
-                    own = replace(line, label=run.label, color=-1 if color is None else color, faint=False)
+                    own = line._replace(label=run.label, color=-1 if color is None else color, faint=False)
                     key = chart.title, line.name or line.label
                     before = charts.get(key)
                     lines = [*(before.lines if before else ()), own]
-                    charts[key] = replace(chart, title=title, lines=lines, crosses=Curve())
+                    charts[key] = chart._replace(title=title, lines=lines, crosses=Curve())
     return [Section(title, list(charts.values())) for title, charts in gathered.items() if charts]
 
 

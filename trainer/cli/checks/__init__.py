@@ -332,7 +332,7 @@ def _load() -> float | None:
 def _workers(found: Findings) -> list[list[str]]:
     cores, gpus = machine.cores(), sum(device.type == "cuda" for device in found.devices)
     suggested = machine.suggested_workers(cores.usable, gpus)
-    found.facts["workers"] = {**vars(cores), "usable": cores.usable, "suggested": suggested}
+    found.facts["workers"] = {**cores._asdict(), "usable": cores.usable, "suggested": suggested}
     quota = "" if cores.quota is None else f", a quota of {cores.quota:g}"
     allowed = f"{cores.allowed} of {cores.total} cores allowed{quota}"
     return [["dataloaders", f"num_workers={suggested} to begin with ({allowed})"]]
@@ -341,7 +341,7 @@ def _workers(found: Findings) -> list[list[str]]:
 def _memory(found: Findings) -> list[list[str]]:
     memory = machine.memory()
     shared = known[1] if (known := machine.shared_memory()) else None
-    found.facts["memory"] = {**vars(memory), "usable": memory.usable, "shared": shared}
+    found.facts["memory"] = {**memory._asdict(), "usable": memory.usable, "shared": shared}
     if shared is not None and shared < _LOW_SPACE:
         found.remark(
             f"{machine.SHARED_MEMORY} has {readable(shared)}, and batches of dataloader workers travel through it:"
@@ -355,7 +355,7 @@ def _memory(found: Findings) -> list[list[str]]:
 
 def _disks(found: Findings) -> list[list[str]]:
     disks = {disk.folder: disk for disk in (machine.disk(Path()), machine.disk(Path(_RUNS)))}
-    found.facts["disks"] = [{**vars(disk), "folder": str(folder)} for folder, disk in disks.items()]
+    found.facts["disks"] = [{**disk._asdict(), "folder": str(folder)} for folder, disk in disks.items()]
     rows = []
     for disk in disks.values():
         space = f"{readable(disk.free)} of {readable(disk.total)} free"

@@ -7,8 +7,7 @@ import json
 import re
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from trainer import redaction
 from trainer.record.run_record import RUN, RunRecord, changed
@@ -22,8 +21,7 @@ _LARGEST = 2**21  # bytes of a file, because files are embedded in the page
 _MOST_CLASSES = 24  # largest number of classes in a table; those with the most mistakes are shown
 
 
-@dataclass(frozen=True)
-class Diagnosis:
+class Diagnosis(NamedTuple):
     """A diagnosis as `trainer.callbacks.OverflowReport` writes it.
 
     Args:
@@ -71,8 +69,7 @@ def warnings_in(log: Iterable[str]) -> list[str]:
     return [text for text in found if text != "The run failed."]  # the page shows the error itself
 
 
-@dataclass(frozen=True)
-class Picture:
+class Picture(NamedTuple):
     """A picture.
 
     Args:
@@ -84,8 +81,7 @@ class Picture:
     address: str
 
 
-@dataclass(frozen=True)
-class Matrix:
+class Matrix(NamedTuple):
     """A confusion matrix.
 
     Args:

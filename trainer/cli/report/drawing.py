@@ -11,8 +11,7 @@ import math
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trainer.record.charts import Chart, Line
 from trainer.record.drawing import BAD, GRID, INK, PALE, PALETTE, plot
@@ -30,8 +29,7 @@ _VARIABLES = {INK: "axis", GRID: "grid", BAD: "bad", PALE: "pale"} | {c: f"s{i}"
 """Variables of the style sheet by color."""
 
 
-@dataclass(frozen=True)
-class DrawnChart:
+class DrawnChart(NamedTuple):
     """A drawn chart.
 
     Args:

@@ -7,10 +7,9 @@ import hashlib
 import json
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from trainer import redaction
 from trainer.cli.help import versions
@@ -27,8 +26,7 @@ _TEMPLATE = Path(__file__).parent / "template"
 _METRICS = 3
 
 
-@dataclass(frozen=True)
-class Tile:
+class Tile(NamedTuple):
     """An important number, shown at the top of the page."""
 
     label: str

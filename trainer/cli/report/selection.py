@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from trainer.cli.arguments import UsageError
 from trainer.record.run_record import RUN, RunRecord, read_json
@@ -34,8 +34,7 @@ def jobs_of(sweep: Path) -> list[Path]:
     return [folder for child in _children(sweep) for folder in _find_runs(child, _DEPTH, is_run)]
 
 
-@dataclass(frozen=True)
-class ReportSubject:
+class ReportSubject(NamedTuple):
     """The subject of a report.
 
     Args:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from trainer import redaction
 from trainer.cli.arguments import UsageError
@@ -45,8 +44,7 @@ def unreadable(folder: Path, error: Exception) -> str:
     )
 
 
-@dataclass(frozen=True)
-class Difference:
+class Difference(NamedTuple):
     """A setting that differs between runs.
 
     Args:
