@@ -83,13 +83,6 @@ class AlignmentAdvisor(Callback):
         if not self.everywhere and not (is_half and tensor_cores(trainer.strategy.root_device)):
             return
         found = list(misaligned(pl_module))
-        message = self._message(found)
-        if found and message != self._message_logged:
-            self._message_logged = message  # once, even if the same module is fitted again
-            if trainer.is_global_zero:
-                log.info(message)
-
-    def _message(self, found: list[Misaligned]) -> str:
         layers = "1 layer has other sizes" if len(found) == 1 else f"{len(found)} layers have other sizes"
         lines = [
             f"Tensor Cores are fastest if sizes of 16-bit products are multiples of {MULTIPLE}. {layers},"
@@ -98,7 +91,11 @@ class AlignmentAdvisor(Callback):
         ]
         if len(found) > self.max_lines:
             lines.append(f"and {len(found) - self.max_lines} more")
-        return "\n  ".join(lines)
+        message = "\n  ".join(lines)
+        if found and message != self._message_logged:
+            self._message_logged = message  # once, even if the same module is fitted again
+            if trainer.is_global_zero:
+                log.info(message)
 
 
 def misaligned(root: nn.Module) -> Iterator[Misaligned]:

@@ -22,7 +22,6 @@ import torch
 
 from trainer import machine
 from trainer.cli.checks import Recipe
-from trainer.cli.checks.layers import Layers
 from trainer.cli.processes import environment
 from trainer.cli.rehearsal import Clock, RehearsalDone, first_weights, rehearse
 from trainer.cli.run import assemble
@@ -31,7 +30,6 @@ from trainer.errors import join_first
 from trainer.precision.float8 import Float8Precision
 from trainer.state import random_states
 
-_FLOAT32 = {"_target_": "trainer.precision.FullPrecision"}
 _SEEDS = ("PL_GLOBAL_SEED", "PL_SEED_WORKERS")
 _OPERATIONS = 1e11  # maximum number of operations of all steps on a CPU: a few seconds
 _STEPS = 5  # maximum number of steps; the first one warms up
@@ -91,17 +89,6 @@ def part_for(recipe: Recipe, device: torch.device, free: int) -> tuple[Any, str]
     )
 
 
-def measure_layers(recipe: Recipe, batch: Any) -> Layers:
-    """Run one step in float32, because float16 could overflow, and return statistics of the layers.
-
-    Raises:
-        Exception: any exception of the step.
-    """
-    observer = Layers(batch)
-    _fit(recipe, batch, observer, precision=_FLOAT32)
-    return observer
-
-
 def time_step(recipe: Recipe, batch: Any, samples: int) -> StepTime:
     """Run a few steps in the precision of the run, and return the time of a step.
 
@@ -111,7 +98,7 @@ def time_step(recipe: Recipe, batch: Any, samples: int) -> StepTime:
         samples: number of samples in the whole batch.
     """
     observer = _Clock()
-    trainer = _fit(recipe, batch, observer)
+    trainer = fit(recipe, batch, observer)
     taken = batch_size(batch)
     seconds = statistics.median(observer.seconds[1:] or observer.seconds)
     precision = trainer.engine.precision
@@ -155,8 +142,15 @@ class _RepeatBatch:
             yield copy.deepcopy(self._batch)
 
 
-def _fit(recipe: Recipe, batch: Any, observer: pl.Callback, **changes: Any) -> Any:
-    """Train a module of the recipe on one batch until ``observer`` ends the run. Return the Trainer."""
+def fit(recipe: Recipe, batch: Any, observer: pl.Callback, **changes: Any) -> Any:
+    """Train a module of the recipe on one batch until ``observer`` ends the run. Return the Trainer.
+
+    Args:
+        recipe: the recipe.
+        batch: the batch, or a part of it.
+        observer: a callback.
+        changes: other nodes for the config, such as ``precision``.
+    """
     trainer_node = recipe.settings["trainer"] | {"_target_": "trainer.Trainer"}
     settings = recipe.settings | {"callbacks": {}, "data": None, "trainer": trainer_node} | changes
     begin = first_weights(settings)
