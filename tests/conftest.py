@@ -326,8 +326,7 @@ def mlflow_database(pytestconfig: pytest.Config) -> Path:
     def fill(folder: Path) -> None:
         from mlflow.tracking import MlflowClient
 
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of SQLAlchemy
+        with warnings.catch_warnings(action="ignore"):  # of SQLAlchemy
             MlflowClient(f"sqlite:///{folder}/mlflow.db").search_experiments()
 
     return shared(pytestconfig, "mlflow", fill) / "mlflow.db"

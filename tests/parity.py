@@ -83,8 +83,7 @@ class Classifier(Learner):
 @contextmanager
 def lightnings_noise_ignored() -> Iterator[None]:
     """Ignore the warnings of Lightning's own Trainer that are not compared (including a new one on torch 2.15)."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         yield
 
 

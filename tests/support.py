@@ -128,8 +128,7 @@ class Stream(IterableDataset[Any]):
 
 def nested_tensor() -> Tensor:
     """Return a nested tensor of the strided layout, which has neither a shape nor a length."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # a prototype
+    with warnings.catch_warnings(action="ignore"):  # a prototype
         return torch.nested.nested_tensor([torch.ones(2, 4), torch.ones(3, 4)])
 
 

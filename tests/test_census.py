@@ -264,8 +264,7 @@ def test_state_is_equal_after_a_resume(name: str, tmp_path: Path) -> None:
     case = CASES[name]
     if case.arguments.get("logger") is CSVLogger:
         case.arguments["logger"] = CSVLogger(tmp_path)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         whole = train(case, tmp_path / "whole", 0)
         found = {}
         for place in case.places:

@@ -84,8 +84,7 @@ def test_without_a_line_of_the_user_a_warning_points_to_its_own(monkeypatch: pyt
 
 
 def test_warning_is_given_once_a_line_and_can_be_ignored_by_module() -> None:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("default")
+    with warnings.catch_warnings(record=True, action="default") as caught:
         for _ in range(3):
             warn("once")
         warnings.filterwarnings("ignore", module=re.escape(__name__))
@@ -141,8 +140,7 @@ class Keeps(Callback):
 
 @pytest.mark.parametrize("name", scenarios())
 def test_warnings_of_runs_point_to_lines_of_the_user(tmp_path: Path, name: str) -> None:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:
         scenarios()[name](tmp_path)
     own = [one for one in caught if Path(one.filename).is_relative_to(Path(trainer.__file__).parent)]
     assert [(str(one.message), one.lineno) for one in own] == []

@@ -47,8 +47,7 @@ def experience(scenario: Callable[..., Any]) -> tuple[Any, Any]:
     """Return the result or error, and the warnings, of ``scenario(make_trainer)`` under both Trainers."""
 
     def live(make: Callable[..., Any]) -> tuple[Any, Any, list[tuple[type, str]]]:
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
+        with warnings.catch_warnings(record=True, action="always") as caught:
             try:
                 result, error = scenario(make), None
             except Exception as raised:

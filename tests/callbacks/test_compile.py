@@ -275,8 +275,7 @@ class WithForward(Parts):
 )
 def test_compiled_parts(tmp_path, module, modules, expected):
     callback = Compile(modules, backend="eager")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # not called
+    with warnings.catch_warnings(action="ignore"):  # not called
         make_trainer(tmp_path, callbacks=[callback]).fit(module(), loader_of(make_batches(1)))
     assert callback.compiled == expected
 

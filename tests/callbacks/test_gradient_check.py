@@ -281,9 +281,7 @@ class Detached(Regression):
 
 
 class Manual(Regression):
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
+    automatic_optimization = False
 
 
 @pytest.mark.parametrize(

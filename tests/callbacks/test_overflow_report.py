@@ -90,9 +90,7 @@ def test_losses_that_are_not_finite_are_counted_by_themselves(tmp_path, gain, nu
 class TwoOptimizers(Regression):
     """Two losses and two steps for each batch, in manual optimization."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
+    automatic_optimization = False
 
     def training_step(self, batch, batch_idx):
         for optimizer in self.optimizers():

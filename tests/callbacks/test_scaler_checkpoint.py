@@ -34,8 +34,7 @@ def fit_and_save(tmp_path, precision):
 def resume(tmp_path, precision, path, epochs=1):
     """Return the messages of a run that starts from ``path``, and its Trainer."""
     trainer = make_trainer(tmp_path, precision=precision, max_epochs=epochs)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:
         trainer.fit(Regression(make_net()), loader_of(make_batches(5)), ckpt_path=path)
     return [str(w.message) for w in caught if "scaler" in str(w.message)], trainer
 

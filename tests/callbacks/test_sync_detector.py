@@ -262,12 +262,10 @@ def test_on_cuda_torchs_warnings_become_lines(monkeypatch):
     def synchronize() -> None:
         warnings.warn("called a synchronizing CUDA operation (Triggered internally at x.cpp:1.)", stacklevel=1)
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("always")
-        with SyncWatch("cuda", found):
-            for _ in range(3):
-                synchronize()
-            warnings.warn("another", stacklevel=1)
+    with warnings.catch_warnings(action="always"), SyncWatch("cuda", found):
+        for _ in range(3):
+            synchronize()
+        warnings.warn("another", stacklevel=1)
     assert modes == ["warn", 0]
     assert shown == ["another"]
     assert [(one.line, one.count) for one in found.values()] == [(line_of_warning(), 3)]

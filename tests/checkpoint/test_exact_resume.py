@@ -106,8 +106,7 @@ def train(setup: Setup, folder: Path, seed: int, start: Path | None) -> Finished
 
 def check(setup: Setup, interruptions: list[int]) -> None:
     """Train, then resume from a checkpoint of the first run, then from one of the second, and so on."""
-    with TemporaryDirectory() as name, warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with TemporaryDirectory() as name, warnings.catch_warnings(action="ignore"):
         whole = last = train(setup, Path(name) / "whole", 0, None)
         folder = Path(name) / "whole"
         for i, interruption in enumerate(interruptions, 1):

@@ -240,8 +240,7 @@ def train(
 
 @pytest.fixture(autouse=True)
 def _quiet() -> Any:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         yield
 
 
@@ -298,9 +297,7 @@ class Step(Module):
 class HandSteps(Step):
     """The same windows of three batches in manual optimization."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
+    automatic_optimization = False
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         self.manual_backward(super().training_step(batch, batch_idx) / 3)

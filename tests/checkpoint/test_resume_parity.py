@@ -21,8 +21,7 @@ from tests.support import manual_step, tiered
 
 @pytest.fixture(autouse=True)
 def _without_noise() -> Any:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         yield
 
 

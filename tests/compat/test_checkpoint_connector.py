@@ -58,8 +58,7 @@ def seen(make: Callable[..., Any], tmp_path: Path, work: Callable[[Any, Path], A
     """Return the result or the error of `work`, and the first words of its warnings."""
     folder = tmp_path / make.__name__
     folder.mkdir()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:
         try:
             result = work(make, folder)
         except (ValueError, OSError, KeyError, AttributeError, pickle.UnpicklingError, RuntimeError) as error:

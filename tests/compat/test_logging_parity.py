@@ -79,8 +79,7 @@ def warned(action: Callable[[], Any], about: str) -> list[Any]:
     """Return the warnings of ``action`` by category and first words."""
     result.warning_cache.clear()
     batch_sizes.warning_cache.clear()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:
         action()
     return sorted({(w.category.__name__, str(w.message)[:60]) for w in caught if about in str(w.message)})
 

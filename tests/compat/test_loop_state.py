@@ -49,9 +49,7 @@ class FailsAfterABatch(Scheduled):
 class FailsByHand(FailsAfterABatch):
     """Uses manual optimization."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
+    automatic_optimization = False
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         optimizer = self.optimizers()

@@ -657,8 +657,7 @@ def test_without_a_position_samples_are_skipped_all_the_same(workers: int) -> No
     loader = DataLoader(Noisy(), 2, num_workers=workers)
     batches = batches_of(loader)
     LOADED.clear()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")  # its order is fixed
+    with warnings.catch_warnings(action="error"):  # its order is fixed
         batches.start_epoch(0, skip=2)
     assert [(i, batch[:, 0].tolist()) for batch, i, _ in batches] == [(2, [4, 5]), (3, [6])]
     assert ([] if workers else [4, 5, 6]) == LOADED

@@ -400,8 +400,7 @@ def strategy_of(setup: Setup, engine: str) -> Any:
 @contextmanager
 def only_these_warnings() -> Iterator[None]:
     """Raise an error for all other warnings, also on these ranks."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         for message in (
             ".*does not have many workers", ".*LeafSpec", "`training_step` returned `None`",
             "The number of training batches", "Your `.*_dataloader`'s sampler has shuffling enabled",

@@ -74,8 +74,7 @@ def compare(name: str, folder: str) -> list[str]:
     """Train without interruption, and resumed from each checkpoint. Return the values that differ on this rank."""
     case, root, rank = CASES[name], Path(folder), distributed.get_rank()
     case.arguments["devices"] = distributed.get_world_size()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         whole = train(case, root / "whole", 10 * rank)
         found = []
         for place in case.places:

@@ -104,8 +104,7 @@ def fit(
     saver = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=2, save_top_k=2, monitor="step", mode="max")
     arguments = {"strategy": engine, "max_epochs": 2, **dict(arguments)}
     arguments["precision"] = precision_of(arguments.get("precision", "32-true"))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         trainer = make_trainer(
             folder, devices=devices, limit_train_batches=5, limit_val_batches=0, use_distributed_sampler=False,
             enable_checkpointing=True, plugins=CheckpointFiles(**FORMS[form]),

@@ -140,8 +140,7 @@ class Net(LightningModule):
 def fit(name: str, path: Path, resumes: bool = False, **arguments: Any) -> tuple[dict[str, Any], list[str]]:
     """Fit, save ``path`` on the way, or resume from it."""
     make, options = (EXACT | REFUSED)[name]
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:
         trainer = make_trainer(
             None, devices=2, strategy=Hooked(make, **options), use_distributed_sampler=False,
             callbacks=[] if resumes else [SavesAt(path, SAVED_AT)], enable_checkpointing=not resumes, **arguments,

@@ -186,8 +186,7 @@ def train(run: Run, folder: Path) -> dict[str, Any]:
     module = Net()
     saver = Saver(folder / run.name, {one.start[1] for one in RUNS if one.start and one.start[0] == run.name})
     data = Numbered(SAMPLES)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         trainer = make_trainer(
             folder, devices=run.processes, strategy=strategy_of(run), max_epochs=EPOCHS, num_sanity_val_steps=0,
             enable_checkpointing=True, callbacks=[saver], plugins=[CheckpointFiles(sharded=run.sharded)],

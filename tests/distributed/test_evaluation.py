@@ -249,8 +249,7 @@ def validate(name: str, engine: str) -> dict[str, Any]:
     loaders, rows = make(), Rows()
     module = OneBatch() if isinstance(loaders, CombinedLoader) else Module()
     trainer = build(engine, callbacks=[rows], **arguments)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         results = trainer.validate(module, loaders, verbose=False)
     return {
         "results": results, "seen": module.seen, "num_val_batches": trainer.num_val_batches, "hooks": module.hooks,
@@ -262,8 +261,7 @@ def validate(name: str, engine: str) -> dict[str, Any]:
 def evaluate(engine: str) -> dict[str, Any]:
     """Test, predict, and draw batches."""
     module, found = Module(), dict[str, Any]()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         found["test"] = build(engine).test(module, sizes(5), verbose=False)
         found["seen"] = module.seen
         for count in (5, 1):
@@ -280,8 +278,7 @@ def fit(
     module, rows = Module(), Rows()
     saver = ModelCheckpoint(folder / engine, monitor=monitor, filename="{epoch}-{plain:.3f}")
     trainer = build(engine, max_epochs=3, enable_checkpointing=True, callbacks=[rows, saver], **dict(arguments))
-    with warnings.catch_warnings(), patch.object(async_max, "SECONDS", 0.0):
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"), patch.object(async_max, "SECONDS", 0.0):
         trainer.fit(module, sizes(8, batch_size=4 // trainer.world_size), sizes(*counts))
     return {
         "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
@@ -307,8 +304,7 @@ FAILURES: dict[str, tuple[Callable[[], Module], int, dict[str, Any]]] = {
 def failure(name: str, engine: str) -> dict[str, Any]:
     """Return the error and the warnings of an evaluation with collectives in its batches."""
     make, count, arguments = FAILURES[name]
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:
         try:
             results = build(engine, **arguments).validate(make(), sizes(count), verbose=False)
         except Exception as error:

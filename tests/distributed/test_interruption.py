@@ -79,8 +79,7 @@ def interrupted(
     train, val = DataLoader(samples(), batch_size=4, sampler=Shard(2)), None
     if count := val_batches[torch.distributed.get_rank()]:
         val = DataLoader(samples(4 * count), batch_size=4)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         try:
             trainer.fit(Silent(), train, val)
         except SystemExit as end:

@@ -75,8 +75,7 @@ class Scripted(Core):
     use = staticmethod(lambda part, x: part(x) * torch.arange(4))
 
     def add_part(self) -> None:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # deprecated
+        with warnings.catch_warnings(action="ignore"):  # deprecated
             self.part = torch.jit.script(nn.BatchNorm1d(4))
 
 

@@ -37,8 +37,7 @@ class Names(Uneven):
 
 def fit(names: list[list[str]], how: dict[str, Any]) -> tuple[dict[str, float], list[str]]:
     """Fit two epochs of two batches. Return the metrics and the warnings about names."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:
         trainer = make_trainer(None, devices=2, strategy="ddp", use_distributed_sampler=False, max_epochs=2)
         trainer.fit(Names(names, how), DataLoader(torch.ones(4, 6), batch_size=2))
     messages = [str(one.message) for one in caught if "the processes logged different names" in str(one.message)]

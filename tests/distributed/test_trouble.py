@@ -80,8 +80,7 @@ def spike(folder: Path, engine: str, left_out: tuple[int, int] | None) -> tuple[
         precision=precision, plugins=[CheckpointFiles(sharded=engine == "fsdp")], use_distributed_sampler=False,
         enable_checkpointing=True,
     )  # fmt: skip
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         trainer.fit(module, loader_of(batches))
     rollbacks = callbacks[0].rollbacks if callbacks else []
     return rollbacks, [parameter.detach().clone() for parameter in module.parameters()], trainer.global_step

@@ -73,8 +73,7 @@ def fit(path: Path, strategy: str, late: bool = False, outputs: int = 2) -> dict
     start = Start()
     averages = strategy == "fsdp" or not late  # under DDP, `setup` copies the weights, which must exist
     callbacks = [start, EMAWeightAveraging(update_starting_at_epoch=9)] if averages else [start]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         trainer = make_trainer(
             path.parent, devices=2, strategy=strategy, limit_train_batches=2, limit_val_batches=0,
             use_distributed_sampler=False, callbacks=callbacks,

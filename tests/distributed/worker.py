@@ -149,8 +149,7 @@ def fit(
     ckpt_path = arguments.pop("ckpt_path", None)
     arguments["precision"] = precision_of(arguments.get("precision", "32-true"))
     arguments["callbacks"] = [recorder, *arguments.get("callbacks", ())]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         torch.manual_seed(1)
         trainer = make_trainer(arguments.pop("default_root_dir", None), **arguments)
         sampler = None if arguments["use_distributed_sampler"] else Shard(world_size)

@@ -120,8 +120,7 @@ def test_another_precision_casts_states_that_had_the_dtype_of_the_parameter(
     kinds = {precision: torch.bfloat16 if precision == "bf16-true" else torch.float32 for precision in PRECISIONS}
     optimizer = WithoutClosure if name == "mixed" and not from_lightning else OPTIMIZERS[name]
     if from_lightning and before != "16-mixed":  # Lightning has no such checkpoint on a CPU
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(action="ignore"):
             first = LightningTrainer(**QUIET, max_epochs=1, precision=before)
             first.fit(Half(make_net(), optimizer), loader_of(BATCHES))
             first.save_checkpoint(tmp_path / "a.ckpt")
@@ -141,8 +140,7 @@ def test_another_precision_casts_states_that_had_the_dtype_of_the_parameter(
 
 
 def test_lightnings_checkpoints_keep_their_dtypes(tmp_path: Path) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         first = LightningTrainer(**QUIET, max_epochs=1, precision="bf16-true")
         first.fit(Half(make_net(), MixedStates), loader_of(BATCHES))
         first.save_checkpoint(tmp_path / "a.ckpt")

@@ -18,8 +18,7 @@ from trainer.errors import NonFiniteError
 
 
 def quantized() -> Tensor:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # deprecated
+    with warnings.catch_warnings(action="ignore"):  # deprecated
         return torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8)
 
 

@@ -105,8 +105,7 @@ def test_emulation_of_bfloat16_is_warned_of_on_gpus_only(gpu, kind):
     bfloat16 = kind("bfloat16")
     with pytest.warns(UserWarning, match=rf"Tesla T4 has no bfloat16 units: precision='{bfloat16.name}' .*'16-mixed'"):
         bfloat16.check(gpu("Tesla T4", (7, 5)))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         MixedPrecision("float16").check(gpu("Tesla T4", (7, 5)))
         bfloat16.check(gpu("NVIDIA A100", (8, 0)))
         bfloat16.check(CPU)

@@ -175,8 +175,7 @@ def test_fp32_modules_equal_a_hand_written_loop(tmp_path, precision, recomputes)
 def test_float16_weights_are_warned_of_once(tmp_path):
     with pytest.warns(UserWarning, match=r"gradients below 6e-8 vanish.*Use precision='16-mixed'") as caught:
         trainer = make_trainer(tmp_path, precision="16-true")
-    with warnings.catch_warnings(record=True) as later:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as later:
         trainer.fit(Regression(), loader_of(make_batches(2)))
         make_trainer(tmp_path, precision="bf16-true")
     assert len(caught) == 1
@@ -192,8 +191,7 @@ def test_float16_weights_are_warned_of_once(tmp_path):
     ],
 )
 def test_eps_that_float16_cannot_hold(tmp_path, optimizer, warns):
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:
         for precision in ("16-true", "bf16-true", "16-mixed"):
             trainer = make_trainer(tmp_path, precision=precision)
             trainer.fit(Regression(optimizer=optimizer), loader_of(make_batches(1)))
