@@ -20,16 +20,16 @@ from trainer.callbacks import traits
 from trainer.callbacks.gradient_clipping import GradientClipping
 from trainer.compat import modules
 from trainer.compat.data import move_training_batch
-from trainer.compat.loaders import DrawnLoaderSet
+from trainer.compat.loaders import DrawnLoaderSet, LoaderSet
 from trainer.compat.logging import ModuleScope
 from trainer.compat.optimizers import with_closure
 from trainer.compat.overrides import overrides
 from trainer.compat.profiling import Profiling
 from trainer.compat.views import MonitoredMetrics
-from trainer.data.batches import NO_BATCHES, Loaders, TrainingBatches, Transfer
+from trainer.data.batches import NO_BATCHES, TrainingBatches, Transfer
 from trainer.data.unpadded import Span
+from trainer.engine.module_calls import ModuleCalls
 from trainer.engine.optimizer_calls import has_own_zero_grad, needs_closure, takes_closure
-from trainer.engine.protocol import ModuleCalls
 from trainer.errors import ConfigurationError, rank_zero_warn
 from trainer.loops.batch_path import NO_PATH, BatchPath, Clip, TrainingPath, TrainingWrapper, wrapped
 from trainer.loops.closures import ClosureOptimization
@@ -232,7 +232,7 @@ class Preparation:
             return next(iter(clippers), None)
         return partial(_clip_with_all, clippers)
 
-    def renewed_loaders(self) -> Loaders | None:
+    def renewed_loaders(self) -> LoaderSet | None:
         """Return new training dataloaders for the epoch that begins. None if they are not due to be created again."""
         data = self._trainer.data
         if not data.is_due(RunningStage.TRAINING):
@@ -249,7 +249,7 @@ class Preparation:
             self.schedule_validation(loaders, may_refuse=False)
             self._check_counts(loaders)
 
-    def _check_counts(self, loaders: Loaders | None) -> None:
+    def _check_counts(self, loaders: LoaderSet | None) -> None:
         """Refuse uneven inputs if a process that has no more batches cannot take part in the steps of the others.
 
         Raises:
@@ -267,7 +267,7 @@ class Preparation:
                 f" Trainer(limit_train_batches={span.fewest:.0f}), or divide the data evenly."
             )
 
-    def _needs_equal_counts(self, loaders: Loaders) -> str | None:
+    def _needs_equal_counts(self, loaders: LoaderSet) -> str | None:
         """Return the part of the run that needs equal numbers of batches in all processes. None if no part does."""
         if isinstance(loaders, DrawnLoaderSet):
             return "A training_step that draws its own batches"
@@ -277,7 +277,7 @@ class Preparation:
             return "An overridden `optimizer_step`, or an optimizer that evaluates the loss itself,"
         return _module_with_collectives(self._module) if self._trainer.engine.supports_uneven_inputs else "DeepSpeed"
 
-    def schedule_validation(self, loaders: Loaders, may_refuse: bool = True) -> None:
+    def schedule_validation(self, loaders: LoaderSet, may_refuse: bool = True) -> None:
         """Schedule the validations within an epoch of ``loaders``. Optionally refuse an interval above its length."""
         trainer = self._trainer
         has_known_end = loaders.has_length and not isinstance(loaders, DrawnLoaderSet)
@@ -291,7 +291,7 @@ class Preparation:
             validates=may_refuse and bool(trainer.limit_val_batches),
         )
 
-    def _warn_of_missing_rows(self, loaders: Loaders) -> None:
+    def _warn_of_missing_rows(self, loaders: LoaderSet) -> None:
         num_batches, interval = loaders.num_batches(), self._trainer.log_every_n_steps
         if self._trainer.loggers and 0 < num_batches < interval and not self._trainer.fast_dev_run:
             rank_zero_warn(
@@ -301,7 +301,7 @@ class Preparation:
                 category=PossibleUserWarning,
             )
 
-    def _report_short_windows(self, loaders: Loaders) -> None:
+    def _report_short_windows(self, loaders: LoaderSet) -> None:
         num_batches, window = loaders.num_batches(), self._trainer.loop.window
         if 0 < num_batches < window.batches and not window.straddles_epochs and not self._trainer.fast_dev_run:
             rank_zero_info(
@@ -332,7 +332,7 @@ class Preparation:
             inference_mode=inference_mode,
         )
 
-    def _build_evaluation_path(self, loop: EvalLoop, loaders: Loaders) -> BatchPath:
+    def _build_evaluation_path(self, loop: EvalLoop, loaders: LoaderSet) -> BatchPath:
         """Build the path of an evaluation batch: our functions or their overrides, and the wrappers around them."""
         engine, hooks = self._trainer.engine, self.hooks
         path = BatchPath(

@@ -35,12 +35,12 @@ from trainer.compat.averaging import training_weights
 from trainer.compat.base import TrainerBase, with_lightning_signature
 from trainer.compat.checkpoint_connector import CheckpointConnector, RolledBack
 from trainer.compat.data import DataSource
+from trainer.compat.engine import LightningEngine
 from trainer.compat.logging import LoggerConnector, no_log
 from trainer.compat.signals import Signals
 from trainer.compat.strategies import build_engine
 from trainer.compat.trainer_arguments import defaults_from_environment, log_devices, registered_names
 from trainer.compat.views import EvalLoopView, FitLoopView, PredictLoopView
-from trainer.engine.protocol import Engine
 from trainer.errors import ConfigurationError
 from trainer.loops.accumulation import AccumulationWindow, count_windows
 from trainer.loops.evaluation import EvalLoop
@@ -518,7 +518,7 @@ class Trainer(TrainerBase):
 
     # --- construction -----------------------------------------------------------------------------------------
 
-    def _build_engine(self, precision: Precision, plugins: Any, **options: Any) -> Engine:
+    def _build_engine(self, precision: Precision, plugins: Any, **options: Any) -> LightningEngine:
         """Build the engine of this Trainer. A subclass may return another one."""
         return build_engine(self, precision, plugins, **options)
 

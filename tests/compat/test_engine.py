@@ -17,7 +17,6 @@ from tests.parity import QUIET, Learner, data, ours, run_both, weights
 from trainer import Trainer
 from trainer.compat.engine import LightningEngine
 from trainer.engine.gradients import Gradients
-from trainer.engine.protocol import Engine
 from trainer.errors import ArgumentError, ConfigurationError, PrecisionError
 from trainer.precision.scaler import LossScaler
 
@@ -144,7 +143,7 @@ def test_custom_engine_does_all_gradient_operations() -> None:
             return Recorded(scaler, done)
 
     class WatchedTrainer(Trainer):
-        def _build_engine(self, precision: Any, plugins: Any, **options: Any) -> Engine:
+        def _build_engine(self, precision: Any, plugins: Any, **options: Any) -> LightningEngine:
             return Watched(self, precision, plugins, **options)
 
     trainer = WatchedTrainer(**QUIET, max_epochs=1, accumulate_grad_batches=2, gradient_clip_val=1.0)

@@ -11,7 +11,6 @@ from torch.optim import Optimizer
 
 from trainer.callbacks.run_callback import RunCallback
 from trainer.engine.optimizer_calls import needs_closure
-from trainer.engine.protocol import Engine
 from trainer.errors import ConfigurationError, NonFiniteError, expect, is_count, join_first, rank_zero_warn
 from trainer.module_tree import is_measurable
 from trainer.postmortem.diagnose import Case, diagnose
@@ -21,6 +20,7 @@ from trainer.record.measures import last_diagnosis
 from trainer.state.outcome import StepOutcome
 
 if TYPE_CHECKING:
+    from trainer.compat.engine import LightningEngine
     from trainer.trainer import Trainer
 
 
@@ -103,7 +103,7 @@ class NonFiniteGuard(RunCallback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Replace a scaler that neither scales nor skips by one that skips steps."""
         if stage == "fit" and self.every_step and not trainer.scaler.skips_steps:
-            engine: Engine = trainer.engine
+            engine = trainer.engine
             self._scaler = engine.gradients.use_scaler(StepGuard(engine.device.type))
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -202,7 +202,7 @@ def _error(trainer: Trainer, step: int, outcome: StepOutcome, batches: list[Reco
     return NonFiniteError("\n".join(lines), step=step, batch_idx=batch_idx, report=report)
 
 
-def _nonfinite_parameters(module: LightningModule, engine: Engine) -> list[str]:
+def _nonfinite_parameters(module: LightningModule, engine: LightningEngine) -> list[str]:
     """Return the names of nonfinite trained parameters. One host-device synchronization if all are finite.
 
     If parameters are sharded, all processes must call it together, and get the same result.

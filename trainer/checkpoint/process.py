@@ -19,7 +19,6 @@ from trainer.checkpoint import buffers, modes
 from trainer.checkpoint.snapshot import on_host
 from trainer.engine import communication
 from trainer.engine.gradients import Gradients
-from trainer.engine.protocol import Engine
 from trainer.errors import ResumeError, join_first, refuse_inexact, warn
 from trainer.loops.closures import ClosureOptimization
 from trainer.module_tree import parameters_of
@@ -81,7 +80,7 @@ class ProcessState:
     def dump(self) -> dict[str, Any]:
         """Return the state of this process, as it is between two batches."""
         trainer, loop = self._trainer, self._trainer.loop
-        engine: Engine = trainer.engine
+        engine = trainer.engine
         progress, window = loop.progress, loop.window
         metrics = MetricObjects(trainer.lightning_module)
         is_over = progress.epochs_trained > progress.epoch  # the values logged in the epoch are about to be reset
@@ -176,7 +175,7 @@ class ProcessState:
                 waits for them is always restored.
         """
         trainer, loop = self._trainer, self._trainer.loop
-        engine: Engine = trainer.engine
+        engine = trainer.engine
         device, metrics = engine.device, MetricObjects(trainer.lightning_module)
         metrics.load_state_dict(state["metric_objects"], device)
         loop.metrics.load_state_dict(state["metrics"], metrics.by_name.get, engine.reduce, device)

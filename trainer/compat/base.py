@@ -24,12 +24,12 @@ from trainer.checkpoint.process import ProcessState
 from trainer.compat.callback_order import find_callback
 from trainer.compat.checkpoint_connector import CheckpointConnector
 from trainer.compat.data import DataSource
+from trainer.compat.engine import LightningEngine
 from trainer.compat.errors import adopt
 from trainer.compat.logging import LoggerConnector
 from trainer.compat.overrides import overrides
 from trainer.compat.signals import Signals
 from trainer.compat.views import EvalLoopView, FitLoopView, LoopAttribute, PredictLoopView, alias
-from trainer.engine.protocol import Engine
 from trainer.loops.evaluation import EvalLoop
 from trainer.loops.fit import FitLoop
 from trainer.precision.scaler import LossScaler
@@ -57,7 +57,7 @@ def with_lightning_signature(method: Method) -> Method:
 class TrainerBase(LightningTrainer):
     """Lightning's Trainer on top of our parts. ``Trainer`` assigns every attribute declared here in its constructor."""
 
-    engine: Engine
+    engine: LightningEngine
     data: DataSource
     progress: FitProgress
     published: PublishedMetrics

@@ -27,6 +27,7 @@ from lightning.pytorch.trainer.connectors.signal_connector import _get_sigkill_s
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.migration.utils import pl_legacy_patch
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch import Tensor, nn
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.fsdp import FSDPModule
@@ -43,13 +44,14 @@ from trainer.compat.launchers import WatchedLauncher, signals_passed_on
 from trainer.compat.optimizers import set_up_optimizers
 from trainer.compat.overrides import overridden, overrides
 from trainer.compat.precision import PrecisionAdapter
+from trainer.compat.views import alias
 from trainer.engine.async_max import AsyncMax
 from trainer.engine.child_processes import children, leave_group_at_exit
 from trainer.engine.communication import Communication, communication_of
 from trainer.engine.gradients import Gradients, zero_loss
 from trainer.engine.initialisation import initialise
+from trainer.engine.module_calls import ModuleCalls
 from trainer.engine.optimizer_states import SavedDtypes, keep_dtypes
-from trainer.engine.protocol import ModuleCalls, ScheduleConfig, Weight
 from trainer.engine.sharding.wrap import restore_module
 from trainer.engine.stalls import record_collectives
 from trainer.errors import (
@@ -60,6 +62,7 @@ from trainer.errors import (
     UnsupportedError,
     join_first,
 )
+from trainer.loops.step_output import Weight
 from trainer.module_tree import is_dense, parameters_of
 from trainer.precision.base import Precision
 from trainer.precision.scaler import LossScaler
@@ -74,9 +77,13 @@ _NULL_CONTEXT: AbstractContextManager[None] = nullcontext()
 
 
 class LightningEngine:
-    """Devices and processes of one of Lightning's strategies. Implements ``trainer.engine.protocol.Engine``.
+    """Devices, processes and gradients: one of Lightning's strategies, restricted to the parts that the package uses.
 
-    A subclass with sharded gradients overrides :meth:`build_gradients`.
+    The Trainer, loops, callbacks, checkpoints and post-mortems use nothing else of an engine; only ``trainer.compat``
+    accesses the strategy. A subclass with sharded gradients overrides :meth:`build_gradients`.
+
+    A run calls, in this order: ``launch`` (in the parent; the rest happens in every process), ``connect``,
+    ``setup_environment``, ``convert_module``, ``setup``, then the other methods, and ``teardown``.
 
     Args:
         trainer: the Trainer; strategies and launchers read its state.
@@ -88,10 +95,21 @@ class LightningEngine:
 
     Attributes:
         precision: the plugin for this device.
-        gradients: all operations on gradients.
+        gradients: all operations on gradients; the same object during the engine's lifetime.
+        module_calls: the functions behind calls that a module makes itself. The Trainer sets it for each fit.
+        optimizers: the bare optimizers; empty before ``setup`` and outside of a fit. A live list.
+        schedules: the learning-rate schedules; a live list.
+        device: this process's device.
+        model: the strategy-wrapped form of the module; the module itself on one device.
+        restores_after_setup: whether weights are loaded into the module after the strategy has wrapped it, instead of
+            before.
         may_change_world_size: whether the run may be resumed on another number of processes: ``num_nodes="auto"``.
         kind: the kind of strategy, as in ``unsupported_with`` of a callback.
         keeps_optimizers: whether the optimizers cannot be exchanged during a run.
+        exposes_gradients: whether gradients can be read between a backward pass and the step.
+        supports_uneven_inputs: whether training supports uneven inputs: processes with different numbers of batches.
+        supports_uneven_evaluation: whether evaluation supports uneven inputs. If not, all processes get the same number
+            of batches.
         uncalled: methods of the strategy that this engine never calls, so that overriding them is refused, each with
             the method of the module to override instead.
         accumulates: whether the strategy may accumulate gradients itself.
@@ -106,6 +124,13 @@ class LightningEngine:
     kind = "ddp"
     uncalled: Mapping[str, str] = {}
     accumulates = False
+
+    module_calls: ModuleCalls = alias("adapter.calls", writable=True)
+    optimizers: list[Optimizer] = alias("strategy._optimizers")  # read at every step
+    schedules: list[LRSchedulerConfig] = alias("strategy.lr_scheduler_configs")
+    device: torch.device = alias("strategy.root_device")
+    model: nn.Module = alias("strategy.model")
+    restores_after_setup: bool = alias("strategy.restore_checkpoint_after_setup")
 
     def __init__(self, trainer: Trainer, precision: Precision, plugins: Any = None, **options: Any) -> None:
         if plugins is not None and not isinstance(plugins, (list, tuple)):
@@ -167,38 +192,9 @@ class LightningEngine:
             own["setup_optimizers"] = partial(set_up_optimizers, self.strategy)
 
     @property
-    def module_calls(self) -> ModuleCalls:
-        """The functions behind calls that a module makes itself during a fit."""
-        return self.adapter.calls
-
-    @module_calls.setter
-    def module_calls(self, calls: ModuleCalls) -> None:
-        self.adapter.calls = calls
-
-    @property
-    def optimizers(self) -> list[Optimizer]:
-        """The bare optimizers; a live list."""
-        return self.strategy._optimizers  # read at every step, therefore without Lightning's property around it
-
-    @property
     def wrapped_optimizers(self) -> list[Any]:
         """The optimizers that modules see (``self.optimizers()``)."""
         return list(self.strategy._lightning_optimizers)
-
-    @property
-    def schedules(self) -> list[ScheduleConfig]:
-        """The schedules; a live list."""
-        return self.strategy.lr_scheduler_configs  # type: ignore[return-value]
-
-    @property
-    def device(self) -> torch.device:
-        """This process's device."""
-        return self.strategy.root_device
-
-    @property
-    def restores_after_setup(self) -> bool:
-        """Whether weights are loaded into the module after the strategy has wrapped it, instead of before."""
-        return self.strategy.restore_checkpoint_after_setup
 
     @property
     def world_size(self) -> int:
@@ -212,19 +208,16 @@ class LightningEngine:
 
     @property
     def data_parallel_size(self) -> int:
-        """The number of processes with different batches: all of them."""
+        """The number of processes with different batches, over which gradients are averaged: all of them.
+
+        It is smaller if several processes share a batch (tensor parallelism).
+        """
         return self.world_size
 
     @property
     def global_rank(self) -> int:
         """This process's global rank."""
         return int(getattr(self.strategy, "global_rank", 0))
-
-    @property
-    def model(self) -> nn.Module:
-        """The strategy-wrapped form of the module."""
-        assert self.strategy.model is not None
-        return self.strategy.model
 
     @property
     def launch(self) -> Callable[..., Any]:
@@ -344,7 +337,7 @@ class LightningEngine:
             leave_group_at_exit()
 
     def convert_module(self) -> None:
-        """Convert the module to the dtype of the precision."""
+        """Convert the module to the dtype of the precision, before weights are loaded, so that they get this dtype."""
         restore_module(self.model)  # in case an earlier run failed
         self.strategy.model = self.precision.convert_module(self.model)
         if not self.restores_after_setup:
@@ -425,15 +418,25 @@ class LightningEngine:
 
     @property
     def forward_runs_collectives(self) -> bool:
-        """False: in an evaluation, only the first forward of DDP broadcasts buffers."""
+        """Whether every forward of an evaluation uses collectives, so all processes must run equally many of them.
+
+        False: only the first forward of DDP broadcasts buffers.
+        """
         return False
 
     def idle_forward(self) -> None:
-        """Run the collectives of DDP's next forward."""
+        """Run the collectives of DDP's next forward, if this process has no batch left to evaluate.
+
+        All processes also call it when a pass begins, because the first forward of a pass may communicate (DDP
+        broadcasts rank 0's buffers), and must then run on all processes.
+        """
         _run_idle_forward(self.strategy.model)
 
     def num_collectives(self) -> int:
-        """Return the number of collectives issued on the default process group, without those of :meth:`reduce`."""
+        """Return the number of collectives issued on the default process group, without those of :meth:`reduce`.
+
+        0 if it is not known.
+        """
         distributed = torch.distributed
         if self.world_size == 1 or not distributed.is_initialized():
             return 0
@@ -484,7 +487,7 @@ class LightningEngine:
             own.update(replaced)
 
     def replay_step(self, name: str) -> Callable[..., Any]:
-        """Return the step of the bare module."""
+        """Return the step of the bare module for a replay in this process, with only the collectives that it needs."""
         step: Callable[..., Any] = getattr(self.strategy.lightning_module, name)
         return step
 
@@ -519,7 +522,10 @@ class LightningEngine:
         return [value] if most == -least else self.broadcast(self.gather(value))
 
     def reduce(self, tensor: Tensor, op: str = "mean", group: Any = None) -> Tensor:
-        """Reduce ``tensor`` over the processes, on this process's device, because a logged number may be on the CPU."""
+        """Reduce ``tensor`` over the processes: ``"mean"``, ``"sum"``, ``"min"`` or ``"max"``.
+
+        This happens on the process's device, because a logged number may be on the CPU.
+        """
         before = self.num_collectives()
         reduced: Tensor = self.strategy.reduce(tensor.to(self.device), group=group, reduce_op=op)
         self._reductions += self.num_collectives() - before
@@ -531,14 +537,15 @@ class LightningEngine:
         return not isinstance(self.model, DistributedDataParallel) or self.model.require_forward_param_sync
 
     def skip_next_buffer_sync(self) -> None:
-        """Skip DDP's buffer broadcast in the next forward."""
+        """Skip DDP's buffer broadcast in the next forward, because the run was resumed between two broadcasts."""
         if isinstance(self.model, DistributedDataParallel):
             self.model.require_forward_param_sync = False
 
     def begin_sum(self, *values: Weight) -> Callable[[], list[Weight]]:
         """Start a sum over the processes, and return a function that waits for it.
 
-        Unlike the strategy's ``reduce``, this has no barrier, which would block the host.
+        On a GPU the sums stay on the device, and the host does not synchronize. Unlike the strategy's ``reduce``, this
+        has no barrier, which would block the host.
         """
         tensors = [
             value if isinstance(value, Tensor) else torch.full((), value, device=self.device) for value in values
@@ -557,7 +564,7 @@ class LightningEngine:
         return self.strategy.reduce_boolean_decision(decision, all=False)
 
     def any_rank_on_host(self, *flags: bool) -> list[bool]:
-        """Return whether each of the flags is true on any process."""
+        """Return whether each of the flags is true on any process. Waits for the processes, but not for a device."""
         if self.device.type == "cpu":
             return [float(total) > 0 for total in self.begin_sum(*map(float, flags))()]
         if self._host_max is None:
@@ -567,7 +574,12 @@ class LightningEngine:
         return [number > 0 for number in self._host_max.reduce_now(flags)]
 
     def async_max(self, count: int, purpose: str) -> AsyncMax | None:
-        """Create an ``AsyncMax`` with a gloo group, because NCCL would queue its work behind that of the GPUs."""
+        """Create an asynchronous all-reduce of the maxima of ``count`` numbers over all processes, on the host.
+
+        None for a single process, and without gloo. It uses a gloo group, because NCCL would queue its work behind that
+        of the GPUs. All processes must call it together, after the device is selected. It replaces the previous one
+        with the same ``purpose``.
+        """
         distributed = torch.distributed
         if self._ddp is None or self.world_size == 1:
             return None
@@ -589,11 +601,11 @@ class LightningEngine:
         self.strategy.barrier(name)
 
     def module_state(self) -> dict[str, Any]:
-        """Return the module's state dict."""
+        """Return the module's state dict. Sharded tensors stay sharded: :meth:`save` gathers them if necessary."""
         return self.strategy.lightning_module_state_dict()
 
     def load_module_state(self, checkpoint: Mapping[str, Any], strict: bool) -> None:
-        """Load ``checkpoint["state_dict"]``."""
+        """Load ``checkpoint["state_dict"]``. Its tensors may be whole, or sharded like the module's."""
         self.strategy.load_model_state_dict(checkpoint, strict=strict)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -601,7 +613,12 @@ class LightningEngine:
         return self.strategy.optimizer_state(optimizer)
 
     def load_optimizer_states(self, checkpoint: Mapping[str, Any], saved: SavedDtypes) -> None:
-        """Load ``checkpoint["optimizer_states"]`` with their saved dtypes, unless the strategy loads them itself."""
+        """Load ``checkpoint["optimizer_states"]`` with their saved dtypes, unless the strategy loads them itself.
+
+        Args:
+            checkpoint: the checkpoint. Tensors may be whole, or sharded like the parameters.
+            saved: the dtype of each parameter when the checkpoint was saved.
+        """
         if self.strategy.lightning_restore_optimizer:
             with keep_dtypes(self.optimizers, checkpoint["optimizer_states"], saved):
                 self.strategy.load_optimizer_state_dict(checkpoint)
@@ -615,6 +632,8 @@ class LightningEngine:
 
     def save(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
         """Write a checkpoint, a file from rank 0 or a folder from all ranks, and wait until it is written.
+
+        All processes must call it together. For a file, sharded tensors are gathered one after the other.
 
         Raises:
             CheckpointError: on all ranks, if it cannot be written.

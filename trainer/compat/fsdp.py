@@ -25,12 +25,12 @@ from torch.optim import Optimizer
 from trainer.compat.checkpoint_io import files_of
 from trainer.compat.engine import LightningEngine
 from trainer.engine.gradients import Gradients
-from trainer.engine.protocol import Weight
 from trainer.engine.sharding import state_dicts as state
 from trainer.engine.sharding.settings import IS_SUPPORTED, check_sharding
 from trainer.engine.sharding.sharded_gradients import ShardedGradients
 from trainer.engine.sharding.wrap import Blocks, ReplacedParameter, ShardedModule, Sharding
 from trainer.errors import ConfigurationError, UnsupportedError
+from trainer.loops.step_output import Weight
 from trainer.module_tree import parameters_of
 from trainer.precision.fp32_modules import find_modules
 from trainer.precision.scaler import LossScaler

@@ -1,4 +1,4 @@
-"""The dataloaders of one stage, ready to run: ``trainer.data.batches.Loaders`` for Lightning's CombinedLoader."""
+"""The dataloaders of one stage, ready to run, around Lightning's CombinedLoader."""
 
 from __future__ import annotations
 
@@ -38,26 +38,31 @@ _FETCHING = {
 
 
 class LoaderSet:
-    """The dataloaders of one stage, ready to run. Implements ``trainer.data.batches.Loaders``.
+    """The dataloaders of one stage, ready to run: samplers distributed, limits applied.
+
+    Training dataloaders can be resumed, by torchdata's convention: ``state_dict`` returns the position in the pass.
+    After ``load_state_dict``, the next iteration yields the rest of that pass, or the following pass if it was over.
 
     Args:
         combined: the dataloaders, prepared.
         limits: the number of batches to run of each; inf for one without a length.
-        has_length: whether the lengths of all are known.
+        has_length: whether the lengths of all are known. If not, a limit may exceed the number of batches.
         watch: wraps a source of batches for a profiler. Default: None, for no profiler.
 
     Attributes:
         made_in: the epoch in which they were created. Set by DataSource.
         made_from: the random states from which they were created; {} if this used no random numbers. Set by DataSource.
         is_outdated: whether they must be created again before the next pass. Set by DataSource.
-        spans: see ``Loaders``. Set by DataSource.
+        spans: the smallest and largest number of batches on any rank, for each dataloader. A single entry if the
+            dataloaders are combined, as in training; empty in training if a length is unknown. Set by DataSource.
         most: the limits of the process with the most batches, equal on all processes. Set by DataSource.
         idle: the number of batches in a training pass that other processes have and this one lacks; each is replaced by
             ``IDLE``. Set by DataSource.
         announce: called with the index of each training batch before it is returned. None for no call.
         any_rank_on_host: :meth:`Engine.any_rank_on_host` for several processes with inexact lengths, to give them
             equal numbers of batches and a common end; None otherwise. Set by DataSource.
-        on_batch: see ``Loaders``. Set by Preparation.
+        on_batch: called before each training batch if the lengths are not exact. The argument is whether all ranks have
+            a batch. It may raise. Set by Preparation.
         limit_again: sets the limits by the current lengths, which may depend on the epoch. None if they do not. Set by
             DataSource.
     """
@@ -94,7 +99,7 @@ class LoaderSet:
 
     @property
     def is_sequential(self) -> bool:
-        """Whether the dataloaders run one after the other."""
+        """Whether the dataloaders run one after the other instead of combined."""
         return bool(self.combined._mode == "sequential")
 
     def num_batches(self) -> float:
@@ -134,7 +139,7 @@ class LoaderSet:
         return ""
 
     def batches(self, limit: float = float("inf")) -> Iterator[tuple[Batch, int, int]]:
-        """Begin a pass over (batch, batch_idx, dataloader_idx), with at most ``limit`` batches of each dataloader."""
+        """Begin an evaluation pass over (batch, batch_idx, dataloader_idx), at most ``limit`` of each dataloader."""
         self.combined.limits = limits = [min(own, limit) for own in self.limits]
         self._note_generators()
         count, combined = self._count(limits), self.combined
@@ -194,7 +199,10 @@ class LoaderSet:
         return self._loaders
 
     def open(self, done: int = 0) -> None:
-        """Begin a training pass, or the rest of a resumed one with ``done`` completed batches."""
+        """Begin a training pass, or the rest of a resumed one with ``done`` completed batches.
+
+        This draws random numbers, and fetches a batch if the number of batches is unknown.
+        """
         self._pass, self._ahead = None, {}  # ends the workers of the previous pass
         source, count = iter(self._watch(self._begin(self.loaders))), self._count(self.limits)
         self._pass = left = _take(source, max(count - done, 0))  # below 0 if a resumed run has a lower limit
@@ -292,7 +300,15 @@ class LoaderSet:
     def load_state_dict(self, state: dict[str, Any]) -> list[str]:
         """Make the next pass the rest of the pass in ``state``, or the one that follows it.
 
-        Return the reasons if this is not exact; [] if it is.
+        This changes the process's random states.
+
+        Args:
+            state: the return value of :meth:`state_dict` with additional keys: ``batches``, the number of trained
+                batches; ``is_over``, whether the pass was over; ``inside``, whether the state was saved in the middle
+                of the next batch. If a state contains only ``batches``, this number of batches is skipped.
+
+        Returns:
+            The reasons why the following batches may differ from those of an uninterrupted run; [] if they do not.
         """
         self.close()
         self._ahead, self._resumed, batches, loaders = {}, {}, state["batches"], self.loaders
@@ -357,7 +373,7 @@ class LoaderSet:
 
 
 class DrawnLoaderSet(LoaderSet):
-    """Dataloaders with batches that a step draws itself. Implements ``trainer.data.batches.DrawnLoaders``.
+    """Dataloaders for a step that draws its own batches (``dataloader_iter``): a pass yields one item for each step.
 
     Args:
         combined: the dataloaders, prepared.

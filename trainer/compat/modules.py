@@ -19,8 +19,7 @@ from torch import nn
 from torchmetrics import SumMetric
 
 from trainer.arguments import refuse_other_package
-from trainer.compat.loaders import DrawnLoaderSet
-from trainer.data.batches import Loaders
+from trainer.compat.loaders import DrawnLoaderSet, LoaderSet
 from trainer.state.metric_objects import metric_objects_in, saved_attributes
 from trainer.state.program import ProgramState, package_of
 
@@ -68,7 +67,7 @@ def verify(trainer: Trainer, module: LightningModule) -> None:
     _verify_loop_configurations(trainer)
 
 
-def verify_dataloader_idx(module: LightningModule, name: str, stage: RunningStage, loaders: Loaders) -> None:
+def verify_dataloader_idx(module: LightningModule, name: str, stage: RunningStage, loaders: LoaderSet) -> None:
     """Check that evaluation methods take ``dataloader_idx`` if, and only if, there are several dataloaders.
 
     Args:

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from trainer.compat.overrides import defines_defaults
-from trainer.engine.protocol import ModuleCalls
+from trainer.engine.module_calls import ModuleCalls
 from trainer.errors import ConfigurationError
 from trainer.precision.base import Precision
 from trainer.precision.scaler import LossScaler

@@ -7,91 +7,21 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, islice
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from trainer.data.unpadded import Span
 from trainer.errors import ConfigurationError, refuse_inexact, warn
 from trainer.state import random_states
 from trainer.state.random_states import State
 
+if TYPE_CHECKING:
+    from trainer.compat.loaders import LoaderSet
+
 Batch = Any
 IDLE: Any = object()
 """Replaces a batch if other ranks have more of them: this rank takes part in the step with None."""
-
-
-class Loaders(Protocol):
-    """The dataloaders of one stage, ready to run: samplers distributed, limits applied.
-
-    Training dataloaders can be resumed, by torchdata's convention: ``state_dict`` returns the position in the pass.
-    After ``load_state_dict``, the next iteration yields the rest of that pass, or the following pass if it was over.
-    """
-
-    limits: list[float]
-    """Number of batches to run of each dataloader; inf if it has no length."""
-    has_length: bool
-    """Whether their lengths are known. If not, a limit may exceed the number of batches."""
-    made_in: int
-    """The epoch in which they were created."""
-    spans: list[Span]
-    """The smallest and largest number of batches on any rank, for each dataloader. A single entry if the dataloaders
-    are combined, as in training; empty in training if a length is unknown."""
-    on_batch: Callable[[bool], Any]
-    """Called before each training batch if the lengths are not exact. The argument is whether all ranks have a batch.
-    It may raise."""
-
-    def first_empty(self) -> str:
-        """Return the name of the first training dataloader without a batch; "" if there is no dataloader."""
-
-    @property
-    def is_sequential(self) -> bool:
-        """Whether the dataloaders run one after the other instead of combined."""
-
-    def num_batches(self) -> float:
-        """Return the number of batches in one pass over all dataloaders; inf if unknown."""
-
-    def start_epoch(self, epoch: int) -> None:
-        """Set the epoch of the samplers, which determines their order."""
-
-    def batches(self, limit: float = float("inf")) -> Iterator[tuple[Batch, int, int]]:
-        """Begin an evaluation pass: yield (batch, batch_idx, dataloader_idx), at most ``limit`` of each dataloader."""
-
-    def evaluation_state(self) -> State:
-        """Return the state between two evaluation passes: tensors and plain containers."""
-
-    def load_evaluation_state(self, state: State) -> None:
-        """Restore a state, so that the next evaluation pass is the one that followed the saved state."""
-
-    def open(self, done: int = 0) -> None:
-        """Begin a training pass. This draws random numbers, and fetches a batch if the number of batches is unknown.
-
-        Args:
-            done: number of batches that a resumed pass has already yielded. Default: 0.
-        """
-
-    def __iter__(self) -> Iterator[Batch]:
-        """Iterate over the training pass that was opened, or over a new one. Yields the input of each step."""
-
-    @property
-    def is_exhausted(self) -> bool:
-        """Whether the last batch of the pass has been yielded, for dataloaders without a length."""
-
-    def state_dict(self) -> State:
-        """Return the position in the training pass: tensors and plain containers."""
-
-    def load_state_dict(self, state: State) -> list[str]:
-        """Restore a position, so that the next pass is the rest of the saved one. Changes this process's random states.
-
-        Args:
-            state: the return value of :meth:`state_dict` with additional keys: ``batches``, the number of trained
-                batches; ``is_over``, whether the pass was over; ``inside``, whether the state was saved in the middle
-                of the next batch. If a state contains only ``batches``, this number of batches is skipped.
-
-        Returns:
-            The reasons why the following batches may differ from those of an uninterrupted run; empty if they do not.
-        """
 
 
 _AN_ITERATOR = (
@@ -113,21 +43,6 @@ class EndOfPass(Exception):  # noqa: N818 - no error
     """Raised if a step that draws its own batches finds no more of them."""
 
 
-class DrawnLoaders(Loaders, Protocol):
-    """Loaders for a step that draws its own batches (``dataloader_iter``): a pass yields one item for each step."""
-
-    @property
-    def is_done(self) -> bool:
-        """Whether the last batch of the pass is known to have been drawn."""
-
-    @property
-    def last(self) -> tuple[Batch, int, int]:
-        """The last batch drawn, its index, and the index of its dataloader."""
-
-    def iterator(self) -> Iterator[tuple[Batch, int, int]]:
-        """Return the iterator that a step draws from."""
-
-
 class TrainingBatches:
     """The training data for the fit loop. Iterating it yields (batch, batch_idx, is_last).
 
@@ -147,8 +62,8 @@ class TrainingBatches:
 
     def __init__(
         self,
-        loaders: Loaders | None,
-        renew: Callable[[], Loaders | None] | None = None,
+        loaders: LoaderSet | None,
+        renew: Callable[[], LoaderSet | None] | None = None,
         watch: Callable[[Iterable[Batch]], Iterable[Batch]] | None = None,
         opened_for: int = -1,
         resized: Callable[[], Any] = identity,
@@ -291,7 +206,7 @@ class TrainingBatches:
             warn(f"{text} The epoch ends without training. {_AN_ITERATOR}")
         yield from ()
 
-    def _number_batches(self, loaders: Loaders, count: float | None, batch: Batch) -> tuple[Batch, int, bool]:
+    def _number_batches(self, loaders: LoaderSet, count: float | None, batch: Batch) -> tuple[Batch, int, bool]:
         """Count a yielded batch. Keeps no reference to it, because it may be in GPU memory."""
         self._batches += 1
         self.is_over = loaders.is_exhausted if count is None else self._batches == count

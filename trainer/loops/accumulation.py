@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from trainer.engine.protocol import Engine, Weight
 from trainer.errors import ConfigurationError, expect, is_count
-from trainer.loops.step_output import check_weight
+from trainer.loops.step_output import Weight, check_weight
 from trainer.precision.readback import Readback
+
+if TYPE_CHECKING:
+    from trainer.compat.engine import LightningEngine
 
 _STATE = (
     "batches", "size", "backwards", "is_first", "is_last", "factor", "correction", "_position", "_unit", "_total",
@@ -191,7 +193,7 @@ class AccumulationWindow:
         self._count(weight)
         return self._scale_loss(loss)
 
-    def joint_share(self, loss: Tensor | None, weight: Weight | None, engine: Engine) -> Tensor | None:
+    def joint_share(self, loss: Tensor | None, weight: Weight | None, engine: LightningEngine) -> Tensor | None:
         """Return the same as :meth:`share`, but take part in collectives. All processes call this at the same batch.
 
         Args:
@@ -210,7 +212,7 @@ class AccumulationWindow:
                 self.factor, self.correction = self.factor * self.correction, 1.0
         return None if loss is None else self._scale_loss(loss)
 
-    def may_read_late(self, engine: Engine) -> bool:
+    def may_read_late(self, engine: LightningEngine) -> bool:
         """Return whether a weight on a device can be read after the backward pass, by :meth:`close`.
 
         This requires a window of one batch on one process, so that gradients can be dropped if the weight is 0. It also
@@ -232,7 +234,7 @@ class AccumulationWindow:
         self._reads_late = True
         return self.share(loss)
 
-    def find_unit(self, has_loss: bool, weight: Weight | None, engine: Engine) -> None:
+    def find_unit(self, has_loss: bool, weight: Weight | None, engine: LightningEngine) -> None:
         """Set the unit to the mean weight of the processes' batches that have a loss. Keep it if there are none.
 
         A host-device synchronization, once per run.
@@ -282,7 +284,7 @@ class AccumulationWindow:
             )
         self.factor = weight / (self._unit * self.size)
 
-    def close(self, optimizers: Iterable[Optimizer], engine: Engine) -> bool:
+    def close(self, optimizers: Iterable[Optimizer], engine: LightningEngine) -> bool:
         """Correct the window's gradients to the mean over the batches that it really had.
 
         All data-parallel processes call this together, after the window's last backward pass. Their sums take one
@@ -307,7 +309,7 @@ class AccumulationWindow:
                 engine.gradients.multiply_(optimizers, self.correction)
         return self._has_loss
 
-    def _close_late(self, optimizers: Iterable[Optimizer], engine: Engine) -> None:
+    def _close_late(self, optimizers: Iterable[Optimizer], engine: LightningEngine) -> None:
         """Read the weight of the only batch. If it is 0, drop the gradients, which may be 0 * inf = NaN.
 
         A host-device synchronization. It waits for the forward pass only; the backward pass is already queued.
@@ -319,7 +321,7 @@ class AccumulationWindow:
             for optimizer in optimizers:
                 engine.gradients.clear(optimizer)
 
-    def _begin_sums(self, engine: Engine, corrects: bool) -> None:
+    def _begin_sums(self, engine: LightningEngine, corrects: bool) -> None:
         """Start the all-reduce. ``corrects`` is whether this process corrects its loss instead of its gradients."""
         self._sums = engine.begin_sum(self._total / self._unit, float(self.backwards), float(corrects))
 

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from typing import TYPE_CHECKING
 
 from trainer.data.unpadded import Span
-from trainer.engine.protocol import Engine
 from trainer.errors import ConfigurationError, warn
 from trainer.state.metric_objects import MetricObjects
 from trainer.state.metrics import MetricStore
+
+if TYPE_CHECKING:
+    from trainer.compat.engine import LightningEngine
 
 _REMEDY = (
     " Communicate after the last batch instead: with self.log(..., sync_dist=True), a torchmetrics object, or in"
@@ -44,7 +47,7 @@ class DistributedPass:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: LightningEngine,
         metrics: MetricStore,
         objects: MetricObjects,
         stage: str,

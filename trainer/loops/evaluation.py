@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from trainer.data.batches import EndOfPass, Loaders
+from trainer.data.batches import EndOfPass
 from trainer.data.unpadded import Span
-from trainer.engine.protocol import Engine
 from trainer.errors import warn
 from trainer.loops.batch_path import NO_PATH, BatchPath
 from trainer.loops.distributed_pass import DistributedPass
@@ -21,6 +20,10 @@ from trainer.precision.base import Precision
 from trainer.state.metric_objects import MetricObjects, metric_objects_in, update_counts
 from trainer.state.metrics import MetricStore, PublishedMetrics, Recorder
 from trainer.state.progress import EvalProgress, FitProgress
+
+if TYPE_CHECKING:
+    from trainer.compat.engine import LightningEngine
+    from trainer.compat.loaders import LoaderSet
 
 Metrics = dict[str, Tensor]
 
@@ -50,7 +53,7 @@ class EvalLoop:
         self,
         stage: str,
         *,
-        engine: Engine,
+        engine: LightningEngine,
         precision: Precision,
         published: PublishedMetrics,
         recorder: Recorder,
@@ -74,7 +77,7 @@ class EvalLoop:
         self.check_signals: Callable[[], None] | None = None
         self.counts_once = counts_once
         self.distributed_pass: DistributedPass | None = None
-        self.loaders: Loaders | None = None
+        self.loaders: LoaderSet | None = None
         self.prepare(hooks=NO_HOOKS, module=nn.Module(), path=NO_PATH, loaders=None, inference_mode=False)
 
     def prepare(
@@ -83,7 +86,7 @@ class EvalLoop:
         hooks: Hooks,
         module: nn.Module,
         path: BatchPath,
-        loaders: Loaders | None,
+        loaders: LoaderSet | None,
         inference_mode: bool,
     ) -> None:
         """Set the parts that belong to one run.
@@ -148,12 +151,12 @@ class EvalLoop:
             self.progress.forget_pass()
         return logged
 
-    def begin(self, loaders: Loaders, limit: float) -> Iterator[tuple[Any, int, int]]:
+    def begin(self, loaders: LoaderSet, limit: float) -> Iterator[tuple[Any, int, int]]:
         """Begin a pass over the data."""
         loaders.start_epoch(self.fit_progress.epochs_trained)
         return loaders.batches(limit)
 
-    def spans(self, loaders: Loaders, limit: float) -> list[Span]:
+    def spans(self, loaders: LoaderSet, limit: float) -> list[Span]:
         """Return the span of batches per process for each dataloader; a single span if the dataloaders are combined."""
         own = loaders.limits if loaders.is_sequential else [loaders.num_batches()]
         spans = loaders.spans or [Span(number, number) for number in own]
@@ -171,7 +174,7 @@ class EvalLoop:
         """Whether all processes are known to have the current batch."""
         return self.distributed_pass is None or self.distributed_pass.all_have_batch
 
-    def evaluate(self, batches: Iterator[tuple[Any, int, int]], loaders: Loaders, limit: float) -> list[Metrics]:
+    def evaluate(self, batches: Iterator[tuple[Any, int, int]], loaders: LoaderSet, limit: float) -> list[Metrics]:
         """Evaluate all batches. Return the logged metrics, one dict for each dataloader."""
         several = loaders.is_sequential and len(loaders.limits) > 1
         spans, logged, current = self.spans(loaders, limit), [], 0

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 from torch.optim import Optimizer
 
 from trainer.data.batches import TrainingBatches, identity
 from trainer.engine.gradients import total_norm
-from trainer.engine.protocol import Engine
 from trainer.loops.accumulation import AccumulationWindow
 from trainer.loops.batch_path import NO_PATH, TrainingPath, TrainingWrapper, wrapped
 from trainer.loops.hooks import NO_HOOKS, Hooks
@@ -26,6 +25,9 @@ from trainer.state.metrics import MetricStore, PublishedMetrics, Recorder
 from trainer.state.outcome import StepOutcome
 from trainer.state.progress import FitProgress
 from trainer.state.stopping import StoppingConditions
+
+if TYPE_CHECKING:
+    from trainer.compat.engine import LightningEngine
 
 
 class FitLoop:
@@ -46,7 +48,7 @@ class FitLoop:
     def __init__(
         self,
         *,
-        engine: Engine,
+        engine: LightningEngine,
         precision: Precision,
         window: AccumulationWindow,
         progress: FitProgress,

@@ -6,15 +6,18 @@ The functions here wrap any path of a batch, and replace the source of the batch
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from trainer.data.batches import DrawnLoaders, EndOfPass, identity
+from trainer.data.batches import EndOfPass, identity
 from trainer.loops.batch_path import BatchPath, TrainingPath
 from trainer.loops.fit import FitLoop
 from trainer.loops.hooks import HookScope
 
+if TYPE_CHECKING:
+    from trainer.compat.loaders import DrawnLoaderSet
 
-def draw_in_fit(loop: FitLoop, loaders: DrawnLoaders, ends_epoch: bool, path: TrainingPath) -> TrainingPath:
+
+def draw_in_fit(loop: FitLoop, loaders: DrawnLoaderSet, ends_epoch: bool, path: TrainingPath) -> TrainingPath:
     """Return a path with a ``training_step`` that draws its own batches. The loop counts steps, not batches.
 
     Args:
@@ -61,7 +64,7 @@ def draw_in_fit(loop: FitLoop, loaders: DrawnLoaders, ends_epoch: bool, path: Tr
     )  # fmt: skip
 
 
-def draw_in_evaluation(scope: HookScope, loaders: DrawnLoaders, path: BatchPath) -> BatchPath:
+def draw_in_evaluation(scope: HookScope, loaders: DrawnLoaderSet, path: BatchPath) -> BatchPath:
     """Return a path with a ``validation_step`` (and so on) that draws its own batches.
 
     A StopIteration that leaves the step ends the pass.

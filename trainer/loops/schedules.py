@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import deepcopy
 from types import NoneType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 from torch.optim import Optimizer
 
-from trainer.engine.protocol import ScheduleConfig
 from trainer.errors import ConfigurationError, warn
 from trainer.state.progress import FitProgress
+
+if TYPE_CHECKING:
+    from lightning.pytorch.utilities.types import LRSchedulerConfig
 
 
 class Schedules:
@@ -36,7 +38,7 @@ class Schedules:
 
     def __init__(
         self,
-        configs: list[ScheduleConfig],
+        configs: list[LRSchedulerConfig],
         step: Callable[[Any, Any], None],
         metrics: Callable[[], Mapping[str, Any]],
         revocable: bool = True,
@@ -52,7 +54,7 @@ class Schedules:
         self._optimizers: Sequence[Optimizer] = ()
         self.follow(configs, ())
 
-    def follow(self, configs: list[ScheduleConfig], optimizers: Sequence[Optimizer]) -> None:
+    def follow(self, configs: list[LRSchedulerConfig], optimizers: Sequence[Optimizer]) -> None:
         """Step these schedules, of these optimizers, from here on."""
         self.configs, self._optimizers = configs, optimizers
         self.stepped = [] if self._by_module else configs
@@ -108,7 +110,7 @@ class Schedules:
                 self._progress.schedule_steps -= 1
         self._tentative.clear()
 
-    def _count(self, config: ScheduleConfig) -> int:
+    def _count(self, config: LRSchedulerConfig) -> int:
         """Return the number of batches, completed steps of the schedule's optimizer, or epochs so far."""
         if config.interval == "batch":
             return self._progress.batches
@@ -118,7 +120,7 @@ class Schedules:
         index = next((i for i, optimizer in enumerate(self._optimizers) if optimizer is own), 0)
         return self._progress.completed_steps[index]
 
-    def _monitored(self, config: ScheduleConfig) -> Any:
+    def _monitored(self, config: LRSchedulerConfig) -> Any:
         metrics = self._metrics()
         metric = metrics.get(str(config.monitor))
         if metric is None and config.strict:
@@ -136,7 +138,7 @@ class Schedules:
         return metric
 
 
-def _belongs(config: ScheduleConfig, optimizers: Collection[Optimizer]) -> bool:
+def _belongs(config: LRSchedulerConfig, optimizers: Collection[Optimizer]) -> bool:
     """Return whether a schedule belongs to one of these optimizers, or to an unknown one."""
     own = getattr(config.scheduler, "optimizer", None)
     return own is None or any(own is optimizer for optimizer in optimizers)
@@ -149,7 +151,7 @@ class _Step:
         config: the schedule.
     """
 
-    def __init__(self, config: ScheduleConfig) -> None:
+    def __init__(self, config: LRSchedulerConfig) -> None:
         self.config = config
         self._state = _copied(config.scheduler.state_dict())
         self._groups: list[dict[str, Any]] = getattr(getattr(config.scheduler, "optimizer", None), "param_groups", [])

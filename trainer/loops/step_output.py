@@ -9,8 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainer.engine.protocol import Weight
 from trainer.errors import ConfigurationError, warn
+
+Weight = float | Tensor
+"""Weight of a loss or metric: a number, or a 0-dim tensor on the device if reading it would synchronize."""
 
 NOTHING: Mapping[str, Any] = {"loss": torch.zeros(()), "weight": 0.0}
 """The output of a batch that is None, for which ``training_step`` is not called."""

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from trainer.data.samples import batch_size, named_tensors_in
-from trainer.engine.protocol import Engine
 from trainer.module_tree import is_dense
 from trainer.postmortem.recording import RecordedBatch
 from trainer.postmortem.replay import (
@@ -94,7 +93,7 @@ def examine(
     no loss: one forward and ten backward passes of one batch and, if the window has several batches, one more forward
     and backward pass of each. Restores the state of the run (:func:`~trainer.postmortem.replay.undisturbed`).
     """
-    engine: Engine = trainer.engine
+    engine = trainer.engine
     batches = in_step(trainer, recorded)
     if not batches:
         return None

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from trainer.engine.module_calls import ModuleCalls
 from trainer.engine.optimizer_calls import needs_closure
-from trainer.engine.protocol import ModuleCalls
 from trainer.module_tree import has_forward, is_dense, is_measurable, plain_name
 from trainer.postmortem.examine import Finding, examine
 from trainer.postmortem.recording import RecordedBatch

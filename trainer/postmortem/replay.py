@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from trainer.data.samples import batch_size, samples_of
-from trainer.engine.protocol import Engine, ModuleCalls
+from trainer.engine.module_calls import ModuleCalls
 from trainer.loops.step_output import loss_in
 from trainer.module_tree import parameters_of
 from trainer.packages import is_frameworks_file
@@ -156,7 +156,7 @@ def undisturbed(trainer: Trainer) -> Iterator[ObjectState]:
 
     Changes that a ``training_step`` makes outside the module (files, other objects, its batch) are not reverted.
     """
-    engine: Engine = trainer.engine
+    engine = trainer.engine
     module, device = trainer.lightning_module, engine.device
     random_state = random_states.capture(device)
     schedules = [config.scheduler for config in trainer.lr_scheduler_configs]
@@ -186,7 +186,7 @@ def undisturbed(trainer: Trainer) -> Iterator[ObjectState]:
 
 def in_step(trainer: Trainer, batches: Sequence[RecordedBatch]) -> list[RecordedBatch | None]:
     """Pad the batches with None, so that all processes have the same number. All processes must call it together."""
-    engine: Engine = trainer.engine
+    engine = trainer.engine
     most = int(engine.reduce(torch.tensor(len(batches), device=engine.device), "max"))
     return [*batches, *[None] * (most - len(batches))]
 
