@@ -221,12 +221,7 @@ class Trainer(TrainerBase):
         )
         accumulation = callback_order.find_callback(self.callbacks, GradientAccumulation)
         accumulation = accumulation or GradientAccumulation(accumulate_grad_batches or 1)
-        shared: dict[str, Any] = {
-            "engine": self.engine,
-            "precision": plugin,
-            "published": self.published,
-            "recorder": self.recorder,
-        }
+        shared: dict[str, Any] = {"engine": self.engine, "published": self.published, "recorder": self.recorder}
         evaluation: dict[str, Any] = {"fit_progress": self.progress, "counts_once": not self.pad_evaluation}
         self.loop = FitLoop(
             **shared,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +12,6 @@ from torch import nn
 
 from trainer.data.unpadded import Span
 from trainer.loops.distributed_pass import DistributedPass
-from trainer.state.metric_objects import MetricObjects
 from trainer.state.metrics import MetricStore
 
 INF = float("inf")
@@ -53,9 +53,9 @@ class Engine:
 
 
 def pace_of(engine: Engine, *spans: Span, whole: tuple[Span, ...] = (), watches: bool = True) -> DistributedPass:
-    store = MetricStore(training=False)
-    objects = MetricObjects(nn.Linear(1, 1))
-    return DistributedPass(engine, store, objects, "validation", spans=spans, whole=whole or spans, watches=watches)  # type: ignore[arg-type]
+    loop: Any = SimpleNamespace(engine=engine, module=nn.Linear(1, 1), stage="validation", is_shared=watches)
+    loop.metrics = MetricStore(training=False)
+    return DistributedPass(loop, spans, whole or spans)
 
 
 def run(engine: Engine, pace: DistributedPass, *batches: int, step: Callable[[int], None] | None = None) -> None:

@@ -13,7 +13,7 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
 
-from trainer.data.samples import part_of
+from trainer.data.samples import samples_of
 from trainer.errors import ConfigurationError, GradientCheckError, counted, did_you_mean, expect, join_first
 from trainer.postmortem.replay import silence, undisturbed
 from trainer.postmortem.state import BufferState
@@ -97,7 +97,7 @@ class GradientCheck(Callback):
         rank_zero_info(f"Comparing the gradients of {compared} with finite differences.")
         with undisturbed(trainer):
             silence(pl_module)  # it would log hundreds of times per batch
-            loss = _loss_of(trainer, pl_module, part_of(batch, 0, self.samples), batch_idx)
+            loss = _loss_of(trainer, pl_module, samples_of(batch, range(self.samples)), batch_idx)
             unused = self._check(loss, names, dict(pl_module.named_parameters()))
         if self.problems:
             raise GradientCheckError(self._report())

@@ -6,13 +6,12 @@ A run may change their shapes and dtypes, set them to None, and register more of
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from trainer.checkpoint.snapshot import is_sharded
+from trainer.engine.parts import local
 from trainer.module_tree import modules_by_name, plain_name
 
 Buffers = Mapping[str, Tensor | None]
@@ -38,7 +37,7 @@ def buffers_of(module: nn.Module, *, persistent: bool) -> dict[str, Tensor | Non
         if buffer is None:
             found[path] = None
         elif not is_lazy(buffer) and not buffer.is_meta:
-            found[path] = seen.setdefault(id(buffer), _local(buffer))
+            found[path] = seen.setdefault(id(buffer), local(buffer.detach()))
     return found
 
 
@@ -91,7 +90,7 @@ def restore(module: nn.Module, saved: Buffers, changed: Dtypes, first: Dtypes, d
             dtype = initial
         if current is not None and _fits(current, value.shape, dtype):
             with torch.no_grad():
-                _local(current).copy_(value)
+                local(current).copy_(value)
         else:
             new = value.to(device if current is None or current.is_meta else current.device, dtype)
             _replace(owner, name, replaced.setdefault(id(value), new))
@@ -108,21 +107,15 @@ def _named_buffers(module: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
             yield plain_name(f"{path}.{name}" if path else name), owner, name
 
 
-def _local(buffer: Tensor) -> Tensor:
-    value: Any = buffer.detach()
-    local: Tensor = value.to_local() if is_sharded(value) else value
-    return local
-
-
 def _fits(buffer: Tensor, shape: torch.Size, dtype: torch.dtype) -> bool:
     """Return whether values of this shape and dtype can be copied into the buffer."""
     if is_lazy(buffer) or buffer.is_meta or buffer.is_inference() or buffer.dtype != dtype:
         return False
-    local = _local(buffer)
-    overlaps = local.layout is torch.strided and any(
-        stride == 0 and size > 1 for stride, size in zip(local.stride(), local.shape, strict=True)
+    part = local(buffer)
+    overlaps = part.layout is torch.strided and any(
+        stride == 0 and size > 1 for stride, size in zip(part.stride(), part.shape, strict=True)
     )
-    return local.shape == shape and not overlaps
+    return part.shape == shape and not overlaps
 
 
 def _replace(owner: nn.Module, name: str, value: Tensor | None) -> None:

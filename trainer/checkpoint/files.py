@@ -21,7 +21,7 @@ import struct
 import time
 import zipfile
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -150,7 +150,9 @@ def write(
     stream: SealingStream | None = None
     try:
         make_folder(path.parent)
-        with sharded_files.moved_aside(path), replacing(path, part=PART, durable=True) as file:
+        is_folder = path.is_dir() and not path.is_symlink()
+        aside = sharded_files.moved_aside(path) if is_folder else nullcontext()  # a file is replaced in one step
+        with aside, replacing(path, part=PART, durable=True) as file:
             stream = SealingStream(file, facts)
             save(stream)  # type: ignore[arg-type]  # implements the part of BinaryIO that writers use
             return stream.seal()

@@ -51,10 +51,12 @@ class StandIn(metaclass=_StandInType):
     """Replaces an object among the hyperparameters of a checkpoint, or its class. The object was not created."""
 
     stands_for: ClassVar[str] = "nested class or its object"
+    made: ClassVar[Any] = None
+    """Makes the value that a call of this class returns. None for an object of this class."""
 
     def __new__(cls, *arguments: Any, **named: Any) -> Any:
         """Ignore the arguments of the object's constructor."""
-        return object.__new__(cls)
+        return object.__new__(cls) if cls.made is None else cls.made()
 
     @classmethod
     def __setstate__(cls, state: Any) -> None:
@@ -67,37 +69,14 @@ class StandIn(metaclass=_StandInType):
         )
 
 
-class _ListStandIn(StandIn):
-    def __new__(cls, *arguments: Any, **named: Any) -> Any:
-        return []
-
-
-class _DictStandIn(StandIn):
-    def __new__(cls, *arguments: Any, **named: Any) -> Any:
-        return OrderedDict()
-
-
-class _CallableStandIn(StandIn):
-    def __new__(cls, *arguments: Any, **named: Any) -> Any:
-        return StandIn  # it may be called
-
-
-_KINDS: dict[Any, type[StandIn]] = {
-    None: StandIn,
-    list: _ListStandIn,
-    dict: _DictStandIn,
-    callable: _CallableStandIn,
-}
-
-
 class _ObjectCall:
     """In an outline: an object that the file would create by calling a name. It records all arguments."""
 
     names: ClassVar[tuple[str, ...]] = ()
     owner: ClassVar[Any] = None
     """What the file calls for it, if that is no name."""
-    kind: ClassVar[Any] = None
-    """The base type that torch requires for an object to which the file appends, or of which it sets items."""
+    made: ClassVar[Any] = None
+    """Makes the list or dict that torch requires if the file appends to the object, or sets its items."""
 
     parts: list[Any]
 
@@ -110,11 +89,11 @@ class _ObjectCall:
         self.parts.append(state)
 
     def append(self, item: Any) -> None:
-        type(self).kind = list
+        type(self).made = list
         self.parts.append(item)
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        type(self).kind = dict
+        type(self).made = OrderedDict
         self.parts.append((key, value))
 
 
@@ -135,7 +114,7 @@ class _CallableCall(_ObjectCall):
     ``__getnewargs_ex__``.
     """
 
-    kind = callable
+    made = staticmethod(lambda: StandIn)  # it may be called
 
     def __new__(cls, *arguments: Any, **named: Any) -> Any:
         return type("_ObjectCall", (_Result,), {"owner": [cls, arguments]})
@@ -183,7 +162,7 @@ class _Outline:
         """Return arguments for `torch.serialization.safe_globals`, without names that the user has registered."""
         declared = declared_safe()
         made = [
-            (type(_KINDS[call.kind].__name__, (_KINDS[call.kind],), {"stands_for": name}), name)
+            (type("StandIn", (StandIn,), {"stands_for": name, "made": call.made}), name)
             for call in self._calls
             for name in dict.fromkeys(call.names)
             if name not in declared

@@ -85,7 +85,8 @@ class ProcessState:
         metrics = MetricObjects(trainer.lightning_module)
         is_over = progress.epochs_trained > progress.epoch  # the values logged in the epoch are about to be reset
         loops = [one for _, one in self._eval_loops()] + [loop] * is_over
-        unfinished = {name for one in loops for name in _logged_names(one.metrics, metrics)}
+        logged = [metrics.name_of(entry.metric) for one in loops for entry in one.metrics.entries.values()]
+        unfinished = {name for name in logged if name is not None}  # reset together with the other logged values
         before = dict(self._before_validation) if progress.owes_validation else {}
         updates = before.pop("counts", metrics.counts())
         changed = {name for name, count in metrics.counts().items() if count != updates.get(name)}
@@ -408,11 +409,3 @@ class ProcessState:
 
     def _eval_loops(self) -> Iterator[tuple[str, Any]]:
         return ((loop.stage, loop) for loop in set(self._trainer.eval_loops.values()))
-
-
-def _logged_names(store: MetricStore, metrics: MetricObjects) -> Iterator[str]:
-    """Yield the metric objects that have been logged and will be reset together with the other logged values."""
-    for entry in store.entries.values():
-        name = metrics.name_of(entry.metric)
-        if name is not None:
-            yield name

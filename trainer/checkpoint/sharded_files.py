@@ -78,19 +78,9 @@ def move_into_place(part: Path, place: Path) -> None:
     Raises:
         OSError: if it cannot be renamed.
     """
-    former = None
-    if os.path.lexists(place):
-        former = temporary_path(place)
-        place.rename(former)
-    try:
+    with moved_aside(place):
         part.rename(place)
-    except OSError:
-        if former is not None:
-            former.rename(place)
-        raise
-    sync_folder(place.parent)
-    if former is not None:
-        discard(former)
+        sync_folder(place.parent)
 
 
 def check_replaceable(place: Path) -> None:
@@ -107,12 +97,12 @@ def check_replaceable(place: Path) -> None:
 
 @contextmanager
 def moved_aside(place: Path) -> Iterator[None]:
-    """If ``place`` is a folder, move it aside to make room for a file. It is restored if the ``with`` block raises.
+    """Move an existing file or folder aside to make room for another. It is restored if the ``with`` block raises.
 
     Raises:
-        IsADirectoryError: if it is not a checkpoint.
+        IsADirectoryError: if it is a folder, but not a checkpoint.
     """
-    if place.is_symlink() or not place.is_dir():
+    if not os.path.lexists(place):
         yield
         return
     check_replaceable(place)

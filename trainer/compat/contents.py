@@ -105,10 +105,6 @@ def _weights_entry(key: str, save: Callable[[Any, Checkpoint], Any], **more: Any
     return Entry(key, save, is_for_resuming=False, **more)
 
 
-def _load_module_hook(trainer: Trainer, checkpoint: Checkpoint) -> None:
-    trainer.lightning_module.on_load_checkpoint(checkpoint)
-
-
 def _load_weights(trainer: Trainer, checkpoint: Checkpoint) -> None:
     trainer.engine.load_module_state(checkpoint, strict=trainer.lightning_module.strict_loading)
 
@@ -167,15 +163,6 @@ def _load_callbacks(trainer: Trainer, checkpoint: Checkpoint) -> None:
             callback.patience = given
 
 
-def _dump_progress(trainer: Trainer, _: Checkpoint) -> Checkpoint:
-    saved: Checkpoint = trainer.progress.state_dict()
-    return saved
-
-
-def _load_progress(trainer: Trainer, checkpoint: Checkpoint) -> None:
-    state.restore_progress(trainer, checkpoint, loop_state.progress_from)
-
-
 def _call_save_hooks(trainer: Trainer, checkpoint: Checkpoint) -> None:
     if "optimizer_states" in checkpoint:
         for callback in trainer.callbacks:
@@ -188,7 +175,8 @@ def _make_loadable(trainer: Trainer, checkpoint: Checkpoint) -> None:
 
 
 ENTRIES: tuple[Entry, ...] = (
-    Entry("", None, _load_module_hook),  # may change the entries that are loaded after it
+    # may change the entries that are loaded after it
+    Entry("", None, lambda trainer, checkpoint: trainer.lightning_module.on_load_checkpoint(checkpoint)),
     _weights_entry("epoch", lambda trainer, _: trainer.progress.epoch),
     _weights_entry("global_step", lambda trainer, _: trainer.progress.optimizer_steps),
     _weights_entry("state_dict", lambda trainer, _: trainer.engine.module_state(), load=_load_weights),
@@ -196,7 +184,8 @@ ENTRIES: tuple[Entry, ...] = (
     _weights_entry("pytorch-lightning_version", lambda *_: lightning.__version__),
     _weights_entry("loops", _dump_loops),
     _weights_entry(f"loops.{TRAINER_KEY}.format", lambda *_: state.FORMAT),
-    _weights_entry(f"loops.{TRAINER_KEY}.progress", _dump_progress, load=_load_progress, moment="training"),
+    _weights_entry(f"loops.{TRAINER_KEY}.progress", lambda trainer, _: trainer.progress.state_dict()),
+    Entry("", None, partial(state.restore_progress, progress_from=loop_state.progress_from), "training"),
     _trainer_entry("awaited", state.awaited_metrics),
     _trainer_entry("parameters", _dump_parameters),
     _trainer_entry("processes", _dump_processes),  # restored by ProcessState.load, after every `on_train_start`

@@ -30,12 +30,13 @@ from trainer.checkpoint.sharded_files import read_manifest
 from trainer.compat.callback_order import accumulation_schedule
 from trainer.compat.checkpoint_io import files_of
 from trainer.compat.engine import LightningEngine
-from trainer.compat.fsdp import UNCALLED
+from trainer.compat.fsdp import UNCALLED, ShardingStrategy
 from trainer.compat.overrides import overrides
 from trainer.engine.gradients import Gradients
 from trainer.engine.initialisation import initialise
 from trainer.engine.optimizer_calls import needs_closure
 from trainer.engine.optimizer_states import SavedDtypes
+from trainer.engine.sharding.settings import check_timeout
 from trainer.engine.zero import ZeroGradients, ZeroModule, ZeroScaler
 from trainer.errors import CheckpointError, ConfigurationError, PrecisionError, UnsupportedError
 from trainer.precision.base import Precision
@@ -53,7 +54,7 @@ _BLOCKS = {"16-mixed": "fp16", "bf16-mixed": "bf16"}
 """The names of precisions in a DeepSpeed config."""
 
 
-class DeepSpeedStrategy(LightningDeepSpeedStrategy):
+class DeepSpeedStrategy(ShardingStrategy, LightningDeepSpeedStrategy):
     """Shard optimizer states, gradients and parameters over the processes with DeepSpeed's ZeRO.
 
     ``Trainer(strategy="deepspeed")`` is short for ``Trainer(strategy=DeepSpeedStrategy())``; there are also
@@ -133,7 +134,7 @@ class DeepSpeedStrategy(LightningDeepSpeedStrategy):
             checkpoint_io=checkpoint_io,
             precision_plugin=precision_plugin,
             process_group_backend=process_group_backend,
-            timeout=timedelta(seconds=timeout) if isinstance(timeout, (int, float)) else timeout,
+            timeout=check_timeout(timeout),
         )
         self.config: dict[str, Any] = _read(config)
         self._set_default(("zero_optimization", "stage"), stage, 2, "stage")
@@ -145,7 +146,6 @@ class DeepSpeedStrategy(LightningDeepSpeedStrategy):
             self.scaling[name] = self._set_default(("fp16", name), value, _SCALING[name], name)
         self._check()
         self.zero: ZeroModule | None = None
-        self._failed = False
 
     @classmethod
     def of(cls, strategy: LightningDeepSpeedStrategy) -> DeepSpeedStrategy:
@@ -265,44 +265,24 @@ class DeepSpeedStrategy(LightningDeepSpeedStrategy):
 
     def setup(self, trainer: Trainer) -> None:
         """Pass the module and, in a fit, its optimizer to DeepSpeed."""
-        assert self.accelerator is not None
-        assert self.lightning_module is not None
-        self.accelerator.setup(trainer)
-        fitting = trainer.state.fn == TrainerFn.FITTING
-        module, precision = self.lightning_module, trainer.engine.precision.name
-        self._failed = False
+        fitting, module, precision = self.begin(trainer), self.lightning_module, trainer.engine.precision.name
         if fitting:
             self.setup_optimizers(trainer)
             _refuse_module(module, self.optimizers)
-        self._syncs = fitting and self._layer_sync is not None
-        if self._syncs:
-            assert self._layer_sync is not None
-            self._layer_sync.apply(module)
         optimizer = self.optimizers[0] if fitting else None
         config = self.complete(precision, _window_of(trainer)[-1])
         self.zero = ZeroModule(module, optimizer, config, self.root_device)
         self.model = self.zero.engine
         self.setup_precision_plugin()
 
-    def on_exception(self, exception: BaseException) -> None:
-        """Record the failure, because the other processes may not be there to restore the module."""
-        self._failed = True
-
     def teardown(self) -> None:
         """Restore the module. After a failure DeepSpeed keeps it until the next run."""
-        assert self.accelerator is not None
-        assert self.cluster_environment is not None
         if self.zero is not None and not self._failed:
             zero, self.zero, self.model = self.zero, None, self.lightning_module
             zero.restore_module()
             self.barrier()  # no process leaves while another one still gathers
-            if self._syncs:
-                assert self._layer_sync is not None
-                self._layer_sync.revert(zero.module)
-        self.cluster_environment.teardown()
-        self.precision_plugin.teardown()
-        self.accelerator.teardown()
-        self.checkpoint_io.teardown()
+            self.revert_sync()
+        super().teardown()
 
 
 _REFUSED = {
@@ -535,11 +515,6 @@ class DeepSpeedEngine(LightningEngine):
                 "The set of trained parameters has changed since the fit began, which strategy='deepspeed' does not"
                 " support. Freeze or unfreeze parameters between two fits."
             )
-
-    @property
-    def forward_runs_collectives(self) -> bool:
-        """False: the collectives of stage 3 need no handling, because all processes run the same number of forwards."""
-        return False
 
     def gradient_sync(self, enabled: bool) -> AbstractContextManager[object]:
         """Set whether this batch is the last one of the window."""

@@ -253,7 +253,7 @@ class LightningEngine:
         a backward pass without averaging comes first (pytorch #143580). First windows of one batch
         do not help, because a resumed run may begin with any window.
         """
-        if batches > 1 and self._has_static_graph:
+        if batches > 1 and getattr(self.strategy, "_ddp_kwargs", {}).get("static_graph"):
             given = f"{type(self.strategy).__name__}(static_graph=True)"
             raise UnsupportedError(
                 f"Got accumulate_grad_batches={batches} with {given}, expected accumulate_grad_batches=1: DDP's static"
@@ -261,10 +261,6 @@ class LightningEngine:
                 " the last one of a window. Use strategy='ddp', or 'ddp_find_unused_parameters_true' if a step leaves"
                 " parameters unused."
             )
-
-    @property
-    def _has_static_graph(self) -> bool:
-        return bool(getattr(self.strategy, "_ddp_kwargs", {}).get("static_graph"))
 
     def connect(self, module: nn.Module) -> None:
         """Connect ``module`` to the strategy.
@@ -420,7 +416,7 @@ class LightningEngine:
     def forward_runs_collectives(self) -> bool:
         """Whether every forward of an evaluation uses collectives, so all processes must run equally many of them.
 
-        False: only the first forward of DDP broadcasts buffers.
+        False: only the first forward of DDP broadcasts buffers, and with DeepSpeed all processes run equally many.
         """
         return False
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from lightning.fabric.strategies.model_parallel import _setup_device_mesh
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
+from lightning.pytorch import LightningModule
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
@@ -26,7 +27,7 @@ from trainer.compat.checkpoint_io import files_of
 from trainer.compat.engine import LightningEngine
 from trainer.engine.gradients import Gradients
 from trainer.engine.sharding import state_dicts as state
-from trainer.engine.sharding.settings import IS_SUPPORTED, check_sharding
+from trainer.engine.sharding.settings import IS_SUPPORTED, check_sharding, check_timeout
 from trainer.engine.sharding.sharded_gradients import ShardedGradients
 from trainer.engine.sharding.wrap import Blocks, ReplacedParameter, ShardedModule, Sharding
 from trainer.errors import ConfigurationError, UnsupportedError
@@ -40,7 +41,46 @@ if TYPE_CHECKING:
     from trainer.trainer import Trainer
 
 
-class FSDP2Strategy(DDPStrategy):
+class ShardingStrategy(DDPStrategy):
+    """A strategy that changes the module when a run begins, and restores it when the run ends.
+
+    After a failure the module stays changed until the next run, because the other processes may not be there to restore
+    it.
+    """
+
+    lightning_module: LightningModule
+    _failed = False
+
+    def begin(self, trainer: Trainer) -> bool:
+        """Set up the accelerator; in a fit, also ``sync_batchnorm``. Return whether the run is a fit."""
+        assert self.accelerator is not None
+        self.accelerator.setup(trainer)
+        fitting, self._failed = trainer.state.fn == TrainerFn.FITTING, False
+        self._synced = self._layer_sync if fitting else None
+        if self._synced is not None:
+            self.model = self._synced.apply(self.lightning_module)
+        return fitting
+
+    def revert_sync(self) -> None:
+        """Undo ``sync_batchnorm``."""
+        if self._synced is not None:
+            self._synced.revert(self.lightning_module)
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Record the failure."""
+        self._failed = True
+
+    def teardown(self) -> None:
+        """Tear down everything but the module."""
+        assert self.accelerator is not None
+        assert self.cluster_environment is not None
+        self.cluster_environment.teardown()
+        self.precision_plugin.teardown()
+        self.accelerator.teardown()
+        self.checkpoint_io.teardown()
+
+
+class FSDP2Strategy(ShardingStrategy):
     """Shards parameters, gradients and optimizer states over the processes with torch's ``fully_shard`` (FSDP2).
 
     ``Trainer(strategy="fsdp")`` is short for ``Trainer(strategy=FSDP2Strategy())``. On the command line:
@@ -102,14 +142,8 @@ class FSDP2Strategy(DDPStrategy):
                 " that has no batch cannot take part in the collectives of the others. Update torch, or use"
                 " strategy='ddp'."
             )
-        checked = check_sharding(
-            blocks=blocks,
-            reshard_after_forward=reshard_after_forward,
-            mixed_precision=mixed_precision,
-            cpu_offload=cpu_offload,
-            replicas=replicas,
-            sync_each_batch=sync_each_batch,
-            timeout=timeout,
+        settings = check_sharding(
+            blocks, reshard_after_forward, mixed_precision, cpu_offload, replicas, sync_each_batch
         )
         super().__init__(
             accelerator=accelerator,
@@ -118,14 +152,13 @@ class FSDP2Strategy(DDPStrategy):
             checkpoint_io=checkpoint_io,
             precision_plugin=precision_plugin,
             process_group_backend=process_group_backend,
-            timeout=timedelta(seconds=timeout) if isinstance(timeout, (int, float)) else timeout,
+            timeout=check_timeout(timeout),
         )
-        self.settings = checked
+        self.settings = settings
         self.replicas = replicas
         self.sharded: ShardedModule | None = None
         self.sharding: str | None = None
         self._mesh: DeviceMesh | None = None
-        self._failed = False
 
     @property
     def device_mesh(self) -> DeviceMesh:
@@ -148,7 +181,6 @@ class FSDP2Strategy(DDPStrategy):
         """Join the process group, and create the device mesh."""
         super().setup_environment()
         self._mesh = self.make_mesh()
-        assert self.lightning_module is not None
         self.lightning_module._device_mesh = self._mesh  # `self.device_mesh` in `configure_model`
 
     def make_mesh(self) -> DeviceMesh:
@@ -170,15 +202,8 @@ class FSDP2Strategy(DDPStrategy):
 
     def setup(self, trainer: Trainer) -> None:
         """Shard the module, for training and for evaluation; in a fit, create the optimizers."""
-        assert self.accelerator is not None
+        fitting = self.begin(trainer)
         assert self.model is not None
-        self.accelerator.setup(trainer)
-        fitting = trainer.state.fn == TrainerFn.FITTING
-        self._failed = False
-        self._syncs = fitting and self._layer_sync is not None
-        if self._syncs:
-            assert self._layer_sync is not None
-            self.model = self._layer_sync.apply(self.model)
         in_float32 = find_modules(self.model, getattr(trainer.engine.precision, "fp32_modules", ()))
         settings = self._settings_for(self.model)
         self.sharded = ShardedModule(self.model, self.data_mesh, self.root_device, settings, in_float32)
@@ -218,13 +243,11 @@ class FSDP2Strategy(DDPStrategy):
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Return the full state dict of the module, on rank 0."""
-        assert self.lightning_module is not None
         whole: dict[str, Any] = state.gathered(self.lightning_module.state_dict(), self.is_global_zero)
         return whole
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load a state dict with full or sharded tensors."""
-        assert self.lightning_module is not None
         state.load_module_state(self.lightning_module, checkpoint["state_dict"], strict)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -238,29 +261,15 @@ class FSDP2Strategy(DDPStrategy):
         for optimizer, one in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
             state.load_optimizer_state(optimizer, one)
 
-    def on_exception(self, exception: BaseException) -> None:
-        """Record the failure, because the other processes may not be there to restore the module."""
-        self._failed = True
-
     def teardown(self) -> None:
-        """Restore the module with plain tensors on the CPU, and move the optimizer states there.
-
-        After a failure, the module stays sharded until the next run.
-        """
-        assert self.accelerator is not None
-        assert self.cluster_environment is not None
+        """Restore the module with plain tensors on the CPU, and move the optimizer states there."""
         sharded, self.sharded = self.sharded, None
         if sharded is not None and not self._failed:
             sharded.restore_module()
             sharded.root.cpu()  # moves the buffers
-            if self._syncs:
-                assert self._layer_sync is not None
-                self._layer_sync.revert(sharded.root)
+            self.revert_sync()
         _optimizers_to_device(self.optimizers, torch.device("cpu"))  # the shards of each process
-        self.cluster_environment.teardown()
-        self.precision_plugin.teardown()
-        self.accelerator.teardown()
-        self.checkpoint_io.teardown()
+        super().teardown()
 
 
 class ParallelStrategy(FSDP2Strategy):
@@ -304,7 +313,6 @@ class ParallelStrategy(FSDP2Strategy):
     def setup(self, trainer: Trainer) -> None:
         """Set up the strategy, and make metric objects count the batches of a group of processes once."""
         super().setup(trainer)
-        assert self.lightning_module is not None
         self._put_metrics_back = reduce_over_group(self.data_mesh.get_group(), self.lightning_module)
 
     def teardown(self) -> None:
@@ -384,9 +392,7 @@ class ShardedEngine(LightningEngine):
 
     def module_state(self) -> dict[str, Any]:
         """Return the module's state dict, with sharded tensors."""
-        assert self.strategy.lightning_module is not None
-        found: dict[str, Any] = self.strategy.lightning_module.state_dict()
-        return found
+        return self.strategy.lightning_module.state_dict()
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return the state dict of one optimizer, with sharded tensors."""
@@ -399,7 +405,6 @@ class ShardedEngine(LightningEngine):
 
     def template(self, place: tuple[str, ...], shape: torch.Size, dtype: torch.dtype) -> Tensor | None:
         """Return a tensor that is sharded like the parameter it belongs to."""
-        assert self.strategy.lightning_module is not None
         return state.template(self.strategy.lightning_module, place, shape, dtype)
 
     @property
@@ -420,7 +425,7 @@ class ShardedEngine(LightningEngine):
     def step_function(self, name: str) -> Callable[..., Any]:
         """Return the step function. For manual optimization, also prepare the hooks for its backward passes."""
         module = self.strategy.lightning_module
-        if name == "training_step" and module is not None and not module.automatic_optimization:
+        if name == "training_step" and not module.automatic_optimization:
             renew = self._sharded().prepare_manual()
             for optimizer in self.optimizers:
                 self._sharded().handles.append(optimizer.register_step_post_hook(renew))
@@ -428,7 +433,6 @@ class ShardedEngine(LightningEngine):
 
     def _through_wrapper(self, name: str, *args: Any) -> Any:
         sharded, module = self._sharded(), self.strategy.lightning_module
-        assert module is not None
         sharded.before_forward()
         is_early = name == "training_step" and self._trainer.progress.optimizer_steps < _CHECKED_STEPS
         if name == "training_step" and not module.automatic_optimization:

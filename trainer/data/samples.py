@@ -63,16 +63,12 @@ def batch_size(batch: Any) -> int:
     return min(1, scalars)
 
 
-def part_of(batch: Any, start: int, stop: int) -> Any:
-    """Return the samples from ``start`` to ``stop`` of a batch: slices of all tensors with the first tensor's length.
-
-    Lists of the same length (file names, for example) are sliced, too. Everything else stays unchanged.
-    """
-    return samples_of(batch, range(start, stop))
-
-
 def samples_of(batch: Any, indices: Sequence[int]) -> Any:
-    """Return the samples with these indices, as :func:`part_of` does. If they are a range, the samples are views."""
+    """Return the samples of a batch with these indices: parts of all tensors with the first tensor's length.
+
+    If the indices are a range, the parts are views. Parts of lists of the same length (file names, for example) are
+    taken, too. Everything else stays unchanged.
+    """
     size = next((len(tensor) for tensor in tensors_in(batch) if tensor.dim()), 0)
     return _select(batch, size, slice(indices.start, indices.stop) if isinstance(indices, range) else indices)
 

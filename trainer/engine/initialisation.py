@@ -21,11 +21,6 @@ from trainer.errors import ConfigurationError, join_first
 from trainer.module_tree import owned_tensors
 
 
-def is_on_meta(module: nn.Module) -> bool:
-    """Return whether any parameter or buffer is on the meta device."""
-    return any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers()))
-
-
 def initialise(root: nn.Module, device: torch.device, finish: Callable[[Tensor, Tensor], None] | None = None) -> None:
     """Allocate and initialize all parameters and buffers on the meta device.
 
@@ -38,12 +33,11 @@ def initialise(root: nn.Module, device: torch.device, finish: Callable[[Tensor, 
     Raises:
         ConfigurationError: if a parameter or buffer was not initialized. The message names it.
     """
-    if not is_on_meta(root):
-        return
     empty = [(one.owner, one.name, one.path) for one in owned_tensors(root) if one.tensor.is_meta]
-    unfilled: list[str] = []
+    if not empty:
+        return
+    _allocate(root, device, sharded=finish is not None)
     if callable(fill := getattr(root, "init_weights", None)):
-        _allocate(root, device, sharded=finish is not None)
         with warnings.catch_warnings():
             warnings.filterwarnings("error", ".*DTensor random operators may not have complete support.*")
             try:
@@ -58,7 +52,6 @@ def initialise(root: nn.Module, device: torch.device, finish: Callable[[Tensor, 
         found = [(part, name, outer, getattr(part, name)) for part, name, outer in empty]
         unfilled = [_named(part, name, outer) for part, name, outer, tensor in found if _is_empty(tensor)]
     else:
-        _allocate(root, device, sharded=finish is not None)
         unfilled = list(_fill_each(root, empty, device, finish))
     if unfilled:
         raise ConfigurationError(

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from trainer.engine.sharding.state_dicts import spread
 from trainer.module_tree import parameters_of
 
 SavedDtypes = Mapping[Tensor, torch.dtype]
@@ -49,8 +50,11 @@ def keep_dtypes(optimizers: Iterable[Any], states: Iterable[Any], saved: SavedDt
     """
     optimizers, given = list(optimizers), dict[Any, Any]()
     with ExitStack() as hooks:
+
+        def restore(optimizer: Optimizer) -> None:
+            _restore(optimizer, given[optimizer], saved)
+
         for optimizer in dict.fromkeys(_with_inner(optimizers)):
-            restore = partial(_restore_given, given, saved)
             with suppress(AttributeError):  # its __init__ did not call torch's
                 hooks.callback(optimizer.register_load_state_dict_pre_hook(given.__setitem__).remove)
                 hooks.callback(optimizer.register_load_state_dict_post_hook(restore, prepend=True).remove)
@@ -69,10 +73,6 @@ def _with_inner(optimizers: Iterable[Any], depth: int = 2) -> Iterator[Optimizer
             attributes = list(vars(optimizer).values())
             listed = (item for value in attributes if isinstance(value, (list, tuple)) for item in value)
             yield from _with_inner([*attributes, *listed], depth - 1)
-
-
-def _restore_given(given: Mapping[Any, Any], saved: SavedDtypes, optimizer: Optimizer) -> None:
-    _restore(optimizer, given[optimizer], saved)
 
 
 def _restore(optimizer: Optimizer, state: Mapping[str, Any], saved: SavedDtypes) -> None:
@@ -100,7 +100,7 @@ def _loaded(current: Any, value: Any, key: Any = None, *, dtypes: tuple[torch.dt
         if key == "step" and value.is_floating_point() and current.dtype is torch.float32:
             return current  # a fused step needs float32, regardless of the dtype in the file
         dtype = dtype_to_load(value, *dtypes)
-        return current if current.dtype is dtype else _like(value, current).to(current.device, dtype)
+        return current if current.dtype is dtype else spread(value, current).to(current.device, dtype)
     if isinstance(value, dict) and isinstance(current, dict):
         current.update(
             {name: _loaded(current[name], value[name], name, dtypes=dtypes) for name in current.keys() & value.keys()}
@@ -109,15 +109,3 @@ def _loaded(current: Any, value: Any, key: Any = None, *, dtypes: tuple[torch.dt
         items = [_loaded(*pair, dtypes=dtypes) for pair in zip(current, value, strict=True)]
         return current if all(a is b for a, b in zip(items, current, strict=True)) else type(current)(items)
     return value if isinstance(value, (str, set, frozenset)) else current
-
-
-def _like(value: Tensor, current: Tensor) -> Tensor:
-    """Return a state of the checkpoint, sharded in the same way as ``current``."""
-    from torch.distributed.tensor import DTensor
-
-    if not isinstance(current, DTensor):
-        return value
-    from trainer.engine.sharding.state_dicts import spread
-
-    sharded: Tensor = spread(value, current)
-    return sharded

@@ -163,7 +163,7 @@ class StallWatch:
             if missing and (self._ends.wait(interval) or self._counters() != seen):  # the run makes progress again
                 return
         keys = [f"{self._key}/{rank}" for rank in ranks if rank not in missing]
-        states = [_parse_state(text) for text in store.multi_get(keys)]
+        states = [RankState(*json.loads(text)) for text in store.multi_get(keys)]
         text = _report(states, sorted(missing))
         with suppress(OSError):
             if (folder := self._folder()) is not None:
@@ -286,8 +286,3 @@ def _stacks(states: list[RankState]) -> str:
     for state in states:
         found.setdefault("\n".join(state.stack), []).append(state.rank)
     return "\n\n".join(f"{_ranks(ranks)}:\n{stack}" for stack, ranks in found.items())
-
-
-def _parse_state(text: bytes) -> RankState:
-    state = RankState(*json.loads(text))
-    return state._replace(begun={group: (number, operation) for group, (number, operation) in state.begun.items()})

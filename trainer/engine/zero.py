@@ -108,7 +108,7 @@ class ZeroModule:
         """Run DeepSpeed's step with the current settings, such as learning rates, of the module's optimizer."""
         assert self.optimizer is not None
         groups = [group for group in self.optimizer.param_groups if group["params"]]
-        for module_group, base_group in zip(groups, self._base_optimizer.param_groups, strict=True):
+        for module_group, base_group in zip(groups, self.engine.basic_optimizer.param_groups, strict=True):
             base_group.update({key: value for key, value in module_group.items() if key != "params"})
         with self._delay_scale_update():
             self.engine.step()
@@ -134,23 +134,9 @@ class ZeroModule:
             scaler.update_scale(overflow)
 
     @property
-    def overflowed(self) -> bool:
-        """Whether the last step was skipped."""
-        return bool(getattr(self.engine.optimizer, "overflow", False))
-
-    @property
     def loss_scaler(self) -> Any:
         """DeepSpeed's loss scaler, or None if it has none."""
         return getattr(self.engine.optimizer, "loss_scaler", None)
-
-    def limit_norm(self, limit: float) -> None:
-        """Clip the gradients to this norm in the next step; 0 for no limit."""
-        self.engine.optimizer.clip_grad = limit
-
-    @property
-    def _base_optimizer(self) -> Any:
-        """The optimizer that DeepSpeed steps."""
-        return self.engine.basic_optimizer
 
     # --- gather and set whole tensors -------------------------------------------------------------------------
 
@@ -164,7 +150,7 @@ class ZeroModule:
                     left = min(size, parameter.ds_numel - rank * size)
                     yield parameter, Part(zero.fp32_partitioned_groups_flat[index], start, rank * size, max(left, 0))
             return
-        for group, flat in zip(zero.bit16_groups, self._base_optimizer.param_groups, strict=True):
+        for group, flat in zip(zero.bit16_groups, self.engine.basic_optimizer.param_groups, strict=True):
             for parameter in group:
                 found, (whole,) = parameter._hp_mapping, flat["params"]
                 if found is None:
@@ -180,7 +166,7 @@ class ZeroModule:
         if part is None or is_here:
             with self.gathered([parameter]):
                 return parameter.detach().clone()
-        source = part.flat.detach() if key is None else self._base_optimizer.state[part.flat][key]
+        source = part.flat.detach() if key is None else self.engine.basic_optimizer.state[part.flat][key]
         shape = getattr(parameter, "ds_shape", parameter.shape)
         whole = torch.zeros(shape.numel(), dtype=source.dtype, device=self._device)
         whole[part.offset : part.offset + part.numel] = source[part.start : part.start + part.numel]
@@ -195,7 +181,7 @@ class ZeroModule:
                 parameter.copy_(value)
         if part is None:
             return
-        target = part.flat.detach() if key is None else self._base_optimizer.state[part.flat][key]
+        target = part.flat.detach() if key is None else self.engine.basic_optimizer.state[part.flat][key]
         shard = value.reshape(-1)[part.offset : part.offset + part.numel]
         target[part.start : part.start + part.numel] = shard.to(target)
 
@@ -255,13 +241,13 @@ class ZeroModule:
         assert self.optimizer is not None
         states: dict[int, dict[str, Any]] = {}
         for number, parameter in enumerate(parameters_of(self.optimizer)):
-            part = self._parts.get(parameter)
-            flat_states = {} if part is None else self._base_optimizer.state.get(part.flat, {})
+            if (part := self._parts.get(parameter)) is None:
+                continue
             found = {
                 key: _copy_or_empty(self.whole(parameter, key), keep)
-                if _is_spread(value, part)
+                if isinstance(value, Tensor) and value.shape == part.flat.shape  # it is sharded with the flat tensor
                 else copy.deepcopy(value)
-                for key, value in flat_states.items()
+                for key, value in self.engine.basic_optimizer.state.get(part.flat, {}).items()
             }
             if found:
                 states[number] = found
@@ -281,7 +267,7 @@ class ZeroModule:
             part, saved = self._parts.get(parameter), state["state"].get(number, {})
             if part is None:
                 continue
-            flat_states = self._base_optimizer.state[part.flat]
+            flat_states = self.engine.basic_optimizer.state[part.flat]
             for key, value in saved.items():
                 if isinstance(value, Tensor) and value.dim():
                     if key not in flat_states:
@@ -316,11 +302,6 @@ class ZeroModule:
 
 def _copy_or_empty(tensor: Tensor, keep: bool) -> Tensor:
     return tensor.cpu() if keep else tensor.new_empty(0, device="cpu")
-
-
-def _is_spread(value: Any, part: Part | None) -> bool:
-    """Return whether an optimizer state has the shape of the flat tensor, so that it is sharded with it."""
-    return part is not None and isinstance(value, Tensor) and value.shape == part.flat.shape
 
 
 _DEEPSPEED_PREFIXES = (
@@ -522,7 +503,7 @@ class ZeroGradients(Gradients):
         self, optimizer: Optimizer, limit: float, algorithm: str, norm_type: float = 2.0, *, measure: bool = True
     ) -> Tensor | None:
         """Clip in the next step. Returns the norm, as :meth:`norm` does."""
-        self._zero().limit_norm(limit)
+        self._zero().engine.optimizer.clip_grad = limit
         return self.norm(optimizer)
 
     def step(self, optimizer: Optimizer, **kwargs: Any) -> None:
@@ -540,7 +521,7 @@ class ZeroGradients(Gradients):
         scale = self.scaler.current_scale
         zero.step()
         self._has_unused = False
-        skipped = (optimizer,) if zero.overflowed else ()
+        skipped = (optimizer,) if getattr(zero.engine.optimizer, "overflow", False) else ()
         self._outcome = UpdateOutcome(skipped, scale, self.scaler.current_scale)
         pending, self._norm = self._norm, None
         norm = zero.engine.get_global_grad_norm()

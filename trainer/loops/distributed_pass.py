@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING
 from trainer.data.unpadded import Span
 from trainer.errors import ConfigurationError, warn
 from trainer.state.metric_objects import MetricObjects
-from trainer.state.metrics import MetricStore
 
 if TYPE_CHECKING:
-    from trainer.compat.engine import LightningEngine
+    from trainer.loops.evaluation import EvalLoop
 
 _REMEDY = (
     " Communicate after the last batch instead: with self.log(..., sync_dist=True), a torchmetrics object, or in"
@@ -29,39 +28,23 @@ class DistributedPass:
     """One pass of evaluation on several processes.
 
     Args:
-        engine: the processes.
-        metrics: the values that are logged in the pass.
-        objects: the module's metric objects.
-        stage: ``"validation"``, ``"test"`` or ``"predict"``.
+        loop: the loop that runs the pass. If its samples are divided among the processes (``is_shared``), the pass
+            looks for collectives in batches that some processes lack.
         spans: the smallest and largest number of batches per process in this pass, by dataloader.
         whole: the same for a full pass; a sanity check is shorter.
-        watches: whether to look for collectives in batches that some processes lack.
 
     Attributes:
         all_have_batch: whether all processes are known to have the current batch.
 
     Raises:
-        ConfigurationError: if inputs are uneven and each forward pass needs all processes; or, with ``watches``, if
-            inputs are uneven and a metric object synchronizes at each batch.
+        ConfigurationError: if inputs are uneven and each forward pass needs all processes; or, if samples are divided,
+            a metric object synchronizes at each batch.
     """
 
-    def __init__(
-        self,
-        engine: LightningEngine,
-        metrics: MetricStore,
-        objects: MetricObjects,
-        stage: str,
-        *,
-        spans: Sequence[Span],
-        whole: Sequence[Span],
-        watches: bool,
-    ) -> None:
-        self._engine = engine
-        self._metrics = metrics
-        self._stage = stage
-        self._spans = spans
-        self._whole = whole
-        self._watches = watches
+    def __init__(self, loop: EvalLoop, spans: Sequence[Span], whole: Sequence[Span]) -> None:
+        self._module, self._engine, self._metrics, self._stage = loop.module, loop.engine, loop.metrics, loop.stage
+        self._spans, self._whole, self._watches = spans, whole, loop.is_shared
+        engine, watches, objects = self._engine, self._watches, MetricObjects(loop.module)
         self._done = 0  # batches of the current dataloader in this process
         self._updates = objects.counts()
         self._per_forward = 0
@@ -69,9 +52,9 @@ class DistributedPass:
         uneven = [span for span in whole if span.fewest < span.most < float("inf")]
         if uneven and not engine.supports_uneven_evaluation:
             raise ConfigurationError(
-                f"Got processes with {uneven[0].fewest:.0f} to {uneven[0].most:.0f} {stage} batches, expected the same"
-                " number in each, because each forward pass exchanges weights at stage 3 of DeepSpeed's ZeRO. Divide"
-                " the data evenly."
+                f"Got processes with {uneven[0].fewest:.0f} to {uneven[0].most:.0f} {loop.stage} batches, expected the"
+                " same number in each, because each forward pass exchanges weights at stage 3 of DeepSpeed's ZeRO."
+                " Divide the data evenly."
             )
         if watches and uneven:
             for name, metric in objects.by_name.items():
@@ -134,9 +117,9 @@ class DistributedPass:
         """Whether processes have, or may have, different numbers of batches (uneven inputs)."""
         return any(span.fewest < span.most for span in self._spans)
 
-    def reduce_logged(self, objects: MetricObjects) -> None:
+    def reduce_logged(self) -> None:
         """Reduce all values that any process has logged for the current dataloader, on all processes."""
-        engine, metrics = self._engine, self._metrics
+        engine, metrics, objects = self._engine, self._metrics, MetricObjects(self._module)
         local_outlines = metrics.outline(objects.name_of), objects.outline(self._updates)
         outlines = engine.gather_if_different(local_outlines)
         objects.complete([outline for _, outline in outlines], engine.device)

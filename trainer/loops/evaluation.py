@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -16,8 +16,7 @@ from trainer.errors import warn
 from trainer.loops.batch_path import NO_PATH, BatchPath
 from trainer.loops.distributed_pass import DistributedPass
 from trainer.loops.hooks import NO_HOOKS, Hooks
-from trainer.precision.base import Precision
-from trainer.state.metric_objects import MetricObjects, metric_objects_in, update_counts
+from trainer.state.metric_objects import metric_objects_in, update_counts
 from trainer.state.metrics import MetricStore, PublishedMetrics, Recorder
 from trainer.state.progress import EvalProgress, FitProgress
 
@@ -34,7 +33,6 @@ class EvalLoop:
     Args:
         stage: ``"validation"``, ``"test"`` or ``"predict"``: the prefix of its hooks and of its step function.
         engine: devices and processes.
-        precision: provides the autocast context of forward passes.
         published: the metrics that callbacks and progress bars read.
         recorder: sends metrics to the loggers.
         fit_progress: the counters of training; metrics are logged at its step.
@@ -54,7 +52,6 @@ class EvalLoop:
         stage: str,
         *,
         engine: LightningEngine,
-        precision: Precision,
         published: PublishedMetrics,
         recorder: Recorder,
         fit_progress: FitProgress,
@@ -63,7 +60,6 @@ class EvalLoop:
         self.stage = stage
         self.step_name = f"{stage}_step"
         self.engine = engine
-        self.precision = precision
         self.published = published
         self.recorder = recorder
         self.fit_progress = fit_progress
@@ -122,7 +118,8 @@ class EvalLoop:
             return []
         self.progress.begin_pass()
         self.predictions = [[] for _ in loaders.limits]
-        with self.gradient_context(), self.engine.equal_shapes():
+        without_gradients = torch.inference_mode if self.inference_mode else torch.no_grad
+        with without_gradients(), self.engine.equal_shapes():
             batches = self.begin(loaders, limit)  # before the hooks, because it draws random numbers, as in Lightning
             with self.eval_mode():
                 self.hooks.of(f"on_{self.stage}_start")()
@@ -178,11 +175,11 @@ class EvalLoop:
         """Evaluate all batches. Return the logged metrics, one dict for each dataloader."""
         several = loaders.is_sequential and len(loaders.limits) > 1
         spans, logged, current = self.spans(loaders, limit), [], 0
-        self.distributed_pass = (
-            self.build_distributed_pass(spans, self.spans(loaders, float("inf")))
-            if self.engine.world_size > 1
-            else None
-        )
+        if self.engine.world_size > 1:
+            hooks = {self.step_name, f"on_{self.stage}_batch_start", f"on_{self.stage}_batch_end"}
+            self.metrics.shared_hooks = hooks if self.is_shared else ()
+            self.metrics.share_steps(True)
+            self.distributed_pass = DistributedPass(self, spans, self.spans(loaders, float("inf")))
 
         def close_until(dataloader_idx: int) -> None:
             """Close the dataloaders before this one, including empty ones that have batches in other processes."""
@@ -207,21 +204,6 @@ class EvalLoop:
         close_until(current + 1 if self.distributed_pass is None else len(spans))
         self.metrics.dataloader_idx, self.distributed_pass = None, None
         return logged
-
-    def build_distributed_pass(self, spans: list[Span], whole: list[Span]) -> DistributedPass:
-        """Return the object that coordinates several processes during one pass."""
-        hooks = {self.step_name, f"on_{self.stage}_batch_start", f"on_{self.stage}_batch_end"}
-        self.metrics.shared_hooks = hooks if self.is_shared else ()
-        self.metrics.share_steps(True)
-        return DistributedPass(
-            self.engine,
-            self.metrics,
-            MetricObjects(self.module),
-            self.stage,
-            spans=spans,
-            whole=whole,
-            watches=self.is_shared,
-        )
 
     def evaluate_batch(self, batch: Any, batch_idx: int, dataloader_idx: int | None) -> None:
         """Run one forward pass and its hooks. ``dataloader_idx`` is None if there is only one dataloader."""
@@ -269,7 +251,7 @@ class EvalLoop:
         if self.distributed_pass is not None:
             self.distributed_pass.finish(dataloader_idx)
             if self.is_shared:
-                self.distributed_pass.reduce_logged(MetricObjects(self.module))
+                self.distributed_pass.reduce_logged()
         return self.publish()
 
     def publish(self) -> Metrics:
@@ -277,10 +259,6 @@ class EvalLoop:
         metrics = self.metrics.current()
         self.published.take(metrics)
         return dict(metrics.logger)
-
-    def gradient_context(self) -> AbstractContextManager[object]:
-        """Return a context that records no gradients."""
-        return torch.inference_mode() if self.inference_mode else torch.no_grad()
 
     @contextmanager
     def eval_mode(self) -> Iterator[None]:

@@ -19,7 +19,6 @@ from trainer.loops.batch_path import NO_PATH, TrainingPath, TrainingWrapper, wra
 from trainer.loops.hooks import NO_HOOKS, Hooks
 from trainer.loops.schedules import Schedules
 from trainer.loops.step_output import NOTHING, loss_in, outputs_of
-from trainer.precision.base import Precision
 from trainer.precision.scaler import UpdateOutcome
 from trainer.state.metrics import MetricStore, PublishedMetrics, Recorder
 from trainer.state.outcome import StepOutcome
@@ -36,8 +35,8 @@ class FitLoop:
     The arguments live as long as the Trainer. :meth:`prepare` sets the objects of one run.
 
     Args:
-        engine: manages devices and processes, and performs all operations on gradients.
-        precision: provides the autocast context of forward passes.
+        engine: manages devices and processes, and performs all operations on gradients. Its precision provides the
+            autocast context of forward passes.
         window: determines the batches between two optimizer steps.
         progress: counts epochs, batches, optimizer steps and skipped steps.
         published: the metrics that callbacks and progress bars read.
@@ -49,7 +48,6 @@ class FitLoop:
         self,
         *,
         engine: LightningEngine,
-        precision: Precision,
         window: AccumulationWindow,
         progress: FitProgress,
         published: PublishedMetrics,
@@ -57,7 +55,7 @@ class FitLoop:
         limits: StoppingConditions,
     ) -> None:
         self.engine = engine
-        self.precision = precision
+        self.precision = engine.precision
         self.gradients = engine.gradients
         self.window = window
         self.progress = progress

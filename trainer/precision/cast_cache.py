@@ -25,7 +25,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from copy import deepcopy
-from functools import cache
+from functools import cache, partial
 from types import TracebackType
 from typing import Any, Self
 
@@ -118,10 +118,10 @@ class CastCache:
         self.training = self._uncached if enabled is False else self._cached
         self._hooks.close()
         if enabled is not False:
-            self._hooks.callback(register_optimizer_step_post_hook(_forget_after_step).remove)
+            self._hooks.callback(register_optimizer_step_post_hook(forget_casts).remove)
         if enabled:
             for part in self.module.modules():
-                handle = part.register_load_state_dict_post_hook(_forget_after_loading)  # type: ignore[no-untyped-call]
+                handle = part.register_load_state_dict_post_hook(forget_casts)  # type: ignore[no-untyped-call]
                 self._hooks.callback(handle.remove)
         if enabled is None:
             self.training = self._watch
@@ -168,6 +168,14 @@ class _InspectingAutocast(TorchFunctionMode):
         super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
         self._autocast.__exit__(kind, error, trace)
 
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        run = func if torch.compiler.is_compiling() else partial(self.inspect, func)
+        return run(*args, **(kwargs or {}))  # compiled graphs contain their casts, and use no cache
+
+    def inspect(self, func: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """Return the result of an operation of the forward, and inspect it."""
+        raise NotImplementedError
+
 
 class WeightWatch(_InspectingAutocast):
     """Autocast that detects weights that are used several times, and weights that change in between.
@@ -209,16 +217,8 @@ class WeightWatch(_InspectingAutocast):
     def __deepcopy__(self, memo: dict[int, Any]) -> AbstractContextManager[object]:
         return deepcopy(self._autocast, memo)  # `trainer.postmortem` copies it to replay a batch, which is not watched
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        kwargs = kwargs or {}
-        if torch.compiler.is_compiling():  # compiled graphs contain their casts, and use no cache
-            return func(*args, **kwargs)
+    def inspect(self, func: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """Record the weights that the operation uses and changes."""
         tensors = _leaf_tensors(args, kwargs)
         versions = list(map(_version_of, tensors))
         weights = [tensor for tensor in tensors if tensor.requires_grad]
@@ -247,19 +247,11 @@ class WeightWatch(_InspectingAutocast):
         return _version_of(weight), memory, self._writes[memory], self._writes[None]
 
 
-def forget_casts() -> None:
-    """Clear autocast's cache after weights have changed."""
+def forget_casts(*_: Any) -> None:
+    """Clear autocast's cache after weights have changed. Can be used as a hook."""
     torch.clear_autocast_cache()
     for watch in _watches:
         watch.forget()
-
-
-def _forget_after_step(*args: Any) -> None:
-    forget_casts()
-
-
-def _forget_after_loading(module: nn.Module, incompatible_keys: Any) -> None:
-    forget_casts()
 
 
 def _leaf_tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
@@ -330,17 +322,11 @@ class _AutocastClearingStaleCasts(_InspectingAutocast):
         super().__init__(autocast)
         self._may_hold_casts_without_graph = False
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        if not torch.compiler.is_compiling():  # compiled graphs contain their casts, and use no cache
-            if not torch.is_grad_enabled():
-                self._may_hold_casts_without_graph = True
-            elif self._may_hold_casts_without_graph:
-                torch.clear_autocast_cache()
-                self._may_hold_casts_without_graph = False
-        return func(*args, **(kwargs or {}))
+    def inspect(self, func: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """Clear the cache if it may hold casts without a graph and the operation has gradients."""
+        if not torch.is_grad_enabled():
+            self._may_hold_casts_without_graph = True
+        elif self._may_hold_casts_without_graph:
+            torch.clear_autocast_cache()
+            self._may_hold_casts_without_graph = False
+        return func(*args, **kwargs)

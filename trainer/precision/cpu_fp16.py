@@ -24,6 +24,7 @@ its scores in fp32; both round their outputs. Operations that are not matrix pro
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -127,73 +128,46 @@ def _round(value: Any) -> Any:
     return value.half() if isinstance(value, Tensor) and value.dtype is torch.float32 else value
 
 
-def _functional(name: str) -> Replaced:
-    own = own_kernel(name, "CPU")
+def _kernel(
+    name: str, suffix: str, finish: Callable[..., Any], is_ours: Callable[[tuple[Any, ...]], bool] = _is_fp16
+) -> Replaced:
+    """Return the kernels of a variant of an operation: ours widens the arguments, and calls the operation itself.
+
+    Args:
+        name: the operation.
+        suffix: the suffix of the variant.
+        finish: returns the result of the variant: (result of the operation, arguments, ``out``).
+        is_ours: returns whether a call uses our kernel: (arguments). Default: all tensors are fp16.
+    """
+    own, functional = own_kernel(f"{name}{suffix}", "CPU"), own_kernel(name, "CPU")
 
     def kernel(keys: torch.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
-        if not _is_fp16(args):
+        out = kwargs.get("out")
+        if not is_ours(args if out is None else (*args, out)):
             return own(keys, *args, **kwargs)
-        result = own(keys, *map(_widen, args), **kwargs)
-        return _round(result) if isinstance(result, Tensor) else tuple(map(_round, result))
+        widened = {key: _widen(value) for key, value in kwargs.items() if key != "out"}
+        return finish(functional(keys, *map(_widen, args), **widened), args, out)
 
     return Replaced(own, kernel)
 
 
-def _in_place(name: str) -> Replaced:
-    own, own_functional = own_kernel(f"{name}_", "CPU"), own_kernel(name, "CPU")
-
-    def kernel(keys: torch.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
-        if not _is_fp16(args):
-            return own(keys, *args, **kwargs)
-        return args[0].copy_(own_functional(keys, *map(_widen, args), **kwargs))
-
-    return Replaced(own, kernel)
+def _rounded(result: Any, args: tuple[Any, ...], out: Any) -> Any:
+    return _round(result) if isinstance(result, Tensor) else tuple(map(_round, result))
 
 
-def _with_out(name: str) -> Replaced:
-    own, own_functional = own_kernel(f"{name}.out", "CPU"), own_kernel(name, "CPU")
-
-    def kernel(keys: torch.DispatchKeySet, *args: Any, out: Tensor, **kwargs: Any) -> Any:
-        if not _is_fp16((*args, out)):
-            return own(keys, *args, out=out, **kwargs)
-        result = own_functional(keys, *map(_widen, args), **kwargs)
-        if out.shape != result.shape:
-            out.resize_(result.shape)
-        return out.copy_(result)
-
-    return Replaced(own, kernel)
-
-
-def _attention() -> Replaced:
-    own = own_kernel(_ATTENTION, "CPU")
-
-    def kernel(keys: torch.DispatchKeySet, *args: Any, attn_mask: Tensor | None = None, **kwargs: Any) -> Any:
-        if not _is_fp16(args):
-            return own(keys, *args, attn_mask=attn_mask, **kwargs)
-        output, logsumexp = own(keys, *map(_widen, args), attn_mask=_widen(attn_mask), **kwargs)
-        return output.half(), logsumexp  # as torch does for fp16 attention
-
-    return Replaced(own, kernel)
-
-
-def _attention_backward() -> Replaced:
-    own = own_kernel(f"{_ATTENTION}_backward", "CPU")
-
-    def kernel(keys: torch.DispatchKeySet, *args: Any, attn_mask: Tensor | None = None, **kwargs: Any) -> Any:
-        if args[0].dtype is not torch.float16:
-            return own(keys, *args, attn_mask=attn_mask, **kwargs)
-        return tuple(map(_round, own(keys, *map(_widen, args), attn_mask=_widen(attn_mask), **kwargs)))
-
-    return Replaced(own, kernel)
+def _written(result: Tensor, args: tuple[Any, ...], out: Tensor) -> Tensor:
+    return (out if out.shape == result.shape else out.resize_(result.shape)).copy_(result)
 
 
 def _replaced() -> dict[str, Replaced]:
+    backward = f"{_ATTENTION}_backward"
     return {
-        **{name: _functional(name) for name in _FUNCTIONAL},
-        **{f"{name}_": _in_place(name) for name in _IN_PLACE},
-        **{f"{name}.out": _with_out(name) for name in _WITH_OUT},
-        _ATTENTION: _attention(),
-        f"{_ATTENTION}_backward": _attention_backward(),
+        **{name: _kernel(name, "", _rounded) for name in _FUNCTIONAL},
+        **{f"{name}_": _kernel(name, "_", lambda result, args, _: args[0].copy_(result)) for name in _IN_PLACE},
+        **{f"{name}.out": _kernel(name, ".out", _written) for name in _WITH_OUT},
+        # the scores stay in float32, as in torch's own attention for fp16
+        _ATTENTION: _kernel(_ATTENTION, "", lambda result, *_: (result[0].half(), result[1])),
+        backward: _kernel(backward, "", _rounded, lambda args: args[0].dtype is torch.float16),
     }
 
 

@@ -8,10 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
-from trainer.precision.scaler import Check, LossScaler, snapshot_loss
+from trainer.precision.scaler import LossScaler, snapshot_loss
 
 
 class StepGuard(LossScaler):
@@ -24,6 +23,8 @@ class StepGuard(LossScaler):
     Args:
         device: device type of the gradients.
     """
+
+    has_scaled = True  # gradients are checked even though no loss is scaled
 
     def __init__(self, device: str) -> None:
         super().__init__(device, init_scale=1.0, min_scale=1.0, max_scale=1.0)
@@ -38,20 +39,6 @@ class StepGuard(LossScaler):
         if isinstance(outputs, Tensor):
             self.losses.append(snapshot_loss(outputs))
         return outputs
-
-    def unscale_(self, optimizer: Optimizer) -> None:
-        """Check whether the gradients are finite, once for each ``step``."""
-        state = self._per_optimizer_states[id(optimizer)]
-        if state["stage"] is OptState.STEPPED:  # another step before one update; the result stays in _checks
-            state["stage"] = OptState.READY
-        if state["stage"] is OptState.READY:
-            found = self._check_gradients(optimizer)
-            if self.all_reduce_flag is not None:
-                for flag in found.values():
-                    self.all_reduce_flag(flag)
-            state["found_inf_per_device"], state["stage"] = found, OptState.UNSCALED
-            if found:
-                self._checks.append(Check(optimizer, list(found.values())))
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """Start to copy the results of the checks to the host; see ``resolve_outcome``."""

@@ -155,14 +155,22 @@ class LossScaler(torch.amp.GradScaler):
         state = self._per_optimizer_states[id(optimizer)]
         if state["stage"] is OptState.STEPPED:  # another step before one update; the result stays in _checks
             state["stage"] = OptState.READY
-        if state["stage"] is OptState.READY and self._scale is not None:
-            for look in self.before_unscale:
-                look(optimizer)
-            found_inf = torch.zeros((), dtype=torch.float32, device=self._scale.device)
-            found = self._unscale_grads_(optimizer, self._inverse_scale(self._scale), found_inf, False)
+        if state["stage"] is OptState.READY and self.has_scaled:
+            found = self._check_gradients(optimizer)
+            if self.all_reduce_flag is not None:
+                for flag in found.values():
+                    self.all_reduce_flag(flag)
             state["found_inf_per_device"], state["stage"] = found, OptState.UNSCALED
             if found:
                 self._checks.append(Check(optimizer, list(found.values())))
+
+    def _check_gradients(self, optimizer: Optimizer) -> dict[torch.device, Tensor]:
+        """Unscale the gradients. Return a flag on each device with gradients: above 0 if one of them is not finite."""
+        assert self._scale is not None
+        for look in self.before_unscale:
+            look(optimizer)
+        found_inf = torch.zeros((), dtype=torch.float32, device=self._scale.device)
+        return self._unscale_grads_(optimizer, self._inverse_scale(self._scale), found_inf, False)
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """Call ``optimizer.step()``, unless one of its gradients is not finite, or it has no gradients.
@@ -401,13 +409,8 @@ class LossScaler(torch.amp.GradScaler):
             holder = cast(Optimizer, SimpleNamespace(param_groups=[{"params": list(map(_holder_of, gradients))}]))
         if kinds == usual:
             torch._amp_foreach_non_finite_check_and_unscale_(gradients, found_inf, inv_scale)
-            found = {found_inf.device: found_inf}
-        else:
-            found = super()._unscale_grads_(holder, inv_scale, found_inf, allow_fp16)
-        if self.all_reduce_flag is not None:
-            for flag in found.values():
-                self.all_reduce_flag(flag)
-        return found
+            return {found_inf.device: found_inf}
+        return super()._unscale_grads_(holder, inv_scale, found_inf, allow_fp16)
 
     def _step_fused(
         self, optimizer: Optimizer, check: Check, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -25,7 +25,7 @@ from trainer.cli.checks import Recipe
 from trainer.cli.processes import environment
 from trainer.cli.rehearsal import Clock, RehearsalDone, first_weights, rehearse
 from trainer.cli.run import assemble
-from trainer.data.samples import batch_size, part_of
+from trainer.data.samples import batch_size, samples_of
 from trainer.errors import join_first
 from trainer.precision.float8 import Float8Precision
 from trainer.state import random_states
@@ -84,7 +84,7 @@ def part_for(recipe: Recipe, device: torch.device, free: int) -> tuple[Any, str]
             " quick check on a CPU."
         )
     taken = max(taken, min(2, samples))
-    return part_of(batch, 0, taken), (
+    return samples_of(batch, range(taken)), (
         f"The steps were run with {taken} of the batch's {samples} samples to save time on the CPU."
     )
 

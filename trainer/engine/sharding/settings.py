@@ -19,15 +19,19 @@ _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch
 _POLICY = ("param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs")
 
 
+def check_timeout(timeout: Any) -> timedelta | None:
+    """Return the argument ``timeout`` of a strategy as a timedelta.
+
+    Raises:
+        ConfigurationError: if it is not a time.
+    """
+    is_number = isinstance(timeout, (int, float)) and timeout > 0
+    expect(is_number or timeout is None or isinstance(timeout, timedelta), "a timedelta, or seconds", timeout=timeout)
+    return timedelta(seconds=timeout) if is_number else timeout
+
+
 def check_sharding(
-    *,
-    blocks: Any,
-    reshard_after_forward: Any,
-    mixed_precision: Any,
-    cpu_offload: Any,
-    replicas: Any,
-    sync_each_batch: Any,
-    timeout: Any,
+    blocks: Any, reshard_after_forward: Any, mixed_precision: Any, cpu_offload: Any, replicas: Any, sync_each_batch: Any
 ) -> Sharding:
     """Check the arguments of ``FSDP2Strategy``, and return them as settings.
 
@@ -52,8 +56,6 @@ def check_sharding(
     expect(isinstance(cpu_offload, bool), "True or False", cpu_offload=cpu_offload)
     expect(isinstance(sync_each_batch, bool), "True or False", sync_each_batch=sync_each_batch)
     expect(is_count(replicas), "a whole number of at least 1", replicas=replicas)
-    is_time = timeout is None or isinstance(timeout, timedelta) or (isinstance(timeout, (int, float)) and timeout > 0)
-    expect(is_time, "a timedelta, or seconds", timeout=timeout)
     return Sharding(blocks, reshard_after_forward, _policy(mixed_precision), cpu_offload, sync_each_batch)
 
 

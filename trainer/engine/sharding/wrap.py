@@ -228,7 +228,7 @@ class ShardedModule:
         """
         if self._of_root:
             return self._renew_root
-        call_with_hooks(self.root, _nothing)  # lets FSDP determine the root
+        call_with_hooks(self.root, lambda: None)  # lets FSDP determine the root
         self.reshard_root()
         root: Any = self.root
         for group in root._get_fsdp_state()._fsdp_param_groups:
@@ -502,10 +502,6 @@ def _owns_parameters(block: nn.Module, uses: Mapping[Tensor, int]) -> bool:
     """Return whether a block has parameters, and shares none with outer modules, which torch does not support."""
     inside = Counter(one.tensor for one in owned_parameters(block))
     return bool(inside) and all(uses[parameter] == number for parameter, number in inside.items())
-
-
-def _nothing() -> None:
-    pass
 
 
 def _broadcast(tensors: list[Tensor]) -> None:
