@@ -48,7 +48,7 @@ from trainer.loops.fit import FitLoop
 from trainer.precision.base import Precision
 from trainer.precision.registry import resolve_precision
 from trainer.run import STAGES, Run
-from trainer.state.metrics import PublishedMetrics, Recorder
+from trainer.state.metrics import PublishedMetrics
 from trainer.state.outcome import StepOutcome
 from trainer.state.progress import FitProgress
 from trainer.state.stopping import StoppingConditions
@@ -213,15 +213,14 @@ class Trainer(TrainerBase):
         )
         self.callbacks = callback_order.sort_callbacks([*callbacks, *callback_order.external_callbacks()])
         self.progress = FitProgress()
-        self.published = PublishedMetrics()
         self.log_metric = no_log
-        self.recorder = Recorder(self.published, self.progress)
-        self.recorder.loggers = defaults.build_loggers(
+        self.published = PublishedMetrics(self.progress)
+        self.published.loggers = defaults.build_loggers(
             given["logger"], self._default_root_dir, fast_dev_run=bool(fast_dev_run)
         )
         accumulation = callback_order.find_callback(self.callbacks, GradientAccumulation)
         accumulation = accumulation or GradientAccumulation(accumulate_grad_batches or 1)
-        shared: dict[str, Any] = {"engine": self.engine, "published": self.published, "recorder": self.recorder}
+        shared: dict[str, Any] = {"engine": self.engine, "published": self.published}
         evaluation: dict[str, Any] = {"fit_progress": self.progress, "counts_once": not self.pad_evaluation}
         self.loop = FitLoop(
             **shared,

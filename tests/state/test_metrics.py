@@ -21,7 +21,6 @@ from trainer.state.metrics import (
     LogOptions,
     MetricStore,
     PublishedMetrics,
-    Recorder,
     StageMetrics,
     to_scalars,
 )
@@ -147,7 +146,7 @@ def test_value_of_a_metric_object_is_detached() -> None:
 
 
 def test_published_metrics_are_live() -> None:
-    published = PublishedMetrics()
+    published = PublishedMetrics(FitProgress())
     callback = published.callback
     published.take(StageMetrics({"a": 1}, {"b": 2}, {"c": 3}))
     published.take(StageMetrics({"a": 4}, {}, {}))
@@ -170,18 +169,15 @@ def test_to_scalars() -> None:
         to_scalars({"v": torch.zeros(2)})
 
 
-def test_recorder_adds_the_epoch_and_uses_a_logged_step() -> None:
-    logger, published = RecordingLogger(), PublishedMetrics()
-    progress = FitProgress()
-    progress.epoch = 7
-    recorder = Recorder(published, progress)
-    recorder.send({"a": 1.0}, 3)  # no listener
+def test_rows_have_the_epoch_and_a_logged_step() -> None:
+    logger, published = RecordingLogger(), PublishedMetrics(FitProgress(epoch=7))
+    published.send({"a": 1.0}, 3)  # no listener
     assert published.logged == {}
-    recorder.loggers = [logger]
-    recorder.send({}, 3)
-    recorder.send({"a": torch.tensor(1.0)}, 3)
-    recorder.send({"a": 2.0, "step": torch.tensor(9.0), "epoch": 1.5}, 4)
-    recorder.send({"a": 3.0}, 5, exact_step=True)
+    published.loggers = [logger]
+    published.send({}, 3)
+    published.send({"a": torch.tensor(1.0)}, 3)
+    published.send({"a": 2.0, "step": torch.tensor(9.0), "epoch": 1.5}, 4)
+    published.send({"a": 3.0}, 5, exact_step=True)
     assert logger.rows == [(3, {"a": 1.0, "epoch": 7}), (9, {"a": 2.0, "epoch": 1.5}), (5, {"a": 3.0})]
     assert published.logged["a"] == 3.0
 

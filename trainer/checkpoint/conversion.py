@@ -27,8 +27,7 @@ def consolidate(folder: Path, file: Path) -> list[str]:
     Raises:
         CheckpointError: if the folder is damaged or contains unexpected objects, or the file cannot be written.
     """
-    left_out: list[str] = []
-    checkpoint = _without_objects(_read(folder), left_out)
+    checkpoint, left_out = _read(folder)
     files.write(partial(torch.save, checkpoint), file, facts_of(checkpoint))
     return left_out
 
@@ -42,8 +41,7 @@ def split(file: Path, folder: Path) -> list[str]:
     Raises:
         CheckpointError: if the file is damaged or contains unexpected objects, or the folder cannot be written.
     """
-    left_out: list[str] = []
-    checkpoint = _without_objects(_read(file), left_out)
+    checkpoint, left_out = _read(file)
     tree, tensors, own = shards.split_for_write(checkpoint)
     try:
         shards.write(folder, tree, tensors, own, facts_of(checkpoint), None)
@@ -107,21 +105,21 @@ def _is_supported(value: Tensor) -> bool:
     return value.layout is torch.strided and not value.is_quantized and not is_too_wide
 
 
-def _read(checkpoint: Path) -> dict[str, Any]:
-    """Verify a folder or file, and return its contents."""
+def _read(checkpoint: Path) -> tuple[dict[str, Any], list[str]]:
+    """Verify a folder or file. Return its contents without stand-ins, and the places of these stand-ins.
+
+    Stand-ins are among the hyperparameters. They are left out, because the original objects are not known.
+    """
 
     def load(path: Path, weights_only: bool) -> dict[str, Any]:
         is_archive = files.verify(path)
         loaded: dict[str, Any] = shards.read_whole(path) if path.is_dir() else load_inert(path, mmap=is_archive)
         return loaded
 
-    return state.read(load, checkpoint, None)
-
-
-def _without_objects(checkpoint: dict[str, Any], left_out: list[str]) -> dict[str, Any]:
-    """Return the checkpoint without stand-ins among the hyperparameters, because the original objects are not known."""
-    converted = {name: _plain(checkpoint[name], name, left_out) for name in PLACES & checkpoint.keys()}
-    return {name: value for name, value in {**checkpoint, **converted}.items() if value is not _REMOVED}
+    left_out: list[str] = []
+    contents = state.read(load, checkpoint, None)
+    contents |= {name: _plain(contents[name], name, left_out) for name in PLACES & contents.keys()}
+    return {name: value for name, value in contents.items() if value is not _REMOVED}, left_out
 
 
 _REMOVED = object()

@@ -95,9 +95,8 @@ def _lock(folder: Path, locks: ExitStack) -> None:
         locks.enter_context(_locked(inner_lock_file, folder))
         return
     if inner_lock_file.exists():
-        with _locked(
-            inner_lock_file, folder
-        ):  # left by a killed process, or held by one that cannot write next to the folder
+        # left by a killed process, or held by one that cannot write next to the folder
+        with _locked(inner_lock_file, folder):
             pass
 
 

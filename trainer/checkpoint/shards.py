@@ -164,11 +164,8 @@ def _rename_parameters(state: dict[str, Any], new: Mapping[Any, Any]) -> dict[st
     if "param_groups" not in state or "state" not in state:
         return state
     groups = [{**group, "params": [new.get(one, one) for one in group["params"]]} for group in state["param_groups"]]
-    return {
-        **state,
-        "state": {new.get(one, one): value for one, value in state["state"].items()},
-        "param_groups": groups,
-    }
+    renamed = {new.get(one, one): value for one, value in state["state"].items()}
+    return {**state, "state": renamed, "param_groups": groups}
 
 
 # --- writing ----------------------------------------------------------------------------------------------------------

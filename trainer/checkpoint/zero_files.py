@@ -184,12 +184,8 @@ def fill(tree: dict[str, Any], folder: Path, manifest: Manifest, only: str = "")
     stage, processes = manifest.facts[FACT]["stage"], manifest.facts[FACT]["processes"]
     spread = stage == 3
     try:
-        models = [
-            _load(
-                folder / (f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt" if spread else "mp_rank_00_model_states.pt")
-            )
-            for rank in range(processes if spread else 1)
-        ]
+        prefixes = [f"zero_pp_rank_{rank}_" for rank in range(processes)] if spread else [""]
+        models = [_load(folder / f"{prefix}mp_rank_00_model_states.pt") for prefix in prefixes]
         optimizers = [_load(_optimizer_file(folder, rank))["optimizer_state_dict"] for rank in range(processes)]
         tensors_of = _tensors_of_partitions if spread else _tensors_of_slices
         weights: dict[str, Tensor] = {}

@@ -33,7 +33,7 @@ from trainer.compat.views import EvalLoopView, FitLoopView, LoopAttribute, Predi
 from trainer.loops.evaluation import EvalLoop
 from trainer.loops.fit import FitLoop
 from trainer.precision.scaler import LossScaler
-from trainer.state.metrics import MetricStore, PublishedMetrics, Recorder
+from trainer.state.metrics import MetricStore, PublishedMetrics
 from trainer.state.progress import FitProgress
 
 Method = TypeVar("Method", bound=Callable[..., Any])
@@ -61,7 +61,6 @@ class TrainerBase(LightningTrainer):
     data: DataSource
     progress: FitProgress
     published: PublishedMetrics
-    recorder: Recorder
     loop: FitLoop
     eval_loops: dict[RunningStage | None, EvalLoop]
     state: TrainerState
@@ -90,7 +89,7 @@ class TrainerBase(LightningTrainer):
     _accelerator_connector: Any = alias("engine.connector")
     _data_connector: Any = alias("data.connector")
     _session: ExitStack = alias("_runner.session")
-    _loggers: list[Any] = alias("recorder.loggers", writable=True)
+    _loggers: list[Any] = alias("published.loggers", writable=True)
 
     # attributes of Lightning's Trainer that our parts hold
     scaler: LossScaler = alias("engine.gradients.scaler")

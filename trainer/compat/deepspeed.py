@@ -434,9 +434,7 @@ class DeepSpeedEngine(LightningEngine):
         """Build the operations on DeepSpeed's gradients."""
         assert isinstance(scaler, ZeroScaler)
         trainer = self._trainer
-        return ZeroGradients(
-            scaler, self._zero, self.strategy.stage, lambda: self.world_size, lambda: trainer.loop.window.reset()
-        )
+        return ZeroGradients(scaler, self._zero, self.strategy.stage, lambda: trainer.loop.window.reset())
 
     def _zero(self) -> ZeroModule:
         assert self.strategy.zero is not None

@@ -293,11 +293,8 @@ def _schedule(pairs: Iterable[Any]) -> dict[int, int]:
 
 def _accumulate(trainer: Trainer, needed: dict[int, int]) -> None:
     """Set the accumulation of this run to ``needed``, until the end of the run."""
-    accumulation, window, session = (
-        find_callback(trainer.callbacks, GradientAccumulation),
-        trainer.loop.window,
-        trainer._session,
-    )
+    window, session = trainer.loop.window, trainer._session
+    accumulation = find_callback(trainer.callbacks, GradientAccumulation)
     if accumulation is not None:
         session.callback(setattr, accumulation, "schedule", accumulation.schedule)
         accumulation.schedule = needed

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+from lightning.pytorch import LightningModule
 from lightning.pytorch.overrides.distributed import prepare_for_backward
 from lightning.pytorch.plugins.precision import Precision as LightningPrecision
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
@@ -100,6 +101,7 @@ class LightningEngine:
         optimizers: the bare optimizers; empty before ``setup`` and outside of a fit. A live list.
         schedules: the learning-rate schedules; a live list.
         device: this process's device.
+        module: the LightningModule.
         model: the strategy-wrapped form of the module; the module itself on one device.
         restores_after_setup: whether weights are loaded into the module after the strategy has wrapped it, instead of
             before.
@@ -130,6 +132,7 @@ class LightningEngine:
     schedules: list[LRSchedulerConfig] = alias("strategy.lr_scheduler_configs")
     device: torch.device = alias("strategy.root_device")
     model: nn.Module = alias("strategy.model")
+    module: LightningModule = alias("strategy.lightning_module")
     restores_after_setup: bool = alias("strategy.restore_checkpoint_after_setup")
 
     def __init__(self, trainer: Trainer, precision: Precision, plugins: Any = None, **options: Any) -> None:
@@ -161,8 +164,7 @@ class LightningEngine:
         self.precision = precision.for_device(self.device)
         self.precision.check(self.device)
         self.gradients = self.build_gradients(self.precision.build_scaler(self.device))
-        self.adapter = PrecisionAdapter(self.precision, self.device.type, self.gradients.scaler)
-        self.strategy.precision_plugin = self.adapter
+        self.adapter = PrecisionAdapter(self.precision, self.gradients.scaler)
         adopt(self.strategy)
         if type(launcher := self.strategy.launcher) is _SubprocessScriptLauncher:
             self.strategy._launcher = WatchedLauncher(
@@ -172,19 +174,22 @@ class LightningEngine:
         self._communication: Communication | None = None
         self._parameters: list[torch.nn.Parameter] = []  # of the module when DDP registered them
         self._trained: list[bool] = []  # `requires_grad` of each of them
-        # weak, because torch.distributed keeps the groups until the end
-        self._async_max_groups: dict[str, Callable[[], Any]] = {}
+        # gloo groups, by purpose; weak, because torch.distributed keeps them until the end
+        self._groups: dict[str, Callable[[], Any]] = {}
         self._host_max: AsyncMax | None = None
-        self._save_group: Callable[[], Any] = _dead_reference
-        self._use_own_optimizer_setup()
-        self._refuse_overrides()
+        self._take_strategy()
 
     def build_gradients(self, scaler: LossScaler) -> Gradients:
         """Build the operations on gradients for the strategy."""
         return _StrategyGradients(scaler, self.strategy)
 
-    def _use_own_optimizer_setup(self) -> None:
-        """Make the strategy create optimizers with ``set_up_optimizers``, unless ``setup_optimizers`` is overridden."""
+    def _take_strategy(self) -> None:
+        """Refuse overrides that are never called, and make the strategy use the adapter and ``set_up_optimizers``.
+
+        An override of ``setup_optimizers`` is kept.
+        """
+        self._refuse_overrides()
+        self.strategy.precision_plugin = self.adapter
         own = vars(self.strategy)
         if getattr(own.get("setup_optimizers"), "func", None) is set_up_optimizers:
             del own["setup_optimizers"]
@@ -271,10 +276,7 @@ class LightningEngine:
         """
         source = f"{type(self.strategy).__name__}.precision_plugin"
         _refuse_lightning_precision(self.strategy.precision_plugin, source, self.precision)
-        self._refuse_overrides()
-        # another Trainer may have been created with the same strategy since
-        self.strategy.precision_plugin = self.adapter
-        self._use_own_optimizer_setup()
+        self._take_strategy()  # again, because another Trainer may have been created with the same strategy since
         self.strategy.connect(module)  # type: ignore[arg-type]
 
     def _refuse_overrides(self) -> None:
@@ -388,9 +390,7 @@ class LightningEngine:
 
         A step without ``batch_idx`` is not passed one.
         """
-        module = self.strategy.lightning_module
-        assert module is not None
-        method = getattr(module, name)
+        method = getattr(self.module, name)
         step: Callable[..., Any] = method
         if (own := self.override_of(name)) is not None:
             step = partial(_call_after_step, own, self.strategy.post_training_step) if name == "training_step" else own
@@ -403,14 +403,11 @@ class LightningEngine:
     @property
     def goes_through_wrapper(self) -> bool:
         """Whether the module's steps are called through the forward of the strategy's wrapper."""
-        return self.strategy.model is not self.strategy.lightning_module
+        return self.model is not self.module
 
     def _through_wrapper(self, name: str, *args: Any) -> Any:
         """Call the module's step through the forward of the wrapper, which only exists during the run."""
-        strategy = self.strategy
-        assert strategy.model is not None
-        assert strategy.lightning_module is not None
-        return strategy._forward_redirection(strategy.model, strategy.lightning_module, name, *args)
+        return self.strategy._forward_redirection(self.model, self.module, name, *args)
 
     @property
     def forward_runs_collectives(self) -> bool:
@@ -484,7 +481,7 @@ class LightningEngine:
 
     def replay_step(self, name: str) -> Callable[..., Any]:
         """Return the step of the bare module for a replay in this process, with only the collectives that it needs."""
-        step: Callable[..., Any] = getattr(self.strategy.lightning_module, name)
+        step: Callable[..., Any] = getattr(self.module, name)
         return step
 
     def gradient_sync(self, enabled: bool) -> AbstractContextManager[object]:
@@ -581,12 +578,17 @@ class LightningEngine:
             return None
         if not distributed.is_initialized() or not distributed.is_gloo_available():
             return None
-        if (before := self._async_max_groups.get(purpose, _dead_reference)()) is not None:
+        if (before := self._groups.get(purpose, _dead_reference)()) is not None:
             with suppress(ValueError):  # if all groups have been destroyed since
                 distributed.destroy_process_group(before)
-        group: Any = distributed.new_group(backend="gloo", timeout=self._ddp._timeout)
-        self._async_max_groups[purpose] = weakref.ref(group)
-        return AsyncMax(group, count)
+        return AsyncMax(self._new_group(purpose), count)
+
+    def _new_group(self, purpose: str) -> Any:
+        """Create a gloo group of all processes, which call this together."""
+        assert self._ddp is not None
+        group = torch.distributed.new_group(backend="gloo", timeout=self._ddp._timeout)
+        self._groups[purpose] = weakref.ref(group)
+        return group
 
     def broadcast(self, value: T) -> T:
         """Return the ``value`` of rank 0."""
@@ -651,8 +653,7 @@ class LightningEngine:
     @property
     def saves_shards(self) -> bool:
         """Whether the checkpoints are folders (``CheckpointFiles(sharded=True)``)."""
-        files = files_of(self.strategy)
-        return files is not None and files.sharded
+        return getattr(files_of(self.strategy), "sharded", False)
 
     @property
     def _files(self) -> CheckpointFiles:
@@ -667,12 +668,7 @@ class LightningEngine:
         """
         if self.world_size == 1:
             return None
-        group = self._save_group()
-        if group is None:
-            assert self._ddp is not None
-            group = torch.distributed.new_group(backend="gloo", timeout=self._ddp._timeout)
-            self._save_group = weakref.ref(group)
-        return group
+        return self._groups.get("saves", _dead_reference)() or self._new_group("saves")
 
     def gathered(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
         """Return ``checkpoint`` with full tensors instead of sharded ones, on rank 0.

@@ -392,7 +392,7 @@ class ShardedEngine(LightningEngine):
 
     def module_state(self) -> dict[str, Any]:
         """Return the module's state dict, with sharded tensors."""
-        return self.strategy.lightning_module.state_dict()
+        return self.module.state_dict()
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return the state dict of one optimizer, with sharded tensors."""
@@ -405,7 +405,7 @@ class ShardedEngine(LightningEngine):
 
     def template(self, place: tuple[str, ...], shape: torch.Size, dtype: torch.dtype) -> Tensor | None:
         """Return a tensor that is sharded like the parameter it belongs to."""
-        return state.template(self.strategy.lightning_module, place, shape, dtype)
+        return state.template(self.module, place, shape, dtype)
 
     @property
     def data_parallel_size(self) -> int:
@@ -424,7 +424,7 @@ class ShardedEngine(LightningEngine):
 
     def step_function(self, name: str) -> Callable[..., Any]:
         """Return the step function. For manual optimization, also prepare the hooks for its backward passes."""
-        module = self.strategy.lightning_module
+        module = self.module
         if name == "training_step" and not module.automatic_optimization:
             renew = self._sharded().prepare_manual()
             for optimizer in self.optimizers:
@@ -432,7 +432,7 @@ class ShardedEngine(LightningEngine):
         return super().step_function(name)
 
     def _through_wrapper(self, name: str, *args: Any) -> Any:
-        sharded, module = self._sharded(), self.strategy.lightning_module
+        sharded, module = self._sharded(), self.module
         sharded.before_forward()
         is_early = name == "training_step" and self._trainer.progress.optimizer_steps < _CHECKED_STEPS
         if name == "training_step" and not module.automatic_optimization:

@@ -95,12 +95,8 @@ def _loadable(owner: Any, given: dict[Any, Any]) -> dict[Any, Any]:
             redaction.containers(plain_dict({name: value}, "", left_out)) if name in reasons_by_name else {name: value}
         )
     objects_by_place = {place: name_of(value) for name in objects for place, value in offences[name]}
-    _report(
-        owner,
-        objects_by_place,
-        {name: reason for name, reason in reasons_by_name.items() if name in loadable},
-        left_out,
-    )
+    reasons = {name: reason for name, reason in reasons_by_name.items() if name in loadable}
+    _report(owner, objects_by_place, reasons, left_out)
     return loadable
 
 

@@ -163,10 +163,8 @@ class LoaderSet:
 
     def evaluation_state(self) -> dict[str, Any]:
         """Return the state between two passes of evaluation: tensors and plain containers."""
-        state: dict[str, Any] = {
-            **self._origin(),
-            "own": [random_states.states_of(own) for own in self._note_generators()],
-        }
+        own = list(map(random_states.states_of, self._note_generators()))
+        state: dict[str, Any] = {**self._origin(), "own": own}
         if self._persists:
             state["loaders"] = [loader.state_dict() for loader in self.loaders]
         return state

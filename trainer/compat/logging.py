@@ -385,7 +385,7 @@ class LoggerConnector(_LoggerConnector):
     def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
         """Send a row to the loggers."""
         at = self.trainer.progress.updates if step is None else step
-        self.trainer.recorder.send(metrics, at, exact_step=step is not None)
+        self.trainer.published.send(metrics, at, exact_step=step is not None)
 
 
 def attach_log(module: LightningModule, trainer: Trainer) -> None:

@@ -29,7 +29,6 @@ class PrecisionAdapter(LightningPrecision):
 
     Args:
         plugin: our plugin.
-        device: the type of the device, such as ``"cuda"``.
         scaler: the Trainer's loss scaler.
 
     Attributes:
@@ -37,9 +36,8 @@ class PrecisionAdapter(LightningPrecision):
         calls: the functions behind calls of user code; set for each fit.
     """
 
-    def __init__(self, plugin: Precision, device: str, scaler: LossScaler) -> None:
+    def __init__(self, plugin: Precision, scaler: LossScaler) -> None:
         self.plugin = plugin
-        self.device = device
         self.scaler = scaler if scaler.is_enabled() else None
         self.calls = ModuleCalls()
 

@@ -211,11 +211,8 @@ def _records() -> list[Any]:
         from torch._dynamo.utils import get_compilation_metrics
     except ImportError:
         return []
-    return [
-        metric
-        for metric in get_compilation_metrics()
-        if metric.co_filename is not None and metric.start_time is not None
-    ]
+    records = get_compilation_metrics()
+    return [one for one in records if one.co_filename is not None and one.start_time is not None]
 
 
 def _graph_breaks() -> int:

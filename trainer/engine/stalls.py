@@ -108,12 +108,8 @@ class StallWatch:
         return None
 
     def _watch(self) -> None:
-        interval, seen, since, has_reported = (
-            self._timeout / _CHECKS_PER_TIMEOUT,
-            self._counters(),
-            time.monotonic(),
-            False,
-        )
+        interval, has_reported = self._timeout / _CHECKS_PER_TIMEOUT, False
+        seen, since = self._counters(), time.monotonic()
         while not self._ends.wait(interval):
             if (counters := self._counters()) != seen:
                 seen, since = counters, time.monotonic()

@@ -432,7 +432,6 @@ class ZeroGradients(Gradients):
         scaler: DeepSpeed's loss scale.
         zero: returns the module that DeepSpeed runs.
         stage: stage of ZeRO.
-        processes: returns the number of processes.
         drop_window: discards the open accumulation window.
     """
 
@@ -443,13 +442,11 @@ class ZeroGradients(Gradients):
         scaler: ZeroScaler,
         zero: Callable[[], ZeroModule],
         stage: int,
-        processes: Callable[[], int],
         drop_window: Callable[[], None],
     ) -> None:
         super().__init__(scaler)
         self.are_parts = stage == 3
         self._zero = zero
-        self._processes = processes
         self._drop_window = drop_window
         self._has_unused = False  # whether gradients exist that no step has used
         self._norm: Tensor | None = None
@@ -472,7 +469,7 @@ class ZeroGradients(Gradients):
         Raises:
             UnsupportedError: if there are several processes.
         """
-        if self._processes() > 1:
+        if torch.distributed.get_world_size() > 1:
             raise UnsupportedError(
                 "Got a batch without a loss with strategy='deepspeed', which reduces the gradients of every batch."
                 " Return a loss of 0 times the output of the forward pass, or use strategy='ddp' or 'fsdp'."

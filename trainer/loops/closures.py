@@ -108,11 +108,7 @@ class ClosureOptimization:
         """
         if not all(_is_plain(one.batch) for one in self._earlier):
             return {"batches": None}
-        return {
-            "batches": [
-                [previous.batch, previous.batch_idx, previous.mark, previous.share] for previous in self._earlier
-            ]
-        }
+        return {"batches": [[one.batch, one.batch_idx, one.mark, one.share] for one in self._earlier]}
 
     def load_state_dict(self, state: dict[str, Any], device: torch.device, *, exact: bool) -> None:
         """Keep the batches that :meth:`state_dict` returned.

@@ -17,7 +17,7 @@ from trainer.loops.batch_path import NO_PATH, BatchPath
 from trainer.loops.distributed_pass import DistributedPass
 from trainer.loops.hooks import NO_HOOKS, Hooks
 from trainer.state.metric_objects import metric_objects_in, update_counts
-from trainer.state.metrics import MetricStore, PublishedMetrics, Recorder
+from trainer.state.metrics import MetricStore, PublishedMetrics
 from trainer.state.progress import EvalProgress, FitProgress
 
 if TYPE_CHECKING:
@@ -33,8 +33,7 @@ class EvalLoop:
     Args:
         stage: ``"validation"``, ``"test"`` or ``"predict"``: the prefix of its hooks and of its step function.
         engine: devices and processes.
-        published: the metrics that callbacks and progress bars read.
-        recorder: sends metrics to the loggers.
+        published: the metrics that callbacks, progress bars and loggers read.
         fit_progress: the counters of training; metrics are logged at its step.
         counts_once: whether logged values are reduced over all samples of all processes, each counted once. If False,
             they are reduced as in Lightning, which pads all processes to equal numbers of samples. Default: True.
@@ -53,7 +52,6 @@ class EvalLoop:
         *,
         engine: LightningEngine,
         published: PublishedMetrics,
-        recorder: Recorder,
         fit_progress: FitProgress,
         counts_once: bool = True,
     ) -> None:
@@ -61,7 +59,6 @@ class EvalLoop:
         self.step_name = f"{stage}_step"
         self.engine = engine
         self.published = published
-        self.recorder = recorder
         self.fit_progress = fit_progress
         self.progress = EvalProgress()
         self.metrics = MetricStore(training=False)
@@ -137,7 +134,7 @@ class EvalLoop:
                 for metrics in logged:
                     metrics.update(at_the_end)
                 if not self.sanity_checking:
-                    self.recorder.send(
+                    self.published.send(
                         {k: v for one in reversed(logged) for k, v in one.items()}, self.fit_progress.updates
                     )
                 self.fit_progress.end_validation()
@@ -231,8 +228,8 @@ class EvalLoop:
         if not self.sanity_checking:
             progress.has_run = True
             seen = progress.seen_batches
-            if self.recorder.loggers:
-                self.recorder.send(self.metrics.current().logger, seen[dataloader_idx or 0], exact_step=True)
+            if self.published.loggers:
+                self.published.send(self.metrics.current().logger, seen[dataloader_idx or 0], exact_step=True)
             seen[dataloader_idx or 0] += 1
 
     def warn_of_nothing(self) -> None:

@@ -20,7 +20,7 @@ from trainer.loops.hooks import NO_HOOKS, Hooks
 from trainer.loops.schedules import Schedules
 from trainer.loops.step_output import NOTHING, loss_in, outputs_of
 from trainer.precision.scaler import UpdateOutcome
-from trainer.state.metrics import MetricStore, PublishedMetrics, Recorder
+from trainer.state.metrics import MetricStore, PublishedMetrics
 from trainer.state.outcome import StepOutcome
 from trainer.state.progress import FitProgress
 from trainer.state.stopping import StoppingConditions
@@ -39,8 +39,7 @@ class FitLoop:
             autocast context of forward passes.
         window: determines the batches between two optimizer steps.
         progress: counts epochs, batches, optimizer steps and skipped steps.
-        published: the metrics that callbacks and progress bars read.
-        recorder: sends metrics to the loggers.
+        published: the metrics that callbacks, progress bars and loggers read.
         limits: the conditions for stopping, validation and logging.
     """
 
@@ -51,7 +50,6 @@ class FitLoop:
         window: AccumulationWindow,
         progress: FitProgress,
         published: PublishedMetrics,
-        recorder: Recorder,
         limits: StoppingConditions,
     ) -> None:
         self.engine = engine
@@ -60,7 +58,6 @@ class FitLoop:
         self.window = window
         self.progress = progress
         self.published = published
-        self.recorder = recorder
         self.metrics = MetricStore(training=True)
         self.limits = limits
         self.outcome: StepOutcome | None = None
@@ -222,7 +219,7 @@ class FitLoop:
         if progress.closing:
             progress.has_validated = False  # the weights have changed since the validation
             if self.limits.logging_is_due():
-                self.recorder.send(self.metrics.current(on_step=True).logger, progress.updates)
+                self.published.send(self.metrics.current(on_step=True).logger, progress.updates)
             self.hooks.save_after_batch(None, None, progress.batch_idx)
         self.follow_up()
 
@@ -243,7 +240,7 @@ class FitLoop:
         self.resolve_outcome()
         self.metrics.align(self.engine.gather_if_different, self.engine.reduce)
         self.published.take(self.metrics.current())
-        self.recorder.send(self.metrics.current().logger, progress.updates - 1)
+        self.published.send(self.metrics.current().logger, progress.updates - 1)
         self.hooks.save_after_epoch()
         if progress.is_last_batch:  # an interrupted epoch does not advance schedules
             self.schedules.advance("epoch", on_plateau=True)
@@ -401,7 +398,7 @@ class FitLoop:
             self.resolve_if_due()
         self.metrics.end_batch()
         if closes_window and self.limits.logging_is_due():
-            self.recorder.send(self.metrics.current().logger, progress.updates)
+            self.published.send(self.metrics.current().logger, progress.updates)
             self.precision.watch_weights()
         self.hooks.save_after_batch(outputs, batch, batch_idx)
         progress.in_batch = False

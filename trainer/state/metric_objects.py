@@ -279,10 +279,8 @@ def _state_of(metric: Metric, copies: bool) -> dict[str, Any]:
             return list(state)
         return state.detach().clone() if copies else state.detach()
 
-    return {
-        "states": {name: value_of(state) for name, state in metric.metric_state.items()},
-        "counts": _counts_of(metric),
-    }
+    states = {name: value_of(state) for name, state in metric.metric_state.items()}
+    return {"states": states, "counts": _counts_of(metric)}
 
 
 def _counts_of(metric: Metric) -> dict[str, int]:

@@ -573,12 +573,20 @@ class PublishedMetrics:
 
     Each is one live dict for the whole run, because some callbacks write into ``callback_metrics``. The next run gets
     new ones, so that references to those of an earlier run do not change.
+
+    Args:
+        progress: provides the current epoch, which is added to every row of the loggers.
+
+    Attributes:
+        loggers: the loggers that get the rows.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, progress: FitProgress) -> None:
         self.callback: dict[str, Any] = {}
         self.logged: dict[str, Any] = {}
         self.progress_bar: dict[str, Any] = {}
+        self.loggers: list[Any] = []
+        self._progress = progress
 
     def begin_run(self) -> None:
         """Publish new, empty dictionaries from now on."""
@@ -589,6 +597,27 @@ class PublishedMetrics:
         self.callback.update(metrics.callback)
         self.logged.update(metrics.logger)
         self.progress_bar.update(metrics.progress_bar)
+
+    def send(self, metrics: dict[str, Any], step: int, *, exact_step: bool = False) -> None:
+        """Send one row to every logger, and add it to ``logged``. A host-device synchronization on a GPU.
+
+        Args:
+            metrics: names and 0-dim tensors or numbers.
+            step: the row's step. If the user logged a metric called ``step``, that is used instead, and no epoch is
+                added.
+            exact_step: use ``step`` unchanged and add no epoch (for rows of single evaluation batches). Default: False.
+        """
+        if not self.loggers or not metrics:
+            return
+        self.logged.update(metrics)
+        scalars = to_scalars(metrics)
+        if not exact_step and "step" in scalars:
+            step = int(scalars.pop("step"))
+        elif not exact_step:
+            scalars.setdefault("epoch", self._progress.epoch)
+        for logger in self.loggers:
+            logger.log_metrics(metrics=scalars, step=step)
+            logger.save()
 
     def drop(self, names: Collection[str]) -> None:
         """Remove the values of these names."""
@@ -608,9 +637,8 @@ class PublishedMetrics:
 
     def clear(self) -> None:
         """Remove all metrics after a sanity check, in place."""
-        self.callback.clear()
-        self.logged.clear()
-        self.progress_bar.clear()
+        for metrics in (self.callback, self.logged, self.progress_bar):
+            metrics.clear()
 
 
 def to_scalars(metrics: dict[T, Any]) -> dict[T, Any]:
@@ -646,38 +674,3 @@ def _dtype_to_read(value: Tensor) -> torch.dtype:
     if value.device.type != "mps":
         return torch.float64
     return torch.float32 if value.is_floating_point() else torch.int64  # MPS has no double precision
-
-
-class Recorder:
-    """Sends metrics to the loggers.
-
-    Args:
-        published: the dictionaries; sent metrics are added to ``logged``.
-        progress: provides the current epoch, which is added to every row.
-    """
-
-    def __init__(self, published: PublishedMetrics, progress: FitProgress) -> None:
-        self.loggers: list[Any] = []
-        self._published = published
-        self._progress = progress
-
-    def send(self, metrics: dict[str, Any], step: int, *, exact_step: bool = False) -> None:
-        """Send one row to every logger. Reading the values is a host-device synchronization on a GPU.
-
-        Args:
-            metrics: names and 0-dim tensors or numbers.
-            step: the row's step. If the user logged a metric called ``step``, that is used instead, and no epoch is
-                added.
-            exact_step: use ``step`` unchanged and add no epoch (for rows of single evaluation batches). Default: False.
-        """
-        if not self.loggers or not metrics:
-            return
-        self._published.logged.update(metrics)
-        scalars = to_scalars(metrics)
-        if not exact_step and "step" in scalars:
-            step = int(scalars.pop("step"))
-        elif not exact_step:
-            scalars.setdefault("epoch", self._progress.epoch)
-        for logger in self.loggers:
-            logger.log_metrics(metrics=scalars, step=step)
-            logger.save()
