@@ -10,7 +10,7 @@ the next iteration is the following pass. There are three kinds:
     of trained batches are compared with the saved ones and dropped: no sample is loaded.
 ``StatefulLoader``
     A loader that has ``state_dict`` and ``load_state_dict`` resumes itself.
-``ReplayedLoader``
+``ResumableLoader``
     Anything else: the trained batches are loaded again, and dropped.
 
 A state belongs to one process. It contains the number of trained batches and, in ``set_up``, the batch size and the
@@ -49,27 +49,30 @@ Batch = Any
 
 
 class ResumableLoader:
-    """A dataloader and the position in its pass.
+    """A dataloader, or any other iterable of batches, and the position in its pass.
 
-    Iterating it draws the same random numbers as iterating the dataloader.
+    Iterating it draws the same random numbers as iterating the dataloader. A resume loads the earlier batches again.
+    Worker processes that persist (``persistent_workers=True``) are started again as they were at the beginning of the
+    pass: with their random states, and with the attributes of their datasets that had changed.
 
     Args:
         loader: the dataloader.
-        generators: the random generators that it holds.
+        generators: the random generators that it holds. Default: None, they are searched for.
 
     Attributes:
         replays: whether a resume loads the trained batches again.
     """
 
-    kind = ""
-    replays = False
-    _can_have_worker_states = False  # whether its iterators can be made to send the random states of workers
-    _has_worker_states = False  # whether batches come with these states
+    kind = "replayed"
 
-    def __init__(self, loader: Any, generators: list[Generator]) -> None:
+    def __init__(self, loader: Any, generators: list[Generator] | None = None) -> None:
         self.loader = loader
-        self.generators = generators
+        self.generators = random_states.find(loader) if generators is None else generators
+        self.replays = not isinstance(loader, Sequence)  # a list has its batches in memory
         self._persists = isinstance(loader, DataLoader) and loader.num_workers > 0 and loader.persistent_workers
+        # whether its iterators can be made to send the random states of workers
+        self._can_have_worker_states = self._persists and _uses_default_iteration(loader)
+        self._has_worker_states = False  # whether batches come with these states
         self._begun: State = {}  # the random states when the pass began
         self._started: State = {}  # the random states when the workers were started: in this pass, or an earlier one
         self._batches = 0  # number of batches that the pass has yielded
@@ -176,89 +179,6 @@ class ResumableLoader:
 
     def _open(self, starts: dict[int, State]) -> Iterator[Batch]:
         """Return an iterator of the dataloader with new workers, which start from the random states ``starts``."""
-        raise NotImplementedError
-
-    def _resume(self, state: State, reasons: list[str]) -> Iterator[Batch]:
-        """Return an iterator over the rest of the pass in ``state``. Appends to ``reasons`` why it may differ."""
-        raise NotImplementedError
-
-    def _skip(self, batches: int) -> Iterator[Batch]:
-        """Return an iterator over a new pass without its first ``batches``."""
-        raise NotImplementedError
-
-    def _follow(self, state: State) -> list[str]:
-        """Restore everything that affects the pass after the one in ``state``, except random generators.
-
-        Returns:
-            The reasons why that pass may be different; empty if it is the same.
-        """
-        return []
-
-    def _position_state(self) -> State:
-        return {
-            "kind": self.kind,
-            "batches": self._batches,
-            "begun": self._begun,
-            "set_up": _settings_of(self.loader) if isinstance(self.loader, DataLoader) else {},
-            "prefetch_factor": self._prefetch_factor,
-        }
-
-    def _count_batches(self, iterator: Iterator[Any]) -> Iterator[Batch]:
-        for batch in iterator:
-            self._batches += 1
-            yield batch
-
-
-def resumable(loader: Any, epoch: int = 0) -> ResumableLoader:
-    """Return a :class:`ResumableLoader` around ``loader``, and set its epoch."""
-    made: ResumableLoader
-    if _has_state(loader):
-        made = StatefulLoader(loader)
-    elif _uses_default_iteration(loader) and not isinstance(loader.dataset, IterableDataset):
-        made = MapStyleLoader(loader)
-    else:
-        made = ReplayedLoader(loader)
-    made.start_epoch(epoch)
-    return made
-
-
-def generators_of(loader: Any) -> list[Generator]:
-    """Return the random generators and attributes that a dataloader keeps in this process from pass to pass."""
-    if not isinstance(loader, DataLoader):
-        return random_states.find(loader)
-    samplers = loader.generator, loader.sampler, loader.batch_sampler
-    if loader.num_workers:
-        return random_states.find(*samplers, except_in=loader.dataset)
-    return random_states.find(*samplers, loader.dataset, loader.collate_fn)
-
-
-def _uses_default_iteration(loader: Any) -> bool:
-    return (
-        isinstance(loader, DataLoader)
-        and type(loader).__iter__ is DataLoader.__iter__
-        and type(loader)._get_iterator is DataLoader._get_iterator
-    )
-
-
-def _has_state(value: Any) -> bool:
-    return all(callable(getattr(value, name, None)) for name in ("state_dict", "load_state_dict"))
-
-
-class ReplayedLoader(ResumableLoader):
-    """Any iterable of batches. A resume loads the earlier batches again.
-
-    Worker processes that persist (``persistent_workers=True``) are started again as they were at the beginning of the
-    pass: with their random states, and with the attributes of their datasets that had changed.
-    """
-
-    kind = "replayed"
-
-    def __init__(self, loader: Any) -> None:
-        super().__init__(loader, random_states.find(loader))
-        self.replays = not isinstance(loader, Sequence)  # a list has its batches in memory
-        self._can_have_worker_states = self._persists and _uses_default_iteration(loader)
-
-    def _open(self, starts: dict[int, State]) -> Iterator[Batch]:
         iterator: Iterator[Batch] = iter(self._start_workers(starts, iter))
         return iterator
 
@@ -283,6 +203,7 @@ class ReplayedLoader(ResumableLoader):
         return iterator
 
     def _resume(self, state: State, reasons: list[str]) -> Iterator[Batch]:
+        """Return an iterator over the rest of the pass in ``state``. Appends to ``reasons`` why it may differ."""
         reasons += self._unknown_worker_states(state, "at_start")
         random_states.restore(state.get("started") or state["begun"], own=self.generators)
         iterator = self._skip(state["batches"], state.get("at_start"))
@@ -290,6 +211,7 @@ class ReplayedLoader(ResumableLoader):
         return iterator
 
     def _skip(self, batches: int, starts: dict[int, State] | None = None) -> Iterator[Batch]:
+        """Return an iterator over a new pass without its first ``batches``."""
         if starts and self._can_have_worker_states:
             self._has_worker_states = True
             self.begin_pass()
@@ -300,6 +222,11 @@ class ReplayedLoader(ResumableLoader):
         return iterator
 
     def _follow(self, state: State) -> list[str]:
+        """Restore everything that affects the pass after the one in ``state``, except random generators.
+
+        Returns:
+            The reasons why that pass may be different; empty if it is the same.
+        """
         reasons: list[str] = []
         if self._persists and self.loader._iterator is None and not _changes(state["set_up"], self.loader):
             self._restart_workers(state, reasons)
@@ -337,7 +264,7 @@ class ReplayedLoader(ResumableLoader):
         ]
 
     def _position_state(self) -> State:
-        state = super()._position_state()
+        state = self._common_state()
         if self._persists:
             state["is_first"] = self._started == self._begun  # the workers were started for this pass
         if self._has_worker_states:
@@ -345,8 +272,57 @@ class ReplayedLoader(ResumableLoader):
             state.update(workers=workers, at_start=WorkerStates.at_start_of_pass(workers), started=self._started)
         return state
 
+    def _common_state(self) -> State:
+        return {
+            "kind": self.kind,
+            "batches": self._batches,
+            "begun": self._begun,
+            "set_up": _settings_of(self.loader) if isinstance(self.loader, DataLoader) else {},
+            "prefetch_factor": self._prefetch_factor,
+        }
 
-class StatefulLoader(ReplayedLoader):
+    def _count_batches(self, iterator: Iterator[Any]) -> Iterator[Batch]:
+        for batch in iterator:
+            self._batches += 1
+            yield batch
+
+
+def resumable(loader: Any, epoch: int = 0) -> ResumableLoader:
+    """Return a :class:`ResumableLoader` around ``loader``, and set its epoch."""
+    made: ResumableLoader
+    if _has_state(loader):
+        made = StatefulLoader(loader)
+    elif _uses_default_iteration(loader) and not isinstance(loader.dataset, IterableDataset):
+        made = MapStyleLoader(loader)
+    else:
+        made = ResumableLoader(loader)
+    made.start_epoch(epoch)
+    return made
+
+
+def generators_of(loader: Any) -> list[Generator]:
+    """Return the random generators and attributes that a dataloader keeps in this process from pass to pass."""
+    if not isinstance(loader, DataLoader):
+        return random_states.find(loader)
+    samplers = loader.generator, loader.sampler, loader.batch_sampler
+    if loader.num_workers:
+        return random_states.find(*samplers, except_in=loader.dataset)
+    return random_states.find(*samplers, loader.dataset, loader.collate_fn)
+
+
+def _uses_default_iteration(loader: Any) -> bool:
+    return (
+        isinstance(loader, DataLoader)
+        and type(loader).__iter__ is DataLoader.__iter__
+        and type(loader)._get_iterator is DataLoader._get_iterator
+    )
+
+
+def _has_state(value: Any) -> bool:
+    return all(callable(getattr(value, name, None)) for name in ("state_dict", "load_state_dict"))
+
+
+class StatefulLoader(ResumableLoader):
     """A loader that has ``state_dict`` and ``load_state_dict``, such as torchdata's ``StatefulDataLoader``.
 
     It does not keep the random states of its workers, so they are kept here.
@@ -457,14 +433,14 @@ class MapStyleLoader(ResumableLoader):
     """A map-style ``DataLoader``, of a class that iterates as ``DataLoader`` does."""
 
     kind = "map-style"
-    _can_have_worker_states = True
 
     def __init__(self, loader: DataLoader[Any]) -> None:
         super().__init__(loader, generators_of(loader))
+        self.replays = False
         sampler: Any = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
         max_recent = (loader.prefetch_factor or 0) * loader.num_workers + 2
         self._sampler = _RecordedSampler(sampler, max_recent, self.generators)
-        self._has_worker_states = True
+        self._can_have_worker_states = self._has_worker_states = True
         self._running: weakref.ref[_WorkerIterator] | None = None
         # of a resumed pass with in_order=False: the numbers of the sampled batches that had not arrived, and the number
         # of sampled batches
@@ -538,7 +514,7 @@ class MapStyleLoader(ResumableLoader):
         if not loader.num_workers:
             self._batches = sampler.drawn
         state = {
-            **super()._position_state(),
+            **self._common_state(),
             "started": self._started,
             "asked": sampler.initial_states,
             "first": sampler.proof_of(0),
@@ -609,7 +585,7 @@ class MapStyleLoader(ResumableLoader):
             iterator.send_indices(chain(left, self._sampler.rest()), batches % self.loader.num_workers)
         return draws
 
-    def _skip(self, batches: int) -> Iterator[Batch]:
+    def _skip(self, batches: int, starts: dict[int, State] | None = None) -> Iterator[Batch]:
         self.begin_pass()
         iterator = self._open({}, silent=True)
         self._advance(iterator, batches, batches, [], exhausted=False)
