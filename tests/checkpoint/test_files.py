@@ -86,14 +86,15 @@ def test_files_of_other_formats_are_written_unchanged(tmp_path: Path, what: str,
             stream.write(data[start : start + piece])
         assert stream.tell() == len(data)
 
-    assert files.write(save, tmp_path / "x.ckpt") is None
+    files.write(save, tmp_path / "x.ckpt")
     assert (tmp_path / "x.ckpt").read_bytes() == data
     assert os.listdir(tmp_path) == ["x.ckpt"]
     if not data.startswith(b"PK"):
         assert not data or files.read_manifest(tmp_path / "x.ckpt") is None
         assert not data or not files.verify(tmp_path / "x.ckpt")
     data = archive()  # in writes of the same size
-    assert files.write(save, tmp_path / "x.ckpt") is not None
+    files.write(save, tmp_path / "x.ckpt")
+    assert files.read_manifest(tmp_path / "x.ckpt") is not None
     assert files.verify(tmp_path / "x.ckpt")
 
 
@@ -283,5 +284,5 @@ def test_leftovers_of_killed_saves_are_not_checkpoints(tmp_path: Path) -> None:
     files.write(save, tmp_path / "x.ckpt")
     (tmp_path / left[0]).write_bytes(b"half of")
     assert files.newest_first([tmp_path]) == [(tmp_path / "x.ckpt").resolve()]
-    assert [path.name for path in files.remove_leftovers(tmp_path)] == left
+    files.remove_leftovers(tmp_path)
     assert os.listdir(tmp_path) == ["x.ckpt"]

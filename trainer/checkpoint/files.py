@@ -107,35 +107,31 @@ class SealingStream(HashingStream):
         self._end = (self._end + bytes(view[-_END_SIZE:]))[-_END_SIZE:]
         return taken
 
-    def seal(self) -> Manifest | None:
-        """Append the manifest and return it, or return None if the data is not a zip archive without a comment.
+    def seal(self) -> None:
+        """Append the manifest, if the data is a zip archive without a comment.
 
         Raises:
             OSError: if the file raised an error.
         """
         is_ended = len(self._end) == _END_SIZE and self._end.startswith(_END) and self._end.endswith(b"\0\0")
-        manifest = self._seal() if is_ended and self._start == _START else None
+        if is_ended and self._start == _START:
+            self._seal()
         if self.error is not None:
             raise self.error
-        return manifest
 
-    def _seal(self) -> Manifest:
+    def _seal(self) -> None:
         header = {"format": FORMAT, "bytes": self.size, "saved_at": time.time(), **self._facts}
         text = f'{json.dumps(header)[:-1]}, "sha256": "'.encode()
         self.hash.update(text)
-        sha256 = self.hash.hexdigest()
-        comment = text + f'{sha256}"}}'.encode()
+        comment = text + f'{self.hash.hexdigest()}"}}'.encode()
         if self.error is None:
             self.file.seek(-2, os.SEEK_CUR)  # overwrites the last record's comment length, which was 0
         self._write(struct.pack("<H", len(comment)) + comment)
         self.size += len(comment)
-        return Manifest(header["saved_at"], header["bytes"], sha256, self._facts)
 
 
-def write(
-    save: Callable[[BinaryIO], None], path: str | Path, facts: Mapping[str, Any] | None = None
-) -> Manifest | None:
-    """Write a checkpoint file, replacing an older one completely or not at all. Returns the manifest, if any.
+def write(save: Callable[[BinaryIO], None], path: str | Path, facts: Mapping[str, Any] | None = None) -> None:
+    """Write a checkpoint file, replacing an older one completely or not at all.
 
     Args:
         save: writes into the given stream from start to end. A zip archive, as from ``torch.save``, gets a manifest;
@@ -155,7 +151,7 @@ def write(
         with aside, replacing(path, part=PART, durable=True) as file:
             stream = SealingStream(file, facts)
             save(stream)  # type: ignore[arg-type]  # implements the part of BinaryIO that writers use
-            return stream.seal()
+            stream.seal()
     except CheckpointError:
         raise
     except OSError as error:
@@ -295,18 +291,14 @@ def newest_first(folders: Iterable[str | Path], additional: Iterable[Path] = ())
     return sorted(times, key=times.__getitem__, reverse=True)
 
 
-def remove_leftovers(folder: str | Path) -> list[Path]:
-    """Remove incomplete checkpoints of killed processes from ``folder``, and return their paths.
+def remove_leftovers(folder: str | Path) -> None:
+    """Remove incomplete checkpoints of killed processes from ``folder``.
 
     No process may be writing to the folder. A complete checkpoint that was not renamed yet gets its final name.
     """
     sharded_files.recover(Path(folder))
-    removed = []
     for path in Path(folder).glob(f".*{PART}"):
         sharded_files.discard(path)
-        if not os.path.lexists(path):
-            removed.append(path)
-    return removed
 
 
 def _check_hash(path: Path, manifest: Manifest) -> None:

@@ -95,13 +95,9 @@ def _plain_dict(value: Any, place: str, offences: list[tuple[str, Any]]) -> Any:
 
 def _is_loadable(value: Any) -> bool:
     """Return whether torch can read ``value`` after writing it, with the classes that the user has declared safe."""
-    if type(value) in declared_safe().values():
-        return _round_trips(value, save)  # reading it may require its data
-    return _round_trips(value, write_without_data)
-
-
-def _round_trips(value: Any, write: Callable[[Any, BytesIO], None]) -> bool:
     buffer = BytesIO()
+    # reading an object of such a class may require its data
+    write: Callable[[Any, BytesIO], None] = save if type(value) in declared_safe().values() else write_without_data
     try:
         write(value, buffer)
         buffer.seek(0)

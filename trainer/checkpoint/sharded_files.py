@@ -44,7 +44,7 @@ def temporary_path(place: Path, end: str = PART) -> Path:
     return place.parent / f".{os.getpid()}-{secrets.token_hex(6)}{end}"
 
 
-def seal(part: Path, name: str, files: Mapping[str, tuple[int, str]], facts: Mapping[str, Any]) -> Manifest:
+def seal(part: Path, name: str, files: Mapping[str, tuple[int, str]], facts: Mapping[str, Any]) -> None:
     """Write the manifest of the folder ``part`` after its other files, and flush it to disk.
 
     Args:
@@ -69,7 +69,6 @@ def seal(part: Path, name: str, files: Mapping[str, tuple[int, str]], facts: Map
         stream.flush()
         os.fsync(stream.fileno())
     sync_folder(part)
-    return _manifest(header, sha256)
 
 
 def move_into_place(part: Path, place: Path) -> None:
@@ -133,8 +132,8 @@ def discard(part: Path) -> None:
         shutil.rmtree(part)
 
 
-def recover(folder: Path) -> list[Path]:
-    """Rename complete folders in ``folder`` that a killed process has not renamed. Returns their new paths.
+def recover(folder: Path) -> None:
+    """Rename complete folders in ``folder`` that a killed process has not renamed.
 
     If there are several for one place, the newest is used. Folders that were being removed are ignored. No process may
     be writing into ``folder``.
@@ -144,15 +143,12 @@ def recover(folder: Path) -> list[Path]:
         with suppress(CheckpointError, OSError):
             if not part.name.endswith(_REMOVED) and not part.is_symlink() and part.is_dir():
                 found.append((read_manifest(part), part))
-    recovered = []
     for manifest, part in sorted(found, key=lambda one: one[0].saved_at, reverse=True):
         name = str(manifest.facts.get("name", ""))
         place = folder / name
         if name and name == Path(name).name and not name.startswith(".") and not os.path.lexists(place):
             with suppress(OSError):
                 part.rename(place)
-                recovered.append(place)
-    return recovered
 
 
 def read_manifest(folder: Path) -> Manifest:

@@ -58,13 +58,12 @@ def make_loadable(checkpoint: dict[str, Any], *owners: Any) -> None:
             if reason := refusal(given):
                 left_out: list[str] = []
                 made = redaction.containers(plain(resolved(given), "", left_out))
+                checkpoint[owner.CHECKPOINT_HYPER_PARAMS_KEY] = made
                 # if the type is a string, Lightning loads the hyperparameters as an `AttributeDict`
                 checkpoint[owner.CHECKPOINT_HYPER_PARAMS_TYPE] = name_of(given)
                 _report(owner, {}, {"hparams": reason}, left_out)
             else:
-                made = given
                 _report(owner, {"hparams": name_of(given)}, {}, [])
-            checkpoint[owner.CHECKPOINT_HYPER_PARAMS_KEY] = made
         elif isinstance(given, dict):
             checkpoint[owner.CHECKPOINT_HYPER_PARAMS_KEY] = _loadable(owner, given)
         elif given is not None:  # set by a hook

@@ -217,8 +217,10 @@ class EvalLoop:
         with path.forward_context():
             output = path.step(batch, *indices)
         self.hooks.scope.enter(outer)
-        if output is None and self.stage == "predict":
-            self.warn_of_nothing()
+        if output is None and self.stage == "predict" and not self.has_warned:
+            self.has_warned = True
+            if self.engine.global_rank == 0:
+                warn("predict returned None. If this was on purpose, ignore this warning.")
         if self.keep_predictions:
             self.predictions[dataloader_idx or 0].append(output)
         path.on_batch_end(output, batch, *indices)
@@ -231,12 +233,6 @@ class EvalLoop:
             if self.published.loggers:
                 self.published.send(self.metrics.current().logger, seen[dataloader_idx or 0], exact_step=True)
             seen[dataloader_idx or 0] += 1
-
-    def warn_of_nothing(self) -> None:
-        """Warn once that a ``predict_step`` returned None."""
-        if not self.has_warned and self.engine.global_rank == 0:
-            warn("predict returned None. If this was on purpose, ignore this warning.")
-        self.has_warned = True
 
     def close_dataloader(self, dataloader_idx: int, several: bool) -> Metrics:
         """Close a dataloader after its last batch, or if it had none: publish its metrics of the epoch."""
