@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from trainer.data.samples import batch_size, named_tensors_in, part_of, samples_of
+from trainer.data.samples import batch_size, named_tensors_in, samples_of
 
 
 class Pair(NamedTuple):
@@ -30,11 +30,11 @@ Y = torch.arange(5)
 
 
 def test_tensors_with_the_batchs_length_are_cut() -> None:
-    assert torch.equal(part_of(X, 1, 3), X[1:3])
-    one, scale = part_of([X, torch.tensor(2.0)], 3, 5)
+    assert torch.equal(samples_of(X, range(1, 3)), X[1:3])
+    one, scale = samples_of([X, torch.tensor(2.0)], range(3, 5))
     assert torch.equal(one, X[3:])
     assert scale == 2.0
-    pair = part_of(Pair(X, Y), 0, 2)
+    pair = samples_of(Pair(X, Y), range(0, 2))
     assert isinstance(pair, Pair)
     assert torch.equal(pair.y, Y[:2])
 
@@ -42,7 +42,7 @@ def test_tensors_with_the_batchs_length_are_cut() -> None:
 @pytest.mark.parametrize("kind", [dict, UserDict])
 def test_mappings(kind: Any) -> None:
     batch = kind({"x": X, "more": (Y, {"deep": Y}), "name": "train", "files": list("abcde"), "other": ["a", "b"]})
-    part = part_of(batch, 1, 3)
+    part = samples_of(batch, range(1, 3))
     assert type(part) is kind
     assert torch.equal(part["x"], X[1:3])
     assert torch.equal(part["more"][1]["deep"], Y[1:3])
@@ -57,13 +57,13 @@ def test_samples_with_indices() -> None:
 
 
 def test_two_columns_of_two_samples_are_columns() -> None:
-    x, y = part_of([X[:2], Y[:2]], 0, 1)
+    x, y = samples_of([X[:2], Y[:2]], range(0, 1))
     assert torch.equal(x, X[:1])
     assert torch.equal(y, Y[:1])
 
 
 def test_values_that_cannot_be_changed() -> None:
-    part = part_of(MappingProxyType({"x": X, "sample": Sample(X, "a")}), 1, 3)
+    part = samples_of(MappingProxyType({"x": X, "sample": Sample(X, "a")}), range(1, 3))
     assert torch.equal(part["x"], X[1:3])
     assert torch.equal(part["sample"].x, X[1:3])
     assert part["sample"].name == "a"
