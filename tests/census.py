@@ -60,7 +60,7 @@ NOT_COMPARED: dict[str, str] = {
     r"strategy\._model\._(has_rebuilt_buckets|lazy_init_ran)$": "whether DDP has run a backward pass in this process",
     r"strategy\._model\.training$": "DDP only reads that of its module, which is compared",
     r"^module\.forward$|\._state\['forward'\]$": "set by Lightning's redirection of the first forward pass",
-    r"checkpoint_io\.maps_files$|engine\._save_group$": "set by the first checkpoint that is read, or written",
+    r"checkpoint_io\.maps_files$|engine\._groups\['saves'\]": "set by the first checkpoint that is read, or written",
     r"idle\._known\['validation_step'\]": "recorded by the first validation step of a process",
     r"_handles?(\[#?\d+\])?\.id$|_orig_(param_)?uid$": "numbers of hooks and parameters in this process",
     r"_iterator\b|_workers\._?(marks|starts|memory)|\._running|\.owner": "processes; their states are compared below",
