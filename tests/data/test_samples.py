@@ -34,7 +34,7 @@ def test_tensors_with_the_batchs_length_are_cut() -> None:
     one, scale = samples_of([X, torch.tensor(2.0)], range(3, 5))
     assert torch.equal(one, X[3:])
     assert scale == 2.0
-    pair = samples_of(Pair(X, Y), range(0, 2))
+    pair = samples_of(Pair(X, Y), range(2))
     assert isinstance(pair, Pair)
     assert torch.equal(pair.y, Y[:2])
 
@@ -57,7 +57,7 @@ def test_samples_with_indices() -> None:
 
 
 def test_two_columns_of_two_samples_are_columns() -> None:
-    x, y = samples_of([X[:2], Y[:2]], range(0, 1))
+    x, y = samples_of([X[:2], Y[:2]], range(1))
     assert torch.equal(x, X[:1])
     assert torch.equal(y, Y[:1])
 

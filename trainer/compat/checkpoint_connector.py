@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from lightning.pytorch.callbacks import Checkpoint, ModelPruning, Timer
 from lightning.pytorch.trainer.call import _call_callbacks_load_state_dict
 from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
-from lightning.pytorch.trainer.states import RunningStage, TrainerFn
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.migration.utils import _pl_migrate_checkpoint
 from lightning.pytorch.utilities.model_registry import _is_registry, download_model_from_registry
@@ -25,7 +25,7 @@ from trainer.checkpoint import files
 from trainer.checkpoint import loading as checkpoints
 from trainer.compat import averaging, cluster, contents, loop_state, model_checkpoints, resuming
 from trainer.compat import elastic_resume as elastic
-from trainer.compat.checkpoint_io import files_of, local_path
+from trainer.compat.checkpoint_io import local_path, wait_for_saves
 from trainer.compat.logging import ModuleScope
 from trainer.errors import CheckpointError, ConfigurationError, ResumeError, refuse_inexact
 from trainer.record.find_checkpoint import find_weights
@@ -171,9 +171,8 @@ class CheckpointConnector(_CheckpointConnector):
             _announce_settings(trainer.engine.optimizers, checkpoint.get("optimizer_states", []), advice)
         contents.load(trainer, checkpoint, "training")
         if loops := checkpoint.get("loops"):
-            validation = trainer.eval_loops[RunningStage.VALIDATING].progress
-            loop_state.evaluation_from(loops["fit_loop"], validation, trainer.progress)
-            loop_state.resume_validation(validation, trainer.progress)
+            loop_state.evaluation_from(loops["fit_loop"], trainer)
+            loop_state.resume_validation(trainer)
         if trainer.max_epochs not in (None, -1) and trainer.current_epoch > trainer.max_epochs:
             raise ConfigurationError(
                 f"You restored a checkpoint with current_epoch={trainer.current_epoch}, but you have set"
@@ -253,8 +252,7 @@ class CheckpointConnector(_CheckpointConnector):
 
     def _newest_until(self, max_step: int) -> RolledBack | None:
         """Return the newest good checkpoint of this run with at most ``max_step`` optimizer steps, or None."""
-        if (own := files_of(self.trainer.strategy)) is not None:
-            own.wait()
+        wait_for_saves(self.trainer.strategy)
         for path in files.newest_first(model_checkpoints.folders_of(self.trainer)):
             progress = resuming.loops_in(path).get(checkpoints.TRAINER_KEY, {}).get("progress")
             if progress is None or progress["optimizer_steps"] > max_step:

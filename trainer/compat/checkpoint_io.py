@@ -398,8 +398,7 @@ def without_objects(strategy: Strategy, path: str | Path) -> Iterator[None]:
 
     A checkpoint on the web (``http://...``) is read without stand-ins, because otherwise it would be downloaded twice.
     """
-    if (own := files_of(strategy)) is not None:
-        own.wait()
+    wait_for_saves(strategy)
     with ExitStack() as opened:
         if not str(path).startswith("http"):
             with suppress(Exception):  # on any file system; reading the file reports the error

@@ -25,9 +25,6 @@ from trainer.data.unpadded import Span
 from trainer.errors import rank_zero_warn
 from trainer.state import random_states
 
-Watch = Callable[[Iterable[Any]], Iterable[Any]]
-"""Wraps an iterable so that a profiler times the fetching of each item."""
-
 _FETCHING = {
     RunningStage.TRAINING: "[_TrainingEpochLoop].train_dataloader_next",
     RunningStage.VALIDATING: "[_EvaluationLoop].val_next",
@@ -47,7 +44,7 @@ class LoaderSet:
         combined: the dataloaders, prepared.
         limits: the number of batches to run of each; inf for one without a length.
         has_length: whether the lengths of all are known. If not, a limit may exceed the number of batches.
-        watch: wraps a source of batches for a profiler. Default: None, for no profiler.
+        watch: wraps a source of batches, so that a profiler times the fetching of each. Default: a no-op.
 
     Attributes:
         made_in: the epoch in which they were created. Set by DataSource.
@@ -68,7 +65,7 @@ class LoaderSet:
     """
 
     def __init__(
-        self, combined: CombinedLoader, limits: list[float], has_length: bool, watch: Watch | None = None
+        self, combined: CombinedLoader, limits: list[float], has_length: bool, watch: Callable[..., Any] = identity
     ) -> None:
         self.combined = combined
         self.limits = limits
@@ -83,7 +80,7 @@ class LoaderSet:
         self.any_rank_on_host: Callable[..., list[bool]] | None = None
         self.on_batch: Callable[[bool], Any] = identity
         self.limit_again: Callable[[], Any] | None = None
-        self._watch = watch or identity
+        self._watch = watch
         self._epoch = 0
         self._generators: list[list[random_states.Generator]] | None = None
         self._loaders: list[ResumableLoader] = []
@@ -512,9 +509,9 @@ def _warn_of_replaying(loader: ResumableLoader, count: int) -> None:
     )
 
 
-def watch_of(profiler: Profiler, stage: RunningStage) -> Watch | None:
-    """Return a function that times the fetching of a stage's batches. None if the profiler records nothing."""
-    return None if not records(profiler) else partial(_profile_each, profiler, _FETCHING[stage])
+def watch_of(profiler: Profiler, stage: RunningStage) -> Callable[..., Any]:
+    """Return a function that times the fetching of a stage's batches; a no-op if the profiler records nothing."""
+    return partial(_profile_each, profiler, _FETCHING[stage]) if records(profiler) else identity
 
 
 def _profile_each(profiler: Profiler, name: str, source: Iterable[Any]) -> Iterator[Any]:

@@ -26,7 +26,6 @@ from lightning.pytorch.loops.progress import (
 )
 from lightning.pytorch.trainer.states import RunningStage
 
-from trainer.loops.accumulation import AccumulationWindow
 from trainer.state.progress import EpochStart, EvalProgress, FitProgress
 
 if TYPE_CHECKING:
@@ -58,14 +57,20 @@ def schedules_of(fit: FitProgress) -> _SchedulerProgress:
     return _SchedulerProgress(_ready_completed(steps), _ready_completed(in_epoch))
 
 
-def optimization_of(fit: FitProgress, window: AccumulationWindow, automatic: bool) -> _OptimizationProgress:
+def is_automatic(trainer: Trainer) -> bool:
+    """Return whether optimization is automatic."""
+    return trainer.lightning_module is None or bool(trainer.lightning_module.automatic_optimization)
+
+
+def optimization_of(trainer: Trainer) -> _OptimizationProgress:
     """Return ``fit_loop.epoch_loop.automatic_optimization.optim_progress``.
 
     The last batch of a window counts as ready for its step while the batch is in progress.
     """
-    if not automatic:
+    if not is_automatic(trainer):
         return _OptimizationProgress()
-    ahead, cleared = fit.in_batch and not fit.is_trained and window.is_last, fit.zero_grads
+    fit = trainer.progress
+    ahead, cleared = fit.in_batch and not fit.is_trained and trainer.loop.window.is_last, fit.zero_grads
     total, current = (_ready_completed(fit.optimizer_steps - n, ahead) for n in (0, fit.epoch_start.optimizer_steps))
     step = _Progress(
         _StepCounts(total, {"completed": partial(setattr, fit, "optimizer_steps")}), _StepCounts(current, {})
@@ -76,11 +81,12 @@ def optimization_of(fit: FitProgress, window: AccumulationWindow, automatic: boo
     return _OptimizationProgress(_OptimizerProgress(step, zero_grad))
 
 
-def manual_steps_of(fit: FitProgress, by_hand: bool) -> _Progress:
+def manual_steps_of(trainer: Trainer) -> _Progress:
     """Return ``fit_loop.epoch_loop.manual_optimization.optim_step_progress``; ``current`` also counts the whole run.
 
     A module that steps optimizers directly instead of their wrappers adds its steps to ``total.completed``.
     """
+    fit, by_hand = trainer.progress, not is_automatic(trainer)
     total, current = (_ready_completed((fit.optimizer_steps - fit.own_steps) * by_hand) for _ in range(2))
     total.completed = fit.optimizer_steps * by_hand
     return _Progress(_StepCounts(total, {"completed": fit.count_own_steps}), _StepCounts(current, {}))
@@ -93,24 +99,18 @@ def evaluation_of(progress: EvalProgress, epoch: int | None = None) -> _BatchPro
     return _BatchProgress(total, _all_counts(progress.batches, progress.batches_done), progress.is_last_batch)
 
 
-def fit_loop_of(fit: FitProgress, val: EvalProgress, window: AccumulationWindow, automatic: bool) -> dict[str, Any]:
-    """Return the state that Lightning's fit loop would have written at this point.
-
-    Args:
-        fit: the counters of training.
-        val: the counters of the validation inside it.
-        window: the accumulation window.
-        automatic: whether optimization is automatic. It determines the place in which Lightning counts optimizer steps.
-    """
+def fit_loop_of(trainer: Trainer) -> dict[str, Any]:
+    """Return the state that Lightning's fit loop would have written at this point."""
+    fit, val = trainer.progress, trainer.eval_loops[RunningStage.VALIDATING].progress
     return {
         "state_dict": {},
         "epoch_loop.state_dict": {"_batches_that_stepped": fit.updates},
         "epoch_loop.batch_progress": batches_of(fit).state_dict(),
         "epoch_loop.scheduler_progress": schedules_of(fit).state_dict(),
         "epoch_loop.automatic_optimization.state_dict": {},
-        "epoch_loop.automatic_optimization.optim_progress": optimization_of(fit, window, automatic).state_dict(),
+        "epoch_loop.automatic_optimization.optim_progress": optimization_of(trainer).state_dict(),
         "epoch_loop.manual_optimization.state_dict": {},
-        "epoch_loop.manual_optimization.optim_step_progress": manual_steps_of(fit, not automatic).state_dict(),
+        "epoch_loop.manual_optimization.optim_step_progress": manual_steps_of(trainer).state_dict(),
         "epoch_loop.val_loop.state_dict": {},
         "epoch_loop.val_loop.batch_progress": evaluation_of(val, fit.epoch_start.epoch).state_dict(),
         "epoch_progress": epochs_of(fit).state_dict(),
@@ -119,10 +119,8 @@ def fit_loop_of(fit: FitProgress, val: EvalProgress, window: AccumulationWindow,
 
 def loops_of(trainer: Trainer) -> dict[str, Any]:
     """Return the ``loops`` entry of a checkpoint of ``trainer``, without our own entries."""
-    automatic = trainer.lightning_module is None or trainer.lightning_module.automatic_optimization
     done = {stage: loop.progress for stage, loop in trainer.eval_loops.items()}
-    fit_loop = fit_loop_of(trainer.progress, done[RunningStage.VALIDATING], trainer.loop.window, automatic)
-    loops: dict[str, Any] = {"fit_loop": fit_loop}
+    loops: dict[str, Any] = {"fit_loop": fit_loop_of(trainer)}
     # our only validation loop is that of the fit; a save after the fit also contains the tests and predictions since
     after = {"validate": EvalProgress(), "test": done[RunningStage.TESTING], "predict": done[RunningStage.PREDICTING]}
     for name, progress in after.items():
@@ -200,28 +198,21 @@ def data_position_in(checkpoint: dict[str, Any], progress: FitProgress, counts_s
     return {"epoch": progress.epochs_trained, "batches": batches, "is_over": False, "combined_loader": list(states)}
 
 
-def evaluation_from(fit: dict[str, Any], val: EvalProgress, progress: FitProgress) -> None:
-    """Set ``val`` from the state of Lightning's fit loop about the validation inside it.
-
-    Args:
-        fit: the state of Lightning's fit loop.
-        val: the counters to set.
-        progress: the counters of training, already set.
-    """
-    batches = fit["epoch_loop.val_loop.batch_progress"]
-    val.epoch = progress.epoch_start.epoch
+def evaluation_from(fit: dict[str, Any], trainer: Trainer) -> None:
+    """Set the counters of the validation inside a fit from the state of Lightning's fit loop, after training's."""
+    batches, val = fit["epoch_loop.val_loop.batch_progress"], trainer.eval_loops[RunningStage.VALIDATING].progress
+    val.epoch = trainer.progress.epoch_start.epoch
     val.total_batches, val.total_done = batches["total"]["ready"], batches["total"]["completed"]
     val.batches, val.batches_done = batches["current"]["ready"], batches["current"]["completed"]
     val.is_last_batch = batches["is_last_batch"]
 
 
-def resume_validation(val: EvalProgress, progress: FitProgress) -> None:
+def resume_validation(trainer: Trainer) -> None:
     """Repeat the validation in which a checkpoint was written, from its beginning, because its logged values are lost.
 
-    Args:
-        val: the counters of the validation inside a fit, already restored.
-        progress: the counters of training, already restored.
+    The counters are already restored.
     """
+    val, progress = trainer.eval_loops[RunningStage.VALIDATING].progress, trainer.progress
     if progress.owes_validation or val.batches > val.batches_done:
         progress.owes_validation, progress.is_followed_up = True, False
         val.forget_batches()

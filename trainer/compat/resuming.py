@@ -16,7 +16,7 @@ from trainer.checkpoint.folder_locks import lock_folder
 from trainer.checkpoint.inert import load_inert
 from trainer.checkpoint.loading import TRAINER_KEY
 from trainer.checkpoint.sharded_files import STATE
-from trainer.compat.checkpoint_io import files_of, local_path
+from trainer.compat.checkpoint_io import local_path, wait_for_saves
 from trainer.compat.model_checkpoints import allow_removal, folders_of, on_first_rank
 from trainer.errors import ConfigurationError, rank_zero_warn
 from trainer.loggers import adapter
@@ -68,8 +68,7 @@ def _choose_checkpoint(trainer: Trainer, session: ExitStack, extra: Any) -> tupl
             f"Got resume='auto' with checkpoints in {remote[0]}, expected local folders. Pass the URL of the"
             " checkpoint: fit(ckpt_path=...)."
         )
-    if (own := files_of(trainer.strategy)) is not None:
-        own.wait()
+    wait_for_saves(trainer.strategy)
     for folder in folders:
         if os.path.isdir(folder):
             session.enter_context(lock_folder(folder))

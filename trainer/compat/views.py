@@ -61,11 +61,6 @@ def alias(path: str, *, writable: bool = False) -> Any:
     return property(attrgetter(path), *(write, delete) if writable else ())
 
 
-def is_automatic(trainer: Trainer) -> bool:
-    """Return whether optimization is automatic."""
-    return trainer.lightning_module is None or bool(trainer.lightning_module.automatic_optimization)
-
-
 class LoopAttribute(Generic[View]):
     """An attribute of a Trainer, or of a loop, that holds a view of one of its loops.
 
@@ -276,8 +271,7 @@ class AutomaticOptimizationView(_AutomaticOptimization):
     @property
     def optim_progress(self) -> Any:
         """Counts of optimizer steps."""
-        loop = self.trainer.loop
-        return loop_state.optimization_of(loop.progress, loop.window, is_automatic(self.trainer))
+        return loop_state.optimization_of(self.trainer)
 
     @optim_progress.setter
     def optim_progress(self, progress: Any) -> None:
@@ -292,7 +286,7 @@ class ManualOptimizationView(_ManualOptimization):
     @property
     def optim_step_progress(self) -> Any:
         """Counts of optimizer steps."""
-        return loop_state.manual_steps_of(self.trainer.loop.progress, not is_automatic(self.trainer))
+        return loop_state.manual_steps_of(self.trainer)
 
     @optim_step_progress.setter
     def optim_step_progress(self, progress: Any) -> None:
@@ -430,12 +424,9 @@ class FitLoopView(_DataView, _FitLoop):
 
     def state_dict(self, destination: dict[str, Any] | None = None, prefix: str = "") -> dict[str, Any]:
         """Return the counters of this loop and of the loops in it, for a checkpoint."""
-        loop, validation = self._loop, self.trainer.eval_loops[RunningStage.VALIDATING]
-        return loop_state.fit_loop_of(loop.progress, validation.progress, loop.window, is_automatic(self.trainer))
+        return loop_state.fit_loop_of(self.trainer)
 
     def load_state_dict(self, state_dict: dict[str, Any], prefix: str = "") -> None:
         """Restore the state of :meth:`state_dict`."""
-        progress = self._loop.progress
-        loop_state.progress_from(state_dict, progress)
-        validation = self.trainer.eval_loops[RunningStage.VALIDATING]
-        loop_state.evaluation_from(state_dict, validation.progress, progress)
+        loop_state.progress_from(state_dict, self._loop.progress)
+        loop_state.evaluation_from(state_dict, self.trainer)
