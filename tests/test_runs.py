@@ -19,7 +19,7 @@ from torch import nn
 from tests.parity import Classifier, RecordingLogger, data, run_both
 from tests.support import Regression, loader_of, make_batches, make_trainer
 from trainer.callbacks import NonFiniteGuard, RunSummary
-from trainer.compat.errors import TunerExit
+from trainer.compat.tuning import TunerExit
 from trainer.errors import ConfigurationError
 
 FUNCTIONS = ("fit", "validate", "test", "predict")

@@ -34,7 +34,6 @@ from trainer.compat.averaging import (
     shard_averages,
 )
 from trainer.compat.checkpoint_connector import CheckpointConnector
-from trainer.compat.errors import TunerExit
 from trainer.compat.logging import attach_log, detach_log
 from trainer.compat.reused_callbacks import reset_results
 from trainer.compat.signals import Signals
@@ -112,7 +111,7 @@ class Run:
         state.fn, state.stage, state.status = fn, STAGES[fn], TrainerStatus.RUNNING
         try:
             yield
-        except TunerExit:
+        except tuning.TunerExit:
             modules.call_teardown_hooks(self._trainer)
             self._release()
         except KeyboardInterrupt as error:

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any, TypeVar
 
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch import Trainer as LightningTrainer
 from lightning.pytorch.callbacks import Timer
@@ -25,11 +26,11 @@ from trainer.compat.callback_order import find_callback
 from trainer.compat.checkpoint_connector import CheckpointConnector
 from trainer.compat.data import DataSource
 from trainer.compat.engine import LightningEngine
-from trainer.compat.errors import adopt
 from trainer.compat.logging import LoggerConnector
 from trainer.compat.overrides import overrides
 from trainer.compat.signals import Signals
 from trainer.compat.views import EvalLoopView, FitLoopView, LoopAttribute, PredictLoopView, alias
+from trainer.errors import ConfigurationError
 from trainer.loops.evaluation import EvalLoop
 from trainer.loops.fit import FitLoop
 from trainer.precision.scaler import LossScaler
@@ -40,7 +41,10 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 # local names, because in Python 3.11 reading a member of an enum is a function call
 _TRAINING, _PREDICTING = RunningStage.TRAINING, RunningStage.PREDICTING
 
-adopt()
+# so that `except MisconfigurationException` catches our errors; `trainer.errors` must not import Lightning, which takes
+# seconds, because the command line imports it to report mistyped arguments
+if not issubclass(ConfigurationError, MisconfigurationException):
+    ConfigurationError.__bases__ = (*ConfigurationError.__bases__, MisconfigurationException)
 
 
 def with_lightning_signature(method: Method) -> Method:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import LearningRateFinder
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
+from lightning.pytorch.utilities.exceptions import _TunerExitException
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch.optim.lr_scheduler import CyclicLR, LRScheduler, OneCycleLR
 
@@ -31,6 +32,9 @@ if TYPE_CHECKING:
     from trainer.loops.evaluation import EvalLoop
     from trainer.loops.fit import FitLoop
     from trainer.trainer import Trainer
+
+TunerExit = _TunerExitException
+"""Raised by Lightning's BatchSizeFinder and LearningRateFinder to end the run once they have a result."""
 
 
 def attach_finders(trainer: Trainer, session: ExitStack) -> None:
