@@ -8,13 +8,13 @@ import re
 import shutil
 import signal
 import subprocess
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from _faults.bench import wait_until
 
 from tests.docs.execute import make_commands, run, shell_environment
 from tests.docs.pages import ROOT, Block, read
@@ -169,11 +169,11 @@ def test_killed_run_is_resumed_to_the_same_weights(newcomer: Newcomer, tmp_path:
     assert undisturbed.start(command).wait(timeout=120) == 0
 
     with newcomer.start(command) as first:
-        _wait_for(lambda: list(newcomer.folder.glob("outputs/mine/auto-*/checkpoints/last.ckpt")))
+        wait_until(lambda: any(newcomer.folder.glob("outputs/mine/auto-*/checkpoints/last.ckpt")), 60)
         os.kill(first.pid, signal.SIGKILL)
     killed = newcomer.one("outputs/mine/auto-*")
     assert first.returncode == -signal.SIGKILL
-    _wait_for(lambda: load_run(killed).status == "killed")  # the warm Python delivers a kill a moment later
+    wait_until(lambda: load_run(killed).status == "killed", 60)  # the warm Python delivers a kill a moment later
 
     assert newcomer.start(command).wait(timeout=120) == 0
     assert newcomer.one("outputs/mine/auto-*") == killed
@@ -184,13 +184,6 @@ def test_killed_run_is_resumed_to_the_same_weights(newcomer: Newcomer, tmp_path:
     found = _weights(killed)
     assert expected.keys() == found.keys()
     assert [name for name in expected if not torch.equal(expected[name], found[name])] == []
-
-
-def _wait_for(condition: Any) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def _weights(folder: Path) -> dict[str, torch.Tensor]:

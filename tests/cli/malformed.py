@@ -57,9 +57,7 @@ IT = "fit +recipe=it "
 _EARLY = {
     # the Trainer's arguments
     IT + "trainer.max_epochs=-5": "trainer.max_epochs is -5, expected at least 0, or -1 for no limit",
-    IT + "trainer.max_epochs=1.5": "trainer.max_epochs is 1.5, expected a whole number or null.",
     IT + "trainer.min_epochs=9": "trainer.min_epochs is 9, expected at most trainer.max_epochs, which is 2.",
-    IT + "trainer.benchmark=ture": "expected true, false or null. Did you mean 'true'?",
     IT + "'trainer.val_check_interval={hours: 0}'": "{'hours': 0}, expected more than 0.",
     IT + "'trainer.max_time={hour: 1}'": "or null. Did you mean 'hours'?",
     IT + "\"trainer.strategy=''\"": "trainer.strategy is empty, expected auto, ddp",
@@ -78,7 +76,6 @@ _EARLY = {
     IT + "weights=conf": "weights is conf, a folder without checkpoints.",
     IT + "weights=https://a.b/c.pt": "expected a file or folder of this machine.",
     IT + "weights=typed.py ckpt_path=typed.py": "Got weights=typed.py and ckpt_path=typed.py",
-    "test +recipe=it weights=typed.py": "with test, expected a command that trains",
     "fit weights=typed.py": "weights=typed.py loads only weights, not the config. Choose a recipe",
     # data, optimizer and scheduler
     IT + "optimizer.lr=abc": "optimizer.lr is abc, expected a number (default: 0.1).",
@@ -100,7 +97,6 @@ _EARLY = {
     # nodes
     IT + "+callbacks.x=5": "callbacks.x is 5, expected a node with a _target_, or null.",
     IT + "callbacks=[]": "There is no callbacks in the config, expected one",
-    IT + "~checks": "There is no checks in the config",
     IT + "~precision": "There is no precision in the config, expected one",
     # Hydra
     IT + "=3": "Got '=3', expected a setting, key=value.",

@@ -18,9 +18,6 @@ from trainer.record.flops import PEAKS, FlopCounter, is_compiled, peak_flops
         ("NVIDIA H100 80GB HBM3", "bf16-mixed", False, 989.4),
         ("NVIDIA H100 80GB HBM3", "32-true", True, 494.7),
         ("NVIDIA H100 80GB HBM3", "32-true", False, 66.9),
-        ("NVIDIA GH200 480GB", "bf16-mixed", False, 989.5),
-        ("NVIDIA A100 80GB PCIe", "32-true", True, 156.0),
-        ("NVIDIA L40S", "bf16-mixed", False, 362.0),
         ("Tesla T4", "32-true", True, 8.1),  # which has no TensorFloat-32
         ("AMD Instinct MI300X", "bf16-mixed", False, 1307.4),
     ],

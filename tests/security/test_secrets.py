@@ -19,7 +19,7 @@ import line_fit
 
 
 class Logs(line_fit.Line):
-    def __init__(self, optimizer, token, url, nested=None, fail=False):
+    def __init__(self, optimizer, token, url, nested=None, fail=False, start=None, fail_at=None):
         super().__init__(optimizer)
         self.save_hyperparameters(ignore=["optimizer"])
         assert token == "hunter2-is-the-password", token
@@ -37,7 +37,7 @@ class Logs(line_fit.Line):
 
 
 class Points(line_fit.Points):
-    def __init__(self, secret):
+    def __init__(self, secret, batch_size=None):
         super().__init__()
         self.save_hyperparameters()
 """
@@ -62,9 +62,7 @@ RECIPE = """
 
 @pytest.fixture(autouse=True)
 def secretive(project, monkeypatch):
-    text = MODULE.replace("nested=None, fail=False", "nested=None, fail=False, start=None, fail_at=None")
-    write(project, {"secretive.py": text.replace("self, secret)", "self, secret, batch_size=None)")})
-    write(project, {"conf/recipe/secret.yaml": RECIPE})
+    write(project, {"secretive.py": MODULE, "conf/recipe/secret.yaml": RECIPE})
     monkeypatch.delitem(sys.modules, "secretive", raising=False)
     monkeypatch.setenv("A_TOKEN", SECRET)
     redaction.forget()

@@ -8,10 +8,10 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
+from _faults.bench import wait_until
 
 from tests.cli.conftest import write
 from tests.warm_python import WarmPython
@@ -82,9 +82,7 @@ def test_jobs_end_with_a_sweep_that_is_killed(stopped: Path, python: WarmPython)
     words = ["fit", "-m", *LINE, *kill, "hydra.sweep.dir=jobs", "trainer.max_epochs=100000"]
     done = sweep(python, *words)
     assert done.returncode == -9
-    deadline = time.monotonic() + 120
-    while json.loads(Path("jobs/0/run.json").read_text())["status"] == "running" and time.monotonic() < deadline:
-        time.sleep(0.1)
+    wait_until(lambda: json.loads(Path("jobs/0/run.json").read_text())["status"] != "running", 120)
     assert json.loads(Path("jobs/0/run.json").read_text())["status"] == "interrupted"
     assert Path("jobs/0/checkpoints/interrupted.ckpt").is_file()
 

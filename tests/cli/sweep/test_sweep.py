@@ -28,18 +28,12 @@ def test_sweep_loses_only_the_job_that_fails(project, python, monkeypatch):
     done = python.trainer("fit", "-m", *LINE, *settings)
     assert done.returncode == 1, done.stderr
     results = json.loads(Path("jobs/summary.json").read_text())
-    assert [(job["job"], job["status"], job["precision"]) for job in results] == [
-        (0, "failed", "16-mixed"),
-        (1, "completed", "16-mixed"),
-    ]
+    assert [(job["job"], job["status"]) for job in results] == [(0, "failed"), (1, "completed")]
     assert results[0]["error"] == "RuntimeError: asked to fail"
     assert [(job["epochs"], job["steps"], job["scale"]) for job in results] == [(0, 1, 1024.0), (2, 8, 1024.0)]
     for job in results:
         assert (Path(job["run_dir"]) / ".hydra" / "config.yaml").is_file()
         assert Path(job["run_dir"]) == project / "jobs" / str(job["job"])
-    header, _, *rows = Path("jobs/summary.md").read_text().splitlines()
-    assert "| val_loss | skipped | scale | memory | run dir |" in header
-    assert rows[1].startswith("| 1 | model.fail_at=null | completed | 2 | ")
     before_table, _, _ = done.stdout.partition("Sweep of 2 jobs")
     note, failed, error, place, *rest = before_table.splitlines()
     assert note.startswith("The jobs write their output to console.log in their folders in jobs.")

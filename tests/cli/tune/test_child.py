@@ -67,19 +67,14 @@ def test_results_and_exit_status_of_processes(spawn_is_warm, tmp_path):
 @pytest.mark.whole
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 def test_processes_end_with_their_parent(tmp_path):
+    from _faults.bench import wait_until  # not above: the processes do not find it
+
     code = (
         "from pathlib import Path; from trainer.cli.tune import child; child._PRELOADED = 'json';"
         f"child.run_in_child('{HERE}:leaves_its_number', Path('{tmp_path}/log'), file=Path('{tmp_path}/number'))"
     )
     with subprocess.Popen([sys.executable, "-c", code], cwd=Path(__file__).parents[3]) as parent:
-        number = wait_for(lambda: (tmp_path / "number").exists() and (tmp_path / "number").read_text())
+        file = tmp_path / "number"
+        wait_until(lambda: file.exists() and file.read_text() != "", 60)
         parent.kill()
-    assert wait_for(lambda: not Path(f"/proc/{number}").exists() or None)
-
-
-def wait_for(what, seconds=60.0):
-    deadline = time.monotonic() + seconds
-    while not (found := what()):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    return found
+    wait_until(lambda: not Path(f"/proc/{file.read_text()}").exists(), 60)
