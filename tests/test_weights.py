@@ -149,14 +149,11 @@ def test_differing_weights_are_kept_and_reported(tmp_path: Path) -> None:
         "head.bias": "(7,) in the file and (3,) in the module",
     }
     assert loaded.parameters == (10, 53)
-    assert str(loaded).splitlines() == [
-        f"Weights from {tmp_path / 'a.pt'}: 5 of 9 tensors, 10 of 53 parameters.",
-        "  Left as they were, because they differ: body.0.weight is int8 in the file and float32 in the module;"
-        " head.weight is (7, 5) in the file and (3, 5) in the module; head.bias is (7,) in the file and (3,) in the"
-        " module.",
-        "  Left as they were, because the file does not have them: body.0.bias.",
-        "  Not used, because the module does not have them: aux.scale.",
-    ]
+    first, differing, missing, unused = str(loaded).splitlines()
+    assert first == f"Weights from {tmp_path / 'a.pt'}: 5 of 9 tensors, 10 of 53 parameters."
+    assert "because they differ: body.0.weight is int8 in the file and float32 in the module; head.weight" in differing
+    assert missing == "  Left as they were, because the file does not have them: body.0.bias."
+    assert unused == "  Not used, because the module does not have them: aux.scale."
     after = module.state_dict()
     for name in after:
         source = state if name in loaded.loaded else before
@@ -239,9 +236,7 @@ def test_lazy_parameters_take_the_shape_of_the_file(tmp_path: Path) -> None:
 
 def test_weights_without_a_match_are_an_error(tmp_path: Path) -> None:
     torch.save({"a.weight": torch.ones(2), "a.bias": torch.ones(2)}, tmp_path / "a.pt")
-    with pytest.raises(
-        ConfigurationError, match=r"No weight in .*a.pt has a name of the Small. Got a.weight, a.bias;"
-    ) as e:
+    with pytest.raises(ConfigurationError, match=r"has a name of the Small. Got a.weight, a.bias;") as e:
         load_weights(small(1), tmp_path / "a.pt")
     assert "expected body.0.weight, body.0.bias, body.1.weight, body.1.bias and 5 more" in str(e.value)
     with pytest.raises(ConfigurationError, match=r"fits into the Linear: weight is \(2,\) in the file and \(1, 1\)"):
@@ -375,7 +370,6 @@ def test_module_created_in_configure_model(tmp_path: Path) -> None:
 
 
 def test_importing_it_does_not_import_dcp(python_without_lightning: WarmPython) -> None:
-    code = (
-        "import sys, trainer.trainer, trainer.weights; print('torch.distributed.checkpoint.filesystem' in sys.modules)"
-    )
+    name = "torch.distributed.checkpoint.filesystem"
+    code = f"import sys, trainer.trainer, trainer.weights; print({name!r} in sys.modules)"
     assert python_without_lightning.run("-c", code).stdout == "False\n"

@@ -56,9 +56,7 @@ def test_command_of_another_package_is_in_the_help(installed, capsys):
 def test_entry_point_that_is_not_a_command_is_refused(installed, tmp_path, capsys):
     write(tmp_path, {"pruning-1.0.dist-info/entry_points.txt": "[trainer.commands]\nbroken = pruning:NOTHING\n"})
     assert main(["broken"]) == 2
-    assert (
-        "The entry point pruning:NOTHING is a int, expected a trainer.cli.commands.Command" in capsys.readouterr().err
-    )
+    assert "The entry point pruning:NOTHING is a int, expected a trainer.cli" in capsys.readouterr().err
 
 
 def test_entry_point_does_not_replace_a_command_of_this_package(installed):

@@ -117,10 +117,7 @@ def test_error_in_a_worker_is_the_datasets_own():
     items = iter(DataLoader(Items(), num_workers=1))
     for message, line in (
         ("KeyError: 'labels'", 'raise KeyError("labels")'),
-        (
-            "DamagedError: cat.jpg cannot be read. Mend it.",
-            'raise DamagedError("cat.jpg cannot be read. Mend it.") from',
-        ),
+        ("DamagedError: cat.jpg cannot be read. Mend it.", 'raise DamagedError("cat.jpg cannot'),
     ):
         lines = failure.paragraph(raised(next, items)).splitlines()
         assert lines[:2] == [f"trainer: {message}", "  In DataLoader worker process 0."]

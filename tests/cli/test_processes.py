@@ -128,11 +128,7 @@ def test_another_rank_makes_no_folder_and_writes_no_config(project, monkeypatch)
     arguments = read(["fit", "+recipe=line", "hydra.run.dir=given"])
     claim(arguments, validate(arguments))
     assert not (project / "given").exists()
-    assert arguments.overrides[-3:] == [
-        "hydra.output_subdir=null",
-        "hydra/job_logging=none",
-        "hydra.run.dir='given'",
-    ]
+    assert arguments.overrides[-3:] == ["hydra.output_subdir=null", "hydra/job_logging=none", "hydra.run.dir='given'"]
 
 
 @pytest.mark.parametrize("name", ["with space", "it's", 'a "b"', "a,b=c", r"C:\it's\here", "${now:%Y}", "äö"])

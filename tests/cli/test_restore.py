@@ -62,9 +62,7 @@ def run(project):
         folder,
         {
             ".hydra/config.yaml": CONFIG,
-            "run.json": json.dumps(
-                {"recipe": "line", "paths": {"best_checkpoint": "/elsewhere/checkpoints/epoch=1-step=8.ckpt"}}
-            ),
+            "run.json": json.dumps({"recipe": "line", "paths": {"best_checkpoint": "/x/epoch=1-step=8.ckpt"}}),
             "checkpoints/epoch=0-step=4.ckpt": "",
             "checkpoints/epoch=1-step=8.ckpt": "",
             "checkpoints/last.ckpt": "",
@@ -203,12 +201,8 @@ def result(folder: str) -> dict:
 
 
 def test_run_and_later_commands(project, capsys):
-    settings = [
-        "callbacks.learning_rate_monitor=null",
-        "callbacks.model_checkpoint.monitor=val_loss",
-        "data.batch_size=2",
-    ]
-    settings += ["optimizer.lr=0.01", "precision=bf16"]
+    settings = ["callbacks.learning_rate_monitor=null", "callbacks.model_checkpoint.monitor=val_loss"]
+    settings += ["data.batch_size=2", "optimizer.lr=0.01", "precision=bf16"]
     assert main(["fit", "+recipe=line", *settings, "hydra.run.dir=first"]) == 0
     loss = result("first")["metrics"]["val_loss"]
     shutil.move("first", "outputs/moved")

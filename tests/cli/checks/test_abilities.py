@@ -60,9 +60,8 @@ def test_cpus(monkeypatch, float16, bfloat16):
 
 
 def test_instructions(monkeypatch):
-    monkeypatch.setattr(
-        torch.cpu, "get_capabilities", lambda: {"amx_bf16": True, "amx_fp16": False, "avx512_f": True}, raising=False
-    )
+    known = {"amx_bf16": True, "amx_fp16": False, "avx512_f": True}
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: known, raising=False)
     assert instructions() == ["amx_bf16"]
     monkeypatch.delattr(torch.cpu, "get_capabilities")
     assert instructions() == []

@@ -48,10 +48,7 @@ def test_printed_report(capsys, monkeypatch):
     assert "float32 100.0 GFLOP/s 1.00x 80.0 GFLOP/s 1.00x" in lines
     assert "float16 90.0 GFLOP/s 0.90x - -" in lines
     assert "bfloat16 4.1 TFLOP/s 41.00x 160.0 GFLOP/s 2.00x" in lines
-    assert (
-        lines[-1] == "Use precision=bf16-mixed here: this CPU computes in bfloat16 natively; measured 41.0x in matrix"
-        " products and 2.0x in convolutions against float32."
-    )
+    assert "measured 41.0x in matrix products and 2.0x in convolutions against float32." in lines[-1]
     assert list(Path().iterdir()) == []
 
 
@@ -68,10 +65,9 @@ def test_numbers(capsys):
 def test_measurement_slower_than_the_hardware_suggests(measured, monkeypatch):
     monkeypatch.setattr(devices, "_cpu_has_bfloat16", lambda: True)
     slow = {"bfloat16": {"matmul": 0.4, "convolution": 0.8}}
-    assert checks.verdict(torch.device("cpu"), slow) == (
-        "Use precision=32 here: precision=auto takes bf16-mixed, because this CPU computes in bfloat16 natively, but it"
-        " was measured to be slower than float32: 0.4x in matrix products and 0.8x in convolutions."
-    )
+    verdict = checks.verdict(torch.device("cpu"), slow)
+    assert verdict.startswith("Use precision=32 here: precision=auto takes bf16-mixed, because this CPU computes in")
+    assert "slower than float32: 0.4x in matrix products and 0.8x in convolutions." in verdict
     mixed = {"bfloat16": {"matmul": 0.9, "convolution": 1.8}}
     assert checks.verdict(torch.device("cpu"), mixed).startswith("Use precision=bf16-mixed here")
 

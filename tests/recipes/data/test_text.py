@@ -16,11 +16,8 @@ def bytes_of(tokens: torch.Tensor, targets: torch.Tensor) -> list[tuple[bytes, b
 
 def test_documents_are_cut_at_line_ends():
     tokens, targets = cut([b"one\ntwo\nthree\n\nfour"], context=10)
-    assert bytes_of(tokens, targets) == [
-        (b"\0one\ntwo", b"one\ntwo\n"),
-        (b"\nthree\n", b"three\n\n"),
-        (b"\nfour", b"four\0"),
-    ]
+    lines = (b"\0one\ntwo", b"one\ntwo\n"), (b"\nthree\n", b"three\n\n"), (b"\nfour", b"four\0")
+    assert bytes_of(tokens, targets) == [*lines]
     assert (tokens.dtype, targets.dtype, tokens.shape) == (torch.int64, torch.int64, (3, 10))
     assert (tokens[1, 7:] == END).all()
     assert (targets[1, 7:] == NO_TARGET).all()
