@@ -16,14 +16,8 @@ from trainer.record.run_record import RunRecord, load_run, read_json
 pytestmark = pytest.mark.filterwarnings("default")  # Lightning warns of tiny data and few workers
 
 RUN = Path("runs/0")
-LINE = [
-    "+recipe=line",
-    f"hydra.run.dir={RUN}",
-    "precision=16",
-    "trainer.max_epochs=10",
-    "trainer.enable_progress_bar=true",
-    "trainer.enable_model_summary=true",
-]
+SHOWN = ["trainer.enable_progress_bar=true", "trainer.enable_model_summary=true"]
+LINE = ["+recipe=line", f"hydra.run.dir={RUN}", "precision=16", "trainer.max_epochs=10", *SHOWN]
 
 
 def summary_in(printed: str) -> dict[str, str]:

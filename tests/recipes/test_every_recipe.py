@@ -24,7 +24,7 @@ SMALLER = {
     "images": ["model.architecture=resnet18"],
     "language_model": ["model.sample_length=5"],
     "mlp": ["data.num_batches=2", "data.in_features=64"],
-    "resnet50": ["data.image_size=16", "model.net._target_=torchvision.models.resnet18"],
+    "resnet50": ["data.image_size=16"],
     "resnet50_caltech256": ["model.architecture=resnet18"],
     "resnet50_cifar10": ["model.architecture=resnet18"],
     "unet": ["data.train_size=20", "data.val_size=8", "data.test_size=8"],

@@ -49,18 +49,8 @@ def test_complete_runs_are_kept_and_missing_ones_trained(tmp_path, page, python)
     environment = {**os.environ, "AMP_BENCH": "1", "TORCH_HOME": str(tmp_path)}
 
     def run(*words, recipes=("tabular",)):
-        command = [
-            str(SCRIPT),
-            "--recipes",
-            *recipes,
-            "--precisions",
-            "32",
-            "16-mixed",
-            "--markdown",
-            str(page),
-            *words,
-        ]
-        return python.run(*command, env=environment, cwd=tmp_path)
+        options = ["--recipes", *recipes, "--precisions", "32", "16-mixed", "--markdown", str(page)]
+        return python.run(str(SCRIPT), *options, *words, env=environment, cwd=tmp_path)
 
     done = run(*QUICK, recipes=("tabular", "resnet50_caltech256"))
     assert done.returncode == 0, done.stderr[-2000:]

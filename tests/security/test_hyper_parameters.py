@@ -262,15 +262,9 @@ def test_outline_that_is_wrong_does_no_harm(monkeypatch):
 
     def wrong(self: Any, file: Any) -> None:
         outline(self, file)
-        names = [
-            (__name__, "boom"),
-            (__name__, "Evil"),
-            ("builtins", "eval"),
-            ("os", "system"),
-            ("builtins", "getattr"),
-        ]
+        names = [f"{__name__}.boom", f"{__name__}.Evil", "builtins.eval", "os.system", "builtins.getattr"]
         self._calls = {
-            type("_ObjectCall", (module_of_inert._ObjectCall,), {"names": (".".join(name),), "kind": kind})
+            type("_ObjectCall", (module_of_inert._ObjectCall,), {"names": (name,), "kind": kind})
             for name, kind in zip(names, [None, None, list, dict, getattr], strict=True)
         }
 

@@ -204,18 +204,10 @@ def test_each_job_is_a_separate_command(project, jobs, monkeypatch, capsys):
     assert [command[:3] for command in commands] == [[sys.executable, "-m", "trainer"]] * 2
     for number, (command, precision) in enumerate(zip(commands, ["16-mixed", "bf16-mixed"], strict=True)):
         (folder,) = Path("multirun/far").iterdir()
-        assert command[3:] == [
-            "+recipe=far",
-            f"precision={precision}",
-            "command=fit",
-            "hydra.job.config.override_dirname.kv_sep=-",
-            f"hydra.run.dir='{project / folder / str(number)}'",
-            f"hydra.job.num={number}",
-            f"hydra.job.id={number}",
-            "hydra.mode=RUN",
-            "--config-dir",
-            str(project / "far"),
-        ]
+        assert command[3:6] == ["+recipe=far", f"precision={precision}", "command=fit"]
+        assert command[-2:] == ["--config-dir", str(project / "far")]
+        place = f"hydra.run.dir='{project / folder / str(number)}'"
+        assert {place, f"hydra.job.num={number}", f"hydra.job.id={number}", "hydra.mode=RUN"} <= set(command)
         assert main([*command[3:], "--cfg", "job"]) == 0  # it is a command line that is understood
     assert all("LOCAL_RANK" not in job.env for job in jobs.started)
 
