@@ -52,9 +52,10 @@ class JoblibLauncher(Launcher):
             UsageError: if a number is out of range, or the machine has too few GPUs.
         """
         n_jobs, gpus, threads = self.n_jobs, self.gpus_per_job, self.threads_per_job
-        rules = (("n_jobs", n_jobs or 0, -1), ("gpus_per_job", gpus, 1), ("threads_per_job", threads, 1))
+        rules = (("n_jobs", n_jobs, -1), ("gpus_per_job", gpus, 1), ("threads_per_job", threads, 1))
         for name, value, least in rules:
-            if value is not None and not (isinstance(value, int) and value >= least and value):
+            is_number = isinstance(value, int) and value >= least and value != 0
+            if not is_number and (value is not None or least == -1):
                 raise UsageError(
                     f"hydra.launcher.{name} is {describe(value)}, expected a whole number of at least 1"
                     f"{', or -1 for all cores' if least == -1 else ', or null'}."
