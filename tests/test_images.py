@@ -15,8 +15,6 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from trainer import Trainer, log_images
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers")
-
 IMAGES = torch.tensor([[[[0.0, 1.0], [0.5, 2.0]]], [[[1.0, 0.0], [0.25, -1.0]]]])  # two grey ones of 2x2 pixels
 PIXELS = np.array([[[0, 255], [128, 255]], [[255, 0], [64, 0]]], dtype=np.uint8)
 

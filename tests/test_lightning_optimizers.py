@@ -21,8 +21,6 @@ from tests.parity import Classifier, Learner, assert_agree, data, lightning, our
 from tests.support import manual_step, stream_of
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning"),
-    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
     pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step"),
     pytest.mark.filterwarnings("ignore:Attribute '.*' removed from hparams"),
 ]

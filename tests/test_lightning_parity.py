@@ -18,13 +18,8 @@ from lightning.pytorch.utilities import CombinedLoader
 from tests.parity import CALLBACK_HOOKS, Classifier, Learner, RecordingLogger, data, looks_in, recording, run_both
 from tests.support import stream_of
 
+
 # log_every_n_steps is larger than the epoch in many scenarios, which is meant
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning"),  # Lightning's CombinedLoader on torch 2.15
-    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
-]
-
-
 class Logging(Classifier):
     """Logs with all valid options of a step."""
 

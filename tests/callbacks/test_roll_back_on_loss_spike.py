@@ -31,7 +31,6 @@ from tests.support import (
 from trainer.callbacks import RollBackOnLossSpike, RunRecorder
 from trainer.errors import ConfigurationError, LossSpikeError
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers", "ignore:The number of training batches")
 NUMBER, SPIKE = 24, 17
 STEPPED = partial(torch.optim.lr_scheduler.StepLR, step_size=2, gamma=0.9)
 SPIKES = {SPIKE: 50.0}

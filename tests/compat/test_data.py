@@ -24,8 +24,6 @@ from tests.support import stream_of
 from trainer.compat.loaders import LoaderSet
 from trainer.data.unpadded import Span
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")
-
 
 def set_of(iterables: Any) -> LoaderSet:
     combined = CombinedLoader(iterables, "sequential")

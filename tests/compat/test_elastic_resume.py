@@ -25,7 +25,6 @@ from trainer.checkpoint.loading import TRAINER_KEY
 from trainer.errors import ResumeError
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
     pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`"),
     pytest.mark.filterwarnings("ignore:You are using the `dataloader_iter` step flavor"),
     pytest.mark.filterwarnings("ignore:Found `dataloader_iter` argument in the `training_step`"),

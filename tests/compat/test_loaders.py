@@ -17,7 +17,6 @@ from tests.parity import FEATURES, Classifier, data, ours, plain, run_both, weig
 from tests.support import SavesAt, manual_step, stream_of
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning"),
     pytest.mark.filterwarnings("ignore:You are using the `dataloader_iter` step flavor"),
     pytest.mark.filterwarnings("ignore:You defined a `validation_step`"),
     pytest.mark.filterwarnings("ignore:Found `dataloader_iter` argument"),

@@ -25,8 +25,6 @@ from tests.support import make_trainer, needs_fsdp2
 from trainer import Trainer
 from trainer.engine import async_max
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers")
-
 
 class Numbers(Dataset[Tensor]):
     """The numbers 0, 1, 2, ..."""

@@ -25,8 +25,6 @@ from trainer.callbacks.run_recorder import RunRecorder
 from trainer.engine import stalls
 from trainer.engine.stalls import RankState, missing_ranks
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers")
-
 
 class Stuck(nn.Module):
     """Blocks once, on one rank, until the file reports its position."""

@@ -13,8 +13,6 @@ from torch.optim.lr_scheduler import StepLR
 from tests.parity import Learner, data, ours, run_both, weights
 from trainer.errors import ConfigurationError
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")
-
 
 class SharpnessAware(SGD):
     """Sharpness-aware minimization: steps with the gradients of a nearby point, where it evaluates the loss again."""

@@ -18,7 +18,6 @@ from trainer.errors import PrecisionError
 from trainer.precision import Float8Precision
 
 torchao = pytest.importorskip("torchao.float8", reason="needs torchao")
-pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers")
 
 
 class Projection(nn.Linear):
@@ -149,7 +148,7 @@ def test_layer_is_the_same_object_before_during_and_after_a_run() -> None:
         assert torch.equal(layer(x), nn.functional.linear(x, layer.weight, layer.bias))
 
 
-@pytest.mark.filterwarnings("ignore:.*LeafSpec", "ignore:.*torch._dynamo", "ignore:.*isinstance.treespec")
+@pytest.mark.filterwarnings("ignore:.*torch._dynamo", "ignore:.*isinstance.treespec")
 @pytest.mark.parametrize(
     "callback",
     [lambda: Compile(backend="eager"), lambda: ActivationCheckpointing(["Sequential"])],
