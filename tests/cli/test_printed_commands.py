@@ -132,13 +132,6 @@ def shell(
     sys.modules.pop("others", None)
 
 
-def made_run(shell: Shell, *words: str) -> str:
-    """The output of a fit in the folder ``run``."""
-    status, printed = shell.run("fit", *LINE, "hydra.run.dir=run", *words)
-    assert status == 0
-    return printed
-
-
 def commands_in(text: str) -> list[str]:
     """The commands in an output: in backticks, or to the end of a line."""
     quoted = re.findall(r"`(python -m trainer [^`]+)`", text)
@@ -291,7 +284,7 @@ def helped(shell: Shell) -> None:
 
 
 def first_screen(shell: Shell) -> None:
-    made_run(shell)
+    has_run(shell)
     status, printed = shell.run("--help")
     begin = printed.partition("First steps:\n")[2].partition("\n\n")[0]
     commands = [line.strip().partition("  ")[0] for line in begin.splitlines()]

@@ -20,8 +20,8 @@ from tests.warm_python import WarmPython
 
 ROOT = Path(__file__).parents[2]
 
-FAST = ("sigkill", "disk-full", "bit-flip", "worker-killed", "two-runs", "cli-sigterm")
-SLOW = ("unwritable", "truncated", "sigterm", "nan", "second-signal")
+FAST = ("sigkill", "disk-full", "worker-killed", "two-runs", "cli-sigterm")
+SLOW = ("bit-flip", "unwritable", "truncated", "sigterm", "nan", "second-signal")
 
 
 @pytest.fixture(scope="module")
