@@ -16,8 +16,8 @@ from omegaconf import DictConfig
 from safetensors import SafetensorError
 from torch import nn
 
-from tests.checkpoint.test_shards import Evil, sealed_again, write
-from tests.support import Regression, adamw, assert_identical, loader_of, make_batches, make_net, make_trainer
+from tests.checkpoint.test_shards import sealed_again, write
+from tests.support import Payload, Regression, adamw, assert_identical, loader_of, make_batches, make_net, make_trainer
 from trainer import CheckpointFiles
 from trainer.checkpoint import conversion, files, shards
 from trainer.cli import main
@@ -183,11 +183,11 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     data = bytearray(Path("good.ckpt/__0_0.distcp").read_bytes())
     data[len(data) // 2] ^= 1
     Path("flipped.ckpt/__0_0.distcp").write_bytes(data)
-    torch.save({"state_dict": {}, "loops": {}, "evil": Evil(tmp_path / "ran")}, "evil.ckpt/state.ckpt")
-    Path("pickle.ckpt/.metadata").write_bytes(pickle.dumps(Evil(tmp_path / "ran")))
+    torch.save({"state_dict": {}, "loops": {}, "evil": Payload(tmp_path / "ran")}, "evil.ckpt/state.ckpt")
+    Path("pickle.ckpt/.metadata").write_bytes(pickle.dumps(Payload(tmp_path / "ran")))
     sealed_again(Path("evil.ckpt"))
     sealed_again(Path("pickle.ckpt"))
-    torch.save({"state_dict": {"a": torch.ones(1)}, "evil": Evil(tmp_path / "ran")}, "stranger.ckpt")
+    torch.save({"state_dict": {"a": torch.ones(1)}, "evil": Payload(tmp_path / "ran")}, "stranger.ckpt")
     torch.save({"state_dict": {"wide": torch.ones(2, dtype=torch.complex128)}}, "wide.ckpt")
     torch.save({"weights": {}}, "other.ckpt")
     Path("text.ckpt").write_text("a text")
@@ -204,7 +204,7 @@ REFUSED = [
     ("consolidate torn.ckpt new", "consolidate got torn.ckpt, expected .* there is no manifest.json in it."),
     ("consolidate missing.ckpt new", "missing.ckpt is damaged: state.ckpt is missing."),
     ("consolidate evil.ckpt new", r"evil.ckpt contains more than tensors .* torch.load\(..., weights_only=False\)"),
-    ("consolidate pickle.ckpt new", "pickle.ckpt contains more .*: its .metadata refers to posix.mkdir, which is"),
+    ("consolidate pickle.ckpt new", "pickle.ckpt contains more .*: its .metadata refers to posix.system, which is"),
     ("consolidate good.ckpt file.ckpt", "file.ckpt exists already. Choose another name, or remove it first."),
     ("consolidate good.ckpt dangling.ckpt", "dangling.ckpt exists already."),
     ("consolidate good.ckpt text.ckpt/new", "text.ckpt/new cannot be written: text.ckpt is a file, expected a folder."),
