@@ -13,7 +13,8 @@ from lightning.pytorch.loggers import CSVLogger, MLFlowLogger, TensorBoardLogger
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from trainer import Trainer, log_images
+from tests.support import make_trainer
+from trainer import log_images
 
 IMAGES = torch.tensor([[[[0.0, 1.0], [0.5, 2.0]]], [[[1.0, 0.0], [0.25, -1.0]]]])  # two grey ones of 2x2 pixels
 PIXELS = np.array([[[0, 255], [128, 255]], [[255, 0], [64, 0]]], dtype=np.uint8)
@@ -29,10 +30,8 @@ class Shows(BoringModel):
 
 
 def fit(loggers: list, folder: Path, model: BoringModel) -> None:
-    Trainer(
-        max_steps=2, limit_val_batches=1, val_check_interval=2, logger=loggers, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False, default_root_dir=folder, num_sanity_val_steps=1,
-    ).fit(model)  # fmt: skip
+    limits = {"max_steps": 2, "limit_val_batches": 1, "val_check_interval": 2, "num_sanity_val_steps": 1}
+    make_trainer(folder, logger=loggers, **limits).fit(model)
 
 
 @pytest.mark.whole

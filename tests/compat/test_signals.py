@@ -262,8 +262,7 @@ def test_forked_worker_is_not_the_run(tmp_path: Path) -> None:
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
 
     trainer = ours(max_epochs=1, callbacks=[Does("train", fork)])
-    with warnings.catch_warnings(action="ignore", category=DeprecationWarning):  # about forks in a process with threads
-        trainer.fit(Learner(), data(8))
+    trainer.fit(Learner(), data(8))
     assert trainer.state.finished
 
 
@@ -277,8 +276,7 @@ def test_signal_to_everything_does_not_end_the_workers(tmp_path: Path) -> None:
 
     does, saver = Does("train", to_all), ModelCheckpoint(tmp_path, save_top_k=0)
     trainer = ours(max_epochs=1, enable_checkpointing=True, callbacks=[saver, does])
-    about_forks = warnings.catch_warnings(action="ignore", category=DeprecationWarning)
-    with about_forks, pytest.raises(SystemExit):
+    with pytest.raises(SystemExit):
         trainer.fit(Learner(), data(20, num_workers=2, multiprocessing_context="fork"))
     assert torch.load(tmp_path / "interrupted.ckpt", weights_only=True)["global_step"] == 3
     assert multiprocessing.active_children() == []
