@@ -930,3 +930,163 @@ class ManualTooFast(Divergence):
         optimizer.zero_grad()
         self.manual_backward(super().training_step(batch, batch_idx))
         optimizer.step()
+
+
+# --- kinds that a second set of programs added ------------------------------------------------------------------------
+
+
+class FillValue(Data):
+    """A climate record has the fill value 9.97e36, and its square overflows float32."""
+
+    @classmethod
+    def change(cls, batches):
+        batches[4][0][6, 3] = 9.96921e36
+        return batches
+
+
+class ShortIds(Data):
+    """Identifiers were stored as 16-bit integers, and one of a bag is negative."""
+
+    def build(self):
+        self.bag = nn.EmbeddingBag(40000, CLASSES)
+
+    @classmethod
+    def change(cls, batches):
+        ids = [torch.randint(0, 30000, (SIZE, 5), generator=generator(index)) for index in range(BATCHES)]
+        ids[7][2, 1] = 33000 - 2**16
+        return [[one, y] for one, (_, y) in zip(ids, batches, strict=True)]
+
+    def training_step(self, batch, batch_idx):
+        ids, y = batch
+        return F.mse_loss(self.bag(ids), y)
+
+
+class SmoothedMask(Model):
+    """A label has a logit of -inf because of a mask, and label smoothing gives it a probability."""
+
+    @classmethod
+    def change(cls, batches):
+        masks = [torch.zeros(SIZE, CLASSES, dtype=torch.bool) for _ in batches]
+        masks[6][1, 3] = True
+        return [[x, y.argmax(dim=1).clamp(max=2), mask] for (x, y), mask in zip(batches, masks, strict=True)]
+
+    def training_step(self, batch, batch_idx):
+        x, y, mask = batch
+        logits = self(x).masked_fill(mask, -math.inf)
+        return F.cross_entropy(logits, y, label_smoothing=0.1)
+
+
+class TimeZero(Model):
+    """A diffusion model divides by the noise level of a random time, which is 0 at time 0."""
+
+    precision = "bf16-mixed"
+
+    def build(self):
+        self.net = nn.Sequential(nn.Linear(WIDTH + 1, 32), nn.ReLU(), nn.Linear(32, WIDTH))
+        self.register_buffer("levels", torch.linspace(0, 1, 100))
+
+    def training_step(self, batch, batch_idx):
+        x, _ = batch
+        level = self.levels[torch.randint(0, 100, (SIZE,), device=x.device)][:, None]
+        noisy = x + level * torch.randn_like(x)
+        noise = (noisy - self(torch.cat([noisy, level], dim=1))) / level
+        return F.mse_loss(noise * level, noisy - x)
+
+
+class NegativeDeviation(Model):
+    """The standard deviation of a likelihood is the output of a layer; the logarithm of a negative one is NaN, but its
+    gradient is finite."""
+
+    optimizer = torch.optim.Adam
+    lr = 0.01
+
+    def build(self):
+        self.body = nn.Sequential(nn.Linear(WIDTH, 32), nn.ReLU())
+        self.mean, self.deviation = nn.Linear(32, CLASSES), nn.Linear(32, CLASSES)
+        nn.init.constant_(self.deviation.bias, 0.8)
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        hidden = self.body(x)
+        deviation = self.deviation(hidden)
+        errors = (self.mean(hidden) - y) ** 2 / (deviation**2 + 0.1)
+        return (deviation.log() + errors).mean()
+
+
+class LogTargetTrue16(Model):
+    """The logarithm of a target of 0, and the weights are in bfloat16: not an overflow of 16 bits."""
+
+    precision = "bf16-true"
+    lr = 0.01
+
+    @classmethod
+    def change(cls, batches):
+        batches = [[x, y.abs() + 0.5] for x, y in batches]
+        batches[5][1][3, 0] = 0.0
+        return batches
+
+    def training_step(self, batch, batch_idx):
+        x, y = (one.to(self.dtype) for one in batch)
+        return F.mse_loss(self(x), y.log())
+
+
+class PaddedSample(Forward):
+    """A mask of -1e5 is -inf in float16. The loss ignores the sample with only padding, but its gradients are NaN."""
+
+    def build(self):
+        self.embedding, self.key, self.head = nn.Embedding(10, 16), nn.Linear(16, 16), nn.Linear(16, 10)
+
+    @classmethod
+    def batches(cls):
+        batches = [torch.randint(1, 10, (SIZE, 6), generator=generator(index)) for index in range(BATCHES)]
+        batches[5][2] = 0
+        return [[tokens] for tokens in batches]
+
+    def training_step(self, batch, batch_idx):
+        (tokens,) = batch
+        x = self.embedding(tokens)
+        scores = self.key(x) @ self.key(x).transpose(1, 2)
+        mask = ((tokens == 0)[:, None] * -1e5).to(scores.dtype)
+        logits = self.head((scores + mask).softmax(dim=-1).to(x.dtype) @ x)
+        return F.cross_entropy(logits.flatten(0, 1), tokens.flatten(), ignore_index=0)
+
+
+class BrokenVariance(Weights):
+    """A pretrained, frozen BatchNorm has a NaN in its running variance."""
+
+    precision = "bf16-mixed"
+
+    def build(self):
+        self.backbone = nn.Sequential(nn.Linear(WIDTH, 32), nn.BatchNorm1d(32), nn.ReLU()).requires_grad_(False)
+        self.head = nn.Linear(32, CLASSES)
+        self.backbone[1].running_var[5] = math.nan
+
+    def on_train_epoch_start(self):
+        self.backbone.eval()
+
+    def forward(self, x):
+        return self.head(self.backbone(x))
+
+
+class EpsOfZero(Underflow):
+    """An eps of 0, and an input that is always 0: Adam divides 0 by 0."""
+
+    precision = "32-true"
+
+    @classmethod
+    def change(cls, batches):
+        for x, _ in batches:
+            x[:, 2] = 0.0
+        return batches
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=1e-3, eps=0.0)
+
+
+class RatePeaks(Healthy):
+    """A schedule has short peaks of the learning rate, and the loss recovers from them."""
+
+    def configure_optimizers(self):
+        optimizer = super().configure_optimizers()
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 30.0 if step % 36 in (20, 21, 22) else 1.0)
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]

@@ -113,14 +113,16 @@ def apply(program: type[Program], remedy: str, folder: Path) -> Result:
     """Run the program with the remedy."""
     choice = re.search(r"\bprecision=(.+?)(?=, and in |$)", remedy)
     options = {} if choice is None else {"precision": eval(choice[1], {"MixedPrecision": MixedPrecision})}
-    if found := re.search(r"leave out samples in which (.+?) is (not finite|outside (-?\d+) to (\d+))", remedy):
+    if found := re.search(
+        r"leave out samples in which (.+?) (is not finite|is outside (-?\d+) to (\d+)|exceeds ([-+.e\d]+))", remedy
+    ):
         return run(program, folder, batches=_without(program.batches(), found))
     if " write: " in remedy or "remove torch.autocast" in remedy:
         file = Path(str(sys.modules[program.__module__].__file__))
         return run(_edited_copy(file, edits_in(remedy, file.name), folder, program.__name__), folder, **options)
     if options:
         return run(program, folder, **options)
-    if found := re.fullmatch(r"(momentum|weight_decay|maximize)=(\S+)", remedy):
+    if found := re.fullmatch(r"(momentum|weight_decay|maximize|eps)=(\S+)", remedy):
         return run(program, folder, callbacks=[Setting(found[1], ast.literal_eval(found[2]))])
     if found := re.search(r"a schedule that stays at lr=([-+.e\d]*\d)", remedy):
         return run(program, folder, callbacks=[Cap(float(found[1]))])
@@ -170,10 +172,10 @@ def _edited_copy(file: Path, edits: list[tuple[int, str]], folder: Path, name: s
 def _without(batches: list[Any], found: re.Match[str]) -> list[Any]:
     kept = []
     for batch in batches:
-        tensor: Tensor = eval(found[1], {"batch": batch})
-        rows = tensor.reshape(len(tensor), -1)
-        good = rows.isfinite() if found[3] is None else (rows >= int(found[3])) & (rows <= int(found[4]))
-        index = good.all(dim=1)
+        tensors = [eval(name, {"batch": batch}) for name in found[1].split(" or ")]
+        rows = torch.cat([tensor.reshape(len(tensor), -1).double() for tensor in tensors], dim=1)
+        low, high = (int(found[3]), int(found[4])) if found[3] else (-math.inf, float(found[5] or math.inf))
+        index = (rows.isfinite() & (rows >= low) & (rows <= high)).all(dim=1)
         if index.any():
             names = batch.keys() if isinstance(batch, dict) else range(len(batch))
             parts = {name: part[index] if isinstance((part := batch[name]), Tensor) else part for name in names}

@@ -24,7 +24,10 @@ def programs(*rows: tuple[str, ...]) -> list[Any]:
 
 
 @pytest.mark.parametrize(
-    "name", programs(*zip(["Settling", "InfiniteMask", "MissingValues", "RareOverflow", "Gan", "Outlier", "Saturated"]))
+    "name",
+    programs(
+        *zip(["Settling", "InfiniteMask", "MissingValues", "RareOverflow", "Gan", "Outlier", "Saturated", "RatePeaks"])
+    ),
 )
 def test_no_alarm(tmp_path, name):
     assert run(PROGRAMS[name], tmp_path).verdict == "healthy"
@@ -63,7 +66,7 @@ def test_weights_that_other_code_breaks(tmp_path, program, step, precision, name
     assert "Verdict: weights" in text
     assert f"between the forward passes of steps {step - 1} and {step}, but stay finite" in text
     assert "code other than the optimizer has changed them" in text
-    assert f"writes to {names} after step {step - 1}" in text
+    assert f"writes to {names} after step {step - 1}, in Breaks.on_train_batch_start (test_diagnose.py:" in text
 
 
 def test_weights_that_are_not_trained(tmp_path):
@@ -160,6 +163,15 @@ def test_two_statements_are_changed_together(tmp_path):
         ("BackwardByHand", "div in the backward pass", "direction = x / length.clamp(min=1e-06)"),
         ("OwnAutocast16", "matmul in OwnAutocast16.training_step", "remove torch.autocast in posted.py:"),
         ("CastAfterProduct", "mul in CastAfterProduct", "precision='bf16-mixed', and in posted.py:"),
+        ("FillValue", "batch[0] is up to 9.97e+36 in samples 6, and up to 3.27", "abs(batch[0]) exceeds 1000; in this"),
+        ("ShortIds", "out of range in samples 2: got -32536, expected 0 to 39999", "outside 0 to 39999"),
+        ("SmoothedMask", "cross_entropy in the forward pass", "F.cross_entropy(logits.clamp(min=-10000.0), y"),
+        ("TimeZero", "div in the forward pass", "/ level.clamp(min=1e-06)  [tried: the batch is finite"),
+        ("NegativeDeviation", "log in the forward pass", "deviation.clamp(min=1e-06).log()"),
+        ("LogTargetTrue16", "Not finite in float32 either: log", "y.clamp(min=1e-06).log()"),
+        ("PaddedSample", "softmax in PaddedSample.training_step makes nan in float16", "precision='bf16-mixed'"),
+        ("BrokenVariance", "backbone.1.running_var", "running_var'), 1, 1, 1)  [tried: the batch is finite"),
+        ("EpsOfZero", "AdamW divides by eps=0", "Remedy: eps=1e-08"),
         ("AllIgnoredByModule", "'criterion' (CrossEntropyLoss)", "self.criterion(self(x), y).nan_to_num(0.0)"),
     ),
 )
@@ -205,7 +217,7 @@ def test_error_after_a_gradient_that_was_not_finite(tmp_path):
 
 def test_underflow_in_epochs_shorter_than_the_logging_interval(tmp_path):
     text = run(PROGRAMS["TinyLoss"], tmp_path, log_every_n_steps=20, enable_checkpointing=True).text
-    assert "Verdict: underflow: gradients vanish in float16 (step 19," in text
+    assert "Verdict: underflow: small numbers become 0 (step 19," in text
 
 
 def test_loss_with_finite_gradients_in_a_window(tmp_path):

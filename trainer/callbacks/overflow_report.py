@@ -532,11 +532,19 @@ def _values_of(losses: list[Tensor]) -> list[float]:
 
 
 def _has_grown(fit: _Fit, losses: list[float]) -> bool:
-    """Return whether the median of the last third of the losses is much larger than the lowest such median so far."""
+    """Return whether the median of the last third of the losses is much larger than the lowest such median so far.
+
+    Losses that recover from a peak with a higher learning rate, to less than half of it, have not grown.
+    """
     lowest = fit.lowest if math.isfinite(fit.lowest) else min(losses[:3])
-    last = statistics.median(losses[-max(3, len(losses) // 3) :])
+    third = losses[-max(3, len(losses) // 3) :]
+    last, peak = statistics.median(third), max(statistics.median(third[at : at + 3]) for at in range(len(third) - 2))
     fit.lowest = min(lowest, last)
-    return last - lowest > _GROWTH_FACTOR * abs(lowest)
+    was_higher = any(
+        rate > 2 * group["lr"] for batch in fit.recent for rate, group in zip(batch.rates, fit.groups, strict=True)
+    )
+    recovers = was_higher and statistics.median(third[-3:]) < peak / 2
+    return last - lowest > _GROWTH_FACTOR * abs(lowest) and not recovers
 
 
 def _examines_single(trainer: Trainer, fit: _Fit, step: int) -> bool:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from trainer.data.samples import named_tensors_in, tensors_in
 from trainer.errors import join_first
 from trainer.module_tree import is_dense
+from trainer.packages import is_users_file
 from trainer.postmortem import remedies, rewrite
 from trainer.postmortem.examine import Finding, examine
 from trainer.postmortem.out_of_range import MESSAGE, OutOfRange, RaisedCall
@@ -40,6 +41,17 @@ _TINY = 2.0**-24
 """Smaller relative changes of a weight are rounded away in float32."""
 _MAX_EDITS = 3
 """Maximum number of statements to change together."""
+_LARGE = 1e6
+"""Larger inputs of an operation have grown without bound."""
+_LARGEST_LOSS = 1e30
+"""A larger loss with a changed line is an infinity that ``nan_to_num`` has replaced by the largest number."""
+_BETWEEN_STEPS = (
+    "on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping", "optimizer_step",
+    "optimizer_zero_grad", "on_before_zero_grad", "on_after_optimizer_step", "lr_scheduler_step", "on_train_batch_end",
+    "on_train_batch_start", "on_train_epoch_end", "on_train_epoch_start", "on_validation_start", "on_validation_end",
+)  # fmt: skip
+"""Hooks between a backward pass and the next forward pass."""
+_TRANSFER_HOOKS = ("on_after_batch_transfer", "on_before_batch_transfer")
 _COMPARED = 5
 """Maximum number of batches to compare."""
 
@@ -130,7 +142,9 @@ def _explain_or_reuse(trainer: Trainer, case: Case, finding: Finding) -> Diagnos
     if not finding.fails and case.trigger == "loss" and case.before:  # the weights have changed since
         with remedies.weights_of(trainer, case.before):
             second = examine(trainer, case.batches, case.scale)
-            return None if second is None else _explain(trainer, case, second)
+            if second is None or second.fails or trainer.world_size > 1:
+                return None if second is None else _explain(trainer, case, second)
+        return _repeat_steps(trainer, case, finding)
     return _explain(trainer, case, finding)
 
 
@@ -147,12 +161,14 @@ def _explain(trainer: Trainer, case: Case, finding: Finding) -> Diagnosis | None
     if finding.broken_batch and (found := _data(trainer, case, finding, failing)) is not None:
         return found
     if not finding.fails:
-        grown = case.trigger == "growth" and _has_diverged(trainer, case, failing)
+        grown = case.trigger == "growth" and _has_diverged(trainer, case, failing, finding.origin)
         return _divergence(trainer, case, finding) if grown else None
+    if finding.outliers and finding.is_hopeless and (found := _outliers(trainer, case, finding, failing)) is not None:
+        return found
     full = _in_float32(trainer, case)
     fits = finding.largest_scale
     diverged: Diagnosis | None = None
-    if (finding.is_hopeless or fits < LOW_SCALE) and _has_diverged(trainer, case, failing):
+    if (finding.is_hopeless or fits < LOW_SCALE) and _has_diverged(trainer, case, failing, finding.origin):
         diverged = _divergence(trainer, case, finding)
     if diverged is not None and (diverged.tried or case.growth or not _rates_are_finite(trainer)):
         return diverged
@@ -163,7 +179,7 @@ def _explain(trainer: Trainer, case: Case, finding: Finding) -> Diagnosis | None
             return buffers
         model = _model(trainer, case, full or finding, is_float32=full is not None)
         return model if model.tried or diverged is None else diverged
-    if finding.is_hopeless and (not math.isfinite(finding.loss) or finding.error):
+    if finding.is_hopeless and finding.origin is not None and finding.origin.phase == "forward":
         return _precision(trainer, case, finding, "forward")
     is_settling = fits >= trainer.scaler.min_scale and (
         fits >= LOW_SCALE or remedies.underflow(trainer, case.batches, fits).get("", 0.0) <= MAX_UNDERFLOW
@@ -173,7 +189,7 @@ def _explain(trainer: Trainer, case: Case, finding: Finding) -> Diagnosis | None
 
 def _in_float32(trainer: Trainer, case: Case) -> Finding | None:
     """Return the finding of a replay in float32, or None if the module cannot run in float32."""
-    if trainer.engine.gradients.are_parts or has_half_weights(trainer.lightning_module):
+    if trainer.engine.gradients.are_parts:
         return None  # if one rank raises in a sharded forward pass, the others wait for it
     full = examine(trainer, case.batches, 1.0, FLOAT32)
     return None if full is None or full.error else full
@@ -184,6 +200,8 @@ def _in_float32(trainer: Trainer, case: Case) -> Finding | None:
 
 def _data(trainer: Trainer, case: Case, finding: Finding, failing: Sequence[RecordedBatch]) -> Diagnosis | None:
     left_out = tuple(sorted({index for rows in finding.broken_batch.values() for index in rows}))
+    names = " or ".join(finding.broken_batch)
+    hook = next((f" after {one}" for one in _TRANSFER_HOOKS if trainer.loop.hooks.override_of(one) is not None), "")
     cured = examine(trainer, failing or case.batches, min(case.scale, 1.0), Variant(without=left_out))
     name = next(iter(finding.broken_batch))
     # whether an operation made a number that is not finite out of finite ones
@@ -196,9 +214,27 @@ def _data(trainer: Trainer, case: Case, finding: Finding, failing: Sequence[Reco
         tensors, which, tried = join_first(finding.broken_batch, 4), "", ""
     return _diagnosis(
         case, finding, "data",
-        f"The batch is not finite: {tensors}.",
-        f"leave out samples in which {name} is not finite{which}.",
+        f"The batch is not finite{hook}: {tensors}.",
+        f"leave out samples in which {names} is not finite{which}.",
         tried=tried, alternative=f"replace the values: {name}.nan_to_num_(0, 0, 0)", key=name,
+    )  # fmt: skip
+
+
+def _outliers(trainer: Trainer, case: Case, finding: Finding, failing: Sequence[RecordedBatch]) -> Diagnosis | None:
+    """Explain samples with numbers far above those of the others, if the batch is finite without them."""
+    left_out = tuple(sorted({index for rows, _ in finding.outliers.values() for index in rows}))
+    cured = examine(trainer, failing or case.batches, min(case.scale, 1.0), Variant(without=left_out))
+    if cured is None or cured.is_hopeless:
+        return None
+    name, (rows, usual) = next(iter(finding.outliers.items()))
+    samples, limit = join_first(rows, 8), 10.0 ** math.ceil(math.log10(max(usual, 1.0)) + 2)
+    return _diagnosis(
+        case, finding, "data",
+        f"{name} is up to {finding.ranges[name]:.3g} in samples {samples}, and up to {usual:.3g} in the others.",
+        f"leave out samples in which abs({name}) exceeds {limit:g}; in this batch: {samples}.",
+        tried="without them the batch is finite",
+        alternative=f"replace the values: {name}.clamp_(-{limit:g}, {limit:g})",
+        key=name,
     )  # fmt: skip
 
 
@@ -299,6 +335,8 @@ def _failure_with(trainer: Trainer, case: Case, change: rewrite.Change, variant:
             tried = examine(trainer, case.batches, 1.0, one)
             if tried is None or tried.is_hopeless or (one.dtype is not None and tried.fails):
                 return tried or failure
+            if abs(tried.loss) > _LARGEST_LOSS:
+                return failure
         after = remedies.losses(trainer, others)
     pairs = [(a, b) for a, b in zip(before, after, strict=True) if math.isfinite(a)]
     usual = statistics.median([abs(a) for a, _ in pairs] or [0.0])
@@ -399,7 +437,10 @@ def _weights(trainer: Trainer, case: Case, finding: Finding) -> Diagnosis | None
 
 
 def _repeat_steps(trainer: Trainer, case: Case, finding: Finding) -> Diagnosis | None:
-    """Repeat the steps since the earlier weights. Explain the first batch that fails or, if none does, the steps."""
+    """Repeat the steps since the earlier weights. Explain the first batch that fails or, if none does, the steps.
+
+    If no batch fails, and the steps draw random numbers, the last batch is repeated with others.
+    """
     batches = [*case.recent, *case.batches]
     repeated = [batch for batch in batches if batch.step >= case.weights_step]
     is_whole = bool(repeated) and repeated[0].step == case.weights_step and remedies.can_step(trainer)
@@ -408,16 +449,24 @@ def _repeat_steps(trainer: Trainer, case: Case, finding: Finding) -> Diagnosis |
         usual = [abs(loss) for loss in remedies.losses(trainer, batches) if math.isfinite(loss)]
     limit = _DIVERGENCE_FACTOR * max(usual, default=1.0) if case.growth else math.inf
     recorded, weights = remedies.repeat(trainer, repeated if is_whole else batches, case.before, limit)
+    fails = recorded is None and bool(weights)
+    if not weights:
+        weights = case.before if finding.broken_weights else {}
+        with remedies.weights_of(trainer, weights):
+            recorded = remedies.failing_draw(trainer, case.batches)
     if recorded is not None:
         with remedies.weights_of(trainer, weights):
             found = examine(trainer, [recorded], case.scale)
+            fails = found is not None and found.fails
             if found is not None and found.is_hopeless:
                 one = replace(case, batches=[recorded], step=recorded.step)
                 if (verdict := _explain(trainer, one, found)) is not None:
                     return verdict
+    if not finding.broken_weights:
+        return None
     if (verdict := _optimizer(trainer, case, finding)) is not None:
         return verdict
-    if weights or case.growth or not _rates_are_finite(trainer):
+    if fails or case.growth or not _rates_are_finite(trainer):
         return _divergence(trainer, case, finding)
     if recorded is not None or not is_whole:
         return _unknown_cause(trainer, case, finding)
@@ -428,14 +477,27 @@ def _repeat_steps(trainer: Trainer, case: Case, finding: Finding) -> Diagnosis |
         certain = finding.broken_weights
     names = join_first(certain, 4) if certain else "Weights"
     state = "" if not case.weights_step else ", or the optimizer had a state that was not finite"
+    hooks = join_first(_hooks_between_steps(trainer), 3)
     return _diagnosis(
         case, finding, "weights",
         f"{names} became non-finite between the forward passes of steps {case.step - 1} and {case.step}, but stay"
         f" finite if the steps are repeated: code other than the optimizer has changed them{state}.",
-        "find the code, such as a hook or a callback, that writes to "
-        f"{repr(certain[0]) if certain else 'weights'} after step {case.step - 1}.",
+        f"find the code{'' if hooks else ', such as a hook or a callback,'} that changes gradients or writes to"
+        f" {repr(certain[0]) if certain else 'weights'} after step {case.step - 1}{hooks and ', in '}{hooks}.",
         key=names,
     )  # fmt: skip
+
+
+def _hooks_between_steps(trainer: Trainer) -> list[str]:
+    """Return the user's hooks that run between a backward pass and the next forward pass, each with its line."""
+    owners = {type(owner): None for owner in (trainer.lightning_module, *trainer.callbacks)}
+    hooks = [(owner.__name__, getattr(owner, name, None)) for owner in owners for name in _BETWEEN_STEPS]
+    codes = {code: owner for owner, hook in hooks if (code := getattr(hook, "__code__", None)) is not None}
+    return [
+        f"{owner}.{code.co_name} ({Path(code.co_filename).name}:{code.co_firstlineno})"
+        for code, owner in codes.items()
+        if is_users_file(code.co_filename)
+    ]
 
 
 def _optimizer(trainer: Trainer, case: Case, finding: Finding) -> Diagnosis | None:
@@ -445,11 +507,11 @@ def _optimizer(trainer: Trainer, case: Case, finding: Finding) -> Diagnosis | No
             eps, dtypes = group.get("eps", 1.0), {parameter.dtype for parameter in group["params"]}
             if dtype := next((one for one in dtypes if not torch.tensor(eps, dtype=one)), None):
                 name = str(dtype).removeprefix("torch.")
+                remedy = remedies.other_precision("16-mixed") if eps else remedies.optimizer_setting("eps=1e-08")
                 return _diagnosis(
                     case, finding, "underflow",
                     f"{type(optimizer).__name__} divides by eps={eps:g}, which is 0 in the weights' dtype, {name}.",
-                    remedies.other_precision("16-mixed"),
-                    alternative=remedies.other_precision("bf16-mixed"), key="eps",
+                    remedy, alternative=remedies.other_precision("bf16-mixed") if eps else "", key="eps",
                 )  # fmt: skip
     return None
 
@@ -477,7 +539,8 @@ def _buffers(trainer: Trainer, case: Case, finding: Finding) -> Diagnosis | None
     if not broken:
         return None
     current, batches = buffers | attributes, [batch._replace(buffers=None) for batch in case.batches]
-    with remedies.weights_of(trainer, {name: current[name].nan_to_num(0, 0, 0) for name in broken}):
+    usual = {name: int(name.endswith("running_var")) for name in broken}  # a variance of 0 is a division by about 0
+    with remedies.weights_of(trainer, {name: current[name].nan_to_num(*[one] * 3) for name, one in usual.items()}):
         cured = examine(trainer, batches, 1.0)
     if cured is None or cured.fails:
         return None
@@ -485,7 +548,9 @@ def _buffers(trainer: Trainer, case: Case, finding: Finding) -> Diagnosis | None
         case, finding, "weights",
         f"{'Buffers' if began else 'Tensors in attributes'} were not finite{began}: {join_first(broken, 4)}.",
         f"load or compute other {'buffers' if began else 'values'}. If there are none: "
-        + "; ".join(f"torch.nan_to_num_({code}, 0, 0, 0)" for code in list(broken.values())[:4]),
+        + "; ".join(
+            f"torch.nan_to_num_({code}{f', {usual[name]}' * 3})" for name, code in list(broken.items())[:4]
+        ),
         tried="the batch is finite with it", key=next(iter(broken)),
     )  # fmt: skip
 
@@ -583,8 +648,11 @@ def _rates_are_finite(trainer: Trainer) -> bool:
     return all(math.isfinite(g["lr"]) for optimizer in trainer.optimizers for g in optimizer.param_groups)
 
 
-def _has_diverged(trainer: Trainer, case: Case, failing: Sequence[RecordedBatch]) -> bool:
-    """Return whether most of the recent batches have a much larger loss than with earlier weights, in float32."""
+def _has_diverged(trainer: Trainer, case: Case, failing: Sequence[RecordedBatch], origin: Origin | None) -> bool:
+    """Return whether most of the recent batches have a much larger loss than with earlier weights, in float32.
+
+    If no loss is finite any more, return False if an operation is not defined for its input, such as log(-1).
+    """
     if not _rates_are_finite(trainer):
         return True
     if not case.before or trainer.world_size > 1:
@@ -597,8 +665,12 @@ def _has_diverged(trainer: Trainer, case: Case, failing: Sequence[RecordedBatch]
     if not pairs:
         return False
     usual = statistics.median(abs(b) for _, b in pairs)
-    worse = [not math.isfinite(a) or a - b > _DIVERGENCE_FACTOR * max(abs(b), usual) for a, b in pairs]
-    return sum(worse) > len(worse) / 2
+    if finite := [(a, b) for a, b in pairs if math.isfinite(a)]:
+        worse = [a - b > _DIVERGENCE_FACTOR * max(abs(b), usual) for a, b in finite]
+        return sum(worse) > len(worse) / 2
+    if origin is None or not origin.is_nan or origin.inputs is None:
+        return True
+    return bool(origin.inputs.not_finite) or origin.inputs.largest > _LARGE
 
 
 def are_finite(module: nn.Module, batch: Any = ()) -> bool:

@@ -35,6 +35,9 @@ _POWERS = (-128, 127)
 """Lowest and highest exponent in the search for a scale: those of float32, and -128 for "none". The search takes 8
 tests, because there are 256 exponents."""
 
+OUTLIER_FACTOR = 1e4
+"""An outlier exceeds the largest numbers of the other samples, and 1, by more than this factor."""
+
 Part = Callable[[Tensor], Tensor]
 
 
@@ -56,6 +59,8 @@ class Finding:
             if the failing gradients are all zero at this scale; inf if it was not determined.
         broken_weights: names of the parameters that were not finite before the step began.
         broken_batch: tensors of the batch that were not finite, each with the indices of the samples.
+        outliers: tensors of the batch with much larger numbers in a few samples, each with the indices of these samples
+            and the largest number of the others.
         ranges: largest absolute value of each floating-point tensor of the batch.
         error: the exception that ended the replay early.
         autocast: the place at which the code first enters a 16-bit autocast of its own; "" if it enters none.
@@ -73,6 +78,7 @@ class Finding:
     largest_scale: float = math.inf
     broken_weights: list[str] = field(default_factory=list)
     broken_batch: dict[str, list[int]] = field(default_factory=dict)
+    outliers: dict[str, tuple[list[int], float]] = field(default_factory=dict)
     ranges: dict[str, float] = field(default_factory=dict)
     error: str = ""
     autocast: str = ""
@@ -170,6 +176,7 @@ def _look_into(
     ]
     if recorded is not None:
         finding.broken_batch, finding.ranges = samples_not_finite(recorded.batch)
+        finding.outliers = _outlying_samples(recorded.batch)
 
     def on_loss(loss: Tensor) -> None:
         failed, trace.is_on = finding.fails, False  # at an earlier loss of a manual step
@@ -217,6 +224,24 @@ def samples_not_finite(batch: Any) -> tuple[dict[str, list[int]], dict[str, floa
         elif magnitude.not_finite:  # it belongs to all samples
             broken[name] = [*range(size)]
     return broken, ranges
+
+
+def _outlying_samples(batch: Any) -> dict[str, tuple[list[int], float]]:
+    """Return the samples with a number far above those of the others, such as a fill value (``Finding.outliers``)."""
+    outliers: dict[str, tuple[list[int], float]] = {}
+    size = batch_size(batch)
+    for name, tensor in named_tensors_in(batch, "batch"):
+        if (
+            is_dense(tensor)
+            and tensor.is_floating_point()
+            and tensor.dim()
+            and len(tensor) == size > 2 < tensor.numel()
+        ):
+            largest = tensor.detach().reshape(size, -1).abs().amax(dim=1).double()
+            rows = (largest > OUTLIER_FACTOR * largest.median().clamp(min=1)) & largest.isfinite()
+            if rows.any():
+                outliers[name] = rows.nonzero().flatten().tolist(), float(largest[~rows].max())
+    return outliers
 
 
 def _fits(loss: Tensor, scale: float, parameters: Mapping[str, Tensor], part: Part) -> bool:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-MESSAGE = re.compile("out of (range|bounds)|Class values must be|should be between 0 and 1")
+MESSAGE = re.compile("out of (range|bounds)|not in the valid range|Class values must be|should be between 0 and 1")
 """Part of torch's error messages."""
 _INDEX_THIRD = ("gather", "take_along_dim", "scatter", "scatter_add", "index_select", "index_add", "index_copy")
 _LABELS = ("cross_entropy", "nll_loss", "multi_margin_loss")

@@ -21,6 +21,7 @@ from trainer.postmortem.examine import Finding, examine
 from trainer.postmortem.recording import RecordedBatch
 from trainer.postmortem.replay import FLOAT32, UNCHANGED, Variant, backward, replay, run, undisturbed
 from trainer.precision.underflow import SMALLEST_NORMAL
+from trainer.state import random_states
 
 if TYPE_CHECKING:
     from trainer.trainer import Trainer
@@ -30,6 +31,8 @@ LOW_SCALE = 128.0
 _CHAIN = 8
 """Maximum number of modules to try in float32 together."""
 _PASSES, _RATES = 8, 8
+_DRAWS = 64
+"""Number of repetitions of a batch with other random numbers."""
 _GROWTH_FACTOR = 10.0
 _RELEVANT_RATIO = 1e-4
 """Gradient elements below this share of the parameter's largest one may vanish."""
@@ -276,7 +279,8 @@ def repeat(
     If :func:`can_step` is false, gradients are checked, but no step is taken.
 
     Returns:
-        A batch and weights. If a batch has a gradient that is not finite: this batch, and the finite weights before it.
+        A batch and weights. If a batch has a loss or gradient that is not finite: this batch with its random numbers,
+        and the finite weights before it.
         If a loss exceeds the limit, or weights are not finite although all gradients are: None and the current weights.
         If nothing fails: None and {}.
     """
@@ -287,14 +291,37 @@ def repeat(
             for group, own_rate in zip(groups, recorded.rates, strict=False):
                 group["lr"] = own_rate
             before = {name: parameter.detach().clone() for name, parameter in named.items()}
+            random_state = random_states.capture(trainer.engine.device)
             *found, are_finite = step(recorded, UNCHANGED)
             if not all(bool(value.isfinite().all()) for value in before.values()):
                 return None, before
-            if not are_finite:
-                return recorded, before
+            if not (are_finite and all(map(math.isfinite, found))):
+                return recorded._replace(random_state=random_state), before
             if any(not abs(loss) <= limit for loss in found):
                 return None, before
     return None, {}
+
+
+def failing_draw(trainer: Trainer, batches: Sequence[RecordedBatch]) -> RecordedBatch | None:
+    """Repeat batches with other random numbers. Return the first one that fails, with its random numbers, or None."""
+
+    def is_finite(loss: Tensor, watched: Mapping[str, Tensor]) -> bool:
+        gradients = backward(loss, 1.0, watched, lambda gradient: bool(gradient.isfinite().all()))
+        return bool(loss.isfinite().all()) and all(gradients.values())
+
+    if trainer.world_size > 1:
+        return None
+    draws = [*batches] * _DRAWS
+    passes = replay(trainer, draws, is_finite)
+    for recorded in draws:
+        random_state = random_states.capture(trainer.engine.device)
+        if not all(next(passes)):
+            passes.close()
+            return recorded._replace(random_state=random_state)
+        if random_state == random_states.capture(trainer.engine.device):
+            break  # draws no random numbers
+    passes.close()
+    return None
 
 
 def can_step(trainer: Trainer) -> bool:

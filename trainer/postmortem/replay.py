@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from copy import copy, deepcopy
 from functools import partial
 from inspect import currentframe
@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 from trainer.data.samples import batch_size, samples_of
 from trainer.engine.module_calls import ModuleCalls
 from trainer.loops.step_output import loss_in
-from trainer.module_tree import parameters_of
+from trainer.module_tree import is_dense, parameters_of
 from trainer.packages import is_frameworks_file
 from trainer.postmortem.recording import RecordedBatch
 from trainer.postmortem.state import ObjectState
@@ -50,8 +50,8 @@ class Variant(NamedTuple):
         modules: patterns of the modules that run in float32.
         cuda: whether autocast uses CUDA's lists of operations if the device is a CPU.
         without: indices of the samples to leave out. If no sample remains, all are replaced by zeros.
-        is_wide: whether 16-bit tensors of the batch, and casts in the code to 16 bits, become float32, and the code's
-            own autocast has no effect. No effect if the weights have 16 bits.
+        is_wide: whether 16-bit weights, buffers, tensors of the batch, and casts in the code to 16 bits, become
+            float32, and the code's own autocast has no effect.
         own_autocast: whether the code's own autocast to 16 bits has an effect.
     """
 
@@ -74,18 +74,15 @@ class Variant(NamedTuple):
         else:
             enabled = self.dtype is not torch.float32
             stack.enter_context(torch.autocast(device, self.dtype if enabled else torch.bfloat16, enabled))
-        if self._widens(trainer):
+        if self.is_wide:
             stack.enter_context(_Widen())
-        if self._widens(trainer) or not self.own_autocast:
+        if self.is_wide or not self.own_autocast:
             stack.enter_context(own_autocast(is_ignored=True))
         return stack
 
-    def _widens(self, trainer: Trainer) -> bool:
-        return self.is_wide and not has_half_weights(trainer.lightning_module)
-
-    def changed(self, batch: Any, trainer: Trainer) -> Any:
+    def changed(self, batch: Any) -> Any:
         """Return the batch in float32 if ``is_wide``, without the samples to leave out."""
-        if self._widens(trainer):
+        if self.is_wide:
             batch = apply_to_collection(batch, Tensor, lambda one: one.float() if one.dtype in _HALF else one)
         if not self.without:
             return batch
@@ -102,6 +99,22 @@ class _Widen(TorchFunctionMode):
         return func(
             *map(_widened_dtype, args), **{name: _widened_dtype(value) for name, value in (kwargs or {}).items()}
         )
+
+
+@contextmanager
+def _wide_weights(module: nn.Module) -> Iterator[None]:
+    """A context in which parameters and buffers of 16 bits have 32. Their gradients get 16 bits at its end."""
+    narrow = [one for one in (*module.parameters(), *module.buffers()) if one.dtype in _HALF and is_dense(one)]
+    values = [one.data for one in narrow]
+    for one in narrow:
+        one.data = one.data.float()
+    try:
+        yield
+    finally:
+        for one, value in zip(narrow, values, strict=True):
+            gradient, one.grad = one.grad, None
+            one.data = value
+            one.grad = None if gradient is None else gradient.to(value.dtype)
 
 
 def _widened_dtype(value: Any) -> Any:
@@ -138,7 +151,7 @@ def own_autocast(*, is_ignored: bool = False) -> Iterator[list[str]]:
 
 
 def has_half_weights(module: nn.Module) -> bool:
-    """Return whether the module has parameters of 16 bits, so that it cannot run in float32."""
+    """Return whether the module has parameters of 16 bits."""
     return any(parameter.dtype in _HALF for parameter in module.parameters())
 
 
@@ -246,14 +259,15 @@ def run(
 
     vars(module).update(manual_backward=manual_backward, clip_gradients=_nothing)
     takes_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
-    batch = variant.changed(recorded.batch, trainer)
-    with variant.applied(trainer):
-        output = engine.replay_step("training_step")(batch, *([recorded.batch_idx] if takes_index else []))
-    if not module.automatic_optimization:
-        return
-    loss, weight = loss_in(output)
-    if loss is not None and recorded.window.batch_weight != 0:
-        on_loss(copy(recorded.window).share(loss, weight))
+    batch = variant.changed(recorded.batch)
+    with _wide_weights(module) if variant.is_wide else nullcontext():
+        with variant.applied(trainer):
+            output = engine.replay_step("training_step")(batch, *([recorded.batch_idx] if takes_index else []))
+        if not module.automatic_optimization:
+            return
+        loss, weight = loss_in(output)
+        if loss is not None and recorded.window.batch_weight != 0:
+            on_loss(copy(recorded.window).share(loss, weight))
 
 
 def silence(module: nn.Module) -> None:
@@ -268,7 +282,7 @@ def replay(
     batches: Sequence[RecordedBatch],
     on_loss: Callable[[Tensor, Mapping[str, Tensor]], T],
     variant: Variant = UNCHANGED,
-) -> Iterator[list[T]]:
+) -> Generator[list[T]]:
     """Replay batches, and yield for each the results of ``on_loss``. All processes must call it together.
 
     Args:

@@ -16,7 +16,7 @@ TITLES = {
     "model": "model: the computation is the cause",
     "forward": "forward pass overflows in 16 bits",
     "backward": "backward pass overflows in 16 bits",
-    "underflow": "underflow: gradients vanish in float16",
+    "underflow": "underflow: small numbers become 0",
     "weights": "weights already not finite",
     "divergence": "divergence",
     "unknown": "unknown: the evidence is gone",

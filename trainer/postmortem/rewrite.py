@@ -42,7 +42,8 @@ HINTS = {
     "linear": "its input or weight is too large: initialize the weights with a smaller deviation, or add a"
     " normalization",
     "matmul": "its inputs are too large: add a normalization",
-    "cross_entropy": "all labels are ignored or have weight 0: divide the sum by the number of labels, at least 1",
+    "cross_entropy": "all labels are ignored or have weight 0: divide the sum by the number of labels, at least 1; or"
+    " a label has a logit of -inf: fill with -1e4",
 }
 OTHER_HINT = "limit its input to numbers with a finite result and a finite gradient"
 _LOW, _FILL, _ONE = {"min": 1e-6}, {"min": -1e4}, {"min": -1 + 1e-6, "max": 1 - 1e-6}
@@ -178,7 +179,8 @@ class _Guard(ast.NodeTransformer):
     Args:
         name: the name of the operation.
         kind: which guard to use: 0 for the most usual one. With 1, a quotient by about 0 becomes 0, an exponential fits
-            float16, a mean of nothing becomes 0, and of a product, the second factor is limited. With 2, the first one.
+            float16, a mean of nothing becomes 0, and of a product, the second factor is limited. With 2, the first one,
+            and the logits of a cross-entropy.
         module: the name of the module that calls the operation; "" for the LightningModule.
     """
 
@@ -223,6 +225,9 @@ class _Guard(ast.NodeTransformer):
         called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
         is_module = bool(self._module) and called == self._module
         if is_module or (self._kind and called == self._name in (*_MEAN_LOSSES, "mean")):
+            if self._name == "cross_entropy" and self._kind == 2 and node.args:
+                node.args[0] = _clamped(node.args[0], _FILL)
+                return node
             has_rule = self._name in (*_MEAN_LOSSES, "mean")
             return _expression(f"{ast.unparse(node)}.nan_to_num(0.0)") if has_rule else node
         if called != self._name:

@@ -34,6 +34,8 @@ _FILLS = (
     "empty", "empty_like", "new_empty",
 )  # fmt: skip
 """Operations that write an infinity on purpose, or nothing."""
+_LOSSES = ("cross_entropy", "nll_loss", "nll_loss_nd")
+"""Losses that are infinite if a logit of a mask, which is -inf, is that of a label."""
 _EQUIVALENT_NAMES = {
     "truediv": "div", "rtruediv": "div", "true_divide": "div", "divide": "div", "rdiv": "div", "div_": "div",
     "rpow": "pow", "pow_": "pow", "float_power": "pow", "nll_loss": "cross_entropy", "nll_loss_nd": "cross_entropy",
@@ -203,7 +205,12 @@ class Trace(TorchFunctionMode):
             # softmax itself makes nan from a row of nothing but -inf
             first.has_infinity = has_plus or (has_minus and "softmax" not in name)
             first.nan = self._record_origin(name, output, given, True)
-        elif (now_plus or now_minus) and not (has_plus or has_minus or has_nan) and first.inf is None:
+        elif (
+            (now_plus or now_minus)
+            and not (has_plus or has_nan)
+            and (not has_minus or name in _LOSSES)
+            and first.inf is None
+        ):
             first.inf = self._record_origin(name, output, given, False)
 
     def _record_origin(self, name: str, output: Tensor, given: list[Tensor], is_nan: bool) -> Origin:
