@@ -238,7 +238,7 @@ _PHASES: dict[str, tuple[str, str | tuple[str, ...]]] = {
     "update_weights": ("the weight update", "trainer.loops"),
     "step": ("the optimizer's step", ("torch.optim", "trainer.engine")),
 }
-"""Phases of a run, by the name of a function on the stack; each with the prefixes of the modules in which it counts."""
+"""By the name of a function on the stack: the phase, and the prefixes of modules that the function must be in."""
 
 
 def _phase(frames: Iterable[FrameType]) -> str:

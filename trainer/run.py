@@ -97,7 +97,8 @@ class Run:
         raise ``KeyboardInterrupt``.
 
         Raises:
-            ConfigurationError: if a fit is in progress, because two runs cannot share the Trainer.
+            ConfigurationError: if a fit is in progress, because two runs cannot share the Trainer. The fit's last
+                hooks (``on_train_end``, ``on_fit_end``, ``teardown``) may start a run.
         """
         state = self._trainer.state
         if state.fn is TrainerFn.FITTING and state.status is TrainerStatus.RUNNING:
@@ -184,8 +185,8 @@ class Run:
     def __call__(self, module: LightningModule, weights_only: bool | None) -> Any:
         """Execute the run in this process. Return the logged metrics of an evaluation, one dict for each dataloader.
 
-        The module is passed as an argument because launchers that spawn processes disable memory sharing only for
-        modules that they find in the arguments.
+        The module is an argument because a launcher that spawns processes gives each of them its own copy of the
+        weights only if it finds the module among the arguments.
         """
         trainer = self._trainer
         # set the references again, because a module and a datamodule are pickled without their trainer
@@ -213,7 +214,7 @@ class Run:
             assert trainer.state.stage is not None
             loop = trainer.eval_loops[trainer.state.stage]
             distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-            is_gloo = distributed and torch.distributed.get_backend() == "gloo"  # which cannot send inference tensors
+            is_gloo = distributed and torch.distributed.get_backend() == "gloo"  # gloo cannot send inference tensors
             preparation.evaluation(trainer.state.stage, inference_mode=trainer.inference_mode and not is_gloo)
             result = [to_scalars(metrics) for metrics in loop.run()]
         self._release()
@@ -385,7 +386,7 @@ class Run:
         return not all(map(loop.gradients.are_used, loop.optimizers))
 
     def _begin_training(self) -> None:
-        """Restore the state of this process from the checkpoint; in an elastic job without one, write the first.
+        """Restore the state of this process from the checkpoint. An elastic job without a checkpoint writes one.
 
         Called after ``on_train_start``. No code may draw random numbers between this call and the next batch.
         """

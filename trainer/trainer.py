@@ -1,7 +1,7 @@
 """The Trainer: arguments, components and public methods.
 
-The order of a run is in ``trainer/run.py``. To follow a run from ``fit`` to a module's ``training_step``, read four
-functions: ``Trainer.fit``, ``Run.__call__``, ``FitLoop.run``, ``FitLoop.train_batch``.
+``trainer/run.py`` contains the steps of a run, in order. To follow a run from ``fit`` to a module's ``training_step``,
+read four functions: ``Trainer.fit``, ``Run.__call__``, ``FitLoop.run``, ``FitLoop.train_batch``.
 """
 
 from __future__ import annotations
@@ -73,9 +73,9 @@ class Trainer(TrainerBase):
 
     Args:
         precision: a name (``"32-true"``, ``"16-mixed"``, ``"bf16-mixed"``, ``"fp8-mixed"``, ``"16-true"``,
-            ``"bf16-true"``, ``"64-true"``, ``"auto"``, or an alias) or a ``trainer.precision.Precision``. The Trainer
-            never replaces it silently: it raises an error if the device does not support the precision, and logs the
-            choice of ``"auto"``. Default: None, for ``"32-true"``.
+            ``"bf16-true"``, ``"64-true"``, ``"auto"``, or an alias) or a ``trainer.precision.Precision``. If the
+            device does not support the precision, the Trainer raises an error instead of using another one. The choice
+            of ``"auto"`` is logged. Default: None, for ``"32-true"``.
         accumulate_grad_batches: short for ``GradientAccumulation(batches)``. If fewer batches remain at the end of an
             epoch, the last step averages over these batches. Default: 1.
         gradient_clip_val, gradient_clip_algorithm: short for ``GradientClipping``. Default: None, no clipping.

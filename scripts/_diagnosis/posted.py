@@ -932,7 +932,7 @@ class ManualTooFast(Divergence):
         optimizer.step()
 
 
-# --- kinds that a second set of programs added ------------------------------------------------------------------------
+# --- kinds from a second set of programs ----------------------------------------------------------------------------
 
 
 class FillValue(Data):
@@ -945,7 +945,7 @@ class FillValue(Data):
 
 
 class ShortIds(Data):
-    """Identifiers were stored as 16-bit integers, and one of a bag is negative."""
+    """Identifiers were stored as 16-bit integers, so that one identifier in a bag is negative."""
 
     def build(self):
         self.bag = nn.EmbeddingBag(40000, CLASSES)
@@ -962,7 +962,7 @@ class ShortIds(Data):
 
 
 class SmoothedMask(Model):
-    """A label has a logit of -inf because of a mask, and label smoothing gives it a probability."""
+    """A mask sets the logit of a class to -inf, and label smoothing gives this class a probability."""
 
     @classmethod
     def change(cls, batches):
@@ -1014,7 +1014,7 @@ class NegativeDeviation(Model):
 
 
 class LogTargetTrue16(Model):
-    """The logarithm of a target of 0, and the weights are in bfloat16: not an overflow of 16 bits."""
+    """The logarithm of a target of 0 is -inf. The weights are in bfloat16, but bfloat16 is not the cause."""
 
     precision = "bf16-true"
     lr = 0.01
@@ -1031,7 +1031,7 @@ class LogTargetTrue16(Model):
 
 
 class PaddedSample(Forward):
-    """A mask of -1e5 is -inf in float16. The loss ignores the sample with only padding, but its gradients are NaN."""
+    """A mask of -1e5 is -inf in float16. The loss ignores a sample that is only padding, but its gradients are NaN."""
 
     def build(self):
         self.embedding, self.key, self.head = nn.Embedding(10, 16), nn.Linear(16, 16), nn.Linear(16, 10)

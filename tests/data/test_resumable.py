@@ -674,7 +674,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "batch_size": (lambda: shuffled(batch_size=3), "batch_size was 2 and is 3; the first .* samples"),
     "drop_last": (lambda: shuffled(drop_last=True), "drop_last was False and is True"),
     "samples": (lambda: shuffled(Noisy(8)), "the number of samples was 7 and is 8"),
-    "order": (lambda: shuffled(shuffle=False), r"first .* had the samples \[.*it has \[0, 1\]"),
+    "order": (lambda: shuffled(shuffle=False), r"first .* had the samples \[.*this batch has \[0, 1\]"),
     "world size": (
         lambda: shuffled(shuffle=False, sampler=DistributedSampler(range(7), 2, 0)),
         "the world size was 1 and is 2",
@@ -720,7 +720,7 @@ def test_order_that_is_another_one_later_is_seen() -> None:
         return DataLoader(Noisy(), 1, sampler=list(indices))
 
     _, checkpoints = trained(lambda: loader(0, 1, 2, 3), 1)
-    with pytest.raises(ResumeError, match=r"the last trained batch .* \[2\]; .*, but now it has \[3\]"):
+    with pytest.raises(ResumeError, match=r"the last trained batch .* \[2\]; .*, but now this batch has \[3\]"):
         resumed(loader(0, 1, 3, 2), checkpoints[2][1], 1)
 
 

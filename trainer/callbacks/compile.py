@@ -118,7 +118,7 @@ class Compile(RunCallback):
         self._warned = False
         options: dict[str, Any] = {"settings": self.settings, "reuses_memory": self._marks}
         parts = _parts(module) if self.modules is None else select_modules(module, self.modules, "Compile")
-        # a forward of the user's, in the class or in the instance
+        # the user may define a forward in the class, or in the instance
         has_own = plain_class(module).forward not in (LightningModule.forward, nn.Module.forward)
         whole = self.modules is None and (has_own or "forward" in vars(module)) and not _units(module)
         if not parts and not whole:

@@ -73,8 +73,8 @@ class _Fit:
         stored: the function to apply to a batch before it is stored in ``recent``.
         latest_batch: ``batches_started`` of the newest batch in ``recent``.
         losses: the losses since the last check, each with its step and loss scale; still scaled.
-        growth: largest of the latest losses, if they grew without bound, or fell (negative), before one that was not
-            finite. Otherwise 0.
+        growth: the largest of the last losses before one that was not finite, if the losses grew without bound
+            (positive) or fell without bound (negative). Otherwise 0.
         groups: the parameter groups, if their learning rates are numbers. Tensors change in place.
         skipped: the skipped steps since the last check.
         weights: copy of the weights at a step at which all values were finite. {} if they are large, or with several
@@ -534,7 +534,7 @@ def _values_of(losses: list[Tensor]) -> list[float]:
 def _has_grown(fit: _Fit, losses: list[float]) -> bool:
     """Return whether the median of the last third of the losses is much larger than the lowest such median so far.
 
-    Losses that recover from a peak with a higher learning rate, to less than half of it, have not grown.
+    Return False if the learning rate was higher before and the losses have fallen to less than half of their peak.
     """
     lowest = fit.lowest if math.isfinite(fit.lowest) else min(losses[:3])
     third = losses[-max(3, len(losses) // 3) :]

@@ -1,11 +1,11 @@
 """Read checkpoints with objects among the hyperparameters, without creating these objects.
 
 ``torch.load(weights_only=True)`` reads the whole file by its own rules. Classes and functions that only the
-hyperparameters refer to are registered as safe globals, but as classes that do nothing (:class:`StandIn`). So no name
-in the file is looked up, imported or called, whatever it contains, and objects elsewhere in it are rejected as usual.
+hyperparameters refer to are registered as safe globals, but as classes that do nothing (:class:`StandIn`). So none of
+these names is looked up, imported or called, whatever the file contains. Other objects in it are rejected as usual.
 
-These names are collected from an outline of the file. In the outline, each name is a class that records its arguments.
-An error in the outline is harmless: torch then rejects a name, or a stand-in appears in another place.
+The names are collected from an outline of the file. In the outline, each name is a class that records the arguments of
+its calls. An error in the outline is harmless: torch then rejects a name, or a stand-in appears in another place.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _lock = Lock()  # safe globals are global to the process
 
 
 class _StandInType(type):
-    """Distinguishes stand-ins from other classes, because a file may set the state of a stand-in that is a class."""
+    """Type of all stand-ins, registered so that a file may set the state of a stand-in class, but of no other class."""
 
 
 class StandIn(metaclass=_StandInType):
@@ -52,7 +52,7 @@ class StandIn(metaclass=_StandInType):
 
     stands_for: ClassVar[str] = "nested class or its object"
     made: ClassVar[Any] = None
-    """Makes the value that a call of this class returns. None for an object of this class."""
+    """Function that makes the value that a call of this class returns. Default: None, for an object of this class."""
 
     def __new__(cls, *arguments: Any, **named: Any) -> Any:
         """Ignore the arguments of the object's constructor."""
@@ -74,7 +74,7 @@ class _ObjectCall:
 
     names: ClassVar[tuple[str, ...]] = ()
     owner: ClassVar[Any] = None
-    """What the file calls for it, if that is no name."""
+    """If the file calls the result of another call to create the object: that call. Otherwise None."""
     made: ClassVar[Any] = None
     """Makes the list or dict that torch requires if the file appends to the object, or sets its items."""
 
@@ -120,7 +120,7 @@ class _CallableCall(_ObjectCall):
         return type("_ObjectCall", (_Result,), {"owner": [cls, arguments]})
 
 
-class _Outliner(pickle._Unpickler):  # in Python: operations of the C class cannot be removed
+class _Outliner(pickle._Unpickler):  # not the C class, because its operations cannot be removed
     """Read a pickle as containers, strings, numbers and `_ObjectCall`s."""
 
     dispatch: ClassVar[dict[int, Any]] = {

@@ -96,7 +96,7 @@ def check_replaceable(place: Path) -> None:
 
 @contextmanager
 def moved_aside(place: Path) -> Iterator[None]:
-    """Move an existing file or folder aside to make room for another. It is restored if the ``with`` block raises.
+    """Move an existing file or folder aside. After the ``with`` block it is removed, or restored if the block raised.
 
     Raises:
         IsADirectoryError: if it is a folder, but not a checkpoint.

@@ -246,7 +246,7 @@ class Composer:
         returned = run_job(task, config, "hydra.run.dir", None, HydraContext(self.loader, callbacks))
         callbacks.on_run_end(config=config, config_name=self.config_name, job_return=returned)
         if isinstance(error := returned._return_value, Exception):
-            raise error  # `returned.return_value` would print all overrides before
+            raise error  # `returned.return_value` would print all overrides first
 
     def sweep(self, arguments: Arguments, task: TaskFunction) -> None:
         """Run a sweep with Hydra. The launcher calls ``task`` for each job."""

@@ -85,7 +85,7 @@ def annotated(config: dict[Any, Any], known: Mapping[str, str], prefix: str = ""
     Args:
         config: plain containers.
         known: meanings by key.
-        prefix: key of the node that contains ``config``, with a dot. Default: "", for a whole config.
+        prefix: key of the node ``config`` with a dot after it. Default: "", for a whole config.
     """
     for name, value in config.items():
         line = "  " * prefix.count(".") + f"{name}:"

@@ -64,7 +64,8 @@ def apply(arguments: Arguments) -> None:
     arguments.flags["--config-name"] = RESTORED
     if is_first() and not is_quiet() and not arguments.shows:
         remark = ""
-        with suppress(OSError, ValueError, KeyError, TypeError, RecursionError, yaml.YAMLError):  # it is unknown
+        # the folder in which the run was started may be unknown
+        with suppress(OSError, ValueError, KeyError, TypeError, RecursionError, yaml.YAMLError):
             saved = yaml.safe_load((run / ".hydra" / "hydra.yaml").read_text(encoding="utf-8"))
             if (started := saved["hydra"]["runtime"]["cwd"]) != str(Path.cwd()):
                 remark = f" The run was started in {started}."

@@ -130,7 +130,7 @@ def run(config: DictConfig) -> float | None:
             [facts.get(key) for key in ("status", "epochs", "steps")] for facts in (record.former, record.facts)
         )
         if is_resumed and before == now and record.completed:  # the run has trained no further step
-            record.facts = record.former  # which has more facts, such as the training time
+            record.facts = record.former  # they include more, such as the training time
         if is_first() and is_ours:
             record.write()
         tracking.end(ok=record.facts["status"] in SUCCESSFUL)
@@ -170,7 +170,8 @@ def assemble(settings: dict[str, Any], folder: Path, record: RunRecord | None = 
         merge_recipes()
         if settings["seed"] is not None:
             L.seed_everything(settings["seed"], workers=True, verbose=False)
-        # nodes that the model contains, through an interpolation, come first: an error names the node with the mistake
+        # first check the nodes that the model contains through interpolations, so that an error names the node with the
+        # mistake, not the model
         taken = settings["model"].values() if isinstance(settings["model"], dict) else ()
         shared = {name: settings.get(name) for name in ("optimizer", "scheduler")}
         check({name: node for name, node in shared.items() if isinstance(node, dict) and node in taken}, "", allowlist)

@@ -41,8 +41,8 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 # local names, because in Python 3.11 reading a member of an enum is a function call
 _TRAINING, _PREDICTING = RunningStage.TRAINING, RunningStage.PREDICTING
 
-# so that `except MisconfigurationException` catches our errors; `trainer.errors` must not import Lightning, which takes
-# seconds, because the command line imports it to report mistyped arguments
+# so that `except MisconfigurationException` catches our errors. This is not in `trainer.errors`, which the command line
+# imports to report mistyped arguments, because importing Lightning takes seconds
 if not issubclass(ConfigurationError, MisconfigurationException):
     ConfigurationError.__bases__ = (*ConfigurationError.__bases__, MisconfigurationException)
 

@@ -80,8 +80,8 @@ _NULL_CONTEXT: AbstractContextManager[None] = nullcontext()
 class LightningEngine:
     """Devices, processes and gradients: one of Lightning's strategies, restricted to the parts that the package uses.
 
-    The Trainer, loops, callbacks, checkpoints and post-mortems use nothing else of an engine; only ``trainer.compat``
-    accesses the strategy. A subclass with sharded gradients overrides :meth:`build_gradients`.
+    Loops, checkpoints and post-mortems use this class instead of the strategy, except for the hooks that Lightning
+    calls on a strategy (``trainer.loops.hooks``). A subclass with sharded gradients overrides :meth:`build_gradients`.
 
     A run calls, in this order: ``launch`` (in the parent; the rest happens in every process), ``connect``,
     ``setup_environment``, ``convert_module``, ``setup``, then the other methods, and ``teardown``.
@@ -97,7 +97,7 @@ class LightningEngine:
     Attributes:
         precision: the plugin for this device.
         gradients: all operations on gradients; the same object during the engine's lifetime.
-        module_calls: the functions behind calls that a module makes itself. The Trainer sets it for each fit.
+        module_calls: handles calls that a module makes itself, such as ``manual_backward``. Set for each fit.
         optimizers: the bare optimizers; empty before ``setup`` and outside of a fit. A live list.
         schedules: the learning-rate schedules; a live list.
         device: this process's device.
@@ -128,7 +128,7 @@ class LightningEngine:
     accumulates = False
 
     module_calls: ModuleCalls = alias("adapter.calls", writable=True)
-    optimizers: list[Optimizer] = alias("strategy._optimizers")  # read at every step
+    optimizers: list[Optimizer] = alias("strategy._optimizers")  # not Lightning's property: read at every step
     schedules: list[LRSchedulerConfig] = alias("strategy.lr_scheduler_configs")
     device: torch.device = alias("strategy.root_device")
     model: nn.Module = alias("strategy.model")
@@ -213,9 +213,9 @@ class LightningEngine:
 
     @property
     def data_parallel_size(self) -> int:
-        """The number of processes with different batches, over which gradients are averaged: all of them.
+        """The number of processes with different batches, over which gradients are averaged.
 
-        It is smaller if several processes share a batch (tensor parallelism).
+        All processes, unless several of them share a batch (tensor parallelism).
         """
         return self.world_size
 
@@ -411,17 +411,18 @@ class LightningEngine:
 
     @property
     def forward_runs_collectives(self) -> bool:
-        """Whether every forward of an evaluation uses collectives, so all processes must run equally many of them.
+        """Whether each forward in evaluation uses collectives, so that all processes must run equally many forwards.
 
         False: only the first forward of DDP broadcasts buffers, and with DeepSpeed all processes run equally many.
         """
         return False
 
     def idle_forward(self) -> None:
-        """Run the collectives of DDP's next forward, if this process has no batch left to evaluate.
+        """Run the collectives of DDP's next forward, without a batch.
 
-        All processes also call it when a pass begins, because the first forward of a pass may communicate (DDP
-        broadcasts rank 0's buffers), and must then run on all processes.
+        A process calls it instead of a forward if it has no batch left to evaluate. All processes call it when a pass
+        begins, because the first forward may communicate (DDP broadcasts rank 0's buffers), and a process may have no
+        batch.
         """
         _run_idle_forward(self.strategy.model)
 
@@ -446,7 +447,7 @@ class LightningEngine:
 
     @contextmanager
     def equal_shapes(self) -> Iterator[None]:
-        """Return a context in which ``self.all_gather`` raises an error on each rank if shapes or dtypes differ."""
+        """Return a context in which ``self.all_gather`` raises an error on all ranks if shapes or dtypes differ."""
         gather = self.strategy.all_gather
         distributed = torch.distributed
 
@@ -456,10 +457,10 @@ class LightningEngine:
                 if len(found) > 1:
                     raise ConfigurationError(
                         f"self.all_gather got tensors of different shapes or dtypes on the ranks: {'; '.join(found)}."
-                        " Ranks can have different numbers of samples. Gather them with"
-                        " torch.distributed.all_gather_object, log a torchmetrics object instead, or have all processes"
-                        " evaluate equally many samples, as Lightning does, which counts some twice:"
-                        " Trainer(pad_evaluation=True)."
+                        " Ranks can have different numbers of samples. Gather the tensors with"
+                        " torch.distributed.all_gather_object, log a torchmetrics object instead, or use"
+                        " Trainer(pad_evaluation=True): all ranks then evaluate equally many samples, and some samples"
+                        " are counted twice, as in Lightning."
                     )
             return gather(tensor, group, sync_grads)
 
@@ -567,11 +568,11 @@ class LightningEngine:
         return [number > 0 for number in self._host_max.reduce_now(flags)]
 
     def async_max(self, count: int, purpose: str) -> AsyncMax | None:
-        """Create an asynchronous all-reduce of the maxima of ``count`` numbers over all processes, on the host.
+        """Create an asynchronous all-reduce that computes the maxima of ``count`` numbers, on the host.
 
-        None for a single process, and without gloo. It uses a gloo group, because NCCL would queue its work behind that
-        of the GPUs. All processes must call it together, after the device is selected. It replaces the previous one
-        with the same ``purpose``.
+        Return None for a single process, and without gloo. The all-reduce uses a gloo group, because NCCL would queue
+        its work behind that of the GPUs. All processes must call this together, after the device is selected. The new
+        all-reduce replaces the previous one with the same ``purpose``.
         """
         distributed = torch.distributed
         if self._ddp is None or self.world_size == 1:

@@ -44,7 +44,7 @@ class LoaderSet:
         combined: the dataloaders, prepared.
         limits: the number of batches to run of each; inf for one without a length.
         has_length: whether the lengths of all are known. If not, a limit may exceed the number of batches.
-        watch: wraps a source of batches, so that a profiler times the fetching of each. Default: a no-op.
+        watch: wraps a source of batches, so that a profiler times the fetching of each batch. Default: a no-op.
 
     Attributes:
         made_in: the epoch in which they were created. Set by DataSource.
@@ -56,8 +56,8 @@ class LoaderSet:
         idle: the number of batches in a training pass that other processes have and this one lacks; each is replaced by
             ``IDLE``. Set by DataSource.
         announce: called with the index of each training batch before it is returned. None for no call.
-        any_rank_on_host: :meth:`Engine.any_rank_on_host` for several processes with inexact lengths, to give them
-            equal numbers of batches and a common end; None otherwise. Set by DataSource.
+        any_rank_on_host: :meth:`LightningEngine.any_rank_on_host` for several processes with inexact lengths, to give
+            them equal numbers of batches and a common end; None otherwise. Set by DataSource.
         on_batch: called before each training batch if the lengths are not exact. The argument is whether all ranks have
             a batch. It may raise. Set by Preparation.
         limit_again: sets the limits by the current lengths, which may depend on the epoch. None if they do not. Set by
@@ -136,7 +136,7 @@ class LoaderSet:
         return ""
 
     def batches(self, limit: float = float("inf")) -> Iterator[tuple[Batch, int, int]]:
-        """Begin an evaluation pass over (batch, batch_idx, dataloader_idx), at most ``limit`` of each dataloader."""
+        """Begin an evaluation pass: yield (batch, batch_idx, dataloader_idx), at most ``limit`` of each dataloader."""
         self.combined.limits = limits = [min(own, limit) for own in self.limits]
         self._note_generators()
         count, combined = self._count(limits), self.combined

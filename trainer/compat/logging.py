@@ -254,7 +254,9 @@ class _DetachedLog:
 
 
 class ResultView(_ResultMetric):
-    """One value of ``trainer._results``: logged under one name from one hook. Lightning's type, without its states.
+    """One value of ``trainer._results``: logged under one name from one hook.
+
+    It has Lightning's type, but no metric states.
 
     Args:
         entry: its values.
@@ -326,7 +328,7 @@ class ResultsView(Mapping[str, ResultView]):
 
     @property
     def result_metrics(self) -> list[ResultView]:
-        """All values."""
+        """A list of all values."""
         return list(self.values())
 
     @property

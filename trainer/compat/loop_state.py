@@ -199,7 +199,10 @@ def data_position_in(checkpoint: dict[str, Any], progress: FitProgress, counts_s
 
 
 def evaluation_from(fit: dict[str, Any], trainer: Trainer) -> None:
-    """Set the counters of the validation inside a fit from the state of Lightning's fit loop, after training's."""
+    """Set the counters of the validation inside a fit from the state of Lightning's fit loop.
+
+    The counters of training must be set already.
+    """
     batches, val = fit["epoch_loop.val_loop.batch_progress"], trainer.eval_loops[RunningStage.VALIDATING].progress
     val.epoch = trainer.progress.epoch_start.epoch
     val.total_batches, val.total_done = batches["total"]["ready"], batches["total"]["completed"]

@@ -51,9 +51,9 @@ Batch = Any
 class ResumableLoader:
     """A dataloader, or any other iterable of batches, and the position in its pass.
 
-    Iterating it draws the same random numbers as iterating the dataloader. A resume loads the earlier batches again.
-    Worker processes that persist (``persistent_workers=True``) are started again as they were at the beginning of the
-    pass: with their random states, and with the attributes of their datasets that had changed.
+    Iterating it draws the same random numbers as iterating the dataloader. A resume loads the earlier batches again;
+    subclasses avoid this. Worker processes that persist (``persistent_workers=True``) are started again as they were at
+    the beginning of the pass: with their random states, and with the changed attributes of their datasets.
 
     Args:
         loader: the dataloader.
@@ -122,8 +122,9 @@ class ResumableLoader:
 
         Args:
             state: the return value of :meth:`state_dict`, with two optional keys: ``is_over``, whether the pass was
-                over; ``inside``, whether the state was saved in the middle of the batch after ``batches`` batches. If
-                the state is of another kind of loader, ``batches`` batches are skipped, and nothing else is restored.
+                over; ``inside``, whether the state was saved in the middle of the batch that follows the trained ones.
+                If the state is of another kind of loader, ``batches`` batches are skipped, and nothing else is
+                restored.
 
         Returns:
             The reasons why the following batches may differ from those of an uninterrupted run; empty if they do not.
@@ -148,7 +149,7 @@ class ResumableLoader:
             return [f"the dataloader is of another kind than the one that was saved: it is now a {kind}"]
         reasons = _changes(state["set_up"], self.loader)
         self._resumed = self._resume(state, reasons)
-        if state["prefetch_factor"] == self._prefetch_factor:  # otherwise the sampler is ahead by another number
+        if state["prefetch_factor"] == self._prefetch_factor:  # otherwise the sampler is ahead by more or fewer batches
             random_states.set_states(self.generators, state["own"])
         return reasons
 
@@ -333,14 +334,14 @@ class StatefulLoader(ResumableLoader):
     def __init__(self, loader: Any) -> None:
         super().__init__(loader)
         is_torchs = isinstance(loader, DataLoader)
-        # inside a pass, an object's `load_state_dict` sets its attributes for the next iteration: do not replace them
+        # without objects that have `load_state_dict`: inside a pass, it sets their attributes for the next iteration
         is_torchdatas = is_torchs and type(loader).load_state_dict.__module__.startswith("torchdata.")
         find = partial(random_states.find, unwatched=_has_state if is_torchdatas else lambda _: True)
         self._attributes = [generator for generator in self.generators if isinstance(generator, AttributeChanges)]
         self.generators = find(loader)
         self.replays = False
         self._can_have_worker_states = is_torchs and loader.num_workers > 0
-        # a DataLoader begins each pass from the start; without workers, its dataset may continue from its last position
+        # a DataLoader begins each pass from the start, but without workers its dataset may continue where it was
         lasting: Any = loader.dataset if isinstance(loader, DataLoader) else loader
         self._lasting: Any = None if self._can_have_worker_states or not _has_state(lasting) else lasting
         samplers, dataset = ((loader.sampler, loader.batch_sampler), loader.dataset) if is_torchs else ((), None)
@@ -404,8 +405,8 @@ def _attributes_of_later_pass(state: State) -> Callable[[Callable[[Any], Any], A
     """Return a function that makes an iterator of a loader as in the pass of ``state``.
 
     An iterator that starts workers draws their seed, and a later pass of persistent workers draws no seed. For a later
-    pass, a temporary seed is drawn from a separate generator, so that the usual generator does not advance. Then the
-    saved seed replaces it.
+    pass, a temporary seed is drawn from a separate generator, so that the loader's generator does not advance. The
+    saved seed then replaces the temporary one.
     """
 
     def make(begin: Callable[[Any], Any], loader: Any) -> Any:
@@ -442,10 +443,9 @@ class MapStyleLoader(ResumableLoader):
         self._sampler = _RecordedSampler(sampler, max_recent, self.generators)
         self._can_have_worker_states = self._has_worker_states = True
         self._running: weakref.ref[_WorkerIterator] | None = None
-        # of a resumed pass with in_order=False: the numbers of the sampled batches that had not arrived, and the number
-        # of sampled batches
-        self._late: list[int] = []
-        self._drawn_before = 0
+        # when a pass with in_order=False was resumed:
+        self._late: list[int] = []  # the numbers of the batches that had been sampled, but had not arrived
+        self._drawn_before = 0  # the number of batches that had been sampled
 
     def __getstate__(self) -> dict[str, Any]:
         return super().__getstate__() | {"_running": None}
@@ -471,7 +471,7 @@ class MapStyleLoader(ResumableLoader):
             "started": random,
             "asked": first["asked"],  # the first process draws the order
             "own": first["own"],
-            "prefetch_factor": -1,  # the generators of the order are not restored
+            "prefetch_factor": -1,  # equals that of no loader, so that generators are not restored
             "set_up": {**_settings_of(self.loader), "samples": first["set_up"]["samples"]},
             "workers": {},
             "first": None,
@@ -485,7 +485,7 @@ class MapStyleLoader(ResumableLoader):
         self._late, self._drawn_before = [], 0
 
     def _open(self, starts: dict[int, State], *, silent: bool = False) -> Iterator[Batch]:
-        """Return an iterator of the dataloader that uses the recorded sampler. The dataloader stays unchanged.
+        """Return an iterator of the dataloader that uses the recorded sampler. The dataloader keeps its own sampler.
 
         Args:
             starts: initial random states of the workers.
@@ -574,7 +574,8 @@ class MapStyleLoader(ResumableLoader):
             batches: the number of yielded batches.
             drawn: the number of sampled batches; more than ``batches`` if batches arrive out of order.
             late: the numbers of sampled batches that were not yielded.
-            exhausted: whether a batch was requested after the sampler's last one; a RandomSampler draws for this.
+            exhausted: whether a batch was requested after the sampler's last one. A RandomSampler then draws random
+                numbers.
 
         Returns:
             Whether the sampler drew from the global random state after the first batch.
@@ -671,11 +672,11 @@ class _RecordedSampler:
 
 
 class _OwnedIterator:
-    """A mixin for a pass with workers that send their states with each batch. It yields the batches.
+    """A mixin for a pass with workers that send their states with each batch. It yields the batches without states.
 
     Attributes:
-        owner: a weak reference to the loader that receives the states. A reference cycle would be left to the garbage
-            collector, which also runs in forked workers.
+        owner: a weak reference to the loader that receives the states. With a strong one, the two would refer to each
+            other, and the garbage collector could free this iterator in a forked worker.
     """
 
     owner: weakref.ref[ResumableLoader]
@@ -722,7 +723,7 @@ class _WorkerIterator(_OwnedIterator, _MultiProcessingDataLoaderIter):
     """A pass with worker processes over a map-style dataset.
 
     Args:
-        loader: the dataloader, with methods of a :class:`WorkerRandom` as its functions.
+        loader: the dataloader, with methods of a :class:`WorkerRandom` as ``worker_init_fn`` and ``collate_fn``.
         owner: the loader that receives the states.
     """
 
@@ -749,7 +750,7 @@ def _order_message(ordinal: str, saved: State, current: State | None) -> str:
     given = "nothing" if current is None else text(current)
     return (
         f"the {ordinal} trained batch of this epoch had the samples {text(saved)}; the same dataset, sampler and seed"
-        f" would give them again, but now it has {given}"
+        f" would give them again, but now this batch has {given}"
     )
 
 
@@ -783,7 +784,7 @@ def _settings_of(loader: DataLoader[Any]) -> State:
 
 
 def length_of(dataset: Any) -> int | None:
-    """Return the number of samples of a data set, or None if it has no length."""
+    """Return the number of samples of a dataset, or None if it has no length."""
     try:
         return len(dataset)
     except (TypeError, NotImplementedError):
@@ -805,7 +806,7 @@ def _changes(saved: State, loader: Any) -> list[str]:
 
 
 def _is_deterministic(loader: DataLoader[Any]) -> bool:
-    """Return whether samples involve no random numbers, because all classes are torch's in-memory datasets."""
+    """Return whether the datasets and ``collate_fn`` are plain ones of torch, which draw no random numbers."""
 
     def is_fixed(dataset: Any) -> bool:
         if type(dataset) is Subset:

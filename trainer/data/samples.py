@@ -64,10 +64,10 @@ def batch_size(batch: Any) -> int:
 
 
 def samples_of(batch: Any, indices: Sequence[int]) -> Any:
-    """Return the samples of a batch with these indices: parts of all tensors with the first tensor's length.
+    """Return the samples with these indices: the parts of all tensors that have the first tensor's length.
 
-    If the indices are a range, the parts are views. Parts of lists of the same length (file names, for example) are
-    taken, too. Everything else stays unchanged.
+    If the indices are a range, the parts are views. Lists of that length (file names, for example) are reduced in the
+    same way. Everything else stays unchanged.
     """
     size = next((len(tensor) for tensor in tensors_in(batch) if tensor.dim()), 0)
     return _select(batch, size, slice(indices.start, indices.stop) if isinstance(indices, range) else indices)

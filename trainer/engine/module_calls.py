@@ -1,4 +1,4 @@
-"""The calls that a module makes itself during a fit."""
+"""Functions that handle the calls that a module makes itself during a fit."""
 
 from __future__ import annotations
 
@@ -10,14 +10,16 @@ from torch.optim import Optimizer
 
 
 class ModuleCalls(NamedTuple):
-    """Functions that handle the calls that a module makes during a fit. None leaves a call to the engine.
+    """Functions that handle the calls that a module makes itself during a fit.
+
+    If a function is None, ``trainer.compat.precision.PrecisionAdapter`` handles the call.
 
     Attributes:
-        backward: handles ``LightningModule.manual_backward``: (loss, function that runs the module's ``backward`` on
-            the scaled loss).
-        step: handles ``optimizer.step`` of the optimizers from ``self.optimizers()``: (optimizer, closure, other
+        backward: handles ``LightningModule.manual_backward``. Gets (loss, function that runs the module's ``backward``
+            on the scaled loss).
+        step: handles ``optimizer.step`` of the optimizers from ``self.optimizers()``. Gets (optimizer, closure, other
             arguments by name).
-        clip: handles ``LightningModule.clip_gradients``: (optimizer, limit, ``"norm"`` or ``"value"``).
+        clip: handles ``LightningModule.clip_gradients``. Gets (optimizer, limit, ``"norm"`` or ``"value"``).
     """
 
     backward: Callable[[Tensor, Callable[[Tensor], None]], None] | None = None

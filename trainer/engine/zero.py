@@ -1,8 +1,8 @@
 """A module run by DeepSpeed: ZeRO shards optimizer states, gradients and parameters over processes.
 
 DeepSpeed computes the backward pass, the mean over the processes, the loss scale, clipping and the step. The code here
-calls it through the methods of :class:`~trainer.engine.gradients.Gradients`, in the order of the loop, and reads the
-outcome: whether the step was skipped, the scale before and after, the norm.
+calls DeepSpeed in the methods of :class:`~trainer.engine.gradients.Gradients`, in the order of the loop, and reads the
+outcome of the step: whether it was skipped, the scale before and after, the norm.
 
 ZeRO keeps the float32 weights that the optimizer steps, and the optimizer's states, in flat tensors; each process has a
 part of them. :class:`ZeroModule` finds a parameter in them, and gathers or sets it. DeepSpeed is imported when the
@@ -162,7 +162,8 @@ class ZeroModule:
     def whole(self, parameter: nn.Parameter, key: str | None = None) -> Tensor:
         """Return a whole parameter in float32, or its optimizer state ``key``. All processes must call it together."""
         part = self._parts.get(parameter)
-        is_here = key is None and self.stage != 3 and parameter.dtype is torch.float32  # includes changes by a callback
+        # whether the parameter itself is whole; a callback may have changed it
+        is_here = key is None and self.stage != 3 and parameter.dtype is torch.float32
         if part is None or is_here:
             with self.gathered([parameter]):
                 return parameter.detach().clone()
@@ -245,7 +246,7 @@ class ZeroModule:
                 continue
             found = {
                 key: _copy_or_empty(self.whole(parameter, key), keep)
-                if isinstance(value, Tensor) and value.shape == part.flat.shape  # it is sharded with the flat tensor
+                if isinstance(value, Tensor) and value.shape == part.flat.shape  # sharded like the flat tensor
                 else copy.deepcopy(value)
                 for key, value in self.engine.basic_optimizer.state.get(part.flat, {}).items()
             }
@@ -333,7 +334,7 @@ def _remove_deepspeed_state(module: nn.Module) -> None:
 class ZeroScaler(LossScaler):
     """DeepSpeed's loss scale with the interface of a Trainer's scaler, to read, save and restore it.
 
-    It does not scale losses or skip steps.
+    It does not scale losses or skip steps itself: DeepSpeed does.
 
     Args:
         device: device type.

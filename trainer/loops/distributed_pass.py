@@ -37,8 +37,8 @@ class DistributedPass:
         all_have_batch: whether all processes are known to have the current batch.
 
     Raises:
-        ConfigurationError: if inputs are uneven and each forward pass needs all processes; or, if samples are divided,
-            a metric object synchronizes at each batch.
+        ConfigurationError: if inputs are uneven, and each forward pass needs all processes. Also if inputs are uneven,
+            samples are divided, and a metric object synchronizes at each batch.
     """
 
     def __init__(self, loop: EvalLoop, spans: Sequence[Span], whole: Sequence[Span]) -> None:

@@ -34,7 +34,7 @@ class EvalLoop:
         stage: ``"validation"``, ``"test"`` or ``"predict"``: the prefix of its hooks and of its step function.
         engine: devices and processes.
         published: the metrics that callbacks, progress bars and loggers read.
-        fit_progress: the counters of training; metrics are logged at its step.
+        fit_progress: the counters of training, which determine the step of logged metrics.
         counts_once: whether logged values are reduced over all samples of all processes, each counted once. If False,
             they are reduced as in Lightning, which pads all processes to equal numbers of samples. Default: True.
 
@@ -89,8 +89,8 @@ class EvalLoop:
             module: the LightningModule; each pass restores the train and eval modes of its submodules.
             path: the functions that a batch passes through.
             loaders: the data. None if there is no data.
-            inference_mode: run in ``torch.inference_mode`` (its tensors can never take part in training) instead of
-                ``torch.no_grad``.
+            inference_mode: whether to run in ``torch.inference_mode``, with tensors that can never take part in
+                training, instead of ``torch.no_grad``.
         """
         self.hooks = hooks
         self.module = module
@@ -151,7 +151,10 @@ class EvalLoop:
         return loaders.batches(limit)
 
     def spans(self, loaders: LoaderSet, limit: float) -> list[Span]:
-        """Return the span of batches per process for each dataloader; a single span if the dataloaders are combined."""
+        """Return the smallest and largest number of batches per process for each dataloader.
+
+        A single span if the dataloaders are combined.
+        """
         own = loaders.limits if loaders.is_sequential else [loaders.num_batches()]
         spans = loaders.spans or [Span(number, number) for number in own]
         if self.path.draws:
@@ -179,7 +182,7 @@ class EvalLoop:
             self.distributed_pass = DistributedPass(self, spans, self.spans(loaders, float("inf")))
 
         def close_until(dataloader_idx: int) -> None:
-            """Close the dataloaders before this one, including empty ones that have batches in other processes."""
+            """Close the dataloaders before ``dataloader_idx``, even empty ones that have batches in other processes."""
             nonlocal current
             for idx in range(current, dataloader_idx):
                 if idx == current or (self.distributed_pass is not None and spans[idx].most):

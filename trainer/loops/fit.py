@@ -64,7 +64,7 @@ class FitLoop:
         self.grad_norms: dict[Optimizer, Tensor] = {}
         # optimizers that the module or a closure stepped since the last update of the loss scale
         self.stepped: list[Optimizer] = []
-        # True while a closure or a manual training step runs: the scale is updated once, at its end
+        # True while a closure or a manual training step runs; the scale is updated once, when this has ended
         self.freezes_scale = False
         self.unresolved: tuple[int, ...] = ()  # indices of the optimizers in the last update, until its outcome is read
         self.skipped: tuple[Optimizer, ...] = ()  # the optimizers that skipped the last update
@@ -157,7 +157,7 @@ class FitLoop:
     # --- epochs ---------------------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Train until the last epoch, the last step, or until ``should_stop`` is set."""
+        """Train until the last epoch or the last step, or until ``should_stop`` is set."""
         limits = self.limits
         if not self.batches or (limits.fit_is_done() and not self.resumes):
             return
@@ -347,12 +347,12 @@ class FitLoop:
                 self.gradients.clear(optimizer)
 
     def share_of(self, output: Any, *, may_read_late: bool = False) -> Tensor | None:
-        """Return the batch's share of the window's mean loss for the backward pass, or None if it has no loss.
+        """Return the batch's share of the window's mean loss for the backward pass, or None if the batch has no loss.
 
         Args:
             output: the return value of ``training_step``.
-            may_read_late: whether the weight of the loss may be read later, by ``window.close``, if on the device.
-                This avoids a host-device synchronization here. Default: False.
+            may_read_late: whether ``window.close`` may read the weight of the loss if the weight is on the device. This
+                avoids a host-device synchronization here. Default: False.
         """
         window = self.window
         loss, weight = loss_in(output, reads_weight=False)

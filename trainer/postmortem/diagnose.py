@@ -36,15 +36,15 @@ if TYPE_CHECKING:
 MAX_UNDERFLOW = 0.3
 """Share of the gradient elements that may be lost in float16."""
 _DIVERGENCE_FACTOR = 10.0
-"""A loss has grown if it exceeds the loss with earlier weights by more than this multiple of that loss."""
+"""A loss has grown if it has increased by more than this multiple of the loss with earlier weights."""
 _TINY = 2.0**-24
 """Smaller relative changes of a weight are rounded away in float32."""
 _MAX_EDITS = 3
 """Maximum number of statements to change together."""
 _LARGE = 1e6
-"""Larger inputs of an operation have grown without bound."""
+"""If the inputs of an operation exceed this limit, they count as grown without bound."""
 _LARGEST_LOSS = 1e30
-"""A larger loss with a changed line is an infinity that ``nan_to_num`` has replaced by the largest number."""
+"""If the loss with a changed line is larger, ``nan_to_num`` has replaced an infinity by the largest finite number."""
 _BETWEEN_STEPS = (
     "on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping", "optimizer_step",
     "optimizer_zero_grad", "on_before_zero_grad", "on_after_optimizer_step", "lr_scheduler_step", "on_train_batch_end",
@@ -74,9 +74,9 @@ class Case:
             "single skip", "step" (on demand) or "error" (the step ended with an exception).
         known: earlier diagnoses. A failure at the same place as in one of them is not examined any further.
         weights_step: ``trainer.global_step`` of the earlier weights.
-        error: the exception that ended the step, or the tensor that it rejected, or None.
-        growth: the latest loss, if the losses grew without bound, or fell (negative), before one that was not finite.
-            Otherwise 0.
+        error: the exception that ended the step, or the tensor that torch rejected in the step, or None.
+        growth: one of the last losses before the one that was not finite, if the losses grew without bound (positive)
+            or fell without bound (negative). Otherwise 0.
     """
 
     step: int
@@ -98,7 +98,7 @@ def diagnose(trainer: Trainer, case: Case) -> Diagnosis | None:
     """Replay the case and explain it. All ranks call this together.
 
     Returns:
-        The diagnosis. None if nothing is wrong, if the loss scale is only settling, or if the values of weights and
+        The diagnosis. None if nothing is wrong, if only the loss scale is too large, or if the values of weights and
         batch are not the cause of the exception. With the trigger "step", a diagnosis with the largest loss scale that
         fits, instead of None.
     """
@@ -172,7 +172,8 @@ def _explain(trainer: Trainer, case: Case, finding: Finding) -> Diagnosis | None
         diverged = _divergence(trainer, case, finding)
     if diverged is not None and (diverged.tried or case.growth or not _rates_are_finite(trainer)):
         return diverged
-    origin = finding.origin  # neither a dtype nor a loss scale can make nan finite
+    origin = finding.origin
+    # whether neither a wider dtype nor another loss scale can make the first non-finite result finite
     is_beyond = origin is None or origin.is_nan or (origin.phase == "backward" and not fits)
     if full.fails if full is not None else is_beyond:
         if (buffers := _buffers(trainer, case, finding)) is not None:
@@ -301,7 +302,8 @@ def _changed_code(
     """
     is_sharded = trainer.engine.gradients.are_parts
     if is_sharded and origin.name == "mul":
-        return None  # a factor may be a number, and an exception in a sharded forward pass breaks the collectives
+        # limiting a factor fails if it is a number, and an exception in a sharded forward pass breaks the collectives
+        return None
     change: rewrite.Change | None = None
     for _ in range(1 if is_sharded else _MAX_EDITS):
         moved: tuple[rewrite.Change, Origin] | None = None
@@ -320,7 +322,7 @@ def _changed_code(
 
 
 def _failure_with(trainer: Trainer, case: Case, change: rewrite.Change, variant: Variant) -> Finding | None:
-    """Return None if the batch is finite with the changed code, in float32 and in another precision.
+    """Return None if the batch is finite with the changed code, in float32 and with ``variant``.
 
     Otherwise return the failing replay. The losses of other batches must stay about the same, because a remedy must not
     change the model.
@@ -404,7 +406,7 @@ def _without_autocast(
         trainer: the Trainer.
         case: the case.
         finding: the replay that fails.
-        dtype: the dtype of the run's autocast instead. None to keep it.
+        dtype: another dtype for the run's autocast. None to keep the dtype.
     """
     variant, scale = Variant(dtype, own_autocast=False), case.scale if dtype is None else 1.0
     if not finding.autocast or not remedies.is_cured(examine(trainer, case.batches, scale, variant), variant):
@@ -437,9 +439,10 @@ def _weights(trainer: Trainer, case: Case, finding: Finding) -> Diagnosis | None
 
 
 def _repeat_steps(trainer: Trainer, case: Case, finding: Finding) -> Diagnosis | None:
-    """Repeat the steps since the earlier weights. Explain the first batch that fails or, if none does, the steps.
+    """Repeat the steps since the weights ``case.before``, and explain the first batch that fails.
 
-    If no batch fails, and the steps draw random numbers, the last batch is repeated with others.
+    If no batch fails, the batches of the failed window are repeated with other random numbers. If these do not fail
+    either, explain the steps.
     """
     batches = [*case.recent, *case.batches]
     repeated = [batch for batch in batches if batch.step >= case.weights_step]
@@ -517,10 +520,10 @@ def _optimizer(trainer: Trainer, case: Case, finding: Finding) -> Diagnosis | No
 
 
 def _buffers(trainer: Trainer, case: Case, finding: Finding) -> Diagnosis | None:
-    """Explain buffers that were nan or inf when training began, and other tensors in attributes of the modules.
+    """Explain nan or inf in buffers when training began, or in tensors that are other attributes of the modules.
 
-    They are a cause if the batch is finite without these values. A value of -inf may be part of a mask, so it is not a
-    cause.
+    These values are the cause if the batch is finite without them. A value of -inf is not, because it may be part of a
+    mask.
     """
     module = trainer.lightning_module
     buffers = dict(module.named_buffers())
@@ -539,7 +542,7 @@ def _buffers(trainer: Trainer, case: Case, finding: Finding) -> Diagnosis | None
     if not broken:
         return None
     current, batches = buffers | attributes, [batch._replace(buffers=None) for batch in case.batches]
-    usual = {name: int(name.endswith("running_var")) for name in broken}  # a variance of 0 is a division by about 0
+    usual = {name: int(name.endswith("running_var")) for name in broken}  # BatchNorm divides by a variance
     with remedies.weights_of(trainer, {name: current[name].nan_to_num(*[one] * 3) for name, one in usual.items()}):
         cured = examine(trainer, batches, 1.0)
     if cured is None or cured.fails:
@@ -586,7 +589,7 @@ def _divergence(trainer: Trainer, case: Case, finding: Finding) -> Diagnosis:
 def _underflow(trainer: Trainer, case: Case) -> Diagnosis | None:
     lost = remedies.underflow(trainer, case.batches, case.scale)
     if lost.get("", 0.0) <= MAX_UNDERFLOW or remedies.largest_update(trainer, case.batches) < _TINY:
-        return None  # the gradients are as tiny in float32
+        return None  # little is lost, or the updates would be too small in float32, too
     finding = examine(trainer, case.batches, case.scale)
     if finding is None or finding.fails:
         return None
@@ -651,7 +654,7 @@ def _rates_are_finite(trainer: Trainer) -> bool:
 def _has_diverged(trainer: Trainer, case: Case, failing: Sequence[RecordedBatch], origin: Origin | None) -> bool:
     """Return whether most of the recent batches have a much larger loss than with earlier weights, in float32.
 
-    If no loss is finite any more, return False if an operation is not defined for its input, such as log(-1).
+    If no loss is finite any more, return True, unless an operation is not defined for its input, such as log(-1).
     """
     if not _rates_are_finite(trainer):
         return True

@@ -36,7 +36,7 @@ _POWERS = (-128, 127)
 tests, because there are 256 exponents."""
 
 OUTLIER_FACTOR = 1e4
-"""An outlier exceeds the largest numbers of the other samples, and 1, by more than this factor."""
+"""In an outlier, the largest number exceeds 1 and the median of all samples' largest numbers by this factor."""
 
 Part = Callable[[Tensor], Tensor]
 

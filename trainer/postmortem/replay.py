@@ -50,8 +50,8 @@ class Variant(NamedTuple):
         modules: patterns of the modules that run in float32.
         cuda: whether autocast uses CUDA's lists of operations if the device is a CPU.
         without: indices of the samples to leave out. If no sample remains, all are replaced by zeros.
-        is_wide: whether 16-bit weights, buffers, tensors of the batch, and casts in the code to 16 bits, become
-            float32, and the code's own autocast has no effect.
+        is_wide: whether 16-bit weights, buffers and tensors of the batch become float32. Casts to 16 bits in the code
+            then become casts to float32, and the code's own autocast has no effect.
         own_autocast: whether the code's own autocast to 16 bits has an effect.
     """
 
@@ -103,7 +103,7 @@ class _Widen(TorchFunctionMode):
 
 @contextmanager
 def _wide_weights(module: nn.Module) -> Iterator[None]:
-    """A context in which parameters and buffers of 16 bits have 32. Their gradients get 16 bits at its end."""
+    """Convert 16-bit parameters and buffers to float32 in this context. Their gradients become 16-bit at its end."""
     narrow = [one for one in (*module.parameters(), *module.buffers()) if one.dtype in _HALF and is_dense(one)]
     values = [one.data for one in narrow]
     for one in narrow:

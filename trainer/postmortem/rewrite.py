@@ -179,8 +179,8 @@ class _Guard(ast.NodeTransformer):
     Args:
         name: the name of the operation.
         kind: which guard to use: 0 for the most usual one. With 1, a quotient by about 0 becomes 0, an exponential fits
-            float16, a mean of nothing becomes 0, and of a product, the second factor is limited. With 2, the first one,
-            and the logits of a cross-entropy.
+            float16, a mean of nothing becomes 0, and the second factor of a product is limited. With 2, the first
+            factor is limited, and so are the logits of a cross-entropy.
         module: the name of the module that calls the operation; "" for the LightningModule.
     """
 

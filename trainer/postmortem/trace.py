@@ -35,7 +35,7 @@ _FILLS = (
 )  # fmt: skip
 """Operations that write an infinity on purpose, or nothing."""
 _LOSSES = ("cross_entropy", "nll_loss", "nll_loss_nd")
-"""Losses that are infinite if a logit of a mask, which is -inf, is that of a label."""
+"""Losses that become infinite if a mask has set the logit of a label to -inf."""
 _EQUIVALENT_NAMES = {
     "truediv": "div", "rtruediv": "div", "true_divide": "div", "divide": "div", "rdiv": "div", "div_": "div",
     "rpow": "pow", "pow_": "pow", "float_power": "pow", "nll_loss": "cross_entropy", "nll_loss_nd": "cross_entropy",

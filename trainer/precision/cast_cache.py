@@ -173,7 +173,7 @@ class _InspectingAutocast(TorchFunctionMode):
         return run(*args, **(kwargs or {}))  # compiled graphs contain their casts, and use no cache
 
     def inspect(self, func: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """Return the result of an operation of the forward, and inspect it."""
+        """Run and inspect an operation of the forward pass, and return its result."""
         raise NotImplementedError
 
 
@@ -218,7 +218,7 @@ class WeightWatch(_InspectingAutocast):
         return deepcopy(self._autocast, memo)  # `trainer.postmortem` copies it to replay a batch, which is not watched
 
     def inspect(self, func: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """Record the weights that the operation uses and changes."""
+        """Run the operation, and record the weights that it uses and changes."""
         tensors = _leaf_tensors(args, kwargs)
         versions = list(map(_version_of, tensors))
         weights = [tensor for tensor in tensors if tensor.requires_grad]
@@ -323,7 +323,7 @@ class _AutocastClearingStaleCasts(_InspectingAutocast):
         self._may_hold_casts_without_graph = False
 
     def inspect(self, func: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """Clear the cache if it may hold casts without a graph and the operation has gradients."""
+        """Clear the cache if gradients are enabled and it may hold casts without a graph. Then run the operation."""
         if not torch.is_grad_enabled():
             self._may_hold_casts_without_graph = True
         elif self._may_hold_casts_without_graph:

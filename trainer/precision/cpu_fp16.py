@@ -131,13 +131,13 @@ def _round(value: Any) -> Any:
 def _kernel(
     name: str, suffix: str, finish: Callable[..., Any], is_ours: Callable[[tuple[Any, ...]], bool] = _is_fp16
 ) -> Replaced:
-    """Return the kernels of a variant of an operation: ours widens the arguments, and calls the operation itself.
+    """Return torch's kernel of a variant of an operation, and ours, which computes in float32.
 
     Args:
         name: the operation.
-        suffix: the suffix of the variant.
-        finish: returns the result of the variant: (result of the operation, arguments, ``out``).
-        is_ours: returns whether a call uses our kernel: (arguments). Default: all tensors are fp16.
+        suffix: the suffix of the variant, such as ``_`` (in place).
+        finish: computes the result of the variant from (result of the operation in float32, arguments, ``out``).
+        is_ours: returns whether a call with these arguments uses our kernel. Default: if all tensors are fp16.
     """
     own, functional = own_kernel(f"{name}{suffix}", "CPU"), own_kernel(name, "CPU")
 

@@ -118,8 +118,8 @@ def command(arguments: Arguments) -> int:
     """Run ``trainer checks [json]``, or for a recipe ``trainer checks [json] +recipe=NAME [SETTING=VALUE ...]``.
 
     Returns:
-        0, or 1 if there is a problem: torch cannot be imported, a folder cannot be written, or, for a recipe, a step
-        fails, values are not finite, or a label is out of range.
+        0, or 1 if there is a problem: torch cannot be imported, or a folder cannot be written. Problems of a recipe are
+        an exception in its code, values that are not finite, and a label that is out of range.
 
     Raises:
         UsageError: for a word other than json; for a recipe, as in `trainer.cli.checks.memory.predict`.
@@ -257,7 +257,7 @@ def devices() -> list[torch.device]:
 
 
 def verdict(device: torch.device, ratios: dict[str, dict[str, float]]) -> str:
-    """Return a recommendation for ``device``: the choice of ``precision=auto``, or 32 if that was measured slower.
+    """Return a recommendation for ``device``: the choice of ``precision=auto``, or 32 if this choice was slower.
 
     Args:
         device: the device.
@@ -389,7 +389,7 @@ def show(found: Findings) -> None:
 
 
 def _rate(row: Speed, operation: str) -> tuple[str, str]:
-    """Return the rate of an operation, and its ratio to that in float32; "-" if it does not run."""
+    """Return the rate of an operation and its ratio to the rate in float32, as texts; "-" if they are unknown."""
     rate, ratio = getattr(row, operation), row.ratios.get(operation)
     text = "-" if rate is None else f"{rate / 1e12:.1f} TFLOP/s" if rate >= 1e12 else f"{rate / 1e9:.1f} GFLOP/s"
     return text, "-" if ratio is None else f"{ratio:.2f}x"

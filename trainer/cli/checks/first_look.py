@@ -59,7 +59,8 @@ def check_steps(found: Findings, recipe: Recipe) -> None:
     if part is not None:
         try:
             with steps.undisturbed(device):
-                seen = Layers(part)  # in float32, because float16 could overflow
+                seen = Layers(part)
+                # in float32, because float16 could overflow
                 steps.fit(recipe, part, seen, precision={"_target_": "trainer.precision.FullPrecision"})
                 if not seen.labels:
                     step = steps.time_step(recipe, part, batch_size(recipe.loaded.batch))

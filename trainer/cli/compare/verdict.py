@@ -52,7 +52,7 @@ class Verdict:
 
 
 def choose_metric(runs: Sequence[RunRecord], thresholds: Thresholds) -> tuple[tuple[str, str] | None, str | None]:
-    """Return the metric to compare with its mode, "min" or "max", and a remark if no run has logged ``compare.metric``.
+    """Return the name and mode of the metric to compare, and a remark if no run has logged ``compare.metric``.
 
     The metric is the first of these that a run has logged: ``compare.metric``; the objective of the runs; an accuracy;
     another validation score; a validation loss.
@@ -133,7 +133,7 @@ def _assess_quality(
     difference, unit = (0.0 if value == reference else value - reference), "%"
     if "loss" not in name.lower() and 0 <= value <= 1 and 0 <= reference <= 1:
         difference, unit = 100 * difference, " points"
-    elif difference:  # NaN is one, too
+    elif difference:  # also if it is NaN
         difference = 100 * difference / abs(reference) if reference else math.copysign(math.inf, value)
     difference = round(difference, 4)  # further digits exceed float32's precision
     worse = -difference if mode == "max" else difference

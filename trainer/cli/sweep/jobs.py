@@ -231,7 +231,7 @@ def execute(job: Job, stop: StopFile) -> float | None:
         return None
     if job.is_done():
         return job.keep()
-    passed_on = 0  # number of signals in `stop`
+    passed_on = 0  # number of signals in `stop` that the job has received
     with job.process() as process, _forward_signals(process) as received:
         try:
             while process.returncode is None:

@@ -20,7 +20,7 @@ _POLICY = ("param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs")
 
 
 def check_timeout(timeout: Any) -> timedelta | None:
-    """Return the argument ``timeout`` of a strategy as a timedelta.
+    """Return the argument ``timeout`` of a strategy as a timedelta, or None.
 
     Raises:
         ConfigurationError: if it is not a time.
