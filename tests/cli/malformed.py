@@ -86,7 +86,7 @@ _EARLY = {
     IT + "scheduler=cosine": "scheduler=cosine has no effect",
     IT + "scheduler=cosine scheduler.eta_min=1": "scheduler.eta_min=1 has no effect",
     # the environment
-    IT + "optimizer.lr='${oc.env:NO_RATE}'": "Environment variable 'NO_RATE' not found",
+    IT + "optimizer.lr='${oc.env:NO_RATE}'": "give a default: ${oc.env:NO_RATE,VALUE}",
     # files
     "fit +recipe=tab": "A config file is not valid YAML",
     "fit +recipe=twice": "found duplicate key seed",

@@ -283,9 +283,10 @@ def resolution_errors() -> Iterator[None]:
     except MissingMandatoryValue as error:
         raise UsageError(f"{error.full_key} has no value. Set it: {error.full_key}=VALUE.") from error
     except OmegaConfBaseException as error:
-        raise UsageError(
-            f"{error.full_key}: {_one_paragraph(str(error.msg or error).partition(chr(10))[0])}."
-        ) from error
+        problem = _one_paragraph(str(error.msg or error).partition(chr(10))[0])
+        unset = re.search(r"Environment variable '(.+?)' not found", problem)
+        hint = f" Set it, or give a default: ${{oc.env:{unset[1]},VALUE}}." if unset else ""
+        raise UsageError(f"{error.full_key}: {problem}.{hint}") from error
 
 
 def explain(error: Exception) -> str:
