@@ -25,7 +25,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from copy import deepcopy
-from functools import cache, partial
+from functools import cache
 from types import TracebackType
 from typing import Any, Self
 
@@ -168,14 +168,6 @@ class _InspectingAutocast(TorchFunctionMode):
         super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
         self._autocast.__exit__(kind, error, trace)
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        run = func if torch.compiler.is_compiling() else partial(self.inspect, func)
-        return run(*args, **(kwargs or {}))  # compiled graphs contain their casts, and use no cache
-
-    def inspect(self, func: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """Run and inspect an operation of the forward pass, and return its result."""
-        raise NotImplementedError
-
 
 class WeightWatch(_InspectingAutocast):
     """Autocast that detects weights that are used several times, and weights that change in between.
@@ -217,8 +209,10 @@ class WeightWatch(_InspectingAutocast):
     def __deepcopy__(self, memo: dict[int, Any]) -> AbstractContextManager[object]:
         return deepcopy(self._autocast, memo)  # `trainer.postmortem` copies it to replay a batch, which is not watched
 
-    def inspect(self, func: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """Run the operation, and record the weights that it uses and changes."""
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if torch.compiler.is_compiling():  # compiled graphs contain their casts, and use no cache
+            return func(*args, **kwargs)
         tensors = _leaf_tensors(args, kwargs)
         versions = list(map(_version_of, tensors))
         weights = [tensor for tensor in tensors if tensor.requires_grad]
@@ -322,11 +316,12 @@ class _AutocastClearingStaleCasts(_InspectingAutocast):
         super().__init__(autocast)
         self._may_hold_casts_without_graph = False
 
-    def inspect(self, func: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """Clear the cache if gradients are enabled and it may hold casts without a graph. Then run the operation."""
-        if not torch.is_grad_enabled():
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.compiler.is_compiling():
+            pass  # compiled graphs contain their casts, and use no cache
+        elif not torch.is_grad_enabled():
             self._may_hold_casts_without_graph = True
         elif self._may_hold_casts_without_graph:
             torch.clear_autocast_cache()
             self._may_hold_casts_without_graph = False
-        return func(*args, **kwargs)
+        return func(*args, **(kwargs or {}))

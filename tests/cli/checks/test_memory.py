@@ -212,7 +212,7 @@ def test_step_is_fused_if_that_of_fit_is():
         batch = [torch.zeros(1, 64), torch.zeros(1, 64), torch.tensor(1.0)]
 
         def build() -> Regression:
-            return Regression(nn.Sequential(*(nn.Linear(64, 64) for _ in range(4))), make)
+            return Regression(nn.Sequential(*(nn.Linear(64, 64) for _ in range(10))), make)
 
         return measure(build, batch, Precision(), nothing, shards).peak
 
