@@ -398,3 +398,19 @@ def test_parameters_in_another_order_get_their_own_states(tmp_path: Path) -> Non
     assert len(seen) == 6
     for name, parameter in module.named_parameters():
         assert torch.equal(seen[name], optimizer.state[parameter]["exp_avg"])
+
+
+def test_error_after_the_replacement_is_raised_and_keeps_the_new_checkpoint(tmp_path, monkeypatch):
+    """Without a second error, because the older checkpoint cannot be renamed back."""
+    part, place = tmp_path / "part", tmp_path / "last.ckpt"
+    for folder, content in ((part, "new"), (place, "old")):
+        folder.mkdir()
+        (folder / sharded_files.MANIFEST).write_text(content)
+
+    def fail(folder: Path) -> None:
+        raise OSError("disk")
+
+    monkeypatch.setattr(sharded_files, "sync_folder", fail)
+    with pytest.raises(OSError, match="disk"):
+        sharded_files.move_into_place(part, place)
+    assert (place / sharded_files.MANIFEST).read_text() == "new"

@@ -96,7 +96,9 @@ def check_replaceable(place: Path) -> None:
 
 @contextmanager
 def moved_aside(place: Path) -> Iterator[None]:
-    """Move an existing file or folder aside. After the ``with`` block it is removed, or restored if the block raised.
+    """Move an existing file or folder aside. After the ``with`` block it is removed.
+
+    If the block raises before it has replaced the file or folder, it is restored.
 
     Raises:
         IsADirectoryError: if it is a folder, but not a checkpoint.
@@ -110,7 +112,8 @@ def moved_aside(place: Path) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        older.rename(place)
+        if not os.path.lexists(place):
+            older.rename(place)
         raise
     discard(older)
 

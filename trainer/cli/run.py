@@ -95,7 +95,7 @@ def run(config: DictConfig) -> float | None:
     end_with_parent()
     trainer, settings, is_ours = None, dict[str, Any](), True
     started = time.monotonic()
-    is_running = True
+    outer, is_running = is_running, True
     try:
         settings = resolve(config)
         record.facts["objective"] = _objective(settings, {})
@@ -123,7 +123,7 @@ def run(config: DictConfig) -> float | None:
         failure.record(error, folder, config.command, getattr(trainer, "world_size", 1), words_of_run())
         raise
     finally:
-        is_running = False
+        is_running = outer
         record.facts["objective"] = _objective(settings, record.facts)
         is_resumed = config.command == "fit" and getattr(trainer, "ckpt_path", None) is not None
         before, now = (

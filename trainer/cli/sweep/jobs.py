@@ -236,8 +236,8 @@ def execute(job: Job, stop: StopFile) -> float | None:
         try:
             while process.returncode is None:
                 with suppress(subprocess.TimeoutExpired):
-                    process.wait(timeout=0.5)
-                for number in stop.signals_received()[passed_on:]:
+                    process.wait(timeout=0.5 if job.aside else None)
+                for number in stop.signals_received()[passed_on:] if job.aside else ():
                     passed_on += 1
                     process.send_signal(number)
         except KeyboardInterrupt:
