@@ -538,13 +538,15 @@ def _has_grown(fit: _Fit, losses: list[float]) -> bool:
     """
     lowest = fit.lowest if math.isfinite(fit.lowest) else min(losses[:3])
     third = losses[-max(3, len(losses) // 3) :]
-    last, peak = statistics.median(third), max(statistics.median(third[at : at + 3]) for at in range(len(third) - 2))
+    last = statistics.median(third)
     fit.lowest = min(lowest, last)
+    if last - lowest <= _GROWTH_FACTOR * abs(lowest):
+        return False
+    peak = max((statistics.median(third[at : at + 3]) for at in range(len(third) - 2)), default=last)
     was_higher = any(
         rate > 2 * group["lr"] for batch in fit.recent for rate, group in zip(batch.rates, fit.groups, strict=True)
     )
-    recovers = was_higher and statistics.median(third[-3:]) < peak / 2
-    return last - lowest > _GROWTH_FACTOR * abs(lowest) and not recovers
+    return not (was_higher and statistics.median(third[-3:]) < peak / 2)
 
 
 def _examines_single(trainer: Trainer, fit: _Fit, step: int) -> bool:
