@@ -48,10 +48,14 @@ def test_before_data_is_loaded(malformed_project, capsys, argv, expected):
 
 @pytest.mark.whole
 def test_help_and_refusals_import_no_torch(malformed_project):
+    """Help of commands without settings of their own does not import Hydra either."""
+    without_settings = [["--help"], ["report", "--help"], ["export", "--help"], ["validate", "--help"]]
     shown = [["--help"], ["fit", "--help"], ["recipes", "resnet50"], ["fit", "--cfg", "job"]]
     wrong = [*(argv for argv, _ in EARLY[::30]), ["compare", "+recipe=it", "compare.mode=up"]]
     program = (
         "import sys\nfrom trainer.cli import main\n"
+        f"for argv in {without_settings!r}:\n"
+        "    assert main(argv) == 0 and 'omegaconf' not in sys.modules, argv\n"
         f"for argv, status in {[*((a, 0) for a in shown), *((a, 2) for a in wrong)]!r}:\n"
         "    assert main(argv) == status, argv\n"
         "    loaded = {'torch', 'lightning', 'numpy', 'typed'}.intersection(sys.modules)\n"

@@ -345,11 +345,9 @@ class RunRecorder(Callback):
         If a second fit of the Trainer has nothing left to do, the record of the first fit is kept.
         """
         self._is_fitting = False
-        former = {} if self.record is None or self._began is not None else self.record.former
-        if self.record is not None and (former.get("status"), former.get("steps")) == (
-            "completed",
-            trainer.global_step,
-        ):
+        former = self.record.former if self.record is not None and self._began is None else {}
+        if former.get("status") == "completed" and former.get("steps") == trainer.global_step:
+            assert self.record is not None
             self.record.facts = former
             self._write_if_possible()
         elif trainer.is_global_zero:

@@ -73,6 +73,8 @@ def help_text(command: str | None, config_dir: str | None = None) -> str:
 
 def _settings(config_dir: str | None, nodes: Sequence[str]) -> list[str]:
     """Return one section for each of ``nodes``, with its settings in the default config; "" is the config itself."""
+    if not nodes:
+        return []  # most commands have no settings, and composing a config takes half a second
     from trainer.cli.compose import Composer, unresolved
     from trainer.cli.walk import walk
 

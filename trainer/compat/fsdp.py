@@ -58,7 +58,8 @@ class ShardingStrategy(DDPStrategy):
         fitting, self._failed = trainer.state.fn == TrainerFn.FITTING, False
         self._synced = self._layer_sync if fitting else None
         if self._synced is not None:
-            self.model = self._synced.apply(self.lightning_module)
+            assert self.model is not None
+            self.model = self._synced.apply(self.model)
         return fitting
 
     def revert_sync(self) -> None:

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from trainer import packages
 from trainer.cli.arguments import Arguments, UsageError
-from trainer.cli.report.page import run_page
-from trainer.cli.report.selection import ReportSubject, choose_subject
-from trainer.cli.report.several import INVALID_RECORD_ERRORS, several_page, unreadable
 from trainer.files import write_text
 from trainer.terminal import command_line
+
+if TYPE_CHECKING:
+    from trainer.cli.report.selection import ReportSubject
 
 __all__ = ["PAGE", "command", "write_report"]
 
@@ -25,6 +26,8 @@ PAGE = "report.html"
 
 def command(arguments: Arguments) -> int:
     """Run ``trainer report [RUN_DIR ...] [OUT.html]``."""
+    from trainer.cli.report.selection import choose_subject  # the imports of a report take half a second
+
     if problem := packages.missing("report"):
         raise UsageError(f"report needs {problem}")
     names = list(arguments.words)
@@ -52,6 +55,9 @@ def write_report(about: ReportSubject, out: Path) -> list[str]:
     Raises:
         UsageError: if the page cannot be written, or no run can be read.
     """
+    from trainer.cli.report.page import run_page
+    from trainer.cli.report.several import INVALID_RECORD_ERRORS, several_page, unreadable
+
     left_out: list[str] = []
     if about.kind == "run":
         try:
