@@ -533,8 +533,8 @@ NO_SHARED_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 def node_lost(setup: Setup, *, times: int = 3, comes_back: bool = True, patience: int = 10, **options: Any) -> Body:
     """Run torchrun on one node or two: the second node is lost with all its processes and returns, repeatedly.
 
-    At each start, the first node waits at most ``patience`` seconds for the second. If it starts alone, the job cannot
-    continue on two nodes, because each update would get other samples.
+    At each start, the first node waits at most ``patience`` seconds for the second. The run begins on both: if it began
+    on one, it could not continue on two, because each update would get other samples.
     """
 
     def body(bench: Bench, who: str) -> Outcome:
@@ -545,6 +545,7 @@ def node_lost(setup: Setup, *, times: int = 3, comes_back: bool = True, patience
             f"--rdzv-conf=last_call_timeout={patience},keep_alive_interval=1,keep_alive_max_attempt=3",
         ]  # fmt: skip
         given = {**options, "trainer": {**options.get("trainer", {}), "devices": 1, "num_nodes": "auto"}}
+        given["first_ranks"] = 2
 
         def node() -> Run:
             return bench.agent(who, folder, *words, environment=NO_SHARED_STORE, setup=setup, **given)

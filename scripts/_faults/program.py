@@ -41,6 +41,8 @@ def main(options: dict[str, Any]) -> None:
             and epoch; ``"none"``.
         fault: the fault; see :class:`Fault`.
         rank, ranks: rank and world size. torchrun sets the rank itself.
+        first_ranks: world size without which the run does not begin: if torchrun starts fewer processes and there is
+            no checkpoint, the process fails, and torchrun starts it again when the others have joined. Default: any.
         trainer: more arguments of the Trainer.
         final: name of the final file; default ``final``.
         callbacks: names of our callbacks, with their arguments.
@@ -50,6 +52,9 @@ def main(options: dict[str, Any]) -> None:
     folder, rank, ranks = Path(options["folder"]), options.get("rank", 0), options.get("ranks", 1)
     if "TORCHELASTIC_RUN_ID" in os.environ:
         rank = int(os.environ["RANK"])
+        first = options.get("first_ranks", 1)
+        if int(os.environ["WORLD_SIZE"]) < first and not any(folder.rglob("*.ckpt")):
+            sys.exit(f"begins only with {first} processes, started with {os.environ['WORLD_SIZE']}")
     setup, who = Setup(**options.get("setup", {})), options["who"]
     setup = replace(setup, overflows=tuple(setup.overflows))
     torch.set_num_threads(1)
