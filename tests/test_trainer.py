@@ -164,6 +164,16 @@ def test_should_stop_ends_after_the_batch_with_a_validation() -> None:
     assert count(callbacks=[Stop()], max_epochs=5, min_epochs=2).of("train_batch") > [8]
 
 
+@pytest.mark.parametrize("epoch", [0, 1])
+def test_should_stop_at_the_start_of_an_epoch_trains_no_batch(epoch: int) -> None:
+    class Stop(Callback):
+        def on_train_epoch_start(self, trainer: Any, *args: Any) -> None:
+            trainer.should_stop = trainer.current_epoch == epoch
+
+    seen = count(callbacks=[Stop()], max_epochs=5)
+    assert seen.of("train_batch", "validation_batch", "train_epoch") == [8 * epoch, 12 * epoch, epoch + 1]
+
+
 # --- one run after another ----------------------------------------------------------------------------------------
 
 

@@ -204,6 +204,30 @@ class Noisy(Points):
         return [torch.arange(4.0).add(index).sin() + torch.randn(4, generator=self.generator)]
 
 
+class Lookahead(torch.optim.Optimizer):
+    """Counts in an attribute, and wraps an optimizer that its state dict does not include, like many SAMs."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner = inner
+        super().__init__(inner.param_groups, {})
+        self.steps = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = self.inner.step(closure)
+        self.steps += 1
+        for parameter in self.param_groups[0]["params"]:
+            slow = self.state[parameter].setdefault("slow", parameter.clone())
+            parameter.copy_(slow.lerp_(parameter, 1 / self.steps))
+        return loss
+
+
+class LooksAhead(Module):
+    def configure_optimizers(self) -> Any:
+        optimizer = Lookahead(torch.optim.SGD(self.parameters(), 0.1, momentum=0.9))
+        return [optimizer], [{"scheduler": torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8), "interval": "step"}]
+
+
 def train(
     make: Callable[[], Any],
     folder: Path,
@@ -253,6 +277,7 @@ def _quiet() -> Any:
         (Module, lambda: [BackboneFinetuning(1, lambda _: 1.5)], {"max_epochs": 3}),
         (Tracks, lambda: [ScaleMonitor(), ScaleCurve()], {"precision": "16-mixed"}),
         (Measures, list, {}),
+        (LooksAhead, list, {}),
         (Anneals, lambda: [Boosts()], {"accumulate_grad_batches": 2}),
         (DrawsAll, list, {"check_val_every_n_epoch": 2, "max_epochs": 4}),
         (DrawsAll, list, {"reload_dataloaders_every_n_epochs": 2, "check_val_every_n_epoch": 2, "max_epochs": 5}),
@@ -267,6 +292,15 @@ def test_resumed(make: Callable[[], Any], callbacks: Any, arguments: dict[str, A
         state, own_rows, _ = train(make, tmp_path / str(number), seed=1, start=path, callbacks=callbacks(), **arguments)
         assert differences(state, whole) == [], number
         assert differences(own_rows, rows[logged:]) == [], number
+
+
+def test_states_of_wrapped_optimizers_are_refused_if_the_checkpoint_lacks_them(tmp_path: Path) -> None:
+    *_, saved = train(LooksAhead, tmp_path / "whole", callbacks=[])
+    checkpoint = torch.load(saved[3][0], weights_only=False)
+    assert len(checkpoint["optimizer_states"][0].pop("inner_optimizers")) == 1
+    torch.save(checkpoint, path := tmp_path / "older.ckpt")
+    with pytest.raises(ResumeError, match=r"Lookahead.*such as the base optimizer of SAM.*Define state_dict"):
+        train(LooksAhead, tmp_path / "resumed", start=path, callbacks=[])
 
 
 class Step(Module):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import zipfile
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from trainer import redaction
 from trainer.checkpoint.compact import unpacked
 from trainer.checkpoint.manifest import TRAINER_KEY as TRAINER_KEY
+from trainer.engine.optimizer_states import keep_dtypes, keep_sharing, unsaved_inner
 from trainer.errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -42,6 +43,9 @@ FORMAT = 3
 
 _SUPPORTED = (2, FORMAT)
 """Versions that can be resumed. Since version 3, the states of processes are in compact form."""
+
+_INNER = "inner_optimizers"
+"""Key of the states of optimizers inside of one, in its state dict. ``load_state_dict`` ignores it."""
 
 
 _EXPECTED = "Expected a file that ModelCheckpoint or Trainer.save_checkpoint has written, such as last.ckpt."
@@ -162,8 +166,13 @@ def restore_progress(trainer: Trainer, checkpoint: dict[str, Any], progress_from
 
 
 def optimizer_states(trainer: Trainer, _: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the state of each optimizer."""
-    return [trainer.engine.optimizer_state(optimizer) for optimizer in trainer.engine.optimizers]
+    """Return the state of each optimizer, with those of optimizers inside it that its state dict does not include."""
+    engine = trainer.engine
+    states = [engine.optimizer_state(optimizer) for optimizer in engine.optimizers]
+    for state, optimizer in zip(states, engine.optimizers, strict=True):
+        if engine.strategy.lightning_restore_optimizer and (inner := unsaved_inner(optimizer)):  # not sharded
+            state[_INNER] = [engine.optimizer_state(one) for one in inner]
+    return states
 
 
 def restore_optimizers(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
@@ -172,6 +181,7 @@ def restore_optimizers(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
     Raises:
         IncompleteCheckpointError: if the checkpoint contains only weights.
         CheckpointError: if it has a different number of optimizers, or other types.
+        ResumeError: if it lacks the states of optimizers inside of others, and the resume must be exact.
     """
     engine, trainer_state = trainer.engine, _trainer_state(checkpoint)
     _check_number(trainer, checkpoint, "optimizer_states", engine.optimizers)
@@ -180,7 +190,23 @@ def restore_optimizers(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
         _keep_implementation(optimizer, state)
     names = parameter_names(trainer.lightning_module, engine.optimizers)
     _reorder_states(checkpoint, trainer_state.get("parameters", []), names)
-    engine.load_optimizer_states(checkpoint, _saved_dtypes(checkpoint, trainer_state, names, engine.optimizers))
+    saved = _saved_dtypes(checkpoint, trainer_state, names, engine.optimizers)
+    with ExitStack() as sharing:
+        for optimizer in engine.optimizers:
+            sharing.enter_context(keep_sharing(optimizer))
+        engine.load_optimizer_states(checkpoint, saved)
+    for optimizer, state in zip(engine.optimizers, checkpoint["optimizer_states"], strict=False):
+        inner, states = unsaved_inner(optimizer), state.get(_INNER, [])
+        if len(inner) != len(states):
+            refuse_inexact(
+                f"The checkpoint has the states of {len(states)} optimizers inside of {type(optimizer).__name__}, and"
+                f" this run has {len(inner)}, such as the base optimizer of SAM.",
+                f"Define state_dict and load_state_dict in {type(optimizer).__name__}, so that they include these.",
+                exact=trainer.exact_resume and bool(trainer_state),  # Lightning's checkpoints never have them
+            )
+        for one, own in zip(inner, states, strict=False):
+            with keep_dtypes([one], [own], saved), keep_sharing(optimizer):
+                one.load_state_dict(own)
 
 
 def schedule_states(trainer: Trainer, _: dict[str, Any]) -> list[dict[str, Any]]:

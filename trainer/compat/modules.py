@@ -15,7 +15,8 @@ from lightning.pytorch.trainer.call import _call_configure_model, _call_setup_ho
 from lightning.pytorch.trainer.configuration_validator import _verify_loop_configurations
 from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities.compile import _maybe_unwrap_optimized, _verify_strategy_supports_compile
-from torch import nn
+from torch import Tensor, nn
+from torch.optim import SGD, Optimizer
 from torchmetrics import SumMetric
 
 from trainer.arguments import refuse_other_package
@@ -30,6 +31,8 @@ _BASES = {*LightningModule.__mro__, *LightningDataModule.__mro__}
 _FRAMEWORKS = sys.stdlib_module_names | {"lightning", "pytorch_lightning", "torch", "trainer"}
 _OF_MODULES = frozenset(vars(LightningModule()))
 """Attributes of a module that Lightning and torch set."""
+_OF_OPTIMIZERS = frozenset(vars(SGD([Tensor()])))
+"""Attributes of an optimizer that torch sets."""
 _OF_METRICS = _OF_MODULES | vars(SumMetric()).keys()
 """Attributes of a metric object that torchmetrics and torch set."""
 
@@ -112,13 +115,16 @@ def program_state(trainer: Trainer) -> ProgramState:
         if isinstance(value, Callback):
             kind: type = type(value)
             return _assigned_by_bases(kind)
+        if isinstance(value, Optimizer):
+            return _OF_OPTIMIZERS
         return _OF_MODULES if isinstance(value, nn.Module) else frozenset()
 
-    return ProgramState((*modules, trainer.callbacks), is_base=_is_base, ignored=ignored, packages=frozenset(packages))
+    roots = (*modules, trainer.callbacks, trainer.optimizers)
+    return ProgramState(roots, is_base=_is_base, ignored=ignored, packages=frozenset(packages))
 
 
 def _is_base(kind: type) -> bool:
-    return kind in _BASES or issubclass(kind, Callback)
+    return kind in _BASES or issubclass(kind, (Callback, Optimizer))
 
 
 @cache

@@ -166,11 +166,11 @@ class TrainingBatches:
             )
 
     def end(self) -> None:
-        """End the resumed pass: the rest of it is not trained."""
+        """End the pass before its first batch: the rest of it is not trained."""
         assert self.loaders is not None
         self._is_empty, self._is_open = True, False
         with random_states.isolated():
-            self.loaders.load_state_dict({**self.loaders.state_dict(), "batches": self._batches, "is_over": True})
+            self.loaders.load_state_dict({**self.loaders.state_dict(), "batches": self._first, "is_over": True})
 
     def discard_batch(self) -> None:
         """End the pass before the last yielded batch, because a step that draws its own batches found no more."""

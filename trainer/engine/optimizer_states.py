@@ -75,6 +75,27 @@ def _with_inner(optimizers: Iterable[Any], depth: int = 2) -> Iterator[Optimizer
             yield from _with_inner([*attributes, *listed], depth - 1)
 
 
+def unsaved_inner(optimizer: Any) -> list[Optimizer]:
+    """Return the optimizers inside of one, such as the base optimizer of SAM, that its state dict does not include."""
+    if not isinstance(optimizer, Optimizer) or type(optimizer).state_dict is not Optimizer.state_dict:
+        return []
+    inner = dict.fromkeys(_with_inner([optimizer]))
+    return [one for one in inner if one is not optimizer and one.state is not optimizer.state]
+
+
+@contextmanager
+def keep_sharing(optimizer: Any) -> Iterator[None]:
+    """Share parameter groups and states with inner optimizers as before, after a load that replaces them."""
+    inner = [one for one in _with_inner([optimizer]) if one is not optimizer]
+    groups = [one for one in inner if list(map(id, one.param_groups)) == list(map(id, optimizer.param_groups))]
+    states = [one for one in inner if one.state is optimizer.state]
+    yield
+    for one in groups:
+        one.param_groups = optimizer.param_groups
+    for one in states:
+        one.state = optimizer.state
+
+
 def _restore(optimizer: Optimizer, state: Mapping[str, Any], saved: SavedDtypes) -> None:
     parameters = parameters_of(optimizer)
     numbers = [number for group in state.get("param_groups", ()) for number in group["params"]]

@@ -198,11 +198,9 @@ class FitLoop:
             progress.is_last_batch = False
         self.validates_this_epoch = self.validate is not None and self.limits.epoch_validates()
         self.precision.watch_weights()
-        if is_new:
-            return
         if not progress.is_followed_up:
             self.follow_up()
-        if self.limits.epoch_is_done():
+        if self.limits.ends_epoch() if is_new else self.limits.epoch_is_done():
             self.batches.end()
 
     def end_data_early(self) -> None:
