@@ -2,17 +2,16 @@
 
 The program gets the arguments, folder, environment and open files of this process, which exits with the status
 of the program. A kill of this process kills the program and its child processes. Separate from ``warm_python.py``,
-because importing that file takes longer than starting the program.
+because importing that file takes longer than starting the program. For the same reason, it imports only modules
+written in C, which the modules ``socket`` and ``signal`` are based on.
 """
 
 from __future__ import annotations
 
-import array
-import json
+import _signal as signal
+import _socket as socket
+import marshal
 import os
-import signal
-import socket
-import struct
 import sys
 
 MAX_DESCRIPTORS = 100
@@ -33,17 +32,17 @@ def run(socket_path: str, words: list[str]) -> int:
     """
     descriptors = [number for number in range(MAX_DESCRIPTORS) if number < 3 or _is_open(number)]
     given = {"words": words, "folder": os.getcwd(), "environment": dict(os.environ), "parent": os.getppid()}
-    request = json.dumps({**given, "descriptors": descriptors}).encode()
-    with socket.socket(socket.AF_UNIX) as connection:
-        connection.connect(socket_path)
-        streams = array.array("i", descriptors)
-        head = struct.pack("!I", len(request))
-        connection.sendmsg([head], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, streams)])
-        connection.sendall(request)
-        group = _number(connection)
-        for name in _PASSED_ON:
-            signal.signal(getattr(signal, name), lambda number, _: os.kill(group, number))
-        status = _number(connection)
+    request = marshal.dumps({**given, "descriptors": descriptors})
+    connection = socket.socket(socket.AF_UNIX)
+    connection.connect(socket_path)
+    streams = b"".join(number.to_bytes(4, sys.byteorder) for number in descriptors)
+    connection.sendmsg([len(request).to_bytes(4, "big")], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, streams)])
+    connection.sendall(request)
+    group = _number(connection)
+    for name in _PASSED_ON:
+        signal.signal(getattr(signal, name), lambda number, _: os.kill(group, number))
+    status = _number(connection)
+    connection.close()
     if status < 0:
         if -status != signal.SIGKILL:
             signal.signal(-status, signal.SIG_DFL)
@@ -63,8 +62,7 @@ def _number(connection: socket.socket) -> int:
     sent = connection.recv(4)
     if not sent:
         raise ConnectionError("The warm Python is gone.")
-    number: int = struct.unpack("!i", sent)[0]
-    return number
+    return int.from_bytes(sent, "big", signed=True)
 
 
 def main(python: str, socket_path: str, words: list[str]) -> int:

@@ -14,8 +14,9 @@ import fcntl
 import gc
 import hashlib
 import importlib
-import json
+import importlib.metadata
 import logging
+import marshal
 import multiprocessing.util
 import os
 import pickle
@@ -30,6 +31,7 @@ import subprocess
 import sys
 import tempfile
 import traceback
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache, partial
 from pathlib import Path
@@ -244,6 +246,7 @@ def serve(socket_path: str, configs: Path, imported: list[str]) -> None:
     """Import, listen, and run programs until standard input ends."""
     sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != Path(__file__).resolve().parent]
     gc.disable()  # imported modules stay
+    cache_entry_points()
     for name in imported:
         import_if_installed(name)
     for module in [module for name, module in sys.modules.items() if name.startswith(("trainer.", "recipes."))]:
@@ -254,6 +257,11 @@ def serve(socket_path: str, configs: Path, imported: list[str]) -> None:
         cache_configs(configs)
         for config in (ROOT / "conf").rglob("*.yaml"):
             sys.modules["omegaconf"].OmegaConf.load(config)
+        parser = importlib.import_module("hydra.core.override_parser.overrides_parser").OverridesParser.create()
+        parser.parse_overrides(["+a/b@c=d", "~a.b", "a=[1,b]", "a={b:2.5,c:'d e'}", "a=1e-3,null", "a=${b}"])
+    importlib.metadata.entry_points()
+    for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
+        finalizer.atexit = False  # torch would remove each of its operators at the end of each program
     write_without_waiting()
     figure = importlib.import_module("matplotlib.figure").Figure
     figure.savefig = save_empty_pictures(figure.savefig)
@@ -267,6 +275,19 @@ def import_if_installed(name: str) -> None:
     with contextlib.suppress(ImportError):
         importlib.import_module(name)
     gc.freeze()
+
+
+def cache_entry_points() -> None:
+    """Read the entry points of each installed package once."""
+    read = importlib.metadata.PathDistribution.entry_points.fget  # type: ignore[attr-defined]
+    found = dict[Path, Any]()
+
+    def entry_points(package: Any) -> Any:
+        if package._path not in found:
+            found[package._path] = read(package)
+        return found[package._path]
+
+    importlib.metadata.PathDistribution.entry_points = property(entry_points)  # type: ignore[method-assign,assignment]
 
 
 class Server:
@@ -314,7 +335,7 @@ class Server:
             for _, _, numbers in ancillary:
                 streams.frombytes(numbers)
             with connection.makefile("rb") as sent:
-                request = json.loads(sent.read(*struct.unpack("!I", head)))
+                request = marshal.loads(sent.read(*struct.unpack("!I", head)))
             if request["words"][:1] == ["--import"]:
                 for name in request["words"][1:]:
                     import_if_installed(name)
@@ -322,7 +343,7 @@ class Server:
                 raise ValueError("no program")
             process = os.fork()
         # the client was killed during the request; or there is no program, or no resources for another process
-        except (OSError, ValueError, struct.error):
+        except (OSError, ValueError, EOFError, struct.error):
             for stream in streams:
                 os.close(stream)
             connection.close()
