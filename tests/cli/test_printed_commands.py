@@ -290,6 +290,7 @@ def first_screen(shell: Shell) -> None:
     commands = [line.strip().partition("  ")[0] for line in begin.splitlines()]
     assert (status, len(commands)) == (0, 4)
     limits = " trainer.limit_train_batches=1 trainer.limit_val_batches=1 trainer.max_epochs=1 data.batch_size=2"
+    limits += " +model.net.width_per_group=1 data.image_size=16"
     for command in commands:
         shell.follow(command + (limits if " fit " in command else ""))
 

@@ -64,13 +64,10 @@ def test_number_of_unchecked_blocks() -> None:
     [pytest.param(page, marks=MARKS.get(name_of(page), ())) for page in PAGES if name_of(page) not in ELSEWHERE],
     ids=name_of,
 )
-def test_everything_runs(page: Path, tmp_path: Path, python: WarmPython, request: pytest.FixtureRequest) -> None:
+def test_everything_runs(page: Path, tmp_path: Path, python: WarmPython) -> None:
     folder = tmp_path / "folder"
     folder.mkdir()
     blocks = read(page)
-    if any("mlflow]" in block.text for block in blocks):
-        (folder / "outputs").mkdir()
-        shutil.copy(request.getfixturevalue("mlflow_database"), folder / "outputs")
     if any("trainer=deepspeed" in block.text for block in blocks):
         python.load("deepspeed")  # once instead of in each process
     run(blocks, folder, tmp_path / "tools", python, timeout=280)

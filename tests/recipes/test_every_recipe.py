@@ -21,11 +21,11 @@ RECIPES = sorted(path.stem for path in (Path(__file__).parents[2] / "conf" / "re
 SMALLER = {
     "finetune": ["model.sample_length=5"],
     "gpt": ["model.sample_length=5"],
-    "images": ["model.architecture=resnet18"],
+    "images": ["model.architecture=resnet18", "data.resize_size=36", "data.crop_size=32"],
     "language_model": ["model.sample_length=5"],
     "mlp": ["data.num_batches=2", "data.in_features=64"],
-    "resnet50": ["data.image_size=16"],
-    "resnet50_caltech256": ["model.architecture=resnet18"],
+    "resnet50": ["data.image_size=16", "+model.net.width_per_group=1"],
+    "resnet50_caltech256": ["model.architecture=resnet18", "data.image_size=32"],
     "resnet50_cifar10": ["model.architecture=resnet18"],
     "unet": ["data.train_size=20", "data.val_size=8", "data.test_size=8"],
 }
