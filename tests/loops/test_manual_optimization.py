@@ -8,6 +8,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from tests.parity import assert_same_weights
 from tests.support import (
@@ -476,3 +477,35 @@ def test_lbfgs_evaluates_whole_windows(tmp_path, weights, missing, sized, search
     torch.testing.assert_close([*ours.parameters()], [*theirs.parameters()], rtol=1e-4, atol=1e-5)
     assert trainer.global_step == 3
     assert evaluations > 10
+
+
+@pytest.mark.whole
+def test_compiled_module_is_not_compiled_again_at_each_step(tmp_path):
+    class Steps(LightningModule):
+        automatic_optimization = False
+
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(2, 2), nn.Linear(2, 1)
+
+        def training_step(self, batch, batch_idx):
+            for optimizer in self.optimizers():
+                loss = self.b(self.a(batch[0])).square().mean()
+                optimizer.zero_grad()
+                self.manual_backward(loss)
+                self.clip_gradients(optimizer, 0.5, "norm")
+                optimizer.step()
+
+        def configure_optimizers(self):
+            return [torch.optim.SGD(part.parameters(), 0.1) for part in (self.a, self.b)]
+
+    codes = []
+    torch.compiler.reset()
+    counter = torch._dynamo.utils.counters["frames"]
+    for batches in (3, 12):
+        before = counter["total"]
+        module = torch.compile(Steps(), backend="eager")
+        make_trainer(tmp_path).fit(module, DataLoader(TensorDataset(torch.ones(batches, 2)), 1))
+        codes.append(counter["total"] - before)
+        torch.compiler.reset()
+    assert codes[0] == codes[1] > 0

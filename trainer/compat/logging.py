@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import numbers
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
 from types import FunctionType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from zlib import crc32
@@ -26,6 +25,7 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch import Tensor
 from torchmetrics import Metric
 
+from trainer.engine.compilation import keep_out_of_graphs
 from trainer.errors import rank_zero_warn
 from trainer.state.metrics import LoggedValue, LogOptions, MetricStore, PublishedMetrics, accumulation_dtype, to_scalars
 
@@ -38,20 +38,6 @@ _LOG = LightningModule.log
 
 # our own hook, which Lightning's table of hooks lacks
 _FxValidator.functions["on_after_optimizer_step"] = _FxValidator.functions["on_before_optimizer_step"]
-
-
-def _keep_out_of_graphs(function: Any) -> None:
-    """Make ``torch.compile`` call ``function`` between two graphs instead of tracing it.
-
-    A traced call would be guarded by counters that change at every step, and recompiled. ``torch.compiler.disable`` has
-    the same effect through a wrapper that costs 0.3 microseconds per call even without compilation; this costs nothing.
-    """
-    with suppress(AttributeError):  # private names of torch; without them, only compilation takes longer
-        frames = torch._C._dynamo.eval_frame
-        skip = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)
-        frames.set_code_exec_strategy(function.__code__, skip)
-    function._torchdynamo_disable = True
-    function._torchdynamo_disable_msg = "self.log is not part of a graph"
 
 
 class ModuleScope:
@@ -240,7 +226,7 @@ class ModuleLog:
         return entry
 
 
-_keep_out_of_graphs(ModuleLog.__call__)
+keep_out_of_graphs(ModuleLog.__call__)
 
 
 class _DetachedLog:
@@ -406,7 +392,7 @@ def attach_log(module: LightningModule, trainer: Trainer) -> None:
         for method in (part.log, part.log_dict):
             function = getattr(method, "__func__", method)
             if isinstance(function, FunctionType):
-                _keep_out_of_graphs(function)
+                keep_out_of_graphs(function)
     for callback in trainer.callbacks:
         callback.log, callback.log_dict = module.log, module.log_dict
 

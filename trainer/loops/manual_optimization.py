@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from trainer.engine.compilation import keep_out_of_graphs
 from trainer.errors import ConfigurationError
 from trainer.loops.closures import Closure, refuse_scaled_closures, step_with_closure
 from trainer.loops.fit import FitLoop
@@ -106,3 +107,7 @@ class ManualOptimization:
 def _without_autocast(loop: FitLoop) -> AbstractContextManager[object]:
     """Disable autocast: backward operations run in the dtype of their forward."""
     return torch.autocast(loop.engine.device.type, enabled=False)
+
+
+for _call in (ManualOptimization.backward, ManualOptimization.step, FitLoop.clip_for_module):
+    keep_out_of_graphs(_call)
