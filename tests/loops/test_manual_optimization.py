@@ -480,6 +480,7 @@ def test_lbfgs_evaluates_whole_windows(tmp_path, weights, missing, sized, search
 
 
 @pytest.mark.whole
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # of the compiler
 def test_compiled_module_is_not_compiled_again_at_each_step(tmp_path):
     class Steps(LightningModule):
         automatic_optimization = False

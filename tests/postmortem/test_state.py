@@ -1,12 +1,22 @@
 from __future__ import annotations
 
+import random
 from collections import OrderedDict, deque
 
+import numpy as np
 import torch
 from torch import nn
 from torchmetrics import MeanMetric
 
 from trainer.postmortem.state import BufferState, ObjectState
+from trainer.state import generators
+
+
+class Replays:
+    """An object of the user's class."""
+
+    def __init__(self):
+        self.count, self.rng, self.buffer = 0, random.Random(2), {"rewards": [[0.5]]}
 
 
 class Holder(nn.Module):
@@ -19,6 +29,8 @@ class Holder(nn.Module):
         self.register_buffer("queue", torch.zeros(3), persistent=False)
         self.average = torch.zeros(3)  # not a buffer
         self.generator = torch.Generator().manual_seed(3)
+        self.rngs = np.random.default_rng(1), np.random.RandomState(1)
+        self.parts = {"replays": [Replays()]}
         self.count, self.note = 1, "before"
         self.outputs, self.seen, self.recent = [1], {1}, deque([1], maxlen=2)
         self.table = OrderedDict(b=1, a=2)
@@ -31,6 +43,11 @@ class Holder(nn.Module):
         self.hidden[0](torch.randn(4, 2))
         self.average.add_(1)
         torch.rand((), generator=self.generator)
+        for rng in self.rngs:
+            rng.uniform()
+        (replays,) = self.parts["replays"]
+        replays.count, _ = 1, replays.rng.random()
+        replays.buffer["rewards"][0].append(1.5)
         self.count += 1
         self.note = "after"
         self.new = 1
@@ -51,12 +68,16 @@ class Holder(nn.Module):
 def described(holder):
     """Return the whole state as plain values."""
     state = {name: value.tolist() for name, value in holder.state_dict(keep_vars=False).items()}
+    (replays,) = holder.parts["replays"]
     plain = {name: value for name, value in vars(holder).items() if not name.startswith("_")}
     return (
         state,
         holder.queue.tolist(),
         {name: str(value) for name, value in plain.items() if name not in ("generator", "metrics", "hidden")},
         holder.generator.get_state().tolist(),
+        *(str(generators.state_of(rng)) for rng in (*holder.rngs, replays.rng)),
+        replays.count,
+        str(replays.buffer),
         [part.training for part in holder.modules()],
         holder.hidden[0].training,
         {name: value.tolist() for name, value in holder.hidden[0].state_dict().items()},

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, MutableMapping
+from collections.abc import Collection, Iterable, MutableMapping
 from itertools import filterfalse
 from typing import Any
 
@@ -11,20 +11,28 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import Dataset
 
 from trainer.module_tree import is_dense
+from trainer.packages import is_users_module
+from trainer.state import generators
 
 _OWNERS = (nn.Module, LRScheduler)
+_MAX_ITEMS = 2**14
+"""Containers with more items than this are copied, but the objects in them are not."""
+_MAX_ELEMENTS = 2**22
+"""Largest number of elements of a tensor of an object that is no module."""
 
 
 class ObjectState:
     """A copy of the attributes of modules and learning-rate schedules.
 
-    The modules and schedules in the attributes of an object (also inside a list, tuple or dict) are copied, too. The
-    copy of an object consists of its attributes; the elements of its buffers and other tensors; the states of its
-    ``torch.Generator``s; the items of its lists, dicts, sets and deques; its parameters and their ``requires_grad``.
-    Parameters are copied to the host, because a second model may not fit on the device. Thus the states of metrics,
-    lists of outputs, counters, ``training`` flags and hooks are included. Items of nested containers are not copied.
+    The modules, schedules and objects of the user's classes in the attributes of an object (also inside containers)
+    are copied, too, except datasets. The copy of an object consists of its attributes; the elements of its buffers and
+    other tensors; the states of its random generators; the items of its lists, dicts, sets and deques, at any depth;
+    its parameters and their ``requires_grad``. Parameters are copied to the host, because a second model may not fit on
+    the device. Thus the states of metrics, lists of outputs, counters, ``training`` flags and hooks are included.
+    Tensors inside of containers, and large ones of objects that are no modules, are not copied.
 
     Args:
         roots: the objects.
@@ -36,7 +44,7 @@ class ObjectState:
         self._contents: dict[int, tuple[Any, Any]] = {}
         self._trained: list[tuple[nn.Parameter, bool]] = []
         for owner in _owners(roots):
-            self._keep_attributes(vars(owner))
+            self._keep_attributes(vars(owner), None if isinstance(owner, _OWNERS) else _MAX_ELEMENTS)
             if isinstance(owner, nn.Module):
                 for buffer in owner.buffers(recurse=False):
                     self._keep(buffer)
@@ -60,32 +68,39 @@ class ObjectState:
             if isinstance(value, Tensor):
                 # .data: a graph that has saved this tensor must not see a modification
                 _distinct(value.data).copy_(content)
-            elif isinstance(value, torch.Generator):
-                value.set_state(content)
+            elif generators.is_random(value):
+                generators.set_state(value, content)
             elif _identities(value) != _identities(content):
                 value.clear()
                 (value.update if isinstance(value, (dict, set)) else value.extend)(content)
 
-    def _keep_attributes(self, attributes: MutableMapping[str, Any]) -> None:
+    def _keep_attributes(self, attributes: MutableMapping[str, Any], max_elements: int | None = None) -> None:
         self._attributes.append((attributes, dict(attributes)))
         for value in attributes.values():
-            self._keep(value)
+            self._keep(value, max_elements)
 
-    def _keep(self, value: Any) -> None:
+    def _keep(self, value: Any, max_elements: int | None = None) -> None:
+        """Copy the content of a value, unless it is a tensor with more elements than ``max_elements``."""
         content: Any
         if isinstance(value, Tensor):
             if isinstance(value, nn.Parameter) or is_lazy(value) or value.is_inference():
                 return
+            if max_elements is not None and value.numel() > max_elements:
+                return
             content = _distinct(value.detach()).clone()
-        elif isinstance(value, torch.Generator):
-            content = value.get_state()
+        elif generators.is_random(value):
+            content = generators.state_of(value)
         elif isinstance(value, (list, deque)):
             content = list(value)
         elif isinstance(value, (dict, set)):
             content = value.copy()
         else:
-            return
-        self._contents[id(value)] = (value, content)
+            content = None
+        is_new = id(value) not in self._contents
+        if content is not None:
+            self._contents[id(value)] = (value, content)
+        for item in _items(value) if is_new else ():
+            self._keep(item, 0)
 
 
 class BufferState:
@@ -114,20 +129,33 @@ class BufferState:
 
 
 def _owners(roots: Iterable[object]) -> Iterable[object]:
-    """Return the roots, and the modules and schedules in their attributes, at any depth."""
+    """Return the roots, and the modules, schedules and objects of the user's classes in them, at any depth."""
     found: dict[int, object] = {}
     waiting = list(roots)
     while waiting:
-        owner = waiting.pop()
-        if id(owner) in found:
+        value = waiting.pop()
+        if id(value) in found:
             continue
-        found[id(owner)] = owner
-        for value in vars(owner).values():
-            items = (
-                value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else [value]
-            )
-            waiting += [item for item in items if isinstance(item, _OWNERS)]
+        if isinstance(value, _OWNERS) or _is_users(value):
+            found[id(value)] = value
+            waiting += vars(value).values()
+        else:
+            waiting += _items(value)
     return found.values()
+
+
+def _is_users(value: object) -> bool:
+    """Return whether a value is an object of a class of the user, and no dataset."""
+    if isinstance(value, (type, Dataset)) or not is_users_module(type(value).__module__):
+        return False
+    return isinstance(getattr(value, "__dict__", None), dict)
+
+
+def _items(value: Any) -> Collection[Any]:
+    """Return the items of a container that is not large, or the values of a dict."""
+    if not isinstance(value, (list, tuple, deque, dict)) or len(value) > _MAX_ITEMS:
+        return ()
+    return value.values() if isinstance(value, dict) else value
 
 
 def _distinct(tensor: Tensor) -> Tensor:
