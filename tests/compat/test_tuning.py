@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch import Callback
@@ -366,6 +367,33 @@ def test_resumed_fit_with_a_finder_is_the_uninterrupted_one(tmp_path: Path) -> N
 
 def connector_of(trainer: Any) -> Any:
     return trainer._checkpoint_connector
+
+
+class Draws(Tunable):
+    """The loss depends on attributes that training steps change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rng, self.recent, self.factor = np.random.default_rng(1), [0.0], 1.0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.factor *= 0.9
+        self.recent.append(self.rng.random())
+        return super().training_step(batch, batch_idx) * self.factor * sum(self.recent)
+
+
+def test_finders_leave_the_attributes_of_the_module() -> None:
+    def end_of(find: Callable[[Tuner, Draws], Any]) -> Any:
+        torch.manual_seed(0)
+        module, trainer = Draws(), ours(max_epochs=1)
+        find(Tuner(trainer), module)
+        module.batch_size = 2
+        trainer.fit(module)
+        return plain(weights(module)), module.factor, module.recent, module.rng.random()
+
+    plainly = end_of(lambda tuner, module: None)
+    assert end_of(lambda tuner, module: tuner.lr_find(module, num_training=3, update_attr=False)) == plainly
+    assert end_of(lambda tuner, module: tuner.scale_batch_size(module, max_trials=2, steps_per_trial=1)) == plainly
 
 
 class Counts(Callback):

@@ -26,6 +26,7 @@ from torch.optim.lr_scheduler import CyclicLR, LRScheduler, OneCycleLR
 
 from trainer.data.batches import TrainingBatches
 from trainer.errors import rank_zero_warn
+from trainer.postmortem.state import ObjectState
 from trainer.state.metrics import MetricStore
 
 if TYPE_CHECKING:
@@ -161,7 +162,8 @@ def _preserve_outer_run(trainer: Trainer) -> Iterator[None]:
     loops: list[FitLoop | EvalLoop] = [trainer.loop, *trainer.eval_loops.values()]
     owners = [*loops, trainer.loop.limits, state]
     saved = [(owner, dict(vars(owner))) for owner in owners]
-    preparation, calls, scope = trainer._runner.preparation, engine.module_calls, module._current_fx_name
+    preparation, calls = trainer._runner.preparation, engine.module_calls
+    own = ObjectState([module])  # Lightning's finders restore only its state dict
     for loop in loops:
         loop.metrics = MetricStore(training=loop is trainer.loop)
     try:
@@ -170,5 +172,5 @@ def _preserve_outer_run(trainer: Trainer) -> Iterator[None]:
         for owner, attributes in saved:
             vars(owner).update(attributes)
         trainer._runner.preparation, engine.module_calls = preparation, calls
-        module._current_fx_name = scope
+        own.restore()
         trainer.loop.window.reset()

@@ -253,7 +253,7 @@ def _call_of(module: nn.Module) -> Callable[..., Any]:
     """
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        return module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]  # noqa: SLF001 - __call__ would call this
+        return module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
 
     code = _CODES.setdefault(repr(module), call.__code__.replace())
     return FunctionType(code, call.__globals__, call.__name__, None, call.__closure__)
