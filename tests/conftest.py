@@ -35,6 +35,7 @@ from tests.warm_python import (
     IMPORTED,
     WarmPython,
     cache_configs,
+    cache_entry_points,
     save_empty_pictures,
     start_server,
     write_without_waiting,
@@ -66,6 +67,7 @@ def pytest_configure(config: pytest.Config) -> None:
         config.add_cleanup(partial(os.close, alive))
     config.stash[SHARED] = folder
     cache_configs(folder)
+    cache_entry_points()
     write_without_waiting()
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
