@@ -20,7 +20,7 @@ from torchmetrics import CatMetric, MeanMetric, RunningMean, RunningSum, SumMetr
 from torchmetrics.wrappers import MetricTracker
 
 from tests.parity import RecordingLogger
-from tests.support import SavesEverywhere, make_trainer
+from tests.support import SavesAt, SavesEverywhere, make_trainer
 from trainer.callbacks import Curves, ScaleMonitor
 from trainer.errors import ResumeError
 
@@ -301,6 +301,32 @@ def test_states_of_wrapped_optimizers_are_refused_if_the_checkpoint_lacks_them(t
     torch.save(checkpoint, path := tmp_path / "older.ckpt")
     with pytest.raises(ResumeError, match=r"Lookahead.*such as the base optimizer of SAM.*Define state_dict"):
         train(LooksAhead, tmp_path / "resumed", start=path, callbacks=[])
+
+
+class Levels(Dataset[Any]):
+    level = 0
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> Any:
+        return (torch.arange(4.0) * (index + self.level),)
+
+
+class Curriculum(Module):
+    def on_train_epoch_start(self) -> None:
+        self.trainer.train_dataloader.dataset.level = self.current_epoch
+
+
+def test_attribute_of_the_dataset_that_a_hook_sets_reaches_the_workers_of_a_resumed_epoch(tmp_path: Path) -> None:
+    ends = []
+    for start in (None, tmp_path / "6.ckpt"):
+        torch.manual_seed(5)
+        module, savers = Curriculum(), [SavesAt(tmp_path / "6.ckpt", batches=6)] if start is None else []
+        trainer = make_trainer(tmp_path, max_epochs=2, callbacks=savers, enable_checkpointing=start is None)
+        trainer.fit(module, DataLoader(Levels(), 2, num_workers=1), ckpt_path=start)
+        ends.append(module.state_dict())
+    assert differences(*ends) == []
 
 
 class Step(Module):

@@ -306,8 +306,6 @@ def generators_of(loader: Any) -> list[Generator]:
     if not isinstance(loader, DataLoader):
         return random_states.find(loader)
     samplers = loader.generator, loader.sampler, loader.batch_sampler
-    if loader.num_workers:
-        return random_states.find(*samplers, except_in=loader.dataset)
     return random_states.find(*samplers, loader.dataset, loader.collate_fn)
 
 
