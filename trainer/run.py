@@ -60,7 +60,7 @@ STAGES = {
 """The initial stage of each kind of run."""
 
 START = "start.ckpt"
-"""The file that an elastic job writes to the folder of its first ModelCheckpoint before training."""
+"""The checkpoint that a job whose number of processes may change writes before it trains."""
 
 
 class Run:
@@ -72,7 +72,7 @@ class Run:
         connector: selects and restores checkpoints.
 
     Attributes:
-        session: the cleanup at the end of a run: locks, replaced methods, contexts.
+        session: an exit stack, which releases locks and restores replaced methods at the end of a run.
         preparation: the prepared loops of the run. None until the strategy is set up.
         process_state: the state of this process from the checkpoint, until it is restored. None without a checkpoint.
         stalls: detects processes that wait for another one. None if there is only one process.
@@ -185,8 +185,8 @@ class Run:
     def __call__(self, module: LightningModule, weights_only: bool | None) -> Any:
         """Execute the run in this process. Return the logged metrics of an evaluation, one dict for each dataloader.
 
-        The module is an argument because a launcher that spawns processes gives each of them its own copy of the
-        weights only if it finds the module among the arguments.
+        The module must be an argument: a launcher that spawns processes copies the weights for each process only if the
+        module is among the arguments.
         """
         trainer = self._trainer
         # set the references again, because a module and a datamodule are pickled without their trainer

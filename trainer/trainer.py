@@ -82,8 +82,8 @@ class Trainer(TrainerBase):
         strategy: strategy for several processes: ``"ddp"``, ``"fsdp"``, ``"deepspeed"``, or an object such as
             ``FSDP2Strategy()``. Default: ``"auto"``.
         detect_anomaly: whether to raise an error that names the first operation with a NaN in its backward pass. With
-            loss scaling, an overflow is not an error, and ``AnomalyDetection`` inspects skipped steps instead. Default:
-            False.
+            loss scaling, where overflows are normal, the callback ``AnomalyDetection`` is added instead: it inspects
+            skipped steps. Default: False.
         profiler: ``"simple"``, ``"advanced"``, ``"pytorch"`` or a profiler. Default: None, no profiling.
         resume: not in Lightning. ``"auto"``: a ``fit`` without ``ckpt_path`` resumes from the newest valid checkpoint
             in the folders that this run writes checkpoints to, or starts from the beginning if there is none. Default:

@@ -117,7 +117,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     ),
     "another accumulation": (
         {}, {"data": lambda: loader(1), "accumulate_grad_batches": 2},
-        r"got accumulate_grad_batches=2, expected 4, which is 4 samples in an update / \(1 x 1: processes x batch",
+        "got accumulate_grad_batches=2, expected 4, because an update has 4 samples, and a batch has 1",
     ),
     "validations that do not divide": (
         {"batch_size": 2, "val_check_interval": 1, "accumulate_grad_batches": 2},
@@ -141,7 +141,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     ),
     "by hand": (
         {"module": lambda: Net(by_hand=True)}, {"module": lambda: Net(by_hand=True), "data": lambda: loader(2)},
-        "steps its optimizers itself, once a batch as far as is known; a batch of all processes had 4 samples and",
+        "an optimizer step is assumed for each batch, so that a batch of all processes must have 4 samples",
     ),
     "windows over epochs": (
         {"callbacks": [GradientAccumulation(2, straddles_epochs=True)]},

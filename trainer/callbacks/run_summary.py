@@ -15,7 +15,7 @@ from trainer.record.run_record import RunRecord, without_step_epoch_variants
 from trainer.terminal import Table, format_seconds
 
 _RECORDED = ("amp/scale", "amp/skipped_steps", "amp/nonfinite_losses")
-"""Logged values that the record also contains, as of the last step."""
+"""Logged values that the table leaves out, because the record has the same counters, as of the last step."""
 
 
 class RunSummary(RecordView):
@@ -45,13 +45,12 @@ class RunSummary(RecordView):
             - ``scale``: loss scale after the last step. None without loss scaling.
             - ``seconds``: wall time of training in this fit, with validations.
             - ``train_seconds``: the same without validations.
-            - ``samples``: number of training samples of this fit over all ranks: the number of batches times the size
-              of the first batch, with the actual size of an epoch's last batch. Exact if all other batches have the
-              same size.
+            - ``samples``: number of training samples of this fit over all ranks. An epoch's last batch is counted with
+              its own size, each other batch with that of the first.
             - ``samples_per_second``: measured by the callback Throughput, otherwise ``samples / train_seconds``.
-            - ``samples_per_step``: from the first batch of an epoch.
-            - ``peak_memory``: bytes. ``gpu``: on CUDA, the peak of tensors on rank zero's device in this fit;
-              ``process``: otherwise, the peak physical memory of the process.
+            - ``samples_per_step``: samples of an optimizer step over all ranks, by the size of an epoch's first batch.
+            - ``peak_memory``: a dict with one entry, in bytes. On CUDA ``gpu``, the peak of tensors on rank zero's
+              device in this fit; otherwise ``process``, the peak physical memory of the process.
             - ``compile``: with the callback Compile, ``modules`` and settings, ``compilations``, ``recompilations`` and
               their ``reasons``, ``graph_breaks``, ``seconds``.
             - ``fast_settings``: with the callback FastSettings, the enabled settings.
@@ -72,7 +71,7 @@ class RunSummary(RecordView):
         self.summary = {name: fact for name, fact in record.facts.items() if name not in ("curves", "environment")}
         console = terminal.console(self._console, 250)
         console.print(_table(record).drawn())
-        for name, path in _paths(record.paths):  # the terminal does not break these lines inside a word
+        for name, path in _paths(record.paths):  # not wrapped, so that a path can be copied
             console.print(Text.assemble((f" {name:<17} ", "dim"), path), soft_wrap=True)
 
 
@@ -125,7 +124,7 @@ def _paths(paths: Mapping[str, str | list[str]]) -> list[tuple[str, str]]:
         (labels.get(name, name.replace("_", " ")), str(from_here(Path(path))))
         for name, value in paths.items()
         for path in (value if isinstance(value, list) else [value])
-        if name == "run" or path != paths.get("run")  # W&B and others write to a folder inside it
+        if name == "run" or path != paths.get("run")  # not the run's folder again; W&B writes to a folder inside it
     ]
     if "record" in paths:
         run = from_here(Path(str(paths["run"])))

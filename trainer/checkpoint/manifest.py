@@ -10,10 +10,10 @@ FORMAT = 1
 """Version of the manifest."""
 
 TRAINER_KEY = "amp_trainer"
-"""Key in ``loops`` of a checkpoint with the entries that are not Lightning's."""
+"""The key of our own entries, below ``loops`` in a checkpoint."""
 
 PART = ".ckpt-part"
-"""Suffix of the names of unfinished files, which begin with a dot."""
+"""Suffix of unfinished files. Their names also begin with a dot."""
 
 
 def facts_of(checkpoint: Any) -> dict[str, Any]:
@@ -27,13 +27,13 @@ def facts_of(checkpoint: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The manifest of a checkpoint.
+    """The manifest of a checkpoint: of a file, a zip archive with the manifest as its comment, or of a folder.
 
     Args:
         saved_at: seconds since 1970.
-        size: size in bytes: of a file's archive without the manifest, or of all files in a folder.
-        sha256: of a file: the hash of its archive before it had a comment, and of the manifest's text up to this value.
-            Of a folder: the hash of this text only, which contains the hashes of the files.
+        size: size in bytes. Of a file: without the manifest. Of a folder: of all its files.
+        sha256: of a file: one hash of the archive without the manifest, followed by the manifest's text up to the hash.
+            Of a folder: the hash of the manifest's text up to the hash. This text contains the hash of each file.
         facts: additional values, such as the epoch.
         files: of a folder: size in bytes and SHA-256 of each file, by name.
     """

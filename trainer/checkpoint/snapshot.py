@@ -38,7 +38,7 @@ def is_sharded(value: Any) -> bool:
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Return whether ``tensor`` is dense, of torch's own classes, and has the values that its storage contains."""
+    """Return whether ``tensor`` is a dense Tensor or Parameter whose storage contains its values (no lazy negation)."""
     is_dense = tensor.layout is torch.strided and not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
     return type(tensor) in (Tensor, Parameter) and is_dense
 

@@ -132,7 +132,7 @@ class Composer:
         return parsed
 
     def _explain_syntax(self, override: str, reason: str) -> str:
-        """Return the message for an override that Hydra cannot parse, with its value in quotes."""
+        """Return the message for an override that Hydra cannot parse. It shows quotes if they would help."""
         key, _, value = override.partition("=")
         quoted = f"{key}={QuotedString(value, Quote.double).with_quotes()}"
         remark = re.search(r"\w+ while evaluating .*", reason)
@@ -213,7 +213,7 @@ class Composer:
             raise UsageError(f"A config file is not valid YAML: {_one_paragraph(str(error))}.") from error
         except RecursionError as error:
             raise UsageError("A config is nested too deeply: Python's recursion limit was exceeded.") from error
-        except UsageError:  # of `check`, which is a ValueError
+        except UsageError:  # raised by `check`; the next clause would catch it, as a ValueError
             raise
         except (HydraException, ValueError) as error:  # the latter for a defaults list that is not a list
             raise UsageError(f"{_one_paragraph(str(error))}.") from error

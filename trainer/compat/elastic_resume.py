@@ -67,7 +67,7 @@ def is_elastic(trainer: Trainer, trainer_state: dict[str, Any]) -> bool:
 
 
 def written_by(trainer_state: dict[str, Any]) -> int:
-    """Return the number of processes that have written a checkpoint; 0 if it is unknown."""
+    """Return the number of processes of the run that wrote a checkpoint; 0 if it is unknown."""
     return len(trainer_state.get("processes", ())) or int(trainer_state.get(_KEY, {}).get("world_size", 0))
 
 
@@ -92,7 +92,7 @@ def prepare(trainer: Trainer, trainer_state: dict[str, Any]) -> bool:
     given, order = _given_settings(trainer), SampleOrder.from_state(saved["samples"])
     keeps_limit = saved["given"]["limit_train_batches"] == given["limit_train_batches"]
     elastic = trainer.data.elastic_state = ElasticState(order, given, keeps_limit)
-    trainer.data.resumed = {}  # prevents `loaders` from opening a pass
+    trainer.data.resumed = {}  # so that `loaders` does not move to the saved position
     loaders = trainer.data.loaders(RunningStage.TRAINING, recreate=True)
     if loaders is None:
         raise ResumeError("limit_train_batches is 0")
@@ -112,8 +112,8 @@ def resume(trainer: Trainer, trainer_state: dict[str, Any], states: list[Any]) -
     Args:
         trainer: the Trainer, with the counters of the checkpoint.
         trainer_state: our entries in the checkpoint.
-        states: the states of the processes in the checkpoint. If their number is that of this run, the states of other
-            processes may be None, because they are not needed.
+        states: the states of the processes in the checkpoint. If this run has as many processes, only the state of this
+            process is needed, and the others may be None.
 
     Returns:
         The state of this process, for ``ProcessState.load``.
@@ -131,9 +131,11 @@ def resume(trainer: Trainer, trainer_state: dict[str, Any], states: list[Any]) -
     ]
     is_same = len(states) == trainer.engine.world_size
     if is_same and change.saved_samples != change.samples:
-        raise ResumeError(f"a batch of all processes had {change.saved_samples} samples and has {change.samples}")
+        raise ResumeError(
+            f"a batch of all processes had {change.saved_samples} samples, and in this run it has {change.samples}"
+        )
     if not is_same and trainer.engine.data_parallel_size != trainer.engine.world_size:
-        raise ResumeError("some of its processes share their samples with others (tensor parallelism)")
+        raise ResumeError("some processes of this run share their samples with others (tensor parallelism)")
     done = 0 if is_same else _position(states[0], trainer.progress, change)
     # no error is raised from here on
     for config, frequency in zip(schedules, frequencies, strict=False):
@@ -143,7 +145,7 @@ def resume(trainer: Trainer, trainer_state: dict[str, Any], states: list[Any]) -
         return own
     change.translate(trainer.progress, done)
     state: dict[str, Any]
-    states = states[:: len(states) // saved["processes"]]  # one of each group that shared its samples
+    states = states[:: len(states) // saved["processes"]]  # one state for each group of processes with the same samples
     state, lost = trainer.process.convert_states(states)
     if state["data"]:
         state["data"] = loaders.convert_states([one["data"] for one in states], done, state["rng"])
@@ -226,7 +228,7 @@ def _replicas(trainer: Trainer) -> int:
 
 
 def _order_of(trainer: Trainer, loaders: LoaderSet, given: dict[str, Any]) -> SampleOrder | str:
-    """Return the order of a run's samples, or the reason that its updates cannot be divided in another way."""
+    """Return the order of a run's samples, or the reason why other processes cannot get the samples of its updates."""
     if trainer.data.elastic_state is not None:
         return trainer.data.elastic_state.order
     if isinstance(loaders, DrawnLoaderSet):
@@ -234,13 +236,17 @@ def _order_of(trainer: Trainer, loaders: LoaderSet, given: dict[str, Any]) -> Sa
     if len(loaders.combined.flattened) != 1:
         return f"there were {len(loaders.combined.flattened)} training dataloaders, expected one"
     if find_callback(trainer.callbacks, GradientAccumulationScheduler) is not None:
-        return "the accumulation followed a GradientAccumulationScheduler, expected GradientAccumulation(schedule=...)"
+        return (
+            "the accumulation was set by a GradientAccumulationScheduler, expected GradientAccumulation(schedule=...)"
+        )
     (loader,), accumulate = loaders.combined.flattened, dict(given["accumulate_grad_batches"])
     return SampleOrder.of(loader, trainer.limit_train_batches, accumulate, _replicas(trainer))
 
 
 def _accumulation(trainer: Trainer, change: _BatchConversion, before: dict[str, Any]) -> dict[int, int]:
-    """Return ``accumulate_grad_batches`` by first epoch, so that updates have as many samples as in the saved run.
+    """Return ``accumulate_grad_batches`` from each epoch on, with which updates have the samples of the saved run.
+
+    Keys are the first epochs of the values.
 
     Raises:
         ResumeError: if this is not possible, or the user has set another value.
@@ -261,14 +267,15 @@ def _accumulation(trainer: Trainer, change: _BatchConversion, before: dict[str, 
     if _schedule(given) not in map(_schedule, known):
         raise ResumeError(
             f"got accumulate_grad_batches={_format_schedule(_schedule(given))}, expected {_format_schedule(needed)},"
-            f" which is {order.update_size(0)} samples in an update / ({sampler.num_replicas} x {sampler.batch_size}:"
-            " processes x batch size); set that, or leave it as it was"
+            f" because an update has {order.update_size(0)} samples, and a batch has {change.samples}"
+            f" ({sampler.num_replicas} x {sampler.batch_size}: processes x batch size); set the expected value, or that"
+            " of the saved run"
         )
     by_hand = not trainer.lightning_module.automatic_optimization
     if by_hand and set(needed.values()) != {1}:
         raise ResumeError(
-            f"the module steps its optimizers itself, once a batch as far as is known; a batch of all processes had"
-            f" {change.saved_samples} samples and has {change.samples}"
+            "with manual optimization, an optimizer step is assumed for each batch, so that a batch of all processes"
+            f" must have {change.saved_samples} samples, and in this run it has {change.samples}"
         )
     if trainer.loop.window.straddles_epochs and change.remainder:
         raise ResumeError("straddles_epochs=True counts the short last batch of an epoch like a full one")
@@ -319,8 +326,8 @@ def _validation(trainer: Trainer, change: _BatchConversion) -> tuple[int, bool] 
         return None
     if trainer.check_val_every_n_epoch is None and change.remainder and change.saved_samples != change.samples:
         raise ResumeError(
-            "check_val_every_n_epoch=None counts batches over epochs with a short last batch: set another"
-            " val_check_interval"
+            "val_check_interval counts batches across epochs (check_val_every_n_epoch=None), and an epoch's last batch"
+            " is short: set another val_check_interval"
         )
     if interval >= change.saved_batches and trainer.check_val_every_n_epoch is not None:
         return change.batches, True
@@ -329,7 +336,7 @@ def _validation(trainer: Trainer, change: _BatchConversion) -> tuple[int, bool] 
 
 
 def _position(state: dict[str, Any], progress: FitProgress, change: _BatchConversion) -> int:
-    """Return the number of batches that this process would have trained in the current epoch.
+    """Return the number of this run's batches that contain the samples trained in the current epoch.
 
     Raises:
         ResumeError: if the checkpoint is from the middle of an update.
@@ -337,8 +344,8 @@ def _position(state: dict[str, Any], progress: FitProgress, change: _BatchConver
     done, data = progress.batches_this_epoch, state["data"]
     if "size" in state["window"] or state["gradients"] or "kept_batches" in state:
         raise ResumeError(
-            f"it is from the middle of an accumulation window, after batch {done} of epoch {progress.epochs_trained};"
-            " take one from the end of a window"
+            "the checkpoint is from the middle of an accumulation window, after batch"
+            f" {done} of epoch {progress.epochs_trained}; take one from the end of a window"
         )
     is_its_epoch = bool(data) and data["epoch"] == progress.epochs_trained
     if not done or (is_its_epoch and data["is_over"]):
@@ -346,8 +353,8 @@ def _position(state: dict[str, Any], progress: FitProgress, change: _BatchConver
     size = change.order.update_size(progress.epochs_trained)
     if done * change.saved_samples % size or not is_its_epoch or data["batches"] != done:
         raise ResumeError(
-            f"it is from the middle of an update: after {done} batches of {change.saved_samples} samples, but an update"
-            f" has {size} samples"
+            f"the checkpoint is from the middle of an update: after {done} batches of {change.saved_samples} samples,"
+            f" but an update has {size} samples"
         )
     return done * change.saved_samples // change.samples
 

@@ -103,7 +103,7 @@ class SampleOrder:
         return min(self._row(samples), self.batches(samples) * self.batch_size * self.processes)
 
     def is_read_to_the_end(self, samples: int) -> bool:
-        """Return whether the sampler is iterated to its end. A RandomSampler draws once more at the end."""
+        """Return whether the sampler is iterated to its end, where a RandomSampler draws random numbers again."""
         is_limited = self.drop_last or self.total(samples) < samples
         return self.has_workers or (samples % self.batch_size > 0 and not is_limited)
 

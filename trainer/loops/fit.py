@@ -281,9 +281,10 @@ class FitLoop:
         if window.is_last and window.close(self.optimizers, self.engine):
             path.update_weights()
         elif window.is_last and (batch is not None or self.engine.data_parallel_size > 1):
-            self.resolve_outcome()  # of the previous update, before the number of steps changes
-            self.progress.optimizer_steps += len(self.optimizers)  # counts as an attempted step
-            outputs = outputs and {}  # hooks get no loss, because its weight turned out to be 0
+            # all losses of the window have a weight of 0: this counts as a step, although no weights change
+            self.resolve_outcome()  # the outcome of the update before, which needs its own number of steps
+            self.progress.optimizer_steps += len(self.optimizers)
+            outputs = outputs and {}  # hooks get no loss
         self.end_batch(outputs, batch, batch_idx)
 
     def forward_batch(self, batch: Any, batch_idx: int, is_last: bool) -> None:
@@ -349,8 +350,8 @@ class FitLoop:
 
         Args:
             output: the return value of ``training_step``.
-            may_read_late: whether ``window.close`` may read the weight of the loss if the weight is on the device. This
-                avoids a host-device synchronization here. Default: False.
+            may_read_late: whether a weight on the device may be left for ``window.close`` to read, after the backward
+                pass. This avoids a host-device synchronization here. Default: False.
         """
         window = self.window
         loss, weight = loss_in(output, reads_weight=False)
@@ -427,7 +428,7 @@ class FitLoop:
 
     def update_weights(self) -> None:
         """Step every optimizer on the mean gradient of the window."""
-        self.resolve_outcome()  # of the previous update, before the weights change again
+        self.resolve_outcome()  # the outcome of the update before, while the weights are still those after it
         for optimizer in self.optimizers:
             self.gradients.unscale_(optimizer)  # gradients are unscaled from here on
             self.expose_gradients(optimizer)

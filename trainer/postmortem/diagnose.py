@@ -1,7 +1,8 @@
 """Find out why a training run breaks: one verdict and one remedy, from replays of the batch.
 
 Callbacks detect that something is wrong, and describe it in a :class:`Case`. :func:`diagnose` explains it. Remedies are
-tried on the batch, forward and backward; ``Diagnosis.tried`` is the result, or "" if a remedy was not tried.
+tried on the batch, forward and backward; ``Diagnosis.tried`` is the result, or "" if a remedy was not tried. A remedy
+may be a changed line of the user's code (``trainer.postmortem.rewrite``).
 """
 
 from __future__ import annotations
@@ -40,11 +41,11 @@ _DIVERGENCE_FACTOR = 10.0
 _TINY = 2.0**-24
 """Smaller relative changes of a weight are rounded away in float32."""
 _MAX_EDITS = 3
-"""Maximum number of statements to change together."""
+"""Maximum number of statements that one remedy changes."""
 _LARGE = 1e6
 """If the inputs of an operation exceed this limit, they count as grown without bound."""
 _LARGEST_LOSS = 1e30
-"""If the loss with a changed line is larger, ``nan_to_num`` has replaced an infinity by the largest finite number."""
+"""If a remedy makes the loss larger, its ``nan_to_num`` has only replaced an infinity by the largest finite number."""
 _BETWEEN_STEPS = (
     "on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping", "optimizer_step",
     "optimizer_zero_grad", "on_before_zero_grad", "on_after_optimizer_step", "lr_scheduler_step", "on_train_batch_end",
@@ -75,8 +76,8 @@ class Case:
         known: earlier diagnoses. A failure at the same place as in one of them is not examined any further.
         weights_step: ``trainer.global_step`` of the earlier weights.
         error: the exception that ended the step, or the tensor that torch rejected in the step, or None.
-        growth: one of the last losses before the one that was not finite, if the losses grew without bound (positive)
-            or fell without bound (negative). Otherwise 0.
+        growth: 0 unless the losses grew or fell without bound before one was not finite. Then a loss shortly before
+            that one: positive if they grew, negative if they fell.
     """
 
     step: int
@@ -139,7 +140,7 @@ def _explain_or_reuse(trainer: Trainer, case: Case, finding: Finding) -> Diagnos
             return earlier
     if finding.broken_weights:
         return _weights(trainer, case, finding)
-    if not finding.fails and case.trigger == "loss" and case.before:  # the weights have changed since
+    if not finding.fails and case.trigger == "loss" and case.before:  # the loss may be that of the weights before
         with remedies.weights_of(trainer, case.before):
             second = examine(trainer, case.batches, case.scale)
             if second is None or second.fails or trainer.world_size > 1:
@@ -205,7 +206,7 @@ def _data(trainer: Trainer, case: Case, finding: Finding, failing: Sequence[Reco
     hook = next((f" after {one}" for one in _TRANSFER_HOOKS if trainer.loop.hooks.override_of(one) is not None), "")
     cured = examine(trainer, failing or case.batches, min(case.scale, 1.0), Variant(without=left_out))
     name = next(iter(finding.broken_batch))
-    # whether an operation made a number that is not finite out of finite ones
+    # whether all inputs of the operation that failed first were finite
     is_made = finding.origin is not None and bool(finding.origin.operation)
     if not finding.is_hopeless or cured is None or (cured.is_hopeless and is_made):
         return None  # the model expects such values, or something else is wrong
@@ -302,7 +303,7 @@ def _changed_code(
     """
     is_sharded = trainer.engine.gradients.are_parts
     if is_sharded and origin.name == "mul":
-        # limiting a factor fails if it is a number, and an exception in a sharded forward pass breaks the collectives
+        # the change of a product raises if a factor is a Python number, and then the other ranks would wait
         return None
     change: rewrite.Change | None = None
     for _ in range(1 if is_sharded else _MAX_EDITS):
@@ -357,10 +358,10 @@ def _precision(trainer: Trainer, case: Case, finding: Finding, phase: str) -> Di
     verb = "makes nan in" if origin.is_nan and not is_too_large else "overflows"
     cause = f"{origin.name or 'An operation'} in {origin.place} {verb} {name}{largest}."
     if phase == "backward":
-        limit = f"unless the scale is at most {finding.largest_scale:g}" if finding.largest_scale else "at every scale"
+        limit = f" above {finding.largest_scale:g}" if finding.largest_scale else ""
         cause = (
             f"No loss scale fits: the gradients of {join_first(finding.parameters, 3)} overflow in {origin.place}"
-            f" {limit}."
+            f" at every scale{limit}."
         )
     if _fits_with_cuda_ops(trainer, case):
         cause += f" CUDA's autocast would not overflow: {remedies.precision(trainer, autocast_ops='cuda')}."
@@ -441,8 +442,8 @@ def _weights(trainer: Trainer, case: Case, finding: Finding) -> Diagnosis | None
 def _repeat_steps(trainer: Trainer, case: Case, finding: Finding) -> Diagnosis | None:
     """Repeat the steps since the weights ``case.before``, and explain the first batch that fails.
 
-    If no batch fails, the batches of the failed window are repeated with other random numbers. If these do not fail
-    either, explain the steps.
+    If no batch fails, the batches of the failed window are repeated with other random numbers. If no batch fails then
+    either, the cause is between two batches: the optimizer, or code that writes to weights.
     """
     batches = [*case.recent, *case.batches]
     repeated = [batch for batch in batches if batch.step >= case.weights_step]
@@ -474,7 +475,8 @@ def _repeat_steps(trainer: Trainer, case: Case, finding: Finding) -> Diagnosis |
     if recorded is not None or not is_whole:
         return _unknown_cause(trainer, case, finding)
     named = dict(trainer.lightning_module.named_parameters())
-    # a step with a gradient that is not finite breaks all trained weights
+    # A step with a gradient that is not finite breaks all trained weights. If all are broken, it is certain only of the
+    # frozen ones that other code has broken them.
     certain = [name for name in finding.broken_weights if not named[name].requires_grad]
     if len(finding.broken_weights) < sum(parameter.requires_grad for parameter in named.values()):
         certain = finding.broken_weights
@@ -520,7 +522,7 @@ def _optimizer(trainer: Trainer, case: Case, finding: Finding) -> Diagnosis | No
 
 
 def _buffers(trainer: Trainer, case: Case, finding: Finding) -> Diagnosis | None:
-    """Explain nan or inf in buffers when training began, or in tensors that are other attributes of the modules.
+    """Explain buffers that had nan or inf when training began, and tensors in other attributes that have them now.
 
     These values are the cause if the batch is finite without them. A value of -inf is not, because it may be part of a
     mask.

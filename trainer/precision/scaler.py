@@ -52,7 +52,7 @@ _UNSCALED = UpdateOutcome((), 1.0, 1.0)
 
 
 def snapshot_loss(loss: Tensor) -> Tensor:
-    """Return a detached loss to read later: a copy if its memory may be that of a CUDA graph, which is reused."""
+    """Return a detached loss to read later. It is a copy if the replay of a CUDA graph may overwrite its memory."""
     own = loss.detach()
     if not loss.is_cuda:
         return own
@@ -78,8 +78,8 @@ class LossScaler(torch.amp.GradScaler):
         gradients_of: returns an optimizer's gradients; with a sharded engine, their parts in this process.
         losses: the scaled losses since the last ``update``, detached.
         all_reduce_flag: called with a tensor that is above 0 if a gradient of this process is not finite. It must
-            replace the tensor in place by its maximum over all processes. Default: None, gradients are the same on all
-            processes.
+            replace the tensor in place by its maximum over all processes. Default: None, if all processes have the same
+            gradients.
 
     Raises:
         PrecisionError: if a factor is out of range, or the scaler is enabled for CUDA on a machine without it (torch
@@ -137,12 +137,15 @@ class LossScaler(torch.amp.GradScaler):
 
     @property
     def current_scale(self) -> float:
-        """The current scale (1 if disabled), as a host number. `resolve_outcome` can still return the outcome later."""
+        """The current scale (1 if disabled), as a host number.
+
+        Reading it waits for the outcome of the last update, and keeps the outcome for `resolve_outcome`.
+        """
         self._resolve()
         return self._host_scale
 
     def scale(self, outputs: Any) -> Any:
-        """Multiply a tensor or a collection of tensors by the scale. A tensor counts as a loss of the next ``step``."""
+        """Multiply a tensor or a collection of tensors by the scale. A single tensor is also added to ``losses``."""
         scaled = super().scale(outputs)
         if self._enabled and isinstance(scaled, Tensor):
             self.losses.append(scaled.detach())
@@ -153,7 +156,9 @@ class LossScaler(torch.amp.GradScaler):
         if not self._enabled:
             return
         state = self._per_optimizer_states[id(optimizer)]
-        if state["stage"] is OptState.STEPPED:  # another step before one update; the result stays in _checks
+        if (
+            state["stage"] is OptState.STEPPED
+        ):  # a second step before the update; the check of the first stays in _checks
             state["stage"] = OptState.READY
         if state["stage"] is OptState.READY and self.has_scaled:
             found = self._check_gradients(optimizer)
@@ -208,7 +213,7 @@ class LossScaler(torch.amp.GradScaler):
         return self._scale is not None
 
     def may_step(self, optimizer: Optimizer) -> bool:
-        """Return whether :meth:`step` called the running ``optimizer.step()``, or its gradients are not scaled."""
+        """Return whether ``optimizer.step()`` is allowed: called by :meth:`step`, or without scaled gradients."""
         state = self._per_optimizer_states.get(id(optimizer))
         steps = state is not None and state["stage"] is OptState.STEPPED
         return steps or self._scale is None or not self.gradients_of(optimizer)
@@ -337,7 +342,7 @@ class LossScaler(torch.amp.GradScaler):
         self._with_momentum.clear()
 
     def expect_scaled(self, device: torch.device) -> None:
-        """Initialize the scale for scaled gradients from a checkpoint, even if this scaler has not scaled a loss."""
+        """Initialize the scale before a loss is scaled, because a checkpoint has restored scaled gradients."""
         if self._enabled and self._scale is None:
             self._lazy_init_scale_growth_tracker(device)
 
@@ -426,8 +431,8 @@ class LossScaler(torch.amp.GradScaler):
             del fused.grad_scale, fused.found_inf
         if starting and check.read():
             # A fused SGD allocates its momentum uninitialized, to be filled by its kernel. A kernel that skips does not
-            # fill it, and the next step would use uninitialized memory. This is a host-device synchronization in each
-            # step until the first one that is not skipped.
+            # fill it, and the next step would use uninitialized memory. check.read() synchronizes host and device, but
+            # only until the first step that is not skipped.
             for parameter in starting:
                 optimizer.state[parameter].pop("momentum_buffer", None)
         return result
@@ -435,7 +440,8 @@ class LossScaler(torch.amp.GradScaler):
     def _requests_scaler(self, optimizer: Optimizer) -> bool:
         """Return whether ``step`` has torch's deprecated argument ``grad_scaler``, as apex's ``FusedAdam`` does.
 
-        Without the argument, such an optimizer steps like others. With it, it would unscale the gradients again.
+        If it is not passed, such an optimizer steps like others. If it were, the optimizer would unscale the gradients
+        again.
         """
         kind = type(optimizer)
         if kind not in self._accepts_scaler:  # torch inspects the signature at each step
