@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 import warnings
 from collections import deque
@@ -58,6 +59,24 @@ class NothingAtTheEnd(Module):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = super().training_step(batch, batch_idx)
         return loss if batch_idx % 4 in (0, 1, 2) and batch_idx % 2 == 0 else None
+
+
+class Averages(Callback):
+    """Keeps an average that is no part of the module's tree."""
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        self.average = copy.deepcopy(pl_module.backbone)
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        for own, new in zip(self.average.parameters(), pl_module.backbone.parameters(), strict=True):
+            own.data.mul_(0.5).add_(new.data, alpha=0.5)
+
+
+class LearnsFromItsAverage(Module):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        (callback,) = (one for one in self.trainer.callbacks if isinstance(one, Averages))
+        target = callback.average(batch[0]).detach()
+        return super().training_step(batch, batch_idx) + (self.backbone(batch[0]) - target).square().mean()
 
 
 class Freezes(Module):
@@ -283,6 +302,7 @@ def _quiet() -> Any:
         (DrawsAll, list, {"reload_dataloaders_every_n_epochs": 2, "check_val_every_n_epoch": 2, "max_epochs": 5}),
         (Module, list, {"num_sanity_val_steps": 1, "workers": {"num_workers": 1, "persistent_workers": True}}),
         (Module, lambda: [StochasticWeightAveraging(0.01, 1, 2)], {"accumulate_grad_batches": 2}),
+        (LearnsFromItsAverage, lambda: [Averages()], {}),
     ],
 )
 def test_resumed(make: Callable[[], Any], callbacks: Any, arguments: dict[str, Any], tmp_path: Path) -> None:

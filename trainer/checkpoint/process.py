@@ -110,6 +110,7 @@ class ProcessState:
             "modes": self._modes(),
             "precision": engine.precision.state_dict(),
             "program": self.program.read(),
+            "outside_modules": self.program.outside_modules.read(copies=engine.world_size == 1),
             "outside_parameters": [parameter.detach() for parameter in self._outside_parameters()],
             **self._buffers(),
             **self._communication(),
@@ -197,8 +198,11 @@ class ProcessState:
         engine.follow_trained_parameters()
         self._restore_buffers(state)
         self._restore_outside_parameters(state.get("outside_parameters", []))
-        for problem in self.program.write(state.get("program", [])):  # older checkpoints do not have it
-            warn(problem)
+        # older checkpoints do not have these
+        problems = self.program.write(state.get("program", []))
+        for problem in (*problems, self.program.outside_modules.write(state.get("outside_modules", {}))):
+            if problem:
+                warn(problem)
         self._restore_communication(state.get("communication", {}))
         for callback in trainer.early_stopping_callbacks:
             if (own := state.get("early_stopping", {}).get(callback.state_key)) is not None:

@@ -13,6 +13,7 @@ from trainer.errors import join_first
 from trainer.packages import is_users_module
 from trainer.state import generators
 from trainer.state.attributes import ABSTRACT, AttributeChanges
+from trainer.state.outside_modules import OutsideModules
 from trainer.state.plain_values import Limits, memory_of
 
 _PLAIN = {str, bytes, int, float, complex, bool, type(None), Tensor, nn.Parameter}
@@ -37,6 +38,9 @@ class ProgramState:
         is_base: returns whether a class of the user may have a class of another package as a base. Default: none.
         ignored: returns the attributes of an object that its bases set, or that are saved elsewhere. Default: none.
         packages: installed packages whose classes are the user's, too. Default: none.
+
+    Attributes:
+        outside_modules: the weights of modules that were found outside of the module's tree.
     """
 
     def __init__(
@@ -48,7 +52,10 @@ class ProgramState:
         packages: Set[str] = frozenset(),
     ) -> None:
         self._generators: list[generators.RandomGenerator] = []
+        modules = [root for root in roots if isinstance(root, nn.Module)]
+        inside = {id(part) for module in modules for part in module.modules()}
         watched: list[Any] = []
+        outside: list[nn.Module] = []
         seen: set[int] = set()
         queue = deque(roots)
         while queue and len(seen) < _MAX_OBJECTS:
@@ -62,19 +69,24 @@ class ProgramState:
                 queue.extend((value.values() if isinstance(value, dict) else value) if len(value) <= _MAX_ITEMS else ())
             elif isinstance(value, nn.Module):
                 queue.append(vars(value).get("_modules"))  # a scripted module has none
+                outside += [value] * (id(value) not in inside)
             kind: type = type(value)
             if not _is_to_be_saved(kind, is_base, packages):
                 continue
             not_own = ignored(value)
             queue.extend(one for name, one in vars(value).items() if name not in not_own)
             watched.append(value)
-        modules = [root for root in roots if isinstance(root, nn.Module)]
+
+        def elsewhere() -> Set[int]:
+            return memory_of(one for part in modules for one in (*part.parameters(), *part.buffers()))
+
+        self.outside_modules = OutsideModules(outside, elsewhere() if outside else frozenset())
         self._attributes = AttributeChanges(
             watched,
             limits=_LIMITS,
             ignored=ignored,
             max_objects=_MAX_OBJECTS,
-            elsewhere=lambda: memory_of(one for part in modules for one in (*part.parameters(), *part.buffers())),
+            elsewhere=elsewhere,
         )
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
