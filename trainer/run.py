@@ -60,7 +60,7 @@ STAGES = {
 """The initial stage of each kind of run."""
 
 START = "start.ckpt"
-"""The checkpoint that a job whose number of processes may change writes before it trains."""
+"""The checkpoint that an elastic job, whose number of processes may change, writes before it trains."""
 
 
 class Run:

@@ -60,7 +60,7 @@ def is_elastic(trainer: Trainer, trainer_state: dict[str, Any]) -> bool:
 
     Args:
         trainer: the Trainer that resumes from it.
-        trainer_state: our entries under ``loops``.
+        trainer_state: the entries of this package in the checkpoint.
     """
     elastic = bool(trainer_state.get(_KEY, {}).get("carried"))
     return elastic or written_by(trainer_state) not in (0, trainer.engine.world_size)
@@ -81,7 +81,7 @@ def prepare(trainer: Trainer, trainer_state: dict[str, Any]) -> bool:
         trainer_state: our entries in the checkpoint.
 
     Returns:
-        True.
+        True, unlike a refused call.
 
     Raises:
         ResumeError: if the updates cannot get the same samples.
@@ -112,8 +112,8 @@ def resume(trainer: Trainer, trainer_state: dict[str, Any], states: list[Any]) -
     Args:
         trainer: the Trainer, with the counters of the checkpoint.
         trainer_state: our entries in the checkpoint.
-        states: the states of the processes in the checkpoint. If this run has as many processes, only the state of this
-            process is needed, and the others may be None.
+        states: the states of the processes in the checkpoint. If this run has the same number of processes, only the
+            state of this process is needed, and the others may be None.
 
     Returns:
         The state of this process, for ``ProcessState.load``.
@@ -228,7 +228,7 @@ def _replicas(trainer: Trainer) -> int:
 
 
 def _order_of(trainer: Trainer, loaders: LoaderSet, given: dict[str, Any]) -> SampleOrder | str:
-    """Return the order of a run's samples, or the reason why other processes cannot get the samples of its updates."""
+    """Return the order of a run's samples, or the reason why no other number of processes gives the same updates."""
     if trainer.data.elastic_state is not None:
         return trainer.data.elastic_state.order
     if isinstance(loaders, DrawnLoaderSet):
@@ -244,9 +244,9 @@ def _order_of(trainer: Trainer, loaders: LoaderSet, given: dict[str, Any]) -> Sa
 
 
 def _accumulation(trainer: Trainer, change: _BatchConversion, before: dict[str, Any]) -> dict[int, int]:
-    """Return ``accumulate_grad_batches`` from each epoch on, with which updates have the samples of the saved run.
+    """Return the ``accumulate_grad_batches`` that give each update the samples of the saved run.
 
-    Keys are the first epochs of the values.
+    The keys are epochs, and a value applies from its epoch on.
 
     Raises:
         ResumeError: if this is not possible, or the user has set another value.
@@ -367,11 +367,11 @@ def _summary(trainer: Trainer, change: _BatchConversion, lost: set[str]) -> str:
         f"Resuming with {sampler.num_replicas} x {sampler.batch_size} x {change.accumulated(epoch)} after"
         f" {saved['processes']} x {saved['batch_size']} x {size // change.saved_samples} (processes x batch size x"
         f" accumulate_grad_batches): each update gets the {size} samples that it would have got. The following"
-        " differ: random numbers (dropout, augmentation"
+        " differ: random numbers (dropout, augmentation)"
     )
     if order.sampler == "RandomSampler":
-        text += "; the order of later epochs, too, if training draws from torch's CPU generator"
-    text += "), statistics of a batch (BatchNorm), losses that compare the samples of a batch"
+        text += ", the order of the samples in later epochs if training draws from torch's CPU generator"
+    text += ", statistics of a batch (BatchNorm), losses that compare the samples of a batch"
     by_hand = not trainer.lightning_module.automatic_optimization
     if not sampler.keeps_shares(epoch) or (by_hand and change.remainder):
         text += ", the weights of the samples in an epoch's last, short update"

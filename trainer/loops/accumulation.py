@@ -85,7 +85,7 @@ class AccumulationWindow:
         self.correction: Weight = 1.0
         self._position = -1
         self._data_parallel_size = 1
-        self._sums: Callable[[], list[Weight]] | None = None  # sums over the processes, while they are computed
+        self._sums: Callable[[], list[Weight]] | None = None  # waits for the sums over the processes
         self._has_loss: bool | None = None  # None until the sums are known
         self._shared_unit: Weight | None = None  # the unit of all processes; None on one process, and until it is known
         self._unit: Weight = 1.0  # of the current window; 1 if its batches have no weights
@@ -198,7 +198,7 @@ class AccumulationWindow:
 
         Args:
             loss, weight: as in :meth:`share`; the loss is None if this process has none.
-            engine: sums over the processes.
+            engine: computes sums over the processes.
         """
         if not (self.is_first and self.is_last):
             self.find_unit(loss is not None, weight, engine)
@@ -242,7 +242,7 @@ class AccumulationWindow:
         Args:
             has_loss: whether this process has a loss.
             weight: the weight of its batch; None for 1.
-            engine: sums over the processes, which all call this at the same batch.
+            engine: computes sums over the processes, which all call this at the same batch.
         """
         if self._data_parallel_size == 1 or self._shared_unit is not None:
             return
@@ -340,7 +340,8 @@ class AccumulationWindow:
         if self._data_parallel_size > 1 or self._shared_unit is not None:
             self._shared_unit = _positive(self._known_unit * total / count)
         total = total if isinstance(total, float) else total.clamp_min(torch.finfo(total.dtype).tiny)
-        is_corrected = not self.backwards and float(corrects)  # by the processes that had a loss, before their backward
+        # if this process had no loss, the others may have corrected theirs before their backward passes
+        is_corrected = not self.backwards and float(corrects)
         self.correction = 1.0 if is_corrected else self.size * self._data_parallel_size / total
         return True
 

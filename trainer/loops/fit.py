@@ -200,7 +200,8 @@ class FitLoop:
         self.precision.watch_weights()
         if not progress.is_followed_up:
             self.follow_up()
-        if self.limits.ends_epoch() if is_new else self.limits.epoch_is_done():
+        is_done = self.limits.ends_epoch if is_new else self.limits.epoch_is_done  # signals are handled after a batch
+        if is_done():
             self.batches.end()
 
     def end_data_early(self) -> None:
@@ -281,8 +282,8 @@ class FitLoop:
         if window.is_last and window.close(self.optimizers, self.engine):
             path.update_weights()
         elif window.is_last and (batch is not None or self.engine.data_parallel_size > 1):
-            # all losses of the window have a weight of 0: this counts as a step, although no weights change
-            self.resolve_outcome()  # the outcome of the update before, which needs its own number of steps
+            # no batch of the window counts: this is a step that does not change the model
+            self.resolve_outcome()  # hooks of the previous update must see the number of steps before this one
             self.progress.optimizer_steps += len(self.optimizers)
             outputs = outputs and {}  # hooks get no loss
         self.end_batch(outputs, batch, batch_idx)
@@ -428,7 +429,7 @@ class FitLoop:
 
     def update_weights(self) -> None:
         """Step every optimizer on the mean gradient of the window."""
-        self.resolve_outcome()  # the outcome of the update before, while the weights are still those after it
+        self.resolve_outcome()  # hooks of the previous update must see the weights that it produced
         for optimizer in self.optimizers:
             self.gradients.unscale_(optimizer)  # gradients are unscaled from here on
             self.expose_gradients(optimizer)

@@ -38,8 +38,8 @@ class UpdateOutcome(NamedTuple):
         skipped: the optimizers that skipped a step, each once.
         scale: the scale that the steps were computed with.
         next_scale: the scale after the update.
-        nonfinite_loss: whether a loss in this process was not finite. False if no step was skipped, because the losses
-            are read only then.
+        nonfinite_loss: whether a loss in this process was not finite. Losses are read only after a skipped step;
+            otherwise this is False.
     """
 
     skipped: tuple[Optimizer, ...]
@@ -78,8 +78,8 @@ class LossScaler(torch.amp.GradScaler):
         gradients_of: returns an optimizer's gradients; with a sharded engine, their parts in this process.
         losses: the scaled losses since the last ``update``, detached.
         all_reduce_flag: called with a tensor that is above 0 if a gradient of this process is not finite. It must
-            replace the tensor in place by its maximum over all processes. Default: None, if all processes have the same
-            gradients.
+            replace the tensor in place by its maximum over all processes. Default: None, which requires the same
+            gradients on all processes.
 
     Raises:
         PrecisionError: if a factor is out of range, or the scaler is enabled for CUDA on a machine without it (torch
@@ -213,7 +213,7 @@ class LossScaler(torch.amp.GradScaler):
         return self._scale is not None
 
     def may_step(self, optimizer: Optimizer) -> bool:
-        """Return whether ``optimizer.step()`` is allowed: called by :meth:`step`, or without scaled gradients."""
+        """Return whether ``optimizer.step()`` may run now: if :meth:`step` calls it, or no gradients are scaled."""
         state = self._per_optimizer_states.get(id(optimizer))
         steps = state is not None and state["stage"] is OptState.STEPPED
         return steps or self._scale is None or not self.gradients_of(optimizer)

@@ -13,7 +13,7 @@ from trainer.module_tree import is_dense
 from trainer.state.plain_values import memory_of
 
 Saved = dict[int, Tensor | None]
-"""The changed tensors by number; None for those that are only named."""
+"""The changed tensors by number, or None instead of a tensor of which no copy is saved."""
 
 
 class OutsideModules:
@@ -23,7 +23,7 @@ class OutsideModules:
 
     Args:
         modules: the modules, without their submodules. Default: none.
-        elsewhere: memory of tensors that are saved elsewhere. Default: none.
+        elsewhere: storages (`memory_of`) of tensors that are saved elsewhere, and left out here. Default: none.
     """
 
     def __init__(self, modules: Iterable[nn.Module] = (), elsewhere: Set[int] = frozenset()) -> None:
@@ -52,13 +52,13 @@ class OutsideModules:
                 continue
             with torch.no_grad():
                 current.copy_(value)
-            self._first[number] = None  # saved again, because the next process may begin with another value
+            self._first[number] = None  # counts as changed, because the next process may begin with another value
         if not lost:
             return ""
         return (
             f"These weights of modules outside of the LightningModule are not restored: {join_first(lost, 5)}."
-            " Checkpoints of several processes do not have them, or the modules have changed. If the training depends"
-            " on them, make the modules attributes of the LightningModule."
+            " Either several processes wrote the checkpoint, which then does not have them, or the modules have other"
+            " weights now. If the training depends on them, make the modules attributes of the LightningModule."
         )
 
 
