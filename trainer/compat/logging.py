@@ -25,8 +25,8 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch import Tensor
 from torchmetrics import Metric
 
-from trainer.engine.compilation import keep_out_of_graphs
 from trainer.errors import rank_zero_warn
+from trainer.graphs import keep_out_of_graphs
 from trainer.state.metrics import LoggedValue, LogOptions, MetricStore, PublishedMetrics, accumulation_dtype, to_scalars
 
 if TYPE_CHECKING:

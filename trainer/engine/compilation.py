@@ -32,20 +32,6 @@ _CODES: WeakValueDictionary[str, CodeType] = WeakValueDictionary()
 """Compiled code of torch's containers, by their structure: see :func:`_call_of`."""
 
 
-def keep_out_of_graphs(function: Any) -> None:
-    """Make ``torch.compile`` call ``function`` between two graphs instead of tracing it.
-
-    A traced call would be guarded by counters that change at every step, and recompiled. ``torch.compiler.disable`` has
-    the same effect through a wrapper that costs 0.3 microseconds per call even without compilation; this costs nothing.
-    """
-    with suppress(AttributeError):  # private names of torch; without them, only compilation takes longer
-        frames = torch._C._dynamo.eval_frame
-        skip = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)
-        frames.set_code_exec_strategy(function.__code__, skip)
-    function._torchdynamo_disable = True
-    function._torchdynamo_disable_msg = f"{function.__qualname__} is not part of a graph"
-
-
 def is_compiled(module: nn.Module) -> bool:
     """Return whether the module's call is compiled in place."""
     return getattr(module, _IN_PLACE, None) is not None
@@ -253,7 +239,7 @@ def _call_of(module: nn.Module) -> Callable[..., Any]:
     """
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        return module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
+        return module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]  # noqa: SLF001 - __call__ would call this
 
     code = _CODES.setdefault(repr(module), call.__code__.replace())
     return FunctionType(code, call.__globals__, call.__name__, None, call.__closure__)

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from trainer.engine.compilation import keep_out_of_graphs
 from trainer.errors import ConfigurationError
+from trainer.graphs import keep_out_of_graphs
 from trainer.loops.closures import Closure, refuse_scaled_closures, step_with_closure
 from trainer.loops.fit import FitLoop
 from trainer.precision.cast_cache import forget_casts

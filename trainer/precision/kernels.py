@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.library import Library, get_kernel
 
+from trainer.graphs import keep_out_of_graphs
+
 Kernel = Callable[..., Any]
 """Takes the set of dispatch keys first, then the operation's arguments."""
 
@@ -85,4 +87,6 @@ class Replacement:
             with torch.autograd.set_detect_anomaly(False):
                 return kernel(*args, **kwargs)
 
-        return kernel_below_autograd if self._key == "CPU" else kernel
+        own = kernel_below_autograd if self._key == "CPU" else kernel
+        keep_out_of_graphs(own)  # torch.compile cannot trace torch's kernels
+        return own
