@@ -38,6 +38,8 @@ class Net(LightningModule):
     def __init__(self, frequency: int = 1, interval: str = "step", by_hand: bool = False) -> None:
         super().__init__()
         self.net = nn.Linear(1, 1)
+        for parameter in self.net.parameters():
+            nn.init.constant_(parameter, 0.5)  # with some random weights, losses grow, and a diagnosis repeats steps
         self.frequency, self.interval = frequency, interval
         self.automatic_optimization = not by_hand
         self.seen = UserList[tuple[int, list[float]]]()  # not restored, because this class is not the user's
