@@ -169,8 +169,10 @@ def optimizer_states(trainer: Trainer, _: dict[str, Any]) -> list[dict[str, Any]
     """Return the state of each optimizer, with those of optimizers inside it that its state dict does not include."""
     engine = trainer.engine
     states = [engine.optimizer_state(optimizer) for optimizer in engine.optimizers]
+    if not engine.exposes_gradients or engine.gradients.are_parts:  # only whole states can be loaded one by one
+        return states
     for state, optimizer in zip(states, engine.optimizers, strict=True):
-        if engine.strategy.lightning_restore_optimizer and (inner := unsaved_inner(optimizer)):  # not sharded
+        if inner := unsaved_inner(optimizer):
             state[_INNER] = [engine.optimizer_state(one) for one in inner]
     return states
 

@@ -103,7 +103,6 @@ class DeepSpeedStrategy(ShardingStrategy, LightningDeepSpeedStrategy):
     tensor_init_context = DDPStrategy.tensor_init_context
     save_checkpoint = DDPStrategy.save_checkpoint
     load_checkpoint = DDPStrategy.load_checkpoint
-    lightning_restore_optimizer = False  # states are restored by `DeepSpeedEngine`
 
     def __init__(
         self,

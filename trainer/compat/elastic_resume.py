@@ -81,7 +81,7 @@ def prepare(trainer: Trainer, trainer_state: dict[str, Any]) -> bool:
         trainer_state: our entries in the checkpoint.
 
     Returns:
-        True, unlike a refused call.
+        True; the caller replaces it by None if the resume is refused.
 
     Raises:
         ResumeError: if the updates cannot get the same samples.

@@ -200,8 +200,9 @@ class FitLoop:
         self.precision.watch_weights()
         if not progress.is_followed_up:
             self.follow_up()
-        is_done = self.limits.ends_epoch if is_new else self.limits.epoch_is_done  # signals are handled after a batch
-        if is_done():
+        # before a new epoch, signals have already been handled
+        is_done = self.limits.ends_epoch() if is_new else self.limits.epoch_is_done()
+        if is_done:
             self.batches.end()
 
     def end_data_early(self) -> None:

@@ -43,7 +43,7 @@ class OutsideModules:
         return {number: self._tensors[number].detach() if copies else None for number in changed}
 
     def write(self, saved: Saved) -> str:
-        """Restore the tensors, and return a message about those that are not restored; "" if there are none."""
+        """Restore the tensors, and return a message about those that are not restored; "" if all are restored."""
         lost = []
         for number, value in saved.items():
             current = self._tensors[number] if number < len(self._tensors) else None
@@ -57,8 +57,8 @@ class OutsideModules:
             return ""
         return (
             f"These weights of modules outside of the LightningModule are not restored: {join_first(lost, 5)}."
-            " Either several processes wrote the checkpoint, which then does not have them, or the modules have other"
-            " weights now. If the training depends on them, make the modules attributes of the LightningModule."
+            " Either several processes wrote the checkpoint, which then does not have them, or the program has other"
+            " modules now. If the training depends on them, make the modules attributes of the LightningModule."
         )
 
 
