@@ -55,6 +55,22 @@ def test_any_iterable_is_a_batch_sampler(tmp_path, what, kind):
     assert loader.batch_sampler is given
 
 
+@pytest.mark.filterwarnings("ignore:You requested to overfit but enabled")
+@pytest.mark.parametrize(("what", "arguments"), [("fit", {"overfit_batches": 2}), ("predict", {})])
+def test_arguments_of_a_dataloader_may_be_positional(tmp_path, what, arguments):
+    class Makes(Seen):
+        validation_step = None  # type: ignore[assignment]
+
+        def train_dataloader(self):
+            return DataLoader(torch.arange(5.0).reshape(5, 1), 2, what == "fit", num_workers=0)
+
+        predict_dataloader = train_dataloader
+
+    module = Makes()
+    getattr(make_trainer(tmp_path, **arguments), what)(module)
+    assert module.seen == [[0, 1], [2, 3], [4]][: 2 if what == "fit" else 3]
+
+
 class Changing:
     """Has another number of batches in each epoch."""
 

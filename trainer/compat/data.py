@@ -127,6 +127,20 @@ class _Connector(_DataConnector):
         self.attach_data(model, datamodule=datamodule)
 
 
+def _name_saved_arguments(dataloader: Any) -> None:
+    """Change the positional arguments of a dataloader, except for its dataset, to keyword arguments.
+
+    Lightning saves the arguments of dataloaders that are created in a hook. It repeats them, with a new sampler and
+    batch size as keywords.
+    """
+    saved = getattr(dataloader, "__dict__", {})
+    values, names = saved.get("__pl_saved_args", ()), saved.get("__pl_saved_arg_names", ())
+    if len(values) == len(names) > 1:  # fewer names if the class has `*args`
+        named = dict(zip(names[1:], values[1:], strict=True))
+        saved["__pl_saved_args"], saved["__pl_saved_arg_names"] = values[:1], names[:1]
+        saved["__pl_saved_kwargs"] = {**named, **saved["__pl_saved_kwargs"]}
+
+
 def _with_batch_size(dataloader: DataLoader[Any], batches: BatchSampler) -> DataLoader[Any]:
     """Return a view of a ``DataLoader(batch_sampler=BatchSampler(...))`` with the sampler and the size of its batches.
 
@@ -345,6 +359,8 @@ class DataSource:
                 '`trainer.predict()` only supports the `CombinedLoader(mode="sequential")` mode.'
                 f" Got {combined._mode!r}."
             )
+        for loader in combined.flattened:
+            _name_saved_arguments(loader)
         if fitting and trainer.overfit_batches > 0:
             _resolve_overfit_batches(combined, stage)
         function = trainer.state.fn or TrainerFn.FITTING  # None outside a run
