@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import itertools
 import warnings
@@ -189,6 +190,33 @@ def test_run_inside_a_fit_is_refused_except_at_its_end(tmp_path: Path, function:
         trainer.fit(module, data(4), data(2))
         assert evaluates.calls >= 1
         assert trainer.state.finished
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.parametrize(
+    ("hook", "copies", "refused"),
+    [("on_train_batch_end", False, True), ("on_train_batch_end", True, False), ("on_fit_end", False, False)],
+)
+def test_another_trainer_needs_a_copy_of_the_module_during_a_fit(
+    tmp_path: Path, function: str, hook: str, copies: bool, refused: bool
+) -> None:
+    class Evaluates(Callback):
+        def evaluate(self, trainer: Any, module: Any, *_: Any) -> None:
+            given = copy.deepcopy(module) if copies else module
+            getattr(make_trainer(tmp_path), function)(given, *[data(2)] * (1 + (function == "fit")))
+
+    module, other = Classifier(), Evaluates()
+    setattr(other, hook, other.evaluate)
+    trainer = make_trainer(tmp_path, callbacks=[other])
+    if refused:
+        with pytest.raises(ConfigurationError, match=rf"`Trainer.{function}` was called in {hook} .*copy.deepcopy"):
+            trainer.fit(module, data(4), data(2))
+        return
+    trainer.fit(module, data(4), data(2))
+    alone = Classifier()
+    make_trainer(tmp_path).fit(alone, data(4), data(2))
+    assert trainer.global_step == 2
+    assert (function == "fit" and not copies) or all(map(torch.equal, alone.parameters(), module.parameters()))
 
 
 def test_tuner_ends_the_run_successfully() -> None:

@@ -14,6 +14,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities import move_data_to_device
 from lightning.fabric.utilities.warnings import PossibleUserWarning
@@ -63,6 +64,14 @@ START = "start.ckpt"
 """The checkpoint that an elastic job, whose number of processes may change, writes before it trains."""
 
 
+def _hook_of_fit(trainer: pl.Trainer) -> str | None:
+    """Return the hook that runs if ``trainer`` is in a fit. None outside of a fit, and in its last hooks."""
+    if trainer.state.fn is not TrainerFn.FITTING or trainer.state.status is not TrainerStatus.RUNNING:
+        return None
+    hook = vars(trainer.lightning_module).get("_current_fx_name") or "a method"
+    return None if hook in ("on_train_end", "on_fit_end", "teardown") else hook
+
+
 class Run:
     """Execute the runs of a Trainer, one at a time.
 
@@ -100,15 +109,13 @@ class Run:
             ConfigurationError: if a fit is in progress, because two runs cannot share the Trainer. The fit's last
                 hooks (``on_train_end``, ``on_fit_end``, ``teardown``) may start a run.
         """
+        if hook := _hook_of_fit(self._trainer):
+            raise ConfigurationError(
+                f"`trainer.{fn.value}` was called in {hook} while `trainer.fit` was running. This"
+                " would end the fit. Call it after the fit, or in on_fit_end. To evaluate during the fit, pass"
+                " `val_dataloaders`, and set `val_check_interval` or `check_val_every_n_epoch`."
+            )
         state = self._trainer.state
-        if state.fn is TrainerFn.FITTING and state.status is TrainerStatus.RUNNING:
-            hook = vars(self._trainer.lightning_module).get("_current_fx_name")
-            if hook not in ("on_train_end", "on_fit_end", "teardown"):  # the last hooks of the fit
-                raise ConfigurationError(
-                    f"`trainer.{fn.value}` was called in {hook or 'a method'} while `trainer.fit` was running. This"
-                    " would end the fit. Call it after the fit, or in on_fit_end. To evaluate during the fit, pass"
-                    " `val_dataloaders`, and set `val_check_interval` or `check_val_every_n_epoch`."
-                )
         state.fn, state.stage, state.status = fn, STAGES[fn], TrainerStatus.RUNNING
         try:
             yield
@@ -159,9 +166,20 @@ class Run:
             weights: the argument ``weights`` of ``fit``. Default: None.
 
         Raises:
-            ConfigurationError: if both dataloaders and a datamodule are given, or the checkpoint cannot be selected.
+            ConfigurationError: if both dataloaders and a datamodule are given, the checkpoint cannot be selected, or
+                the fit of another Trainer is training the module.
         """
         trainer, first = self._trainer, next(iter(dataloaders.values()))
+        given = getattr(model, "_orig_mod", model)
+        other = getattr(given, "_trainer", None)
+        is_of_other = isinstance(other, pl.Trainer) and other is not trainer and other.lightning_module is given
+        if is_of_other and (hook := _hook_of_fit(other)):
+            assert trainer.state.fn is not None
+            raise ConfigurationError(
+                f"`Trainer.{trainer.state.fn.value}` was called in {hook} with the module that another Trainer was"
+                " training. This would replace `module.trainer` and clear the gradients. Pass a copy of the module:"
+                " `copy.deepcopy(module)`."
+            )
         module = modules.attach(trainer, model)
         arguments.refuse_other_package("datamodule", datamodule)
         arguments.refuse_other_package("dataloaders", *dataloaders.values())
