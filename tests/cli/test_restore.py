@@ -62,7 +62,9 @@ def run(project):
         folder,
         {
             ".hydra/config.yaml": CONFIG,
-            "run.json": json.dumps({"recipe": "line", "paths": {"best_checkpoint": "/x/epoch=1-step=8.ckpt"}}),
+            "run.json": json.dumps(
+                {"recipe": "line", "paths": {"best_checkpoint": "/x/checkpoints/epoch=1-step=8.ckpt"}}
+            ),
             "checkpoints/epoch=0-step=4.ckpt": "",
             "checkpoints/epoch=1-step=8.ckpt": "",
             "checkpoints/last.ckpt": "",
@@ -140,6 +142,17 @@ def test_selected_checkpoint(run):
     assert find(run).name == "last.ckpt"
     (run / "checkpoints" / "epoch=0-step=4.ckpt").unlink()
     assert find(run).name == "epoch=1-step=8.ckpt"  # the only one that is kept is the best
+
+
+@pytest.mark.parametrize("folder", ["checkpoints", "kept"])
+def test_best_checkpoint_may_be_in_another_folder(run, folder):  # of names such as {val/loss}, or of ModelCheckpoint
+    (run / "checkpoints").rename(run / folder)
+    for loss in (3, 4):
+        write(run / folder / f"epoch={loss}-val", {"loss=0.25.ckpt": ""})
+    best = f"{folder}/epoch=3-val/loss=0.25.ckpt"
+    (run / "run.json").write_text(json.dumps({"recipe": "line", "paths": {"best_checkpoint": f"/moved/{best}"}}))
+    assert find(run) == run / best
+    assert find(run, latest=True).name == "loss=0.25.ckpt"
 
 
 MISTAKES = [
@@ -235,7 +248,7 @@ def test_an_evaluation_is_below_the_run_that_it_uses(given, monkeypatch, capsys)
     (below,) = (run / "test").iterdir()
     assert load_run(below).command == "test"
     assert str(below) in capsys.readouterr().out
-    assert find(run) == run / "checkpoints" / load_run(run).best_checkpoint
+    assert load_run(run).paths["best_checkpoint"].endswith(find(run).relative_to(run).as_posix())
     assert load_run(run).status == "completed"
     assert choose_subject([str(run)]).runs == [run]
     assert choose_subject([str(run / "test")]).runs == [below]

@@ -36,7 +36,14 @@ class Logs(Regression):
 
 
 def script(
-    folder: Path, *, kill: int | None = None, logger: Any = None, saver: Any = None, more: Any = (), **arguments: Any
+    folder: Path,
+    *,
+    kill: int | None = None,
+    logger: Any = None,
+    saver: Any = None,
+    more: Any = (),
+    module: Any = None,
+    **arguments: Any,
 ) -> Any:
     """Run the user's script, which is run again to resume."""
     savers = [ModelCheckpoint(save_last=True) if saver is None else saver()]
@@ -44,7 +51,7 @@ def script(
     given = {"max_epochs": 3, "log_every_n_steps": 1, "resume": "auto", "enable_checkpointing": None}
     logger = CSVLogger(folder) if logger is None else logger
     fitted = make_trainer(folder, logger=logger, callbacks=callbacks, **{**given, **arguments})
-    module = Logs(optimizer=partial(torch.optim.SGD, lr=0.1, momentum=0.9))
+    module = (module or Logs)(optimizer=partial(torch.optim.SGD, lr=0.1, momentum=0.9))
     try:
         fitted.fit(module, loader_of(BATCHES), loader_of(BATCHES[:2]))
     except Killed:
@@ -78,6 +85,24 @@ def test_killed_run_is_resumed_in_its_folder(tmp_path: Path, logger: str, kills:
     assert checkpoints(killed) == checkpoints(whole) == {"epoch=2-step=12.ckpt": 12, "last.ckpt": 12}
     assert all(map(torch.equal, fitted.lightning_module.parameters(), reference.lightning_module.parameters()))
     assert rows(killed) == rows(whole)
+
+
+@pytest.mark.parametrize("folder", [None, "own"])
+def test_checkpoints_with_a_slash_in_their_names_are_found(tmp_path: Path, folder: str | None) -> None:
+    class Nested(Logs):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("val/loss", -float(self.global_step), batch_size=4)
+
+    def run(name: str, kill: int | None = None) -> Any:
+        place = None if folder is None else tmp_path / name / folder
+        saver = partial(ModelCheckpoint, place, filename="{epoch}-{val/loss:.0f}", monitor="val/loss")
+        return script(tmp_path / name, saver=saver, kill=kill, module=Nested)
+
+    run("killed", kill=9)
+    run("whole")
+    assert run("killed").ckpt_path.endswith("epoch=1-val/loss=-8.ckpt")
+    assert rows(tmp_path / "killed") == rows(tmp_path / "whole")
+    assert checkpoints(tmp_path / "killed") == checkpoints(tmp_path / "whole") == {"loss=-12.ckpt": 12}
 
 
 @pytest.mark.parametrize("arguments", [{}, {"accumulate_grad_batches": 3, "val_check_interval": 2}])

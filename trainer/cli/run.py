@@ -318,7 +318,7 @@ def _execute(settings: dict[str, Any], record: RunRecord, module: Any, data: Any
     if command == "predict":
         _predict(Path(record.facts["run_dir"]), module, data, trainer, checkpoint)
         return
-    if trainer.resume == "auto" and any(Path(record.facts["run_dir"]).glob("checkpoints/*.ckpt")):
+    if trainer.resume == "auto" and any(Path(record.facts["run_dir"]).rglob("*.ckpt")):
         checkpoint = None  # resume the run in this folder, even if it originally started from another checkpoint
     options: dict[str, Any] = {"verbose": False} if command in ("validate", "test") and is_quiet() else {}
     if command == "fit" and settings["weights"] is not None:

@@ -253,7 +253,7 @@ class CheckpointConnector(_CheckpointConnector):
     def _newest_until(self, max_step: int) -> RolledBack | None:
         """Return the newest good checkpoint of this run with at most ``max_step`` optimizer steps, or None."""
         wait_for_saves(self.trainer.strategy)
-        for path in files.newest_first(model_checkpoints.folders_of(self.trainer)):
+        for path in files.newest_first(model_checkpoints.folders_with_files(self.trainer)):
             progress = resuming.loops_in(path).get(checkpoints.TRAINER_KEY, {}).get("progress")
             if progress is None or progress["optimizer_steps"] > max_step:
                 continue

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 _STATES = "savers"
+_RESOLVE = "_ModelCheckpoint__resolve_ckpt_dir"
 _COUNTERS = (None, "epoch", "step")  # values of `monitor` that need no metric
 
 
@@ -182,8 +183,18 @@ def folders_of(trainer: Trainer) -> list[str]:
 
     Loggers that number their folders choose the number here, if they have not yet.
     """
-    resolve = "_ModelCheckpoint__resolve_ckpt_dir"
-    return list(dict.fromkeys(str(getattr(callback, resolve)(trainer)) for callback in model_checkpoints_of(trainer)))
+    return list(dict.fromkeys(str(getattr(callback, _RESOLVE)(trainer)) for callback in model_checkpoints_of(trainer)))
+
+
+def folders_with_files(trainer: Trainer) -> list[str]:
+    """Return :func:`folders_of`, and their subfolders if file names have a slash, as those with ``{val/loss}`` have."""
+    found = folders_of(trainer)
+    for callback in model_checkpoints_of(trainer):
+        name = callback.format_checkpoint_name({}).removeprefix(os.fspath(callback.dirpath or "")).lstrip("/")
+        folder = local_path(getattr(callback, _RESOLVE)(trainer))
+        if folder is not None and "/" in name:
+            found += map(str, folder.glob("/".join("*" * name.count("/"))))
+    return found
 
 
 def first_folder(trainer: Trainer) -> str | None:

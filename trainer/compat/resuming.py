@@ -17,7 +17,7 @@ from trainer.checkpoint.inert import load_inert
 from trainer.checkpoint.loading import TRAINER_KEY
 from trainer.checkpoint.sharded_files import STATE
 from trainer.compat.checkpoint_io import local_path, wait_for_saves
-from trainer.compat.model_checkpoints import allow_removal, folders_of, on_first_rank
+from trainer.compat.model_checkpoints import allow_removal, folders_of, folders_with_files, on_first_rank
 from trainer.errors import ConfigurationError, rank_zero_warn
 from trainer.loggers import adapter
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from trainer.trainer import Trainer
 
 _ROWS = "rows"
-_CHECKPOINTS = "checkpoints/*.ckpt"  # below the folder of a logger: the default of ModelCheckpoint
+_CHECKPOINTS = "checkpoints/**/*.ckpt"  # below the folder of a logger: the default of ModelCheckpoint
 
 
 def newest_checkpoint(trainer: Trainer, session: ExitStack, extra: Any = None) -> str | None:
@@ -73,7 +73,9 @@ def _choose_checkpoint(trainer: Trainer, session: ExitStack, extra: Any) -> tupl
         if os.path.isdir(folder):
             session.enter_context(lock_folder(folder))
     others = [] if extra is None or local_path(extra) is None else [Path(extra)]
-    path = files.newest_valid(folders, lambda file: checkpoints.read(trainer.engine.load, file, None), others)
+    path = files.newest_valid(
+        folders_with_files(trainer), lambda file: checkpoints.read(trainer.engine.load, file, None), others
+    )
     if path is None:
         if folders:
             rank_zero_info(f"resume='auto': no checkpoint in {', '.join(folders)}: starting from the beginning")

@@ -42,15 +42,19 @@ def find(path: Path, *, latest: bool = False, key: str = "ckpt") -> Path:
             f" checkpoint{or_run}."
         )
     folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
-    files = sorted(folder.glob("*.ckpt"), key=lambda file: file.stat().st_mtime)
+    is_of_run = folder != path or (path / CONFIG).is_file()
+    # names such as {val/loss} have a slash, and ModelCheckpoint may have another folder
+    found = folder.rglob("*.ckpt") if is_of_run else folder.glob("*.ckpt")
+    files = sorted(found, key=lambda file: file.stat().st_mtime)
     last = [file for file in files if file.stem.partition("-v")[0] == "last"]
     others = [file for file in files if file not in last]
     if latest and files:  # an interruption may have written a checkpoint after last.ckpt
         return max(files, key=lambda file: (file.stat().st_mtime, file in last))
-    name = load_run(path).best_checkpoint  # without a record, the only file is the best
-    best = others if name is None and len(others) == 1 else [file for file in others if file.name == name]
-    if best:
-        return best[0]
+    # compared below the folder of the run, which may have been moved; without a record, the only file is the best
+    name = str(load_run(path).paths.get("best_checkpoint", "")).replace("\\", "/")
+    best = [file for file in others if name.endswith(f"/{file.relative_to(path).as_posix()}")]
+    if best or (not name and len(others) == 1):
+        return (best or others)[0]
     if not files:
         if not latest and (job := load_sweep(path).best) is not None:
             return find(job.folder, key=key)

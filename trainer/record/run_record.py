@@ -355,12 +355,6 @@ class RunRecord:
         return self.seconds
 
     @property
-    def best_checkpoint(self) -> str | None:
-        """Name of the best checkpoint without its folder, which may have been moved."""
-        path = self.paths.get("best_checkpoint")
-        return Path(str(path).replace("\\", "/")).name if path else None
-
-    @property
     def scales(self) -> Curve:
         """The loss scale at each change; no points without loss scaling."""
         found = Curve.of(self.curves.get("scales"))
