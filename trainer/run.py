@@ -171,9 +171,9 @@ class Run:
         """
         trainer, first = self._trainer, next(iter(dataloaders.values()))
         given = getattr(model, "_orig_mod", model)
-        other = getattr(given, "_trainer", None)
-        is_of_other = isinstance(other, pl.Trainer) and other is not trainer and other.lightning_module is given
-        if is_of_other and (hook := _hook_of_fit(other)):
+        other: Any = getattr(given, "_trainer", None)
+        in_use = isinstance(other, pl.Trainer) and other is not trainer and other.lightning_module is given
+        if in_use and (hook := _hook_of_fit(other)):
             assert trainer.state.fn is not None
             raise ConfigurationError(
                 f"`Trainer.{trainer.state.fn.value}` was called in {hook} with the module that another Trainer was"
