@@ -7,7 +7,7 @@ import torch
 
 from tests.support import Regression, loader_of, make_batches, make_net, make_trainer, native_fp16
 from trainer.callbacks import ScalerCheckpoint
-from trainer.callbacks.scaler_checkpoint import KEY, OLD_KEY
+from trainer.callbacks.scaler_checkpoint import KEY
 
 SAVED = {"scale": 1024.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000, "_growth_tracker": 7}
 
@@ -55,7 +55,10 @@ def test_scale_and_tracker_are_saved_and_restored(tmp_path):
     assert resumed.skipped_steps == trainer.skipped_steps == 1
 
 
-@pytest.mark.parametrize("key", [KEY, OLD_KEY])
+@pytest.mark.parametrize(
+    "key",
+    [KEY, "FSDPPrecision", "MixedPrecisionPlugin", "NativeMixedPrecisionPlugin", "native_amp_scaling_state"],
+)
 def test_lightnings_checkpoints_of_any_age(tmp_path, key):
     trainer = make_trainer(tmp_path, precision="16-mixed")
     trainer.training = True

@@ -132,6 +132,39 @@ def test_both_trainers_resume_checkpoints_of_the_other(tmp_path: Path, name: str
             assert_same_weights(theirs, mine)
 
 
+# --- checkpoints of older versions ------------------------------------------------------------------------------------
+
+RENAMED = {
+    "epoch_loop.automatic_optimization.state_dict": "epoch_loop.batch_loop.optimizer_loop.state_dict",
+    "epoch_loop.automatic_optimization.optim_progress": "epoch_loop.batch_loop.optimizer_loop.optim_progress",
+    "epoch_loop.manual_optimization.state_dict": "epoch_loop.batch_loop.manual_loop.state_dict",
+    "epoch_loop.manual_optimization.optim_step_progress": "epoch_loop.batch_loop.manual_loop.optim_step_progress",
+    "epoch_loop.val_loop.batch_progress": "epoch_loop.val_loop.epoch_loop.batch_progress",
+}
+"""Names of the loops since Lightning 2.0, and before."""
+
+
+@pytest.mark.parametrize(
+    ("version", "name"), [("1.9.5", "epoch=0-step=4"), ("1.9.5", "epoch=1-step=6"), ("1.5.10", "epoch=0-step=4")]
+)
+def test_run_of_an_older_lightning_is_resumed(tmp_path: Path, version: str, name: str) -> None:
+    options = {"every_n_train_steps": 2} if version == "1.9.5" else {}
+    write(lightning, tmp_path, Diary, options, max_epochs=2)
+    checkpoint = torch.load(tmp_path / f"{name}.ckpt", weights_only=True)
+    checkpoint["pytorch-lightning_version"] = version
+    if version == "1.5.10":  # which stored the next epoch, and no loops
+        checkpoint["epoch"] += 1
+        del checkpoint["loops"]
+    else:
+        loop = checkpoint["loops"]["fit_loop"]
+        checkpoint["loops"]["fit_loop"] = {RENAMED.get(key, key): value for key, value in loop.items()}
+    torch.save(checkpoint, tmp_path / "old.ckpt")
+    expected = resume(ours, tmp_path / f"{name}.ckpt", Diary, max_epochs=3)
+    resumed = resume(ours, tmp_path / "old.ckpt", Diary, max_epochs=3)
+    assert resumed[1] == expected[1]
+    assert_same_weights(expected[0], resumed[0])
+
+
 # --- an epoch ended by max_steps --------------------------------------------------------------------------------------
 
 

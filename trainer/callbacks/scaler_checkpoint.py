@@ -13,8 +13,6 @@ if TYPE_CHECKING:
 
 KEY = "MixedPrecision"
 """Lightning's key (the class name of its precision plugin), so that each Trainer restores the other's state."""
-OLD_KEY = "native_amp_scaling_state"
-"""The key in Lightning before 1.6."""
 
 
 class ScalerCheckpoint(Callback):
@@ -44,7 +42,9 @@ class ScalerCheckpoint(Callback):
         """Restore the state, or warn if it is missing or unused. Evaluating a checkpoint does not change the scaler."""
         if not trainer.training:
             return
-        state = checkpoint.get(KEY) or checkpoint.get(OLD_KEY)
+        # by its contents, because other versions and strategies of Lightning use other keys
+        states = (value for value in checkpoint.values() if isinstance(value, dict) and "_growth_tracker" in value)
+        state = next(states, None)
         enabled = trainer.scaler.is_enabled()
         self._unused = dict(state) if state and not enabled else {}
         if state and enabled:

@@ -146,7 +146,9 @@ def progress_from(fit: dict[str, Any], progress: FitProgress, *, finish_epoch: b
     zero_grad = fit["epoch_loop.automatic_optimization.optim_progress"]["optimizer"]["zero_grad"]
     manual = fit["epoch_loop.manual_optimization.optim_step_progress"]
     schedules = fit.get("epoch_loop.scheduler_progress", _SchedulerProgress().state_dict())
-    epochs_trained, inside_epoch = epochs["processed"], epochs["started"] > epochs["processed"]
+    # the migration of checkpoints from before Lightning 1.6 sets only the numbers of completed epochs and steps
+    epochs_trained = max(epochs["processed"], epochs["completed"])
+    inside_epoch = epochs["started"] > epochs["processed"]
     cut_short = epochs["processed"] > epochs["completed"] and not batches.get("is_last_batch", True)
     if cut_short and finish_epoch:
         epochs_trained, inside_epoch = epochs_trained - 1, True
@@ -163,6 +165,8 @@ def progress_from(fit: dict[str, Any], progress: FitProgress, *, finish_epoch: b
     # includes skipped steps, which Lightning counts, too
     progress.completed_steps = Counter({0: automatic["total"]["completed"]})
     windows = fit["epoch_loop.state_dict"].get("_batches_that_stepped", progress.optimizer_steps)
+    if not total["processed"]:  # migrated from before Lightning 1.6
+        windows = progress.optimizer_steps
     # inside an epoch, Lightning counts a window after all code that may write a checkpoint; in manual optimization,
     # each batch is a window
     closed = total["processed"] if manual["total"]["completed"] else progress.optimizer_steps
@@ -203,7 +207,9 @@ def evaluation_from(fit: dict[str, Any], trainer: Trainer) -> None:
 
     The counters of training must be set already.
     """
-    batches, val = fit["epoch_loop.val_loop.batch_progress"], trainer.eval_loops[RunningStage.VALIDATING].progress
+    val = trainer.eval_loops[RunningStage.VALIDATING].progress
+    older = fit.get("epoch_loop.val_loop.epoch_loop.batch_progress")  # of checkpoints from before Lightning 2.0
+    batches = older or fit["epoch_loop.val_loop.batch_progress"]
     val.epoch = trainer.progress.epoch_start.epoch
     val.total_batches, val.total_done = batches["total"]["ready"], batches["total"]["completed"]
     val.batches, val.batches_done = batches["current"]["ready"], batches["current"]["completed"]
