@@ -30,6 +30,7 @@ from tests.parity import (
 )
 from tests.support import stream_of
 from trainer import Trainer
+from trainer.errors import ConfigurationError
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers")
 
@@ -257,6 +258,20 @@ def test_datamodule_by_keyword_or_as_the_dataloaders_argument() -> None:
     trainer.test(TwoVal(), datamodule, verbose=False)
     trainer.predict(TwoVal(), datamodule)
     assert calls.of("test_batch", "predict_batch") == [1, 1]
+
+
+@pytest.mark.parametrize(
+    ("passed", "stages"),
+    [
+        ({"train_dataloaders": Data(), "val_dataloaders": data(2)}, "validate"),
+        ({"datamodule": Data(), "train_dataloaders": data(2)}, "train"),
+        ({"datamodule": Data(), "train_dataloaders": Data()}, "train"),
+        ({"datamodule": Data(), "train_dataloaders": data(2), "val_dataloaders": data(2)}, "train and validate"),
+    ],
+)
+def test_datamodule_and_dataloaders_exclude_each_other(passed: dict[str, Any], stages: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"Got Data and dataloaders for {stages}\\.$"):
+        ours().fit(Classifier(), **passed)
 
 
 def test_shuffled_validation_loader_warns() -> None:

@@ -267,18 +267,21 @@ def weights_file(folder: Path) -> tuple[Path, dict[str, torch.Tensor]]:
 
 def test_fit_starts_with_the_weights(tmp_path: Path, caplog: Any) -> None:
     file, state = weights_file(tmp_path)
-    module, by_hand = Seen(make_net()), Regression(make_net())
+    module, by_hand = Validated(make_net()), Regression(make_net())
     by_hand.load_state_dict(state)
     trainer = make_trainer(tmp_path, max_epochs=1)
     logging.getLogger("lightning.pytorch.advice").addHandler(caplog.handler)
-    trainer.fit(module, loader_of(BATCHES), weights=file)
+    trainer.fit(module, loader_of(BATCHES), loader_of(BATCHES), weights=file)
     logging.getLogger("lightning.pytorch.advice").removeHandler(caplog.handler)
     assert same(module.first, state)
     assert trainer.loaded_weights.complete
     assert f"Weights from {file}: 6 of 6 tensors" in caplog.text
     make_trainer(tmp_path, max_epochs=1).fit(by_hand, loader_of(BATCHES))
     assert same(module.state_dict(), by_hand.state_dict())
-    trainer.fit(module, loader_of(BATCHES))  # one that is not asked to
+    trainer.validate(module, loader_of(BATCHES), verbose=False)
+    assert trainer.loaded_weights.complete
+    trainer.save_checkpoint(tmp_path / "end.ckpt")
+    trainer.fit(module, loader_of(BATCHES), loader_of(BATCHES), ckpt_path=tmp_path / "end.ckpt")
     assert trainer.loaded_weights is None
     assert same(module.state_dict(), by_hand.state_dict())
 

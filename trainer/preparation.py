@@ -136,6 +136,7 @@ class Preparation:
         loop, engine, hooks, profiling = self._trainer.loop, self._trainer.engine, self.hooks, self._profiling
         optimization = self._optimization = self._choose_optimization()
         zero_grad, strategy_backward = hooks.override_of("optimizer_zero_grad"), engine.override_of("backward")
+        clip, norm_type = self._clipping()
         zeroes_as_usual = zero_grad is None and hooks.on_before_zero_grad.is_empty
         path = TrainingPath(
             transfer=transfer,
@@ -149,7 +150,8 @@ class Preparation:
             zero_grad=zero_grad,
             add_gradients=loop.run_backward if strategy_backward is None else self._backward_by(strategy_backward),
             backward=hooks.override_of("backward") or engine.gradients.backward,
-            clip=self._clipping(),
+            clip=clip,
+            norm_type=norm_type,
             update_weights=loop.update_weights,
         )
         wrappers: list[TrainingWrapper] = []
@@ -218,19 +220,21 @@ class Preparation:
         by_module = not self._module.automatic_optimization
         return Schedules(self._trainer.engine.schedules, step, metrics, revocable, self._trainer.progress, by_module)
 
-    def _clipping(self) -> Clip | None:
-        """Return the function that clips the gradients: the module's own or that of the callbacks. None for neither."""
+    def _clipping(self) -> tuple[Clip | None, float]:
+        """Return the function that clips the gradients, and the order of the norm that it returns.
+
+        The function is the module's own, or that of the callbacks. None for neither.
+        """
+        callbacks = [callback for callback in self._trainer.callbacks if isinstance(callback, GradientClipping)]
         if not self._module.automatic_optimization:
-            return None  # the module clips the gradients itself
-        gradients, callbacks = self._trainer.engine.gradients, self._trainer.callbacks
-        clippers: list[Clip] = [
-            partial(callback.clip, gradients) for callback in callbacks if isinstance(callback, GradientClipping)
-        ]
+            return None, 2.0  # the module clips the gradients itself
         if (own := self.hooks.override_of("configure_gradient_clipping")) is not None:
-            clippers = [partial(_clip_by_module, own, self._trainer)]
-        if len(clippers) < 2:
-            return next(iter(clippers), None)
-        return partial(_clip_with_all, clippers)
+            return partial(_clip_by_module, own, self._trainer), 2.0
+        if not callbacks:
+            return None, 2.0
+        clippers: list[Clip] = [partial(callback.clip, self._trainer.engine.gradients) for callback in callbacks]
+        clip = clippers[0] if len(clippers) == 1 else partial(_clip_with_all, clippers)
+        return clip, callbacks[0].norm_type
 
     def renewed_loaders(self) -> LoaderSet | None:
         """Return new training dataloaders for the epoch that begins. None if they are not due to be created again."""

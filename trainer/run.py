@@ -82,9 +82,9 @@ class Run:
 
     Attributes:
         session: an exit stack, which releases locks and restores replaced methods at the end of a run.
-        preparation: the prepared loops of the run. None until the strategy is set up.
+        preparation: the prepared loops of the current or the last run. None before the first run.
         process_state: the state of this process from the checkpoint, until it is restored. None without a checkpoint.
-        stalls: detects processes that wait for another one. None if there is only one process.
+        stalls: detects processes that wait for another one. None in a run of a single process.
     """
 
     def __init__(self, trainer: Trainer, signals: Signals, connector: CheckpointConnector) -> None:
@@ -183,13 +183,14 @@ class Run:
         module = modules.attach(trainer, model)
         arguments.refuse_other_package("datamodule", datamodule)
         arguments.refuse_other_package("dataloaders", *dataloaders.values())
-        if isinstance(first, LightningDataModule):  # fit(model, datamodule)
-            datamodule, dataloaders = first, {}
-        if datamodule is not None and any(loaders is not None for loaders in dataloaders.values()):
+        given = [stage.value for stage, loaders in dataloaders.items() if loaders is not None]
+        if isinstance(first, LightningDataModule) and datamodule is None:  # fit(model, datamodule)
+            datamodule, given = first, given[1:]
+        if datamodule is not None and given:
             assert trainer.state.fn is not None
             raise ConfigurationError(
                 f"You cannot pass both dataloaders and a datamodule to `Trainer.{trainer.state.fn.value}`. Got"
-                f" {type(datamodule).__name__} and {sorted(stage.value for stage in dataloaders)} dataloaders."
+                f" {type(datamodule).__name__} and dataloaders for {' and '.join(given)}."
             )
         trainer.data.attach(module, dataloaders, datamodule)
         if trainer.state.fn is TrainerFn.FITTING:

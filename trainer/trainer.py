@@ -69,7 +69,7 @@ _ATTRIBUTES = (
 class Trainer(TrainerBase):
     """Train, validate, test and predict with a ``LightningModule``.
 
-    The arguments have Lightning's names, meanings and defaults, except for these:
+    The arguments have Lightning's names, meanings and defaults. These differ, accept more, or are new:
 
     Args:
         precision: a name (``"32-true"``, ``"16-mixed"``, ``"bf16-mixed"``, ``"fp8-mixed"``, ``"16-true"``,
@@ -103,8 +103,8 @@ class Trainer(TrainerBase):
             on other devices or with steps that take a ``dataloader_iter``. Default: 1.
 
     Attributes:
-        scaler: the loss scaler. The object stays the same for the Trainer's lifetime, and is disabled if the precision
-            does not scale the loss.
+        scaler: the loss scaler, which is disabled if the precision does not scale the loss. The object stays the same
+            for the Trainer's lifetime. Exception: a ``NonFiniteGuard`` replaces a disabled scaler during a fit.
         loaded_weights: the weights that the last ``fit(weights=...)`` loaded. None before the first fit, and after a
             fit without ``weights``.
 
@@ -433,9 +433,9 @@ class Trainer(TrainerBase):
 
     @property
     def settled_outcome(self) -> StepOutcome | None:
-        """The newest outcome that has reached the host, possibly that of the previous update. None before the first.
+        """The last outcome that the Trainer has read, possibly that of the previous update. None before the first.
 
-        Reading it never synchronizes.
+        Reading this property never synchronizes.
         """
         return self.loop.outcome
 

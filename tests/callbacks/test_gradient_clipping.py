@@ -89,6 +89,24 @@ def test_norm_of_a_skipped_step_enters_neither_the_logs_nor_the_mean(tmp_path):
     assert trainer.callback_metrics["grad_norm_epoch"].item() == pytest.approx(sum(finite) / 4)
 
 
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, float("inf")])
+def test_norm_of_several_optimizers_has_the_order_of_the_clipping(tmp_path, norm_type):
+    class Two(Regression):
+        def configure_optimizers(self):
+            return [torch.optim.SGD([parameter], lr=0.1) for parameter in self.net.parameters()]
+
+    class Expects(Callback):
+        def on_before_optimizer_step(self, trainer, module, optimizer):
+            if optimizer is trainer.optimizers[0]:
+                gradients = [parameter.grad for parameter in module.net.parameters()]
+                self.norm = nn.utils.get_total_norm(gradients, norm_type).item()
+
+    expects = Expects()
+    clipping = GradientClipping(max_norm=0.3, norm_type=norm_type)
+    trainer, _ = fit_and_watch(tmp_path, Two(), make_batches(1), callbacks=[clipping, expects])
+    assert trainer.step_outcome.grad_norm.item() == pytest.approx(expects.norm)
+
+
 @pytest.mark.parametrize("clipping", [{"max_norm": 0.3}, {"clip_value": 0.1}])
 def test_norm_is_not_logged_if_disabled(tmp_path, clipping):
     trainer, trace = fit_and_watch(

@@ -51,6 +51,7 @@ class Looks(Callback):
             "has run": epoch.val_loop._has_run,
             "limits": (fit.max_batches, fit.max_epochs, fit.max_steps, epoch.min_steps or 0),
             "val": list(trainer.num_val_batches),
+            "done": fit.done,  # reading it writes a counter
         })  # fmt: skip
 
 

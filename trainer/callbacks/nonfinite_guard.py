@@ -45,7 +45,8 @@ class NonFiniteGuard(RunCallback):
     before a fit writes a checkpoint, and stops the run if they are not finite, so that no good checkpoint is replaced.
     ``NonFiniteGuard("continue")`` disables this check, too.
 
-    A nonfinite loss with finite gradients is not detected. Values passed to ``self.log`` stay in the mean of the epoch.
+    A nonfinite loss with finite gradients is not detected. Values that a skipped step passed to ``self.log`` stay in
+    the mean of the epoch.
     LBFGS, and other optimizers that evaluate the loss, cannot skip steps. On a GPU, a fused optimizer causes no
     host-device synchronization, and its outcome is known one step later; other optimizers synchronize at each step.
 
@@ -58,8 +59,8 @@ class NonFiniteGuard(RunCallback):
             Default: 50.
 
     Raises:
-        ConfigurationError: if the policy is unknown, or a number is out of range; when a fit starts, if an optimizer
-            evaluates the loss itself.
+        ConfigurationError: if the policy is unknown, or a number is out of range; when a fit starts, if each step is
+            to be checked and an optimizer evaluates the loss itself.
         NonFiniteError: while training, see above.
     """
 
@@ -101,7 +102,7 @@ class NonFiniteGuard(RunCallback):
         return {"deepspeed": "runs batches again to find the origin of a nonfinite value. Use NonFiniteGuard('skip')."}
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Replace a scaler that neither scales nor skips by one that skips steps."""
+        """If the Trainer's scaler neither scales nor skips, use one that skips steps."""
         if stage == "fit" and self.every_step and not trainer.scaler.skips_steps:
             engine = trainer.engine
             self._scaler = engine.gradients.use_scaler(StepGuard(engine.device.type))

@@ -98,6 +98,8 @@ class CheckpointConnector(_CheckpointConnector):
                 " a new run."
             )
         self._weights = None if weights is None else find_weights(weights)
+        if trainer.state.fn is TrainerFn.FITTING:
+            trainer.loaded_weights = None
         if given and _is_registry(given) and module_available("litmodels"):
             download_model_from_registry(given, trainer)
         try:
@@ -142,7 +144,6 @@ class CheckpointConnector(_CheckpointConnector):
     def _begin_with_weights(self, weights_only: bool | None) -> None:
         """Load the weights of another run that a fit starts with, and report the loaded and the missing ones."""
         trainer, engine = self.trainer, self.trainer.engine
-        trainer.loaded_weights = None
         if self._weights is None:
             return
         # broadcast, because the other run may write a new best checkpoint meanwhile

@@ -46,7 +46,7 @@ class _ReferenceError(Exception):
 
 
 class Communication(NamedTuple):
-    """How a run communicates gradients and weights, if not as DDP does by default.
+    """How a run communicates gradients and weights, if it differs from the default of DDP or its weights may diverge.
 
     Attributes:
         holders: the state objects of hooks and averagers, always in the same order.
@@ -60,9 +60,10 @@ class Communication(NamedTuple):
 
 
 def communication_of(model: DistributedDataParallel, averager: Any) -> Communication | None:
-    """Return how a module communicates, or None if it has no communication hooks written in Python and no averager.
+    """Return how a module communicates, or None if it communicates as DDP does by default.
 
-    Embeddings with ``max_norm`` also make the weights of the processes differ, because each normalizes its own rows.
+    The default has no communication hooks written in Python, no averager, and no embedding with ``max_norm``. Such an
+    embedding makes the weights of the processes differ, because each process normalizes the rows that it uses.
 
     Args:
         model: the DDP module.
@@ -91,7 +92,7 @@ def _is_global(hook: Any, state: Any) -> bool:
 
 
 def digest(values: Iterable[Any]) -> str:
-    """Return the SHA-256 digest of the tensors in nested containers. Synchronizes with the device."""
+    """Return the SHA-256 digest of the tensors and other values in nested containers. Synchronizes with the device."""
     found = hashlib.sha256()
     for value in torch.utils._pytree.tree_leaves(list(values)):
         if isinstance(value, Tensor):
@@ -227,7 +228,7 @@ def _set_item(holder: Any, name: Any, value: Any, device: torch.device) -> None:
 
 
 def _convert_like(value: Any, current: Any, device: torch.device) -> Any:
-    """Return a saved value in the container type and on the device of the value that it replaces."""
+    """Return a saved value in the container type (of its outermost container) and on the device of ``current``."""
     if isinstance(value, Tensor):
         return value.to(current.device if isinstance(current, Tensor) else device, copy=True)
     if isinstance(value, dict):

@@ -9,7 +9,9 @@ from torch import nn
 
 
 class OwnForward:
-    """Replace a module's ``forward`` with an instance attribute, which takes precedence over the method of the class.
+    """Base class of callables that replace a module's ``forward``; subclasses define ``__call__``.
+
+    The object becomes an instance attribute of the module, which takes precedence over the method of the class.
 
     Args:
         module: the module.
@@ -29,7 +31,7 @@ class OwnForward:
                 vars(self._module)["forward"] = self._outer
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Replace this object in copies and pickles of the module by the plain forward, bound to the copy."""
+        """Replace this object in deep copies and pickles of the module by the plain forward, bound to the copy."""
         return _identity, (self._forward,)
 
 

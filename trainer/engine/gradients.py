@@ -1,4 +1,4 @@
-"""Compute and change gradients. In a fit, only this module and the loss scaler access a parameter's ``grad``.
+"""Compute and change gradients. In the steps of a fit, only engines and the loss scaler access a parameter's ``grad``.
 
 In a training step, in this order::
 
@@ -10,14 +10,14 @@ In a training step, in this order::
     multiply_(optimizers, factor)      at a window's end, if the losses were not multiplied by their exact weights
     unscale_(optimizer)                for each optimizer: gradients are unscaled from here on
     norm(optimizer), clip_(optimizer, ...), local(optimizer)       hooks, callbacks
-    step(optimizer)                    leaves the weights unchanged if a gradient is not finite
+    step(optimizer)                    with an enabled scaler, does nothing if a gradient is not finite
     update()                           once: adjusts the loss scale, and returns the outcome if it is known
     resolve_outcome()                  the outcome otherwise; may be called much later
 
-``Gradients`` is for engines with whole gradients in each process: a single device, and DDP. An engine with sharded
-gradients has a subclass. It overrides ``part`` and the methods that need the other parts (``norm``, ``clip_``,
-``backward_without_loss``). It also gives the scaler (:meth:`Gradients.use_scaler`) a function that all-reduces a flag:
-whether a gradient is not finite. Only a flag is reduced, because a maximum of values may drop a NaN (gloo's does).
+``Gradients`` has the operations of engines with whole gradients in each process: a single device, and DDP. An engine
+with sharded gradients has a subclass that overrides ``part`` and the methods that need the other parts, such as
+``norm`` and ``clip_``. The subclass also gives the scaler (:meth:`Gradients.use_scaler`) a function that all-reduces a
+flag: whether a gradient is not finite. It reduces only a flag, because a maximum of values may drop a NaN (in gloo).
 
 The loss scaler has the interface of torch's ``GradScaler``: its methods take an optimizer and read the gradients of its
 parameters. Our scaler finds them with ``LossScaler.gradients_of``, which also works without an engine.
@@ -90,18 +90,18 @@ class Gradients:
         loss.backward()  # type: ignore[no-untyped-call]
 
     def backward_by(self, run: Callable[[Tensor], None], loss: Tensor) -> None:
-        """Run a backward pass that ``training_step`` requested: ``run`` on the scaled loss."""
+        """Call ``run(loss)``, a backward pass that ``training_step`` requested. The loss is scaled."""
         run(loss)
 
     def forward_without_loss(self, has_run: bool) -> None:
-        """Take part in the forward pass of the other processes, instead of a batch with a loss.
+        """Take part in the other processes' forward pass if this process has no loss.
 
         Args:
             has_run: whether ``training_step`` was called and returned None. If False, there was no batch.
         """
 
     def backward_without_loss(self, syncs_gradients: bool) -> None:
-        """Take part in the backward pass of the other processes, instead of a batch with a loss. Adds zeros.
+        """Take part in the other processes' backward pass if this process has no loss. Adds zeros.
 
         Args:
             syncs_gradients: whether this backward pass synchronizes gradients, as the last of a window does.
@@ -197,7 +197,7 @@ class Gradients:
         return norm
 
     def step(self, optimizer: Optimizer, **kwargs: Any) -> None:
-        """Step the optimizer, unless a gradient is not finite or there are no gradients."""
+        """Step the optimizer. An enabled scaler skips the step if a gradient is not finite, or if there are none."""
         self.scaler.step(optimizer, **kwargs)
 
     def update(self, accumulating: Sequence[Optimizer] = ()) -> UpdateOutcome | None:
@@ -256,7 +256,7 @@ class Gradients:
         return counts
 
     def leaves(self, module: nn.Module) -> dict[str, Tensor]:
-        """Return the tensors that a forward pass computes with and that get gradients, by the parameters' names."""
+        """Return the tensors that a forward pass uses and that receive gradients, by the names of the parameters."""
         return dict(module.named_parameters())
 
     def idle_loss(self) -> Tensor | None:
@@ -333,12 +333,17 @@ def each_norm(tensors: Sequence[Tensor]) -> list[Tensor]:
     return [found[index] for index in range(len(values))]
 
 
-def total_norm(norms: Mapping[Optimizer, Tensor]) -> Tensor | None:
-    """Return the L2 norm of all gradients, from each optimizer's norm in its last step, or None without norms."""
+def total_norm(norms: Mapping[Optimizer, Tensor], norm_type: float = 2.0) -> Tensor | None:
+    """Return the norm of all gradients, from each optimizer's norm in its last step, or None without norms.
+
+    Args:
+        norms: the norms by optimizer.
+        norm_type: their order. Default: 2.
+    """
     each = list(norms.values())
     if len(each) < 2:
         return each[0] if each else None
-    total: Tensor = torch.linalg.vector_norm(torch.stack(each))
+    total: Tensor = torch.linalg.vector_norm(torch.stack(each), norm_type)
     return total
 
 

@@ -45,7 +45,8 @@ def keep_dtypes(optimizers: Iterable[Any], states: Iterable[Any], saved: SavedDt
 
     Args:
         optimizers: the optimizers that the block loads.
-        states: the state dict of each optimizer. Used only if its ``load_state_dict`` does not call torch's.
+        states: the state dict of each optimizer. Used only for an optimizer whose ``load_state_dict`` does not call
+            ``torch.optim.Optimizer.load_state_dict``.
         saved: the saved dtypes of the parameters.
     """
     optimizers, given = list(optimizers), dict[Any, Any]()
@@ -76,7 +77,7 @@ def _with_inner(optimizers: Iterable[Any], depth: int = 2) -> Iterator[Optimizer
 
 
 def unsaved_inner(optimizer: Any) -> list[Optimizer]:
-    """Return the optimizers inside of one, such as the base optimizer of SAM, that its state dict does not include."""
+    """Return the inner optimizers, such as the base optimizer of SAM, that the state dict of ``optimizer`` lacks."""
     if not isinstance(optimizer, Optimizer) or type(optimizer).state_dict is not Optimizer.state_dict:
         return []
     inner = dict.fromkeys(_with_inner([optimizer]))
@@ -85,7 +86,10 @@ def unsaved_inner(optimizer: Any) -> list[Optimizer]:
 
 @contextmanager
 def keep_sharing(optimizer: Any) -> Iterator[None]:
-    """Share parameter groups and states with inner optimizers as before, after a load that replaces them."""
+    """After the ``with`` block, which loads ``optimizer``, share its new groups and states with inner optimizers again.
+
+    Only what they shared before the block is shared again.
+    """
     inner = [one for one in _with_inner([optimizer]) if one is not optimizer]
     groups = [one for one in inner if list(map(id, one.param_groups)) == list(map(id, optimizer.param_groups))]
     states = [one for one in inner if one.state is optimizer.state]

@@ -59,6 +59,7 @@ class TrainingPath(BatchPath):
         add_gradients: runs the hooks and the backward pass of a loss, which is not scaled yet.
         backward: runs the backward pass of a scaled loss.
         clip: clips the gradients of one optimizer after ``on_before_optimizer_step``. None for no clipping.
+        norm_type: the order of the norms that ``clip`` returns.
         update_weights: steps all optimizers at the end of an accumulation window.
     """
 
@@ -69,6 +70,7 @@ class TrainingPath(BatchPath):
     add_gradients: Callable[[Tensor], Any]
     backward: Callable[[Tensor], Any]
     clip: Clip | None
+    norm_type: float
     update_weights: Callable[[], None]
 
 
@@ -78,7 +80,7 @@ TrainingWrapper = Callable[[TrainingPath], TrainingPath]
 NO_PATH = TrainingPath(
     identity, identity, nullcontext, identity, identity, train_batch=identity, close_window=identity,
     clears_before_forward=False, zero_grad=None, add_gradients=identity, backward=identity, clip=None,
-    update_weights=identity,
+    norm_type=2.0, update_weights=identity,
 )  # fmt: skip
 """The path of a loop that no run has prepared yet."""
 

@@ -64,7 +64,7 @@ class FitLoop:
         self.grad_norms: dict[Optimizer, Tensor] = {}
         # optimizers that the module or a closure stepped since the last update of the loss scale
         self.stepped: list[Optimizer] = []
-        # True while a closure or a manual training step runs; the scale is updated once, when this has ended
+        # True while a closure or a manual training step runs; the scale is updated once, after its end
         self.freezes_scale = False
         self.unresolved: tuple[int, ...] = ()  # indices of the optimizers in the last update, until its outcome is read
         self.skipped: tuple[Optimizer, ...] = ()  # the optimizers that skipped the last update
@@ -283,7 +283,7 @@ class FitLoop:
         if window.is_last and window.close(self.optimizers, self.engine):
             path.update_weights()
         elif window.is_last and (batch is not None or self.engine.data_parallel_size > 1):
-            # no batch of the window counts: this is a step that does not change the model
+            # no batch of the window has a loss with a weight above 0: count a step, and leave the model unchanged
             self.resolve_outcome()  # hooks of the previous update must see the number of steps before this one
             self.progress.optimizer_steps += len(self.optimizers)
             outputs = outputs and {}  # hooks get no loss
@@ -348,7 +348,9 @@ class FitLoop:
                 self.gradients.clear(optimizer)
 
     def share_of(self, output: Any, *, may_read_late: bool = False) -> Tensor | None:
-        """Return the batch's share of the window's mean loss for the backward pass, or None if the batch has no loss.
+        """Return the batch's share of the window's mean loss for the backward pass.
+
+        Returns None if the batch has no loss, or a ``window.batch_weight`` of 0.
 
         Args:
             output: the return value of ``training_step``.
@@ -434,7 +436,7 @@ class FitLoop:
         for optimizer in self.optimizers:
             self.gradients.unscale_(optimizer)  # gradients are unscaled from here on
             self.expose_gradients(optimizer)
-            self.gradients.step(optimizer)  # leaves the weights unchanged if a gradient is not finite
+            self.gradients.step(optimizer)  # unless the scaler finds a gradient that is not finite
             self.progress.optimizer_steps += 1
         self.finish_update(tuple(range(len(self.optimizers))))
 
@@ -491,8 +493,8 @@ class FitLoop:
     def resolve_outcome(self) -> None:
         """Read the outcome of the last weight update if it has not been read yet, and call the hooks that need it.
 
-        All code that reads or saves the state of a run calls this first. It also finishes optimizer steps that the
-        module made in a hook.
+        All code that reads or saves the state of a run calls this method first. This method also finishes optimizer
+        steps that the module made in a hook.
 
         A fused optimizer decides on the device whether to skip the step. Therefore the outcome is read as late as
         possible: before the next update, or when it is needed. By then, the device has usually computed it.
@@ -516,7 +518,7 @@ class FitLoop:
         self.schedules.confirm(except_of=self.skipped)
         norm = None
         if self.grad_norms:
-            norm, self.grad_norms = total_norm(self.grad_norms), {}
+            norm, self.grad_norms = total_norm(self.grad_norms, self.path.norm_type), {}
         values = bool(self.skipped), scale, next_scale, norm, stepped, skipping, nonfinite_loss
         outcome = self.outcome = StepOutcome(*values)
         self.progress.has_learned |= len(skipping) < len(stepped)

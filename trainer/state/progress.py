@@ -129,7 +129,7 @@ class FitProgress:
 
     def end_epoch(self) -> None:
         """Update the counters at the end of an epoch, after its hooks."""
-        self.epoch += 1
+        self.epoch = self.epochs_trained
         self.batch_idx, self.is_trained = -1, True  # no batch is running, even if the last one was skipped
         self.is_followed_up, self.owes_validation, self.has_validated = True, False, False
 

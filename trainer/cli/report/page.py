@@ -101,7 +101,7 @@ def tiles_of(run: RunRecord, goal: tuple[str, str] | None) -> list[Tile]:
             share = f"{run.skipped_steps / run.step:.1%} of all steps" if run.step and run.skipped_steps else ""
             tiles.append(Tile("Skipped steps", f"{run.skipped_steps:,}", share))
         if run.scale is not None:
-            tiles.append(Tile("Loss scale", format_number(run.scale), "at the end"))
+            tiles.append(Tile("Loss scale", format_number(run.scale), "last"))
     if run.duration is not None:
         train = run.train_seconds
         tiles.append(Tile("Time", format_seconds(run.duration), f"{format_seconds(train)} training" if train else ""))
@@ -116,7 +116,7 @@ def tiles_of(run: RunRecord, goal: tuple[str, str] | None) -> list[Tile]:
 
 
 def _metric_tiles(run: RunRecord, goal: tuple[str, str] | None) -> list[Tile]:
-    """Return the tile of the objective, and those of validation and test metrics."""
+    """Return the tile of the objective, and those of the metrics that are worth showing."""
     tiles, metrics, reached = list[Tile](), run.latest, run.reached(goal)
     if goal is not None and goal[0] in metrics:
         last = format_number(metrics[goal[0]])
