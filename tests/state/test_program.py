@@ -7,6 +7,7 @@ import random
 from collections import Counter, UserList, deque
 from collections.abc import Callable
 from functools import cached_property
+from itertools import count, cycle
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +19,7 @@ from lightning.pytorch import Callback, LightningDataModule, LightningModule
 from lightning.pytorch.callbacks import EarlyStopping, TQDMProgressBar
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric, MinMaxMetric, SumMetric
 
 from tests.state.test_attributes import through_a_file
@@ -176,6 +178,44 @@ def test_large_tensor_that_changes_in_place_is_reported() -> None:
     assert state.write(state.read()) == []
     module.large[0] = 1
     assert "Module.large" in state.write(state.read())[0]
+
+
+class Countdown:
+    """An iterator of the user's class, with attributes."""
+
+    def __init__(self) -> None:
+        self.left = 9
+
+    def __next__(self) -> int:
+        self.left -= 1
+        return self.left
+
+    def __iter__(self) -> Any:
+        return self
+
+
+def second_loader() -> Any:
+    return iter(DataLoader(range(9)))
+
+
+@pytest.mark.parametrize("make", [second_loader, lambda: cycle([1, 2]), lambda: [count()], lambda: {"a": iter([1])}])
+def test_iterator_is_reported(make: Callable[[], Any]) -> None:
+    module = Module()
+    module.handle = make()
+    state = state_of(module)
+    assert "Module.handle" in state.write(state.read())[0]
+
+
+def test_iterators_with_attributes_and_open_files_are_not_reported(tmp_path: Path) -> None:
+    module = Module()
+    module.handle = Countdown()
+    with (tmp_path / "log").open("w") as module.parts[0]["log"]:
+        state = state_of(module)
+        _ = next(module.handle), module.parts[0]["log"].write("a")
+        saved = state.read()
+        _ = next(module.handle)
+        assert state.write(saved) == []
+    assert module.handle.left == 8
 
 
 def test_objects_that_do_not_exist_any_more_are_left_out_and_other_numbers_are_reported() -> None:

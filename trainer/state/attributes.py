@@ -10,6 +10,7 @@ from __future__ import annotations
 from abc import ABC
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from functools import cache, cached_property
+from io import IOBase
 from typing import Any, Generic, Protocol
 
 from torch import nn
@@ -37,7 +38,8 @@ class AttributeChanges:
 
     The changed attributes of an object are restored if they are plain values: numbers, strings, short containers of
     them, small tensors and arrays, and random generators that were created in the meantime. If another attribute has
-    changed, the object's ``state_dict`` and ``load_state_dict`` are used instead, if it has both.
+    changed, the object's ``state_dict`` and ``load_state_dict`` are used instead, if it has both. An iterator counts as
+    changed, except in data: its position cannot be read.
 
     Args:
         objects: the objects to watch.
@@ -72,6 +74,7 @@ class AttributeChanges:
                 del values[name]
         self._kinds = Copier(limits or _SAMPLERS, elsewhere), Copier(limits or _DATASETS, elsewhere)
         self._copiers = [self._kinds[not isinstance(one, Sampler)] for one in self._objects]
+        self._are_data = limits is None
         self._first = [
             {name: copier.copy(value) for name, value in values.items()}
             for values, copier in zip(self._values, self._copiers, strict=True)
@@ -186,7 +189,8 @@ class AttributeChanges:
             if place >= self._watched and not generators.is_random(value):
                 continue
             plain = copier.copy(value)
-            if name in first and plain == first[name]:
+            may_have_changed = not self._are_data and isinstance(plain, tuple) and _has_iterator(value)
+            if name in first and plain == first[name] and not may_have_changed:
                 continue
             of_class = getattr(type(self._objects[place]), name, None)
             if not isinstance(of_class, cached_property) and not (callable(of_class) and callable(value)):
@@ -201,6 +205,12 @@ def is_watched(value: Any) -> bool:
     if isinstance(value, (nn.Module, type)) or not isinstance(getattr(value, "__dict__", None), dict):
         return False
     return all(_is_users(base) for base in type(value).__mro__)
+
+
+def _has_iterator(value: Any) -> bool:
+    """Return whether a value, or an item of a container, is an iterator with a position that cannot be read."""
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else [value]
+    return any(isinstance(one, Iterator) and not isinstance(one, IOBase) and not is_watched(one) for one in items)
 
 
 @cache
