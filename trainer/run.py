@@ -413,8 +413,9 @@ class Run:
         self.process_state = None
         trainer.process.program = modules.program_state(trainer)
         is_elastic = trainer.resume == "auto" and trainer.engine.may_change_world_size
-        if state is not None:
+        if trainer.ckpt_path is not None:
             resume_averaging(trainer)
+        if state is not None:
             trainer.process.load(state, stops=trainer.resume == "auto")
             if trainer.resume == "auto" and state["should_stop"] and trainer.loop.limits.may_stop():
                 rank_zero_info(

@@ -157,6 +157,7 @@ def progress_from(fit: dict[str, Any], progress: FitProgress, *, finish_epoch: b
     progress.batch_idx = current["ready"] - 1 if inside_epoch else -1
     progress.in_batch = total["ready"] > total["completed"]
     progress.is_trained = total["ready"] == total["processed"]
+    progress.is_followed_up = not (progress.in_batch and progress.is_trained)
     progress.closing = False
     # one of them is 0, except in checkpoints from before Lightning 1.6.5, which have both
     progress.optimizer_steps = max(automatic["total"]["completed"], manual["total"]["completed"])
