@@ -225,8 +225,10 @@ def test_only_a_loss_that_is_not_finite_stops_a_scaled_run(tmp_path: Path) -> No
 # --- checkpoints ----------------------------------------------------------------------------------------------
 
 
-def test_weights_that_are_not_finite_do_not_replace_good_ones(tmp_path: Path) -> None:
-    saving = ModelCheckpoint(tmp_path, save_last=True, every_n_train_steps=2, save_top_k=1)
+@pytest.mark.parametrize("weights_only", [False, True])
+def test_weights_that_are_not_finite_do_not_replace_good_ones(tmp_path: Path, weights_only: bool) -> None:
+    how = {"save_last": True, "every_n_train_steps": 2, "save_top_k": 1}
+    saving = ModelCheckpoint(tmp_path, save_weights_only=weights_only, **how)
     trainer = make_trainer(tmp_path, enable_checkpointing=True, callbacks=[saving])
     with pytest.raises(NonFiniteError, match=r"so they were not saved(?s:.*)net.0.weight") as caught:
         trainer.fit(Regression(optimizer=adam), loader_of(with_a_bad_one()))

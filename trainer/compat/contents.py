@@ -32,10 +32,12 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import lightning
-from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, StochasticWeightAveraging
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 
+from trainer.callbacks.nonfinite_guard import NonFiniteGuard
+from trainer.callbacks.overflow_report import OverflowReport
 from trainer.checkpoint import loading as state
 from trainer.checkpoint.compact import packed
 from trainer.checkpoint.manifest import TRAINER_KEY
@@ -163,9 +165,16 @@ def _load_callbacks(trainer: Trainer, checkpoint: Checkpoint) -> None:
             callback.patience = given
 
 
+def _load_schedules(trainer: Trainer, checkpoint: Checkpoint) -> None:
+    averages = any(isinstance(callback, StochasticWeightAveraging) for callback in trainer.callbacks)
+    state.restore_schedules(trainer, checkpoint, may_be_removed=averages)  # SWA continues with its own schedule
+
+
 def _call_save_hooks(trainer: Trainer, checkpoint: Checkpoint) -> None:
-    if "optimizer_states" in checkpoint:
-        for callback in trainer.callbacks:
+    is_whole = "optimizer_states" in checkpoint
+    for callback in trainer.callbacks:
+        # as in Lightning, other callbacks are not called if only the weights are saved
+        if is_whole or isinstance(callback, (NonFiniteGuard, OverflowReport)):
             callback.on_save_checkpoint(trainer, trainer.lightning_module, checkpoint)
     trainer.lightning_module.on_save_checkpoint(checkpoint)
 
@@ -194,7 +203,7 @@ ENTRIES: tuple[Entry, ...] = (
     Entry("callbacks", partial(_dump_callbacks, own=False), _load_callbacks),
     Entry("", None, horizons.continue_schedules, "training"),
     Entry("optimizer_states", state.optimizer_states, state.restore_optimizers, "training"),
-    Entry("lr_schedulers", state.schedule_states, state.restore_schedules, "training"),
+    Entry("lr_schedulers", state.schedule_states, _load_schedules, "training"),
     Entry("", None, horizons.refuse_exceeded, "training"),
     _weights_entry("", lambda trainer, _: hparams.hyper_parameters_of(trainer.lightning_module, trainer.datamodule)),
     _weights_entry("", _call_save_hooks),
