@@ -216,14 +216,20 @@ def schedule_states(trainer: Trainer, _: dict[str, Any]) -> list[dict[str, Any]]
     return [config.scheduler.state_dict() for config in trainer.engine.schedules]
 
 
-def restore_schedules(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
+def restore_schedules(trainer: Trainer, checkpoint: dict[str, Any], *, may_be_removed: bool = False) -> None:
     """Restore the states of the schedules, and the metrics that they will read.
+
+    Args:
+        trainer: the Trainer, with new schedules.
+        checkpoint: the checkpoint.
+        may_be_removed: whether a callback may have removed all schedules of this run. Default: False.
 
     Raises:
         IncompleteCheckpointError: if the checkpoint contains only weights.
-        CheckpointError: if it has a different number of schedules.
+        CheckpointError: if it has a different number of schedules, but not if it has none.
     """
-    _check_number(trainer, checkpoint, "lr_schedulers", trainer.engine.schedules)
+    if trainer.engine.schedules or not may_be_removed:
+        _check_number(trainer, checkpoint, "lr_schedulers", trainer.engine.schedules)
     for config, state in zip(trainer.engine.schedules, checkpoint["lr_schedulers"]):  # noqa: B905  # one of them may be empty
         config.scheduler.load_state_dict(state)
     awaited = {name: torch.tensor(value) for name, value in _trainer_state(checkpoint).get("awaited", {}).items()}
@@ -245,11 +251,10 @@ def _check_number(trainer: Trainer, checkpoint: dict[str, Any], key: str, curren
             f" This is probably due to `ModelCheckpoint.save_weights_only` being set to `True`. It has no {key!r}."
             " To start a new run with its weights, use fit(weights=...) instead of ckpt_path."
         )
-    cleared = key == "lr_schedulers" and not current  # by SWA, which continues with its own schedule
     if current and not checkpoint[key]:
         if trainer.progress.batches or not checkpoint.get("loops"):  # else it was saved before the first fit
             warn(f"The checkpoint has no {key}: those of this run start from their initial states.")
-    elif len(checkpoint[key]) != len(current) and not cleared:
+    elif len(checkpoint[key]) != len(current):
         raise CheckpointError(
             f"The checkpoint has {len(checkpoint[key])} {key}, but configure_optimizers returned {len(current)}."
             " Return the same ones as in the run that saved it."
