@@ -29,7 +29,7 @@ from tests.support import Regression, loader_of, make_batches, make_trainer
 from trainer import Trainer
 from trainer.arguments import ARGUMENTS, BAREBONES, Kind, check, parse_limits
 from trainer.callbacks import GradientAccumulation, GradientClipping, ScalerCheckpoint
-from trainer.errors import ConfigurationError, PrecisionError
+from trainer.errors import ArgumentError, ConfigurationError, PrecisionError
 
 INF = float("inf")
 
@@ -259,6 +259,14 @@ def test_limit_of_zero_clips_nothing(tmp_path, off):
     trainer = make_trainer(tmp_path, gradient_clip_val=off)
     assert trainer.gradient_clip_val == off
     assert not any(isinstance(callback, GradientClipping) for callback in trainer.callbacks)
+
+
+@pytest.mark.parametrize("batches", [0, -1, 2.5])
+def test_assigned_accumulation_is_checked_like_the_argument(tmp_path, batches):
+    trainer = make_trainer(tmp_path)
+    with pytest.raises(ArgumentError, match="accumulate_grad_batches is"):
+        trainer.accumulate_grad_batches = batches
+    assert trainer.accumulate_grad_batches == 1
 
 
 def test_short_forms_become_callbacks_and_attributes(tmp_path):

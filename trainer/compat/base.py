@@ -21,6 +21,7 @@ from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.connectors.callback_connector import _CallbackConnector
 from lightning.pytorch.trainer.states import RunningStage, TrainerState
 
+from trainer import arguments
 from trainer.checkpoint.process import ProcessState
 from trainer.compat.callback_order import find_callback
 from trainer.compat.checkpoint_connector import CheckpointConnector
@@ -113,8 +114,9 @@ class TrainerBase(LightningTrainer):
     def _set_window(self, batches: int) -> None:
         loop = self.loop
         if loop.forward_only not in loop.wrappers:  # StochasticWeightAveraging adds `forward_only` for its last epoch
-            self.engine.check_accumulation(batches)
-        loop.window.batches = batches
+            arguments.check({"accumulate_grad_batches": batches})
+            self.engine.check_accumulation(batches or 1)
+        loop.window.batches = batches or 1
 
     accumulate_grad_batches: int = alias("loop.window.batches").setter(_set_window)
 
