@@ -56,6 +56,11 @@ class Other(line_fit.Line):
         return self.net(points[:, :, 0])
 
 
+class Single(line_fit.Line):
+    def forward(self, points):
+        return self.net(points.reshape(1, 1))
+
+
 class Given(Other):
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
@@ -134,9 +139,11 @@ def test_weights_of_a_run(state: Any, capfd: Any) -> None:
     assert load_file("b.safetensors").keys() == {"weight", "bias"}
 
 
-def test_forward_of_one_size(capfd: Any) -> None:
-    status, out, _ = export_of("Fixed", capfd)
-    assert (status, "for batches of 4, no other size." in out) == (0, True)
+@pytest.mark.parametrize(("kind", "rows"), [("Fixed", 4), ("Single", 1)])
+def test_forward_of_one_size(capfd: Any, kind: str, rows: int) -> None:
+    words = ("ckpt=run", f"model._target_=nets.{kind}", f"data.batch_size={rows}", "to=out/model.pt2")
+    status, out, _ = export(capfd, *words)
+    assert (status, f"for batches of {rows}, no other size." in out) == (0, True)
 
 
 def test_graph_with_other_results_is_not_kept(capfd: Any) -> None:

@@ -94,10 +94,11 @@ def export(
     module.eval()
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # exporters warn about their own internals
-        inputs = inputs_of(module, batch)
-        if rows_of(inputs) == 1:
-            inputs = _rows(inputs, [0, 0])  # because torch.export treats a size of 1 as a constant
-        graph, is_dynamic = _graph(module, inputs)
+        example = inputs_of(module, batch)
+        # torch.export treats a size of 1 as a constant
+        doubled = _rows(example, [0, 0]) if rows_of(example) == 1 else example
+        graph, is_dynamic = _graph(module, doubled, example)
+        inputs = doubled if is_dynamic else example
         make_folder(file.parent)
         with TemporaryDirectory(prefix=".", dir=file.parent) as folder:
             part = Path(folder, file.name)
@@ -199,8 +200,8 @@ def _rows(inputs: Inputs, index: list[int]) -> Inputs:
     return found
 
 
-def _graph(module: Any, inputs: Inputs) -> tuple[Any, bool]:
-    """Return the graph from torch.export, and whether it accepts batches of any size."""
+def _graph(module: Any, inputs: Inputs, example: Inputs) -> tuple[Any, bool]:
+    """Return the graph from torch.export, and whether it accepts batches of any size, or only that of the example."""
     rows, batch = rows_of(inputs), torch.export.Dim("batch", min=1)
 
     def sizes_of(leaf: Any) -> Any:
@@ -209,8 +210,8 @@ def _graph(module: Any, inputs: Inputs) -> tuple[Any, bool]:
     positional, named = tree_map(sizes_of, inputs)
     names = inspect.signature(module.forward).parameters
     errors = []
-    for shapes in ({**dict(zip(names, positional, strict=False)), **named}, None):
-        fresh = tree_map_only(Tensor, torch.clone, inputs)  # because torch.export changes attributes of its inputs
+    for given, shapes in ((inputs, {**dict(zip(names, positional, strict=False)), **named}), (example, None)):
+        fresh = tree_map_only(Tensor, torch.clone, given)  # because torch.export changes attributes of its inputs
         try:
             return torch.export.export(module, *fresh, dynamic_shapes=shapes, strict=False), shapes is not None
         except Exception as error:
