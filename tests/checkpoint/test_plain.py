@@ -47,6 +47,8 @@ def test_numpys_scalars_become_numbers_and_nothing_else_is_copied():
     assert made["state_dict"] is weights
     assert type(given["s"][0]["best"]) is np.float64
     assert read_back(made)["s"] == made["s"]
+    of_a_set = require_loadable({"seen": {np.float64(0.5)}}, strict=True, warn=True)
+    assert [type(value) for value in read_back(of_a_set)["seen"]] == [float]
 
 
 @pytest.mark.parametrize(

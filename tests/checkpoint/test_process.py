@@ -7,6 +7,7 @@ from collections import UserDict
 from collections.abc import Iterator
 from copy import deepcopy
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,8 @@ from tests.support import make_trainer, native_fp16, tiered
 from trainer import Trainer
 from trainer.callbacks import GradientAccumulation, OverflowReport
 from trainer.checkpoint.loading import process_states_in
+from trainer.checkpoint.process import ProcessState
+from trainer.engine.communication import Communication
 from trainer.errors import ResumeError
 
 pytestmark = [
@@ -176,6 +179,12 @@ def test_checkpoint_is_written_when_all_about_a_batch_is_over(tmp_path: Path) ->
     assert list(saving.rows.values()) == [0, 1, 1, 2, 3, 4]  # one for each optimizer step, and one for the epoch
     states = [state for checkpoint in checkpoints for state in process_states_in(checkpoint, exact=True)]
     assert [len(state["gradients"]) for state in states] == [6, 0, 6, 0, 0, 0]  # saved in open windows only
+
+
+def test_checkpoint_without_communication_is_resumed_with_fixed_buckets() -> None:
+    engine = SimpleNamespace(communication=Communication([], keeps_buckets=True, may_diverge=True), device=None)
+    process = ProcessState(SimpleNamespace(engine=engine, lightning_module=nn.Linear(1, 1)))
+    process._restore_communication({})
 
 
 def test_states_of_another_number_of_processes_or_version(tmp_path: Path) -> None:

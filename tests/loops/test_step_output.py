@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -91,7 +92,9 @@ def test_outputs_of_on_train_batch_end_equal_lightnings(automatic: bool, kind: s
     assert len(found) > 4
 
 
-@pytest.mark.parametrize("weight", [3, 3.0, torch.tensor(3), torch.tensor([[3.0]], dtype=torch.float64)])
+@pytest.mark.parametrize(
+    "weight", [3, 3.0, np.int64(3), np.float32(3), torch.tensor(3), torch.tensor([[3.0]], dtype=torch.float64)]
+)
 def test_weight_is_a_number_on_the_host(weight):
     read = weight_in({"weight": weight})
     assert read == 3.0
@@ -103,7 +106,7 @@ def test_weight_on_a_device_is_not_read():
     assert (weight.shape, weight.dtype, weight.device.type) == ((), torch.float32, "meta")
 
 
-@pytest.mark.parametrize("weight", [-1, math.inf, math.nan, "3", None, True, torch.ones(2), [3]])
+@pytest.mark.parametrize("weight", [-1, math.inf, math.nan, "3", None, True, np.bool_(True), torch.ones(2), [3]])
 def test_impossible_weights(weight):
     with pytest.raises(ConfigurationError, match=r"Got 'weight': .*expected one number, at least 0"):
         weight_in({"weight": weight})

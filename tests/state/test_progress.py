@@ -4,7 +4,7 @@ import pytest
 from lightning.pytorch import Callback
 
 from tests.support import Regression, fit_and_watch, loader_of, make_batches, make_trainer, native_fp16
-from trainer.state.progress import FitProgress
+from trainer.state.progress import EvalProgress, FitProgress
 
 
 def test_every_counter_of_a_fit(tmp_path):
@@ -53,6 +53,12 @@ def test_state_of_an_older_version_lacks_newer_counters():
     restored = FitProgress()
     restored.load_state_dict(state)
     assert (restored.batches, restored.nonfinite_losses) == (3, 0)
+
+
+def test_validation_that_is_repeated_counts_each_batch_once():
+    progress = EvalProgress(batches=3, batches_done=2, total_batches=7, total_done=6)
+    progress.forget_batches()
+    assert (progress.total_batches, progress.total_done) == (4, 4)
 
 
 @pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before")

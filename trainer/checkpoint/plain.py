@@ -70,9 +70,8 @@ def plain_numbers(value: Any, place: str, offences: list[tuple[str, Any]]) -> An
         children = [plain_numbers(child, f"{place}[{index}]", offences) for index, child in enumerate(value)]
         return value if all(a is b for a, b in zip(children, value, strict=True)) else kind(children)
     if kind is set:
-        for child in value:
-            plain_numbers(child, f"{place}{{}}", offences)
-        return value
+        made = {child: plain_numbers(child, f"{place}{{}}", offences) for child in value}
+        return value if all(child is new for child, new in made.items()) else set(made.values())
     if kind.__module__ == "numpy" and getattr(value, "shape", None) == () and hasattr(value, "item"):
         number = value.item()
         if type(number) in _LEAVES:

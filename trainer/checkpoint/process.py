@@ -349,7 +349,7 @@ class ProcessState:
             [] if communicates is None else communicates.holders,
             self._first_numbers,
             state.get("states", []),
-            same_buckets=communicates is not None and communicates.keeps_buckets and state["keeps_buckets"],
+            same_buckets=communicates is not None and communicates.keeps_buckets and state.get("keeps_buckets", False),
             device=engine.device,
         )
         if not problems:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from numbers import Real
 from typing import Any
 
 import torch
@@ -107,7 +108,7 @@ def check_weight(weight: Any) -> float:
     Raises:
         ConfigurationError: if it is not a finite number, at least 0.
     """
-    if isinstance(weight, (int, float)) and not isinstance(weight, bool) and 0 <= weight < math.inf:
+    if isinstance(weight, Real) and not isinstance(weight, bool) and 0 <= weight < math.inf:  # also a NumPy scalar
         return float(weight)
     raise ConfigurationError(
         f"Got 'weight': {weight!r} in the dict that `training_step` returned, expected one number, at least 0: how much"

@@ -266,8 +266,8 @@ class EvalProgress:
         self.is_last_batch = False
 
     def forget_batches(self) -> None:
-        """Subtract the completed batches of the current pass from the totals, because they will be run again."""
-        self.total_batches -= self.batches_done
+        """Subtract the batches of the current pass from the totals, because they will be run again."""
+        self.total_batches -= self.batches
         self.total_done -= self.batches_done
 
     def forget_run(self) -> None:

@@ -55,6 +55,7 @@ def test_time_may_be_seconds() -> None:
         ({"replicas": True}, "replicas=True"),
         ({"sync_each_batch": None}, "sync_each_batch=None"),
         ({"timeout": -1}, "timeout=-1.*seconds"),
+        ({"timeout": float("inf")}, "timeout=inf.*seconds"),
     ],
 )
 def test_mistakes(given: dict[str, Any], words: str) -> None:

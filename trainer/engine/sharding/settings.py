@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from datetime import timedelta
 from typing import Any
@@ -23,9 +24,9 @@ def check_timeout(timeout: Any) -> timedelta | None:
     """Return the argument ``timeout`` of a strategy as a timedelta, or None.
 
     Raises:
-        ConfigurationError: if it is not a time.
+        ConfigurationError: if it is not a timedelta, or a finite number of seconds above 0.
     """
-    is_number = isinstance(timeout, (int, float)) and timeout > 0
+    is_number = isinstance(timeout, (int, float)) and 0 < timeout < math.inf
     expect(is_number or timeout is None or isinstance(timeout, timedelta), "a timedelta, or seconds", timeout=timeout)
     return timedelta(seconds=timeout) if is_number else timeout
 
