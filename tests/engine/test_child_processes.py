@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -13,6 +14,13 @@ import pytest
 
 from trainer.engine import child_processes as processes
 from trainer.engine.child_processes import ChildProcesses, _exit_description, deadline_after
+
+
+def test_only_processes_that_the_launcher_starts_know_their_parent() -> None:
+    """A later one, such as torchrun in a subprocess of the program, has another parent, and must not exit."""
+    with processes.parent_named():
+        assert os.environ["AMP_TRAINER_PARENT"] == str(os.getpid())
+    assert "AMP_TRAINER_PARENT" not in os.environ
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.multiprocessing.spawn import ProcessExitedException
 
 from trainer.compat.cluster import check_addresses
-from trainer.engine.child_processes import children, name_parent, parent_watched
+from trainer.engine.child_processes import children, parent_named, parent_watched
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -33,8 +33,8 @@ class WatchedLauncher(_SubprocessScriptLauncher):
         check_addresses(environment, self.num_nodes, self.num_nodes * self.num_processes)
         environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
         if not environment.creates_processes_externally:
-            name_parent()
-            self._call_children_scripts()
+            with parent_named():
+                self._call_children_scripts()
             first = environment.node_rank() * self.num_processes
             children.watch({first + rank: process for rank, process in enumerate(self.procs, 1)})
         _set_num_threads_if_needed(num_processes=self.num_processes)

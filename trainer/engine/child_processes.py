@@ -165,14 +165,19 @@ def _leave_group() -> None:
             distributed.destroy_process_group()
 
 
-def name_parent() -> None:
-    """Set the environment variable that passes this process's id to its child processes."""
+@contextmanager
+def parent_named() -> Iterator[None]:
+    """Pass this process's id, in an environment variable, to the processes that the ``with`` block starts."""
     os.environ[_PARENT] = str(os.getpid())
+    try:
+        yield
+    finally:
+        del os.environ[_PARENT]
 
 
 @contextmanager
 def parent_watched() -> Iterator[None]:
-    """If a process that called :func:`name_parent` started this one, exit if that process dies during a run."""
+    """If this process was started in :func:`parent_named`, exit if the process that started it dies during a run."""
     parent, done = int(os.environ.get(_PARENT, 0)), threading.Event()
     if parent in (0, os.getpid()):
         yield
