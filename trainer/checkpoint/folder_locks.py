@@ -72,9 +72,9 @@ def lock_folder(folder: str | Path) -> Iterator[None]:
 
 
 def describe_owner(folder: str | Path) -> str:
-    """Return the text that describes the owner of the lock on ``folder``, or "" if it is not locked.
+    """Return the text in the lock file of ``folder``, which describes the owner, or "" if there is no lock file.
 
-    Two hosts that read the same text share the folder.
+    Two hosts that read the same text share the folder. A killed process leaves its lock file, without a lock.
     """
     folder = Path(os.path.realpath(folder))
     for file in (folder.parent / f".{folder.name}{LOCK}", folder / LOCK):

@@ -145,7 +145,8 @@ def restore_callbacks(trainer: Trainer, checkpoint: dict[str, Any], callbacks: I
 def restore_progress(trainer: Trainer, checkpoint: dict[str, Any], progress_from: Callable[..., None]) -> None:
     """Restore the counters.
 
-    As in Lightning, if ``max_steps`` ended the saved run inside an epoch and is larger now, that epoch continues.
+    As in Lightning, an epoch that the saved run ended early continues if ``max_steps`` allows more steps now. Without
+    ``max_steps``, the next epoch begins.
 
     Args:
         trainer: the Trainer.

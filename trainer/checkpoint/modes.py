@@ -25,7 +25,7 @@ def modes_of(module: nn.Module) -> Modes:
 
 
 def changes(modes: Modes, first: Modes) -> Modes:
-    """Return the values in ``modes`` that differ from ``first``."""
+    """Return the values in ``modes`` that differ from those of the same names in ``first``."""
     return {
         attribute: {name: value for name, value in current.items() if first[attribute].get(name) not in (None, value)}
         for attribute, current in modes.items()

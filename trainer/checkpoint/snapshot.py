@@ -14,7 +14,7 @@ from trainer.state.containers import KeyPath, mapped
 
 
 def on_host(checkpoint: Any) -> Any:
-    """Return a copy of ``checkpoint``, with the data of every tensor copied to host memory.
+    """Return a copy of ``checkpoint``, with every tensor in its dicts, lists and tuples copied to host memory.
 
     Tensors that are one object or share memory in ``checkpoint`` also do so in the copy. Therefore ``torch.save``
     writes the same bytes for a checkpoint on the CPU and for its copy.

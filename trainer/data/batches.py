@@ -166,7 +166,7 @@ class TrainingBatches:
             )
 
     def end(self) -> None:
-        """End the pass before its first batch: the rest of it is not trained."""
+        """End the pass that :meth:`start_epoch` has prepared: none of its batches is trained."""
         assert self.loaders is not None
         self._is_empty, self._is_open = True, False
         with random_states.isolated():

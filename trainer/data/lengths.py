@@ -12,8 +12,8 @@ _TRUSTED = ("torch", "torchdata", "lightning", "pytorch_lightning", "trainer")
 def has_exact_length(loader: Any) -> bool:
     """Return whether ``len(loader)`` is certain to be the number of batches of a pass.
 
-    This holds for a ``DataLoader`` over a map-style dataset with samplers of torch. An ``IterableDataset``, a custom
-    sampler, batch sampler or loader may yield another number.
+    This holds for a ``DataLoader`` over a map-style dataset with samplers of torch, torchdata, Lightning or this
+    package. An ``IterableDataset``, a custom sampler, batch sampler or loader may yield another number.
     """
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         return False
@@ -23,5 +23,5 @@ def has_exact_length(loader: Any) -> bool:
 
 
 def is_trusted(part: Any) -> bool:
-    """Return whether the length of a sampler, dataset or dataloader is that of a class of torch, Lightning or ours."""
+    """Return whether the class of a sampler, dataset or dataloader is torch's, torchdata's, Lightning's or ours."""
     return type(part).__module__.partition(".")[0] in _TRUSTED

@@ -29,8 +29,9 @@ class UnpaddedSampler(DistributedSampler[int]):
     until all have the same number, or leaves out the last.
 
     Args:
-        sampler: the sampler for a single process; it has a length. If it draws random numbers, these depend on ``seed``
-            and the epoch alone, so that all processes divide the same order.
+        sampler: the sampler for a single process; it has a length. The process's generators are seeded from ``seed``
+            and the epoch while it is iterated, so that all processes divide the same order. Its own generators must
+            have the same state on all processes.
         num_replicas: the number of processes.
         rank: the rank of this process.
         seed: the same on all processes. Default: 0.

@@ -41,7 +41,8 @@ class AsyncMax:
     def reduce(self, numbers: Sequence[int]) -> list[int]:
         """Return the maxima of the pending all-reduce, or zeros if none is pending. Start the next one if it is due.
 
-        All processes must call it at the end of each batch.
+        If a maximum is not 0, the next all-reduce starts one batch later. All processes must call it at the end of each
+        batch.
         """
         answer = self._read() if self._work is not None else [0] * self._count
         self._batches += 1

@@ -10,7 +10,7 @@ _ZERO_GRAD = Optimizer.zero_grad
 
 
 def needs_closure(optimizer: Optimizer) -> bool:
-    """Return whether the optimizer evaluates the loss itself (LBFGS, SAM): its ``step`` requires a closure."""
+    """Return whether the optimizer's ``step`` requires a closure, to evaluate the loss several times (LBFGS)."""
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     return closure is not None and closure.default is inspect.Parameter.empty
 

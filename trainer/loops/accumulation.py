@@ -237,7 +237,7 @@ class AccumulationWindow:
     def find_unit(self, has_loss: bool, weight: Weight | None, engine: LightningEngine) -> None:
         """Set the unit to the mean weight of the processes' batches that have a loss. Keep it if there are none.
 
-        A host-device synchronization, once per run.
+        A host-device synchronization, once per run: at the first batch that has a loss on any process.
 
         Args:
             has_loss: whether this process has a loss.
@@ -288,7 +288,7 @@ class AccumulationWindow:
         """Correct the window's gradients to the mean over the batches that it really had.
 
         All data-parallel processes call this together, after the window's last backward pass. Their sums take one
-        collective, without a host-device synchronization.
+        collective. A host-device synchronization only if :meth:`share_late` was called, or if this process has no loss.
 
         Args:
             optimizers: the optimizers of the gradients.

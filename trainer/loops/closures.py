@@ -33,8 +33,9 @@ Closure = Callable[[], Any]
 class ClosureOptimization:
     """Runs forward and backward as a closure that the module's ``optimizer_step``, or the optimizer, calls.
 
-    An optimizer that evaluates the loss itself moves the weights between two evaluations. Therefore each evaluation
-    covers the whole accumulation window: the earlier batches are kept and run again with the last one.
+    An optimizer that requires a closure (LBFGS) moves the weights between two evaluations. Therefore each of its
+    evaluations covers the whole accumulation window: the earlier batches are kept and run again with the last one. If
+    the closure is optional (SAM), each evaluation covers the last batch only, as in Lightning.
 
     Args:
         loop: the fit loop that these batches belong to.
@@ -43,11 +44,11 @@ class ClosureOptimization:
         wrapped: returns the optimizers that the module sees (Lightning's wrappers).
 
     Attributes:
-        evaluates_again: whether an optimizer evaluates the loss several times per step.
+        evaluates_again: whether an optimizer requires a closure, and may evaluate the loss several times per step.
 
     Raises:
-        ConfigurationError: if an optimizer evaluates the loss several times per step and the loss is scaled, because an
-            overflow in one of the evaluations could not be undone.
+        ConfigurationError: if an optimizer requires a closure and the loss is scaled, because an overflow in one of
+            several evaluations could not be undone.
     """
 
     def __init__(self, loop: FitLoop, optimizer_step: Callable[..., Any], wrapped: Callable[[], list[Any]]) -> None:
@@ -147,10 +148,11 @@ class ClosureOptimization:
         return loss
 
     def _close_window(self, last: _Pass) -> Tensor | None:
-        """Evaluate the last batch. From the second call on, first evaluate the earlier batches at the changed weights.
+        """Evaluate the last batch. From the second call on, first evaluate the kept batches at the changed weights.
 
         Returns:
-            The mean loss of the window, or of the part that was evaluated.
+            The mean loss of the window, or the last batch's share of it if no earlier batches are kept. None if there
+            is no loss, but 0 if an optimizer requires a closure.
         """
         if last.is_evaluated:
             with self._loop.engine.gradient_sync(False):
@@ -172,7 +174,7 @@ class ClosureOptimization:
 
 
 def refuse_scaled_closures(loop: FitLoop) -> None:
-    """Refuse an optimizer that evaluates the loss several times per step if the loss is scaled."""
+    """Refuse an optimizer that requires a closure if the loss is scaled."""
     refused = [type(o).__name__ for o in loop.optimizers if needs_closure(o)]
     if refused and loop.gradients.scaler.is_enabled():
         raise ConfigurationError(

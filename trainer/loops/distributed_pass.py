@@ -67,11 +67,13 @@ class DistributedPass:
             self._per_forward = engine.num_collectives() - before
 
     def run(self, dataloader_idx: int, evaluate: Callable[[], None]) -> None:
-        """Evaluate one batch.
+        """Evaluate one batch. With uneven inputs, check some of the batches for collectives.
+
+        These are the batches that other processes lack, the last one that all processes have, and the first one.
 
         Raises:
-            ConfigurationError: if the batch runs a collective, and the processes have different numbers of batches.
-                Issues only a warning if this is the first batch and all processes have it.
+            ConfigurationError: if the batch is checked and runs a collective. Issues only a warning for the first batch
+                if all processes have another one.
         """
         engine, span, index = self._engine, self._spans[dataloader_idx], self._done
         self._done += 1

@@ -105,7 +105,9 @@ class EvalLoop:
         self.updates_before: dict[int, int] = {}  # update counts of metric objects before the current dataloader
 
     def run(self, limit: float = float("inf")) -> list[Metrics]:
-        """Run one pass. Return the logged metrics, one dict for each dataloader.
+        """Run one pass. Return the logged metrics, one dict for each dataloader; [] if no dataloader has a batch.
+
+        As in Lightning, a dataloader without a batch has no dict, unless it is the first.
 
         Args:
             limit: the largest number of batches of each dataloader, for the sanity check. Default: no limit.
@@ -172,7 +174,7 @@ class EvalLoop:
         return self.distributed_pass is None or self.distributed_pass.all_have_batch
 
     def evaluate(self, batches: Iterator[tuple[Any, int, int]], loaders: LoaderSet, limit: float) -> list[Metrics]:
-        """Evaluate all batches. Return the logged metrics, one dict for each dataloader."""
+        """Evaluate all batches. Return the logged metrics as :meth:`run` does."""
         several = loaders.is_sequential and len(loaders.limits) > 1
         spans, logged, current = self.spans(loaders, limit), [], 0
         if self.engine.world_size > 1:

@@ -32,7 +32,8 @@ may have, too, and ``+`` one that Lightning does not have::
                                              ModelCheckpoint that monitors a metric saves in on_validation_end instead
                                              if a validation follows
                   validation, if it is due:
-                    * on_validation_model_zero_grad, on_validation_model_eval
+                    * on_validation_model_zero_grad  unless gradients accumulate
+                    * on_validation_model_eval
                       on_validation_start, on_validation_epoch_start
                       for each batch: on_validation_batch_start, validation_step, on_validation_batch_end
                       on_validation_epoch_end, on_validation_end (callbacks that save: after the module)

@@ -34,7 +34,7 @@ class ManualOptimization:
         loop: the fit loop that these batches belong to.
 
     Raises:
-        ConfigurationError: if an optimizer evaluates the loss itself and the loss is scaled.
+        ConfigurationError: if an optimizer requires a closure and the loss is scaled.
     """
 
     def __init__(self, loop: FitLoop) -> None:

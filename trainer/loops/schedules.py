@@ -70,8 +70,8 @@ class Schedules:
     ) -> None:
         """Step the schedules that are due after a batch, a weight update or an epoch.
 
-        A schedule with frequency n is due after every n batches, completed steps of its optimizer, or epochs, counted
-        from the beginning of the fit.
+        A schedule with frequency n is due after every n batches, completed steps of its optimizer, or epochs. Completed
+        steps are counted from the beginning of the fit, batches and epochs over all fits of the Trainer.
 
         Args:
             interval: the schedules' interval: ``"batch"``, ``"step"`` (a weight update) or ``"epoch"``.

@@ -108,8 +108,10 @@ def check_weight(weight: Any) -> float:
     Raises:
         ConfigurationError: if it is not a finite number, at least 0.
     """
-    if isinstance(weight, Real) and not isinstance(weight, bool) and 0 <= weight < math.inf:  # also a NumPy scalar
-        return float(weight)
+    if not isinstance(weight, bool) and isinstance(weight, Real):  # also a NumPy scalar
+        number = float(weight)
+        if 0 <= number < math.inf:
+            return number
     raise ConfigurationError(
         f"Got 'weight': {weight!r} in the dict that `training_step` returned, expected one number, at least 0: how much"
         " the batch counts in an accumulation window (samples, tokens). Use another key for any other value."

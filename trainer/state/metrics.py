@@ -75,7 +75,7 @@ class LoggedValue:
         self._weight: Any = 0
 
     def update(self, value: Tensor, weight: int) -> None:
-        """Add one value (0-dim, detached) with a weight of ``weight`` samples."""
+        """Add one value (0-dim, detached, in float32 or float64) with a weight of ``weight`` samples."""
         self.has_value = True
         options = self.options
         if options.on_step:
@@ -472,7 +472,7 @@ class MetricStore:
         return metrics
 
     def reset(self) -> None:
-        """Reset all values at the start of an epoch."""
+        """Reset all values at the end of an epoch; keep the names."""
         for entry in self.entries.values():
             entry.reset()
         self.batch = None
@@ -525,7 +525,7 @@ class MetricStore:
         return found
 
     def clear(self) -> None:
-        """Remove all values and all names at the start of a run."""
+        """Remove all values and all names."""
         self.reset()
         self.entries.clear()
 
@@ -600,6 +600,8 @@ class PublishedMetrics:
 
     def send(self, metrics: dict[str, Any], step: int, *, exact_step: bool = False) -> None:
         """Send one row to every logger, and add it to ``logged``. A host-device synchronization on a GPU.
+
+        A no-op without loggers.
 
         Args:
             metrics: names and 0-dim tensors or numbers.

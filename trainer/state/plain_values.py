@@ -34,8 +34,9 @@ class Limits(NamedTuple):
     Attributes:
         items: largest number of items in a container, including those of containers in it.
         elements: largest number of elements of a tensor or array.
-        is_data: whether the values belong to data. Otherwise the elements of tensors in a container count as items,
-            tensors on other devices are copied, which waits for them, and changes in place of larger tensors count.
+        is_data: whether the values belong to data. Default: True. If False, the elements of tensors in a container
+            count as items. Tensors on other devices are copied too, which is a host-device synchronization, and larger
+            tensors are compared by their number of changes in place.
     """
 
     items: int
@@ -134,7 +135,7 @@ def can_create(value: Any) -> bool:
 
 
 def value_of(copy: Any, current: Any) -> Any:
-    """Return the value of which ``copy`` is a copy. If possible, ``current`` is changed to it in place and returned."""
+    """Return the copied value. If possible, ``current`` is changed to it in place and returned."""
     if not isinstance(copy, list):
         return copy
     kind = copy[0]

@@ -52,8 +52,8 @@ class FitProgress:
             ``trainer.global_step``. Set by the fit loop at each step of an optimizer.
         own_steps: the part of ``optimizer_steps`` that the module has counted itself, because it steps optimizers
             without their wrappers. Set when the module writes to Lightning's counter (``compat/loop_state.py``).
-        skipped_steps: optimizer steps skipped because a gradient was not finite. Set by the fit loop when the outcome
-            is known.
+        skipped_steps: weight updates in which an optimizer skipped its step because a gradient was not finite. Counts
+            one for several optimizers. Set by the fit loop when the outcome is known.
         nonfinite_losses: the ``skipped_steps`` with a loss that was not finite on some process, so that no loss scale
             can avoid the skip. Set at the same time.
         completed_steps: steps of each optimizer (by its index) that were not skipped, since the fit began; for a

@@ -23,7 +23,8 @@ class StoppingConditions:
         max_steps: total number of optimizer steps, including skipped ones; -1 for no limit.
         min_steps: optimizer steps before ``should_stop`` takes effect; None for no minimum.
         check_val_every_n_epoch: epochs between validations; None to count batches over all epochs.
-        log_every_n_steps: optimizer steps between two rows in the loggers; 0 for no rows.
+        log_every_n_steps: accumulation windows between two rows of a step's values in the loggers; 0 for no such rows.
+            Each epoch adds a row at its end.
         val_check_seconds: seconds between validations; None to count batches.
         any_rank: takes this process's decision whether it is time to validate; returns the common decision of all
             processes.
@@ -37,8 +38,9 @@ class StoppingConditions:
         validated_at: time of the start of the run or, if that is later, the end of the last validation
             (``time.monotonic``).
         should_stop: whether training ends after the current batch, if the minima are met.
-        check_signals: called after each batch with False, and before each epoch with True: handles a signal that has
-            arrived on any process. It may raise. None if there is nothing to handle.
+        check_signals: called after each batch, and before the rest of a resumed epoch, with False, and before each
+            epoch with True: handles a signal that has arrived on any process. It may raise. None if there is nothing
+            to handle.
     """
 
     progress: FitProgress

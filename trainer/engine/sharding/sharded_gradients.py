@@ -129,7 +129,7 @@ class ShardedGradients(Gradients):
     def clip_(
         self, optimizer: Optimizer, limit: float, algorithm: str, norm_type: float = 2.0, *, measure: bool = True
     ) -> Tensor | None:
-        """Clip by the norm of the whole model, or by value."""
+        """Clip the optimizer's gradients by their norm over all processes, or by value."""
         norm = self.norm(optimizer, norm_type) if measure or algorithm == "norm" else None
         if norm is not None and algorithm == "norm":
             self.multiply_([optimizer], (limit / (norm + 1e-6)).clamp(max=1.0))
