@@ -165,12 +165,14 @@ MISTAKES = [
     (["compare", "ckpt=outputs/line/then"], "Got ckpt with compare"),
     (["test", "ckpt=lonely.ckpt"], "expected a checkpoint in the folder of a run"),
     (["test", "ckpt=lonely.ckpt"], "+recipe=NAME ckpt_path=lonely.ckpt"),
+    (["test", "ckpt=bare"], "+recipe=NAME ckpt_path=bare/checkpoints/last.ckpt"),
 ]
 
 
 @pytest.mark.parametrize(("argv", "message"), MISTAKES)
 def test_mistakes(run, argv, message, capsys):
     Path("lonely.ckpt").touch()
+    write(Path("bare/checkpoints"), {"last.ckpt": ""})
     assert main(argv) == 2
     assert message in capsys.readouterr().err
 

@@ -54,7 +54,7 @@ def apply(arguments: Arguments) -> None:
         raise UsageError(
             f"ckpt is {given_ckpt}, expected a checkpoint in the folder of a run: there is no {CONFIG} in the folders"
             " above it. Choose its config:"
-            f" `{command_line(arguments.command, '+recipe=NAME', f'ckpt_path={given_ckpt}')}`"
+            f" `{command_line(arguments.command, '+recipe=NAME', f'ckpt_path={checkpoint}')}`"
         )
     arguments.overrides = [word for word in arguments.overrides if word not in given]
     groups = _chosen(arguments)
