@@ -145,6 +145,7 @@ def _call_hydra(
     from trainer.cli.compose import CONFIG_NAME, VERSION_BASE
     from trainer.cli.folders import packaged_conf
     from trainer.cli.run import task
+    from trainer.cli.sweep.jobs import SWEPT
 
     try:
         with ExitStack() as stack:
@@ -153,6 +154,7 @@ def _call_hydra(
             stack.enter_context(environment({"HYDRA_FULL_ERROR": "1"}))  # otherwise, Hydra prints errors and exits
             if waiting is not None:
                 stack.enter_context(waiting)
+                stack.enter_context(environment({SWEPT: " ".join(composer.swept(arguments, config))}))
             if arguments.shows:
                 main = hydra.main(config_path=str(packaged_conf()), config_name=CONFIG_NAME, version_base=VERSION_BASE)
                 main(task)()

@@ -248,6 +248,17 @@ class Composer:
         if isinstance(error := returned._return_value, Exception):
             raise error  # `returned.return_value` would print all overrides first
 
+    def swept(self, arguments: Arguments, config: DictConfig) -> list[str]:
+        """Return the names of the settings for which the jobs of a sweep have different values.
+
+        Empty if a sweeper such as Optuna's chooses the values, because it assigns them to jobs itself.
+        """
+        if "BasicSweeper" not in config.hydra.sweeper["_target_"]:
+            return []
+        words = [override for override in self.parse(arguments.config_overrides()) if override.is_sweep_override()]
+        params = [str(name) for name in config.hydra.sweeper.get("params") or {}]
+        return [*params, *(override.get_key_element().lstrip("+") for override in words)]
+
     def sweep(self, arguments: Arguments, task: TaskFunction) -> None:
         """Run a sweep with Hydra. The launcher calls ``task`` for each job."""
         hydra = Hydra("trainer", self.loader)

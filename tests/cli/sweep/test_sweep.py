@@ -195,6 +195,24 @@ def test_only_an_equal_job_that_has_ended_is_done(tmp_path):
     assert not equal.is_done()
 
 
+@pytest.mark.parametrize("rates", ["0.3,0.1", "0.1,0.3"])
+def test_job_does_not_resume_from_checkpoints_of_other_values(project, jobs, rates, capsys):
+    words = ["fit", "-m", "+recipe=line", "hydra.sweep.dir=jobs", "resume=auto", "seed=1,2"]
+    assert main([*words, "optimizer.lr=0.1"]) == 0
+    write(project, {f"jobs/{number}/checkpoints/last.ckpt": "" for number in (0, 1)})
+    assert main([*words, "optimizer.lr=0.10", "trainer.max_epochs=7"]) == 0  # equal values, and a longer training
+    assert len(jobs.started) == 4
+    capsys.readouterr()
+    assert main([*words, f"optimizer.lr={rates}"]) == 2
+    job, seed = (0, 1) if rates.startswith("0.3") else (1, 2)
+    message = (
+        f"Job {job} is seed=1 optimizer.lr=0.3, but the checkpoints in jobs/{job} are of seed={seed} optimizer.lr=0.1,"
+    )
+    assert message in capsys.readouterr().err
+    other = [*words[:3], "hydra.sweep.dir=other", *words[4:]]
+    assert main([*other, f"optimizer.lr={rates}"]) == 0
+
+
 def test_each_job_is_a_separate_command(project, jobs, monkeypatch, capsys):
     write(project, {"far/recipe/far.yaml": "# @package _global_\ndefaults: [line]\n"})
     monkeypatch.setenv("LOCAL_RANK", "0")

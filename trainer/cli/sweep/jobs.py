@@ -24,14 +24,20 @@ from typing import Any
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
+from trainer import redaction
+from trainer.cli.arguments import UsageError
 from trainer.cli.plugins import SUBMITIT_PREFIX
 from trainer.cli.processes import PARENT, clean_environment, is_first
 from trainer.cli.workdir import config_flags, quoted, unresolved_words
+from trainer.files import from_here
 from trainer.record.run_record import RUN, SUCCESSFUL, RunRecord, load_run, read_json, shown
 from trainer.terminal import is_quiet
 
 CONSOLE = "console.log"
 """Name of the file with the output of a job, in its folder."""
+
+SWEPT = "TRAINER_SWEPT"
+"""Environment variable with the names of the settings that differ between the jobs of a sweep."""
 
 _BASIC = "hydra._internal.core_plugins."
 _STOP = ".stop"
@@ -67,6 +73,7 @@ class Job:
         environment: variables in addition to those of the sweep.
         own_session: whether it runs in a new session, so that Ctrl-C does not reach it. The sweep then passes signals
             on.
+        swept: the names of the settings that differ between jobs.
     """
 
     number: int
@@ -80,6 +87,7 @@ class Job:
     aside: bool
     environment: dict[str, str] = field(default_factory=dict)
     own_session: bool = False
+    swept: tuple[str, ...] = ()
 
     @classmethod
     def composed(cls, config: DictConfig) -> Job:
@@ -111,6 +119,7 @@ class Job:
             digest=hashlib.sha256(OmegaConf.to_yaml(config).encode()).hexdigest(),
             resumes=resumes or is_requeued,
             aside=not str(hydra.launcher["_target_"]).startswith(_BASIC),
+            swept=tuple(os.environ.get(SWEPT, "").split()),
         )
 
     @property
@@ -148,6 +157,25 @@ class Job:
         """Return whether the job resumes, and an equal job completed or was pruned in an earlier sweep."""
         former = read_json(self.folder)
         return self.resumes and former.get("status") in SUCCESSFUL and former.get("digest") == self.digest
+
+    def refuse_other_job(self) -> None:
+        """Check that the checkpoints in the folder are of this job, if it resumes.
+
+        Raises:
+            UsageError: if they are of a job with other values of the settings that differ between jobs.
+        """
+        if not self.resumes or not any(self.folder.rglob("*.ckpt")):
+            return
+        before, now = (
+            [word for word in words if word.lstrip("+~").partition("=")[0] in self.swept]
+            for words in (load_run(self.folder).chosen, [redaction.word(word) for word in shown(self.overrides)])
+        )
+        if sorted(before) != sorted(now):
+            raise UsageError(
+                f"Job {self.number} is {' '.join(now)}, but the checkpoints in {from_here(self.folder)} are of"
+                f" {' '.join(before) or 'another job'}, and resume=auto would continue from them. Repeat the values of"
+                " that sweep in the same order, or choose another folder: hydra.sweep.dir=FOLDER."
+            )
 
     def keep(self) -> float | None:
         """Use the record of an earlier sweep for the summary of this one, and return the value of its objective."""
@@ -231,6 +259,7 @@ def execute(job: Job, stop: StopFile) -> float | None:
         return None
     if job.is_done():
         return job.keep()
+    job.refuse_other_job()
     passed_on = 0  # number of signals in `stop` that the job has received
     with job.process() as process, _forward_signals(process) as received:
         try:
