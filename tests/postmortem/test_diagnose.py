@@ -33,6 +33,104 @@ def test_no_alarm(tmp_path, name):
     assert run(PROGRAMS[name], tmp_path).verdict == "healthy"
 
 
+HEALTHY = PROGRAMS["Plateau"]
+
+
+class MissingLabels(HEALTHY):
+    """Each sample has a missing label, which ``torch.where`` hides only in the forward pass."""
+
+    @classmethod
+    def change(cls, batches):
+        return [[x, y.masked_fill(torch.arange(4) == 2, torch.nan)] for x, y in batches]
+
+    def training_step(self, batch, batch_idx):
+        return torch.where(batch[1].isnan(), 0.0, (self(batch[0]) - batch[1]) ** 2).mean()
+
+
+class UnusedNan(HEALTHY):
+    """A tensor that is not used is NaN in all samples; the logarithm of 0 is the cause."""
+
+    @classmethod
+    def change(cls, batches):
+        batches[5][0][2, 1] = 0.0
+        return [[x.abs(), y, torch.full((len(x),), torch.nan)] for x, y in batches]
+
+    def training_step(self, batch, batch_idx):
+        return super().training_step([batch[0].log(), batch[1]], batch_idx)
+
+
+class RelativeError(HEALTHY):
+    """A target is 0."""
+
+    @classmethod
+    def change(cls, batches):
+        batches = [[x, y.abs() + 0.5] for x, y in batches]
+        batches[5][1][2, 1] = 0.0
+        return batches
+
+    def training_step(self, batch, batch_idx):
+        return ((self(batch[0]) - batch[1]).abs() / batch[1]).mean()
+
+
+class Rounded(HEALTHY):
+    """A probability is rounded to 1."""
+
+    precision = "bf16-mixed"
+
+    def training_step(self, batch, batch_idx):
+        p = torch.sigmoid(self(batch[0]) + 7.0)
+        return -torch.log(1 - p).mean()
+
+
+class Tokens(HEALTHY):
+    """The labels are the next tokens; token 6 of 8 in one sample is out of range."""
+
+    ids = torch.arange(8).repeat(8, 1) % 4
+    ids[3, 6] = 4
+
+    @classmethod
+    def batches(cls):
+        return [[cls.ids]] * 4
+
+    def training_step(self, batch, batch_idx):
+        rows = nn.functional.one_hot(batch[0][:, :-1], 12).float()
+        return nn.functional.cross_entropy(self(rows).flatten(0, 1), batch[0][:, 1:].flatten())
+
+
+class Border(Tokens):
+    """Each sample has a number that marks no label."""
+
+    ids = Tokens.ids.clone().fill_(1)
+    ids[:, -1] = 255
+
+
+class Padding(Tokens):
+    """Each sample is padded with an index that no embedding has."""
+
+    ids = Border.ids.clamp(max=-1)
+
+    def training_step(self, batch, batch_idx):
+        return nn.functional.embedding(batch[0], self.net[0].weight).mean()
+
+
+@pytest.mark.parametrize(
+    ("program", "verdict", "remedy"),
+    [
+        (MissingLabels, "data", "use only the finite elements: before the arithmetic, select them by batch[1].isf"),
+        (UnusedNan, "model", r"[batch[0].clamp(min=1e-06).log(), batch[1]]"),
+        (RelativeError, "model", "batch[1].clamp(min=0.01)).mean()"),
+        (Rounded, "forward", "write: return -torch.log((1 - p).clamp(min=1e-06)).mean()"),
+        (Tokens, "data", "leave out samples in which batch[0] is outside 0 to 3, or correct them."),
+        (Border, "data", "pass ignore_index=255 to the loss."),
+        (Padding, "data", "replace -1 in batch[0] by a number from 0 to 31."),
+    ],
+)
+def test_remedy_that_can_be_applied(tmp_path, program, verdict, remedy):
+    result = run(program, tmp_path)
+    assert result.verdict == verdict, result.text
+    assert remedy in result.text
+
+
 class Breaks(Callback):
     """Write NaN to weights at a step."""
 

@@ -58,6 +58,16 @@ def test_the_share_of_the_gradient_that_is_lost(tmp_path, gain, lost):
     assert set(shares) > {"", "net.0.weight"}
 
 
+@pytest.mark.parametrize(("rate", "diverges"), [(0.01, False), (1e4, True)])
+def test_trial_steps_before_the_end_of_a_window(tmp_path, rate, diverges):
+    def look(trainer, batches):
+        trainer.optimizers[0].param_groups[0]["lr"] = rate
+        batches[0].window.is_last = False
+        return remedies.diverges(trainer, batches)
+
+    assert looked_at(tmp_path, Regression(), look) is diverges
+
+
 def test_other_weights_for_a_while(tmp_path):
     def look(trainer, batches):
         module, batches = trainer.lightning_module, [one._replace(buffers=None) for one in batches]

@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from trainer.data.samples import named_tensors_in, tensors_in
+from trainer.data.samples import batch_size, named_tensors_in, tensors_in
 from trainer.errors import join_first
 from trainer.module_tree import is_dense
 from trainer.packages import is_users_file
 from trainer.postmortem import remedies, rewrite
-from trainer.postmortem.examine import Finding, examine
+from trainer.postmortem.examine import Finding, examine, samples_not_finite
 from trainer.postmortem.out_of_range import MESSAGE, OutOfRange, RaisedCall
 from trainer.postmortem.recording import RecordedBatch
 from trainer.postmortem.remedies import LOW_SCALE, Weights
@@ -214,10 +214,15 @@ def _data(trainer: Trainer, case: Case, finding: Finding, failing: Sequence[Reco
     which, tried = f"; in this batch: {join_first(left_out, 8)}", "without them the batch is finite"
     if cured.is_hopeless:  # the samples are not along the first dimension
         tensors, which, tried = join_first(finding.broken_batch, 4), "", ""
+    remedy = f"leave out samples in which {names} is not finite{which}."
+    batches = [one.batch for one in (*case.recent[-_COMPARED:], *failing)]
+    left = [batch_size(one) - len(set().union(*samples_not_finite(one)[0].values())) for one in batches]
+    if not any(left) and sum(map(batch_size, batches)) > 1:
+        remedy, tried = f"use only the finite elements: before the arithmetic, select them by {name}.isfinite().", ""
     return _diagnosis(
         case, finding, "data",
         f"The batch is not finite{hook}: {tensors}.",
-        f"leave out samples in which {names} is not finite{which}.",
+        remedy,
         tried=tried, alternative=f"replace the values: {name}.nan_to_num_(0, 0, 0)", key=name,
     )  # fmt: skip
 
@@ -244,23 +249,34 @@ def _out_of_range(trainer: Trainer, case: Case, found: OutOfRange) -> Diagnosis:
     """Explain an index, label or probability that is out of range."""
     batch_idx, bad, low, high = case.batches[0].batch_idx, found.rejected, found.low, found.high
     finding = Finding(batch_idx, 0, 1, trainer.global_rank, case.scale, fails=True, error=found.error)
-    rows = bad.reshape(len(bad) if bad.dim() else 1, -1).any(dim=1).nonzero().flatten().tolist()
+    values = sorted(set(found.values[bad].tolist()))
     tensors = dict(named_tensors_in(case.batches[0].batch, "batch"))
     columns = {
         f"{name}[:, {column}]": one[:, column]
         for name, one in tensors.items() if one.dim() > 1 and not one.is_floating_point()
         for column in range(min(one.shape[1], 256))
     }  # fmt: skip
-    names = (n for n, one in (tensors | columns).items() if _have_same_values(one, found.values))
-    name = next(names, "an index that the step computes")
-    values = sorted(set(found.values[bad].tolist()))
-    is_index = not found.values.is_floating_point()
+    same = [n for n, one in (tensors | columns).items() if _have_same_values(one, found.values)]
+    # a part of a tensor, such as its tokens without the last
+    same += [n for n, one in tensors.items() if values == sorted(set(one[found.rejected_in(one)].tolist()))]
+    name = same[0] if same else "an index that the step computes"
+    samples = found.rejected_in((tensors | columns).get(name, found.values))
+    rows = samples.reshape(len(samples) if samples.dim() else 1, -1).any(dim=1).nonzero().flatten().tolist()
+    is_label = found.ignored is not None
+    besides = f" and not {found.ignored}" if is_label and found.ignored in found.values else ""
+    remedy = f"leave out samples in which {name} is outside {low} to {high}{besides}, or correct them."
+    alternative = f"replace {values[0]} in {name} by a number from {low} to {high}"
+    if values[0] > high and not found.values.is_floating_point():
+        alternative = "raise the number of classes or embeddings of the model"
+    if samples.dim() and len(rows) > max(1, len(samples) / 4):  # too many to leave out
+        is_marker = is_label and len(values) == 1 and values[0] != high + 1
+        remedy = f"{f'pass ignore_index={values[0]} to the loss' if is_marker else alternative}."
+        alternative = ""
     return _diagnosis(
         case, finding, "data",
         f"{name} is out of range in samples {join_first(map(str, rows), 8)}: got {join_first(map(str, values), 4)},"
         f" expected {low} to {high}.",
-        f"leave out samples in which {name} is outside {low} to {high}, or correct them.",
-        alternative="raise the number of classes or embeddings of the model" if is_index else "", key=name,
+        remedy, alternative=alternative, key=name,
     )  # fmt: skip
 
 
@@ -306,20 +322,24 @@ def _changed_code(
         # the change of a product raises if a factor is a Python number, and then the other ranks would wait
         return None
     change: rewrite.Change | None = None
+    finite: rewrite.Change | None = None
     for _ in range(1 if is_sharded else _MAX_EDITS):
         moved: tuple[rewrite.Change, Origin] | None = None
         for one in propose(origin):
             together = one if change is None else change.also(one)
             failure = _failure_with(trainer, case, together, variant)
-            if failure is None:
+            if failure is None and _learns_with(trainer, case, together):
                 return str(together), "the batch is finite with it"
+            if failure is None:
+                finite = finite or together
+                continue
             place = failure.origin
             if moved is None and place is not None and place.file == origin.file:
                 moved = (together, place) if (place.name, place.line) != (origin.name, origin.line) else None
         if moved is None:
             break
         change, origin = moved
-    return None
+    return None if finite is None else (str(finite), "the batch is finite with it")
 
 
 def _failure_with(trainer: Trainer, case: Case, change: rewrite.Change, variant: Variant) -> Finding | None:
@@ -346,11 +366,27 @@ def _failure_with(trainer: Trainer, case: Case, change: rewrite.Change, variant:
     return None if all(abs(a - b) <= 0.1 * max(abs(a), usual) for a, b in pairs) else failure
 
 
+def _learns_with(trainer: Trainer, case: Case, change: rewrite.Change) -> bool:
+    """Return whether a few steps with the changed code do not make the loss grow; True if the model is large.
+
+    A limit near 0 makes a batch finite, but its gradient may be so large that the next steps diverge.
+    """
+    if not case.before:
+        return True
+    batches = [*case.recent[-_COMPARED:], *case.batches][-8:]
+    with change.applied({type(module) for module in trainer.lightning_module.modules()}):
+        return not remedies.diverges(trainer, batches)
+
+
 def _precision(trainer: Trainer, case: Case, finding: Finding, phase: str) -> Diagnosis:
     origin = finding.origin
     assert origin is not None
-    is_sharded, removal = trainer.engine.gradients.are_parts, _without_autocast(trainer, case, finding, None)
-    cure = None if is_sharded or removal is not None else remedies.find_cure(trainer, case.batches, finding)
+    is_sharded, change = trainer.engine.gradients.are_parts, _without_autocast(trainer, case, finding, None)
+    # whether a number was rounded to 0; nan from another operation than a quotient means a negative number
+    is_at_0 = origin.name == "div" or (origin.name in rewrite.FAILS_AT_0 and not origin.is_nan)
+    if change is None and phase == "forward" and is_at_0:
+        change = _changed_code(trainer, case, origin, rewrite.propose)
+    cure = None if is_sharded or change is not None else remedies.find_cure(trainer, case.batches, finding)
     largest = "" if origin.inputs is None else f" (its input is up to {origin.inputs.largest:.3g})"
     made = "" if origin.outputs is None else origin.outputs.dtype
     name = made if made in ("float16", "bfloat16") else str(trainer.loop.precision.dtype).removeprefix("torch.")
@@ -375,12 +411,14 @@ def _precision(trainer: Trainer, case: Case, finding: Finding, phase: str) -> Di
             remedy = remedies.precision(trainer, fp32_modules=(*own, *variant.modules))
             fits = f", scales up to {cured.largest_scale:g} fit" if trainer.scaler.is_enabled() else ""
         tried = f"finite forward and backward{fits}"
-        if alternative and remedies.diverges(trainer, case.batches, case.before):
+        with remedies.weights_of(trainer, case.before):
+            is_divergent = alternative and case.before and remedies.diverges(trainer, case.batches)
+        if is_divergent:
             remedy, tried, alternative = alternative, "", remedy
         elif variant.dtype is None:
             alternative = alternative or bfloat16
     else:
-        remedy, tried = removal or _wider_code(trainer, case, finding, origin)
+        remedy, tried = change or _wider_code(trainer, case, finding, origin)
     return _diagnosis(case, finding, phase, cause, remedy, tried=tried, alternative=alternative, key=origin.module)
 
 
@@ -436,6 +474,7 @@ def _weights(trainer: Trainer, case: Case, finding: Finding) -> Diagnosis | None
         case, finding, "weights",
         f"Weights were not finite when training began{f', in {source}' if source else ''}: {join_first(names, 4)}.",
         remedy, key=names[0],
+        alternative=remedies.other_precision("bf16-mixed") if parameter.dtype is torch.float16 else "",
     )  # fmt: skip
 
 

@@ -35,8 +35,12 @@ class OutOfRange(NamedTuple):
     @property
     def rejected(self) -> Tensor:
         """Whether each number is rejected."""
-        outside = (self.values < self.low) | (self.values > self.high)
-        return outside if self.ignored is None else outside & (self.values != self.ignored)
+        return self.rejected_in(self.values)
+
+    def rejected_in(self, values: Tensor) -> Tensor:
+        """Return whether each of these numbers would be rejected."""
+        outside = (values < self.low) | (values > self.high)
+        return outside if self.ignored is None else outside & (values != self.ignored)
 
 
 class RaisedCall(TorchFunctionMode):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import shlex
+import statistics
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -33,7 +34,8 @@ _CHAIN = 8
 _PASSES, _RATES = 8, 8
 _DRAWS = 64
 """Number of repetitions of a batch with other random numbers."""
-_GROWTH_FACTOR = 10.0
+_GROWTH_FACTOR = 100.0
+"""The loss of a training that diverges exceeds the usual one by this factor."""
 _RELEVANT_RATIO = 1e-4
 """Gradient elements below this share of the parameter's largest one may vanish."""
 _USUAL: tuple[tuple[str, Any, Callable[[Any], bool]], ...] = (
@@ -221,13 +223,12 @@ def find_setting(trainer: Trainer, batches: Sequence[RecordedBatch], weights: We
     return None
 
 
-def diverges(trainer: Trainer, batches: Sequence[RecordedBatch], weights: Weights) -> bool:
-    """Return whether a few steps in float32, with the settings of the run, make the loss grow."""
-    if not can_step(trainer) or not weights:
+def diverges(trainer: Trainer, batches: Sequence[RecordedBatch]) -> bool:
+    """Return whether a few steps in float32, with the settings of the run, make the loss grow far above its median."""
+    if not can_step(trainer):
         return False
-    with weights_of(trainer, weights):
-        limit = _GROWTH_FACTOR * max(map(abs, losses(trainer, batches)))
-        return any(not loss <= limit for loss in _train(trainer, batches, _highest_rate(trainer), limit, {}))
+    limit = _GROWTH_FACTOR * statistics.median(map(abs, losses(trainer, batches)))
+    return any(not loss <= limit for loss in _train(trainer, batches, _highest_rate(trainer), limit, {}))
 
 
 def _highest_rate(trainer: Trainer) -> float:
@@ -254,7 +255,7 @@ def _train(
             is_usual = math.isfinite(float(group["lr"])) and 0 < highest < math.inf
             group["lr"] = rate * float(group["lr"]) / highest if is_usual else rate
         for recorded in [*batches] * _PASSES:
-            *found, _ = step(recorded, FLOAT32)
+            *found, _ = step(recorded, FLOAT32, recorded is batches[-1])  # the window may have more batches
             seen += found[:1] or seen[-1:]  # a batch may have no loss
             if seen and not seen[-1] <= limit:
                 break
@@ -331,8 +332,10 @@ def can_step(trainer: Trainer) -> bool:
 
 
 @contextmanager
-def _optimizer_steps(trainer: Trainer) -> Iterator[Callable[[RecordedBatch, Variant], list[float]]]:
+def _optimizer_steps(trainer: Trainer) -> Iterator[Callable[..., list[float]]]:
     """Yield a function that takes a step on a batch, and returns its losses, then whether gradients are finite.
+
+    Its arguments are the batch, the variant, and whether to step before the end of the window.
 
     Afterwards, weights and optimizers are as before.
     """
@@ -340,7 +343,7 @@ def _optimizer_steps(trainer: Trainer) -> Iterator[Callable[[RecordedBatch, Vari
     parameters = [p for o in trainer.optimizers for g in o.param_groups for p in g["params"] if p.requires_grad]
     steps, is_manual = can_step(trainer), not trainer.lightning_module.automatic_optimization
 
-    def step(recorded: RecordedBatch, variant: Variant) -> list[float]:
+    def step(recorded: RecordedBatch, variant: Variant, is_last: bool = False) -> list[float]:
         found: list[float] = []
         are_finite = [True]
 
@@ -362,7 +365,7 @@ def _optimizer_steps(trainer: Trainer) -> Iterator[Callable[[RecordedBatch, Vari
             type(trainer.optimizers[0]).step(trainer.optimizers[0], closure)
         else:
             run(trainer, recorded, on_loss, variant)
-        if not is_manual and not with_closure and (recorded.window.is_last or not steps):
+        if not is_manual and not with_closure and (is_last or recorded.window.is_last or not steps):
             for optimizer in trainer.optimizers if steps else ():
                 type(optimizer).step(optimizer)
             clear()

@@ -49,7 +49,7 @@ class Variant(NamedTuple):
         dtype: dtype of autocast; float32 disables autocast. Default: None, the run's precision.
         modules: patterns of the modules that run in float32.
         cuda: whether autocast uses CUDA's lists of operations if the device is a CPU.
-        without: indices of the samples to leave out. If no sample remains, all are replaced by zeros.
+        without: indices of the samples to leave out. If none remains, their nan and inf become 0.
         is_wide: whether 16-bit weights, buffers and tensors of the batch become float32. Casts to 16 bits in the code
             then become casts to float32, and the code's own autocast has no effect.
         own_autocast: whether the code's own autocast to 16 bits has an effect.
@@ -87,7 +87,7 @@ class Variant(NamedTuple):
         if not self.without:
             return batch
         rest = [index for index in range(batch_size(batch)) if index not in self.without]
-        return samples_of(batch, rest) if rest else apply_to_collection(batch, Tensor, torch.zeros_like)
+        return samples_of(batch, rest) if rest else apply_to_collection(batch, Tensor, torch.nan_to_num, 0.0, 0.0, 0.0)
 
 
 class _Widen(TorchFunctionMode):

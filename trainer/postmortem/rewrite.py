@@ -41,12 +41,13 @@ HINTS = {
     "weight_norm": "the norm of its weight is 0: initialize the weight with other values than 0",
     "linear": "its input or weight is too large: initialize the weights with a smaller deviation, or add a"
     " normalization",
-    "matmul": "its inputs are too large: add a normalization",
+    "matmul": "its inputs are too large: initialize the weights with a smaller deviation, or add a normalization",
     "cross_entropy": "all labels are ignored or have weight 0: divide the sum by the number of labels, at least 1; or"
     " a label has a logit of -inf: fill with -1e4",
 }
 OTHER_HINT = "limit its input to numbers with a finite result and a finite gradient"
 _LOW, _FILL, _ONE = {"min": 1e-6}, {"min": -1e4}, {"min": -1 + 1e-6, "max": 1 - 1e-6}
+_HIGHER = {"min": 0.01}  # smaller gradients
 _HIGH, _WIDE = {"max": 20.0}, {"min": -20.0, "max": 20.0}
 _CLAMPS: dict[str, dict[str, float]] = {
     "log": _LOW, "log2": _LOW, "log10": _LOW, "sqrt": _LOW, "rsqrt": _LOW, "pow": _LOW, "reciprocal": _LOW,
@@ -58,6 +59,8 @@ _HALF = ("half", "float16", "bfloat16")
 _ARGUMENTS: dict[str, tuple[str, Any]] = {
     "ctc_loss": ("zero_infinity", True), "logit": ("eps", 1e-6), "std": ("correction", 0), "var": ("correction", 0),
 }  # fmt: skip
+FAILS_AT_0 = [name for name, limits in _CLAMPS.items() if limits is _LOW]
+"""Functions that are not finite, or have no finite gradient, at 0."""
 _KINDS = 3
 _MEAN_LOSSES = ("cross_entropy", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss")
 
@@ -178,9 +181,9 @@ class _Guard(ast.NodeTransformer):
 
     Args:
         name: the name of the operation.
-        kind: which guard to use: 0 for the most usual one. With 1, a quotient by about 0 becomes 0, an exponential fits
-            float16, a mean of nothing becomes 0, and the second factor of a product is limited. With 2, the first
-            factor is limited, and so are the logits of a cross-entropy.
+        kind: which guard to use: 0 for the most usual one. With 1, the lower limit is 0.01, an exponential fits
+            float16, a mean of nothing becomes 0, and the second factor of a product is limited. With 2, a quotient by
+            about 0 becomes 0, the first factor is limited, and so are the logits of a cross-entropy.
         module: the name of the module that calls the operation; "" for the LightningModule.
     """
 
@@ -194,7 +197,7 @@ class _Guard(ast.NodeTransformer):
         if self._name == "div" and isinstance(node.op, ast.Div):
             node.right = self._divisor(node.right)
         if self._name in ("pow", "sqrt") and isinstance(node.op, ast.Pow) and _is_root(node.right):
-            node.left = _clamped(node.left, _LOW)
+            node.left = self._above_0(node.left)
         if self._name == "mul" and isinstance(node.op, ast.Mult):
             if not self._kind:
                 return _expression(f"({ast.unparse(node)}).nan_to_num(0.0)")
@@ -216,9 +219,12 @@ class _Guard(ast.NodeTransformer):
             return _expression(f"max({text}, 1)")
         return (
             _expression(f"torch.where(({text}).abs() < 1e-06, torch.inf, {text})")
-            if self._kind
-            else _clamped(node, _LOW)
+            if self._kind == 2
+            else self._above_0(node)
         )
+
+    def _above_0(self, node: ast.expr) -> ast.expr:
+        return _clamped(node, _HIGHER if self._kind == 1 else _LOW)
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
         self.generic_visit(node)
@@ -236,6 +242,7 @@ class _Guard(ast.NodeTransformer):
         given = {keyword.arg for keyword in node.keywords}
         if called in _CLAMPS:
             limits = {"max": 10.0} if self._kind and called == "exp" else _CLAMPS[called]
+            limits = _HIGHER if self._kind == 1 and limits is _LOW else limits
             if called == "pow" and not _is_root(node.args[-1]):
                 return node
             if isinstance(owner, ast.Name) and owner.id in ("torch", "F", "functional"):
