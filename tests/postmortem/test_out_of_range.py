@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from trainer.postmortem.out_of_range import RaisedCall
+from trainer.postmortem.out_of_range import OutOfRange, RaisedCall
 
 TABLE, INDEX = torch.rand(3, 4), torch.tensor([0, 5, 1])
 CALLS = {
@@ -37,6 +37,10 @@ def test_the_tensor_that_torch_rejects_and_its_range(name):
     assert raised.found.error
     wrong = [0] if "negative" in name else [1]
     assert raised.found.rejected.flatten().nonzero().flatten().tolist() == wrong
+
+
+def test_limits_above_the_range_of_the_dtype():
+    assert OutOfRange(INDEX, 0, 39_999).rejected_in(torch.tensor([-5, 7], dtype=torch.int16)).tolist() == [True, False]
 
 
 def test_an_exception_without_an_index():

@@ -265,12 +265,12 @@ def _out_of_range(trainer: Trainer, case: Case, found: OutOfRange) -> Diagnosis:
     is_label = found.ignored is not None
     besides = f" and not {found.ignored}" if is_label and found.ignored in found.values else ""
     remedy = f"leave out samples in which {name} is outside {low} to {high}{besides}, or correct them."
-    alternative = f"replace {values[0]} in {name} by a number from {low} to {high}"
+    is_marker = len(values) == 1 and values[0] != high + 1
+    alternative = f"replace {values[0]} in {name} by a number from {low} to {high}" if is_marker else ""
     if values[0] > high and not found.values.is_floating_point():
         alternative = "raise the number of classes or embeddings of the model"
-    if samples.dim() and len(rows) > max(1, len(samples) / 4):  # too many to leave out
-        is_marker = is_label and len(values) == 1 and values[0] != high + 1
-        remedy = f"{f'pass ignore_index={values[0]} to the loss' if is_marker else alternative}."
+    if alternative and samples.dim() and len(rows) > max(1, len(samples) / 4):  # too many to leave out
+        remedy = f"{f'pass ignore_index={values[0]} to the loss' if is_marker and is_label else alternative}."
         alternative = ""
     return _diagnosis(
         case, finding, "data",

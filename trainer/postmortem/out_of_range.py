@@ -39,6 +39,7 @@ class OutOfRange(NamedTuple):
 
     def rejected_in(self, values: Tensor) -> Tensor:
         """Return whether each of these numbers would be rejected."""
+        values = values if values.is_floating_point() else values.long()  # the limits may exceed the range of int16
         outside = (values < self.low) | (values > self.high)
         return outside if self.ignored is None else outside & (values != self.ignored)
 
