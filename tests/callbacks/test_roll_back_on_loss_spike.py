@@ -168,6 +168,13 @@ def test_epochs_that_have_ended_since_are_counted(tmp_path: Path) -> None:
     assert trainer.optimizers[0].param_groups[0]["lr"] == 0.05 * 0.5**2
 
 
+def test_first_skipped_batch_may_be_the_first_of_an_epoch(tmp_path: Path) -> None:
+    callbacks = callbacks_of(tmp_path, 6)
+    with pytest.warns(UserWarning, match="from batch_idx 0 of epoch 1 to batch_idx 1 of epoch 1"):
+        fit(tmp_path, Regression(), make_batches(6, gains={1: 50.0}), callbacks, max_epochs=2)
+    assert callbacks[0].rollbacks[0]["first"] == [1, 0]
+
+
 def test_number_and_distance_of_roll_backs_are_configurable(tmp_path: Path) -> None:
     batches = make_batches(NUMBER, gains={10: 50.0, 16: 50.0})
     callbacks = callbacks_of(tmp_path, 3, margin=3, max_rollbacks=1)

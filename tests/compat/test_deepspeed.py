@@ -58,7 +58,7 @@ def test_config_file_is_completed_by_the_trainer(tmp_path: Path) -> None:
     given = {
         "train_batch_size": "auto", "gradient_accumulation_steps": 2, "gradient_clipping": "auto", "steps_per_print": 5,
         "fp16": {"enabled": "auto", "loss_scale_window": 7, "hysteresis": "auto"},
-        "zero_optimization": {"stage": 3, "reduce_bucket_size": 1000},
+        "zero_optimization": {"stage": 3, "reduce_bucket_size": 1000, "offload_param": None},
     }  # fmt: skip
     (tmp_path / "ds.json").write_text(json.dumps(given))
     trainer = ours(
@@ -111,6 +111,7 @@ def offloads(device: str) -> dict[str, Any]:
         ({"config": {"optimizer": {"type": "Adam"}}}, {}, "'optimizer' in a DeepSpeed config.*configure_optimizers"),
         ({"config": "nowhere.json"}, {}, "nowhere.json cannot be read: No such file"),
         ({"config": 3}, {}, "Got 3 as a DeepSpeed config"),
+        ({"config": {"zero_optimization": True}}, {}, "Got 'zero_optimization': True in .*, expected a mapping"),
         (
             {"config": {"gradient_accumulation_steps": 4}},
             {"callbacks": [GradientAccumulation(schedule={0: 1, 2: 4})]},

@@ -294,6 +294,18 @@ def test_prediction_writer(interval: str, returns: bool | None, loaders: str) ->
     assert_agree(scenario)
 
 
+def test_indices_of_a_batch_are_those_of_its_dataloader() -> None:
+    class Short(Endless):
+        def __iter__(self) -> Any:
+            return itertools.islice(super().__iter__(), 3)
+
+    writer, unknown = Writer("batch_and_epoch"), DataLoader(Short(), batch_size=2)
+    ours(callbacks=[writer]).predict(Net(), [unknown, data(3), unknown])
+    *batches, (_, at_the_end) = writer.written
+    assert [indices for _, indices, _ in batches] == [[], [], [0, 1], [2], [], []]
+    assert at_the_end == [[], [[0, 1], [2]], []]
+
+
 @pytest.mark.parametrize("what", ["no module", "another kind", "dataloaders and a datamodule"])
 def test_on_exception_is_not_called_without_a_module(what: str, tmp_path: Any) -> None:
     def scenario(make: Any) -> Any:

@@ -260,9 +260,10 @@ class CheckpointConnector(_CheckpointConnector):
                 continue
             with suppress(CheckpointError):  # skip a damaged checkpoint, or one with weights only
                 if files.verify(path):
-                    return RolledBack(
-                        str(path), progress["optimizer_steps"], progress["epoch"], progress["batch_idx"] + 1
-                    )
+                    epoch, batch_idx = progress["epoch"], progress["batch_idx"] + 1
+                    if batch_idx and progress.get("is_last_batch"):
+                        epoch, batch_idx = epoch + 1, 0
+                    return RolledBack(str(path), progress["optimizer_steps"], epoch, batch_idx)
         return None
 
     def forget(self) -> None:

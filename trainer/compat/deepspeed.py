@@ -295,7 +295,7 @@ _REFUSED = {
 
 
 def _read(config: Mapping[str, Any] | str | Path | None) -> dict[str, Any]:
-    """Return a copy of a config, without the values that are ``"auto"``."""
+    """Return a copy of a config, without the values that are ``"auto"`` or None."""
     if isinstance(config, (str, Path)):
         path = Path(config).expanduser()
         try:
@@ -309,12 +309,15 @@ def _read(config: Mapping[str, Any] | str | Path | None) -> dict[str, Any]:
             f"Got {config!r} as a DeepSpeed config, expected a mapping, or the path of a JSON file."
         )
     plain: dict[str, Any] = _without_auto(config or {})
+    for name in ("zero_optimization", *_BLOCKS.values()):
+        if not isinstance(block := plain.get(name, {}), dict):
+            raise ConfigurationError(f"Got {name!r}: {block!r} in a DeepSpeed config, expected a mapping.")
     return plain
 
 
 def _without_auto(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {str(name): _without_auto(one) for name, one in value.items() if one != "auto"}
+        return {str(name): _without_auto(one) for name, one in value.items() if one not in ("auto", None)}
     return [_without_auto(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 

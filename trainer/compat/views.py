@@ -233,21 +233,20 @@ class PredictLoopView(_EvaluationView, _PredictionLoop):
     @property
     def current_batch_indices(self) -> list[int]:
         """The dataset's indices in the current batch; empty if they are unknown."""
-        seen = [batches for batches in self._batch_indices() if batches]
-        return seen[-1][-1] if seen else []
+        indices, current = self._batch_indices(), max(self._loop.progress.batches_by_loader, default=0)
+        seen = indices[current] if current < len(indices) else []
+        return seen[-1] if seen else []
 
     def _batch_indices(self) -> list[list[list[int]]]:
         """Return indices by dataloader and batch, only of batches that have run, because samplers are ahead of them."""
-        loaders, left = self._loop.loaders, self._loop.progress.batches
-        if loaders is None:
+        counts = self._loop.progress.batches_by_loader
+        if self._loop.loaders is None:
             return []
         indices: list[list[list[int]]] = []
-        for loader, limit in zip(self._combined_loader.flattened, loaders.limits, strict=True):
-            count = int(min(limit, left))
-            left -= count
+        for index, loader in enumerate(self._combined_loader.flattened):
             sampler = getattr(loader, "batch_sampler", None)
             if isinstance(sampler, _IndexBatchSamplerWrapper):
-                indices.append(getattr(sampler, "seen_batch_indices", [])[:count])  # set by its first use
+                indices.append(getattr(sampler, "seen_batch_indices", [])[: counts[index]])  # set by its first use
             else:
                 message = f"Couldn't infer the batch indices fetched from your dataloader: `{type(loader).__name__}`"
                 if message not in _warnings:

@@ -215,6 +215,7 @@ class EvalLoop:
         batch = path.transfer(batch, dataloader_idx or 0)
         indices = (batch_idx,) if dataloader_idx is None else (batch_idx, dataloader_idx)
         progress.batches += 1
+        progress.batches_by_loader[dataloader_idx or 0] += 1
         progress.total_batches += 1
         self.metrics.begin_batch(batch, dataloader_idx)
         path.on_batch_start(batch, *indices)

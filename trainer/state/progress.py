@@ -241,6 +241,7 @@ class EvalProgress:
         has_run: whether a pass other than a sanity check has finished a batch since the last reset. Set by the
             evaluation loop.
         is_last_batch: whether the pass has had its last batch. Set by the evaluation loop.
+        batches_by_loader: the ``batches`` of each dataloader, by its index. Set at the same time.
         seen_batches: batches finished of each dataloader in this run, over its passes, excluding sanity checks; the
             step axis of values logged for single evaluation batches. Set by the evaluation loop after a batch is
             logged.
@@ -253,6 +254,7 @@ class EvalProgress:
     epoch: int = -1
     has_run: bool = False
     is_last_batch: bool = False
+    batches_by_loader: Counter[int] = field(default_factory=Counter)
     seen_batches: Counter[int] = field(default_factory=Counter)
 
     def begin_epoch(self, epoch: int) -> None:
@@ -263,6 +265,7 @@ class EvalProgress:
     def begin_pass(self) -> None:
         """Reset the counts at the start of a pass."""
         self.batches = self.batches_done = 0
+        self.batches_by_loader.clear()
         self.is_last_batch = False
 
     def forget_batches(self) -> None:
