@@ -155,6 +155,16 @@ def test_best_checkpoint_may_be_in_another_folder(run, folder):  # of names such
     assert find(run, latest=True).name == "loss=0.25.ckpt"
 
 
+def test_parts_of_sharded_checkpoints_are_no_checkpoints(run):
+    folder = run / "checkpoints"
+    for file in folder.iterdir():
+        file.unlink()
+    write(folder, {"epoch=0-step=4.ckpt/manifest.json": "{}", "epoch=0-step=4.ckpt/state.ckpt": ""})
+    write(folder, {".7-1f.ckpt-part/state.ckpt": ""})  # its process has been killed
+    (run / "run.json").unlink()
+    assert find(run) == find(run, latest=True) == folder / "epoch=0-step=4.ckpt"
+
+
 MISTAKES = [
     (["test", "ckpt=outputs/line/them"], "there is no such file or folder. Did you mean 'then'?"),
     (["test", "ckpt=outputs"], "a folder without checkpoints."),

@@ -16,6 +16,7 @@ from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, Mode
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
 from tests.support import Killed, KilledAt, Regression, loader_of, make_batches, make_trainer
+from trainer import CheckpointFiles
 from trainer.checkpoint import files
 from trainer.checkpoint import folder_locks as folders
 from trainer.errors import ConfigurationError, FolderInUseError
@@ -103,6 +104,16 @@ def test_checkpoints_with_a_slash_in_their_names_are_found(tmp_path: Path, folde
     assert run("killed").ckpt_path.endswith("epoch=1-val/loss=-8.ckpt")
     assert rows(tmp_path / "killed") == rows(tmp_path / "whole")
     assert checkpoints(tmp_path / "killed") == checkpoints(tmp_path / "whole") == {"loss=-12.ckpt": 12}
+
+
+def test_damaged_sharded_checkpoint_is_passed_over(tmp_path: Path) -> None:
+    saver = partial(ModelCheckpoint, filename="{epoch}-{val/loss:.0f}", save_last=True)
+    script(tmp_path, saver=saver, max_epochs=1, plugins=CheckpointFiles(sharded=True))
+    (last,) = tmp_path.rglob("last.ckpt")
+    (last / "__0_0.distcp").write_bytes(b"")
+    with pytest.warns(UserWarning, match="passed over"):
+        resumed = script(tmp_path, saver=saver, plugins=CheckpointFiles(sharded=True))
+    assert resumed.ckpt_path.endswith("epoch=0-val/loss=0.ckpt")
 
 
 @pytest.mark.parametrize("arguments", [{}, {"accumulate_grad_batches": 3, "val_check_interval": 2}])

@@ -193,7 +193,8 @@ def folders_with_files(trainer: Trainer) -> list[str]:
         name = callback.format_checkpoint_name({}).removeprefix(os.fspath(callback.dirpath or "")).lstrip("/")
         folder = local_path(getattr(callback, _RESOLVE)(trainer))
         if folder is not None and "/" in name:
-            found += map(str, folder.glob("/".join("*" * name.count("/"))))
+            subfolders = folder.glob("/".join("*" * name.count("/")))
+            found += [str(one) for one in subfolders if EXTENSION not in one.name]  # not a sharded checkpoint
     return found
 
 

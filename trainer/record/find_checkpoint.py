@@ -45,7 +45,8 @@ def find(path: Path, *, latest: bool = False, key: str = "ckpt") -> Path:
     is_of_run = folder != path or (path / CONFIG).is_file()
     # names such as {val/loss} have a slash, and ModelCheckpoint may have another folder
     found = folder.rglob("*.ckpt") if is_of_run else folder.glob("*.ckpt")
-    files = sorted(found, key=lambda file: file.stat().st_mtime)
+    whole = (file for file in found if ".ckpt" not in file.relative_to(folder).parent.name)  # not in a sharded one
+    files = sorted(whole, key=lambda file: file.stat().st_mtime)
     last = [file for file in files if file.stem.partition("-v")[0] == "last"]
     others = [file for file in files if file not in last]
     if latest and files:  # an interruption may have written a checkpoint after last.ckpt
