@@ -62,6 +62,14 @@ def test_fit_of_another_trainer_equals_that_with_a_new_callback(tmp_path: Path, 
     assert reused[0] == 5
 
 
+def test_folder_that_the_user_sets_between_the_fits_is_used(tmp_path: Path) -> None:
+    saver = ModelCheckpoint(tmp_path / "first")
+    fit(tmp_path, saver, 10.0)
+    saver.dirpath = str(tmp_path / "second")
+    fit(tmp_path, saver, 10.0)
+    assert Path(saver.best_model_path).parent == tmp_path / "second"
+
+
 def test_second_fit_of_the_same_trainer_continues(tmp_path: Path) -> None:
     stops = EarlyStopping("score", patience=2)
     trainer, _ = fit(tmp_path, stops, 10.0)

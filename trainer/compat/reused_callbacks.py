@@ -54,6 +54,8 @@ def reset_results(trainer: Trainer) -> None:
         owner, first = _FIRST.get(callback, (None, {}))
         if owner is None:
             first = {name: deepcopy(value) for name, value in vars(callback).items() if name in names}
+            if first.get("dirpath") is not None:
+                del first["dirpath"]  # not set by the fit
         elif owner() is not trainer or isinstance(callback, Timer):  # each fit has its own time
             vars(callback).update(deepcopy(first))
         _FIRST[callback] = ref(trainer), first
