@@ -83,12 +83,14 @@ class CheckpointConnector(_CheckpointConnector):
 
         Args:
             given: a path, a URL, ``"best"``, ``"last"``, ``"hpc"``, ``"registry..."`` or None.
-            model_given: whether the run was given a module; if not, None means ``"best"``.
+            model_given: whether the run was given a module; if not, None means ``"best"``. With an
+                ``OnExceptionCheckpoint``, None means ``"last"`` in a fit.
             weights: the weights of another run that a fit starts with. Default: None.
 
         Raises:
-            ConfigurationError: if there is no such file, if the best checkpoint is outside the folders of the run and
-                only a restored checkpoint names it, or if both a checkpoint and weights are given.
+            ConfigurationError: if there is no checkpoint for ``"best"`` or ``"hpc"`` (for ``"last"``, this is a
+                warning), or no file of ``weights``; if the best checkpoint is outside the folders of the run and only
+                a restored checkpoint names it; or if both a checkpoint and weights are given. A path is not checked.
         """
         trainer, is_assigned = self.trainer, self._user_managed and not given
         if weights is not None and (given or is_assigned):

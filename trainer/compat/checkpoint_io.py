@@ -75,7 +75,7 @@ class CheckpointFiles(TorchCheckpointIO):
         self._urls: tuple[str, ...] = ()
         self._own: set[str] = set()  # files of the run in any folder
         self._good: dict[Path, Identity] = {}  # files that were verified, with their identities at that time
-        self._disk_full = False  # the last save failed because the disk was full
+        self._disk_full = False  # the last save failed, usually because the disk was full
         self._saver: int | None = None  # the thread of the last save
         self._due: set[str | Path] = set()  # files to remove once there is another good one
         self._writer: ThreadPoolExecutor | None = None
@@ -263,7 +263,7 @@ class CheckpointFiles(TorchCheckpointIO):
 
         Args:
             path: a path or a URL.
-            map_location: as in ``torch.load``. Default: ``"cpu"``.
+            map_location: as in ``torch.load``; ignored if the file is memory-mapped. Default: ``"cpu"``.
             weights_only: None and True load tensors and plain containers only. Default: None.
 
         Raises:

@@ -2,27 +2,28 @@
 
 The keys are Lightning's; ``loops.amp_trainer`` holds the entries that Lightning's format lacks.
 
-===========================  ===========================================================================================
-``epoch``, ``global_step``   For readers and file names. Not restored.
-``state_dict``               The module.
-``DataModule``               The datamodule, under the name of its class.
-``loops``                    The counters in Lightning's format, and the states of dataloaders that have one.
+=============================  =========================================================================================
+``epoch``, ``global_step``     For readers and file names. Not restored.
+``state_dict``                 The module.
+``DataModule``                 The datamodule, under the name of its class.
+``pytorch-lightning_version``  The installed version of Lightning. Not restored.
+``loops``                      The counters in Lightning's format, and the states of dataloaders that have one.
 ``loops.amp_trainer``:
-``format``                   The version of the entries under ``amp_trainer``.
-``progress``                 The counters (``trainer.state.progress``).
-``awaited``                  Metrics that schedules monitor at the end of the current epoch.
-``parameters``, ``dtypes``   Names and dtypes of each optimizer's parameters.
-``processes``                The state of each process (``trainer.checkpoint.process``).
-``callbacks``                States of callbacks of this package.
-``order``                    The order of the training samples, to resume on another number of processes.
-``savers``                   When each ModelCheckpoint last saved.
-``rows``                     The position of each logger in its files.
-``callbacks``                States of other callbacks: Lightning reads every callback's state here.
-``optimizer_states``         One for each optimizer.
-``lr_schedulers``            One for each schedule.
-``MixedPrecision``           The loss scaler, from the ScalerCheckpoint callback (``on_save_checkpoint``).
-``hyper_parameters`` ...     From ``save_hyperparameters``; may be objects.
-===========================  ===========================================================================================
+``format``                     The version of the entries under ``amp_trainer``.
+``progress``                   The counters (``trainer.state.progress``).
+``awaited``                    Metrics that schedules monitor at the end of the current epoch.
+``parameters``, ``dtypes``     Names and dtypes of each optimizer's parameters.
+``processes``                  The state of each process (``trainer.checkpoint.process``).
+``callbacks``                  States of callbacks of this package.
+``order``                      The order of the training samples, to resume on another number of processes.
+``savers``                     When each ModelCheckpoint last saved.
+``rows``                       The position of each logger in its files.
+``callbacks``                  States of other callbacks: Lightning reads every callback's state here.
+``optimizer_states``           One for each optimizer.
+``lr_schedulers``              One for each schedule.
+``MixedPrecision``             The loss scaler, from the ScalerCheckpoint callback (``on_save_checkpoint``).
+``hyper_parameters`` ...       From ``save_hyperparameters``; may be objects.
+=============================  =========================================================================================
 """
 
 from __future__ import annotations

@@ -439,7 +439,7 @@ class DataSource:
         """Return the number of batches of each dataloader in this process; inf for one without a length.
 
         Raises:
-            RuntimeError: if a training or padded dataloader has no batches in this process, even if others have some.
+            RuntimeError: if a training or padded dataloader has no batches in this process, but some in others.
         """
         trainer = self._trainer
         may_be_empty = not (training or trainer.pad_evaluation) or self.may_be_empty

@@ -366,6 +366,7 @@ class ZeroPrecision(Precision):
 
     Raises:
         PrecisionError: if DeepSpeed does not support the precision.
+        ConfigurationError: if the DeepSpeed config enables another one.
     """
 
     def __init__(self, given: Precision, strategy: DeepSpeedStrategy) -> None:
@@ -590,7 +591,7 @@ class DeepSpeedEngine(LightningEngine):
         self._files.save_shards(checkpoint, path, self._get_save_group(), write, {parts.FACT: self._topology})
 
     def reads_parts(self, folder: Path) -> bool:
-        """Return whether DeepSpeed can read the folder: it needs the same number of processes, stage and precision."""
+        """Return whether DeepSpeed reads the folder: in a fit, with equal number of processes, stage and precision."""
         is_same = read_manifest(folder).facts.get(parts.FACT) == self._topology
         self._folder = folder if is_same and self._trainer.state.fn is TrainerFn.FITTING else None
         return self._folder is not None

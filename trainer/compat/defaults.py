@@ -92,7 +92,7 @@ def build_callbacks(
     exposes_gradients: bool,
     uses_tensor_cores: bool,
 ) -> list[Any]:
-    """Return the user's callbacks, those that short-form arguments stand for, and the defaults.
+    """Return the user's callbacks, those that ``gradient_clip_val`` and ``max_time`` stand for, and the defaults.
 
     Args:
         given: all arguments of the Trainer.

@@ -1,9 +1,8 @@
 """Elastic resume: continue a run on another number of processes, by translating its checkpoint.
 
-Each weight update gets the samples that it would have got without the interruption (``trainer.data.elastic``), if
-processes x batch size x accumulation is unchanged. The number of batches in an update is derived from the number
-of processes and the batch size. Counters and settings that are counted in batches are translated, the settings only if
-the user has not changed them.
+Each weight update gets the samples that it would have got without the interruption (``trainer.data.elastic``): the
+number of batches in an update is chosen so that processes x batch size x accumulation is unchanged. Counters and
+settings that are counted in batches are translated, the settings only if the user has not changed them.
 """
 
 from __future__ import annotations
@@ -81,7 +80,7 @@ def prepare(trainer: Trainer, trainer_state: dict[str, Any]) -> bool:
         trainer_state: our entries in the checkpoint.
 
     Returns:
-        True; the caller replaces it by None if the resume is refused.
+        True. (If this raises and the resume need not be exact, the caller continues with None.)
 
     Raises:
         ResumeError: if the updates cannot get the same samples.

@@ -98,7 +98,7 @@ class LightningEngine:
         precision: the plugin for this device.
         gradients: all operations on gradients; the same object during the engine's lifetime.
         module_calls: handles calls that a module makes itself, such as ``manual_backward``. Set for each fit.
-        optimizers: the bare optimizers; empty before ``setup`` and outside of a fit. A live list.
+        optimizers: the bare optimizers of the last fit; empty before the ``setup`` of the first. A live list.
         schedules: the learning-rate schedules; a live list.
         device: this process's device.
         module: the LightningModule.
@@ -440,7 +440,10 @@ class LightningEngine:
 
     @contextmanager
     def forbid_collectives(self, error: Exception) -> Iterator[None]:
-        """Return a context in which collectives through the strategy, such as ``self.all_gather``, raise ``error``."""
+        """Return a context in which ``self.all_gather``, and most other collectives of the strategy, raise ``error``.
+
+        Only ``reduce`` does not.
+        """
         names = ("all_gather", "barrier", "broadcast", "reduce_boolean_decision")
         with self._replace_methods(dict.fromkeys(names, partial(_raise, error))):
             yield
@@ -630,12 +633,13 @@ class LightningEngine:
         return self._communication
 
     def save(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
-        """Write a checkpoint, a file from rank 0 or a folder from all ranks, and wait until it is written.
+        """Write a checkpoint, a file from rank 0 or a folder from all ranks.
 
-        All processes must call it together. For a file, sharded tensors are gathered one after the other.
+        Waits until it is written, unless the checkpoint IO writes in the background. All processes must call it
+        together. For a file, sharded tensors are gathered one after the other.
 
         Raises:
-            CheckpointError: on all ranks, if it cannot be written.
+            CheckpointError: on all ranks, if it, or an earlier one in the background, cannot be written.
         """
         write: Callable[[], Any]
         if self.saves_shards:
@@ -727,11 +731,11 @@ class LightningEngine:
         return result
 
     def on_exception(self, error: BaseException) -> None:
-        """Let the strategy handle the error, and end the processes that it started."""
+        """Call ``on_exception`` of the strategy."""
         self.strategy.on_exception(error)
 
     def kill(self) -> None:
-        """Kill the processes that a launcher has started."""
+        """Kill the processes that a launcher of scripts has started. A no-op with other launchers."""
         launcher = self.strategy.launcher
         if isinstance(launcher, _SubprocessScriptLauncher):
             number = _get_sigkill_signal()

@@ -1,6 +1,7 @@
 """Save and log hyperparameters without secrets.
 
-Checkpoints contain hyperparameters with the changes that safe loading requires; loggers receive plain containers.
+Checkpoints contain hyperparameters with the changes that safe loading requires. Loggers receive OmegaConf's nodes as
+plain containers, and other objects unchanged.
 """
 
 from __future__ import annotations

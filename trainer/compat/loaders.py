@@ -51,7 +51,8 @@ class LoaderSet:
         made_from: the random states from which they were created; {} if this used no random numbers. Set by DataSource.
         is_outdated: whether they must be created again before the next pass. Set by DataSource.
         spans: the smallest and largest number of batches on any rank, for each dataloader. A single entry if the
-            dataloaders are combined, as in training; empty in training if a length is unknown. Set by DataSource.
+            dataloaders are combined, as usual in training. Empty in training if a length is unknown, or the dataloaders
+            run one after the other. Set by DataSource.
         most: the limits of the process with the most batches, equal on all processes. Set by DataSource.
         idle: the number of batches in a training pass that other processes have and this one lacks; each is replaced by
             ``IDLE``. Set by DataSource.

@@ -164,8 +164,8 @@ def _has_metric(saver: ModelCheckpoint, trainer: pl.Trainer) -> bool:
 def _must_wait(saver: ModelCheckpoint, trainer: Trainer) -> bool:
     """Return whether a save that is due now must wait for the metrics of the next validation.
 
-    It waits if its metric does not exist yet, or if a validation follows this batch. A save by ``train_time_interval``
-    does not wait for a validation, because its purpose is to save in time.
+    It waits if its metric does not exist yet, or if a validation follows this batch. If its metric exists, a save by
+    ``train_time_interval`` does not wait, because its purpose is to save in time.
     """
     if saver.monitor in _COUNTERS:
         return False
@@ -199,7 +199,7 @@ def folders_with_files(trainer: Trainer) -> list[str]:
 
 
 def first_folder(trainer: Trainer) -> str | None:
-    """Return the folder of the first ModelCheckpoint of a run. None if no checkpoints are written."""
+    """Return the folder of the first ModelCheckpoint of a run. None without one, and with ``fast_dev_run``."""
     if trainer.fast_dev_run:
         return None
     folders = (callback.dirpath for callback in model_checkpoints_of(trainer) if callback.dirpath is not None)

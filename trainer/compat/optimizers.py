@@ -40,7 +40,8 @@ def set_up_optimizers(strategy: Strategy, trainer: Trainer) -> None:
     Raises:
         RuntimeError: if ``training_step`` takes an ``optimizer_idx``, as in Lightning 1.
         MisconfigurationException: if the returned combination is unknown to Lightning.
-        ConfigurationError: if there is no optimizer in automatic optimization.
+        ConfigurationError: if the returned list has no optimizer in automatic optimization (None is allowed), or a
+            ``frequency`` is below 1.
         MultipleOptimizersError: if several optimizers in automatic optimization share a parameter, or evaluate the
             loss.
     """

@@ -92,7 +92,7 @@ class PrecisionAdapter(LightningPrecision):
         clip_val: int | float = 0.0,
         gradient_clip_algorithm: GradClipAlgorithmType = GradClipAlgorithmType.NORM,
     ) -> None:
-        """Run ``LightningModule.clip_gradients``."""
+        """Run ``LightningModule.clip_gradients``. A no-op before the first fit, and for limits of at most 0."""
         if isinstance(optimizer, LightningOptimizer):  # the type that `self.optimizers()` returns
             optimizer = optimizer.optimizer
         if clip_val > 0 and self.calls.clip is not None:

@@ -1,4 +1,4 @@
-"""Signals: SIGTERM, SIGUSR1 and Ctrl-C end a run after the current step and save its state; Slurm's signal requeues it.
+"""Signals: SIGTERM, SIGUSR1 and Ctrl-C end a run after the current step, and save a fit; Slurm's signal requeues it.
 
 The handler only records that a signal has arrived. The rest is done between two batches, on all processes at the same
 batch.
@@ -271,7 +271,7 @@ class Signals:
         """Save the state, as Lightning does, and requeue the Slurm job.
 
         Raises:
-            RequeueError: on all processes, if Slurm does not requeue it.
+            RequeueError: if Slurm does not requeue it; in a fit on all processes, otherwise on rank 0.
         """
         trainer = self._trainer
         path: str | None = None

@@ -53,9 +53,11 @@ def _replacement(strategy: Any) -> Any:
         _refuse_overrides(strategy, LightningDeepSpeedStrategy, "trainer.DeepSpeedStrategy")
         return DeepSpeedStrategy.of(strategy)
     if isinstance(strategy, FSDPStrategy):
+        line = equivalent_strategy(strategy)
+        imports = "; from trainer import FSDP2Strategy" if "FSDP2Strategy" in line else ""
         raise UnsupportedError(
             f"Got strategy={type(strategy).__name__}(...), which is FSDP1, expected FSDP2. With the same settings:"
-            f" strategy={equivalent_strategy(strategy)}; from trainer import FSDP2Strategy."
+            f" strategy={line}{imports}."
         )
     if isinstance(strategy, ModelParallelStrategy):
         _refuse_overrides(strategy, ModelParallelStrategy, "trainer.FSDP2Strategy")

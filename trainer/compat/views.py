@@ -370,7 +370,7 @@ class FitLoopView(_DataView, _FitLoop):
 
     @property
     def restarting(self) -> bool:
-        """Whether the current epoch is the one that was resumed from a checkpoint."""
+        """Whether the current epoch is the one that was resumed in its middle from a checkpoint."""
         return self._loop.progress.resumed_epoch == self._loop.progress.epoch
 
     @restarting.setter

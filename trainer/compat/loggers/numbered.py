@@ -67,7 +67,7 @@ class CSV(_VersionedLogger):
         return isinstance(self.logger, CSVLogger) and super().is_numbered
 
     def position(self) -> int | None:
-        """Save, and return the number of rows in the file, or None if the logger has not written yet."""
+        """Save, and return the number of rows in the file, or None if the logger has not opened it."""
         from trainer.compat.checkpoint_io import local_path
 
         if self.logger._experiment is None:
