@@ -415,6 +415,8 @@ class Run:
         is_elastic = trainer.resume == "auto" and trainer.engine.may_change_world_size
         if trainer.ckpt_path is not None:
             resume_averaging(trainer)
+            if state is None and trainer.progress.batches_this_epoch:
+                callback_order.resume_accumulation(trainer)
         if state is not None:
             trainer.process.load(state, stops=trainer.resume == "auto")
             if trainer.resume == "auto" and state["should_stop"] and trainer.loop.limits.may_stop():

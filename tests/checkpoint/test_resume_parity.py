@@ -11,7 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint, StochasticWeightAveraging
+from lightning.pytorch.callbacks import (
+    GradientAccumulationScheduler,
+    ModelCheckpoint,
+    OnExceptionCheckpoint,
+    StochasticWeightAveraging,
+)
 from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -137,18 +142,23 @@ def test_both_trainers_resume_checkpoints_of_the_other(tmp_path: Path, name: str
 
 class Averaged(Diary):
     def configure_callbacks(self) -> Any:
-        return [StochasticWeightAveraging(0.01, swa_epoch_start=1)]
+        return [StochasticWeightAveraging(0.05, swa_epoch_start=1)]
 
     def configure_optimizers(self) -> Any:
         return torch.optim.Adam(self.parameters(), lr=0.01)
 
 
+class Scheduled(Diary):
+    def configure_callbacks(self) -> Any:
+        return [GradientAccumulationScheduler({0: 2, 2: 4})]
+
+
 @pytest.mark.parametrize(
     ("module", "name"),
-    [(partial(Diary, watches=True), "epoch=0-step=4"), (Averaged, "epoch=0-step=2"), (Averaged, "epoch=1-step=6")],
+    [(partial(Diary, watches=True), "epoch=0-step=4"), (Averaged, "epoch=0-step=2"), (Scheduled, "epoch=1-step=3")],
 )
-def test_rest_of_a_batch_and_of_an_averaged_epoch_follows(tmp_path: Path, module: Any, name: str) -> None:
-    write(lightning, tmp_path, module, {"every_n_train_steps": 2}, max_epochs=2)
+def test_rest_of_a_batch_and_of_an_epoch_follows(tmp_path: Path, module: Any, name: str) -> None:
+    write(lightning, tmp_path, module, {"every_n_train_steps": 1}, max_epochs=2)
     whole = module()
     ours(max_epochs=3).fit(whole, same_batches(4), same_batches(2))
     resumed, (entries, *_) = resume(ours, tmp_path / f"{name}.ckpt", module, max_epochs=3)

@@ -66,6 +66,12 @@ def accumulation_schedule(trainer: Trainer) -> dict[int, int]:
     return {0: trainer.accumulate_grad_batches}
 
 
+def resume_accumulation(trainer: Trainer) -> None:
+    """Set the number of batches in a window for the rest of an epoch, as a callback sets it when the epoch starts."""
+    schedule = accumulation_schedule(trainer)
+    trainer.accumulate_grad_batches = schedule[max(epoch for epoch in schedule if epoch <= trainer.current_epoch)]
+
+
 _FACTORIES = "lightning.pytorch.callbacks_factory"
 
 
