@@ -51,7 +51,7 @@ class LanguageModel(L.LightningModule):
         scheduler: called with the optimizer and the number of optimizer steps of the run; returns a schedule that is
             stepped after every optimizer step (see `recipes.schedules`). Default: None, a constant learning rate.
         context: largest number of tokens that the model processes at once.
-        vocabulary: number of tokens; 256 for bytes.
+        vocabulary: number of tokens; None: that of the tokenizer. Default: 256, for bytes.
         tokenizer: tokenizer of prompts and generated text, a folder with a ``tokenizer.json`` or that file; None:
             bytes.
         width: size of the hidden vectors.
@@ -79,7 +79,7 @@ class LanguageModel(L.LightningModule):
         scheduler: Callable[[Optimizer, int], LRScheduler] | None = None,
         *,
         context: int,
-        vocabulary: int = VOCABULARY,
+        vocabulary: int | None = VOCABULARY,
         tokenizer: str | None = None,
         width: int = 96,
         heads: int = 3,
@@ -92,6 +92,7 @@ class LanguageModel(L.LightningModule):
         sample_seed: int = 0,
     ) -> None:
         super().__init__()
+        vocabulary = load_tokenizer(tokenizer).vocabulary if vocabulary is None else vocabulary
         self.save_hyperparameters(ignore=["optimizer", "scheduler"])
         self.make_net = partial(
             GPT,

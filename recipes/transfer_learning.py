@@ -37,8 +37,8 @@ def transfer_classifier(
         scheduler: see `ImageClassifier`.
         num_classes: see `ImageClassifier`.
         weights: see `TransferNet`.
-        checkpoint: the file that the Trainer will load, if any. It contains all weights, so ``weights`` is
-            ignored.
+        checkpoint: the checkpoint that the Trainer will load, a file or a folder. If it exists, ``weights`` is ignored,
+            because it contains all weights. Default: None.
         frozen: see `TransferNet`.
         **options: further arguments of `ImageClassifier`.
 
@@ -46,7 +46,7 @@ def transfer_classifier(
         FileNotFoundError: see `load_weights`.
         ValueError: see `TransferNet`.
     """
-    if checkpoint is not None and Path(checkpoint).is_file():  # `last` may not exist yet
+    if checkpoint is not None and Path(checkpoint).exists():  # `last` may not exist yet
         weights = None
     net = TransferNet(architecture, num_classes, weights=weights, frozen=frozen)
     if frozen:  # the frozen layers stay in eval mode on purpose

@@ -285,7 +285,8 @@ class Run:
         shard_averages(trainer)
         # after the setup, which may replace modules (sync_batchnorm)
         self.session.enter_context(engine.precision.session(module, engine.device))
-        engine.precision.check_optimizers(engine.optimizers)
+        if fitting:
+            engine.precision.check_optimizers(engine.optimizers)
         if trainer.prefetch_batches and engine.device.type == "cuda":  # other devices have no streams for copies
             trainer.data.prefetching = Prefetching(engine.device)
         preparation = self.preparation = Preparation(trainer)

@@ -93,6 +93,14 @@ def test_fit(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+def test_each_view_writes_to_its_own_folder(tmp_path):
+    views = [Curves(dirpath=tmp_path / name) for name in ("one", "two")]
+    recorder = RunRecorder(dirpath=tmp_path / "record")
+    fit(tmp_path, recorder, *views, Curves())
+    assert {path.parent.name for path in tmp_path.glob("*/curves.png")} == {"one", "two", "record"}
+    assert [view.path for view in views] == [tmp_path / "one" / "curves.png", tmp_path / "two" / "curves.png"]
+
+
 def test_picture_that_cannot_be_written_fails_no_fit(tmp_path):
     (tmp_path / "file").touch()
     curves = Curves(dirpath=tmp_path / "file")

@@ -233,7 +233,9 @@ def test_file(tmp_path):
 def test_folder_that_cannot_be_written(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.warns(UserWarning, match="could not be written to .*file/diagnosis_step_2.md"):
-        report_on(tmp_path, Regression(sequential(Nan(), 4)), report={"dirpath": tmp_path / "file"})
+        _, printed = report_on(tmp_path, Regression(sequential(Nan(), 4)), report={"dirpath": tmp_path / "file"})
+    assert "Remedy: " in printed
+    assert "Details: " not in printed
 
 
 def test_fast_dev_run_writes_nothing(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -203,6 +204,13 @@ def test_run_without_an_earlier_checkpoint_continues(tmp_path: Path) -> None:
         fit(tmp_path, module, batches, callbacks_of(tmp_path, 100))
     train_by_hand(net := make_net(), batches)
     assert_same_weights(module.net, net)
+
+
+def test_median_ignores_losses_that_are_not_finite(tmp_path: Path) -> None:
+    callbacks = callbacks_of(tmp_path, 100)
+    with pytest.warns(UserWarning, match="The loss of step . is nan"):
+        fit(tmp_path, Regression(), make_batches(8, gains={6: float("nan")}), callbacks)
+    assert all(map(math.isfinite, callbacks[0].state_dict()["losses"]))
 
 
 def test_loss_on_a_gpu_is_read_one_step_later(cuda: Any, tmp_path: Path) -> None:

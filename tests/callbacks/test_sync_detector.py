@@ -78,7 +78,7 @@ def test_planted_lines_are_found_and_counted(tmp_path, caplog, capsys):
     lines = {line_of(Planted.training_step, mark): mark for mark in PLANTED}
     at_end = line_of(AtTheEnd, "callback")
     assert set(found) == {*lines, at_end}
-    assert {one.count for one in detector.synchronizations} == {STEPS}
+    assert {one.count for one in detector.synchronizations} == {detector.watched} == {STEPS}
     for line, mark in lines.items():
         cause, instead = PLANTED[mark]
         assert found[line].cause == cause
@@ -235,6 +235,7 @@ def test_short_fit_and_a_validation_in_between(tmp_path):
     trainer.fit(Reading(), loader_of(make_batches(6)), loader_of(make_batches(2)))
     ((line, count),) = [(one.line, one.count) for one in detector.synchronizations]
     assert (line, count) == (line_of(Reading, "reads"), 6)
+    assert detector.watched == 6
 
 
 def test_error_ends_the_watch(tmp_path):

@@ -94,6 +94,9 @@ def test_order_of_a_fit(tmp_path):
     assert plugin.calls[3:-1] == EVAL + BATCH * 2 + EVAL * 2
     assert plugin.calls[-1] == "session out"
     assert trainer.precision == "noting"
+    plugin.calls.clear()
+    trainer.validate(module, batches, verbose=False)
+    assert plugin.calls == ["convert_module", "session in", *EVAL * 2, "session out"]
 
 
 def test_worked_example(tmp_path):

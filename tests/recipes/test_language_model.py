@@ -69,6 +69,11 @@ def test_weights_begin_as_in_gpt2_and_may_be_tied():
         GPT(256, 32, width=64, heads=5, layers=1)
 
 
+def test_vocabulary_is_by_default_that_of_the_tokenizer():
+    module = model(vocabulary=None)
+    assert module.net.token.num_embeddings == module.hparams.vocabulary == 256
+
+
 def test_only_matrices_decay():
     module = model(tie_weights=True)
     decayed, exempt = module.configure_optimizers().param_groups

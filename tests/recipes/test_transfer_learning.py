@@ -91,8 +91,9 @@ def test_torchvisions_cache_is_used_without_a_network(weights: Path, tmp_path: P
 
 def test_initial_weights_are_not_read_with_a_checkpoint(weights: Path, tmp_path: Path):
     gone = str(tmp_path / "gone.pth")
-    module = transfer_classifier("resnet18", ADAM, num_classes=2, weights=gone, checkpoint=str(weights))
-    assert (module.net.net.bn1.running_mean == 0).all()
+    for checkpoint in (weights, tmp_path):  # a sharded checkpoint is a folder
+        module = transfer_classifier("resnet18", ADAM, num_classes=2, weights=gone, checkpoint=str(checkpoint))
+        assert (module.net.net.bn1.running_mean == 0).all()
     with pytest.raises(FileNotFoundError, match="does not exist"):  # "last" may turn out to be none
         transfer_classifier("resnet18", ADAM, num_classes=2, weights=gone, checkpoint="last")
 

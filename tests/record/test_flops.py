@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn.attention.flex_attention import flex_attention
 from torch.utils.checkpoint import checkpoint
 
+from trainer.engine.compilation import CompiledForward
 from trainer.record.flops import PEAKS, FlopCounter, is_compiled, peak_flops
 
 
@@ -107,3 +108,8 @@ def test_compiled_modules_are_counted() -> None:
     net[0].compile()
     assert is_compiled(net)
     assert is_compiled(nn.Sequential(torch.compile(nn.Linear(2, 2))))
+    whole = nn.Linear(2, 2)
+    undo = CompiledForward(whole, {"backend": "eager"}, reuses_memory=False).undo
+    assert is_compiled(whole)
+    undo()
+    assert not is_compiled(whole)

@@ -486,6 +486,7 @@ class OverflowReport(RunCallback):
             write_text(path, report.markdown())
         except OSError as problem:  # must not end the run
             warn(f"The diagnosis could not be written to {path}: {problem}")
+            return None
         return path
 
     def _collapse_error(

@@ -152,7 +152,8 @@ class RollBackOnLossSpike(RunCallback):
         earlier, epoch = self.rollbacks, trainer.current_epoch
         restored = trainer.roll_back(step - self.margin)
         if restored is None:
-            self._losses.append(loss)
+            if is_finite:
+                self._losses.append(loss)
             rank_zero_warn(
                 f"{spike} The run continues without a rollback, because no checkpoint has at most"
                 f" {step - self.margin} optimizer steps."

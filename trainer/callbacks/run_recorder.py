@@ -423,12 +423,14 @@ class RunRecorder(Callback):
     def _complete(self) -> None:
         """Let the views draw, write the file, and let the views show the record."""
         assert self.record is not None
-        folder = self.record.home
-        if folder is not None:
+        folder = home = self.record.home
+        if home is not None:
             try:
                 for view in self._views:
+                    folder = Path(view.dirpath).absolute() if view.dirpath else home
                     drawn = view.draw(self.record, folder)
                     self.record.facts["paths"] |= {name: str(path) for name, path in drawn.items()}
+                folder = home
                 if self._writes:
                     self.record.write()
             except OSError as problem:  # must not fail a successful fit

@@ -151,6 +151,7 @@ class SyncDetector(RunCallback):
         self.synchronizations: list[Synchronization] = []
         self.watched = 0
         self._seen = 0
+        self._is_done = False
         self._watch: SyncWatch | None = None
         self._found: dict[tuple[str, int, str], Synchronization] = {}
 
@@ -158,11 +159,12 @@ class SyncDetector(RunCallback):
         """Drop the results of an earlier fit."""
         self.synchronizations, self._found = [], {}
         self.watched = self._seen = 0
+        self._is_done = False
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Start or end watching."""
         self._seen += 1
-        if self._seen <= self.after or self.watched > self.batches:
+        if self._seen <= self.after or self._is_done:
             return
         if self.watched == self.batches:
             self._report(trainer)
@@ -178,7 +180,7 @@ class SyncDetector(RunCallback):
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: LightningModule) -> None:
         """Log the results if the fit ended before all batches were watched."""
-        if 0 < self.watched <= self.batches:
+        if self.watched and not self._is_done:
             self._report(trainer)
 
     def run_facts(self) -> dict[str, Any]:
@@ -197,7 +199,7 @@ class SyncDetector(RunCallback):
         if self.synchronizations and trainer.is_global_zero:
             heading = f"These lines synchronize host and GPU (counts in {counted(self.watched, 'step')}):"
             log.info("\n  ".join([heading, *format_synchronizations(self.synchronizations)]))
-        self.watched = self.batches + 1
+        self._is_done = True
 
 
 def format_synchronizations(synchronizations: Iterable[Synchronization]) -> list[str]:

@@ -12,6 +12,8 @@ from torch.utils import checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from trainer.engine.compilation import CompiledForward
+
 
 class Peak(NamedTuple):
     """Peak rates of a device for dense matrix products, in 10^12 floating-point operations per second.
@@ -148,6 +150,8 @@ def _recomputes() -> bool:
 def is_compiled(module: torch.nn.Module) -> bool:
     """Return whether a part of a module is compiled, so that its operations are not counted."""
     return any(
-        hasattr(part, "_orig_mod") or getattr(part, "_compiled_call_impl", None) is not None
+        hasattr(part, "_orig_mod")
+        or getattr(part, "_compiled_call_impl", None) is not None
+        or isinstance(vars(part).get("forward"), CompiledForward)
         for part in module.modules()
     )
