@@ -255,9 +255,9 @@ _TABLE = (
     Argument("callbacks", None, "callbacks in addition to the default ones"),
     Argument("fast_dev_run", False, "true: run one batch of each stage, and write nothing", (*SWITCH, COUNT, None)),
     Argument("max_epochs", None, "epochs to train; -1: no limit", (ENDLESS, None)),
-    Argument("min_epochs", None, "epochs to train before anything may stop the run", (COUNT, None)),
+    Argument("min_epochs", None, "epochs to train before a callback may stop the run", (COUNT, None)),
     Argument("max_steps", -1, "optimizer steps to train; -1: no limit", (ENDLESS,)),
-    Argument("min_steps", None, "optimizer steps to train before anything may stop the run", (COUNT, None)),
+    Argument("min_steps", None, "optimizer steps to train before a callback may stop the run", (COUNT, None)),
     Argument("max_time", None, "time limit, such as 00:12:00:00 (days, hours, minutes, seconds)", (TIME, None)),
     Argument("limit_train_batches", None, "batches of an epoch, or a fraction of them, to train on", (*AMOUNT, None)),
     Argument(
@@ -265,7 +265,7 @@ _TABLE = (
     ),
     Argument("limit_test_batches", None, "batches, or a fraction of them, to test on", (*AMOUNT, None)),
     Argument("limit_predict_batches", None, "batches, or a fraction of them, to predict on", (*AMOUNT, None)),
-    Argument("overfit_batches", 0.0, "train and validate on the same few batches", AMOUNT),
+    Argument("overfit_batches", 0.0, "few batches to train on in each epoch, and as many to validate on", AMOUNT),
     Argument(
         "val_check_interval",
         None,
@@ -291,7 +291,7 @@ _TABLE = (
     ),
     Argument("log_every_n_steps", None, "optimizer steps between two rows for the loggers", (COUNT, None)),
     Argument("enable_checkpointing", None, "whether checkpoints are written", (*SWITCH, None)),
-    Argument("enable_progress_bar", None, "whether a progress bar and a summary are shown", (*SWITCH, None)),
+    Argument("enable_progress_bar", None, "whether a progress bar is shown", (*SWITCH, None)),
     Argument("enable_model_summary", None, "whether a table of the layers is printed", (*SWITCH, None)),
     Argument("accumulate_grad_batches", 1, "batches per optimizer step", (WHOLE.at_least(1), None)),
     Argument(
@@ -416,8 +416,9 @@ def parse_limits(given: Mapping[str, Any], announce: Callable[[str], object] = s
 
     Returns:
         The arguments, with limits converted to numbers of batches (int) or fractions of the batches (float).
-        ``fast_dev_run`` overrides other limits. ``overfit_batches`` sets the limits of training and validation, except
-        a limit of 0. ``val_check_seconds`` is added: the seconds between validations, or None to count batches.
+        ``fast_dev_run`` overrides other limits. ``overfit_batches`` sets the limits of training and validation, also
+        with ``fast_dev_run``, except a limit of 0. ``val_check_seconds`` is added: the seconds between validations, or
+        None to count batches.
 
     Raises:
         ConfigurationError: if a fraction of an epoch is given while batches are counted across epochs, or if

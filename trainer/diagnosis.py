@@ -48,10 +48,10 @@ def explain(
     """Add a note to ``error``, which has ended a run, or return a more specific error.
 
     Args:
-        error: the error with its traceback. Errors of datasets, timeouts of collectives, errors about shapes and
-            out-of-memory errors get a note (``__notes__``), which a traceback shows below the message. An
-            out-of-memory error also gets the attribute ``memory`` (:class:`~trainer.engine.memory_usage.Usage`), and
-            the tensors in its traceback are released.
+        error: the error with its traceback. Errors of datasets, timeouts of collectives, losses without a gradient,
+            errors about shapes and out-of-memory errors get a note (``__notes__``), which a traceback shows below the
+            message. An out-of-memory error also gets the attribute ``memory``
+            (:class:`~trainer.engine.memory_usage.Usage`), and the tensors in its traceback are released.
         trainer: the Trainer of the run, in the state at the error.
         folder: returns the folder of the run, for a snapshot of a GPU's memory. Default: None, no snapshot.
         stall: returns the report of a hang. Default: None, hangs are not detected.

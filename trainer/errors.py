@@ -16,7 +16,7 @@ from typing import Any
 
 
 class TrainerError(Exception):
-    """Base class of the exceptions this package raises."""
+    """Base class of the exceptions that this package defines."""
 
 
 class ConfigurationError(TrainerError, ValueError):
@@ -91,10 +91,10 @@ class RequeueError(TrainerError):
 
 
 class LossScaleCollapse(TrainerError):  # noqa: N818 - the common term
-    """Gradients overflow in every step, at every loss scale, so training cannot continue.
+    """Too many optimizer steps in a row were skipped, because gradients were not finite.
 
-    Raised by ``trainer.callbacks.OverflowReport``. The message contains the history of the loss scale, the source of
-    the overflow, the remedy, and the checkpoint to resume from.
+    Raised by ``trainer.callbacks.OverflowReport``. The message contains the loss scale before these steps and now and,
+    if known, the source of the overflow, the remedy, and a checkpoint to resume from.
     """
 
 
@@ -117,7 +117,7 @@ class NonFiniteError(TrainerError):
 
 
 class LossSpikeError(TrainerError):
-    """The loss has spiked more often than the allowed number of roll-backs.
+    """The loss has spiked more often than the allowed number of rollbacks.
 
     Raised by ``trainer.callbacks.RollBackOnLossSpike``. The checkpoints from before the spike are kept.
     """

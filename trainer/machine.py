@@ -160,8 +160,8 @@ def disk(folder: Path, mounts: Path = Path("/proc/mounts")) -> Disk:
 def suggested_workers(usable: int, gpus: int) -> int:
     """Return a first value for ``num_workers`` of dataloaders.
 
-    With GPUs, one core per GPU is reserved for its training process. The other cores are divided among the GPUs, up to
-    8 workers per GPU: more are rarely faster, and each worker holds a copy of the dataset. Without a GPU, training
+    With GPUs, one core per GPU is reserved for its training process. The other cores are divided among the GPUs, with
+    1 to 8 workers per GPU: more are rarely faster, and each worker holds a copy of the dataset. Without a GPU, training
     needs the cores, so there is only one worker per 8 cores, up to 4.
 
     Args:

@@ -21,7 +21,7 @@ def is_dense(tensor: Tensor) -> bool:
 
 
 def is_measurable(tensor: Tensor) -> bool:
-    """Return whether a tensor has a norm: it is dense, has elements, and is of a floating-point or complex dtype."""
+    """Return whether a tensor has a norm: it is dense, not empty, and complex or floating-point (except float8)."""
     is_real = is_dense(tensor) and tensor.is_floating_point() and tensor.element_size() > 1  # float8 has no norm
     return (is_real or (is_dense(tensor) and tensor.is_complex())) and tensor.numel() > 0
 

@@ -42,7 +42,7 @@ def command_line(*words: object) -> str:
 
 
 def four_digits(value: float) -> str:
-    """Format a number with four significant digits, without an exponent.
+    """Format a number from 1e-4 to 1e10 with four significant digits, without an exponent.
 
     >>> four_digits(34.831), four_digits(66961.2)
     ('34.83', '66,960')
@@ -51,7 +51,9 @@ def four_digits(value: float) -> str:
 
 
 def format_number(value: float | None) -> str:
-    """Return a number as text, with four digits or all digits of a whole number; "-" for None.
+    """Return a number as text: with four digits, or three and an exponent; a whole number below 1e9 with all digits.
+
+    None becomes "-".
 
     >>> format_number(65536.0), format_number(0.123456), format_number(1e-5), format_number(None)
     ('65,536', '0.1235', '1e-05', '-')

@@ -390,8 +390,8 @@ class Trainer(TrainerBase):
         again. ModelCheckpoints and Timers keep their states.
 
         Call it in all processes, in a callback's ``on_train_batch_end``, after a batch that closes an accumulation
-        window. The callback must derive from Lightning's ``Checkpoint``, because such callbacks run last.
-        :class:`~trainer.callbacks.RollBackOnLossSpike` calls it for you.
+        window. Set ``runs_last = True`` in the class of the callback, so that it is called after the others (see
+        ``trainer.callbacks.traits``). :class:`~trainer.callbacks.RollBackOnLossSpike` calls it for you.
 
         Args:
             max_step: the largest ``global_step`` that the checkpoint may have.
@@ -452,7 +452,7 @@ class Trainer(TrainerBase):
 
     @property
     def gradient_clip_val(self) -> float | None:
-        """The limit of the first GradientClipping callback. Can be set between two runs."""
+        """The limit of the first GradientClipping callback, or None. Can be set between two runs; None: no clipping."""
         clipping = callback_order.find_callback(self.callbacks, GradientClipping)
         return self._gradient_clip_val if clipping is None else clipping.limit
 
@@ -518,8 +518,13 @@ class Trainer(TrainerBase):
 
     def _set_clipping(self, limit: float | None, algorithm: str | None) -> None:
         self._gradient_clip_val, self._gradient_clip_algorithm = limit, algorithm
+        new = defaults.build_clipping(limit, algorithm)
+        current = callback_order.find_callback(self.callbacks, GradientClipping)
+        if new and current is not None:  # keep its other settings, such as `norm_type`
+            current.max_norm, current.clip_value = new[0].max_norm, new[0].clip_value
+            return
         others = [callback for callback in self.callbacks if not isinstance(callback, GradientClipping)]
-        self.callbacks = callback_order.sort_callbacks([*others, *defaults.build_clipping(limit, algorithm)])
+        self.callbacks = callback_order.sort_callbacks([*others, *new])
 
     def _announce(self) -> None:
         """Print the effects of ``barebones``, ``detect_anomaly`` and ``fast_dev_run``, and the available devices."""

@@ -59,11 +59,12 @@ class ImageFolder(SplitDataModule):
         mean: mean of each channel in [0, 1], which is subtracted. Default: ImageNet's.
         std: standard deviation of each channel; the channel is divided by it. Default: ImageNet's.
         on_error: ``"raise"`` (default) stops the run with an :class:`UnreadableImageError` at a file that cannot be
-            decoded. ``"skip"`` leaves such files out, so that a batch has fewer images; one warning counts and lists
-            them. A file that the system cannot read (missing, no permission) is always an error.
+            decoded. ``"skip"`` leaves such files out, so that a batch has fewer images; a warning at the end of an
+            epoch counts new ones and lists the first ten. A file that the system cannot read (missing, no permission)
+            is always an error.
 
     Attributes:
-        classes: the names of the classes; empty before ``setup``, and in `predict` if there are no class folders.
+        classes: the names of the classes; empty before ``setup``, and in `predict`.
 
     Raises:
         ValueError: ``on_error`` is unknown, or ``val_fraction`` is outside (0, 1).

@@ -48,7 +48,7 @@ class PackedText(TextData):
         num_workers: processes that prepare batches; 0 prepares them in the training process.
         split_seed: seed of the split into training, validation and test documents.
         held_out: share of the text for the validation, and the same share for the test.
-        prompts: one or several prompts that ``predict`` continues. Each prompt is a batch: a tuple of one string.
+        prompts: one or several prompts that ``predict`` continues. Each prompt is a batch: a list of one string.
         cache: folder of the token files.
 
     Attributes:

@@ -26,7 +26,7 @@ class TextData(SplitDataModule):
         context: tokens in a sequence.
         split_seed: seed of the split into training, validation and test documents.
         held_out: share of the text for the validation, and the same share for the test.
-        prompts: one or several prompts that ``predict`` continues. Each prompt is a batch: a tuple of one string. None:
+        prompts: one or several prompts that ``predict`` continues. Each prompt is a batch: a list of one string. None:
             ``predict`` uses the test sequences.
         **loader: arguments of `SplitDataModule`.
 
@@ -76,7 +76,7 @@ class ByteText(TextData):
         num_workers: processes that prepare batches; 0 suffices, because there is nothing to prepare.
         split_seed: seed of the split into training, validation and test documents.
         held_out: share of the bytes for the validation, and the same share for the test.
-        prompts: one or several prompts that ``predict`` continues. Each prompt is a batch: a tuple of one string.
+        prompts: one or several prompts that ``predict`` continues. Each prompt is a batch: a list of one string.
 
     Raises:
         ValueError: ``context`` is below 1, ``held_out`` leaves nothing to train on, the file is not in UTF-8, or a

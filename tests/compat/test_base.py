@@ -164,3 +164,13 @@ def test_clipping_may_be_set_between_two_runs() -> None:
     assert not any(isinstance(callback, GradientClipping) for callback in trainer.callbacks)
     with pytest.raises(ValueError, match="norm2"):
         trainer.gradient_clip_algorithm = "norm2"
+
+
+def test_limit_that_is_set_later_keeps_the_norm_of_the_callback() -> None:
+    clipping = GradientClipping(max_norm=1.0, norm_type=1.0, log_norm=False)
+    trainer = ours(callbacks=[clipping])
+    trainer.gradient_clip_val = 2.0
+    assert clipping in trainer.callbacks
+    assert (clipping.max_norm, clipping.norm_type, clipping.log_norm) == (2.0, 1.0, False)
+    trainer.gradient_clip_algorithm = "value"
+    assert (clipping.max_norm, clipping.clip_value, trainer.gradient_clip_val) == (None, 2.0, 2.0)

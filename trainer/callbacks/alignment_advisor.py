@@ -103,7 +103,7 @@ def misaligned(root: nn.Module) -> Iterator[Misaligned]:
 
     These are ignored: layers that ``fp32_modules`` keeps in float32; depthwise convolutions, which are not matrix
     products; up to four input channels, as images have, for which NVIDIA's libraries have special kernels
-    (Convolutional Layers User's Guide, "Channels In And Out"); lazy layers without a size yet.
+    (Convolutional Layers User's Guide, "Channels In And Out"); sizes that a lazy layer does not know yet.
     """
     in_float32 = running_in_float32(root)
     for path, layer in root.named_modules():

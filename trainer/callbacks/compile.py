@@ -28,8 +28,8 @@ Mode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cu
 class Compile(RunCallback):
     """Compiles the network of a module with ``torch.compile`` during a run: training, validation, test, prediction.
 
-    It compiles forward passes: the LightningModule's own ``forward``, and each of its parts (``self.net``) that
-    consists of more than one torch layer. ``training_step`` is not compiled, so that the loss, ``self.log`` and metrics
+    It compiles forward passes: the LightningModule's own ``forward``, and each of its parts (``self.net``), except
+    single torch layers. ``training_step`` is not compiled, so that the loss, ``self.log`` and metrics
     remain plain Python and do not cause a recompilation when a counter changes. A step may call ``self(x)`` or
     ``self.net(x)``: the outermost call is one graph with everything inside. Sharded modules (FSDP) are compiled
     separately, as whole graphs between the collectives.

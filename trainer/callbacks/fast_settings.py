@@ -39,8 +39,8 @@ class FastSettings(RunCallback):
     - ``torch.backends.cudnn.benchmark``: for modules with convolutions. Each new batch size is timed again, and the
       fastest kernel may differ in the next run, so runs are not bitwise reproducible. Not used with ``deterministic``.
     - ``channels_last``: the weights of 2-d convolutions are stored as NHWC; images are converted at the first
-      convolution. The values do not change; checkpoints have the usual layout. Not used with sharded weights, nor, with
-      several processes, for layers that ``configure_model`` creates.
+      convolution. The values do not change; checkpoints have the usual layout. Not used with sharded weights. Layers
+      that ``configure_model`` creates are converted only in a fit with one process.
     - Expandable segments: ``PYTORCH_ALLOC_CONF=expandable_segments:True``, from the creation of this callback on,
       unless the variable is set or CUDA has been used already.
 

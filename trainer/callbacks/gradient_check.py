@@ -27,7 +27,7 @@ Loss = Callable[[], Tensor]
 
 
 class GradientCheck(Callback):
-    """Compare each parameter's gradient with finite differences of the loss on the first batch, then end the fit.
+    """Compare each parameter's gradient with finite differences of the loss on the first batch, and stop the fit.
 
     Finds mistakes in a backward pass that was written by hand or broken by an in-place operation. Run it from the
     command line with ``+debug=gradcheck``, or with ``Trainer(precision="64-true", callbacks=[GradientCheck()])``.
@@ -39,7 +39,8 @@ class GradientCheck(Callback):
     other points, and is reported if it fails at all of them.
 
     Every evaluation starts from the same random numbers (dropout) and buffers (BatchNorm), and ``self.log`` is a no-op
-    during the check. Weights, buffers and random states are restored. Compiled modules run uncompiled.
+    during the check. Weights, buffers and random states are restored. Compiled modules run uncompiled. If the gradients
+    are right, the fit trains the first batch and ends, unless ``min_epochs`` or ``min_steps`` requires more.
 
     Args:
         samples: number of samples to use, from the start of the batch.
@@ -58,7 +59,7 @@ class GradientCheck(Callback):
 
     Raises:
         ConfigurationError: if parameters are not float64, a pattern matches no parameter, the module uses manual
-            optimization, or ``training_step`` does not return the same loss twice.
+            optimization, or ``training_step`` does not return the same float64 loss twice.
         GradientCheckError: if a gradient is wrong. The message lists the parameters, with both derivatives.
     """
 

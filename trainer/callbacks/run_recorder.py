@@ -49,7 +49,8 @@ class RecordView(Callback):
     If the Trainer has no `RunRecorder`, one that writes no file is added.
 
     Args:
-        dirpath: folder of the files that the callback writes. Default: the folder of the first logger.
+        dirpath: folder of the files that the callback writes. Default: the folder of ``run.json``, else that of the
+            first logger.
         max_points: maximum number of points that the record keeps of each curve. None if the callback needs no curves.
     """
 
@@ -152,9 +153,9 @@ class RunRecorder(Callback):
         record: a record that the run has already begun. Default: a new one, ``run.json`` in `dirpath`.
         dirpath: folder of the file. Default: the folder of a view, else that of the first logger.
         writes: whether to write the file. Default: True.
-        max_points: maximum number of points per curve. Default: 1024.
-        settings: hyperparameters of the run, for loggers of tracking services such as W&B. The run's id in each of
-            them is stored in ``tracking``. Default: None, nothing is logged.
+        max_points: maximum number of points per curve; that of a view takes precedence. Default: 1024.
+        settings: hyperparameters of the run, for loggers of tracking services such as W&B; requires `record`. The run's
+            id in each of them is stored in ``tracking``. Default: None, nothing is logged.
 
     Attributes:
         record: the record of the run, or None before the first fit.

@@ -29,13 +29,14 @@ class RunSummary(RecordView):
 
     Attributes:
         summary: the contents of ``run.json`` without curves and environment; empty before the end of the first fit.
-            Unknown values are None. The keys:
+            Unknown values are None. The keys, to which callbacks add others (``run_facts``):
 
             - ``status``: "completed", "pruned", "interrupted" (Ctrl-C, or a signal) or "failed". A fit that skipped all
               steps has the status "failed".
             - ``error``: the exception that ended the fit, the reason why no weight was updated, or None.
             - ``module``: the class of the module.
             - ``precision``, ``devices``: such as "16-mixed" and "2 x NVIDIA A100".
+            - ``sharding``: number of processes, and when gradients are reduced. Missing if nothing is sharded.
             - ``gpu``: on CUDA, ``capability`` and ``tf32``, the operations that use TF32. Otherwise None.
             - ``prefetching``: "1 batch, from pinned memory" or "1 batch, from memory that is not pinned: ..." with
               advice. Missing if no batches were prefetched.

@@ -43,9 +43,9 @@ class ScaleMonitor(RunCallback):
     Adds no host-device synchronization. Values that are not finite are logged unchanged.
 
     Args:
-        window: number of optimizer steps that the skip rate is computed over.
-        every_n_steps: number of weight updates between two measurements of the gradients; 0 for none.
-        worst_layers: number of parameters with an underflow that is logged separately.
+        window: number of optimizer steps that the skip rate is computed over. Default: 100.
+        every_n_steps: number of weight updates between two measurements of the gradients; 0 for none. Default: 50.
+        worst_layers: number of parameters to log separately, those with the largest underflow. Default: 3.
 
     Attributes:
         underflow: the last measurement: all parameters together, then each one, the largest share first.

@@ -22,8 +22,9 @@ class AutoPrecision(Precision):
     Every process checks its own device. If the devices differ, name a precision explicitly.
 
     Args:
-        init_scale, growth_factor, backoff_factor, growth_interval, min_scale, max_scale, cpu_kernels: as in
+        init_scale, growth_factor, backoff_factor, growth_interval, min_scale, max_scale: as in
             :class:`~trainer.precision.MixedPrecision`. They have an effect only if ``16-mixed`` is chosen.
+        cpu_kernels: has no effect, because ``16-mixed`` is chosen only on a GPU.
         fp32_modules, autocast_ops, autocast_cache: as in :class:`~trainer.precision.MixedPrecision`. They have no
             effect if ``32-true`` is chosen.
 

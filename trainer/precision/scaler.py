@@ -232,6 +232,10 @@ class LossScaler(torch.amp.GradScaler):
         """Adjust the scale, once for all steps since the last ``update``. No-op if there were no steps.
 
         This happens on the device. Outcomes that the host does not know yet are copied; see :meth:`resolve_outcome`.
+
+        Args:
+            new_scale: the new scale, within the limits, also if there were no steps. Then :meth:`resolve_outcome`
+                returns no skipped steps. Default: None, the scale follows from the steps.
         """
         if not self._enabled:
             return

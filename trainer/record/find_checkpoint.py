@@ -13,7 +13,7 @@ from trainer.record.sweep import load_sweep
 CONFIG = Path(".hydra", "config.yaml")
 """The config of a run, in its folder."""
 _MAX_DEPTH = 4
-"""Largest number of folders between the folder of a run and its checkpoint."""
+"""Number of folders above a checkpoint that are searched for its run."""
 
 
 def is_checkpoint_folder(path: Path) -> bool:
