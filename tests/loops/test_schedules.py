@@ -234,6 +234,13 @@ def test_plateau_schedule_by_steps_ignores_a_skipped_step(tmp_path):
     assert rates == [0.1, 0.1, 0.05, 0.05, 0.05]
 
 
+def test_plateau_schedule_that_counts_batches_is_refused(tmp_path):
+    with pytest.raises(
+        ConfigurationError, match="'interval': 'batch' for the schedule ReduceLROnPlateau, expected 'step'"
+    ):
+        make_trainer(tmp_path).fit(Plateau([1.0], interval="batch"), loader_of(make_batches(1)))
+
+
 @pytest.mark.parametrize("frequency", [0, -1])
 def test_frequency_below_one_is_refused(tmp_path, frequency):
     module = Regression(make_net(), schedule=halve, interval="step", frequency=frequency)

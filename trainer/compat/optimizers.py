@@ -90,12 +90,17 @@ def _configure_schedules(schedules: list[Any], monitor: str | None) -> list[Any]
     """Return Lightning's configs of the schedules. Its parsing rejects the interval ``"batch"``.
 
     Raises:
-        ConfigurationError: if a ``frequency`` is below 1.
+        ConfigurationError: if a ``frequency`` is below 1, or a plateau schedule has the interval ``"batch"``.
     """
     by_batch = [isinstance(schedule, dict) and schedule.get("interval") == "batch" for schedule in schedules]
     known = [{**s, "interval": "step"} if special else s for s, special in zip(schedules, by_batch, strict=True)]
     configs = parsing._configure_schedulers_automatic_opt(known, monitor)
     for config, special in zip(configs, by_batch, strict=True):
+        if special and config.reduce_on_plateau:
+            raise ConfigurationError(
+                f"Got 'interval': 'batch' for the schedule {type(config.scheduler).__name__}, expected 'step' or"
+                " 'epoch': a plateau schedule reads its metric after an optimizer step or an epoch."
+            )
         config.interval = "batch" if special else config.interval
         if config.frequency < 1:
             raise ConfigurationError(
