@@ -26,6 +26,9 @@ from trainer.errors import UnsupportedError, warn
 from trainer.module_tree import parameters_of
 from trainer.precision.scaler import LossScaler, UpdateOutcome
 
+_EXTRA_STATE = "_extra_state"
+"""The last part of torch's key for the result of ``get_extra_state``."""
+
 
 class Part(NamedTuple):
     """The part of a parameter that this process steps.
@@ -227,14 +230,18 @@ class ZeroModule:
         for name, target in targets.items():
             if name not in state:
                 continue
+            owner, _, last = name.rpartition(".")
+            if last == _EXTRA_STATE:
+                self.module.get_submodule(owner).set_extra_state(state[name])
+                continue
+            shape = getattr(target, "ds_shape", target.shape)
+            if state[name].shape != shape:
+                raise RuntimeError(
+                    f"size mismatch for {name}: got {tuple(state[name].shape)}, expected {tuple(shape)}."
+                )
             if isinstance(target, nn.Parameter):
-                shape = getattr(target, "ds_shape", target.shape)
-                if state[name].shape != shape:
-                    raise RuntimeError(
-                        f"size mismatch for {name}: got {tuple(state[name].shape)}, expected {tuple(shape)}."
-                    )
                 self.set(target, state[name].to(self._device))
-            elif isinstance(target, Tensor):
+            else:
                 target.copy_(state[name])
 
     def optimizer_state(self, keep: bool) -> dict[str, Any]:
