@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from trainer.checkpoint import files
-from trainer.errors import CheckpointError, CheckpointWriteError
+from trainer.errors import CheckpointError, CheckpointNotFoundError, CheckpointWriteError
 
 
 def content(seed: int = 0) -> dict[str, Any]:
@@ -168,7 +168,8 @@ def test_file_without_a_checksum_is_read_before_it_is_selected(tmp_path: Path) -
 
 
 def test_unreadable_file_raises_a_checkpoint_error(tmp_path: Path) -> None:
-    assert "cannot be read: No such file" in complaint(tmp_path / "x.ckpt")
+    with pytest.raises(CheckpointNotFoundError, match=r"x\.ckpt cannot be read: No such file"):
+        files.verify(tmp_path / "x.ckpt")
     assert "is not a checkpoint, or is incomplete: it has no manifest.json" in complaint(tmp_path)
 
 

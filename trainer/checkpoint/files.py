@@ -27,7 +27,7 @@ from typing import Any, BinaryIO
 
 from trainer.checkpoint import sharded_files
 from trainer.checkpoint.manifest import FORMAT, PART, Manifest
-from trainer.errors import CheckpointError, CheckpointWriteError, warn
+from trainer.errors import CheckpointError, CheckpointNotFoundError, CheckpointWriteError, warn
 from trainer.files import replacing, sync_folder
 
 EXTENSION = ".ckpt"
@@ -234,6 +234,7 @@ def verify(path: str | Path) -> bool:
     files, such as those of torch before 1.6 or encrypted ones, because they cannot be verified.
 
     Raises:
+        CheckpointNotFoundError: if the checkpoint does not exist.
         CheckpointError: if the checkpoint was truncated, extended or changed, or it cannot be read.
     """
     path = Path(path)
@@ -249,7 +250,8 @@ def verify(path: str | Path) -> bool:
         else:
             return False
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}.") from error
+        kind = CheckpointNotFoundError if isinstance(error, FileNotFoundError) else CheckpointError
+        raise kind(f"{path} cannot be read: {error.strerror or error}.") from error
     return True
 
 

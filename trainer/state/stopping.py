@@ -24,7 +24,7 @@ class StoppingConditions:
         min_steps: optimizer steps before ``should_stop`` takes effect; None for no minimum.
         check_val_every_n_epoch: epochs between validations; None to count batches over all epochs.
         log_every_n_steps: accumulation windows between two rows of a step's values in the loggers; 0 for no such rows.
-            Each epoch adds a row at its end.
+            Values of an epoch are logged in any case.
         val_check_seconds: seconds between validations; None to count batches.
         any_rank: takes this process's decision whether it is time to validate; returns the common decision of all
             processes.
