@@ -88,11 +88,12 @@ def test_metric_object_of_two_stages_or_dataloaders_is_refused(
 ) -> None:
     module = Shares(training, validation, resets)
     trainer, data = make_trainer(tmp_path, num_sanity_val_steps=0), loader_of(make_batches(3))
+    val_data = [loader_of(make_batches(3 + 2 * i)) for i in range(loaders)]
     if refused is not None:
         with pytest.raises(ConfigurationError, match=rf"\(MeanMetric\) logged as {refused} also updated .* reset\(\)"):
-            trainer.fit(module, data, [data] * loaders)
+            trainer.fit(module, data, val_data)
         return
-    trainer.fit(module, data, [data] * loaders)
+    trainer.fit(module, data, val_data)
     names = ["val"] if loaders == 1 else ["val/dataloader_idx_0", "val/dataloader_idx_1"]
     assert trainer.callback_metrics == {"train": 1.0, **{name: float(i) for i, name in enumerate(names)}}
 

@@ -16,7 +16,7 @@ from trainer.errors import warn
 from trainer.loops.batch_path import NO_PATH, BatchPath
 from trainer.loops.distributed_pass import DistributedPass
 from trainer.loops.hooks import NO_HOOKS, Hooks
-from trainer.state.metric_objects import metric_objects_in, update_counts
+from trainer.state.metric_objects import metric_objects_in, update_counts, updates_of
 from trainer.state.metrics import MetricStore, PublishedMetrics
 from trainer.state.progress import EvalProgress, FitProgress
 
@@ -223,6 +223,8 @@ class EvalLoop:
         with path.forward_context():
             output = path.step(batch, *indices)
         self.hooks.scope.enter(outer)
+        if batch_idx == 0:
+            self.note_resets()
         if output is None and self.stage == "predict" and not self.has_warned:
             self.has_warned = True
             if self.engine.global_rank == 0:
@@ -239,6 +241,12 @@ class EvalLoop:
             if self.published.loggers:
                 self.published.send(self.metrics.current().logger, seen[dataloader_idx or 0], exact_step=True)
             seen[dataloader_idx or 0] += 1
+
+    def note_resets(self) -> None:
+        """Record which metric objects the first batch of a dataloader has reset."""
+        for metric in self.metric_objects:
+            if updates_of(metric) <= self.updates_before.get(id(metric), 0):
+                self.updates_before[id(metric)] = 0
 
     def close_dataloader(self, dataloader_idx: int, several: bool) -> Metrics:
         """Close a dataloader after its last batch, or if it had none: publish its metrics of the epoch."""
