@@ -52,7 +52,7 @@ class TrainingBatches:
             Default: None, they are kept.
         watch: wraps the batches of an epoch, for a profiler. Default: None.
         opened_for: the epoch of a pass that was opened when the dataloaders were created. Default: -1, no pass.
-        resized: called if the number of batches is another one than in the previous epoch. Default: a no-op.
+        resized: called if the number of batches differs from that of the previous epoch. Default: a no-op.
 
     Attributes:
         num_batches: batches in one pass, by the length of the dataloaders; inf if unknown. The pass has fewer if the

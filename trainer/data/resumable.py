@@ -128,6 +128,7 @@ class ResumableLoader:
 
         Returns:
             The reasons why the following batches may differ from those of an uninterrupted run; empty if they do not.
+            If the pass was over, changed settings are no reason, because data may change between two epochs.
         """
         self._resumed, self._finished = None, {}
         if not state:
@@ -324,7 +325,7 @@ def _has_state(value: Any) -> bool:
 class StatefulLoader(ResumableLoader):
     """A loader that has ``state_dict`` and ``load_state_dict``, such as torchdata's ``StatefulDataLoader``.
 
-    It does not keep the random states of its workers, so they are kept here.
+    Such a loader does not save the random states of its workers, so this class saves them.
     """
 
     kind = "stateful"

@@ -243,7 +243,7 @@ class EvalLoop:
             seen[dataloader_idx or 0] += 1
 
     def note_resets(self) -> None:
-        """Record which metric objects the first batch of a dataloader has reset."""
+        """Discard the earlier updates of metric objects that the first batch of a dataloader has reset."""
         for metric in self.metric_objects:
             if updates_of(metric) <= self.updates_before.get(id(metric), 0):
                 self.updates_before[id(metric)] = 0

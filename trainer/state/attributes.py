@@ -26,7 +26,7 @@ _SAMPLERS = Limits(items=2**14, elements=2**20)
 """Weights and indices of samplers may change, and workers do not read them."""
 _MAX_OBJECTS = 200
 _SAVED_ELSEWHERE = (*plain_values.NUMBERS, *generators.KINDS)
-"""If an attribute still is the same object of one of these types, its change, if any, is not one of the attribute."""
+"""An attribute that is still the same object of one of these types is unchanged: generators are saved by themselves."""
 _LOST = ["lost"]
 """Stands for a value that cannot be restored."""
 ABSTRACT: set[Any] = {object, ABC, Generic, Protocol}
@@ -44,7 +44,7 @@ class AttributeChanges:
     Args:
         objects: the objects to watch.
         holders: objects of other packages, of which only the random generators are watched. Default: none.
-        limits: which values are copied, for objects that are no data. Default: None, those for data.
+        limits: which values are copied. Default: None, the limits for data and samplers.
         ignored: returns the attributes of an object that are not watched. Default: none are ignored.
         max_objects: largest number of watched objects. Default: 200.
         elsewhere: returns the memory of tensors that are saved elsewhere, such as weights. Default: none.
