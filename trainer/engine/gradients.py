@@ -197,7 +197,7 @@ class Gradients:
         return norm
 
     def step(self, optimizer: Optimizer, **kwargs: Any) -> None:
-        """Step the optimizer. An enabled scaler skips the step if a gradient is not finite, or if there are none."""
+        """Step the optimizer. An enabled scaler skips the step if a gradient is not finite, or without gradients."""
         self.scaler.step(optimizer, **kwargs)
 
     def update(self, accumulating: Sequence[Optimizer] = ()) -> UpdateOutcome | None:
