@@ -77,10 +77,10 @@ class TabularMLP(L.LightningModule):
         return outputs.squeeze(1).to(self.target_std.dtype) * self.target_std + self.target_mean
 
     def on_fit_start(self) -> None:
-        """Read the mean and standard deviation of the targets from the data module."""
+        """Read the mean and standard deviation of the targets from the data module, if it has them."""
         data = getattr(self.trainer, "datamodule", None)
-        self.target_mean.fill_(getattr(data, "target_mean", 0.0))
-        self.target_std.fill_(getattr(data, "target_std", 1.0))
+        self.target_mean.fill_(getattr(data, "target_mean", self.target_mean))
+        self.target_std.fill_(getattr(data, "target_std", self.target_std))
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         """Return the loss of a batch, a scalar."""

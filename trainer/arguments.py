@@ -253,7 +253,12 @@ _TABLE = (
     Argument("precision", None, "32-true, 16-mixed, bf16-mixed, ..."),
     Argument("logger", None, "one or more loggers"),
     Argument("callbacks", None, "callbacks in addition to the default ones"),
-    Argument("fast_dev_run", False, "true: run one batch of each stage, and write nothing", (*SWITCH, COUNT, None)),
+    Argument(
+        "fast_dev_run",
+        False,
+        "true: run one batch of each stage, without loggers and checkpoints",
+        (*SWITCH, COUNT, None),
+    ),
     Argument("max_epochs", None, "epochs to train; -1: no limit", (ENDLESS, None)),
     Argument("min_epochs", None, "epochs to train before a callback may stop the run", (COUNT, None)),
     Argument("max_steps", -1, "optimizer steps to train; -1: no limit", (ENDLESS,)),

@@ -1,6 +1,6 @@
 """Custom examples for fine-tuning: texts, prompts with their completions, or texts with classes."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,8 @@ from recipes.data.text import NO_TARGET, TextData, split_documents
 from recipes.data.tokenizers import load_tokenizer
 
 Example = tuple[list[int], list[int] | int]
+
+_KINDS = (["prompt", "completion"], ["text", "label"], ["text"])
 
 
 class Examples(TextData):
@@ -76,14 +78,16 @@ class Examples(TextData):
             )
         first = next(iter(json_lines(file, [])), None)
         given = [*first] if isinstance(first, dict) else []
-        kinds = (["prompt", "completion"], ["text", "label"], ["text"])
-        fields = next((kind for kind in kinds if {*kind} <= {*given}), None)
+        fields = _kind_of(given)
         if fields is None:
             raise ValueError(
                 f"{file.resolve()} begins with {given or first or 'nothing'}, expected lines with"
                 " 'prompt' and 'completion', 'text' and 'label', or 'text'."
             )
-        rows = list(json_lines(file, fields))  # all of the same kind
+        rows = list(json_lines(file, fields))
+        for number, row in enumerate(rows, start=1):
+            if (kind := _kind_of(row)) != fields:
+                raise ValueError(f"{file}: example {number} has {kind}, and example 1 has {fields}: expected one kind.")
         examples = self._examples(rows, fields, file)
         sizes = [len(tokens) for tokens, _ in examples]
         for name, places in split_documents(sizes, self.held_out, self.split_seed).items():
@@ -111,6 +115,12 @@ class Examples(TextData):
             cut = slice(-self.context, None) if prompt else slice(self.context)
             examples.append((ids[:-1][cut], targets[cut]))
         return examples
+
+
+def _kind_of(names: Iterable[str]) -> list[str] | None:
+    """Return the fields that determine the kind of an example with these names, or None if it is not an example."""
+    given = {*names}
+    return next((kind for kind in _KINDS if given.issuperset(kind)), None)
 
 
 def _collate(end: int, examples: Sequence[Example]) -> tuple[Tensor, Tensor, Tensor]:

@@ -105,6 +105,14 @@ def test_regression_speaks_in_the_targets_unit(tmp_path):
     assert tested["test_loss"] == pytest.approx(F.mse_loss(predictions, targets).item() / data.target_std**2, rel=1e-4)
 
 
+def test_unit_of_the_targets_stays_if_the_data_has_none(tmp_path):
+    data, module = table("diabetes"), model("diabetes")
+    make_trainer(tmp_path).fit(module, data)
+    unit = module.target_mean.item(), module.target_std.item()
+    make_trainer(tmp_path).fit(module, data.train_dataloader(), data.val_dataloader())
+    assert (module.target_mean.item(), module.target_std.item()) == unit != (0.0, 1.0)
+
+
 def test_targets_unit_may_be_too_large_or_too_fine_for_16_bits():
     module, features, dtype = model("diabetes"), torch.randn(50, 10), torch.float16
     module.target_mean.fill_(250_000.0)

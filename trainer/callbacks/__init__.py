@@ -1,6 +1,7 @@
 """Callbacks that come with the Trainer.
 
-They are ordinary ``lightning.Callback``s, and can be combined with Lightning's callbacks.
+They are ordinary ``lightning.Callback``s, and can be combined with Lightning's callbacks. Some of them require the
+Trainer of this package.
 """
 
 from __future__ import annotations
