@@ -31,7 +31,7 @@ def plain(value: Any, place: str, left_out: list[str]) -> Any:
         value: any value.
         place: its place, for ``left_out``.
         left_out: list that collects the place and type of each value without a plain form. Such values are removed from
-            their containers; if ``value`` itself has no plain form, None is returned.
+            dicts; None replaces them in lists and tuples, and is returned for ``value`` itself.
     """
     if value is None or type(value) in _LEAVES or isinstance(value, _PLAIN_TYPES):
         return value

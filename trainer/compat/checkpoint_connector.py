@@ -365,7 +365,7 @@ class CheckpointConnector(_CheckpointConnector):
 
 
 def _announce_settings(optimizers: Iterable[Optimizer], states: Iterable[dict[str, Any]], advice: str) -> None:
-    """Log each optimizer's first setting with another value in the code, because the checkpoint's value is used."""
+    """Log the first rate or weight decay of each optimizer that differs in the code, because it has no effect."""
     for optimizer, state in zip(optimizers, states, strict=False):
         for group, saved in zip(optimizer.param_groups, state.get("param_groups", ()), strict=False):
             rate = "initial_lr" if "initial_lr" in group and "initial_lr" in saved else "lr"

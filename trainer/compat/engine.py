@@ -105,7 +105,7 @@ class LightningEngine:
         model: the strategy-wrapped form of the module; the module itself on one device.
         restores_after_setup: whether weights are loaded into the module after the strategy has wrapped it, instead of
             before.
-        may_change_world_size: whether the run may be resumed on another number of processes: ``num_nodes="auto"``.
+        may_change_world_size: whether a restart may have another number of processes: ``num_nodes="auto"``.
         kind: the kind of strategy, as in ``unsupported_with`` of a callback.
         keeps_optimizers: whether the optimizers cannot be exchanged during a run.
         exposes_gradients: whether gradients can be read between a backward pass and the step.

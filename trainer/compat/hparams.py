@@ -49,7 +49,7 @@ def make_loadable(checkpoint: dict[str, Any], *owners: Any) -> None:
     cannot be pickled, that our reader cannot skip (:mod:`trainer.checkpoint.inert`), or that holds a secret is replaced
     by its plain form: OmegaConf configs, dataclasses and Namespaces become dicts; paths become strings; enums become
     their values; NumPy arrays become lists; timedeltas become seconds. An object without a plain form is left out, with
-    a warning.
+    a warning; in a list, None replaces it.
 
     Each message appears once for each module and datamodule.
     """

@@ -354,7 +354,7 @@ class LoggerConnector(_LoggerConnector):
 
     @property
     def logged_metrics(self) -> dict[str, Any]:
-        """All metrics logged so far for loggers; 0-dim tensors."""
+        """All metrics logged so far for loggers; 0-dim tensors or numbers."""
         return self._fresh().logged
 
     @property

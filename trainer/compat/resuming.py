@@ -29,7 +29,7 @@ _CHECKPOINTS = "checkpoints/**/*.ckpt"  # below the folder of a logger: the defa
 
 
 def newest_checkpoint(trainer: Trainer, session: ExitStack, extra: Any = None) -> str | None:
-    """Return the newest good checkpoint in the folders of this run or at the path ``extra``, or None.
+    """Return the newest good checkpoint in the folders of this run or at the local path ``extra``, or None.
 
     The result is the same on all ranks.
 
