@@ -37,6 +37,7 @@ from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, Stochast
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 
+from trainer.callbacks.fast_settings import FastSettings
 from trainer.callbacks.nonfinite_guard import NonFiniteGuard
 from trainer.callbacks.overflow_report import OverflowReport
 from trainer.checkpoint import loading as state
@@ -175,7 +176,7 @@ def _call_save_hooks(trainer: Trainer, checkpoint: Checkpoint) -> None:
     is_whole = "optimizer_states" in checkpoint
     for callback in trainer.callbacks:
         # as in Lightning, other callbacks are not called if only the weights are saved
-        if is_whole or isinstance(callback, (NonFiniteGuard, OverflowReport)):
+        if is_whole or isinstance(callback, (FastSettings, NonFiniteGuard, OverflowReport)):
             callback.on_save_checkpoint(trainer, trainer.lightning_module, checkpoint)
     trainer.lightning_module.on_save_checkpoint(checkpoint)
 
