@@ -397,6 +397,12 @@ def recipe(batch: Any, **known: Any) -> Recipe:
     return Recipe("mine", {"data": {}}, loaded=LoadedBatch(batch, 0.0, None, 0, 0), **known)
 
 
+def test_module_itself_is_not_advised_to_run_in_float32():
+    sentence, *_ = first_look._float16([Layer("", "Net", 1, gradient=1e6, nonzero=1)])["sentences"]
+    assert sentence.startswith("float16 overflows in Net itself: ")
+    assert sentence.endswith(" Use bf16-mixed, which has float32's range.")
+
+
 def test_batch_size_of_the_trial_step():
     batch = [torch.zeros(64, 3)]
     cpu, cuda = torch.device("cpu"), torch.device("cuda")

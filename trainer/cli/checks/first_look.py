@@ -139,10 +139,11 @@ def _float16(layers: list[Layer]) -> dict[str, Any]:
     ]
     if overflowing:
         names = ",".join(layer.name for layer in overflowing[:_MAX_LAYERS] if layer.name)
+        modules = f"precision.fp32_modules=[{names}] to run these in float32, or " if names else ""
         sentences = [
             f"float16 overflows in {join_first(map(_name, overflowing), _MAX_LAYERS)}: its largest number is"
-            f" {LARGEST:,.0f}, and values reach {_number(overflowing[0].largest)}. Use precision.fp32_modules=[{names}]"
-            " to run these in float32, or bf16-mixed, which has float32's range."
+            f" {LARGEST:,.0f}, and values reach {_number(overflowing[0].largest)}. Use {modules}bf16-mixed, which has"
+            " float32's range."
         ]
     if lost:
         worst = max(layers, key=lambda layer: layer.share)
