@@ -15,7 +15,7 @@ from trainer.cli.arguments import UsageError, read
 from trainer.cli.report.selection import choose_subject
 from trainer.cli.validate import validate
 from trainer.cli.workdir import claim
-from trainer.record.find_checkpoint import find
+from trainer.record.find_checkpoint import checkpoints_in, find
 from trainer.record.run_record import load_run
 
 pytestmark = [pytest.mark.usefixtures("project"), pytest.mark.filterwarnings("default")]
@@ -163,6 +163,7 @@ def test_parts_of_sharded_checkpoints_are_no_checkpoints(run):
     write(folder, {".7-1f.ckpt-part/state.ckpt": ""})  # its process has been killed
     (run / "run.json").unlink()
     assert find(run) == find(run, latest=True) == folder / "epoch=0-step=4.ckpt"
+    assert checkpoints_in(run) == [folder / "epoch=0-step=4.ckpt"]
 
 
 MISTAKES = [

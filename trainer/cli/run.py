@@ -31,7 +31,7 @@ from trainer.cli.workdir import resume_command, words_of_run
 from trainer.errors import ConfigurationError, FolderInUseError, TrainerError, memory_at
 from trainer.files import from_here
 from trainer.loggers import LoggedRun
-from trainer.record.find_checkpoint import run_of
+from trainer.record.find_checkpoint import checkpoints_in, run_of
 from trainer.record.provenance import environment
 from trainer.record.run_record import SUCCESSFUL, RunRecord, read_json
 from trainer.record.sweep import worth_showing
@@ -245,7 +245,7 @@ def _with_tracking(settings: dict[str, Any], folder: Path, record: RunRecord) ->
 
 def _print_resume_command(folder: Path, config: DictConfig, trainer: Trainer | None) -> None:
     """Print the command that resumes an interrupted fit. For the jobs of a sweep, the sweep prints it."""
-    has_saved = any(folder.rglob("*.ckpt")) and not getattr(trainer, "fast_dev_run", False)
+    has_saved = bool(checkpoints_in(folder)) and not getattr(trainer, "fast_dev_run", False)
     words = words_of_run()
     if config.command != "fit" or not is_first() or PARENT in os.environ or not has_saved:
         return
@@ -318,7 +318,7 @@ def _execute(settings: dict[str, Any], record: RunRecord, module: Any, data: Any
     if command == "predict":
         _predict(Path(record.facts["run_dir"]), module, data, trainer, checkpoint)
         return
-    if trainer.resume == "auto" and any(Path(record.facts["run_dir"]).rglob("*.ckpt")):
+    if trainer.resume == "auto" and checkpoints_in(Path(record.facts["run_dir"])):
         checkpoint = None  # resume the run in this folder, even if it originally started from another checkpoint
     options: dict[str, Any] = {"verbose": False} if command in ("validate", "test") and is_quiet() else {}
     if command == "fit" and settings["weights"] is not None:

@@ -21,6 +21,11 @@ def is_checkpoint_folder(path: Path) -> bool:
     return (path / MANIFEST).is_file()
 
 
+def checkpoints_in(folder: Path) -> list[Path]:
+    """Return the checkpoints in a folder and its subfolders, without the parts of sharded checkpoints."""
+    return [file for file in folder.rglob("*.ckpt") if ".ckpt" not in file.relative_to(folder).parent.name]
+
+
 def find(path: Path, *, latest: bool = False, key: str = "ckpt") -> Path:
     """Return the checkpoint at ``path``, or the best checkpoint of the run in that folder, otherwise its last one.
 
@@ -44,9 +49,8 @@ def find(path: Path, *, latest: bool = False, key: str = "ckpt") -> Path:
     folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
     is_of_run = folder != path or (path / CONFIG).is_file()
     # names such as {val/loss} have a slash, and ModelCheckpoint may have another folder
-    found = folder.rglob("*.ckpt") if is_of_run else folder.glob("*.ckpt")
-    whole = (file for file in found if ".ckpt" not in file.relative_to(folder).parent.name)  # not in a sharded one
-    files = sorted(whole, key=lambda file: file.stat().st_mtime)
+    found = checkpoints_in(folder) if is_of_run else folder.glob("*.ckpt")
+    files = sorted(found, key=lambda file: file.stat().st_mtime)
     last = [file for file in files if file.stem.partition("-v")[0] == "last"]
     others = [file for file in files if file not in last]
     if latest and files:  # an interruption may have written a checkpoint after last.ckpt

@@ -30,6 +30,7 @@ from trainer.cli.plugins import SUBMITIT_PREFIX
 from trainer.cli.processes import PARENT, clean_environment, is_first
 from trainer.cli.workdir import config_flags, quoted, unresolved_words
 from trainer.files import from_here
+from trainer.record.find_checkpoint import checkpoints_in
 from trainer.record.run_record import RUN, SUCCESSFUL, RunRecord, load_run, read_json, shown
 from trainer.terminal import is_quiet
 
@@ -164,7 +165,7 @@ class Job:
         Raises:
             UsageError: if they are of a job with other values of the settings that differ between jobs.
         """
-        if not self.resumes or not any(self.folder.rglob("*.ckpt")):
+        if not self.resumes or not checkpoints_in(self.folder):
             return
         before, now = (
             [word for word in words if word.lstrip("+~").partition("=")[0] in self.swept]
