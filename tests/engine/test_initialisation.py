@@ -109,6 +109,21 @@ class Whole(Own):
                 self.scale.fill_(2.0)
 
 
+@pytest.mark.parametrize("method", ["init_weights", "_init_weights"])
+def test_integers_that_no_method_fills_are_named(method: str) -> None:
+    class Positions(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("ids", torch.arange(3))
+
+    setattr(Positions, method, lambda *_: None)
+    with pytest.raises(ConfigurationError, match=r"without values: ids"):
+        initialise(on_meta(Positions), CPU)
+    setattr(Positions, method, lambda self, *_: self.ids.copy_(torch.arange(3)))
+    initialise(filled := on_meta(Positions), CPU)
+    assert filled.ids.tolist() == [0, 1, 2]
+
+
 def test_init_weights_has_precedence() -> None:
     model = on_meta(Whole)
     initialise(model, CPU)

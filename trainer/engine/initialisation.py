@@ -20,6 +20,9 @@ from trainer.engine.parts import local
 from trainer.errors import ConfigurationError, join_first
 from trainer.module_tree import owned_tensors
 
+_INTEGERS = (torch.int16, torch.int32, torch.int64)
+"""Dtypes with a smallest integer that no buffer contains."""
+
 
 def initialise(root: nn.Module, device: torch.device, finish: Callable[[Tensor, Tensor], None] | None = None) -> None:
     """Allocate and initialize all parameters and buffers on the meta device.
@@ -31,7 +34,8 @@ def initialise(root: nn.Module, device: torch.device, finish: Callable[[Tensor, 
             memory). All processes call it. None if parameters are not sharded. Default: None.
 
     Raises:
-        ConfigurationError: if a parameter or buffer was not initialized. The message names it.
+        ConfigurationError: if a parameter or buffer was not initialized. The message names it. Booleans and integers of
+            8 bits are checked only if no method initializes their module.
     """
     empty = [(one.owner, one.name, one.path) for one in owned_tensors(root) if one.tensor.is_meta]
     if not empty:
@@ -102,7 +106,7 @@ def _initializers(root: nn.Module) -> dict[nn.Module, nn.Module]:
 
 
 def _allocate(root: nn.Module, device: torch.device, *, sharded: bool) -> None:
-    """Allocate the tensors on the meta device and fill them with NaN, to detect those that stay uninitialized."""
+    """Allocate the tensors on the meta device and mark them, to detect those that stay uninitialized."""
     if sharded:
         apply: Any = root._apply  # as `to_empty` does; FSDP takes its new shards from here
         apply(lambda tensor: _allocated_shard(tensor, device) if tensor.is_meta else tensor)
@@ -125,22 +129,30 @@ def _allocated_parameter(parameter: nn.Parameter, device: torch.device) -> nn.Pa
 
 
 def _allocated(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return memory for the whole of ``tensor``, filled with NaN, or with 0 if the dtype has no NaN."""
-    value = torch.nan if tensor.is_floating_point() else 0
-    return torch.full(tensor.shape, value, dtype=tensor.dtype, device=device)
+    """Return memory for the whole of ``tensor``, filled with its :func:`_mark`."""
+    return torch.full(tensor.shape, _mark(tensor), dtype=tensor.dtype, device=device)
 
 
 def _allocated_shard(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return memory for this process's part of ``tensor``, filled with NaN, or with 0 if the dtype has no NaN."""
+    """Return memory for this process's part of ``tensor``, filled with its :func:`_mark`."""
     blank = torch.empty_like(tensor, device=device)
     with torch.no_grad():
-        local(blank).fill_(torch.nan if tensor.is_floating_point() else 0)
+        local(blank).fill_(_mark(tensor))
     return blank
+
+
+def _mark(tensor: Tensor) -> float:
+    """Return the value of an uninitialized element: NaN, the smallest integer, or 0 for other dtypes."""
+    if tensor.is_floating_point():
+        return torch.nan
+    return torch.iinfo(tensor.dtype).min if tensor.dtype in _INTEGERS else 0
 
 
 def _is_empty(tensor: Any) -> bool:
     part = local(tensor).detach()
-    return bool(part.is_meta or (part.is_floating_point() and part.isnan().any()))
+    if part.is_meta or part.dtype in _INTEGERS:
+        return bool(part.is_meta or (part == _mark(part)).any())
+    return bool(part.is_floating_point() and part.isnan().any())
 
 
 def _named(part: nn.Module, name: str, outer: str) -> str:
