@@ -449,3 +449,18 @@ def test_module_that_no_step_calls(tmp_path, monkeypatch):
     monkeypatch.setitem(torch._dynamo.utils.counters["stats"], "unique_graphs", 0)
     with pytest.warns(match="Compile has compiled nothing: no step has called 'a'. Steps have to call modules"):
         make_trainer(tmp_path, callbacks=[Compile(backend="eager")]).fit(Parts(a=Custom()), loader_of(make_batches(1)))
+
+
+def test_graph_breaks_of_an_earlier_run_do_not_count() -> None:
+    def broken(x: Tensor) -> Tensor:
+        torch._dynamo.graph_break()
+        return x + 1
+
+    watch = compilation.Compilations()
+    watch.start()
+    torch.compile(broken, backend="eager")(torch.ones(2))
+    watch.stop()
+    assert watch.graph_breaks == 1
+    watch.start()
+    watch.stop()
+    assert watch.graph_breaks == 0

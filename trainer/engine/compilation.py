@@ -161,7 +161,7 @@ class Compilations:
 
     def start(self) -> None:
         """Start recording."""
-        self.done, self._has_news = [], False
+        self.done, self.graph_breaks, self._has_news = [], 0, False
         self._until = max((record.start_time for record in _records()), default=0.0)
         self._breaks_before = _graph_breaks()
         try:
