@@ -198,6 +198,14 @@ def test_loss_that_is_not_finite_is_a_spike(tmp_path: Path) -> None:
     assert_same_weights(module.net, net)
 
 
+def test_newer_checkpoints_with_weights_only_are_passed_over(tmp_path: Path) -> None:
+    weights = ModelCheckpoint(tmp_path / "weights", every_n_train_steps=1, save_top_k=-1, save_weights_only=True)
+    callbacks = [*callbacks_of(tmp_path, 3), weights]
+    with pytest.warns(UserWarning, match=ROLLED_BACK):
+        fit(tmp_path, Regression(), make_batches(NUMBER, gains={SPIKE: 50.0}), callbacks)
+    assert [one["to_step"] for one in callbacks[0].rollbacks] == [15]
+
+
 def test_run_without_an_earlier_checkpoint_continues(tmp_path: Path) -> None:
     module, batches = Regression(), make_batches(8, gains={6: 50.0})
     with pytest.warns(UserWarning, match=ROLLED_BACK + ".* The run continues without a rollback"):

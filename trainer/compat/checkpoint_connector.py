@@ -260,8 +260,9 @@ class CheckpointConnector(_CheckpointConnector):
             progress = resuming.loops_in(path).get(checkpoints.TRAINER_KEY, {}).get("progress")
             if progress is None or progress["optimizer_steps"] > max_step:
                 continue
-            with suppress(CheckpointError):  # skip a damaged checkpoint, or one with weights only
-                if files.verify(path):
+            with suppress(CheckpointError):  # skip a damaged checkpoint
+                is_valid, manifest = files.verify(path), files.read_manifest(path)
+                if is_valid and (manifest is None or manifest.resumable):  # not with weights only
                     epoch, batch_idx = progress["epoch"], progress["batch_idx"] + 1
                     if batch_idx and progress.get("is_last_batch"):
                         epoch, batch_idx = epoch + 1, 0
