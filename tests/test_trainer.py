@@ -212,6 +212,10 @@ def test_fit_then_evaluate() -> None:
 def test_no_module_at_all() -> None:
     with pytest.raises(TypeError, match="requires a `LightningModule` when it hasn't been passed in a previous run"):
         ours().validate(dataloaders=data(2))
+    trainer = ours(max_epochs=1)
+    trainer.fit(Classifier(), data(2), data(2))
+    with pytest.raises(TypeError, match="got `NoneType`"):  # else it would resume from the best checkpoint
+        trainer.fit(None, data(2))
 
 
 # --- data ---------------------------------------------------------------------------------------------------------

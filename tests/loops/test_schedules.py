@@ -241,8 +241,8 @@ def test_plateau_schedule_that_counts_batches_is_refused(tmp_path):
         make_trainer(tmp_path).fit(Plateau([1.0], interval="batch"), loader_of(make_batches(1)))
 
 
-@pytest.mark.parametrize("frequency", [0, -1])
-def test_frequency_below_one_is_refused(tmp_path, frequency):
+@pytest.mark.parametrize("frequency", [0, -1, 1.5, None])
+def test_frequency_that_is_no_count_is_refused(tmp_path, frequency):
     module = Regression(make_net(), schedule=halve, interval="step", frequency=frequency)
     with pytest.raises(ConfigurationError, match=rf"'frequency': {frequency} for the schedule StepLR, expected"):
         make_trainer(tmp_path).fit(module, loader_of(make_batches(1)))

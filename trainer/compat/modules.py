@@ -13,7 +13,7 @@ from lightning.pytorch import Callback, LightningDataModule, LightningModule
 from lightning.pytorch.loops.utilities import _verify_dataloader_idx_requirement
 from lightning.pytorch.trainer.call import _call_configure_model, _call_setup_hook, _call_teardown_hook
 from lightning.pytorch.trainer.configuration_validator import _verify_loop_configurations
-from lightning.pytorch.trainer.states import RunningStage
+from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from lightning.pytorch.utilities.compile import _maybe_unwrap_optimized, _verify_strategy_supports_compile
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
@@ -46,19 +46,20 @@ def attach(trainer: Trainer, model: Any) -> LightningModule:
 
     Args:
         trainer: the Trainer.
-        model: a LightningModule, or the result of ``torch.compile`` for one.
+        model: a LightningModule, or the result of ``torch.compile`` for one. A fit does not accept None.
 
     Raises:
         ConfigurationError: if it is a module of another package.
         TypeError: if it is not a LightningModule, or is None without an earlier run.
     """
     refuse_other_package("model", getattr(model, "_orig_mod", model))
-    if model is None and trainer.lightning_module is None:
+    fitting = trainer.state.fn is TrainerFn.FITTING
+    if model is None and not fitting and trainer.lightning_module is None:
         raise TypeError(
             f"`Trainer.{trainer.state.fn.value}()` requires a `LightningModule` when it hasn't been passed in a"
             " previous run"
         )
-    module = trainer.lightning_module if model is None else _maybe_unwrap_optimized(model)
+    module = trainer.lightning_module if model is None and not fitting else _maybe_unwrap_optimized(model)
     trainer.strategy._lightning_module = module
     module.trainer = trainer
     return module

@@ -90,7 +90,8 @@ def _configure_schedules(schedules: list[Any], monitor: str | None) -> list[Any]
     """Return Lightning's configs of the schedules. Its parsing rejects the interval ``"batch"``.
 
     Raises:
-        ConfigurationError: if a ``frequency`` is below 1, or a plateau schedule has the interval ``"batch"``.
+        ConfigurationError: if a ``frequency`` is not a whole number of at least 1, or a plateau schedule has the
+            interval ``"batch"``.
     """
     by_batch = [isinstance(schedule, dict) and schedule.get("interval") == "batch" for schedule in schedules]
     known = [{**s, "interval": "step"} if special else s for s, special in zip(schedules, by_batch, strict=True)]
@@ -102,11 +103,11 @@ def _configure_schedules(schedules: list[Any], monitor: str | None) -> list[Any]
                 " 'epoch': a plateau schedule reads its metric after an optimizer step or an epoch."
             )
         config.interval = "batch" if special else config.interval
-        if config.frequency < 1:
+        if not hasattr(config.frequency, "__index__") or config.frequency < 1:
             raise ConfigurationError(
                 f"Got 'frequency': {config.frequency!r} for the schedule {type(config.scheduler).__name__}, expected"
-                " at least 1: the number of optimizer steps, epochs or batches between two scheduler steps. Default:"
-                " 1."
+                " a whole number of at least 1: the number of optimizer steps, epochs or batches between two scheduler"
+                " steps. Default: 1."
             )
     return configs
 

@@ -644,7 +644,7 @@ class PublishedMetrics:
 
 
 def to_scalars(metrics: dict[T, Any]) -> dict[T, Any]:
-    """Convert tensors to Python numbers, with at most one host-device synchronization for all.
+    """Convert tensors to Python numbers, with at most one host-device synchronization for each device.
 
     On MPS there are at most two, one of them for integers.
 
@@ -652,7 +652,7 @@ def to_scalars(metrics: dict[T, Any]) -> dict[T, Any]:
         ConfigurationError: if a tensor has more than one element.
     """
     scalars = dict(metrics)
-    on_device: dict[torch.dtype, list[tuple[T, Tensor]]] = {}
+    on_device: dict[tuple[torch.device, torch.dtype], list[tuple[T, Tensor]]] = {}
     for name, value in metrics.items():
         if not isinstance(value, Tensor):
             continue
@@ -664,8 +664,8 @@ def to_scalars(metrics: dict[T, Any]) -> dict[T, Any]:
         if value.device.type == "cpu":
             scalars[name] = value.item()
         else:
-            on_device.setdefault(_dtype_to_read(value), []).append((name, value))
-    for dtype, found in on_device.items():
+            on_device.setdefault((value.device, _dtype_to_read(value)), []).append((name, value))
+    for (_, dtype), found in on_device.items():
         numbers = torch.stack([value.detach().reshape(()).to(dtype) for _, value in found]).tolist()
         scalars.update(zip((name for name, _ in found), numbers, strict=True))
     return scalars
