@@ -30,7 +30,7 @@ from tests.support import (
     train_by_hand,
     value_of,
 )
-from trainer.callbacks import GradientClipping
+from trainer.callbacks import GradientAccumulation, GradientClipping
 from trainer.errors import ConfigurationError
 from trainer.precision import Precision
 
@@ -360,6 +360,23 @@ def test_own_optimizer_step_may_leave_a_step_out(tmp_path, precision):
 
 
 lbfgs = partial(torch.optim.LBFGS, lr=0.2, max_iter=4, line_search_fn="strong_wolfe")
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        ({"gradient_clip_val": 0.5}, "gradient_clip_val"),
+        ({"callbacks": [GradientClipping(clip_value=0.5)]}, "gradient_clip_val"),
+        ({"accumulate_grad_batches": 2}, "accumulate_grad_batches"),
+        ({"callbacks": [GradientAccumulation(schedule={0: 1, 5: 2})]}, "accumulate_grad_batches"),
+    ],
+    ids=str,
+)
+def test_parts_of_automatic_optimization_are_refused(tmp_path, options, name):
+    module = Regression(make_net())
+    module.automatic_optimization = False
+    with pytest.raises(ConfigurationError, match=f"Got {name}, or .*, with manual optimization"):
+        make_trainer(tmp_path, **options).fit(module, loader_of(make_batches(1)))
 
 
 def train_lbfgs_by_hand(net, batches, precision, *, clip=None, schedule=None):

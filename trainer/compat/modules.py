@@ -20,7 +20,10 @@ from torch.optim import SGD, Optimizer
 from torchmetrics import SumMetric
 
 from trainer.arguments import refuse_other_package
+from trainer.callbacks.gradient_clipping import GradientClipping
+from trainer.compat import callback_order
 from trainer.compat.loaders import DrawnLoaderSet, LoaderSet
+from trainer.errors import ConfigurationError
 from trainer.state.metric_objects import metric_objects_in, saved_attributes
 from trainer.state.program import ProgramState, package_of
 
@@ -68,7 +71,24 @@ def attach(trainer: Trainer, model: Any) -> LightningModule:
 def verify(trainer: Trainer, module: LightningModule) -> None:
     """Check that the module and the Trainer's settings are compatible, before the setup."""
     _verify_strategy_supports_compile(module, trainer.strategy)
+    if trainer.state.fn is TrainerFn.FITTING and not module.automatic_optimization:
+        _refuse_automatic_parts(trainer)
     _verify_loop_configurations(trainer)
+
+
+def _refuse_automatic_parts(trainer: Trainer) -> None:
+    """Refuse clipping and accumulation by the Trainer in manual optimization, where the module does them."""
+    clips = callback_order.find_callback(trainer.callbacks, GradientClipping) is not None
+    accumulates = max(callback_order.accumulation_schedule(trainer).values()) > 1
+    for is_used, what, instead in (
+        (clips, "gradient_clip_val, or GradientClipping,", "call `self.clip_gradients` before `optimizer.step()`"),
+        (accumulates, "accumulate_grad_batches, or its callback,", "step the optimizer after every N batches"),
+    ):
+        if is_used:
+            raise ConfigurationError(
+                f"Got {what} with manual optimization, expected neither. Remove it, and {instead} in `training_step`;"
+                " or use automatic optimization."
+            )
 
 
 def verify_dataloader_idx(module: LightningModule, name: str, stage: RunningStage, loaders: LoaderSet) -> None:
