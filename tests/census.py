@@ -51,6 +51,7 @@ NOT_COMPARED: dict[str, str] = {
     r"batches\._has_batches|_opt_called$": "only read before the first step of a process",
     r"(training_step|'NonFiniteGuard'\]\._recorder)\.(_resolved|_update)$": "counts the batches of a process",
     r"eval_loops.*progress\.(epoch|total_done|total_batches)$": "Lightning's counters, set when a validation begins",
+    r"eval_loops.*progress\.batches_by_loader\[": "counts of a pass, which start at 0 when a pass begins",
     r"eval_loops.*(metrics\.shared_hooks(\[\d\])?|sampler\.epoch)$": "set when a validation begins",
     r"'OverflowReport'\]\._": "evidence for a diagnosis, which no step reads",
     r"'StochasticWeightAveraging'\]\._(init_n_averaged|scheduler_state)\b": "read when it begins to average",

@@ -51,7 +51,7 @@ def test_run_that_overflows_until_it_stops(project, capsys):
 
     report = page()
     assert f"Skipped steps {run.steps} 100.0% of all" in report.text
-    assert "Loss scale 1 at the end" in report.text
+    assert "Loss scale 1 last" in report.text
     assert "No step was skipped" not in report.text
     assert report.lines("Loss scale")["scale"]["y"][-1] == 1.0
     assert report.lines("Skipped steps")["so far"]["y"][-1] == run.steps

@@ -41,7 +41,7 @@ def test_sweep_has_a_table_and_a_best_run(tmp_path: Path) -> None:
 
 def test_folder_of_a_sweep_names_the_best_checkpoint_of_its_best_job(tmp_path: Path) -> None:
     for job, value in ((0, 0.5), (1, 0.25)):
-        write(tmp_path, job, value, paths={"best_checkpoint": "elsewhere/best.ckpt"})
+        write(tmp_path, job, value, paths={"best_checkpoint": f"/moved/{job}/checkpoints/best.ckpt"})
         (tmp_path / str(job) / "checkpoints").mkdir()
         for name in ("best.ckpt", "last.ckpt", "other.ckpt"):
             (tmp_path / str(job) / "checkpoints" / name).touch()
