@@ -370,7 +370,6 @@ lbfgs = partial(torch.optim.LBFGS, lr=0.2, max_iter=4, line_search_fn="strong_wo
         ({"accumulate_grad_batches": 2}, "accumulate_grad_batches"),
         ({"callbacks": [GradientAccumulation(schedule={0: 1, 5: 2})]}, "accumulate_grad_batches"),
     ],
-    ids=str,
 )
 def test_parts_of_automatic_optimization_are_refused(tmp_path, options, name):
     module = Regression(make_net())
