@@ -34,7 +34,8 @@ class GradientClipping(Callback):
         log_norm: whether to log ``grad_norm``. Default: True.
 
     Raises:
-        ConfigurationError: if both or neither of ``max_norm`` and ``clip_value`` are given, or a limit is not positive.
+        ConfigurationError: if both or neither of ``max_norm`` and ``clip_value`` are given, or a limit is not positive;
+            when a run begins, if the Trainer is Lightning's.
     """
 
     def __init__(
@@ -71,6 +72,14 @@ class GradientClipping(Callback):
     def algorithm(self) -> str:
         """``"norm"`` or ``"value"``, as in ``Trainer(gradient_clip_algorithm=...)``."""
         return "norm" if self.max_norm is not None else "value"
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Refuse Lightning's Trainer, which would not clip."""
+        if not hasattr(trainer, "engine"):
+            raise ConfigurationError(
+                "Got GradientClipping in Lightning's Trainer, which would not clip, expected trainer.Trainer. In"
+                " Lightning's Trainer, use gradient_clip_val instead."
+            )
 
     def clip(self, gradients: Gradients, optimizer: Optimizer) -> Tensor | None:
         """Clip the unscaled gradients of one optimizer in place, without a host-device synchronization.
