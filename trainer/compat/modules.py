@@ -20,6 +20,7 @@ from torch.optim import SGD, Optimizer
 from torchmetrics import SumMetric
 
 from trainer.arguments import refuse_other_package
+from trainer.callbacks.gradient_accumulation import GradientAccumulation
 from trainer.callbacks.gradient_clipping import GradientClipping
 from trainer.compat import callback_order
 from trainer.compat.loaders import DrawnLoaderSet, LoaderSet
@@ -79,7 +80,8 @@ def verify(trainer: Trainer, module: LightningModule) -> None:
 def _refuse_automatic_parts(trainer: Trainer) -> None:
     """Refuse clipping and accumulation by the Trainer in manual optimization, where the module does them."""
     clips = callback_order.find_callback(trainer.callbacks, GradientClipping) is not None
-    accumulates = max(callback_order.accumulation_schedule(trainer).values()) > 1
+    own = callback_order.find_callback(trainer.callbacks, GradientAccumulation)  # Lightning's refuses it itself
+    accumulates = max([trainer.accumulate_grad_batches] if own is None else own.schedule.values()) > 1
     for is_used, what, instead in (
         (clips, "gradient_clip_val, or GradientClipping,", "call `self.clip_gradients` before `optimizer.step()`"),
         (accumulates, "accumulate_grad_batches, or its callback,", "step the optimizer after every N batches"),
