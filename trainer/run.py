@@ -111,9 +111,9 @@ class Run:
         """
         if hook := _hook_of_fit(self._trainer):
             raise ConfigurationError(
-                f"`trainer.{fn.value}` was called in {hook} while `trainer.fit` was running. This"
-                " would end the fit. Call it after the fit, or in on_fit_end. To evaluate during the fit, pass"
-                " `val_dataloaders`, and set `val_check_interval` or `check_val_every_n_epoch`."
+                f"`trainer.{fn.value}` was called in {hook} while `trainer.fit` was running. This would end the fit."
+                " Call it after the fit, or in on_fit_end. To evaluate during the fit, pass `val_dataloaders`, and set"
+                " `val_check_interval` or `check_val_every_n_epoch`."
             )
         state = self._trainer.state
         state.fn, state.stage, state.status = fn, STAGES[fn], TrainerStatus.RUNNING
@@ -170,16 +170,7 @@ class Run:
                 the fit of another Trainer is training the module.
         """
         trainer, first = self._trainer, next(iter(dataloaders.values()))
-        given = getattr(model, "_orig_mod", model)
-        other: Any = getattr(given, "_trainer", None)
-        in_use = isinstance(other, pl.Trainer) and other is not trainer and other.lightning_module is given
-        if in_use and (hook := _hook_of_fit(other)):
-            assert trainer.state.fn is not None
-            raise ConfigurationError(
-                f"`Trainer.{trainer.state.fn.value}` was called in {hook} with the module that another Trainer was"
-                " training. This would replace `module.trainer` and clear the gradients. Pass a copy of the module:"
-                " `copy.deepcopy(module)`."
-            )
+        self._refuse_module_in_training(getattr(model, "_orig_mod", model))
         module = modules.attach(trainer, model)
         arguments.refuse_other_package("datamodule", datamodule)
         arguments.refuse_other_package("dataloaders", *dataloaders.values())
@@ -198,6 +189,18 @@ class Run:
         self._connector.select(ckpt_path, model_given=model is not None, weights=weights)
         trainer.published.begin_run()
         return module
+
+    def _refuse_module_in_training(self, module: Any) -> None:
+        """Raise an error if the fit of another Trainer is training the module."""
+        other: Any = getattr(module, "_trainer", None)
+        is_other = isinstance(other, pl.Trainer) and other is not self._trainer and other.lightning_module is module
+        if is_other and (hook := _hook_of_fit(other)):
+            assert self._trainer.state.fn is not None
+            raise ConfigurationError(
+                f"`Trainer.{self._trainer.state.fn.value}` was called in {hook} with the module that another Trainer"
+                " was training. This would replace `module.trainer` and clear the gradients. Pass a copy of the module:"
+                " `copy.deepcopy(module)`."
+            )
 
     # --- in each process of the run ---------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ import torch
 from lightning.pytorch import Callback
 from torch import nn
 
-from tests.parity import Learner, assert_agree, data, lightning, weights
+from tests.parity import Learner, assert_agree, data, weights
 from tests.support import (
     OPTIMIZERS,
     Regression,
@@ -19,7 +19,6 @@ from tests.support import (
     train_by_hand,
 )
 from trainer.callbacks import GradientClipping
-from trainer.errors import ConfigurationError
 
 SMALL = {"init_scale": 2.0**9, "growth_interval": 5}
 
@@ -115,11 +114,6 @@ def test_norm_is_not_logged_if_disabled(tmp_path, clipping):
     )
     assert not [name for name in trainer.callback_metrics if "grad_norm" in name]
     assert (trace.norms == []) is ("clip_value" in clipping)  # clipping by norm measures it in any case
-
-
-def test_lightnings_trainer_is_refused():
-    with pytest.raises(ConfigurationError, match="which would not clip"):
-        lightning(max_epochs=1, callbacks=[GradientClipping(max_norm=1.0)]).fit(Learner(), data(2))
 
 
 def test_module_that_clips_itself_gets_keyword_arguments():

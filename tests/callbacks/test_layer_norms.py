@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import lightning as L
 import pytest
 import torch
 from lightning.pytorch.loggers import CSVLogger
@@ -14,15 +13,12 @@ from torch import nn
 from tests.support import (
     Regression,
     fit_and_watch,
-    loader_of,
     make_batches,
     make_net,
-    make_trainer,
     native_fp16,
     train_by_hand,
 )
 from trainer.callbacks import GradientClipping, LayerNorms
-from trainer.errors import UnsupportedError
 from trainer.record.curve import Curve, read_rows
 
 SCALED = {"init_scale": 2.0**9, "growth_interval": 5}
@@ -74,9 +70,3 @@ def test_norms_equal_those_of_a_hand_written_loop(tmp_path, precision):
         assert [str(value) for value in curve.values] == [str(look[layer]) for look in seen[1::2]]
     assert norms.norms == seen[-1]
     assert trainer.skipped_steps == scaled
-
-
-def test_anothers_trainer_is_refused(tmp_path):
-    trainer = make_trainer(tmp_path, L.Trainer, callbacks=[LayerNorms()])
-    with pytest.raises(UnsupportedError, match=r"LayerNorms in a lightning.*Trainer, expected a trainer.Trainer"):
-        trainer.fit(Regression(), loader_of(make_batches(1)))

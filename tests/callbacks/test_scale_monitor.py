@@ -197,15 +197,16 @@ def test_clipping_logs_the_norm_itself(tmp_path, monkeypatch):
 
 
 def test_a_resumed_run_goes_on_counting():
+    stub = SimpleNamespace(engine=None, callbacks=[], scaler=SimpleNamespace(is_enabled=bool))
     whole, first, second = (Steps(ScaleMonitor(window=4)) for _ in range(3))
     outcomes = [(4096.0, False), (2048.0, True), (2048.0, False), (1024.0, True), (1024.0, True), (1024.0, False)] * 3
     for i, (scale, skipped) in enumerate(outcomes):
         whole(scale, skipped=skipped)
         if i == 7:
             second.monitor.load_state_dict(first.monitor.state_dict())
-            second.monitor.on_train_start(SimpleNamespace(callbacks=[], scaler=SimpleNamespace(is_enabled=bool)), None)
+            second.monitor.on_train_start(stub, None)
             second.skips = first.skips
         (first if i < 7 else second)(scale, skipped=skipped)
     assert first.logged + second.logged == whole.logged
-    second.monitor.on_train_start(SimpleNamespace(callbacks=[], scaler=SimpleNamespace(is_enabled=bool)), None)
+    second.monitor.on_train_start(stub, None)
     assert second.monitor.skip_rate == 0.0  # another fit

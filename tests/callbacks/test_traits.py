@@ -7,11 +7,22 @@ from typing import Any, ClassVar
 
 import pytest
 from lightning.pytorch import Callback
+from lightning.pytorch import Trainer as LightningTrainer
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, ModelPruning, Timer
 
 from tests.parity import ours
 from tests.support import Regression, loader_of, make_batches, make_trainer
-from trainer.callbacks import GradientClipping, NonFiniteGuard, traits
+from trainer.callbacks import (
+    AlignmentAdvisor,
+    AnomalyDetection,
+    FastSettings,
+    GradientClipping,
+    LayerNorms,
+    NonFiniteGuard,
+    OverflowReport,
+    ScaleMonitor,
+    traits,
+)
 from trainer.cli.tune.attempt import callbacks_that_stay
 from trainer.errors import UnsupportedError
 
@@ -60,6 +71,36 @@ def test_foreign_callback_is_refused_with_the_strategies_that_it_names() -> None
 def test_trial_run_leaves_a_foreign_callback_out() -> None:
     stays = Callback()
     assert callbacks_that_stay([Foreign(), stays, Timer("00:01:00:00")]) == [stays]
+
+
+def test_save_of_weights_only_is_seen_by_callbacks_that_ask_for_it(tmp_path: Path) -> None:
+    class Sees(Callback):
+        saves = 0
+
+        def on_save_checkpoint(self, *_: Any) -> None:
+            self.saves += 1
+
+    class SeesEach(Sees):
+        sees_each_save: ClassVar = True
+
+    callbacks = [Sees(), SeesEach()]
+    trainer = make_trainer(tmp_path, callbacks=callbacks)
+    trainer.fit(Regression(), loader_of(make_batches(1)))
+    for weights_only in (False, True):
+        trainer.save_checkpoint(tmp_path / "a.ckpt", weights_only=weights_only)
+    assert [callback.saves for callback in callbacks] == [1, 2]
+    assert all(map(traits.sees_each_save, (FastSettings(), NonFiniteGuard(), OverflowReport())))
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [AlignmentAdvisor, AnomalyDetection, GradientClipping, LayerNorms, NonFiniteGuard, OverflowReport, ScaleMonitor],
+)
+def test_callback_that_needs_this_trainer_refuses_lightnings(tmp_path: Path, kind: Any) -> None:
+    callback = kind(1.0) if kind is GradientClipping else kind()
+    trainer = make_trainer(tmp_path, LightningTrainer, callbacks=[callback], max_epochs=1)
+    with pytest.raises(UnsupportedError, match=rf"Got {kind.__name__} in a lightning.*Trainer, expected a trainer\."):
+        trainer.fit(Regression(), loader_of(make_batches(1)))
 
 
 def test_stock_callbacks_are_known() -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from lightning.pytorch import Callback, LightningModule
 from torch import nn
 
+from trainer.callbacks.run_callback import refuse_other_trainers
 from trainer.errors import expect
 from trainer.module_tree import plain_class, plain_name
 from trainer.precision.devices import tensor_cores
@@ -79,6 +80,7 @@ class AlignmentAdvisor(Callback):
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Check the layers."""
+        refuse_other_trainers(self, trainer)
         is_half = trainer.engine.precision.is_half
         if not self.everywhere and not (is_half and tensor_cores(trainer.strategy.root_device)):
             return

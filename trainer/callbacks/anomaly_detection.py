@@ -11,7 +11,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 from torch.optim import Optimizer
 
-from trainer.callbacks.run_callback import RunCallback
+from trainer.callbacks.run_callback import RunCallback, refuse_other_trainers
 from trainer.postmortem.recording import Recorder
 from trainer.postmortem.replay import backward, replay
 from trainer.state.outcome import StepOutcome
@@ -47,6 +47,7 @@ class AnomalyDetection(RunCallback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start to record batches."""
+        refuse_other_trainers(self, trainer)
         self._recorder = Recorder(trainer)
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:

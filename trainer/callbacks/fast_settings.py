@@ -52,6 +52,7 @@ class FastSettings(RunCallback):
             "channels_last", "expandable segments".
     """
 
+    sees_each_save: ClassVar = True
     reset_in_copies: ClassVar = {"_undo": [], "_weights": [], "_allocates": False}
 
     def __init__(

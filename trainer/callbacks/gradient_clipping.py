@@ -9,6 +9,7 @@ from lightning.pytorch import Callback, LightningModule
 from torch import Tensor
 from torch.optim import Optimizer
 
+from trainer.callbacks.run_callback import refuse_other_trainers
 from trainer.engine.gradients import Gradients
 from trainer.errors import ConfigurationError, expect
 from trainer.state.outcome import StepOutcome
@@ -34,8 +35,8 @@ class GradientClipping(Callback):
         log_norm: whether to log ``grad_norm``. Default: True.
 
     Raises:
-        ConfigurationError: if both or neither of ``max_norm`` and ``clip_value`` are given, or a limit is not positive;
-            when a run begins, if the Trainer is Lightning's.
+        ConfigurationError: if both or neither of ``max_norm`` and ``clip_value`` are given, or a limit is not positive.
+        UnsupportedError: when a run begins, if the Trainer is Lightning's.
     """
 
     def __init__(
@@ -75,11 +76,7 @@ class GradientClipping(Callback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Refuse Lightning's Trainer, which would not clip."""
-        if not hasattr(trainer, "engine"):
-            raise ConfigurationError(
-                "Got GradientClipping in Lightning's Trainer, which would not clip, expected trainer.Trainer. In"
-                " Lightning's Trainer, use gradient_clip_val instead."
-            )
+        refuse_other_trainers(self, trainer)
 
     def clip(self, gradients: Gradients, optimizer: Optimizer) -> Tensor | None:
         """Clip the unscaled gradients of one optimizer in place, without a host-device synchronization.

@@ -10,9 +10,9 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 from torch.optim import Optimizer
 
-from trainer.callbacks.run_callback import RunCallback
+from trainer.callbacks.run_callback import RunCallback, refuse_other_trainers
 from trainer.engine.gradients import Gradients
-from trainer.errors import UnsupportedError, expect, is_count
+from trainer.errors import expect, is_count
 from trainer.precision.readback import Readback
 from trainer.state.outcome import StepOutcome
 
@@ -62,11 +62,7 @@ class LayerNorms(RunCallback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Map parameters to layers."""
-        if not isinstance(getattr(getattr(trainer, "engine", None), "gradients", None), Gradients):
-            raise UnsupportedError(
-                f"Got LayerNorms in a {type(trainer).__module__}.{type(trainer).__name__}, expected a trainer.Trainer,"
-                " which provides unscaled and complete gradients."
-            )
+        refuse_other_trainers(self, trainer)
         self._layers = {id(parameter): name.rpartition(".")[0] for name, parameter in pl_module.named_parameters()}
         self._seen, self._numbers = [], []
         self._readback = Readback(pl_module.device.type)

@@ -9,7 +9,7 @@ from lightning.pytorch import LightningModule
 from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
-from trainer.callbacks.run_callback import RunCallback
+from trainer.callbacks.run_callback import RunCallback, refuse_other_trainers
 from trainer.engine.optimizer_calls import needs_closure
 from trainer.errors import ConfigurationError, NonFiniteError, expect, is_count, join_first, rank_zero_warn
 from trainer.module_tree import is_measurable
@@ -65,6 +65,7 @@ class NonFiniteGuard(RunCallback):
     """
 
     observes_only: ClassVar = True
+    sees_each_save: ClassVar = True
     reset_in_copies: ClassVar = {"_scaler": None, "_recorder": None}
 
     def __init__(
@@ -103,6 +104,7 @@ class NonFiniteGuard(RunCallback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """If the Trainer's scaler neither scales nor skips, use one that skips steps."""
+        refuse_other_trainers(self, trainer)
         if stage == "fit" and self.every_step and not trainer.scaler.skips_steps:
             engine = trainer.engine
             self._scaler = engine.gradients.use_scaler(StepGuard(engine.device.type))

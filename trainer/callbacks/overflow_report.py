@@ -26,7 +26,7 @@ from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
 from trainer import terminal
-from trainer.callbacks.run_callback import RunCallback
+from trainer.callbacks.run_callback import RunCallback, refuse_other_trainers
 from trainer.data.batches import identity
 from trainer.errors import LossScaleCollapse, expect, is_out_of_memory, warn
 from trainer.files import from_here, write_text
@@ -176,6 +176,7 @@ class OverflowReport(RunCallback):
         "deepspeed": "replays the batches of a skipped step, but DeepSpeed does not expose their gradients."
     }
     observes_only: ClassVar = True
+    sees_each_save: ClassVar = True
     reset_in_copies: ClassVar = {"_fit": None, "_probe": None}
 
     def __init__(
@@ -205,6 +206,7 @@ class OverflowReport(RunCallback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Reset the state of an earlier fit."""
+        refuse_other_trainers(self, trainer)
         self._clean_up(trainer)
         self.reports = []
         part, scaler = trainer.engine.gradients.part, trainer.scaler
@@ -460,9 +462,9 @@ class OverflowReport(RunCallback):
         """Drop the recorded batches and weights."""
         if self._fit is not None and self._fit.host_batches is not None:
             self._fit.host_batches.stop()
-        self._fit = self._probe = None
-        if self._count_small in trainer.scaler.before_unscale:
+        if self._probe is not None and self._count_small in trainer.scaler.before_unscale:
             trainer.scaler.before_unscale.remove(self._count_small)
+        self._fit = self._probe = None
 
     # --- output ---------------------------------------------------------------------------------------------------
 

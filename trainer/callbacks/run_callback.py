@@ -9,6 +9,21 @@ from typing import Any, ClassVar
 import lightning.pytorch as pl
 from lightning.pytorch import Callback, LightningModule
 
+from trainer.errors import UnsupportedError
+
+
+def refuse_other_trainers(callback: Callback, trainer: pl.Trainer) -> None:
+    """Raise an error in Lightning's Trainer, which lacks the hooks or the engine that a callback uses.
+
+    Raises:
+        UnsupportedError: if the Trainer is not a ``trainer.Trainer``.
+    """
+    if not hasattr(trainer, "engine"):
+        raise UnsupportedError(
+            f"Got {type(callback).__name__} in a {type(trainer).__module__}.{type(trainer).__name__}, expected a"
+            " trainer.Trainer: write `from trainer import Trainer`."
+        )
+
 
 class RunCallback(Callback):
     """A callback that stores or changes something during a run, and drops or restores it at the end.

@@ -10,7 +10,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 from torch.optim import Optimizer
 
-from trainer.callbacks.run_callback import RunCallback
+from trainer.callbacks.run_callback import RunCallback, refuse_other_trainers
 from trainer.engine.gradients import Gradients, total_norm
 from trainer.errors import expect
 from trainer.precision.underflow import Underflow, UnderflowProbe
@@ -87,6 +87,7 @@ class ScaleMonitor(RunCallback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Reset the skip rate, and register the measurement of gradients before ``unscale_``."""
+        refuse_other_trainers(self, trainer)
         self._logs_norm = not any(getattr(callback, "log_norm", False) for callback in trainer.callbacks)
         self._norms = {}
         if not self._is_resumed:
@@ -114,7 +115,7 @@ class ScaleMonitor(RunCallback):
         self._clean_up(trainer)
 
     def _clean_up(self, trainer: Trainer) -> None:
-        if self._before_unscale in trainer.scaler.before_unscale:
+        if self._before_unscale is not None and self._before_unscale in trainer.scaler.before_unscale:
             trainer.scaler.before_unscale.remove(self._before_unscale)
         self._before_unscale = None
 

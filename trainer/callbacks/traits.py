@@ -8,6 +8,8 @@ A callback of any package may define them::
                                  Default: False.
     runs_last: bool              it writes or restores checkpoints, so its hooks at the end of a batch, an epoch or a
                                  validation are called after all others. Default: False.
+    sees_each_save: bool         its ``on_save_checkpoint`` is also called if only the weights are saved.
+                                 Default: False.
     unsupported_with: Mapping    by strategy (``"fsdp"``, ``"deepspeed"``), the reason why the callback cannot be used
                                  with it: "needs whole gradients. Use strategy='ddp'.". Default: empty.
 """
@@ -49,6 +51,11 @@ def reads_epoch_metrics(callback: Any) -> bool:
 def runs_last(callback: Any) -> bool:
     """Return whether a callback writes or restores checkpoints, and runs after all others."""
     return bool(getattr(callback, "runs_last", isinstance(callback, Checkpoint)))
+
+
+def sees_each_save(callback: Any) -> bool:
+    """Return whether ``on_save_checkpoint`` of a callback is also called if only the weights are saved."""
+    return bool(getattr(callback, "sees_each_save", False))
 
 
 def unsupported_with(callback: Any) -> Mapping[str, str]:

@@ -37,9 +37,7 @@ from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, Stochast
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 
-from trainer.callbacks.fast_settings import FastSettings
-from trainer.callbacks.nonfinite_guard import NonFiniteGuard
-from trainer.callbacks.overflow_report import OverflowReport
+from trainer.callbacks.traits import sees_each_save
 from trainer.checkpoint import loading as state
 from trainer.checkpoint.compact import packed
 from trainer.checkpoint.manifest import TRAINER_KEY
@@ -175,8 +173,7 @@ def _load_schedules(trainer: Trainer, checkpoint: Checkpoint) -> None:
 def _call_save_hooks(trainer: Trainer, checkpoint: Checkpoint) -> None:
     is_whole = "optimizer_states" in checkpoint
     for callback in trainer.callbacks:
-        # as in Lightning, other callbacks are not called if only the weights are saved
-        if is_whole or isinstance(callback, (FastSettings, NonFiniteGuard, OverflowReport)):
+        if is_whole or sees_each_save(callback):  # as in Lightning, others do not see a save of weights only
             callback.on_save_checkpoint(trainer, trainer.lightning_module, checkpoint)
     trainer.lightning_module.on_save_checkpoint(checkpoint)
 
