@@ -155,7 +155,7 @@ TEXT = Kind("text", lambda value: isinstance(value, str), str)
 PATH = Kind("a path", lambda value: isinstance(value, (str, PathLike)), str)
 TIME = Kind(
     "a time such as 00:12:00:00 (days, hours, minutes and seconds) or '{hours: 12}'",
-    lambda value: seconds(value) is not None,
+    lambda value: (given := seconds(value)) is not None and given >= 0,
 )
 DEVICES = Kind("a number of devices of at least 1, a list of their indices such as [0,1], -1 for all", _is_devices)
 OBJECT = Kind("", _is_object)

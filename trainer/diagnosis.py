@@ -303,9 +303,10 @@ def _advice(trainer: Trainer, usage: Usage | None, size: int | None) -> str:
             " and FSDP divides them among the devices; a smaller batch changes little."
         )
     if size != 1:
-        smaller = "a smaller batch" if size is None else f"batches of {size // 2}"
+        parts = 2 if size is None else next(n for n in range(2, size + 1) if size % n == 0)
+        smaller = "a batch of half the size" if size is None else f"batches of {size // parts}"
         tries.append(
-            f"{smaller} with accumulate_grad_batches={trainer.accumulate_grad_batches * 2}, which keeps the"
+            f"{smaller} with accumulate_grad_batches={trainer.accumulate_grad_batches * parts}, which keeps the"
             " number of samples per step."
             if training
             else "a smaller batch."

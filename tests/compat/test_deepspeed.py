@@ -112,6 +112,8 @@ def offloads(device: str) -> dict[str, Any]:
         ({"config": "nowhere.json"}, {}, "nowhere.json cannot be read: No such file"),
         ({"config": 3}, {}, "Got 3 as a DeepSpeed config"),
         ({"config": {"zero_optimization": True}}, {}, "Got 'zero_optimization': True in .*, expected a mapping"),
+        ({"config": {"zero_optimization": {"offload_param": "cpu"}}}, {}, "Got 'offload_param': 'cpu' in .* a mapping"),
+        ({"initial_scale_power": "x"}, {}, "initial_scale_power='x', expected a number of at least 0"),
         (
             {"config": {"gradient_accumulation_steps": 4}},
             {"callbacks": [GradientAccumulation(schedule={0: 1, 2: 4})]},

@@ -38,7 +38,7 @@ from trainer.engine.optimizer_calls import needs_closure
 from trainer.engine.optimizer_states import SavedDtypes
 from trainer.engine.sharding.settings import check_timeout
 from trainer.engine.zero import ZeroGradients, ZeroModule, ZeroScaler
-from trainer.errors import CheckpointError, ConfigurationError, PrecisionError, UnsupportedError
+from trainer.errors import CheckpointError, ConfigurationError, PrecisionError, UnsupportedError, expect
 from trainer.precision.base import Precision
 from trainer.precision.dtypes import cast
 from trainer.precision.mixed import MixedPrecision
@@ -143,7 +143,8 @@ class DeepSpeedStrategy(ShardingStrategy, LightningDeepSpeedStrategy):
         self.scaling: dict[str, float] = {}
         given = initial_scale_power, loss_scale_window, hysteresis, min_loss_scale, loss_scale
         for name, value in zip(_SCALING, given, strict=True):
-            self.scaling[name] = self._set_default(("fp16", name), value, _SCALING[name], name)
+            self.scaling[name] = found = self._set_default(("fp16", name), value, _SCALING[name], name)
+            expect(isinstance(found, (int, float)) and found >= 0, "a number of at least 0", **{name: found})
         self._check()
         self.zero: ZeroModule | None = None
 
@@ -309,10 +310,15 @@ def _read(config: Mapping[str, Any] | str | Path | None) -> dict[str, Any]:
             f"Got {config!r} as a DeepSpeed config, expected a mapping, or the path of a JSON file."
         )
     plain: dict[str, Any] = _without_auto(config or {})
-    for name in ("zero_optimization", *_BLOCKS.values()):
-        if not isinstance(block := plain.get(name, {}), dict):
-            raise ConfigurationError(f"Got {name!r}: {block!r} in a DeepSpeed config, expected a mapping.")
+    _check_blocks(plain, ("zero_optimization", *_BLOCKS.values()))
+    _check_blocks(plain.get("zero_optimization", {}), ("offload_optimizer", "offload_param"))
     return plain
+
+
+def _check_blocks(config: dict[str, Any], names: Iterable[str]) -> None:
+    for name in names:
+        if not isinstance(block := config.get(name, {}), dict):
+            raise ConfigurationError(f"Got {name!r}: {block!r} in a DeepSpeed config, expected a mapping.")
 
 
 def _without_auto(value: Any) -> Any:
