@@ -46,9 +46,6 @@ SEARCHED = (
 )  # fmt: skip
 """Search terms that must occur in a heading of a guide, or in the paragraph below it."""
 
-ELSEWHERE = {"docs/quick-start.md": "tests/test_newcomer.py"}
-"""Pages that are run by other tests."""
-
 
 def name_of(page: Path) -> str:
     return page.relative_to(ROOT).as_posix()
@@ -60,9 +57,7 @@ def test_number_of_unchecked_blocks() -> None:
 
 
 @pytest.mark.parametrize(
-    "page",
-    [pytest.param(page, marks=MARKS.get(name_of(page), ())) for page in PAGES if name_of(page) not in ELSEWHERE],
-    ids=name_of,
+    "page", [pytest.param(page, marks=MARKS.get(name_of(page), ())) for page in PAGES], ids=name_of
 )
 def test_everything_runs(page: Path, tmp_path: Path, python: WarmPython) -> None:
     folder = tmp_path / "folder"
