@@ -15,6 +15,7 @@ import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule
 from lightning.pytorch import Trainer as LightningTrainer
 from lightning.pytorch.loggers import Logger
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -115,6 +116,23 @@ def assert_agree(scenario: Callable[[Callable[..., Any]], Any]) -> Any:
     theirs, mine = run_both(scenario)
     assert mine == theirs, (mine, theirs)
     return mine
+
+
+OURS_ALONE = ("LeafSpec", "workers", "lr_scheduler.step()", "loss-scaler")
+"""Parts of warnings that are not compared."""
+
+
+def outcome(call: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, list[Any]]:
+    """Return the result of a call, or the type of its error that is closest to Lightning's; and its warnings."""
+    kinds = (NotImplementedError, RuntimeError, MisconfigurationException, TypeError, SystemExit, Exception)
+    with warnings.catch_warnings(record=True, action="always") as caught:
+        try:
+            result = call(*args, **kwargs)
+        except (Exception, SystemExit) as error:
+            result = next(kind.__name__ for kind in kinds if isinstance(error, kind))
+    messages = {(one.category.__name__, str(one.message)) for one in caught}
+    shown = [(kind, text[:40]) for kind, text in messages if not any(part in text for part in OURS_ALONE)]
+    return result, sorted(set(shown))
 
 
 # --- recorders ----------------------------------------------------------------------------------------------------

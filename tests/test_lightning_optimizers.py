@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
@@ -10,26 +9,24 @@ from unittest.mock import patch
 import pytest
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint
-from lightning.pytorch.core.optimizer import LightningOptimizer, _init_optimizers_and_lr_schedulers
+from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.loops.optimization.automatic import Closure
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch import optim
 from torch.optim import lr_scheduler
 
-from tests.parity import Classifier, Learner, assert_agree, data, lightning, ours
+from tests.parity import Classifier, Learner, assert_agree, data, ours, outcome
 from tests.support import manual_step, stream_of
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step"),
     pytest.mark.filterwarnings("ignore:Attribute '.*' removed from hparams"),
+    pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`"),
 ]
 
-OPENING = 40
-"""Number of equal characters in the warnings of both."""
 
-
-class Configured(Learner):
+class Configured(Classifier):
     """``configure(module)`` returns the value of ``configure_optimizers``."""
 
     def __init__(self, configure: Callable[[Any], Any] | None = None, automatic: bool = True) -> None:
@@ -41,32 +38,9 @@ class Configured(Learner):
         return super().configure_optimizers() if self.configure is None else self.configure(self)
 
 
-def experience(scenario: Callable[..., Any]) -> tuple[Any, Any]:
-    """Return the result or error, and the warnings, of ``scenario(make_trainer)`` under both Trainers."""
-
-    def live(make: Callable[..., Any]) -> tuple[Any, Any, list[tuple[type, str]]]:
-        with warnings.catch_warnings(record=True, action="always") as caught:
-            try:
-                result, error = scenario(make), None
-            except Exception as raised:
-                result, error = None, raised
-        ours_alone = ("LeafSpec", "many workers", "val_dataloader", "lr_scheduler.step()")
-        messages = {
-            (c.category, str(c.message)[:OPENING]) for c in caught if not any(w in str(c.message) for w in ours_alone)
-        }
-        return result, error, sorted(messages, key=str)
-
-    return live(lightning), live(ours)
-
-
-def assert_same_experience(scenario: Callable[..., Any]) -> Any:
-    """Compare result and warnings, or the type of the error. Returns ours."""
-    (expected, expected_error, expected_warnings), (found, error, found_warnings) = experience(scenario)
-    assert (expected_error is None) == (error is None), (expected_error, error)
-    assert expected_error is None or isinstance(error, type(expected_error)), (expected_error, error)
-    assert found_warnings == expected_warnings
-    assert found == expected
-    return found
+def assert_same_outcome(scenario: Callable[..., Any]) -> Any:
+    """Compare results or errors, and warnings. Returns the result."""
+    return assert_agree(lambda make: outcome(scenario, make))[0]
 
 
 def fitted(make: Callable[..., Any], module: Any, loader: Any = None, **arguments: Any) -> Any:
@@ -163,7 +137,7 @@ class Logs(Configured):
 
 @pytest.mark.parametrize("name", CONFIGURATIONS)
 def test_configure_optimizers(name: str) -> None:
-    assert_same_experience(lambda make: state_of(fitted(make, Logs(CONFIGURATIONS[name]))))
+    assert_same_outcome(lambda make: state_of(fitted(make, Logs(CONFIGURATIONS[name]))))
 
 
 @pytest.mark.parametrize(
@@ -180,7 +154,7 @@ def test_configure_optimizers(name: str) -> None:
 )
 def test_configure_optimizers_for_manual_optimization(configure: Any) -> None:
     """The module steps its schedules, of any type."""
-    assert_same_experience(lambda make: state_of(fitted(make, Configured(configure, automatic=False), max_epochs=0)))
+    assert_same_outcome(lambda make: state_of(fitted(make, Configured(configure, automatic=False), max_epochs=0)))
 
 
 @pytest.mark.parametrize("fn", ["validate", "predict"])
@@ -190,17 +164,7 @@ def test_optimizers_are_created_in_fit_only(fn: str) -> None:
         getattr(trainer, fn)(Classifier(), data(2))
         return trainer.optimizers, trainer.lr_scheduler_configs
 
-    assert assert_same_experience(scenario) == ([], [])
-
-
-def test_lightnings_parser_works_on_our_trainer() -> None:
-    def scenario(make: Callable[..., Any]) -> Any:
-        trainer, module = make(), Configured(CONFIGURATIONS["two lists"])
-        trainer.strategy.connect(module)
-        trainer.lightning_module.trainer = trainer
-        return [len(found) for found in _init_optimizers_and_lr_schedulers(module)]
-
-    assert assert_same_experience(scenario) == [1, 1]
+    assert assert_same_outcome(scenario) == ([], [])
 
 
 # --- schedules -------------------------------------------------------------------------------------------------------
@@ -211,7 +175,7 @@ def test_lightnings_parser_works_on_our_trainer() -> None:
 )
 def test_plateau_schedule_steps_after_complete_epochs_only(arguments: Any, strict: bool) -> None:
     configure = scheduled(lr_scheduler.ReduceLROnPlateau, monitor="giraffe", strict=strict)
-    assert_same_experience(lambda make: state_of(fitted(make, Configured(configure), **arguments)))
+    assert_same_outcome(lambda make: state_of(fitted(make, Configured(configure), **arguments)))
 
 
 class OwnScheduleStep(Configured):
@@ -234,7 +198,7 @@ def test_module_steps_schedules_that_are_not_torchs() -> None:
         module = OwnScheduleStep()
         return state_of(fitted(make, module, max_epochs=3)), module.foreign.epochs
 
-    assert assert_same_experience(scenario)[1] == [0, 1, 2]
+    assert assert_same_outcome(scenario)[1] == [0, 1, 2]
 
 
 class SavesSchedules(Logs):
@@ -245,8 +209,6 @@ class SavesSchedules(Logs):
         self.seen: list[Any] = []
         plateau = {"scheduler": lr_scheduler.ReduceLROnPlateau(optimizer), "interval": "step", "monitor": "loss"}
         return [optimizer], [plateau, {"scheduler": step_lr(optimizer), "interval": "step"}, step_lr(optimizer)]
-
-    def validation_step(self, batch: Any, batch_idx: int) -> Any: ...
 
     def on_save_checkpoint(self, checkpoint: Any) -> None:
         self.seen.append([(state["last_epoch"], state.get("_step_count")) for state in checkpoint["lr_schedulers"]])
@@ -261,7 +223,7 @@ def test_schedules_in_a_checkpoint(tmp_path: Any, options: Any) -> None:
         trainer.fit(module, data(8), data(2))
         return module.seen
 
-    assert assert_same_experience(scenario)
+    assert assert_same_outcome(scenario)
 
 
 # --- optimizer_step --------------------------------------------------------------------------------------------------
@@ -270,8 +232,8 @@ def test_schedules_in_a_checkpoint(tmp_path: Any, options: Any) -> None:
 class OwnStep(Configured):
     """``plan(closure, optimizer, batch_idx)`` replaces its ``optimizer_step``."""
 
-    def __init__(self, plan: Callable[..., Any]) -> None:
-        super().__init__()
+    def __init__(self, plan: Callable[..., Any], configure: Any = None) -> None:
+        super().__init__(configure)
         self.plan = plan
         self.seen: list[Any] = []
 
@@ -300,25 +262,26 @@ def test_closure_of_optimizer_step(plan: str, window: int) -> None:
         trainer = fitted(make, module, data(12), accumulate_grad_batches=window)
         return trainer.global_step, module.seen
 
-    assert_same_experience(scenario)
+    assert_same_outcome(scenario)
 
 
 # --- manual optimization ---------------------------------------------------------------------------------------------
 
 
+def two(module: Any) -> Any:
+    return optim.SGD(module.parameters(), lr=0.1), optim.Adam(module.parameters())
+
+
 class ByHand(Configured):
-    """Has two optimizers; ``turn(module, optimizers, batch)`` replaces its ``training_step``.
+    """``turn(module, optimizers, batch)`` replaces its ``training_step``; it has two optimizers by default.
 
     Records the values in its hooks.
     """
 
-    def __init__(self, turn: Callable[..., Any]) -> None:
-        super().__init__(automatic=False)
+    def __init__(self, turn: Callable[..., Any], configure: Any = two) -> None:
+        super().__init__(configure, automatic=False)
         self.turn = turn
         self.seen: list[Any] = []
-
-    def configure_optimizers(self) -> Any:
-        return optim.SGD(self.parameters(), lr=0.1), optim.Adam(self.parameters())
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         return self.turn(self, self.optimizers(), batch)
@@ -382,7 +345,7 @@ def test_by_hand(turn: Any) -> None:
             trainer.fit(module, data(4))
         return trainer.global_step, backward.call_count, module.seen, [type(o) for o in trainer.optimizers]
 
-    assert_same_experience(scenario)
+    assert_same_outcome(scenario)
 
 
 def test_manual_step_forwards_its_arguments() -> None:
@@ -396,12 +359,7 @@ def test_manual_step_forwards_its_arguments() -> None:
             fitted(make, module, data(2))
         return [sorted(call.kwargs) for call in step.mock_calls], module.seen
 
-    assert assert_same_experience(scenario) == ([["closure", "extra"]], ["result"])
-
-
-@pytest.mark.parametrize("arguments", [{"accumulate_grad_batches": 2}, {"gradient_clip_val": 0.1}])
-def test_settings_of_manual_optimization(arguments: Any) -> None:
-    assert_same_experience(lambda make: fitted(make, ByHand(both_in_turn), **arguments).global_step)
+    assert assert_same_outcome(scenario) == ([["closure", "extra"]], ["result"])
 
 
 # --- exchanged in the middle of a run --------------------------------------------------------------------------------
@@ -433,44 +391,27 @@ def falling(module: Any) -> Any:
     return [optimizer], [{"scheduler": lr_scheduler.StepLR(optimizer, 1, gamma=0.7), "interval": "step"}]
 
 
-class Exchanging(Configured):
-    """Trains in one of the three ways."""
-
-    def __init__(self) -> None:
-        super().__init__(falling)
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        pass
-
-
-class ExchangingInAStepOfItsOwn(Exchanging):
-    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
-        optimizer.step(closure=optimizer_closure)
-
-
-class ExchangingByHand(Exchanging):
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        both_in_turn(self, [self.optimizers()], batch)
+KINDS: dict[str, Callable[[], Any]] = {
+    "automatic": lambda: Configured(falling),
+    "own step": lambda: OwnStep(PLANS["hands it over"], falling),
+    "by hand": lambda: ByHand(lambda module, one, batch: both_in_turn(module, [one], batch), falling),
+}
 
 
 @pytest.mark.parametrize(
     ("exchange", "kind", "hook"),
     [
-        (by_the_trainer, Exchanging, "on_train_start"),
-        (by_the_trainer, ExchangingByHand, "on_validation_end"),
-        (by_the_strategy, ExchangingInAStepOfItsOwn, "on_train_batch_start"),
-        (by_the_strategy, Exchanging, "on_validation_end"),
-        (made_anew, ExchangingInAStepOfItsOwn, "on_validation_end"),
-        (made_anew, ExchangingByHand, "on_train_batch_start"),
-        (schedules_alone, Exchanging, "on_train_batch_start"),
-        (schedules_alone, ExchangingInAStepOfItsOwn, "on_train_start"),
+        (by_the_trainer, "automatic", "on_train_start"),
+        (by_the_trainer, "by hand", "on_validation_end"),
+        (by_the_strategy, "own step", "on_train_batch_start"),
+        (by_the_strategy, "automatic", "on_validation_end"),
+        (made_anew, "own step", "on_validation_end"),
+        (made_anew, "by hand", "on_train_batch_start"),
+        (schedules_alone, "automatic", "on_train_batch_start"),
+        (schedules_alone, "own step", "on_train_start"),
     ],
 )
-def test_optimizers_that_are_exchanged_in_the_middle_of_a_run(exchange: Any, kind: Any, hook: str) -> None:
+def test_optimizers_that_are_exchanged_in_the_middle_of_a_run(exchange: Any, kind: str, hook: str) -> None:
     class Exchange(Callback):
         called = 0
 
@@ -482,7 +423,7 @@ def test_optimizers_that_are_exchanged_in_the_middle_of_a_run(exchange: Any, kin
     setattr(Exchange, hook, exchange_once)
 
     def scenario(make: Callable[..., Any]) -> Any:
-        module = kind()
+        module = KINDS[kind]()
         trainer = make(max_epochs=3, callbacks=Exchange(), num_sanity_val_steps=0)
         trainer.fit(module, data(8), data(4, seed=5))
         return [p.tolist() for p in module.parameters()], trainer.optimizers[0].param_groups[0]["lr"]
@@ -514,7 +455,7 @@ def test_gradient_accumulation_scheduler(module: Any, arguments: Any) -> None:
         trainer.fit(module(), data(8))
         return first, trainer.accumulate_grad_batches, trainer.global_step
 
-    assert_same_experience(scenario)
+    assert_same_outcome(scenario)
 
 
 # --- estimated_stepping_batches --------------------------------------------------------------------------------------
@@ -548,7 +489,7 @@ def test_estimated_stepping_batches(arguments: Any) -> None:
         trainer = fitted(make, module, loader, **options)
         return [*module.seen, trainer.estimated_stepping_batches]
 
-    assert_same_experience(scenario)
+    assert_same_outcome(scenario)
 
 
 def test_estimated_stepping_batches_follow_an_accumulation_schedule() -> None:
@@ -556,23 +497,3 @@ def test_estimated_stepping_batches_follow_an_accumulation_schedule() -> None:
     module = Asks()
     trainer = fitted(ours, module, max_epochs=2, callbacks=GradientAccumulationScheduler({0: 2}))
     assert [*module.seen, trainer.estimated_stepping_batches, trainer.global_step] == [4, 4, 4, 4]
-
-
-@pytest.mark.parametrize("arguments", [{"accumulate_grad_batches": 3}, {"max_epochs": -1}])
-def test_estimated_stepping_batches_of_a_fit_to_come(arguments: Any) -> None:
-    def scenario(make: Callable[..., Any]) -> Any:
-        trainer, module = make(**{"max_epochs": 1, **arguments}), Learner()
-        trainer._data_connector.attach_data(module, train_dataloaders=data(8))
-        trainer.strategy.connect(module)
-        return trainer.estimated_stepping_batches
-
-    assert_same_experience(scenario)
-
-
-def test_estimated_stepping_batches_before_the_data_is_loaded(
-    caplog: pytest.LogCaptureFixture, monkeypatch: Any
-) -> None:
-    messages = []
-    monkeypatch.setattr("trainer.trainer.rank_zero_info", messages.append)
-    fitted(ours, Asks())
-    assert messages == ["Loading `train_dataloader` to estimate the number of stepping batches."]

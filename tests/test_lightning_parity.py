@@ -7,6 +7,7 @@ differences, which are in ``docs`` and in other tests.
 from __future__ import annotations
 
 import math
+from collections import UserList
 from pathlib import Path
 from typing import Any
 
@@ -75,16 +76,6 @@ class Dict(Learner):
         return {"loss": loss, "extra": batch_idx}
 
 
-class Sized:
-    """Batches from an iterable that is not a dataloader."""
-
-    def __len__(self) -> int:
-        return 3
-
-    def __iter__(self) -> Any:
-        return iter(data(6))
-
-
 @looks_in("on_train_batch_end", "on_validation_end", "on_train_epoch_end", "on_fit_end")
 class MetricsSeen(Callback):
     """Records the metrics dictionaries in callbacks."""
@@ -103,12 +94,8 @@ def numbers(metrics: Any) -> dict[str, float]:
 
 def results_of(make: Any, module: Any, loaders: Any, arguments: Any, folder: Path) -> dict[str, Any]:
     """Return all public results of a run with training and, if any, validation data."""
-    hooks, logger, metrics, losses = (
-        recording(Callback, CALLBACK_HOOKS, "callback")(),
-        RecordingLogger(),
-        MetricsSeen(),
-        [],
-    )
+    hooks, logger = recording(Callback, CALLBACK_HOOKS, "callback")(), RecordingLogger()
+    metrics, losses = MetricsSeen(), list[float]()
     module.register_forward_hook(lambda *io: losses.append(io[2].sum().item()))
     usual = {"max_epochs": 2, "log_every_n_steps": 1}
     trainer = make(logger=logger, callbacks=[metrics, hooks], **usual | arguments)
@@ -172,8 +159,7 @@ SCENARIOS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "dict of dataloaders": (Dict, (TWO,), {}),
     "combined loader": (Dict, (CombinedLoader(TWO, "min_size"),), {}),
     "stream, limited": (Learner, (stream_of(data(10)),), {"limit_train_batches": 3}),
-    "bare iterable": (Learner, (Sized(),), {}),
-    "64-true": (Logging, (BATCHES, VAL), {"precision": "64-true"}),
+    "bare iterable": (Learner, (UserList(data(6)),), {}),
     "bf16-mixed": (Logging, (BATCHES, VAL), {"precision": "bf16-mixed"}),
 }  # fmt: skip
 

@@ -111,10 +111,8 @@ class Model(drawing(Classifier, MODULE_HOOKS, "module")):  # type: ignore[misc]
         self.trace, self.estimates = trace, estimates
 
     def loss(self, batch: Any) -> Any:
-        side_by_side = (
-            [*batch.values()] if isinstance(batch, dict) else batch if isinstance(batch[0], list) else [batch]
-        )
-        return sum(super(Model, self).loss(one) for one in side_by_side if one is not None)
+        parts = [*batch.values()] if isinstance(batch, dict) else batch if isinstance(batch[0], list) else [batch]
+        return sum(super(Model, self).loss(part) for part in parts if part is not None)
 
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
         return super().validation_step(batch, batch_idx)
@@ -141,19 +139,6 @@ class Drawer(Model):
     def validation_step(self, dataloader_iter: Any) -> Any:
         batch, batch_idx, _ = next(dataloader_iter)
         return super().validation_step(batch, batch_idx)
-
-
-class Noting(Classifier):
-    """Draws nothing, and records its losses."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[float] = []
-
-    def loss(self, batch: Any) -> Any:
-        loss = super().loss(batch["a"] if isinstance(batch, dict) else batch)
-        self.seen.append(loss.item())
-        return loss
 
 
 def check(run: Callable[[Any, Any], Any], kind: type = Model, **module: Any) -> None:
@@ -238,11 +223,6 @@ def test_any_fit(setting: str) -> None:
     check(fit_of("two", **FIT[setting]))
 
 
-@pytest.mark.parametrize("setting", ["reloading", "stopping"])
-def test_fit_of_a_stream(setting: str) -> None:
-    check(fit_of("stream", **FIT[setting]))
-
-
 VAL: dict[str, Callable[[], Any]] = {
     "workers": lambda: loader(4, shuffle=True, num_workers=1),
     "stream": lambda: stream(4),
@@ -302,28 +282,19 @@ def test_resuming_a_checkpoint_of_lightning(data: str, tmp_path: Path) -> None:
     check(run)
 
 
-class Saving(Checkpoint):
-    """Saves at the end of one hook."""
-
-    def __init__(self, hook: str, path: Path) -> None:
-        setattr(self, hook, lambda trainer, *_: trainer.save_checkpoint(path) if not trainer.current_epoch else None)
-
-
 @pytest.mark.parametrize(
     ("data", "hook"),
     [
         ("shuffled", "on_train_start"), ("its own generator", "on_train_epoch_start"), ("stream", "on_train_start"),
-        ("two", "on_train_epoch_start"),
         pytest.param("persistent workers", "on_train_start", marks=pytest.mark.whole),
     ],
 )  # fmt: skip
 def test_resume_from_before_the_first_batch_is_exact(data: str, hook: str, tmp_path: Path) -> None:
-    whole, options = Noting(), {"max_epochs": 2, "num_sanity_val_steps": 0}  # it would record losses
-    torch.manual_seed(1)
-    train = {"enable_checkpointing": True, "callbacks": [Saving(hook, tmp_path / "start.ckpt")]}
-    ours(**options, **train).fit(whole, TRAIN[data](), loader(4, shuffle=True))
-    resumed = Noting()
-    torch.manual_seed(2)
-    ours(**options).fit(resumed, TRAIN[data](), loader(4, shuffle=True), ckpt_path=tmp_path / "start.ckpt")
-    assert resumed.seen == whole.seen
+    path, saves = tmp_path / "start.ckpt", Checkpoint()
+    setattr(saves, hook, lambda trainer, *_: trainer.current_epoch or trainer.save_checkpoint(path))
+    whole, resumed = Classifier(), Classifier()
+    for seed, module, more in ((1, whole, {"callbacks": saves, "enable_checkpointing": True}), (2, resumed, {})):
+        torch.manual_seed(seed)
+        trainer = ours(max_epochs=2, num_sanity_val_steps=0, **more)
+        trainer.fit(module, TRAIN[data](), loader(4, shuffle=True), ckpt_path=None if more else path)
     assert all(map(torch.equal, weights(resumed), weights(whole)))

@@ -8,8 +8,6 @@ windows, stops inside of one, data without a length that ends before its limit, 
 from __future__ import annotations
 
 import random
-from argparse import Namespace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +16,6 @@ import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from omegaconf import OmegaConf
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 
 from tests.parity import CALLBACK_HOOKS, Classifier, RecordingLogger, data, lightning, recording, run_both
@@ -36,23 +33,12 @@ pytestmark = [
 ]
 
 
-HYPER_PARAMETERS: list[dict[str, Any]] = [
-    {},
-    {
-        "loss": torch.nn.HuberLoss(delta=3.0),
-        "classes": {"net": torch.nn.Linear, "make": partial(torch.optim.SGD, lr=1)},
-    },
-    {"config": OmegaConf.create({"a": "${b}", "b": 2}), "space": Namespace(path=Path("a"))},
-]
-
-
 class Drawn(Classifier):
     """Stops, skips, schedules and logs as configured."""
 
     def __init__(self, how: dict[str, Any]) -> None:
         super().__init__(momentum=0.9)
         self.how = how
-        self.hparams.update(how["hparams"])
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
         return -1 if self.how["skips"] == (self.current_epoch, batch_idx) else None
@@ -82,24 +68,6 @@ class Drawn(Classifier):
             frequency = self.how["frequency"] if interval == "epoch" else 1
             schedule = {"scheduler": StepLR(optimizer, 1, 0.9), "interval": interval, "frequency": frequency}
         return {"optimizer": optimizer, "lr_scheduler": schedule}
-
-
-class PassesOn(Drawn):
-    def log(self, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
-        kwargs.setdefault("batch_size", 1)
-        super().log(*args, **kwargs)
-
-
-class LogsTwice(Drawn):
-    def log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
-        super().log(name, value, *args, **kwargs)
-        super().log(f"{name} again", value * 2)
-
-
-class OnTheInstance(Drawn):
-    def __init__(self, how: dict[str, Any]) -> None:
-        super().__init__(how)
-        self.log = partial(self.log, batch_size=3)  # type: ignore[method-assign]
 
 
 def draw(seed: int) -> dict[str, Any]:
@@ -151,7 +119,6 @@ def draw(seed: int) -> dict[str, Any]:
     if isinstance(interval, int) and interval == 1 and any("monitor" in options for _, options in callbacks):
         # Lightning's callbacks interpret it as 1.0, an epoch; ours look after each validation
         arguments["val_check_interval"], arguments["check_val_every_n_epoch"] = None, 1
-    how["hparams"] = random.Random(seed).choice(HYPER_PARAMETERS)
     setup = {
         "how": how, "arguments": arguments, "callbacks": callbacks, "batches": batches, "sized": sized,
         "val": pick.choice([None, [3], [2], [2, 1], "stream"]),
@@ -159,7 +126,6 @@ def draw(seed: int) -> dict[str, Any]:
     }  # fmt: skip
     # our resumed run restores the random states of the first run
     setup["shuffles"] = not setup["resumes"] and pick.random() < 0.5
-    setup["class"] = maybe(0.5, PassesOn, LogsTwice, OnTheInstance, otherwise=Drawn)
     arguments["gradient_clip_val"] = maybe(0.4, 0.1)
     return setup
 
@@ -186,7 +152,7 @@ def everything_of(make: Any, setup: dict[str, Any], folder: Path) -> list[Any]:
             for kind, options in setup["callbacks"]
         ]
         watch: Any = recording(Callback, CALLBACK_HOOKS, "callback")()
-        logger, module, losses = RecordingLogger(), setup["class"](setup["how"]), []
+        logger, module, losses = RecordingLogger(), Drawn(setup["how"]), []
         module.register_forward_hook(lambda *io, losses=losses: losses.append(io[2].sum().item()))
         arguments = {**setup["arguments"], "default_root_dir": folder, "enable_checkpointing": saves}
         arguments["max_epochs"] += resuming
@@ -199,8 +165,7 @@ def everything_of(make: Any, setup: dict[str, Any], folder: Path) -> list[Any]:
             # without effects of the error: Lightning leaves the module in eval mode if a validation raised
             return [*seen, {"hooks": [call[:2] for call in watch.calls], "rows": logger.rows}]
         trainer.save_checkpoint(folder / "last.ckpt")
-        in_file = torch.load(folder / "last.ckpt", weights_only=False)
-        checkpoint = shape(in_file)
+        checkpoint = shape(torch.load(folder / "last.ckpt", weights_only=False))
         seen.append(
             {
                 "hooks": watch.calls,
@@ -212,7 +177,6 @@ def everything_of(make: Any, setup: dict[str, Any], folder: Path) -> list[Any]:
                 "counters": [trainer.current_epoch, trainer.global_step, trainer.num_training_batches],
                 # a skipped batch counts as started with us, in Lightning not yet
                 "checkpoint": None if setup["how"]["skips"] else checkpoint,
-                "hparams": repr(in_file["hyper_parameters"]),
             }
         )
     return seen

@@ -5,19 +5,18 @@ from __future__ import annotations
 import copy
 import io
 import itertools
-import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from rich.console import Console
 from torch import nn
 
-from tests.parity import Classifier, RecordingLogger, data, run_both
+from tests.parity import Classifier, RecordingLogger, data, outcome, run_both
 from tests.support import Regression, loader_of, make_batches, make_trainer
 from trainer.callbacks import NonFiniteGuard, RunSummary
 from trainer.compat.tuning import TunerExit
@@ -42,32 +41,7 @@ class Ends(Callback):
         self.seen.append(("teardown", stage, str(trainer.state)))
 
 
-def kind_of(error: BaseException) -> str:
-    """Return the type that callers catch, the one closest to Lightning's."""
-    kinds = (NotImplementedError, MisconfigurationException, RuntimeError, TypeError, SystemExit, Exception)
-    return next(kind.__name__ for kind in kinds if isinstance(error, kind))
-
-
-def outcome(call: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, list[Any]]:
-    """Return the result or error of a call, and its warnings."""
-    with warnings.catch_warnings(record=True) as drawn:
-        warnings.simplefilter("always")
-        try:
-            result = call(*args, **kwargs)
-        except (Exception, SystemExit) as error:
-            result = kind_of(error)
-    ours_alone = "LeafSpec", "workers", "loss-scaler"
-    messages = {
-        (w.category.__name__, str(w.message)[:45]) for w in drawn if not any(x in str(w.message) for x in ours_alone)
-    }
-    return result, sorted(messages)
-
-
 # --- modules without methods, or with removed ones -----------------------------------------------------------------
-
-
-class Bare(LightningModule):
-    """Has no methods."""
 
 
 class WithData(Classifier):
@@ -87,14 +61,12 @@ def having(name: str) -> type:
 
 LACKING: dict[str, list[type]] = {
     "fit": [
-        Bare,
-        *(without(name) for name in ("training_step", "configure_optimizers", "train_dataloader")),
-        *(without(name) for name in ("val_dataloader", "validation_step")),
-        *(having(name) for name in ("training_epoch_end", "validation_epoch_end", "configure_sharded_model")),
+        *map(without, ("training_step", "configure_optimizers", "train_dataloader", "val_dataloader")),
+        *map(having, ("training_epoch_end", "validation_epoch_end", "configure_sharded_model")),
     ],
-    "validate": [*(without(f"val{name}") for name in ("_dataloader", "idation_step")), having("validation_epoch_end")],
-    "test": [*(without(f"test_{name}") for name in ("dataloader", "step")), having("test_epoch_end")],
-    "predict": [Bare, *(without(f"predict_{name}") for name in ("dataloader", "step")), without("forward")],
+    "validate": [*map(without, ("val_dataloader", "validation_step")), having("validation_epoch_end")],
+    "test": [without("test_step"), having("test_epoch_end")],
+    "predict": [LightningModule, *map(without, ("predict_dataloader", "predict_step", "forward"))],
 }
 
 
@@ -166,30 +138,35 @@ def test_run_that_fails_leaves_the_trainer_as_lightnings_is(
     assert mine == theirs
 
 
+class Runs(Callback):
+    """Calls ``run(trainer, module)`` once, in one hook."""
+
+    def __init__(self, hook: str, run: Callable[..., Any]) -> None:
+        self.calls = 0
+        setattr(self, hook, lambda *given: self.call(run, *given[:2]))
+
+    def call(self, run: Callable[..., Any], *given: Any) -> None:
+        self.calls += 1
+        if self.calls == 1:
+            run(*given)
+
+
+def start(trainer: Any, function: str, module: Any) -> None:
+    getattr(trainer, function)(module, *[data(2)] * (1 + (function == "fit")))
+
+
 @pytest.mark.parametrize("function", FUNCTIONS)
 @pytest.mark.parametrize(
     ("hook", "refused"), [("on_fit_start", True), ("on_train_batch_end", True), ("on_fit_end", False)]
 )
 def test_run_inside_a_fit_is_refused_except_at_its_end(tmp_path: Path, function: str, hook: str, refused: bool) -> None:
-    class Evaluates(Callback):
-        calls = 0
-
-        def evaluate(self, trainer: Any, module: Any, *_: Any) -> None:
-            self.calls += 1
-            if self.calls == 1:
-                getattr(trainer, function)(module, *[data(2)] * (1 + (function == "fit")))
-
-    setattr(Evaluates, hook, Evaluates.evaluate)
-    trainer, module = make_trainer(tmp_path), Classifier()
-    trainer.callbacks.append(evaluates := Evaluates())
-    if refused:
-        with pytest.raises(ConfigurationError, match=rf"`trainer.{function}` was called in {hook} .* in on_fit_end"):
-            trainer.fit(module, data(4), data(2))
-        assert trainer.interrupted
-    else:
-        trainer.fit(module, data(4), data(2))
-        assert evaluates.calls >= 1
-        assert trainer.state.finished
+    runs = Runs(hook, lambda trainer, module: start(trainer, function, module))
+    trainer = make_trainer(tmp_path, callbacks=[runs])
+    message = rf"`trainer.{function}` was called in {hook} .* in on_fit_end"
+    with pytest.raises(ConfigurationError, match=message) if refused else nullcontext():
+        trainer.fit(Classifier(), data(4), data(2))
+    assert runs.calls
+    assert (trainer.interrupted, trainer.state.finished) == (refused, not refused)
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
@@ -200,23 +177,17 @@ def test_run_inside_a_fit_is_refused_except_at_its_end(tmp_path: Path, function:
 def test_another_trainer_needs_a_copy_of_the_module_during_a_fit(
     tmp_path: Path, function: str, hook: str, copies: bool, refused: bool
 ) -> None:
-    class Evaluates(Callback):
-        def evaluate(self, trainer: Any, module: Any, *_: Any) -> None:
-            given = copy.deepcopy(module) if copies else module
-            getattr(make_trainer(tmp_path), function)(given, *[data(2)] * (1 + (function == "fit")))
+    def run(trainer: Any, module: Any) -> None:
+        start(make_trainer(tmp_path), function, copy.deepcopy(module) if copies else module)
 
-    module, other = Classifier(), Evaluates()
-    setattr(other, hook, other.evaluate)
-    trainer = make_trainer(tmp_path, callbacks=[other])
-    if refused:
-        with pytest.raises(ConfigurationError, match=rf"`Trainer.{function}` was called in {hook} .*copy.deepcopy"):
-            trainer.fit(module, data(4), data(2))
-        return
-    trainer.fit(module, data(4), data(2))
-    alone = Classifier()
-    make_trainer(tmp_path).fit(alone, data(4), data(2))
-    assert trainer.global_step == 2
-    assert (function == "fit" and not copies) or all(map(torch.equal, alone.parameters(), module.parameters()))
+    module, trainer = Classifier(), make_trainer(tmp_path, callbacks=[Runs(hook, run)])
+    message = rf"`Trainer.{function}` was called in {hook} .*copy.deepcopy"
+    with pytest.raises(ConfigurationError, match=message) if refused else nullcontext():
+        trainer.fit(module, data(4), data(2))
+    if not refused:
+        make_trainer(tmp_path).fit(alone := Classifier(), data(4), data(2))
+        assert trainer.global_step == 2
+        assert (function == "fit" and not copies) or all(map(torch.equal, alone.parameters(), module.parameters()))
 
 
 def test_tuner_ends_the_run_successfully() -> None:
@@ -269,8 +240,7 @@ def test_one_completed_step_suffices_also_after_a_resume(tmp_path: Path) -> None
 
 @pytest.mark.filterwarnings("ignore:Optimizer step 0 of epoch 0 was skipped")
 def test_steps_that_are_skipped_in_float32_count_as_well(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    trainer = make_trainer(tmp_path, callbacks=[NonFiniteGuard("skip")])
-    trainer.fit(overflowing(3), loader_of(make_batches(3)))
+    make_trainer(tmp_path, callbacks=[NonFiniteGuard("skip")]).fit(overflowing(3), loader_of(make_batches(3)))
     (message,) = [one for one in caplog.messages if "No weight was updated" in one]
     assert "all 3 optimizer steps were skipped" in message
     assert "Not finite in float32 either: mul in the forward pass, Overflowing.training_step" in message
@@ -304,11 +274,6 @@ def test_predictions_have_lightnings_shape(loaders: Callable[[], Any], return_pr
 
     theirs, mine = run_both(scenario)
     assert mine == theirs
-
-
-def test_nothing_is_predicted_with_a_limit_of_zero() -> None:
-    theirs, mine = run_both(lambda make: make(limit_predict_batches=0).predict(WithData()))
-    assert mine is theirs is None
 
 
 # --- the modes of submodules --------------------------------------------------------------------------------------
