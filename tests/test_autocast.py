@@ -14,11 +14,13 @@ import torch
 from lightning.pytorch import Callback
 from packaging.version import Version
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from tests.support import Regression, imports_inductor, loader_of, make_batches, make_net, make_trainer
+from tests.parity import looks_in
+from tests.support import Regression, loader_of, make_batches, make_net, make_trainer
 from trainer.precision import MixedPrecision
 from trainer.precision.cast_cache import loses_gradients
 from trainer.precision.cpu_fp16 import fast_fp16_kernels
@@ -30,9 +32,9 @@ DTYPES = {"32-true": None, "bf16-mixed": torch.bfloat16, "16-mixed": torch.float
 every_precision = pytest.mark.parametrize("precision", PRECISIONS)
 
 
-def ours(name: str) -> Any:
+def ours(name: Any) -> Any:
     """Arguments of ``Trainer(precision=...)``; float16 with torch's own kernels, and with the fast ones."""
-    if not name.startswith("16"):
+    if not str(name).startswith("16"):
         return name
     return MixedPrecision("float16", init_scale=SCALE, cpu_kernels="fast" if name.endswith("fast") else "native")
 
@@ -98,7 +100,7 @@ def assert_equal(mine: nn.Module, theirs: nn.Module, start: nn.Module | None = N
             assert not torch.equal(a, b), f"{name} has not been trained"
 
 
-def fit(folder: Any, module: Regression, batches: Any, name: str, **arguments: Any) -> Any:
+def fit(folder: Any, module: Regression, batches: Any, name: Any, **arguments: Any) -> Any:
     trainer = make_trainer(folder, precision=ours(name), **arguments)
     torch.manual_seed(5)
     trainer.fit(module, loader_of(batches))
@@ -109,70 +111,63 @@ def fit(folder: Any, module: Regression, batches: Any, name: str, **arguments: A
 # --- range of autocast ------------------------------------------------------------------------------------------------
 
 
+class Probe(torch.autograd.Function):
+    """Records whether autocast is enabled in its forward and backward pass."""
+
+    seen: dict[str, bool] = {}
+
+    @staticmethod
+    def forward(ctx, x):
+        Probe.seen["forward"] = torch.is_autocast_enabled("cpu")
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        Probe.seen["backward"] = torch.is_autocast_enabled("cpu")
+        return gradient
+
+
+OUTSIDE = (
+    "on_train_batch_start", "on_before_zero_grad", "on_before_backward", "on_after_backward",
+    "on_before_optimizer_step", "on_after_optimizer_step", "on_train_batch_end",
+)  # fmt: skip
+
+
+@looks_in(*OUTSIDE)
+class Look(Callback):
+    def look(self, hook, trainer):
+        Probe.seen[hook] = torch.is_autocast_enabled("cpu")
+
+
 def test_autocast_covers_the_step_function_and_nothing_else(tmp_path):
-    class Probe(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            seen["forward"] = torch.is_autocast_enabled("cpu")
-            return x.clone()
+    def loss_of(net, batch):
+        assert net(batch[0]).dtype is torch.bfloat16
+        return Probe.apply(error_of(net, batch))
 
-        @staticmethod
-        def backward(ctx, gradient):
-            seen["backward"] = torch.is_autocast_enabled("cpu")
-            return gradient
-
-    class Looking(Regression):
-        def training_step(self, batch, batch_idx):
-            assert torch.get_autocast_dtype("cpu") is torch.bfloat16
-            assert self.net(batch[0]).dtype is torch.bfloat16
-            return Probe.apply(super().training_step(batch, batch_idx))
-
-    def look(name):
-        def hook(self, *args):
-            seen[name] = torch.is_autocast_enabled("cpu")
-
-        return hook
-
-    seen = {}
-    outside = (
-        "on_train_batch_start", "on_before_zero_grad", "on_before_backward", "on_after_backward",
-        "on_before_optimizer_step", "on_after_optimizer_step", "on_train_batch_end",
-    )  # fmt: skip
-    look_at_all = type("Look", (Callback,), {name: look(name) for name in outside})
-    trainer = make_trainer(tmp_path, precision="bf16-mixed", callbacks=[look_at_all()])
-    trainer.fit(Looking(), loader_of(make_batches(1)))
-    assert seen == {"forward": True, "backward": False, **dict.fromkeys(outside, False)}
+    Probe.seen.clear()
+    trainer = make_trainer(tmp_path, precision="bf16-mixed", callbacks=[Look()])
+    trainer.fit(Stepping(make_net(), loss_of), loader_of(make_batches(1)))
+    assert Probe.seen == {"forward": True, "backward": False, **dict.fromkeys(OUTSIDE, False)}
 
 
 @pytest.mark.parametrize(
     ("stage", "precision"),
-    [("validation", "32-true"), ("test", "bf16-mixed"), ("predict", "16-mixed"), ("validation", "16-mixed-fast")],
+    [("validate", "32-true"), ("test", "bf16-mixed"), ("predict", "16-mixed"), ("validate", "16-mixed-fast")],
 )
-def test_evaluation_runs_under_autocast_and_inference_mode_without_the_scaler(tmp_path, monkeypatch, precision, stage):
-    seen, outputs = [], []
+def test_evaluation_runs_under_autocast_without_the_scaler(tmp_path, precision, stage):
+    class Evaluating(Stepping):
+        def validation_step(self, batch, batch_idx):
+            outputs.append(self.net(batch[0]))
+            return outputs[-1]
 
-    def step(self, batch, batch_idx):
-        output = self.net(batch[0])
-        outputs.append(output)
-        seen.append((torch.is_autocast_enabled("cpu"), torch.is_inference_mode_enabled(), output.requires_grad))
-        return output
+        test_step = predict_step = validation_step
 
+    outputs, batches = [], make_batches(3)
     mine, theirs = make(make_net)
-    module = type("Evaluating", (Regression,), {f"{stage}_step": step})(mine)
     trainer = make_trainer(tmp_path, precision=ours(precision))
-    for name in ("scale", "unscale_", "step", "update", "resolve_outcome"):
-        monkeypatch.setattr(trainer.scaler, name, lambda *args, name=name: pytest.fail(f"scaler.{name} was called"))
     before = trainer.scaler.state_dict()
-    batches = make_batches(3)
-    if stage == "predict":
-        outputs = trainer.predict(module, loader_of(batches))
-    else:
-        getattr(trainer, {"validation": "validate"}.get(stage, stage))(module, loader_of(batches), verbose=False)
-
-    mixed = DTYPES[precision] is not None
-    assert seen == [(mixed, True, False)] * 3
+    getattr(trainer, stage)(Evaluating(mine, error_of), loader_of(batches))
     assert trainer.scaler.state_dict() == before
-    assert all(output.is_inference() for output in outputs)
     with session(precision) as (autocast, _), torch.inference_mode(), autocast():
         expected = [theirs.eval()(x) for x, _, _ in batches]
     assert [output.dtype for output in outputs] == [DTYPES[precision] or torch.float32] * 3
@@ -229,20 +224,27 @@ def as_it_comes(context: Any, function: Callable[[], Tensor]) -> Tensor:
         return function()
 
 
-class Product(torch.autograd.Function):
-    """Computes x @ weight.T in a custom function, with a forward that runs without gradients."""
+def cube(cast_inputs: torch.dtype | None = None) -> tuple[Any, list[Any]]:
+    """A custom function as in torch's AMP guide, and the dtypes in it."""
+    seen = []
 
-    @staticmethod
-    @torch.amp.custom_fwd(device_type="cpu")
-    def forward(ctx, x, weight):
-        ctx.save_for_backward(x, weight)
-        return F.linear(x, weight)
+    class Cube(torch.autograd.Function):
+        @staticmethod
+        @torch.amp.custom_fwd(device_type="cpu", cast_inputs=cast_inputs)
+        def forward(ctx, x, weight):
+            seen.append((x.dtype, torch.is_autocast_enabled("cpu")))
+            ctx.save_for_backward(x, weight)
+            return F.linear(x, weight).pow(3)
 
-    @staticmethod
-    @torch.amp.custom_bwd(device_type="cpu")
-    def backward(ctx, gradient):
-        x, weight = ctx.saved_tensors
-        return gradient @ weight, gradient.T @ x
+        @staticmethod
+        @torch.amp.custom_bwd(device_type="cpu")
+        def backward(ctx, gradient):
+            x, weight = ctx.saved_tensors
+            inner = gradient * 3 * F.linear(x, weight).pow(2)
+            seen.append((torch.is_autocast_enabled("cpu"), (inner @ weight).dtype))
+            return inner @ weight, inner.T @ x
+
+    return Cube.apply, seen
 
 
 def self_distillation(net: nn.Module, batch: Any, run: Any, off: Any) -> Tensor:
@@ -299,11 +301,13 @@ def test_forward_without_gradients_before_one_with_them(tmp_path, precision, pat
 
 @every_precision
 def test_weight_in_a_custom_function_and_outside_of_it(tmp_path, precision):
+    apply, _ = cube()
+
     def tied(net, batch):
-        return F.mse_loss(net(torch.tanh(Product.apply(batch[0], net.weight))), batch[0])
+        return F.mse_loss(net(torch.tanh(apply(batch[0], net.weight))), batch[0])
 
     def apart(net, batch):
-        hidden = casts_of_its_own(nullcontext(), lambda: Product.apply(batch[0], net.weight))
+        hidden = casts_of_its_own(nullcontext(), lambda: apply(batch[0], net.weight))
         return F.mse_loss(net(torch.tanh(hidden)), batch[0])
 
     mine, theirs = make(lambda: nn.Linear(6, 6))
@@ -311,45 +315,6 @@ def test_weight_in_a_custom_function_and_outside_of_it(tmp_path, precision):
     fit(tmp_path, Stepping(mine, tied), make_batches(4), precision)
     by_hand(theirs, apart, make_batches(4), precision)
     assert_equal(mine, theirs, start)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(
-    ("pattern", "precision"), [(self_distillation, "bf16-mixed"), (weight_used_directly, "16-mixed")]
-)
-def test_forward_without_gradients_before_one_with_them_on_a_gpu(tmp_path, precision, pattern):
-    mine, theirs = make(make_net)
-    batches, off = make_batches(4), torch.no_grad
-    module = Stepping(mine, lambda net, batch: pattern(net, batch, as_it_comes, off))
-    fit(tmp_path, module, batches, precision, accelerator="gpu", devices=1)
-    by_hand(theirs, lambda net, batch: pattern(net, batch, casts_of_its_own, off), batches, precision, device="cuda")
-    assert_equal(mine.cpu(), theirs.cpu())
-
-
-# --- custom functions -----------------------------------------------------------------------------------------------
-
-
-def cube(cast_inputs: torch.dtype | None) -> tuple[Any, list[Any]]:
-    """A custom function as in torch's AMP guide, and the dtypes in it."""
-    seen = []
-
-    class Cube(torch.autograd.Function):
-        @staticmethod
-        @torch.amp.custom_fwd(device_type="cpu", cast_inputs=cast_inputs)
-        def forward(ctx, x, weight):
-            seen.append((x.dtype, torch.is_autocast_enabled("cpu")))
-            ctx.save_for_backward(x, weight)
-            return F.linear(x, weight).pow(3)
-
-        @staticmethod
-        @torch.amp.custom_bwd(device_type="cpu")
-        def backward(ctx, gradient):
-            x, weight = ctx.saved_tensors
-            inner = gradient * 3 * F.linear(x, weight).pow(2)
-            seen.append((torch.is_autocast_enabled("cpu"), (inner @ weight).dtype))
-            return inner @ weight, inner.T @ x
-
-    return Cube.apply, seen
 
 
 @pytest.mark.parametrize(
@@ -364,13 +329,9 @@ def test_custom_functions(tmp_path, precision, cast_inputs):
 
     mine, theirs = make(lambda: nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 3, bias=False)))
     fit(tmp_path, Stepping(mine, loss_of), make_batches(4), precision)
-    dtype = DTYPES[precision]
-    if dtype is None:
-        assert seen == [(torch.float32, False), (False, torch.float32)] * 4
-    elif cast_inputs is None:  # under autocast; its backward runs outside of the Trainer's context
-        assert seen == [(dtype, True), (True, dtype)] * 4
-    else:  # an island of float32
-        assert seen == [(torch.float32, False), (False, torch.float32)] * 4
+    is_mixed = precision != "32-true" and cast_inputs is None  # or else an island of float32
+    dtype = DTYPES[precision] if is_mixed else torch.float32
+    assert seen == [(dtype, is_mixed), (is_mixed, dtype)] * 4  # also in backward, outside of the Trainer's context
     by_hand(theirs, loss_of, make_batches(4), precision)
     assert_equal(mine, theirs)
 
@@ -381,22 +342,14 @@ def test_custom_functions(tmp_path, precision, cast_inputs):
 @every_precision
 def test_activation_checkpointing_changes_no_bit(tmp_path, precision):
     """The recomputation uses the forward's autocast and random numbers, although backward runs outside of both."""
+
+    def checkpointed(net, batch):
+        return error_of(lambda x: checkpoint(net, x, use_reentrant=False), batch)
+
     seen = []
-
-    class Checkpointed(nn.Module):
-        def __init__(self, checkpoints):
-            super().__init__()
-            self.body, self.checkpoints = make_net(dropout=0.5), checkpoints
-            self.body[0].register_forward_hook(lambda module, args, output: seen.append(output.dtype))
-
-        def forward(self, x):
-            return checkpoint(self.body, x, use_reentrant=False) if self.checkpoints else self.body(x)
-
-    torch.manual_seed(0)
-    mine = Checkpointed(True)
-    torch.manual_seed(0)
-    theirs = Checkpointed(False)
-    fit(tmp_path, Stepping(mine, error_of), make_batches(6), precision)
+    mine, theirs = make(lambda: make_net(dropout=0.5))
+    mine[0].register_forward_hook(lambda module, args, output: seen.append(output.dtype))
+    fit(tmp_path, Stepping(mine, checkpointed), make_batches(6), precision)
     assert seen == [DTYPES[precision] or torch.float32] * 12
     torch.manual_seed(5)
     by_hand(theirs, error_of, make_batches(6), precision)
@@ -406,67 +359,34 @@ def test_activation_checkpointing_changes_no_bit(tmp_path, precision):
 # --- gradient penalty -----------------------------------------------------------------------------------------------
 
 
-class Penalized(Regression):
-    """The gradient penalty of torch's AMP examples as a LightningModule."""
-
-    def training_step(self, batch, batch_idx):
-        loss = error_of(self.net, batch)
-        scaler = self.trainer.scaler
-        with torch.autocast(self.device.type, enabled=False):  # backward passes run outside of autocast
-            gradients = torch.autograd.grad(scaler.scale(loss), list(self.net.parameters()), create_graph=True)
-        norm = sum((g / scaler.current_scale).pow(2).sum() for g in gradients).sqrt()
-        return loss + norm
-
-
-def by_hand_with_penalty(net: nn.Module, batches: Any, name: str) -> None:
+def penalized(net: nn.Module, batch: Any, scaled: Callable[[Tensor], Tensor], scale: float) -> Tensor:
     """https://docs.pytorch.org/docs/stable/notes/amp_examples.html#gradient-penalty"""
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    with session(name) as (autocast, scaler):
-        for batch in batches:
-            with autocast():
-                loss = error_of(net, batch)
-            scaled = torch.autograd.grad(scaler.scale(loss), list(net.parameters()), create_graph=True)
-            gradients = [g * (1.0 / scaler.get_scale()) for g in scaled]
-            with autocast():
-                loss = loss + sum(g.pow(2).sum() for g in gradients).sqrt()
-            scaler.scale(loss).backward()
-            scaler.step(optimizer)
-            scaler.update()
-            optimizer.zero_grad()
+    loss = error_of(net, batch)
+    with torch.autocast("cpu", enabled=False):  # backward passes run outside of autocast
+        gradients = torch.autograd.grad(scaled(loss), list(net.parameters()), create_graph=True)
+    return loss + sum((g / scale).pow(2).sum() for g in gradients).sqrt()
 
 
 @every_precision
 def test_gradient_penalty(tmp_path, precision):
+    def loss_of(net, batch):
+        scaler = module.trainer.scaler
+        return penalized(net, batch, scaler.scale, scaler.current_scale)
+
     mine, theirs = make(make_net)
     without, start = make(make_net)
-    fit(tmp_path, Penalized(mine), make_batches(6), precision)
-    by_hand_with_penalty(theirs, make_batches(6), precision)
+    module = Stepping(mine, loss_of)
+    fit(tmp_path, module, make_batches(6), precision)
+    scale = SCALE if precision.startswith("16") else 1.0
+    by_hand(
+        theirs, lambda net, batch: penalized(net, batch, lambda loss: loss * scale, scale), make_batches(6), precision
+    )
     assert_equal(mine, theirs, start)
     by_hand(without, error_of, make_batches(6), precision)
     assert not torch.equal(mine[0].weight, without[0].weight)
 
 
 # --- torch.compile --------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def graphs(fresh_compiler: None) -> list[int]:
-    """Return the sizes of the graphs compiled by :func:`backend_of`."""
-    return []
-
-
-def backend_of(name: str, graphs: list[int]) -> Any:
-    backend = torch._dynamo.lookup_backend(name)
-
-    def counting(graph: Any, inputs: Any) -> Any:
-        graphs.append(len(graph.graph.nodes))
-        return backend(graph, inputs)
-
-    return counting
-
-
-def whole(module: Any, backend: Any) -> Any:
-    return torch.compile(module, backend=backend)
 
 
 def in_place(module: Any, backend: Any) -> Any:
@@ -488,30 +408,19 @@ def a_part_in_place(module: Any, backend: Any) -> Any:
 @pytest.mark.parametrize(
     ("way", "precision", "backend"),
     [
-        (whole, "bf16-mixed", "aot_eager"),
+        (torch.compile, "bf16-mixed", "aot_eager"),
         (in_place, "16-mixed-fast", "aot_eager"),
         (a_part, "16-mixed", "eager"),
         (a_part_in_place, "32-true", "eager"),
     ],
 )
-def test_compiled_modules(tmp_path, graphs, precision, way, backend):
+@pytest.mark.usefixtures("fresh_compiler")
+def test_compiled_modules(tmp_path, precision, way, backend):
     if way is a_part_in_place and Version(torch.__version__) < Version("2.13"):
         pytest.skip("torch 2.10 does not compile a LightningModule's parts in place")
     mine, theirs = make(make_net)
-    module = way(Stepping(mine, error_of), backend_of(backend, graphs))
-    fit(tmp_path, module, make_batches(4), precision)
-    assert graphs != []
+    counter = CompileCounterWithBackend(backend)
+    fit(tmp_path, way(Stepping(mine, error_of), backend=counter), make_batches(4), precision)
+    assert counter.frame_count
     by_hand(theirs, error_of, make_batches(4), precision)
     assert_equal(mine, theirs)
-
-
-@pytest.mark.nightly
-@imports_inductor
-def test_compiled_by_inductor(tmp_path, graphs):
-    mine, theirs = make(make_net)
-    module = a_part(Stepping(mine, error_of), backend_of("inductor", graphs))
-    fit(tmp_path, module, make_batches(4), "bf16-mixed")
-    assert graphs != []
-    by_hand(theirs, error_of, make_batches(4), "bf16-mixed")
-    # fused kernels round less often
-    torch.testing.assert_close(mine.state_dict(), theirs.state_dict(), rtol=2e-2, atol=2e-3)
