@@ -9,8 +9,9 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger, WandbLogger
 
+from tests.parity import RecordingLogger
 from tests.support import Regression, loader_of, make_batches, make_trainer
 from trainer import log_images, loggers
 from trainer.callbacks import RunRecorder
@@ -23,27 +24,13 @@ from trainer.loggers import LoggedRun, LoggerAdapter, adapter, adapter_class
 from trainer.record.run_record import RunRecord, load_run
 
 
-class Memory(Logger):
+class Memory(RecordingLogger):
     """A logger that keeps everything in memory."""
 
     def __init__(self, title: str | None = None) -> None:
+        super().__init__()
         self.title = title
-        self.settings: dict[str, Any] = {}
         self.images: list[tuple[str, Any, int]] = []
-
-    @property
-    def name(self) -> str:
-        return "memory"
-
-    @property
-    def version(self) -> str:
-        return "7"
-
-    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
-        pass
-
-    def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
-        self.settings |= params
 
 
 NODE = {"_target_": f"{__name__}.Memory", "title": None}
@@ -99,9 +86,9 @@ def test_adapter_logs_images_and_the_settings_of_the_run(tmp_path: Path) -> None
             log_images(self.trainer, "samples", torch.zeros(1, 3, 2, 2))
 
     make_trainer(tmp_path, logger=[rows, memory], callbacks=[recorder]).fit(Model(), loader_of(make_batches(2)))
-    assert memory.settings["seed"] == 3
+    assert memory.hyper_parameters["seed"] == 3
     assert [(name, images.shape, step) for name, images, step in memory.images] == [("samples", (1, 2, 2, 3), 2)]
-    assert load_run(tmp_path / "run").facts["tracking"] == {"memoryadapter": "7"}
+    assert load_run(tmp_path / "run").facts["tracking"] == {"memoryadapter": "0"}
 
 
 def test_adapter_is_found_by_the_class_of_the_logger_and_its_bases(tmp_path: Path) -> None:
@@ -119,13 +106,9 @@ def test_adapter_is_found_by_the_class_of_the_logger_and_its_bases(tmp_path: Pat
     assert in_opening_order([one, other, wandb, memory]) == [wandb, memory, other, one]
 
 
-@pytest.mark.parametrize(("options", "folder"), [({}, "p/x"), ({"save_dir": "runs"}, "runs/p/x")])
-def test_each_run_of_wandb_has_its_folder(options: dict[str, Any], folder: str) -> None:
-    logger = WandbLogger(project="p", id="x", offline=True, **options)
-    assert Path(str(adapter(logger).folder)) == Path(folder)
-
-
-@pytest.mark.parametrize(("run", "folder"), [(None, "runs"), ("x", "runs/7/x")])
-def test_each_run_of_mlflow_has_its_folder(run: str | None, folder: str) -> None:
-    logger = SimpleNamespace(save_dir="runs", name="7", _run_id=run)  # the name is the id of the experiment
-    assert MLFlow(logger).folder == folder
+def test_each_run_has_its_folder() -> None:
+    wandb = [WandbLogger(project="p", id="x", offline=True, **options) for options in ({}, {"save_dir": "runs"})]
+    # of MLflow, the name is the id of the experiment
+    mlflow = [MLFlow(SimpleNamespace(save_dir="runs", name="7", _run_id=run)) for run in (None, "x")]
+    folders = [Path(str(one.folder)) for one in (*map(adapter, wandb), *mlflow)]
+    assert folders == [Path("p/x"), Path("runs/p/x"), Path("runs"), Path("runs/7/x")]

@@ -10,13 +10,15 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import LightningDataModule
-from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.loggers.logger import DummyLogger
 
-from tests.parity import Classifier, Learner, assert_agree, data, ours, plain, run_both
+from tests.parity import Classifier, Learner, RecordingLogger, assert_agree, data, ours, plain, recording, run_both
+
+METHODS = ["log_metrics", "log_hyperparams", "log_graph", "save", "finalize", "after_save_checkpoint"]
 
 
-class Diary(Logger):
+class Diary(recording(RecordingLogger, METHODS, "logger")):  # type: ignore[misc]
     """Records its calls."""
 
     def __init__(self) -> None:
@@ -24,36 +26,10 @@ class Diary(Logger):
         self.calls: list[Any] = []
 
     @property
-    def name(self) -> str:
-        return "diary"
-
-    @property
-    def version(self) -> str:
-        return "first"
-
-    @property
     def experiment(self) -> object:
         if self.calls[-1:] != ["experiment"]:  # Lightning looks twice
             self.calls.append("experiment")
         return object()
-
-    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
-        self.calls.append(("metrics", step, {name: plain(value) for name, value in metrics.items()}))
-
-    def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
-        self.calls.append(("hyperparameters", dict(params)))
-
-    def log_graph(self, model: Any, input_array: Any = None) -> None:
-        self.calls.append("graph")
-
-    def save(self) -> None:
-        self.calls.append("save")
-
-    def finalize(self, status: str) -> None:
-        self.calls.append(status)
-
-    def after_save_checkpoint(self, checkpoint_callback: Any) -> None:
-        self.calls.append("checkpoint")
 
 
 class LogsEverywhere(Classifier):
@@ -101,12 +77,13 @@ def test_loggers_diary(arguments: dict[str, Any], tmp_path: Path) -> None:
         trainer.validate(module, data(4), verbose=False)
         trainer.test(module, data(4), verbose=False)
         assert loggers[0].calls == loggers[1].calls
-        calls = [call for call in loggers[0].calls if call != "checkpoint"]  # our row follows that of the epoch
-        return calls, loggers[0].calls.count("checkpoint"), plain(dict(trainer.logged_metrics)), trainer.log_dir
+        saves = [call for call in loggers[0].calls if call[0] == "logger.after_save_checkpoint"]
+        calls = [call for call in loggers[0].calls if call not in saves]  # our row follows that of the epoch
+        return calls, saves, plain(dict(trainer.logged_metrics)), trainer.log_dir
 
-    found = assert_agree(scenario)
-    assert found[0].index("experiment") < found[0].index("setup")
-    assert found[0][-1] == "success"
+    calls = assert_agree(scenario)[0]
+    assert calls.index("experiment") < calls.index("setup")
+    assert calls[-1][:2] == ("logger.finalize", {"status": "success"})
 
 
 def test_setters_and_getters(tmp_path: Path) -> None:
@@ -169,7 +146,7 @@ def test_hyper_parameters_of_module_and_data(of_module: dict[str, Any], of_data:
             trainer.fit(Configured(of_module), datamodule=Settings(of_data))
         except Exception as error:  # the comparison depends on it
             return type(error), str(error)[:40]
-        return [plain(one[1]) for one in diary.calls if one[0] == "hyperparameters"]
+        return diary.calls
 
     assert_agree(scenario)
 

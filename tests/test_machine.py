@@ -13,7 +13,8 @@ from trainer import machine
 from trainer.machine import Cores, Memory
 
 
-def tree(root: Path, files: dict[str, str]) -> Path:
+def tree(root: Path, group: str, files: dict[str, str]) -> Path:
+    files = {"proc/self/cgroup": f"{group}\n", **{f"sys/fs/cgroup/{name}": text for name, text in files.items()}}
     for name, text in files.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(text)
@@ -27,76 +28,48 @@ def test_usable_cores(allowed, quota, usable):
     assert Cores(16, allowed, quota).usable == usable
 
 
-def test_quota_is_the_narrowest_of_the_groups_above(tmp_path):
-    root = tree(
-        tmp_path,
+LIMITS = {
+    "the smallest of all groups": (
+        "0::/jobs/mine",
         {
-            "proc/self/cgroup": "0::/jobs/mine\n",
-            "sys/fs/cgroup/cgroup.controllers": "cpu memory\n",
-            "sys/fs/cgroup/jobs/cpu.max": "250000 100000\n",
-            "sys/fs/cgroup/jobs/mine/cpu.max": "max 100000\n",
+            "jobs/cpu.max": "250000 100000\n", "jobs/mine/cpu.max": "max 100000\n",
+            "jobs/memory.max": "5000\n", "jobs/memory.current": "4900\n",
+            "jobs/mine/memory.max": "3000\n", "jobs/mine/memory.current": "2000\n",
         },
-    )
-    assert machine.cores(root).quota == 2.5
-
-
-def test_quota_and_limit_of_version_one(tmp_path):
-    root = tree(
-        tmp_path,
+        (2.5, 3000, 100),
+    ),
+    "version one": (
+        "5:cpu,cpuacct:/a\n4:memory:/a\n0::/",
         {
-            "proc/self/cgroup": "5:cpu,cpuacct:/a\n4:memory:/a\n0::/\n",
-            "sys/fs/cgroup/cpu/a/cpu.cfs_quota_us": "150000\n",
-            "sys/fs/cgroup/cpu/a/cpu.cfs_period_us": "100000\n",
-            "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712\n",
-            "sys/fs/cgroup/memory/memory.usage_in_bytes": "5000\n",
-            "sys/fs/cgroup/memory/a/memory.limit_in_bytes": "4000000\n",
-            "sys/fs/cgroup/memory/a/memory.usage_in_bytes": "3000000\n",
-            "sys/fs/cgroup/memory/a/memory.stat": "cache 1\ntotal_inactive_file 500000\n",
+            "cpu/a/cpu.cfs_quota_us": "150000\n", "cpu/a/cpu.cfs_period_us": "100000\n",
+            "memory/memory.limit_in_bytes": "9223372036854771712\n", "memory/memory.usage_in_bytes": "5000\n",
+            "memory/a/memory.limit_in_bytes": "4000000\n", "memory/a/memory.usage_in_bytes": "3000000\n",
+            "memory/a/memory.stat": "cache 1\ntotal_inactive_file 500000\n",
         },
-    )
-    assert machine.cores(root).quota == 1.5
-    assert machine.memory(root).limit == 4_000_000
-    assert machine.memory(root).left == 1_500_000
-
-
-def test_limits_in_a_container_without_the_hosts_group(tmp_path):
-    root = tree(
-        tmp_path,
+        (1.5, 4_000_000, 1_500_000),
+    ),
+    "a container without the host's group": (
+        "0::/system.slice/docker-1234.scope",
         {
-            "proc/self/cgroup": "0::/system.slice/docker-1234.scope\n",
-            "sys/fs/cgroup/cpu.max": "400000 100000\n",
-            "sys/fs/cgroup/memory.max": "1000\n",
-            "sys/fs/cgroup/memory.current": "900\n",
-            "sys/fs/cgroup/memory.stat": "inactive_file 300\n",
-            "proc/meminfo": "MemTotal:   8 kB\nMemFree: 1 kB\nMemAvailable:   6 kB\n",
+            "cpu.max": "400000 100000\n", "memory.max": "1000\n", "memory.current": "900\n",
+            "memory.stat": "inactive_file 300\n",
         },
-    )
-    assert machine.cores(root).quota == 4.0
-    assert machine.memory(root) == Memory(8192, 6144, 1000, 400)
-    assert machine.memory(root).most == 1000
-    assert Memory(None, None).most is None
-    assert machine.memory(root).usable == 400
+        (4.0, 1000, 400),
+    ),
+    "no limits": ("0::/", {"memory.max": "max\n"}, (None, None, None)),
+}  # fmt: skip
 
 
-def test_limit_and_remaining_memory_are_the_smallest_of_all_groups(tmp_path):
-    root = tree(
-        tmp_path,
-        {
-            "proc/self/cgroup": "0::/jobs/mine\n",
-            "sys/fs/cgroup/jobs/memory.max": "5000\n",
-            "sys/fs/cgroup/jobs/memory.current": "4900\n",
-            "sys/fs/cgroup/jobs/mine/memory.max": "3000\n",
-            "sys/fs/cgroup/jobs/mine/memory.current": "2000\n",
-        },
-    )
-    assert (machine.memory(root).limit, machine.memory(root).left) == (3000, 100)
-
-
-def test_without_limits(tmp_path):
-    root = tree(tmp_path, {"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/memory.max": "max\n"})
-    assert machine.cores(root).quota is None
-    found = machine.memory(root)
-    assert (found.limit, found.left, found.available, found.usable) == (None, None, None, None)
+@pytest.mark.parametrize(("group", "files", "expected"), LIMITS.values(), ids=list(LIMITS))
+def test_quota_limit_and_remaining_memory(tmp_path, group, files, expected):
+    root = tree(tmp_path, group, files)
+    memory = machine.memory(root)
+    assert (machine.cores(root).quota, memory.limit, memory.left) == expected
+    assert memory.usable == expected[2]
+    (root / "proc/meminfo").write_text("MemTotal:   8 kB\nMemFree: 1 kB\nMemAvailable:   6 kB\n")
+    memory = machine.memory(root)
+    assert memory == Memory(8192, 6144, *expected[1:])
+    assert memory.most == min(8192, expected[1] or 8192)
 
 
 def test_this_machine():
@@ -130,11 +103,7 @@ def test_network_file_system_is_that_of_the_longest_mount(tmp_path):
     (root / "data here").mkdir()
     mounts = root / "mounts"
     escaped = str(root / "data here").replace(" ", "\\040")
-    lines = [
-        "disk / ext4 rw 0 0",
-        f"server:/x {root}/data nfs4 rw 0 0",
-        f"me@host: {escaped} fuse.sshfs rw 0 0",
-    ]
+    lines = ["disk / ext4 rw 0 0", f"server:/x {root}/data nfs4 rw 0 0", f"me@host: {escaped} fuse.sshfs rw 0 0"]
     mounts.write_text("\n".join(lines))
     assert machine.disk(root / "data" / "runs", mounts).network == "nfs4"
     assert machine.disk(root / "data here", mounts).network == "sshfs"

@@ -14,20 +14,9 @@ import torch
 from lightning.pytorch import Callback, LightningDataModule
 from lightning.pytorch import Trainer as LightningTrainer
 from lightning.pytorch.callbacks import Timer
-from lightning.pytorch.strategies import SingleDeviceStrategy
-from lightning.pytorch.trainer.states import TrainerFn
 from torch.utils.data import DataLoader
 
-from tests.parity import (
-    Classifier,
-    Learner,
-    RecordingLogger,
-    assert_same_weights,
-    data,
-    looks_in,
-    ours,
-    run_both,
-)
+from tests.parity import Classifier, Learner, assert_same_weights, data, looks_in, ours, run_both
 from tests.support import stream_of
 from trainer import Trainer
 from trainer.errors import ConfigurationError
@@ -68,26 +57,14 @@ def parameters(function: Any) -> list[Any]:
 
 
 def test_arguments_are_lightnings() -> None:
-    more = {
-        "resume": None,
-        "exact_resume": True,
-        "dataloader_timeout": 1800.0,
-        "pad_evaluation": False,
-        "prefetch_batches": 1,
-    }
-    kind = inspect.Parameter.KEYWORD_ONLY
-    assert parameters(Trainer) == parameters(LightningTrainer) + [(*item, kind) for item in more.items()]
+    theirs = parameters(LightningTrainer)
+    assert parameters(Trainer)[: len(theirs)] == theirs
+    assert {kind for *_, kind in parameters(Trainer)[len(theirs) :]} == {inspect.Parameter.KEYWORD_ONLY}
 
 
 @pytest.mark.parametrize("method", ["fit", "validate", "test", "predict", "save_checkpoint"])
 def test_methods_have_lightnings_signatures(method: str) -> None:
     assert parameters(getattr(Trainer, method)) == parameters(getattr(LightningTrainer, method))
-
-
-def test_one_device_may_be_a_strategy_object() -> None:
-    trainer = Trainer(strategy=SingleDeviceStrategy(torch.device("cpu")), logger=False)
-    assert trainer.strategy.root_device == torch.device("cpu")
-    assert trainer.world_size == 1
 
 
 # --- length of a run --------------------------------------------------------------------------------------------------
@@ -97,21 +74,15 @@ def test_one_device_may_be_a_strategy_object() -> None:
     ("arguments", "train", "val", "validations"),
     [
         ({}, 8, 6, 1),
-        ({"max_epochs": 0}, 0, 0, 0),
         ({"max_steps": 11, "max_epochs": -1}, 11, 6, 1),
         ({"max_steps": 3, "accumulate_grad_batches": 2}, 6, 0, 0),
         ({"limit_train_batches": 3, "limit_val_batches": 2}, 3, 2, 1),
-        ({"limit_train_batches": 0.5, "limit_val_batches": 0.5}, 4, 3, 1),
         ({"limit_train_batches": 0}, 0, 0, 0),
-        ({"limit_val_batches": 0}, 8, 0, 0),
         ({"fast_dev_run": 3}, 3, 3, 1),
-        ({"overfit_batches": 2}, 2, 2, 1),
         ({"overfit_batches": 0.25}, 2, 1, 1),
-        ({"val_check_interval": 3}, 8, 12, 2),
         ({"val_check_interval": 0.25}, 8, 24, 4),
         ({"check_val_every_n_epoch": 2, "max_epochs": 5}, 40, 12, 2),
         ({"check_val_every_n_epoch": None, "val_check_interval": 5, "max_epochs": 2}, 16, 18, 3),
-        ({"check_val_every_n_epoch": None, "val_check_interval": 12, "max_epochs": 3}, 24, 12, 2),
     ],
     ids=str,
 )
@@ -120,25 +91,16 @@ def test_how_many_batches_run(arguments: dict[str, Any], train: int, val: int, v
     assert seen == [train, val, validations]
 
 
-def test_fast_dev_run_writes_nothing(tmp_path: Path) -> None:
-    logger = RecordingLogger()
-    trainer = Trainer(
-        accelerator="cpu", fast_dev_run=True, logger=logger, default_root_dir=tmp_path, enable_progress_bar=False
-    )
-    trainer.fit(Classifier(), data(4), data(4))
-    assert logger.rows == []
-    assert trainer.global_step == 1
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_interval_longer_than_the_epoch_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"`val_check_interval` \(20\) must be less than or equal"):
-        count(val_check_interval=20)
-
-
-def test_share_of_an_unknown_length_is_refused() -> None:
-    with pytest.raises(ValueError, match="When using an IterableDataset"):
-        count(train=stream_of(data(4)), val_check_interval=0.5)
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"val_check_interval": 20}, r"`val_check_interval` \(20\) must be less than or equal"),
+        ({"train": stream_of(data(4)), "val_check_interval": 0.5}, "When using an IterableDataset"),
+    ],
+)
+def test_impossible_interval_is_refused(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        count(**arguments)
 
 
 def test_max_time_stops_the_run() -> None:
@@ -153,16 +115,6 @@ def test_max_time_with_a_timer_is_ignored_with_a_warning(caplog: Any) -> None:
         callbacks = ours(max_time="00:00:01:00", callbacks=[timer := Timer("00:00:02:00")]).callbacks
     assert [callback for callback in callbacks if isinstance(callback, Timer)] == [timer]
     assert "Ignoring `Trainer(max_time=...)`, callbacks list already contains a Timer." in caplog.text
-
-
-def test_should_stop_ends_after_the_batch_with_a_validation() -> None:
-    class Stop(Callback):
-        def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
-            trainer.should_stop = trainer.global_step == 3
-
-    seen = count(callbacks=[Stop()], max_epochs=5)
-    assert seen.of("train_batch", "validation_batch", "train_epoch") == [3, 6, 1]
-    assert count(callbacks=[Stop()], max_epochs=5, min_epochs=2).of("train_batch") > [8]
 
 
 @pytest.mark.parametrize("epoch", [0, 1])
@@ -192,23 +144,6 @@ def test_second_fit_continues_counters_and_scaler() -> None:
     assert scaler.state_dict()["_growth_tracker"] == 12
 
 
-def test_fit_then_evaluate() -> None:
-    trainer, module = ours(max_epochs=1), Classifier()
-    module.test_step = module.validation_step = lambda batch, batch_idx: module.log("x", module.loss(batch))  # type: ignore
-    trainer.fit(module, data(8), data(4, seed=1))
-    after_fit = {name: value.clone() for name, value in module.state_dict().items()}
-    (validated,) = trainer.validate(module, data(4, seed=1), verbose=False)
-    (tested,) = trainer.test(module, data(4, seed=1), verbose=False)
-    assert validated == tested
-    predictions = trainer.predict(module, data(4, seed=1))
-    assert predictions is not None
-    assert [tuple(p.shape) for p in predictions] == [(2, 3), (2, 3)]
-    assert torch.equal(predictions[0], module(next(iter(data(4, seed=1)))[0]))
-    for name, value in module.state_dict().items():
-        assert torch.equal(value, after_fit[name])
-    assert (trainer.current_epoch, trainer.global_step) == (1, 4)
-
-
 def test_no_module_at_all() -> None:
     with pytest.raises(TypeError, match="requires a `LightningModule` when it hasn't been passed in a previous run"):
         ours().validate(dataloaders=data(2))
@@ -222,46 +157,22 @@ def test_no_module_at_all() -> None:
 
 
 class Data(LightningDataModule):
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls = list[str]()
-
-    def prepare_data(self) -> None:
-        self.calls.append("prepare_data")
-
-    def setup(self, stage: str) -> None:
-        self.calls.append("setup " + stage)
-
-    def teardown(self, stage: str) -> None:
-        self.calls.append("teardown " + stage)
-
     def train_dataloader(self) -> Any:
         return data(8)
 
-    def val_dataloader(self) -> Any:
-        return [data(4), data(2)]
-
-    def test_dataloader(self) -> Any:
-        return data(2)
-
-    predict_dataloader = test_dataloader
+    val_dataloader = test_dataloader = predict_dataloader = train_dataloader
 
 
 def test_datamodule_by_keyword_or_as_the_dataloaders_argument() -> None:
-    class TwoVal(Classifier):
-        def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int) -> Any: ...
-
     for passed in ({"datamodule": Data()}, {"train_dataloaders": Data()}):
-        (datamodule,) = passed.values()
         calls = Calls()
         trainer = ours(max_epochs=1, callbacks=[calls])
-        trainer.fit(TwoVal(), **passed)
-        assert calls.of("train_batch", "validation_batch") == [4, 3]
-        assert trainer.datamodule is datamodule
-        assert datamodule.calls == ["prepare_data", "setup fit", "teardown fit"]
-    trainer.test(TwoVal(), datamodule, verbose=False)
-    trainer.predict(TwoVal(), datamodule)
-    assert calls.of("test_batch", "predict_batch") == [1, 1]
+        trainer.fit(Classifier(), **passed)
+        assert calls.of("train_batch", "validation_batch") == [4, 4]
+        assert [trainer.datamodule] == [*passed.values()]
+    trainer.test(Classifier(), Data(), verbose=False)
+    trainer.predict(Classifier(), Data())
+    assert calls.of("test_batch", "predict_batch") == [4, 4]
 
 
 @pytest.mark.parametrize(
@@ -306,46 +217,20 @@ def test_deterministic_and_benchmark(given: Any, monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("given", [True, False])
 def test_inference_mode(given: bool) -> None:
-    seen: dict[str, tuple[bool, bool]] = {}
+    seen: dict[str, Any] = {}
 
-    class Look(Classifier):
-        def look(self, name: str) -> None:
-            seen[name] = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
+    def look(*_: Any) -> None:
+        modes = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
+        seen[f"{trainer.state.fn.value} {trainer.state.stage.value}"] = modes
 
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            self.look("train")
-            return self.loss(batch)
-
-        def validation_step(self, batch: Any, batch_idx: int) -> None:
-            self.look("validate in fit" if self.trainer.state.fn is TrainerFn.FITTING else "validate")
-
-        def test_step(self, batch: Any, batch_idx: int) -> None:
-            self.look("test")
-
-        def predict_step(self, batch: Any, batch_idx: int) -> int:
-            self.look("predict")
-            return batch_idx
-
-    trainer, module = ours(max_epochs=1, inference_mode=given), Look()
+    trainer, module = ours(max_epochs=1, inference_mode=given), Classifier()
+    module.register_forward_hook(look)
     trainer.fit(module, data(2), data(2))
-    trainer.validate(module, data(2))
-    trainer.test(module, data(2))
-    trainer.predict(module, data(2))
-    assert seen == {
-        "train": (False, True),
-        "validate in fit": (False, False),  # its tensors may meet those of training
-        **dict.fromkeys(("validate", "test", "predict"), (given, False)),
-    }
-
-
-def test_module_is_the_users_again_after_the_run() -> None:
-    module = Learner()
-    trainer = ours(max_epochs=1)
-    trainer.fit(module, data(4))
-    assert module.trainer is trainer
-    assert trainer.lightning_module is module
-    assert module.device == torch.device("cpu")
-    assert module._current_fx_name is None
+    for evaluate in (trainer.validate, trainer.test, trainer.predict):
+        evaluate(module, data(2))
+    in_fit = dict.fromkeys(("fit sanity_check", "fit validate"), (False, False))  # tensors may meet those of training
+    alone = dict.fromkeys(("validate validate", "test test", "predict predict"), (given, False))
+    assert seen == {"fit train": (False, True), **in_fit, **alone}
 
 
 # --- more ---------------------------------------------------------------------------------------------------------
@@ -364,18 +249,18 @@ def test_predict_step_has_a_dataloader_idx_for_several_dataloaders_only() -> Non
         trainer.predict(Several(), data(4))
 
 
+class Counting(torch.utils.data.Dataset[torch.Tensor]):
+    loaded = 0
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        self.loaded += 1
+        return torch.zeros(1)
+
+
 def test_sanity_check_loads_no_more_than_it_runs() -> None:
-    class Counting(torch.utils.data.Dataset[torch.Tensor]):
-        def __init__(self) -> None:
-            self.loaded = 0
-
-        def __len__(self) -> int:
-            return 40
-
-        def __getitem__(self, index: int) -> torch.Tensor:
-            self.loaded += 1
-            return torch.zeros(1)
-
     class Module(Learner):
         def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
             pass
@@ -387,12 +272,6 @@ def test_sanity_check_loads_no_more_than_it_runs() -> None:
     trainer = ours(max_epochs=1, limit_val_batches=3, num_sanity_val_steps=2)
     trainer.fit(Module(), data(4), [DataLoader(one) for one in sets])
     assert [one.loaded for one in sets] == [2 + 3, 2 + 3]
-
-
-def test_default_summary_has_the_size_of_mixed_precision_weights() -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("lightning.pytorch.callbacks.ModelSummary.summarize", staticmethod(lambda *a, **k: None))
-        ours(precision="bf16-mixed", max_epochs=1, enable_model_summary=True).fit(Learner(), data(4))
 
 
 @pytest.mark.parametrize("copied", [lambda trainer: pickle.loads(pickle.dumps(trainer)), deepcopy])

@@ -59,9 +59,6 @@ def test_every_kind_of_file(tmp_path: Path, form: str) -> None:
     loaded = load_weights(module, file)
     assert same(module.state_dict(), state)
     assert loaded.complete
-    assert loaded.loaded == tuple(state)
-    assert loaded.parameters == (4 * 5 + 5 + 5 + 5 + 5 * 3 + 3,) * 2
-    assert str(loaded) == f"Weights from {file}: 9 of 9 tensors, 53 of 53 parameters."
     assert loaded.facts == {
         "path": str(file), "tensors": [9, 9], "parameters": [53, 53], "missing": [], "differing": {}, "unused": [],
         "prefixes": ["", ""],
@@ -140,14 +137,7 @@ def test_differing_weights_are_kept_and_reported(tmp_path: Path) -> None:
     torch.save(state, tmp_path / "a.pt")
     module, before = small(2), small(2).state_dict()
     loaded = load_weights(module, tmp_path / "a.pt")
-    assert not loaded.complete
-    assert loaded.missing == ("body.0.bias",)
-    assert loaded.unused == ("aux.scale",)
-    assert loaded.differing == {
-        "body.0.weight": "int8 in the file and float32 in the module",
-        "head.weight": "(7, 5) in the file and (3, 5) in the module",
-        "head.bias": "(7,) in the file and (3,) in the module",
-    }
+    assert (loaded.complete, loaded.missing, loaded.unused) == (False, ("body.0.bias",), ("aux.scale",))
     assert loaded.parameters == (10, 53)
     first, differing, missing, unused = str(loaded).splitlines()
     assert first == f"Weights from {tmp_path / 'a.pt'}: 5 of 9 tensors, 10 of 53 parameters."
@@ -213,25 +203,19 @@ def test_values_are_converted(tmp_path: Path) -> None:
     assert "Converted: 8 from float16 to float32." in str(loaded)
 
 
-def test_tied_weights_are_counted_once(tmp_path: Path) -> None:
-    class Tied(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embedding, self.head = nn.Embedding(6, 4), nn.Linear(4, 6, bias=False)
-            self.head.weight = self.embedding.weight
+def test_tied_weights_are_counted_once_and_lazy_ones_take_the_shape_of_the_file(tmp_path: Path) -> None:
+    def tied() -> nn.ModuleDict:
+        made = nn.ModuleDict({"embedding": nn.Embedding(6, 4), "head": nn.Linear(4, 6, bias=False)})
+        made["head"].weight = made["embedding"].weight
+        return made
 
-    source, module = Tied(), Tied()
-    torch.save({"embedding.weight": source.embedding.weight.detach()}, tmp_path / "a.pt")
+    source, module, lazy = tied(), tied(), nn.ModuleDict({"embedding": nn.LazyLinear(6, bias=False)})
+    torch.save({"embedding.weight": source["embedding"].weight.detach()}, tmp_path / "a.pt")
     loaded = load_weights(module, tmp_path / "a.pt")
     assert (loaded.complete, loaded.parameters) == (True, (24, 24))
-    assert torch.equal(module.head.weight, source.embedding.weight)
-
-
-def test_lazy_parameters_take_the_shape_of_the_file(tmp_path: Path) -> None:
-    torch.save(nn.Linear(4, 3).state_dict(), tmp_path / "a.pt")
-    module = nn.LazyLinear(3)
-    assert load_weights(module, tmp_path / "a.pt").complete
-    assert module.weight.shape == (3, 4)
+    assert torch.equal(module["head"].weight, source["head"].weight)
+    assert load_weights(lazy, tmp_path / "a.pt").complete
+    assert torch.equal(lazy["embedding"].weight, source["head"].weight)
 
 
 def test_weights_without_a_match_are_an_error(tmp_path: Path) -> None:
@@ -259,24 +243,67 @@ class Seen(Regression):
         self.first = {name: value.clone() for name, value in self.state_dict().items()}
 
 
+class Checked(Seen):
+    """Also records those of the sanity check."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        if self.trainer.sanity_checking:
+            self.on_train_start()
+            self.checked = self.first
+
+
+class Late(Checked):
+    """Creates its layers in ``configure_model`` on the meta device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.net
+
+    def configure_model(self) -> None:
+        if not hasattr(self, "net"):
+            with torch.device("meta"):
+                self.net = make_net()
+
+
 def weights_file(folder: Path) -> tuple[Path, dict[str, torch.Tensor]]:
     state = Regression(make_net(7)).state_dict()
     torch.save(state, folder / "begin.pt")
     return folder / "begin.pt", state
 
 
+@pytest.mark.filterwarnings("ignore:precision='16-true' keeps")
+@pytest.mark.parametrize(
+    ("arguments", "kind", "dtype"),
+    [
+        ({"callbacks": EMAWeightAveraging(update_starting_at_epoch=5)}, Checked, torch.float32),
+        ({"precision": "16-true"}, Checked, torch.float16),
+        ({"precision": "bf16-true"}, Checked, torch.bfloat16),
+        ({}, Late, torch.float32),
+    ],
+)
+def test_first_steps_of_any_run_have_the_weights(
+    tmp_path: Path, arguments: dict[str, Any], kind: Any, dtype: torch.dtype
+) -> None:
+    file, state = weights_file(tmp_path)
+    trainer, module = make_trainer(tmp_path, num_sanity_val_steps=1, **arguments), kind()
+    trainer.fit(module, loader_of(BATCHES), loader_of(BATCHES), weights=file)
+    expected = {name: value.to(dtype) for name, value in state.items()}
+    assert same(module.first, expected)
+    assert same(module.checked, expected)
+
+
 def test_fit_starts_with_the_weights(tmp_path: Path, caplog: Any) -> None:
     file, state = weights_file(tmp_path)
-    module, by_hand = Validated(make_net()), Regression(make_net())
+    module, by_hand = Checked(), Regression()
     by_hand.load_state_dict(state)
-    trainer = make_trainer(tmp_path, max_epochs=1)
+    trainer = make_trainer(tmp_path)
     logging.getLogger("lightning.pytorch.advice").addHandler(caplog.handler)
     trainer.fit(module, loader_of(BATCHES), loader_of(BATCHES), weights=file)
     logging.getLogger("lightning.pytorch.advice").removeHandler(caplog.handler)
     assert same(module.first, state)
     assert trainer.loaded_weights.complete
     assert f"Weights from {file}: 6 of 6 tensors" in caplog.text
-    make_trainer(tmp_path, max_epochs=1).fit(by_hand, loader_of(BATCHES))
+    make_trainer(tmp_path).fit(by_hand, loader_of(BATCHES))
     assert same(module.state_dict(), by_hand.state_dict())
     trainer.validate(module, loader_of(BATCHES), verbose=False)
     assert trainer.loaded_weights.complete
@@ -290,7 +317,7 @@ def test_omitted_weights_are_a_warning_in_the_log(tmp_path: Path, caplog: Any) -
     file, state = weights_file(tmp_path)
     name = next(iter(state))
     torch.save({key: value for key, value in state.items() if key != name}, file)
-    make_trainer(tmp_path, max_epochs=1).fit(Seen(make_net()), loader_of(BATCHES), weights=file)
+    make_trainer(tmp_path).fit(Seen(), loader_of(BATCHES), weights=file)
     (record,) = [one for one in caplog.records if one.name == "trainer.compat.checkpoint_connector"]
     assert record.levelname == "WARNING"
     assert f"because the file does not have them: {name}." in record.message
@@ -299,9 +326,9 @@ def test_omitted_weights_are_a_warning_in_the_log(tmp_path: Path, caplog: Any) -
 def test_weights_and_a_checkpoint_are_refused(tmp_path: Path) -> None:
     file, _ = weights_file(tmp_path)
     with pytest.raises(ConfigurationError, match=r"Got ckpt_path='a.ckpt' and weights=.*expected one of them"):
-        make_trainer(tmp_path).fit(Seen(make_net()), loader_of(BATCHES), ckpt_path="a.ckpt", weights=file)
+        make_trainer(tmp_path).fit(Seen(), loader_of(BATCHES), ckpt_path="a.ckpt", weights=file)
     with pytest.raises(ConfigurationError, match="weights is nowhere: there is no such file"):
-        make_trainer(tmp_path).fit(Seen(make_net()), loader_of(BATCHES), weights="nowhere")
+        make_trainer(tmp_path).fit(Seen(), loader_of(BATCHES), weights="nowhere")
 
 
 def test_resumed_run_does_not_load_them_again(tmp_path: Path) -> None:
@@ -310,7 +337,7 @@ def test_resumed_run_does_not_load_them_again(tmp_path: Path) -> None:
     def fit(epochs: int) -> tuple[Any, Any]:
         saver = ModelCheckpoint(tmp_path / "saved", save_last=True)
         options = {"callbacks": [saver], "enable_checkpointing": True, "max_epochs": epochs, "resume": "auto"}
-        trainer, module = make_trainer(tmp_path, **options), Seen(make_net())
+        trainer, module = make_trainer(tmp_path, **options), Seen()
         trainer.fit(module, loader_of(BATCHES), weights=file)
         return trainer, module
 
@@ -321,55 +348,6 @@ def test_resumed_run_does_not_load_them_again(tmp_path: Path) -> None:
     assert same(after.first, before.state_dict())
     assert second.loaded_weights is None
     assert second.global_step == 2 * len(BATCHES)
-
-
-class Validated(Seen):
-    """Also records those of the first validation."""
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.validated = getattr(self, "validated", {name: value.clone() for name, value in self.state_dict().items()})
-
-
-def test_average_starts_with_the_weights(tmp_path: Path) -> None:
-    file, state = weights_file(tmp_path)
-    module = Validated(make_net())
-    averaging = EMAWeightAveraging(update_starting_at_epoch=5)  # so that the first validation is of the beginning
-    trainer = make_trainer(tmp_path, max_epochs=1, callbacks=[averaging], num_sanity_val_steps=1)
-    trainer.fit(module, loader_of(BATCHES), loader_of(BATCHES), weights=file)
-    assert same(module.validated, state)
-
-
-@pytest.mark.filterwarnings("ignore:precision='16-true' keeps")
-@pytest.mark.parametrize("precision", ["16-true", "bf16-true"])
-def test_in_half_precision(tmp_path: Path, precision: str) -> None:
-    file, state = weights_file(tmp_path)
-    module = Seen(make_net())
-    trainer = make_trainer(tmp_path, max_epochs=1, precision=precision)
-    trainer.fit(module, loader_of(BATCHES), weights=file)
-    dtype = torch.float16 if precision == "16-true" else torch.bfloat16
-    assert same(module.first, {name: value.to(dtype) for name, value in state.items()})
-
-
-class Late(Seen):
-    """Creates its layers in ``configure_model`` on the meta device."""
-
-    def __init__(self) -> None:
-        super().__init__(make_net())
-        del self.net
-
-    def configure_model(self) -> None:
-        if not hasattr(self, "net"):
-            with torch.device("meta"):
-                self.net = make_net()
-
-
-def test_module_created_in_configure_model(tmp_path: Path) -> None:
-    file, state = weights_file(tmp_path)
-    module = Late()
-    with pytest.raises(ConfigurationError, match="configure_model"):
-        load_weights(module, file)
-    make_trainer(tmp_path, max_epochs=1).fit(module, loader_of(BATCHES), weights=file)
-    assert same(module.first, state)
 
 
 def test_importing_it_does_not_import_dcp(python_without_lightning: WarmPython) -> None:
