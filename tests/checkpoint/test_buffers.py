@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.support import SavesAt, assert_identical, loader_of, make_batches, make_net, make_trainer
+from tests.support import Regression, SavesAt, assert_identical, loader_of, make_batches, make_trainer, momentum
 from trainer import CheckpointFiles
 from trainer.checkpoint import buffers
 from trainer.errors import ResumeError
@@ -63,18 +63,15 @@ class Cache(nn.Module):
         return value.to(x.dtype)
 
 
-class Caching(LightningModule):
+class Caching(Regression):
     def __init__(self) -> None:
-        super().__init__()
-        self.cache, self.net = Cache(), make_net()
+        super().__init__(optimizer=momentum)
+        self.cache = Cache()
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         x, y, _ = batch
         dtype = self.net[0].weight.dtype
         return F.mse_loss(self.cache(self.net(x.to(dtype))), y.to(dtype))
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), 0.05, momentum=0.9)
 
 
 class Compiled(Caching):
@@ -147,19 +144,15 @@ def test_buffers_follow_another_precision(tmp_path: Path) -> None:
     assert module.cache.again.shared is module.cache.shared
 
 
-class Averaged(LightningModule):
+class Averaged(Regression):
     def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Linear(6, 3)
+        super().__init__(nn.Linear(6, 3))
         self.register_buffer("noise", torch.randn(3), persistent=False)
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         x, y, _ = batch
         self.noise.add_(x.mean())
         return F.mse_loss(self.net(x) + self.noise, y)
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), 0.05)
 
 
 def test_averages_have_buffers_too(tmp_path: Path) -> None:
@@ -217,12 +210,12 @@ def test_saved_buffers() -> None:
     assert_identical({name: module._buffers[name] for name in saved}, saved)
 
 
-class Outside(LightningModule):
+class Outside(Regression):
     """Trains a module in a plain list and a tensor, which are not in its state dict."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.net, self.heads = nn.Linear(6, 6), [nn.Linear(6, 3)]
+        super().__init__(nn.Linear(6, 6))
+        self.heads = [nn.Linear(6, 3)]
         self.gain = torch.ones(1, requires_grad=True)
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:

@@ -11,7 +11,6 @@ import torch
 from lightning.pytorch import Callback
 
 from tests.parity import Classifier, data, ours
-from tests.support import Payload
 from trainer.checkpoint.loading import _keep_implementation
 from trainer.errors import CheckpointError
 
@@ -52,11 +51,6 @@ def saved(folder: Path, max_epochs: int = 1) -> tuple[Path, Any]:
     trainer.fit(Fitted(), data(12))
     trainer.save_checkpoint(folder / "ours.ckpt")
     return folder / "ours.ckpt", trainer
-
-
-def read(path: Path) -> dict[str, Any]:
-    checkpoint: dict[str, Any] = torch.load(path, weights_only=True)
-    return checkpoint
 
 
 # --- resuming -----------------------------------------------------------------------------------------------------
@@ -128,20 +122,6 @@ def test_another_module_or_optimizer(tmp_path: Path) -> None:
     wider.extra = torch.nn.Linear(2, 2)
     with pytest.raises(RuntimeError, match=r"Missing key\(s\) in state_dict.*extra\.weight"):
         resume(path, wider)
-
-
-def test_file_with_code_is_refused_without_running_it(tmp_path: Path) -> None:
-    path, _ = saved(tmp_path)
-    checkpoint = read(path)
-    checkpoint["payload"] = Payload(tmp_path / "ran")
-    torch.save(checkpoint, path)
-    with pytest.raises(CheckpointError, match=r"If you created the file yourself.*weights_only=False"):
-        resume(path)
-    assert not (tmp_path / "ran").exists()
-    trainer = ours(max_epochs=2, callbacks=[Counting()])
-    with pytest.warns(UserWarning, match="can run any code"):
-        trainer.fit(Fitted(), data(12), ckpt_path=path, weights_only=False)
-    assert (tmp_path / "ran").exists()
 
 
 def test_implementation_and_device_of_a_step_are_set_by_the_run() -> None:

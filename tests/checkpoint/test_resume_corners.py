@@ -14,7 +14,7 @@ import pytest
 import torch
 from _faults.training import differences
 from lightning.pytorch import Callback, LightningModule
-from lightning.pytorch.callbacks import BackboneFinetuning, StochasticWeightAveraging
+from lightning.pytorch.callbacks import StochasticWeightAveraging
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, Subset
 from torchmetrics import CatMetric, MeanMetric, RunningMean, RunningSum, SumMetric
@@ -22,7 +22,7 @@ from torchmetrics.wrappers import MetricTracker
 
 from tests.parity import RecordingLogger
 from tests.support import SavesAt, SavesEverywhere, make_trainer
-from trainer.callbacks import Curves, ScaleMonitor
+from trainer.callbacks import Curves, GradientAccumulation, ScaleMonitor
 from trainer.errors import ResumeError
 
 
@@ -255,7 +255,6 @@ def train(
     start: Path | None = None,
     callbacks: list[Callback],
     collate: Any = None,
-    workers: dict[str, Any] | None = None,
     **arguments: Any,
 ) -> tuple[dict[str, Any], list[Any], list[tuple[Path, int]]]:
     folder.mkdir()
@@ -268,7 +267,7 @@ def train(
     trainer = make_trainer(folder, callbacks=[*callbacks, *savers], **options)
     points = Points()  # of both stages, which share its generator
     data = None if make is DrawsAll else DataLoader(points, 2, shuffle=True, collate_fn=collate)
-    validation = None if make is DrawsAll else DataLoader(points, 4, **workers or {})
+    validation = None if make is DrawsAll else DataLoader(points, 4)
     trainer.fit(module, data, validation, ckpt_path=start)
     state = {
         "weights": {name: value.clone() for name, value in module.state_dict().items()},
@@ -293,15 +292,15 @@ def _quiet() -> Any:
         (Closures, list, {"accumulate_grad_batches": 3}),
         (NothingAtTheEnd, list, {"accumulate_grad_batches": 2, "precision": "16-mixed"}),
         (Freezes, list, {}),
-        (Module, lambda: [BackboneFinetuning(1, lambda _: 1.5)], {"max_epochs": 3}),
         (Tracks, lambda: [ScaleMonitor(), ScaleCurve()], {"precision": "16-mixed"}),
         (Measures, list, {}),
         (LooksAhead, list, {}),
         (Anneals, lambda: [Boosts()], {"accumulate_grad_batches": 2}),
         (DrawsAll, list, {"check_val_every_n_epoch": 2, "max_epochs": 4}),
         (DrawsAll, list, {"reload_dataloaders_every_n_epochs": 2, "check_val_every_n_epoch": 2, "max_epochs": 5}),
-        (Module, list, {"num_sanity_val_steps": 1, "workers": {"num_workers": 1, "persistent_workers": True}}),
         (Module, lambda: [StochasticWeightAveraging(0.01, 1, 2)], {"accumulate_grad_batches": 2}),
+        (Module, lambda: [GradientAccumulation(4, straddles_epochs=True)], {"max_epochs": -1, "max_steps": 3}),
+        (Module, lambda: [GradientAccumulation(schedule={0: 1, 1: 2})], {"val_check_interval": 2}),
         (LearnsFromItsAverage, lambda: [Averages()], {}),
     ],
 )

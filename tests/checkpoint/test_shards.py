@@ -92,35 +92,14 @@ def test_tensor_without_values_is_refused_by_its_name(tmp_path: Path) -> None:
         fit(tmp_path, module=module)
 
 
-def test_folder_to_file_and_back(tmp_path: Path) -> None:
-    made = write(tmp_path / "a.ckpt")
-    assert conversion.consolidate(tmp_path / "a.ckpt", tmp_path / "b.ckpt") == []
-    assert_identical(torch.load(tmp_path / "b.ckpt", weights_only=True), made)
-    assert files.verify(tmp_path / "b.ckpt")
-    assert conversion.split(tmp_path / "b.ckpt", tmp_path / "c.ckpt") == []
-    assert_identical(shards.read_whole(tmp_path / "c.ckpt"), made)
-    del made["loops"]  # of Lightning's files, the names of parameters are not known
+def test_file_of_lightning_becomes_a_folder(tmp_path: Path) -> None:
+    """Its names of parameters are not known."""
+    made = checkpoint()
+    del made["loops"]
     made["state_dict"] |= {"a": {"b": torch.zeros(1)}, "a.b": torch.ones(1)}
-    torch.save(made, tmp_path / "b.ckpt")
-    conversion.split(tmp_path / "b.ckpt", tmp_path / "d.ckpt")
-    assert_identical(shards.read_whole(tmp_path / "d.ckpt"), made)
-
-
-def test_weights_as_safetensors(tmp_path: Path) -> None:
-    load_file = pytest.importorskip("safetensors.torch").load_file
-    made = write(tmp_path / "a.ckpt")
-    conversion.export(conversion.weights_of(tmp_path / "a.ckpt"), tmp_path / "w.safetensors")
-    assert_identical(load_file(tmp_path / "w.safetensors"), dict(made["state_dict"]))
-    tied = torch.randn(2, 3)
-    torch.save({"state_dict": {"model.a": tied, "model.b": tied.t(), "x": tied}}, tmp_path / "b.ckpt")
-    conversion.export(conversion.weights_of(tmp_path / "b.ckpt", "model."), tmp_path / "v.safetensors")
-    found = load_file(tmp_path / "v.safetensors")
-    assert found.keys() == {"a", "b"}
-    assert torch.equal(found["b"], tied.t())
-    with pytest.raises(
-        CheckpointError, match=r"has no weights with names that start with 'net\.'; it has model\.a, model\.b"
-    ):
-        conversion.weights_of(tmp_path / "b.ckpt", "net.")
+    torch.save(made, tmp_path / "a.ckpt")
+    conversion.split(tmp_path / "a.ckpt", tmp_path / "b.ckpt")
+    assert_identical(shards.read_whole(tmp_path / "b.ckpt"), made)
 
 
 # --- atomic writes ----------------------------------------------------------------------------------------------------

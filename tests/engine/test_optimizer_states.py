@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from copy import deepcopy
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 from lightning.pytorch import Trainer as LightningTrainer
-from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 
 from tests.mixed_states import LoadsItself, MixedStates, WithoutClosure, Wrapper
@@ -164,22 +162,6 @@ def test_weights_that_are_saved_in_another_dtype(tmp_path: Path) -> None:
     again = make_trainer(tmp_path, precision="bf16-true", max_epochs=1)
     again.fit(Exports(make_net(), MixedStates), loader_of(BATCHES), ckpt_path=tmp_path / "a.ckpt")
     assert_identical(end_of(again, again.lightning_module), saved)
-
-
-def test_run_that_is_rolled_back_keeps_the_dtypes(tmp_path: Path) -> None:
-    class RollsBack(Callback):
-        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-            if batch_idx == 4:
-                self.before = deepcopy(trainer.optimizers[0].state_dict())
-                assert trainer.roll_back(3) is not None
-                self.after = deepcopy(trainer.optimizers[0].state_dict())
-
-    saver = ModelCheckpoint(tmp_path, every_n_train_steps=3, save_top_k=-1)
-    rolls = RollsBack()
-    fit(tmp_path, WithoutClosure, "bf16-true", rolls, saver)
-    path = tmp_path / "epoch=0-step=3.ckpt"
-    assert_identical(rolls.after, torch.load(path, weights_only=True)["optimizer_states"][0])
-    assert rolls.before["state"][0]["step"] == 5
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")

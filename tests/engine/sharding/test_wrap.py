@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -59,28 +60,26 @@ def names(module: nn.Module, blocks: list[nn.Module]) -> set[str]:
     return {name for name, part in module.named_modules() if part in blocks}
 
 
-def test_outermost_members_of_lists() -> None:
-    model = Model()
-    assert names(model, find_blocks(model, None)) == {"parts.0", "parts.1", "parts.2"}
+PARTS = {"parts.0", "parts.1", "parts.2"}
 
 
-def test_member_with_most_of_the_parameters_is_opened() -> None:
-    model = nn.Sequential(Model(), nn.Linear(4, 2))
-    assert names(model, find_blocks(model, None)) == {"0.parts.0", "0.parts.1", "0.parts.2", "1"}
+@pytest.mark.parametrize(
+    ("model", "blocks", "expected"),
+    [
+        (Model(), None, PARTS),  # the outermost members of lists
+        (nn.Sequential(Model(), nn.Linear(4, 2)), None, {*(f"0.{part}" for part in PARTS), "1"}),
+        (Model(), [Part], PARTS),
+        (Model(), ["Part"], PARTS),
+        (Model(), [nn.Linear], {f"{part}.inner.{i}" for part in PARTS for i in (0, 2)}),  # without shared parameters
+    ],
+)
+def test_selected_blocks(model: nn.Module, blocks: list[Any] | None, expected: set[str]) -> None:
+    assert names(model, find_blocks(model, blocks)) == expected
 
 
-def test_classes() -> None:
-    model = Model()
-    for kind in (Part, "Part"):
-        assert names(model, find_blocks(model, [kind])) == {"parts.0", "parts.1", "parts.2"}
+def test_misspelt_class_is_refused() -> None:
     with pytest.raises(ConfigurationError, match=r"blocks=\[Prt\].*does not contain.*Did you mean 'Part'.*Linear"):
-        find_blocks(model, ["Prt"])
-
-
-def test_modules_with_shared_parameters_are_not_blocks() -> None:
-    model = Model()
-    assert "head" not in names(model, find_blocks(model, [nn.Linear]))
-    assert "embedding" not in names(model, find_blocks(model, [nn.Linear]))
+        find_blocks(Model(), ["Prt"])
 
 
 @pytest.mark.usefixtures("one_process")
@@ -149,10 +148,12 @@ UNSUPPORTED = {
     r"part: .*sparse=False": lambda _: nn.Embedding(4, 4, sparse=True),
     r"part: max_norm": lambda _: nn.Embedding(4, 4, max_norm=1.0),
     r"one dtype: embedding\.weight \(float32\) and part\.weight \(float64\)": lambda _: nn.Linear(4, 4).double(),
+    r"part: .*the original module": lambda _: torch.jit.script(nn.Linear(4, 4)),
 }
 
 
 @pytest.mark.usefixtures("one_process")
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
 @pytest.mark.parametrize("message", UNSUPPORTED)
 def test_unsupported_parameters_are_refused_by_name(message: str) -> None:
     model = Model()
@@ -161,15 +162,6 @@ def test_unsupported_parameters_are_refused_by_name(message: str) -> None:
     with pytest.raises(UnsupportedError, match=message):
         shard(model)
     assert all(one is other for one, other in zip(model.parameters(), parameters, strict=True))
-
-
-@pytest.mark.usefixtures("one_process")
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
-def test_scripted_modules_are_refused_by_name() -> None:
-    model = Model()
-    model.scripted = torch.jit.script(nn.Linear(4, 4))
-    with pytest.raises(UnsupportedError, match=r"scripted: .*the original module"):
-        shard(model)
 
 
 @pytest.mark.usefixtures("one_process")
@@ -194,14 +186,3 @@ def test_use_of_a_parameter_from_before_the_sharding_is_an_error() -> None:
     sharded.restore_module()
     assert (type(weight).__name__, type(bias)) == ("Own", nn.Parameter)
     assert weight is model.head.weight
-
-
-@pytest.mark.usefixtures("one_process")
-def test_change_of_gathered_weights_in_place_is_an_error() -> None:
-    model = Model()
-    sharded = shard(model)
-    model(torch.ones(2, 4))
-    sharded.refuse_changes()
-    model.head.bias.data.add_(1.0)
-    with pytest.raises(UnsupportedError, match=r"changed head\.bias in place.*on_train_batch_end"):
-        sharded.refuse_changes()
