@@ -182,6 +182,20 @@ class Regression(LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": self.make_schedule(optimizer), **self.how}}
 
 
+class Skipping(Regression):
+    """Returns None in the batches ``none_in``, and otherwise its loss, with the ``weights`` of all batches if given."""
+
+    def __init__(self, *args: Any, none_in: Iterable[int] = (), weights: Any = None, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.none_in, self.weights = none_in, weights
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if batch_idx in self.none_in:
+            return None
+        loss = super().training_step(batch, batch_idx)
+        return loss if self.weights is None else {"loss": loss, "weight": self.weights[batch_idx]}
+
+
 @dataclass
 class Trace:
     """Values of a training, one per batch (or, from ``skipped`` on, one per optimizer step)."""

@@ -64,7 +64,8 @@ CASES = {
         },
     ),
     "fsdp, 16-mixed": Case(
-        optimizer=plateau, callbacks=lambda: [OverflowReport(after=None)], overflows=(2,), places=("batch 3",),
+        optimizer=plateau, overflows=(2,), places=("batch 3",),
+        callbacks=lambda: [OverflowReport(after=None), EMAWeightAveraging(decay=0.9)],
         arguments={"strategy": "fsdp", "precision": "16-mixed"},
     ),
 }  # fmt: skip

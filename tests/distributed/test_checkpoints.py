@@ -22,8 +22,6 @@ from tests.mixed_states import MixedStates
 from tests.support import SavesAt, assert_identical, make_trainer, needs_fsdp2
 from trainer import CheckpointFiles, FSDP2Strategy
 from trainer.checkpoint import conversion, files
-from trainer.checkpoint.manifest import TRAINER_KEY
-from trainer.cli import main
 from trainer.engine.sharding import state_dicts
 
 pytestmark = needs_fsdp2
@@ -228,24 +226,3 @@ def test_conversions_of_a_folder_are_resumed(ranks: Ranks, saved: Saved, tmp_pat
         ends.append(found[0]["end"])
     for end in ends[1:]:
         assert_equal(end, ends[0])
-
-
-@pytest.mark.parametrize("name", ["fsdp folder", "ddp folder"])
-def test_commands_convert_a_folder_of_two_processes(saved: Saved, name: str, tmp_path: Path) -> None:
-    result = saved(name)[0]
-    first, folder, second, weights = (str(tmp_path / n) for n in ("a.ckpt", "b.ckpt", "c.ckpt", "w.safetensors"))
-    for words in (
-        ["consolidate", result["best"], first], ["shard", first, folder], ["consolidate", folder, second],
-        ["export", result["best"], weights],
-    ):  # fmt: skip
-        assert main(words) == 0
-    for file in (first, second):
-        checkpoint = torch.load(file, weights_only=True)
-        found = {"weights": checkpoint["state_dict"], "optimizers": checkpoint["optimizer_states"]}
-        assert_equal(found, result["end"])
-        assert len(checkpoint["loops"][TRAINER_KEY]["processes"]) == 2
-    manifest = files.read_manifest(folder)
-    assert manifest is not None
-    assert manifest.files.keys() == {".metadata", "__0_0.distcp", "state.ckpt"}  # the tensors of one process
-    exported = pytest.importorskip("safetensors.torch").load_file(weights)
-    assert_identical(exported, dict(result["end"]["weights"]))

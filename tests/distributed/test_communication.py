@@ -8,15 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import DDPStrategy
-from torch import distributed, nn
+from torch import distributed
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
-from torch.utils.data import DataLoader
 
 from tests.distributed.ranks import RankError, Ranks
-from tests.support import SavesAt, assert_identical, make_trainer
+from tests.support import Regression, SavesAt, assert_identical, loader_of, make_batches, make_trainer, momentum
 from trainer.checkpoint.loading import process_states_in
 
 SAVED_AT = 5
@@ -124,31 +122,16 @@ class Hooked(DDPStrategy):
         self.model.register_comm_hook(self._ddp_comm_state, self._ddp_comm_hook)
 
 
-class Net(LightningModule):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.net = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 8), nn.Tanh(), nn.Linear(8, 2))
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return (self.net(batch) ** 2).mean()
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), 0.1, momentum=0.9)
-
-
 def fit(name: str, path: Path, resumes: bool = False, **arguments: Any) -> tuple[dict[str, Any], list[str]]:
     """Fit, save ``path`` on the way, or resume from it."""
     make, options = (EXACT | REFUSED)[name]
+    module, data = Regression(optimizer=momentum), loader_of(make_batches(STEPS, seed=distributed.get_rank()))
     with warnings.catch_warnings(record=True, action="always") as caught:
         trainer = make_trainer(
             None, devices=2, strategy=Hooked(make, **options), use_distributed_sampler=False,
             callbacks=[] if resumes else [SavesAt(path, SAVED_AT)], enable_checkpointing=not resumes, **arguments,
         )  # fmt: skip
-        module = Net()
-        generator = torch.Generator().manual_seed(distributed.get_rank())
-        data = torch.randn(STEPS * 2, 6, generator=generator)
-        trainer.fit(module, DataLoader(data, batch_size=2), ckpt_path=path if resumes else None)
+        trainer.fit(module, data, ckpt_path=path if resumes else None)
     return {  # results, and warnings
         "weights": {name: value.clone() for name, value in module.state_dict().items()},
         "optimizer": trainer.optimizers[0].state_dict(),

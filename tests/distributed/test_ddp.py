@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 from tests.distributed import worker
 from tests.distributed.ranks import Ranks
 from tests.distributed.worker import AUTOMATIC, Regression, fit
-from tests.support import make_trainer
+from tests.support import SavesAt, make_trainer
 from tests.warm_python import ROOT, WarmPython
 
 TIMEOUT = 150  # seconds; a hang is a failure
@@ -65,46 +65,39 @@ def test_launched_ranks_have_the_same_bits(python: WarmPython, tmp_path: Path, r
 
 
 class Unfreeze(Callback):
-    """Trains the first layer's weight from the second epoch on, and the last layer's before."""
+    """Trains the first layer's weight from the second epoch on, and the last layer's before; or from the third batch.
+
+    Args:
+        inside: whether it is the third batch.
+    """
+
+    def __init__(self, inside: bool) -> None:
+        self.inside = inside
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         pl_module.net[0].weight.requires_grad_(False)
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
-        pl_module.net[0].weight.requires_grad_(trainer.current_epoch > 0)
-        pl_module.net[2].weight.requires_grad_(trainer.current_epoch == 0)
+        if not self.inside:
+            pl_module.net[0].weight.requires_grad_(trainer.current_epoch > 0)
+            pl_module.net[2].weight.requires_grad_(trainer.current_epoch == 0)
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if self.inside:
+            pl_module.net[0].weight.requires_grad_(trainer.progress.batches >= 2)
 
 
-def test_parameters_unfrozen_later_are_averaged(ranks: Ranks, tmp_path: Path) -> None:
-    expected = fit(Regression(), {"callbacks": [Unfreeze()]}, 1)
+@pytest.mark.parametrize(("inside", "window"), [(False, 1), (True, 4)])
+def test_parameters_unfrozen_later_are_averaged(ranks: Ranks, tmp_path: Path, inside: bool, window: int) -> None:
+    path, arguments = tmp_path / "middle.ckpt", {"callbacks": [Unfreeze(inside)], "accumulate_grad_batches": window}
+    expected = fit(Regression(), arguments, 1)
     assert not torch.equal(Regression().net[0].weight, expected["weights"]["net.0.weight"])
-    saver = ModelCheckpoint(tmp_path, every_n_train_steps=7, filename="middle")
-    arguments = {"callbacks": [Unfreeze(), saver], "enable_checkpointing": True}
-    whole = ranks.call(fit, Regression(), arguments)
-    resumed = ranks.call(fit, Regression(), arguments | {"ckpt_path": tmp_path / "middle.ckpt"})
+    saving = {"callbacks": [Unfreeze(inside), SavesAt(path, batches=7)], "enable_checkpointing": True}
+    whole = ranks.call(fit, Regression(), arguments | saving)
+    resumed = ranks.call(fit, Regression(), arguments | {"ckpt_path": path})
     for rank in range(2):
         assert_close(whole[rank], expected, 1e-6)
         assert_close(resumed[rank], whole[rank], 0.0)
-
-
-class UnfreezeInside(Callback):
-    """Trains the first layer from the third batch on."""
-
-    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        pl_module.net[0].requires_grad_(False)
-
-    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        if batch_idx == 2:
-            pl_module.net[0].requires_grad_(True)
-
-
-@pytest.mark.parametrize("window", [1, 4])
-def test_parameters_unfrozen_inside_an_epoch_are_averaged(ranks: Ranks, window: int) -> None:
-    arguments = {"callbacks": [UnfreezeInside()], "accumulate_grad_batches": window}
-    expected = fit(Regression(), arguments, 1)
-    assert not torch.equal(Regression().net[0].weight, expected["weights"]["net.0.weight"])
-    for rank in ranks.call(fit, Regression(), arguments):
-        assert_close(rank, expected, 1e-6)
 
 
 def test_none_with_find_unused_parameters(ranks: Ranks) -> None:

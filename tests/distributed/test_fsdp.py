@@ -51,17 +51,6 @@ class PartOfForward(Uneven):
         return super().training_step(batch, batch_idx)
 
 
-class Frozen(Uneven):
-    """Unfreezes its first layer in the second epoch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net[0].requires_grad_(False)
-
-    def on_train_epoch_start(self) -> None:
-        self.net[0].requires_grad_(self.current_epoch == 1)
-
-
 class OptimizerOfOneElement(Uneven):
     """Has a separate optimizer for a parameter with one element, so that one rank has no gradient for it."""
 
@@ -74,18 +63,6 @@ class OptimizerStep(Uneven):
 
     def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
         optimizer.step(closure=optimizer_closure)
-
-
-class LBFGS(Uneven):
-    """Has an optimizer that evaluates the loss. DTensors flatten only if each rank has the same number of rows."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 2))
-        self.gain = nn.Parameter(torch.ones(2))
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=3)
 
 
 class Adversarial(LightningModule):
@@ -186,19 +163,6 @@ def shard_first(module: Any, mesh: Any) -> None:
     fully_shard([module.net[2], module.net[4]], mesh=mesh)
 
 
-class UnfreezeInDDP(DDPStrategy):
-    """Freezes parameters in a way that DDP supports: all are trained when DDP is created."""
-
-    def configure_ddp(self) -> None:
-        frozen = [parameter for parameter in self.model.parameters() if not parameter.requires_grad]
-        for parameter in frozen:
-            parameter.requires_grad_(True)
-        self._ddp_kwargs["find_unused_parameters"] = True
-        super().configure_ddp()
-        for parameter in frozen:
-            parameter.requires_grad_(False)
-
-
 WINDOW = {"accumulate_grad_batches": 3}
 FIND_UNUSED = partial(DDPStrategy, find_unused_parameters=True)
 POLICY = partial(
@@ -206,9 +170,7 @@ POLICY = partial(
 )
 SCENARIOS = {
     "None in the middle of the forward": Scenario(PartOfForward, WINDOW),
-    "unfrozen": Scenario(Frozen, ddp=UnfreezeInDDP),
     "optimizer_step": Scenario(OptimizerStep, WINDOW),
-    "LBFGS": Scenario(LBFGS),
     "manual, 16-mixed": Scenario(Adversarial, {"precision": "16-mixed"}, tolerance=1e-3, ddp=FIND_UNUSED),
     "manual, not toggled": Scenario(partial(Adversarial, toggles=False), ddp=FIND_UNUSED),
     "tied": Scenario(Tied),

@@ -16,7 +16,16 @@ from lightning.pytorch.utilities import CombinedLoader
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler, TensorDataset
 
-from tests.support import Regression, SavesEverywhere, loader_of, loss_of, make_batches, make_trainer, native_fp16
+from tests.support import (
+    Regression,
+    SavesEverywhere,
+    assert_identical,
+    loader_of,
+    loss_of,
+    make_batches,
+    make_trainer,
+    native_fp16,
+)
 from trainer.callbacks import GradientAccumulation
 
 pytestmark = pytest.mark.filterwarnings("ignore:Your `IterableDataset` has `__len__` defined")
@@ -79,8 +88,8 @@ LOADERS: dict[str, Callable[..., Any]] = {
 }
 
 
-class Trained(Regression):
-    """Logs its loss, of a batch of any loader here."""
+class Module(Regression):
+    """Logs its loss, of a batch of any loader here, and that of a validation, for schedules and checkpoints."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         batch = batch["a"] if isinstance(batch, dict) else batch
@@ -88,10 +97,6 @@ class Trained(Regression):
         loss = loss_of(self.net, [x, y, gain.reshape(-1)[0]])
         self.log("loss", loss, on_step=True, on_epoch=True, batch_size=4)
         return loss
-
-
-class Module(Trained):
-    """Validates a loss, for schedules and checkpoints."""
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.log("val_loss", loss_of(self.net, batch), batch_size=4)
@@ -153,18 +158,6 @@ def ran(folder: Path, loader: Any, module: Module, **arguments: Any) -> dict[str
     }
 
 
-def assert_as_with_the_right_length(tmp_path: Path, make: Callable[..., Any], module: Callable[[], Module],
-                                    length: int, count: int, **arguments: Any) -> dict[str, Any]:  # fmt: skip
-    batches = make_batches(length, gains={1: 0.5})
-    early = ran(tmp_path / "early", make(batches, length, [count]), module(), **arguments)
-    exact = ran(tmp_path / "exact", make(batches, count, [count]), module(), **arguments)
-    for one, other in zip(early.pop("weights"), exact.pop("weights"), strict=True):
-        assert torch.equal(one, other)
-    for name in exact:
-        assert early[name] == exact[name], name
-    return early
-
-
 class Manual(Module):
     """Manual optimization with a step every second batch."""
 
@@ -224,8 +217,10 @@ every_step = partial(StepLR, step_size=1, gamma=0.5)
 @pytest.mark.filterwarnings("ignore:You are using the `dataloader_iter` step flavor")
 @pytest.mark.filterwarnings("ignore:Found `dataloader_iter` argument")
 def test_end_of_the_data_is_the_end_of_the_epoch(tmp_path, loader, make_module, arguments):
-    seen = assert_as_with_the_right_length(tmp_path, LOADERS[loader], make_module, 12, 6, **arguments)
-    assert seen["validations"]
+    batches, make = make_batches(12, gains={1: 0.5}), LOADERS[loader]
+    early = ran(tmp_path / "early", make(batches, 12, [6]), make_module(), **arguments)
+    assert_identical(early, ran(tmp_path / "exact", make(batches, 6, [6]), make_module(), **arguments))
+    assert early["validations"]
 
 
 @pytest.mark.parametrize(

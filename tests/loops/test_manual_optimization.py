@@ -8,12 +8,12 @@ import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
 
 from tests.parity import assert_same_weights
 from tests.support import (
     OPTIMIZERS,
     Regression,
+    Skipping,
     assert_same,
     fit_and_watch,
     forward_context,
@@ -123,41 +123,6 @@ def test_two_optimizers_one_update_a_batch(tmp_path, late, precision, optimizer)
         assert [o.next_scale for o in watch.outcomes[:-1]] == scales[1:]
 
 
-class InOrder(Pair):
-    """Backward passes and steps in any order: ``["b0", "b1", "s1", "s0"]``."""
-
-    def __init__(self, order, optimizer, gains):
-        super().__init__(optimizer=optimizer, gains=gains)
-        self.order = order
-
-    def training_step(self, batch, batch_idx):
-        optimizers = self.optimizers()
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        for what, which in self.order:
-            if what == "b":
-                loss = loss_of(self.nets[int(which)], batch) * self.gains.get((batch_idx, int(which)), 1.0)
-                self.manual_backward(loss)
-            else:
-                optimizers[int(which)].step()
-
-
-@pytest.mark.whole
-@pytest.mark.parametrize(
-    ("optimizer", "order"), [("momentum", ("b0", "b1", "s1", "s0")), ("adam-fused", ("b1", "b0", "s0", "s1"))]
-)
-def test_order_of_backward_passes_and_steps_is_the_modules(tmp_path, optimizer, order):
-    """An overflow in one loss does not change the other's steps in any order."""
-    gains, make, batches = {(2, 0): 1e30, (5, 1): 1e30}, OPTIMIZERS[optimizer], make_batches(8)
-    module, watch = InOrder(order, make, gains), Outcomes()
-    trainer = make_trainer(tmp_path, precision=plugin_of("16-mixed"), callbacks=[watch])
-    trainer.fit(module, loader_of(batches))
-    nets, scaler = train_pair(batches, "16-mixed", lambda i: (0, 1), make, gains)
-    assert_same_weights(module.nets, nn.ModuleList(nets))
-    assert trainer.scaler.get_scale() == scaler.get_scale()
-    assert [o.skipped_optimizers for o in watch.outcomes] == [(), (), (0,), (), (), (1,), (), ()]
-
-
 class Manual(Regression):
     """A Regression with manual optimization; ``around_step`` runs between backward and step."""
 
@@ -265,18 +230,17 @@ def test_autocast_is_off_in_manual_backward_and_step_and_on_again_afterwards(tmp
     seen = []
 
     class Looking(Manual):
-        def on_before_backward(self, loss):
-            seen.append(("backward", torch.is_autocast_enabled("cpu")))
+        def look(self, *_):
+            seen.append(torch.is_autocast_enabled("cpu"))
 
-        def on_before_optimizer_step(self, optimizer):
-            seen.append(("step", torch.is_autocast_enabled("cpu")))
+        on_before_backward = on_before_optimizer_step = look
 
         def training_step(self, batch, batch_idx):
             super().training_step(batch, batch_idx)
-            seen.append(("afterwards", torch.is_autocast_enabled("cpu")))
+            self.look()
 
     fit_and_watch(tmp_path, Looking(), make_batches(1), precision="bf16-mixed")
-    assert seen == [("backward", False), ("step", False), ("afterwards", True)]
+    assert seen == [False, False, True]
 
 
 @pytest.mark.parametrize("fused", [False, True])
@@ -378,22 +342,25 @@ def test_parts_of_automatic_optimization_are_refused(tmp_path, options, name):
         make_trainer(tmp_path, **options).fit(module, loader_of(make_batches(1)))
 
 
-def train_lbfgs_by_hand(net, batches, precision, *, clip=None, schedule=None):
-    """Train with a hand-written loop. Returns the number of evaluations of the loss."""
-    optimizer, evaluations = lbfgs(net.parameters()), 0
+def train_lbfgs_by_hand(net, windows, precision="32-true", *, make=lbfgs, clip=None, schedule=None):
+    """Train on windows of (batch, weight) with a hand-written loop. Returns the number of evaluations of the loss."""
+    optimizer, evaluations = make(net.parameters()), 0
     scheduler = None if schedule is None else schedule(optimizer)
-    for batch in batches:
+    for window in windows:
 
-        def closure(batch=batch):
+        def closure(window=window):
             nonlocal evaluations
             evaluations += 1
             optimizer.zero_grad()
-            with forward_context(precision):
-                loss = loss_of(net, batch)
-            loss.backward()
+            losses = []
+            for batch, weight in window:
+                with forward_context(precision):
+                    loss = loss_of(net, batch)
+                losses.append(loss * (weight / sum(weight for _, weight in window)))
+                losses[-1].backward()
             if clip is not None:
                 nn.utils.clip_grad_norm_(net.parameters(), clip)
-            return loss
+            return torch.stack(losses).sum()
 
         optimizer.step(closure)
         if scheduler is not None:
@@ -410,7 +377,8 @@ def test_lbfgs_is_exact(tmp_path, precision, clip):
     ours, theirs, batches = make_net(), make_net(), make_batches(5)
     module = Regression(ours, lbfgs, schedule, interval="step")
     trainer, trace = fit_and_watch(tmp_path, module, batches, precision=precision, gradient_clip_val=clip, max_epochs=2)
-    evaluations = train_lbfgs_by_hand(theirs, batches * 2, precision, clip=clip, schedule=schedule)
+    windows = [[(batch, 1.0)] for batch in batches * 2]
+    evaluations = train_lbfgs_by_hand(theirs, windows, precision, clip=clip, schedule=schedule)
     assert_same_weights(ours, theirs)
     assert trainer.global_step == len(trace.skipped) == 10
     assert evaluations > 20, "the closure was hardly repeated: the test would not see a mistake there"
@@ -422,37 +390,17 @@ def test_lbfgs_in_manual_optimization_is_exact(tmp_path, precision):
     ours, theirs, batches = make_net(), make_net(), make_batches(5)
     plugin = Cached() if precision == "bf16-mixed" else precision
     fit_and_watch(tmp_path, Closing(ours, lbfgs), batches, precision=plugin)
-    train_lbfgs_by_hand(theirs, batches, precision)
+    train_lbfgs_by_hand(theirs, [[(batch, 1.0)] for batch in batches], precision)
     assert_same_weights(ours, theirs)
 
 
 @pytest.mark.parametrize("kind", [Regression, Manual])
 def test_lbfgs_with_loss_scaling_is_refused_at_set_up(tmp_path, kind):
-    started = []
-
-    class Looking(kind):
-        def on_train_start(self):
-            started.append(True)
-
-    trainer = make_trainer(tmp_path, precision="16-mixed")
+    module = kind(make_net(), lbfgs)
+    module.on_train_start = lambda: pytest.fail("it has started")
     message = r"Got the optimizer LBFGS with precision='16-mixed'.*Use precision='bf16-mixed' or '32-true'"
     with pytest.raises(ConfigurationError, match=message):
-        trainer.fit(Looking(make_net(), lbfgs), loader_of(make_batches(1)))
-    assert started == []
-
-
-class Weighted(Regression):
-    """Batches have their number as weight, or are left out."""
-
-    def __init__(self, *args, weights=None, missing=(), **how):
-        super().__init__(*args, **how)
-        self.weights, self.missing = weights, missing
-
-    def training_step(self, batch, batch_idx):
-        if batch_idx in self.missing:
-            return None
-        loss = super().training_step(batch, batch_idx)
-        return loss if self.weights is None else {"loss": loss, "weight": self.weights[batch_idx]}
+        make_trainer(tmp_path, precision="16-mixed").fit(module, loader_of(make_batches(1)))
 
 
 @pytest.mark.parametrize("search", [None, "strong_wolfe"])
@@ -470,59 +418,32 @@ def test_lbfgs_evaluates_whole_windows(tmp_path, weights, missing, sized, search
     """Each evaluation is the window's mean loss at the same weights, with and without a known size."""
     make = partial(lbfgs, line_search_fn=search, max_iter=6)
     ours, theirs, batches = make_net(), make_net(), make_batches(5)
-    module, data = Weighted(ours, make, weights=weights, missing=missing), loader_of(batches)
+    module, data = Skipping(ours, make, weights=weights, none_in=missing), loader_of(batches)
     trainer, _ = fit_and_watch(tmp_path, module, data if sized else stream_of(batches), accumulate_grad_batches=2)
-
-    optimizer, evaluations = make(theirs.parameters()), 0
-    for window in ((0, 1), (2, 3), (4,)):
-        kept = [i for i in window if i not in missing]
-        if not kept:
-            continue
-        weight = {i: 1.0 if weights is None else weights[i] for i in kept}
-
-        def closure(kept=kept, weight=weight):
-            nonlocal evaluations
-            evaluations += 1
-            optimizer.zero_grad()
-            losses = [loss_of(theirs, batches[i]) * (weight[i] / sum(weight.values())) for i in kept]
-            for loss in losses:
-                loss.backward()
-            return torch.stack(losses).sum()
-
-        optimizer.step(closure)
+    weighed = [*zip(batches, weights or [1.0] * 5, strict=True)]
+    windows = [[weighed[i] for i in window if i not in missing] for window in ((0, 1), (2, 3), (4,))]
+    evaluations = train_lbfgs_by_hand(theirs, filter(None, windows), make=make)
     torch.testing.assert_close([*ours.parameters()], [*theirs.parameters()], rtol=1e-4, atol=1e-5)
     assert trainer.global_step == 3
     assert evaluations > 10
 
 
 @pytest.mark.whole
+@pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # of the compiler
 def test_compiled_module_is_not_compiled_again_at_each_step(tmp_path):
-    class Steps(LightningModule):
-        automatic_optimization = False
-
-        def __init__(self):
-            super().__init__()
-            self.a, self.b = nn.Linear(2, 2), nn.Linear(2, 1)
-
+    class Steps(Pair):
         def training_step(self, batch, batch_idx):
-            for optimizer in self.optimizers():
-                loss = self.b(self.a(batch[0])).square().mean()
+            for net, optimizer in zip(self.nets, self.optimizers(), strict=True):
                 optimizer.zero_grad()
-                self.manual_backward(loss)
+                self.manual_backward(loss_of(net, batch))
                 self.clip_gradients(optimizer, 0.5, "norm")
                 optimizer.step()
 
-        def configure_optimizers(self):
-            return [torch.optim.SGD(part.parameters(), 0.1) for part in (self.a, self.b)]
-
-    codes = []
-    torch.compiler.reset()
-    counter = torch._dynamo.utils.counters["frames"]
-    for batches in (3, 12):
+    codes, counter = [], torch._dynamo.utils.counters["frames"]
+    for batches in (2, 4):
         before = counter["total"]
-        module = torch.compile(Steps(), backend="eager")
-        make_trainer(tmp_path).fit(module, DataLoader(TensorDataset(torch.ones(batches, 2)), 1))
+        make_trainer(tmp_path).fit(torch.compile(Steps(), backend="eager"), loader_of(make_batches(batches)))
         codes.append(counter["total"] - before)
         torch.compiler.reset()
     assert codes[0] == codes[1] > 0

@@ -4,15 +4,13 @@ from collections import UserList
 from functools import partial
 
 import pytest
-import torch
-from lightning.pytorch.callbacks import Checkpoint
 from torch.optim import lr_scheduler
 
 from tests.parity import lightning
 from tests.support import (
     OPTIMIZERS,
-    SMALL,
     Regression,
+    SavesEverywhere,
     Watch,
     assert_same,
     fit_and_watch,
@@ -20,7 +18,8 @@ from tests.support import (
     make_batches,
     make_net,
     make_trainer,
-    native_fp16,
+    plugin_of,
+    scaler_of,
     train_by_hand,
 )
 from trainer.errors import ConfigurationError
@@ -29,11 +28,16 @@ POISON = {0: 1e30, 4: 1e30, 5: float("nan")}
 
 
 SCHEDULES = {
-    "step": lambda o: lr_scheduler.StepLR(o, 2, gamma=0.5),
-    "one cycle": lambda o: lr_scheduler.OneCycleLR(o, 0.3, total_steps=40),
-    "sequential": lambda o: lr_scheduler.SequentialLR(
-        o, [lr_scheduler.LinearLR(o, 0.1, total_iters=3), lr_scheduler.CosineAnnealingLR(o, 10)], [3]
+    "linear": partial(lr_scheduler.LinearLR, start_factor=0.1, total_iters=15),
+    "one-cycle": lambda optimizer: lr_scheduler.OneCycleLR(  # changes the momentum too
+        optimizer, 0.1, total_steps=80, cycle_momentum=optimizer.defaults.get("momentum") != 0
     ),
+    "sequential": lambda optimizer: lr_scheduler.SequentialLR(
+        optimizer,
+        [lr_scheduler.LinearLR(optimizer, 0.1, total_iters=4), lr_scheduler.CosineAnnealingLR(optimizer, 30)],
+        milestones=[4],
+    ),
+    "restarts": partial(lr_scheduler.CosineAnnealingWarmRestarts, T_0=3),
 }
 
 
@@ -47,14 +51,12 @@ def test_rates_are_those_of_a_hand_written_loop(tmp_path, precision, schedule, i
     """A skipped step does not advance schedules; torch does not warn about an overflow in the first step."""
     make, scaled = OPTIMIZERS[optimizer], precision == "16-mixed"
     batches = make_batches(10, gains=POISON if scaled else {})
-    ours, theirs = make_net(), make_net()
-    module = Regression(ours, make, SCHEDULES[schedule], interval=interval)
-    options = {"precision": native_fp16(**SMALL) if scaled else precision, "accumulate_grad_batches": window}
+    module = Regression(make_net(), make, SCHEDULES[schedule], interval=interval)
+    options = {"precision": plugin_of(precision), "accumulate_grad_batches": window}
     _, trace = fit_and_watch(tmp_path, module, batches, max_epochs=2, **options)
-    scaler = torch.amp.GradScaler("cpu", enabled=scaled, **SMALL)
-    options = {"precision": precision, "optimizer": make, "scaler": scaler, "window": window, "interval": interval}
-    expected = train_by_hand(theirs, batches, epochs=2, schedule=SCHEDULES[schedule], **options)
-    assert_same(trace, expected)
+    options = {"optimizer": make, "scaler": scaler_of(precision), "window": window, "interval": interval}
+    schedules = {"schedule": SCHEDULES[schedule], "epochs": 2}
+    assert_same(trace, train_by_hand(make_net(), batches, precision=precision, **schedules, **options))
     assert sum(trace.skipped) == ((6 if window == 1 else 4) if scaled else 0)
     assert len(set(trace.rates)) > 1
 
@@ -64,14 +66,16 @@ def halve(optimizer):
 
 
 class RatesOfUpdates(Watch):
-    """Record the learning rate that each weight update uses."""
+    """Record the learning rate, and the momentum if there is one, that each weight update uses."""
 
     def __init__(self):
         super().__init__()
-        self.rates = UserList()  # not restored, because this class is not the user's
+        self.rates, self.momenta = UserList(), UserList()  # not restored, because this class is not the user's
 
     def on_before_optimizer_step(self, trainer, module, optimizer):
-        self.rates.append(optimizer.param_groups[0]["lr"])
+        (group,) = optimizer.param_groups
+        self.rates.append(group["lr"])
+        self.momenta.append(group.get("momentum"))
 
 
 class OwnOptimizerStep(Regression):
@@ -109,7 +113,7 @@ def test_frequency_counts_completed_updates_across_epochs(
     """Lightning counts the batches of the current epoch, in contrast to its documentation."""
     module = kind(make_net(), OPTIMIZERS[optimizer], halve, interval="step", frequency=frequency)
     watch = RatesOfUpdates()
-    plugin = native_fp16(**SMALL) if gains or optimizer.endswith("fused") else "32-true"
+    plugin = plugin_of("16-mixed") if gains or optimizer.endswith("fused") else "32-true"
     options = {"accumulate_grad_batches": window, "max_epochs": epochs, "log_every_n_steps": 0}
     trainer = make_trainer(tmp_path, precision=plugin, callbacks=[watch], **options)
     trainer.fit(module, loader_of(make_batches(batches, gains=gains)))
@@ -125,31 +129,22 @@ def test_frequency_counts_completed_updates_across_epochs(
 def test_frequency_counts_across_a_resume(tmp_path, interval, frequency):
     """From each batch and each epoch end, to the bit the rates of the uninterrupted run."""
 
-    def fit(saves, ckpt_path=None):
-        module = Regression(make_net(), schedule=halve, interval=interval, frequency=frequency)
-        watch, files = RatesOfUpdates(), []
-
-        class Saver(Checkpoint):
-            def on_train_batch_end(self, trainer, *_):
-                if saves:
-                    files.append((tmp_path / f"{len(files)}.ckpt", len(watch.rates)))
-                    trainer.save_checkpoint(files[-1][0])
-
-            def on_train_epoch_end(self, trainer, *_):
-                self.on_train_batch_end(trainer)
-
+    def fit(*savers, ckpt_path=None):
+        watch, module = RatesOfUpdates(), Regression(schedule=halve, interval=interval, frequency=frequency)
         trainer = make_trainer(
-            tmp_path, precision=native_fp16(**SMALL), callbacks=[watch, Saver()], max_epochs=3,
-            accumulate_grad_batches=2, log_every_n_steps=0, enable_checkpointing=True,
+            tmp_path, precision=plugin_of("16-mixed"), callbacks=[watch, *savers], max_epochs=3,
+            accumulate_grad_batches=2, log_every_n_steps=0, enable_checkpointing=bool(savers),
         )  # fmt: skip
         trainer.fit(module, loader_of(make_batches(3, gains={2: 1e30})), ckpt_path=ckpt_path)
-        return [*watch.rates, trainer.optimizers[0].param_groups[0]["lr"]], files
+        return [*watch.rates, trainer.optimizers[0].param_groups[0]["lr"]]
 
-    expected, files = fit(saves=True)
-    assert len(files) == 12
+    saver = SavesEverywhere(tmp_path)
+    expected = fit(saver)
+    assert len(saver.files) == 12
     assert len(set(expected)) > 1
-    for file, updates in files:
-        assert fit(saves=False, ckpt_path=file)[0] == expected[updates:], file.name
+    for number, file in enumerate(saver.files):
+        updates = number // 4 * 2 + (0, 1, 2, 2)[number % 4]  # windows of 2 and 1; the epoch's end
+        assert fit(ckpt_path=file) == expected[updates:], file.name
 
 
 def test_frequency_continues_from_a_checkpoint_of_lightning(tmp_path):
@@ -228,7 +223,7 @@ class Plateau(Regression):
 
 def test_plateau_schedule_by_steps_ignores_a_skipped_step(tmp_path):
     module = Plateau([3.0, 4.0, 9.0, 2.0, 2.5], interval="step")
-    _, trace = fit_and_watch(tmp_path, module, make_batches(5, gains={2: 1e30}), precision=native_fp16(**SMALL))
+    _, trace = fit_and_watch(tmp_path, module, make_batches(5, gains={2: 1e30}), precision=plugin_of("16-mixed"))
     rates = trace.rates  # recorded in on_train_batch_end: before the batch's own plateau step
     assert trace.skipped == [False, False, True, False, False]
     assert rates == [0.1, 0.1, 0.05, 0.05, 0.05]

@@ -11,15 +11,14 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint, WeightAveraging
-from lightning.pytorch.loggers import CSVLogger
 from torch.optim import lr_scheduler
 from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn
 
 from tests.loops.test_manual_optimization import Outcomes
-from tests.parity import assert_same_weights
+from tests.loops.test_schedules import SCHEDULES, RatesOfUpdates
+from tests.parity import RecordingLogger, assert_same_weights
 from tests.support import (
     OPTIMIZERS,
-    SMALL,
     Regression,
     Watch,
     assert_same,
@@ -27,43 +26,15 @@ from tests.support import (
     make_batches,
     make_net,
     make_trainer,
-    native_fp16,
+    norm_of,
+    plugin_of,
+    scaler_of,
     train_by_hand,
 )
 from trainer.callbacks import GradientClipping, ScaleMonitor
 
 POISON = {0: 1e30, 4: 1e30, 5: float("nan"), 9: 1e30, 19: 1e30}
 UNIMPORTANT = {"log_every_n_steps": 0}  # a row for the loggers reads the outcome; disabled here
-
-
-def clip(parameters: Any) -> torch.Tensor:
-    return torch.nn.utils.clip_grad_norm_(parameters, 0.5)
-
-
-class RatesOfUpdates(Watch):
-    """Records the learning rate, and the momentum if there is one, of each step."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.rates: list[tuple[float, Any]] = []
-
-    def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
-        (group,) = optimizer.param_groups
-        self.rates.append((group["lr"], group.get("momentum")))
-
-
-SCHEDULES = {
-    "linear": partial(lr_scheduler.LinearLR, start_factor=0.1, total_iters=15),
-    "one-cycle": lambda optimizer: lr_scheduler.OneCycleLR(  # changes the momentum too
-        optimizer, 0.1, total_steps=80, cycle_momentum=optimizer.defaults.get("momentum") != 0
-    ),
-    "sequential": lambda optimizer: lr_scheduler.SequentialLR(
-        optimizer,
-        [lr_scheduler.LinearLR(optimizer, 0.1, total_iters=4), lr_scheduler.CosineAnnealingLR(optimizer, 30)],
-        milestones=[4],
-    ),
-    "restarts": partial(lr_scheduler.CosineAnnealingWarmRestarts, T_0=3),
-}
 
 
 @pytest.mark.filterwarnings("ignore:The epoch parameter in")  # torch's own, of SequentialLR
@@ -75,11 +46,10 @@ def test_everything_but_the_moment_is_the_same(tmp_path, late, optimizer, window
     make = OPTIMIZERS[optimizer]
     poison = {i: gain for i, gain in POISON.items() if i > 2 or optimizer != "momentum-fused"}
     batches = make_batches(20, gains=poison)
-    ours, theirs, watch = make_net(), make_net(), RatesOfUpdates()
-    module = Regression(ours, make, SCHEDULES[schedule], interval="step")
+    watch, module = RatesOfUpdates(), Regression(make_net(), make, SCHEDULES[schedule], interval="step")
     callbacks = [watch, GradientClipping(max_norm=0.5, log_norm=False)]
     options: dict[str, Any] = {"accumulate_grad_batches": window, "max_epochs": 2, **UNIMPORTANT}
-    trainer = make_trainer(tmp_path, precision=native_fp16(**SMALL), callbacks=callbacks, **options)
+    trainer = make_trainer(tmp_path, precision=plugin_of("16-mixed"), callbacks=callbacks, **options)
     trainer.fit(module, loader_of(batches))
 
     used: list[tuple[float, Any]] = []
@@ -87,10 +57,12 @@ def test_everything_but_the_moment_is_the_same(tmp_path, late, optimizer, window
     def remember(made: Any) -> None:
         used.append((made.param_groups[0]["lr"], made.param_groups[0].get("momentum")))
 
-    scaler = torch.amp.GradScaler("cpu", **SMALL)
-    options = {"scaler": scaler, "optimizer": make, "window": window, "clip": clip, "before_step": remember}
-    expected = train_by_hand(theirs, batches, precision="16-mixed", epochs=2, schedule=SCHEDULES[schedule], **options)
-    assert watch.rates == used
+    scaler = scaler_of("16-mixed")
+    options = {"scaler": scaler, "optimizer": make, "window": window, "clip": norm_of(0.5), "before_step": remember}
+    expected = train_by_hand(
+        make_net(), batches, precision="16-mixed", epochs=2, schedule=SCHEDULES[schedule], **options
+    )
+    assert [*zip(watch.rates, watch.momenta, strict=True)] == used
     trace = watch.trace
     trace.rates, expected.rates = [], []  # those between a skipped update and the next are tentative
     assert_same(trace, expected)
@@ -103,47 +75,25 @@ def test_everything_but_the_moment_is_the_same(tmp_path, late, optimizer, window
 # --- who waits, and when --------------------------------------------------------------------------------------------
 
 
-class Account(Regression):
-    """Records the end of each backward pass."""
-
-    def __init__(self, account: list[str], *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self.account = account
-
-    def on_after_backward(self) -> None:
-        self.account.append("backward")
-
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
-        self.account.append("update")
-
-
 def test_host_waits_for_a_step_after_queuing_the_next_backward_pass(tmp_path, late):
-    module = Account(late, optimizer=OPTIMIZERS["adamw-fused"])
-    trainer = make_trainer(
-        tmp_path,
-        precision=native_fp16(**SMALL),
-        callbacks=[GradientClipping(max_norm=0.5), ScaleMonitor()],
-        accumulate_grad_batches=2,
-        **UNIMPORTANT,
-    )
+    module = Regression(optimizer=OPTIMIZERS["adamw-fused"])
+    module.on_after_backward = lambda: late.append("backward")
+    module.on_before_optimizer_step = lambda optimizer: late.append("update")
+    callbacks, options = [GradientClipping(max_norm=0.5), ScaleMonitor()], {"accumulate_grad_batches": 2, **UNIMPORTANT}
+    trainer = make_trainer(tmp_path, precision=plugin_of("16-mixed"), callbacks=callbacks, **options)
     trainer.fit(module, loader_of(make_batches(8)))
     steady = ["backward", "backward", "wait", "update"]
     assert late == ["backward", "backward", "update", *steady * 3, "wait"]  # at the epoch's end
 
 
-def ask_outcome(trainer: Any) -> None:
-    trainer.step_outcome
+ASK = {
+    "outcome": lambda trainer: trainer.step_outcome,
+    "skips": lambda trainer: trainer.skipped_steps,
+    "save": lambda trainer: trainer.save_checkpoint(f"{trainer.default_root_dir}/now.ckpt"),
+}
 
 
-def ask_skips(trainer: Any) -> None:
-    trainer.skipped_steps
-
-
-def save(trainer: Any) -> None:
-    trainer.save_checkpoint(f"{trainer.default_root_dir}/now.ckpt")
-
-
-@pytest.mark.parametrize("ask", [ask_outcome, ask_skips, save])
+@pytest.mark.parametrize("ask", ASK.values(), ids=ASK)
 def test_readers_get_the_outcome_immediately(tmp_path, late, ask):
     seen: list[Any] = []
 
@@ -158,7 +108,7 @@ def test_readers_get_the_outcome_immediately(tmp_path, late, ask):
             late.clear()
 
     module = Regression(optimizer=OPTIMIZERS["sgd-fused"], schedule=SCHEDULES["linear"], interval="step")
-    trainer = make_trainer(tmp_path, precision=native_fp16(**SMALL), callbacks=[Ask()], **UNIMPORTANT)
+    trainer = make_trainer(tmp_path, precision=plugin_of("16-mixed"), callbacks=[Ask()], **UNIMPORTANT)
     trainer.fit(module, loader_of(make_batches(4, gains={1: 1e30})))
     assert [(skipped, told) for _, skipped, told in seen] == [(False, 1), (True, 2), (False, 3)]
     assert seen[0][0] is None
@@ -169,7 +119,7 @@ def test_checkpoint_has_the_rates_of_the_next_step(tmp_path, late):
     """Saved after a skipped update, by a callback, in ``on_train_batch_end``."""
     every = ModelCheckpoint(tmp_path, every_n_train_steps=1, save_top_k=-1, filename="{step}")
     module = Regression(optimizer=OPTIMIZERS["sgd-fused"], schedule=SCHEDULES["linear"], interval="step")
-    arguments: dict[str, Any] = {"precision": native_fp16(**SMALL), "callbacks": [every], "enable_checkpointing": None}
+    arguments: dict[str, Any] = {"precision": plugin_of("16-mixed"), "callbacks": [every], "enable_checkpointing": None}
     trainer = make_trainer(tmp_path, **arguments, **UNIMPORTANT)
     trainer.fit(module, loader_of(make_batches(3, gains={1: 1e30})))
     states = [torch.load(tmp_path / f"step={step}.ckpt", weights_only=True) for step in (1, 2, 3)]
@@ -181,22 +131,14 @@ def test_checkpoint_has_the_rates_of_the_next_step(tmp_path, late):
 
 def test_rows_of_loggers_belong_to_their_step(tmp_path, late):
     rows = []
-    for version, arrives in enumerate(("late", "at once")):
-        if arrives == "at once":
-            late.append("not asked")  # a plain optimizer is settled at once
-        logger = CSVLogger(tmp_path, version=version)
-        module = Regression(optimizer=OPTIMIZERS["sgd-fused" if arrives == "late" else "sgd"])
-        trainer = make_trainer(
-            tmp_path,
-            precision=native_fp16(**SMALL),
-            callbacks=[ScaleMonitor(), GradientClipping(max_norm=0.5)],
-            logger=logger,
-            log_every_n_steps=2,
-        )
-        trainer.fit(module, loader_of(make_batches(7, gains={3: 1e30})))
-        rows.append((tmp_path / f"lightning_logs/version_{version}/metrics.csv").read_text())
-    assert rows[0] == rows[1]
-    assert "256.0" in rows[0]
+    for optimizer in ("sgd-fused", "sgd"):  # the outcome of a plain optimizer arrives at once
+        logger, callbacks = RecordingLogger(), [ScaleMonitor(), GradientClipping(max_norm=0.5)]
+        arguments = {"callbacks": callbacks, "logger": logger, "log_every_n_steps": 2}
+        trainer = make_trainer(tmp_path, precision=plugin_of("16-mixed"), **arguments)
+        trainer.fit(Regression(optimizer=OPTIMIZERS[optimizer]), loader_of(make_batches(7, gains={3: 1e30})))
+        rows.append(logger.rows)
+    assert str(rows[0]) == str(rows[1])  # nan is nan
+    assert 256.0 in [row.get("amp/scale") for _, row in rows[0]]
 
 
 # --- several schedules ----------------------------------------------------------------------------------------------
@@ -226,7 +168,7 @@ class TwoOfEach(Regression):
 def test_only_the_schedule_of_the_skipped_optimizer_waits(tmp_path, late, fused, frequency):
     module = TwoOfEach(optimizer=partial(torch.optim.SGD, lr=1e-3, fused=fused), frequency=frequency)
     watch = Outcomes()
-    trainer = make_trainer(tmp_path, precision=native_fp16(**SMALL), callbacks=[watch], **UNIMPORTANT)
+    trainer = make_trainer(tmp_path, precision=plugin_of("16-mixed"), callbacks=[watch], **UNIMPORTANT)
     trainer.fit(module, loader_of(make_batches(5, gains={1: float("inf"), 3: float("inf")})))
     assert [o.skipped_optimizers for o in watch.outcomes] == [(), (0,), (), (0,), ()]
     assert [o.param_groups[0]["lr"] for o in trainer.optimizers] == [
@@ -252,9 +194,8 @@ class Averaging(Watch):
 def average_by_hand(optimizer: Any, batches: Any, window: int, make: Any) -> AveragedModel:
     net = make_net()
     average = make(net)
-    scaler = torch.amp.GradScaler("cpu", **SMALL)
-    options: dict[str, Any] = {"precision": "16-mixed", "scaler": scaler, "optimizer": optimizer, "window": window}
-    trace = train_by_hand(net, batches, epochs=2, **options)
+    options: dict[str, Any] = {"scaler": scaler_of("16-mixed"), "optimizer": optimizer, "window": window}
+    trace = train_by_hand(net, batches, precision="16-mixed", epochs=2, **options)
     closing = [i for i in range(16) if (i % 8 + 1) % window == 0 or i % 8 == 7]
     model = make_net()
     for skipped, i in zip(trace.skipped, closing, strict=True):
@@ -275,7 +216,7 @@ def test_averages_leave_skipped_steps_out(tmp_path, late, kind, optimizer, windo
     batches = make_batches(8, gains={0: 1e30, 4: 1e30, 7: 1e30})
     module = Regression(optimizer=OPTIMIZERS[optimizer])
     options: dict[str, Any] = {"accumulate_grad_batches": window, "max_epochs": 2, **UNIMPORTANT}
-    trainer = make_trainer(tmp_path, precision=native_fp16(**SMALL), callbacks=[callback], **options)
+    trainer = make_trainer(tmp_path, precision=plugin_of("16-mixed"), callbacks=[callback], **options)
     trainer.fit(module, loader_of(batches))
     assert trainer.skipped_steps > 2
     expected = average_by_hand(OPTIMIZERS[optimizer], batches, window, partial(AveragedModel, **average))
@@ -300,7 +241,7 @@ def test_interrupted_run_is_settled(tmp_path, late):
 
     module = Regression(optimizer=OPTIMIZERS["sgd-fused"], schedule=SCHEDULES["linear"], interval="step")
     callbacks = [ScaleMonitor(), Interrupt()]
-    trainer = make_trainer(tmp_path, precision=native_fp16(**SMALL), callbacks=callbacks, **UNIMPORTANT)
+    trainer = make_trainer(tmp_path, precision=plugin_of("16-mixed"), callbacks=callbacks, **UNIMPORTANT)
     with pytest.raises(SystemExit):
         trainer.fit(module, loader_of(make_batches(6, gains={2: 1e30})))
     assert trainer.skipped_steps == 1
@@ -323,7 +264,7 @@ def test_values_set_by_the_user_in_groups_are_not_rolled_back(tmp_path, late, fu
 
     make = partial(torch.optim.SGD, lr=0.1, fused=fused)
     module = Regression(optimizer=make, schedule=partial(lr_scheduler.ExponentialLR, gamma=0.5), interval="step")
-    trainer = make_trainer(tmp_path, precision=native_fp16(**SMALL), callbacks=[WarmUp()], **UNIMPORTANT)
+    trainer = make_trainer(tmp_path, precision=plugin_of("16-mixed"), callbacks=[WarmUp()], **UNIMPORTANT)
     trainer.fit(module, loader_of(make_batches(5, gains={2: 1e30})))
     assert used == [(0.01 * i, rate) for i, rate in enumerate([0.1, 0.05, 0.025, 0.025, 0.0125])]
 
@@ -356,8 +297,8 @@ def test_state_that_a_snapshot_would_miss(tmp_path, late, kind):
     for fused in (False, True):
         watch = RatesOfUpdates()
         module = kind(optimizer=partial(torch.optim.SGD, lr=0.1, fused=fused), schedule=Counting, interval="step")
-        trainer = make_trainer(tmp_path, precision=native_fp16(**SMALL), callbacks=[watch], **UNIMPORTANT)
+        trainer = make_trainer(tmp_path, precision=plugin_of("16-mixed"), callbacks=[watch], **UNIMPORTANT)
         trainer.fit(module, loader_of(make_batches(6, gains={2: 1e30})))
-        rates.append([rate for rate, _ in watch.rates])
+        rates.append(watch.rates)
     assert rates[0] == rates[1]
     assert rates[0][2] == rates[0][3]

@@ -8,23 +8,19 @@ import torch
 from lightning.pytorch import Callback
 from torch import nn
 
-from tests.support import Regression, loader_of, loss_of, make_batches, make_trainer, manual_step, native_fp16, sgd
+from tests.support import (
+    Regression,
+    Skipping,
+    loader_of,
+    loss_of,
+    make_batches,
+    make_trainer,
+    manual_step,
+    native_fp16,
+    sgd,
+)
 from trainer.postmortem.recording import Recorder, storage_for
 from trainer.state import random_states
-
-
-class Skipping(Regression):
-    """Returns no loss for some batches, and a loss with weight 0 for others."""
-
-    def __init__(self, without: Any = (), unweighted: Any = (), **options: Any) -> None:
-        super().__init__(**options)
-        self.without, self.unweighted = without, unweighted
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        loss = super().training_step(batch, batch_idx)
-        if batch_idx in self.without:
-            return None
-        return {"loss": loss, "weight": 0.0} if batch_idx in self.unweighted else loss
 
 
 class Alternating(Regression):
@@ -63,9 +59,9 @@ class Records(Callback):
     [
         (Skipping(), 1, {i: [i] for i in range(6)}),
         (Skipping(), 3, {0: [0, 1, 2], 1: [3, 4, 5]}),
-        (Skipping({1}), 1, {0: [0], 2: [2], 3: [3], 4: [4], 5: [5]}),
-        (Skipping({1, 2, 3}), 2, {0: [0], 2: [4, 5]}),
-        (Skipping(unweighted={2, 3}), 2, {0: [0, 1], 2: [4, 5]}),
+        (Skipping(none_in={1}), 1, {0: [0], 2: [2], 3: [3], 4: [4], 5: [5]}),
+        (Skipping(none_in={1, 2, 3}), 2, {0: [0], 2: [4, 5]}),
+        (Skipping(weights=[1, 1, 0, 0, 1, 1]), 2, {0: [0, 1], 2: [4, 5]}),
         (Alternating(), 1, {2 * i: [i] for i in range(6)}),
     ],
 )

@@ -38,17 +38,17 @@ BOTH = {"16-mixed": torch.float16, "bf16-mixed": torch.bfloat16}
 
 
 class ByHand(nn.Sequential):
-    """``make_net`` with some layers in float32, written by hand."""
+    """``make_net`` with some layers in float32, written by hand; with ``dtype``, the others have it."""
 
-    def __init__(self, *layers: nn.Module, chosen: tuple[int, ...]) -> None:
-        super().__init__(*layers)
-        self.chosen = chosen
+    def __init__(self, chosen: tuple[int, ...], dtype: torch.dtype | None = None) -> None:
+        super().__init__(*(part if i in chosen else part.to(dtype) for i, part in enumerate(make_net())))
+        self.chosen, self.dtype = chosen, dtype
 
     def forward(self, x: Tensor) -> Tensor:
         for i, layer in enumerate(self):
             if i in self.chosen:
                 with torch.autocast("cpu", enabled=False):
-                    x = layer(x.float())
+                    x = layer(x.float()).to(self.dtype or torch.float32)
             else:
                 x = layer(x)
         return x
@@ -104,7 +104,7 @@ def test_weights_equal_a_hand_written_loop(tmp_path, kernels, patterns, chosen):
     by_hand = partial(train_by_hand, precision=name, optimizer=adam)
     fast = cpu_fp16.fast_fp16_kernels if kernels == "fast" else torch.enable_grad  # the latter changes nothing
     with fast():
-        theirs = by_hand(ByHand(*make_net(), chosen=chosen), batches)
+        theirs = by_hand(ByHand(chosen), batches)
         plain = by_hand(make_net(), batches)
     assert_same(ours, theirs)
     assert ours.losses != plain.losses  # it made a difference
@@ -177,7 +177,7 @@ def test_modules_that_the_strategy_replaces_are_chosen_after_that(tmp_path):
     batches, chosen = make_batches(3), MixedPrecision("bfloat16", fp32_modules=["net.1"])
     trainer = partial(fit_and_watch, tmp_path, batches=batches, precision=chosen)
     _, ours = trainer(Regression(), accelerator="auto", strategy=Replacing(CPU))
-    assert_same(ours, train_by_hand(ByHand(*make_net(), chosen=(1,)), batches, precision="bf16-mixed"))
+    assert_same(ours, train_by_hand(ByHand((1,)), batches, precision="bf16-mixed"))
 
 
 # --- copies --------------------------------------------------------------------------------------------------------
@@ -221,29 +221,10 @@ def test_callback_that_recomputes(tmp_path, precision, recomputed):
     plugin = MixedPrecision(BOTH[precision], fp32_modules=["net.4", "net.1"], cpu_kernels="native")
     callback = ActivationCheckpointing(recomputed)
     _, ours = fit_and_watch(tmp_path, module, batches, precision=plugin, callbacks=[callback])
-    assert_same(ours, train_by_hand(ByHand(*make_net(), chosen=(1, 4)), batches, precision=precision))
+    assert_same(ours, train_by_hand(ByHand((1, 4)), batches, precision=precision))
     assert all("forward" not in vars(part) for part in module.modules())
     with torch.autocast("cpu", torch.bfloat16):
         assert module.net(batches[0][0]).dtype is torch.bfloat16
-
-
-def whole(net: Net) -> nn.Module:
-    return torch.compile(net, backend="aot_eager", fullgraph=True)
-
-
-def whole_in_place(net: Net) -> nn.Module:
-    net.compile(backend="aot_eager", fullgraph=True)
-    return net
-
-
-def part(net: Net) -> nn.Module:
-    net.head = torch.compile(net.head, backend="aot_eager", fullgraph=True)
-    return net
-
-
-def part_in_place(net: Net) -> nn.Module:
-    net.head.compile(backend="aot_eager", fullgraph=True)
-    return net
 
 
 @pytest.mark.usefixtures("fresh_compiler")
@@ -251,21 +232,27 @@ def part_in_place(net: Net) -> nn.Module:
 @pytest.mark.parametrize("warm", [False, True])
 @pytest.mark.parametrize("has_hook", [False, True])
 @pytest.mark.parametrize(
-    "compiled",
+    ("part", "in_place"),
     [
-        whole,
-        whole_in_place,
-        part,
+        (False, False),
+        (False, True),
+        (True, False),
         # before torch 2.13, Dynamo does not trace Python kernels, which an earlier test has installed
-        pytest.param(part_in_place, marks=pytest.mark.skipif(torch.__version__ < "2.13", reason="of torch 2.13")),
+        pytest.param(True, True, marks=pytest.mark.skipif(torch.__version__ < "2.13", reason="of torch 2.13")),
     ],
 )
-def test_compiled_modules(compiled, has_hook, warm):
+def test_compiled_modules(part, in_place, has_hook, warm):
     """Modules are in float32 in graphs traced before the run, and no longer after it."""
-    net = Net()
+    run = net = Net()
     if has_hook:
         net.head.register_forward_hook(lambda module, args, output: None)
-    run = compiled(net)
+    compiled, options = net.head if part else net, {"backend": "aot_eager", "fullgraph": True}
+    if in_place:
+        compiled.compile(**options)
+    elif part:
+        net.head = torch.compile(compiled, **options)
+    else:
+        run = torch.compile(compiled, **options)
     autocast = torch.autocast("cpu", torch.bfloat16)
     if warm:
         with autocast:

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from torchmetrics import MeanMetric
 from torchmetrics.classification import BinaryPrecisionRecallCurve
 
+from tests.precision.test_fp32_modules import ByHand
 from tests.support import (
     OPTIMIZERS,
     Regression,
@@ -137,20 +138,6 @@ def test_floating_point_parameters_and_buffers_are_converted(precision):
 # --- modules that stay in float32 ----------------------------------------------------------------------------------
 
 
-class ByHand(nn.Sequential):
-    """``make_net`` in 16 bits except for two layers, written by hand."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        layers = make_net()
-        super().__init__(*(layer if i in (1, 4) else layer.to(dtype) for i, layer in enumerate(layers)))
-        self.dtype = dtype
-
-    def forward(self, x: Tensor) -> Tensor:
-        for i, layer in enumerate(self):
-            x = layer(x.float()).to(self.dtype) if i in (1, 4) else layer(x)
-        return x
-
-
 @vanishing
 @both
 @pytest.mark.parametrize("recomputes", [False, True])
@@ -163,7 +150,7 @@ def test_fp32_modules_equal_a_hand_written_loop(tmp_path, precision, recomputes)
     plugin = HalfPrecision(dtype, fp32_modules=["net.1", "net.4"], cpu_kernels="native")
     module = Regression(Recomputed(*make_net()), optimizer=momentum)
     _, ours = fit_and_watch(tmp_path, module, batches, precision=plugin)
-    assert_same(ours, by_hand(ByHand(dtype), batches, dtype, momentum))
+    assert_same(ours, by_hand(ByHand((1, 4), dtype), batches, dtype, momentum))
     assert {module.net[i].weight.dtype for i in (1, 4)} == {torch.float32}
     assert module.net[0].weight.dtype is dtype
     assert "forward" not in vars(module.net[1])

@@ -12,12 +12,6 @@ CPU = torch.device("cpu")
 BOTH = [MixedPrecision, HalfPrecision]
 
 
-def test_defaults_are_torchs():
-    ours, theirs = MixedPrecision().build_scaler(CPU), torch.amp.GradScaler("cpu")
-    assert theirs.state_dict().items() <= ours.state_dict().items()
-    assert (ours.min_scale, ours.max_scale) == (1.0, float("inf"))
-
-
 @pytest.mark.parametrize(
     ("kinds", "arguments", "message"),
     [
