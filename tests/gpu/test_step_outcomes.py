@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback
-from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from tests.support import (
@@ -17,6 +16,7 @@ from tests.support import (
     make_batches,
     make_net,
     make_trainer,
+    norm_of,
     train_by_hand,
 )
 from trainer.precision import MixedPrecision
@@ -76,10 +76,6 @@ def decay(optimizer: torch.optim.Optimizer) -> LambdaLR:
     return LambdaLR(optimizer, lambda step: 0.8**step)
 
 
-def clip(parameters: Any) -> torch.Tensor:
-    return nn.utils.clip_grad_norm_(parameters, CLIP)
-
-
 def on(device: str, batches: list[Any]) -> list[Any]:
     return [[part.to(device) for part in batch] for batch in batches]
 
@@ -115,7 +111,7 @@ def test_equals_the_hand_written_loop(tmp_path, optimizer, window, asks):
     scaler = torch.amp.GradScaler("cuda", INIT_SCALE, growth_interval=3)
     by_hand = train_by_hand(
         net, on("cuda", batches), precision="16-mixed", optimizer=recording(OPTIMIZERS[optimizer], rates_by_hand),
-        scaler=scaler, epochs=2, window=window, clip=clip, schedule=decay,
+        scaler=scaler, epochs=2, window=window, clip=norm_of(CLIP), schedule=decay,
     )  # fmt: skip
     assert [o.skipped for o in recorder.outcomes] == by_hand.skipped
     assert sum(by_hand.skipped) == 2 * 3

@@ -119,5 +119,5 @@ def test_malformed_records_raise_a_short_error(given, capsys, entry: dict[str, A
 
 
 def test_deeply_nested_values_count_as_missing(given):
-    write(given, {"run.json": "[" * 100_000, ".hydra/config.yaml": "a: " + "[" * 3000})
+    write(given, {"run.json": "[" * 100_000, ".hydra/config.yaml": "a: " + "[" * 1500})
     assert "val_loss" in page_of(given)

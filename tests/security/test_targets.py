@@ -9,7 +9,6 @@ import sys
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -28,120 +27,62 @@ def proof(tmp_path: Path) -> Path:
     return tmp_path / "pwned"
 
 
-def payloads(proof: Path) -> dict[str, Any]:
-    """Return nodes that create the file ``proof`` when they are built."""
-    shell, code = f"touch {proof}", f"open({str(proof)!r}, 'w')"
-    make = {"_target_": "os.system", "command": shell}
-    timer = {"_target_": "torch.utils.benchmark.Timer", "stmt": code}
-    return {
-        "os": make,
-        "list": {"_target_": "torch.nn.Sequential", "_args_": [[make]]},
-        "args": {"_target_": "torch.nn.Sequential", "_args_": [make]},
-        "not recursive": {"_target_": "torch.nn.Sequential", "_recursive_": False, "x": make},
-        "partial": {**make, "_partial_": True},
-        "eval": {"_target_": "builtins.eval", "_args_": [code]},
-        "exec": {"_target_": "builtins.exec", "_args_": [code]},
-        "posix": {"_target_": "posix.system", "_args_": [shell]},
-        "subprocess": {"_target_": "subprocess.run", "args": shell, "shell": True},
-        "functools": {"_target_": "functools.partial", "_args_": [make]},
-        "through torch": {"_target_": "torch.os.system", "command": shell},
-        "through a submodule": {"_target_": "torch.nn.modules.module.torch.os.system", "command": shell},
-        "through lightning": {"_target_": "lightning.pytorch.callbacks.model_checkpoint.os.system", "command": shell},
-        "through recipes": {"_target_": "recipes.data.loading.Path.touch", "self": str(proof)},
-        "through trainer": {"_target_": "trainer.trainer.os.system", "command": shell},
-        "through torchmetrics": {"_target_": "torchmetrics.metric.torch.os.system", "command": shell},
-        "through torchvision": {"_target_": "torchvision.datasets.folder.os.system", "command": shell},
-        "collect_env": {"_target_": "torch.utils.collect_env.run", "command": shell},
-        "collect_env, a detour": {"_target_": "torch.nn.modules.linear.torch.utils.collect_env.run", "command": shell},
-        "Timer": {"_target_": "torch.utils.benchmark.Timer.timeit", "self": timer, "number": 1},
-        "fx": {"_target_": "torch.fx.graph_module._exec_with_source", "src": code, "globals": {}},
-        "testing": {"_target_": "torch.testing._internal.common_utils.shell", "command": ["touch", str(proof)]},
-        "elastic": {"_target_": "torch.distributed.elastic.multiprocessing.subprocess_handler.SubprocessHandler"},
-        "cpp": {"_target_": "torch.utils.cpp_extension.load_inline", "name": "x", "cpp_sources": "int x;"},
-        "distributed.run": {"_target_": "torch.distributed.run.main", "args": ["--no-python", "touch", str(proof)]},
-        "hydra": {"_target_": "hydra.utils.instantiate", "config": make},
-        "hydra.call": {"_target_": "hydra.utils.call", "config": make},
-        "get_method": {"_target_": "hydra.utils.get_method", "path": "os.system"},
-        "get_object": {"_target_": "hydra.utils.get_object", "path": "os.system"},
-        "cli": {"_target_": "trainer.cli.main", "argv": ["fit"]},
-        "build": {"_target_": "trainer.cli.build.build", "node": make},
-        "instantiator": {"_target_": "lightning.pytorch.cli.instantiate_class", "args": [], "init": {}},
-        "a method": {"_target_": "torch.nn.Module.load_state_dict", "self": {"_target_": "torch.nn.ReLU"}},
-        "saves": {"_target_": "torch.save", "obj": 1, "f": str(proof)},
-        "a logger's method": {"_target_": "lightning.pytorch.loggers.CSVLogger.save", "self": None},
-        "exports": {"_target_": "line_fit.Line.to_onnx", "self": None, "file_path": str(proof)},
-        "to_torchscript": {"_target_": "line_fit.L.LightningModule.to_torchscript", "file_path": str(proof)},
-        "download": {"_target_": "torchvision.datasets.utils.download_url", "url": "http://localhost", "root": "x"},
-        "extract": {"_target_": "torchvision.datasets.utils.extract_archive", "from_path": "x"},
-        "extract, a detour": {"_target_": "torchvision.datasets.cifar.download_and_extract_archive", "url": "x"},
-        "hub": {"_target_": "torch.hub.load", "repo_or_dir": "x", "model": "y"},
-        "hub, a detour": {"_target_": "torchvision.models._api.load_state_dict_from_url", "url": "x"},
-        "lsun": {"_target_": "torchvision.datasets.LSUN", "root": "x"},
-        "dcp": {"_target_": "torch.distributed.checkpoint.load", "state_dict": {}},
-        "globals": {"_target_": "torch.nn.Linear.__init__.__globals__", "x": 1},
-        "builtins of the user's": {"_target_": "line_fit.__builtins__.get", "_args_": ["eval"]},
-        "subclasses": {"_target_": "torch.nn.Linear.__subclasses__"},
-        "a name of two parts": {"_target_": "torch.nn.Linear; import os"},
-        "no text": {"_target_": ["os.system"], "command": shell},
-        "interpolated again": {"_target_": "${oc.env:HOME}"},
-        "a compiler": {"_target_": "torch.compile", "model": {"_target_": "torch.nn.ReLU"},
-                       "options": {"cpp.cxx": [None, str(proof)]}},
-        "from_": {"_target_": "lightning.pytorch.strategies.ddp.log.from_nothing"},
-    }  # fmt: skip
-
-
 def allowlist(packages: tuple[str, ...] = (), named: tuple[str, ...] = ()) -> Allowlist:
     """Return the allowlist for a config that comes with a checkpoint."""
     return Allowlist(packages, "given/last.ckpt", named)
 
 
-@pytest.mark.parametrize("name", payloads(Path()))
-def test_payload_is_refused(project, proof, name):
-    with pytest.raises(UsageError):
-        build({"deep": [payloads(proof)[name]]}, "model", allowlist())
-    assert not proof.exists()
+REFUSED = [
+    # executes
+    "os.system", "posix.system", "builtins.eval", "subprocess.run", "functools.partial", "hydra.utils.instantiate",
+    "trainer.cli.main", "trainer.trainer.os.system", "lightning.pytorch.cli.instantiate_class", "torch.os.system",
+    "torch.nn.modules.module.torch.os.system", "lightning.pytorch.callbacks.model_checkpoint.os.system",
+    "torchvision.datasets.folder.os.system", "torch.utils.collect_env.run", "torch.utils.benchmark.Timer.timeit",
+    "torch.nn.modules.linear.torch.utils.collect_env.run", "torch.fx.graph_module._exec_with_source",
+    "torch.testing._internal.common_utils.shell", "torch.utils.cpp_extension.load_inline", "torch.distributed.run.main",
+    "torch.distributed.elastic.multiprocessing.subprocess_handler.SubprocessHandler", "line_fit.__builtins__.get",
+    "torch.nn.Linear.__init__.__globals__", "torch.nn.Linear.__subclasses__",
+    # writes
+    "torch.save", "lightning.pytorch.loggers.CSVLogger.save", "torchvision.datasets.utils.extract_archive",
+    # unpickles
+    "torch.load", "torch.serialization.load", "numpy.load", "joblib.load", "pickle.load", "torch.jit.load",
+    "torch.package.PackageImporter", "numpy.read_pickle", "torch.export.load", "line_fit.torch.load",
+    "lightning.fabric.utilities.cloud_io._load", "line_fit.Line.load_from_checkpoint", "torch.storage._load_from_bytes",
+    "lightning.fabric.plugins.io.torch_io.pl_load", "lightning.pytorch.utilities.upgrade_checkpoint.main",
+    "torch.distributed.checkpoint.load", "torch.distributed.checkpoint.filesystem.pickle.load", "numpy.lib.npyio.load",
+    "torchvision.datasets.LSUN", "torch.hub.load", "torchvision.models._api.load_state_dict_from_url",
+]  # fmt: skip
 
 
-HARMLESS_IF_NAMED = (
-    "through recipes", "a method", "exports", "to_torchscript", "list", "args", "not recursive", "from_", "a compiler",
-    "extract, a detour", "no text", "a name of two parts", "interpolated again",
-)  # fmt: skip
-
-
-@pytest.mark.parametrize("name", [name for name in payloads(Path()) if name not in HARMLESS_IF_NAMED])
-def test_payload_is_refused_if_the_project_names_it(project, proof, name):
+@pytest.mark.parametrize("target", REFUSED)
+def test_dangerous_target_is_refused_even_if_named_and_allowed(project, target):
     """The project may call such a function with its own arguments, but not with those of a checkpoint's config."""
-    node = payloads(proof)[name]
-    with pytest.raises(UsageError, match="executes, unpickles or writes"):
-        build({"deep": [node]}, "model", allowlist((), (node["_target_"],)))
-    assert not proof.exists()
+    for given, message in (
+        (allowlist(), "model"),
+        (allowlist((target.partition(".")[0],), (target,)), "executes, unpickl"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            build({"_target_": target, "_args_": ["no"]}, "model", given)
+
+
+SYSTEM = {"_target_": "os.system", "command": "exit 1"}
 
 
 @pytest.mark.parametrize(
-    ("target", "argument"),
+    "node",
     [
-        ("torch.load", "f"), ("torch.serialization.load", "f"), ("numpy.load", "file"), ("joblib.load", "filename"),
-        ("pickle.load", "file"), ("torch.jit.load", "f"), ("torch.package.PackageImporter", "file_or_buffer"),
-        ("pandas.read_pickle", "filepath_or_buffer"), ("torch.export.load", "f"),
-        ("lightning.fabric.utilities.cloud_io._load", "path_or_url"), ("line_fit.torch.load", "f"),
-        ("line_fit.Line.load_from_checkpoint", "checkpoint_path"),
-        ("lightning.fabric.plugins.io.torch_io.pl_load", "path_or_url"),
-        ("lightning.pytorch.utilities.upgrade_checkpoint.main", "args"), ("torch.storage._load_from_bytes", "b"),
-        ("torch.distributed.checkpoint.filesystem.pickle.load", "file"), ("numpy.lib.npyio.load", "file"),
-        ("lightning.LightningModule.load_from_checkpoint", "checkpoint_path"),
+        [SYSTEM],
+        {"_target_": "torch.nn.Sequential", "_args_": [[SYSTEM]]},
+        {"_target_": "torch.nn.Sequential", "_recursive_": False, "x": SYSTEM},
+        SYSTEM | {"_partial_": True},
+        {"_target_": ["os.system"]},
+        {"_target_": "torch.nn.Linear; import os"},
+        {"_target_": "${oc.env:HOME}"},
     ],
-)  # fmt: skip
-@pytest.mark.parametrize("allowed", [(), ("numpy", "joblib", "pandas", "pickle", "torch", "lightning")])
-def test_unpickling_is_refused_even_if_allowed(project, proof, target, argument, allowed):
-    file = project / "file.pkl"
-    file.write_bytes(pickle.dumps(Payload(proof)))
+)
+def test_dangerous_target_is_refused_in_any_place_and_form(node):
     with pytest.raises(UsageError):
-        build(
-            {"_target_": target, argument: str(file), "weights_only": False, "allow_pickle": True},
-            "m",
-            allowlist(allowed, (target,)),
-        )
-    assert not proof.exists()
+        build({"deep": node}, "model", allowlist())
 
 
 CLASSES = [
@@ -157,6 +98,7 @@ CLASSES = [
 OTHERS = [
     "torch.nn.functional.gelu", "torch.nn.Embedding.from_pretrained", "torch.utils.data.DataLoader", "torch.compile",
     "torchvision.models.resnet18", "recipes.schedules.onecycle", "line_fit.Line", "collections.OrderedDict",
+    "torch.nn.Module.load_state_dict", "line_fit.Line.to_onnx",
 ]  # fmt: skip
 
 

@@ -3,26 +3,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.simulated_cuda import device
-
-
-def test_probe_passes(cuda):
-    device.probe()
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "message"),
-    [
-        ("_READS", frozenset(), "1 waits in planted case 0"),
-        ("_NO_KERNEL", frozenset(), r"the kernels \[\], not \['empty_like'\]"),
-        ("_comes_after", lambda order, other: True, "'may still be used' without before the copy, not ''"),
-    ],
-)
-def test_probe_detects_a_broken_simulation(cuda, monkeypatch, name, value, message):
-    monkeypatch.setattr(device, name, value)
-    with pytest.raises(AssertionError, match=message):
-        device.probe()
-
 
 def test_wait_has_the_line_that_caused_it(cuda):
     with cuda.watch() as seen:
