@@ -112,27 +112,21 @@ def test_written_files(folder, tmp_path):
         trainer.predict(module, DataLoader(TensorDataset(batch, batch, batch), batch_size=2))
 
 
-def test_folders_that_are_refused(folder, tmp_path):
+def test_folders_that_are_refused(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"folder is nowhere.* does not exist.*Set model\.folder"):
         check_folder("nowhere")
-    with pytest.raises(FileNotFoundError, match=r"has no model: it has no config\.json\. Expected"):
-        check_folder(str(tmp_path))
-    (tmp_path / "adapter_config.json").write_text("{}")
-    with pytest.raises(FileNotFoundError, match="It has only LoRA adapters"):
-        check_folder(str(tmp_path))
-    config = tmp_path / "config.json"
-    config.write_text("{")
-    with pytest.raises(ValueError, match=r"config\.json is not valid JSON"):
-        check_folder(str(tmp_path))
-    config.write_text("{}")
-    with pytest.raises(FileNotFoundError, match=r"has no weights: it has no \.safetensors"):
-        check_folder(str(tmp_path))
-    (tmp_path / "pytorch_model.bin").write_text("")
-    with pytest.raises(ValueError, match=r"are pickles \(pytorch_model\.bin\), which can run code.* not read"):
-        check_folder(str(tmp_path))
-    config.write_text(json.dumps({"auto_map": {"AutoModel": "modeling.Mine"}}))
-    with pytest.raises(ValueError, match=r"contains custom code .*modeling\.Mine.*is not run"):
-        check_folder(str(tmp_path))
+    code = json.dumps({"auto_map": {"AutoModel": "modeling.Mine"}})
+    for name, content, message in (  # one after the other
+        ("notes.txt", "", r"has no model: it has no config\.json\. Expected"),
+        ("adapter_config.json", "{}", "It has only LoRA adapters"),
+        ("config.json", "{", r"config\.json is not valid JSON"),
+        ("config.json", "{}", r"has no weights: it has no \.safetensors"),
+        ("pytorch_model.bin", "", r"are pickles \(pytorch_model\.bin\), which can run code.* not read"),
+        ("config.json", code, r"contains custom code .*modeling\.Mine.*is not run"),
+    ):
+        (tmp_path / name).write_text(content)
+        with pytest.raises((FileNotFoundError, ValueError), match=message):
+            check_folder(str(tmp_path))
 
 
 def test_settings_that_are_refused(folder, monkeypatch):

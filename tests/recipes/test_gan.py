@@ -1,11 +1,10 @@
 import copy
 from functools import partial
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 import torch
-from lightning import Callback, seed_everything
+from lightning import Callback
 from lightning.pytorch.loggers import TensorBoardLogger
 from PIL import Image
 from scipy.linalg import sqrtm
@@ -65,21 +64,15 @@ def train_by_hand(gan: GAN, batches, precision: str, scaler: torch.amp.GradScale
         yield (d_loss.item(), g_loss.item()), scaler.get_scale()
 
 
-OVERFLOWS = ("16-mixed", 2.0**24)  # more than once
-
-
 @pytest.mark.whole
-@pytest.mark.parametrize("setup", [("32-true", 1.0), ("16-mixed", 2.0**10), OVERFLOWS])
-def test_training_equals_a_hand_written_loop(setup, scans, tmp_path):
-    precision, init_scale = setup
+@pytest.mark.parametrize(("precision", "init_scale"), [("32-true", 1.0), ("16-mixed", 2.0**24)])
+def test_training_equals_a_hand_written_loop(precision, init_scale, scans, tmp_path):
     torch.manual_seed(0)
     gan = GAN(ADAM, width=16)
     twin = copy.deepcopy(gan)
     is_scaled, watch = precision == "16-mixed", Watch()
     plugin = native_fp16(init_scale=init_scale) if is_scaled else precision
-    trainer = make_trainer(
-        tmp_path, precision=plugin, limit_train_batches=4, limit_val_batches=0, max_epochs=1, callbacks=[watch]
-    )
+    trainer = make_trainer(tmp_path, precision=plugin, limit_train_batches=4, limit_val_batches=0, callbacks=[watch])
     torch.manual_seed(1)
     trainer.fit(gan, datamodule=scans)
 
@@ -94,16 +87,7 @@ def test_training_equals_a_hand_written_loop(setup, scans, tmp_path):
     assert all(torch.equal(weights[name], others[name]) for name in others)
     assert trainer.global_step == 2 * 4
     assert trainer.skipped_steps == sum(a > b for a, b in pairwise([init_scale, *watch.scales]))
-    if setup is OVERFLOWS:
-        assert trainer.skipped_steps >= 2
-
-
-def trained(folder: Path, epochs: int = 5, **options) -> tuple[GAN, object]:
-    seed_everything(0, verbose=False)
-    gan = GAN(ADAM, width=32)
-    trainer = make_trainer(folder, max_epochs=epochs, **options)
-    trainer.fit(gan, datamodule=DigitScans())
-    return gan, trainer
+    assert (trainer.skipped_steps >= 2) is is_scaled
 
 
 def test_samples_depend_on_their_seed_only():
@@ -121,12 +105,12 @@ def test_samples_depend_on_their_seed_only():
     assert not gan.generator.training
 
 
-def test_picture_is_written_for_every_epoch(tmp_path):
+def test_picture_is_written_for_every_epoch(scans, tmp_path):
     logger = TensorBoardLogger(tmp_path / "logs")
     pictures = SamplePictures(str(tmp_path / "samples"), count=6, columns=3, zoom=2)
-    gan, _ = trained(
-        tmp_path, epochs=2, limit_train_batches=2, log_every_n_steps=1, callbacks=[pictures], logger=logger
-    )
+    gan = GAN(ADAM, width=16)
+    few = {"limit_train_batches": 2, "log_every_n_steps": 1}
+    make_trainer(tmp_path, max_epochs=2, callbacks=[pictures], logger=logger, **few).fit(gan, datamodule=scans)
     assert sorted(path.name for path in (tmp_path / "samples").iterdir()) == ["epoch_000.png", "epoch_001.png"]
     picture = pil_to_tensor(Image.open(tmp_path / "samples" / "epoch_001.png"))
     assert picture.shape == (3, 2 * 18 + 2, 3 * 18 + 2)  # images of 16 pixels, and 2 around each
@@ -152,7 +136,8 @@ def test_frechet_distance_is_that_of_the_formula():
 
 
 def test_predictions_are_images_and_a_checkpoint_loads(scans, tmp_path):
-    gan, trainer = trained(tmp_path, epochs=1, limit_train_batches=2)
+    gan, trainer = GAN(ADAM, width=16), make_trainer(tmp_path, limit_train_batches=2)
+    trainer.fit(gan, datamodule=scans)
     assert set(trainer.callback_metrics) == {"d_loss", "g_loss", "val_frechet"}
     trainer.save_checkpoint(tmp_path / "last.ckpt")
     loaded = GAN.load_from_checkpoint(tmp_path / "last.ckpt", optimizer=ADAM, weights_only=True)

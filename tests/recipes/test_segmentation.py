@@ -86,9 +86,7 @@ def test_metrics_are_over_the_epoch_and_a_test_leaves_a_confusion_matrix_and_sam
     (metrics,) = trainer.test(module, loader_of([(images, wrong)]), verbose=False)
     assert metrics["test_dice"] == pytest.approx(0.5)
     matrix = json.loads((tmp_path / "figures" / "test.json").read_text())
-    found = [[int(((wrong == i) & (masks == j)).sum()) for j in range(2)] for i in range(2)]
-    assert matrix["counts"] == found
-    assert found[0][1] + found[1][0] == masks[0].numel()
+    assert matrix["counts"] == [[int(((wrong == i) & (masks == j)).sum()) for j in range(2)] for i in range(2)]
     with Image.open(tmp_path / "figures" / "test_samples.png") as picture:
         column = np.asarray(picture)[:72:3, :24:3, :3]  # three times as large
     height = images.shape[-2]
@@ -113,10 +111,7 @@ def test_mask_is_written_for_each_image_and_nothing_is_kept(tmp_path: Path):
     with Image.open(tmp_path / "masks" / "overview.png") as overview:
         pixels = np.asarray(overview)
     assert pixels.shape == (16, 24, 3)  # three images above their masks
-    assert pixels[0, 0].tolist() == [255, 255, 255]
-    assert pixels[0, 7].tolist() == [0, 0, 0]
-    assert pixels[8, 0].any()
-    assert not pixels[8, 7].any()
+    assert pixels[[0, 0, 8, 8], [0, 7, 0, 7]].any(1).tolist() == [True, False, True, False]
 
 
 def test_masks_are_shown_at_each_validation(tmp_path: Path):
@@ -145,10 +140,6 @@ def test_name_leads_out_of_no_folder(tmp_path: Path):
 
 
 def test_classes_have_distinct_colors():
-    mask = np.arange(12, dtype=np.uint8).reshape(3, 4)
-    image = coloured(mask)
-    assert np.array_equal(np.asarray(image), mask)
-    colours = np.asarray(image.convert("RGB")).reshape(-1, 3)
-    assert colours[0].tolist() == [0, 0, 0]
-    assert len({tuple(colour) for colour in colours.tolist()}) == 12
-    assert (colours[1:].max(axis=1) == 255).all()
+    colours = np.asarray(coloured(np.arange(12, dtype=np.uint8).reshape(3, 4)).convert("RGB")).reshape(-1, 3).tolist()
+    assert colours[0] == [0, 0, 0]
+    assert len({tuple(colour) for colour in colours}) == 12

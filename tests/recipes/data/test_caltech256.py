@@ -36,10 +36,7 @@ def test_splits_and_batches_are_without_clutter_and_other_files(root: Path):
     train, val = module.splits["train"], module.splits["val"]
     assert (len(train), len(val)) == (44, 4)
     assert len({path for path, _ in train.samples + val.samples}) == 48
-    for images, labels in module.train_dataloader():
-        assert images.shape == (8, 3, 32, 32)
-        assert images.dtype == torch.float32
-        assert labels.dtype == torch.int64
+    assert {images.shape for images, _ in module.train_dataloader()} == {(8, 3, 32, 32)}
     (batch,) = module.val_dataloader()
     assert batch[1].tolist() == [0, 1, 2, 3]  # stratified, and in order
     module.setup("test")

@@ -17,12 +17,7 @@ def scenes(**options: object) -> DigitScenes:
 def test_batches():
     module = scenes()
     batches = list(module.train_dataloader())
-    assert len(batches) == 5
-    for images, masks in batches:
-        assert images.shape == (4, 3, 32, 32)
-        assert images.dtype == torch.float32
-        assert masks.shape == (4, 32, 32)
-        assert masks.dtype == torch.int64
+    assert [(images.shape, masks.shape) for images, masks in batches] == [((4, 3, 32, 32), (4, 32, 32))] * 5
     assert [len(masks) for _, masks in module.val_dataloader()] == [4, 2]
     assert set(torch.cat([masks for _, masks in batches]).unique().tolist()) == {0, 1}
 
@@ -34,7 +29,6 @@ def test_batches():
 
 
 def test_scenes_depend_on_their_seed_only():
-    np.random.seed(3)
     first, again, other = scenes(), scenes(), scenes(seed=1)
     for split in ("train", "val", "test"):
         assert torch.equal(first.splits[split].images, again.splits[split].images)
