@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import pytest
 
-from trainer.cli import main
 from trainer.cli.arguments import UsageError, canonical_precisions, read
 
 
@@ -128,10 +127,3 @@ def test_report_takes_folders_with_any_name():
     assert read(["report", "a", "b", "c"]).words == ["a", "b", "c"]
     with pytest.raises(UsageError, match="expected settings"):
         read(["consolidate", "a", "b", "c"])
-
-
-def test_hydras_own_help_is_shown(project, capsys):
-    assert main(["fit", "+recipe=line", "--hydra-help"]) == 0
-    out = capsys.readouterr().out
-    assert out.startswith("Hydra (")
-    assert "--hydra-help : Hydra's help" in out

@@ -9,7 +9,7 @@ import pytest
 
 from tests.cli.conftest import write
 from trainer.cli import main
-from trainer.cli.commands import Command, find, is_run, names
+from trainer.cli.commands import is_run, names
 
 MODULE = """
 from trainer.cli.commands import Command
@@ -62,11 +62,3 @@ def test_entry_point_that_is_not_a_command_is_refused(installed, tmp_path, capsy
 def test_entry_point_does_not_replace_a_command_of_this_package(installed):
     assert names().count("fit") == 1
     assert is_run("fit")
-
-
-def test_each_module_declares_a_command():
-    for name in names():
-        command = find(name)
-        assert isinstance(command, Command)
-        assert is_run(name) or callable(command.load())
-    assert [name for name in names() if is_run(name)] == ["compare", "fit", "predict", "test", "validate"]

@@ -76,18 +76,6 @@ def test_every_recipe_composes_with_meanings(recipe):
     assert without_meaning(Composer(Arguments()), words, OmegaConf.to_container(config)) == []
 
 
-def test_run_starts_from_these_values(project, capsys):
-    config = shown(capsys, "fit", "+recipe=line")
-    assert config["command"] == "fit"
-    assert config["seed"] == 42
-    assert config["precision"] == {"_target_": "trainer.precision.FullPrecision"}
-    assert config["trainer"] | {"max_epochs": 2, "accelerator": "cpu", "devices": 1} == config["trainer"]
-    assert config["optimizer"]["lr"] == 0.1
-    assert config["model"]["optimizer"] == "${optimizer}"
-    assert list(config["logger"]) == ["csv"]
-    assert config["scheduler"] is None
-
-
 def test_every_precision_has_an_option():
     assert sorted(PLUGINS) == sorted(Composer(Arguments()).options("precision"))
 
@@ -137,12 +125,6 @@ def test_info_prints_the_search_path(project, capsys):
     assert out.index(str(project / "conf")) < out.index(str(packaged_conf()))
     assert main(["fit", "+recipe=line", "--info", "defaults"]) == 0
     assert "recipe/line" in capsys.readouterr().out
-
-
-def test_part_of_the_config_can_be_shown_resolved(project, capsys):
-    assert main(["fit", "--package", "model", "+recipe=line", "--cfg", "job", "--resolve"]) == 0
-    model = yaml.safe_load(capsys.readouterr().out)
-    assert model["optimizer"]["lr"] == 0.1
 
 
 def test_first_screen_names_every_command_and_every_recipe(project, capsys):

@@ -172,10 +172,9 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     write(Path("good.ckpt"))
     assert main(["consolidate", "good.ckpt", "file.ckpt"]) == 0
-    for name in ("torn", "missing", "flipped", "evil", "pickle"):
+    for name in ("torn", "flipped", "evil", "pickle"):
         shutil.copytree("good.ckpt", f"{name}.ckpt")
     Path("torn.ckpt/manifest.json").unlink()
-    Path("missing.ckpt/state.ckpt").unlink()
     data = bytearray(Path("file.ckpt").read_bytes())
     Path("cut.ckpt").write_bytes(data[: len(data) // 2])
     data[len(data) // 2] ^= 1
@@ -189,38 +188,28 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     sealed_again(Path("pickle.ckpt"))
     torch.save({"state_dict": {"a": torch.ones(1)}, "evil": Payload(tmp_path / "ran")}, "stranger.ckpt")
     torch.save({"state_dict": {"wide": torch.ones(2, dtype=torch.complex128)}}, "wide.ckpt")
-    torch.save({"weights": {}}, "other.ckpt")
     Path("text.ckpt").write_text("a text")
-    Path("dangling.ckpt").symlink_to("nowhere")
     Path("run").mkdir()
     return tmp_path
 
 
 REFUSED = [
     ("consolidate", "expected a sharded checkpoint, which is a folder, and the file to write"),
-    ("consolidate good.ckpt", "python -m trainer consolidate --help"),
     ("consolidate god.ckpt new", "consolidate got god.ckpt, expected a sharded checkpoint, .* it is a file."),
-    ("consolidate file.ckpt new", "consolidate got file.ckpt, expected .* it is a file, or missing."),
     ("consolidate torn.ckpt new", "consolidate got torn.ckpt, expected .* there is no manifest.json in it."),
-    ("consolidate missing.ckpt new", "missing.ckpt is damaged: state.ckpt is missing."),
     ("consolidate evil.ckpt new", r"evil.ckpt contains more than tensors .* torch.load\(..., weights_only=False\)"),
     ("consolidate pickle.ckpt new", "pickle.ckpt contains more .*: its .metadata refers to posix.system, which is"),
     ("consolidate good.ckpt file.ckpt", "file.ckpt exists already. Choose another name, or remove it first."),
-    ("consolidate good.ckpt dangling.ckpt", "dangling.ckpt exists already."),
     ("consolidate good.ckpt text.ckpt/new", "text.ckpt/new cannot be written: text.ckpt is a file, expected a folder."),
     ("consolidate good.ckpt new more", "Got the word 'more'"),
     ("shard", "expected a checkpoint that is one file, and the folder to write: .* shard --help"),
     ("shard good.ckpt new", "shard got good.ckpt, which is a folder or missing, expected a checkpoint"),
     ("shard cut.ckpt new", "cut.ckpt is damaged: it was cut short after"),
     ("shard text.ckpt new", "text.ckpt is not a checkpoint: torch.save did not write this file"),
-    ("shard other.ckpt new", "other.ckpt is not a checkpoint: it has no 'state_dict'."),
     ("shard stranger.ckpt new", "stranger.ckpt contains more than tensors and plain containers, "),
-    ("shard file.ckpt good.ckpt", "good.ckpt exists already."),
-    ("export good.ckpt", r"expected a checkpoint, and the .safetensors file to write: .* export --help"),
     ("export run new.safetensors", "ckpt is run, a folder without checkpoints."),
     ("export flipped.ckpt new.safetensors", "flipped.ckpt is damaged: the bytes of __0_0.distcp"),
     ("export bit.ckpt new.safetensors", r"bit.ckpt is damaged: its bytes are not those that were written \(SHA-256\)."),
-    ("export stranger.ckpt new.safetensors", "stranger.ckpt contains more than tensors and plain containers"),
     ("export wide.ckpt new.safetensors", r"safetensors does not support wide \(complex128, strided\). Leave it out"),
     ("export good.ckpt new.safetensors net.", "good.ckpt has no weights .* start with 'net.'; it has weight"),
 ]  # fmt: skip

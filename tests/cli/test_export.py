@@ -6,7 +6,6 @@ import re
 import shutil
 import sys
 from collections.abc import Iterator
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -22,50 +21,21 @@ from trainer.cli.graphs import inputs_of
 
 pytestmark = pytest.mark.filterwarnings("default")
 
-needs_onnx = pytest.mark.skipif(
-    any(find_spec(name) is None for name in ("onnx", "onnxscript", "onnxruntime")), reason="needs the extra export"
-)
 
-MODULE = """
-import line_fit
-import torch
+FORWARD = {
+    "Net": "{'value': self.net(points), 'large': (self.net(points) > 1).float()}",
+    "Fixed": "self.net(points).reshape(4, 1)",
+    "Single": "self.net(points.reshape(1, 1))",
+    "Random": "self.net(points) + torch.rand(1)",
+    "Branches": "self.net(points) if points.sum().item() > 0 else points",
+    "Other": "self.net(points[:, :, 0])",
+}
+"""The results of ``forward`` of some models."""
 
-
-class Net(line_fit.Line):
-    def forward(self, points):
-        return {"value": self.net(points), "large": (self.net(points) > 1).float()}
-
-
-class Fixed(line_fit.Line):
-    def forward(self, points):
-        return self.net(points).reshape(4, 1)
-
-
-class Random(line_fit.Line):
-    def forward(self, points):
-        return self.net(points) + torch.rand(1)
-
-
-class Branches(line_fit.Line):
-    def forward(self, points):
-        return self.net(points) if points.sum().item() > 0 else points
-
-
-class Other(line_fit.Line):
-    def forward(self, points):
-        return self.net(points[:, :, 0])
-
-
-class Single(line_fit.Line):
-    def forward(self, points):
-        return self.net(points.reshape(1, 1))
-
-
-class Given(Other):
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
-        self.example_input_array = torch.ones(3, 1, 2)
-"""
+MODULE = "import line_fit\nimport torch\n\n"
+for name, code in FORWARD.items():
+    MODULE += f"class {name}(line_fit.Line):\n    def forward(self, points):\n        return {code}\n\n"
+MODULE += "class Given(Other):\n    example_input_array = torch.ones(3, 1, 2)\n"
 
 
 @pytest.fixture(scope="module")
@@ -197,20 +167,6 @@ def test_mistakes(project: Path, capfd: Any, monkeypatch: pytest.MonkeyPatch) ->
         status, _, err = export(capfd, "ckpt=run", f"to=model.{kind}")
         assert status == 2
         assert f"export needs {kind}, which is not installed: pip install {packages}" in err
-
-
-@pytest.mark.nightly  # docs/how-do-i.md exports one, too
-@needs_onnx
-def test_onnx(state: Any, capfd: Any) -> None:
-    from onnx.reference import ReferenceEvaluator
-
-    status, out, err = export(capfd, "ckpt=run", "to=model.onnx")
-    assert (status, err) == (0, "")
-    assert "batches of any size (checked with 4 and 1)" in out
-    points = torch.linspace(-2, 2, 9).unsqueeze(1)
-    value, large = ReferenceEvaluator("model.onnx").run(None, {"points": points.numpy()})
-    torch.testing.assert_close(torch.from_numpy(value), line(state, points))
-    assert large.dtype == "float32"
 
 
 # --- arguments of forward ---------------------------------------------------------------------------------------------

@@ -33,26 +33,21 @@ def out_of_memory_elsewhere():
     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.")
 
 
-KINDS = [
-    (lambda: __import__("no_such_module"), "No module named 'no_such_module'", "If no_such_module is a package"),
-    (out_of_memory_elsewhere, "CUDA out of memory", "a smaller data.batch_size"),
-]
-
-
-@pytest.mark.parametrize(("function", "message", "advice"), KINDS)
+@pytest.mark.parametrize(
+    ("function", "message", "advice"),
+    [
+        (lambda: __import__("no_such_module"), "No module named 'no_such_module'", "If no_such_module is a package"),
+        (out_of_memory_elsewhere, "CUDA out of memory", "a smaller data.batch_size"),
+        (lambda: torch.nn.Linear(3, 2)(torch.zeros(4, 5)), "(4x5 and 3x2)", ""),  # of another library
+    ],
+)
 def test_advice_depends_on_the_type_of_the_error(function, message, advice):
-    first, *rest = failure.paragraph(raised(function)).splitlines()
+    first, *rest, last = failure.paragraph(raised(function)).splitlines()
     assert first.startswith("trainer: ")
     assert message in first
-    assert any(advice in line for line in rest), rest
-    assert rest[-1] == "  --debug prints the full traceback."
-
-
-def test_message_of_another_library_is_printed_without_advice():
-    error = raised(torch.nn.Linear(3, 2), torch.zeros(4, 5))
-    first, *rest = failure.paragraph(error).splitlines()
-    assert "mat1 and mat2 shapes cannot be multiplied (4x5 and 3x2)" in first
-    assert [line for line in rest if "Raised in" not in line] == ["  --debug prints the full traceback."]
+    found = " ".join(line for line in rest if "Raised in" not in line)
+    assert (advice in found, bool(found)) == (True, bool(advice))
+    assert last == "  --debug prints the full traceback."
 
 
 def test_out_of_memory_advice_uses_command_line_settings():
@@ -136,33 +131,28 @@ def test_errors_without_advice():
     assert failure.paragraph(FolderInUseError("Another run writes there.")) == "trainer: Another run writes there."
     text = failure.paragraph(ResumeError("Other data."))
     assert text.startswith("trainer: Other data.\n  On the command line, exact_resume=false resumes anyway.")
-    assert "data.batch_size" not in text
     error = ResumeError("An update had 32 samples; set a batch size of 8, 16")
     error.folder = Path("outputs/mine")
     assert "hydra.run.dir=outputs/mine resume=auto" in failure.paragraph(error)
 
 
-def test_setting_that_names_a_missing_folder(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("message", "data", "named"),
+    [
+        ("There is no file pictures/train.", {"root": "pictures"}, None),  # a word of one part is in any message
+        ("There is no folder {here}/pictures/train.", {"root": "pictures", "other": ["x"]}, "root=pictures"),
+        ("There is no folder big/pictures/train.", {"root": "big/pictures"}, "root=big/pictures"),
+        (None, {"root": "big/pictures"}, "root=big/pictures"),  # the system names the file
+        (None, {"top": "/", "root": "big/pictures/"}, "root=big/pictures/"),  # "/" is in any path
+    ],
+)
+def test_setting_that_names_a_missing_folder(tmp_path, monkeypatch, message, data, named):
     monkeypatch.chdir(tmp_path)
-    settings = {"data": {"_target_": "a.B", "root": "pictures", "other": ["x"]}, "command": "fit"}
-    error = FileNotFoundError("There is no file pictures/train.")
-    failure.add_setting_note(error, settings)
-    assert not hasattr(error, "__notes__")  # a word of one part could be in any message
-    error = FileNotFoundError(f"There is no folder {tmp_path / 'pictures'}/train.")
-    failure.add_setting_note(error, settings)
-    assert error.__notes__ == ["The path comes from the setting data.root=pictures."]
-    error = raised(open, "big/pictures/train.csv")
-    failure.add_setting_note(error, {"data": {"root": "big/pictures"}})
-    assert error.__notes__ == ["The path comes from the setting data.root=big/pictures."]
-    error = raised(open, "pictures/train.csv")  # which the system names
-    failure.add_setting_note(error, settings)
-    assert error.__notes__ == ["The path comes from the setting data.root=pictures."]
-    error = raised(open, "big/pictures/train.csv")
-    failure.add_setting_note(error, {"data": {"top": "/", "root": "big/pictures/"}})  # "/" is in any path
-    assert error.__notes__ == ["The path comes from the setting data.root=big/pictures/."]
-    error = FileNotFoundError("There is no folder big/pictures/train.")
-    failure.add_setting_note(error, {"data": {"root": "big/pictures"}})
-    assert error.__notes__ == ["The path comes from the setting data.root=big/pictures."]
+    text = "" if message is None else message.format(here=tmp_path)
+    error = FileNotFoundError(text) if text else raised(open, "big/pictures/train.csv")
+    failure.add_setting_note(error, {"data": {"_target_": "a.B", **data}, "command": "fit"})
+    notes = [] if named is None else [f"The path comes from the setting data.{named}."]
+    assert getattr(error, "__notes__", []) == notes
 
 
 @pytest.fixture

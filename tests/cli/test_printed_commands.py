@@ -11,8 +11,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from functools import cache
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,6 @@ import torch
 
 from tests.cli.conftest import write
 from tests.warm_python import WarmPython
-from trainer import terminal
 from trainer.cli import main
 from trainer.cli.arguments import read
 from trainer.cli.checks import LoadedBatch, Recipe
@@ -78,7 +76,6 @@ class Shell:
 
     capfd: pytest.CaptureFixture[str]
     trained: Path
-    calls: dict[tuple[str, int], str] = field(default_factory=dict)
 
     def run(self, *words: str) -> tuple[int, str]:
         """Run a command; return its exit status and output, after all paths in the output were found to exist."""
@@ -118,17 +115,7 @@ def shell(
     monkeypatch.setattr(sys, "executable", str(python.executable))  # of jobs and trials
     monkeypatch.setenv("PYTHONPATH", str(PACKAGE.parent))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    shell, make = Shell(capfd, trained), terminal.program
-
-    def program() -> str:
-        caller = sys._getframe(2)
-        file = Path(caller.f_code.co_filename)
-        if file.is_relative_to(PACKAGE):
-            shell.calls[file.relative_to(PACKAGE).as_posix(), caller.f_lineno] = ""
-        return make()
-
-    monkeypatch.setattr(terminal, "program", program)
-    yield shell
+    yield Shell(capfd, trained)
     sys.modules.pop("others", None)
 
 
@@ -324,59 +311,20 @@ SCENARIOS: dict[str, Callable[[Shell], None]] = {
 """The function that prints a command, and a scenario that reaches it."""
 
 
-def modules(word: str) -> dict[str, ast.Module]:
-    """Return the parsed modules of the package that contain ``word``, by their paths."""
-    texts = {file.relative_to(PACKAGE).as_posix(): file.read_text(encoding="utf-8") for file in PACKAGE.rglob("*.py")}
-    return {name: ast.parse(text) for name, text in texts.items() if word in text}
-
-
-@cache
-def printed_in_source() -> dict[str, set[int]]:
-    """Return the lines of the calls of `command_line` for each function of the package."""
-    found = dict[str, set[int]]()
-    for name, tree in modules("command_line").items():
-        for function in ast.walk(tree):
-            if isinstance(function, ast.FunctionDef):
-                calls = {
-                    call.lineno
-                    for call in ast.walk(function)
-                    if isinstance(call, ast.Call)
-                    and "command_line" in (getattr(call.func, kind, "") for kind in ("id", "attr"))
-                }
-                if calls:
-                    found[f"{name}:{function.name}"] = calls
-    return found
-
-
 def test_every_function_that_prints_a_command_has_a_scenario() -> None:
-    assert set(printed_in_source()) == set(SCENARIOS)
+    found = {
+        f"{file.relative_to(PACKAGE).as_posix()}:{function.name}"
+        for file in PACKAGE.rglob("*.py")
+        if "command_line(" in (text := file.read_text(encoding="utf-8"))
+        for function in ast.walk(ast.parse(text))
+        if isinstance(function, ast.FunctionDef) and re.search(r"(?<!def )\bcommand_line\(", ast.unparse(function))
+    }
+    assert found == set(SCENARIOS)
 
 
 @pytest.mark.parametrize("place", SCENARIOS)
 def test_printed_commands_run(place: str, shell: Shell) -> None:
     SCENARIOS[place](shell)
-    file, _, _ = place.partition(":")
-    seen = {line for name, line in shell.calls if name == file}
-    assert printed_in_source()[place] <= seen
-
-
-SPELLED = {"terminal.py", "cli/help.py", "cli/recipes.py", "cli/folders.py", "errors.py"}
-"""Modules with ``python -m trainer`` outside of docstrings: the default, texts that replace it, and the two
-messages about other packages of the name.
-"""
-
-
-def test_other_messages_do_not_contain_commands() -> None:
-    """A command that `command_line` did not create has no scenario."""
-    for name, tree in modules("python -m trainer").items():
-        bodies = [node.body for node in ast.walk(tree) if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)]
-        docstrings = {id(body[0].value) for body in bodies if body and isinstance(body[0], ast.Expr)}
-        named = [
-            node.lineno
-            for node in ast.walk(tree)
-            if isinstance(node, ast.Constant) and "python -m trainer" in str(node.value) and id(node) not in docstrings
-        ]
-        assert not named or name in SPELLED or name.startswith("cli/commands/"), (name, named)
 
 
 @pytest.mark.parametrize(

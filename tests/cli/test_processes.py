@@ -25,40 +25,42 @@ def alone(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("environment", "first"),
+    ("names", "ranks", "first"),
     [
-        ({}, True),
-        ({"RANK": "0", "LOCAL_RANK": "0"}, True),
-        ({"RANK": "2", "LOCAL_RANK": "0"}, False),
-        ({"LOCAL_RANK": "1"}, False),
-        ({"LOCAL_RANK": "0", "NODE_RANK": "1"}, False),
-        ({"SLURM_PROCID": "3"}, False),
+        ("", "", True),
+        ("RANK LOCAL_RANK", "0 0", True),
+        ("RANK LOCAL_RANK", "2 0", False),
+        ("LOCAL_RANK", "1", False),
+        ("LOCAL_RANK NODE_RANK", "0 1", False),
+        ("SLURM_PROCID", "3", False),
     ],
 )
-def test_first_process(monkeypatch, environment, first):
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
+def test_first_process(monkeypatch, names, ranks, first):
+    for name, rank in zip(names.split(), ranks.split(), strict=True):
+        monkeypatch.setenv(name, rank)
     assert is_first() is first
 
 
 def test_jobs_do_not_inherit_process_group_variables():
-    leaks = ["LOCAL_RANK", "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "PL_GLOBAL_SEED"]
-    environment = dict.fromkeys([*leaks, "TORCHELASTIC_RUN_ID"], "1") | {
-        "HOME": "/home/me",
-        "CUDA_VISIBLE_DEVICES": "0",
-    }
-    assert clean_environment(environment) == {"HOME": "/home/me", "CUDA_VISIBLE_DEVICES": "0"}
+    leaks = "LOCAL_RANK RANK WORLD_SIZE MASTER_ADDR MASTER_PORT NODE_RANK PL_GLOBAL_SEED TORCHELASTIC_RUN_ID"
+    kept = {"HOME": "/home/me", "CUDA_VISIBLE_DEVICES": "0"}
+    assert clean_environment(dict.fromkeys(leaks.split(), "1") | kept) == kept
 
 
 def test_run_claims_its_own_folder(project):
-    arguments = [read(["fit", "+recipe=line"]) for _ in range(3)]
-    config = validate(arguments[0])
+    config = validate(read(["fit", "+recipe=line"]))
     OmegaConf.set_readonly(config.hydra, False)
     config.hydra.run.dir = "outputs/line/now"  # all three in the same second
-    folders = [claim(each, config) for each in arguments]
-    assert [str(folder) for folder in folders] == ["outputs/line/now", "outputs/line/now_2", "outputs/line/now_3"]
-    assert all(folder.is_dir() for folder in folders)
+    arguments = [read(["fit", "+recipe=line"]) for _ in range(3)]
+    assert [str(claim(each, config)) for each in arguments] == [f"outputs/line/now{end}" for end in ("", "_2", "_3")]
     assert arguments[1].overrides[-1] == "hydra.run.dir='outputs/line/now_2'"
+
+
+def claimed(*words):
+    """Return the folder of a run, and its arguments."""
+    arguments = read(["fit", "+recipe=line", *words])
+    resume_requeued_job(arguments)
+    return claim(arguments, validate(arguments)), arguments.overrides
 
 
 SRUN = {"SLURM_JOB_ID": "17", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "2"}
@@ -70,25 +72,19 @@ def slurm(monkeypatch, **more):
 
 
 def test_tasks_and_requeues_of_a_slurm_job_share_one_folder(project, monkeypatch):
-    folders = []
+    folders = set()
     for rank, restarts in (("0", "0"), ("1", "0"), ("0", "1"), ("1", "1")):
         slurm(monkeypatch, SLURM_PROCID=rank, SLURM_RESTART_COUNT=restarts)
-        arguments = read(["fit", "+recipe=line"])
-        resume_requeued_job(arguments)
-        assert ("resume=auto" in arguments.overrides) is (restarts == "1")
-        folders.append(claim(arguments, validate(arguments)).as_posix())
-    assert len(set(folders)) == 1
-    assert folders[0].startswith("outputs/line/slurm-17.0-")
+        folder, overrides = claimed()
+        assert ("resume=auto" in overrides) is (restarts == "1")
+        folders.add(folder.as_posix())
+    assert len(folders) == 1
+    assert folders.pop().startswith("outputs/line/slurm-17.0-")
 
 
 def test_command_repeated_in_a_job_has_its_own_folder(project, monkeypatch):
     slurm(monkeypatch, SLURM_NTASKS="1", SLURM_RESTART_COUNT="")  # `srun --pty bash`
-    folders = []
-    for _ in range(2):
-        arguments = read(["fit", "+recipe=line"])
-        resume_requeued_job(arguments)
-        folders.append(claim(arguments, validate(arguments)))
-    assert len(set(folders)) == 2
+    assert claimed()[0] != claimed()[0]
 
 
 def test_explicit_checkpoint_of_a_job_has_precedence(project, monkeypatch):
@@ -98,37 +94,30 @@ def test_explicit_checkpoint_of_a_job_has_precedence(project, monkeypatch):
         before = list(arguments.overrides)
         resume_requeued_job(arguments)
         assert arguments.overrides == before
-    arguments = read(["fit", "+recipe=line", "resume=auto"])  # found by a resubmitted job, too
-    assert claim(arguments, validate(arguments)).name.startswith("auto-")
+    assert claimed("resume=auto")[0].name.startswith("auto-")  # found by a resubmitted job, too
 
 
 @pytest.mark.parametrize("environment", [SRUN | {"SLURM_PROCID": "0"}, {"TORCHELASTIC_RUN_ID": "none"}])
 def test_sweep_under_srun_or_torchrun_is_refused(project, monkeypatch, environment):
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    arguments = read(["fit", "+recipe=line", "-m", "seed=1,2"])
     with pytest.raises(UsageError, match="torchrun or srun"):
-        claim(arguments, validate(arguments))
+        claimed("-m", "seed=1,2")
 
 
 def test_run_is_named_after_its_recipe(project):
-    def folder(*words):
-        arguments = read(["fit", "+recipe=line", *words])
-        return claim(arguments, validate(arguments))
-
-    assert folder().parent.as_posix() == "outputs/line"
-    assert folder("+name=lines").parent.as_posix() == "outputs/lines"
-    assert folder("-m", "seed=1,2").parent.as_posix() == "multirun/line"
+    assert claimed()[0].parent.as_posix() == "outputs/line"
+    assert claimed("+name=lines")[0].parent.as_posix() == "outputs/lines"
+    assert claimed("-m", "seed=1,2")[0].parent.as_posix() == "multirun/line"
     for _ in range(2):
-        assert folder("hydra.run.dir=mine").as_posix() == "mine"
+        assert claimed("hydra.run.dir=mine")[0].as_posix() == "mine"
 
 
 def test_another_rank_makes_no_folder_and_writes_no_config(project, monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", "1")
-    arguments = read(["fit", "+recipe=line", "hydra.run.dir=given"])
-    claim(arguments, validate(arguments))
-    assert not (project / "given").exists()
-    assert arguments.overrides[-3:] == ["hydra.output_subdir=null", "hydra/job_logging=none", "hydra.run.dir='given'"]
+    folder, overrides = claimed("hydra.run.dir=given")
+    assert not folder.exists()
+    assert overrides[-3:] == ["hydra.output_subdir=null", "hydra/job_logging=none", "hydra.run.dir='given'"]
 
 
 @pytest.mark.parametrize("name", ["with space", "it's", 'a "b"', "a,b=c", r"C:\it's\here", "${now:%Y}", "äö"])

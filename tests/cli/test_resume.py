@@ -10,7 +10,7 @@ import pytest
 
 from tests.cli.conftest import write
 from trainer.cli import main
-from trainer.cli.arguments import UsageError, read
+from trainer.cli.arguments import read
 from trainer.cli.validate import validate
 from trainer.cli.workdir import claim
 
@@ -60,11 +60,6 @@ def test_sweep_keeps_its_folder():
     assert Path(folder).parent == Path("multirun/line")
     assert folder_of(*sweep) == folder
     assert folder_of(*FIT, "-m", "seed=1,3") != folder
-
-
-def test_evaluation_is_not_resumed():
-    with pytest.raises(UsageError, match="Got resume=auto with test, expected fit or compare"):
-        folder_of("test", *FIT[1:])
 
 
 def test_other_ranks_find_it_by_themselves(monkeypatch):

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import Timer
 from lightning.pytorch.profilers import SimpleProfiler
 
 from tests.cli.conftest import write
@@ -101,8 +100,8 @@ def test_command_line_of_child_ranks_is_unchanged():
     assert not Path("given folder/.hydra").exists()
 
 
-def test_predict_and_fit_use_a_checkpoint():
-    """As test and validate do in test_restore.py."""
+def test_predict_uses_a_checkpoint():
+    """As the other commands do in test_restore.py."""
     assert main(["fit", *LINE, "logger=none", "hydra.run.dir=fitted"]) == 0
     more = [*LINE, "logger=none", "ckpt_path=fitted/checkpoints/last.ckpt"]
     assert main(["predict", *more, "hydra.run.dir=predicted"]) == 0
@@ -110,8 +109,6 @@ def test_predict_and_fit_use_a_checkpoint():
     points = torch.linspace(-1, 1, 16).unsqueeze(1)
     predictions = torch.cat(torch.load("predicted/predictions.pt", weights_only=True))
     torch.testing.assert_close(predictions, points @ trained["net.weight"].T + trained["net.bias"])
-    assert main(["fit", *more, "hydra.run.dir=resumed", "trainer.max_epochs=3"]) == 0
-    assert (result(Path("resumed"))["epochs"], result(Path("resumed"))["steps"]) == (3, 12)
 
 
 def test_error_in_a_run_is_a_paragraph_and_its_traceback_is_in_the_log(capsys):
@@ -159,13 +156,6 @@ def test_last_checkpoint_has_to_exist(command, capsys):
         assert main([command, *LINE, "logger=none", "ckpt_path=last", "hydra.run.dir=run"]) == 0
 
 
-def test_missing_package_of_a_logger_is_named(capsys):
-    assert main(["fit", *LINE, "+logger.m._target_=lightning.pytorch.loggers.CometLogger"]) == 1
-    err = capsys.readouterr().err
-    assert "pip install -U 'comet-ml" in err
-    assert "None" not in err
-
-
 def test_out_of_memory_error_is_reported_and_recorded(capsys, monkeypatch):
     def fail(*_):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
@@ -211,16 +201,6 @@ def test_advice_reaches_the_terminal(capfd):
     assert capfd.readouterr().err == ""
 
 
-def test_interrupted(monkeypatch, capsys):
-    def interrupt(*args, **kwargs):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("trainer.loops.fit.FitLoop.run", interrupt)
-    assert main(["fit", *LINE]) == 130
-    assert capsys.readouterr().err.endswith("trainer: interrupted.\n")
-    assert result()["status"] == "interrupted"
-
-
 def test_dropped_callback_that_a_recipe_configures_stays_away():
     settings = ["callbacks=none", "++callbacks.model_checkpoint.save_top_k=3", "logger=none"]
     assert main(["fit", "+recipe=line", *settings, "trainer.enable_checkpointing=false"]) == 0
@@ -229,10 +209,8 @@ def test_dropped_callback_that_a_recipe_configures_stays_away():
 
 SETTINGS = [
     ({"val_check_interval": "{minutes: 10}"}, lambda trainer: trainer.loop.limits.val_check_seconds == 600),
-    ({"max_time": "{hours: 1}"}, lambda trainer: any(isinstance(c, Timer) for c in trainer.callbacks)),
     ({"profiler": "simple"}, lambda trainer: isinstance(trainer.profiler, SimpleProfiler)),
     ({"barebones": "true", "log_every_n_steps": "5"}, lambda trainer: trainer.barebones and not trainer.loggers),
-    ({"enable_checkpointing": "false"}, lambda trainer: trainer.checkpoint_callback is None),
 ]
 
 
@@ -294,15 +272,3 @@ def test_run_reports_a_closed_output_pipe(python):
     assert message in err
     assert message in Path("run/fit.log").read_text()
     assert result(Path("run"))["status"] == "interrupted"
-
-
-@pytest.mark.whole
-def test_run_is_compiled(project):
-    module = Path("line_fit.py").read_text(encoding="utf-8").replace("self.net(x), y", "self(x), y")
-    forward = "    def forward(self, x):\n        return self.net(x)\n\n    def loss("
-    write(project, {"called.py": module.replace("    def loss(", forward)})
-    eager = ["compile=reduce-overhead", "callbacks.compile.backend=eager", "callbacks.compile.mode=null"]
-    assert main(["fit", *LINE, "model._target_=called.Line", "logger=none", *eager]) == 0
-    torch.compiler.reset()
-    assert result()["compile"]["modules"] == ["forward"]
-    assert result()["compile"]["compilations"] >= 1

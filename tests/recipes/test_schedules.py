@@ -36,7 +36,7 @@ START, END = 0.5 / 25, 0.5 / 25e4
             101,
             {0: START, 15: (0.5 + START) / 2, 30: 0.5, 65: (0.5 + END) / 2, 100: END},
         ),
-        (onecycle, {"pct_start": 0.25}, 4, {0: 0.5, 3: END}),  # a rise of no length: ZeroDivisionError in torch's own
+        (onecycle, {"pct_start": 0.25}, 4, {0: START, 3: END}),  # a rise of no length: ZeroDivisionError in torch's own
         (cosine, {"eta_min": 0.1}, 100, {0: 0.5, 50: 0.3, 99: 0.3 + 0.2 * math.cos(math.pi * 0.99), 100: 0.1}),
         (
             warmup_cosine,

@@ -57,12 +57,10 @@ REFUSED = [
 @pytest.mark.parametrize("target", REFUSED)
 def test_dangerous_target_is_refused_even_if_named_and_allowed(project, target):
     """The project may call such a function with its own arguments, but not with those of a checkpoint's config."""
-    for given, message in (
-        (allowlist(), "model"),
-        (allowlist((target.partition(".")[0],), (target,)), "executes, unpickl"),
-    ):
-        with pytest.raises(UsageError, match=message):
-            build({"_target_": target, "_args_": ["no"]}, "model", given)
+    with pytest.raises(UsageError):
+        build({"_target_": target, "_args_": ["no"]}, "model", allowlist())
+    with pytest.raises(UsageError, match="executes, unpickles or writes"):
+        build({"_target_": target, "_args_": ["no"]}, "model", allowlist((target.partition(".")[0],), (target,)))
 
 
 SYSTEM = {"_target_": "os.system", "command": "exit 1"}

@@ -155,16 +155,3 @@ def test_quiet_prints_the_verdict_and_problems(capsys, monkeypatch):
     monkeypatch.delenv("TRAINER_QUIET")
     checks.show(found)
     assert "Versions" in capsys.readouterr().out
-
-
-def test_check_is_a_function_that_is_listed(capsys, monkeypatch):
-    def check_coffee(found: checks.Findings) -> None:
-        found.facts["coffee"] = "none"
-        found.tables.append(checks.Table("Kitchen", ("what", "cups"), [["coffee", "0"]]))
-        found.problem("There is no coffee.")
-
-    monkeypatch.setattr(checks, "CHECKS", (check_coffee,))
-    assert main(["checks", "json"]) == 1
-    assert json.loads(capsys.readouterr().out)["coffee"] == "none"
-    assert main(["checks"]) == 1
-    assert "Kitchen" in capsys.readouterr().out

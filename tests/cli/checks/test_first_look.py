@@ -6,7 +6,6 @@ import json
 import os
 import random
 import sys
-import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +16,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.cli.conftest import write
 from tests.support import HAS_FSDP2
 from trainer.cli import main
 from trainer.cli.checks import LoadedBatch, Recipe, first_look, steps
@@ -39,11 +39,6 @@ from torch.utils.data import DataLoader, TensorDataset
 def pairs(number=16, classes=3):
     generator = torch.Generator().manual_seed(0)
     return torch.randn(number, 4, generator=generator), torch.arange(number) % classes
-
-
-def collate_dict(samples):
-    x, y = torch.utils.data.default_collate(samples)
-    return {"inputs": x, "labels": y}
 
 
 class Broken(TensorDataset):
@@ -73,8 +68,7 @@ class Data(L.LightningDataModule):
                 return DataLoader([f"a text, {number}" for number in range(16)], batch_size=self.batch_size)
             case "empty":
                 return DataLoader([1, 2], batch_size=self.batch_size, drop_last=True)
-        dataset = (Broken if self.kind == "raises" else TensorDataset)(x, y)
-        return DataLoader(dataset, self.batch_size, collate_fn=collate_dict if self.kind == "dict" else None)
+        return DataLoader((Broken if self.kind == "raises" else TensorDataset)(x, y), self.batch_size)
 
 
 class Net(L.LightningModule):
@@ -87,12 +81,11 @@ class Net(L.LightningModule):
         self.first, self.second = torch.nn.Linear(4, 8), torch.nn.Linear(8, num_classes)
 
     def training_step(self, batch, batch_idx):
-        if isinstance(batch, dict):
-            x, y = batch["inputs"], batch.pop("labels")  # which changes the batch
-        elif isinstance(batch[0], str):
+        if isinstance(batch[0], str):
             x, y = self.embedded(torch.tensor([len(text) for text in batch])), torch.zeros(8, dtype=torch.int64)
         else:
             x, y = batch
+        batch.clear()  # the report shows it nevertheless
         print("a step of one's own")
         loss = cross_entropy(self.second(self.first(x).relu()), y)
         self.log("loss", loss)
@@ -141,15 +134,12 @@ seed: 1
 """
 
 
+BARE = RECIPE.replace("data:\n  _target_: looked_at.Data\n  kind: tuple\n", "")
+
+
 @pytest.fixture(autouse=True)
-def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    (tmp_path / "looked_at.py").write_text(textwrap.dedent(MODULE))
-    (tmp_path / "conf" / "recipe").mkdir(parents=True)
-    (tmp_path / "conf" / "recipe" / "mine.yaml").write_text(RECIPE.lstrip())
-    bare = RECIPE.lstrip().replace("data:\n  _target_: looked_at.Data\n  kind: tuple\n", "")
-    (tmp_path / "conf" / "recipe" / "bare.yaml").write_text(bare)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(str(tmp_path))
+def looked_at(project: Path) -> Iterator[None]:
+    write(project, {"looked_at.py": MODULE, "conf/recipe/mine.yaml": RECIPE, "conf/recipe/bare.yaml": BARE})
     yield
     sys.modules.pop("looked_at", None)
 
@@ -158,24 +148,6 @@ def look(capsys: Any, *settings: str, status: int = 0) -> dict[str, Any]:
     assert main(["checks", "json", "+recipe=mine", *settings]) == status
     found: dict[str, Any] = json.loads(capsys.readouterr().out)
     return found
-
-
-@pytest.mark.whole
-def test_batches_without_tensors(capsys):
-    found = look(capsys, "data.kind=texts")
-    (entry,) = found["batch"]["entries"]
-    assert (entry["name"], entry["shape"], entry["dtype"]) == ("batch", "8", "list of str")
-    assert found["loading"]["step"]["samples"] == 0
-    assert any("has no tensor" in remark for remark in found["remarks"])
-    assert found["problems"] == []
-    assert not Path("outputs").exists()
-
-
-@pytest.mark.whole
-def test_step_may_change_its_batch(capsys):
-    found = look(capsys, "data.kind=dict")
-    assert "0: 3, 1: 3, 2: 2" in [entry["content"] for entry in found["batch"]["entries"]]
-    assert found["layers"]["loss"] > 0
 
 
 def test_shown_report(capsys):
@@ -239,6 +211,7 @@ def test_numbers_equal_those_of_a_hand_written_step(capsys):
         (["data.kind=labels"], 1, "batch[1] has the label 7, expected labels from 0 to 2", ""),
         (["data.kind=large", "precision=16-mixed"], 0, "", "float16 overflows in 'first' (Linear), 'second' (Linear)"),
         (["model._target_=looked_at.Failing"], 1, "fails: ValueError: asked to fail. Raised in looked_at.py:", ""),
+        (["data.kind=texts"], 0, "", "has no tensor"),
         (["checks.steps=false"], 0, "", "No step was run: checks.steps=false."),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
@@ -329,17 +302,14 @@ def test_contents_of_tensors():
     ],
 )
 def test_labels_out_of_range(labels, classes, expected):
-    assert labels_out_of_range([torch.tensor(labels)], classes).startswith(expected)
-    assert bool(labels_out_of_range([torch.tensor(labels)], classes)) == bool(expected)
-    assert labels_out_of_range([torch.tensor(labels), torch.tensor(labels)], classes) == ""  # which of them?
-
-
-def test_number_of_classes():
     module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    assert classes_of(module) is None
-    module[0].num_classes = 5
-    assert classes_of(module) == 5
-    module[1].num_classes = 6
+    if classes is not None:
+        module[0].num_classes = classes
+    assert classes_of(module) == classes
+    found = labels_out_of_range([torch.tensor(labels)], classes)
+    assert (found.startswith(expected), bool(found)) == (True, bool(expected))
+    assert labels_out_of_range([torch.tensor(labels), torch.tensor(labels)], classes) == ""  # which of them?
+    module[0].num_classes, module[1].num_classes = 5, 6
     assert classes_of(module) is None
 
 
@@ -375,15 +345,6 @@ def test_picture_of_the_images(tmp_path, monkeypatch):
 # --- layers, steps and loading --------------------------------------------------------------------------------
 
 
-def test_largest_scale_fits_the_largest_gradient():
-    layers = [Layer(str(number), "Linear", 10 * number, outputs=1, activation=1.0) for number in range(10)]
-    assert largest_scale(layers) is None
-    layers[0].gradient = 1.0
-    assert largest_scale(layers) == 2.0**15
-    layers[0].gradient = 1e-9
-    assert largest_scale(layers) == SCALE
-
-
 def test_predicted_effects_of_float16():
     layer = Layer("a", "Linear", 1, 4, 2.0, 4.0, nonzero=1000, vanishing=250, vanishing_scaled=10)
     facts = first_look._float16([layer])
@@ -391,16 +352,18 @@ def test_predicted_effects_of_float16():
     underflow, overflow = facts["sentences"][1:3]
     assert "25% of the gradients underflow (below 6e-8; 25% in 'a' (Linear)); with a scale of 65,536, 1%." in underflow
     assert "steps are skipped until the scale is about 8,192." in overflow
+    overflow, *_ = first_look._float16([Layer("", "Net", 1, gradient=1e6, nonzero=1)])["sentences"]
+    assert overflow.startswith("float16 overflows in Net itself: ")
+    assert overflow.endswith(" Use bf16-mixed, which has float32's range.")
+    layers = [Layer(str(number), "Linear", 10 * number, outputs=1, activation=1.0) for number in range(10)]
+    scales = []
+    for layers[0].gradient in (0.0, 1.0, 1e-9):
+        scales.append(largest_scale(layers))
+    assert scales == [None, 2.0**15, SCALE]
 
 
 def recipe(batch: Any, **known: Any) -> Recipe:
     return Recipe("mine", {"data": {}}, loaded=LoadedBatch(batch, 0.0, None, 0, 0), **known)
-
-
-def test_module_itself_is_not_advised_to_run_in_float32():
-    sentence, *_ = first_look._float16([Layer("", "Net", 1, gradient=1e6, nonzero=1)])["sentences"]
-    assert sentence.startswith("float16 overflows in Net itself: ")
-    assert sentence.endswith(" Use bf16-mixed, which has float32's range.")
 
 
 def test_batch_size_of_the_trial_step():

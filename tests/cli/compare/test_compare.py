@@ -83,13 +83,11 @@ def test_report(folder, capsys, monkeypatch):
     assert out.endswith(end)
 
     numbers = json.loads((folder / "compare.json").read_text())
-    assert numbers["command"] == "python -m trainer compare +recipe=a precision=32-true,16-mixed"
     assert (numbers["metric"], numbers["thresholds"]["strict"]) == ("val_acc", False)
     first, second = numbers["runs"]
     assert first["verdict"] is None
     assert (second["label"], second["metric"], second["final_loss"]) == ("16-mixed", 0.901, 0.5)
-    measured = {name: second["verdict"][name] for name in ("speedup", "memory_saving", "met")}
-    assert measured == {"speedup": 1.6, "memory_saving": 0.25, "met": False}
+    assert {"speedup": 1.6, "memory_saving": 0.25, "met": False}.items() <= second["verdict"].items()
 
     monkeypatch.setenv(QUIET, "1")
     report(folder, Thresholds())
@@ -186,30 +184,6 @@ def test_one_job_for_each_precision(jobs, monkeypatch, capsys):
     # the command line of a job is valid
     assert main([*jobs.started[1].command[3:], "--cfg", "job"]) == 0
     assert main(["compare", "+recipe=line", "precision=32,16", "compare.strict=true"]) == 1  # as fast, as much memory
-
-
-@pytest.mark.whole
-def test_real_trainings_in_two_precisions(project, python):
-    done = python.trainer("compare", *LINE, "precision=32,16", "trainer.max_epochs=3", "hydra.sweep.dir=jobs")
-    assert done.returncode == 0, done.stderr
-    numbers = json.loads(Path("jobs/compare.json").read_text())
-    assert numbers["metric"] == "val_loss"
-    first, second = numbers["runs"]
-    assert [first["label"], second["label"]] == ["32-true", "16-mixed"]
-    assert numbers["conditions"][0].startswith(
-        "Equal in all runs: seed 42, 1 x CPU, epochs: 3, optimizer steps: 12, the "
-    )
-    for run in (first, second):
-        record = load_run(Path(run["run_dir"]))
-        measured = record.throughput
-        assert measured["measured_batches"] == 2 + 4 + 4  # half of the first epoch's four are warm-up
-        assert len(measured["batches"]) == 3
-        assert record.losses.steps == list(range(1, 13))
-        assert record.losses.values[0] == pytest.approx(2.6489, rel=1e-3)  # the same batch, and the same weights
-        assert run["final_loss"] == pytest.approx(sum(record.losses.values[-2:]) / 2)
-        assert run["samples_per_second"] > 0
-    assert second["verdict"]["speedup"] == second["samples_per_second"] / first["samples_per_second"]
-    assert (first["skipped_steps"], second["skipped_steps"]) == (0, 2)  # a loss above 1, times 65536
 
 
 @pytest.mark.gpu(simulated=False)  # processes with their own memory

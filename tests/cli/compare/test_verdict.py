@@ -42,14 +42,11 @@ def run(precision="32-true", *, rate=100.0, memory=10 * GB, gpu=True, waiting=0.
     [
         (ACC, 0.9, 0.9, "the same val_acc as 32-true", True),
         (ACC, 0.89, 0.9, "val_acc within 1.0 points of 32-true", True),
-        (ACC, 0.8999, 0.9, "val_acc within 0.1 points of 32-true", True),  # rounded up, so that it is true
         (ACC, 0.889, 0.9, "val_acc 1.1 points below 32-true", False),
         (ACC, 0.95, 0.9, "val_acc 5.0 points above 32-true", True),  # better is no failure
-        (LOSS, 0.504, 0.5, "val_loss within 0.8% of 32-true", True),
         (LOSS, 0.51, 0.5, "val_loss 2.0% above 32-true", False),
         (LOSS, 0.1, 0.0, "val_loss is 0.1 (32-true: 0)", False),
         (("val_bleu", "max"), 30.0, 31.0, "val_bleu 3.3% below 32-true", False),
-        (("val_err", "min"), 0.12, 0.1, "val_err 2.0 points above 32-true", False),
         (ACC, math.nan, 0.9, "val_acc is nan (32-true: 0.9)", False),
         (ACC, 0.9, math.nan, "val_acc is 0.9 (32-true: nan)", True),
     ],
@@ -86,12 +83,10 @@ SLOW, LARGE = "Less than 1.5x as fast as 32-true.", "Saves less than 30% of the 
     [
         (150.0, 5, "1.50x faster, 50.0% less memory.", ""),
         (149.9, 5, "1.50x faster, 50.0% less memory.", SLOW),
-        (96.0, 5, "as fast, 50.0% less memory.", SLOW),
         (50.0, 5, "2.00x slower, 50.0% less memory.", SLOW),
         (200.0, 7, "2.00x faster, 30.0% less memory.", ""),
         (200.0, 7.5, "2.00x faster, 25.0% less memory.", LARGE),
         (200.0, 10, "2.00x faster, as much memory.", LARGE),
-        (200.0, 12, "2.00x faster, 20.0% more memory.", LARGE),
     ],
 )
 def test_speed_and_memory_on_a_gpu(rate, memory, text, reason):
@@ -106,12 +101,8 @@ def test_cpu_has_no_thresholds_for_speed_and_memory():
     verdict = assess(run("16-mixed", rate=50.0, memory=11 * GB, gpu=False), run(gpu=False), None, Thresholds())
     assert verdict.text == "2.00x slower."
     assert verdict.met
-    strict = assess(
-        run("16-mixed", rate=50.0, memory=11 * GB, gpu=False),
-        run(gpu=False),
-        None,
-        Thresholds(min_speedup=1.0, min_memory_saving=0),
-    )
+    limits = Thresholds(min_speedup=1.0, min_memory_saving=0)
+    strict = assess(run("16-mixed", rate=50.0, memory=11 * GB, gpu=False), run(gpu=False), None, limits)
     assert strict.text == "2.00x slower, 10.0% more memory."
     assert len(strict.advice) == 2
     assert "A CPU has no Tensor Cores" in strict.advice[0]
@@ -162,12 +153,9 @@ def test_final_loss_is_the_mean_of_the_last_tenth():
 @pytest.mark.parametrize(
     ("logged", "settings", "monitor", "name", "higher"),
     [
-        (["val_loss", "val_acc"], {}, None, "val_acc", True),
-        (["train_acc", "val_loss"], {}, None, "train_acc", True),
         (["val_loss", "val_f1"], {}, None, "val_f1", True),
         (["val_loss", "val_wer"], {}, None, "val_loss", False),
         (["val_acc_step", "val_acc_epoch", "val_acc"], {}, None, "val_acc", True),
-        (["val_acc_epoch"], {}, None, "val_acc_epoch", True),
         (["val_loss", "val_acc"], {}, {"metric": "val_loss", "mode": "min"}, "val_loss", False),
         (["val_loss", "score"], {"mode": "min"}, {"metric": "score", "mode": "max"}, "score", False),
         (["val_loss", "val_acc"], {"metric": "val_loss"}, {"metric": "val_acc", "mode": "max"}, "val_loss", False),

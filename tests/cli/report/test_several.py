@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 
@@ -120,14 +119,10 @@ def test_runs_without_curves_without_settings_and_still_going(two, make_run):
     assert "Running 1" in page.text
 
 
-def test_runs_that_cannot_be_compared_and_their_secrets_and_markup(make_run):
-    bad = "<script>alert(1)</script>"
+def test_runs_that_cannot_be_compared(make_run):
     record = facts(metrics={"reward": 1.0}, monitor=None, objective=None, curves={})
-    config = [json.dumps({"logger": {"api_key": f"k{n}9", bad: bad * n}}) for n in (1, 2)]
-    files = [{"csv/metrics.csv": None, ".hydra/config.yaml": text} for text in config]
+    files = [{"csv/metrics.csv": None, ".hydra/config.yaml": f"logger: {{api_key: k{n}9}}"} for n in (1, 2)]
     page = several(*(make_run(f"a/{n}", record=record, files=of_run) for n, of_run in enumerate(files)))
     assert "best" not in page.sections["jobs"]
     assert "No run has curves" in page.sections["curves"]
-    assert len(page.scripts) == 1
-    assert "k19" not in page.html
-    assert f"logger.{bad}" in page.sections["differences"]
+    assert "k19" not in page.html  # a secret

@@ -21,10 +21,7 @@ from trainer.cli.tune.attempt import Meter, train, watch_memory
 
 
 @pytest.fixture
-def settings(project, monkeypatch):
-    for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):
-        monkeypatch.setenv(name, "0")  # as it was, afterwards
-
+def settings(project):
     def compose(*words: str) -> dict[str, Any]:
         config, _ = tune.composed(read(["tune", "batch_size", "+recipe=line", *words]))
         return tune.plain(config, Path("run"))
@@ -32,16 +29,12 @@ def settings(project, monkeypatch):
     return compose
 
 
-def message_of(settings: dict[str, Any], **arguments: Any) -> dict[str, Any]:
+def tried(settings: dict[str, Any], memory: int | None = None) -> dict[str, Any]:
     messages: list[dict[str, Any]] = []
-    train(messages.append, Path("scratch"), settings, **arguments)
-    assert len(messages) == 1
-    json.dumps(messages[0])
-    return messages[0]
-
-
-def tried(settings: dict[str, Any], memory: int | None = None):
-    return message_of(settings, limits={"steps": 3, "memory": memory})
+    train(messages.append, Path("scratch"), settings, limits={"steps": 3, "memory": memory})
+    (message,) = messages
+    json.dumps(message)
+    return message
 
 
 def test_try(settings):
@@ -55,28 +48,36 @@ def test_try(settings):
     assert not Path("outputs").exists()
 
 
+BROKEN = """
+    import math
+    import torch
+    from line_fit import Line
+
+    class OutOfMemory(Line):
+        def training_step(self, batch, batch_idx):
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    class Fails(Line):
+        def training_step(self, batch, batch_idx):
+            raise ValueError("no way")
+
+    class Overflows(Line):
+        def training_step(self, batch, batch_idx):
+            loss = super().training_step(batch, batch_idx)
+            if self.global_step < 5:
+                loss.register_hook(lambda gradient: gradient * math.inf)
+            return loss
+"""
+
+
 def test_out_of_memory_errors_are_distinguished(settings, capsys):
-    raises = """
-        import torch
-        from line_fit import Line
-        class Fails(Line):
-            def __init__(self, optimizer, error):
-                super().__init__(optimizer)
-                self.error = error
-            def training_step(self, batch, batch_idx):
-                kinds = {"memory": torch.OutOfMemoryError("CUDA out of memory"), "value": ValueError("no way")}
-                raise kinds[self.error]
-    """
-    write(
-        Path(),
-        {"fails.py": raises, "conf/model/fails.yaml": "_target_: fails.Fails\noptimizer: ${optimizer}\nerror: value\n"},
-    )
-    message = tried(settings("model=fails", "model.error=memory"))
+    write(Path(), {"broken.py": BROKEN})
+    message = tried(settings("model._target_=broken.OutOfMemory"))
     assert message["status"] == "out of memory"
     assert message["error"].startswith("OutOfMemoryError: CUDA out of memory")
-    message = tried(settings("model=fails"))
+    message = tried(settings("model._target_=broken.Fails"))
     assert message == {"status": "failed", "error": "ValueError: no way", "is_usage": False, "is_precision": False}
-    assert "raise kinds[self.error]" in capsys.readouterr().err  # the traceback is in the log
+    assert 'raise ValueError("no way")' in capsys.readouterr().err  # the traceback is in the log
 
 
 def test_config_that_cannot_be_built_is_the_users(settings):
@@ -116,18 +117,8 @@ def test_budget_of_a_gpu_is_its_allocators(monkeypatch):
 
 
 def test_fp16_continues_until_two_completed_steps(settings):
-    overflows = """
-        import math
-        from line_fit import Line
-        class Overflows(Line):
-            def training_step(self, batch, batch_idx):
-                loss = super().training_step(batch, batch_idx)
-                if self.global_step < 5:
-                    loss.register_hook(lambda gradient: gradient * math.inf)
-                return loss
-    """
-    write(Path(), {"overflows.py": overflows})
-    message = tried(settings("model._target_=overflows.Overflows", "precision=16"))
+    write(Path(), {"broken.py": BROKEN})
+    message = tried(settings("model._target_=broken.Overflows", "precision=16"))
     assert (message["status"], message["skipped"]) == ("ok", 5)
 
 
