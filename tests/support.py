@@ -158,6 +158,7 @@ class Regression(LightningModule):
         net: the trained net; by default that of ``make_net``.
         optimizer: creates the optimizer from the parameters.
         schedule: creates a learning-rate schedule from the optimizer, or None.
+        change: returns the output of a training step from its loss and ``batch_idx``.
         **how: further keys of the schedule (interval, frequency, monitor).
     """
 
@@ -166,14 +167,16 @@ class Regression(LightningModule):
         net: nn.Module | None = None,
         optimizer: Callable[..., Any] = sgd,
         schedule: Callable[..., Any] | None = None,
+        change: Callable[[Tensor, int], Any] | None = None,
         **how: Any,
     ) -> None:
         super().__init__()
         self.net = make_net() if net is None else net
-        self.make_optimizer, self.make_schedule, self.how = optimizer, schedule, how
+        self.make_optimizer, self.make_schedule, self.how, self.change = optimizer, schedule, how, change
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return loss_of(self.net, batch)
+        loss = loss_of(self.net, batch)
+        return loss if self.change is None else self.change(loss, batch_idx)
 
     def configure_optimizers(self) -> Any:
         optimizer = self.make_optimizer(self.net.parameters())

@@ -6,14 +6,11 @@ import logging
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 
-from tests.support import Regression, imports_inductor, loader_of, make_batches, make_net, make_trainer
-from trainer.arguments import ARGUMENTS
+from tests.support import Regression, imports_inductor, loader_of, make_batches, make_trainer
 from trainer.callbacks import AlignmentAdvisor, alignment_advisor
 from trainer.callbacks.alignment_advisor import Misaligned, misaligned
-from trainer.compat import defaults
 from trainer.precision import MixedPrecision
 
 
@@ -22,11 +19,9 @@ from trainer.precision import MixedPrecision
     [
         (nn.Linear(16, 8), None),
         (nn.Linear(100, 513), {"in_features": 100, "out_features": 513}),
-        (nn.Linear(1, 8), {"in_features": 1}),
         (nn.Conv2d(3, 64, 7), None),  # an image
         (nn.Conv1d(4, 60, 3), {"out_channels": 60}),
         (nn.ConvTranspose2d(64, 3, 3), {"out_channels": 3}),
-        (nn.Conv2d(64, 128, 3, groups=4), None),
         (nn.Conv2d(64, 128, 3, groups=16), {"in_channels per group": 4}),
         (nn.Conv2d(24, 12, 1, groups=3), {"out_channels per group": 4}),
         (nn.Conv2d(30, 30, 3, groups=30), None),  # depthwise
@@ -87,28 +82,13 @@ def test_layers_that_stay_in_float32_are_left_out(tmp_path, caplog):
     assert "net.4" not in message
 
 
-def advisors(uses_tensor_cores: bool, given=None) -> list[AlignmentAdvisor]:
-    off = dict.fromkeys(("enable_checkpointing", "enable_model_summary", "enable_progress_bar"), False)
-    arguments = {name: argument.default for name, argument in ARGUMENTS.items()} | off | {"callbacks": given}
-    callbacks = defaults.build_callbacks(
-        arguments, default_checkpoint=ModelCheckpoint, scales_loss=False, exposes_gradients=True,
-        uses_tensor_cores=uses_tensor_cores,
-    )  # fmt: skip
-    return [callback for callback in callbacks if isinstance(callback, AlignmentAdvisor)]
-
-
-def test_advisor_is_a_default_in_16_bits():
-    own = AlignmentAdvisor(max_lines=3)
-    assert len(advisors(True)) == 1
-    assert advisors(False) == []
-    assert advisors(True, [own]) == advisors(False, [own]) == [own]
-
-
 @pytest.mark.whole
 @pytest.mark.gpu
-def test_default_on_a_gpu(tmp_path, caplog):
-    trainer = make_trainer(tmp_path, accelerator="gpu", devices=1, precision="16-mixed")
-    with caplog.at_level(logging.INFO):
-        trainer.fit(Regression(make_net()), loader_of(make_batches(1)))
-    messages = [record.getMessage() for record in caplog.records if "Tensor Cores" in record.getMessage()]
-    assert sum(not text.startswith("You are using a CUDA device") for text in messages) == 1  # Lightning's
+@pytest.mark.parametrize("given", [None, AlignmentAdvisor(max_lines=3)])
+def test_default_on_a_gpu(tmp_path, given):
+    def advisors(precision):
+        trainer = make_trainer(tmp_path, accelerator="gpu", devices=1, precision=precision, callbacks=given)
+        return [callback for callback in trainer.callbacks if isinstance(callback, AlignmentAdvisor)]
+
+    assert len(advisors("16-mixed")) == 1
+    assert len(advisors("32-true")) == (given is not None)

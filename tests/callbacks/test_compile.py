@@ -7,6 +7,8 @@ import gc
 import pickle
 import shutil
 import warnings
+from collections import Counter
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,6 @@ from torchmetrics import MeanMetric, MetricCollection
 from tests.support import (
     OPTIMIZERS,
     Regression,
-    adamw,
     assert_identical,
     assert_same,
     fit_and_watch,
@@ -29,7 +30,9 @@ from tests.support import (
     make_batches,
     make_net,
     make_trainer,
-    native_fp16,
+    norm_of,
+    plugin_of,
+    scaler_of,
     train_by_hand,
 )
 from trainer.callbacks import Compile, RunRecorder
@@ -53,18 +56,16 @@ class Replays:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.steps = self.graphs = self.calls = 0
-        self._memory: list[dict[tuple[int, int], Tensor]] = []
-        self._called: list[list[int]] = []
+        self._memory: dict[tuple[int, ...], Tensor] = {}
+        self._called = Counter[int]()
         monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", self.begin_step)
 
     def begin_step(self) -> None:
         self.steps += 1
-        for called in self._called:
-            called[0] = 0
-        for memory in self._memory:
-            for tensor in memory.values():
-                with torch.inference_mode(tensor.is_inference()):
-                    torch.Tensor.fill_(tensor, float("nan") if tensor.is_floating_point() else 99)
+        self._called.clear()
+        for tensor in self._memory.values():
+            with torch.inference_mode(tensor.is_inference()):
+                torch.Tensor.fill_(tensor, float("nan") if tensor.is_floating_point() else 99)
 
     @property
     def backend(self) -> Any:
@@ -75,25 +76,22 @@ class Replays:
     def _compile(self, graph: Any, inputs: Any) -> Any:
         from functorch.compile import make_boxed_func
 
-        memory: dict[tuple[int, int], Tensor] = {}
-        called = [0]
-        self.graphs += 1
-        self._memory.append(memory)
-        self._called.append(called)
+        number = self.graphs = self.graphs + 1
 
         def replay(*arguments: Any) -> list[Any]:
             self.calls += 1
-            called[0] += 1
-            return [self._written(memory, (called[0], i), one, arguments) for i, one in enumerate(graph(*arguments))]
+            self._called[number] += 1
+            call = number, self._called[number]
+            return [self._written((*call, i), value, arguments) for i, value in enumerate(graph(*arguments))]
 
         return make_boxed_func(replay)
 
-    def _written(self, memory: Any, where: tuple[int, int], value: Any, arguments: Any) -> Any:
+    def _written(self, where: tuple[int, ...], value: Any, arguments: Any) -> Any:
         if not isinstance(value, Tensor) or any(value is one for one in arguments):
             return value
-        if where not in memory or memory[where].shape != value.shape:
-            memory[where] = value.detach().clone()
-        return memory[where].copy_(value).detach()
+        if where not in self._memory or self._memory[where].shape != value.shape:
+            self._memory[where] = value.detach().clone()
+        return self._memory[where].copy_(value).detach()
 
 
 @pytest.fixture
@@ -101,51 +99,29 @@ def replays(monkeypatch: pytest.MonkeyPatch) -> Replays:
     return Replays(monkeypatch)
 
 
-# --- overwritten results of CUDA graphs, with a stand-in
-# -------------------------------------------------------------------
+# --- overwritten results of CUDA graphs, with a stand-in --------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("precision", "window"), [("bf16-mixed", 1), ("16-mixed", 3)])
-def test_weights_equal_those_of_a_hand_written_loop(tmp_path, replays, precision, window):
-    mine, theirs, batches = make_net(), make_net(), make_batches(7)
+@pytest.mark.parametrize(
+    ("precision", "window", "optimizer", "gains"),
+    [("bf16-mixed", 1, "adamw", {}), ("16-mixed", 3, "adamw-fused", {2: float("inf"), 5: 1e6})],
+)
+def test_weights_equal_those_of_a_hand_written_loop(tmp_path, replays, precision, window, optimizer, gains):
+    mine, theirs, batches, make = make_net(), make_net(), make_batches(7, gains=gains), OPTIMIZERS[optimizer]
     clip = 0.1 if window == 3 else None
     _, trace = fit_and_watch(
-        tmp_path,
-        Regression(mine, adamw),
-        batches,
-        callbacks=[Compile(backend=replays.backend)],
-        precision=native_fp16() if precision == "16-mixed" else precision,
-        accumulate_grad_batches=window,
-        gradient_clip_val=clip,
-        max_epochs=2,
-    )
-    by_hand = (lambda parameters: nn.utils.clip_grad_norm_(parameters, clip)) if clip else None
+        tmp_path, Regression(mine, make), batches, callbacks=[Compile(backend=replays.backend)], max_epochs=2,
+        precision=plugin_of(precision), accumulate_grad_batches=window, gradient_clip_val=clip,
+    )  # fmt: skip
     expected = train_by_hand(
-        theirs, batches, precision=precision, optimizer=adamw, epochs=2, window=window, clip=by_hand
-    )
+        theirs, batches, precision=precision, optimizer=make, scaler=scaler_of(precision), epochs=2, window=window,
+        clip=norm_of(clip) if clip else None,
+    )  # fmt: skip
     if clip is None:
         trace.norms = []
     assert_same(trace, expected)
+    assert any(trace.skipped) == bool(gains)
     assert (replays.graphs, replays.calls, replays.steps) == (2, 28, 14)
-
-
-def test_late_outcomes_are_used(tmp_path, replays):
-    mine, theirs, optimizer = make_net(), make_net(), OPTIMIZERS["adamw-fused"]
-    batches = make_batches(8, gains={2: float("inf"), 5: 1e6})
-    precision = native_fp16(init_scale=2.0**12, growth_interval=2)
-    _, trace = fit_and_watch(
-        tmp_path,
-        Regression(mine, optimizer),
-        batches,
-        callbacks=[Compile(backend=replays.backend)],
-        precision=precision,
-        accumulate_grad_batches=2,
-    )
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12, growth_interval=2)
-    expected = train_by_hand(theirs, batches, precision="16-mixed", optimizer=optimizer, scaler=scaler, window=2)
-    trace.norms = []
-    assert any(trace.skipped)
-    assert_same(trace, expected)
 
 
 class Whole(LightningModule):
@@ -228,8 +204,7 @@ def test_settings_that_overwrite_results(settings, device, expected):
     assert compilation.reuses_memory(settings, torch.device(device)) is expected
 
 
-# --- compiled parts
-# -------------------------------------------------------------------------------------------------------
+# --- compiled parts ---------------------------------------------------------------------------------------------------
 
 
 class Custom(nn.Module):
@@ -301,35 +276,28 @@ def counting(graphs: list[int]) -> Any:
     return backend
 
 
-def test_forward_is_one_graph_with_its_parts_in_it(tmp_path):
+@pytest.mark.parametrize("whole", [True, False])
+def test_forward_is_one_graph_with_its_parts_in_it(tmp_path, whole):
     class Both(Regression):
         def forward(self, x: Tensor) -> Tensor:
             return self.net(x) * 2
 
         def training_step(self, batch: Any, batch_idx: int) -> Any:
-            loss = F.mse_loss(self(batch[0]) if self.whole else self.net(batch[0]) * 2, batch[1])
+            loss = F.mse_loss(self(batch[0]) if whole else self.net(batch[0]) * 2, batch[1])
             self.log("loss", loss)
             return loss
 
-    for whole in (True, False):
-        torch.compiler.reset()
-        graphs: list[int] = []
-        module = Both()
-        module.whole = whole
-        callback = Compile(backend=counting(graphs))
-        make_trainer(tmp_path, callbacks=[callback]).fit(module, loader_of(make_batches(5)))
-        assert len(graphs) == len(callback.compilations) == 1
-        assert callback.run_facts()["compile"]["graph_breaks"] == 0
+    graphs: list[int] = []
+    callback = Compile(backend=counting(graphs))
+    make_trainer(tmp_path, callbacks=[callback]).fit(Both(), loader_of(make_batches(5)))
+    assert len(graphs) == len(callback.compilations) == 1
+    assert callback.run_facts()["compile"]["graph_breaks"] == 0
 
 
 def test_blocks_share_a_compilation(tmp_path):
-    class Deep(Regression):
-        def __init__(self) -> None:
-            super().__init__(nn.Sequential(*[Custom() for _ in range(12)], nn.Linear(6, 3)))
-
-    graphs: list[int] = []
-    module, plain = Deep(), Deep()
+    module, plain = (Regression(nn.Sequential(*[Custom() for _ in range(12)], nn.Linear(6, 3))) for _ in range(2))
     plain.load_state_dict(module.state_dict())
+    graphs: list[int] = []
     callback = Compile(["Custom"], backend=counting(graphs))
     _, trace = fit_and_watch(tmp_path, module, make_batches(3), callbacks=[callback])
     assert len(callback.compiled) == 12
@@ -359,7 +327,8 @@ def test_modules_compiled_by_the_user_are_kept(tmp_path):
     assert compilation.is_compiled(module.net)
 
 
-def test_module_is_restored_and_its_keys_are_unchanged(tmp_path):
+@pytest.mark.parametrize("fails", [False, True])
+def test_module_is_restored_and_its_keys_are_unchanged(tmp_path, fails):
     class Looking(Whole):
         def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
             assert list(self.state_dict()) == keys
@@ -371,21 +340,17 @@ def test_module_is_restored_and_its_keys_are_unchanged(tmp_path):
             twin = copy.deepcopy(self)
             assert twin.forward.__self__ is twin
             assert torch.equal(twin(*batch[:2])["loss"], self(*batch[:2])["loss"])
-            if batch_idx == fails_at:
+            if fails:
                 raise RuntimeError("enough")
 
-    for fails_at in (-1, 1):
-        module = Looking()
-        keys = list(module.state_dict())
-        trainer = make_trainer(tmp_path, callbacks=[Compile(backend="eager")])
-        if fails_at < 0:
-            trainer.fit(module, loader_of(make_batches(3)), loader_of(make_batches(1)))
-        else:
-            with pytest.raises(RuntimeError, match="enough"):
-                trainer.fit(module, loader_of(make_batches(3)), loader_of(make_batches(1)))
-        assert not compilation.is_compiled(module.net)
-        assert "_compiled_call_impl" not in vars(module.net)
-        assert "forward" not in vars(module)
+    module = Looking()
+    keys = list(module.state_dict())
+    trainer = make_trainer(tmp_path, callbacks=[Compile(backend="eager")])
+    with pytest.raises(RuntimeError, match="enough") if fails else nullcontext():
+        trainer.fit(module, loader_of(make_batches(3)), loader_of(make_batches(1)))
+    assert not compilation.is_compiled(module.net)
+    assert "_compiled_call_impl" not in vars(module.net)
+    assert "forward" not in vars(module)
 
 
 def test_memory_of_a_run_is_freed(tmp_path):
@@ -414,8 +379,7 @@ def test_inductor_compiles_a_small_network(tmp_path):
     assert facts["seconds"] > 0
 
 
-# --- recompilations
-# -------------------------------------------------------------------------------------------------------
+# --- recompilations ---------------------------------------------------------------------------------------------------
 
 
 class Counting(nn.Module):
@@ -435,13 +399,10 @@ def test_recompilations_are_counted_and_reported_once(tmp_path):
     callback = Compile(backend="eager")
     with pytest.warns(match=r"forward \(.*test_compile.py:\d+\) was recompiled 5 times, in .* s; the last") as caught:
         fit_and_watch(tmp_path, Regression(Counting()), make_batches(8), callbacks=[callback])
-    mine = [str(one.message) for one in caught if "recompiled" in str(one.message)]
-    assert len(mine) == 1
-    assert "steps ==" in mine[0].partition("because: ")[2]
+    (mine,) = [str(one.message) for one in caught if "recompiled" in str(one.message)]
+    assert "steps ==" in mine.partition("because: ")[2]
     facts = callback.run_facts()["compile"]
-    assert facts["recompilations"] == 7
-    assert facts["compilations"] == 8
-    assert len(facts["reasons"]) == 5
+    assert (facts["recompilations"], facts["compilations"], len(facts["reasons"])) == (7, 8, 5)
     assert all("steps ==" in reason for reason in facts["reasons"])
 
 

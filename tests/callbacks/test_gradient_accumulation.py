@@ -5,34 +5,19 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.support import (
-    Regression,
-    assert_same,
-    fit_and_watch,
-    loader_of,
-    loss_of,
-    make_batches,
-    make_net,
-    make_trainer,
-    sgd,
-    train_by_hand,
-)
+from tests.parity import assert_same_weights
+from tests.support import Regression, fit_and_watch, loader_of, make_batches, make_net, make_trainer, train_by_hand
 from trainer.callbacks import GradientAccumulation
 
 
 def test_gradients_of_a_schedule(tmp_path):
     """Epochs with windows of 2 and of 3: one optimizer, each window a mean."""
     ours, theirs, batches = make_net(), make_net(), make_batches(6)
-    trainer, trace = fit_and_watch(
-        tmp_path, Regression(ours), batches, callbacks=[GradientAccumulation(schedule={0: 2, 1: 3})], max_epochs=2
-    )
-    optimizer = sgd(theirs.parameters())
-    first = train_by_hand(theirs, batches, window=2, optimizer=lambda parameters: optimizer)
-    second = train_by_hand(theirs, batches, window=3, optimizer=lambda parameters: optimizer)
+    callback = GradientAccumulation(schedule={0: 2, 1: 3})
+    trainer, trace = fit_and_watch(tmp_path, Regression(ours), batches, callbacks=[callback], max_epochs=2)
+    first, second = (train_by_hand(theirs, batches, window=window) for window in (2, 3))
     assert trace.losses == first.losses + second.losses
-    for name in ("losses", "weights", "rates", "skipped", "scales", "next_scales"):
-        getattr(first, name).extend(getattr(second, name))
-    assert_same(trace, first)
+    assert_same_weights(ours, theirs)
     assert trainer.global_step == 5
 
 
@@ -47,52 +32,37 @@ class Replay(Regression):
         return -1 if batch_idx == self.end else None
 
 
-def straddle_by_hand(batches, windows):
-    """Use windows over a plain list of batches, across epochs."""
-    net, at = make_net(), 0
-    optimizer = sgd(net.parameters())
-    for size in windows:
-        optimizer.zero_grad()
-        for batch in batches[at : at + size]:
-            (loss_of(net, batch) / size).backward()
-        optimizer.step()
-        at += size
-    assert at == len(batches)
-    return net
-
-
 @pytest.mark.parametrize(
-    ("arguments", "end", "trained", "windows"),
+    ("arguments", "end", "trained", "steps"),
     [
-        ({"max_epochs": 3}, 3, [0, 1, 2] * 3, [4, 4, 1]),
-        ({"max_epochs": -1, "max_steps": 2}, None, [0, 1, 2, 3, 4, 0, 1, 2], [4, 4]),
+        ({"max_epochs": 3}, 3, [0, 1, 2] * 3, 3),
+        ({"max_epochs": -1, "max_steps": 2}, None, [0, 1, 2, 3, 4, 0, 1, 2], 2),
     ],
 )
-def test_windows_that_straddle_epochs(tmp_path, arguments, end, trained, windows):
+def test_windows_that_straddle_epochs(tmp_path, arguments, end, trained, steps):
     ours, batches = make_net(), make_batches(5)
     callbacks = [GradientAccumulation(4, straddles_epochs=True)]
     trainer, trace = fit_and_watch(tmp_path, Replay(ours, end=end), batches, callbacks=callbacks, **arguments)
-    assert len(trace.losses) == len(trained)
-    assert trainer.global_step == len(windows)
-    expected = straddle_by_hand([batches[i] for i in trained], windows)
+    assert (len(trace.losses), trainer.global_step) == (len(trained), steps)
+    train_by_hand(expected := make_net(), [batches[i] for i in trained], window=4)
     for a, b in zip(ours.parameters(), expected.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)  # the window left early is corrected afterwards
 
 
 @pytest.mark.parametrize(
-    ("arguments", "batches", "reported"),
+    ("arguments", "reported"),
     [
-        ({"accumulate_grad_batches": 8}, 2, True),  # 21808
-        ({"callbacks": [GradientAccumulation(8)]}, 2, True),
-        ({"accumulate_grad_batches": 2}, 2, False),
-        ({"callbacks": [GradientAccumulation(8, straddles_epochs=True)]}, 2, False),
-        ({"accumulate_grad_batches": 8, "fast_dev_run": True}, 2, False),
+        ({"accumulate_grad_batches": 8}, True),  # 21808
+        ({"callbacks": [GradientAccumulation(8)]}, True),
+        ({"accumulate_grad_batches": 2}, False),
+        ({"callbacks": [GradientAccumulation(8, straddles_epochs=True)]}, False),
+        ({"accumulate_grad_batches": 8, "fast_dev_run": True}, False),
     ],
 )
-def test_windows_longer_than_an_epoch_are_reported(tmp_path, caplog, arguments, batches, reported):
+def test_windows_longer_than_an_epoch_are_reported(tmp_path, caplog, arguments, reported):
     trainer = make_trainer(tmp_path, **arguments)
     with caplog.at_level("INFO"):
-        trainer.fit(Regression(), loader_of(make_batches(batches)))
+        trainer.fit(Regression(), loader_of(make_batches(2)))
     expected = "accumulate_grad_batches is 8, but an epoch ends after 2 batches: no optimizer step uses more."
     assert (expected in caplog.text) is reported
 

@@ -15,12 +15,12 @@ from tests.support import (
     fit_and_watch,
     make_batches,
     make_net,
-    native_fp16,
+    norm_of,
+    plugin_of,
+    scaler_of,
     train_by_hand,
 )
 from trainer.callbacks import GradientClipping
-
-SMALL = {"init_scale": 2.0**9, "growth_interval": 5}
 
 
 def norm_of_gradients(module):
@@ -45,24 +45,11 @@ def test_hooks_before_clipping_receive_unscaled_unclipped_gradients(tmp_path, pr
             seen.append(("module", norm_of_gradients(self)))
 
     seen, clipped = [], []
-    clipping, make, batches = GradientClipping(max_norm=0.3), OPTIMIZERS[optimizer], make_batches(4)
-    ours, theirs = make_net(), make_net()
-    scaled = precision == "16-mixed"
-    _, trace = fit_and_watch(
-        tmp_path,
-        Looking(ours, make),
-        batches,
-        precision=native_fp16(**SMALL) if scaled else precision,
-        callbacks=[clipping, Look()] if first else [Look(), clipping],
-    )
-    expected = train_by_hand(
-        theirs,
-        batches,
-        precision=precision,
-        optimizer=make,
-        scaler=torch.amp.GradScaler("cpu", enabled=scaled, **SMALL),
-        clip=lambda parameters: nn.utils.clip_grad_norm_(parameters, 0.3),
-    )
+    callbacks, make, batches = [GradientClipping(max_norm=0.3), Look()], OPTIMIZERS[optimizer], make_batches(4)
+    options = {"precision": plugin_of(precision), "callbacks": callbacks if first else callbacks[::-1]}
+    _, trace = fit_and_watch(tmp_path, Looking(make_net(), make), batches, **options)
+    scaler = scaler_of(precision)
+    expected = train_by_hand(make_net(), batches, precision=precision, optimizer=make, scaler=scaler, clip=norm_of(0.3))
     assert_same(trace, expected)
     assert seen == [(who, norm) for norm in expected.norms for who in ("callback", "module")]
     assert clipped == pytest.approx([0.3] * 4, rel=1e-4)
@@ -80,7 +67,7 @@ def test_norm_of_a_skipped_step_enters_neither_the_logs_nor_the_mean(tmp_path):
         tmp_path,
         Regression(make_net(), OPTIMIZERS["sgd-fused"]),
         make_batches(6, gains={0: 1e30, 3: float("nan")}),
-        precision=native_fp16(**SMALL),
+        precision=plugin_of("16-mixed"),
         callbacks=[GradientClipping(max_norm=0.3), Look()],
     )
     finite = [norm for norm, skipped in zip(trace.norms, trace.skipped, strict=True) if not skipped]

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 
@@ -15,13 +14,13 @@ from tests.support import (
     fit_and_watch,
     make_batches,
     make_net,
-    native_fp16,
+    norm_of,
+    plugin_of,
+    scaler_of,
     train_by_hand,
 )
 from trainer.callbacks import GradientClipping, LayerNorms
 from trainer.record.curve import Curve, read_rows
-
-SCALED = {"init_scale": 2.0**9, "growth_interval": 5}
 
 
 def logged(folder: Path) -> dict[str, Curve]:
@@ -35,18 +34,16 @@ def logged(folder: Path) -> dict[str, Curve]:
 @pytest.mark.parametrize("precision", ["16-mixed", "bf16-mixed"])
 def test_norms_equal_those_of_a_hand_written_loop(tmp_path, precision):
     """Bitwise equal, for accumulated gradients before clipping, also in skipped steps."""
-    scaled = precision == "16-mixed"
-    batches = make_batches(16, gains={8: 1e30} if scaled else None)
-    ours, theirs = make_net(), make_net()
-    norms, logger = LayerNorms(every_n_steps=2), CSVLogger(tmp_path, name="", version="")
+    batches = make_batches(16, gains={8: 1e30} if precision == "16-mixed" else None)
+    norms, theirs = LayerNorms(every_n_steps=2), make_net()
     trainer, _ = fit_and_watch(
         tmp_path,
-        Regression(ours),
+        Regression(),
         batches,
-        precision=native_fp16(**SCALED) if scaled else precision,
+        precision=plugin_of(precision),
         callbacks=[GradientClipping(max_norm=0.1), norms],
         accumulate_grad_batches=2,
-        logger=logger,
+        logger=CSVLogger(tmp_path, name="", version=""),
     )
     seen: list[dict[str, float]] = []
 
@@ -58,9 +55,9 @@ def test_norms_equal_those_of_a_hand_written_loop(tmp_path, precision):
         theirs,
         batches,
         precision=precision,
-        scaler=torch.amp.GradScaler("cpu", **SCALED) if scaled else None,
+        scaler=scaler_of(precision),
         window=2,
-        clip=lambda parameters: nn.utils.clip_grad_norm_(parameters, 0.1),
+        clip=norm_of(0.1),
         before_step=look,
     )
     found = logged(tmp_path)
@@ -69,4 +66,4 @@ def test_norms_equal_those_of_a_hand_written_loop(tmp_path, precision):
         assert curve.steps == [1, 3, 5, 7]
         assert [str(value) for value in curve.values] == [str(look[layer]) for look in seen[1::2]]
     assert norms.norms == seen[-1]
-    assert trainer.skipped_steps == scaled
+    assert trainer.skipped_steps == (precision == "16-mixed")

@@ -19,6 +19,7 @@ from tests.support import (
     make_batches,
     make_net,
     make_trainer,
+    manual_step,
     momentum,
     native_fp16,
     train_by_hand,
@@ -37,7 +38,7 @@ def with_a_bad_one(gain: float = NAN) -> list[list[Tensor]]:
 
 
 def without_it() -> list[list[Tensor]]:
-    return [batch for i, batch in enumerate(make_batches(6)) if i != BAD]
+    return make_batches(BAD) + make_batches(6)[BAD + 1 :]
 
 
 @pytest.mark.parametrize(
@@ -68,16 +69,12 @@ def test_stopping_keeps_the_last_good_weights(tmp_path: Path, precision: str, op
     module = Regression(make_net(), OPTIMIZERS[optimizer])
     trainer = make_trainer(tmp_path, precision=precision, callbacks=[NonFiniteGuard()])
     scaler = trainer.scaler
-    with pytest.raises(NonFiniteError) as caught:
+    with pytest.raises(NonFiniteError, match=r"(?s)at optimizer step 3 of epoch 0.*batch\[2\].nan_to_num_") as caught:
         trainer.fit(module, loader_of(with_a_bad_one()))
     train_by_hand(net := make_net(), make_batches(3), precision=precision, optimizer=OPTIMIZERS[optimizer])
     assert_same_weights(module.net, net)
     assert (caught.value.step, caught.value.batch_idx) == (3, 3)
-    message = str(caught.value)
-    assert "at optimizer step 3 of epoch 0" in message
-    assert "Verdict: data: the batch is the cause (step 3, batch 3)" in message
-    assert "batch[2]" in message
-    assert "batch[2].nan_to_num_(0, 0, 0)" in message
+    assert "Verdict: data: the batch is the cause (step 3, batch 3)" in str(caught.value)
     assert trainer.skipped_steps == 1
     assert trainer.scaler is scaler
 
@@ -182,9 +179,7 @@ class ByHand(Regression):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = super().training_step(batch, batch_idx)
         if not self.automatic_optimization:
-            self.optimizers().zero_grad()
-            self.manual_backward(loss)
-            self.optimizers().step()
+            manual_step(self, loss)
         return loss
 
     def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, closure: Any) -> None:
@@ -202,13 +197,10 @@ def test_modules_that_step_by_themselves(tmp_path: Path, manual: bool) -> None:
 
 
 def test_optimizers_that_evaluate_the_loss_are_refused_at_every_step_only(tmp_path: Path) -> None:
-    def fit(*callbacks: Any) -> None:
-        module = Regression(optimizer=torch.optim.LBFGS)
-        make_trainer(tmp_path, callbacks=list(callbacks)).fit(module, loader_of(make_batches(2)))
-
-    fit()
+    module, batches = Regression(optimizer=torch.optim.LBFGS), loader_of(make_batches(2))
+    make_trainer(tmp_path).fit(module, batches)
     with pytest.raises(ConfigurationError, match="LBFGS"):
-        fit(NonFiniteGuard())
+        make_trainer(tmp_path, callbacks=[NonFiniteGuard()]).fit(module, batches)
 
 
 # --- with loss scaling --------------------------------------------------------------------------------------------
@@ -241,13 +233,10 @@ def test_weights_that_are_not_finite_do_not_replace_good_ones(tmp_path: Path, we
 
 
 def test_large_weights_are_finite(tmp_path: Path) -> None:
-    class Large(Regression):
-        def __init__(self) -> None:
-            super().__init__()
-            self.large = nn.Parameter(torch.full((3,), 1e30))
-
+    module = Regression()
+    module.large = nn.Parameter(torch.full((3,), 1e30))
     saving = ModelCheckpoint(tmp_path, save_last=True)
-    make_trainer(tmp_path, enable_checkpointing=True, callbacks=[saving]).fit(Large(), loader_of(make_batches(2)))
+    make_trainer(tmp_path, enable_checkpointing=True, callbacks=[saving]).fit(module, loader_of(make_batches(2)))
     assert (tmp_path / "last.ckpt").exists()
 
 
@@ -255,16 +244,12 @@ def test_large_weights_are_finite(tmp_path: Path) -> None:
 
 
 def test_only_checkpoints_are_checked_by_default(tmp_path: Path) -> None:
-    (guard,) = (one for one in make_trainer(tmp_path).callbacks if isinstance(one, NonFiniteGuard))
-    assert (guard.policy, guard.every_step) == ("stop", False)
-    assert guard.on_after_optimizer_step is None  # a hook that is not called
+    own = NonFiniteGuard("skip")
+    for given, expected in ((None, ("stop", False)), (own, ("skip", True))):
+        trainer = make_trainer(tmp_path, callbacks=given)
+        (guard,) = (one for one in trainer.callbacks if isinstance(one, NonFiniteGuard))
+        assert (guard.policy, guard.every_step) == expected
     assert not any(isinstance(one, NonFiniteGuard) for one in Trainer(accelerator="cpu", barebones=True).callbacks)
-    (mine,) = (
-        one
-        for one in make_trainer(tmp_path, callbacks=[NonFiniteGuard("skip")]).callbacks
-        if isinstance(one, NonFiniteGuard)
-    )
-    assert (mine.policy, mine.every_step) == ("skip", True)
 
 
 def test_go_on_is_a_deprecated_name_of_continue() -> None:

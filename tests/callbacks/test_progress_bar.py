@@ -57,6 +57,13 @@ class Fake(FakeTrainer):
         self.hook("on_train_end")
 
 
+def started(bar, clock, **values):
+    """Return a run that has begun to train."""
+    trainer = Fake(bar, clock, **values)
+    bar.on_train_start(trainer, None)
+    return trainer
+
+
 CONSOLES = WeakKeyDictionary()
 """The console of each bar."""
 
@@ -96,31 +103,23 @@ def test_one_line_per_epoch(clock):
     trainer = Fake(bar, clock)
     trainer.progress.skipped_steps = 1
     trainer.fit()
-    assert written(bar).splitlines() == [
-        "epoch 1/3  batch 4/4  train_loss 0.2500  val_acc 0.9500  scale 32768  skipped 1  50.0 it/s",
-        "epoch 2/3  batch 4/4  train_loss 0.2500  val_acc 0.9500  scale 32768  skipped 1  50.0 it/s",
-        "epoch 3/3  batch 4/4  train_loss 0.2500  val_acc 0.9500  scale 32768  skipped 1  50.0 it/s",
-    ]
+    rest = "batch 4/4  train_loss 0.2500  val_acc 0.9500  scale 32768  skipped 1  50.0 it/s"
+    assert written(bar).splitlines() == [f"epoch {epoch}/3  {rest}" for epoch in (1, 2, 3)]
 
 
 def test_line_every_so_often_in_a_long_epoch(clock):
     bar = on_lines(seconds_between_lines=30)
-    trainer = Fake(bar, clock, seconds=1.0, batches=100, max_epochs=12, scaler=False)
-    bar.on_train_start(trainer, None)
+    trainer = started(bar, clock, seconds=1.0, batches=100, max_epochs=12, scaler=False)
     trainer.train_epoch()
     trainer.end_epoch()
     assert written(bar).splitlines() == [
-        "epoch  1/12  batch  30/100  train_loss 0.2500  1.0 it/s",
-        "epoch  1/12  batch  60/100  train_loss 0.2500  1.0 it/s",
-        "epoch  1/12  batch  90/100  train_loss 0.2500  1.0 it/s",
-        "epoch  1/12  batch 100/100  train_loss 0.2500  1.0 it/s",
+        f"epoch  1/12  batch {batch:3}/100  train_loss 0.2500  1.0 it/s" for batch in (30, 60, 90, 100)
     ]
 
 
 def test_rate_leaves_validation_out(clock):
     bar = on_lines(seconds_between_lines=1000)
-    trainer = Fake(bar, clock, seconds=0.5, scaler=False)
-    bar.on_train_start(trainer, None)
+    trainer = started(bar, clock, seconds=0.5, scaler=False)
     trainer.train_epoch(last=2)
     trainer.evaluate()
     clock.now += 60
@@ -132,11 +131,9 @@ def test_rate_leaves_validation_out(clock):
 
 
 def test_loss_that_the_next_step_writes_over_is_shown_as_it_was(clock):
-    bar = on_lines()
-    trainer = Fake(bar, clock, scaler=False)
-    bar.on_train_start(trainer, None)
+    bar, of_a_cuda_graph = on_lines(), torch.tensor(0.5)
+    trainer = started(bar, clock, scaler=False)
     trainer.progress_bar_metrics = {}
-    of_a_cuda_graph = torch.tensor(0.5)
     trainer.train_epoch(outputs={"loss": of_a_cuda_graph})
     of_a_cuda_graph.fill_(7.0)  # for example by a validation
     trainer.end_epoch()
@@ -157,10 +154,9 @@ def test_log_file_gets_lines_although_color_is_forced(clock, capsys, monkeypatch
 
 def test_live_bar_shows_everything(clock):
     bar = on_terminal(clock)
-    trainer = Fake(bar, clock)
+    trainer = started(bar, clock)
     trainer.progress.skipped_steps = 2
     trainer.progress_bar_metrics["lr"] = 1e-5
-    bar.on_train_start(trainer, None)
     trainer.train_epoch(last=1)
     clock.now += 1
     trainer.train_batch(1)
@@ -173,17 +169,12 @@ def test_live_bar_shows_everything(clock):
 
 def test_validation_has_its_own_bar(clock):
     bar = on_terminal(clock)
-    trainer = Fake(bar, clock, seconds=0.2)
-    trainer.num_val_batches = [4, 7]
-    bar.on_train_start(trainer, None)
+    trainer = started(bar, clock, seconds=0.2, num_val_batches=[4, 7])
     trainer.train_epoch()
     trainer.evaluate(batches=3, dataloader_idx=1)
     train, validation, _ = frames(bar)[-1].splitlines()
-    assert train.startswith("epoch 1/3 ")
-    assert " 4/4 " in train
-    assert validation.startswith("validation 1 ")
-    assert " 3/7  " in validation
-    assert " 5.0 it/s" in validation
+    assert re.match(r"epoch 1/3 .* 4/4 ", train)
+    assert re.match(r"validation 1 .* 3/7  .* 5\.0 it/s", validation)
     bar.on_validation_end(trainer, None)
     bar.on_train_end(trainer, None)
     assert "validation" not in frames(bar)[-1]
@@ -195,19 +186,15 @@ def test_sanity_check_and_evaluation(clock):
     bar.on_sanity_check_start(trainer, None)
     trainer.sanity_checking = True
     trainer.evaluate(batches=1)
-    assert frames(bar)[-1].startswith("sanity checking ")
-    assert " 1/1 " in frames(bar)[-1]
+    assert re.match("sanity checking .* 1/1 ", frames(bar)[-1])
     bar.on_validation_end(trainer, None)
     trainer.sanity_checking = False
     bar.on_train_start(trainer, None)
-    assert frames(bar)[-1].startswith("epoch 1/3 ")
-    assert "sanity" not in frames(bar)[-1]
+    assert re.match("(?s)epoch 1/3 (?!.*sanity)", frames(bar)[-1])
     bar.on_train_end(trainer, None)
     trainer.state.fn = TrainerFn.TESTING
-    trainer.evaluate("test")
-    bar.on_test_end(trainer, None)
-    assert frames(bar)[-1].startswith("testing  ")
-    assert " 4/4 " in frames(bar)[-1]
+    trainer.evaluate("test", ends=True)
+    assert re.match("testing  .* 4/4 ", frames(bar)[-1])
     assert_given_back(bar, stdout)
 
 
@@ -223,14 +210,12 @@ def test_refreshes_are_bounded_by_the_period(clock):
     # 1000 epochs of 3 batches of 1 ms: 3 seconds.
     Fake(bar, clock, seconds=0.001, batches=3, max_epochs=1000).fit()
     assert 25 < len(reads) <= 62  # validation takes another 3 seconds, and reads nothing
-    gaps = [after - before for before, after in itertools.pairwise(reads[:-1])]
-    assert min(gaps) > 0.099
+    assert min(after - before for before, after in itertools.pairwise(reads[:-1])) > 0.099
 
 
 def test_slow_terminal_is_written_to_less_often(clock):
     bar = on_terminal(clock, seconds_per_write=0.05)
-    trainer = Fake(bar, clock, seconds=0.01, batches=2000)
-    bar.on_train_start(trainer, None)
+    trainer = started(bar, clock, seconds=0.01, batches=2000)
     began, before = clock.now, len(written(bar))
     trainer.train_epoch(last=1000)
     assert len(written(bar)) > before
@@ -241,12 +226,9 @@ def test_slow_terminal_is_written_to_less_often(clock):
 
 def test_unknown_total_has_no_eta(clock):
     bar = on_terminal(clock)
-    trainer = Fake(bar, clock, seconds=0.2, batches=float("inf"), max_epochs=-1)
-    bar.on_train_start(trainer, None)
+    trainer = started(bar, clock, seconds=0.2, batches=float("inf"), max_epochs=-1)
     trainer.train_epoch(last=3)
-    assert frames(bar)[-1].startswith("epoch 1 ")
-    assert re.search(r"━  3 +5\.0 it/s", frames(bar)[-1])
-    assert "eta" not in frames(bar)[-1]
+    assert re.match(r"epoch 1 .*━  3 +5\.0 it/s(?!.*eta)", frames(bar)[-1])
     bar.teardown(trainer, None, "fit")
 
 
@@ -278,8 +260,7 @@ def assert_given_back(bar, stdout):
 def test_terminal_is_restored_after_an_error(clock, stop):
     stdout = sys.stdout
     bar = on_terminal(clock)
-    trainer = Fake(bar, clock)
-    bar.on_train_start(trainer, None)
+    trainer = started(bar, clock)
     trainer.train_epoch(last=2)
     assert sys.stdout is not stdout
     arguments = {"on_exception": (trainer, None, KeyboardInterrupt()), "teardown": (trainer, None, "fit")}
@@ -296,8 +277,7 @@ def test_prints_and_log_records_are_above_the_bar(clock, monkeypatch):
     handler = logging.StreamHandler()  # keeps a reference to the current stderr
     monkeypatch.setattr(logger, "handlers", [handler])
     bar = on_terminal(clock)
-    trainer = Fake(bar, clock)
-    bar.on_train_start(trainer, None)
+    trainer = started(bar, clock)
     print("a user's line")
     bar.print("a module's", "line", sep=" ")
     logger.warning("a log record")
@@ -313,11 +293,9 @@ def test_prints_and_log_records_are_above_the_bar(clock, monkeypatch):
 
 
 def test_redirected_stderr_stays_redirected(clock, monkeypatch):
-    stderr = io.StringIO()
-    monkeypatch.setattr(sys, "stderr", stderr)
+    monkeypatch.setattr(sys, "stderr", stderr := io.StringIO())
     bar = on_terminal(clock)
-    trainer = Fake(bar, clock)
-    bar.on_train_start(trainer, None)
+    trainer = started(bar, clock)
     sys.stderr.write("an error\n")
     bar.teardown(trainer, None, "fit")
     assert stderr.getvalue() == "an error\n"
@@ -342,8 +320,7 @@ class Notebook:
 
 
 def test_notebook_has_a_bar(clock, monkeypatch):
-    notebook = Notebook()
-    monkeypatch.setitem(sys.modules, "IPython.display", notebook)
+    monkeypatch.setitem(sys.modules, "IPython.display", notebook := Notebook())
     monkeypatch.setattr("rich._console", Console(force_jupyter=True, width=100, _environ={}))
     bar = ProgressBar(refresh_rate=0.1)
     trainer = Fake(bar, clock, seconds=0.2)
@@ -355,29 +332,23 @@ def test_notebook_has_a_bar(clock, monkeypatch):
     bar.on_validation_end(trainer, None)
     fit, validation = notebook.outputs  # each replaces the display
     assert len(fit) > 6
-    first, second = fit[-1]["text/plain"].splitlines()
-    plain = re.sub(r"\x1b\[[\d;]*m", "", first)
-    assert re.fullmatch(r"epoch 3/3   ━+  4/4 {4}5\.0 it/s *", plain), plain
-    assert "skipped " in second
+    plain = re.sub(r"\x1b\[[\d;]*m", "", fit[-1]["text/plain"])
+    assert re.match(r"epoch 3/3   ━+  4/4 {4}5\.0 it/s *\n.*skipped ", plain), plain
     html = fit[-1]["text/html"]
-    assert html.startswith("<pre ")
-    assert "epoch 3/3" in html
+    assert re.match("(?s)<pre .*epoch 3/3", html)
     assert "#000000" not in html  # on a dark page it would not be seen
     assert "validation" in validation[-1]["text/html"]
 
 
 def test_switched_off(clock):
-    for bar in (on_lines(refresh_rate=0), on_terminal(clock, refresh_rate=0)):
-        assert bar.is_disabled
-        Fake(bar, clock).fit()
-        assert written(bar) == ""
     bar = on_lines()
     bar.disable()
-    Fake(bar, clock).fit()
-    assert written(bar) == ""
+    for off in (bar, on_lines(refresh_rate=0), on_terminal(clock, refresh_rate=0)):
+        assert off.is_disabled
+        Fake(off, clock).fit()
+        assert written(off) == ""
     bar.enable()
-    assert bar.is_enabled
-    assert bar.refresh_rate == 0.2
+    assert (bar.is_enabled, bar.refresh_rate) == (True, 0.2)
     Fake(bar, clock).fit()
     assert written(bar).count("\n") == 3
 

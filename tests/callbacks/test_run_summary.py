@@ -104,12 +104,10 @@ def test_paths_as_seen_from_the_working_directory(tmp_path, summary, monkeypatch
     assert printed(summary).count("logger") == 1  # not that of the run folder
 
 
-@pytest.mark.parametrize("length", [10, 60, 120])
-def test_path_is_not_broken_on_a_narrow_terminal(tmp_path, monkeypatch, length):
+def test_path_is_not_broken_on_a_narrow_terminal(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    console = Console(file=io.StringIO(), width=80, force_terminal=True, color_system=None)
-    summary = RunSummary(console=console)
-    checkpoint = f"run/{'c' * length}/epoch=000-step=2.ckpt"
+    summary = RunSummary(console=Console(file=io.StringIO(), width=80, force_terminal=True, color_system=None))
+    checkpoint = f"run/{'c' * 120}/epoch=000-step=2.ckpt"
     summary.show(record(tmp_path, paths={"run": str(tmp_path / "run"), "best_checkpoint": str(tmp_path / checkpoint)}))
     lines = printed(summary).splitlines()
     assert [line.split()[-1] for line in lines if "ccc" in line] == [checkpoint]

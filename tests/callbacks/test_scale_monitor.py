@@ -8,7 +8,7 @@ from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 
-from tests.support import loader_of, make_batches, make_trainer, native_fp16
+from tests.support import FakeTrainer, loader_of, make_batches, make_trainer, native_fp16, plugin_of
 from trainer.callbacks import ScaleMonitor, scale_monitor
 from trainer.precision.underflow import Underflow
 from trainer.state.outcome import StepOutcome
@@ -17,28 +17,16 @@ from trainer.state.outcome import StepOutcome
 class Steps:
     """Feeds a monitor one outcome after the other, and keeps what it logs."""
 
-    def __init__(self, monitor, enabled=True):
-        self.monitor, self.logged, self.skips = monitor, [], 0
-        self.optimizers = [object(), object()]
-        self.enabled = enabled
+    def __init__(self, monitor, **values):
+        self.monitor, self.logged = monitor, []
+        log = lambda *value: self.logged.append(value)  # noqa: E731
+        self.trainer = FakeTrainer(optimizers=[0, 1], engine=None, log_metric=log, **values)
 
-    def log(self, name, value):
-        self.logged.append((name, value))
-
-    def __call__(self, *scales, skipped=False, optimizers=(0,)):
-        for scale in scales:
-            self.skips += skipped
-            outcome = StepOutcome(skipped, scale * 2 if skipped else scale, scale, None, optimizers)
-            trainer = SimpleNamespace(
-                log_metric=self.log,
-                scaler=SimpleNamespace(is_enabled=lambda: self.enabled),
-                optimizers=self.optimizers,
-                skipped_steps=self.skips,
-                progress=SimpleNamespace(nonfinite_losses=0),
-                loggers=[],
-            )
-            for index in optimizers:
-                self.monitor.on_after_optimizer_step(trainer, self, self.optimizers[index], outcome)
+    def __call__(self, scale, skipped=False, optimizers=(0,)):
+        self.trainer.skipped_steps += skipped
+        outcome = StepOutcome(skipped, scale * 2 if skipped else scale, scale, None, optimizers)
+        for optimizer in optimizers:
+            self.monitor.on_after_optimizer_step(self.trainer, None, optimizer, outcome)
         return self
 
 
@@ -60,8 +48,7 @@ def test_several_optimizers_are_one_step():
 
 
 def test_monitor_logs_nothing_without_loss_scaling():
-    steps = Steps(ScaleMonitor(), enabled=False)(1.0)
-    assert steps.logged == []
+    assert Steps(ScaleMonitor(), scale=None)(1.0).logged == []
 
 
 # --- underflow ------------------------------------------------------------------------------------------------------
@@ -102,10 +89,8 @@ def monitor_of(**arguments):
 
 
 def test_zeros_and_subnormal_elements_are_two_numbers(tmp_path):
-    module, monitor = (
-        Slopes(a=[0.0, 0.0, 0.0, TINY, SMALLEST, 1.0, -TINY, -1.0], b=[1.0, SMALLEST_NORMAL]),
-        monitor_of(),
-    )
+    module = Slopes(a=[0.0, 0.0, 0.0, TINY, SMALLEST, 1.0, -TINY, -1.0], b=[1.0, SMALLEST_NORMAL])
+    monitor = monitor_of()
     trainer = look_at(tmp_path, module, monitor)
     assert monitor.underflow == [
         Underflow("", 3 / 10, 3 / 7), Underflow("weights.a", 3 / 8, 3 / 5), Underflow("weights.b", 0.0, 0.0)
@@ -169,22 +154,20 @@ def test_looking_costs_nothing_where_nobody_looks(tmp_path, monkeypatch, argumen
 # --- the norm -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("precision", ["32-true", "16-mixed"])
-def test_norm_of_completed_steps(tmp_path, precision):
+@pytest.mark.parametrize(
+    ("precision", "gain", "seen"), [("32-true", 7.0, [10, 35, 15]), ("16-mixed", float("inf"), [10, 10, 15])]
+)
+def test_norm_of_completed_steps(tmp_path, precision, gain, seen):
     norms = []
 
     class Look(Callback):
         def on_train_batch_end(self, trainer, *_):
             norms.append(trainer.callback_metrics["grad_norm"].item())
 
-    arguments = {} if precision == "16-mixed" else {"precision": precision}
-    gains = {0: 2.0, 1: float("inf") if precision == "16-mixed" else 7.0, 2: 3.0}
-    module = Slopes(a=[3.0], b=[4.0])
-    callbacks = [monitor_of(), Look()]
-    trainer = look_at(tmp_path, module, None, 3, gains=gains, **arguments, callbacks=callbacks)
-    assert norms == [10.0, 10.0 if precision == "16-mixed" else 35.0, 15.0]
-    mean = (10 + 15) / 2 if precision == "16-mixed" else 20.0
-    assert trainer.callback_metrics["grad_norm_epoch"].item() == mean
+    options = {"precision": plugin_of(precision), "callbacks": [monitor_of(), Look()]}
+    trainer = look_at(tmp_path, Slopes(a=[3.0], b=[4.0]), None, 3, gains={0: 2.0, 1: gain, 2: 3.0}, **options)
+    assert norms == seen
+    assert trainer.callback_metrics["grad_norm_epoch"].item() == (12.5 if precision == "16-mixed" else 20.0)
 
 
 def test_clipping_logs_the_norm_itself(tmp_path, monkeypatch):
@@ -197,16 +180,15 @@ def test_clipping_logs_the_norm_itself(tmp_path, monkeypatch):
 
 
 def test_a_resumed_run_goes_on_counting():
-    stub = SimpleNamespace(engine=None, callbacks=[], scaler=SimpleNamespace(is_enabled=bool))
-    whole, first, second = (Steps(ScaleMonitor(window=4)) for _ in range(3))
+    whole, first, second = (Steps(ScaleMonitor(window=4, every_n_steps=0)) for _ in range(3))
     outcomes = [(4096.0, False), (2048.0, True), (2048.0, False), (1024.0, True), (1024.0, True), (1024.0, False)] * 3
-    for i, (scale, skipped) in enumerate(outcomes):
-        whole(scale, skipped=skipped)
+    for i, outcome in enumerate(outcomes):
+        whole(*outcome)
         if i == 7:
             second.monitor.load_state_dict(first.monitor.state_dict())
-            second.monitor.on_train_start(stub, None)
-            second.skips = first.skips
-        (first if i < 7 else second)(scale, skipped=skipped)
+            second.monitor.on_train_start(second.trainer, None)
+            second.trainer.skipped_steps = first.trainer.skipped_steps
+        (first if i < 7 else second)(*outcome)
     assert first.logged + second.logged == whole.logged
-    second.monitor.on_train_start(stub, None)
+    second.monitor.on_train_start(second.trainer, None)
     assert second.monitor.skip_rate == 0.0  # another fit

@@ -15,10 +15,8 @@ from trainer.record.flops import FlopCounter
 
 def fit(clock, callback, epochs, fetch=0.0, validate_after=(3,), **options):
     """Run the hooks of a fit. Epochs are lists of the seconds of batches; fetching one takes ``fetch``."""
-    trainer = FakeTrainer(callback, clock=clock, batches=len(epochs[0]), **options)
-    validation = {"batches": 1, "seconds": 500.0}
-    trainer.sanity_checking = True
-    trainer.evaluate(**validation)
+    trainer = FakeTrainer(callback, clock=clock, batches=len(epochs[0]), sanity_checking=True, **options)
+    trainer.evaluate(batches=1, seconds=500.0)
     trainer.sanity_checking = False
     trainer.hook("on_train_start")
     for epoch in epochs:
@@ -27,7 +25,7 @@ def fit(clock, callback, epochs, fetch=0.0, validate_after=(3,), **options):
             clock.now += fetch
             trainer.train_batch(batch_idx, [torch.full((8, 2), float(batch_idx)), torch.arange(8)], seconds=seconds)
             if batch_idx in validate_after:
-                trainer.evaluate(**validation)
+                trainer.evaluate(batches=1, seconds=500.0)
                 clock.now += 1000.0  # a checkpoint is written
         trainer.end_epoch()
 
@@ -117,20 +115,14 @@ FLOPS = 2 * 6 * 16 * 2 + 2 * 16 * 3 * 3
 """FLOPs per sample: two products of the first layer, with an input without gradient, and three of the second."""
 
 
-def test_share_of_the_peak(h100, tmp_path):
-    callback, peak = Throughput(warmup_batches=1), 989.4e12
-    trainer = make_trainer(tmp_path, accelerator="gpu", precision="bf16-mixed", max_epochs=2, callbacks=[callback])
+@pytest.mark.parametrize(("precision", "peak", "given"), [("bf16-mixed", 989.4e12, None), ("32-true", 66.9e12, 1e6)])
+def test_share_of_the_peak(h100, tmp_path, precision, peak, given):
+    callback, flops = Throughput(warmup_batches=1, flops_per_sample=given), given or FLOPS
+    trainer = make_trainer(tmp_path, accelerator="gpu", precision=precision, max_epochs=2, callbacks=[callback])
     trainer.fit(Regression(), loader_of(make_batches(4)))
-    assert callback.flops_per_sample == FLOPS
-    assert callback.mfu == pytest.approx(FLOPS * callback.samples_per_second / peak)
+    assert callback.mfu == pytest.approx(flops * callback.samples_per_second / peak)
     throughput = callback.run_facts()["throughput"]
-    assert (throughput["mfu"], throughput["flops_per_sample"]) == (callback.mfu, FLOPS)
-
-
-def test_mfu_with_a_custom_number_of_flops(h100, tmp_path):
-    callback = Throughput(flops_per_sample=1e6)
-    make_trainer(tmp_path, accelerator="gpu", callbacks=[callback]).fit(Regression(), loader_of(make_batches(4)))
-    assert callback.mfu == pytest.approx(1e6 * callback.samples_per_second / 66.9e12)
+    assert (throughput["mfu"], throughput["flops_per_sample"]) == (callback.mfu, flops)
 
 
 def test_only_the_first_batch_is_counted(h100, tmp_path, monkeypatch):

@@ -20,6 +20,8 @@ from trainer.callbacks import (
     LayerNorms,
     NonFiniteGuard,
     OverflowReport,
+    ProgressBar,
+    RunRecorder,
     ScaleMonitor,
     traits,
 )
@@ -34,9 +36,7 @@ class Foreign(Callback):
     reads_epoch_metrics: ClassVar = True
     runs_last: ClassVar = True
     unsupported_with: ClassVar = {"fsdp": "needs whole weights. Use strategy='ddp'."}
-
-    def __init__(self, calls: list[str] | None = None) -> None:
-        self.calls = [] if calls is None else calls
+    calls: ClassVar[list[str]] = []
 
     def on_train_batch_end(self, *_: Any) -> None:
         self.calls.append("callback's batch")
@@ -46,20 +46,17 @@ class Foreign(Callback):
 
 
 class Module(Regression):
-    calls: ClassVar[list[str]] = []
-
     def on_train_batch_end(self, *_: Any) -> None:
-        self.calls.append("module's batch")
+        Foreign.calls.append("module's batch")
 
     def on_train_epoch_end(self) -> None:
         self.log("epochs", 3.0)
 
 
 def test_attributes_of_a_foreign_callback_set_its_order(tmp_path: Path) -> None:
-    module = Module()
-    module.calls.clear()
-    make_trainer(tmp_path, callbacks=[Foreign(module.calls)]).fit(module, loader_of(make_batches(1)))
-    assert module.calls == ["module's batch", "callback's batch", "callback reads 3"]
+    Foreign.calls.clear()
+    make_trainer(tmp_path, callbacks=[Foreign()]).fit(Module(), loader_of(make_batches(1)))
+    assert Foreign.calls == ["module's batch", "callback's batch", "callback reads 3"]
 
 
 def test_foreign_callback_is_refused_with_the_strategies_that_it_names() -> None:
@@ -75,21 +72,18 @@ def test_trial_run_leaves_a_foreign_callback_out() -> None:
 
 def test_save_of_weights_only_is_seen_by_callbacks_that_ask_for_it(tmp_path: Path) -> None:
     class Sees(Callback):
-        saves = 0
+        def __init__(self, each: bool) -> None:
+            self.sees_each_save, self.saves = each, 0
 
         def on_save_checkpoint(self, *_: Any) -> None:
             self.saves += 1
 
-    class SeesEach(Sees):
-        sees_each_save: ClassVar = True
-
-    callbacks = [Sees(), SeesEach()]
+    callbacks = [Sees(False), Sees(True)]
     trainer = make_trainer(tmp_path, callbacks=callbacks)
     trainer.fit(Regression(), loader_of(make_batches(1)))
     for weights_only in (False, True):
         trainer.save_checkpoint(tmp_path / "a.ckpt", weights_only=weights_only)
     assert [callback.saves for callback in callbacks] == [1, 2]
-    assert all(map(traits.sees_each_save, (FastSettings(), NonFiniteGuard(), OverflowReport())))
 
 
 @pytest.mark.parametrize(
@@ -103,15 +97,12 @@ def test_callback_that_needs_this_trainer_refuses_lightnings(tmp_path: Path, kin
         trainer.fit(Regression(), loader_of(make_batches(1)))
 
 
-def test_stock_callbacks_are_known() -> None:
+def test_known_callbacks() -> None:
     assert traits.runs_last(ModelCheckpoint())
-    assert traits.reads_epoch_metrics(EarlyStopping("loss"))
     assert not traits.runs_last(EarlyStopping("loss"))
+    assert all(map(traits.reads_epoch_metrics, (EarlyStopping("loss"), ProgressBar(), RunRecorder())))
+    assert all(map(traits.sees_each_save, (FastSettings(), NonFiniteGuard(), OverflowReport())))
     assert traits.unsupported_with(ModelPruning("l1_unstructured")).keys() == {"fsdp", "deepspeed"}
-
-
-def test_reasons_follow_the_arguments_of_a_callback() -> None:
-    assert traits.unsupported_with(GradientClipping(1.0)) == {}
-    assert traits.unsupported_with(GradientClipping(clip_value=1.0)).keys() == {"deepspeed"}
-    assert traits.unsupported_with(NonFiniteGuard("skip")) == {}
-    assert traits.unsupported_with(NonFiniteGuard("stop")).keys() == {"deepspeed"}
+    assert traits.unsupported_with(GradientClipping(1.0)) == traits.unsupported_with(NonFiniteGuard("skip")) == {}
+    for callback in (GradientClipping(clip_value=1.0), NonFiniteGuard("stop")):
+        assert traits.unsupported_with(callback).keys() == {"deepspeed"}

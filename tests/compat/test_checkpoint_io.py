@@ -8,6 +8,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor, wait
 from io import BytesIO
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import fsspec
@@ -115,12 +116,14 @@ def load_encrypted(stream: Any, *arguments: Any, **options: Any) -> Any:
 def test_encrypted_file_is_written_and_read(tmp_path: Path, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "save", save_encrypted)
     monkeypatch.setattr(torch, "load", load_encrypted)
-    folder = str(tmp_path) if where == "local" else where
-    fit(tmp_path, enable_checkpointing=False).save_checkpoint(f"{folder}/x.ckpt")
-    with fsspec.open(f"{folder}/x.ckpt") as file:
+    path = str(tmp_path if where == "local" else where) + "/x.ckpt"
+    fit(tmp_path, enable_checkpointing=False).save_checkpoint(path)
+    with fsspec.open(path) as file:
         assert _LOAD(BytesIO(_encrypt(file.read())), weights_only=True)["global_step"] == 8
-    again = fit(tmp_path, max_epochs=3, ckpt_path=f"{folder}/x.ckpt", enable_checkpointing=False)
-    assert again.global_step == 12
+    savers = [ModelCheckpoint(tmp_path)] if where == "local" else []
+    how = {"resume": "auto"} if savers else {"ckpt_path": path, "enable_checkpointing": False}
+    again = fit(tmp_path, *savers, max_epochs=3, **how)
+    assert (again.ckpt_path, again.global_step) == (path, 12)
 
 
 # --- removal ----------------------------------------------------------------------------------------------------------
@@ -232,39 +235,31 @@ def test_folder_that_cannot_be_written_to_is_refused_before_data_is_loaded(tmp_p
 # --- a full disk ------------------------------------------------------------------------------------------------------
 
 
-class Disk:
-    """A disk with or without free space."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.is_full = False
-        monkeypatch.setattr(files.SealingStream, "_write", self._put(files.SealingStream._write))
-
-    def _put(self, original: Any) -> Any:
-        def put(stream: files.SealingStream, data: Any) -> None:
-            if self.is_full and stream.size > 1000 and stream.error is None:
-                stream.error = OSError(errno.ENOSPC, "No space left on device")
-            original(stream, data)
-
-        return put
-
-
 @pytest.fixture
-def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
-    return Disk(monkeypatch)
+def disk(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """A disk with or without free space."""
+    disk, write = SimpleNamespace(is_full=False), files.SealingStream._write
+
+    def put(stream: files.SealingStream, data: Any) -> None:
+        if disk.is_full and stream.size > 1000 and stream.error is None:
+            stream.error = OSError(errno.ENOSPC, "No space left on device")
+        write(stream, data)
+
+    monkeypatch.setattr(files.SealingStream, "_write", put)
+    return disk
 
 
 class FillsUp(Callback):
-    def __init__(self, disk: Disk, epochs: set[int]) -> None:
+    def __init__(self, disk: SimpleNamespace, epochs: set[int]) -> None:
         self.disk, self.epochs = disk, epochs
 
     def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
-        pending = trainer.strategy.checkpoint_io._pending
-        wait(pending, timeout=20)  # writes in progress fit
+        wait(trainer.strategy.checkpoint_io._pending, timeout=20)  # writes in progress fit
         self.disk.is_full = trainer.current_epoch in self.epochs
 
 
 @pytest.mark.filterwarnings("ignore:.*was to be removed as an old checkpoint")
-def test_full_disk_stops_the_run_and_keeps_the_old_file(tmp_path: Path, disk: Disk) -> None:
+def test_full_disk_stops_the_run_and_keeps_the_old_file(tmp_path: Path, disk: Any) -> None:
     io = CheckpointFiles(asynchronous=True)
     saver = ModelCheckpoint(tmp_path / "c", filename="{epoch}")
     with pytest.raises(CheckpointWriteError, match=r"epoch=1.ckpt was not written: No space .* It needs .* bytes free"):
@@ -273,7 +268,7 @@ def test_full_disk_stops_the_run_and_keeps_the_old_file(tmp_path: Path, disk: Di
     assert files.newest_valid([tmp_path / "c"]) is not None
 
 
-def test_training_continues_without_the_checkpoint_if_configured(tmp_path: Path, disk: Disk) -> None:
+def test_training_continues_without_the_checkpoint_if_configured(tmp_path: Path, disk: Any) -> None:
     io = CheckpointFiles(when_full="continue")
     saver = ModelCheckpoint(tmp_path / "c", filename="{epoch}")
     with pytest.warns(UserWarning, match=r"\.ckpt") as caught:
@@ -313,7 +308,7 @@ WAITS = {
 
 
 @pytest.mark.parametrize(("where", "removes"), [("the next save", False), ("loading", True), ("the end", True)])
-def test_errors_of_asynchronous_saves_are_raised(tmp_path: Path, disk: Disk, where: str, removes: bool) -> None:
+def test_errors_of_asynchronous_saves_are_raised(tmp_path: Path, disk: Any, where: str, removes: bool) -> None:
     io = CheckpointFiles(asynchronous=True)
     disk.is_full = True
     io.save_checkpoint(FULL, tmp_path / "x.ckpt")
@@ -327,17 +322,12 @@ def test_errors_of_asynchronous_saves_are_raised(tmp_path: Path, disk: Disk, whe
     assert names(tmp_path) == ["y.ckpt"]
 
 
-def test_error_of_the_run_is_not_replaced(tmp_path: Path, disk: Disk) -> None:
-    class Fails(Regression):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            if self.trainer.global_step == 3:
-                raise RuntimeError("enough")
-            return super().training_step(batch, batch_idx)
-
+def test_error_of_the_run_is_not_replaced(tmp_path: Path, disk: Any) -> None:
     disk.is_full = True
     saver = ModelCheckpoint(tmp_path / "c", every_n_train_steps=3)
-    with pytest.raises(RuntimeError, match="enough"), pytest.warns(UserWarning, match=r"step=3.ckpt was not written"):
-        fit(tmp_path, saver, plugins=CheckpointFiles(asynchronous=True), module=Fails())
+    module = Regression(change=lambda loss, batch_idx: loss * (1 / (3 - batch_idx)))
+    with pytest.raises(ZeroDivisionError), pytest.warns(UserWarning, match=r"step=3.ckpt was not written"):
+        fit(tmp_path, saver, plugins=CheckpointFiles(asynchronous=True), module=module)
     assert names(tmp_path) == []
 
 

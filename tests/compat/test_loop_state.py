@@ -17,36 +17,7 @@ class FailedError(Exception):
     pass
 
 
-class FailsInTraining(Scheduled):
-    """Fails in batch ``at`` of the second epoch."""
-
-    at = 1
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        if (self.current_epoch, batch_idx) == (1, self.at):
-            raise FailedError
-        return super().training_step(batch, batch_idx)
-
-
-class FailsInItsLastBatch(FailsInTraining):
-    at = 2
-
-
-class FailsInValidation(Classifier):
-    """Fails in the second dataloader of the second epoch's validation."""
-
-    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int) -> None:
-        if (self.current_epoch, dataloader_idx, batch_idx) == (1, 1, 1):
-            raise FailedError
-
-
-class FailsAfterABatch(Scheduled):
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if (self.current_epoch, batch_idx) == (1, 1):
-            raise FailedError
-
-
-class FailsByHand(FailsAfterABatch):
+class ByHand(Scheduled):
     """Uses manual optimization."""
 
     automatic_optimization = False
@@ -60,24 +31,39 @@ class FailsByHand(FailsAfterABatch):
         self.lr_schedulers().step()
 
 
+def failing(base: type, hook: str, *place: int) -> Any:
+    """Return a module that fails in ``hook`` in the second epoch, at this batch (and dataloader)."""
+
+    def fails(self: Any, *args: Any) -> Any:
+        if (self.current_epoch, *(one for one in args if isinstance(one, int))) == (1, *place):
+            raise FailedError
+        return getattr(base, hook)(self, *args)
+
+    return type("Fails", (base,), {hook: fails})()
+
+
 def counts(fit_loop: dict[str, Any]) -> dict[str, Any]:
     """Return the counters only."""
     return {key: value for key, value in fit_loop.items() if not key.endswith("state_dict")}
 
 
+class TwoLoaders(Classifier):
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None: ...
+
+
 @pytest.mark.parametrize(
-    ("module", "accumulate"),
+    ("place", "accumulate"),
     [
-        (FailsInTraining, 1),
-        (FailsInTraining, 3),
-        (FailsInItsLastBatch, 2),
-        (FailsInValidation, 1),
-        (FailsAfterABatch, 2),
-        (FailsByHand, 1),
+        ((Scheduled, "training_step", 1), 1),
+        ((Scheduled, "training_step", 1), 3),
+        ((Scheduled, "training_step", 2), 2),
+        ((TwoLoaders, "validation_step", 1, 1), 1),
+        ((Scheduled, "on_train_batch_end", 1), 2),
+        ((ByHand, "on_train_batch_end", 1), 1),
     ],
 )
 @pytest.mark.filterwarnings("ignore:.*(previous `fit` call will be used|there is no last checkpoint)")
-def test_failed_runs_checkpoint_counts_as_lightnings(module: Any, accumulate: int, tmp_path: Path) -> None:
+def test_failed_runs_checkpoint_counts_as_lightnings(place: Any, accumulate: int, tmp_path: Path) -> None:
     def scenario(make: Any) -> Any:
         folder = tmp_path / make.__name__
         trainer = make(
@@ -87,9 +73,9 @@ def test_failed_runs_checkpoint_counts_as_lightnings(module: Any, accumulate: in
             enable_checkpointing=True,
             callbacks=OnExceptionCheckpoint(folder),
         )
-        val = [data(4), data(6, seed=1)] if module is FailsInValidation else data(4)
+        val = [data(4), data(6, seed=1)] if place[0] is TwoLoaders else data(4)
         with pytest.raises(FailedError):
-            trainer.fit(module(), data(6), val)
+            trainer.fit(failing(*place), data(6), val)
         checkpoint = torch.load(folder / "on_exception.ckpt", weights_only=True)
         seen = [counts(checkpoint["loops"]["fit_loop"]), counts(trainer.fit_loop.state_dict())]
         trainer.fit_loop.load_state_dict(checkpoint["loops"]["fit_loop"])

@@ -6,7 +6,6 @@ import os
 from collections import UserList
 from datetime import timedelta
 from functools import partial
-from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +14,8 @@ import torch
 from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint, Timer
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
+from tests.parity import assert_same_weights
 from tests.support import Killed, KilledAt, Regression, loader_of, make_batches, make_trainer
-from trainer import CheckpointFiles
 from trainer.checkpoint import files
 from trainer.checkpoint import folder_locks as folders
 from trainer.errors import ConfigurationError, FolderInUseError
@@ -69,23 +68,22 @@ def checkpoints(folder: Path) -> dict[str, int]:
     return {path.name: torch.load(path, weights_only=True)["global_step"] for path in sorted(folder.rglob("*.ckpt"))}
 
 
-LOGGERS = {
-    "csv": lambda folder: CSVLogger(folder),
-    "both": lambda folder: [TensorBoardLogger(folder), CSVLogger(folder, name="csv")],
-}
+@pytest.mark.parametrize(("board", "kills"), [(False, [4, 6, 6, 8]), (True, [9])])
+def test_killed_run_is_resumed_in_its_folder(tmp_path: Path, board: bool, kills: list[int]) -> None:
+    def run(name: str, kill: int | None = None) -> Any:
+        folder = tmp_path / name
+        boards = [TensorBoardLogger(folder)] if board else []
+        return script(folder, logger=[*boards, CSVLogger(folder, name="csv")], kill=kill)
 
-
-@pytest.mark.parametrize(("logger", "kills"), [("csv", [4, 6, 6, 8]), ("both", [9])])
-def test_killed_run_is_resumed_in_its_folder(tmp_path: Path, logger: str, kills: list[int]) -> None:
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    reference = script(whole, logger=LOGGERS[logger](whole))
+    reference = run("whole")
     for kill in kills:
-        assert script(killed, logger=LOGGERS[logger](killed), kill=kill) is None
-    fitted = script(killed, logger=LOGGERS[logger](killed))
+        assert run("killed", kill) is None
+    fitted = run("killed")
     assert fitted.ckpt_path.endswith("last.ckpt")
-    assert checkpoints(killed) == checkpoints(whole) == {"epoch=2-step=12.ckpt": 12, "last.ckpt": 12}
-    assert all(map(torch.equal, fitted.lightning_module.parameters(), reference.lightning_module.parameters()))
-    assert rows(killed) == rows(whole)
+    files = [checkpoints(tmp_path / name) for name in ("killed", "whole")]
+    assert files == [{"epoch=2-step=12.ckpt": 12, "last.ckpt": 12}] * 2
+    assert_same_weights(fitted.lightning_module, reference.lightning_module)
+    assert rows(tmp_path / "killed") == rows(tmp_path / "whole")
 
 
 @pytest.mark.parametrize("folder", [None, "own"])
@@ -104,16 +102,6 @@ def test_checkpoints_with_a_slash_in_their_names_are_found(tmp_path: Path, folde
     assert run("killed").ckpt_path.endswith("epoch=1-val/loss=-8.ckpt")
     assert rows(tmp_path / "killed") == rows(tmp_path / "whole")
     assert checkpoints(tmp_path / "killed") == checkpoints(tmp_path / "whole") == {"loss=-12.ckpt": 12}
-
-
-def test_damaged_sharded_checkpoint_is_passed_over(tmp_path: Path) -> None:
-    saver = partial(ModelCheckpoint, filename="{epoch}-{val/loss:.0f}", save_last=True)
-    script(tmp_path, saver=saver, max_epochs=1, plugins=CheckpointFiles(sharded=True))
-    (last,) = tmp_path.rglob("last.ckpt")
-    (last / "__0_0.distcp").write_bytes(b"")
-    with pytest.warns(UserWarning, match="passed over"):
-        resumed = script(tmp_path, saver=saver, plugins=CheckpointFiles(sharded=True))
-    assert resumed.ckpt_path.endswith("epoch=0-val/loss=0.ckpt")
 
 
 @pytest.mark.parametrize("arguments", [{}, {"accumulate_grad_batches": 3, "val_check_interval": 2}])
@@ -200,27 +188,6 @@ def test_damaged_checkpoints_are_skipped(tmp_path: Path) -> None:
     assert fitted.ckpt_path == str(folder / "epoch=0-step=4.ckpt")
     assert fitted.global_step == 12
     assert files.newest_valid([folder]) is not None
-
-
-def test_files_of_another_format_are_used_if_readable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both ``torch.save`` and ``torch.load`` may be replaced."""
-    load, save = torch.load, torch.save
-
-    def load_turned(stream: Any, *arguments: Any, **options: Any) -> Any:
-        return load(BytesIO(stream.read()[::-1]), *arguments, **options)
-
-    def save_turned(what: Any, stream: Any) -> None:
-        save(what, buffer := BytesIO())
-        stream.write(buffer.getvalue()[::-1])
-
-    saver = partial(ModelCheckpoint, save_top_k=-1)
-    script(tmp_path, kill=5, saver=saver)
-    monkeypatch.setattr(torch, "save", save_turned)
-    monkeypatch.setattr(torch, "load", load_turned)
-    (ours,) = tmp_path.rglob("*.ckpt")
-    ours.write_bytes(ours.read_bytes()[::-1])
-    fitted = script(tmp_path, saver=saver)
-    assert (fitted.ckpt_path, fitted.global_step) == (str(ours), 12)
 
 
 def test_run_with_only_damaged_checkpoints_starts_in_a_new_folder(tmp_path: Path) -> None:
