@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,25 +17,11 @@ from trainer.data.unpadded import BatchShare
 BATCHES = [[6, 2], [4, 0]]
 
 
-class Slots:
-    """Has no ``__dict__`` and no length."""
-
-    __slots__ = ()
-
-    def __iter__(self) -> Iterator[list[int]]:
-        return iter(BATCHES)
-
-
-class Own:
-    def __iter__(self) -> Iterator[list[int]]:
-        return iter(BATCHES)
-
-
 KINDS: dict[str, Callable[[], Any]] = {
     "list": lambda: BATCHES,
     "generator": lambda: (batch for batch in BATCHES),
-    "slots": Slots,
-    "object": Own,
+    "slots": type("Slots", (), {"__slots__": (), "__iter__": lambda self: iter(BATCHES)}),  # no `__dict__`
+    "object": type("Own", (), {"__iter__": lambda self: iter(BATCHES)}),
 }
 
 
@@ -90,7 +76,6 @@ class Changing:
 @pytest.mark.parametrize(
     ("arguments", "trained", "validations", "steps"),
     [
-        ({}, [2, 4, 1], [1, 1, 1], 7),
         ({"val_check_interval": 0.5}, [2, 4, 1], [2, 2, 1], 7),
         ({"val_check_interval": 2}, [2, 4, 1], [1, 2, 0], 7),
         ({"accumulate_grad_batches": 3}, [2, 4, 1], [1, 1, 1], 4),
@@ -99,25 +84,22 @@ class Changing:
     ids=str,
 )
 def test_each_epoch_has_the_batches_of_its_length(tmp_path, arguments, trained, validations, steps):
-    class Counts(Regression):
-        def __init__(self):
-            super().__init__(net=torch.nn.Linear(1, 1))
-            self.trained, self.validated = Counter(), Counter()
+    counts, lengths = Counter(), [2, 4, 1]
 
+    class Counts(Regression):
         def training_step(self, batch, batch_idx):
-            self.trained[self.current_epoch] += 1
+            counts["train", self.current_epoch] += 1
             assert self.trainer.is_last_batch == (batch_idx == trained[self.current_epoch] - 1)
             return self.net(batch).mean()
 
         def validation_step(self, batch, batch_idx):
-            self.validated[self.current_epoch] += 1
+            counts["val", self.current_epoch] += 1
 
-    data, module = torch.arange(8.0).reshape(8, 1), Counts()
     trainer = make_trainer(tmp_path, max_epochs=3, num_sanity_val_steps=0, **arguments)
-    lengths = [2, 4, 1]
-    trainer.fit(*[module, *(DataLoader(data, batch_sampler=Changing(lengths)) for _ in range(2))])
-    assert [module.trained[epoch] for epoch in range(3)] == trained
-    assert [module.validated[epoch] for epoch in range(3)] == [n * m for n, m in zip(validations, lengths, strict=True)]
+    loaders = [DataLoader(torch.arange(8.0).reshape(8, 1), batch_sampler=Changing(lengths)) for _ in range(2)]
+    trainer.fit(Counts(torch.nn.Linear(1, 1)), *loaders)
+    assert [counts["train", epoch] for epoch in range(3)] == trained
+    assert [counts["val", epoch] for epoch in range(3)] == [n * m for n, m in zip(validations, lengths, strict=True)]
     assert trainer.global_step == steps
 
 

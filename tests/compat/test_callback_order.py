@@ -40,26 +40,18 @@ def test_tuners_come_first_and_checkpoints_last() -> None:
     assert order == ["LearningRateFinder", "Own", "EarlyStopping", "ModelCheckpoint"]
 
 
-def spied(owner: Any, name: str) -> Any:
-    original = getattr(owner, name)
-    return functools.wraps(original)(lambda *args: original(*args))
-
-
 def test_spy_of_a_hook_does_not_count_as_an_override() -> None:
     module = Learner()
     for name in ("backward", "on_validation_model_train"):
-        vars(module)[name] = spied(module, name)
+        original = getattr(module, name)
+        vars(module)[name] = functools.wraps(original)(lambda *args, original=original: original(*args))
     assert overrides(module, "backward")
     assert not overrides(module, "on_validation_model_train")
     vars(module)["on_validation_model_train"] = lambda: None
     assert overrides(module, "on_validation_model_train")
 
 
-class Stops(EarlyStopping):
-    pass
-
-
-STOPS, STOPS_TOO, CHECKPOINT = Stops("x"), EarlyStopping("x"), ModelCheckpoint()
+STOPS, STOPS_TOO, CHECKPOINT = type("Stops", (EarlyStopping,), {})("x"), EarlyStopping("x"), ModelCheckpoint()
 CONFIGURED: dict[str, tuple[list[Any], Any]] = {
     "one": ([Own()], STOPS),
     "of a subclass": ([EarlyStopping("y"), Own()], [STOPS]),

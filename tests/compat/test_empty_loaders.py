@@ -53,29 +53,22 @@ TOO_SHORT = DataLoader(TensorDataset(torch.ones(2, 1)), batch_size=4, drop_last=
 @pytest.mark.parametrize(
     ("make", "named"),
     [
-        (
-            lambda: TOO_SHORT,
-            r"`train_dataloader`, a DataLoader of 2 samples with batch_size=4 and drop_last=True, has no",
-        ),
-        (lambda: [full(), {"c": TOO_SHORT}], r"`train_dataloader\[1\]\['c'\]`, .* has no batch"),
-        (lambda: stream(Stream, 0), r"`train_dataloader`, a DataLoader, yielded no batch in epoch 0"),
-        (lambda: stream(Sized, 0), r"`train_dataloader`, a DataLoader.*, yielded no batch in epoch 0"),
-        (lambda: {"a": full(), "b": stream(Sized, *[0] * 9)}, r"`train_dataloader\['b'\]`, .*no batch in epoch 0"),
-        (
-            lambda: CombinedLoader([stream(Stream, 0)] * 1, "max_size"),
-            r"`train_dataloader\[0\]`, .*no batch in epoch 0",
-        ),
-        (lambda: CombinedLoader([stream(Stream, 2), stream(Stream, 0)], "min_size"), r"`train_dataloader\[1\]`"),
+        (lambda: TOO_SHORT, "`, a DataLoader of 2 samples with batch_size=4 and drop_last=True, has no"),
+        (lambda: [full(), {"c": TOO_SHORT}], r"\[1\]\['c'\]`, .* has no batch"),
+        (lambda: stream(Stream, 0), "`, a DataLoader, yielded no batch in epoch 0"),
+        (lambda: stream(Sized, 0), "`, a DataLoader.*, yielded no batch in epoch 0"),
+        (lambda: {"a": full(), "b": stream(Sized, *[0] * 9)}, r"\['b'\]`, .*no batch in epoch 0"),
+        (lambda: CombinedLoader([stream(Stream, 0)] * 1, "max_size"), r"\[0\]`, .*no batch in epoch 0"),
+        (lambda: CombinedLoader([stream(Stream, 2), stream(Stream, 0)], "min_size"), r"\[1\]`"),
     ],
 )
 def test_fit_without_a_batch_names_the_empty_dataloader(tmp_path, make, named):
-    module = First()
     trainer = make_trainer(tmp_path, max_epochs=2)
-    with pytest.raises(ConfigurationError, match=named + ".*There is nothing to train on"):
-        trainer.fit(module, make())
+    with pytest.raises(ConfigurationError, match=f"`train_dataloader{named}.*There is nothing to train on"):
+        trainer.fit(First(), make())
     assert (trainer.current_epoch, trainer.global_step) == (0, 0)
     trainer = make_trainer(tmp_path, max_epochs=2, limit_train_batches=0)  # the advice
-    trainer.fit(module, make())
+    trainer.fit(First(), make())
     assert trainer.global_step == 0
 
 

@@ -24,15 +24,10 @@ from tests.support import Killed, KilledAt, Regression, loader_of, make_batches,
 BATCHES = make_batches(4)
 
 
-class Logs(Regression):
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("val_loss", super().training_step(batch, batch_idx), batch_size=4)
-
-
 class Interrupted(Callback):
     """Ends the run in the batch with this number by SIGTERM, before a validation that is due."""
 
-    def __init__(self, batch: int | None) -> None:
+    def __init__(self, batch: int) -> None:
         self.batch = batch
 
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
@@ -40,40 +35,28 @@ class Interrupted(Callback):
             signal.raise_signal(signal.SIGTERM)
 
 
-def train(
-    folder: Path, saver: ModelCheckpoint, interrupted: int | None = None, killed: int | None = None, **arguments: Any
-) -> Any:
-    """Return the steps of the remaining files by name, or None if the run was interrupted."""
-    callbacks = [Interrupted(interrupted), KilledAt(killed), saver]
-    trainer = make_trainer(folder, callbacks=callbacks, enable_checkpointing=True, resume="auto", **arguments)
-    try:
-        trainer.fit(Logs(optimizer=partial(torch.optim.SGD, lr=0.02)), loader_of(BATCHES), loader_of(BATCHES[:2]))
-    except (SIGTERMException, Killed):
-        return None
-    files = {path.name: path for path in folder.rglob("*.ckpt") if path.name != "interrupted.ckpt"}
-    return {name: torch.load(path, weights_only=True)["global_step"] for name, path in sorted(files.items())}
-
-
 @pytest.mark.parametrize(
-    ("options", "ends", "arguments"),
+    ("options", "end", "arguments"),
     [
-        ({"monitor": "val_loss", "save_top_k": 2}, {"interrupted": 8}, {"val_check_interval": 2}),
-        ({"save_top_k": -1}, {"interrupted": 5}, {"accumulate_grad_batches": 3}),
-        ({}, {"killed": 3}, {}),
-        ({"save_last": "link"}, {"killed": 7}, {}),
+        ({"monitor": "val_loss", "save_top_k": 2}, Interrupted(8), {"val_check_interval": 2}),
+        ({"save_top_k": -1}, Interrupted(5), {"accumulate_grad_batches": 3}),
+        ({}, KilledAt(3), {}),
+        ({"save_last": "link"}, KilledAt(7), {}),
     ],
 )
 def test_resumed_run_leaves_the_files_of_an_uninterrupted_one(
-    tmp_path: Path, options: dict[str, Any], ends: dict[str, int], arguments: dict[str, Any]
+    tmp_path: Path, options: dict[str, Any], end: Callback, arguments: dict[str, Any]
 ) -> None:
     """Also if the run ends before the validation that its saver waits for."""
 
-    def run(name: str, **ends: int) -> Any:
+    def run(name: str, *callbacks: Callback) -> dict[str, int]:
         saver = ModelCheckpoint(tmp_path / name / "kept", every_n_train_steps=2, **options)
-        return train(tmp_path / name, saver, max_epochs=3, **ends, **arguments)
+        fit(tmp_path / name, *callbacks, saver, batches=4, resume="auto", **arguments)
+        files = {path.name: path for path in (tmp_path / name).rglob("*.ckpt") if path.name != "interrupted.ckpt"}
+        return {name: torch.load(path, weights_only=True)["global_step"] for name, path in files.items()}
 
     whole = run("whole")
-    assert run("run", **ends) is None
+    assert run("run", end) != whole
     assert run("run") == whole
 
 
@@ -142,13 +125,13 @@ class KilledIn(Callback):
 
 
 def fit(folder: Path, *callbacks: Callback, manual: bool = False, batches: int = 5, **arguments: Any) -> Scored:
-    """Fit in ``folder``, from ``ckpt_path`` if it is given. After a kill, return the module in its current state."""
+    """Fit in ``folder``, from ``ckpt_path`` if it is given. Returns the module, also after a simulated end."""
     ckpt_path, module = arguments.pop("ckpt_path", None), Scored(manual)
     torch.manual_seed(1)
     trainer = make_trainer(
         folder, callbacks=list(callbacks), enable_checkpointing=True, **{"max_epochs": 3, **arguments}
     )
-    with suppress(Killed):
+    with suppress(Killed, SIGTERMException):
         trainer.fit(module, loader_of(make_batches(batches)), loader_of(BATCHES[:1]), ckpt_path=ckpt_path)
     return module
 
@@ -243,7 +226,7 @@ def test_metric_that_is_never_logged_is_reported_after_an_epoch(tmp_path: Path, 
         else pytest.warns(UserWarning, match=f"monitor='{name}'.*could not find")
     )
     with report:
-        trainer.fit(Logs(), loader_of(BATCHES), loader_of(BATCHES[:2]))
+        trainer.fit(Scored(), loader_of(BATCHES), loader_of(BATCHES[:2]))
     assert trainer.current_epoch == (0 if validates else 3)
 
 

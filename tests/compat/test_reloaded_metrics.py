@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback
-from lightning.pytorch.callbacks import EarlyStopping
+from lightning.pytorch.callbacks import EarlyStopping, LambdaCallback
 from lightning.pytorch.loggers import CSVLogger
 
 from tests.support import Regression, loader_of, loss_of, make_batches, make_trainer
@@ -33,22 +33,16 @@ class Reloads(Regression):
         self.log_of(self, batch, dataloader_idx, self.number)
 
 
-class Seen(Callback):
-    def __init__(self) -> None:
-        self.metrics: list[dict[str, float]] = []
-
-    def on_validation_end(self, trainer: Any, *_: Any) -> None:
-        self.metrics.append({name: float(value) for name, value in trainer.callback_metrics.items()})
-
-
 def run(tmp_path: Any, numbers: list[int], log: Any, *callbacks: Callback, **arguments: Any) -> list[dict[str, float]]:
-    seen = Seen()
+    """Return the metrics after each validation."""
+    seen = list[dict[str, float]]()
+    look = LambdaCallback(on_validation_end=lambda trainer, _: seen.append({**trainer.callback_metrics}))
     trainer = make_trainer(
         tmp_path, max_epochs=len(numbers), reload_dataloaders_every_n_epochs=1, num_sanity_val_steps=0,
-        callbacks=[seen, *callbacks], **arguments,
+        callbacks=[look, *callbacks], **arguments,
     )  # fmt: skip
     trainer.fit(Reloads(numbers, log), loader_of(make_batches(1)))
-    return seen.metrics
+    return seen
 
 
 def log_last(module: Any, batch: Any, dataloader_idx: int, number: int) -> None:
@@ -103,44 +97,29 @@ class Module(Regression):
         return loss
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("val_loss", loss_of(self.net, batch), prog_bar=True, batch_size=4)
+        self.log(f"{self.trainer.state.stage.value}_loss", loss_of(self.net, batch), prog_bar=True, batch_size=4)
 
-    def test_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("test_loss", loss_of(self.net, batch), prog_bar=True, batch_size=4)
+    test_step = validation_step
 
     def predict_step(self, batch: Any, batch_idx: int) -> Any:
         return self.net(batch[0])
 
 
-def batches() -> Any:
-    return loader_of(make_batches(2))
-
-
-def kept_of(trainer: Any) -> dict[str, dict[str, Any]]:
-    return {name: getattr(trainer, name) for name in NAMES}
-
-
+@pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no")
 @pytest.mark.parametrize(
     ("first", "then"), [("fit", "test"), ("validate", "fit"), ("test", "predict"), ("test", "validate")]
 )
 def test_run_leaves_the_metrics_of_the_run_before_as_they_were(tmp_path, first, then):
     trainer, module = make_trainer(tmp_path, logger=CSVLogger(tmp_path), log_every_n_steps=1), Module()
-
-    def run(what: str) -> None:
-        arguments = (batches(), batches()) if what == "fit" else (batches(),)
-        getattr(trainer, what)(module, *arguments)
-
-    run(first)
-    kept = kept_of(trainer)
+    getattr(trainer, first)(module, loader_of(make_batches(2)))
+    kept = {name: getattr(trainer, name) for name in NAMES}
     copies = {name: dict(metrics) for name, metrics in kept.items()}
     assert all(copies.values())
-    trainer.fit_loop.max_epochs = 2
-    run(then)
+    getattr(trainer, then)(module, loader_of(make_batches(2)))
     for name, metrics in kept.items():
         assert metrics.keys() == copies[name].keys(), name
         assert all(metrics[key] is value for key, value in copies[name].items()), name
         now = getattr(trainer, name)
         assert now is not metrics
         assert bool(now) is (then != "predict"), name
-        if first != "fit" and then in ("validate", "test") and first != then:
-            assert not now.keys() & metrics.keys()
+        assert first == "fit" or not now.keys() & metrics.keys()

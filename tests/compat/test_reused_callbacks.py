@@ -71,15 +71,13 @@ def test_folder_that_the_user_sets_between_the_fits_is_used(tmp_path: Path) -> N
 
 
 def test_second_fit_of_the_same_trainer_continues(tmp_path: Path) -> None:
-    stops = EarlyStopping("score", patience=2)
+    """The time of a Timer begins again."""
+    stops, timer = EarlyStopping("score", patience=2), Timer(duration={"microseconds": 1})
     trainer, _ = fit(tmp_path, stops, 10.0)
     trainer.fit_loop.max_epochs = 9
     fit(tmp_path, stops, 100.0, trainer)
     assert (trainer.current_epoch, stops.best_score) == (7, torch.tensor(6.0))
-
-
-def test_second_fit_of_the_same_trainer_has_its_own_time(tmp_path: Path) -> None:
-    trainer, _ = fit(tmp_path, Timer(duration={"microseconds": 1}), 10.0)
+    trainer, _ = fit(tmp_path, timer, 10.0)
     assert trainer.global_step == 1
-    fit(tmp_path, trainer.callbacks[0], 10.0, trainer)
+    fit(tmp_path, timer, 10.0, trainer)
     assert trainer.global_step == 2

@@ -16,9 +16,9 @@ from lightning.pytorch.callbacks import (
     BackboneFinetuning,
     BasePredictionWriter,
     EarlyStopping,
+    LambdaCallback,
     ModelCheckpoint,
     ModelPruning,
-    OnExceptionCheckpoint,
     StochasticWeightAveraging,
     ThroughputMonitor,
 )
@@ -26,7 +26,18 @@ from torch import nn
 from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader, IterableDataset
 
-from tests.parity import CLASSES, FEATURES, Classifier, RecordingLogger, assert_agree, data, ours, plain, run_both
+from tests.parity import (
+    CLASSES,
+    FEATURES,
+    Classifier,
+    RecordingLogger,
+    assert_agree,
+    data,
+    looks_in,
+    ours,
+    plain,
+    run_both,
+)
 from trainer.errors import ResumeError
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # warnings of these callbacks are not tested
@@ -35,9 +46,9 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # warnings of these callbacks
 class Net(Classifier):
     """A module with a backbone, a batch norm, a schedule, and its own data."""
 
-    def __init__(self, norm: bool = True) -> None:
+    def __init__(self, norm: bool = True, crashes_at: int | None = None) -> None:
         super().__init__()
-        self.crashes_at: int | None = None
+        self.crashes_at = crashes_at
         with torch.random.fork_rng():
             torch.manual_seed(1)
             self.backbone = nn.Sequential(nn.Linear(FEATURES, 5), nn.BatchNorm1d(5) if norm else nn.Tanh(), nn.ReLU())
@@ -85,32 +96,20 @@ def last_file(folder: Any) -> Any:
 # --- averaging ------------------------------------------------------------------------------------------------------
 
 
-class Swa(StochasticWeightAveraging):
-    """Records its changes of the Trainer."""
+@looks_in("on_train_epoch_start", "on_train_epoch_end", "on_train_end")
+class Looks(Callback):
+    """Records the changes of the Trainer by stochastic weight averaging."""
 
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**{"swa_epoch_start": 1, "swa_lrs": 0.05, **options})
-        self.seen: UserList[Any] = UserList()  # which a resume does not restore
+    def __init__(self, swa: StochasticWeightAveraging) -> None:
+        self.swa, self.seen = swa, UserList[Any]()  # not restored by a resume
 
-    def look(self, trainer: Any) -> None:
+    def look(self, hook: str, trainer: Any) -> None:
         loop, schedules = trainer.fit_loop, trainer.lr_scheduler_configs
         self.seen.append((
             trainer.current_epoch, trainer.max_epochs, trainer.num_training_batches, loop.max_batches,
             trainer.accumulate_grad_batches, loop._skip_backward, [type(one.scheduler).__name__ for one in schedules],
-            plain([group["lr"] for group in trainer.optimizers[0].param_groups]), plain(self.n_averaged),
+            plain([group["lr"] for group in trainer.optimizers[0].param_groups]), plain(self.swa.n_averaged),
         ))  # fmt: skip
-
-    def on_train_epoch_start(self, trainer: Any, *args: Any) -> None:
-        super().on_train_epoch_start(trainer, *args)
-        self.look(trainer)
-
-    def on_train_epoch_end(self, trainer: Any, *args: Any) -> None:
-        super().on_train_epoch_end(trainer, *args)
-        self.look(trainer)
-
-    def on_train_end(self, trainer: Any, *args: Any) -> None:
-        super().on_train_end(trainer, *args)
-        self.look(trainer)
 
 
 @pytest.mark.parametrize(
@@ -118,27 +117,23 @@ class Swa(StochasticWeightAveraging):
 )
 def test_stochastic_weight_averaging(tmp_path: Any, norm: bool, endless: bool, crashes_at: int | None) -> None:
     def scenario(make: Any) -> Any:
-        folder = tmp_path / make.__name__
-        loader = DataLoader(Endless(), batch_size=2) if endless else None
-        arguments = {
-            "max_epochs": 4,
-            "limit_train_batches": 4,
-            "limit_val_batches": 0,
-            "accumulate_grad_batches": 2,
-            "enable_checkpointing": True,
-            "default_root_dir": folder,
-        }
-        module, callback = Net(norm), Swa()
-        module.crashes_at = crashes_at
-        trainer = make(callbacks=[callback], **arguments)
-        if crashes_at is not None:
-            with pytest.raises(ValueError, match="crash"):
-                trainer.fit(module, loader)
-            module, callback = Net(norm), Swa()
-            trainer = make(callbacks=[callback], **arguments)
-        trainer.fit(module, loader, ckpt_path=None if crashes_at is None else last_file(folder))
-        # Lightning steps once more in the extra epoch for the batch norm, on the gradients of the epoch before
-        return [callback.seen, trainer.max_epochs, trainer.current_epoch, None if norm else state_of(module)]
+        folder, loader = tmp_path / make.__name__, DataLoader(Endless(), batch_size=2) if endless else None
+
+        def run(module: Net, path: Any = None) -> Any:
+            looks = Looks(swa := StochasticWeightAveraging(swa_epoch_start=1, swa_lrs=0.05))
+            trainer = make(
+                callbacks=[swa, looks], max_epochs=4, limit_train_batches=4, limit_val_batches=0,
+                accumulate_grad_batches=2, enable_checkpointing=True, default_root_dir=folder,
+            )  # fmt: skip
+            trainer.fit(module, loader, ckpt_path=path)
+            # Lightning steps once more in the extra epoch for the batch norm, on the gradients of the epoch before
+            return [looks.seen, trainer.max_epochs, trainer.current_epoch, None if norm else state_of(module)]
+
+        if crashes_at is None:
+            return run(Net(norm))
+        with pytest.raises(ValueError, match="crash"):
+            run(Net(norm, crashes_at))
+        return run(Net(norm), last_file(folder))
 
     assert_agree(scenario)
 
@@ -154,7 +149,7 @@ def test_extra_epoch_for_batch_norm_changes_no_weight() -> None:
             assert changed == (steps != trainer.global_step) == (trainer.current_epoch < 3)
 
     module = Net()
-    ours(max_epochs=3, callbacks=[Swa(), Watch()]).fit(module)
+    ours(max_epochs=3, callbacks=[StochasticWeightAveraging(0.05, swa_epoch_start=1), Watch()]).fit(module)
     assert module.backbone[1].num_batches_tracked == 4
 
 
@@ -307,18 +302,10 @@ def test_indices_of_a_batch_are_those_of_its_dataloader() -> None:
 
 
 @pytest.mark.parametrize("what", ["no module", "another kind", "dataloaders and a datamodule"])
-def test_on_exception_is_not_called_without_a_module(what: str, tmp_path: Any) -> None:
+def test_on_exception_is_not_called_without_a_module(what: str) -> None:
     def scenario(make: Any) -> Any:
         module, heard = Net(), []
-
-        class Hears(OnExceptionCheckpoint):
-            def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-                heard.append(pl_module is module)
-                super().on_exception(trainer, pl_module, exception)
-
-        trainer = make(
-            callbacks=[Hears(tmp_path / make.__name__)], enable_checkpointing=True, default_root_dir=tmp_path
-        )
+        trainer = make(callbacks=[LambdaCallback(on_exception=lambda _, given, error: heard.append(given is module))])
         start = {
             "no module": lambda: trainer.test(dataloaders=[1]),
             "another kind": lambda: trainer.fit(torch.nn.Linear(2, 2)),
@@ -333,9 +320,8 @@ def test_on_exception_is_not_called_without_a_module(what: str, tmp_path: Any) -
 
 # --- evaluation after a validation -----------------------------------------------------------------------------------
 
-EACH_SECOND: list[Any] = ["00:00:00:01", {"seconds": 1}, timedelta(seconds=1)]
 INTERVALS: list[tuple[Any, int | None]] = [
-    (EACH_SECOND[0], 1), (EACH_SECOND[1], None), (EACH_SECOND[2], 2), (1, 2), (2, 1), (4, None), (None, 2), (0.5, 2),
+    ("00:00:00:01", 1), ({"seconds": 1}, None), (timedelta(0, 1), 2), (1, 2), (2, 1), (4, None), (None, 2), (0.5, 2),
 ]  # fmt: skip
 """Values of ``val_check_interval`` and ``check_val_every_n_epoch``."""
 
@@ -344,32 +330,23 @@ INTERVALS: list[tuple[Any, int | None]] = [
 def test_stock_callbacks_run_once_per_validation(tmp_path: Any, interval: Any, every: int | None) -> None:
     """Stock callbacks read attributes of the Trainer to run after validations or at the ends of epochs."""
 
-    class Counts(Callback):
+    class Logs(Net):
         validations = 0
 
-        def on_validation_end(self, trainer: Any, *_: Any) -> None:
-            self.validations += not trainer.sanity_checking
-
-    class Looks(EarlyStopping):
-        looks = 0
-
-        def _run_early_stopping_check(self, trainer: Any) -> None:
-            self.looks += 1
-            super()._run_early_stopping_check(trainer)
-
-    class Logs(Net):
         def validation_step(self, batch: Any, batch_idx: int) -> None:
             self.log("val_loss", -float(self.trainer.global_step))
 
-    counts, stopping = Counts(), Looks("val_loss", patience=1)
+        def on_validation_end(self) -> None:
+            self.validations += not self.trainer.sanity_checking
+
+    module, stopping, seconds = Logs(), EarlyStopping("val_loss", patience=1), itertools.count(step=0.4)
     saver = ModelCheckpoint(tmp_path / "kept", monitor="val_loss", save_top_k=-1, filename="{step}")
-    arguments: dict[str, Any] = {"max_epochs": 4, "val_check_interval": interval, "check_val_every_n_epoch": every}
-    arguments["default_root_dir"] = tmp_path
-    seconds = itertools.count(step=0.4)
-    with mock.patch("time.monotonic", side_effect=lambda: next(seconds)):
-        trainer = ours(callbacks=[counts, stopping, saver], enable_checkpointing=True, **arguments)
-        trainer.fit(Logs())
+    looks = mock.patch.object(stopping, "_run_early_stopping_check", wraps=stopping._run_early_stopping_check)
+    with looks as look, mock.patch("time.monotonic", side_effect=lambda: next(seconds)):
+        trainer = ours(
+            callbacks=[stopping, saver], enable_checkpointing=True, default_root_dir=tmp_path, max_epochs=4,
+            val_check_interval=interval, check_val_every_n_epoch=every,
+        )  # fmt: skip
+        trainer.fit(module)
     assert trainer.current_epoch == 4
-    assert counts.validations > 1
-    assert stopping.looks == counts.validations
-    assert len(saver.best_k_models) == counts.validations
+    assert look.call_count == len(saver.best_k_models) == module.validations > 1

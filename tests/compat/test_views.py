@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock, patch
@@ -12,7 +13,7 @@ import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.trainer.states import RunningStage
 
-from tests.parity import Classifier, Learner, assert_agree, data, looks_in, ours, plain, run_both
+from tests.parity import Classifier, Learner, assert_agree, data, looks_in, ours, plain, run_both, weights
 from trainer.errors import ConfigurationError
 
 
@@ -35,22 +36,18 @@ class Looks(Callback):
         if trainer.sanity_checking:
             return
         fit, epoch = trainer.fit_loop, trainer.fit_loop.epoch_loop
+        schedules, epochs = epoch.scheduler_progress, fit.epoch_progress.current
         self.seen.append({
             "where": where,
-            "batches that stepped": epoch._batches_that_stepped,
-            "global step": epoch.global_step,
-            "batch_idx": (fit.batch_idx, epoch.batch_idx),
-            "total_batch_idx": fit.total_batch_idx,
-            "current": moments(epoch.batch_progress.current),
-            "total": moments(epoch.batch_progress.total),
+            "steps": (epoch._batches_that_stepped, epoch.global_step),
+            "batch_idx": (fit.batch_idx, epoch.batch_idx, fit.total_batch_idx),
+            "batches": (moments(epoch.batch_progress.current), moments(epoch.batch_progress.total)),
             "last": (epoch.batch_progress.is_last_batch, trainer.is_last_batch),
-            "epochs": (fit.epoch_progress.current.processed, fit.epoch_progress.current.completed),
-            "val current": moments(epoch.val_loop.batch_progress.current),
-            "val total": moments(epoch.val_loop.batch_progress.total),
-            "schedules": (epoch.scheduler_progress.total.completed, epoch.scheduler_progress.current.completed),
-            "has run": epoch.val_loop._has_run,
+            "epochs": (epochs.processed, epochs.completed),
+            "val": [moments(getattr(epoch.val_loop.batch_progress, name)) for name in ("current", "total")],
+            "schedules": (schedules.total.completed, schedules.current.completed),
             "limits": (fit.max_batches, fit.max_epochs, fit.max_steps, epoch.min_steps or 0),
-            "val": list(trainer.num_val_batches),
+            "val batches": (epoch.val_loop._has_run, list(trainer.num_val_batches)),
             "done": fit.done,  # reading it writes a counter
         })  # fmt: skip
 
@@ -99,9 +96,8 @@ def test_fit_resumed_inside_an_epoch_is_restarting(tmp_path: Path) -> None:
 
     def scenario(make: Any) -> list[Any]:
         seen.clear()
-        make(max_epochs=1).fit(Tells(), data(8))
-        make(max_epochs=2).fit(Tells(), data(8), ckpt_path=tmp_path / "middle.ckpt")
-        make(max_epochs=3).fit(Tells(), data(8), ckpt_path=tmp_path / "between.ckpt")
+        for epochs, path in enumerate((None, tmp_path / "middle.ckpt", tmp_path / "between.ckpt"), start=1):
+            make(max_epochs=epochs).fit(Tells(), data(8), ckpt_path=path)
         return [*seen]
 
     seen: list[Any] = []
@@ -117,21 +113,21 @@ def test_fit_resumed_inside_an_epoch_is_restarting(tmp_path: Path) -> None:
 def test_trainer_state_can_be_set(
     limits: dict[str, Any], epochs: int, batches: int, steps: int, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level(logging.DEBUG, logger="lightning.pytorch.utilities.rank_zero")
+
     def scenario(make: Any) -> list[Any]:
         trainer = make(**{"max_epochs": 9, **limits})
-        loop = trainer.fit_loop
+        loop, epoch = trainer.fit_loop, trainer.fit_loop.epoch_loop
         loop.max_batches = 4
-        loop.epoch_progress.current.processed = epochs
-        loop.epoch_progress.current.completed = epochs
-        loop.epoch_loop.batch_progress.current.ready = batches
-        loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step.total.completed = steps
-        found = []
+        loop.epoch_progress.current.processed = loop.epoch_progress.current.completed = epochs
+        epoch.batch_progress.current.ready = batches
+        epoch.automatic_optimization.optim_progress.optimizer.step.total.completed = steps
+        found: list[Any] = []
         for trainer.should_stop in (False, True):
             caplog.clear()
-            with caplog.at_level(logging.DEBUG, logger="lightning.pytorch.utilities.rank_zero"):
-                found.append((loop.done, [message for message in caplog.messages if "Trainer.fit" in message]))
-            found.append((loop.epoch_loop.done, loop._can_stop_early))
-        counts = (trainer.global_step, trainer.current_epoch, loop.epoch_loop.batch_idx, trainer.num_training_batches)
+            found.append((loop.done, [message for message in caplog.messages if "Trainer.fit" in message]))
+            found.append((epoch.done, loop._can_stop_early))
+        counts = (trainer.global_step, trainer.current_epoch, epoch.batch_idx, trainer.num_training_batches)
         return [*found, *counts]
 
     assert_agree(scenario)
@@ -145,23 +141,19 @@ def test_fit_reports_the_reason_for_its_end(caplog: pytest.LogCaptureFixture) ->
 
 def test_passes_and_steps_of_an_evaluation_can_be_counted_and_replaced() -> None:
     def scenario(make: Any) -> list[int]:
-        counts = []
-        trainer = make(max_epochs=2, num_sanity_val_steps=1)
+        trainer, module, loaders = make(max_epochs=2, num_sanity_val_steps=1), Classifier(), (data(8), data(4))
         loop = trainer.fit_loop.epoch_loop.val_loop
         with patch.object(loop, "_evaluation_step", wraps=loop._evaluation_step) as step:
-            trainer.fit(Classifier(), data(8), data(4))
-        counts.append(step.call_count)
-        trainer.validate(Classifier(), data(4))
-        counts.append(step.call_count)
+            trainer.fit(module, *loaders)
+        trainer.validate(module, data(4))
         loop.run = Mock()
         trainer.fit_loop.max_epochs = 4
-        trainer.fit(Classifier(), data(8), data(4))
-        counts.append(loop.run.call_count)
-        return counts
+        trainer.fit(module, *loaders)
+        return [step.call_count, loop.run.call_count]
 
-    found = assert_agree(scenario)
-    assert found[0] == found[1] == 5
-    assert found[2] >= 2
+    steps, passes = assert_agree(scenario)
+    assert steps == 5
+    assert passes >= 2
 
 
 def test_batch_can_be_trained_through_the_view() -> None:
@@ -170,35 +162,27 @@ def test_batch_can_be_trained_through_the_view() -> None:
             return None if batch_idx == 9 else super().training_step(batch, batch_idx)
 
     def scenario(make: Any) -> list[Any]:
-        module, trainer = SkipsOne(), make(max_epochs=1, accumulate_grad_batches=2)
+        module, trainer, batch = SkipsOne(), make(max_epochs=1, accumulate_grad_batches=2), next(iter(data(2)))
         trainer.fit(module, data(8))
         trainer.state.stage = RunningStage.TRAINING
         by_hand = trainer.fit_loop.epoch_loop.automatic_optimization
-        batch = next(iter(data(2)))
         outputs = [by_hand.run(trainer.optimizers[0], i, {"batch": batch, "batch_idx": i}) for i in (0, 9, 1)]
         loss = by_hand._make_closure({"batch": batch, "batch_idx": 0}, trainer.optimizers[0], 0)()
-        weights = [parameter.detach().clone() for parameter in module.parameters()]
-        return [plain(outputs), loss.item(), torch.cat([weight.flatten() for weight in weights]).tolist()]
+        return [plain(outputs), loss.item(), [weight.tolist() for weight in weights(module)]]
 
     found = assert_agree(scenario)
-    assert list(found[0][0]) == ["loss"]
-    assert found[0][1] == {}
+    assert [list(output) for output in found[0][:2]] == [["loss"], []]
 
 
 @pytest.mark.parametrize("precision", ["32-true", "16-mixed"])
 def test_optimizer_stepped_by_the_user_in_automatic_optimization(precision: str) -> None:
     class StepsItself(Learner):
         def on_train_epoch_end(self) -> None:
-            self.loss(batch).backward()
-            before = self.net[0].weight.detach().clone()
+            self.loss(next(iter(data(2)))).backward()
+            before = weights(self)
             self.optimizers().step()
-            moved.append(not self.net[0].weight.equal(before))
+            assert not torch.equal(weights(self)[0], before[0])
 
-    batch, moved = next(iter(data(2))), []
-    trainer = ours(max_epochs=1, precision=precision)
-    if precision == "32-true":
-        trainer.fit(StepsItself(), data(4))
-        assert moved == [True]
-    else:
-        with pytest.raises(ConfigurationError, match="outside of manual optimization, while the loss is scaled"):
-            trainer.fit(StepsItself(), data(4))
+    message = "outside of manual optimization, while the loss is scaled"
+    with nullcontext() if precision == "32-true" else pytest.raises(ConfigurationError, match=message):
+        ours(max_epochs=1, precision=precision).fit(StepsItself(), data(4))
