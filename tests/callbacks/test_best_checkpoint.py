@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
 
 from tests.support import Regression, loader_of, make_batches, make_trainer
 from trainer.callbacks import BestCheckpoint
@@ -35,33 +35,14 @@ class Logs(Regression):
 
 
 def fitted(
-    module: Logs,
-    folder: Path,
-    epochs: int,
-    resume: Any = None,
-    batches: int = 2,
-    beside: Any = (),
-    every: int | None = None,
-    **options: Any,
+    module: Logs, folder: Path, epochs: int, resume: Any = None, batches: int = 2, more: Any = (), **options: Any
 ) -> tuple[Any, BestCheckpoint]:
-    """Fit with this number of ``batches``, and a validation after ``every`` of them."""
+    """Fit with this number of ``batches``, and a validation after each second of them."""
     saver = BestCheckpoint(folder / "checkpoints", filename="{epoch}", **{"monitor": "auto", **options})
-    settings = {"enable_checkpointing": True, "max_epochs": epochs, "val_check_interval": every}
-    trainer = make_trainer(folder, callbacks=[saver, *beside], **settings)
+    settings = {"enable_checkpointing": True, "max_epochs": epochs, "val_check_interval": 2}
+    trainer = make_trainer(folder, callbacks=[saver, *more], **settings)
     trainer.fit(module, loader_of(make_batches(batches)), loader_of(make_batches(1)), ckpt_path=resume)
     return trainer, saver
-
-
-class StepsOfLast(Callback):
-    """Records the step of ``last.ckpt`` after each batch."""
-
-    def __init__(self, folder: Path) -> None:
-        self.file, self.steps = folder / "checkpoints" / "last.ckpt", []
-
-    def on_train_batch_start(self, *arguments: Any) -> None:
-        self.steps.append(torch.load(self.file, weights_only=True)["global_step"] if self.file.exists() else 0)
-
-    on_train_end = on_train_batch_start
 
 
 @pytest.mark.parametrize(
@@ -80,15 +61,12 @@ def test_best_checkpoint_by_the_validation_metric_is_kept(
     assert (saver.monitor, saver.mode) == chosen
     (line,) = [message for message in caplog.messages if "best checkpoint" in message]
     assert f"est {chosen[0]}" in line
-    assert sorted(file.name for file in (tmp_path / "checkpoints").glob("*.ckpt")) == [
-        f"epoch={best}.ckpt",
-        "last.ckpt",
-    ]
-    assert torch.load(tmp_path / "checkpoints" / "last.ckpt", weights_only=True)["global_step"] == 6  # of 3 epochs
+    best_file, last = (tmp_path / "checkpoints" / name for name in (f"epoch={best}.ckpt", "last.ckpt"))
+    assert {*(tmp_path / "checkpoints").glob("*.ckpt")} == {best_file, last}
+    assert torch.load(last, weights_only=True)["global_step"] == 6  # of 3 epochs
     assert best_score_of(trainer) == pytest.approx(values[chosen[0]][best])
     paths = paths_of(trainer)
-    assert Path(str(paths["best_checkpoint"])).name == f"epoch={best}.ckpt"
-    assert Path(str(paths["last_checkpoint"])).name == "last.ckpt"
+    assert (paths["best_checkpoint"], paths["last_checkpoint"]) == (str(best_file), str(last))
 
 
 @pytest.mark.parametrize(
@@ -132,10 +110,14 @@ def test_metric_that_is_named_is_monitored_as_by_lightning(tmp_path: Path) -> No
 
 
 def test_last_checkpoint_is_written_with_and_without_a_metric(tmp_path: Path) -> None:
-    seen = StepsOfLast(tmp_path)
-    module = Logs(val_loss=[1.0, 2.0])
-    options: dict[str, Any] = {"monitor": "val_loss", "save_last": True, "every_n_train_steps": 2}
-    _, saver = fitted(module, tmp_path, 2, batches=6, every=4, beside=[seen], **options)
-    assert seen.steps == [0, 0, 2, 2, 4, 4, 6, 6, 8, 8, 10, 10, 12]
+    steps, file = list[int](), tmp_path / "checkpoints" / "last.ckpt"
+
+    def look(*_: Any) -> None:
+        steps.append(torch.load(file, weights_only=True)["global_step"] if file.exists() else 0)
+
+    more = [LambdaCallback(on_train_batch_start=look, on_train_end=look)]
+    options: dict[str, Any] = {"monitor": "val_loss", "save_last": True, "every_n_train_steps": 1}
+    _, saver = fitted(Logs(val_loss=[1.0, 2.0]), tmp_path, 2, batches=3, more=more, **options)
+    assert steps == [0, 0, 2, 3, 4, 5, 6]
     best = torch.load(saver.best_model_path, weights_only=True)
-    assert (best["global_step"], float(saver.best_model_score or 0)) == (4, 1.0)  # saved by the validation itself
+    assert (best["global_step"], float(saver.best_model_score or 0)) == (2, 1.0)  # saved by the validation itself

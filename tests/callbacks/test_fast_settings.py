@@ -204,16 +204,11 @@ def test_settings_that_do_not_fit_the_run_are_off(has_cuda, monkeypatch):
 
 @pytest.mark.gpu
 def test_on_a_gpu(tmp_path):
-    class Looking(Classifier):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            return F.cross_entropy(self.net(batch[0]), batch[1])
-
-        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-            seen.append((torch.get_float32_matmul_precision(), torch.backends.cudnn.benchmark))
-
-    seen: list[Any] = []
-    fast, module = FastSettings(), Looking()
+    fast, module, seen = FastSettings(), Classifier(), []
     module.net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(144, 3))
+    module.on_train_batch_end = lambda *_: seen.append(
+        (torch.get_float32_matmul_precision(), torch.backends.cudnn.benchmark)
+    )
     make_trainer(tmp_path, callbacks=[fast], accelerator="gpu", devices=1).fit(module, loader_of(images(2)))
     assert {"TF32", "cudnn.benchmark", "channels_last"} <= set(fast.on)
     assert seen == [("high", True)] * 2

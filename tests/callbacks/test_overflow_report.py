@@ -2,15 +2,14 @@ from __future__ import annotations
 
 import io
 import math
-from contextlib import nullcontext
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
 from rich.console import Console
 from torch import nn
 
@@ -18,6 +17,8 @@ from tests.postmortem.layers import Amplifier, Huge, Nan, OwnCode, Residual, seq
 from tests.postmortem.test_replay import Everything, assert_equal, everything
 from tests.support import (
     OPTIMIZERS,
+    Killed,
+    KilledAt,
     Regression,
     assert_identical,
     loader_of,
@@ -76,18 +77,12 @@ def test_growing_scale_is_no_growing_loss(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(("gain", "number"), [(math.nan, 2), (1e30, 0)])
 def test_losses_that_are_not_finite_are_counted_by_themselves(tmp_path, gain, number):
-    summary = RunSummary(console=Console(file=io.StringIO(), width=200))
-    batches = make_batches(6, gains={2: gain, 4: gain})
-    monitor, outcomes, logged = ScaleMonitor(), [], []
-
-    class Outcomes(Callback):
-        def on_train_batch_end(self, trainer, *_):
-            outcomes.append(trainer.step_outcome.nonfinite_loss)
-
-        def on_train_epoch_end(self, trainer, *_):
-            logged.append(float(trainer.callback_metrics.get("amp/nonfinite_losses", 0.0)))
-
-    callbacks = [summary, monitor, Outcomes()]
+    summary, outcomes, logged = RunSummary(console=Console(file=io.StringIO(), width=200)), [], []
+    look = LambdaCallback(
+        on_train_batch_end=lambda trainer, *_: outcomes.append(trainer.step_outcome.nonfinite_loss),
+        on_train_epoch_end=lambda trainer, _: logged.append(trainer.callback_metrics.get("amp/nonfinite_losses", 0)),
+    )
+    batches, callbacks = make_batches(6, gains={2: gain, 4: gain}), [summary, ScaleMonitor(), look]
     report_on(tmp_path, Regression(), batches, precision=native_fp16(init_scale=8.0), callbacks=callbacks)
     assert outcomes == [number > 0 and index in (2, 4) for index in range(6)]
     assert logged == [number]
@@ -164,32 +159,26 @@ def test_on_demand(tmp_path):
 
 def test_more_batches_are_kept_while_steps_are_skipped(tmp_path):
     """The outcome of a step may be known after the forward passes of the next one."""
-    room = []
+    room, callback = [], OverflowReport(console=Console(file=io.StringIO()))
 
-    class WithMore(Regression):
-        def training_step(self, batch, batch_idx):
-            room.append(callback._fit.recent.maxlen)
-            return super().training_step(batch[:3], batch_idx)
+    def look(loss, batch_idx):
+        room.append(callback._fit.recent.maxlen)
+        return loss
 
     batches = make_batches(12, gains={2: 1e30})
-    batches[0] += [torch.zeros(2**22)]  # 16 MiB
-    callback = OverflowReport(console=Console(file=io.StringIO()))
+    batches[0][2] = torch.ones(2**22)  # 16 MiB
     given = {"precision": native_fp16(init_scale=256.0), "accumulate_grad_batches": 4, "callbacks": [callback]}
-    make_trainer(tmp_path, **given).fit(WithMore(), loader_of(batches))
+    module = Regression(change=lambda loss, batch_idx: look(loss.mean(), batch_idx))
+    make_trainer(tmp_path, **given).fit(module, loader_of(batches))
     assert room == [1, 3, 3, 3, *[8] * 4, *[3] * 4]
 
 
-@pytest.mark.parametrize("error", [False, True])
-def test_everything_is_let_go_of_at_the_end(tmp_path, error):
-    class Stop(Callback):
-        def on_after_optimizer_step(self, trainer, *_):
-            if trainer.global_step == 2 and error:
-                raise KeyError
-
+@pytest.mark.parametrize("killed", [None, 2])
+def test_everything_is_let_go_of_at_the_end(tmp_path, killed):
     callback = OverflowReport(at_step=7)
-    trainer = make_trainer(tmp_path, precision=native_fp16(), callbacks=[callback, Stop()])
-    with pytest.raises(KeyError) if error else nullcontext():
-        trainer.fit(Regression(sequential(Amplifier(), 3)), loader_of(make_batches(2)))
+    trainer = make_trainer(tmp_path, precision=native_fp16(), callbacks=[callback, KilledAt(killed)])
+    with suppress(Killed):
+        trainer.fit(Regression(sequential(Amplifier(), 3)), loader_of(make_batches(3)))
     assert (callback._fit, callback._probe, trainer.scaler.before_unscale) == (None, None, [])
 
 
@@ -310,17 +299,13 @@ def test_buffers_that_the_first_skip_has_broken(tmp_path):
 
         def training_step(self, batch, batch_idx):
             factor = 1.0 if batch_idx < 3 else 1e6
-            x = self.net[0](batch[0]) * factor
-            return nn.functional.mse_loss(self.net[1:](x), batch[1])
+            return nn.functional.mse_loss(self.net[1:](self.net[0](batch[0]) * factor), batch[1])
 
-    saver = ModelCheckpoint(tmp_path / "checkpoints", every_n_train_steps=3, save_top_k=-1, filename="{step}")
-    module = Grows(sequential())
-    message, _ = collapse(tmp_path, module, callbacks=[saver], enable_checkpointing=True)
+    folder = tmp_path / "checkpoints"
+    saver = ModelCheckpoint(folder, every_n_train_steps=3, save_top_k=-1, filename="{step}")
+    message, _ = collapse(tmp_path, Grows(sequential()), callbacks=[saver], enable_checkpointing=True)
     assert "These buffers were already non-finite after step 3: net.1.running_mean, net.1.running_var." in message
-    assert (
-        f"The newest checkpoint from before the first skipped step: {tmp_path / 'checkpoints' / 'step=3.ckpt'}."
-        in message
-    )
+    assert f"The newest checkpoint from before the first skipped step: {folder / 'step=3.ckpt'}." in message
     assert "Verdict: forward pass overflows in 16 bits" in message
 
 

@@ -152,17 +152,21 @@ def test_record_is_written_during_the_fit(tmp_path, recorder, clock):
 
 
 @pytest.mark.parametrize(
-    ("error", "status", "error_text"),
+    ("error", "pruned", "status", "text"),
     [
-        (SystemExit(143), "interrupted", "SystemExit: 143"),
-        (RuntimeError("no s3://me:pw9@host"), "failed", "RuntimeError: no s3://me:***@host"),
+        (SystemExit(143), False, "interrupted", "SystemExit: 143"),
+        (RuntimeError("no s3://me:pw9@host"), True, "failed", "RuntimeError: no s3://me:***@host"),
+        (None, True, "pruned", None),
     ],
 )
-def test_fit_cut_short(tmp_path, recorder, clock, error, status, error_text):
-    Fit(recorder, folder=tmp_path, clock=clock).fit(error)
+def test_fit_cut_short(tmp_path, recorder, clock, error, pruned, status, text):
+    pruning = OptunaPruning("sqlite://", "study", 0, "val_loss")
+    pruning.pruned, pruning.on_fit_start, pruning.on_validation_end = pruned, lambda *_: None, lambda *_: None
+    Fit(recorder, pruning, folder=tmp_path, clock=clock).fit(error)
     facts = written(tmp_path)
-    assert (facts["status"], facts["error"]) == (status, error_text)
-    assert (facts["epochs"], facts["samples"], facts["train_seconds"], facts["seconds"]) == (0, 27, 2.0, 2.0)
+    assert (facts["status"], facts["error"]) == (status, text)
+    if error is not None:
+        assert (facts["epochs"], facts["samples"], facts["train_seconds"], facts["seconds"]) == (0, 27, 2.0, 2.0)
 
 
 def test_fit_that_fails_after_training(tmp_path, recorder, clock):
@@ -301,18 +305,9 @@ def test_batches_of_unknown_size(tmp_path, recorder):
     trainer = Fit(recorder, folder=tmp_path)
     trainer.begin()
     trainer.train_batch(batch="text")
-    trainer.hook("on_train_end")
     trainer.hook("on_fit_end")
     run = load_run(tmp_path)
     assert (run.samples_per_step, run.samples_per_second, run.steps) == (None, None, 1)
-
-
-@pytest.mark.parametrize(("error", "status"), [(None, "pruned"), (ValueError(), "failed")])
-def test_pruned_run(tmp_path, recorder, error, status):
-    pruning = OptunaPruning("sqlite://", "study", 0, "val_loss")
-    pruning.pruned, pruning.on_fit_start, pruning.on_validation_end = True, lambda *_: None, lambda *_: None
-    Fit(recorder, pruning, folder=tmp_path).fit(error)
-    assert load_run(tmp_path).status == status
 
 
 def test_paths(tmp_path, recorder, monkeypatch):
@@ -371,23 +366,18 @@ class Logging(BoringModel):
         self.log("val_acc", 0.5 + self.current_epoch / 4)
 
 
-def real_fit(trainer_class, recorder, folder, model):
-    trainer = make_trainer(folder, trainer_class, max_epochs=2, limit_val_batches=2, callbacks=recorder)
-    data = DataLoader(RandomDataset(32, 10), batch_size=4)  # batches of 4, 4 and 2
-    trainer.fit(model, data, data)
-
-
 @BOTH_TRAINERS
 def test_real_fit(tmp_path, trainer_class):
     recorder, model = RunRecorder(), Logging()
-    real_fit(trainer_class, recorder, tmp_path, model)
+    data = DataLoader(RandomDataset(32, 10), batch_size=4)  # batches of 4, 4 and 2
+    trainer = make_trainer(tmp_path, trainer_class, max_epochs=2, limit_val_batches=2, callbacks=recorder)
+    trainer.fit(model, data, data)
     run = load_run(tmp_path)
     assert (run.status, run.precision, run.devices) == ("completed", "32-true", "1 x CPU")
     assert (run.epochs, run.steps, run.scale, run.facts["samples"]) == (2, 6, None, 20)
     assert 0 < run.train_seconds < run.seconds
     assert dict(zip(run.losses.steps, run.losses.values, strict=True)) == dict(enumerate(model.losses, start=1))
-    assert run.metric_curve("val_acc").values == [0.5, 0.75]
-    assert run.metric_curve("train_acc").values == [0.25, 0.25]
+    assert [run.metric_curve(name).values for name in ("val_acc", "train_acc")] == [[0.5, 0.75], [0.25, 0.25]]
     assert not run.scales
 
 

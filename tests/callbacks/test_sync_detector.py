@@ -97,7 +97,6 @@ SYNCHRONIZING = {
     # a size or a number that the host reads
     "torch.allclose(x, x)": "allclose",
     "torch.where(x > 0)": "nonzero",
-    "torch.masked_select(x, x > 0)": "masked_select",
     "torch.repeat_interleave(x, labels + 1, dim=0)": "repeat_interleave",
     "torch.linalg.cholesky(square)": "_linalg_check_errors",
     "F.one_hot(labels)": "one_hot",
@@ -108,9 +107,7 @@ SYNCHRONIZING = {
     "x.clone().__setitem__(x > 0, x[0, :1])": "__setitem__",
     # copies of host data to the device
     "x[[0, 1]]": "an index on the host",
-    "x[np.array([0, 1])]": "an index on the host",
     "x[torch.arange(4), labels % 3]": "an index on the host",
-    "x.clone().__setitem__(torch.tensor([0]), 1.0)": "an index on the host",
     "x.clone().copy_(torch.ones(4, 3))": "copy_",
     "x.new_tensor([1.0])": "new_tensor",
     "torch.as_tensor(torch.ones(2), device=x.device)": "as_tensor",
@@ -126,7 +123,6 @@ QUIET = [
     "torch.repeat_interleave(x, labels + 1, dim=0, output_size=8)",
     "torch.linalg.cholesky_ex(square)",
     "x.masked_fill(x > 0, torch.tensor(0.0))",
-    "x.clone().__setitem__(x > 0, 0.0)",
     "x.clone().__setitem__((slice(1, None), x[0] > 0), 0.0)",
     "x[labels]",
     "x[torch.arange(4, device=x.device), labels % 3]",
@@ -135,9 +131,7 @@ QUIET = [
     "torch.ones(3).to(x, non_blocking=True)",
     "x.to(x.device).to(torch.float64).type_as(x)",
     "torch.as_tensor(x, device=x.device)",
-    "torch.from_numpy(np.ones(3)).sum().item()",
-    "torch.ones(3).to('cpu').tolist()",
-    "torch.empty(3).copy_(torch.ones(3)).tolist()",
+    "torch.empty(3).copy_(torch.from_numpy(np.ones(3))).to('cpu').tolist()",
 ]
 
 
@@ -210,8 +204,6 @@ def test_step_without_synchronization_reports_nothing(tmp_path, precision, optim
 
 
 def test_short_fit_and_a_validation_in_between(tmp_path):
-    detector = SyncDetector(batches=100, after=0)
-
     class Reading(Clean):
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
             loss = super().training_step(batch, batch_idx)
@@ -221,10 +213,10 @@ def test_short_fit_and_a_validation_in_between(tmp_path):
         def validation_step(self, batch: Any, batch_idx: int) -> None:
             super().training_step(batch, batch_idx).item()
 
+    detector = SyncDetector(batches=100, after=0)
     trainer = make_trainer(tmp_path, callbacks=[detector], val_check_interval=2, num_sanity_val_steps=0)
     trainer.fit(Reading(), loader_of(make_batches(6)), loader_of(make_batches(2)))
-    ((line, count),) = [(one.line, one.count) for one in detector.synchronizations]
-    assert (line, count) == (line_of(Reading, "reads"), 6)
+    assert [(one.line, one.count) for one in detector.synchronizations] == [(line_of(Reading, "reads"), 6)]
     assert detector.watched == 6
 
 

@@ -94,33 +94,25 @@ def fit(folder: Path, module: Scheduled, epochs: int, ckpt_path: Path | None = N
     return trainer
 
 
-def assert_same_rates(resumed: Scheduled, whole: Scheduled) -> None:
-    torch.testing.assert_close(torch.tensor(resumed.seen[2 * BATCHES :]), torch.tensor(whole.seen[2 * BATCHES :]))
-
-
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_schedule_of_a_longer_run_continues_at_its_position(tmp_path: Path, name: str, caplog: Any) -> None:
-    whole, first, second = (Scheduled(SCHEDULES[name]) for _ in range(3))
+    """With the rate of the checkpoint, which a finder may have found."""
+    whole, first, second = (Scheduled(SCHEDULES[name], lr) for lr in (0.2, 0.2, 0.1))
     fit(tmp_path, whole, 3)
     fit(tmp_path, first, 2)
     caplog.clear()
     fit(tmp_path, second, 3, tmp_path / "last.ckpt")
-    assert_same_rates(second, whole)
+    rates = [torch.tensor(module.seen[2 * BATCHES :]) for module in (second, whole)]
+    torch.testing.assert_close(*rates)
     (message,) = [one.getMessage() for one in caplog.records if "another length" in one.getMessage()]
     assert f"continues at step {2 * BATCHES}" in message
-    assert f"{second.seen[2 * BATCHES][0]:.4g} now" in message
+    assert f"{rates[0][0, 0]:.4g} now" in message
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_run_of_the_same_length_restores_the_saved_schedule(tmp_path: Path, name: str, caplog: Any) -> None:
-    class Stops(Scheduled):
-        stops = False
-
-        def on_train_epoch_end(self) -> None:
-            self.trainer.should_stop = self.stops
-
-    whole, first, second = (Stops(SCHEDULES[name]) for _ in range(3))
-    first.stops = True
+    whole, first, second = (Scheduled(SCHEDULES[name]) for _ in range(3))
+    first.on_train_epoch_end = lambda: setattr(first.trainer, "should_stop", True)  # type: ignore[method-assign]
     fit(tmp_path, whole, 2)
     fit(tmp_path, first, 2)
     caplog.clear()
@@ -147,12 +139,3 @@ def test_fixed_number_of_epochs_that_torch_cannot_exceed_is_refused(tmp_path: Pa
     fit(tmp_path, ByEpoch(CosineAnnealingLR), 2)
     with pytest.raises(ConfigurationError, match=r"run of 3 epochs and OneCycleLR\(total_steps=2\).*weights="):
         fit(tmp_path, ByEpoch(CosineAnnealingLR), 3, tmp_path / "last.ckpt")
-
-
-def test_rate_that_was_found_stays(tmp_path: Path) -> None:
-    found, again = Scheduled(SCHEDULES["cosine"], lr=0.2), Scheduled(SCHEDULES["cosine"], lr=0.1)
-    whole = Scheduled(SCHEDULES["cosine"], lr=0.2)
-    fit(tmp_path, whole, 3)
-    fit(tmp_path, found, 2)
-    fit(tmp_path, again, 3, tmp_path / "last.ckpt")
-    assert_same_rates(again, whole)

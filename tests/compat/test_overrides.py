@@ -34,6 +34,7 @@ from tests.parity import (
     Classifier,
     Learner,
     RecordingLogger,
+    assert_same_weights,
     data,
     lightning,
     lightnings_noise_ignored,
@@ -42,15 +43,15 @@ from tests.parity import (
 from tests.parity import plain as plain_value
 from tests.support import (
     Regression,
+    assert_identical,
     loader_of,
-    loss_of,
     make_batches,
     make_net,
     make_trainer,
     manual_step,
     native_fp16,
     needs_fsdp2,
-    sgd,
+    train_by_hand,
 )
 from trainer import FSDP2Strategy
 from trainer.compat.optimizers import MultipleOptimizersError
@@ -177,11 +178,7 @@ class Data(LightningDataModule):
     def val_dataloader(self) -> Any:
         return data(4)
 
-    def test_dataloader(self) -> Any:
-        return data(4)
-
-    def predict_dataloader(self) -> Any:
-        return data(4)
+    test_dataloader = predict_dataloader = val_dataloader
 
 
 def program(
@@ -318,7 +315,7 @@ def test_refused_methods_are_called_by_lightning(folder: Path) -> None:
 # --- overrides that change behavior ----------------------------------------------------------------------------------
 
 
-def trained(setup: dict[str, Any], methods: tuple[str, ...] = (), batches: Any = None) -> tuple[Any, list[Tensor]]:
+def trained(setup: dict[str, Any], methods: tuple[str, ...] = (), batches: Any = None) -> tuple[Any, LightningModule]:
     """Fit with overridden methods of the strategy that call the base class."""
 
     def passes(name: str) -> Callable[..., Any]:
@@ -327,7 +324,7 @@ def trained(setup: dict[str, Any], methods: tuple[str, ...] = (), batches: Any =
     kind = type("Own", (SingleDeviceStrategy,), {name: passes(name) for name in methods})
     trainer = make_trainer(None, strategy=kind(torch.device("cpu")), accelerator="auto", max_epochs=2, **setup)
     trainer.fit(module := Regression(make_net(dropout=0.1)), loader_of(batches or make_batches(5)))
-    return trainer, [value.clone() for value in module.state_dict().values()]
+    return trainer, module
 
 
 OVERFLOWS = make_batches(5, gains={1: 1e6, 3: 1e6})
@@ -350,23 +347,24 @@ OVERFLOWS = make_batches(5, gains={1: 1e6, 3: 1e6})
 def test_override_that_calls_the_base_class_changes_nothing(
     setup: dict[str, Any], batches: Any, methods: tuple[str, ...]
 ) -> None:
-    usual, expected = trained(setup, batches=batches)
-    trainer, found = trained(setup, methods, batches)
+    (usual, expected), (trainer, found) = (trained(setup, names, batches) for names in ((), methods))
     assert (trainer.global_step, trainer.skipped_steps) == (usual.global_step, usual.skipped_steps)
     assert (trainer.skipped_steps > 0) == (batches is not None)
     assert trainer.scaler.get_scale() == usual.scaler.get_scale()
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert_same_weights(found, expected)
 
 
 def test_loss_arrives_unscaled_and_the_step_outside_of_autocast() -> None:
     """As in Lightning, scaling and autocast are in the methods of the base class."""
-    seen: list[tuple[float, bool, bool]] = []
+    seen = list[bool]()
+
+    def look(value: Any, *_: Any) -> Any:
+        seen.append(torch.is_autocast_enabled("cpu"))
+        return value
 
     class Own(SingleDeviceStrategy):
         def training_step(self, *args: Any) -> Any:
-            outside = torch.is_autocast_enabled("cpu")
-            self.loss = super().training_step(*args)
-            seen.append((self.loss.item(), outside, torch.is_autocast_enabled("cpu")))
+            self.loss = look(super().training_step(*look(args)))
             return self.loss
 
         def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
@@ -374,15 +372,10 @@ def test_loss_arrives_unscaled_and_the_step_outside_of_autocast() -> None:
             assert optimizer is self.optimizers[0]
             return super().backward(closure_loss, optimizer, *args, **kwargs)
 
-    class Inside(Regression):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            assert torch.is_autocast_enabled("cpu")
-            return super().training_step(batch, batch_idx)
-
-    precision = native_fp16(init_scale=1024.0)
-    options: dict[str, Any] = {"strategy": Own(torch.device("cpu")), "accelerator": "auto", "precision": precision}
-    make_trainer(None, **options, accumulate_grad_batches=2).fit(Inside(make_net()), loader_of(make_batches(4)))
-    assert [inside for _, *inside in seen] == [[False, False]] * 4
+    options: dict[str, Any] = {"accumulate_grad_batches": 2, "precision": native_fp16(init_scale=1024.0)}
+    trainer = make_trainer(None, strategy=Own(torch.device("cpu")), accelerator="auto", **options)
+    trainer.fit(Regression(change=look), loader_of(make_batches(4)))
+    assert seen == [False, True, False] * 4
 
 
 def test_step_of_a_strategy_may_return_something_else() -> None:
@@ -393,16 +386,11 @@ def test_step_of_a_strategy_may_return_something_else() -> None:
         def batch_to_device(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
             return [part.flip(0) if part.ndim else part for part in super().batch_to_device(batch, *args, **kwargs)]
 
-    net, by_hand, batches = make_net(), make_net(), make_batches(3)
-    make_trainer(None, strategy=Doubled(torch.device("cpu")), accelerator="auto").fit(
-        Regression(net, sgd), loader_of(batches)
-    )
-    optimizer = sgd(by_hand.parameters())
-    for x, y, gain in batches:
-        optimizer.zero_grad()
-        (2 * loss_of(by_hand, [x.flip(0), y.flip(0), gain])).backward()
-        optimizer.step()
-    assert all(torch.equal(a, b) for a, b in zip(net.parameters(), by_hand.parameters(), strict=True))
+    module, batches = Regression(), make_batches(3)
+    trainer = make_trainer(None, strategy=Doubled(torch.device("cpu")), accelerator="auto")
+    trainer.fit(module, loader_of(batches))
+    train_by_hand(by_hand := make_net(), [[x.flip(0), y.flip(0), 2 * gain] for x, y, gain in batches])
+    assert_same_weights(module.net, by_hand)
 
 
 # --- patches ----------------------------------------------------------------------------------------------------------
@@ -430,12 +418,10 @@ def test_patch_counts_while_it_lasts() -> None:
     trainer = ours(max_epochs=1)
     for epochs in (1, 2, 3):
         trainer.fit_loop.max_epochs = epochs
-        with mock.patch.object(trainer.strategy, "training_step", wraps=trainer.strategy.training_step) as step:
-            if epochs == 2:
-                trainer.fit(Learner(), data(4))
-        if epochs != 2:
+        patch = mock.patch.object(trainer.strategy, "training_step", wraps=trainer.strategy.training_step)
+        with patch if epochs == 2 else nullcontext() as step:
             trainer.fit(Learner(), data(4))
-        assert step.call_count == (2 if epochs == 2 else 0)
+        assert step is None or step.call_count == 2
         assert (trainer.loop.path.forward_context is nullcontext) == (epochs == 2)
 
 
@@ -445,20 +431,15 @@ def test_own_precision_converts_batches_with_each_kind_of_override(way: str) -> 
         features, labels = args[-1]
         return features[:1], labels[:1]
 
-    sizes: list[int] = []
-
     class Module(Learner):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
-            sizes.append(len(batch[0]))
+            assert len(batch[0]) == 1
             return super().training_step(batch, batch_idx)
 
     plugin = type("Own", (Precision,), {"convert_batch": halve} if way == "subclass" else {})()
-    trainer = ours(max_epochs=1, precision=plugin)
-    with pytest.MonkeyPatch.context() as patch:
-        if way != "subclass":
-            patch.setattr(plugin if way == "object" else Precision, "convert_batch", halve)
-        trainer.fit(Module(), data(4))
-    assert sizes == [1, 1]
+    patched = {"subclass": None, "object": plugin, "class": Precision}[way]
+    with mock.patch.object(patched, "convert_batch", halve) if patched else nullcontext():
+        ours(max_epochs=1, precision=plugin).fit(Module(), data(4))
 
 
 @needs_fsdp2
@@ -467,17 +448,15 @@ def test_step_of_a_sharding_strategy_changes_nothing() -> None:
     found, log = [], list[Event]()
     for wanted in ((), names):
         methods = {name: recorder("strategy", name, getattr(FSDP2Strategy, name), log) for name in wanted}
-        options: dict[str, Any] = {
-            "devices": 1,
-            "accumulate_grad_batches": 2,
-            "precision": native_fp16(init_scale=1024.0),
-        }
-        trainer = make_trainer(None, strategy=type("Own", (FSDP2Strategy,), methods)(), **options)
-        trainer.fit(module := Regression(make_net()), loader_of(make_batches(5, gains={3: 1e6})))
-        found.append((trainer.skipped_steps, [parameter.clone() for parameter in module.parameters()]))
+        trainer = make_trainer(
+            None, strategy=type("Own", (FSDP2Strategy,), methods)(), devices=1, accumulate_grad_batches=2,
+            precision=native_fp16(init_scale=1024.0),
+        )  # fmt: skip
+        trainer.fit(module := Regression(), loader_of(make_batches(5, gains={3: 1e6})))
+        found.append([trainer.skipped_steps, dict(module.state_dict())])
     torch.distributed.destroy_process_group()
-    assert found[0][0] == found[1][0] == 1
-    assert all(torch.equal(a, b) for a, b in zip(found[0][1], found[1][1], strict=True))
+    assert_identical(*found)
+    assert found[0][0] == 1
     called = [name.removeprefix("strategy.") for name, _ in log]
     assert [called.count(name) for name in names] == [3, 5, 1, 5, 1]
 
@@ -508,14 +487,11 @@ def test_strategy_that_accumulates_by_itself_is_refused() -> None:
 
 
 def test_several_optimizers_are_refused_with_a_step_of_the_strategy() -> None:
-    class Two(Learner):
-        def configure_optimizers(self) -> Any:
-            return [torch.optim.SGD(part.parameters(), lr=0.1) for part in (self.net[0], self.net[2])]
-
-    trainer = ours(max_epochs=1)
-    trainer.fit(Two(), data(2))
+    trainer, module = ours(max_epochs=1), Learner()
+    module.configure_optimizers = lambda: [torch.optim.SGD(part.parameters(), lr=0.1) for part in module.net[::2]]
+    trainer.fit(module, data(2))
     with mock.patch.object(trainer.strategy, "optimizer_step"), pytest.raises(MultipleOptimizersError):
-        trainer.fit(Two(), data(2))
+        trainer.fit(module, data(2))
 
 
 @needs_fsdp2
