@@ -54,9 +54,7 @@ def fitted(
         ({"lr": [1.0, 2.0, 3.0], "accuracy": [0.9, 0.5, 0.1]}, ("accuracy", "max"), 0),
     ],
 )
-def test_best_checkpoint_by_the_validation_metric_is_kept(
-    tmp_path: Path, values: dict[str, list[float]], chosen: tuple[str, str], best: int, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_best_checkpoint_by_the_validation_metric_is_kept(tmp_path, values, chosen, best, caplog):
     trainer, saver = fitted(Logs(**values), tmp_path, 3, save_last=True)
     assert (saver.monitor, saver.mode) == chosen
     (line,) = [message for message in caplog.messages if "best checkpoint" in message]
@@ -78,9 +76,7 @@ def test_best_checkpoint_by_the_validation_metric_is_kept(
         (Logs(val_loss=[1.0, 2.0, 3.0]), {"every_n_train_steps": 1}),  # one is written before there is a choice
     ],
 )
-def test_with_nothing_to_go_by_the_newest_is_kept_and_called_the_last(
-    tmp_path: Path, module: Logs, options: dict[str, Any]
-) -> None:
+def test_with_nothing_to_go_by_the_newest_is_kept_and_called_the_last(tmp_path, module, options):
     trainer, saver = fitted(module, tmp_path, 3, **options)
     assert saver.monitor is None
     (newest,) = (tmp_path / "checkpoints").glob("*.ckpt")
@@ -90,7 +86,7 @@ def test_with_nothing_to_go_by_the_newest_is_kept_and_called_the_last(
 
 
 @pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
-def test_resumed_run_keeps_to_the_choice_and_the_best_so_far(tmp_path: Path) -> None:
+def test_resumed_run_keeps_to_the_choice_and_the_best_so_far(tmp_path):
     values = [0.5, 0.9, 0.7, 0.8]
     fitted(Logs(val_acc=values), tmp_path, 3, save_last=True)
     both = Logs(val_acc=values, val_loss=[1.0, 1.0, 1.0, 0.1])  # from scratch it would be val_loss
@@ -102,14 +98,14 @@ def test_resumed_run_keeps_to_the_choice_and_the_best_so_far(tmp_path: Path) -> 
     assert "'monitor': 'auto'" in key  # one state, before and after the choice
 
 
-def test_metric_that_is_named_is_monitored_as_by_lightning(tmp_path: Path) -> None:
+def test_metric_that_is_named_is_monitored_as_by_lightning(tmp_path):
     values = {"val_loss": [1.0, 3.0, 2.0], "val_acc": [0.1, 0.2, 0.3]}
     _, saver = fitted(Logs(**values), tmp_path, 3, monitor="val_acc", mode="min")
     assert (saver.monitor, Path(saver.best_model_path).name) == ("val_acc", "epoch=0.ckpt")
     assert inspect.signature(BestCheckpoint) == inspect.signature(ModelCheckpoint)
 
 
-def test_last_checkpoint_is_written_with_and_without_a_metric(tmp_path: Path) -> None:
+def test_last_checkpoint_is_written_with_and_without_a_metric(tmp_path):
     steps, file = list[int](), tmp_path / "checkpoints" / "last.ckpt"
 
     def look(*_: Any) -> None:

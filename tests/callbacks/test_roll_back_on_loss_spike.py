@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import warnings
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -54,9 +53,7 @@ def fit(folder: Path, module: Any, batches: Any, callbacks: list[Any], path: Any
 @pytest.mark.parametrize(("precision", "window", "optimizer"), [
     ("32-true", 3, adamw), ("16-mixed", 1, momentum),
 ])  # fmt: skip
-def test_run_equals_one_without_these_batches(
-    tmp_path: Path, precision: str, window: int, optimizer: Callable[..., Any]
-) -> None:
+def test_run_equals_one_without_these_batches(tmp_path, precision, window, optimizer):
     """With checkpoints every 3 steps: the spike is in step 18, or with windows of 3 batches in step 6."""
     half = precision == "16-mixed"
     scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=3, enabled=half)
@@ -107,7 +104,7 @@ def noisy(folder: Path, batches: Any, *more: Any, path: Any = None, **options: A
     return trainer, module, average
 
 
-def test_random_numbers_buffers_averages_and_metrics_are_those_of_the_checkpoint(tmp_path: Path) -> None:
+def test_random_numbers_buffers_averages_and_metrics_are_those_of_the_checkpoint(tmp_path):
     batches = make_batches(NUMBER, gains=SPIKES)
     with pytest.warns(UserWarning, match=ROLLED_BACK):
         trainer, module, average = noisy(tmp_path, batches)
@@ -118,7 +115,7 @@ def test_random_numbers_buffers_averages_and_metrics_are_those_of_the_checkpoint
     assert module.late.compute() == without.late.compute()
 
 
-def test_run_that_is_resumed_ends_in_the_same_way(tmp_path: Path) -> None:
+def test_run_that_is_resumed_ends_in_the_same_way(tmp_path):
     """From a checkpoint after the spike."""
     batches = make_batches(NUMBER, gains=SPIKES)
     with pytest.warns(UserWarning, match=ROLLED_BACK):
@@ -146,7 +143,7 @@ class PerEpoch(Regression):
         return loss
 
 
-def test_epochs_that_have_ended_since_are_counted(tmp_path: Path) -> None:
+def test_epochs_that_have_ended_since_are_counted(tmp_path):
     schedule, batches = partial(torch.optim.lr_scheduler.StepLR, step_size=1, gamma=0.5), make_batches(6)
     module = PerEpoch(make_net(), momentum, schedule, interval="epoch")
     with pytest.warns(UserWarning, match="from batch_idx 5 of epoch 0 to batch_idx 2 of epoch 1"):
@@ -169,14 +166,14 @@ def test_epochs_that_have_ended_since_are_counted(tmp_path: Path) -> None:
     assert trainer.optimizers[0].param_groups[0]["lr"] == 0.05 * 0.5**2
 
 
-def test_first_skipped_batch_may_be_the_first_of_an_epoch(tmp_path: Path) -> None:
+def test_first_skipped_batch_may_be_the_first_of_an_epoch(tmp_path):
     callbacks = callbacks_of(tmp_path, 6)
     with pytest.warns(UserWarning, match="from batch_idx 0 of epoch 1 to batch_idx 1 of epoch 1"):
         fit(tmp_path, Regression(), make_batches(6, gains={1: 50.0}), callbacks, max_epochs=2)
     assert callbacks[0].rollbacks[0]["first"] == [1, 0]
 
 
-def test_number_and_distance_of_roll_backs_are_configurable(tmp_path: Path) -> None:
+def test_number_and_distance_of_roll_backs_are_configurable(tmp_path):
     batches = make_batches(NUMBER, gains={10: 50.0, 16: 50.0})
     callbacks = callbacks_of(tmp_path, 3, margin=3, max_rollbacks=1)
     with (
@@ -190,7 +187,7 @@ def test_number_and_distance_of_roll_backs_are_configurable(tmp_path: Path) -> N
     assert record["rollbacks"][0]["checkpoint"].endswith("step=6.ckpt")
 
 
-def test_loss_that_is_not_finite_is_a_spike(tmp_path: Path) -> None:
+def test_loss_that_is_not_finite_is_a_spike(tmp_path):
     module, batches = Regression(), make_batches(NUMBER, gains={SPIKE: float("nan")})
     with pytest.warns(UserWarning, match="The loss of step 17 is nan"):
         fit(tmp_path, module, batches, callbacks_of(tmp_path, 3))
@@ -198,7 +195,7 @@ def test_loss_that_is_not_finite_is_a_spike(tmp_path: Path) -> None:
     assert_same_weights(module.net, net)
 
 
-def test_newer_checkpoints_with_weights_only_are_passed_over(tmp_path: Path) -> None:
+def test_newer_checkpoints_with_weights_only_are_passed_over(tmp_path):
     weights = ModelCheckpoint(tmp_path / "weights", every_n_train_steps=1, save_top_k=-1, save_weights_only=True)
     callbacks = [*callbacks_of(tmp_path, 3), weights]
     with pytest.warns(UserWarning, match=ROLLED_BACK):
@@ -207,7 +204,7 @@ def test_newer_checkpoints_with_weights_only_are_passed_over(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("gain", [50.0, math.nan])
-def test_run_without_an_earlier_checkpoint_continues(tmp_path: Path, gain: float) -> None:
+def test_run_without_an_earlier_checkpoint_continues(tmp_path, gain):
     """The median ignores losses that are not finite."""
     module, batches, callbacks = Regression(), make_batches(8, gains={6: gain}), callbacks_of(tmp_path, 100)
     with pytest.warns(UserWarning, match="The loss of step . is .* The run continues without a rollback"):
@@ -218,7 +215,7 @@ def test_run_without_an_earlier_checkpoint_continues(tmp_path: Path, gain: float
     assert all(map(math.isfinite, callbacks[0].state_dict()["losses"]))
 
 
-def test_loss_on_a_gpu_is_read_one_step_later(cuda: Any, tmp_path: Path) -> None:
+def test_loss_on_a_gpu_is_read_one_step_later(cuda, tmp_path):
     callbacks = callbacks_of(tmp_path, 3)
     with pytest.warns(UserWarning, match=ROLLED_BACK):
         trainer = fit(tmp_path, Regression(), make_batches(NUMBER, gains=SPIKES), callbacks, accelerator="gpu")
@@ -227,6 +224,6 @@ def test_loss_on_a_gpu_is_read_one_step_later(cuda: Any, tmp_path: Path) -> None
     assert trainer.global_step == NUMBER - 4
 
 
-def test_roll_back_requires_a_checkpoint(tmp_path: Path) -> None:
+def test_roll_back_requires_a_checkpoint(tmp_path):
     with pytest.raises(ConfigurationError, match="without a ModelCheckpoint"):
         fit(tmp_path, Regression(), make_batches(2), [RollBackOnLossSpike()], enable_checkpointing=False)

@@ -105,7 +105,7 @@ NEVER: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("kind", NEVER)
-def test_average_before_its_first_update_is_the_current_weights(tmp_path: Path, kind: str) -> None:
+def test_average_before_its_first_update_is_the_current_weights(tmp_path, kind):
     """Checked in each validation, each checkpoint, at the end of the fit, and in later saves and validations."""
     make, arguments = NEVER[kind]
     trainer, module, trained, saver = fit(tmp_path, make(), **arguments)
@@ -132,7 +132,7 @@ def test_average_before_its_first_update_is_the_current_weights(tmp_path: Path, 
 
 
 @pytest.mark.parametrize("use_buffers", [True, False])
-def test_late_average_equals_torchs(tmp_path: Path, use_buffers: bool) -> None:
+def test_late_average_equals_torchs(tmp_path, use_buffers):
     """The first 6 of 12 steps are left out: one validation before, two after."""
     callback = Custom(6, use_buffers=use_buffers, avg_fn=get_ema_avg_fn(0.5))
     _, module, trained, _ = fit(tmp_path, callback, saves=False)
@@ -151,7 +151,7 @@ def test_late_average_equals_torchs(tmp_path: Path, use_buffers: bool) -> None:
 
 @pytest.mark.filterwarnings("ignore:.*but loading a checkpoint outside the 'fit' stage")
 @pytest.mark.parametrize("from_file", [True, False])
-def test_average_of_a_fit_is_not_used_in_later_evaluations(tmp_path: Path, from_file: bool) -> None:
+def test_average_of_a_fit_is_not_used_in_later_evaluations(tmp_path, from_file):
     """They use the average in a checkpoint, or the weights of the given module, and leave them in the module."""
     callback = Custom(0, avg_fn=get_ema_avg_fn(0.5))
     trainer, _, _, saver = fit(tmp_path, callback)
@@ -165,7 +165,7 @@ def test_average_of_a_fit_is_not_used_in_later_evaluations(tmp_path: Path, from_
 
 
 @pytest.mark.whole
-def test_resume_before_the_first_update_of_the_average_is_exact(tmp_path: Path) -> None:
+def test_resume_before_the_first_update_of_the_average_is_exact(tmp_path):
     """Weights and validations equal those of the uninterrupted run bit for bit, from each checkpoint."""
     _, whole, _, saver = fit(tmp_path / "whole", Custom(6, avg_fn=get_ema_avg_fn(0.5)))
     assert len(saver.files) == 12 + 3 * 3
@@ -180,9 +180,7 @@ def test_resume_before_the_first_update_of_the_average_is_exact(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("arguments", "norm"), [({"max_epochs": EPOCHS}, True), ({"max_epochs": -1, "max_steps": 6}, False)]
 )
-def test_stochastic_weight_averaging_without_an_update_keeps_the_weights(
-    tmp_path: Path, arguments: dict[str, int], norm: bool
-) -> None:
+def test_stochastic_weight_averaging_without_an_update_keeps_the_weights(tmp_path, arguments, norm):
     """It would start after the last epoch."""
     swa = StochasticWeightAveraging(swa_lrs=0.05, swa_epoch_start=9)
     module, trained = Module(), Trained()
@@ -198,7 +196,7 @@ def test_stochastic_weight_averaging_without_an_update_keeps_the_weights(
 
 
 @pytest.mark.parametrize(("start", "step"), [(1, 2), (2, 5)])
-def test_stochastic_weight_averaging_resumes_inside_its_first_epoch(tmp_path: Path, start: int, step: int) -> None:
+def test_stochastic_weight_averaging_resumes_inside_its_first_epoch(tmp_path, start, step):
     """Its schedule steps at the end of the resumed epoch."""
 
     def run(*callbacks: Any, ckpt: Path | None = None) -> Module:

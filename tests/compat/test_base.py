@@ -101,9 +101,7 @@ class Logs(Classifier):
     [{"accumulate_grad_batches": 2, "val_check_interval": 2}, {"limit_val_batches": 1, "num_sanity_val_steps": 5}],
     ids=str,
 )
-def test_attributes_have_lightnings_values(
-    arguments: dict[str, Any], tmp_path: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_attributes_have_lightnings_values(arguments, tmp_path, capsys):
     methods = {name for name, value in INHERITED.items() if not isinstance(value, property)}
     assert methods == {"print", "init_module"}, "call the others in `look`, too"
 
@@ -132,7 +130,7 @@ def test_attributes_have_lightnings_values(
     assert not different
 
 
-def test_modules_are_created_in_the_dtype_and_on_the_device() -> None:
+def test_modules_are_created_in_the_dtype_and_on_the_device():
     def scenario(make: Any) -> Any:
         dtypes = []
         for precision in ("16-mixed", "bf16-true", "64-true"):
@@ -152,7 +150,7 @@ def test_modules_are_created_in_the_dtype_and_on_the_device() -> None:
     assert torch.equal(torch.get_rng_state(), drawn)
 
 
-def test_clipping_may_be_set_between_two_runs() -> None:
+def test_clipping_may_be_set_between_two_runs():
     module, trainer = Learner(), ours(max_steps=1, gradient_clip_val=0.5)
     assert (trainer.gradient_clip_val, trainer.gradient_clip_algorithm) == (0.5, None)
     trainer.gradient_clip_val, trainer.gradient_clip_algorithm = 1e-3, "value"
@@ -166,7 +164,7 @@ def test_clipping_may_be_set_between_two_runs() -> None:
         trainer.gradient_clip_algorithm = "norm2"
 
 
-def test_limit_that_is_set_later_keeps_the_norm_of_the_callback() -> None:
+def test_limit_that_is_set_later_keeps_the_norm_of_the_callback():
     clipping = GradientClipping(max_norm=1.0, norm_type=1.0, log_norm=False)
     trainer = ours(callbacks=[clipping])
     trainer.gradient_clip_val = 2.0

@@ -143,11 +143,11 @@ WORK = {
 
 
 @pytest.mark.parametrize("what", WORK)
-def test_ckpt_path(tmp_path: Path, what: str) -> None:
+def test_ckpt_path(tmp_path, what):
     assert_agree(lambda make: seen(make, tmp_path, WORK[what]))
 
 
-def test_checkpoint_without_optimizer_states_warns(tmp_path: Path) -> None:
+def test_checkpoint_without_optimizer_states_warns(tmp_path):
     torch.save({"state_dict": Scored().state_dict(), "optimizer_states": [], "lr_schedulers": []}, tmp_path / "x.ckpt")
     trainer = ours(max_epochs=1)
     with pytest.warns(UserWarning, match="has no optimizer_states: those of this run start from their initial states"):
@@ -156,7 +156,7 @@ def test_checkpoint_without_optimizer_states_warns(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("connects", [False, True])
-def test_checkpoint_from_before_the_first_fit_does_not_warn(tmp_path: Path, connects: bool) -> None:
+def test_checkpoint_from_before_the_first_fit_does_not_warn(tmp_path, connects):
     first, trainer = ours(max_epochs=0), ours(max_epochs=1)
     if connects:
         first.strategy.connect(Scored())
@@ -167,7 +167,7 @@ def test_checkpoint_from_before_the_first_fit_does_not_warn(tmp_path: Path, conn
     assert trainer.global_step == 4
 
 
-def test_evaluation_of_a_checkpoint_keeps_the_results_of_the_fit(tmp_path: Path) -> None:
+def test_evaluation_of_a_checkpoint_keeps_the_results_of_the_fit(tmp_path):
     saver, stops = ModelCheckpoint(tmp_path, monitor="score", save_top_k=-1), EarlyStopping("score", patience=9)
     trainer = fit(ours, tmp_path, saver, stops, max_epochs=4)
     worse = next(path for path, score in saver.best_k_models.items() if score == Scored.SCORES[0])
@@ -178,7 +178,7 @@ def test_evaluation_of_a_checkpoint_keeps_the_results_of_the_fit(tmp_path: Path)
 
 
 @pytest.mark.parametrize(("patience", "epochs"), [(2, 4), (3, 5)])
-def test_resumed_run_has_the_patience_of_its_code(tmp_path: Path, patience: int, epochs: int) -> None:
+def test_resumed_run_has_the_patience_of_its_code(tmp_path, patience, epochs):
     """The scores are 3 and 1 and, after the resume, 2, 5, 4 and 0."""
     off = {"enable_checkpointing": False}
     fit(ours, tmp_path, EarlyStopping("score", patience=9), **off).save_checkpoint(tmp_path / "x.ckpt")
@@ -197,9 +197,7 @@ def test_resumed_run_has_the_patience_of_its_code(tmp_path: Path, patience: int,
         ({"weight_decay": 0.5}, True, "SGD continues with weight_decay=0 from the checkpoint; the code has 0.5"),
     ],
 )
-def test_settings_of_an_optimizer_that_a_checkpoint_replaces_are_logged(
-    tmp_path: Path, caplog: Any, changed: dict[str, float], scheduled: bool, message: str | None
-) -> None:
+def test_settings_of_an_optimizer_that_a_checkpoint_replaces_are_logged(tmp_path, caplog, changed, scheduled, message):
     caplog.set_level("INFO")
     schedule = partial(torch.optim.lr_scheduler.ConstantLR, factor=0.5) if scheduled else None
     before, module = (Regression(optimizer=partial(sgd, **more), schedule=schedule) for more in ({}, changed))

@@ -47,7 +47,7 @@ def flip(path: str | Path) -> None:
 # --- choice of the IO -------------------------------------------------------------------------------------------------
 
 
-def test_arguments_of_checkpoint_files_are_checked() -> None:
+def test_arguments_of_checkpoint_files_are_checked():
     with pytest.raises(ConfigurationError, match="Got when_full='ignore', expected 'stop' or 'continue'"):
         CheckpointFiles(when_full="ignore")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"`storage_options`.*`CheckpointFiles`"):
@@ -58,7 +58,7 @@ def test_arguments_of_checkpoint_files_are_checked() -> None:
 
 
 @pytest.mark.parametrize("run", ["fit", "validate"])
-def test_damaged_file_is_refused_by_every_run(tmp_path: Path, run: str) -> None:
+def test_damaged_file_is_refused_by_every_run(tmp_path, run):
     saver = ModelCheckpoint(tmp_path / "c")
     fit(tmp_path, saver)
     flip(saver.best_model_path)
@@ -69,7 +69,7 @@ def test_damaged_file_is_refused_by_every_run(tmp_path: Path, run: str) -> None:
         getattr(make_trainer(tmp_path), run)(module, loader_of(BATCHES), ckpt_path=saver.best_model_path)
 
 
-def test_file_in_another_folder_has_a_manifest() -> None:
+def test_file_in_another_folder_has_a_manifest():
     from fsspec.implementations.memory import MemoryFileSystem
 
     io = CheckpointFiles()
@@ -113,7 +113,7 @@ def load_encrypted(stream: Any, *arguments: Any, **options: Any) -> Any:
 
 
 @pytest.mark.parametrize("where", ["local", "memory://encrypted"])
-def test_encrypted_file_is_written_and_read(tmp_path: Path, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_encrypted_file_is_written_and_read(tmp_path, where, monkeypatch):
     monkeypatch.setattr(torch, "save", save_encrypted)
     monkeypatch.setattr(torch, "load", load_encrypted)
     path = str(tmp_path if where == "local" else where) + "/x.ckpt"
@@ -146,7 +146,7 @@ def kept(io: CheckpointFiles, path: Path, why: str) -> None:
     assert os.path.lexists(path)
 
 
-def test_last_good_one_is_kept(tmp_path: Path, io: CheckpointFiles) -> None:
+def test_last_good_one_is_kept(tmp_path, io):
     first, second = tmp_path / "c" / "1.ckpt", tmp_path / "c" / "2.ckpt"
     io.save_checkpoint(FULL, first)
     kept(io, first, "there is no other good one")
@@ -162,7 +162,7 @@ def test_last_good_one_is_kept(tmp_path: Path, io: CheckpointFiles) -> None:
     assert names(tmp_path / "c") == ["2.ckpt"]
 
 
-def test_checkpoint_of_an_earlier_process_is_verified(tmp_path: Path, io: CheckpointFiles) -> None:
+def test_checkpoint_of_an_earlier_process_is_verified(tmp_path, io):
     CheckpointFiles().save_checkpoint(FULL, tmp_path / "c" / "1.ckpt")
     io.save_checkpoint(FULL, tmp_path / "c" / "2.ckpt")
     flip(tmp_path / "c" / "1.ckpt")
@@ -172,7 +172,7 @@ def test_checkpoint_of_an_earlier_process_is_verified(tmp_path: Path, io: Checkp
     assert names(tmp_path / "c") == ["1.ckpt"]
 
 
-def test_files_outside_the_runs_folders_are_not_removed(tmp_path: Path, io: CheckpointFiles) -> None:
+def test_files_outside_the_runs_folders_are_not_removed(tmp_path, io):
     io.save_checkpoint(FULL, tmp_path / "c" / "1.ckpt")
     (tmp_path / "precious").mkdir()
     (tmp_path / "precious" / "file").touch()
@@ -188,7 +188,7 @@ def test_files_outside_the_runs_folders_are_not_removed(tmp_path: Path, io: Chec
     assert names(tmp_path / "c") == ["1.ckpt", "folder"]
 
 
-def test_checkpoint_is_removed_after_a_save_in_another_thread(tmp_path: Path, io: CheckpointFiles) -> None:
+def test_checkpoint_is_removed_after_a_save_in_another_thread(tmp_path, io):
     """AsyncCheckpointIO saves in a thread, and removes the older file without waiting for it."""
     first, second = tmp_path / "c" / "1.ckpt", tmp_path / "c" / "2.ckpt"
     with ThreadPoolExecutor(1) as saver:
@@ -217,15 +217,13 @@ class NoData(Regression):
     train_dataloader = setup  # type: ignore[assignment]
 
 
-def test_folder_of_another_run_is_refused_before_data_is_loaded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_folder_of_another_run_is_refused_before_data_is_loaded(tmp_path, monkeypatch):
     monkeypatch.setattr(folders, "_try_lock", lambda handle: False)
     with pytest.raises(FolderInUseError, match="is in use by another run"):
         fit(tmp_path, ModelCheckpoint(tmp_path / "a"), module=NoData())
 
 
-def test_folder_that_cannot_be_written_to_is_refused_before_data_is_loaded(tmp_path: Path) -> None:
+def test_folder_that_cannot_be_written_to_is_refused_before_data_is_loaded(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(CheckpointWriteError, match=f"checkpoint folder {tmp_path}/file/c cannot be written to"):
         fit(tmp_path, ModelCheckpoint(tmp_path / "file" / "c"), module=NoData())
@@ -259,7 +257,7 @@ class FillsUp(Callback):
 
 
 @pytest.mark.filterwarnings("ignore:.*was to be removed as an old checkpoint")
-def test_full_disk_stops_the_run_and_keeps_the_old_file(tmp_path: Path, disk: Any) -> None:
+def test_full_disk_stops_the_run_and_keeps_the_old_file(tmp_path, disk):
     io = CheckpointFiles(asynchronous=True)
     saver = ModelCheckpoint(tmp_path / "c", filename="{epoch}")
     with pytest.raises(CheckpointWriteError, match=r"epoch=1.ckpt was not written: No space .* It needs .* bytes free"):
@@ -268,7 +266,7 @@ def test_full_disk_stops_the_run_and_keeps_the_old_file(tmp_path: Path, disk: An
     assert files.newest_valid([tmp_path / "c"]) is not None
 
 
-def test_training_continues_without_the_checkpoint_if_configured(tmp_path: Path, disk: Any) -> None:
+def test_training_continues_without_the_checkpoint_if_configured(tmp_path, disk):
     io = CheckpointFiles(when_full="continue")
     saver = ModelCheckpoint(tmp_path / "c", filename="{epoch}")
     with pytest.warns(UserWarning, match=r"\.ckpt") as caught:
@@ -286,7 +284,7 @@ def test_training_continues_without_the_checkpoint_if_configured(tmp_path: Path,
 # --- asynchronous saving ----------------------------------------------------------------------------------------------
 
 
-def test_asynchronous_save_has_the_state_of_its_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_asynchronous_save_has_the_state_of_its_call(tmp_path, monkeypatch):
     may_write, write = threading.Event(), files.write
     monkeypatch.setattr(files, "write", lambda *arguments: may_write.wait(20) and write(*arguments))
     io = CheckpointFiles(asynchronous=True)
@@ -308,7 +306,7 @@ WAITS = {
 
 
 @pytest.mark.parametrize(("where", "removes"), [("the next save", False), ("loading", True), ("the end", True)])
-def test_errors_of_asynchronous_saves_are_raised(tmp_path: Path, disk: Any, where: str, removes: bool) -> None:
+def test_errors_of_asynchronous_saves_are_raised(tmp_path, disk, where, removes):
     io = CheckpointFiles(asynchronous=True)
     disk.is_full = True
     io.save_checkpoint(FULL, tmp_path / "x.ckpt")
@@ -322,7 +320,7 @@ def test_errors_of_asynchronous_saves_are_raised(tmp_path: Path, disk: Any, wher
     assert names(tmp_path) == ["y.ckpt"]
 
 
-def test_error_of_the_run_is_not_replaced(tmp_path: Path, disk: Any) -> None:
+def test_error_of_the_run_is_not_replaced(tmp_path, disk):
     disk.is_full = True
     saver = ModelCheckpoint(tmp_path / "c", every_n_train_steps=3)
     module = Regression(change=lambda loss, batch_idx: loss * (1 / (3 - batch_idx)))
@@ -331,7 +329,7 @@ def test_error_of_the_run_is_not_replaced(tmp_path: Path, disk: Any) -> None:
     assert names(tmp_path) == []
 
 
-def test_all_ranks_raise_if_rank_zero_cannot_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_ranks_raise_if_rank_zero_cannot_write(tmp_path, monkeypatch):
     """This process acts as another rank, which writes nothing itself."""
     fitted = fit(tmp_path, max_epochs=1, enable_checkpointing=False)
     monkeypatch.setattr(fitted.engine, "any_rank", lambda decision: True)

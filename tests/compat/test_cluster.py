@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import socket
 import sys
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -46,9 +45,7 @@ def build(monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], **argume
     ("environment", "nodes"),
     [({}, 1), (TORCHRUN, 2), (TORCHRUN | {"GROUP_WORLD_SIZE": "1", "WORLD_SIZE": "2"}, 1), (SRUN, 2)],
 )
-def test_auto_takes_as_many_nodes_as_were_started(
-    environment: dict[str, str], nodes: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_auto_takes_as_many_nodes_as_were_started(environment, nodes, monkeypatch):
     trainer = build(monkeypatch, environment, devices=2, num_nodes="auto", strategy="ddp")
     assert trainer.num_nodes == nodes
     assert trainer.world_size == 2 * nodes
@@ -65,9 +62,7 @@ def test_auto_takes_as_many_nodes_as_were_started(
         (TORCHRUN, 4, "LOCAL_WORLD_SIZE=2, GROUP_WORLD_SIZE=2"),
     ],
 )
-def test_other_counts_are_refused_before_processes_wait(
-    environment: dict[str, str], devices: int, found: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_counts_are_refused_before_processes_wait(environment, devices, found, monkeypatch):
     trainer = build(monkeypatch, environment, devices=devices, strategy="ddp")
     with pytest.raises(ClusterError) as raised:
         trainer.fit(BoringModel())
@@ -82,7 +77,7 @@ class SecondHere(LightningEnvironment):
         return 1
 
 
-def test_process_without_a_device_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_process_without_a_device_raises(monkeypatch):
     own = {"plugins": SecondHere(), "strategy": "ddp"}
     with pytest.raises(ClusterError, match=r"Got devices=1, but according to SecondHere this is process 2 of"):
         build(monkeypatch, {}, devices=1, **own)
@@ -91,7 +86,7 @@ def test_process_without_a_device_raises(monkeypatch: pytest.MonkeyPatch) -> Non
         build(monkeypatch, TORCHRUN | {"LOCAL_RANK": "1", "RANK": "1"}, devices=1, strategy="ddp")
 
 
-def test_worker_of_ray_train_needs_its_plugin(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_worker_of_ray_train_needs_its_plugin(monkeypatch):
     ray, alone = ModuleType("ray.train"), {"devices": 1, "max_steps": 1}
     monkeypatch.setitem(sys.modules, "ray.train", ray)
     for workers in (1, 2):
@@ -115,15 +110,13 @@ def test_worker_of_ray_train_needs_its_plugin(monkeypatch: pytest.MonkeyPatch) -
         ({"RANK": "0", "WORLD_SIZE": "4"}, 1, "Got 2 processes from .* WORLD_SIZE=4 are set"),
     ],
 )
-def test_variables_without_which_processes_cannot_find_each_other(
-    environment: dict[str, str], num_nodes: int, expected: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_variables_without_which_processes_cannot_find_each_other(environment, num_nodes, expected, monkeypatch):
     trainer = build(monkeypatch, environment, devices=2, num_nodes=num_nodes, strategy="ddp")
     with pytest.raises(ConfigurationError, match=expected):
         trainer.fit(BoringModel())
 
 
-def test_environment_with_all_variables_is_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_with_all_variables_is_accepted(monkeypatch):
     cluster.check_addresses(LightningEnvironment(), 1, 2)
     monkeypatch.setenv("WORLD_SIZE", "4")  # of a run that this process was part of
     cluster.check_addresses(LightningEnvironment(), 1, 2)
@@ -132,7 +125,7 @@ def test_environment_with_all_variables_is_accepted(monkeypatch: pytest.MonkeyPa
     cluster.check_addresses(LightningEnvironment(), 2, 4)
 
 
-def test_port_in_use_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_port_in_use_is_named(monkeypatch):
     error = torch.distributed.DistNetworkError("... port: 80, code: -98, name: EADDRINUSE, ...")
     assert cluster.explained(error) is error, "nobody has chosen a port"
     monkeypatch.setenv("MASTER_PORT", "80")
@@ -143,7 +136,7 @@ def test_port_in_use_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cluster.explained(other) is other
 
 
-def test_port_is_reserved_until_spawned_processes_listen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_port_is_reserved_until_spawned_processes_listen(monkeypatch):
     def launch(launcher: Any, function: Any, *args: Any, trainer: Any) -> None:
         port = trainer.strategy.cluster_environment.main_port
         with socket.socket() as other, pytest.raises(OSError, match="in use"):
@@ -177,14 +170,14 @@ class Engine:
         return [mine, *((f"node{rank}", found) for rank, found in enumerate(self.found, 1))]
 
 
-def test_folders_that_nodes_do_not_share_raise_with_their_names(tmp_path: Path) -> None:
+def test_folders_that_nodes_do_not_share_raise_with_their_names(tmp_path):
     cluster.check_shared(Engine(True, True), tmp_path.exists, "It is shared")
     with pytest.raises(ClusterError, match=r"It is not shared, .* not exist on rank 2 on node2\. Expected") as raised:
         cluster.check_shared(Engine(True, False), tmp_path.exists, "It is not shared")
     assert "rank 1" not in str(raised.value)
 
 
-def test_files_may_appear_late() -> None:
+def test_files_may_appear_late():
     seen, engine = iter([False, False, True]), Engine(True)
     engine.broadcast = lambda value: True if value is False else value
     cluster.check_shared(engine, lambda: next(seen), "It is shared")
@@ -192,9 +185,7 @@ def test_files_may_appear_late() -> None:
 
 
 @pytest.mark.parametrize(("num_nodes", "resume", "checks"), [(2, "auto", True), (2, None, False), (1, "auto", False)])
-def test_folders_must_be_shared_if_a_later_run_needs_them(
-    num_nodes: int, resume: Any, checks: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_folders_must_be_shared_if_a_later_run_needs_them(num_nodes, resume, checks, tmp_path, monkeypatch):
     checked = []
     monkeypatch.setattr(cluster, "check_shared", lambda engine, look, what: checked.append((look(), what)))
     monkeypatch.setattr(Trainer, "num_nodes", num_nodes)

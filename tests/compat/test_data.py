@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -31,7 +30,7 @@ def set_of(iterables: Any) -> LoaderSet:
     return LoaderSet(combined, [float(len(loader)) for loader in combined.flattened], has_length=True)
 
 
-def test_limit_of_an_unknown_length_promises_no_batches() -> None:
+def test_limit_of_an_unknown_length_promises_no_batches():
     """Ranks exchange the number of batches that all of them have."""
     found, stage = list[Any](), RunningStage.TESTING
     looks = LambdaCallback(on_test_start=lambda trainer, _: found.extend(trainer.data.loaders(stage).spans))
@@ -40,7 +39,7 @@ def test_limit_of_an_unknown_length_promises_no_batches() -> None:
     assert found == [Span(0, 5), Span(5, 5)]
 
 
-def test_epochs_reach_everything_that_has_set_epoch_once() -> None:
+def test_epochs_reach_everything_that_has_set_epoch_once():
     epochs: list[tuple[str, int]] = []
 
     def having(name: str, base: type, **methods: Any) -> Any:
@@ -92,7 +91,7 @@ class Reloads(Classifier):
     ],
     ids=str,
 )
-def test_data_is_requested_at_the_same_points_as_in_lightning(sanity: int, arguments: dict[str, Any]) -> None:
+def test_data_is_requested_at_the_same_points_as_in_lightning(sanity, arguments):
     def scenario(make: Any) -> Any:
         module = Reloads()
         trainer = make(max_epochs=6, num_sanity_val_steps=sanity, **arguments)
@@ -103,9 +102,7 @@ def test_data_is_requested_at_the_same_points_as_in_lightning(sanity: int, argum
 
 
 @pytest.mark.parametrize(("every", "saved_after", "expected"), [(2, 0, [0, 2, 4]), (2, 1, [0, 2, 4]), (3, 1, [0, 3])])
-def test_resumed_run_requests_data_at_the_same_points(
-    every: int, saved_after: int, expected: list[int], tmp_path: Path
-) -> None:
+def test_resumed_run_requests_data_at_the_same_points(every, saved_after, expected, tmp_path):
     class Saves(Reloads):
         def on_train_epoch_end(self) -> None:
             if self.current_epoch == saved_after:
@@ -118,7 +115,7 @@ def test_resumed_run_requests_data_at_the_same_points(
     assert [epoch for what, epoch, *_ in resumed.seen if what == "train"] == expected
 
 
-def test_dataloaders_are_recreated_on_request() -> None:
+def test_dataloaders_are_recreated_on_request():
     class Asks(Reloads):
         def on_train_batch_end(self, *args: Any) -> None:
             if self.current_epoch in (1, 2):
@@ -132,7 +129,7 @@ def test_dataloaders_are_recreated_on_request() -> None:
         trainer.reload_dataloaders()
 
 
-def test_workers_of_dataloaders_that_are_replaced_are_shut_down() -> None:
+def test_workers_of_dataloaders_that_are_replaced_are_shut_down():
     made = []
 
     class Workers(Learner):
@@ -148,7 +145,7 @@ def test_workers_of_dataloaders_that_are_replaced_are_shut_down() -> None:
     assert made[-1]._iterator is None
 
 
-def test_dataloader_of_two_stages_may_have_persistent_workers() -> None:
+def test_dataloader_of_two_stages_may_have_persistent_workers():
     """A validation inside an epoch does not take the training batches away."""
     trained, validated = list[Any](), list[Any]()
     notes = LambdaCallback(
@@ -162,7 +159,7 @@ def test_dataloader_of_two_stages_may_have_persistent_workers() -> None:
     assert (trained, validated) == (expected, expected * 2)
 
 
-def test_modes_of_several_dataloaders_are_refused_as_by_lightning() -> None:
+def test_modes_of_several_dataloaders_are_refused_as_by_lightning():
     trainer = ours(max_epochs=1)
     with pytest.raises(ValueError, match='`CombinedLoader\\(mode="sequential"\\)`'):
         trainer.fit(Learner(), CombinedLoader([data(8), data(4)], "sequential"))
@@ -172,7 +169,7 @@ def test_modes_of_several_dataloaders_are_refused_as_by_lightning() -> None:
 
 
 @pytest.mark.parametrize("in_a_closure", [True, False])
-def test_batch_none_is_not_trained(in_a_closure: bool) -> None:
+def test_batch_none_is_not_trained(in_a_closure):
     class InAClosure(Learner):
         def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
             super().optimizer_step(*args, **kwargs)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -39,7 +38,7 @@ def zero(trainer: Any) -> dict[str, Any]:
         ("deepspeed_stage_3_offload", 3, True, True),
     ],
 )
-def test_names_are_lightnings(name: str, stage: int, optimizer: bool, parameters: bool) -> None:
+def test_names_are_lightnings(name, stage, optimizer, parameters):
     before = set(sys.modules)
     trainer = ours(strategy=name, devices=2)
     assert "deepspeed" not in set(sys.modules) - before
@@ -51,7 +50,7 @@ def test_names_are_lightnings(name: str, stage: int, optimizer: bool, parameters
     assert ["offload_optimizer" in config, "offload_param" in config] == [optimizer, parameters]
 
 
-def test_config_file_is_completed_by_the_trainer(tmp_path: Path) -> None:
+def test_config_file_is_completed_by_the_trainer(tmp_path):
     given = {
         "train_batch_size": "auto", "gradient_accumulation_steps": 2, "gradient_clipping": "auto", "steps_per_print": 5,
         "fp16": {"enabled": "auto", "loss_scale_window": 7, "hysteresis": "auto"},
@@ -76,7 +75,7 @@ def test_config_file_is_completed_by_the_trainer(tmp_path: Path) -> None:
     assert (scaler.is_enabled(), scaler.get_scale(), scaler.get_growth_interval()) == (True, 16.0, 7)
 
 
-def test_lightnings_strategy_is_accepted_with_its_settings() -> None:
+def test_lightnings_strategy_is_accepted_with_its_settings():
     theirs = LightningDeepSpeedStrategy.__new__(LightningDeepSpeedStrategy)  # the object requires the package
     super(LightningDeepSpeedStrategy, theirs).__init__(process_group_backend="gloo")
     theirs.config = {"zero_optimization": {"stage": 1, "overlap_comm": True}, "zero_allow_untested_optimizer": True}
@@ -121,15 +120,13 @@ def offloads(device: str) -> dict[str, Any]:
         ({"initial_scale_power": 8, "config": {"fp16": {"initial_scale_power": 10}}}, {}, r"=8\) and .*_power': 10"),
     ],
 )
-def test_contradiction_is_an_error_with_both_values(
-    strategy: dict[str, Any], arguments: dict[str, Any], message: str
-) -> None:
+def test_contradiction_is_an_error_with_both_values(strategy, arguments, message):
     with pytest.raises(ConfigurationError, match=message):
         ours(strategy=DeepSpeedStrategy(**strategy), devices=2, **arguments)
 
 
 @pytest.mark.parametrize("precision", ["bf16-true", MixedPrecision(init_scale=8.0)])
-def test_precisions_unsupported_by_deepspeed_are_refused(precision: Any) -> None:
+def test_precisions_unsupported_by_deepspeed_are_refused(precision):
     with pytest.raises(PrecisionError, match="with strategy='deepspeed'"):
         ours(strategy="deepspeed", devices=2, precision=precision)
 
@@ -137,12 +134,12 @@ def test_precisions_unsupported_by_deepspeed_are_refused(precision: Any) -> None
 @pytest.mark.parametrize(
     "callback", [LayerNorms(), GradientClipping(1.0, norm_type=float("inf")), StochasticWeightAveraging(0.1)]
 )
-def test_callbacks_that_need_gradients_are_refused(callback: Any) -> None:
+def test_callbacks_that_need_gradients_are_refused(callback):
     with pytest.raises(UnsupportedError, match=f"Got {type(callback).__name__} with strategy='deepspeed'. It "):
         ours(strategy="deepspeed", devices=2, precision="bf16-mixed", callbacks=[callback])
 
 
-def test_callbacks_that_read_gradients_are_not_default(caplog: pytest.LogCaptureFixture) -> None:
+def test_callbacks_that_read_gradients_are_not_default(caplog):
     trainer = ours(strategy="deepspeed", devices=2, precision="16-mixed", callbacks=[ScaleMonitor()])
     assert not any(isinstance(callback, OverflowReport) for callback in trainer.callbacks)
     assert any(isinstance(callback, OverflowReport) for callback in ours(precision="16-mixed").callbacks)
@@ -151,12 +148,12 @@ def test_callbacks_that_read_gradients_are_not_default(caplog: pytest.LogCapture
     ]
 
 
-def test_folders_are_written_synchronously() -> None:
+def test_folders_are_written_synchronously():
     with pytest.raises(UnsupportedError, match="writes its files synchronously"):
         ours(strategy="deepspeed", devices=2, plugins=[CheckpointFiles(sharded=True, asynchronous=True)])
 
 
-def test_error_without_the_package_has_the_install_command(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_without_the_package_has_the_install_command(monkeypatch):
     monkeypatch.setattr("trainer.packages.is_installed", lambda name: False)
     with pytest.raises(UnsupportedError, match="pip install deepspeed"):
         ours(strategy="deepspeed", devices=2)
@@ -176,7 +173,7 @@ class Dynamic:
 
 
 @pytest.mark.parametrize("steps", [0, 4, 7])
-def test_scale_continues_from_a_state(steps: int) -> None:
+def test_scale_continues_from_a_state(steps):
     first, second = Dynamic(), Dynamic()
     for _ in range(steps):
         first.step()

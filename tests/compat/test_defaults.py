@@ -60,14 +60,12 @@ def run_all(trainer_class: Any, folder: Path, monkeypatch: pytest.MonkeyPatch, *
     ],
     ids=["default", "no logger", "barebones", "root", "csv"],
 )
-def test_trainer_writes_the_files_of_lightnings_trainer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
-) -> None:
+def test_trainer_writes_the_files_of_lightnings_trainer(tmp_path, monkeypatch, options):
     expected = run_all(lightning.Trainer, tmp_path / "lightning", monkeypatch, **options)
     assert run_all(Trainer, tmp_path / "ours", monkeypatch, **options) == expected
 
 
-def test_default_logger_without_tensorboard_is_csv(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_default_logger_without_tensorboard_is_csv(tmp_path, monkeypatch):
     for package in ("_TENSORBOARD_AVAILABLE", "_TENSORBOARDX_AVAILABLE"):
         monkeypatch.setattr(f"lightning.fabric.loggers.tensorboard.{package}", False)
     with pytest.warns(UserWarning, match="`logger=True` will use `CSVLogger` as the default logger"):

@@ -160,14 +160,14 @@ def made(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_inexact_resume_is_refused_with_the_fix(tmp_path: Path, name: str) -> None:
+def test_inexact_resume_is_refused_with_the_fix(tmp_path, name):
     first, second, words = REFUSED[name]
     path = written(tmp_path, **made(first))
     with pytest.raises(ResumeError, match=f"(?s){words}.*exact_resume=False"):
         resumed(path, **made(second))
 
 
-def test_inexact_resume_works_with_exact_resume_false(tmp_path: Path) -> None:
+def test_inexact_resume_works_with_exact_resume_false(tmp_path):
     path = written(tmp_path)
     with pytest.warns(
         UserWarning, match=r"with world size 2, but this run has world size 1: .*The run resumes, but not exactly"
@@ -178,7 +178,7 @@ def test_inexact_resume_works_with_exact_resume_false(tmp_path: Path) -> None:
     assert trainer.train_dataloader.drop_last is False
 
 
-def test_settings_in_batches_are_converted(tmp_path: Path) -> None:
+def test_settings_in_batches_are_converted(tmp_path):
     """26 samples, 4 per step: 7 batches before (one of them short), 13 of 2 samples now."""
     path = written(tmp_path, module=Net(2), val_check_interval=2, limit_train_batches=6)
     trainer = make_trainer(path.parent, max_epochs=2, val_check_interval=2, limit_train_batches=6)
@@ -195,7 +195,7 @@ def test_settings_in_batches_are_converted(tmp_path: Path) -> None:
     assert trainer.progress.batches == 24
 
 
-def test_batches_of_a_later_epoch_are_converted(tmp_path: Path) -> None:
+def test_batches_of_a_later_epoch_are_converted(tmp_path):
     path = written(tmp_path, after=8, limit_train_batches=6)
     trainer, module = resumed(path, loader(2), limit_train_batches=6)
     assert (trainer.global_step, trainer.progress.batches, len(module.seen)) == (12, 24, 2 * (12 - 8))
@@ -207,14 +207,14 @@ class Asks(Net):
         return super().configure_optimizers()
 
 
-def test_estimated_stepping_batches_are_equal_after_an_elastic_resume(tmp_path: Path) -> None:
+def test_estimated_stepping_batches_are_equal_after_an_elastic_resume(tmp_path):
     first = Asks()
     path = written(tmp_path, module=first)
     trainer, module = resumed(path, loader(1), Asks())
     assert module.updates == first.updates == trainer.global_step == 14
 
 
-def test_with_workers(tmp_path: Path) -> None:
+def test_with_workers(tmp_path):
     options: Any = {"num_workers": 1, "persistent_workers": True}
     whole = Net()
     written(tmp_path, loader(**options), whole)
@@ -230,7 +230,7 @@ def test_with_workers(tmp_path: Path) -> None:
             assert seen == expected
 
 
-def test_accumulation_that_changes_with_the_epochs(tmp_path: Path) -> None:
+def test_accumulation_that_changes_with_the_epochs(tmp_path):
     first, second = (GradientAccumulation(schedule={0: 1, 1: 2}) for _ in range(2))
     path = written(tmp_path, callbacks=[first])
     _, module = resumed(path, loader(2), callbacks=[second])
@@ -239,7 +239,7 @@ def test_accumulation_that_changes_with_the_epochs(tmp_path: Path) -> None:
     assert second.schedule == {0: 1, 1: 2}
 
 
-def test_elastic_job_has_a_checkpoint_before_it_trains(tmp_path: Path) -> None:
+def test_elastic_job_has_a_checkpoint_before_it_trains(tmp_path):
     def fit(**options: Any) -> list[str]:
         saver = ModelCheckpoint(tmp_path / "checkpoints", every_n_epochs=1, save_top_k=-1, filename="{epoch}")
         given = {"callbacks": [saver], "enable_checkpointing": True} | options

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -35,7 +34,7 @@ def named(value: Any) -> str:
     ],
     ids=["plugins", "strategy", "precision"],
 )
-def test_lightnings_precision_is_refused_in_each_argument(options: dict[str, Any]) -> None:
+def test_lightnings_precision_is_refused_in_each_argument(options):
     with pytest.raises(PrecisionError, match=r"trainer\.precision"):
         ours(**options)
 
@@ -66,9 +65,7 @@ def _lightnings(launcher: Any) -> list[type]:
 
 @pytest.mark.filterwarnings("ignore:GPU available but not used")
 @pytest.mark.parametrize(("options", "environment"), [*((options, {}) for options in CHOICES), *TWO], ids=named)
-def test_devices_and_processes_are_lightnings(
-    options: dict[str, Any], environment: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_devices_and_processes_are_lightnings(options, environment, monkeypatch):
     """Compares devices and launchers, or the error, on a machine with two GPUs."""
     for place in ("lightning.fabric.accelerators.cuda", "lightning.pytorch.accelerators.cuda"):
         monkeypatch.setattr(f"{place}.num_cuda_devices", lambda: 2)
@@ -102,7 +99,7 @@ def test_devices_and_processes_are_lightnings(
 
 
 @pytest.mark.parametrize("restores", [True, False])
-def test_strategy_that_restores_optimizers_itself_is_supported(tmp_path: Path, restores: bool) -> None:
+def test_strategy_that_restores_optimizers_itself_is_supported(tmp_path, restores):
     class Own(SingleDeviceStrategy):
         asked = 0
 
@@ -135,7 +132,7 @@ class Recorded(Gradients):
         return found
 
 
-def test_custom_engine_does_all_gradient_operations() -> None:
+def test_custom_engine_does_all_gradient_operations():
     done: list[str] = []
 
     class Watched(LightningEngine):
@@ -156,7 +153,7 @@ def test_custom_engine_does_all_gradient_operations() -> None:
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(weights(module), weights(other), strict=True))
 
 
-def test_batch_that_another_process_lacks_cannot_wait_for_it() -> None:
+def test_batch_that_another_process_lacks_cannot_wait_for_it():
     trainer, error = Trainer(**QUIET), ConfigurationError("there is nobody")
     with trainer.engine.forbid_collectives(error):
         for name in ("all_gather", "barrier", "broadcast", "reduce_boolean_decision"):

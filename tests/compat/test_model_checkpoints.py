@@ -44,9 +44,7 @@ class Interrupted(Callback):
         ({"save_last": "link"}, KilledAt(7), {}),
     ],
 )
-def test_resumed_run_leaves_the_files_of_an_uninterrupted_one(
-    tmp_path: Path, options: dict[str, Any], end: Callback, arguments: dict[str, Any]
-) -> None:
+def test_resumed_run_leaves_the_files_of_an_uninterrupted_one(tmp_path, options, end, arguments):
     """Also if the run ends before the validation that its saver waits for."""
 
     def run(name: str, *callbacks: Callback) -> dict[str, int]:
@@ -172,9 +170,7 @@ def contents(folder: Path) -> dict[str, Any]:
         (ModelCheckpoint, 4, False, {"limit_val_batches": 0, "max_epochs": 2}),
     ],
 )
-def test_score_is_that_of_the_validation_after_the_same_batch(
-    tmp_path: Path, kind: Any, every: int, manual: bool, arguments: dict[str, Any]
-) -> None:
+def test_score_is_that_of_the_validation_after_the_same_batch(tmp_path, kind, every, manual, arguments):
     saver = kind(tmp_path / "kept", monitor="val_loss", save_top_k=-1, every_n_train_steps=every, filename="{step}")
     module = fit(tmp_path, saver, manual=manual, **arguments)
     expected = steps_of(module.events, every)
@@ -195,9 +191,7 @@ def test_score_is_that_of_the_validation_after_the_same_batch(
         ({"train_time_interval": timedelta(0), "monitor": "loss"}, False, True),
     ],
 )
-def test_only_monitored_saves_by_steps_are_postponed(
-    tmp_path: Path, options: dict[str, Any], waits: bool, manual: bool
-) -> None:
+def test_only_monitored_saves_by_steps_are_postponed(tmp_path, options, waits, manual):
     saver = ModelCheckpoint(tmp_path / "kept", save_top_k=-1, **options)
     events = fit(tmp_path, saver, manual=manual, batches=4, val_check_interval=2, max_epochs=2).events
     saved = [before for before, event in pairwise(events) if event[0] == "save"]
@@ -205,7 +199,7 @@ def test_only_monitored_saves_by_steps_are_postponed(
     assert saved == [("validation" if waits else "batch", step) for step in steps]
 
 
-def test_score_of_a_training_metric_is_that_of_its_batch(tmp_path: Path) -> None:
+def test_score_of_a_training_metric_is_that_of_its_batch(tmp_path):
     saver = ModelCheckpoint(tmp_path / "kept", monitor="loss", save_top_k=-1, every_n_train_steps=2, filename="{step}")
     module = fit(tmp_path, saver, val_check_interval=2, check_val_every_n_epoch=None)
     scores = {int(Path(path).stem.removeprefix("step=")): value.item() for path, value in saver.best_k_models.items()}
@@ -213,7 +207,7 @@ def test_score_of_a_training_metric_is_that_of_its_batch(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("validates", [True, False])
-def test_metric_that_is_never_logged_is_reported_after_an_epoch(tmp_path: Path, validates: bool) -> None:
+def test_metric_that_is_never_logged_is_reported_after_an_epoch(tmp_path, validates):
     """Also for saves by steps, which wait for the metric."""
     name = f"missing_{validates}"  # Lightning warns once for each text
     saver = ModelCheckpoint(tmp_path, monitor=name, every_n_train_steps=2)
@@ -249,9 +243,7 @@ def savers(folder: Path, order: str) -> list[ModelCheckpoint]:
         ("wne", False, 3, {"val_check_interval": 2, "accumulate_grad_batches": 2, "precision": "bf16-mixed"}),
     ],
 )
-def test_kill_in_a_validation_changes_no_file(
-    tmp_path: Path, order: str, manual: bool, killed: int, arguments: dict[str, Any]
-) -> None:
+def test_kill_in_a_validation_changes_no_file(tmp_path, order, manual, killed, arguments):
     options: dict[str, Any] = {"manual": manual, "batches": 6, "resume": "auto", **arguments}
     whole = fit(tmp_path / "whole", *savers(tmp_path / "whole", order), **options)
     fit(tmp_path / "run", KilledIn(killed), *savers(tmp_path / "run", order), **options)
@@ -273,9 +265,7 @@ def test_kill_in_a_validation_changes_no_file(
         ({"every_n_epochs": 1, "save_on_train_epoch_end": False, "monitor": "val_loss"}, 3),
     ],
 )
-def test_manual_optimization_saves_as_automatic_optimization_does(
-    tmp_path: Path, options: dict[str, Any], interval: Any
-) -> None:
+def test_manual_optimization_saves_as_automatic_optimization_does(tmp_path, options, interval):
     def save(manual: bool, ckpt_path: Path | None = None) -> tuple[Scored, dict[str, Any]]:
         folder = tmp_path / f"{manual}-{ckpt_path and ckpt_path.stem}"
         saver = Counts(folder / "kept", save_top_k=-1, filename="{step}", **options)

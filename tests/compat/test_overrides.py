@@ -274,9 +274,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.whole
 @pytest.mark.parametrize(("base", "ddp"), [(Logs, False), (ByHand, True)])
-def test_each_method_of_a_strategy_is_called_as_by_lightning(
-    base: Any, ddp: bool, folder: Path, tmp_path: Path
-) -> None:
+def test_each_method_of_a_strategy_is_called_as_by_lightning(base, ddp, folder, tmp_path):
     """A few methods at a time, so that each is called without an override of a related one."""
     theirs = lightnings(base, ddp, folder)
     names = called(theirs, "strategy")
@@ -286,7 +284,7 @@ def test_each_method_of_a_strategy_is_called_as_by_lightning(
 
 
 @pytest.mark.whole
-def test_each_method_of_other_objects_is_called_as_by_lightning(folder: Path, tmp_path: Path) -> None:
+def test_each_method_of_other_objects_is_called_as_by_lightning(folder, tmp_path):
     theirs = lightnings(Logs, False, folder)
     for owner in BASES.keys() - {"strategy", "precision"}:
         names = called(theirs, owner)
@@ -296,7 +294,7 @@ def test_each_method_of_other_objects_is_called_as_by_lightning(folder: Path, tm
     compare(theirs, "environment", called(theirs, "environment"), tmp_path, ByHand, True)
 
 
-def test_refused_methods_are_called_by_lightning(folder: Path) -> None:
+def test_refused_methods_are_called_by_lightning(folder):
     """Each method of Lightning's precision plugins that its loops call is refused if it is overridden here."""
     theirs = lightnings(Logs, False, folder)
     names = called(theirs, "precision")
@@ -344,9 +342,7 @@ OVERFLOWS = make_batches(5, gains={1: 1e6, 3: 1e6})
      ("optimizer_step", "post_backward", "post_training_step", "setup_optimizers")],
     ids=",".join,
 )  # fmt: skip
-def test_override_that_calls_the_base_class_changes_nothing(
-    setup: dict[str, Any], batches: Any, methods: tuple[str, ...]
-) -> None:
+def test_override_that_calls_the_base_class_changes_nothing(setup, batches, methods):
     (usual, expected), (trainer, found) = (trained(setup, names, batches) for names in ((), methods))
     assert (trainer.global_step, trainer.skipped_steps) == (usual.global_step, usual.skipped_steps)
     assert (trainer.skipped_steps > 0) == (batches is not None)
@@ -354,7 +350,7 @@ def test_override_that_calls_the_base_class_changes_nothing(
     assert_same_weights(found, expected)
 
 
-def test_loss_arrives_unscaled_and_the_step_outside_of_autocast() -> None:
+def test_loss_arrives_unscaled_and_the_step_outside_of_autocast():
     """As in Lightning, scaling and autocast are in the methods of the base class."""
     seen = list[bool]()
 
@@ -378,7 +374,7 @@ def test_loss_arrives_unscaled_and_the_step_outside_of_autocast() -> None:
     assert seen == [False, True, False] * 4
 
 
-def test_step_of_a_strategy_may_return_something_else() -> None:
+def test_step_of_a_strategy_may_return_something_else():
     class Doubled(SingleDeviceStrategy):
         def training_step(self, *args: Any) -> Any:
             return 2 * super().training_step(*args)
@@ -396,7 +392,7 @@ def test_step_of_a_strategy_may_return_something_else() -> None:
 # --- patches ----------------------------------------------------------------------------------------------------------
 
 
-def test_patches_of_the_default_checkpoint_io_count(tmp_path: Path) -> None:
+def test_patches_of_the_default_checkpoint_io_count(tmp_path):
     names = ("save_checkpoint", "load_checkpoint", "remove_checkpoint")
     logs: list[list[Event]] = []
     for make in (lightning, ours):
@@ -414,7 +410,7 @@ def test_patches_of_the_default_checkpoint_io_count(tmp_path: Path) -> None:
     assert {f"io.{name}" for name in names} == set(called[0])
 
 
-def test_patch_counts_while_it_lasts() -> None:
+def test_patch_counts_while_it_lasts():
     trainer = ours(max_epochs=1)
     for epochs in (1, 2, 3):
         trainer.fit_loop.max_epochs = epochs
@@ -426,7 +422,7 @@ def test_patch_counts_while_it_lasts() -> None:
 
 
 @pytest.mark.parametrize("way", ["subclass", "object", "class"])
-def test_own_precision_converts_batches_with_each_kind_of_override(way: str) -> None:
+def test_own_precision_converts_batches_with_each_kind_of_override(way):
     def halve(*args: Any) -> Any:
         features, labels = args[-1]
         return features[:1], labels[:1]
@@ -443,7 +439,7 @@ def test_own_precision_converts_batches_with_each_kind_of_override(way: str) -> 
 
 
 @needs_fsdp2
-def test_step_of_a_sharding_strategy_changes_nothing() -> None:
+def test_step_of_a_sharding_strategy_changes_nothing():
     names = ("optimizer_step", "batch_to_device", "setup_optimizers", "on_train_batch_start", "on_train_end")
     found, log = [], list[Event]()
     for wanted in ((), names):
@@ -464,7 +460,7 @@ def test_step_of_a_sharding_strategy_changes_nothing() -> None:
 # --- refused methods -------------------------------------------------------------------------------------------------
 
 
-def test_subclass_of_a_lightning_precision_is_refused() -> None:
+def test_subclass_of_a_lightning_precision_is_refused():
     plugin = LightningPrecision()
     ours(plugins=[LightningPrecision()])  # does nothing, as ours
     plugin.clip_grad_by_norm = print  # type: ignore[method-assign, assignment]
@@ -476,7 +472,7 @@ def test_subclass_of_a_lightning_precision_is_refused() -> None:
         trainer.fit(Learner(), data(2))
 
 
-def test_strategy_that_accumulates_by_itself_is_refused() -> None:
+def test_strategy_that_accumulates_by_itself_is_refused():
     class Accumulates(SingleDeviceStrategy):
         @property
         def handles_gradient_accumulation(self) -> bool:
@@ -486,7 +482,7 @@ def test_strategy_that_accumulates_by_itself_is_refused() -> None:
         ours(strategy=Accumulates(torch.device("cpu")), accelerator="auto", devices="auto")
 
 
-def test_several_optimizers_are_refused_with_a_step_of_the_strategy() -> None:
+def test_several_optimizers_are_refused_with_a_step_of_the_strategy():
     trainer, module = ours(max_epochs=1), Learner()
     module.configure_optimizers = lambda: [torch.optim.SGD(part.parameters(), lr=0.1) for part in module.net[::2]]
     trainer.fit(module, data(2))
@@ -496,7 +492,7 @@ def test_several_optimizers_are_refused_with_a_step_of_the_strategy() -> None:
 
 @needs_fsdp2
 @pytest.mark.parametrize("name", ["validation_step", "backward"])
-def test_methods_bypassed_by_a_sharded_module_are_refused(name: str) -> None:
+def test_methods_bypassed_by_a_sharded_module_are_refused(name):
     strategy = type("Own", (FSDP2Strategy,), {name: lambda *_: None})()
     with pytest.raises(UnsupportedError, match=f"Got Own with its own `{name}`.*Override `LightningModule\\."):
         ours(strategy=strategy, devices=2)
@@ -506,7 +502,7 @@ def test_methods_bypassed_by_a_sharded_module_are_refused(name: str) -> None:
 
 
 @needs_fsdp2
-def test_methods_of_a_strategy_that_is_replaced_are_refused() -> None:
+def test_methods_of_a_strategy_that_is_replaced_are_refused():
     class Own(ModelParallelStrategy):
         def on_train_start(self) -> None: ...
 

@@ -69,7 +69,7 @@ def checkpoints(folder: Path) -> dict[str, int]:
 
 
 @pytest.mark.parametrize(("board", "kills"), [(False, [4, 6, 6, 8]), (True, [9])])
-def test_killed_run_is_resumed_in_its_folder(tmp_path: Path, board: bool, kills: list[int]) -> None:
+def test_killed_run_is_resumed_in_its_folder(tmp_path, board, kills):
     def run(name: str, kill: int | None = None) -> Any:
         folder = tmp_path / name
         boards = [TensorBoardLogger(folder)] if board else []
@@ -87,7 +87,7 @@ def test_killed_run_is_resumed_in_its_folder(tmp_path: Path, board: bool, kills:
 
 
 @pytest.mark.parametrize("folder", [None, "own"])
-def test_checkpoints_with_a_slash_in_their_names_are_found(tmp_path: Path, folder: str | None) -> None:
+def test_checkpoints_with_a_slash_in_their_names_are_found(tmp_path, folder):
     class Nested(Logs):
         def validation_step(self, batch: Any, batch_idx: int) -> None:
             self.log("val/loss", -float(self.global_step), batch_size=4)
@@ -105,7 +105,7 @@ def test_checkpoints_with_a_slash_in_their_names_are_found(tmp_path: Path, folde
 
 
 @pytest.mark.parametrize("arguments", [{}, {"accumulate_grad_batches": 3, "val_check_interval": 2}])
-def test_rows_are_complete_after_checkpoints_inside_an_epoch(tmp_path: Path, arguments: dict[str, Any]) -> None:
+def test_rows_are_complete_after_checkpoints_inside_an_epoch(tmp_path, arguments):
     saver = partial(ModelCheckpoint, every_n_train_steps=1, save_last=True)
     script(tmp_path / "whole", saver=saver, **arguments)
     for kill in (4, 7, 8):
@@ -114,7 +114,7 @@ def test_rows_are_complete_after_checkpoints_inside_an_epoch(tmp_path: Path, arg
     assert rows(tmp_path / "killed") == rows(tmp_path / "whole")
 
 
-def test_completed_run_trains_nothing(tmp_path: Path) -> None:
+def test_completed_run_trains_nothing(tmp_path):
     script(tmp_path)
     before = rows(tmp_path), checkpoints(tmp_path)
     fitted = script(tmp_path, kill=12)  # not reached
@@ -138,21 +138,21 @@ class Clock(Timer):
         super().on_train_batch_end(trainer)
 
 
-def test_larger_max_time_continues_training(tmp_path: Path) -> None:
+def test_larger_max_time_continues_training(tmp_path):
     for seconds, steps in ((6, 6), (6, 6), (9, 9), (99, 12)):
         saver = partial(ModelCheckpoint, every_n_train_steps=1)
         fitted = script(tmp_path, saver=saver, more=[Clock(timedelta(seconds=seconds))])
         assert fitted.global_step == steps
 
 
-def test_run_that_stopped_early_reports_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_run_that_stopped_early_reports_it(tmp_path, caplog):
     caplog.set_level("INFO")
     for number in (0, 1):
         script(tmp_path, more=[EarlyStopping("val_loss", stopping_threshold=1e9)])
         assert caplog.text.count("had stopped early (should_stop), so it does not continue") == number
 
 
-def test_folder_of_a_running_run_is_not_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folder_of_a_running_run_is_not_changed(tmp_path, monkeypatch):
     script(tmp_path, kill=7)
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     assert len(rows(tmp_path)) > 10  # more than the checkpoint's
@@ -164,7 +164,7 @@ def test_folder_of_a_running_run_is_not_changed(tmp_path: Path, monkeypatch: pyt
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
 
 
-def test_run_without_a_checkpoint_starts_from_the_beginning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_run_without_a_checkpoint_starts_from_the_beginning(tmp_path, caplog):
     with caplog.at_level("INFO"):
         fitted = script(tmp_path, max_epochs=1)
     assert fitted.ckpt_path is None
@@ -174,7 +174,7 @@ def test_run_without_a_checkpoint_starts_from_the_beginning(tmp_path: Path, capl
     assert sorted(os.listdir(tmp_path / "lightning_logs")) == ["version_0"]
 
 
-def test_damaged_checkpoints_are_skipped(tmp_path: Path) -> None:
+def test_damaged_checkpoints_are_skipped(tmp_path):
     saver = partial(ModelCheckpoint, save_top_k=-1, save_last=True)
     script(tmp_path, kill=9, saver=saver)
     (folder,) = tmp_path.rglob("checkpoints")
@@ -190,7 +190,7 @@ def test_damaged_checkpoints_are_skipped(tmp_path: Path) -> None:
     assert files.newest_valid([folder]) is not None
 
 
-def test_run_with_only_damaged_checkpoints_starts_in_a_new_folder(tmp_path: Path) -> None:
+def test_run_with_only_damaged_checkpoints_starts_in_a_new_folder(tmp_path):
     script(tmp_path, kill=5)
     for path in tmp_path.rglob("*.ckpt"):
         path.write_bytes(b"")
@@ -200,7 +200,7 @@ def test_run_with_only_damaged_checkpoints_starts_in_a_new_folder(tmp_path: Path
     assert sorted(os.listdir(tmp_path / "lightning_logs")) == ["version_0", "version_1"]
 
 
-def test_sequence_of_fits_is_resumed(tmp_path: Path) -> None:
+def test_sequence_of_fits_is_resumed(tmp_path):
     fitted = script(tmp_path, max_epochs=2)
     fitted.fit_loop.max_epochs = 3
     fitted.fit(fitted.lightning_module, loader_of(BATCHES), loader_of(BATCHES[:2]))
@@ -208,7 +208,7 @@ def test_sequence_of_fits_is_resumed(tmp_path: Path) -> None:
     assert rows(tmp_path / "lightning_logs") == rows(tmp_path / "whole")
 
 
-def test_folders_elsewhere_are_refused_and_missing_ones_warned_about(tmp_path: Path) -> None:
+def test_folders_elsewhere_are_refused_and_missing_ones_warned_about(tmp_path):
     fitted = make_trainer(tmp_path, resume="auto", callbacks=[ModelCheckpoint("memory://x")], enable_checkpointing=None)
     with pytest.raises(ConfigurationError, match="Got resume='auto' with checkpoints in memory://x, expected"):
         fitted.fit(Regression(), loader_of(BATCHES))
@@ -216,7 +216,7 @@ def test_folders_elsewhere_are_refused_and_missing_ones_warned_about(tmp_path: P
         make_trainer(tmp_path, resume="auto").fit(Regression(), loader_of(BATCHES))
 
 
-def test_tensorboard_shows_no_step_twice(tmp_path: Path) -> None:
+def test_tensorboard_shows_no_step_twice(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     script(tmp_path, logger=True, kill=7)

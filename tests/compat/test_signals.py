@@ -104,9 +104,7 @@ def fit(folder: Path, does: Callback, *, path: Path | None = None, **arguments: 
 
 @pytest.mark.parametrize(("number", "error", "code"), ENDS)
 @pytest.mark.parametrize("stage", ["train", "validation"])
-def test_signal_finishes_the_step_saves_and_ends_the_fit(
-    tmp_path: Path, number: int, error: type[BaseException], code: int, stage: str, caplog: Any, capfd: Any
-) -> None:
+def test_signal_finishes_the_step_saves_and_ends_the_fit(tmp_path, number, error, code, stage, caplog, capfd):
     caplog.set_level("INFO")
     _, uninterrupted = fit(tmp_path / "whole", Does("train", lambda: None))
     does = Does(stage, lambda: send(number))
@@ -129,7 +127,7 @@ def test_signal_finishes_the_step_saves_and_ends_the_fit(
 
 
 @pytest.mark.parametrize(("num_nodes", "batches"), [(1, 3), ("auto", 4)])
-def test_elastic_run_ends_at_an_optimizer_step(tmp_path: Path, num_nodes: Any, batches: int) -> None:
+def test_elastic_run_ends_at_an_optimizer_step(tmp_path, num_nodes, batches):
     does = Does("train", terminate)
     arguments = {"num_nodes": num_nodes, "accumulate_grad_batches": 2, "max_epochs": 1}
     trainer = ours(default_root_dir=tmp_path, callbacks=[does], **arguments)
@@ -140,9 +138,7 @@ def test_elastic_run_ends_at_an_optimizer_step(tmp_path: Path, num_nodes: Any, b
 
 
 @pytest.mark.parametrize("saves", [True, False])
-def test_ctrl_c_in_a_notebook_returns_from_fit(
-    tmp_path: Path, saves: bool, monkeypatch: pytest.MonkeyPatch, caplog: Any, capfd: Any
-) -> None:
+def test_ctrl_c_in_a_notebook_returns_from_fit(tmp_path, saves, monkeypatch, caplog, capfd):
     monkeypatch.setattr(sys, "ps1", "In : ", raising=False)
     caplog.set_level("INFO")
     does = Does("train", lambda: send(signal.SIGINT))
@@ -157,7 +153,7 @@ def test_ctrl_c_in_a_notebook_returns_from_fit(
         ours(callbacks=[Does("test", interrupt)]).test(Classifier(), data(12))
 
 
-def test_second_ctrl_c_ends_the_fit_at_once(tmp_path: Path) -> None:
+def test_second_ctrl_c_ends_the_fit_at_once(tmp_path):
     does = Does("train", lambda: send(signal.SIGINT, signal.SIGINT))
     with pytest.raises(SystemExit) as raised:
         fit(tmp_path, does)
@@ -166,7 +162,7 @@ def test_second_ctrl_c_ends_the_fit_at_once(tmp_path: Path) -> None:
     assert not (tmp_path / "checkpoints" / "interrupted.ckpt").exists()
 
 
-def test_sigterm_has_precedence_over_other_signals(tmp_path: Path) -> None:
+def test_sigterm_has_precedence_over_other_signals(tmp_path):
     for order in ([signal.SIGINT, signal.SIGTERM, signal.SIGUSR1], [signal.SIGTERM, signal.SIGINT, signal.SIGTERM]):
         with pytest.raises(SIGTERMException) as raised:
             fit(tmp_path, Does("train", lambda order=order: send(*order)))  # type: ignore[misc]
@@ -190,7 +186,7 @@ class SignalledLater(Does):
         self.more("exception")
 
 
-def test_further_signals_do_not_break_into_the_end(tmp_path: Path) -> None:
+def test_further_signals_do_not_break_into_the_end(tmp_path):
     does = SignalledLater("train", lambda: send(signal.SIGUSR1))
     with pytest.raises(SIGTERMException) as raised:
         fit(tmp_path, does)
@@ -201,9 +197,7 @@ def test_further_signals_do_not_break_into_the_end(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("arguments", [{"enable_checkpointing": False}, {"fast_dev_run": 4}])
-def test_run_without_checkpointing_saves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any, arguments: dict[str, Any]
-) -> None:
+def test_run_without_checkpointing_saves_nothing(tmp_path, monkeypatch, caplog, arguments):
     caplog.set_level("INFO")
     monkeypatch.chdir(tmp_path)
     does = Does("train", terminate)
@@ -215,14 +209,14 @@ def test_run_without_checkpointing_saves_nothing(
     assert list(tmp_path.rglob("*.ckpt")) == []
 
 
-def test_no_save_before_the_first_batch(tmp_path: Path) -> None:
+def test_no_save_before_the_first_batch(tmp_path):
     with pytest.raises(SIGTERMException):
         fit(tmp_path, LambdaCallback(on_sanity_check_start=lambda *_: terminate()), num_sanity_val_steps=2)
     assert not list(tmp_path.rglob("*.ckpt"))
 
 
 @pytest.mark.parametrize(("number", "error"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGUSR1, SIGTERMException)])
-def test_signal_after_the_run_ends_the_program(number: int, error: type[BaseException]) -> None:
+def test_signal_after_the_run_ends_the_program(number, error):
     trainer = ours(callbacks=[Does("test", lambda: send(number))])
     with pytest.raises(error):
         trainer.test(Classifier(), data(6), verbose=False)
@@ -230,7 +224,7 @@ def test_signal_after_the_run_ends_the_program(number: int, error: type[BaseExce
     trainer.test(Classifier(), data(2), verbose=False)
 
 
-def test_signal_with_a_user_handler_is_left_to_it() -> None:
+def test_signal_with_a_user_handler_is_left_to_it():
     received, number = list[int](), signal.SIGINT
     before = signal.signal(number, lambda number, frame: received.append(number))
     trainer = ours(max_epochs=1, callbacks=[Does("train", lambda: send(number))])
@@ -241,7 +235,7 @@ def test_signal_with_a_user_handler_is_left_to_it() -> None:
     assert (trainer.state.finished, received) == (True, [number])
 
 
-def test_forked_worker_is_not_the_run(tmp_path: Path) -> None:
+def test_forked_worker_is_not_the_run(tmp_path):
     def fork() -> None:
         if (child := os.fork()) == 0:
             send(signal.SIGINT, signal.SIGINT, signal.SIGTERM)
@@ -253,7 +247,7 @@ def test_forked_worker_is_not_the_run(tmp_path: Path) -> None:
     assert trainer.state.finished
 
 
-def test_signal_to_everything_does_not_end_the_workers(tmp_path: Path) -> None:
+def test_signal_to_everything_does_not_end_the_workers(tmp_path):
     def to_all() -> None:
         pids = [str(process.pid) for process in multiprocessing.active_children()]
         # from another process, because a signal of the parent is not ignored
@@ -269,7 +263,7 @@ def test_signal_to_everything_does_not_end_the_workers(tmp_path: Path) -> None:
     assert multiprocessing.active_children() == []
 
 
-def test_main_process_can_still_end_a_worker() -> None:
+def test_main_process_can_still_end_a_worker():
     called: list[int] = []
     if (child := os.fork()) == 0:
         SurviveSignals(called.append)(3)
@@ -287,7 +281,7 @@ DEAD = 2**22 + 1  # above the largest process id of Linux
     [(DEAD, 1, True), (DEAD, 7, True), (os.getpid(), 1, True), (os.getpid(), 7, False), (7, 7, False), (1, 1, False)],
     ids=["killed", "killed_in_a_container", "zombie", "fork_server", "alive", "run_is_process_1"],
 )
-def test_worker_ends_if_the_run_was_killed_before_its_start(monkeypatch, started_by, parent, ends) -> None:
+def test_worker_ends_if_the_run_was_killed_before_its_start(monkeypatch, started_by, parent, ends):
     called: list[int] = []
     monkeypatch.setattr(multiprocessing, "parent_process", lambda: SimpleNamespace(pid=started_by))
     monkeypatch.setattr(os, "getppid", lambda: parent)
@@ -310,7 +304,7 @@ class FindsLater(LearningRateFinder):
             self.lr_find(trainer, module)
 
 
-def test_signal_during_a_finder_ends_the_fit(tmp_path: Path) -> None:
+def test_signal_during_a_finder_ends_the_fit(tmp_path):
     finder = FindsLater(num_training_steps=5)
     with pytest.raises(SIGTERMException):
         fit(tmp_path, finder, callbacks=[finder, ModelCheckpoint(tmp_path, save_top_k=0)])
@@ -318,7 +312,7 @@ def test_signal_during_a_finder_ends_the_fit(tmp_path: Path) -> None:
     assert "interrupted.ckpt" not in {path.name for path in tmp_path.iterdir()}
 
 
-def test_ctrl_c_kills_the_processes_of_the_launcher() -> None:
+def test_ctrl_c_kills_the_processes_of_the_launcher():
     trainer: Any = ours(max_epochs=1, callbacks=[Does("train", interrupt)])
     launcher = trainer.strategy._launcher = Mock(spec=_SubprocessScriptLauncher)
     launcher.launch = lambda function, *args, trainer: function(*args)
@@ -327,13 +321,13 @@ def test_ctrl_c_kills_the_processes_of_the_launcher() -> None:
     launcher.kill.assert_called_once_with(signal.SIGKILL)
 
 
-def test_second_ctrl_c_before_the_start_is_ignored() -> None:
+def test_second_ctrl_c_before_the_start_is_ignored():
     impatient = LambdaCallback(setup=lambda *_, stage: interrupt(), on_exception=lambda *_: send(*[signal.SIGINT] * 2))
     with pytest.raises(SystemExit):
         ours(max_epochs=1, callbacks=[impatient]).fit(Learner(), data(8))
 
 
-def test_run_in_another_thread() -> None:
+def test_run_in_another_thread():
     trainer = ours(max_epochs=1)
     thread = threading.Thread(target=trainer.fit, args=(Learner(), data(8)))
     thread.start()
@@ -368,7 +362,7 @@ def assert_resumed(folder: Path, ckpt_path: Any = "hpc") -> None:
     assert (again.ckpt_path, again.global_step) == (str(folder / "hpc_ckpt_1.ckpt"), 4)
 
 
-def test_job_of_slurms_is_requeued(tmp_path: Path, scontrol: Path) -> None:
+def test_job_of_slurms_is_requeued(tmp_path, scontrol):
     root = tmp_path / "run"
     slurm(tmp_path).fit(Learner(), data(8))  # continues until Slurm ends it
     assert (scontrol.parent / "calls").read_text() == "requeue 12345\n"
@@ -380,9 +374,7 @@ def test_job_of_slurms_is_requeued(tmp_path: Path, scontrol: Path) -> None:
 
 
 @pytest.mark.parametrize("how", ["sharded", "by Lightning"])
-def test_asynchronous_save_completes_before_the_job_is_requeued(
-    tmp_path: Path, scontrol: Path, monkeypatch: pytest.MonkeyPatch, how: str
-) -> None:
+def test_asynchronous_save_completes_before_the_job_is_requeued(tmp_path, scontrol, monkeypatch, how):
     scontrol.write_text(f"#!/bin/sh\nls {tmp_path}/run > {scontrol.parent}/there\n")
     name = "_save_shards" if how == "sharded" else "_save"
     write = getattr(CheckpointFiles, name)
@@ -394,7 +386,7 @@ def test_asynchronous_save_completes_before_the_job_is_requeued(
     assert_resumed(tmp_path / "run")
 
 
-def test_job_of_an_array_and_another_signal(tmp_path: Path, scontrol: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_job_of_an_array_and_another_signal(tmp_path, scontrol, monkeypatch):
     monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "77")
     monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "3")
     slurm(tmp_path, signal.SIGUSR2, requeue_signal=signal.SIGUSR2).fit(Learner(), data(8))
@@ -402,9 +394,7 @@ def test_job_of_an_array_and_another_signal(tmp_path: Path, scontrol: Path, monk
     assert signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL
 
 
-def test_job_that_slurm_does_not_requeue_fails_loudly(
-    tmp_path: Path, scontrol: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_job_that_slurm_does_not_requeue_fails_loudly(tmp_path, scontrol, monkeypatch):
     saved = str(tmp_path / "run" / "hpc_ckpt_{}.ckpt")
     scontrol.write_text("#!/bin/sh\necho Requested operation is presently disabled >&2\nexit 3\n")
     message = f"with exit status 3 and printed: Requested operation is .*{saved.format(1)}.*auto_requeue=False"
@@ -416,7 +406,7 @@ def test_job_that_slurm_does_not_requeue_fails_loudly(
     assert torch.load(saved.format(2), weights_only=True)["global_step"] == 3
 
 
-def test_without_requeueing_the_signal_ends_the_fit(tmp_path: Path, scontrol: Path) -> None:
+def test_without_requeueing_the_signal_ends_the_fit(tmp_path, scontrol):
     with pytest.raises(SIGTERMException) as raised:
         slurm(tmp_path, auto_requeue=False).fit(Learner(), data(8))
     assert raised.value.code == 138

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 from unittest.mock import Mock, patch
 
@@ -60,7 +59,7 @@ ARGUMENTS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("arguments", ARGUMENTS, ids=str)
-def test_views_agree_with_lightnings_loops(arguments: dict[str, Any]) -> None:
+def test_views_agree_with_lightnings_loops(arguments):
     def scenario(make: Any) -> list[Any]:
         looks = Looks()
         make(callbacks=[looks], **arguments).fit(Classifier(), data(8), data(4))
@@ -73,7 +72,7 @@ def test_views_agree_with_lightnings_loops(arguments: dict[str, Any]) -> None:
         assert not different, (a["where"], different)
 
 
-def test_values_set_by_callbacks_reach_the_loop() -> None:
+def test_values_set_by_callbacks_reach_the_loop():
     trainer = ours(max_epochs=5)
     trainer.fit_loop.max_epochs = 2
     trainer.fit_loop.epoch_loop.max_steps = 3
@@ -84,7 +83,7 @@ def test_values_set_by_callbacks_reach_the_loop() -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_fit_resumed_inside_an_epoch_is_restarting(tmp_path: Path) -> None:
+def test_fit_resumed_inside_an_epoch_is_restarting(tmp_path):
     class Tells(Classifier):
         def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
             seen.append((self.current_epoch, batch_idx, self.trainer.fit_loop.restarting))
@@ -110,9 +109,7 @@ def test_fit_resumed_inside_an_epoch_is_restarting(tmp_path: Path) -> None:
     [({"max_epochs": 2}, 2, 4, 20), ({"max_steps": 12}, 1, 3, 5), ({"min_epochs": 2, "min_steps": 20}, 4, 4, 12)],
     ids=str,
 )
-def test_trainer_state_can_be_set(
-    limits: dict[str, Any], epochs: int, batches: int, steps: int, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_trainer_state_can_be_set(limits, epochs, batches, steps, caplog):
     caplog.set_level(logging.DEBUG, logger="lightning.pytorch.utilities.rank_zero")
 
     def scenario(make: Any) -> list[Any]:
@@ -133,13 +130,13 @@ def test_trainer_state_can_be_set(
     assert_agree(scenario)
 
 
-def test_fit_reports_the_reason_for_its_end(caplog: pytest.LogCaptureFixture) -> None:
+def test_fit_reports_the_reason_for_its_end(caplog):
     with caplog.at_level(logging.INFO, logger="lightning.pytorch.utilities.rank_zero"):
         ours(max_steps=2).fit(Classifier(), data(8), data(4))
     assert "`Trainer.fit` stopped: `max_steps=2` reached." in caplog.messages
 
 
-def test_passes_and_steps_of_an_evaluation_can_be_counted_and_replaced() -> None:
+def test_passes_and_steps_of_an_evaluation_can_be_counted_and_replaced():
     def scenario(make: Any) -> list[int]:
         trainer, module, loaders = make(max_epochs=2, num_sanity_val_steps=1), Classifier(), (data(8), data(4))
         loop = trainer.fit_loop.epoch_loop.val_loop
@@ -156,7 +153,7 @@ def test_passes_and_steps_of_an_evaluation_can_be_counted_and_replaced() -> None
     assert passes >= 2
 
 
-def test_batch_can_be_trained_through_the_view() -> None:
+def test_batch_can_be_trained_through_the_view():
     class SkipsOne(Learner):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             return None if batch_idx == 9 else super().training_step(batch, batch_idx)
@@ -175,7 +172,7 @@ def test_batch_can_be_trained_through_the_view() -> None:
 
 
 @pytest.mark.parametrize("precision", ["32-true", "16-mixed"])
-def test_optimizer_stepped_by_the_user_in_automatic_optimization(precision: str) -> None:
+def test_optimizer_stepped_by_the_user_in_automatic_optimization(precision):
     class StepsItself(Learner):
         def on_train_epoch_end(self) -> None:
             self.loss(next(iter(data(2)))).backward()
