@@ -114,6 +114,6 @@ def test_last_checkpoint_is_written_with_and_without_a_metric(tmp_path):
     more = [LambdaCallback(on_train_batch_start=look, on_train_end=look)]
     options: dict[str, Any] = {"monitor": "val_loss", "save_last": True, "every_n_train_steps": 1}
     _, saver = fitted(Logs(val_loss=[1.0, 2.0]), tmp_path, 2, batches=3, more=more, **options)
-    assert steps == [0, 0, 2, 3, 4, 5, 6]
+    assert steps == [0, 1, 2, 3, 4, 5, 6]
     best = torch.load(saver.best_model_path, weights_only=True)
     assert (best["global_step"], float(saver.best_model_score or 0)) == (2, 1.0)  # saved by the validation itself

@@ -52,13 +52,7 @@ def test_norms_equal_those_of_a_hand_written_loop(tmp_path, precision):
         seen.append({f"net.{k}": nn.utils.get_total_norm(grads).item() for k, grads in layers.items() if grads})
 
     train_by_hand(
-        theirs,
-        batches,
-        precision=precision,
-        scaler=scaler_of(precision),
-        window=2,
-        clip=norm_of(0.1),
-        before_step=look,
+        theirs, batches, precision=precision, scaler=scaler_of(precision), window=2, clip=norm_of(0.1), before_step=look
     )
     found = logged(tmp_path)
     assert list(found) == ["net.0", "net.1", "net.4"]

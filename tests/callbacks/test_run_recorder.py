@@ -14,41 +14,39 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
 from lightning.pytorch.loggers import CSVLogger
+from torch import nn
 from torch.utils.data import DataLoader
 
 from tests.support import BOTH_TRAINERS, FakeTrainer, make_trainer
 from trainer.callbacks import OptunaPruning, RunRecorder, RunSummary
 from trainer.callbacks import run_recorder as module
 from trainer.callbacks.run_recorder import Series
-from trainer.record.measures import tensor_cores_of, training_loss
+from trainer.record.measures import training_loss
 from trainer.record.run_record import RunRecord, load_run
-
-
-class Net(torch.nn.Module):
-    """A stand-in for the module of a fit."""
 
 
 class Fit(FakeTrainer):
     """A fit of two epochs of 8, 8, 8 and 3 samples, half a second a batch, ten seconds a validation."""
 
     def __init__(self, *callbacks: Any, **options: Any) -> None:
-        usual = {"lightning_module": Net(), "ckpt_path": None, "early_stopping_callback": None, "seconds": 0.5}
-        super().__init__(*callbacks, **(usual | options))
+        usual = {"ckpt_path": None, "early_stopping_callback": None, "seconds": 0.5}
+        super().__init__(*callbacks, lightning_module=nn.Identity(), **(usual | options))
 
-    def begin(self) -> None:
+    def begin(self) -> Fit:
         self.hook("setup", "fit")
         self.hook("on_fit_start")
         self.evaluate(batches=1, seconds=10, val_loss=9.0)  # sanity check
         self.hook("on_train_start")
+        return self
 
     def train(self, loss: float = 1.0, size: int = 8, batch_idx: int = 0, **options: Any) -> None:
         self.log(train_loss=loss)
         batch = torch.zeros(size, 2)
         self.train_batch(batch_idx, batch, {"loss": torch.tensor(loss)}, optimizers=("generator", "critic"), **options)
 
-    def train_epoch(self, *_: Any, sizes: tuple[int, ...] = (8, 8, 8, 3), **options: Any) -> None:
+    def train_epoch(self, *_: Any, **options: Any) -> None:
         self.hook("on_train_epoch_start")
-        for batch_idx, size in enumerate(sizes):
+        for batch_idx, size in enumerate((8, 8, 8, 3)):
             third = self.global_step == 2
             self.train(1 / (self.global_step + 1), size, batch_idx, skipped=third, **options)
 
@@ -82,7 +80,6 @@ def recorder(clock):
 def test_written_record(tmp_path, recorder, clock):
     Fit(recorder, folder=tmp_path, clock=clock, world_size=2).fit()
     facts = written(tmp_path)
-    assert_points(recorder)
     assert os.listdir(tmp_path) == ["run.json"]  # nothing temporary
     assert facts == recorder.record.facts
     curves, environment, peak = (facts.pop(name) for name in ("curves", "environment", "peak_memory"))
@@ -95,7 +92,7 @@ def test_written_record(tmp_path, recorder, clock):
         "version": 1,
         "status": "completed",
         "error": None,
-        "module": "Net",
+        "module": "Identity",
         "precision": "16-mixed",
         "devices": "2 x CPU",
         "gpu": None,
@@ -112,28 +109,20 @@ def test_written_record(tmp_path, recorder, clock):
         "samples_per_step": 16,
         "paths": {"run": str(tmp_path), "record": str(tmp_path / "run.json")},
     }
-
-
-def assert_points(recorder):
     assert points(recorder.losses) == pytest.approx({step: 1 / step for step in range(1, 9)})
     assert points(recorder.scales) == {1: 65536.0, 4: 32768.0}
     assert points(recorder.skipped) == {3: 1}
     assert points(recorder.seconds) == {step: step / 2 for step in range(1, 9)}  # without validations
-    assert {name: points(series) for name, series in recorder.metrics["val"].items()} == {
-        "val_loss": {4: 0.5, 8: 0.375},
-        "val_acc": {4: 0.5, 8: 0.75},
-    }
-    # Not train_loss: it was logged before the validation.
-    assert {name: points(series) for name, series in recorder.metrics["train"].items()} == {
-        "train_acc": {4: 0.25, 8: 0.5}
-    }
+    # not train_loss, which was logged before the validation
+    curves = {stage: {name: points(one) for name, one in parts.items()} for stage, parts in recorder.metrics.items()}
+    expected = {"val_loss": {4: 0.5, 8: 0.375}, "val_acc": {4: 0.5, 8: 0.75}}
+    assert curves == {"val": expected, "train": {"train_acc": {4: 0.25, 8: 0.5}}}
 
 
 def test_record_is_written_during_the_fit(tmp_path, recorder, clock):
-    trainer = Fit(recorder, folder=tmp_path, clock=clock)
-    trainer.begin()
+    trainer = Fit(recorder, folder=tmp_path, clock=clock).begin()
     facts = written(tmp_path)
-    assert (facts["status"], facts["module"], facts["environment"]["pid"]) == ("running", "Net", os.getpid())
+    assert (facts["status"], facts["module"], facts["environment"]["pid"]) == ("running", "Identity", os.getpid())
     clock.now += 11
     trainer.train(0.5, seconds=1)
     trainer.evaluate(batches=1, seconds=0, val_loss=0.75)
@@ -170,8 +159,7 @@ def test_fit_cut_short(tmp_path, recorder, clock, error, pruned, status, text):
 
 
 def test_fit_that_fails_after_training(tmp_path, recorder, clock):
-    trainer = Fit(recorder, folder=tmp_path, clock=clock)
-    trainer.begin()
+    trainer = Fit(recorder, folder=tmp_path, clock=clock).begin()
     clock.now += 3
     trainer.hook("on_train_end")
     clock.now += 7  # another callback tries to save
@@ -185,8 +173,7 @@ def test_device_that_has_failed_hides_no_exception(tmp_path, recorder, caplog):
         def __float__(self):
             raise RuntimeError("the device is gone")
 
-    trainer = Fit(recorder, folder=tmp_path)
-    trainer.begin()
+    trainer = Fit(recorder, folder=tmp_path).begin()
     trainer.callback_metrics["loss"] = Gone()
     trainer.hook("on_exception", RuntimeError("first"))
     assert "not complete" in caplog.text
@@ -219,8 +206,7 @@ def test_second_fit_of_a_trainer_is_appended(tmp_path, recorder, clock):
 
 def test_points_are_thinned_out(tmp_path, clock):
     recorder = RunRecorder(max_points=100)
-    trainer = Fit(recorder, folder=tmp_path, clock=clock)
-    trainer.begin()
+    trainer = Fit(recorder, folder=tmp_path, clock=clock).begin()
     for step in range(1, 1001):
         trainer.train(float(step), skipped=True)
     assert 50 <= len(recorder.losses) <= 100
@@ -230,8 +216,7 @@ def test_points_are_thinned_out(tmp_path, clock):
 
 
 def test_loss_on_a_device_is_not_read_until_the_epoch_ends(tmp_path, recorder):
-    trainer = Fit(recorder, folder=tmp_path)
-    trainer.begin()
+    trainer = Fit(recorder, folder=tmp_path).begin()
     loss = torch.tensor(1.0, device="meta")  # has no value: to read it raises
     trainer.train_batch(outputs={"loss": loss})
     assert len(recorder.losses) == 1
@@ -242,38 +227,31 @@ def test_loss_on_a_device_is_not_read_until_the_epoch_ends(tmp_path, recorder):
 def test_memory_is_read_once_a_second(tmp_path, recorder, monkeypatch, clock):
     readings = iter([7, 8, 9])
     monkeypatch.setattr(module, "memory_in_use", lambda device: next(readings))
-    trainer = Fit(recorder, folder=tmp_path, clock=clock)
-    trainer.begin()
+    trainer = Fit(recorder, folder=tmp_path, clock=clock).begin()
     for seconds in (0.1, 0.4, 0.4, 0.4, 0.4, 0.4):
         trainer.train(seconds=seconds)
     assert points(recorder.memory) == {1: 7, 4: 8}
 
 
-def test_gpu(tmp_path, recorder, monkeypatch):
+@pytest.mark.parametrize(
+    ("products", "convolutions", "tf32"), [("ieee", "tf32", ["convolutions"]), ("tf32", "none", ["matrix products"])]
+)
+def test_gpu(tmp_path, recorder, monkeypatch, products, convolutions, tf32):
     calls = []
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: calls.append("reset"))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: calls.append("synchronize"))
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 12345 + device.index)
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 5)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA X")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, device.index))
+    monkeypatch.setattr(torch.backends.cuda, "matmul", SimpleNamespace(fp32_precision=products))
+    monkeypatch.setattr(torch.backends.cudnn, "conv", SimpleNamespace(fp32_precision=convolutions))
     Fit(recorder, folder=tmp_path, device="cuda:1").fit()
     run = load_run(tmp_path)
     assert (run.peak_memory, run.memory_is_the_gpus, run.devices) == (12346, True, "1 x NVIDIA X")
-    assert run.gpu["capability"] == [8, 0]
+    assert run.gpu == {"capability": [8, 1], "tf32": tf32}
     assert calls[0] == "reset"
     assert calls.count("synchronize") == 1 + 2 * 2 + 1  # train start, around each validation, train end
-
-
-@pytest.mark.parametrize(
-    ("of_products", "of_convolutions", "tf32"),
-    [("ieee", "tf32", ["convolutions"]), ("tf32", "none", ["matrix products"])],
-)
-def test_facts_about_a_gpu(monkeypatch, of_products, of_convolutions, tf32):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, device.index))
-    monkeypatch.setattr(torch.backends.cuda, "matmul", SimpleNamespace(fp32_precision=of_products))
-    monkeypatch.setattr(torch.backends.cudnn, "conv", SimpleNamespace(fp32_precision=of_convolutions))
-    assert tensor_cores_of(torch.device("cuda:6")) == {"capability": [8, 6], "tf32": tf32}
 
 
 def test_resumed_fit_continues_from_an_earlier_point(tmp_path, recorder, clock):
@@ -284,9 +262,8 @@ def test_resumed_fit_continues_from_an_earlier_point(tmp_path, recorder, clock):
     resumed.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
     assert set(resumed.state_dict()) == {"batches", "losses", "scales", "skipped", "metrics"}  # no times
     assert resumed.state_dict() == recorder.state_dict()
-    trainer = Fit(resumed, folder=tmp_path, clock=clock, global_step=5, ckpt_path="a.ckpt", skipped_steps=1)
     clock.now += 3600
-    trainer.begin()
+    trainer = Fit(resumed, folder=tmp_path, clock=clock, global_step=5, ckpt_path="a.ckpt", skipped_steps=1).begin()
     assert written(tmp_path)["curves"]["losses"]["steps"][-1] == 8  # the earlier run's, until there are others
     trainer.train(0.75, seconds=0.25)
     assert points(resumed.losses) == pytest.approx({1: 1, 2: 1 / 2, 3: 1 / 3, 4: 1 / 4, 5: 1 / 5, 6: 0.75})
@@ -302,8 +279,7 @@ def test_times_of_an_earlier_run_that_cannot_be_read(tmp_path, recorder, earlier
 
 
 def test_batches_of_unknown_size(tmp_path, recorder):
-    trainer = Fit(recorder, folder=tmp_path)
-    trainer.begin()
+    trainer = Fit(recorder, folder=tmp_path).begin()
     trainer.train_batch(batch="text")
     trainer.hook("on_fit_end")
     run = load_run(tmp_path)

@@ -75,26 +75,20 @@ def loader(batch_size: int = 4, **options: Any) -> DataLoader[Any]:
 
 
 def written(
-    folder: Path, data: Any = None, module: Any = None, after: int = 2, batch_size: int = 4, **arguments: Any
+    folder: Path, data: Any = None, module: Any = None, after: int = 2, batch_size: int = 4, **more: Any
 ) -> Path:
     """A checkpoint of a run with batches of 4, as if two processes had had batches of 2."""
-    path, module = folder / "two.ckpt", module or Net()
-    saver = SavesAt(path, batches=after)
-    callbacks = [saver, *arguments.pop("callbacks", [])]
-    trainer = make_trainer(
-        folder, **{"max_epochs": 2, "enable_checkpointing": True, "callbacks": callbacks, **arguments}
-    )
-    trainer.fit(
-        module, loader(batch_size) if data is None else data, loader() if "val_check_interval" in arguments else None
-    )
+    path = folder / "two.ckpt"
+    callbacks = [SavesAt(path, batches=after), *more.pop("callbacks", [])]
+    trainer = make_trainer(folder, **{"max_epochs": 2, "enable_checkpointing": True, "callbacks": callbacks, **more})
+    validation = loader() if "val_check_interval" in more else None
+    trainer.fit(module or Net(), loader(batch_size) if data is None else data, validation)
     checkpoint = torch.load(path, weights_only=True)
-    ours = checkpoint["loops"]["amp_trainer"]
+    ours, halves = checkpoint["loops"]["amp_trainer"], {"processes": 2, "batch_size": batch_size // 2}
     ours["processes"] *= 2
     if "samples" in ours["order"]:
-        ours["order"] |= {"processes": 2, "batch_size": batch_size // 2}
-        ours["order"]["samples"] |= {
-            "processes": 2, "batch_size": batch_size // 2, "sampler": "DistributedSampler", "shuffle": False,
-        }  # fmt: skip
+        ours["order"] |= halves
+        ours["order"]["samples"] |= {**halves, "sampler": "DistributedSampler", "shuffle": False}
     torch.save(checkpoint, path)
     return path
 
@@ -182,17 +176,13 @@ def test_settings_in_batches_are_converted(tmp_path):
     """26 samples, 4 per step: 7 batches before (one of them short), 13 of 2 samples now."""
     path = written(tmp_path, module=Net(2), val_check_interval=2, limit_train_batches=6)
     trainer = make_trainer(path.parent, max_epochs=2, val_check_interval=2, limit_train_batches=6)
-    module, validated = Net(2), list[int]()
-    module.on_validation_start = lambda: validated.append(trainer.global_step)  # type: ignore[method-assign]
-    rates: list[float] = []
-    module.on_train_batch_end = lambda *_: rates.append(trainer.optimizers[0].param_groups[0]["lr"])  # type: ignore[method-assign]
+    module, validated, rates = Net(2), list[int](), set[float]()
+    module.on_validation_start = lambda: validated.append(trainer.global_step)
+    module.on_train_batch_end = lambda *_: rates.add(trainer.optimizers[0].param_groups[0]["lr"])
     trainer.fit(module, loader(2), loader(), ckpt_path=path)
-    assert trainer.global_step == 12
     assert [step for step in validated if step > 0][-5:] == [4, 6, 8, 10, 12]
-    assert len(module.seen) == 2 * (12 - 2)
-    # the schedule steps every second update
-    assert len(set(rates)) == 6
-    assert trainer.progress.batches == 24
+    assert len(rates) == 6  # the schedule steps every second update
+    assert (trainer.global_step, trainer.progress.batches, len(module.seen)) == (12, 24, 2 * (12 - 2))
 
 
 def test_batches_of_a_later_epoch_are_converted(tmp_path):
@@ -240,21 +230,19 @@ def test_accumulation_that_changes_with_the_epochs(tmp_path):
 
 
 def test_elastic_job_has_a_checkpoint_before_it_trains(tmp_path):
-    def fit(**options: Any) -> list[str]:
-        saver = ModelCheckpoint(tmp_path / "checkpoints", every_n_epochs=1, save_top_k=-1, filename="{epoch}")
-        given = {"callbacks": [saver], "enable_checkpointing": True} | options
-        make_trainer(tmp_path, **given).fit(Net(), DataLoader(DATA, 4))
-        return sorted(path.name for path in (tmp_path / "checkpoints").glob("*.ckpt"))
+    folder = tmp_path / "checkpoints"
 
-    assert fit(max_epochs=1, resume="auto") == ["epoch=0.ckpt"]
-    (tmp_path / "checkpoints" / "epoch=0.ckpt").unlink()
-    assert fit(max_epochs=1, num_nodes="auto") == ["epoch=0.ckpt"]
-    (tmp_path / "checkpoints" / "epoch=0.ckpt").unlink()
+    def fit(**options: Any) -> list[str]:
+        saver = ModelCheckpoint(folder, every_n_epochs=1, save_top_k=-1, filename="{epoch}")
+        make_trainer(tmp_path, callbacks=[saver], enable_checkpointing=True, **options).fit(Net(), loader())
+        return sorted(path.name for path in folder.glob("*.ckpt"))
+
+    for options in ({"resume": "auto"}, {"num_nodes": "auto"}):
+        assert fit(**options) == ["epoch=0.ckpt"]
+        (folder / "epoch=0.ckpt").unlink()
     assert fit(max_epochs=0, num_nodes="auto", resume="auto") == []
-    assert fit(max_epochs=1, num_nodes="auto", resume="auto") == ["epoch=0.ckpt", "start.ckpt"]
-    start = tmp_path / "checkpoints" / "start.ckpt"
-    written = torch.load(start, weights_only=True)
-    assert written["global_step"] == 0
-    assert written["loops"][TRAINER_KEY]["order"]["samples"]["processes"] == 1
-    start.unlink()
+    assert fit(num_nodes="auto", resume="auto") == ["epoch=0.ckpt", "start.ckpt"]
+    start = torch.load(folder / "start.ckpt", weights_only=True)
+    assert (start["global_step"], start["loops"][TRAINER_KEY]["order"]["samples"]["processes"]) == (0, 1)
+    (folder / "start.ckpt").unlink()
     assert fit(max_epochs=2, num_nodes="auto", resume="auto") == ["epoch=0.ckpt", "epoch=1.ckpt"]

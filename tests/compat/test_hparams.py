@@ -17,7 +17,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch import LightningModule
+from lightning.pytorch.callbacks import LambdaCallback
 from omegaconf import Container, DictConfig, OmegaConf
 
 from tests.checkpoint.test_inert import KINDS, a_noted_list
@@ -118,8 +119,7 @@ def test_hyperparameters_are_restored_as_in_lightning(tmp_path):
         made.append(fingerprint(dict(module.hparams)))
     assert made[0] == made[1]
     assert made[1]["things"].keys() == kinds.keys()
-    assert module.hparams["loss"].delta == 3.0
-    assert module.hparams["make"] is print
+    assert (module.hparams["loss"].delta, module.hparams["make"]) == (3.0, print)
     assert module.hparams["things"]["class"] is KINDS["class"]
 
 
@@ -164,8 +164,9 @@ def lines_of(caplog: Any) -> list[str]:
 
 
 def test_objects_in_a_file_are_reported_once_at_the_start(tmp_path, caplog):
-    given = {"things": {"path": [Path("a")]}, "loss": torch.nn.HuberLoss(), "make": Many}
-    trainer = make_trainer(tmp_path, enable_checkpointing=True, callbacks=[Says(caplog)])
+    given, heard = {"things": {"path": [Path("a")]}, "loss": torch.nn.HuberLoss(), "make": Many}, []
+    says = LambdaCallback(on_train_start=lambda *_: heard.extend(lines_of(caplog)))
+    trainer = make_trainer(tmp_path, enable_checkpointing=True, callbacks=[says])
     with caplog.at_level(logging.INFO):
         trainer.fit(Many(**given), data(2))
         trainer.save_checkpoint(tmp_path / "a.ckpt")
@@ -175,17 +176,7 @@ def test_objects_in_a_file_are_reported_once_at_the_start(tmp_path, caplog):
         f" (torch.nn.modules.loss.HuberLoss), make ({__name__}.Many). Checkpoints contain them, but only"
         " Many.load_from_checkpoint(..., weights_only=False)"
     )
-    assert Says.heard == [line]
-
-
-class Says(Callback):
-    heard: list[str] = []
-
-    def __init__(self, caplog: Any) -> None:
-        self.caplog = caplog
-
-    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        Says.heard[:] = lines_of(self.caplog)
+    assert heard == [line]
 
 
 class Broken:
@@ -274,17 +265,11 @@ def test_config_with_a_secret_is_saved_as_plain_containers(tmp_path, token, capl
 
 
 def test_object_with_a_secret_is_saved_in_its_plain_form_or_omitted(tmp_path, token):
-    things = {
-        "space": Namespace(deep=[{"token": f"Bearer {token}"}]),
-        "config": OmegaConf.create({"token": "${oc.env:A_TOKEN}"}),
-        "call": partial(print, token),
-        "address": Uncopied(),
-        "loss": torch.nn.ReLU(),
-        "text": token,
-    }
-    things["address"].url = "https://me:hunter2@host/"
-    module = Many(things={"loss": torch.nn.ReLU(), "texts": [token]}, loss=things["space"], make=things["config"])
-    module.hparams.update({"call": things["call"], "address": things["address"]})
+    address, space = Uncopied(), Namespace(deep=[{"token": f"Bearer {token}"}])
+    address.url = "https://me:hunter2@host/"
+    config = OmegaConf.create({"token": "${oc.env:A_TOKEN}"})
+    module = Many(things={"loss": torch.nn.ReLU(), "texts": [token]}, loss=space, make=config)
+    module.hparams.update({"call": partial(print, token), "address": address})
     with pytest.warns(UserWarning, match=r"call \(functools.partial\), address \(tests"):
         file = saved(tmp_path, module)
     written = file.read_bytes()
@@ -292,7 +277,6 @@ def test_object_with_a_secret_is_saved_in_its_plain_form_or_omitted(tmp_path, to
     assert b"hunter2" not in written
     loaded = torch.load(file, weights_only=False)["hyper_parameters"]
     assert loaded["loss"] == {"deep": [{"token": "Bearer ${oc.env:A_TOKEN}"}]}
-    assert type(loaded["make"]) is DictConfig
-    assert type(loaded["things"]["loss"]) is torch.nn.ReLU
+    assert (type(loaded["make"]), type(loaded["things"]["loss"])) == (DictConfig, torch.nn.ReLU)
     assert loaded["things"]["texts"] == ["${oc.env:A_TOKEN}"]
     assert "call" not in loaded

@@ -7,6 +7,7 @@ import warnings
 from collections import defaultdict
 from collections.abc import Callable
 from contextlib import redirect_stdout
+from functools import partial
 from io import StringIO
 from typing import Any
 from unittest import mock
@@ -15,6 +16,7 @@ import pytest
 import rich
 import torch
 from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.loops import evaluation_loop
 from lightning.pytorch.trainer.connectors.logger_connector import result
 from lightning.pytorch.trainer.states import RunningStage
@@ -108,19 +110,13 @@ def values_and_types_without_a_logger(make: Make) -> Any:
 
 
 def batch_sizes_found_in_batches(make: Make) -> Any:
-    two, three = (torch.zeros(n, 4) for n in (2, 3))
-    labels = torch.zeros(2, dtype=torch.long), torch.zeros(3, dtype=torch.long)
     mean = Logs(lambda module, batch, i: module.log("x", float(i), on_step=False, on_epoch=True))
-
-    def fit_on(*batches: Any) -> Any:
-        trainer = make(max_epochs=1)
-        return warned(lambda: trainer.fit(mean, loader_of(list(batches))), "batch_size"), shown(
-            trainer.callback_metrics
-        )
-
-    found = []
+    two, three = ((torch.zeros(n, 4), torch.zeros(n, dtype=torch.long)) for n in (2, 3))
+    found: list[Any] = []
     for one, other in ((None, None), (torch.zeros(5), torch.zeros(1)), ("a", "b"), ([], {}), (torch.tensor(1.0), 7)):
-        found.append(fit_on([(two, labels[0]), one], [(three, labels[1]), other]))
+        trainer, loader = make(max_epochs=1), loader_of([[two, one], [three, other]])
+        found.append(warned(lambda: trainer.fit(mean, loader), "batch_size"))  # noqa: B023
+        found.append(shown(trainer.callback_metrics))
     words = Logs(evaluation=lambda module, batch, i: module.log("x", 1.0))
     found.append(attempt(lambda: make().validate(words, loader_of(["a", "b"]), verbose=False)))
     given = Logs(evaluation=lambda module, batch, i: module.log("x", float(i), batch_size=i + 1))
@@ -163,12 +159,6 @@ def a_run_that_broke_off_and_another(make: Make) -> Any:
 
 
 def metric_objects(make: Make) -> Any:
-    class Several(Logs):
-        def __init__(self, training: Log) -> None:
-            super().__init__(training)
-            kinds = [MulticlassAccuracy(CLASSES), MulticlassF1Score(CLASSES)]
-            self.nested = nn.ModuleDict({"a": nn.ModuleList([MetricCollection(kinds, prefix="p/")])})
-
     def collection(module: Any, batch: Any, batch_idx: int) -> None:
         own = module.nested["a"][0]
         own.update(module(batch[0]), batch[1])
@@ -187,11 +177,11 @@ def metric_objects(make: Make) -> Any:
         del module.accuracy
         foreign(module, batch, batch_idx)
 
-    def named(module: Any, batch: Any, batch_idx: int) -> None:
-        foreign(module, batch, batch_idx, metric_attribute="accuracy")
-
-    trainer = make(max_epochs=2)
-    trainer.fit(Several(collection), data(6))
+    named = partial(foreign, metric_attribute="accuracy")
+    trainer, module = make(max_epochs=2), Logs(collection)
+    kinds = [MulticlassAccuracy(CLASSES), MulticlassF1Score(CLASSES)]
+    module.nested = nn.ModuleDict({"a": nn.ModuleList([MetricCollection(kinds, prefix="p/")])})
+    trainer.fit(module, data(6))
     others = [attempt(lambda log=log: fitted(make, log), words=300) for log in (foreign, bare, named, sum_of_two)]
     return everything(trainer), others
 
@@ -283,9 +273,6 @@ def callbacks_that_log(make: Make) -> Any:
         def setup(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
             outcomes.append(attempt(lambda: self.log("setup", 1.0), words=0))
 
-        def on_train_start(self, *args: Any) -> None:
-            self.log("train_start", 1.0)
-
         def on_train_batch_end(self, *args: Any) -> None:
             self.log_dict({"a": 1.0, "b": torch.tensor(2.0)}, on_step=True, on_epoch=True, prog_bar=True)
 
@@ -333,8 +320,7 @@ class OneNameForBoth(Classifier):
         self.log("loss", loss, prog_bar=True)
         return loss
 
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("loss", self.loss(batch), prog_bar=True)
+    validation_step = training_step
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.SGD(self.parameters(), lr=0.5)
@@ -345,15 +331,13 @@ class OneNameForBoth(Classifier):
 def one_name_in_training_and_validation(make: Make) -> Any:
     seen: list[Any] = []
 
-    class Watch(Callback):
-        def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
-            metrics = trainer.callback_metrics, trainer.progress_bar_metrics
-            seen.append([*map(shown, metrics), trainer.optimizers[0].param_groups[0]["lr"]])
+    def look(trainer: Any, *_: Any) -> None:
+        metrics = trainer.callback_metrics, trainer.progress_bar_metrics
+        seen.append([*map(shown, metrics), trainer.optimizers[0].param_groups[0]["lr"]])
 
-        on_train_batch_start = on_train_batch_end = lambda self, *args: self.on_train_epoch_end(*args[:2])
-
+    watch = LambdaCallback(on_train_batch_start=look, on_train_batch_end=look, on_train_epoch_end=look)
     for when in ({}, {"val_check_interval": 2}, {"check_val_every_n_epoch": 2}, {"max_steps": 6}):
-        make(max_epochs=3, callbacks=Watch(), **when).fit(OneNameForBoth(), data(8), data(6, seed=5))
+        make(max_epochs=3, callbacks=watch, **when).fit(OneNameForBoth(), data(8), data(6, seed=5))
     assert {rate for *_, rate in seen} > {0.5}  # the validation has run
     return seen
 

@@ -34,6 +34,7 @@ from tests.parity import (
     Classifier,
     Learner,
     RecordingLogger,
+    assert_agree,
     assert_same_weights,
     data,
     lightning,
@@ -186,19 +187,14 @@ def program(
 ) -> list[Event]:
     """Fit, validate, test, predict and, if ``resumes``, a second fit. Returns all recorded calls."""
     extra: dict[str, Any] = {"checkpoint_io": watch.make("checkpoint_io", TorchCheckpointIO)}
-    if ddp:
-        extra["cluster_environment"] = watch.make("environment", LightningEnvironment)
-    else:
-        extra["device"] = torch.device("cpu")
+    extra |= {"cluster_environment": watch.make("environment", LightningEnvironment)} if ddp else {"device": "cpu"}
     if make is lightning:
         extra["precision_plugin"] = watch.make("precision", LightningPrecision)
     hooks = {name: recorder("module", name, getattr(base, name), watch.log) for name in LANDMARKS}
     module: LightningModule = type(base.__name__, (base,), hooks)()
-    datamodule = watch.make("datamodule", Data)
-    source = data(8).dataset
+    datamodule, source = watch.make("datamodule", Data), data(8).dataset
     batches = watch.make("batch_sampler", Batches, watch.make("sampler", Order, source), 2, False)
     datamodule.training = DataLoader(source, batch_sampler=batches)
-    manual = not module.automatic_optimization
     trainer = make(
         strategy=watch.make("strategy", DDPStrategy if ddp else SingleDeviceStrategy, **extra),
         accelerator=watch.make("accelerator", CPUAccelerator),
@@ -210,11 +206,11 @@ def program(
         max_epochs=2,
         log_every_n_steps=1,
         num_sanity_val_steps=1,
-        accumulate_grad_batches=1 if manual else 2,
+        accumulate_grad_batches=2 if module.automatic_optimization else 1,
     )
     trainer.fit(module, datamodule)
-    trainer.validate(module, datamodule, verbose=False)
-    trainer.test(module, datamodule, verbose=False)
+    for evaluate in (trainer.validate, trainer.test):
+        evaluate(module, datamodule, verbose=False)
     trainer.predict(module, datamodule)
     if resumes:
         watch.log.append(RESUME)
@@ -394,20 +390,19 @@ def test_step_of_a_strategy_may_return_something_else():
 
 def test_patches_of_the_default_checkpoint_io_count(tmp_path):
     names = ("save_checkpoint", "load_checkpoint", "remove_checkpoint")
-    logs: list[list[Event]] = []
-    for make in (lightning, ours):
-        logs.append([])
-        with pytest.MonkeyPatch.context() as patch, lightnings_noise_ignored():
+
+    def scenario(make: Any) -> list[str]:
+        log, saver = list[Event](), ModelCheckpoint(tmp_path / make.__name__)
+        with pytest.MonkeyPatch.context() as patch:
             for name in names:
-                patch.setattr(TorchCheckpointIO, name, recorder("io", name, vars(TorchCheckpointIO)[name], logs[-1]))
-            saver = ModelCheckpoint(tmp_path / make.__name__)
+                patch.setattr(TorchCheckpointIO, name, recorder("io", name, vars(TorchCheckpointIO)[name], log))
             trainer = make(max_epochs=2, callbacks=[saver], enable_checkpointing=True)
             trainer.fit(Learner(), data(4))
             trainer.fit_loop.max_epochs = 3
             trainer.fit(Learner(), data(4), ckpt_path=saver.best_model_path)
-    called = [[name for name, _ in log] for log in logs]
-    assert called[0] == called[1]
-    assert {f"io.{name}" for name in names} == set(called[0])
+        return [name for name, _ in log]
+
+    assert {*assert_agree(scenario)} == {f"io.{name}" for name in names}
 
 
 def test_patch_counts_while_it_lasts():
@@ -461,25 +456,20 @@ def test_step_of_a_sharding_strategy_changes_nothing():
 
 
 def test_subclass_of_a_lightning_precision_is_refused():
-    plugin = LightningPrecision()
     ours(plugins=[LightningPrecision()])  # does nothing, as ours
-    plugin.clip_grad_by_norm = print  # type: ignore[method-assign, assignment]
+    plugin, trainer = LightningPrecision(), ours(max_epochs=1)
+    plugin.clip_grad_by_norm = print
     with pytest.raises(PrecisionError, match=r"Got plugins with its own `clip_grad_by_norm`.*trainer\.precision"):
         ours(plugins=[plugin])
-    trainer = ours(max_epochs=1)
     trainer.strategy.precision_plugin = HalfPrecision("bf16-true")
     with pytest.raises(PrecisionError, match=r"Got HalfPrecision through SingleDeviceStrategy\.precision_plugin"):
         trainer.fit(Learner(), data(2))
 
 
 def test_strategy_that_accumulates_by_itself_is_refused():
-    class Accumulates(SingleDeviceStrategy):
-        @property
-        def handles_gradient_accumulation(self) -> bool:
-            return True
-
+    strategy = type("Accumulates", (SingleDeviceStrategy,), {"handles_gradient_accumulation": True})("cpu")
     with pytest.raises(UnsupportedError, match=r"Accumulates\.handles_gradient_accumulation=True, expected False"):
-        ours(strategy=Accumulates(torch.device("cpu")), accelerator="auto", devices="auto")
+        ours(strategy=strategy, accelerator="auto", devices="auto")
 
 
 def test_several_optimizers_are_refused_with_a_step_of_the_strategy():
@@ -503,8 +493,6 @@ def test_methods_bypassed_by_a_sharded_module_are_refused(name):
 
 @needs_fsdp2
 def test_methods_of_a_strategy_that_is_replaced_are_refused():
-    class Own(ModelParallelStrategy):
-        def on_train_start(self) -> None: ...
-
+    strategy = type("Own", (ModelParallelStrategy,), {"on_train_start": lambda self: None})(1, 2)
     with pytest.raises(UnsupportedError, match=r"Got Own with its own `on_train_start`.*FSDP2Strategy"):
-        ours(strategy=Own(1, 2), devices=2)
+        ours(strategy=strategy, devices=2)

@@ -164,29 +164,24 @@ def test_folder_of_a_running_run_is_not_changed(tmp_path, monkeypatch):
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
 
 
-def test_run_without_a_checkpoint_starts_from_the_beginning(tmp_path, caplog):
+def test_run_without_a_checkpoint_starts_from_the_beginning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO"):
         fitted = script(tmp_path, max_epochs=1)
     assert fitted.ckpt_path is None
-    assert (
-        f"no checkpoint in {tmp_path}/lightning_logs/version_0/checkpoints: starting from the beginning" in caplog.text
-    )
+    assert f"no checkpoint in {fitted.log_dir}/checkpoints: starting from the beginning" in caplog.text
     assert sorted(os.listdir(tmp_path / "lightning_logs")) == ["version_0"]
 
 
-def test_damaged_checkpoints_are_skipped(tmp_path):
+def test_damaged_checkpoints_are_skipped(tmp_path: Path) -> None:
     saver = partial(ModelCheckpoint, save_top_k=-1, save_last=True)
     script(tmp_path, kill=9, saver=saver)
     (folder,) = tmp_path.rglob("checkpoints")
-    (folder / "last.ckpt").write_bytes((folder / "last.ckpt").read_bytes()[:-100])
-    data = bytearray((folder / "epoch=1-step=8.ckpt").read_bytes())
-    data[200] ^= 1
-    (folder / "epoch=1-step=8.ckpt").write_bytes(data)
+    for name in ("last.ckpt", "epoch=1-step=8.ckpt"):
+        (folder / name).write_bytes((folder / name).read_bytes()[:-100])
     with pytest.warns(UserWarning, match="passed over") as caught:
         fitted = script(tmp_path, saver=saver)
     assert sum("passed over" in str(w.message) for w in caught) == 2
-    assert fitted.ckpt_path == str(folder / "epoch=0-step=4.ckpt")
-    assert fitted.global_step == 12
+    assert (fitted.ckpt_path, fitted.global_step) == (str(folder / "epoch=0-step=4.ckpt"), 12)
     assert files.newest_valid([folder]) is not None
 
 

@@ -401,6 +401,7 @@ def test_job_that_slurm_does_not_requeue_fails_loudly(tmp_path, scontrol, monkey
     with pytest.raises(RequeueError, match=f"(?s){message}"):
         slurm(tmp_path).fit(Learner(), data(8))
     monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("SLURM_NTASKS")  # so that it is not resumed
     with pytest.raises(RequeueError, match="found no `scontrol` on the PATH"):
         slurm(tmp_path).fit(Learner(), data(8))
     assert torch.load(saved.format(2), weights_only=True)["global_step"] == 3
