@@ -29,7 +29,6 @@ from trainer.compat import callback_order, defaults, hparams, model_checkpoints,
 from trainer.compat.averaging import (
     attach_averaging,
     defer_copies,
-    detach_averaging,
     hide_averages,
     resume_averaging,
     shard_averages,
@@ -271,7 +270,7 @@ class Run:
         modules.set_up_profiler(trainer, module)
         trainer.data.connector.prepare_data()
         hide_averages(trainer, self.session)
-        defer_copies(trainer)
+        defer_copies(trainer, self.session)
         self._call_setup_hooks()
         modules.configure_model(trainer)
         engine.convert_module()
@@ -282,10 +281,9 @@ class Run:
         for metrics in (trainer.loop.metrics, *(loop.metrics for loop in trainer.eval_loops.values())):
             metrics.clear()  # remove the values of an interrupted run or of another module
         tuning.attach_finders(trainer, self.session)
-        attach_averaging(trainer)
-        self.session.callback(detach_averaging, trainer.callbacks)
+        attach_averaging(trainer, self.session)
         engine.setup(fitting=fitting)
-        shard_averages(trainer)
+        shard_averages(trainer, self.session)
         # after the setup, which may replace modules (sync_batchnorm)
         self.session.enter_context(engine.precision.session(module, engine.device))
         if fitting:

@@ -210,3 +210,29 @@ def test_stochastic_weight_averaging_resumes_inside_its_first_epoch(tmp_path, st
 
     whole, resumed = run(SavesAt(tmp_path / "a.ckpt", step)), run(ckpt=tmp_path / "a.ckpt")
     assert_identical(resumed.state_dict(), whole.state_dict())
+
+
+class OwnTransfer(StochasticWeightAveraging):
+    transfers = 0
+
+    def transfer_weights(self, *modules: Any) -> None:  # not a static method
+        self.transfers += 1
+        super().transfer_weights(*modules)
+
+
+@pytest.mark.filterwarnings("ignore:Swapping scheduler")
+def test_overridden_methods_are_called_in_each_fit(tmp_path: Path) -> None:
+    """A method of a subclass that overrides a static method, and methods that are set on the callback."""
+    swa = OwnTransfer(swa_lrs=0.05, swa_epoch_start=1)
+    average, updates = WeightAveraging(), []
+    hook = average.on_train_batch_end
+    average.on_train_batch_end = lambda *args: (updates.append(0), hook(*args))
+    average.should_update = should = lambda step_idx=None, epoch_idx=None: step_idx == 1
+    for number in (1, 2):
+        fit(tmp_path, swa, saves=False)
+        fit(tmp_path, average, saves=False, precision=native_fp16(**SMALL))
+        assert swa.transfers == number
+        assert len(updates) == BATCHES * EPOCHS * number
+        assert average.should_update is should
+        assert average._average_model is not None
+        assert average._average_model.n_averaged == 1

@@ -42,8 +42,6 @@ if TYPE_CHECKING:
 
 _HOOK, _QUESTION, _SWAP = "on_after_optimizer_step", "should_update", "_swap_models"
 _COPY, _TRANSFER = "_copy_average_to_current", "transfer_weights"
-_SHARDED = ("setup", "update_parameters", "on_load_checkpoint", "_load_average_model_state")
-"""The attributes that are replaced in a callback with a sharded average."""
 Part = Callable[[Tensor], Tensor]
 """Returns the part of a tensor that this process holds."""
 
@@ -53,14 +51,14 @@ def follows_outcomes(callback: Any) -> bool:
     return isinstance(callback, WeightAveraging) and _HOOK in vars(callback)
 
 
-def defer_copies(trainer: Trainer) -> None:
+def defer_copies(trainer: Trainer, session: ExitStack) -> None:
     """Prevent averaging callbacks from copying weights in ``setup`` if the weights will be sharded."""
     if not trainer.engine.gradients.are_parts:
         return
     for callback in trainer.callbacks:
         for kind in (WeightAveraging, StochasticWeightAveraging):
-            if isinstance(callback, kind) and type(callback).setup is kind.setup:
-                vars(callback)["setup"] = _skip_copy
+            if isinstance(callback, kind) and _is_default(callback, kind, "setup"):
+                _replace(session, callback, "setup", _skip_copy)
 
 
 def hide_averages(trainer: Trainer, session: ExitStack) -> None:
@@ -75,27 +73,29 @@ def hide_averages(trainer: Trainer, session: ExitStack) -> None:
             callback._average_model = None
 
 
-def attach_averaging(trainer: Trainer) -> None:
+def attach_averaging(trainer: Trainer, session: ExitStack) -> None:
     """Make averaging callbacks ignore skipped steps, and make their averages follow the weights until the first update.
 
-    If the weights will be sharded, create the averages.
+    If the weights will be sharded, create the averages. The methods that are replaced are restored when ``session``
+    closes.
     """
     for callback in trainer.callbacks:
+        replace = partial(_replace, session, callback)
         if trainer.engine.gradients.are_parts and trainer.training:
             _make_average(callback, trainer.lightning_module)
         if isinstance(callback, StochasticWeightAveraging):
-            vars(callback)[_TRANSFER] = partial(_transfer, callback)
+            replace(_TRANSFER, partial(_transfer, callback, callback.transfer_weights))
         if not isinstance(callback, WeightAveraging):
             continue
-        vars(callback)[_SWAP] = _Swap(callback)
-        vars(callback)[_COPY] = partial(_copy_to_current, callback)
-        if type(callback).on_train_batch_end is WeightAveraging.on_train_batch_end:
-            vars(callback)[_HOOK] = partial(_average, callback)
+        replace(_SWAP, _Swap(callback))
+        replace(_COPY, partial(_copy_to_current, callback, callback._copy_average_to_current))
+        if _is_default(callback, WeightAveraging, "on_train_batch_end"):
+            replace(_HOOK, partial(_average, callback))
         elif trainer.scaler.skips_steps:
-            vars(callback)[_QUESTION] = partial(_unless_skipped, trainer, callback.should_update)
+            replace(_QUESTION, partial(_unless_skipped, trainer, callback.should_update))
 
 
-def shard_averages(trainer: Trainer) -> None:
+def shard_averages(trainer: Trainer, session: ExitStack) -> None:
     """Copy the weights of the module, which has been sharded, into the averages."""
     if not (trainer.engine.gradients.are_parts and trainer.training):
         return
@@ -105,13 +105,13 @@ def shard_averages(trainer: Trainer) -> None:
             average: Any = callback._average_model
             _fill(average.module, module)
             average.n_averaged = average.n_averaged.to(trainer.engine.device)
-            vars(average)["update_parameters"] = partial(_update, average, part)
-            vars(callback)["on_load_checkpoint"] = partial(_load, callback)
+            _replace(session, average, "update_parameters", partial(_update, average, part))
+            _replace(session, callback, "on_load_checkpoint", partial(_load, callback.on_load_checkpoint))
         elif isinstance(callback, StochasticWeightAveraging):
             assert callback._average_model is not None
             _fill(callback._average_model, module)
-            vars(callback)["update_parameters"] = partial(_update_swa, callback, part)
-            vars(callback)["_load_average_model_state"] = partial(_load_swa, callback)
+            _replace(session, callback, "update_parameters", partial(_update_swa, callback.update_parameters, part))
+            _replace(session, callback, "_load_average_model_state", partial(_load_swa, callback))
 
 
 def follow(trainer: Trainer) -> None:
@@ -145,21 +145,11 @@ def resume_averaging(trainer: Trainer) -> None:
                 buffer.copy_(value)
 
 
-def detach_averaging(callbacks: Iterable[Any]) -> None:
-    """Undo :func:`defer_copies`, :func:`attach_averaging` and :func:`shard_averages`."""
-    for callback in callbacks:
-        if isinstance(callback, (WeightAveraging, StochasticWeightAveraging)):
-            for name in (_HOOK, _QUESTION, _SWAP, _COPY, _TRANSFER, *_SHARDED):
-                vars(callback).pop(name, None)
-        if isinstance(callback, WeightAveraging) and callback._average_model is not None:
-            vars(callback._average_model).pop("update_parameters", None)
-
-
 @contextmanager
 def training_weights(callbacks: Iterable[Any], module: LightningModule) -> Iterator[None]:
     """Return a context for checkpoints: the module has its training weights, even while the average is evaluated."""
     swaps = [vars(callback).get(_SWAP) for callback in callbacks if isinstance(callback, WeightAveraging)]
-    swapped = [swap for swap in swaps if swap is not None and swap.is_swapped]
+    swapped = [swap for swap in swaps if isinstance(swap, _Swap) and swap.is_swapped]
     for swap in swapped:
         swap(module)
     try:
@@ -169,17 +159,33 @@ def training_weights(callbacks: Iterable[Any], module: LightningModule) -> Itera
             swap(module)
 
 
+def _is_default(callback: Any, kind: type, name: str) -> bool:
+    """Return whether neither a subclass of ``kind`` nor the callback itself overrides the method ``name``."""
+    return name not in vars(callback) and getattr(type(callback), name) is getattr(kind, name)
+
+
+def _replace(session: ExitStack, owner: Any, name: str, method: Callable[..., Any]) -> None:
+    """Replace a method of an object until ``session`` closes."""
+    own = vars(owner)
+    if name in own:
+        session.callback(own.__setitem__, name, own[name])
+    else:
+        session.callback(own.pop, name, None)
+    own[name] = method
+
+
 class _Swap:
     """``WeightAveraging._swap_models`` of one callback, which also stores whether the models are swapped."""
 
     def __init__(self, callback: WeightAveraging) -> None:
         self.is_swapped = False
         self._callback = callback
+        self._swap = callback._swap_models
 
     def __call__(self, module: LightningModule) -> None:
         if not self.is_swapped:
             _follow(self._callback, module)
-        type(self._callback)._swap_models(self._callback, module)
+        self._swap(module)
         self.is_swapped = not self.is_swapped
 
 
@@ -193,17 +199,18 @@ def _follow(callback: WeightAveraging, module: LightningModule) -> None:
         copied.data.copy_(current.data)
 
 
-def _copy_to_current(callback: WeightAveraging, module: LightningModule) -> None:
+def _copy_to_current(callback: WeightAveraging, copy: Callable[..., None], module: LightningModule) -> None:
     """Run ``WeightAveraging._copy_average_to_current`` on the current weights."""
     _follow(callback, module)
-    type(callback)._copy_average_to_current(callback, module)
+    copy(module)
 
 
-def _transfer(callback: StochasticWeightAveraging, average: nn.Module, module: nn.Module) -> None:
+def _transfer(
+    callback: StochasticWeightAveraging, transfer: Callable[..., None], average: nn.Module, module: nn.Module
+) -> None:
     """Run ``StochasticWeightAveraging.transfer_weights``, unless nothing has been averaged yet."""
     updates = callback._init_n_averaged if callback.n_averaged is None else callback.n_averaged
     if updates:  # host-device synchronization if the average is on a GPU
-        transfer: Any = type(callback).transfer_weights
         transfer(average, module)
 
 
@@ -283,20 +290,17 @@ def _update(average: AveragedModel, part: Part, model: nn.Module) -> None:
         average.module = whole
 
 
-def _update_swa(
-    callback: StochasticWeightAveraging, part: Part, average: nn.Module, model: nn.Module, *more: Any
-) -> None:
+def _update_swa(update: Callable[..., None], part: Part, average: nn.Module, model: nn.Module, *more: Any) -> None:
     """Run ``StochasticWeightAveraging.update_parameters`` on the shards of this process."""
-    update: Any = type(callback).update_parameters
     update(_Parts(average, part), _Parts(model, part), *more)
 
 
-def _load(callback: WeightAveraging, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+def _load(load: Callable[..., None], trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
     """Run ``WeightAveraging.on_load_checkpoint`` on a checkpoint that may hold full tensors."""
     like = pl_module.state_dict()
     for key in {"state_dict", "current_model_state"} & checkpoint.keys():
         checkpoint[key] = {name: spread(value, like.get(name)) for name, value in checkpoint[key].items()}
-    type(callback).on_load_checkpoint(callback, trainer, pl_module, checkpoint)
+    load(trainer, pl_module, checkpoint)
 
 
 def _load_swa(callback: StochasticWeightAveraging, state: Any) -> None:
