@@ -20,6 +20,7 @@ from trainer.callbacks import traits
 from trainer.callbacks.gradient_clipping import GradientClipping
 from trainer.compat import modules
 from trainer.compat.data import move_training_batch
+from trainer.compat.defaults import build_clipping
 from trainer.compat.loaders import DrawnLoaderSet, LoaderSet
 from trainer.compat.logging import ModuleScope
 from trainer.compat.optimizers import with_closure
@@ -223,16 +224,19 @@ class Preparation:
     def _clipping(self) -> tuple[Clip | None, float]:
         """Return the function that clips the gradients, and the order of the norm that it returns.
 
-        The function is the module's own, or that of the callbacks. None for neither.
+        The function is the module's own, or that of the callbacks, which ``gradient_clip_val`` stands for if a program
+        has replaced the callbacks. None for neither.
         """
-        callbacks = [callback for callback in self._trainer.callbacks if isinstance(callback, GradientClipping)]
+        trainer = self._trainer
+        callbacks = [callback for callback in trainer.callbacks if isinstance(callback, GradientClipping)]
+        callbacks = callbacks or build_clipping(trainer.gradient_clip_val, trainer.gradient_clip_algorithm)
         if not self._module.automatic_optimization:
             return None, 2.0  # the module clips the gradients itself
         if (own := self.hooks.override_of("configure_gradient_clipping")) is not None:
-            return partial(_clip_by_module, own, self._trainer), 2.0
+            return partial(_clip_by_module, own, trainer), 2.0
         if not callbacks:
             return None, 2.0
-        clippers: list[Clip] = [partial(callback.clip, self._trainer.engine.gradients) for callback in callbacks]
+        clippers: list[Clip] = [partial(callback.clip, trainer.engine.gradients) for callback in callbacks]
         clip = clippers[0] if len(clippers) == 1 else partial(_clip_with_all, clippers)
         return clip, callbacks[0].norm_type
 

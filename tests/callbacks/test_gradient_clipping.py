@@ -103,6 +103,17 @@ def test_norm_is_not_logged_if_disabled(tmp_path, clipping):
     assert (trace.norms == []) is ("clip_value" in clipping)  # clipping by norm measures it in any case
 
 
+def test_argument_clips_if_the_callbacks_are_replaced():
+    def scenario(make):
+        torch.manual_seed(0)
+        module, trainer = Learner(), make(max_epochs=1, gradient_clip_val=0.01)
+        trainer.callbacks = []
+        trainer.fit(module, data(8))
+        return [parameter.tolist() for parameter in weights(module)], trainer.gradient_clip_val
+
+    assert_agree(scenario)
+
+
 def test_module_that_clips_itself_gets_keyword_arguments():
     given = []
 

@@ -15,6 +15,7 @@ from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder, Mod
 from lightning.pytorch.tuner import Tuner
 
 from tests.parity import Classifier, assert_agree, data, ours, plain, weights
+from trainer.callbacks import GradientClipping
 
 
 class Tunable(Classifier):
@@ -65,6 +66,7 @@ def loaders_of(trainer: Any) -> list[Any]:
         ({"num_training": 12, "early_stop_threshold": None}, {"accumulate_grad_batches": 2}),
         ({"num_training": 200, "max_lr": 100.0}, {}),  # diverges
         ({"num_training": 1}, {}),  # no suggestion
+        ({"num_training": 12, "early_stop_threshold": None}, {"gradient_clip_val": 0.01}),
     ],
     ids=str,
 )
@@ -78,6 +80,18 @@ def test_same_learning_rate(tmp_path: Any, options: dict[str, Any], arguments: d
         return [*found, situation(trainer, module), list(tmp_path.iterdir())]
 
     assert_agree(scenario)
+
+
+def test_rate_is_sought_with_the_clipping_of_a_callback() -> None:
+    def losses(**arguments: Any) -> list[float]:
+        module = Tunable()
+        return (
+            Tuner(ours(max_epochs=2, **arguments))
+            .lr_find(module, num_training=12, early_stop_threshold=None)
+            .results["loss"]
+        )
+
+    assert losses(callbacks=[GradientClipping(0.01)]) == losses(gradient_clip_val=0.01) != losses()
 
 
 @pytest.mark.filterwarnings("ignore:.*in eval mode at the start")  # as in Lightning

@@ -24,6 +24,7 @@ from lightning.pytorch.utilities.exceptions import _TunerExitException
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch.optim.lr_scheduler import CyclicLR, LRScheduler, OneCycleLR
 
+from trainer.callbacks.gradient_clipping import GradientClipping
 from trainer.data.batches import TrainingBatches
 from trainer.errors import rank_zero_warn
 from trainer.postmortem.state import ObjectState
@@ -57,8 +58,15 @@ def attach_finders(trainer: Trainer, session: ExitStack) -> None:
 
 
 def rerun(trainer: Trainer, stage: RunningStage) -> None:
-    """Run the loop of ``stage`` from its beginning, with the current callbacks, limits and dataloaders."""
+    """Run the loop of ``stage`` from its beginning, with the current callbacks, limits and dataloaders.
+
+    A finder has replaced the callbacks. Those that clip gradients are kept, because the result depends on them.
+    """
     limits, steps = trainer.loop.limits, trainer.global_step
+    outer, callbacks = trainer._runner.preparation, trainer.callbacks
+    assert outer is not None
+    kept = [c for c in outer.hooks.callbacks if isinstance(c, GradientClipping) and c not in callbacks]
+    trainer.callbacks = [*callbacks, *kept]  # the finder restores its own list
     with trainer._signal_connector.inner_run(), _preserve_outer_run(trainer):
         if 0 < limits.max_steps <= steps:  # set by ``scale_batch_size``, for the steps of this run only
             limits.max_steps += steps

@@ -149,6 +149,9 @@ class Hooks:
         profile: wraps a call in a profiler's scope: (owner, name of the hook, call). Default: None, calls are not
             wrapped.
         strategy: an object with hooks that run after those of the module; see ``STRATEGY_HOOKS``. Default: None.
+
+    Attributes:
+        callbacks: the current callbacks.
     """
 
     on_fit_start: Hook
@@ -189,7 +192,7 @@ class Hooks:
         self._overrides = overrides
         self._monitors = monitors
         self._saves = saves
-        self._callbacks: list[Any] = []
+        self.callbacks: list[Any] = []
         self._known: list[tuple[int, dict[str, Any]]] = []
         for name in CALLBACK_HOOKS:
             setattr(self, name, Hook(name, scope))
@@ -207,7 +210,7 @@ class Hooks:
         known = [(id(owner), _instance_hooks(owner)) for owner in (*callbacks, self._module, self._strategy)]
         if known == self._known:
             return False
-        self._callbacks, self._known = callbacks, known  # keeps the callbacks alive, so that their ids are not reused
+        self.callbacks, self._known = callbacks, known  # keeps the callbacks alive, so that their ids are not reused
         for name in CALLBACK_HOOKS:
             parts = ((c, self._part_of(c, name, self._trainer, self._module)) for c in callbacks)
             calls = [(c, call) for c, call in parts if call is not None]
