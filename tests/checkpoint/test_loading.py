@@ -9,6 +9,7 @@ from zipfile import ZipFile
 import pytest
 import torch
 from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import EarlyStopping, Timer
 
 from tests.parity import Classifier, data, ours
 from trainer.checkpoint.loading import _keep_implementation
@@ -60,6 +61,19 @@ def test_callback_that_is_missing_is_named(tmp_path: Path) -> None:
     path, _ = saved(tmp_path)
     with pytest.warns(UserWarning, match=r"add the following callbacks: \['Counting'\]"):
         ours(max_epochs=2).fit(Fitted(), data(12), ckpt_path=path)
+
+
+@pytest.mark.filterwarnings("ignore:.*can run any code")
+def test_state_with_the_class_as_its_key_is_restored(tmp_path: Path) -> None:
+    """As in files from before Lightning 1.5."""
+    path, _ = saved(tmp_path)
+    checkpoint, callback = torch.load(path), Counting()
+    state = checkpoint["callbacks"]["Counting"]
+    torch.save({**checkpoint, "callbacks": {Counting: state, Timer: {}, EarlyStopping: {}}}, path)
+    trainer = ours(max_epochs=1, callbacks=[callback])
+    with pytest.warns(UserWarning, match=r"add the following callbacks: .*EarlyStopping.*Timer'>\"\]"):
+        trainer.fit(Fitted(), data(12), ckpt_path=path, weights_only=False)
+    assert callback.batches == state["batches"] > 0
 
 
 # --- errors -----------------------------------------------------------------------------------------------------------

@@ -128,17 +128,18 @@ def restore_callbacks(trainer: Trainer, checkpoint: dict[str, Any], callbacks: I
     states = checkpoint.get("callbacks")
     if states is None:
         return
-    missing = states.keys() - {callback.state_key for callback in trainer.callbacks}
+    # the key of a state is the class in files from before Lightning 1.5
+    missing = states.keys() - {key for callback in trainer.callbacks for key in (callback.state_key, type(callback))}
     if missing:
         warn(
             "Be aware that when using `ckpt_path`, callbacks used to create the checkpoint need to be provided during"
-            f" `Trainer` instantiation. Please add the following callbacks: {sorted(missing)}.",
+            f" `Trainer` instantiation. Please add the following callbacks: {sorted(map(str, missing))}.",
         )
     for callback in callbacks:
         callback.on_load_checkpoint(trainer, trainer.lightning_module, checkpoint)
     states = {**states, **_trainer_state(checkpoint).get("callbacks", {})}
     for callback in callbacks:
-        if state := states.get(callback.state_key):
+        if state := states.get(callback.state_key, states.get(type(callback))):
             callback.load_state_dict(deepcopy(state))
 
 
