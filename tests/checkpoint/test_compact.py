@@ -82,5 +82,4 @@ def test_equal_bytes_and_names_are_written_once() -> None:
     assert three - one < 3000  # headers and positions, and the words of none
     assert one < 4.5 * 2496 + 3000
     names = {"weight": "weight"}
-    tree = packed({"".join(["wei", "ght"]): 1}, names)["tree"]
-    assert next(iter(tree)) is names["weight"]
+    assert next(iter(packed({"".join(["wei", "ght"]): 1}, names)["tree"])) is names["weight"]

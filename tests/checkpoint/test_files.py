@@ -121,19 +121,16 @@ def test_truncated_file_is_detected_at_each_length(tmp_path: Path) -> None:
         assert "cut short" in message if length else "it is empty" in message, (length, message)
 
 
-def test_trailing_bytes_are_detected(tmp_path: Path) -> None:
-    path = saved(tmp_path / "x.ckpt")
-    with path.open("ab") as file:
-        file.write(b"\0" * 3)
-    assert complaint(path) == "3 bytes follow its end."
-
-
-def test_another_archives_manifest_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_damage_behind_the_archive_is_detected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trailing bytes, and the manifest of another archive."""
     monkeypatch.setattr(time, "time", lambda: 1e9)
-    one, other = saved(tmp_path / "a.ckpt", 0).read_bytes(), saved(tmp_path / "b.ckpt", 1).read_bytes()
+    path = saved(tmp_path / "a.ckpt", 0)
+    one, other = path.read_bytes(), saved(tmp_path / "b.ckpt", 1).read_bytes()
+    path.write_bytes(one + b"\0" * 3)
+    assert complaint(path) == "3 bytes follow its end."
     cut = one.rindex(b'{"format"')
-    (tmp_path / "a.ckpt").write_bytes(one[:cut] + other[cut:])
-    assert "SHA-256" in complaint(tmp_path / "a.ckpt")
+    path.write_bytes(one[:cut] + other[cut:])
+    assert "SHA-256" in complaint(path)
 
 
 def test_without_a_manifest_the_archives_own_checksums_are_checked(tmp_path: Path) -> None:
@@ -204,7 +201,7 @@ def test_old_file_is_kept_on_errors(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str, error: BaseException
 ) -> None:
     path = saved(tmp_path / "x.ckpt", 0)
-    before = path.read_bytes()
+    before, is_os_error = path.read_bytes(), isinstance(error, OSError)
 
     def fail(*_: Any) -> Any:
         raise error
@@ -216,29 +213,24 @@ def test_old_file_is_kept_on_errors(
 
     if where != "in the save":
         monkeypatch.setattr(where, fail)
-    expected = CheckpointWriteError if isinstance(error, OSError) else type(error)
-    with pytest.raises(expected) as caught:
+    message = f"The checkpoint {path} was not written: Input/output error." if is_os_error else None
+    with pytest.raises(CheckpointWriteError if is_os_error else type(error), match=message) as caught:
         files.write(save, path)
-    if isinstance(error, OSError):
+    if is_os_error:
         assert isinstance(caught.value, OSError)
         assert caught.value.errno == errno.EIO
-        assert str(caught.value).startswith(f"The checkpoint {path} was not written: Input/output error.")
     assert path.read_bytes() == before
     assert os.listdir(tmp_path) == ["x.ckpt"]
 
 
 def test_full_disk_error_has_the_bytes(tmp_path: Path) -> None:
-    def save(stream: Any) -> None:
-        for _ in range(100):
-            stream.write(bytes(1000))
-
     path = tmp_path / "x.ckpt"
     path.write_bytes(b"the old one")
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, before[1]))
     try:
         with pytest.raises(CheckpointWriteError, match=r"File too large\. It needs 100,.* bytes free") as caught:
-            files.write(save, path)
+            files.write(lambda stream: [stream.write(bytes(1000)) for _ in range(100)], path)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert caught.value.errno in files.FULL

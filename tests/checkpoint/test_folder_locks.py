@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -87,16 +88,16 @@ def test_lock_of_another_process_ends_with_its_kill(tmp_path: Path) -> None:
     assert os.listdir(folder) == []
 
 
-def nowhere_beside(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Emulate a parent folder without write permission; this process may write anywhere."""
+def refuse(monkeypatch: pytest.MonkeyPatch, refused: Callable[[Path], bool]) -> None:
+    """Emulate folders without write permission; this process may write anywhere."""
     opened = os.open
 
-    def refused(path: Any, *arguments: Any) -> int:
-        if Path(path) == lock_of(folder):
+    def open_if_allowed(path: Any, *arguments: Any, **options: Any) -> int:
+        if refused(Path(path)):
             raise PermissionError(errno.EACCES, "Permission denied")
-        return opened(path, *arguments)
+        return opened(path, *arguments, **options)
 
-    monkeypatch.setattr(os, "open", refused)
+    monkeypatch.setattr(os, "open", open_if_allowed)
 
 
 @pytest.mark.parametrize("why", ["rights", "mounted"])
@@ -106,7 +107,7 @@ def test_lock_is_in_the_folder_if_its_parent_is_not_writable(
     folder = tmp_path / "a"
     folder.mkdir()
     if why == "rights":
-        nowhere_beside(folder, monkeypatch)
+        refuse(monkeypatch, lambda path: path == lock_of(folder))
     else:
         monkeypatch.setattr(os.path, "ismount", lambda path: Path(path) == folder)
     with folders.lock_folder(folder):
@@ -147,14 +148,7 @@ def test_folder_that_cannot_be_written_to(tmp_path: Path, folder: str) -> None:
 
 def test_folder_that_takes_no_files_is_known_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a").mkdir()
-    opened = os.open
-
-    def refused(path: Any, *arguments: Any, **options: Any) -> int:
-        if Path(path).is_relative_to(tmp_path / "a"):
-            raise PermissionError(errno.EACCES, "Permission denied")
-        return opened(path, *arguments, **options)
-
-    monkeypatch.setattr(os, "open", refused)
+    refuse(monkeypatch, lambda path: path.is_relative_to(tmp_path / "a"))
     with pytest.raises(CheckpointWriteError, match=r"cannot be written to: Permission denied"):
         folders.lock_folder(tmp_path / "a").__enter__()
     assert os.listdir(tmp_path) == ["a"]

@@ -60,8 +60,7 @@ def test_checkpoint_is_written_when_all_about_a_batch_is_over(tmp_path: Path) ->
 
 def test_checkpoint_without_communication_is_resumed_with_fixed_buckets() -> None:
     engine = SimpleNamespace(communication=Communication([], keeps_buckets=True, may_diverge=True), device=None)
-    process = ProcessState(SimpleNamespace(engine=engine, lightning_module=nn.Linear(1, 1)))
-    process._restore_communication({})
+    ProcessState(SimpleNamespace(engine=engine, lightning_module=nn.Linear(1, 1)))._restore_communication({})
 
 
 def test_states_of_another_number_of_processes_or_version(tmp_path: Path) -> None:

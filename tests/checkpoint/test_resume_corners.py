@@ -88,37 +88,28 @@ class Freezes(Module):
         return torch.optim.Adam(self.parameters(), 0.05)
 
 
-class Tracks(Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.tracker = MetricTracker(MeanMetric(), maximize=False)
-
-    def on_train_epoch_start(self) -> None:
-        self.tracker.increment()
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        loss = super().training_step(batch, batch_idx)
-        self.tracker.update(loss.detach())
-        return loss
-
-    def on_train_epoch_end(self) -> None:
-        self.log("best", self.tracker.best_metric())
-
-
 class Measures(Module):
     """Metric objects that wrap others, and metrics of validations that are never reset."""
 
     def __init__(self) -> None:
         super().__init__()
         self.window, self.ratio = RunningSum(window=5), MeanMetric() / SumMetric()
+        self.tracker = MetricTracker(MeanMetric(), maximize=False)
         self.validations, self.values, self.last = SumMetric(), CatMetric(), RunningMean(window=4)
+
+    def on_train_epoch_start(self) -> None:
+        self.tracker.increment()
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = super().training_step(batch, batch_idx)
         self.window(loss.detach())
-        self.ratio.update(loss.detach())
+        for metric in (self.ratio, self.tracker):
+            metric.update(loss.detach())
         self.log_dict({"window": self.window, "ratio": self.ratio}, on_step=False, on_epoch=True)
         return loss
+
+    def on_train_epoch_end(self) -> None:
+        self.log("best", self.tracker.best_metric())
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         super().validation_step(batch, batch_idx)
@@ -227,9 +218,8 @@ class Lookahead(torch.optim.Optimizer):
     """Counts in an attribute, and wraps an optimizer that its state dict does not include, like many SAMs."""
 
     def __init__(self, inner: torch.optim.Optimizer) -> None:
-        self.inner = inner
+        self.inner, self.steps = inner, 0
         super().__init__(inner.param_groups, {})
-        self.steps = 0
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
@@ -267,8 +257,7 @@ def train(
     trainer = make_trainer(folder, callbacks=[*callbacks, *savers], **options)
     points = Points()  # of both stages, which share its generator
     data = None if make is DrawsAll else DataLoader(points, 2, shuffle=True, collate_fn=collate)
-    validation = None if make is DrawsAll else DataLoader(points, 4)
-    trainer.fit(module, data, validation, ckpt_path=start)
+    trainer.fit(module, data, None if make is DrawsAll else DataLoader(points, 4), ckpt_path=start)
     state = {
         "weights": {name: value.clone() for name, value in module.state_dict().items()},
         "optimizers": [optimizer.state_dict() for optimizer in trainer.optimizers],
@@ -292,8 +281,7 @@ def _quiet() -> Any:
         (Closures, list, {"accumulate_grad_batches": 3}),
         (NothingAtTheEnd, list, {"accumulate_grad_batches": 2, "precision": "16-mixed"}),
         (Freezes, list, {}),
-        (Tracks, lambda: [ScaleMonitor(), ScaleCurve()], {"precision": "16-mixed"}),
-        (Measures, list, {}),
+        (Measures, lambda: [ScaleMonitor(), ScaleCurve()], {"precision": "16-mixed"}),
         (LooksAhead, list, {}),
         (Anneals, lambda: [Boosts()], {"accumulate_grad_batches": 2}),
         (DrawsAll, list, {"check_val_every_n_epoch": 2, "max_epochs": 4}),

@@ -95,26 +95,16 @@ def resume(make: Callable[..., Any], path: Path, module: Any, **arguments: Any) 
 
 RUNS: dict[str, tuple[Any, dict[str, Any], dict[str, Any], tuple[str, ...]]] = {
     "epoch ends": (partial(Diary, watches=True), {}, {}, ("epoch=0-step=4", "epoch=1-step=8", "end")),
-    "after validations": (
-        Diary,
-        {},
-        {"val_check_interval": 0.5},
-        ("epoch=0-step=2", "epoch=1-step=6", "epoch=1-step=8"),
-    ),
+    "validations": (Diary, {}, {"val_check_interval": 0.5}, ("epoch=0-step=2", "epoch=1-step=6", "epoch=1-step=8")),
     "manual": (
-        partial(Diary, by_hand=True),
-        {"every_n_train_steps": 1},
-        {},
-        ("epoch=0-step=3", "epoch=1-step=6", "end"),
+        partial(Diary, by_hand=True), {"every_n_train_steps": 1}, {}, ("epoch=0-step=3", "epoch=1-step=6", "end")
     ),
     "windows": (Diary, {"every_n_train_steps": 1}, {"accumulate_grad_batches": 2}, ("epoch=0-step=1", "end")),
     "steps": (
-        Diary,
-        {"save_on_train_epoch_end": True},
-        {"max_epochs": -1, "max_steps": 6, "num_sanity_val_steps": 0},
+        Diary, {"save_on_train_epoch_end": True}, {"max_epochs": -1, "max_steps": 6, "num_sanity_val_steps": 0},
         ("epoch=1-step=6",),
     ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", tiered(RUNS, quick=["windows", "manual"]))
@@ -182,8 +172,7 @@ RENAMED = {
     ("version", "name"), [("1.9.5", "epoch=0-step=4"), ("1.9.5", "epoch=1-step=6"), ("1.5.10", "epoch=0-step=4")]
 )
 def test_run_of_an_older_lightning_is_resumed(tmp_path: Path, version: str, name: str) -> None:
-    options = {"every_n_train_steps": 2} if version == "1.9.5" else {}
-    write(lightning, tmp_path, Diary, options, max_epochs=2)
+    write(lightning, tmp_path, Diary, {"every_n_train_steps": 2} if version == "1.9.5" else {}, max_epochs=2)
     checkpoint = torch.load(tmp_path / f"{name}.ckpt", weights_only=True)
     checkpoint["pytorch-lightning_version"] = version
     if version == "1.5.10":  # which stored the next epoch, and no loops

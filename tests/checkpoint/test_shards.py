@@ -7,6 +7,8 @@ import os
 import pickle
 import random
 import shutil
+from collections.abc import Callable
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -197,14 +199,19 @@ def test_file_takes_a_folders_place_and_the_other_way_round(tmp_path: Path) -> N
 
 def sealed_again(folder: Path) -> None:
     """Write a matching manifest for a modified folder, as an attacker would."""
-    import hashlib
-
     facts = dict(sharded_files.read_manifest(folder).facts)
     (folder / "manifest.json").unlink()
-    sums = {
-        path.name: (path.stat().st_size, hashlib.sha256(path.read_bytes()).hexdigest()) for path in folder.iterdir()
-    }
+    sums = {one.name: (one.stat().st_size, sha256(one.read_bytes()).hexdigest()) for one in folder.iterdir()}
     sharded_files.seal(folder, facts.pop("name"), sums, facts)
+
+
+UNUSUAL: dict[str, Callable[[Any, Any], Any]] = {
+    "a file elsewhere": lambda tensors, info: setattr(info, "relative_path", "../../secret"),
+    "an extension": lambda tensors, info: setattr(info, "transform_descriptors", ["stream.zstd"]),
+    "a part missing": lambda tensors, info: tensors["state_dict.weight"].chunks.clear(),
+    "a tensor missing": lambda tensors, info: tensors.pop("state_dict.weight"),
+    "another size": lambda tensors, info: setattr(tensors["state_dict.weight"], "size", torch.Size([3, 2])),
+}
 
 
 @pytest.mark.filterwarnings("ignore:Detected pickle protocol")
@@ -241,30 +248,14 @@ def test_entries_that_are_not_tensors_are_refused(tmp_path: Path) -> None:
     assert not mark.exists()
 
 
-def change(folder: Path, what: str) -> None:
-    path = folder / ".metadata"
-    metadata = pickle.loads(path.read_bytes())
-    info = next(iter(metadata.storage_data.values()))
-    if what == "a file elsewhere":
-        info.relative_path = "../../secret"
-    elif what == "an extension":
-        info.transform_descriptors = ["stream.zstd"]
-    elif what == "a part missing":
-        metadata.state_dict_metadata["state_dict.weight"].chunks.clear()
-    elif what == "a tensor missing":
-        del metadata.state_dict_metadata["state_dict.weight"]
-    elif what == "another size":
-        metadata.state_dict_metadata["state_dict.weight"].size = torch.Size([3, 2])
-    path.write_bytes(pickle.dumps(metadata))
-    sealed_again(folder)
-
-
-@pytest.mark.parametrize(
-    "what", ["a file elsewhere", "an extension", "a part missing", "a tensor missing", "another size"]
-)
+@pytest.mark.parametrize("what", UNUSUAL)
 def test_unusual_metadata_are_refused(tmp_path: Path, what: str) -> None:
     write(tmp_path / "a.ckpt")
-    change(tmp_path / "a.ckpt", what)
+    path = tmp_path / "a.ckpt" / ".metadata"
+    metadata = pickle.loads(path.read_bytes())
+    UNUSUAL[what](metadata.state_dict_metadata, next(iter(metadata.storage_data.values())))
+    path.write_bytes(pickle.dumps(metadata))
+    sealed_again(tmp_path / "a.ckpt")
     with pytest.raises(CheckpointError, match=r"a\.ckpt (is damaged|cannot be read)"):
         fit(tmp_path, ckpt_path=tmp_path / "a.ckpt")
 
@@ -337,16 +328,14 @@ def test_run_saves_removes_links_and_is_resumed(tmp_path: Path, asynchronous: bo
 
 def test_run_is_stopped_by_a_full_disk_also_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shards, "_Stream", Full)
+    saver = ModelCheckpoint(tmp_path / "c", filename="{epoch}")
     for asynchronous in (False, True):
         io = CheckpointFiles(sharded=True, asynchronous=asynchronous)
-        with pytest.raises(
-            CheckpointWriteError, match=r"epoch=0.ckpt was not written: No space .* It needs .* bytes free"
-        ):
-            fit(tmp_path, ModelCheckpoint(tmp_path / "c", filename="{epoch}"), plugins=io)
+        with pytest.raises(CheckpointWriteError, match=r"epoch=0.ckpt was not written: No sp.* It needs .* bytes free"):
+            fit(tmp_path, saver, plugins=io)
         assert not (tmp_path / "c").exists() or names(tmp_path / "c") == []
-    io = CheckpointFiles(sharded=True, when_full="continue")
     with pytest.warns(UserWarning, match="Training continues without it"):
-        assert fit(tmp_path, ModelCheckpoint(tmp_path / "c"), plugins=io).global_step == 8
+        assert fit(tmp_path, saver, plugins=CheckpointFiles(sharded=True, when_full="continue")).global_step == 8
 
 
 def test_addresses_and_parts_are_refused(tmp_path: Path) -> None:
@@ -363,20 +352,15 @@ def test_parameters_in_another_order_get_their_own_states(tmp_path: Path) -> Non
         def configure_optimizers(self) -> Any:
             return torch.optim.AdamW(list(self.parameters())[::-1])
 
-    saver, module = ModelCheckpoint(tmp_path / "c"), Regression(optimizer=torch.optim.AdamW)
+        def on_train_start(self) -> None:
+            (optimizer,) = self.trainer.optimizers
+            self.start = {name: optimizer.state[p]["exp_avg"].clone() for name, p in self.named_parameters()}
+
+    saver, module, turned = ModelCheckpoint(tmp_path / "c"), Regression(optimizer=torch.optim.AdamW), Turned()
     first = fit(tmp_path, saver, module=module)
-    seen = {}
-
-    class Look(Callback):
-        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-            (optimizer,) = trainer.optimizers
-            seen.update({name: optimizer.state[p]["exp_avg"].clone() for name, p in pl_module.named_parameters()})
-
-    fit(tmp_path, Look(), module=Turned(), ckpt_path=saver.best_model_path, max_epochs=3)
+    fit(tmp_path, module=turned, ckpt_path=saver.best_model_path, max_epochs=3)
     (optimizer,) = first.optimizers
-    assert len(seen) == 6
-    for name, parameter in module.named_parameters():
-        assert torch.equal(seen[name], optimizer.state[parameter]["exp_avg"])
+    assert_identical(turned.start, {name: optimizer.state[p]["exp_avg"] for name, p in module.named_parameters()})
 
 
 def test_error_after_the_replacement_is_raised_and_keeps_the_new_checkpoint(tmp_path, monkeypatch):

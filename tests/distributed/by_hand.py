@@ -111,8 +111,7 @@ def train(setup: Setup, engine: str, world_size: int = 2) -> Trace:
         scaler.unscale_(optimizer)
         trace.rates.append(optimizer.param_groups[0]["lr"])
         if setup.clip is not None:
-            parameters = [p for group in optimizer.param_groups for p in group["params"]]
-            norms.append(clip_(parameters, setup.clip))
+            norms.append(clip_([p for group in optimizer.param_groups for p in group["params"]], setup.clip))
         if not setup.guard or is_finite:
             scaler.step(optimizer)
         return (scaler.is_enabled() or setup.guard) and not is_finite

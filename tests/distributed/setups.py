@@ -494,19 +494,6 @@ class Uneven(LightningModule):
         return getattr(torch.optim, self.optimizer)(self.parameters(), lr=0.01)
 
 
-def fit_uneven(strategy: str, batches: list[int], *module: Any) -> tuple[list[int], dict[str, float], int, Any]:
-    """Fit one epoch with this number of batches per rank. Returns the trained batches, logged values and steps."""
-    made = Uneven(*module)
-    with only_these_warnings():
-        trainer = make_trainer(
-            None, devices=distributed.get_world_size(), strategy=strategy, use_distributed_sampler=False,
-            log_every_n_steps=1, accumulate_grad_batches=1 if module else 2,
-        )  # fmt: skip
-        trainer.fit(made, DataLoader(torch.ones(2 * batches[distributed.get_rank()], 6), batch_size=2))
-    metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
-    return made.seen, metrics, trainer.global_step, trainer.num_training_batches
-
-
 def forward_nothing_on_a_gpu() -> list[float]:
     """Run DDP's idle forward as on a GPU, with a wrapper that moves inputs."""
     net = nn.BatchNorm1d(1)

@@ -30,8 +30,7 @@ class Stream(IterableDataset[Tensor]):
         self.epoch += 1
         rank = distributed.get_rank()
         for number in range(self.counts[self.epoch]):
-            generator = torch.Generator().manual_seed(100 * self.epoch + 10 * number + rank)
-            yield torch.randn(4, 6, generator=generator)
+            yield torch.randn(4, 6, generator=torch.Generator().manual_seed(100 * self.epoch + 10 * number + rank))
 
 
 class Estimated(Stream):
@@ -82,8 +81,8 @@ def fit(
 
     Args:
         strategy: ``"ddp"`` or ``"fsdp"``.
-        length: the length that dataloaders report; None for no length, ``"exact"`` for new loaders with the correct
-            length in each epoch.
+        length: the length that dataloaders report; None for no length, ``"own"`` for that of the first epoch,
+            ``"exact"`` for new loaders with the correct length in each epoch.
         counts: batches by rank and epoch.
         window: ``accumulate_grad_batches``.
         module: arguments of :class:`Uneven`.
@@ -112,15 +111,27 @@ def fit(
         )  # fmt: skip
         loader = None
         if length != "exact":
-            loader = DataLoader(Stream(own) if length is None else Estimated(length, own), batch_size=None)
+            stream = Stream(own) if length is None else Estimated(own[0] if length == "own" else length, own)
+            loader = DataLoader(stream, batch_size=None)
         trainer.fit(made, loader, DataLoader(torch.ones(4, 6), batch_size=2))
     return {
         "seen": made.seen,
         "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
         "validations": validations.seen,
         "counts": (trainer.global_step, trainer.progress.updates, trainer.progress.batches),
+        **({"length": trainer.num_training_batches} if length == "own" else {}),
         "weights": {name: value.clone() for name, value in made.state_dict().items()},
     }
+
+
+@pytest.mark.parametrize("engine", ["ddp", pytest.param("fsdp", marks=needs_fsdp2)])
+def test_uneven_inputs_train_all_batches(ranks: Ranks, engine: str) -> None:
+    """A rank without further batches takes part in the others' steps; values of single batches are not reduced."""
+    first, second = ranks.call(fit, engine, "own", [[2], [5]], 2)
+    assert (first["seen"], second["seen"]) == ([0, 1], [0, 1, 2, 3, 4])
+    for rank, last in ((first, 1.0), (second, 4.0)):
+        assert (rank["counts"][0], rank["length"], rank["metrics"]["number_step"]) == (3, 5, last)
+        assert rank["metrics"]["number_epoch"] == pytest.approx((0 + 1 + 0 + 1 + 2 + 3 + 4) / 7)
 
 
 @pytest.mark.parametrize(
@@ -143,19 +154,25 @@ def test_all_ranks_end_with_the_last_batch_of_any(
 
 
 @pytest.mark.parametrize(
-    ("length", "module", "named"),
+    ("engine", "length", "module", "named"),
     [
-        (8, ("SGD", True), "Manual optimization"),
-        (None, ("LBFGS",), "an optimizer that evaluates the loss itself"),
-        (None, ("SGD", False, "metric"), "The metric 'mean', with dist_sync_on_step=True,"),
+        ("ddp", "own", ("SGD", True), "Manual optimization"),
+        ("ddp", 8, ("SGD", True), "Manual optimization"),
+        ("ddp", None, ("LBFGS",), "an optimizer that evaluates the loss itself"),
+        ("ddp", None, ("SGD", False, "metric"), "The metric 'mean', with dist_sync_on_step=True,"),
+        pytest.param("fsdp", "own", ("SGD", False, "norm"), "'net.1', which is a SyncBatchNorm,", marks=needs_fsdp2),
     ],
 )
 def test_runs_that_need_as_many_batches_in_each_process(
-    ranks: Ranks, length: int | None, module: Any, named: str
+    ranks: Ranks, engine: str, length: Any, module: Any, named: str
 ) -> None:
-    with pytest.raises(RankError, match=rf"A process has 2 training batches.*{named}.*limit_train_batches=2\)"):
-        ranks.call(fit, "ddp", length, [[2], [5]], 1, module)
-    for rank in ranks.call(fit, "ddp", length, [[3], [3]], 1, module):
+    """Uneven inputs are refused if a process without a batch cannot take part in a forward pass of the others."""
+    start = "Got 2 to 5 training batches per process" if length == "own" else "A process has 2 training batches"
+    with pytest.raises(RankError, match=rf"{start}.*{named}.*limit_train_batches=2"):
+        ranks.call(fit, engine, length, [[2], [5]], 1, module)
+    if "norm" in module:  # it would need a GPU
+        return
+    for rank in ranks.call(fit, engine, length, [[3], [3]], 1, module):
         assert (rank["counts"][-1], len(rank["validations"])) == (3, 1)
 
 

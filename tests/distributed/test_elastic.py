@@ -148,8 +148,7 @@ class Net(LightningModule):
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), lr=0.05)
-        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 4, 0.7)
-        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+        return [optimizer], [{"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 4, 0.7), "interval": "step"}]
 
 
 class Saver(Checkpoint):

@@ -206,36 +206,8 @@ def test_unused_gradients_are_not_resumed_under_the_other_engine(ranks: Ranks, t
         ranks.call(setups.fit_and_resume, setup, "fsdp", str(tmp_path), [setup.batches - 1], [], 2, False, "ddp")
 
 
-@pytest.mark.parametrize("engine", ["ddp", FSDP])
-def test_uneven_inputs_train_all_batches(ranks: Ranks, engine: str) -> None:
-    """A rank without further batches takes part in the others' steps; values of single batches are not reduced."""
-    first, second = ranks.call(setups.fit_uneven, engine, [2, 5])
-    assert (first[0], second[0]) == ([0, 1], [0, 1, 2, 3, 4])
-    assert first[2:] == second[2:] == (3, 5)
-    mean = (0 + 1 + 0 + 1 + 2 + 3 + 4) / 7
-    assert first[1]["number_epoch"] == second[1]["number_epoch"] == pytest.approx(mean)
-    assert (first[1]["number_step"], second[1]["number_step"]) == (1.0, 4.0)
-
-
 def test_process_without_a_batch_takes_part_in_ddps_forward_on_a_gpu_too(ranks: Ranks) -> None:
     assert ranks.call(setups.forward_nothing_on_a_gpu) == [[1.0], [1.0]]  # the first one's buffer
-
-
-@pytest.mark.parametrize(
-    ("engine", "module", "named"),
-    [
-        ("ddp", ("SGD", True), "Manual optimization"),
-        pytest.param("fsdp", ("SGD", False, "norm"), "'net.1', which is a SyncBatchNorm,", marks=needs_fsdp2),
-    ],
-)
-def test_uneven_inputs_without_an_idle_forward_are_refused(
-    ranks: Ranks, engine: str, module: tuple[Any, ...], named: str
-) -> None:
-    """Other modules that need the same number are in ``test_early_ends.py``."""
-    with pytest.raises(
-        RankError, match=f"Got 2 to 5 training batches per process. {named} needs .*limit_train_batches=2"
-    ):
-        ranks.call(setups.fit_uneven, engine, [2, 5], *module)
 
 
 @pytest.mark.parametrize("engine", ["ddp", FSDP])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -167,8 +167,7 @@ class GathersAtTheEnd(Module):
     """Gathers the samples of all ranks after the last batch."""
 
     def on_validation_epoch_end(self) -> None:
-        gathered = self.all_gather(torch.tensor(self.seen))
-        self.log("gathered", gathered.float().sum())
+        self.log("gathered", self.all_gather(torch.tensor(self.seen)).float().sum())
 
 
 class Lists(Module):
@@ -285,29 +284,34 @@ def fit(
     }  # fmt: skip
 
 
-FAILURES: dict[str, tuple[Callable[[], Module], int, dict[str, Any]]] = {
-    "gather": (lambda: Collective("gather"), 5, {}),
-    "raw": (lambda: Collective("raw"), 5, {}),
-    "gather in the first": (lambda: Collective("gather in the first"), 5, {}),
-    "gather in a sanity check": (lambda: Collective("gather"), 5, {"num_sanity_val_steps": 1}),
-    "gather, even": (lambda: Collective("gather"), 4, {}),
-    "gather at the end": (GathersAtTheEnd, 5, {}),
-    "gather at the end, padded": (GathersAtTheEnd, 5, {"pad_evaluation": True}),
-    "on step": (OnStep, 5, {}),
-    "on step, padded": (OnStep, 5, {"pad_evaluation": True}),
-    "lists": (Lists, 5, {}),
-    "lists, even": (Lists, 4, {}),
+PADDED = {"pad_evaluation": True}
+REMEDY = "Trainer(pad_evaluation=True)"
+UNEVEN = ("ConfigurationError: The ", "the processes have different numbers of batches (2 to 3)", REMEDY)
+SHAPES = ("different shapes or dtypes on the ranks: (3,), torch.float32; (2,), torch.float32", REMEDY)
+LENGTHS = ("The metric 'lists' (RetrievalMAP) keeps 'indexes' as a list of tensors, 3, 2 of them", REMEDY)
+COLLECTIVES: dict[str, tuple[Callable[[], Module], int, dict[str, Any], tuple[str, ...]]] = {
+    "gather": (partial(Collective, "gather"), 5, {}, UNEVEN),
+    "raw": (partial(Collective, "raw"), 5, {}, UNEVEN),
+    "gather in the first": (partial(Collective, "gather in the first"), 5, {}, ()),
+    "gather in a sanity check": (partial(Collective, "gather"), 5, {"num_sanity_val_steps": 1}, UNEVEN),
+    "gather, even": (partial(Collective, "gather"), 4, {}, ()),
+    "gather at the end": (GathersAtTheEnd, 5, {}, SHAPES),
+    "gather at the end, padded": (GathersAtTheEnd, 5, PADDED, ()),
+    "on step": (OnStep, 5, {}, (*UNEVEN, "'eager', with dist_sync_on_step=True")),
+    "on step, padded": (OnStep, 5, PADDED, ()),
+    "lists": (Lists, 5, {}, LENGTHS),
+    "lists, even": (Lists, 4, {}, ()),
 }
 
 
-def failure(name: str, engine: str) -> dict[str, Any]:
+def evaluate_with_collectives(name: str, engine: str) -> dict[str, Any]:
     """Return the results, the error and the warnings of an evaluation with collectives in its batches."""
-    make, count, arguments = FAILURES[name]
+    make, count, arguments, _ = COLLECTIVES[name]
     trainer, module, found = build(engine, **arguments), make(), dict[str, Any]()
     with warnings.catch_warnings(record=True, action="always") as caught:
         try:
             if "num_sanity_val_steps" in arguments:
-                trainer.fit(module, sizes(2), sizes(count))
+                trainer.fit(module, sizes(8, batch_size=2), sizes(count))
             else:
                 found["results"] = trainer.validate(module, sizes(count), verbose=False)
         except Exception as error:
@@ -429,52 +433,24 @@ def test_several_dataloaders_and_validations_inside_an_epoch(ranks: Ranks, tmp_p
 @pytest.mark.parametrize(
     ("name", "engine"),
     [
-        ("gather", "ddp"),
-        ("raw", "ddp"),
-        ("on step", "ddp"),
-        pytest.param("gather", "fsdp", marks=needs_fsdp2),  # collectives of its forward are not counted
+        *((name, "ddp") for name in COLLECTIVES),
+        *(pytest.param(name, "fsdp", marks=needs_fsdp2) for name in ("gather", "gather, even")),
     ],
 )
-def test_collectives_in_each_batch_are_refused_with_uneven_inputs(ranks: Ranks, name: str, engine: str) -> None:
-    """By ``self.all_gather``, ``torch.distributed``, and a metric object, on both ranks."""
-    for rank in ranks.call(failure, name, engine):
-        assert rank["raised"].startswith("ConfigurationError: The ")
-        assert "for each batch, but the processes have different numbers of batches (2 to 3)" in rank["raised"]
-        assert "Trainer(pad_evaluation=True)" in rank["raised"]
-        assert ("'eager', with dist_sync_on_step=True" in rank["raised"]) is (name == "on step")
+def test_collectives_in_an_evaluation_with_uneven_inputs(ranks: Ranks, name: str, engine: str) -> None:
+    """By ``self.all_gather``, ``torch.distributed``, and metric objects. Under FSDP, those of forwards do not count.
 
-
-@pytest.mark.parametrize(
-    ("name", "engine"),
-    [("gather, even", "ddp"), ("on step, padded", "ddp"), pytest.param("gather, even", "fsdp", marks=needs_fsdp2)],
-)
-def test_collectives_in_each_batch_work_with_even_inputs(ranks: Ranks, name: str, engine: str) -> None:
-    for rank in ranks.call(failure, name, engine):
-        assert rank["results"][0]["in_hook"] > 0
-        assert not [text for text in rank["warned"] if "different numbers" in text]
-
-
-def test_gathered_tensors_of_different_shapes_are_refused(ranks: Ranks) -> None:
-    """``self.all_gather`` of gloo would end a process, and that of NCCL would wait or return wrong values."""
-    for rank in ranks.call(failure, "gather at the end", "ddp"):
-        assert "different shapes or dtypes on the ranks: (3,), torch.float32; (2,), torch.float32" in rank["raised"]
-        assert "Trainer(pad_evaluation=True)" in rank["raised"]
-    for rank in ranks.call(failure, "gather at the end, padded", "ddp"):
-        assert rank["results"][0]["gathered"] == 0 + 2 + 4 + 1 + 3 + 0
-
-
-def test_lists_of_different_lengths_are_refused(ranks: Ranks) -> None:
-    for rank in ranks.call(failure, "lists", "ddp"):
-        assert "The metric 'lists' (RetrievalMAP) keeps 'indexes' as a list of tensors, 3, 2 of them" in rank["raised"]
-        assert "Trainer(pad_evaluation=True)" in rank["raised"]
-    assert all(rank["results"] for rank in ranks.call(failure, "lists, even", "ddp"))
-
-
-@pytest.mark.parametrize("name", ["gather in the first", "gather in a sanity check"])
-def test_collective_in_the_first_batch_warns(ranks: Ranks, name: str) -> None:
-    for number, rank in enumerate(ranks.call(failure, name, "ddp")):
-        assert sum("different numbers of batches (2 to 3)" in text for text in rank["warned"]) == (number == 0)
-        assert ("raised" in rank) is ("sanity" in name)
+    Gathered tensors of different shapes would end a process of gloo, and wait or have wrong values with NCCL.
+    """
+    *_, parts = COLLECTIVES[name]
+    number = {"gather": 1, "raw": 1, "gather in the first": 1, "gather in a sanity check": 2}.get(name, 0)
+    for rank in ranks.call(evaluate_with_collectives, name, engine):
+        assert ("raised" in rank) is bool(parts)
+        assert all(part in rank["raised"] for part in parts)
+        assert sum("different numbers of batches (2 to 3)" in text for text in rank["warned"]) == number
+        number = 0  # on rank 0 only
+        if "padded" in name and "end" in name:
+            assert rank["results"][0]["gathered"] == 0 + 2 + 4 + 1 + 3 + 0
 
 
 @needs_fsdp2

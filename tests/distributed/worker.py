@@ -174,8 +174,7 @@ AUTOMATIC: dict[str, Any] = {"accumulate_grad_batches": 2, "gradient_clip_val": 
 
 def main() -> None:
     torch.set_num_threads(1)
-    result = fit(Regression(), AUTOMATIC)
-    torch.save(result, Path(sys.argv[1]) / f"rank_{torch.distributed.get_rank()}.pt")
+    torch.save(fit(Regression(), AUTOMATIC), Path(sys.argv[1]) / f"rank_{torch.distributed.get_rank()}.pt")
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()  # else gloo's threads may be alive when the interpreter ends: an abort
 

@@ -30,24 +30,23 @@ def resumed(saved: Any, first: Any, new: Any, same_buckets: bool = True) -> list
     return communication.load([new], communication.numbers_of([new]), states, same_buckets=same_buckets, device=CPU)
 
 
-@pytest.mark.parametrize("make", [lambda: PostLocalSGDState(None, None, 3), lambda: PowerSGDState(None)])
-def test_states_of_torch_keep_their_settings_and_restore_their_step(make: Any) -> None:
-    state = make()
+@pytest.mark.parametrize(
+    ("make", "setting"),
+    [
+        (lambda: PostLocalSGDState(None, None, 3), "start_localSGD_iter"),
+        (lambda: PowerSGDState(None), "matrix_approximation_rank"),
+    ],
+)
+def test_states_of_torch_keep_their_settings_and_restore_their_step(make: Any, setting: str) -> None:
+    state, new = make(), make()
     first = communication.numbers_of([state])
     state.iter = 7
-    new = make()
-    if isinstance(state, PowerSGDState):
+    if has_generator := hasattr(state, "rng"):
         state.rng.rand()
-        new.matrix_approximation_rank = 2
-    else:
-        new.start_localSGD_iter = 5
+    setattr(new, setting, 5)
     assert resumed(state, first, new) == []
-    assert new.iter == 7
-    if isinstance(state, PowerSGDState):
-        assert new.matrix_approximation_rank == 2
-        assert new.rng.rand() == state.rng.rand()
-    else:
-        assert new.start_localSGD_iter == 5
+    assert (new.iter, getattr(new, setting)) == (7, 5)
+    assert not has_generator or new.rng.rand() == state.rng.rand()
 
 
 def test_values_of_all_kinds() -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
+
 import pytest
 import torch
 from torch import nn
 
-from tests.parity import CLASSES, FEATURES, Learner, data, ours
+from tests.parity import CLASSES, FEATURES, Learner, assert_same_weights, data, ours
 from trainer.engine.initialisation import initialise
 from trainer.errors import ConfigurationError
 
@@ -24,21 +26,17 @@ def on_meta(make: type[nn.Module]) -> nn.Module:
 
 def test_modules_are_initialized_as_by_their_constructors() -> None:
     torch.manual_seed(0)
-    expected = build()
-    with torch.device("meta"):
-        model = build()
+    expected, model = build(), on_meta(build)
     torch.manual_seed(0)
     initialise(model, CPU)
-    assert model.state_dict().keys() == expected.state_dict().keys()
-    for name, value in expected.state_dict().items():
-        assert torch.equal(model.state_dict()[name], value), name
+    assert_same_weights(model, expected)
 
 
 def test_initialized_parameters_keep_their_values() -> None:
     model = build()
-    before = {name: value.clone() for name, value in model.state_dict().items()}
+    before = deepcopy(model)
     initialise(model, CPU)
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert_same_weights(model, before)
 
 
 class Tied(nn.Module):
@@ -147,11 +145,11 @@ class Configured(Learner):
 
 
 def test_run_initializes_the_modules_of_configure_model() -> None:
-    weights = []
+    nets = []
     for module in (Configured(), Learner()):
         torch.manual_seed(3)
         if type(module) is Learner:
             module.net = nn.Sequential(nn.Linear(FEATURES, 5), nn.Tanh(), nn.Linear(5, CLASSES))
         ours(max_epochs=1).fit(module, data(8))
-        weights.append(module.state_dict())
-    assert all(torch.equal(value, weights[1][name]) for name, value in weights[0].items())
+        nets.append(module.net)
+    assert_same_weights(*nets)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -14,39 +16,36 @@ from tests.parity import Learner, data, ours, run_both, weights
 from trainer.errors import ConfigurationError
 
 
+@contextmanager
+def moved(optimizer: Optimizer, direction: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """Move the parameters along their gradients, and back."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    offsets = [0.05 * direction(p.grad) for p in parameters]
+    for p, offset in zip(parameters, offsets, strict=True):
+        p.data.add_(offset)
+    yield
+    for p, offset in zip(parameters, offsets, strict=True):
+        p.data.sub_(offset)
+
+
 class SharpnessAware(SGD):
     """Sharpness-aware minimization: steps with the gradients of a nearby point, where it evaluates the loss again."""
 
-    @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        if closure is None:
-            raise RuntimeError("SAM needs a closure")
-        evaluate = torch.enable_grad()(closure)
-        loss = evaluate()
-        moved = [(p, 0.05 * p.grad.sign()) for group in self.param_groups for p in group["params"]]
-        for p, offset in moved:
-            p.add_(offset)
-        evaluate()
-        for p, offset in moved:
-            p.sub_(offset)
+        loss = closure()
+        with moved(self, torch.sign):
+            closure()
         super().step()
         return loss
 
 
-class Perturbing(SharpnessAware):
+class Perturbing(SGD):
     """Moves along the existing gradients first, and evaluates once."""
 
-    @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        if closure is None:
-            raise RuntimeError("SAM needs a closure")
-        moved = [(p, 0.05 * p.grad) for group in self.param_groups for p in group["params"] if p.grad is not None]
-        for p, offset in moved:
-            p.add_(offset)
-        loss = torch.enable_grad()(closure)()
-        for p, offset in moved:
-            p.sub_(offset)
-        SGD.step(self)
+        with moved(self, torch.clone):
+            loss = closure()
+        super().step()
         return loss
 
 

@@ -97,8 +97,7 @@ def test_clipping_and_accumulation(tmp_path, precision, clipping, optimizer, win
     ours, theirs, options = make_net(), make_net(), {"callbacks": [callback], "accumulate_grad_batches": window}
     trainer, trace = fit_and_watch(tmp_path, Regression(ours, make), batches, precision=plugin, **options)
     options = {"scaler": scaler, "optimizer": make, "window": window, "clip": clip}
-    expected = train_by_hand(theirs, batches, precision=precision, **options)
-    assert_same(trace, expected)
+    assert_same(trace, train_by_hand(theirs, batches, precision=precision, **options))
     limit = callback.limit
     assert any(norm > limit for norm in trace.norms), "nothing was clipped: the test would not see it missing"
     assert len(trace.norms) == trainer.global_step == (20 if window == 1 else 7)

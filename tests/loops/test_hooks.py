@@ -63,8 +63,7 @@ def record(make: Any, function: str, hooks_of_module: list[str], *, base: type =
     callback = recording(Callback, CALLBACK_HOOKS, "callback")()
     for owner in (module, datamodule, callback):
         vars(owner)["calls"] = calls
-    trainer = make(callbacks=[callback], **arguments)
-    getattr(trainer, function)(module, datamodule=datamodule)
+    getattr(make(callbacks=[callback], **arguments), function)(module, datamodule=datamodule)
     return calls
 
 

@@ -74,8 +74,7 @@ class Pair(LightningModule):
         optimizers = self.optimizers()
         for turn, which in enumerate(self.plan(batch_idx)):
             optimizers[which].zero_grad()
-            loss = loss_of(self.nets[which], batch) * self.gains.get((batch_idx, turn), 1.0)
-            self.manual_backward(loss)
+            self.manual_backward(loss_of(self.nets[which], batch) * self.gains.get((batch_idx, turn), 1.0))
             optimizers[which].step()
 
     def configure_optimizers(self):
@@ -290,8 +289,7 @@ def test_own_optimizer_step(tmp_path, precision, optimizer, window):
     trainer, trace = fit_and_watch(tmp_path, module, data, precision=plugin_of(precision), **options)
     torch.manual_seed(1)
     options = {"optimizer": make, "window": window, "schedule": schedule, "clip": norm_of(0.3)}
-    expected = train_by_hand(theirs, data, precision=precision, scaler=scaler_of(precision), **options)
-    assert_same(trace, expected)
+    assert_same(trace, train_by_hand(theirs, data, precision=precision, scaler=scaler_of(precision), **options))
     assert order == (list(range(11)) if window == 1 else [2, 5, 8, 10])
     assert trainer.global_step == len(order)
 

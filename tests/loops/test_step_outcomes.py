@@ -120,8 +120,7 @@ def test_checkpoint_has_the_rates_of_the_next_step(tmp_path, late):
     every = ModelCheckpoint(tmp_path, every_n_train_steps=1, save_top_k=-1, filename="{step}")
     module = Regression(optimizer=OPTIMIZERS["sgd-fused"], schedule=SCHEDULES["linear"], interval="step")
     arguments: dict[str, Any] = {"precision": plugin_of("16-mixed"), "callbacks": [every], "enable_checkpointing": None}
-    trainer = make_trainer(tmp_path, **arguments, **UNIMPORTANT)
-    trainer.fit(module, loader_of(make_batches(3, gains={1: 1e30})))
+    make_trainer(tmp_path, **arguments, **UNIMPORTANT).fit(module, loader_of(make_batches(3, gains={1: 1e30})))
     states = [torch.load(tmp_path / f"step={step}.ckpt", weights_only=True) for step in (1, 2, 3)]
     assert [state["lr_schedulers"][0]["last_epoch"] for state in states] == [1, 1, 2]
     rates = [state["optimizer_states"][0]["param_groups"][0]["lr"] for state in states]
@@ -150,9 +149,8 @@ class TwoOfEach(Regression):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         x, y, gain = batch
         hidden = self.net[:4](x)
-        loss = torch.nn.functional.mse_loss(self.net[4](hidden), y)
         # the gain reaches the gradients of the first net only
-        return loss + (hidden * (gain - 1)).sum()
+        return torch.nn.functional.mse_loss(self.net[4](hidden), y) + (hidden * (gain - 1)).sum()
 
     def configure_optimizers(self) -> Any:
         optimizers = [self.make_optimizer(self.net[:4].parameters()), self.make_optimizer(self.net[4].parameters())]

@@ -67,8 +67,7 @@ class StepsIn(Regression):
             setattr(self, name, self.step_if_due)
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
-        gain = self.gains.get(self.trainer.progress.batches, 1.0)
-        self.manual_backward(loss_of(self.net, batch) * gain / 2)
+        self.manual_backward(loss_of(self.net, batch) * self.gains.get(self.trainer.progress.batches, 1.0) / 2)
 
     def validation_step(self, batch: Any, batch_idx: int) -> None: ...
 
@@ -83,8 +82,7 @@ class StepsIn(Regression):
         owner, name = self.hook.split(".")
         if owner == "module":
             return []
-        callback = type("Steps", (Callback,), {name: lambda _, trainer, module, *more: module.step_if_due()})
-        return [callback()]
+        return [type("Steps", (Callback,), {name: lambda _, trainer, module, *more: module.step_if_due()})()]
 
 
 def train_by_hand(moments: list[int], precision: str, optimizer: Any, gains: dict[int, float]) -> Any:

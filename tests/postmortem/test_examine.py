@@ -15,25 +15,22 @@ from trainer.postmortem.recording import Recorder
 from trainer.postmortem.replay import UNCHANGED, Variant
 
 
-class _Recording(Callback):
-    def on_train_start(self, trainer, pl_module):
-        self.recorder = Recorder(trainer)
-
-    def on_before_optimizer_step(self, trainer, pl_module, optimizer):
-        self.recorder.close()
-
-
-def examined(folder, module, batches, scale=2.0**16, window=1, variant=UNCHANGED, **arguments):
+def examined(folder, module, batches, scale=2.0**16, window=1, variant=UNCHANGED):
     """The finding on the first window of a fit, looked into right after its update."""
     findings = []
 
-    def look(self, trainer, pl_module, optimizer, outcome):
-        if not findings:
+    class Examine(Callback):
+        def on_train_start(self, trainer, pl_module):
+            self.recorder = Recorder(trainer)
+
+        def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+            self.recorder.close()
+
+        def on_after_optimizer_step(self, trainer, pl_module, optimizer, outcome):
             findings.append(examine(trainer, self.recorder.closed, scale, variant))
 
-    callback = type("Examine", (_Recording,), {"on_after_optimizer_step": look})()
-    arguments = {"precision": native_fp16(init_scale=scale), "accumulate_grad_batches": window} | arguments
-    make_trainer(folder, max_steps=1, callbacks=[callback], **arguments).fit(module, loader_of(batches))
+    arguments = {"precision": native_fp16(init_scale=scale), "accumulate_grad_batches": window}
+    make_trainer(folder, max_steps=1, callbacks=[Examine()], **arguments).fit(module, loader_of(batches))
     return findings[0]
 
 
@@ -107,14 +104,46 @@ def test_window_with_divided_losses(tmp_path):
 
 
 def test_values_that_were_not_finite_before(tmp_path):
-    batch = make_batches(1)[0]
+    (batch,) = make_batches(1, gains={0: math.nan})
     batch[0][0, 0] = math.nan
     module = Regression(sequential())
     with torch.no_grad():
         module.net[4].bias[0] = math.nan
     finding = examined(tmp_path, module, [batch])
-    assert finding.broken_batch == {"batch[0]": [0]}
+    assert finding.broken_batch == {"batch[0]": [0], "batch[2]": [0, 1, 2, 3]}  # a value without samples is of all
     assert finding.broken_weights == ["net.4.bias"]
+
+
+class OwnLoss(Regression):
+    """A loss in float16 on a CPU, with an infinite gradient at a scale of 65536; in float32 on CUDA."""
+
+    def training_step(self, batch, batch_idx):
+        return (self.net(batch[0]) - batch[1].half()).pow(2).mean() / 16
+
+
+def overflowing():
+    return Regression(sequential(Huge(), 3))
+
+
+@pytest.mark.parametrize(
+    ("make", "value", "variant", "fails"),
+    [
+        (Regression, math.inf, Variant(), True),
+        (Regression, math.inf, Variant(dtype=torch.float32), True),  # the batch itself has an inf
+        (Regression, math.inf, Variant(without=(1,)), False),
+        (Regression, math.inf, Variant(without=tuple(range(8))), False),  # zeros in their place
+        (overflowing, 1.0, Variant(torch.bfloat16), False),
+        (overflowing, 1.0, Variant(modules=("net",)), False),
+        (OwnLoss, 1.0, Variant(), True),
+        (OwnLoss, 1.0, Variant(cuda=True), False),
+    ],
+)
+def test_replays(tmp_path, make, value, variant, fails):
+    """Without samples, in another precision, and with the operations of CUDA."""
+    (batch,) = make_batches(1)
+    batch[0][1, 2] = value
+    finding = examined(tmp_path, make(), [batch], scale=2.0**16 if make is OwnLoss else 1.0, variant=variant)
+    assert (finding.fails, math.isfinite(finding.loss)) == (fails, make is OwnLoss or not fails)
 
 
 def test_sparse_gradients(tmp_path):
@@ -128,43 +157,3 @@ def test_sparse_gradients(tmp_path):
     finding = examined(tmp_path, Words(), make_batches(1), scale=2.0**40)
     assert finding.parameters == ["net.weight"]
     assert finding.largest_scale == 2.0 ** math.floor(math.log2(torch.finfo(torch.float32).max / 2e30))
-
-
-class OwnLoss(Regression):
-    """A loss in float16 on a CPU, with an infinite gradient at a scale of 65536; in float32 on CUDA."""
-
-    def training_step(self, batch, batch_idx):
-        return (self.net(batch[0]) - batch[1].half()).pow(2).mean() / 16
-
-
-def test_a_value_without_samples_belongs_to_all_of_them(tmp_path):
-    finding = examined(tmp_path, Regression(), make_batches(1, gains={0: math.nan}))
-    assert finding.broken_batch == {"batch[2]": [*range(len(make_batches(1)[0][0]))]}
-
-
-@pytest.mark.parametrize(
-    ("variant", "fails"),
-    [
-        (Variant(), True),
-        (Variant(dtype=torch.float32), True),  # the batch itself has an inf
-        (Variant(without=(1,)), False),
-        (Variant(without=tuple(range(8))), False),  # zeros in their place
-    ],
-)
-def test_a_replay_without_samples(tmp_path, variant, fails):
-    batches = make_batches(1)
-    batches[0][0][1, 2] = math.inf
-    assert examined(tmp_path, Regression(), batches, scale=1.0, variant=variant).fails is fails
-
-
-@pytest.mark.parametrize("variant", [Variant(torch.bfloat16), Variant(modules=("net",))])
-def test_a_replay_in_another_precision(tmp_path, variant):
-    finding = examined(tmp_path, Regression(sequential(Huge(), 3)), make_batches(1), scale=1.0, variant=variant)
-    assert not finding.fails
-    assert math.isfinite(finding.loss)
-
-
-def test_a_replay_with_the_operations_of_cuda(tmp_path):
-    batches = make_batches(1)
-    assert examined(tmp_path, OwnLoss(), batches).fails
-    assert not examined(tmp_path, OwnLoss(), batches, variant=Variant(cuda=True)).fails

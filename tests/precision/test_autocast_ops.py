@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -180,9 +180,7 @@ def test_mixture_becomes_float32(name):
 
 x16 = rand(8, 16)
 VALUES: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
-    "pow": (lambda x: x.pow(2), lambda x: x.float().pow(2)),
     "sum": (lambda x: x.sum(), lambda x: x.sum(dtype=FLOAT)),
-    "softmax": (lambda x: x.softmax(1), lambda x: x.softmax(1, dtype=FLOAT)),
     "layer_norm": (lambda x: F.layer_norm(x, (16,)), lambda x: F.layer_norm(x.float(), (16,))),
     "norm": (lambda x: x.norm(dim=1), lambda x: x.norm(dim=1, dtype=FLOAT)),
     "a dtype said": (lambda x: x.softmax(1, dtype=HALF), lambda x: x.softmax(1, dtype=HALF)),
@@ -210,19 +208,15 @@ def test_in_force_inside_the_context_and_under_autocast_only():
     def dtypes() -> list[torch.dtype]:
         return [x16.exp().dtype, x16.sum().dtype, F.layer_norm(x16, (16,)).dtype, torch.cat([x16, x16.float()]).dtype]
 
-    autocast = torch.autocast("cpu", HALF)
-    with autocast:
-        before = dtypes()
-        before_bce = F.binary_cross_entropy(x16, x16)
+    autocast, native = torch.autocast("cpu", HALF), [HALF, HALF, HALF, FLOAT]
     with cuda_autocast_ops():
-        assert dtypes() == [HALF, HALF, HALF, FLOAT]
+        assert dtypes() == native
         with cuda_autocast_ops(), autocast:
             assert dtypes() == [FLOAT] * 4
         with autocast:
             assert dtypes() == [FLOAT] * 4
     with autocast:
-        assert dtypes() == before == [HALF, HALF, HALF, FLOAT]
-        assert torch.equal(F.binary_cross_entropy(x16, x16), before_bce)
+        assert dtypes() == native
 
 
 def loss_of_weight(weight: Tensor) -> Tensor:
@@ -289,18 +283,9 @@ def test_differences_are_named():
 
 
 def test_every_thread_sees_them():
-    seen = []
-
-    def compute() -> None:
-        with torch.autocast("cpu", HALF):
-            seen.append(x16.exp().dtype)
-
-    for context in (cuda_autocast_ops(), torch.enable_grad()):
-        with context:
-            thread = threading.Thread(target=compute)
-            thread.start()
-            thread.join()
-    assert seen == [FLOAT, HALF]
+    for context, dtype in ((cuda_autocast_ops(), FLOAT), (torch.enable_grad(), HALF)):
+        with context, ThreadPoolExecutor(1) as thread:
+            assert thread.submit(torch.autocast("cpu", HALF)(x16.exp)).result().dtype is dtype
 
 
 # --- in a run ------------------------------------------------------------------------------------------------

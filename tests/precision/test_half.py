@@ -18,8 +18,10 @@ from tests.precision.test_fp32_modules import ByHand
 from tests.support import (
     OPTIMIZERS,
     Regression,
+    SavesAt,
     Trace,
     adam,
+    assert_identical,
     assert_same,
     fit_and_watch,
     loader_of,
@@ -121,17 +123,14 @@ def test_floating_point_parameters_and_buffers_are_converted(precision):
     mask, counts = module.mask, module.counts
     assert HalfPrecision(dtype).convert_module(module) is module
     kinds = {name: tensor.dtype for name, tensor in (*module.named_parameters(), *module.named_buffers())}
-    assert kinds.pop("mask") is torch.bool
-    assert kinds.pop("counts") is torch.int64
-    assert kinds.pop("frequencies") is torch.complex64
-    assert kinds.pop("net.1.num_batches_tracked") is torch.int64
-    assert kinds.pop("curve.thresholds") is torch.float32
-    assert set(kinds.values()) == {dtype}
-    assert module.mask is mask
-    assert module.counts is counts
+    kept = {
+        "mask": torch.bool, "counts": torch.int64, "frequencies": torch.complex64,
+        "net.1.num_batches_tracked": torch.int64, "curve.thresholds": torch.float32,
+    }  # fmt: skip
+    assert kinds == {name: kept.get(name, dtype) for name in kinds}
+    assert (module.mask is mask, module.counts is counts, module.dtype) == (True, True, dtype)
     assert torch.equal(counts, torch.arange(3))
     assert "cache" not in module.state_dict()
-    assert module.dtype is dtype
     assert module.mean.mean_value.dtype is torch.float32
 
 
@@ -190,14 +189,6 @@ def test_eps_that_float16_cannot_hold(tmp_path, optimizer, warns):
 # --- checkpoints ---------------------------------------------------------------------------------------------------
 
 
-def saved_by(folder: Any, precision: str) -> dict[str, Any]:
-    """Return the checkpoint of a short run, which is also in ``folder``."""
-    trainer = make_trainer(folder, precision=precision)
-    trainer.fit(Regression(optimizer=momentum), loader_of(make_batches(4)))
-    trainer.save_checkpoint(folder / f"{precision}.ckpt")
-    return torch.load(folder / f"{precision}.ckpt", weights_only=True)
-
-
 @vanishing
 @pytest.mark.parametrize(
     ("saved", "resumed"),
@@ -207,26 +198,26 @@ def saved_by(folder: Any, precision: str) -> dict[str, Any]:
 )  # fmt: skip
 def test_resuming_in_another_precision(tmp_path, saved, resumed):
     """Weights and momentum are rounded once to the dtype of the resumed run, and training continues."""
-    kind = {**DTYPES, "64-true": torch.float64}.get(resumed, torch.float32)
-    stored = saved_by(tmp_path, saved)
-    arrived = {}
+    kind, path = {**DTYPES, "64-true": torch.float64}[resumed], tmp_path / "saved.ckpt"
+    saver = SavesAt(path, batches=4)
+    fit_and_watch(
+        tmp_path, Regression(optimizer=momentum), make_batches(4), precision=saved, callbacks=[saver],
+        enable_checkpointing=True,
+    )  # fmt: skip
+    stored = torch.load(path, weights_only=True)
 
     class Looking(Regression):
         def on_train_start(self):
-            optimizer = self.trainer.optimizers[0]
-            arrived["weights"] = {name: value.clone() for name, value in self.state_dict().items()}
-            arrived["momentum"] = [optimizer.state[p]["momentum_buffer"].clone() for p in self.parameters()]
+            states = self.trainer.optimizers[0].state_dict()["state"].values()
+            self.arrived = {name: value.clone() for name, value in self.state_dict().items()}
+            self.momenta = [state["momentum_buffer"].clone() for state in states]
 
     module = Looking(make_net(seed=7), optimizer=momentum)
     trainer = make_trainer(tmp_path, precision=resumed, max_epochs=2)
-    trainer.fit(module, loader_of(make_batches(4)), ckpt_path=tmp_path / f"{saved}.ckpt")
-    for name, value in stored["state_dict"].items():
-        assert arrived["weights"][name].dtype is kind
-        assert torch.equal(arrived["weights"][name], value.to(kind))
+    trainer.fit(module, loader_of(make_batches(4)), ckpt_path=path)
+    assert_identical(module.arrived, {name: value.to(kind) for name, value in stored["state_dict"].items()})
     states = stored["optimizer_states"][0]["state"].values()
-    for mine, theirs in zip(arrived["momentum"], states, strict=True):
-        assert mine.dtype is kind
-        assert torch.equal(mine, theirs["momentum_buffer"].to(kind))
+    assert_identical(module.momenta, [state["momentum_buffer"].to(kind) for state in states])
     assert trainer.global_step == 8
     assert all(parameter.isfinite().all() for parameter in module.parameters())
-    assert not torch.equal(module.net[4].weight, arrived["weights"]["net.4.weight"])
+    assert not torch.equal(module.net[4].weight, module.arrived["net.4.weight"])
