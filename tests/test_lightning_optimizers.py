@@ -377,6 +377,10 @@ def by_the_strategy(trainer: Any, module: Any) -> None:
     trainer.strategy.optimizers = another(module)
 
 
+def by_one_that_evaluates_the_loss(trainer: Any, module: Any) -> None:
+    trainer.strategy.optimizers = [optim.LBFGS(module.parameters(), lr=0.1, max_iter=3)]
+
+
 def made_anew(trainer: Any, module: Any) -> None:
     trainer.strategy.setup_optimizers(trainer)
 
@@ -393,6 +397,7 @@ def falling(module: Any) -> Any:
 
 KINDS: dict[str, Callable[[], Any]] = {
     "automatic": lambda: Configured(falling),
+    "closures": lambda: Configured(lambda module: optim.LBFGS(module.parameters(), lr=0.1, max_iter=3)),
     "own step": lambda: OwnStep(PLANS["hands it over"], falling),
     "by hand": lambda: ByHand(lambda module, one, batch: both_in_turn(module, [one], batch), falling),
 }
@@ -405,6 +410,8 @@ KINDS: dict[str, Callable[[], Any]] = {
         (by_the_trainer, "by hand", "on_validation_end"),
         (by_the_strategy, "own step", "on_train_batch_start"),
         (by_the_strategy, "automatic", "on_validation_end"),
+        (by_the_strategy, "closures", "on_train_epoch_start"),
+        (by_one_that_evaluates_the_loss, "automatic", "on_train_epoch_start"),
         (made_anew, "own step", "on_validation_end"),
         (made_anew, "by hand", "on_train_batch_start"),
         (schedules_alone, "automatic", "on_train_batch_start"),

@@ -26,29 +26,16 @@ def test_holds_the_packages_and_their_configs(wheel):
 
 
 MODULE = """
-import lightning as L
-import torch
+from lightning.pytorch.demos.boring_classes import BoringDataModule, BoringModel
 
 
-class Line(L.LightningModule):
+class Line(BoringModel):
     def __init__(self, optimizer):
         super().__init__()
-        self.net, self.make = torch.nn.Linear(1, 1), optimizer
-
-    def training_step(self, batch, batch_idx):
-        return (self.net(batch) - batch).pow(2).mean()
-
-    test_step = training_step
+        self.make = optimizer
 
     def configure_optimizers(self):
         return self.make(self.parameters())
-
-
-class Points(L.LightningDataModule):
-    def train_dataloader(self):
-        return torch.utils.data.DataLoader(torch.rand(64, 1), 8)
-
-    test_dataloader = train_dataloader
 """
 
 RECIPE = """
@@ -58,7 +45,7 @@ model:
   _target_: {package}.Line
   optimizer: ${{optimizer}}
 data:
-  _target_: {package}.Points
+  _target_: {package}.BoringDataModule
 trainer: {{max_epochs: 1, limit_val_batches: 0}}
 """
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from tests.parity import Learner, data, ours, run_both
@@ -24,50 +23,8 @@ def end_of(trainer: Any, module: Any) -> dict[str, Any]:
     }
 
 
-class SwitchOptimizer(Callback):
-    """Replaces the optimizer and its schedule from an epoch on."""
-
-    def __init__(self, kind: type, at: int = 1, **options: Any) -> None:
-        self.kind, self.at, self.options = kind, at, options
-
-    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
-        if trainer.current_epoch == self.at:
-            trainer.strategy.optimizers = [self.kind(pl_module.parameters(), **self.options)]
-
-
-class Scheduled(Learner):
-    def __init__(self, kind: type = torch.optim.Adam, **options: Any) -> None:
-        super().__init__()
-        self.kind, self.options = kind, options
-
-    def configure_optimizers(self) -> Any:
-        optimizer = self.kind(self.parameters(), **self.options)
-        return [optimizer], [torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)]
-
-
-LBFGS = {"lr": 0.1, "max_iter": 3}
-
-
-@pytest.mark.parametrize(
-    ("before", "after"),
-    [
-        ((torch.optim.Adam, {}), (torch.optim.LBFGS, LBFGS)),
-        ((torch.optim.LBFGS, LBFGS), (torch.optim.Adam, {})),
-    ],
-)
-def test_optimizer_is_exchanged_between_epochs(before: Any, after: Any) -> None:
-    def scenario(make: Any) -> Any:
-        module = Scheduled(before[0], **before[1])
-        trainer = make(max_epochs=3, callbacks=[SwitchOptimizer(after[0], **after[1])])
-        trainer.fit(module, data(6))
-        return end_of(trainer, module), type(trainer.optimizers[0]).__name__
-
-    theirs, mine = run_both(scenario)
-    assert mine == theirs
-
-
 def test_optimizer_that_evaluates_the_loss_cannot_be_set_inside_a_batch() -> None:
-    class Switches(Scheduled):
+    class Switches(Learner):
         def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
             self.trainer.strategy.optimizers = [torch.optim.LBFGS(self.parameters())]
 
