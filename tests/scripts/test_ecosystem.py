@@ -17,39 +17,30 @@ PROGRAM = '''
 import os
 import signal
 
-import torch
-from lightning.pytorch import LightningModule, Trainer
-from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from lightning.pytorch import Trainer
+from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
+from torch.utils.data import DataLoader
 
 REQUIRES = ("torch", "lightning")
 VARIES = ("number$",)
 
 
-class Tiny(LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.save_hyperparameters()
-        self.net = nn.Linear(3, 1)
-
+class Tiny(BoringModel):
     def training_step(self, batch, batch_idx):
-        loss = self.net(batch[0]).pow(2).mean()
+        loss = super().training_step(batch, batch_idx)["loss"]
         self.log("loss", loss)
         return loss
-
-    def configure_optimizers(self):
-        return torch.optim.Adam(self.parameters())
 
 
 def case_tiny(run):
     """Fit, reload, resume."""
-    data = DataLoader(TensorDataset(torch.randn(12, 3)), batch_size=4, shuffle=True)
-    trainer = run.Trainer(max_epochs=1, gradient_clip_val=0.1)
+    data = DataLoader(RandomDataset(32, 12), batch_size=4, shuffle=True)
+    trainer = run.Trainer(max_epochs=1, gradient_clip_val=0.1, limit_val_batches=0)
     trainer.fit(Tiny(), data)
     path = trainer.checkpoint_callback.best_model_path
     run.reload(Tiny, path)
     with run.resume():
-        Trainer(max_epochs=2, accelerator="cpu", enable_progress_bar=False).fit(Tiny(), data, ckpt_path=path)
+        Trainer(max_epochs=2, accelerator="cpu", limit_val_batches=0).fit(Tiny(), data, ckpt_path=path)
     run.keep("class", type(trainer).__module__)
     run.keep("number", id(trainer))
 
@@ -100,25 +91,11 @@ def test_equal_to_the_bit():
 
 
 def test_differences_named_in_the_guide_are_known():
-    theirs = record(
-        checkpoint={"a.ckpt": {"loops": {"fit_loop": 1}}},
-        metrics={"rows": [["logger", 0, {"loss": 1.0}]]},
-    )
-    ours = record(
-        checkpoint={"a.ckpt": {"loops": {"fit_loop": 1, "amp_trainer": 2}}},
-        metrics={
-            "rows": [
-                ["logger", 0, {"loss": 1.0, "grad_norm": 2.0}],
-                ["logger", 0, {"grad_norm_epoch": 2.0, "epoch": 0}],
-            ]
-        },
-    )
-    found = differences(theirs, ours)
-    assert [(one.where, bool(one.known)) for one in found] == [
-        ("rows/grad_norm", True),
-        ("rows/grad_norm_epoch", True),
-        ("a.ckpt/loops/amp_trainer", True),
-    ]
+    theirs = record(checkpoint={"a.ckpt": {"loops": {"fit_loop": 1}}}, metrics={"rows": [["logger", 0, {"loss": 1.0}]]})
+    rows = [["logger", 0, {"loss": 1.0, "grad_norm": 2.0}], ["logger", 0, {"grad_norm_epoch": 2.0, "epoch": 0}]]
+    ours = record(checkpoint={"a.ckpt": {"loops": {"fit_loop": 1, "amp_trainer": 2}}}, metrics={"rows": rows})
+    places = ["rows/grad_norm", "rows/grad_norm_epoch", "a.ckpt/loops/amp_trainer"]
+    assert [(one.where, bool(one.known)) for one in differences(theirs, ours)] == [(place, True) for place in places]
     assert [one.known for one in differences(ours, theirs)] == ["", ""]  # the other way round it is not
 
 

@@ -32,20 +32,15 @@ def script():
         yield module
 
 
-@pytest.fixture
-def page(tmp_path):
-    file = tmp_path / "page.md"
-    file.write_text(PAGE)
-    return file
-
-
 def rows(page):
     """Return the cells of the table's rows."""
     lines = re.findall(r"^\| (`.*) \|$", page.read_text(), re.MULTILINE)
     return {tuple(cells[:2]): cells[2:] for cells in (line.split(" | ") for line in lines)}
 
 
-def test_complete_runs_are_kept_and_missing_ones_trained(tmp_path, page, python):
+def test_complete_runs_are_kept_and_missing_ones_trained(tmp_path, python):
+    page = tmp_path / "page.md"
+    page.write_text(PAGE)
     environment = {**os.environ, "AMP_BENCH": "1", "TORCH_HOME": str(tmp_path)}
 
     def run(*words, recipes=("tabular",)):
@@ -55,11 +50,8 @@ def test_complete_runs_are_kept_and_missing_ones_trained(tmp_path, page, python)
     done = run(*QUICK, recipes=("tabular", "resnet50_caltech256"))
     assert done.returncode == 0, done.stderr[-2000:]
     text, folder = page.read_text(), tmp_path / "outputs" / "verify_recipes" / "tabular"
-    assert text.startswith("before\n")
-    assert text.endswith("after\n")
-    assert "an old row" not in text
-    assert "| `gan`, `trainer.max_epochs=1` | 16-mixed | of another recipe |\n" in text
-    assert "| `tabular` | bf16-mixed | of another precision |\n" in text
+    kept = [line for line in PAGE.splitlines() if "an old row" not in line]
+    assert [line for line in text.splitlines() if line in PAGE.splitlines()] == kept
     found, name = rows(page), "`, `".join(["`tabular", *QUICK]) + "`"
     for precision, scale in (("32-true", "-"), ("16-mixed", "65,536")):
         record = load_run(folder / precision)
