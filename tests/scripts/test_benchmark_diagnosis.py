@@ -37,17 +37,10 @@ def test_a_program_learns_with_the_remedy_of_its_report(name: str) -> None:
 @pytest.mark.whole
 def test_a_remedy_for_code_in_a_notebook(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     cell = textwrap.dedent("""
-        import torch, lightning as L
-        from torch.utils.data import DataLoader
-        from trainer import Trainer
+        import torch
+        from tests.support import Regression, loader_of, make_trainer
 
-        class Masked(L.LightningModule):
-            def __init__(self):
-                super().__init__()
-                torch.manual_seed(0)
-                self.net = torch.nn.Linear(4, 2)
-                self.losses = []
-
+        class Masked(Regression):
             def training_step(self, batch, batch_idx):
                 x, y, mask = batch
                 losses = (self.net(x) - y).pow(2).mean(dim=1)
@@ -55,16 +48,11 @@ def test_a_remedy_for_code_in_a_notebook(capsys: pytest.CaptureFixture[str], mon
                 self.losses.append(loss.item())
                 return loss
 
-            def configure_optimizers(self):
-                return torch.optim.SGD(self.parameters(), lr=0.05)
-
         draw = torch.Generator().manual_seed(0)
         batches = [[torch.randn(8, 4, generator=draw), torch.ones(8, 2), torch.ones(8) * (i != 5)] for i in range(12)]
-        module = Masked()
-        Trainer(
-            accelerator="cpu", precision="16-mixed", max_epochs=4, logger=False, enable_checkpointing=False,
-            enable_progress_bar=False, enable_model_summary=False,
-        ).fit(module, DataLoader(batches, batch_size=None))
+        module = Masked(torch.nn.Linear(4, 2))
+        module.losses = []
+        make_trainer(None, precision="16-mixed", max_epochs=4).fit(module, loader_of(batches))
     """)
 
     def run_cell(text: str, number: int) -> list[float]:
