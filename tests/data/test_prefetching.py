@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import io
-import time
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from lightning.fabric.utilities import move_data_to_device
-from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch import Callback
 from rich.console import Console
 from torch import Tensor, nn
 
+from tests.parity import looks_in
 from tests.simulated_cuda.device import DEVICE, Stream
-from tests.support import AUTOCAST_DTYPES, OPTIMIZERS, loader_of, make_trainer
+from tests.support import AUTOCAST_DTYPES, OPTIMIZERS, Regression, loader_of, make_trainer
 from trainer.callbacks import OverflowReport, RunSummary
 from trainer.data import prefetching
 from trainer.precision import MixedPrecision
@@ -24,6 +25,9 @@ from trainer.precision import MixedPrecision
 ROWS, WIDTH, BATCHES = 512, 1024, 6
 NBYTES = ROWS * WIDTH * 4
 SCALE = 2.0**10  # at which nothing overflows
+
+
+lbfgs = partial(torch.optim.LBFGS, lr=0.01, max_iter=2)
 
 
 def make_net() -> nn.Module:
@@ -50,21 +54,17 @@ def _device_is_behind_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Stream, "query", lambda self: False)
 
 
-class Probe(LightningModule):
+class Probe(Regression):
     """Fits ``make_net``."""
 
     def __init__(self, optimizer: str = "adamw-fused") -> None:
-        super().__init__()
-        self.net, self.make_optimizer = make_net(), OPTIMIZERS[optimizer]
+        super().__init__(make_net(), lbfgs if optimizer == "lbfgs" else OPTIMIZERS[optimizer])
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         return F.mse_loss(self.net(batch[0]), batch[1])
 
     def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
         return self.net(batch[0]).sum()
-
-    def configure_optimizers(self) -> Any:
-        return self.make_optimizer(self.net.parameters())
 
 
 class Validated(Probe):
@@ -87,24 +87,15 @@ def weights(module: Any) -> list[Tensor]:
     return [parameter.detach().cpu() for parameter in module.net.parameters()]
 
 
-def assert_equal(ours: list[Tensor], theirs: list[Tensor]) -> None:
-    assert len(ours) == len(theirs)
-    assert all(map(torch.equal, ours, theirs))
-
-
+@looks_in("on_train_batch_start", "on_train_batch_end")
 class Marks(Callback):
     """Numbers of kernels before and after the copy of each batch."""
 
     def __init__(self, seen: Any) -> None:
-        self.seen = seen
-        self.copied: list[int] = []
-        self.issued: list[int] = []
+        self.seen, self.copied, self.issued = seen, list[int](), list[int]()
 
-    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
-        self.copied.append(len(self.seen.kernels))
-
-    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.issued.append(len(self.seen.kernels))
+    def look(self, hook: str, trainer: Any) -> None:
+        (self.copied if hook == "on_train_batch_start" else self.issued).append(len(self.seen.kernels))
 
 
 def copies_of_batches(seen: Any) -> list[Any]:
@@ -163,7 +154,7 @@ def test_weights_equal_those_of_a_hand_written_loop(tmp_path, precision, optimiz
     for on in (True, False):
         trainer, module = make(tmp_path, on=on, precision=precision), Probe(optimizer)
         trainer.fit(module, loader_of(batches))
-        assert_equal(weights(module), by_hand)
+        assert all(map(torch.equal, weights(module), by_hand))
 
 
 def test_batch_is_released_when_the_device_becomes_idle(cuda, tmp_path, monkeypatch):
@@ -197,34 +188,6 @@ def test_copy_waits_for_the_step_before_the_last_and_the_host_for_nothing(cuda, 
     assert waits[True] == waits[False]
 
 
-@pytest.mark.gpu
-def test_batch_is_there_while_the_device_works_at_the_step_before(tmp_path):
-    class Busy(Probe):
-        """Occupies the device for a second in the step of batch 3, and records whether batch 4 arrives meanwhile."""
-
-        work: Any = None
-        arrived_meanwhile: bool | None = None
-
-        def on_before_optimizer_step(self, optimizer: Any) -> None:
-            if self.trainer.global_step == 3:
-                torch.cuda._sleep(2_000_000_000)
-                self.work = torch.cuda.Event()
-                self.work.record()
-
-        def transfer_batch_to_device(self, batch: Any, device: Any, dataloader_idx: int) -> Any:
-            moved = super().transfer_batch_to_device(batch, device, dataloader_idx)
-            if self.trainer.global_step == 4:
-                copied, deadline = self.trainer.data.prefetching._stream.record_event(), time.monotonic() + 10
-                while not copied.query() and time.monotonic() < deadline:
-                    pass
-                self.arrived_meanwhile = copied.query() and not self.work.query()
-            return moved
-
-    module = Busy()
-    make(tmp_path).fit(module, loader_of(make_batches()))
-    assert module.arrived_meanwhile
-
-
 def test_evaluation_is_prefetched_too(cuda, tmp_path):
     batches, predictions, sums = make_batches(), {}, {}
     for on in (True, False):
@@ -235,7 +198,7 @@ def test_evaluation_is_prefetched_too(cuda, tmp_path):
         copies = copies_of_batches(seen)
         assert [copy.stream > 0 for copy in copies] == [on] * 2 * BATCHES
         assert max(copy.alive for copy in copies) == 2 * NBYTES * on
-    assert_equal(predictions[True], predictions[False])
+    assert predictions[True] == predictions[False]
     assert sums[True] == sums[False]
 
 
@@ -259,15 +222,12 @@ def test_batch_of_any_kind_is_sent_if_it_has_a_large_tensor(cuda, kind):
 
 def test_tensors_of_other_kinds_take_the_usual_way(cuda, monkeypatch):
     monkeypatch.setattr(prefetching, "MIN_BYTES", 0)
-    move = prefetching.Prefetching(torch.device("cuda", 0)).around(move_data_to_device)
+    around, sparse = prefetching.Prefetching(torch.device("cuda", 0)).around, torch.eye(3).to_sparse()
+    given = [torch.ones(3).requires_grad_(), nn.Parameter(torch.ones(3)), torch.ones(3)]
     with cuda.watch() as seen:
-        move([torch.ones(3).requires_grad_(), nn.Parameter(torch.ones(3)), torch.ones(3)], torch.device("cuda", 0))
+        around(move_data_to_device)(given, torch.device("cuda", 0))
     assert [copy.stream > 0 for copy in seen.copies] == [False, False, True]
-
-
-def test_sparse_batch_is_passed_on(cuda):
-    sparse = torch.eye(3).to_sparse()
-    assert prefetching.Prefetching(torch.device("cuda", 0)).around(lambda batch: batch)([sparse])[0] is sparse
+    assert around(lambda batch: batch)([sparse])[0] is sparse
 
 
 def test_no_prefetching_on_a_cpu(tmp_path):
@@ -334,18 +294,16 @@ def bytes_held() -> int:
 def test_batches_are_freed_for_a_validation_and_after_a_run(cuda, tmp_path):
     held = []
 
+    @looks_in("on_train_batch_end", "on_validation_start")
     class Look(Callback):
-        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-            held.append(("batch", bytes_held()))
-
-        def on_validation_start(self, trainer: Any, module: Any) -> None:
-            held.append(("validation", bytes_held()))
+        def look(self, hook: str, trainer: Any) -> None:
+            held.append((hook, bytes_held()))
 
     batches = make_batches(2)
     trainer = make(tmp_path, callbacks=[Look()], val_check_interval=1, num_sanity_val_steps=0)
     with cuda.watch() as seen:
         trainer.fit(Validated(), loader_of(batches), loader_of(batches))
-    assert held == 2 * [("batch", NBYTES), ("validation", 0)]
+    assert held == 2 * [("on_train_batch_end", NBYTES), ("on_validation_start", 0)]
     assert bytes_held() == 0
     assert [copy.alive // NBYTES for copy in copies_of_batches(seen)] == [1, 1, 2, 2, 1, 2]
 
@@ -401,7 +359,7 @@ def test_hooks_run_in_their_order_and_draw_the_same_numbers(tmp_path, way):
     assert account[True] == account[False]
     each = ["transfer", "after", "step"] if way == "usual" else ["before", "transfer", "after", "step"]
     assert [where for where, _ in account[True]] == each * BATCHES
-    assert_equal(trained[True], trained[False])
+    assert all(map(torch.equal, trained[True], trained[False]))
 
 
 @pytest.mark.parametrize("way", ["usual", "sent"])
@@ -415,14 +373,9 @@ def test_hooks_copy_on_the_side_stream_and_compute_on_the_default_stream(cuda, t
     assert len(seen.numbers) == len(seen.kernels)  # all on the default stream
 
 
-class Closures(Probe):
-    def configure_optimizers(self) -> Any:
-        return torch.optim.LBFGS(self.net.parameters(), lr=0.01, max_iter=2)
-
-
 PATHS: dict[str, tuple[Any, dict[str, Any]]] = {
     "window": (Probe, {"accumulate_grad_batches": 4, "gradient_clip_val": 0.1}),
-    "closures": (Closures, {"precision": "32-true"}),
+    "closures": (lambda: Probe("lbfgs"), {"precision": "32-true"}),
     "validations": (Validated, {"val_check_interval": 2, "max_epochs": 2}),
     "anew": (Probe, {"reload_dataloaders_every_n_epochs": 1, "max_epochs": 2}),
     "freed earlier": (Dropping, {}),
@@ -440,7 +393,7 @@ def test_every_path_of_a_batch_trains_to_the_same_weights(tmp_path, path):
         trainer = make(tmp_path, on=on, **options)
         trainer.fit(module, loader_of(make_batches()), loader_of(make_batches(2)) if kind is Validated else None)
         trained.append(weights(module))
-    assert_equal(*trained)
+    assert all(map(torch.equal, *trained))
     assert not torch.equal(trained[0][0], make_net().weight)
 
 
@@ -463,11 +416,12 @@ class Fetched:
 def test_batch_is_fetched_after_the_previous_step_and_released_after_an_error(cuda, tmp_path):
     source, account = Fetched(make_batches(3)), []
 
+    @looks_in("on_train_batch_end")
     class Look(Callback):
-        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-            account.append((batch_idx, source.count, trainer.global_step))
+        def look(self, hook: str, trainer: Any) -> None:
+            account.append((source.count, trainer.global_step))
 
     with pytest.raises(OSError, match="the disk is gone"):
         make(tmp_path, callbacks=[Look()]).fit(Probe(), source)
-    assert account == [(0, 1, 1), (1, 2, 2), (2, 3, 3)]
+    assert account == [(1, 1), (2, 2), (3, 3)]
     assert bytes_held() == 0
