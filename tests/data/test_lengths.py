@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,7 +11,6 @@ from torch.utils.data import (
     DataLoader,
     DistributedSampler,
     IterableDataset,
-    Sampler,
     SequentialSampler,
     TensorDataset,
 )
@@ -23,19 +21,14 @@ DATA = TensorDataset(torch.ones(6, 1))
 
 
 class Stream(IterableDataset[int]):
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(6))
+    __iter__ = None  # type: ignore[assignment]
 
     def __len__(self) -> int:
         return 6
 
 
-class Own(Sampler[int]):
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(5))
-
-    def __len__(self) -> int:
-        return 6
+class Own(SequentialSampler):
+    pass
 
 
 class OwnBatches(BatchSampler):
@@ -54,7 +47,7 @@ class OwnLoader(DataLoader[Any]):
         (DataLoader(DATA, sampler=DistributedSampler(DATA, 2, 0)), True),
         (DataLoader(DATA, batch_sampler=BatchSampler(SequentialSampler(DATA), 2, False)), True),
         (DataLoader(Stream()), False),
-        (DataLoader(DATA, sampler=Own()), False),
+        (DataLoader(DATA, sampler=Own(DATA)), False),
         (DataLoader(DATA, batch_sampler=OwnBatches(SequentialSampler(DATA), 2, False)), False),
         (DataLoader(DATA, batch_sampler=[[0, 1], [2]]), False),
         (OwnLoader(DATA), False),

@@ -54,10 +54,7 @@ def test_samples_with_indices() -> None:
     part = samples_of({"x": X, "files": list("abcde"), "scale": torch.tensor(2.0)}, [0, 3])
     assert torch.equal(part["x"], X[[0, 3]])
     assert (part["files"], float(part["scale"])) == (["a", "d"], 2.0)
-
-
-def test_two_columns_of_two_samples_are_columns() -> None:
-    x, y = samples_of([X[:2], Y[:2]], range(1))
+    x, y = samples_of([X[:2], Y[:2]], range(1))  # two columns of two samples
     assert torch.equal(x, X[:1])
     assert torch.equal(y, Y[:1])
 

@@ -77,13 +77,11 @@ def test_run_that_hangs_is_an_outcome(bench: Bench) -> None:
 def test_script(tmp_path: Path, python: WarmPython) -> None:
     page, table = tmp_path / "page.md", tmp_path / "rows.json"
     page.write_text("<!-- fault_suite: start -->\nold\n<!-- fault_suite: end -->\n")
-    command = [str(ROOT / "scripts" / "fault_suite"), "--only", "unwritable", "--folder", str(tmp_path)]
-    words = ["--markdown", str(page), "--json", str(table)]
-    done = python.run(*command, *words, env={**tools.os.environ, "AMP_BENCH": "1"})
+    words = ["--only", "unwritable", "--folder", tmp_path, "--markdown", page, "--json", table]
+    script = str(ROOT / "scripts" / "fault_suite")
+    done = python.run(script, *map(str, words), env={**tools.os.environ, "AMP_BENCH": "1"})
     assert done.returncode == 0, done.stderr
-    assert "1 of 1 of our outcomes are as promised." in done.stdout
     assert "| The folder cannot be written | **refused**: before the first batch |" in page.read_text()
-    assert "\n\n`scripts/fault_suite --only unwritable`: torch " in page.read_text()
     (row,) = json.loads(table.read_text())["rows"]
     assert (row["name"], row["outcomes"]["ours"]["word"]) == ("unwritable", "refused")
 

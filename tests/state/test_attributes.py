@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import random
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -13,6 +12,7 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset, Sampler
 
+from tests.state.test_generators import KINDS, draw
 from tests.support import nested_tensor
 from trainer.state.attributes import AttributeChanges, is_watched
 
@@ -25,6 +25,12 @@ class Thing(Dataset[int]):
         self.tensor = torch.zeros(2, dtype=torch.bfloat16)
         self.array = np.zeros((2, 2), dtype=np.float32)
         self.handle: Any = None
+
+
+def two(*things: Any) -> tuple[Any, Any, AttributeChanges, AttributeChanges]:
+    """Return two things of a class, and the recorders of their attributes."""
+    thing, other = things or (Thing(), Thing())
+    return thing, other, AttributeChanges([thing]), AttributeChanges([other])
 
 
 class Stored(Thing):
@@ -45,23 +51,15 @@ def through_a_file(state: Any) -> Any:
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("number", 2),
-        ("number", None),
-        ("number", "text"),
-        ("number", (1, {"a": [2.5, {3}]})),
-        ("number", np.float32(1.5)),
-        ("items", [3]),
-        ("items", {"a": (1, None)}),
-        ("tensor", torch.tensor([1.5, 2], dtype=torch.bfloat16)),
-        ("tensor", torch.ones(3, dtype=torch.bool)),
-        ("array", np.eye(2, dtype=np.float32)),
-        ("new", 5),
+        ("number", 2), ("number", None), ("number", "text"), ("number", (1, {"a": [2.5, {3}]})),
+        ("number", np.float32(1.5)), ("items", [3]), ("items", {"a": (1, None)}), ("new", 5),
+        ("tensor", torch.tensor([1.5, 2], dtype=torch.bfloat16)), ("tensor", torch.ones(3, dtype=torch.bool)),
+        ("tensor", torch.tensor([1 + 2j]).conj()), ("array", np.eye(2, dtype=np.float32)),
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_plain_values_are_restored(name: str, value: Any) -> None:
-    thing, other = Thing(), Thing()
-    watched, restored = AttributeChanges([thing]), AttributeChanges([other])
+    thing, other, watched, restored = two()
     setattr(thing, name, value)
     state = watched.read()
     assert [[kind, list(changes)] for kind, changes in state] == [["Thing", [name]]]
@@ -69,8 +67,7 @@ def test_plain_values_are_restored(name: str, value: Any) -> None:
     got = getattr(other, name)
     assert type(got) is type(value)
     if isinstance(value, (torch.Tensor, np.ndarray)):
-        assert got.dtype == value.dtype
-        assert np.array_equal(torch.as_tensor(got).float().numpy(), torch.as_tensor(value).float().numpy())
+        assert (got.dtype, got.tolist()) == (value.dtype, value.tolist())
     else:
         assert got == value
     assert other.shared == [1, 2]
@@ -83,49 +80,35 @@ class Weighted(Sampler[int]):
 
 
 def test_weights_of_samplers_may_be_large() -> None:
-    sampler, other = Weighted(), Weighted()
-    watched, restored = AttributeChanges([sampler]), AttributeChanges([other])
+    sampler, other, watched, restored = two(Weighted(), Weighted())
     sampler.weights[70_000] = 1.5  # in place
     sampler.losses[4000] = 2.5
     restored.write(through_a_file(watched.read()))
     assert (other.weights[70_000].item(), other.weights.sum().item(), other.losses[4000]) == (1.5, 1.5, 2.5)
 
 
-def test_conjugate_is_restored() -> None:
-    thing, other = Thing(), Thing()
-    watched, restored = AttributeChanges([thing]), AttributeChanges([other])
-    thing.tensor = torch.tensor([1 + 2j]).conj()
-    restored.write(through_a_file(watched.read()))
-    assert other.tensor.tolist() == [1 - 2j]
-
-
 def test_containers_are_restored_in_place() -> None:
-    thing = Thing()
-    watched = AttributeChanges([thing])
+    thing, _, watched, _ = two()
     before = watched.read()
     assert before == [["Thing", {}]]
     thing.items.append(3)
     thing.tensor += 1
     after = watched.read()
-    watched.write(before)
-    assert thing.items is thing.shared
-    assert thing.items == [1, 2]
-    assert thing.tensor.tolist() == [0, 0]
-    watched.write(after)
-    assert thing.shared == [1, 2, 3]
-    assert thing.tensor.tolist() == [1, 1]
+    for state, items, tensor in ((before, [1, 2], [0, 0]), (after, [1, 2, 3], [1, 1])):
+        watched.write(state)
+        assert thing.items is thing.shared
+        assert (thing.items, thing.tensor.tolist()) == (items, tensor)
 
 
 @pytest.mark.parametrize(
     "value", [object(), iter([1]), [object()], list(range(1000)), torch.ones(10_000), nested_tensor()], ids=type
 )
 def test_other_values_are_not_restored(value: Any) -> None:
-    thing, other = Thing(), Thing()
-    watched = AttributeChanges([thing])
+    thing, other, watched, restored = two()
     thing.handle, thing.number = value, 2
     state = watched.read()
     assert AttributeChanges.lost(state) == ["Thing.handle"]
-    AttributeChanges([other]).write(through_a_file(state))
+    restored.write(through_a_file(state))
     assert (other.handle, other.number) == (None, 2)
 
 
@@ -139,35 +122,20 @@ def test_attribute_that_was_another_kind_of_value_is_restored() -> None:
     assert thing.handle is handle
 
 
-KINDS: list[Callable[[], Any]] = [
-    lambda: torch.Generator().manual_seed(1),
-    lambda: random.Random(2),
-    lambda: np.random.RandomState(3),
-    lambda: np.random.RandomState(np.random.PCG64(3)),
-    lambda: np.random.default_rng(4),
-    lambda: np.random.Generator(np.random.MT19937(5)),
-]
-
-
-def draw(generator: Any) -> float:
-    if isinstance(generator, torch.Generator):
-        return torch.rand((), generator=generator).item()
-    return float(generator.random())
-
-
-@pytest.mark.parametrize("make", KINDS)
-def test_generators_that_were_created_later_are_restored(make: Callable[[], Any]) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_generators_that_were_created_later_are_restored(kind: str) -> None:
     (thing, first), (other, second) = (Thing(), Thing()), (Thing(), Thing())
+    make = KINDS[kind]
     thing.number, other.number = make(), make()  # saved elsewhere, until it is replaced
     watched, restored = AttributeChanges([thing, first]), AttributeChanges([other, second])
-    draw(thing.number)
+    draw(thing.number, 1)
     assert watched.read() == [["Thing", {}], ["Thing", {}]]
     thing.number = thing.handle = first.handle = make()
-    draw(thing.number)
+    draw(thing.number, 1)
     restored.write(through_a_file(watched.read()))
     assert other.number is other.handle is second.handle
     assert type(other.number) is type(thing.number)
-    assert [draw(other.number) for _ in range(3)] == [draw(thing.number) for _ in range(3)]
+    assert draw(other.number, 3) == draw(thing.number, 3)
 
 
 def test_only_generators_of_holders_are_watched() -> None:
@@ -180,12 +148,11 @@ def test_only_generators_of_holders_are_watched() -> None:
 
 
 def test_state_dict_is_used_if_there_is_one() -> None:
-    thing, other = Stored(), Stored()
-    watched = AttributeChanges([thing])
+    thing, other, watched, restored = two(Stored(), Stored())
     thing.handle = object()
     state = through_a_file(watched.read())
     assert AttributeChanges.lost(state) == []
-    AttributeChanges([other]).write(state)
+    restored.write(state)
     assert other.loaded["at"] == 7
     assert other.loaded["rest"].tolist() == [1, 1]
 

@@ -16,6 +16,7 @@ KINDS = {
     "torch": lambda: torch.Generator().manual_seed(1),
     "python": lambda: random.Random(2),
     "legacy numpy": lambda: np.random.RandomState(3),
+    "legacy numpy, of another kind": lambda: np.random.RandomState(np.random.PCG64(3)),
     **{
         name: lambda name=name: np.random.Generator(getattr(np.random, name)(4))
         for name in ("PCG64", "PCG64DXSM", "MT19937", "Philox", "SFC64")

@@ -183,8 +183,7 @@ def test_large_tensor_that_changes_in_place_is_reported() -> None:
 class Countdown:
     """An iterator of the user's class, with attributes."""
 
-    def __init__(self) -> None:
-        self.left = 9
+    left = 9
 
     def __next__(self) -> int:
         self.left -= 1
@@ -194,11 +193,9 @@ class Countdown:
         return self
 
 
-def second_loader() -> Any:
-    return iter(DataLoader(range(9)))
-
-
-@pytest.mark.parametrize("make", [second_loader, lambda: cycle([1, 2]), lambda: [count()], lambda: {"a": iter([1])}])
+@pytest.mark.parametrize(
+    "make", [lambda: iter(DataLoader(range(9))), lambda: cycle([1, 2]), lambda: [count()], lambda: {"a": iter([1])}]
+)
 def test_iterator_is_reported(make: Callable[[], Any]) -> None:
     module = Module()
     module.handle = make()

@@ -76,30 +76,14 @@ def test_values_logged_with_rank_zero_only_are_not_added() -> None:
     assert value.item() == pytest.approx((2 + 12) / 5)
 
 
-class OwnReduction(Metric):
-    """A metric with a custom reduction of its state."""
+class Seen(Metric):
+    """A metric with a state that is reduced over ranks by ``reduce``."""
 
     seen: Tensor
 
-    def __init__(self) -> None:
+    def __init__(self, reduce: Any) -> None:
         super().__init__()
-        self.add_state("seen", torch.tensor(0.0), dist_reduce_fx=lambda values: values.prod())
-
-    def update(self, value: Tensor) -> None:
-        self.seen = self.seen + value
-
-    def compute(self) -> Tensor:
-        return self.seen
-
-
-class Averages(Metric):
-    """A metric with a state that is averaged over ranks."""
-
-    seen: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.add_state("seen", torch.tensor(0.0), dist_reduce_fx="mean")
+        self.add_state("seen", torch.tensor(0.0), dist_reduce_fx=reduce)
 
     def update(self, value: Tensor) -> None:
         self.seen = value
@@ -114,7 +98,7 @@ class Module(nn.Module):
         self.sum, self.mean, self.max, self.min, self.cat = (
             SumMetric(), MeanMetric(), MaxMetric(), MinMetric(), CatMetric()
         )  # fmt: skip
-        self.accuracy, self.averages, self.own = MulticlassAccuracy(3, average="micro"), Averages(), OwnReduction()
+        self.accuracy, self.averages, self.own = MulticlassAccuracy(3, average="micro"), Seen("mean"), Seen(torch.prod)
 
     def update(self, values: list[float]) -> None:
         for value in values:
@@ -151,6 +135,6 @@ def test_metric_objects_are_shared(processes: int) -> None:
     assert sum(int(module.accuracy.tp) for module in found) == 3  # 1, 4 and 7
     assert found[0].accuracy.tp.dtype == torch.long
     assert [module.averages.seen.item() for module in found] == [5.5] * processes  # of 4 and 7
-    own = [5.0, 17.0, 0.0, 0.0]
+    own = [4.0, 7.0, 0.0, 0.0]
     assert [module.own.seen.item() for module in found] == own[:processes]
     assert all(module.sum._update_count == 3 for module in found)  # without a warning about an empty metric
