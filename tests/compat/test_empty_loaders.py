@@ -50,11 +50,13 @@ TOO_SHORT = DataLoader(TensorDataset(torch.ones(2, 1)), batch_size=4, drop_last=
 
 
 @pytest.mark.filterwarnings("ignore:Your `IterableDataset` has `__len__` defined")
+@pytest.mark.filterwarnings("ignore:Total length of `list` across ranks is zero")
 @pytest.mark.parametrize(
     ("make", "named"),
     [
         (lambda: TOO_SHORT, "`, a DataLoader of 2 samples with batch_size=4 and drop_last=True, has no"),
         (lambda: [full(), {"c": TOO_SHORT}], r"\[1\]\['c'\]`, .* has no batch"),
+        (lambda: [[1], []], r"\[1\]`, a list, has no batch"),
         (lambda: stream(Stream, 0), "`, a DataLoader, yielded no batch in epoch 0"),
         (lambda: stream(Sized, 0), "`, a DataLoader.*, yielded no batch in epoch 0"),
         (lambda: {"a": full(), "b": stream(Sized, *[0] * 9)}, r"\['b'\]`, .*no batch in epoch 0"),

@@ -13,6 +13,7 @@ from lightning.fabric.utilities.warnings import PossibleUserWarning
 from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
 from lightning.pytorch.profilers import Profiler
 from lightning.pytorch.trainer.states import RunningStage
+from lightning.pytorch.utilities._pytree import _is_leaf_or_primitive_container
 from lightning.pytorch.utilities.combined_loader import CombinedLoader, _MaxSizeCycle
 from torch.utils._pytree import keystr, tree_flatten_with_path
 from torch.utils.data import DataLoader, SequentialSampler
@@ -130,7 +131,10 @@ class LoaderSet:
 
     def first_empty(self) -> str:
         """Return the name of the first dataloader without a batch. "" if there is no dataloader at all (``[]``)."""
-        places, _ = tree_flatten_with_path(self.combined.iterables)
+        iterables = self.combined.iterables
+        if isinstance(iterables, (list, tuple, dict)) and not iterables:
+            return ""
+        places, _ = tree_flatten_with_path(iterables, is_leaf=_is_leaf_or_primitive_container)
         for at, (path, loader) in enumerate(places):
             if not self.limits[at] if 0 in self.limits else not self.loaders[at].has_begun:
                 return f"`train_dataloader{keystr(path)}`, a {type(loader).__name__}{_describe_contents(loader)},"
