@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
 from typing import Any
 
 import numpy as np
@@ -36,6 +37,12 @@ def test_something_else(output, message):
         loss_in(output)
 
 
+class Outputs(OrderedDict[str, Any]):
+    """A dict with attributes, as ``ModelOutput`` of transformers."""
+
+    __getattr__ = OrderedDict.__getitem__
+
+
 class ReturnsMore(Classifier):
     """Returns its loss in one of several forms, with values that have a graph."""
 
@@ -49,6 +56,7 @@ class ReturnsMore(Classifier):
             "tensor": loss,
             "loss last": {"scores": scores, "loss": loss},
             "loss first": {"loss": loss, "n": [loss]},
+            "own class": Outputs(scores=scores, loss=loss),
         }
         return kinds.get(self.kind, {"scores": scores})
 
@@ -63,7 +71,7 @@ class ReturnsMore(Classifier):
         if "scores" in outputs and not self.automatic_optimization:  # an optimizer step changes saved tensors
             outputs["scores"].sum().backward()
             norm = self.net[0].weight.grad.norm()
-        self.note(outputs, norm)
+        self.note(outputs, (norm, type(outputs).__name__))
 
     def on_validation_batch_end(self, outputs: Any, *_: Any) -> None:
         self.note(outputs if isinstance(outputs, dict) else {"": outputs}, None)
@@ -77,11 +85,14 @@ class ReturnsMore(Classifier):
 
 @pytest.mark.parametrize(
     ("automatic", "kind"),
-    [(automatic, kind) for automatic in (True, False) for kind in ("tensor", "loss last", "loss first")]
+    [(automatic, kind) for automatic in (True, False) for kind in ("tensor", "loss last", "loss first", "own class")]
     + [(False, "no loss")],
 )
 def test_outputs_of_on_train_batch_end_equal_lightnings(automatic: bool, kind: str) -> None:
-    """Only the loss is detached: a backward pass from another value works, and evaluation changes nothing."""
+    """Only the loss is detached: a backward pass from another value works, and evaluation changes nothing.
+
+    A mapping of another class keeps it in manual optimization.
+    """
 
     def scenario(make: Any) -> Any:
         module = ReturnsMore(automatic, kind)

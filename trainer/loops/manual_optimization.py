@@ -11,8 +11,9 @@ If the scale changes while other optimizers accumulate gradients, these gradient
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableMapping
 from contextlib import AbstractContextManager
+from copy import copy
 from functools import partial
 from typing import Any
 
@@ -82,8 +83,10 @@ class ManualOptimization:
         return result
 
     @staticmethod
-    def outputs_of(output: Any) -> dict[str, Any]:
-        """Return the outputs that ``on_train_batch_end`` receives. As in Lightning, only ``"loss"`` is detached.
+    def outputs_of(output: Any) -> Any:
+        """Return the outputs that ``on_train_batch_end`` receives.
+
+        As in Lightning, only ``"loss"`` is detached, and a mapping keeps its class (``ModelOutput`` of transformers).
 
         Args:
             output: a tensor, a dict, or None.
@@ -94,8 +97,10 @@ class ManualOptimization:
         if output is None:
             return {}
         if isinstance(output, Mapping):
-            loss = output.get("loss")
-            return {**output, "loss": loss.detach()} if isinstance(loss, Tensor) else dict(output)
+            outputs = copy(output) if isinstance(output, MutableMapping) else dict(output)
+            if isinstance(loss := output.get("loss"), Tensor):
+                outputs["loss"] = loss.detach()
+            return outputs
         if isinstance(output, Tensor):
             return {"loss": output.detach()}
         raise ConfigurationError(
