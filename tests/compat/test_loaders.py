@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import UserList
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 from lightning.fabric.utilities.warnings import PossibleUserWarning
 from lightning.pytorch import Callback
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch.utils.data import DataLoader, IterableDataset
 
 from tests.parity import FEATURES, Classifier, assert_agree, data, ours, plain, weights
 from tests.support import SavesAt, manual_step, stream_of
@@ -190,6 +192,28 @@ def test_resume_is_exact_or_reports_the_batches_it_cannot_skip(tmp_path: Path) -
     for loader in (Numbers, lambda: data(8, shuffle=True)):
         with pytest.warns(PossibleUserWarning, match="resuming from a checkpoint that ended before the epoch ended"):
             resumed(loader, forget=True)
+
+
+class Stream(IterableDataset[torch.Tensor]):
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        yield from torch.rand(2, 1)
+
+
+@pytest.mark.filterwarnings("always:Resuming after an epoch")
+@pytest.mark.parametrize(("persists", "warnings"), [(True, 1), (False, 0)])
+def test_resume_after_an_epoch_reports_batches_that_are_loaded_again(
+    persists: bool, warnings: int, tmp_path: Path, recwarn: pytest.WarningsRecorder
+) -> None:
+    def loader(persists: bool) -> DataLoader[Any]:
+        return DataLoader(Stream(), num_workers=1, persistent_workers=persists)
+
+    (first := ours(max_epochs=1)).fit(Sees(), loader(persists=True))
+    first.save_checkpoint(path := tmp_path / "saved.ckpt")
+    ours(max_epochs=2).fit(module := Sees(), loader(persists), ckpt_path=path)
+    assert len(module.seen) == 2
+    messages = [str(warning.message) for warning in recwarn]
+    found = [m for m in messages if re.search("after an epoch.* its 2 batches .*persistent_workers=False", m)]
+    assert (len(found), len([m for m in messages if "loaded" in m])) == (warnings, warnings)
 
 
 class Notes(Draws):

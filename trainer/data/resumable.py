@@ -230,9 +230,13 @@ class ResumableLoader:
             The reasons why that pass may be different; empty if it is the same.
         """
         reasons: list[str] = []
-        if self._persists and self.loader._iterator is None and not _changes(state["set_up"], self.loader):
+        if self.restarts_workers(state):
             self._restart_workers(state, reasons)
         return reasons
+
+    def restarts_workers(self, state: State) -> bool:
+        """Return whether persistent workers are started as they were at the end of the pass in ``state``."""
+        return self._persists and self.loader._iterator is None and not _changes(state["set_up"], self.loader)
 
     def _restart_workers(self, state: State, reasons: list[str]) -> None:
         """Start persistent workers, which the loader keeps, as they were at the end of a pass.
