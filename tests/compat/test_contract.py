@@ -6,6 +6,7 @@ If this fails after an upgrade of Lightning, add the named attributes to the Tra
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from lightning.pytorch import Callback
@@ -25,39 +26,32 @@ KNOWN = {"_active_loop._combined_loader": True, "should_stop": True, "callback_m
 class Moments(Callback):
     """Checks attributes during runs, when all parts of a Trainer exist."""
 
-    def __init__(self, names: dict[str, bool]) -> None:
+    def __init__(self, names: Iterable[str], written: set[str]) -> None:
         self.missing = dict.fromkeys(names, "never looked for")
-        self._names = names
+        self.written = written
 
     def look(self, trainer: Any, *_: Any) -> None:
-        self.missing = {
-            name: problem for name in self.missing if (problem := lack(trainer, name, self._names[name])) is not None
-        }
+        problems = {name: lack(trainer, name, name in self.written) for name in self.missing}
+        self.missing = {name: problem for name, problem in problems.items() if problem is not None}
 
     on_train_batch_end = on_train_epoch_start = on_validation_batch_end = on_predict_batch_end = look
 
 
 def lack(trainer: Any, name: str, is_written: bool) -> str | None:
     """Return the problem with ``trainer.name``, or None."""
-    *owners, last = name.split(".")
-    owner, path = trainer, "trainer"
-    for part in owners:
+    parent, owner, path = None, trainer, "trainer"
+    for part in name.split("."):
         if owner is None or not hasattr(owner, part):
             return f"{path} is None" if owner is None else f"{path} has no {part}"
-        owner, path = getattr(owner, part), f"{path}.{part}"
-    if owner is None or not hasattr(owner, last):
-        return f"{path} is None" if owner is None else f"{path} has no {last}"
-    attribute = getattr(type(owner), last, None)
-    return (
-        f"{path}.{last} cannot be set"
-        if is_written and isinstance(attribute, property) and not attribute.fset
-        else None
-    )
+        parent, owner, path = owner, getattr(owner, part), f"{path}.{part}"
+    attribute = getattr(type(parent), name.rpartition(".")[2], None)
+    is_fixed = isinstance(attribute, property) and not attribute.fset
+    return f"{path} cannot be set" if is_written and is_fixed else None
 
 
-def missing_on_our_trainer(uses: dict[str, contract.Use], folder: Any) -> dict[str, str]:
+def missing_on_our_trainer(uses: dict[str, list[str]], written: set[str], folder: Any) -> dict[str, str]:
     """Return the attributes that our Trainer lacks during a fit, a validation and a prediction, with the reasons."""
-    moments = Moments({name: use.is_written for name, use in uses.items()})
+    moments = Moments(uses, written)
     callbacks = [moments, ModelCheckpoint(folder), EarlyStopping("loss", strict=False), RichProgressBar()]
     trainer = ours(
         max_epochs=1, limit_train_batches=2, limit_val_batches=1, limit_predict_batches=1, default_root_dir=folder,
@@ -65,14 +59,13 @@ def missing_on_our_trainer(uses: dict[str, contract.Use], folder: Any) -> dict[s
         enable_checkpointing=True, enable_progress_bar=True,
     )  # fmt: skip
     with lightnings_noise_ignored():
-        trainer.fit(Classifier(), TwoStageData())
-        trainer.validate(Classifier(), TwoStageData())
-        trainer.predict(Classifier(), TwoStageData())
-    return {f"trainer.{name}, in {', '.join(uses[name].places)}": why for name, why in moments.missing.items()}
+        for function in (trainer.fit, trainer.validate, trainer.predict):
+            function(Classifier(), TwoStageData())
+    return {f"trainer.{name}, in {', '.join(uses[name])}": why for name, why in moments.missing.items()}
 
 
-def test_attributes_that_the_installed_lightning_uses_are_on_our_trainer(tmp_path: Any) -> None:
-    uses = contract.installed()
-    assert {name: uses[name].is_written for name in KNOWN} == KNOWN
-    missing = missing_on_our_trainer(uses, tmp_path)
+def test_attributes_that_the_installed_lightning_uses_are_on_our_trainer(tmp_path):
+    uses, written = contract.installed()
+    assert {name: name in written for name in uses if name in KNOWN} == KNOWN
+    missing = missing_on_our_trainer(uses, written, tmp_path)
     assert [name.partition(",")[0].removeprefix("trainer.") for name in missing] == list(EXCEPTIONS), missing
