@@ -6,8 +6,9 @@ import logging
 import os
 import time
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -41,6 +42,13 @@ log = logging.getLogger(__name__)
 
 _SECONDS_BETWEEN_WRITES = 10.0
 _SECONDS_BETWEEN_READINGS = 1.0  # readings of the memory
+
+
+def _write_or_warn(folder: Path, write: Callable[[], object]) -> None:
+    try:
+        write()
+    except OSError as problem:  # must not fail a successful fit, and must not keep others from writing
+        warn(f"The run's record could not be written to {folder}: {problem}")
 
 
 class RecordView(Callback):
@@ -424,20 +432,19 @@ class RunRecorder(Callback):
     def _complete(self) -> None:
         """Let the views draw, write the file, and let the views show the record."""
         assert self.record is not None
-        folder = home = self.record.home
-        if home is not None:
-            try:
-                for view in self._views:
-                    folder = Path(view.dirpath).absolute() if view.dirpath else home
-                    drawn = view.draw(self.record, folder)
-                    self.record.facts["paths"] |= {name: str(path) for name, path in drawn.items()}
-                folder = home
-                if self._writes:
-                    self.record.write()
-            except OSError as problem:  # must not fail a successful fit
-                warn(f"The run's record could not be written to {folder}: {problem}")
+        if (home := self.record.home) is not None:
+            for view in self._views:
+                folder = Path(view.dirpath).absolute() if view.dirpath else home
+                _write_or_warn(folder, partial(self._draw, view, folder))
+            if self._writes:
+                _write_or_warn(home, self.record.write)
         for view in self._views:
             view.show(self.record)
+
+    def _draw(self, view: RecordView, folder: Path) -> None:
+        assert self.record is not None
+        drawn = view.draw(self.record, folder)
+        self.record.facts["paths"] |= {name: str(path) for name, path in drawn.items()}
 
     def _write_periodically(self, trainer: Trainer) -> None:
         if trainer.is_global_zero and time.monotonic() - self._written >= _SECONDS_BETWEEN_WRITES:
