@@ -11,14 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from packaging.version import Version
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils.parametrizations import spectral_norm
 from torch.utils._pytree import tree_leaves
 
 from tests.parity import assert_same_weights
-from tests.support import Regression, assert_same, fit_and_watch, loader_of, make_batches, make_trainer
+from tests.support import TORCH, Regression, assert_same, fit_and_watch, loader_of, make_batches, make_trainer
 from trainer.callbacks import ActivationCheckpointing
 from trainer.callbacks.activation_checkpointing import _CheckpointedForward
 from trainer.errors import ConfigurationError
@@ -99,18 +98,17 @@ def test_not_a_bit_changes(tmp_path, precision, modules):
 
 def test_graph_that_is_used_twice_is_computed_the_same_each_time(tmp_path):
     """For second derivatives or retain_graph, each backward pass recomputes from the same buffers."""
+    traces, modules = [], [Regression(make()) for _ in range(2)]
+    for module, callbacks in zip(modules, ([], [ActivationCheckpointing(Block)]), strict=True):
 
-    class Penalized(Regression):
-        def training_step(self, batch, batch_idx):
-            loss = super().training_step(batch, batch_idx)
-            gradients = torch.autograd.grad(loss, list(self.net.parameters()), create_graph=True)
+        def penalized(loss: Tensor, batch_idx: int, net: Any = module.net) -> Tensor:
+            gradients = torch.autograd.grad(loss, list(net.parameters()), create_graph=True)
             return loss + torch.cat([g.flatten() for g in gradients]).norm()
 
-    mine, theirs = make(), make()
-    _, trace = fit(tmp_path, Penalized(mine), ActivationCheckpointing(Block), batches=3)
-    _, expected = fit(tmp_path, Penalized(theirs), batches=3)
-    assert_same(trace, expected)
-    assert_same_weights(mine, theirs)
+        module.change = penalized
+        traces.append(fit(tmp_path, module, *callbacks, batches=3)[1])
+    assert_same(*traces)
+    assert_same_weights(*modules)
 
 
 def test_activations_are_not_kept(tmp_path):
@@ -133,19 +131,14 @@ class Opaque:
     tensor: Tensor
 
 
-class Drops(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(4, 4)
-
-    def forward(self, hidden: Any) -> Tensor:
-        return F.dropout(self.inner(hidden.tensor if isinstance(hidden, Opaque) else hidden), 0.5)
-
-
 @pytest.mark.parametrize("hand_over", ["by position", "by keyword", "in an object"])
 def test_random_states_of_the_devices_are_kept(monkeypatch, hand_over):
     """torch only finds devices in positional arguments; otherwise the second forward drops other units on a GPU."""
     devices: set[torch.device] = set()
+
+    class Drops(nn.Linear):
+        def forward(self, hidden: Any) -> Tensor:
+            return F.dropout(super().forward(hidden.tensor if isinstance(hidden, Opaque) else hidden), 0.5)
 
     def states(*args: Any) -> tuple[list[Any], list[Any]]:
         devices.update(leaf.device for leaf in tree_leaves(args) if isinstance(leaf, Tensor))
@@ -154,7 +147,7 @@ def test_random_states_of_the_devices_are_kept(monkeypatch, hand_over):
     gpu = SimpleNamespace(_initialized=True, _is_in_bad_fork=False)
     monkeypatch.setattr(torch.utils.checkpoint, "_get_device_module", lambda device="cuda": gpu)
     monkeypatch.setattr(torch.utils.checkpoint, "get_device_states", states)
-    module, x = Drops(), torch.randn(2, 4)
+    module, x = Drops(4, 4), torch.randn(2, 4)
     forward = _CheckpointedForward(module)
     if hand_over == "by position":
         module(x)
@@ -165,11 +158,6 @@ def test_random_states_of_the_devices_are_kept(monkeypatch, hand_over):
 
 
 # --- torch.compile --------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def graphs(fresh_compiler: None) -> list[Any]:
-    return []
 
 
 def whole(module: Any, backend: Any) -> Any:
@@ -189,35 +177,35 @@ def the_blocks_in_place(module: Any, backend: Any) -> Any:
 
 
 @pytest.mark.whole
+@pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # dynamo's own
 @pytest.mark.parametrize(
     ("way", "precision"),
     [
         (whole, "16-mixed-fast"),
         pytest.param(the_blocks, "bf16-mixed", marks=pytest.mark.representative),
-        (the_blocks_in_place, "bf16-mixed"),
+        pytest.param(
+            the_blocks_in_place, "bf16-mixed", marks=pytest.mark.skipif(TORCH < (2, 13), reason="not in torch 2.10")
+        ),
     ],
 )
-def test_compiled_modules(tmp_path, graphs, way, precision):
+def test_compiled_modules(tmp_path, way, precision):
     """Compared with compiled modules without checkpointing, because torch's compiled BatchNorm differs in 16 bits."""
-    if way is the_blocks_in_place and Version(torch.__version__) < Version("2.13"):
-        pytest.skip("torch 2.10 does not compile a LightningModule's parts in place")
+    graphs, traces, modules = list[bool](), [], [Regression(make(spectral=False)) for _ in range(2)]
 
     def backend(graph: Any, inputs: Any) -> Any:
         graphs.append(any("checkpoint" in str(node.target) for node in graph.graph.nodes))
         return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
 
-    mine, theirs = make(spectral=False), make(spectral=False)
-    _, expected = fit(tmp_path, way(Regression(theirs), backend), batches=3, precision=precision)
-    assert set(graphs) == {False}
-    graphs.clear()
-    torch._dynamo.reset()
-    module, callback = way(Regression(mine), backend), ActivationCheckpointing("net.blocks.*")
-    _, trace = fit(tmp_path, module, callback, batches=3, precision=precision)
-    assert True in graphs or way is the_blocks  # part of the graph; otherwise around the compiled function
-    assert graphs != []
-    assert_same(trace, expected)
-    assert_same_weights(mine, theirs)
+    for module, callbacks in zip(modules, ([], [ActivationCheckpointing("net.blocks.*")]), strict=True):
+        graphs.clear()
+        torch._dynamo.reset()
+        traces.append(fit(tmp_path, way(module, backend), *callbacks, batches=3, precision=precision)[1])
+        # part of the graph; with compiled blocks, around the compiled function
+        assert any(graphs) == (bool(callbacks) and way is not the_blocks)
+        assert graphs
+    assert_same(*traces)
+    assert_same_weights(*modules)
 
 
 # --- restoring --------------------------------------------------------------------------------------------------------

@@ -26,12 +26,8 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
 }
 OURS = {name: getattr(trainer.callbacks, name) for name in trainer.callbacks.__all__}
 CALLBACKS = [name for name, cls in OURS.items() if inspect.isclass(cls) and issubclass(cls, Callback)]
-NOT_RUN = {
-    "OptunaPruning",
-    "GradientCheck",
-    "BestCheckpoint",
-    "RollBackOnLossSpike",
-}  # need a study, float64, or to write checkpoints
+NOT_RUN = {"OptunaPruning", "GradientCheck", "BestCheckpoint", "RollBackOnLossSpike"}
+"""These need a study, float64, or to write checkpoints."""
 
 
 class Copies(Callback):

@@ -25,7 +25,8 @@ from tests.support import (
     make_net,
     make_trainer,
     momentum,
-    native_fp16,
+    plugin_of,
+    scaler_of,
     train_by_hand,
 )
 from trainer.callbacks import RollBackOnLossSpike, RunRecorder
@@ -55,28 +56,25 @@ def fit(folder: Path, module: Any, batches: Any, callbacks: list[Any], path: Any
 ])  # fmt: skip
 def test_run_equals_one_without_these_batches(tmp_path, precision, window, optimizer):
     """With checkpoints every 3 steps: the spike is in step 18, or with windows of 3 batches in step 6."""
-    half = precision == "16-mixed"
-    scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=3, enabled=half)
-    given: Any = native_fp16(init_scale=256.0, growth_interval=3) if half else precision
-    batches = make_batches(NUMBER, gains=SPIKES)
+    scaling = {"init_scale": 256.0, "growth_interval": 3}
+    batches, callbacks = make_batches(NUMBER, gains=SPIKES), callbacks_of(tmp_path, 3)
     module = Regression(make_net(), optimizer, STEPPED, interval="step")
-    callbacks = callbacks_of(tmp_path, 3)
+    given = {"precision": plugin_of(precision, **scaling), "accumulate_grad_batches": window}
     with pytest.warns(UserWarning, match=ROLLED_BACK):
-        trainer = fit(tmp_path, module, batches, callbacks, precision=given, accumulate_grad_batches=window)
+        trainer = fit(tmp_path, module, batches, callbacks, **given)
     first = {1: 15, 3: 9}[window]
     (done,) = callbacks[0].rollbacks
     assert (done["first"], done["last"]) == ([0, first], [0, SPIKE])
     assert (done["step"], done["to_step"]) == (SPIKE // window, first // window)
-    left = batches[:first] + batches[SPIKE + 1 :]
+    left, scaler = batches[:first] + batches[SPIKE + 1 :], scaler_of(precision, **scaling)
     oracle = train_by_hand(
         net := make_net(), left, precision=precision, optimizer=optimizer, scaler=scaler, window=window,
         schedule=STEPPED,
     )  # fmt: skip
     assert_same_weights(module.net, net)
-    assert trainer.global_step == len(left) // window
+    assert trainer.global_step == trainer.progress.updates == len(left) // window
     assert trainer.optimizers[0].param_groups[0]["lr"] == oracle.rates[-1]
-    assert trainer.scaler.get_scale() == (scaler.get_scale() if half else 1.0)
-    assert trainer.progress.updates == len(left) // window
+    assert trainer.scaler.get_scale() == scaler.get_scale()
     assert trainer.progress.batches_started == NUMBER
 
 
@@ -97,14 +95,14 @@ class Noisy(Regression):
         return loss
 
 
-def noisy(folder: Path, batches: Any, *more: Any, path: Any = None, **options: Any) -> tuple[Any, Any, Any]:
+def noisy(folder: Path, batches: Any, path: Any = None) -> tuple[Any, Any, Any]:
     torch.manual_seed(1)
-    average = EMAWeightAveraging(decay=0.7)
-    trainer = fit(folder, module := Noisy(), batches, [*more, average, *callbacks_of(folder, 3, **options)], path)
-    return trainer, module, average
+    average, module = EMAWeightAveraging(decay=0.7), Noisy()
+    return fit(folder, module, batches, [average, *callbacks_of(folder, 3)], path), module, average
 
 
 def test_random_numbers_buffers_averages_and_metrics_are_those_of_the_checkpoint(tmp_path):
+    """A run that is resumed from a checkpoint after the spike ends in the same way."""
     batches = make_batches(NUMBER, gains=SPIKES)
     with pytest.warns(UserWarning, match=ROLLED_BACK):
         trainer, module, average = noisy(tmp_path, batches)
@@ -113,27 +111,16 @@ def test_random_numbers_buffers_averages_and_metrics_are_those_of_the_checkpoint
     assert_same_weights(average._average_model, its._average_model)
     assert trainer.callback_metrics["loss_epoch"] == other.callback_metrics["loss_epoch"]
     assert module.late.compute() == without.late.compute()
-
-
-def test_run_that_is_resumed_ends_in_the_same_way(tmp_path):
-    """From a checkpoint after the spike."""
-    batches = make_batches(NUMBER, gains=SPIKES)
-    with pytest.warns(UserWarning, match=ROLLED_BACK):
-        _, whole, _ = noisy(tmp_path, batches)
     with warnings.catch_warnings(action="ignore"):
         warnings.filterwarnings("error", ROLLED_BACK)
-        trainer, module, _ = noisy(tmp_path, batches, path=tmp_path / "checkpoints" / "step=18.ckpt")
-    assert_same_weights(module, whole)
+        trainer, resumed, _ = noisy(tmp_path, batches, path=tmp_path / "checkpoints" / "step=18.ckpt")
+    assert_same_weights(resumed, module)
     assert trainer.global_step == 21
     assert len(next(one for one in trainer.callbacks if isinstance(one, RollBackOnLossSpike)).rollbacks) == 1
 
 
 class PerEpoch(Regression):
     """Has a loss spike in one batch of the second epoch; logs it by name, and with a metric object."""
-
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        self.mean = MeanMetric()
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = loss_of(self.net, batch) * (50.0 if (self.current_epoch, batch_idx) == (1, 2) else 1.0)
@@ -146,23 +133,17 @@ class PerEpoch(Regression):
 def test_epochs_that_have_ended_since_are_counted(tmp_path):
     schedule, batches = partial(torch.optim.lr_scheduler.StepLR, step_size=1, gamma=0.5), make_batches(6)
     module = PerEpoch(make_net(), momentum, schedule, interval="epoch")
+    module.mean = MeanMetric()
     with pytest.warns(UserWarning, match="from batch_idx 5 of epoch 0 to batch_idx 2 of epoch 1"):
         trainer = fit(tmp_path, module, batches, callbacks_of(tmp_path, 5), max_epochs=2)
-    net = make_net()
-    optimizer, losses = momentum(net.parameters()), []
-    for index in (0, 1, 2, 3, 4, 9, 10, 11):
-        if index == 9:
-            optimizer.param_groups[0]["lr"] *= 0.5
-        optimizer.zero_grad()
-        loss = loss_of(net, batches[index % 6])
-        losses.append(loss.detach())
-        loss.backward()
-        optimizer.step()
+    optimizer = momentum((net := make_net()).parameters())
+    train_by_hand(net, batches[:5], optimizer=lambda _: optimizer)
+    optimizer.param_groups[0]["lr"] *= 0.5
+    losses = train_by_hand(net, batches[3:], optimizer=lambda _: optimizer).losses
     assert_same_weights(module.net, net)
-    assert trainer.global_step == 8
     for name in ("loss", "object"):
-        assert torch.allclose(trainer.callback_metrics[name], torch.stack(losses[-3:]).mean())
-    assert trainer.current_epoch == 2
+        assert trainer.callback_metrics[name].item() == pytest.approx(sum(losses) / 3)
+    assert (trainer.current_epoch, trainer.global_step) == (2, 8)
     assert trainer.optimizers[0].param_groups[0]["lr"] == 0.05 * 0.5**2
 
 

@@ -167,8 +167,8 @@ def test_clipping_may_be_set_between_two_runs():
 def test_limit_that_is_set_later_keeps_the_norm_of_the_callback():
     clipping = GradientClipping(max_norm=1.0, norm_type=1.0, log_norm=False)
     trainer = ours(callbacks=[clipping])
-    trainer.gradient_clip_val = 2.0
-    assert clipping in trainer.callbacks
-    assert (clipping.max_norm, clipping.norm_type, clipping.log_norm) == (2.0, 1.0, False)
-    trainer.gradient_clip_algorithm = "value"
-    assert (clipping.max_norm, clipping.clip_value, trainer.gradient_clip_val) == (None, 2.0, 2.0)
+    for algorithm, limits in (("norm", (2.0, None)), ("value", (None, 2.0))):
+        trainer.gradient_clip_algorithm, trainer.gradient_clip_val = algorithm, 2.0
+        assert clipping in trainer.callbacks
+        assert (clipping.max_norm, clipping.clip_value) == limits
+        assert (clipping.norm_type, clipping.log_norm, trainer.gradient_clip_val) == (1.0, False, 2.0)

@@ -15,7 +15,7 @@ import fsspec
 import pytest
 import torch
 from lightning.pytorch import Callback
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
 
 from tests.support import Regression, loader_of, make_batches, make_trainer
 from trainer import CheckpointFiles
@@ -72,22 +72,19 @@ def test_damaged_file_is_refused_by_every_run(tmp_path, run):
 def test_file_in_another_folder_has_a_manifest():
     from fsspec.implementations.memory import MemoryFileSystem
 
-    io = CheckpointFiles()
+    io, memory, other = CheckpointFiles(), MemoryFileSystem(), "memory://files/other.ckpt"
     io.save_checkpoint({"state_dict": {"a": torch.ones(2)}, "epoch": 3}, "memory://files/x.ckpt")
     assert torch.equal(io.load_checkpoint("memory://files/x.ckpt")["state_dict"]["a"], torch.ones(2))
-    assert b'"epoch": 3, "weights_only": true, "sha256": "' in MemoryFileSystem().cat("/files/x.ckpt")
+    assert b'"epoch": 3, "weights_only": true, "sha256": "' in memory.cat("/files/x.ckpt")
     io.remove_checkpoint("memory://files/x.ckpt")
-    assert not MemoryFileSystem().exists("/files/x.ckpt")
-    MemoryFileSystem().pipe("/files/other.ckpt", b"")
-    with pytest.warns(UserWarning, match="not in a folder"):
-        io.remove_checkpoint("memory://files/other.ckpt")
-    io.belong(["memory://files"], [])
-    for way in ("memory://files/../files/other.ckpt", "memory://files2/x.ckpt"):
-        MemoryFileSystem().pipe(way.removeprefix("memory:/"), b"")
+    for way in (other, "memory://files/../files/other.ckpt", "memory://files2/x.ckpt"):
+        memory.pipe(way.removeprefix("memory:/"), b"")
         with pytest.warns(UserWarning, match="not in a folder"):
             io.remove_checkpoint(way)
-    io.remove_checkpoint("memory://files/other.ckpt")
-    assert not MemoryFileSystem().exists("/files/other.ckpt")
+        io.belong(["memory://files"], [])
+    io.remove_checkpoint(other)
+    assert not memory.exists("/files/x.ckpt")
+    assert not memory.exists("/files/other.ckpt")
 
 
 # --- other writers ----------------------------------------------------------------------------------------------------
@@ -192,17 +189,19 @@ def test_checkpoint_is_removed_after_a_save_in_another_thread(tmp_path, io):
     """AsyncCheckpointIO saves in a thread, and removes the older file without waiting for it."""
     first, second = tmp_path / "c" / "1.ckpt", tmp_path / "c" / "2.ckpt"
     with ThreadPoolExecutor(1) as saver:
-        saver.submit(io.save_checkpoint, FULL, first).result()
+
+        def save(path: Path) -> list[str]:
+            saver.submit(io.save_checkpoint, FULL, path).result()
+            return names(tmp_path / "c")
+
+        save(first)
         io.remove_checkpoint(first)
-        assert names(tmp_path / "c") == ["1.ckpt"]
-        saver.submit(io.save_checkpoint, FULL, first).result()  # which is wanted again
-        saver.submit(io.save_checkpoint, FULL, second).result()
-        assert names(tmp_path / "c") == ["1.ckpt", "2.ckpt"]
+        assert save(first) == ["1.ckpt"]  # which is wanted again
+        assert save(second) == ["1.ckpt", "2.ckpt"]
         io.remove_checkpoint(first)
         io.remove_checkpoint(second)
         assert names(tmp_path / "c") == ["2.ckpt"]
-        saver.submit(io.save_checkpoint, FULL, first).result()
-    assert names(tmp_path / "c") == ["1.ckpt"]
+        assert save(first) == ["1.ckpt"]
 
 
 # --- ownership of folders ---------------------------------------------------------------------------------------------
@@ -247,38 +246,36 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     return disk
 
 
-class FillsUp(Callback):
-    def __init__(self, disk: SimpleNamespace, epochs: set[int]) -> None:
-        self.disk, self.epochs = disk, epochs
+def fills_up(disk: Any, *epochs: int) -> Callback:
+    """Return a callback that fills the disk in these epochs."""
 
-    def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
+    def fill(trainer: Any, module: Any) -> None:
         wait(trainer.strategy.checkpoint_io._pending, timeout=20)  # writes in progress fit
-        self.disk.is_full = trainer.current_epoch in self.epochs
+        disk.is_full = trainer.current_epoch in epochs
+
+    return LambdaCallback(on_train_epoch_start=fill)
 
 
 @pytest.mark.filterwarnings("ignore:.*was to be removed as an old checkpoint")
 def test_full_disk_stops_the_run_and_keeps_the_old_file(tmp_path, disk):
-    io = CheckpointFiles(asynchronous=True)
-    saver = ModelCheckpoint(tmp_path / "c", filename="{epoch}")
+    io, saver = CheckpointFiles(asynchronous=True), ModelCheckpoint(tmp_path / "c", filename="{epoch}")
     with pytest.raises(CheckpointWriteError, match=r"epoch=1.ckpt was not written: No space .* It needs .* bytes free"):
-        fit(tmp_path, saver, FillsUp(disk, {1}), plugins=io, max_epochs=3)
+        fit(tmp_path, saver, fills_up(disk, 1), plugins=io, max_epochs=3)
     assert names(tmp_path / "c") == ["epoch=0.ckpt"]
     assert files.newest_valid([tmp_path / "c"]) is not None
 
 
 def test_training_continues_without_the_checkpoint_if_configured(tmp_path, disk):
-    io = CheckpointFiles(when_full="continue")
-    saver = ModelCheckpoint(tmp_path / "c", filename="{epoch}")
+    io, saver = CheckpointFiles(when_full="continue"), ModelCheckpoint(tmp_path / "c", filename="{epoch}")
     with pytest.warns(UserWarning, match=r"\.ckpt") as caught:
-        fitted = fit(tmp_path, saver, FillsUp(disk, {1, 2}), plugins=io, max_epochs=4)
-    said = [str(warning.message).replace(f"{tmp_path}/c/", "") for warning in caught]
+        fitted = fit(tmp_path, saver, fills_up(disk, 1, 2), plugins=io, max_epochs=4)
+    texts = [str(warning.message).replace(f"{tmp_path}/c/", "") for warning in caught]
     for epoch in (1, 2):
-        assert [text for text in said if text.startswith(f"The checkpoint epoch={epoch}.ckpt was not written: No sp")]
-    (kept,) = [text for text in said if "is kept: the one that should have taken its place" in text]
+        assert any(text.startswith(f"The checkpoint epoch={epoch}.ckpt was not written: No space") for text in texts)
+    (kept,) = [text for text in texts if "is kept: the one that should have taken its place" in text]
     assert kept.startswith("epoch=0.ckpt")
     assert names(tmp_path / "c") == ["epoch=0.ckpt", "epoch=3.ckpt"]
-    assert saver.best_model_path == str(tmp_path / "c" / "epoch=3.ckpt")
-    assert fitted.global_step == 16
+    assert (saver.best_model_path, fitted.global_step) == (str(tmp_path / "c" / "epoch=3.ckpt"), 16)
 
 
 # --- asynchronous saving ----------------------------------------------------------------------------------------------
@@ -298,22 +295,21 @@ def test_asynchronous_save_has_the_state_of_its_call(tmp_path, monkeypatch):
     assert (loaded["state_dict"]["a"].tolist(), loaded["list"]) == ([0, 0, 0], [1])
 
 
-WAITS = {
-    "the next save": lambda io, folder: io.save_checkpoint(FULL, folder / "y.ckpt"),
-    "loading": lambda io, folder: io.load_checkpoint(folder / "x.ckpt"),
-    "the end": lambda io, folder: io.teardown(),
-}
-
-
-@pytest.mark.parametrize(("where", "removes"), [("the next save", False), ("loading", True), ("the end", True)])
-def test_errors_of_asynchronous_saves_are_raised(tmp_path, disk, where, removes):
-    io = CheckpointFiles(asynchronous=True)
-    disk.is_full = True
+@pytest.mark.parametrize(
+    ("waits", "removes"),
+    [
+        (lambda io, folder: io.save_checkpoint(FULL, folder / "y.ckpt"), False),
+        (lambda io, folder: io.load_checkpoint(folder / "x.ckpt"), True),
+        (lambda io, folder: io.teardown(), True),
+    ],
+)
+def test_errors_of_asynchronous_saves_are_raised(tmp_path, disk, waits, removes):
+    io, disk.is_full = CheckpointFiles(asynchronous=True), True
     io.save_checkpoint(FULL, tmp_path / "x.ckpt")
     if removes:
         io.remove_checkpoint(tmp_path / "x.ckpt")
     with pytest.raises(CheckpointWriteError, match=r"x.ckpt was not written"):
-        WAITS[where](io, tmp_path)
+        waits(io, tmp_path)
     disk.is_full = False
     io.save_checkpoint(FULL, tmp_path / "y.ckpt")
     io.teardown()
