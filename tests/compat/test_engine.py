@@ -12,7 +12,7 @@ from lightning.pytorch.plugins import MixedPrecision, TorchCheckpointIO
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities import rank_zero_only
 
-from tests.parity import QUIET, Learner, data, ours, run_both
+from tests.parity import QUIET, Learner, assert_agree, data, ours, run_both
 from trainer import Trainer
 from trainer.compat.engine import LightningEngine
 from trainer.engine.gradients import Gradients
@@ -37,6 +37,15 @@ def named(value: Any) -> str:
 def test_lightnings_precision_is_refused_in_each_argument(options):
     with pytest.raises(PrecisionError, match=r"trainer\.precision"):
         ours(**options)
+
+
+@pytest.mark.parametrize("precision", ["64-true", "bf16-true", "bf16-mixed"])
+def test_batch_can_be_converted_by_a_callback(precision):
+    def scenario(make: Any) -> list[torch.dtype]:
+        batch = [torch.zeros(1), torch.zeros(1, dtype=torch.int32)]
+        return [tensor.dtype for tensor in make(precision=precision).precision_plugin.convert_input(batch)]
+
+    assert_agree(scenario)
 
 
 SLURM = {"SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "1", "SLURM_JOB_NAME": "some", "SLURM_NODEID": "0",

@@ -54,6 +54,10 @@ class PrecisionAdapter(LightningPrecision):
         """Return the context of the model summary's example forward."""
         return self.plugin.autocast()
 
+    def convert_input(self, data: Any) -> Any:
+        """Convert a batch to the dtype that the module expects, for callbacks that run a batch themselves."""
+        return self.plugin.convert_batch(data)
+
     def pre_backward(self, tensor: Tensor, module: Any) -> Tensor:
         """Do nothing: ``backward`` scales the loss and runs the hooks."""
         return tensor
