@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import LightningDataModule
 from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities import CombinedLoader
@@ -19,7 +20,7 @@ from torch.utils.data import (
     TensorDataset,
 )
 
-from tests.parity import Classifier, Learner, assert_agree, data, ours, weights
+from tests.parity import DATAMODULE_HOOKS, Classifier, Learner, assert_agree, data, ours, recording, weights
 from tests.support import stream_of
 from trainer.compat.loaders import LoaderSet
 from trainer.data.unpadded import Span
@@ -52,6 +53,20 @@ def test_epochs_reach_everything_that_has_set_epoch_once():
     two = DataLoader(ConcatDataset([dataset, Subset(other, [0])]), sampler=order)
     set_of([one, two, DataLoader(stream), having("Loader", list)([1])]).start_epoch(3)
     assert sorted(epochs) == [("Batches", 3), ("Data", 3), ("Data", 3), ("Loader", 3), ("Order", 3), ("Stream", 3)]
+
+
+def test_datamodule_stays_attached_in_runs_without_one():
+    def scenario(make: Any) -> Any:
+        class Data(recording(LightningDataModule, DATAMODULE_HOOKS, "data")):
+            def train_dataloader(self) -> Any:
+                return data(4)
+
+        trainer, own = make(max_epochs=1, limit_val_batches=0), Data()
+        trainer.fit(Classifier(), datamodule=own)
+        trainer.test(Classifier(), data(2), verbose=False)
+        return own.calls, trainer.datamodule is own
+
+    assert_agree(scenario)
 
 
 class Reloads(Classifier):

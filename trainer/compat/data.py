@@ -205,8 +205,8 @@ class DataSource:
             module: the module; its ``*_dataloader`` methods are used if nothing else is given.
             given: dataloaders by stage. None for a stage without dataloaders.
             datamodule: a datamodule with methods that are used instead of the module's. None to use the module's.
+                As in Lightning, the one of an earlier run then stays attached, and is set up and torn down.
         """
-        self.datamodule = datamodule
         self.connector._datahook_selector = _DataHookSelector(module, datamodule)
         self._ready.clear()
         self.resumed = self.resumed_validation = self.elastic_state = self.prefetching = None
@@ -215,6 +215,7 @@ class DataSource:
             instance = datamodule if datamodule is not None else module if loaders is None else loaders
             self._sources[stage] = _DataLoaderSource(instance, f"{stage.dataloader_prefix}_dataloader")
         if datamodule is not None:
+            self.datamodule = datamodule
             datamodule.trainer = self._trainer
 
     def source(self, stage: RunningStage) -> _DataLoaderSource:
