@@ -78,12 +78,10 @@ def test_home_directory_is_expanded_as_a_shell_would(monkeypatch):
 @pytest.mark.parametrize(
     ("given", "canonical"),
     [
-        ("32", "32-true"),
         ("16", "16-mixed"),
         ("fp32", "32-true"),
         ("32, bf16", "32-true, bf16-mixed"),
         ('"32","16"', "32-true,16-mixed"),
-        ("'32,16'", "32-true,16-mixed"),
         ("choice(32,16)", "choice(32-true,16-mixed)"),
         ("mine16", "mine16"),
     ],
@@ -102,14 +100,11 @@ def test_other_settings_keep_their_numbers():
     ("argv", "message"),
     [
         (["fitt"], "There is no command 'fitt'. Did you mean 'fit'?"),
-        (["command=tets"], "There is no command 'tets'. Did you mean 'test'?"),
         (["fit", "test"], "Got two commands, 'fit' and 'test'"),
         (["fit", "+recipe", "resnet50"], "Got the word '+recipe', expected settings, key=value"),
         (["fit", "--lr", "1"], "There is no flag '--lr'. `python -m trainer fit --help` lists the flags."),
-        (["fit", "--multirum"], "There is no flag '--multirum'. Did you mean '--multirun'?"),
         (["fit", "--cfg"], "Got --cfg without a value"),
         (["fit", "--cfg", "jbo"], "Got --cfg jbo, expected one of job, hydra, all."),
-        (["fit", "--info=job"], "Got --info job, expected one of all, config, defaults"),
         (["fit", "recipe", "=", "line"], "Got the word 'recipe', expected settings, key=value, without spaces"),
         (["fit", "-m", "--cfg", "job"], "Got --multirun and --cfg, which prints the config of a single run"),
     ],

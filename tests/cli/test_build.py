@@ -13,16 +13,6 @@ from trainer.cli.folders import search_here
 from trainer.cli.walk import targets
 
 
-def test_nested_nodes_become_objects_with_plain_containers():
-    node = {
-        "_target_": "torch.nn.Sequential",
-        "_args_": [{"_target_": "torch.nn.Linear", "in_features": 2, "out_features": 3}, {"_target_": "torch.nn.ReLU"}],
-    }
-    module = build(node)
-    assert [type(layer) for layer in module] == [torch.nn.Linear, torch.nn.ReLU]
-    assert module[0].weight.shape == (3, 2)
-
-
 def test_partial_waits_for_the_rest():
     make = build({"_target_": "torch.optim.SGD", "_partial_": True, "lr": 0.5, "momentum": 0.9})
     optimizer = make([torch.nn.Parameter(torch.zeros(1))])
@@ -30,12 +20,14 @@ def test_partial_waits_for_the_rest():
     assert (optimizer.defaults["lr"], optimizer.defaults["momentum"]) == (0.5, 0.9)
 
 
-def test_containers_reach_the_constructor_as_dict_and_list():
-    made = build({"_target_": "torch.utils.data.Subset", "dataset": {"a": [1, 2]}, "indices": [0, {"b": 1}]})
-    assert type(made.dataset) is dict
-    assert type(made.dataset["a"]) is list
-    assert type(made.indices) is list
+def test_nested_nodes_become_objects_with_plain_containers():
+    layers = [{"_target_": "torch.nn.Linear", "_args_": [2, 3]}, {"_target_": "torch.nn.ReLU"}]
+    data = {"a": [{"_target_": "torch.nn.Sequential", "_args_": layers}]}
+    made = build({"_target_": "torch.utils.data.Subset", "dataset": data, "indices": [0, {"b": 1}]})
+    assert (type(made.dataset), type(made.dataset["a"]), made.indices) == (dict, list, [0, {"b": 1}])
     assert type(made.indices[1]) is dict
+    ((linear, relu),) = made.dataset["a"]
+    assert (linear.weight.shape, type(relu)) == ((3, 2), torch.nn.ReLU)
 
 
 def test_targets_are_found_at_any_depth():

@@ -119,14 +119,6 @@ def test_config_dir_is_searched(project, tmp_path, capsys):
     assert ["far", "Far away."] in [line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines()]
 
 
-def test_info_prints_the_search_path(project, capsys):
-    assert main(["--info", "searchpath", "fit", "+recipe=line"]) == 0
-    out = capsys.readouterr().out
-    assert out.index(str(project / "conf")) < out.index(str(packaged_conf()))
-    assert main(["fit", "+recipe=line", "--info", "defaults"]) == 0
-    assert "recipe/line" in capsys.readouterr().out
-
-
 def test_first_screen_names_every_command_and_every_recipe(project, capsys):
     assert main(["--help"]) == 0
     out = capsys.readouterr().out
@@ -153,14 +145,6 @@ def test_help_of_a_command_names_every_option(project, capsys):
             takes_settings = "SETTING" in find(command).usage
             assert ("`python -m trainer fit --help` lists the settings and flags." in out) == takes_settings
             assert (f"  {command}." in out) == (command in ("compare", "tune", "checks"))
-
-
-def test_help_has_the_program_as_it_was_started(project, capsys, monkeypatch):
-    monkeypatch.setenv("TRAINER_PROGRAM", "bin/python -m trainer")
-    assert main(["checks", "--help"]) == 0
-    out = capsys.readouterr().out
-    assert out.count("bin/python -m trainer") == out.count("python -m trainer") == 5
-    assert "\n`bin/python -m trainer fit --help` lists the settings" in out
 
 
 def test_version(capsys):

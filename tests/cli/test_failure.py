@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import sys
 from pathlib import Path
 
 import pytest
@@ -67,23 +66,14 @@ def outer(x):
 """
 
 
-@pytest.fixture
-def own(tmp_path, monkeypatch):
+def test_innermost_line_of_the_users_own_code(tmp_path, monkeypatch):
     write(tmp_path, {"shapes_of_mine.py": MODULE, "broken_of_mine.py": "x = 1\ndef f(:\n"})
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
-    yield tmp_path
-    sys.modules.pop("shapes_of_mine", None)
-
-
-def test_innermost_line_of_the_users_own_code(own):
+    monkeypatch.syspath_prepend(tmp_path)
     import shapes_of_mine
 
     error = raised(shapes_of_mine.outer, torch.zeros(4, 5))
     assert failure.user_line(error) == "shapes_of_mine.py:4, in inner: return torch.nn.Linear(3, 2)(x)"
-
-
-def test_syntax_error_in_a_file_of_the_user(own):
     error = raised(__import__, "broken_of_mine")
     assert failure.user_line(error) == "broken_of_mine.py:2: def f(:"
 

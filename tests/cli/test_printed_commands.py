@@ -44,16 +44,7 @@ OTHERS = {
             def training_step(self, batch, batch_idx):
                 return self.loss(batch) * float(batch[0].detach().numpy().any())
 
-
-        class Plain(line_fit.Line):
-            def forward(self, x):
-                return self.net(x)
-
-            def training_step(self, batch, batch_idx):
-                return self.loss(batch)
     """,
-    "conf/recipe/a.yaml": "# @package _global_\ndefaults: [line, {override /model: plain}]\n",
-    "conf/model/plain.yaml": "_target_: others.Plain\noptimizer: ${optimizer}\n",
     "conf/model/masked.yaml": "_target_: others.Masked\noptimizer: ${optimizer}\n",
 }
 FAR = {"far/recipe/far.yaml": "# @package _global_\ndefaults: [line]\n"}

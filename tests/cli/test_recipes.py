@@ -56,11 +56,8 @@ def test_recipe_is_shown_composed_with_the_meaning_of_its_keys(listed, capsys):
     shown = yaml.safe_load("\n".join(lines))
     assert shown["data"] == {"_target_": "line_fit.Points", "batch_size": 2}
     assert shown["optimizer"]["lr"] == 0.3
-    assert shown["model"]["start"] == "a # b"
-    assert shown["model"]["tips"] == {"a": 1, "b": [1, 2]}
-    assert shown["precision"]["init_scale"] == 65536.0
+    assert (shown["model"]["start"], shown["model"]["tips"]) == ("a # b", {"a": 1, "b": [1, 2]})
     assert "hydra" not in shown
-    assert {"max_epochs", "limit_val_batches", "accelerator"} < set(shown["trainer"])
     assert "min_epochs" not in shown["trainer"]  # not set by anything
     assert line_of(lines, "lr:") == ["lr: 0.3", "learning rate"]
     assert line_of(lines, "limit_val_batches:")[1].endswith("0: no validation (enough)")

@@ -16,7 +16,7 @@ from trainer.cli.report.selection import choose_subject
 from trainer.cli.validate import validate
 from trainer.cli.workdir import claim
 from trainer.record.find_checkpoint import checkpoints_in, find
-from trainer.record.run_record import load_run
+from trainer.record.run_record import load_run, read_json
 
 pytestmark = [pytest.mark.usefixtures("project"), pytest.mark.filterwarnings("default")]
 
@@ -205,26 +205,26 @@ def test_sweep_names_the_classes_of_each_job(run):
     assert composed("fit", "-m", f"ckpt={run}", "model._target_=json.One,html.Two").model._target_ == "json.One"
 
 
-def result(folder: str) -> dict:
-    return json.loads(Path(folder, "run.json").read_text())
-
-
 def test_run_and_later_commands(project, capsys):
     settings = ["callbacks.learning_rate_monitor=null", "callbacks.model_checkpoint.monitor=val_loss"]
     settings += ["data.batch_size=2", "optimizer.lr=0.01", "precision=bf16"]
     assert main(["fit", "+recipe=line", *settings, "hydra.run.dir=first"]) == 0
-    loss = result("first")["metrics"]["val_loss"]
+    loss = read_json(Path("first"))["metrics"]["val_loss"]
     shutil.move("first", "outputs/moved")
     assert main(["validate", "ckpt=outputs/moved", "hydra.run.dir=validated"]) == 0
-    assert result("validated")["metrics"]["val_loss"] == pytest.approx(loss, rel=1e-3)
-    assert (result("validated")["precision"], result("validated")["recipe"]) == ("bf16-mixed", "line")
+    assert read_json(Path("validated"))["metrics"]["val_loss"] == pytest.approx(loss, rel=1e-3)
+    assert (read_json(Path("validated"))["precision"], read_json(Path("validated"))["recipe"]) == ("bf16-mixed", "line")
     assert "the config of outputs/moved." in capsys.readouterr().out.replace("\\", "/")
     # the result is a run's folder, too; its checkpoint is the first one's
     assert main(["fit", "ckpt=outputs/moved", "trainer.max_epochs=4", "hydra.run.dir=on"]) == 0
-    assert (result("on")["epochs"], result("on")["steps"], result("on")["recipe"]) == (4, 32, "line")
+    assert (read_json(Path("on"))["epochs"], read_json(Path("on"))["steps"], read_json(Path("on"))["recipe"]) == (
+        4,
+        32,
+        "line",
+    )
     assert main(["test", "ckpt=on/checkpoints/last.ckpt", "precision=32", "-q", "hydra.run.dir=tested"]) == 0
-    assert result("tested")["precision"] == "32-true"
-    assert result("tested")["metrics"]["test_loss"] < loss
+    assert read_json(Path("tested"))["precision"] == "32-true"
+    assert read_json(Path("tested"))["metrics"]["test_loss"] < loss
 
 
 def test_compiled_run_is_resumed_with_and_without_compile(run):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from trainer.cli import main
 from trainer.cli.arguments import read
 from trainer.cli.validate import validate
 from trainer.cli.workdir import claim
+from trainer.record.run_record import read_json
 
 pytestmark = [pytest.mark.usefixtures("project"), pytest.mark.filterwarnings("default")]
 
@@ -23,10 +23,6 @@ SHORT = ["callbacks.learning_rate_monitor=null", "callbacks.model_checkpoint.eve
 def folder_of(*words: str) -> str:
     arguments = read(words)
     return str(claim(arguments, validate(arguments)))
-
-
-def result(folder: Path) -> dict:
-    return json.loads((folder / "run.json").read_text())
 
 
 @pytest.mark.whole
@@ -83,17 +79,17 @@ def test_run_is_resumed_until_it_is_completed(capsys, monkeypatch):
         patched.setattr(Trainer, "save_checkpoint", stop)
         assert main(words) == 130
     (folder,) = Path("outputs/line").iterdir()
-    assert result(folder)["status"] == "interrupted"
+    assert read_json(folder)["status"] == "interrupted"
     capsys.readouterr()
     assert main(words) == 0
     assert re.search(r"checkpoint at \S+\.ckpt: epoch 2, step 8", "".join(capsys.readouterr()))
-    resumed, whole = result(folder), result(Path("whole"))
+    resumed, whole = read_json(folder), read_json(Path("whole"))
     assert (resumed["status"], resumed["epochs"], resumed["steps"]) == ("completed", 3, 12)
     assert resumed["metrics"] == whole["metrics"]
     assert (folder / "csv/metrics.csv").read_text() == Path("whole/csv/metrics.csv").read_text()
     assert "resuming from" in (folder / "fit.log").read_text()
     assert main(words) == 0
-    assert result(folder) == resumed
+    assert read_json(folder) == resumed
     assert "Nothing to do: the run has already trained 12 optimizer steps" in "".join(capsys.readouterr())
     assert [path.name for path in Path("outputs/line").iterdir()] == [folder.name]
 
@@ -104,8 +100,8 @@ def test_refused_run_keeps_the_result_of_the_other(monkeypatch, capsys):
     words = [*FIT, *SHORT, "logger=none", "trainer.max_epochs=1"]
     assert main(words) == 0
     (folder,) = Path("outputs/line").iterdir()
-    record = result(folder)
+    record = read_json(folder)
     monkeypatch.setattr(folders, "_try_lock", lambda handle: False)
     assert main(words) == 1
     assert "in use by another run" in capsys.readouterr().err
-    assert result(folder) == record
+    assert read_json(folder) == record

@@ -14,7 +14,6 @@ import pytest
 import torch
 from lightning.pytorch.profilers import SimpleProfiler
 
-from tests.cli.conftest import write
 from trainer import Trainer
 from trainer.cli import main
 from trainer.postmortem.remedies import is_command_line
@@ -191,16 +190,6 @@ def test_quiet_still_warns_and_shows_no_table(capfd):
     assert "WARNING: test uses newly initialized weights" in err
 
 
-ADVISED = ["+recipe=line", "callbacks=alignment_advisor", "callbacks.alignment_advisor.everywhere=true"]
-
-
-def test_advice_reaches_the_terminal(capfd):
-    assert main(["fit", *ADVISED]) == 0
-    assert capfd.readouterr().err.startswith("Tensor Cores are fastest if sizes of 16-bit products are multiples")
-    assert main(["fit", *ADVISED, "-q"]) == 0
-    assert capfd.readouterr().err == ""
-
-
 def test_dropped_callback_that_a_recipe_configures_stays_away():
     settings = ["callbacks=none", "++callbacks.model_checkpoint.save_top_k=3", "logger=none"]
     assert main(["fit", "+recipe=line", *settings, "trainer.enable_checkpointing=false"]) == 0
@@ -239,23 +228,6 @@ def test_output_without_a_terminal_is_plain(project, monkeypatch, capfd):
     out = "".join(capfd.readouterr())
     assert "fit completed" in out
     assert not re.search(r"[\x1b\r]", out)
-
-
-FORGETFUL = """
-import line_fit
-
-class Net(line_fit.Line):
-    def training_step(self, batch, batch_idx):
-        pass
-"""
-
-
-def test_warnings_are_in_the_log():
-    write(Path(), {"forgetful.py": FORGETFUL})
-    message = "`training_step` returned `None`. If this was on purpose, ignore this warning"
-    with pytest.warns(UserWarning, match=message):  # as before
-        assert main(["fit", *LINE, "model._target_=forgetful.Net", "hydra.run.dir=run", "-q"]) == 0
-    assert f"[py.warnings][WARNING] - {message}" in Path("run/fit.log").read_text()
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGPIPE"), reason="there are no such pipes")

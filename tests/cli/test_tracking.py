@@ -21,6 +21,7 @@ from trainer.cli import main, tracking
 from trainer.cli.arguments import UsageError, read
 from trainer.cli.validate import validate
 from trainer.loggers import LoggedRun
+from trainer.record.run_record import read_json
 
 pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy")  # MLflow's, of SQLAlchemy
 
@@ -110,12 +111,8 @@ def database(mlflow_database: Path) -> Path:
     return Path(shutil.copy(mlflow_database, "outputs"))
 
 
-def recorded(folder: str = "run") -> dict[str, Any]:
-    return json.loads(Path(folder, "run.json").read_text())
-
-
-def rows(folder: str = "run") -> list[tuple[int, float]]:
-    with Path(folder, "csv/metrics.csv").open() as file:
+def rows() -> list[tuple[int, float]]:
+    with Path("run/csv/metrics.csv").open() as file:
         return [(int(row["step"]), float(row["val_loss"])) for row in csv.DictReader(file) if row["val_loss"]]
 
 
@@ -150,7 +147,7 @@ def test_run_its_resume_and_its_test_are_one_run_in_each_logger(project: Path, m
     assert [Wandb("run", index).id for index in (0, 1)] == [wandb.id, wandb.id]
     assert [Wandb("run", index).values("val_loss") for index in (0, 1)] == [approximately([row]) for row in rows()]
     assert Mlflow().values("val_loss") == approximately(rows())
-    assert recorded()["tracking"] == {"wandb": wandb.id, "mlflow": mlflow.id}
+    assert read_json(Path("run"))["tracking"] == {"wandb": wandb.id, "mlflow": mlflow.id}
 
     assert main(["test", "ckpt=run", "hydra.run.dir=tested"]) == 0
     tested, mlflow = Wandb("tested"), Mlflow()

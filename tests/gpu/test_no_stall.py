@@ -51,24 +51,6 @@ class ForbidSynchronization(Callback):
         torch.cuda.set_sync_debug_mode("error" if on else "default")
 
 
-class KeepBusy(Callback):
-    """Occupies the device for a second before an optimizer step, and checks after the next backward if it is done."""
-
-    def __init__(self) -> None:
-        self.backwards = 0
-        self.work: Any = None
-        self.host_is_ahead: bool | None = None
-
-    def on_after_backward(self, trainer: Any, module: Any) -> None:
-        self.backwards += 1
-        if self.work is not None and self.host_is_ahead is None:
-            self.host_is_ahead = not self.work.query()
-        if self.backwards == 10 * WINDOW:
-            torch.cuda._sleep(2_000_000_000)
-            self.work = torch.cuda.Event()
-            self.work.record()
-
-
 def fit(folder: Any, optimizer: str, watch: Callback, batches: int, device: str = "cuda") -> None:
     """16-mixed with clipping, accumulation, a schedule and ScaleMonitor, on batches that are on the device."""
     module = Logging(None, OPTIMIZERS[optimizer], lambda o: LambdaLR(o, lambda step: 0.99**step), interval="step")
@@ -99,11 +81,3 @@ def test_steady_state_step_synchronizes_nothing(tmp_path):
 def test_watch_sees_the_synchronization_of_a_plain_optimizer(tmp_path):
     with pytest.raises(RuntimeError, match="synchronizing CUDA operation"):
         fit(tmp_path, "momentum", ForbidSynchronization(), BATCHES)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(("optimizer", "ahead"), [("adamw-fused", True), ("momentum", False)])
-def test_host_issues_the_next_batch_while_the_device_still_works(tmp_path, optimizer, ahead):
-    watch = KeepBusy()
-    fit(tmp_path, optimizer, watch, 12 * WINDOW)
-    assert watch.host_is_ahead is ahead

@@ -52,16 +52,6 @@ def test_printed_report(capsys, monkeypatch):
     assert list(Path().iterdir()) == []
 
 
-def test_numbers(capsys):
-    found = facts(capsys)
-    assert found["problems"] == []
-    assert found["versions"]["torch"].startswith(torch.__version__)
-    assert found["devices"][-1]["device"] == "cpu"
-    assert found["workers"]["usable"] == machine.cores().usable
-    assert found["memory"]["total"] == machine.memory().total
-    assert [disk["folder"] for disk in found["disks"]] == [str(Path.cwd())]
-
-
 def test_measurement_slower_than_the_hardware_suggests(measured, monkeypatch):
     monkeypatch.setattr(devices, "_cpu_has_bfloat16", lambda: True)
     slow = {"bfloat16": {"matmul": 0.4, "convolution": 0.8}}

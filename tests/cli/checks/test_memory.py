@@ -199,15 +199,6 @@ def test_step_is_fused_if_that_of_fit_is():
 
 
 @pytest.mark.whole
-def test_command_fuses_the_step_if_fit_does(capsys, alone):
-    def peak(*more: str) -> int:
-        assert main(["checks", "json", *TINY, "data.batch_size=1", *more]) == 0
-        return json.loads(capsys.readouterr().out)["memory_of_recipe"]["needs"][0]["peak"]
-
-    assert peak() < peak("trainer._target_=lightning.Trainer")
-
-
-@pytest.mark.whole
 def test_unused_settings_of_a_run(capsys, monkeypatch, alone):
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         monkeypatch.delenv(name, raising=False)

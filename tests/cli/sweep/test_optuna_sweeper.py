@@ -187,11 +187,9 @@ def test_space_in_a_config_a_grid_and_a_batch(trials, capsys):
         (["optimizer.lr=0.1"], "hydra/sweeper=optuna without a search space"),
         ([LR, "hydra.sweeper.n_trials=0"], "hydra.sweeper.n_trials is 0, expected a whole number of at least 1."),
         ([LR, "hydra.sweeper.sampler.name=tpee"], "The sampler is tpee, expected one of tpe, random"),
-        ([LR, "hydra.sweeper.pruner.name=medium"], "The pruner is medium, expected one of median, hyperband, none."),
         ([LR, "+hydra.sweeper.pruner.patience=1"], "The pruner median does not take these settings"),
         (["optimizer.lr=tag(log,interval(0,1))"], "Cannot choose from 'optimizer.lr=tag(log,interval(0,1))'"),
         (["precision=interval(0,1)"], "is an interval, expected options of the config group precision."),
-        ([LR, "hydra.sweeper.storage=here"], "hydra.sweeper.storage is here, expected a URL such as sqlite:///"),
     ],
 )
 def test_mistakes(trials, capsys, words, complaint):
