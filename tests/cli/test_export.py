@@ -35,7 +35,6 @@ FORWARD = {
 MODULE = "import line_fit\nimport torch\n\n"
 for name, code in FORWARD.items():
     MODULE += f"class {name}(line_fit.Line):\n    def forward(self, points):\n        return {code}\n\n"
-MODULE += "class Given(Other):\n    example_input_array = torch.ones(3, 1, 2)\n"
 
 
 @pytest.fixture(scope="module")
@@ -129,12 +128,6 @@ def test_modules_without_a_graph(capfd: Any) -> None:
     status, _, err = export_of("Branches", capfd)
     assert (status, "torch.export failed for Branches.forward:" in err) == (1, True)
     assert not Path("out").exists()
-
-
-def test_the_example_of_the_module(capfd: Any) -> None:
-    status, out, _ = export_of("Given", capfd)
-    assert (status, "batches of any size (checked with 3 and 1)" in out) == (0, True)
-    assert torch.export.load("out/model.pt2").module()(torch.ones(2, 1, 2)).shape == (2, 1)
 
 
 MISTAKES = [

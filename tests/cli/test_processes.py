@@ -1,18 +1,13 @@
 from __future__ import annotations
 
-import atexit
-import gc
-import sys
 from pathlib import Path
 
 import pytest
-from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from omegaconf import OmegaConf
 
-from trainer.cli import main
 from trainer.cli.arguments import Arguments, UsageError, read
 from trainer.cli.compose import Composer
-from trainer.cli.processes import clean_environment, imports_only, is_first
+from trainer.cli.processes import clean_environment, is_first
 from trainer.cli.validate import validate
 from trainer.cli.workdir import claim, quoted, resume_requeued_job
 from trainer.record.run_record import load_run
@@ -137,31 +132,3 @@ def test_one_process_reports_a_failure_of_all(project, python):
     for name in ("fit.log", "fit_rank_1.log"):
         assert "RuntimeError: asked to fail" in (folder / name).read_text()
     assert load_run(folder).status == "failed"
-
-
-def test_run_is_composed_once_and_its_environment_collected_once(project, monkeypatch):
-    composed, collected = [], []
-    monkeypatch.setattr("trainer.record.provenance._git", lambda: collected.append(1))
-    compose = ConfigLoaderImpl.load_configuration
-    monkeypatch.setattr(
-        ConfigLoaderImpl, "load_configuration", lambda *given, **more: composed.append(1) or compose(*given, **more)
-    )
-    assert main(["fit", "+recipe=line", "hydra.run.dir=here"]) == 0
-    assert (len(composed), len(collected)) == (1, 1)
-    written = OmegaConf.load("here/.hydra/hydra.yaml").hydra
-    assert (written.run.dir, written.mode) == ("here", "RUN")
-    assert written.overrides.hydra[-1] == "hydra.run.dir='here'"
-
-
-def test_no_garbage_is_collected_while_torch_is_imported(monkeypatch):
-    frozen = []
-    monkeypatch.setattr(gc, "freeze", lambda: frozen.append(gc.isenabled()))
-    monkeypatch.setattr(atexit, "register", lambda function: frozen.append(function))
-    with imports_only():
-        assert gc.isenabled()  # torch is imported already
-    assert frozen == []
-    monkeypatch.delitem(sys.modules, "torch")
-    with imports_only():
-        assert not gc.isenabled()
-    assert gc.isenabled()
-    assert frozen == [False, gc.unfreeze]

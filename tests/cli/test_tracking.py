@@ -122,8 +122,7 @@ def approximately(points: list[tuple[int, float]]) -> list[tuple[int, Any]]:
 
 @pytest.mark.whole
 @pytest.mark.usefixtures("database")
-def test_run_its_resume_and_its_test_are_one_run_in_each_logger(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = {file.name for file in project.iterdir()} - {"outputs"}
+def test_run_its_resume_and_its_test_are_one_run_in_each_logger(monkeypatch: pytest.MonkeyPatch) -> None:
     words = [*FIT, *BOTH, "resume=auto", "hydra.run.dir=run"]
     artifacts = ["logger.wandb.log_model=true", "logger.mlflow.log_model=true", "logger.wandb.offline=false"]
     monkeypatch.setenv("WANDB_MODE", "offline")
@@ -139,8 +138,6 @@ def test_run_its_resume_and_its_test_are_one_run_in_each_logger(project: Path, m
     assert (wandb.exit_code, mlflow.status) == (0, "FINISHED")
     assert (wandb.run.project, wandb.run.display_name, wandb.run.run_group) == ("line", "run", "")
     assert mlflow.name == "run"
-    assert {file.name for file in project.iterdir()} - before - {"__pycache__", "home"} == {"run", "outputs"}
-    assert {file.name for file in Path("outputs").iterdir()} - {".mlflow.lock"} == {"mlflow", "mlflow.db"}
 
     assert main([*words, "trainer.max_epochs=2"]) == 0  # which MLflow would refuse to change
     assert [step for step, _ in rows()] == [3, 7]

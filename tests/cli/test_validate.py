@@ -72,7 +72,6 @@ LINE = {
     "+callbacks.scale_moniter.patience=1": "callbacks.scale_moniter has no _target_. Did you mean 'scale_",
     "+lr=3": "There is no setting 'lr'. Did you mean 'optimizer.lr'?",
     "output_dir=x": "Did you mean 'hydra.run.dir'?",
-    "callbacks.model_checkpoint.save_topk=1": "'callbacks.model_checkpoint.save_top_k'?",
     "model.optimizer.lr=1": "set optimizer.lr instead of model.optimizer.lr",
     # Hydra
     "'optimizer.lr=a b:{'": "Cannot parse the setting 'optimizer.lr=a b:{'",
@@ -85,7 +84,6 @@ LINE = {
     "hydra.run.dir=/proc/nowhere/run": "Cannot create the folder /proc/nowhere/run:",
     # sweeps
     "-m seed=1,2 hydra.run.dir=a": "hydra.run.dir=a has no effect on a sweep. Use hydra.sweep.dir instead.",
-    "-m seed=1,2 hydra.sweep.subdir=a": "hydra.sweep.subdir is a, which is a for several jobs,",
     "-m seed=1,2 optimizer.lr=1,2 'hydra.sweep.subdir=a/${seed}'": "is a/${seed}, which is a/1 for several jobs,",
     "-m optimizer=sgd,adam optimizer.momentum=0.5": "no setting 'optimizer.momentum'",
     "objective.mode=mix": "objective.mode is mix, expected min, max or null. Did you mean 'min'?",

@@ -1,10 +1,8 @@
 import copy
 from functools import partial
-from itertools import pairwise
 
 import pytest
 import torch
-from lightning import Callback
 from lightning.pytorch.loggers import TensorBoardLogger
 from PIL import Image
 from scipy.linalg import sqrtm
@@ -13,7 +11,8 @@ from torchvision.transforms.functional import pil_to_tensor
 
 from recipes.data import DigitScans
 from recipes.gan import GAN, SamplePictures, frechet_distance
-from tests.support import AUTOCAST_DTYPES, make_trainer, native_fp16
+from tests.parity import assert_same_weights
+from tests.support import make_trainer
 
 ADAM = partial(torch.optim.Adam, lr=2e-3, betas=(0.5, 0.999))
 
@@ -25,69 +24,26 @@ def scans() -> DigitScans:
     return data
 
 
-class Watch(Callback):
-    """Records the losses and the scale of each batch."""
-
-    def __init__(self) -> None:
-        self.losses: list[tuple[float, float]] = []
-        self.scales: list[float] = []
-
-    def on_train_batch_end(self, trainer, module, *_):
-        metrics = trainer.callback_metrics
-        self.losses.append((metrics["d_loss"].item(), metrics["g_loss"].item()))
-        self.scales.append(trainer.scaler.get_scale())
-
-
-def train_by_hand(gan: GAN, batches, precision: str, scaler: torch.amp.GradScaler):
-    """Train the same in plain torch. Yields losses and scale after each batch."""
-    generator, discriminator = gan.generator, gan.discriminator
-    d_optimizer, g_optimizer = ADAM(discriminator.parameters()), ADAM(generator.parameters())
-    dtype = AUTOCAST_DTYPES.get(precision)
-    autocast = partial(torch.autocast, "cpu", dtype=dtype or torch.bfloat16, enabled=dtype is not None)
-    real, fake = torch.ones(64), torch.zeros(64)
-    loss = F.binary_cross_entropy_with_logits
-    for images, _ in batches:
-        d_optimizer.zero_grad()
-        with autocast():
-            generated = generator(torch.randn(64, gan.latent_size))
-            truth, fiction = discriminator(images), discriminator(generated.detach())
-            d_loss = 0.5 * (loss(truth, real.to(truth.dtype)) + loss(fiction, fake.to(truth.dtype)))
-        scaler.scale(d_loss).backward()
-        scaler.step(d_optimizer)
-        g_optimizer.zero_grad()
-        with autocast():
-            fiction = discriminator(generated)
-            g_loss = loss(fiction, real.to(fiction.dtype))
-        scaler.scale(g_loss).backward()
-        scaler.step(g_optimizer)
-        scaler.update()
-        yield (d_loss.item(), g_loss.item()), scaler.get_scale()
-
-
-@pytest.mark.whole
-@pytest.mark.parametrize(("precision", "init_scale"), [("32-true", 1.0), ("16-mixed", 2.0**24)])
-def test_training_equals_a_hand_written_loop(precision, init_scale, scans, tmp_path):
-    torch.manual_seed(0)
+def test_training_equals_a_hand_written_loop(scans, tmp_path):
+    """Loss scaling for two optimizers is compared in tests/loops/test_manual_optimization.py."""
     gan = GAN(ADAM, width=16)
     twin = copy.deepcopy(gan)
-    is_scaled, watch = precision == "16-mixed", Watch()
-    plugin = native_fp16(init_scale=init_scale) if is_scaled else precision
-    trainer = make_trainer(tmp_path, precision=plugin, limit_train_batches=4, limit_val_batches=0, callbacks=[watch])
     torch.manual_seed(1)
-    trainer.fit(gan, datamodule=scans)
+    make_trainer(tmp_path, limit_train_batches=4, limit_val_batches=0).fit(gan, datamodule=scans)
 
     torch.manual_seed(1)
-    batches = (batch for _, batch in zip(range(4), scans.train_dataloader(), strict=False))
-    scaler = torch.amp.GradScaler("cpu", init_scale=init_scale, enabled=is_scaled)  # updated once in a batch
-    by_hand = list(train_by_hand(twin, batches, precision, scaler))
-
-    assert watch.losses == [losses for losses, _ in by_hand]
-    assert watch.scales == [scale for _, scale in by_hand]
-    weights, others = gan.state_dict(), twin.state_dict()
-    assert all(torch.equal(weights[name], others[name]) for name in others)
-    assert trainer.global_step == 2 * 4
-    assert trainer.skipped_steps == sum(a > b for a, b in pairwise([init_scale, *watch.scales]))
-    assert (trainer.skipped_steps >= 2) is is_scaled
+    d_optimizer, g_optimizer = ADAM(twin.discriminator.parameters()), ADAM(twin.generator.parameters())
+    loss, real, fake = F.binary_cross_entropy_with_logits, torch.ones(64), torch.zeros(64)
+    for _, (images, _) in zip(range(4), scans.train_dataloader(), strict=False):
+        d_optimizer.zero_grad()
+        generated = twin.generator(torch.randn(64, twin.latent_size))
+        truth, fiction = twin.discriminator(images), twin.discriminator(generated.detach())
+        (0.5 * (loss(truth, real) + loss(fiction, fake))).backward()
+        d_optimizer.step()
+        g_optimizer.zero_grad()
+        loss(twin.discriminator(generated), real).backward()
+        g_optimizer.step()
+    assert_same_weights(gan, twin)
 
 
 def test_samples_depend_on_their_seed_only():

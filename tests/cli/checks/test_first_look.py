@@ -165,16 +165,11 @@ def test_shown_report(capsys):
     for start in (
         "batch[1] 8 int64 0 to 2 0: 3, 1: 3, 2: 2",
         "single 1 32-true ",
-        "single 1 16-mixed ",
-        "single 1 bf16-mixed ",
-        "ddp 8 32-true ",
         *["fsdp 8 32-true "] * HAS_FSDP2,
         "The layers, in float32: 147 parameters, 67 trained, loss ",
         "first Linear 40 256 bytes ",
-        "second Linear 27 96 bytes ",
         "Measured time of loading and of a training step",
         "loading a batch ",
-        "a step ",
         "Note: This batch fits into float16 (largest number 65,504): the largest activation is ",
     ):
         assert sum(line.startswith(start) for line in lines) == 1, start

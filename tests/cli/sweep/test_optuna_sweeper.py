@@ -27,22 +27,17 @@ class Trials:
 
     def __init__(self, started: list[FakeJob]) -> None:
         self.started = started
-        self.fails_at: list[int] = []
-        self.raises_at: list[int] = []
-        self.pruned_at: list[int] = []
-        self.diverges_at: list[int] = []
+        self.ends: dict[int, str] = {}  # unusual ones, by number
 
     def end(self, job: FakeJob) -> Any:
-        number = int(job.value("hydra.job.num"))
-        if number in self.raises_at:
-            self.raises_at.remove(number)
+        ends = self.ends.pop(int(job.value("hydra.job.num")), "completed")
+        if ends == "interrupted":
             job.returncode = 130
             raise KeyboardInterrupt
-        if number in self.fails_at:
+        if ends == "failed":
             return 1
-        loss = math.nan if number in self.diverges_at else abs(math.log10(float(job.value("optimizer.lr"))) + 2)
-        status = "pruned" if number in self.pruned_at else "completed"
-        objective = {"metric": "val_loss", "mode": "min"}
+        loss = math.nan if ends == "diverged" else abs(math.log10(float(job.value("optimizer.lr"))) + 2)
+        status, objective = ends.replace("diverged", "completed"), {"metric": "val_loss", "mode": "min"}
         return {"status": status, "metrics": {"val_loss": loss}, "run_dir": str(job.folder), "objective": objective}
 
     @property
@@ -73,7 +68,7 @@ def study(storage: str = "sqlite:///jobs/study.db", name: str = "line"):
 
 def test_trials_are_jobs_and_the_study_has_their_results(trials, capsys):
     Path("jobs/study.db").unlink()
-    trials.fails_at[:], trials.pruned_at[:], trials.diverges_at[:] = [1], [2], [3]
+    trials.ends = {1: "failed", 2: "pruned", 3: "diverged"}
     assert main([*SWEEP, LR, "hydra.sweeper.n_trials=5"]) == 1  # one has failed
     finished = study().get_trials()
     assert [trial.state.name for trial in finished] == ["COMPLETE", "FAIL", "PRUNED", "FAIL", "COMPLETE"]
@@ -105,7 +100,7 @@ def test_seed_makes_the_same_trials(trials):
 
 @pytest.mark.whole
 def test_same_sweep_resumes_interrupted_and_missing_trials(trials, capsys):
-    trials.raises_at[:] = [2]
+    trials.ends = {2: "interrupted"}
     words = [*SWEEP, LR, "hydra.sweeper.n_trials=4"]
     assert main(words) == 130
     assert [trial.state.name for trial in study().get_trials()] == ["COMPLETE", "COMPLETE", "RUNNING"]

@@ -133,20 +133,6 @@ def test_means_over_seeds_and_folds(tmp_path):
     assert lines[2] == "Best: job 0, with the lowest loss, 0.1: optimizer.lr=1 seed=1 +data.fold=0"
 
 
-def test_table_and_means_have_the_objective_at_the_best_checkpoint(tmp_path):
-    monitor = {"metric": "val/loss", "mode": "min"}
-    for number in range(2):
-        best = {"monitor": monitor, "best_score": 0.2 + 0.2 * number, "overrides": ["+recipe=a", f"seed={number}"]}
-        left(tmp_path, reached(number, 2.0 - number, metric="val/loss", metrics={"val/acc": 0.5}, **best))
-    report(tmp_path)
-    header, _, *rows = (tmp_path / "summary.md").read_text().splitlines()
-    assert "| best val/loss | val/acc |" in header
-    assert "| 0.2 | 0.5 |" in rows[0]
-    assert "| 0.4 | 0.5 |" in rows[1]
-    assert any(line.startswith("Mean of 2 jobs: best val/loss 0.3 ± 0.14, val/acc 0.5") for line in rows)
-    assert any(line.startswith("Best: job 0, with the lowest val/loss, 0.2 at its best checkpoint") for line in rows)
-
-
 TABLE, RESUME = "| job |", "To resume: this"
 NO_BEST = "There is no best job: no job has a finite value of loss."
 

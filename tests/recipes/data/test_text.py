@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from recipes.data import ByteText
-from recipes.data.text import END, NO_TARGET, cut, python_topics, split_documents
+from recipes.data.text import END, NO_TARGET, cut, split_documents
 
 
 def bytes_of(tokens: torch.Tensor, targets: torch.Tensor) -> list[tuple[bytes, bytes]]:
@@ -29,14 +29,6 @@ def test_documents_are_cut_at_line_ends():
         assert b"".join(targets for _, targets in pieces) == b"ab\nabcdefghij\n\n\0\0c\0"
         assert all(tokens[1:] == targets[:-1] for tokens, targets in pieces)
         assert all(0 < len(tokens) <= context for tokens, _ in pieces)
-
-
-def test_topics_are_english_without_repeated_paragraphs():
-    documents = python_topics()
-    text = "\n\n".join(documents)
-    assert len(text) > 200_000
-    paragraphs = [p.strip() for p in re.split(r"\n[ ]*\n", text) if p.strip()]
-    assert len(set(paragraphs)) == len(paragraphs)
 
 
 def test_documents_are_split_whole_and_by_size():
