@@ -6,10 +6,8 @@ import collections
 import copy
 import enum
 import functools
-import pickle
 import sys
 from argparse import Namespace
-from collections.abc import Iterator
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
@@ -150,22 +148,6 @@ def a_noted_list() -> Noted:
 )
 def test_unsupported_objects_are_detected_before_the_save(value, reason):
     assert refusal({"it": value}).startswith(reason)
-
-
-@pickles_members_by_value
-@pytest.mark.parametrize("place", ["callbacks", "own"])
-def test_objects_outside_hyperparameters_are_refused(place):
-    with pytest.raises(pickle.UnpicklingError, match="Colour was not an allowed global"):
-        read(file_of({"lr": 0.5}, **{place: {"it": Colour.RED}}))
-    with pytest.raises(pickle.UnpicklingError, match="Colour was not an allowed global"):  # nor hyperparameters of both
-        read(file_of({"it": Colour.RED}, **{place: {"it": Colour.RED}}))
-
-
-@pytest.fixture(autouse=True)
-def torch_forgets() -> Iterator[None]:
-    before = set(torch.serialization.get_safe_globals())
-    yield
-    assert set(torch.serialization.get_safe_globals()) == before
 
 
 @pickles_members_by_value

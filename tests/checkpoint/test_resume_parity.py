@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections import UserList
 from collections.abc import Callable
-from functools import partial
+from functools import partial, partialmethod
 from pathlib import Path
 from typing import Any
 
@@ -42,14 +42,9 @@ class Diary(Classifier):
     def note(self, what: str, *more: int) -> None:
         self.entries.append((what, self.current_epoch, self.global_step, *more))
 
-    def on_train_start(self) -> None:
-        self.note("train")
-
-    def on_train_epoch_start(self) -> None:
-        self.note("epoch start")
-
-    def on_train_epoch_end(self) -> None:
-        self.note("epoch end")
+    on_train_start = partialmethod(note, "train")
+    on_train_epoch_start = partialmethod(note, "epoch start")
+    on_train_epoch_end = partialmethod(note, "epoch end")
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         self.note("batch", batch_idx)

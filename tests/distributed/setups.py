@@ -30,6 +30,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 
+from tests import support
 from tests.support import make_trainer, native_fp16
 from trainer import CheckpointFiles, FSDP2Strategy
 from trainer.callbacks import GradientAccumulation, GradientClipping, NonFiniteGuard, OverflowReport
@@ -300,26 +301,19 @@ def whole(value: Any) -> Tensor:
     return (value.full_tensor() if isinstance(value, DTensor) else value).detach().clone()
 
 
-class Trace:
-    """Picklable results of a fit.
+class Trace(support.Trace):
+    """Picklable results of a fit, with the learning rates of each optimizer step, and without losses.
 
     Attributes:
         weights: the whole parameters and buffers, at the end of each epoch.
         state: the whole tensors of the optimizers, at the end.
-        skipped, scales, next_scales, norms: of each weight update.
-        rates: learning rates of each optimizer step.
         val_losses: of each validation.
         counts: numbers to be equal, by name.
     """
 
     def __init__(self) -> None:
-        self.weights: list[dict[str, Tensor]] = []
+        super().__init__()
         self.state: dict[str, Tensor] = {}
-        self.skipped: list[bool] = []
-        self.scales: list[float] = []
-        self.next_scales: list[float] = []
-        self.norms: list[float] = []
-        self.rates: list[float] = []
         self.val_losses: list[float] = []
         self.counts: dict[str, Any] = {}
 
@@ -333,8 +327,10 @@ class Trace:
                     self.state[f"{number}.{index}.{name}"] = whole(torch.as_tensor(value))
 
 
-class Watch(Callback):
+class Watch(support.Watch):
     """Records the trace of a Trainer's fit."""
+
+    on_train_batch_end = Callback.on_train_batch_end
 
     def __init__(self) -> None:
         self.trace = Trace()
@@ -343,14 +339,9 @@ class Watch(Callback):
         self.trace.rates.append(optimizer.param_groups[0]["lr"])
 
     def on_after_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any, outcome: Any) -> None:
-        if optimizer is not trainer.optimizers[outcome.optimizers[-1]]:
-            return  # once for each update
-        self.trace.skipped.append(outcome.skipped)
-        self.trace.scales.append(outcome.scale)
-        self.trace.next_scales.append(outcome.next_scale)
-        if outcome.grad_norm is not None:
-            assert type(outcome.grad_norm) is Tensor, "a norm is one plain number"
-            self.trace.norms.append(outcome.grad_norm.item())
+        if optimizer is trainer.optimizers[outcome.optimizers[-1]]:  # once for each update
+            assert type(outcome.grad_norm) in (Tensor, type(None)), "a norm is one plain number"
+            super().on_after_optimizer_step(trainer, pl_module, optimizer, outcome)
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
         if not trainer.sanity_checking:

@@ -58,24 +58,8 @@ class Net(Uneven):
         return OPTIMIZERS[self.optimizer](groups)
 
 
-class Caching(Net):
-    """Has growing buffers outside the state dict, which DDP broadcasts from rank 0."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("past", torch.zeros(1, 2), persistent=False)
-        self.register_buffer("first", None, persistent=False)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        if self.trainer.training:
-            self.past = torch.cat([self.past, batch[1].detach()[:1, :2]])
-            if self.first is None:
-                self.first = batch[1].detach().mean().reshape(1) + self.global_rank
-        return super().training_step(batch, batch_idx) + (self.gain * (self.past.mean() + self.first)).sum()
-
-
 class States(Callback):
-    """Records whole weights and optimizer states, and the buffers, at the start and the end of training."""
+    """Records whole weights and optimizer states, at the start and the end of training."""
 
     def __init__(self) -> None:
         self.at: dict[str, Any] = {}
@@ -88,7 +72,7 @@ class States(Callback):
 
     def _record(self, moment: str, trainer: Any, pl_module: Any) -> None:
         states = {"weights": pl_module.state_dict(), "optimizers": [one.state_dict() for one in trainer.optimizers]}
-        whole = state_dicts.gathered(states, keep=True) | {"buffers": dict(pl_module.named_buffers())}
+        whole = state_dicts.gathered(states, keep=True)
         clone = lambda one: one.clone() if isinstance(one, Tensor) else one  # noqa: E731
         self.at[moment] = torch.utils._pytree.tree_map(clone, whole)
 
@@ -177,18 +161,6 @@ def test_sharded_checkpoint_is_a_folder_of_all_ranks(saved: Saved) -> None:
     assert {"epoch": 1, "step": 10, "weights_only": False}.items() <= manifest.facts.items()
     assert sorted(os.listdir(path.parent)) == ["step=10.ckpt", "step=8.ckpt"]
     assert files.verify(path.parent / "step=8.ckpt")
-
-
-@pytest.mark.parametrize(("engine", "form"), [("ddp", "file"), ("fsdp", "folder")])
-def test_growing_buffers_of_each_process_are_restored(ranks: Ranks, tmp_path: Path, engine: str, form: str) -> None:
-    path = tmp_path / "a.ckpt"  # in the second epoch
-    whole = ranks.call(fit, tmp_path / "w", engine, form, Caching(), None, {"callbacks": [SavesAt(path, batches=7)]})
-    resumed = ranks.call(fit, tmp_path / "r", engine, form, Caching(), path)
-    for found, expected in zip(resumed, whole, strict=True):
-        assert_identical(found["end"], expected["end"])
-        assert found["end"]["buffers"]["past"].shape == (11, 2)
-    first, second = (rank["end"]["buffers"]["past"] for rank in whole)
-    assert torch.equal(first[:-1], second[:-1])  # the last row was not broadcast yet
 
 
 LATE = {(1, 0), (1, 1)}

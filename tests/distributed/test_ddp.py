@@ -112,16 +112,6 @@ def test_none_with_find_unused_parameters(ranks: Ranks) -> None:
         assert_close(found, expected, 0.0)
 
 
-def test_one_checkpoint_of_the_module_is_written(ranks: Ranks, tmp_path: Path) -> None:
-    """The default sampler divides the data among the ranks."""
-    saver = ModelCheckpoint(tmp_path, monitor="val_loss", save_top_k=1)
-    arguments = {"limit_val_batches": 1.0, "enable_checkpointing": True, "callbacks": [saver]}
-    found = ranks.call(fit, Regression(), arguments | {"use_distributed_sampler": True})
-    assert [rank["sampler"] for rank in found] == ["DistributedSampler"] * 2
-    (path,) = tmp_path.iterdir()
-    assert torch.load(path, weights_only=True)["state_dict"].keys() == Regression().state_dict().keys()
-
-
 class LogsByRank(Regression):
     """Logs other values of a training metric on each rank, which are not reduced."""
 

@@ -165,7 +165,6 @@ def fit(
         "reduced": recorder.reduced, "global_step": trainer.global_step, "skipped_steps": trainer.skipped_steps,
         "scale": trainer.scaler.get_scale(), "rank": trainer.global_rank, "world_size": trainer.world_size,
         "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
-        "sampler": type(trainer.train_dataloader.sampler).__name__,
     }  # fmt: skip
 
 

@@ -113,10 +113,7 @@ class Events(Callback):
     """Records batches, validations, epochs and optimizer steps, with metrics and learning rates."""
 
     def __init__(self) -> None:
-        self.batches: list[int] = []
-        self.validations: list[Any] = []
-        self.epochs: list[Any] = []
-        self.steps: list[Any] = []
+        self.batches, self.validations, self.epochs, self.steps = list[Any](), list[Any](), list[Any](), list[Any]()
 
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
         self.batches.append(trainer.current_epoch)
@@ -147,10 +144,7 @@ def ran(folder: Path, loader: Any, module: Module, **arguments: Any) -> dict[str
     trainer.fit(module, loader, loader_of(make_batches(2, seed=5)))
     schedules = [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs]
     return {
-        "batches": events.batches,
-        "validations": events.validations,
-        "epochs": events.epochs,
-        "steps": events.steps,
+        **vars(events),
         "schedules": [{k: v for k, v in one.items() if not callable(v)} for one in schedules],
         "files": sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*.ckpt")),
         "counters": (trainer.global_step, trainer.current_epoch, trainer.progress.updates, trainer.progress.batches),

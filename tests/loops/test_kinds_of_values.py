@@ -9,10 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
-from tests.support import loader_of, make_trainer, nested_tensor
+from tests.support import Regression, loader_of, make_trainer, nested_tensor, sgd
 from trainer.callbacks import RunRecorder, SyncDetector, Throughput
 from trainer.errors import NonFiniteError
 
@@ -37,12 +36,12 @@ KINDS: dict[str, Callable[[], Tensor | nn.Module]] = {
 }
 
 
-class Unusual(LightningModule):
+class Unusual(Regression):
     """Has a part that it does not use. Its loss is NaN in batch 1, if ``breaks``."""
 
     def __init__(self, part: Tensor | nn.Module, breaks: bool) -> None:
-        super().__init__()
-        self.net, self.breaks = nn.Linear(4, 1), breaks
+        super().__init__(nn.Linear(4, 1))
+        self.breaks = breaks
         if isinstance(part, nn.Module):
             self.part = part
         else:
@@ -50,9 +49,6 @@ class Unusual(LightningModule):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         return self.net(batch[0]).mean() * (float("nan") if self.breaks and batch_idx == 1 else 1.0)
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.net.parameters(), lr=0.1)
 
 
 LAZY, SPARSE = ("uninitialized",), ("sparse", "frozen_sparse")
@@ -84,25 +80,20 @@ def test_broken_weights_are_found_beside_a_sparse_buffer(tmp_path):
         trainer.fit(module, loader_of([[torch.ones(2, 4)]] * 4))
 
 
-class Outside(LightningModule):
-    """Has no parameters: its optimizer updates the parameters of an object that it does not own."""
-
-    def __init__(self, net: nn.Module) -> None:
-        super().__init__()
-        self.outside = [net]
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return self.outside[0](batch[0]).mean() * (float("nan") if batch_idx == 1 else 1.0)
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.outside[0].parameters(), lr=0.1)
-
-
 def test_module_without_parameters_is_trained(tmp_path):
+    """Its optimizer updates the parameters of an object that it does not own."""
+
+    class Outside(Regression):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return net(batch[0]).mean() * (float("nan") if batch_idx == 1 else 1.0)
+
+        def configure_optimizers(self) -> Any:
+            return sgd(net.parameters())
+
     net = nn.Linear(4, 1)
     trainer = make_trainer(tmp_path, precision="16-mixed", log_every_n_steps=2)
     before = net.weight.detach().clone()
-    trainer.fit(Outside(net), loader_of([[torch.ones(2, 4)]] * 8))
+    trainer.fit(Outside(nn.Identity()), loader_of([[torch.ones(2, 4)]] * 8))
     assert (trainer.global_step, trainer.skipped_steps) == (8, 2)
     torch.testing.assert_close(net.weight, before - 0.6)
 

@@ -28,9 +28,11 @@ from tests.support import (
     make_net,
     make_trainer,
     manual_step,
+    norm_of,
     plugin_of,
     scaler_of,
     sgd,
+    train_by_hand,
 )
 
 BATCHES, EPOCHS = 5, 2  # an epoch ends inside an accumulation window
@@ -85,7 +87,7 @@ class StepsIn(Regression):
         return [type("Steps", (Callback,), {name: lambda _, trainer, module, *more: module.step_if_due()})()]
 
 
-def train_by_hand(moments: list[int], precision: str, optimizer: Any, gains: dict[int, float]) -> Any:
+def train_in_moments(moments: list[int], precision: str, optimizer: Any, gains: dict[int, float]) -> Any:
     """Train with a hand-written loop and one ``update`` per step. Return the net, the scaler and the skipped steps."""
     net, scaler, batches = make_net(), scaler_of(precision), make_batches(BATCHES)
     stepper, skips = optimizer(net.parameters()), 0
@@ -114,7 +116,7 @@ def test_step_in_any_hook_equals_a_hand_written_loop(tmp_path, precision, hook, 
     arguments: dict[str, Any] = {"max_epochs": EPOCHS, "callbacks": [outcomes], "precision": plugin_of(precision)}
     trainer = make_trainer(tmp_path, val_check_interval=2, num_sanity_val_steps=1, **arguments)
     trainer.fit(module, loader_of(make_batches(BATCHES)), loader_of(make_batches(1)))
-    net, scaler, skips = train_by_hand(module.moments, precision, make, gains)
+    net, scaler, skips = train_in_moments(module.moments, precision, make, gains)
     assert_same_weights(module.net, net)
     assert trainer.scaler.get_scale() == trainer.scaler.current_scale == scaler.get_scale()
     if scaler.is_enabled():
@@ -261,16 +263,7 @@ def test_clipped_gradient_without_a_step_is_unscaled_again(tmp_path, precision):
 
     ours, theirs, batches = make_net(), make_net(), make_batches(6)
     make_trainer(tmp_path, precision=plugin_of(precision)).fit(LeavesOut(ours), loader_of(batches))
-    optimizer, scaler = sgd(theirs.parameters()), scaler_of(precision)
-    for batch in batches[1::2]:
-        optimizer.zero_grad()
-        with forward_context(precision):
-            loss = loss_of(theirs, batch)
-        scaler.scale(loss).backward()
-        scaler.unscale_(optimizer)
-        nn.utils.clip_grad_norm_(theirs.parameters(), 0.3)
-        scaler.step(optimizer)
-        scaler.update()
+    train_by_hand(theirs, batches[1::2], precision=precision, scaler=scaler_of(precision), clip=norm_of(0.3))
     assert_same_weights(ours, theirs)
 
 

@@ -14,7 +14,17 @@ from torch import Tensor
 
 from tests.parity import assert_same_weights
 from tests.simulated_cuda.device import DEVICE, Seen
-from tests.support import OPTIMIZERS, Regression, fit_and_watch, loader_of, make_batches, make_net, make_trainer
+from tests.support import (
+    OPTIMIZERS,
+    Regression,
+    Skipping,
+    adam,
+    fit_and_watch,
+    loader_of,
+    make_batches,
+    make_net,
+    make_trainer,
+)
 from trainer.errors import ConfigurationError
 from trainer.precision import MixedPrecision
 
@@ -125,23 +135,16 @@ def test_impossible_weight_on_a_device_is_refused(cuda, tmp_path, weight, window
 
 def test_batch_that_an_elastic_order_leaves_out_contributes_nothing(tmp_path, monkeypatch):
     """Its weight is 0 for any result of ``training_step``, and its gradients may be NaN."""
-    nets = []
-    for left_out in (False, True):
-        module = Regression(make_net(), OPTIMIZERS["adam"])
-        data = make_batches(4, gains={1: float("inf")})
-        trainer = make_trainer(tmp_path, accumulate_grad_batches=2)
-        window, progress = trainer.loop.window, trainer.progress
+    nets, data = [make_net(), make_net()], loader_of(make_batches(4, gains={1: float("inf")}))
+    with pytest.warns(UserWarning, match="returned `None`"):
+        make_trainer(tmp_path, accumulate_grad_batches=2).fit(Skipping(nets[0], adam, none_in=(1,)), data)
+    trainer = make_trainer(tmp_path, accumulate_grad_batches=2)
+    window, advance = trainer.loop.window, trainer.loop.window.advance
 
-        def weigh(*args: Any, advance: Any = window.advance, window: Any = window, progress: Any = progress) -> None:
-            advance(*args)
-            window.batch_weight = 0.0 if progress.batch_idx == 1 else 1.0
+    def weigh(*args: Any) -> None:
+        advance(*args)
+        window.batch_weight = float(trainer.progress.batch_idx != 1)
 
-        if left_out:
-            monkeypatch.setattr(window, "advance", weigh)
-        else:
-            plain = module.training_step
-            module.training_step = lambda batch, i, plain=plain: None if i == 1 else plain(batch, i)
-        with pytest.warns(UserWarning, match="returned `None`") if not left_out else pytest.MonkeyPatch.context():
-            trainer.fit(module, loader_of(data))
-        nets.append(module.net)
+    monkeypatch.setattr(window, "advance", weigh)
+    trainer.fit(Regression(nets[1], adam), data)
     assert_same_weights(*nets)

@@ -7,12 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 
 from tests.parity import assert_same_weights
-from tests.support import loader_of, make_trainer
+from tests.support import Regression, adamw, loader_of, make_trainer
 from trainer.callbacks import ActivationCheckpointing, Compile
 from trainer.errors import PrecisionError
 from trainer.precision import Float8Precision
@@ -39,19 +38,15 @@ class Net(nn.Module):
         return self.head(self.own(x))
 
 
-class Classifier(LightningModule):
+class Classifier(Regression):
     def __init__(self) -> None:
-        super().__init__()
-        self.net = Net()
+        super().__init__(Net(), adamw)
         self.kinds: set[str] = set()
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         self.kinds = {name for name, part in self.net.named_modules() if "_in_float8" in vars(part)}
         x, y = batch
         return nn.functional.cross_entropy(self.net(x).float(), y)
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.parameters(), lr=0.01)
 
 
 FLOAT8 = {"blocks.0.0", "blocks.0.2", "blocks.1.0", "blocks.1.2"}

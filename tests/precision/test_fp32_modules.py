@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
@@ -288,19 +287,8 @@ def test_compiled_blocks_share_a_graph(patterns):
     assert len(graphs) <= 2  # the first block's input is no result of another's
 
 
-class Encoder(LightningModule):
-    """torch's transformer layer, which bypasses its submodules in evaluation."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
-
-    def predict_step(self, batch: Any, batch_idx: int) -> Any:
-        return self.layer(batch)
-
-
 def test_short_cuts_of_transformer_layers_are_off(tmp_path):
+    """In evaluation, torch's transformer layer bypasses its submodules."""
     called = []
 
     class Norm(nn.LayerNorm):
@@ -308,8 +296,9 @@ def test_short_cuts_of_transformer_layers_are_off(tmp_path):
             called.append(x.dtype)
             return super().forward(x)
 
-    module, data = Encoder(), loader_of([torch.randn(2, 3, 8)])
-    module.layer.norm1 = Norm(8)
+    layer, data = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), loader_of([torch.randn(2, 3, 8)])
+    module, layer.norm1 = Regression(layer), Norm(8)
+    module.predict_step = lambda batch, batch_idx: layer(batch)
     # a mode that observes every operation, which torch 2.10 needs, disables this shortcut as well
     if not loses_gradients():
         make_trainer(tmp_path, precision="bf16-mixed").predict(module, data)

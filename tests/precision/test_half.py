@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -19,18 +18,17 @@ from tests.support import (
     OPTIMIZERS,
     Regression,
     SavesAt,
-    Trace,
     adam,
     assert_identical,
     assert_same,
     fit_and_watch,
     loader_of,
-    loss_of,
     make_batches,
     make_net,
     make_trainer,
     momentum,
     sgd,
+    train_by_hand,
 )
 from trainer.precision import HalfPrecision, cpu_fp16
 from trainer.precision.dtypes import cast
@@ -38,21 +36,6 @@ from trainer.precision.dtypes import cast
 DTYPES = {"16-true": torch.float16, "bf16-true": torch.bfloat16}
 both = pytest.mark.parametrize("precision", DTYPES)
 vanishing = pytest.mark.filterwarnings("ignore:precision='16-true' keeps weights and gradients in float16")
-
-
-def by_hand(net: nn.Module, batches: Any, dtype: torch.dtype, optimizer: Any = sgd) -> Trace:
-    """Train with a hand-written loop, with model and batches in ``dtype``."""
-    trace, stepper = Trace(), optimizer(net.parameters())
-    for batch in batches:
-        stepper.zero_grad()
-        loss = loss_of(net, cast(batch, dtype))
-        loss.backward()
-        stepper.step()
-        trace.skipped.append(False)
-        trace.scales.append(1.0)
-        trace.next_scales.append(1.0)
-        trace.after_batch(loss, net, stepper)
-    return trace
 
 
 # --- computation ------------------------------------------------------------------------------------------------------
@@ -72,7 +55,7 @@ def test_weights_equal_a_hand_written_loop(tmp_path, precision, optimizer, kerne
     trainer, ours = fit_and_watch(tmp_path, Regression(optimizer=make), batches, precision=plugin)
     fast = kernels == "fast" and precision == "16-true"
     with cpu_fp16.fast_fp16_kernels() if fast else torch.enable_grad():
-        theirs = by_hand(make_net().to(dtype), batches, dtype, make)
+        theirs = train_by_hand(make_net().to(dtype), cast(batches, dtype), optimizer=make)
     assert_same(ours, theirs)
     assert (trainer.precision, trainer.scaler.is_enabled()) == (precision, False)
     assert {weight.dtype for weight in ours.weights[-1]} == {dtype}
@@ -149,7 +132,7 @@ def test_fp32_modules_equal_a_hand_written_loop(tmp_path, precision, recomputes)
     plugin = HalfPrecision(dtype, fp32_modules=["net.1", "net.4"], cpu_kernels="native")
     module = Regression(Recomputed(*make_net()), optimizer=momentum)
     _, ours = fit_and_watch(tmp_path, module, batches, precision=plugin)
-    assert_same(ours, by_hand(ByHand((1, 4), dtype), batches, dtype, momentum))
+    assert_same(ours, train_by_hand(ByHand((1, 4), dtype), cast(batches, dtype), optimizer=momentum))
     assert {module.net[i].weight.dtype for i in (1, 4)} == {torch.float32}
     assert module.net[0].weight.dtype is dtype
     assert "forward" not in vars(module.net[1])
