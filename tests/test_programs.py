@@ -7,8 +7,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
+from tests.test_lightning_parity import assert_close
 
 PROGRAMS = Path(__file__).parent / "programs"
 IMPORT = re.compile(r"^from lightning import (.*), Trainer, (.*)$", re.MULTILINE)
@@ -27,17 +26,6 @@ def run(name: str, folder: Path, *, with_ours: bool) -> dict[str, Any]:
         result: dict[str, Any] = namespace["main"](str(folder))
     result["warnings"] = {str(warning.message).replace(str(folder), "") for warning in caught}
     return result
-
-
-def assert_close(theirs: Any, mine: Any, where: str) -> None:
-    if isinstance(theirs, dict):
-        assert theirs.keys() == mine.keys(), where
-        for key, value in theirs.items():
-            assert_close(value, mine[key], f"{where}.{key}")
-    elif isinstance(theirs, (float, list, Tensor)):
-        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6, msg=lambda text: f"{where}: {text}")
-    else:
-        assert theirs == mine, where
 
 
 def test_one_import_changes(tmp_path: Path) -> None:

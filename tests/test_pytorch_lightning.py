@@ -16,7 +16,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.test_programs import PROGRAMS, assert_close
+from tests.test_lightning_parity import assert_close
+from tests.test_programs import PROGRAMS
 from tests.warm_python import WarmPython
 
 ROOT = Path(__file__).parent.parent
@@ -155,8 +156,8 @@ def test_spawned_processes_train(tmp_path: Path, python_without_lightning: WarmP
 
         resource_tracker.ensure_running()  # by a Python that is not warm, because it must not end before this process
         spawn.set_executable(sys.executable)
-        quiet = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
-        fit = Trainer(accelerator="cpu", devices=1, strategy="ddp_spawn", max_steps=2, callbacks=net.Watch(), **quiet)
+        from tests.parity import QUIET
+        fit = Trainer(strategy="ddp_spawn", max_steps=2, callbacks=net.Watch(), **QUIET)
         model = net.Net()
         before = model.layer.weight.sum().item()
         fit.fit(model)
@@ -193,13 +194,11 @@ def test_classes_of_the_other_package_are_refused_without_the_import(
         from pytorch_lightning.profilers import SimpleProfiler
         from pytorch_lightning.strategies import DDPStrategy
         from pytorch_lightning.utilities import CombinedLoader
+        from tests.parity import QUIET
         from trainer.cli import run
         from trainer.errors import ConfigurationError
 
-        quiet = dict(
-            accelerator="cpu", max_steps=1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
-            enable_model_summary=False,
-        )
+        quiet = {{**QUIET, "max_steps": 1}}
         class Brings(Accepted):
             def configure_callbacks(self):
                 return EarlyStopping("loss")
