@@ -5,91 +5,43 @@ from itertools import islice
 
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
+from tests.data.test_resumable import Bookmarked, Noisy, Stream, batches_of
 from trainer.data.batches import LookAhead, TrainingBatches, Transfer
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 
 
-class Counted:
-    """Loaders with a source that counts its batches; those without a length fetch one batch ahead."""
+class Drawing(Stream):
+    """Counts the drawn samples."""
 
-    is_sequential = False
+    drawn = 0
 
-    def __init__(self, length, *, limit=None, known=True, made_in=0):
-        self.length, self.limit, self.has_length, self.made_in = length, limit, known, made_in
-        self.drawn, self.begins_at, self.epochs, self.opened = 0, 0, [], 0
-        self.reasons, self.loaded = [], []
-
-    def num_batches(self):
-        known = self.length if self.has_length else float("inf")
-        return known if self.limit is None else min(self.limit, known)
-
-    def first_empty(self):
-        return "`train_dataloader`"
-
-    def start_epoch(self, epoch):
-        self.epochs.append(epoch)
-
-    def open(self):
-        self.opened += 1
-        self.begins_at = 0
-
-    def source(self):
-        for i in range(self.begins_at, self.length):
+    def numbers(self):
+        for number in range(self.length):
             self.drawn += 1
-            yield f"batch {i}"
-
-    def __iter__(self):
-        left = self.num_batches() - self.begins_at
-        source = islice(self.source(), None if left == float("inf") else left)
-        self.look_ahead = source if self.has_length else LookAhead(source, eager=False)
-        return self.look_ahead
-
-    @property
-    def is_exhausted(self):
-        return self.look_ahead.is_exhausted
-
-    def state_dict(self):
-        return {"loaders": [self.drawn]}
-
-    def load_state_dict(self, state):
-        torch.rand(3)
-        self.loaded.append(state)
-        self.begins_at = 0 if state["is_over"] else state["batches"]
-        return self.reasons
-
-
-def numbered(*indices, last):
-    return [(f"batch {i}", i, i == last) for i in indices]
+            yield number
 
 
 @pytest.mark.parametrize("known", [True, False])
 def test_limit_draws_no_batch_too_many(known):
-    loaders = Counted(5, limit=2, known=known)
-    batches = TrainingBatches(loaders)
+    stream = Drawing(5, known)
+    batches = batches_of(DataLoader(stream, None), limit=2)
     assert (batches.num_batches, batches.has_length) == (2, known)
     batches.start_epoch(0, skip=0)
-    assert list(batches) == numbered(0, 1, last=1)
-    assert (loaders.drawn, loaders.epochs) == (2, [0])
-    batches = TrainingBatches(Counted(4, known=known, limit=10))
-    batches.start_epoch(0, skip=2)
-    assert batches.state_dict()["batches"] == 2
-    assert list(batches) == numbered(2, 3, last=3)
+    assert [(int(sample[0]), *more) for sample, *more in batches] == [(0, 0, False), (1, 1, True)]
+    assert stream.drawn == 2
 
 
 @pytest.mark.parametrize("known", [True, False])
 def test_last_of_an_unknown_number_is_known_by_looking_one_ahead(known):
     """If the number is known, this would change the order of random numbers relative to a plain loop."""
-    loaders = Counted(3, known=known)
-    batches = TrainingBatches(loaders)
+    stream = Drawing(3, known)
+    batches = batches_of(DataLoader(stream, None))
     batches.start_epoch(0, skip=0)
-    iterator = iter(batches)
-    for i in range(3):
-        assert next(iterator) == (f"batch {i}", i, i == 2)
-        assert loaders.drawn == min(i + 2 - known, 3)
-    with pytest.raises(StopIteration):
-        next(iterator)
+    seen = [(int(sample[0]), *more, stream.drawn) for sample, *more in batches]
+    assert seen == [(i, i, i == 2, min(i + 2 - known, 3)) for i in range(3)]
 
 
 @pytest.mark.parametrize("eager", [True, False])
@@ -107,33 +59,27 @@ def test_fetching_ahead_reports_the_time(eager):
 # --- the state of a pass ------------------------------------------------------------------------------------------
 
 
-def after(count):
-    """Return the batches of epoch 3 after the first ``count``."""
-    batches = TrainingBatches(Counted(5))
-    batches.start_epoch(3, 0)
-    deque(islice(batches, count), maxlen=0)
-    return batches
-
-
 def test_states_of_replaced_dataloaders_are_not_used():
-    batches = TrainingBatches(loaders := Counted(2, made_in=4))
-    batches.load_state_dict(after(5).state_dict())
-    batches.start_epoch(4, skip=0)
-    assert loaders.loaded == []
-    renewed = Counted(2, made_in=4)
-    batches = TrainingBatches(Counted(2), lambda: renewed)
-    batches.load_state_dict(after(5).state_dict())
-    batches.start_epoch(4, skip=0)
-    assert renewed.loaded == []
+    before = batches_of(Bookmarked(5))
+    before.start_epoch(3, 0)
+    next(iter(before))
+    replaced, renewed = batches_of(Bookmarked(5)), batches_of(Bookmarked(5))
+    replaced.loaders.made_in = renewed.loaders.made_in = 4
+    renews = TrainingBatches(batches_of(Bookmarked(5)).loaders, lambda: renewed.loaders)
+    for batches in (replaced, renews):
+        batches.load_state_dict(before.state_dict())
+        batches.start_epoch(4, skip=0)
+        assert len(list(batches)) == 5
 
 
 def test_rest_of_a_pass_can_be_skipped():
-    batches = TrainingBatches(loaders := Counted(5))
-    batches.load_state_dict(after(2).state_dict())
+    before, batches = (batches_of(DataLoader(Noisy(5), None)) for _ in range(2))
+    before.start_epoch(3, 0)
+    deque(islice(before, 2), maxlen=0)
+    batches.load_state_dict(before.state_dict())
     batches.start_epoch(3, skip=2)
     batches.end()
     assert list(batches) == []
-    assert [one["is_over"] for one in loaders.loaded] == [False, True]
     batches.start_epoch(4, skip=0)
     assert len(list(batches)) == 5
 
