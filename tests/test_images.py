@@ -68,12 +68,6 @@ def test_every_logger_that_can_shows_them(tmp_path: Path, monkeypatch: pytest.Mo
     assert [np.asarray(Image.open(file)).tolist() for file in files] == PIXELS.tolist()
 
 
-def test_others_are_left_out(tmp_path: Path) -> None:
-    model = Shows()
-    model.images = None  # not used
-    fit([CSVLogger(tmp_path)], tmp_path, model)
-
-
 @pytest.mark.parametrize(
     ("images", "error", "complaint"),
     [

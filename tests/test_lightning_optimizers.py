@@ -8,7 +8,7 @@ from unittest.mock import patch
 
 import pytest
 from lightning.pytorch import Callback
-from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.loops.optimization.automatic import Closure
 from lightning.pytorch.strategies import Strategy
@@ -199,31 +199,6 @@ def test_module_steps_schedules_that_are_not_torchs() -> None:
         return state_of(fitted(make, module, max_epochs=3)), module.foreign.epochs
 
     assert assert_same_outcome(scenario)[1] == [0, 1, 2]
-
-
-class SavesSchedules(Logs):
-    """Records the state of its schedules when a checkpoint is written."""
-
-    def configure_optimizers(self) -> Any:
-        optimizer = sgd(self)
-        self.seen: list[Any] = []
-        plateau = {"scheduler": lr_scheduler.ReduceLROnPlateau(optimizer), "interval": "step", "monitor": "loss"}
-        return [optimizer], [plateau, {"scheduler": step_lr(optimizer), "interval": "step"}, step_lr(optimizer)]
-
-    def on_save_checkpoint(self, checkpoint: Any) -> None:
-        self.seen.append([(state["last_epoch"], state.get("_step_count")) for state in checkpoint["lr_schedulers"]])
-
-
-@pytest.mark.parametrize("options", [{}, {"save_on_train_epoch_end": False}, {"every_n_train_steps": 2}])
-def test_schedules_in_a_checkpoint(tmp_path: Any, options: Any) -> None:
-    def scenario(make: Callable[..., Any]) -> Any:
-        module = SavesSchedules()
-        saving = {"callbacks": [ModelCheckpoint(tmp_path / make.__name__, **options)], "enable_checkpointing": True}
-        trainer = make(max_epochs=2, default_root_dir=tmp_path, **saving)
-        trainer.fit(module, data(8), data(2))
-        return module.seen
-
-    assert assert_same_outcome(scenario)
 
 
 # --- optimizer_step --------------------------------------------------------------------------------------------------

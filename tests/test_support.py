@@ -7,6 +7,7 @@ import pytest
 
 from tests.conftest import ROOT, covering, is_whole, values_of
 from tests.support import seeds, tiered
+from tests.warm_python import WarmPython
 
 
 def test_covering_keeps_every_value_and_every_pair_of_values() -> None:
@@ -29,14 +30,11 @@ def test_values_of_one_decorator_are_combined_as_one(a: int, b: int, c: int, req
     assert set(values_of(request.node)) == {(id(a), id(b)), (id(c),)}
 
 
-def test_seeds_are_sorted_into_tiers() -> None:
-    found = [(one.values, *(mark.name for mark in one.marks)) for one in seeds(3, quick=1, nightly=1)]
-    assert found == [((0,),), ((1,), "whole"), ((2,), "whole"), ((3,), "nightly")]
-
-
-def test_values_are_sorted_into_tiers() -> None:
-    found = [(one.values, *(mark.name for mark in one.marks)) for one in tiered("ab", quick="b")]
-    assert found == [(("a",), "whole"), (("b",), "representative")]
+def test_seeds_and_values_are_sorted_into_tiers() -> None:
+    found = [(*one.values, *(mark.name for mark in one.marks)) for one in seeds(3, quick=1, nightly=1)]
+    assert found == [(0,), (1, "whole"), (2, "whole"), (3, "nightly")]
+    found = [(*one.values, *(mark.name for mark in one.marks)) for one in tiered("ab", quick="b")]
+    assert found == [("a", "whole"), ("b", "representative")]
 
 
 @pytest.mark.parametrize(
@@ -53,3 +51,8 @@ def test_tests_that_start_processes_are_not_those_of_scripts_test(path: str, fix
 
 def test_ci_runs_all_tests() -> None:
     assert (ROOT / ".ci" / "run").read_text().splitlines()[-1] == "exec scripts/test --all"
+
+
+def test_loaded_modules_are_in_later_programs(python: WarmPython) -> None:
+    python.load("not_installed", "tabnanny")
+    assert python.run("-c", "import sys; print('tabnanny' in sys.modules)").stdout == "True\n"

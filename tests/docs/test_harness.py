@@ -3,51 +3,14 @@
 from __future__ import annotations
 
 import shutil
-import textwrap
 from pathlib import Path
 
 import pytest
 
 from tests.docs.execute import run
 from tests.docs.output import missing_line
-from tests.docs.pages import Block, PageError, anchors, blocks, links
+from tests.docs.pages import PageError, anchors, blocks, links
 from tests.warm_python import WarmPython
-
-
-def page(text: str) -> list[Block]:
-    return blocks(textwrap.dedent(text))
-
-
-def test_blocks_and_markers_are_read():
-    found = page(
-        """
-        Words.
-
-        <!-- file: conf/recipe/mine.yaml -->
-        ```yaml
-        seed: 7
-        ```
-
-        - in a list:
-
-          <!-- limits: none --> <!-- fails -->
-          ```bash
-          false
-          ```
-
-        <!-- a remark -->
-
-        ```text
-        shown
-        ```
-        """
-    )
-    assert found == [
-        Block("yaml", "seed: 7\n", 5, {"file": "conf/recipe/mine.yaml"}),
-        Block("bash", "false\n", 12, {"limits": "none", "fails": ""}),
-        Block("text", "shown\n", 18, {}),
-    ]
-    assert [block.is_checked for block in found] == [True, True, False]
 
 
 @pytest.mark.parametrize(
@@ -85,7 +48,7 @@ needs_bash = pytest.mark.skipif(shutil.which("bash") is None, reason="the comman
 def run_page(text: str, tmp_path: Path, python: WarmPython) -> str:
     folder = tmp_path / "folder"
     folder.mkdir()
-    return run(page(text), folder, tmp_path / "tools", python, timeout=60.0)
+    return run(blocks(text), folder, tmp_path / "tools", python, timeout=60.0)
 
 
 @needs_bash

@@ -235,14 +235,12 @@ def test_subclass_of_a_stock_callback_has_attributes() -> None:
     class Bar(TQDMProgressBar):
         shown = 0
 
-    changed, resumed = ([Patient("loss"), Bar()] for _ in range(2))
+    changed, resumed = ([Patient("loss"), Bar()] for _ in range(2))  # type: ignore[var-annotated]
     before, after = state_of(Module(), None, changed), state_of(Module(), None, resumed)
-    for callback, name in zip(changed, ("checks", "shown"), strict=True):
-        setattr(callback, name, 3)
-    changed[0].wait_count = 2  # type: ignore[union-attr]
-    changed[1].train_progress_bar = object()  # type: ignore[union-attr, assignment]
+    changed[0].checks, changed[0].wait_count = 3, 2
+    changed[1].shown, changed[1].train_progress_bar = 3, object()
     assert after.write(through_a_file(before.read())) == []
-    assert (resumed[0].checks, resumed[0].wait_count, resumed[1].shown) == (3, 0, 3)  # type: ignore[union-attr]
+    assert (resumed[0].checks, resumed[0].wait_count, resumed[1].shown) == (3, 0, 3)
 
 
 def test_attributes_of_metric_objects_that_are_no_states_are_restored() -> None:
