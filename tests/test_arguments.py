@@ -156,11 +156,6 @@ def test_one_and_all_are_distinguished(name, value, meaning, caplog):
     assert meaning in caplog.text
 
 
-def test_batches_over_all_epochs():
-    assert limits(check_val_every_n_epoch=None, val_check_interval=100).val_check_interval == 100
-    assert limits(check_val_every_n_epoch=None).val_check_interval == 1.0
-
-
 @pytest.mark.parametrize(
     ("given", "seconds"),
     [("01:02:03:04", 93784.0), ({"hours": 2, "minutes": 30}, 9000.0), (timedelta(days=1, seconds=30), 86430.0)],
@@ -169,8 +164,9 @@ def test_time_between_validations(given, seconds):
     for every in (1, None):
         parsed = limits(val_check_interval=given, check_val_every_n_epoch=every)
         assert (parsed.val_check_interval, parsed.val_check_seconds) == (1.0, seconds)
+        parsed = limits(val_check_interval=100, check_val_every_n_epoch=every)
+        assert (parsed.val_check_interval, parsed.val_check_seconds) == (100, None)
     assert limits(val_check_interval=given, fast_dev_run=True).val_check_seconds is None
-    assert limits(val_check_interval=2).val_check_seconds is None
 
 
 # --- the Trainer refuses, when it is built --------------------------------------------------------------------------

@@ -29,10 +29,9 @@ import sqlite3
 import struct
 import subprocess
 import sys
-import tempfile
 import traceback
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -122,15 +121,6 @@ def start_server(
     assert server.stdout is not None
     assert server.stdout.readline() == "ready\n", "the server did not start"
     return server
-
-
-@contextlib.contextmanager
-def warm_python() -> Iterator[WarmPython]:
-    """Return a warm Python for the duration of the context."""
-    with tempfile.TemporaryDirectory(prefix="python") as name:
-        folder = Path(name)
-        with start_server(folder, folder, subprocess.PIPE):
-            yield WarmPython(folder)
 
 
 def save_empty_pictures(save: Callable[..., None]) -> Callable[..., None]:

@@ -3,7 +3,7 @@
 Starting processes takes seconds, a small fit on two of them a tenth of a second. :class:`Ranks` starts them once for
 hundreds of fits::
 
-    with warm_python() as python, Ranks(python, 2) as ranks:
+    with Ranks(python, 2) as ranks:
         first, second = ranks.call(setups.fit, setup, "ddp")
 
 The function (by its name), arguments and results are pickled. A process that raises, or does not answer in time,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -52,6 +52,14 @@ BATCH_SIZES: dict[str, Callable[[random.Random], Any]] = {
 }
 
 
+@pytest.fixture(params=[torch.float32, torch.float64], ids=str)
+def default_dtype(request: pytest.FixtureRequest) -> Iterator[None]:
+    torch.set_default_dtype(request.param)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.usefixtures("default_dtype")
 @pytest.mark.parametrize("sizes", BATCH_SIZES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, None], ids=str)
 @pytest.mark.parametrize("reduce_fx", ["mean", "sum", "max", "min"])
@@ -72,24 +80,6 @@ def test_epoch_reductions_equal_lightnings(reduce_fx: str, dtype: torch.dtype | 
 
 def same(one: Tensor | None, other: Tensor) -> bool:
     return one is not None and one.dtype is other.dtype and torch.equal(one, other)
-
-
-@pytest.mark.parametrize("sizes", BATCH_SIZES)
-def test_epoch_is_accumulated_in_a_double_default_dtype(sizes: str) -> None:
-    draws = random.Random(sizes)
-    values = [torch.tensor(draws.gauss(0.3, 1)) for _ in range(300)]  # of float32
-    weights = [BATCH_SIZES[sizes](draws) for _ in values]
-    torch.set_default_dtype(torch.float64)
-    try:
-        for reduce_fx in ("mean", "sum", "max"):
-            entry = LoggedValue("training_step", "x", LogOptions(reduce_fx=reduce_fx), None, not_reduced)
-            for value, weight in zip(values, weights, strict=True):
-                entry.update(value, weight)
-            expected = lightnings(values, weights, reduce_fx)
-            assert expected.dtype is torch.float64
-            assert same(entry.epoch_value(), expected), reduce_fx
-    finally:
-        torch.set_default_dtype(torch.float32)
 
 
 def test_half_precision_values_are_accumulated_in_float32() -> None:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 from lightning.pytorch import Callback
 
+from tests.parity import looks_in
 from tests.support import Regression, fit_and_watch, loader_of, make_batches, make_trainer, native_fp16
 from trainer.state.progress import EvalProgress, FitProgress
 
@@ -11,25 +12,17 @@ def test_every_counter_of_a_fit(tmp_path):
     """Two epochs of 3 batches in windows of 2, the last one short; its batch overflows."""
     seen = []
 
+    @looks_in("on_train_batch_start", "on_train_batch_end", "on_train_epoch_end")
     class Look(Callback):
-        def on_train_batch_start(self, trainer, *_):
+        def look(self, hook, trainer):
             p = trainer.progress
-            seen.append(("start", p.epoch, p.batch_idx, p.batches, p.optimizer_steps, p.skipped_steps, p.updates))
-            assert p.in_batch
-            assert not p.closing
-            assert p.is_last_batch is (p.batch_idx == 2)
-
-        def on_train_batch_end(self, trainer, *_):
-            p = trainer.progress
-            seen.append(("end", p.epoch, p.batch_idx, p.batches, p.optimizer_steps, p.skipped_steps, p.updates))
-            assert p.in_batch
-            assert p.closing is (p.batch_idx > 0)
-
-        def on_train_epoch_end(self, trainer, *_):
-            p = trainer.progress
-            assert p.epochs_trained == p.epoch + 1
-            assert not p.in_batch
-            assert not p.closing
+            if hook == "on_train_epoch_end":
+                assert (p.epochs_trained, p.in_batch, p.closing) == (p.epoch + 1, False, False)
+                return
+            moment = hook.removeprefix("on_train_batch_")
+            seen.append((moment, p.epoch, p.batch_idx, p.batches, p.optimizer_steps, p.skipped_steps, p.updates))
+            assert (p.in_batch, p.is_last_batch) == (True, p.batch_idx == 2)
+            assert p.closing is (moment == "end" and p.batch_idx > 0)
 
     batches, plugin = make_batches(3, gains={2: 1e30}), native_fp16(init_scale=64.0)
     options = {"callbacks": [Look()], "accumulate_grad_batches": 2, "max_epochs": 2}
