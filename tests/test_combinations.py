@@ -122,6 +122,20 @@ def test_plateau_schedule_takes_no_step_twice_after_a_resume(tmp_path, hook, tur
     assert whole.optimizers[0].param_groups[0]["lr"] == resumed.optimizers[0].param_groups[0]["lr"] == 0.01 / 4
 
 
+CUT_SHORT = {"max_steps": BATCHES + 1, "max_epochs": -1}
+
+
+@pytest.mark.parametrize(("limits", "steps"), [(CUT_SHORT, 1), ({"max_epochs": 3}, 2)])
+def test_plateau_schedule_takes_no_step_for_an_epoch_that_was_cut_short_before_a_resume(tmp_path, limits, steps):
+    saves, path = Callback(), tmp_path / "at.ckpt"
+    saves.on_train_epoch_end = lambda trainer, _: trainer.save_checkpoint(path)
+    whole, resumed = make_trainer(tmp_path, callbacks=[saves], **CUT_SHORT), make_trainer(tmp_path, **limits)
+    whole.fit(WatchesBoth(), loader(), loader())
+    resumed.fit(WatchesBoth(), loader(), loader(), ckpt_path=path)
+    counts = [trainer.lr_scheduler_configs[0].scheduler.last_epoch for trainer in (whole, resumed)]
+    assert counts == [1, steps]
+
+
 def test_dataloaders_created_early_are_recreated_before_their_state_is_loaded(tmp_path):
     class Estimates(Net):
         def __init__(self):

@@ -238,6 +238,8 @@ def restore_schedules(trainer: Trainer, checkpoint: dict[str, Any], *, may_be_re
     if trainer.progress.batches_this_epoch:
         trainer.callback_metrics.update(awaited)  # read at the end of the resumed epoch
         return
+    if not trainer.progress.is_last_batch:  # an interrupted epoch does not advance schedules
+        return
     for config in trainer.engine.schedules:  # saved at the end of the epoch, before the schedules stepped
         waits = config.reduce_on_plateau and config.interval == "epoch" and config.monitor in awaited
         if waits and trainer.progress.epoch % config.frequency == 0:
