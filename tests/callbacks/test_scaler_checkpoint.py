@@ -40,14 +40,12 @@ def resume(tmp_path, precision, path, epochs=1):
 
 
 def test_scale_and_tracker_are_saved_and_restored(tmp_path):
-    plugin = native_fp16(init_scale=256.0, growth_interval=100)
-    trainer, path = fit_and_save(tmp_path, plugin)
+    trainer, path = fit_and_save(tmp_path, native_fp16(init_scale=256.0, growth_interval=100))
     saved = torch.load(path, weights_only=True)[KEY]
-    assert saved == {
+    assert saved == trainer.scaler.state_dict() == {
         "scale": 128.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 100, "_growth_tracker": 3,
         "min_scale": 1.0, "max_scale": float("inf"),
     }  # fmt: skip
-    assert saved == trainer.scaler.state_dict()
     messages, resumed = resume(tmp_path, native_fp16(init_scale=64.0, growth_interval=5), path, epochs=2)
     assert messages == []
     # tracker 3, then five more steps; the interval is the new run's: it grows at its fifth
@@ -70,19 +68,18 @@ def test_lightnings_checkpoints_of_any_age(tmp_path, key):
 def test_16_mixed_to_others_and_back(tmp_path):
     """Each reports once that it does not need the scaler's state, and passes it on."""
     trainer, path = fit_and_save(tmp_path, native_fp16(init_scale=256.0, growth_interval=100))
-    state, others = trainer.scaler.state_dict(), ["bf16-mixed", "32-true"]
+    state = trainer.scaler.state_dict()
     assert (state["scale"], state["_growth_tracker"]) == (128.0, 3)
-    for epochs, precision in enumerate(others, start=2):
+    for epochs, precision in ((2, "bf16-mixed"), (3, "32-true")):
         messages, other = resume(tmp_path, precision, path, epochs=epochs)
         assert messages == [
             f"The checkpoint has a loss-scaler state (scale 128), but precision={precision!r} does not scale the loss."
             " The state is not used, but it is kept in the checkpoints for a run that scales the loss again."
         ]
         assert other.global_step == 5 * epochs
-        path = tmp_path / f"{precision}.ckpt"
         other.save_checkpoint(path)
     assert torch.load(path, weights_only=True)[KEY] == state
-    messages, back = resume(tmp_path, native_fp16(init_scale=512.0, growth_interval=100), path, epochs=len(others) + 2)
+    messages, back = resume(tmp_path, native_fp16(init_scale=512.0, growth_interval=100), path, epochs=4)
     assert messages == []
     assert (back.scaler.get_scale(), back.scaler._get_growth_tracker()) == (128.0, 3 + 5)
 

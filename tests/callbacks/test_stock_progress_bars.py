@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -36,10 +35,9 @@ class Logs(Classifier):
         return super().training_step(batch, batch_idx)
 
     def validation_step(self, batch: Any, batch_idx: int, *_: Any) -> Any:
-        self.log("val", float(self.global_step), prog_bar=True)
+        self.log(self.trainer.state.stage.value, float(self.global_step), prog_bar=True)
 
-    def test_step(self, batch: Any, batch_idx: int, *_: Any) -> Any:
-        self.log("test", 1.0, prog_bar=True)
+    test_step = validation_step
 
     def predict_step(self, batch: Any, batch_idx: int, *_: Any) -> Any:
         return self(batch[0])
@@ -84,34 +82,26 @@ SCENARIOS: dict[str, dict[str, Any]] = {
 }
 
 
-CASES = [
-    *((TQDMProgressBar, name) for name in SCENARIOS),
-    *((RichProgressBar, name) for name in ("plain", "two loaders")),
-]
-
-
-@pytest.mark.parametrize(("kind", "name"), CASES)
-def test_screen_is_the_same(kind: type, name: str, tmp_path: Path) -> None:
-    arguments = dict(SCENARIOS[name])
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [*((TQDMProgressBar, name) for name in SCENARIOS), *((RichProgressBar, name) for name in ("plain", "two loaders"))],
+)
+def test_screen_is_the_same(kind, name, tmp_path):
+    arguments: dict[str, Any] = {"max_epochs": 2, "enable_progress_bar": True, **SCENARIOS[name]}
     options = {key: arguments.pop(key) for key in ("refresh_rate", "leave") if key in arguments}
     loaders = arguments.pop("loaders", lambda: data(6))
 
     def scenario(make: Callable[..., Any]) -> Any:
-        bar = watched(kind)(**options)
+        bar, module = watched(kind)(**options), Logs()
         bar.seen = []
-        folder = tmp_path / make.__name__
-        trainer = make(
-            **{"max_epochs": 2, "enable_progress_bar": True, "callbacks": bar, "logger": CSVLogger(folder), **arguments}
-        )
-        module = Logs()
+        trainer = make(callbacks=bar, logger=CSVLogger(tmp_path / make.__name__), **arguments)
         with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
             trainer.fit(module, data(10) if name != "no length" else loaders(), loaders())
             for function in ("validate", "test", "predict"):
                 getattr(trainer, function)(module, loaders())
         return bar.seen
 
-    found = assert_agree(scenario)
-    assert len(found) > 20
+    assert len(assert_agree(scenario)) > 20
 
 
 def test_custom_bar_replaces_the_default() -> None:
@@ -123,10 +113,13 @@ def test_custom_bar_replaces_the_default() -> None:
 
 
 def test_default_summary_is_the_rich_one() -> None:
+    def summaries(make: Any, **arguments: Any) -> list[Any]:
+        callbacks = make(enable_model_summary=True, **arguments).callbacks
+        return [callback for callback in callbacks if isinstance(callback, ModelSummary)]
+
     for make in (lightning, ours):
-        (summary,) = [one for one in make(enable_model_summary=True).callbacks if isinstance(one, ModelSummary)]
+        (summary,) = summaries(make)
         assert isinstance(summary, RichModelSummary)
         assert summary._max_depth == 1
     given = ModelSummary(max_depth=3)
-    trainer = ours(enable_model_summary=True, callbacks=given)
-    assert [one for one in trainer.callbacks if isinstance(one, ModelSummary)] == [given]
+    assert summaries(ours, callbacks=given) == [given]

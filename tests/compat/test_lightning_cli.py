@@ -66,28 +66,26 @@ def call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 @pytest.mark.filterwarnings(
     "ignore:.*will be overridden by .LightningCLI", "ignore:.*isinstance.treespec", "ignore:The dirpath"
 )
-def test_fit_then_validate_from_the_checkpoint(call: Any, tmp_path: Path) -> None:
+def test_fit_then_validate_from_the_checkpoint(call):
     early = {"class_path": "EarlyStopping", "init_args": {"monitor": "train_loss", "check_on_train_epoch_end": True}}
     clipping = {"class_path": "trainer.callbacks.GradientClipping", "init_args": {"max_norm": 1.0}}
-    fit = call(
+    trainer = call(
         "fit", "--trainer.callbacks+=LearningRateMonitor", "--trainer.callbacks.logging_interval=step",
         "--trainer.precision=16-mixed", "--trainer.logger=CSVLogger", "--trainer.logger.save_dir=logs",
         "--optimizer=Adam", "--optimizer.lr=0.25", callbacks=[early, clipping],
-    )  # fmt: skip
-    trainer = fit.trainer
+    ).trainer  # fmt: skip
     assert (type(trainer), trainer.precision, trainer.global_step) == (Trainer, "16-mixed", 2)
-    wanted = (EarlyStopping, GradientClipping, LearningRateMonitor, SaveConfigCallback)
-    assert all(any(isinstance(callback, kind) for callback in trainer.callbacks) for kind in wanted)
+    wanted = {EarlyStopping, GradientClipping, LearningRateMonitor, SaveConfigCallback}
+    assert wanted <= {*map(type, trainer.callbacks)}
     assert isinstance(trainer.logger, CSVLogger)
     assert trainer.optimizers[0].param_groups[0]["lr"] == 0.25
     saved = Path(trainer.log_dir) / "config.yaml"
     assert yaml.safe_load(saved.read_text())["trainer"]["precision"] == "16-mixed"
-    again = call("validate", f"--config={saved}", f"--ckpt_path={trainer.checkpoint_callback.best_model_path}")
-    assert again.trainer.state.fn == "validate"
-    assert again.trainer.precision == "16-mixed"
+    again = call("validate", f"--config={saved}", f"--ckpt_path={trainer.checkpoint_callback.best_model_path}").trainer
+    assert (again.state.fn, again.precision) == ("validate", "16-mixed")
 
 
-def test_objects_are_built_from_class_names(call: Any) -> None:
+def test_objects_are_built_from_class_names(call):
     trainer = call(
         "--trainer.profiler=SimpleProfiler", "--trainer.profiler.filename=times",
         "--trainer.strategy=SingleDeviceStrategy", "--trainer.strategy.device=cpu",
@@ -96,18 +94,16 @@ def test_objects_are_built_from_class_names(call: Any) -> None:
         "--trainer.precision.init_scale=1024",
         run=False,
     ).trainer  # fmt: skip
-    assert isinstance(trainer.profiler, SimpleProfiler)
-    assert isinstance(trainer.strategy, SingleDeviceStrategy)
-    assert isinstance(trainer.strategy.checkpoint_io, AsyncCheckpointIO)
-    assert isinstance(trainer.precision_plugin.plugin, MixedPrecision)
+    kinds = (SimpleProfiler, SingleDeviceStrategy, AsyncCheckpointIO, MixedPrecision)
+    built = (trainer.profiler, trainer.strategy, trainer.strategy.checkpoint_io, trainer.precision_plugin.plugin)
+    assert all(map(isinstance, built, kinds))
     assert (trainer.precision, trainer.scaler.get_scale()) == ("16-mixed", 1024)
 
 
-def test_times_are_written_as_text_or_as_nodes(call: Any) -> None:
-    trainer = call(run=False, val_check_interval={"minutes": 10}, max_time="00:01:00:00", logger=False).trainer
-    assert trainer.loop.limits.val_check_seconds == 600
-    text = call("--trainer.val_check_interval=00:00:10:00", run=False, logger=False).trainer
-    assert text.loop.limits.val_check_seconds == 600
+def test_times_are_written_as_text_or_as_nodes(call):
+    for argv, settings in ((), {"minutes": 10}), (("--trainer.val_check_interval=00:00:10:00",), None):
+        trainer = call(*argv, run=False, val_check_interval=settings, max_time="00:01:00:00", logger=False).trainer
+        assert trainer.loop.limits.val_check_seconds == 600
 
 
 def test_config_is_printed_as_for_lightnings_trainer(call: Any, capsys: pytest.CaptureFixture[str]) -> None:

@@ -36,10 +36,11 @@ def second_run(folder: Path, step: int | None, count: int | None = None) -> Any:
 def test_rows_that_will_be_written_again_are_dropped(tmp_path: Path) -> None:
     first_run(tmp_path)
     logger = second_run(tmp_path, 2)
-    assert lines(tmp_path) == ["epoch,loss,step,val", ",0.0,0,", f",{1 / 3},1,"]
+    kept = ["epoch,loss,step,val", ",0.0,0,", f",{1 / 3},1,"]
+    assert lines(tmp_path) == kept
     logger.log_metrics({"loss": 7.0}, 2)
     logger.save()
-    assert lines(tmp_path) == ["epoch,loss,step,val", ",0.0,0,", f",{1 / 3},1,", ",7.0,2,"]
+    assert lines(tmp_path) == [*kept, ",7.0,2,"]
     logger.log_metrics({"new": 8.0}, 3)
     logger.save()
     assert lines(tmp_path) == ["epoch,loss,new,step,val", ",0.0,,0,", f",{1 / 3},,1,", ",7.0,,2,", ",,8.0,3,"]
@@ -85,15 +86,11 @@ def test_missing_and_empty_files_are_accepted(tmp_path: Path) -> None:
 
 
 def test_newest_version_with_matching_files(tmp_path: Path) -> None:
-    for name in (
-        "version_0/checkpoints/a.ckpt",
-        "version_10/checkpoints/b.ckpt",
-        "version_11/metrics.csv",
-        "version_x/",
-    ):
-        path = tmp_path / "lightning_logs" / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.touch() if not name.endswith("/") else path.mkdir()
+    folder = tmp_path / "lightning_logs"
+    (folder / "version_x").mkdir(parents=True)
+    for name in ("version_0/checkpoints/a.ckpt", "version_10/checkpoints/b.ckpt", "version_11/metrics.csv"):
+        (folder / name).parent.mkdir(parents=True)
+        (folder / name).touch()
     csv, board = CSVLogger(tmp_path), TensorBoardLogger(tmp_path)
     assert adapter(csv).newest_version("checkpoints/*.ckpt") == 10
     assert adapter(csv).newest_version() == 11
