@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import LambdaCallback
 from torch import nn
 
 from tests.parity import Learner, assert_agree, data, weights
@@ -56,42 +57,29 @@ def test_hooks_before_clipping_receive_unscaled_unclipped_gradients(tmp_path, pr
 
 
 def test_norm_of_a_skipped_step_enters_neither_the_logs_nor_the_mean(tmp_path):
-    logged = []
-
-    class Look(Callback):
-        def on_train_batch_end(self, trainer, *_):
-            value = trainer.callback_metrics.get("grad_norm_step")
-            logged.append(None if value is None else value.item())
-
-    trainer, trace = fit_and_watch(
-        tmp_path,
-        Regression(make_net(), OPTIMIZERS["sgd-fused"]),
-        make_batches(6, gains={0: 1e30, 3: float("nan")}),
-        precision=plugin_of("16-mixed"),
-        callbacks=[GradientClipping(max_norm=0.3), Look()],
-    )
+    logged, module = [], Regression(optimizer=OPTIMIZERS["sgd-fused"])
+    look = LambdaCallback(on_train_batch_end=lambda trainer, *_: logged.append({**trainer.callback_metrics}))
+    batches, callbacks = make_batches(6, gains={0: 1e30, 3: float("nan")}), [GradientClipping(max_norm=0.3), look]
+    trainer, trace = fit_and_watch(tmp_path, module, batches, precision=plugin_of("16-mixed"), callbacks=callbacks)
     finite = [norm for norm, skipped in zip(trace.norms, trace.skipped, strict=True) if not skipped]
     assert trace.skipped == [True, False, False, True, False, False]
-    assert logged == [None, finite[0], finite[1], finite[1], finite[2], finite[3]]
+    norms = [metrics.get("grad_norm_step") for metrics in logged]
+    assert norms == [None, finite[0], finite[1], finite[1], finite[2], finite[3]]
     assert trainer.callback_metrics["grad_norm_epoch"].item() == pytest.approx(sum(finite) / 4)
 
 
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, float("inf")])
 def test_norm_of_several_optimizers_has_the_order_of_the_clipping(tmp_path, norm_type):
-    class Two(Regression):
-        def configure_optimizers(self):
-            return [torch.optim.SGD([parameter], lr=0.1) for parameter in self.net.parameters()]
-
-    class Expects(Callback):
-        def on_before_optimizer_step(self, trainer, module, optimizer):
-            if optimizer is trainer.optimizers[0]:
-                gradients = [parameter.grad for parameter in module.net.parameters()]
-                self.norm = nn.utils.get_total_norm(gradients, norm_type).item()
-
-    expects = Expects()
-    clipping = GradientClipping(max_norm=0.3, norm_type=norm_type)
-    trainer, _ = fit_and_watch(tmp_path, Two(), make_batches(1), callbacks=[clipping, expects])
-    assert trainer.step_outcome.grad_norm.item() == pytest.approx(expects.norm)
+    module, expected = Regression(), []
+    module.configure_optimizers = lambda: [torch.optim.SGD([p], lr=0.1) for p in module.net.parameters()]
+    look = LambdaCallback(
+        on_before_optimizer_step=lambda *_: expected.append(
+            nn.utils.get_total_norm([p.grad for p in module.net.parameters()], norm_type).item()
+        )
+    )
+    callbacks = [GradientClipping(max_norm=0.3, norm_type=norm_type), look]
+    trainer, _ = fit_and_watch(tmp_path, module, make_batches(1), callbacks=callbacks)
+    assert trainer.step_outcome.grad_norm.item() == pytest.approx(expected[0])
 
 
 @pytest.mark.parametrize("clipping", [{"max_norm": 0.3}, {"clip_value": 0.1}])

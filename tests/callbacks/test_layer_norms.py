@@ -24,11 +24,8 @@ from trainer.record.curve import Curve, read_rows
 
 
 def logged(folder: Path) -> dict[str, Curve]:
-    return {
-        name.removeprefix("grad_norm/"): curve
-        for name, curve in read_rows(folder / "metrics.csv").items()
-        if name.startswith("grad_norm/")
-    }
+    curves = read_rows(folder / "metrics.csv")
+    return {name.removeprefix("grad_norm/"): curve for name, curve in curves.items() if name.startswith("grad_norm/")}
 
 
 @pytest.mark.parametrize("precision", ["16-mixed", "bf16-mixed"])

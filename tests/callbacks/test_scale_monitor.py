@@ -4,7 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch import LightningModule
+from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 
@@ -159,12 +160,10 @@ def test_looking_costs_nothing_where_nobody_looks(tmp_path, monkeypatch, argumen
 )
 def test_norm_of_completed_steps(tmp_path, precision, gain, seen):
     norms = []
-
-    class Look(Callback):
-        def on_train_batch_end(self, trainer, *_):
-            norms.append(trainer.callback_metrics["grad_norm"].item())
-
-    options = {"precision": plugin_of(precision), "callbacks": [monitor_of(), Look()]}
+    look = LambdaCallback(
+        on_train_batch_end=lambda trainer, *_: norms.append(trainer.callback_metrics["grad_norm"].item())
+    )
+    options = {"precision": plugin_of(precision), "callbacks": [monitor_of(), look]}
     trainer = look_at(tmp_path, Slopes(a=[3.0], b=[4.0]), None, 3, gains={0: 2.0, 1: gain, 2: 3.0}, **options)
     assert norms == seen
     assert trainer.callback_metrics["grad_norm_epoch"].item() == (12.5 if precision == "16-mixed" else 20.0)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback
-from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import EMAWeightAveraging, LambdaCallback, StochasticWeightAveraging, WeightAveraging
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn
 
@@ -40,16 +40,6 @@ class Module(Regression):
         self.validated.append(copy_of(self))
 
 
-class Trained(Callback):
-    """Records the state after each batch, before any average is copied into the module."""
-
-    def __init__(self) -> None:
-        self.states: list[dict[str, Tensor]] = []
-
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
-        self.states.append(copy_of(pl_module))
-
-
 class Custom(WeightAveraging):
     """Updates under a configured condition."""
 
@@ -78,18 +68,23 @@ def copy_of(module: nn.Module) -> dict[str, Tensor]:
     return {name: value.clone() for name, value in module.state_dict().items()}
 
 
+def trained(states: list[dict[str, Tensor]]) -> Callback:
+    """Return a callback that adds the state after each batch, before any average is copied into the module."""
+    return LambdaCallback(on_train_batch_end=lambda trainer, module, *_: states.append(copy_of(module)))
+
+
 def fit(
     folder: Path, callback: Any, *, ckpt_path: Any = None, gains: Any = None, saves: bool = True, **arguments: Any
-) -> tuple[Any, Module, Trained, SavesEverywhere]:
+) -> tuple[Any, Module, list[dict[str, Tensor]], SavesEverywhere]:
     folder.mkdir(exist_ok=True)
-    module, trained, saver = Module(), Trained(), SavesEverywhere(folder)
+    module, states, saver = Module(), list[dict[str, Tensor]](), SavesEverywhere(folder)
     trainer = make_trainer(
-        folder, max_epochs=EPOCHS, callbacks=[trained, callback, *([saver] if saves else [])], num_sanity_val_steps=1,
-        enable_checkpointing=saves, **arguments,
+        folder, max_epochs=EPOCHS, callbacks=[trained(states), callback, *([saver] if saves else [])],
+        num_sanity_val_steps=1, enable_checkpointing=saves, **arguments,
     )  # fmt: skip
     batches = make_batches(BATCHES, gains=gains)
     trainer.fit(module, loader_of(batches), loader_of(batches[:1]), ckpt_path=ckpt_path)
-    return trainer, module, trained, saver
+    return trainer, module, states, saver
 
 
 NEVER: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
@@ -107,13 +102,13 @@ NEVER: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
 def test_average_before_its_first_update_is_the_current_weights(tmp_path, kind):
     """Checked in each validation, each checkpoint, at the end of the fit, and in later saves and validations."""
     make, arguments = NEVER[kind]
-    trainer, module, trained, saver = fit(tmp_path, make(), **arguments)
-    assert_identical(module.validated[1:], trained.states[BATCHES - 1 :: BATCHES])  # without the sanity check
-    assert_identical(dict(module.state_dict()), trained.states[-1])
+    trainer, module, states, saver = fit(tmp_path, make(), **arguments)
+    assert_identical(module.validated[1:], states[BATCHES - 1 :: BATCHES])  # without the sanity check
+    assert_identical(dict(module.state_dict()), states[-1])
     assert len(saver.files) >= 6
     for path in saver.files:
         checkpoint = torch.load(path, weights_only=True)
-        state = trained.states[checkpoint["loops"]["amp_trainer"]["progress"]["batches"] - 1]
+        state = states[checkpoint["loops"]["amp_trainer"]["progress"]["batches"] - 1]
         assert checkpoint["averaging_state"]["n_averaged"] == 0
         assert_identical([dict(checkpoint[name]) for name in ("state_dict", "current_model_state")], [state] * 2)
 
@@ -129,9 +124,9 @@ def test_average_before_its_first_update_is_the_current_weights(tmp_path, kind):
 def test_late_average_equals_torchs(tmp_path, use_buffers):
     """The first 6 of 12 steps are left out: one validation before, two after."""
     options: dict[str, Any] = {"use_buffers": use_buffers, "avg_fn": get_ema_avg_fn(0.5)}
-    _, module, trained, _ = fit(tmp_path, Custom(6, **options), saves=False)
-    average, expected = AveragedModel(current := Module(), **options), [trained.states[3]]
-    for i, state in enumerate(trained.states[6:], 6):
+    _, module, states, _ = fit(tmp_path, Custom(6, **options), saves=False)
+    average, expected = AveragedModel(current := Module(), **options), [states[3]]
+    for i, state in enumerate(states[6:], 6):
         current.load_state_dict(state)
         average.update_parameters(current)
         if i % BATCHES == BATCHES - 1:
@@ -171,12 +166,16 @@ def test_resume_before_the_first_update_of_the_average_is_exact(tmp_path):
 @pytest.mark.parametrize("limits", [{"max_epochs": EPOCHS}, {"max_epochs": -1, "max_steps": 6}])
 def test_stochastic_weight_averaging_without_an_update_keeps_the_weights(tmp_path, limits):
     """It would start after the last epoch. A batch norm has one more epoch, in which no weight changes."""
-    swa, module, trained = StochasticWeightAveraging(swa_lrs=0.05, swa_epoch_start=9), Module(), Trained()
+    swa, module, states = (
+        StochasticWeightAveraging(swa_lrs=0.05, swa_epoch_start=9),
+        Module(),
+        list[Any](),
+    )
     if "max_steps" in limits:
         module.net[1] = nn.Identity()
-    trainer = make_trainer(tmp_path, callbacks=[trained, swa], **limits)
+    trainer = make_trainer(tmp_path, callbacks=[trained(states), swa], **limits)
     trainer.fit(module, loader_of(make_batches(BATCHES)), loader_of(make_batches(1)))
-    state = trained.states[min(len(trained.states), trainer.global_step) - 1]
+    state = states[min(len(states), trainer.global_step) - 1]
     for name, parameter in module.named_parameters():
         assert torch.equal(parameter, state[name]), name
     assert not torch.equal(module.net[0].weight, Module().net[0].weight)

@@ -18,7 +18,7 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelChec
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, SubsetRandomSampler
 
-from tests.support import SavesAt, make_trainer
+from tests.support import SavesAt, make_trainer, manual_step
 from trainer import Trainer
 from trainer.callbacks import GradientAccumulation
 from trainer.checkpoint.loading import TRAINER_KEY
@@ -40,28 +40,23 @@ class Net(LightningModule):
         self.net = nn.Linear(1, 1)
         for parameter in self.net.parameters():
             nn.init.constant_(parameter, 0.5)  # with some random weights, losses grow, and a diagnosis repeats steps
-        self.frequency, self.interval = frequency, interval
+        self.how = {"frequency": frequency, "interval": interval}
         self.automatic_optimization = not by_hand
         self.seen = UserList[tuple[int, list[float]]]()  # not restored, because this class is not the user's
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         batch = batch[0] if isinstance(batch, list) else batch
         self.seen.append((self.trainer.progress.updates, batch.flatten().tolist()))
         loss: Tensor = self.net(batch / 26).square().mean()
-        if self.automatic_optimization:
-            return loss
-        self.manual_backward(loss)
-        self.optimizers().step()  # type: ignore[union-attr]
-        self.optimizers().zero_grad()  # type: ignore[union-attr]
-        return None
+        if not self.automatic_optimization:
+            manual_step(self, loss)
+        return loss
 
-    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
-        pass
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None: ...
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
-        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-        return [optimizer], [{"scheduler": schedule, "interval": self.interval, "frequency": self.frequency}]
+        return [optimizer], [{"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1), **self.how}]
 
 
 class DrawsItself(Net):
@@ -206,13 +201,12 @@ def test_estimated_stepping_batches_are_equal_after_an_elastic_resume(tmp_path):
 
 def test_with_workers(tmp_path):
     options: Any = {"num_workers": 1, "persistent_workers": True}
-    whole = Net()
-    written(tmp_path, loader(**options), whole)
-    for start in ("two", "again"):  # "again": from a checkpoint of the resumed run
+    written(tmp_path, loader(**options), whole := Net())
+    for start, first in (("two", 2), ("again", 4)):  # "again": from a checkpoint of the resumed run
         saver = SavesAt(tmp_path / "again.ckpt", batches=8)
         saving = {"callbacks": [saver], "enable_checkpointing": True}
         _, module = resumed(tmp_path / f"{start}.ckpt", loader(2, **options), **saving)
-        for update in range({"two": 2, "again": 4}[start], 14):
+        for update in range(first, 14):
             seen, expected = (
                 sorted(number for at, numbers in one.seen if at == update for number in numbers)
                 for one in (module, whole)

@@ -123,35 +123,6 @@ def test_hyperparameters_are_restored_as_in_lightning(tmp_path):
     assert module.hparams["things"]["class"] is KINDS["class"]
 
 
-@pytest.mark.parametrize("make", [lightnings, make_trainer])
-def test_file_with_objects_is_resumed_tested_and_evaluated_without_running_any(tmp_path, make, caplog):
-    file = saved(tmp_path, Many(things=Telltale(3), loss=torch.nn.HuberLoss()), make)
-    Telltale.made.clear()
-    module = Many()
-    trainer = make_trainer(tmp_path, max_epochs=2)
-    trainer.fit(module, data(2), ckpt_path=file)
-    assert trainer.current_epoch == 2
-    for function in ("validate", "test", "predict"):
-        module = Many()
-        getattr(make_trainer(tmp_path), function)(module, data(2), ckpt_path=file)
-        expected = torch.load(file, weights_only=False)["state_dict"]
-        assert Telltale.made.pop() == "made"
-        assert all(torch.equal(weight, expected[name]) for name, weight in module.state_dict().items())
-    assert Telltale.made == []
-
-
-class Telltale:
-    """Records each unpickling."""
-
-    made: list[str] = []
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-
-    def __setstate__(self, state: Any) -> None:
-        Telltale.made.append("made")
-
-
 class Uncopied:
     """Can be pickled, but not copied."""
 

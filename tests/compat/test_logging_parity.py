@@ -266,19 +266,6 @@ def results_by_hook_and_name(make: Make) -> Any:
     return seen
 
 
-def callbacks_that_log(make: Make) -> Any:
-    outcomes: list[Any] = []
-
-    class Own(Callback):
-        def setup(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
-            outcomes.append(attempt(lambda: self.log("setup", 1.0), words=0))
-
-        def on_train_batch_end(self, *args: Any) -> None:
-            self.log_dict({"a": 1.0, "b": torch.tensor(2.0)}, on_step=True, on_epoch=True, prog_bar=True)
-
-    return fitted(make, lambda m, b, i: None, callbacks=Own()), outcomes
-
-
 def where_logging_is_allowed(make: Make) -> Any:
     """Call ``log`` in every public method of a module and of a callback."""
 
@@ -351,7 +338,6 @@ PROGRAMS = [
     wrong_use,
     without_a_run,
     results_by_hook_and_name,
-    callbacks_that_log,
     where_logging_is_allowed,
     one_name_in_training_and_validation,
 ]

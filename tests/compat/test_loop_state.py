@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -63,26 +62,21 @@ class TwoLoaders(Classifier):
     ],
 )
 @pytest.mark.filterwarnings("ignore:.*(previous `fit` call will be used|there is no last checkpoint)")
-def test_failed_runs_checkpoint_counts_as_lightnings(place: Any, accumulate: int, tmp_path: Path) -> None:
+def test_failed_runs_checkpoint_counts_as_lightnings(place, accumulate, tmp_path):
     def scenario(make: Any) -> Any:
-        folder = tmp_path / make.__name__
-        trainer = make(
-            max_epochs=3,
-            accumulate_grad_batches=accumulate,
-            val_check_interval=2,
-            enable_checkpointing=True,
-            callbacks=OnExceptionCheckpoint(folder),
-        )
+        saver = OnExceptionCheckpoint(tmp_path / make.__name__)
+        given = {"accumulate_grad_batches": accumulate, "val_check_interval": 2, "enable_checkpointing": True}
+        trainer = make(max_epochs=3, callbacks=saver, **given)
         val = [data(4), data(6, seed=1)] if place[0] is TwoLoaders else data(4)
         with pytest.raises(FailedError):
             trainer.fit(failing(*place), data(6), val)
-        checkpoint = torch.load(folder / "on_exception.ckpt", weights_only=True)
-        seen = [counts(checkpoint["loops"]["fit_loop"]), counts(trainer.fit_loop.state_dict())]
-        trainer.fit_loop.load_state_dict(checkpoint["loops"]["fit_loop"])
-        seen.append(counts(trainer.fit_loop.state_dict()))
-        trainer.fit_loop.reset()
-        trainer.fit_loop.epoch_loop.reset()
-        epoch_loop = trainer.fit_loop.epoch_loop
+        saved = torch.load(saver.ckpt_path, weights_only=True)["loops"]["fit_loop"]
+        loop, epoch_loop = trainer.fit_loop, trainer.fit_loop.epoch_loop
+        seen = [counts(saved), counts(loop.state_dict())]
+        loop.load_state_dict(saved)
+        seen.append(counts(loop.state_dict()))
+        loop.reset()
+        epoch_loop.reset()
         current = epoch_loop.batch_progress.current
         optimizer = epoch_loop.automatic_optimization.optim_progress.optimizer
         seen += [current.ready, current.completed, optimizer.step.current.ready, optimizer.zero_grad.current.completed]

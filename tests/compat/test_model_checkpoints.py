@@ -138,7 +138,7 @@ def steps_of(events: Sequence[tuple[str, int]], every: int) -> dict[int, float]:
     """Return the steps that a monitored saver writes, with their scores."""
     saved, metric, waits = dict[int, float](), None, False
     events = [event for event in events if event[0] != "save"]
-    for (kind, step), (following, _) in zip(events, [*events[1:], ("end", 0)], strict=True):
+    for (kind, step), (following, _) in pairwise([*events, ("end", 0)]):
         if kind == "validation":
             metric = score(step)
         is_due = kind == "batch" and step > 0 and step % every == 0 and step not in saved
@@ -172,11 +172,9 @@ def contents(folder: Path) -> dict[str, Any]:
 )
 def test_score_is_that_of_the_validation_after_the_same_batch(tmp_path, kind, every, manual, arguments):
     saver = kind(tmp_path / "kept", monitor="val_loss", save_top_k=-1, every_n_train_steps=every, filename="{step}")
-    module = fit(tmp_path, saver, manual=manual, **arguments)
-    expected = steps_of(module.events, every)
-    assert {Path(path).stem: value.item() for path, value in saver.best_k_models.items()} == {
-        f"step={step}": value for step, value in expected.items()
-    }
+    expected = steps_of(fit(tmp_path, saver, manual=manual, **arguments).events, every)
+    found = {int(Path(path).stem.removeprefix("step=")): value.item() for path, value in saver.best_k_models.items()}
+    assert found == expected
     for name, file in contents(tmp_path / "kept").items():
         assert name == f"step={file['global_step']}.ckpt"
     assert bool(expected) == ("limit_val_batches" not in arguments)
@@ -211,15 +209,10 @@ def test_metric_that_is_never_logged_is_reported_after_an_epoch(tmp_path, valida
     """Also for saves by steps, which wait for the metric."""
     name = f"missing_{validates}"  # Lightning warns once for each text
     saver = ModelCheckpoint(tmp_path, monitor=name, every_n_train_steps=2)
-    trainer = make_trainer(
-        tmp_path, callbacks=[saver], enable_checkpointing=True, max_epochs=3, limit_val_batches=float(validates)
-    )
-    report: Any = (
-        pytest.raises(MisconfigurationException, match=f"monitor='{name}'.*could not find")
-        if validates
-        else pytest.warns(UserWarning, match=f"monitor='{name}'.*could not find")
-    )
-    with report:
+    given = {"callbacks": [saver], "enable_checkpointing": True, "limit_val_batches": float(validates)}
+    trainer, message = make_trainer(tmp_path, max_epochs=3, **given), f"monitor='{name}'.*could not find"
+    raises = partial(pytest.raises, MisconfigurationException) if validates else partial(pytest.warns, UserWarning)
+    with raises(match=message):
         trainer.fit(Scored(), loader_of(BATCHES), loader_of(BATCHES[:2]))
     assert trainer.current_epoch == (0 if validates else 3)
 

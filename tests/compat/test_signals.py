@@ -143,10 +143,9 @@ def test_ctrl_c_in_a_notebook_returns_from_fit(tmp_path, saves, monkeypatch, cap
     caplog.set_level("INFO")
     does = Does("train", lambda: send(signal.SIGINT))
     trainer, _ = fit(tmp_path, does, **({} if saves else {"enable_checkpointing": False, "callbacks": [does]}))
-    assert trainer.interrupted
-    assert trainer.global_step == 3
-    announced, then = capfd.readouterr().err, "its state is saved" if saves else "ends"
-    assert f"the fit finishes the step, and {then}." in announced
+    assert (trainer.interrupted, trainer.global_step) == (True, 3)
+    announced = capfd.readouterr().err
+    assert f"the fit finishes the step, and {'its state is saved' if saves else 'ends'}." in announced
     assert "graceful shutdown" not in announced
     assert ("Its state is in" if saves else "Nothing is saved") in caplog.text
     with pytest.raises(KeyboardInterrupt):
@@ -284,8 +283,8 @@ DEAD = 2**22 + 1  # above the largest process id of Linux
 def test_worker_ends_if_the_run_was_killed_before_its_start(monkeypatch, started_by, parent, ends):
     called: list[int] = []
     monkeypatch.setattr(multiprocessing, "parent_process", lambda: SimpleNamespace(pid=started_by))
-    monkeypatch.setattr(os, "getppid", lambda: parent)
-    monkeypatch.setattr(os, "_exit", lambda status: sys.exit(f"status {status}"))
+    for name, fake in (("getppid", lambda: parent), ("_exit", lambda status: sys.exit(f"status {status}"))):
+        monkeypatch.setattr(os, name, fake)
     monkeypatch.setattr(signal, "signal", lambda number, handler: None)
     with pytest.raises(SystemExit, match="status 1") if ends else nullcontext():
         SurviveSignals(called.append)(3)

@@ -192,14 +192,12 @@ def test_backbone_finetuning(tmp_path: Any, resumes_after: int) -> None:
     def scenario(make: Any) -> Any:
         folder, groups = tmp_path / make.__name__, []
 
-        class Watch(Callback):
-            def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
-                (optimizer,) = trainer.optimizers
-                groups.append(plain([(group["lr"], len(group["params"])) for group in optimizer.param_groups]))
+        def watch(trainer: Any, module: Any) -> None:
+            groups.append(plain([(group["lr"], len(group["params"])) for group in trainer.optimizers[0].param_groups]))
 
         def fit(epochs: int, path: Any = None) -> Any:
-            module = Net()
-            callbacks = [BackboneFinetuning(2), Watch(), ModelCheckpoint(folder, save_top_k=-1)]
+            saver, module = ModelCheckpoint(folder, save_top_k=-1), Net()
+            callbacks = [BackboneFinetuning(2), LambdaCallback(on_train_epoch_end=watch), saver]
             make(max_epochs=epochs, callbacks=callbacks, enable_checkpointing=True).fit(module, ckpt_path=path)
             return module
 
@@ -222,8 +220,7 @@ def test_model_pruning(tmp_path: Any) -> None:
         module, folder = Net(), tmp_path / make.__name__
         to_prune = [(module.backbone[0], "weight"), (module.net, "weight")]
         pruning = ModelPruning("l1_unstructured", amount=0.3, parameters_to_prune=to_prune)
-        callbacks = [pruning, ModelCheckpoint(folder)]
-        trainer = make(max_epochs=2, callbacks=callbacks, enable_checkpointing=True)
+        trainer = make(max_epochs=2, callbacks=[pruning, ModelCheckpoint(folder)], enable_checkpointing=True)
         trainer.fit(module)
         trainer.test(module)
         saved = torch.load(last_file(folder), weights_only=False)["state_dict"]
@@ -233,20 +230,21 @@ def test_model_pruning(tmp_path: Any) -> None:
 
 
 def test_inexact_resume_with_pruning_is_refused(tmp_path: Any) -> None:
-    def fit(max_epochs: int, start: Any = None, **arguments: Any) -> Any:
+    path = tmp_path / "saved.ckpt"
+
+    def fit(max_epochs: int, start: Any = path, **arguments: Any) -> Any:
         module = Net()
         pruning = ModelPruning("l1_unstructured", amount=0.5, parameters_to_prune=[(module.net, "weight")])
         trainer = ours(max_epochs=max_epochs, callbacks=[pruning], **arguments)
         trainer.fit(module, ckpt_path=start)
         return trainer
 
-    path = tmp_path / "saved.ckpt"
-    fit(1).save_checkpoint(path)
-    fit(1, path)
+    fit(1, None).save_checkpoint(path)
+    fit(1)
     with pytest.raises(ResumeError, match=r"pruned weights, but not the masks.* Trainer\(exact_resume=False\)"):
-        fit(2, path)
+        fit(2)
     with pytest.warns(UserWarning, match="pruned weights, but not the masks"):
-        assert fit(2, path, exact_resume=False).current_epoch == 2
+        assert fit(2, exact_resume=False).current_epoch == 2
 
 
 # --- writing --------------------------------------------------------------------------------------------------------
