@@ -34,9 +34,7 @@ class Logs(Regression):
             self.log(name, values[self.current_epoch], batch_size=4)
 
 
-def fitted(
-    module: Logs, folder: Path, epochs: int, resume: Any = None, batches: int = 2, more: Any = (), **options: Any
-) -> tuple[Any, BestCheckpoint]:
+def fitted(module, folder, epochs, resume=None, batches=2, more=(), **options):
     """Fit with this number of ``batches``, and a validation after each second of them."""
     saver = BestCheckpoint(folder / "checkpoints", filename="{epoch}", **{"monitor": "auto", **options})
     settings = {"enable_checkpointing": True, "max_epochs": epochs, "val_check_interval": 2}

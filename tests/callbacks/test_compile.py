@@ -195,7 +195,6 @@ def test_kept_results_of_a_step_are_not_overwritten(tmp_path, replays, arguments
         ({"mode": "reduce-overhead"}, "cuda", True),
         ({"mode": "reduce-overhead"}, "cpu", False),
         ({"options": {"triton.cudagraphs": True}}, "cuda", True),
-        ({"options": {"max_autotune": True}}, "cuda", False),
         ({"backend": "aot_eager", "mode": None}, "cuda", False),
         ({"backend": "of_somebody_else"}, "cpu", True),
     ],
@@ -418,10 +417,9 @@ def test_graph_breaks_of_an_earlier_run_do_not_count() -> None:
         return x + 1
 
     watch = compilation.Compilations()
-    watch.start()
-    torch.compile(broken, backend="eager")(torch.ones(2))
-    watch.stop()
-    assert watch.graph_breaks == 1
-    watch.start()
-    watch.stop()
-    assert watch.graph_breaks == 0
+    for breaks in (1, 0):
+        watch.start()
+        if breaks:
+            torch.compile(broken, backend="eager")(torch.ones(2))
+        watch.stop()
+        assert watch.graph_breaks == breaks

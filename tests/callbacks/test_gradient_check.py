@@ -173,43 +173,42 @@ def test_detached_parameter_is_wrong_and_an_unused_one_is_not(tmp_path, capsys):
 def test_ties_of_the_initialization_are_accepted(tmp_path):
     """A residual branch initialized to zero puts the ReLU behind it on its kink where the trunk is zero."""
 
-    class Residual(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            torch.manual_seed(0)
-            self.trunk, self.branch, self.head = nn.Linear(6, 16), nn.Linear(16, 16), nn.Linear(16, 3)
-            nn.init.zeros_(self.branch.weight)
-            nn.init.zeros_(self.branch.bias)
-
+    class Residual(nn.Linear):
         def forward(self, x):
-            x = F.relu(self.trunk(x))
-            return self.head(F.relu(x + self.branch(x)))
+            x = F.relu(x)
+            return F.relu(x + super().forward(x))
 
-    check(tmp_path, Regression(Residual()))
-    with pytest.raises(GradientCheckError, match=r"net\.branch\.bias: "):
-        check(tmp_path, Regression(Residual()), jitter=0.0)
+    def net() -> nn.Module:
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(6, 16), Residual(16, 16), nn.Linear(16, 3))
+        for parameter in net[1].parameters():
+            nn.init.zeros_(parameter)
+        return net
+
+    check(tmp_path, Regression(net()))
+    with pytest.raises(GradientCheckError, match=r"net\.1\.bias: "):
+        check(tmp_path, Regression(net()), jitter=0.0)
 
 
 def test_kink_at_the_evaluated_point_is_accepted(tmp_path):
-    class Kinked(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            torch.manual_seed(0)
-            self.linear = nn.Linear(6, 3)
-
+    class Kinked(nn.Linear):
         def forward(self, x):
-            biases.append(self.linear.bias.detach().clone())
-            return self.linear(x) + 5 * F.relu(self.linear.bias - kink)
+            biases.append(self.bias.detach().clone())
+            return super().forward(x) + 5 * F.relu(self.bias - kink)
+
+    def check_it(attempts: int) -> GradientCheck:
+        torch.manual_seed(0)
+        return check(tmp_path, Regression(Kinked(6, 3)), attempts=attempts)
 
     biases: list[Tensor] = []
     kink = torch.full((3,), 1e9, dtype=torch.float64)  # far away
-    check(tmp_path, Regression(Kinked()), attempts=2)
+    check_it(2)
     kink, second = biases[2], biases[11]  # after two evaluations that must be equal, and four for each parameter
-    with pytest.raises(GradientCheckError, match=r"net\.linear\.bias: "):
-        check(tmp_path, Regression(Kinked()), attempts=1)
-    assert check(tmp_path, Regression(Kinked()), attempts=2).problems == {}
+    with pytest.raises(GradientCheckError, match=r"net\.bias: "):
+        check_it(1)
+    assert check_it(2).problems == {}
     kink = second
-    assert check(tmp_path, Regression(Kinked()), attempts=2).problems == {}
+    assert check_it(2).problems == {}
 
 
 # --- inputs of the check ----------------------------------------------------------------------------------------------

@@ -46,22 +46,18 @@ def without_it() -> list[list[Tensor]]:
     ("precision", "optimizer", "gain"),
     [("32-true", "momentum-fused", NAN), ("bf16-mixed", "adamw-fused", float("inf")), ("64-true", "adam", NAN)],
 )
-def test_skipped_batch_changes_nothing(tmp_path: Path, precision: str, optimizer: str, gain: float) -> None:
-    make, how = OPTIMIZERS[optimizer], {"schedule": STEPPED, "interval": "step"}
-    dtype = torch.float64 if precision == "64-true" else torch.float32
-    module = Regression(make_net().to(dtype), make, **how)
-    guard = NonFiniteGuard("skip")
+def test_skipped_batch_changes_nothing(tmp_path, precision, optimizer, gain):
+    make, dtype = OPTIMIZERS[optimizer], torch.float64 if precision == "64-true" else torch.float32
+    module, net = Regression(make_net().to(dtype), make, STEPPED, interval="step"), make_net().to(dtype)
+    options = {"precision": precision, "callbacks": [NonFiniteGuard("skip")]}
     with pytest.warns(UserWarning, match=r"Optimizer step 3 of epoch 0 was skipped"):
-        trainer, trace = fit_and_watch(
-            tmp_path, module, with_a_bad_one(gain=gain), precision=precision, callbacks=[guard]
-        )
+        trainer, trace = fit_and_watch(tmp_path, module, with_a_bad_one(gain=gain), **options)
     batches = [[part.to(dtype) for part in batch] for batch in without_it()]
-    oracle = train_by_hand(net := make_net().to(dtype), batches, precision=precision, optimizer=make, schedule=STEPPED)
+    oracle = train_by_hand(net, batches, precision=precision, optimizer=make, schedule=STEPPED)
     assert trace.skipped == [False] * 3 + [True] + [False] * 2
     assert [trace.rates[i] for i in (0, 1, 2, 4, 5)] == oracle.rates
     assert_same_weights(module.net, net)
-    assert trainer.skipped_steps == 1
-    assert trainer.global_step == 6
+    assert (trainer.skipped_steps, trainer.global_step) == (1, 6)
     assert trace.scales == trace.next_scales == [1.0] * 6
 
 

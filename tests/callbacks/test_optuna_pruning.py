@@ -29,9 +29,7 @@ def study(project):  # noqa: F811
     return study
 
 
-def pruning(
-    trial: int = 1, metric: str = "val_loss", pruner: str = "{name:median,n_startup_trials:1,n_warmup_steps:2}"
-) -> str:
+def pruning(trial=1, metric="val_loss", pruner="{name:median,n_startup_trials:1,n_warmup_steps:2}"):
     settings = f"storage:'{STORAGE}',study_name:s,trial:{trial},metric:{metric},pruner:{pruner}"
     return f"++callbacks.pruning={{_target_:trainer.callbacks.OptunaPruning,{settings}}}"
 

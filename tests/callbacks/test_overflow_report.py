@@ -207,13 +207,11 @@ def test_file(tmp_path):
     module = Regression(sequential(Amplifier(), 4))
     callback, _ = report_on(tmp_path, module, report={"dirpath": folder, "console": narrow})
     assert f" {folder / 'diagnosis_step_2.md'}\n" in printed.getvalue()  # in one line
-    text = (folder / "diagnosis_step_2.md").read_text()
-    (report,) = callback.reports
+    text, (report,) = (folder / "diagnosis_step_2.md").read_text(), callback.reports
     assert text == report.markdown()
     assert text.startswith("# Verdict: backward pass overflows in 16 bits (step 2)\n")
-    assert "| step | 2, 3 skipped in a row |" in text
-    assert "| loss scale | 16384 |" in text
-    assert f"- Remedy: {report.remedy}" in text
+    for line in ("| step | 2, 3 skipped in a row |", "| loss scale | 16384 |", f"- Remedy: {report.remedy}"):
+        assert line in text
 
 
 def test_folder_that_cannot_be_written(tmp_path):
@@ -247,14 +245,14 @@ def collapse(folder: Path, module: Any = None, good: int = 2, **arguments: Any) 
 
 def test_at_the_floor(tmp_path):
     message, trainer = collapse(tmp_path, Regression(optimizer=OPTIMIZERS["adam-fused"]))
-    lines = message.splitlines()
+    first, second, *lines = message.splitlines()
     # 256 falls to 1 in 8 skips, and 10 more at 1
-    assert lines[0] == (
+    assert first == (
         "18 optimizer steps in a row were skipped, from step 2 to step 19, because gradients were not finite; 10 of"
         " them at the smallest loss scale, min_scale=1."
     )
-    assert lines[1] == "Loss scale: 256 at step 2, 1 now."
-    assert lines[2].startswith("Verdict: backward pass overflows in 16 bits")
+    assert second == "Loss scale: 256 at step 2, 1 now."
+    assert lines[0].startswith("Verdict: backward pass overflows in 16 bits")
     assert any(line.startswith("  Remedy: ") for line in lines)
     assert trainer.global_step == 20
     assert not list(tmp_path.glob("**/*.ckpt"))  # checkpointing is disabled
@@ -330,16 +328,14 @@ def test_replay_that_fails_does_not_end_the_run(tmp_path):
 @pytest.mark.gpu
 def test_on_a_gpu(tmp_path):
     """The outcome of a fused optimizer is late; dropout uses the device's generator."""
-    gpu = {"accelerator": "gpu", "devices": 1}
-    module = Regression(sequential(Amplifier(), 4), optimizer=OPTIMIZERS["adam-fused"])
+    gpu, adam, seen = {"accelerator": "gpu", "devices": 1}, OPTIMIZERS["adam-fused"], []
+    module = Regression(sequential(Amplifier(), 4), adam)
     callback, _ = report_on(tmp_path, module, 6, precision=MixedPrecision("float16"), **gpu)
     assert [(report.step, report.module) for report in callback.reports] == [(2, "net.4")]
-    seen = []
     for options in ({"at_step": 3}, QUIET):
-        module = Regression(sequential(), optimizer=OPTIMIZERS["adam-fused"])
-        batches = make_batches(12, gains=dict.fromkeys([2, 4, 5, 6, 7], 1e30))
-        precision = MixedPrecision("float16", init_scale=256.0)
+        module, batches = Regression(sequential(), adam), make_batches(12, gains=dict.fromkeys([2, 4, 5, 6, 7], 1e30))
         torch.manual_seed(3)
-        callback, _ = report_on(tmp_path, module, batches, precision=precision, report=options, **gpu)
+        precision = MixedPrecision("float16", init_scale=256.0)
+        report_on(tmp_path, module, batches, precision=precision, report=options, **gpu)
         seen.append([*module.state_dict().values(), torch.cuda.get_rng_state().cpu()])
     assert all(torch.equal(a, b) for a, b in zip(*seen, strict=True))

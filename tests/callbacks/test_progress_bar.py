@@ -271,10 +271,8 @@ def test_terminal_is_restored_after_an_error(clock, stop):
 
 
 def test_prints_and_log_records_are_above_the_bar(clock, monkeypatch):
-    stderr = Terminal(clock)
-    monkeypatch.setattr(sys, "stderr", stderr)
-    logger = logging.getLogger("test_progress_bar")
-    handler = logging.StreamHandler()  # keeps a reference to the current stderr
+    monkeypatch.setattr(sys, "stderr", stderr := Terminal(clock))
+    logger, handler = logging.getLogger("test_progress_bar"), logging.StreamHandler()  # has the current stderr
     monkeypatch.setattr(logger, "handlers", [handler])
     bar = on_terminal(clock)
     trainer = started(bar, clock)
@@ -282,9 +280,8 @@ def test_prints_and_log_records_are_above_the_bar(clock, monkeypatch):
     bar.print("a module's", "line", sep=" ")
     logger.warning("a log record")
     sys.stderr.write("a warning\n")
-    drawn = frames(bar)
     for text in ("a user's line", "a module's line", "a log record", "a warning"):
-        (frame,) = [frame for frame in drawn if text in frame]
+        (frame,) = [frame for frame in frames(bar) if text in frame]
         assert re.match(rf"{text} *\n+epoch 1/3 ", frame), frame
     bar.on_train_end(trainer, None)
     assert handler.stream is stderr
@@ -384,19 +381,16 @@ def without_rate(text):
 
 @BOTH_TRAINERS
 def test_real_runs_on_lines(tmp_path, trainer_class, capsys):
-    bar = on_lines()
-    limits = {"max_epochs": 2, "limit_train_batches": 3}
+    bar, module, limits = on_lines(), Module(), {"max_epochs": 2, "limit_train_batches": 3}
     limits |= dict.fromkeys(("limit_val_batches", "limit_test_batches", "limit_predict_batches"), 2)
     trainer = make_trainer(tmp_path, trainer_class, callbacks=[bar], enable_progress_bar=True, **limits)
     assert trainer.progress_bar_callback is bar
-    module = Module()
     trainer.fit(module)
     trainer.validate(module, verbose=False)
     trainer.test(module, verbose=False)
     trainer.predict(module)
     assert without_rate(written(bar)) == [
-        "epoch 1/2  batch 3/3  loss 2.000  acc 0.5000  val_acc 0.2500",
-        "epoch 2/2  batch 3/3  loss 2.000  acc 0.5000  val_acc 0.2500",
+        *(f"epoch {epoch}/2  batch 3/3  loss 2.000  acc 0.5000  val_acc 0.2500" for epoch in (1, 2)),
         "validation  batch 2/2  val_acc 0.2500",
         "testing  batch 2/2",
         "predicting  batch 2/2",

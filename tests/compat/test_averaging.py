@@ -73,9 +73,7 @@ def trained(states: list[dict[str, Tensor]]) -> Callback:
     return LambdaCallback(on_train_batch_end=lambda trainer, module, *_: states.append(copy_of(module)))
 
 
-def fit(
-    folder: Path, callback: Any, *, ckpt_path: Any = None, gains: Any = None, saves: bool = True, **arguments: Any
-) -> tuple[Any, Module, list[dict[str, Tensor]], SavesEverywhere]:
+def fit(folder, callback, *, ckpt_path=None, gains=None, saves=True, **arguments):
     folder.mkdir(exist_ok=True)
     module, states, saver = Module(), list[dict[str, Tensor]](), SavesEverywhere(folder)
     trainer = make_trainer(

@@ -69,9 +69,7 @@ def loader(batch_size: int = 4, **options: Any) -> DataLoader[Any]:
     return DataLoader(DATA, batch_size, **options)  # type: ignore[arg-type]
 
 
-def written(
-    folder: Path, data: Any = None, module: Any = None, after: int = 2, batch_size: int = 4, **more: Any
-) -> Path:
+def written(folder, data=None, module=None, after=2, batch_size=4, **more):
     """A checkpoint of a run with batches of 4, as if two processes had had batches of 2."""
     path = folder / "two.ckpt"
     callbacks = [SavesAt(path, batches=after), *more.pop("callbacks", [])]

@@ -160,24 +160,22 @@ class Broken:
 @pytest.mark.filterwarnings("ignore:Attribute 'make' removed from hparams because it cannot be pickled")
 @pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
 def test_unpicklable_objects_are_named_and_saves_succeed(tmp_path, caplog):
-    trainer = make_trainer(tmp_path, enable_checkpointing=True)
+    trainer, path = make_trainer(tmp_path, enable_checkpointing=True), tmp_path / "a.ckpt"
     module = Many(things={"path": Path("a"), "broken": [Sizes(2)]}, loss=torch.nn.ReLU(), make=lambda: 1)
-    with caplog.at_level(logging.INFO):
-        trainer.fit(module, data(2))
-        assert "make" not in module.hparams  # as by Lightning
-        module.hparams["things"]["broken"][0].more = Broken()
-        with pytest.warns(
-            UserWarning, match=r"do not contain.*of Many.*things.broken\[0\].more \(tests.compat.test_hp"
-        ):
-            trainer.save_checkpoint(tmp_path / "a.ckpt")
-        trainer.save_checkpoint(tmp_path / "a.ckpt")  # printed once
+    caplog.set_level(logging.INFO)
+    trainer.fit(module, data(2))
+    assert "make" not in module.hparams  # as by Lightning
+    module.hparams["things"]["broken"][0].more = Broken()
+    with pytest.warns(UserWarning, match=r"do not contain.*of Many.*things.broken\[0\].more \(tests.compat.test_hp"):
+        trainer.save_checkpoint(path)
+    trainer.save_checkpoint(path)  # printed once
     assert lines_of(caplog)[1:] == [
         "The hyperparameter things of Many is saved in its plain form: it cannot be pickled (ValueError: not now)."
     ]
-    loaded = Many.load_from_checkpoint(tmp_path / "a.ckpt", weights_only=False)
+    loaded = Many.load_from_checkpoint(path, weights_only=False)
     assert loaded.hparams["things"] == {"path": "a", "broken": [{"width": 2}]}
     assert isinstance(loaded.hparams["loss"], torch.nn.ReLU)
-    make_trainer(tmp_path, max_epochs=2).fit(Many(), data(2), ckpt_path=tmp_path / "a.ckpt")
+    make_trainer(tmp_path, max_epochs=2).fit(Many(), data(2), ckpt_path=path)
 
 
 def test_objects_unsupported_by_the_reader_are_saved_in_their_plain_form(tmp_path, caplog):

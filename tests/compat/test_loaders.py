@@ -201,9 +201,7 @@ class Stream(IterableDataset[torch.Tensor]):
 
 @pytest.mark.filterwarnings("always:Resuming after an epoch")
 @pytest.mark.parametrize(("persists", "warnings"), [(True, 1), (False, 0)])
-def test_resume_after_an_epoch_reports_batches_that_are_loaded_again(
-    persists: bool, warnings: int, tmp_path: Path, recwarn: pytest.WarningsRecorder
-) -> None:
+def test_resume_after_an_epoch_reports_batches_that_are_loaded_again(persists, warnings, tmp_path, recwarn):
     def loader(persists: bool) -> DataLoader[Any]:
         return DataLoader(Stream(), num_workers=1, persistent_workers=persists)
 

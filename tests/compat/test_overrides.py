@@ -182,9 +182,7 @@ class Data(LightningDataModule):
     test_dataloader = predict_dataloader = val_dataloader
 
 
-def program(
-    make: Any, watch: Watch, folder: Path, base: type[LightningModule], ddp: bool, resumes: bool
-) -> list[Event]:
+def program(make, watch, folder, base, ddp, resumes):
     """Fit, validate, test, predict and, if ``resumes``, a second fit. Returns all recorded calls."""
     extra: dict[str, Any] = {"checkpoint_io": watch.make("checkpoint_io", TorchCheckpointIO)}
     extra |= {"cluster_environment": watch.make("environment", LightningEnvironment)} if ddp else {"device": "cpu"}

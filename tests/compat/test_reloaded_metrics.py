@@ -67,14 +67,6 @@ def test_name_may_move_to_another_dataloader_between_passes(tmp_path):
     assert run(tmp_path, [2, 2, 2], log) == [{"w": 0.0}, {"w": 1.0}, {"w": 0.0}]
 
 
-def test_name_of_two_dataloaders_in_one_pass_is_still_an_error(tmp_path):
-    def log(module: Any, batch: Any, dataloader_idx: int, number: int) -> None:
-        module.log("w", batch, add_dataloader_idx=False, batch_size=1)
-
-    with pytest.raises(Exception, match=r"`self.log\(w, ...\)` twice in `validation_step` with different arguments"):
-        run(tmp_path, [2], log)
-
-
 def test_metrics_of_dataloaders_that_are_gone_are_not_read(tmp_path):
     first, second, third = run(tmp_path, [2, 1, 2], log_all)
     of_two = {f"v{which}/dataloader_idx_{i}" for which in ("", "_epoch") for i in (0, 1)}

@@ -15,7 +15,7 @@ from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, Mode
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
 from tests.parity import assert_same_weights
-from tests.support import Killed, KilledAt, Regression, loader_of, make_batches, make_trainer
+from tests.support import Killed, KilledAt, Regression, loader_of, make_batches, make_trainer, momentum
 from trainer.checkpoint import files
 from trainer.checkpoint import folder_locks as folders
 from trainer.errors import ConfigurationError, FolderInUseError
@@ -35,25 +35,15 @@ class Logs(Regression):
         self.log("val_loss", super().training_step(batch, batch_idx), batch_size=4)
 
 
-def script(
-    folder: Path,
-    *,
-    kill: int | None = None,
-    logger: Any = None,
-    saver: Any = None,
-    more: Any = (),
-    module: Any = None,
-    **arguments: Any,
-) -> Any:
+def script(folder, *, kill=None, logger=None, saver=None, more=(), module=Logs, **arguments):
     """Run the user's script, which is run again to resume."""
     savers = [ModelCheckpoint(save_last=True) if saver is None else saver()]
     callbacks = [*savers, *more, LearningRateMonitor("step"), KilledAt(kill)]
     given = {"max_epochs": 3, "log_every_n_steps": 1, "resume": "auto", "enable_checkpointing": None}
     logger = CSVLogger(folder) if logger is None else logger
-    fitted = make_trainer(folder, logger=logger, callbacks=callbacks, **{**given, **arguments})
-    module = (module or Logs)(optimizer=partial(torch.optim.SGD, lr=0.1, momentum=0.9))
+    fitted = make_trainer(folder, logger=logger, callbacks=callbacks, **given | arguments)
     try:
-        fitted.fit(module, loader_of(BATCHES), loader_of(BATCHES[:2]))
+        fitted.fit(module(optimizer=momentum), loader_of(BATCHES), loader_of(BATCHES[:2]))
     except Killed:
         return None
     return fitted

@@ -169,14 +169,13 @@ def test_extra_epoch_for_batch_norm_changes_no_weight() -> None:
 def test_throughput_monitor(function: str, arguments: dict[str, Any]) -> None:
     def scenario(make: Any) -> Any:
         monitor = ThroughputMonitor(lambda batch: 2, length_fn=lambda batch: 6, window_size=3)
-        logger = RecordingLogger()
+        logger, module = RecordingLogger(), Net()
         trainer = make(logger=logger, callbacks=[monitor], **{"log_every_n_steps": 1, **arguments})
-        module = Net()
         module.flops_per_batch = 10
         flops = mock.patch("lightning.pytorch.callbacks.throughput_monitor.get_available_flops", return_value=100)
         with flops, mock.patch("time.perf_counter", side_effect=range(100)):
-            getattr(trainer, function)(module)
-            getattr(trainer, function)(module)
+            for _ in range(2):
+                getattr(trainer, function)(module)
         return [row for row in logger.rows if any("/" in name for name in row[1])]
 
     assert_agree(scenario)
@@ -255,9 +254,7 @@ class Writer(BasePredictionWriter):
         super().__init__(interval)
         self.written: list[Any] = []
 
-    def write_on_batch_end(
-        self, trainer: Any, module: Any, prediction: Any, indices: Any, batch: Any, *where: int
-    ) -> None:
+    def write_on_batch_end(self, trainer: Any, module: Any, prediction: Any, indices: Any, batch: Any, *where: int):
         self.written.append((plain(prediction), indices, where))
 
     def write_on_epoch_end(self, trainer: Any, module: Any, predictions: Any, indices: Any) -> None:
@@ -265,24 +262,20 @@ class Writer(BasePredictionWriter):
 
 
 @pytest.mark.parametrize(
-    ("interval", "returns", "loaders"),
-    [("batch", None, "several"), ("epoch", False, "one"), ("batch_and_epoch", None, "iterable")],
+    ("interval", "returns", "make_loader"),
+    [
+        ("batch", None, lambda: [data(2), data(8)]),
+        ("epoch", False, lambda: data(8)),
+        ("batch_and_epoch", None, lambda: DataLoader(Endless(), batch_size=2)),
+    ],
 )
-def test_prediction_writer(interval: str, returns: bool | None, loaders: str) -> None:
+def test_prediction_writer(interval, returns, make_loader):
     def scenario(make: Any) -> Any:
-        class Watched(Net):
-            def on_predict_epoch_end(self) -> None:
-                loop = self.trainer.predict_loop
-                writer.written.append((loop.epoch_batch_indices, plain(loop.predictions)))
-
-        writer = Writer(interval)
-        given = {
-            "one": lambda: data(8),
-            "several": lambda: [data(2), data(8)],
-            "iterable": lambda: DataLoader(Endless(), batch_size=2),
-        }[loaders]()
+        writer, module = Writer(interval), Net()
         trainer = make(callbacks=[writer], limit_predict_batches=3)
-        return writer.written, plain(trainer.predict(Watched(), given, return_predictions=returns))
+        loop = trainer.predict_loop
+        module.on_predict_epoch_end = lambda: writer.written.append((loop.epoch_batch_indices, plain(loop.predictions)))
+        return writer.written, plain(trainer.predict(module, make_loader(), return_predictions=returns))
 
     assert_agree(scenario)
 
