@@ -7,7 +7,6 @@ import pickle
 from contextlib import nullcontext
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -24,7 +23,7 @@ from trainer.errors import ConfigurationError
 from trainer.precision import MixedPrecision
 
 
-def precision_of(name: str) -> Any:
+def precision_of(name):
     if not name.startswith("16"):
         return name
     return MixedPrecision("float16", init_scale=2.0**9, cpu_kernels="fast" if name.endswith("fast") else "native")
@@ -33,7 +32,7 @@ def precision_of(name: str) -> Any:
 class Block(nn.Module):
     """A block with dropout, running statistics, and power iterations, which a second forward must not change."""
 
-    def __init__(self, spectral: bool = True) -> None:
+    def __init__(self, spectral=True):
         super().__init__()
         self.inner = nn.Linear(6, 6)
         if spectral:
@@ -42,30 +41,30 @@ class Block(nn.Module):
         self.drop = nn.Dropout(0.4)
         self.forwards = 0
 
-    def forward(self, x: Tensor, *, slope: float = 1.0) -> Tensor:
+    def forward(self, x, *, slope=1.0):
         if not torch.compiler.is_compiling():
             self.forwards += 1
         return x + self.drop(F.relu(self.norm(self.inner(x)) * slope))
 
 
 class Net(nn.Module):
-    def __init__(self, **how: Any) -> None:
+    def __init__(self, **how):
         super().__init__()
         self.blocks = nn.ModuleList(Block(**how) for _ in range(3))
         self.head = nn.Linear(6, 3)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         for block in self.blocks:
             x = block(x, slope=1.5)
         return self.head(x)
 
 
-def make(**how: Any) -> Net:
+def make(**how):
     torch.manual_seed(0)
     return Net(**how)
 
 
-def fit(folder: Any, module: Any, *callbacks: Any, batches: int = 6, seed: int = 5, **arguments: Any) -> Any:
+def fit(folder, module, *callbacks, batches=6, seed=5, **arguments):
     torch.manual_seed(seed)
     arguments["precision"] = precision_of(arguments.get("precision", "32-true"))
     return fit_and_watch(folder, module, make_batches(batches), callbacks=list(callbacks), **arguments)
@@ -101,7 +100,7 @@ def test_graph_that_is_used_twice_is_computed_the_same_each_time(tmp_path):
     traces, modules = [], [Regression(make()) for _ in range(2)]
     for module, callbacks in zip(modules, ([], [ActivationCheckpointing(Block)]), strict=True):
 
-        def penalized(loss: Tensor, batch_idx: int, net: Any = module.net) -> Tensor:
+        def penalized(loss, batch_idx, net=module.net):
             gradients = torch.autograd.grad(loss, list(net.parameters()), create_graph=True)
             return loss + torch.cat([g.flatten() for g in gradients]).norm()
 
@@ -120,7 +119,7 @@ def test_activations_are_not_kept(tmp_path):
             counts.append(len(kept))
             return loss
 
-    counts: list[int] = []
+    counts = []
     fit(tmp_path, Counting(make()), batches=1)
     fit(tmp_path, Counting(make()), ActivationCheckpointing("net.blocks.*"), batches=1)
     assert counts[1] < counts[0] / 3
@@ -134,13 +133,13 @@ class Opaque:
 @pytest.mark.parametrize("hand_over", ["by position", "by keyword", "in an object"])
 def test_random_states_of_the_devices_are_kept(monkeypatch, hand_over):
     """torch only finds devices in positional arguments; otherwise the second forward drops other units on a GPU."""
-    devices: set[torch.device] = set()
+    devices = set()
 
     class Drops(nn.Linear):
-        def forward(self, hidden: Any) -> Tensor:
+        def forward(self, hidden):
             return F.dropout(super().forward(hidden.tensor if isinstance(hidden, Opaque) else hidden), 0.5)
 
-    def states(*args: Any) -> tuple[list[Any], list[Any]]:
+    def states(*args):
         devices.update(leaf.device for leaf in tree_leaves(args) if isinstance(leaf, Tensor))
         return [], []
 
@@ -160,17 +159,17 @@ def test_random_states_of_the_devices_are_kept(monkeypatch, hand_over):
 # --- torch.compile --------------------------------------------------------------------------------------------------
 
 
-def whole(module: Any, backend: Any) -> Any:
+def whole(module, backend):
     return torch.compile(module, backend=backend)
 
 
-def the_blocks(module: Any, backend: Any) -> Any:
+def the_blocks(module, backend):
     for i, block in enumerate(module.net.blocks):
         module.net.blocks[i] = torch.compile(block, backend=backend)
     return module
 
 
-def the_blocks_in_place(module: Any, backend: Any) -> Any:
+def the_blocks_in_place(module, backend):
     for block in module.net.blocks:
         block.compile(backend=backend)
     return module
@@ -191,9 +190,9 @@ def the_blocks_in_place(module: Any, backend: Any) -> Any:
 )
 def test_compiled_modules(tmp_path, way, precision):
     """Compared with compiled modules without checkpointing, because torch's compiled BatchNorm differs in 16 bits."""
-    graphs, traces, modules = list[bool](), [], [Regression(make(spectral=False)) for _ in range(2)]
+    graphs, traces, modules = [], [], [Regression(make(spectral=False)) for _ in range(2)]
 
-    def backend(graph: Any, inputs: Any) -> Any:
+    def backend(graph, inputs):
         graphs.append(any("checkpoint" in str(node.target) for node in graph.graph.nodes))
         return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
 
@@ -227,7 +226,7 @@ def test_keys_copies_and_weights_are_the_modules_own(tmp_path):
                 assert self.net.blocks[0].forwards == before
             copies.append(duplicate)
 
-    copies: list[nn.Module] = []
+    copies = []
     keys = list(make(spectral=False).state_dict())
     fit(tmp_path, Looking(make(spectral=False)), ActivationCheckpointing(Block), batches=2)
     assert len(copies) == 2

@@ -1,7 +1,5 @@
 """Sizes that are not aligned for Tensor Cores: detection and warnings."""
 
-from __future__ import annotations
-
 import logging
 
 import pytest
@@ -46,7 +44,7 @@ def test_line_names_the_layer_its_size_and_the_next_multiple():
     assert str(Misaligned("a", "Linear", {"out_features": 1001})) == "a (Linear): out_features 1001 -> 1008"
 
 
-def messages_of(folder, caplog, *, times: int = 1, precision="bf16-mixed", **arguments):
+def messages_of(folder, caplog, *, times=1, precision="bf16-mixed", **arguments):
     """Return the messages of the advisor in ``times`` fits."""
     trainer = make_trainer(folder, precision=precision, callbacks=[AlignmentAdvisor(**arguments)])
     caplog.clear()

@@ -1,14 +1,10 @@
 """Arguments that callbacks refuse."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 
 from trainer import callbacks
 
-RANGES: dict[str, dict[str, Any]] = {
+RANGES = {
     "AlignmentAdvisor": {"max_lines": 0},
     "GradientCheck": {"samples": 0, "attempts": 0},
     "LayerNorms": {"every_n_steps": 2.5},
@@ -20,7 +16,7 @@ RANGES: dict[str, dict[str, Any]] = {
     "SyncDetector": {"batches": 0, "after": -1},
     "Throughput": {"warmup_batches": -1, "flops_per_sample": 0},
 }
-REFUSED: list[tuple[str, dict[str, Any], str]] = [
+REFUSED = [
     *(
         (name, {argument: value}, f"{argument}={value!r}.*expected")
         for name, arguments in RANGES.items()
@@ -41,6 +37,6 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("name", "arguments", "message"), REFUSED)
-def test_arguments_out_of_range_are_refused(name: str, arguments: dict[str, Any], message: str) -> None:
+def test_arguments_out_of_range_are_refused(name, arguments, message):
     with pytest.raises(ValueError, match=message):
         getattr(callbacks, name)(**arguments)

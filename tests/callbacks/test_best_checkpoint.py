@@ -1,10 +1,7 @@
 """Checkpoints that select their metric automatically."""
 
-from __future__ import annotations
-
 import inspect
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -18,18 +15,18 @@ from trainer.record.measures import best_score_of, paths_of
 class Logs(Regression):
     """Logs the given values per epoch in validation; ``train_loss``, and ``acc`` if requested, in training."""
 
-    def __init__(self, trains_acc: bool = False, **values: list[float]) -> None:
+    def __init__(self, trains_acc=False, **values):
         super().__init__()
         self.values, self.trains_acc = values, trains_acc
 
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
+    def training_step(self, batch, batch_idx):
         loss = super().training_step(batch, batch_idx)
         self.log("train_loss", loss)
         if self.trains_acc:
             self.log("train_acc", 0.5)
         return loss
 
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
+    def validation_step(self, batch, batch_idx):
         for name, values in self.values.items():
             self.log(name, values[self.current_epoch], batch_size=4)
 
@@ -104,13 +101,13 @@ def test_metric_that_is_named_is_monitored_as_by_lightning(tmp_path):
 
 
 def test_last_checkpoint_is_written_with_and_without_a_metric(tmp_path):
-    steps, file = list[int](), tmp_path / "checkpoints" / "last.ckpt"
+    steps, file = [], tmp_path / "checkpoints" / "last.ckpt"
 
-    def look(*_: Any) -> None:
+    def look(*_):
         steps.append(torch.load(file, weights_only=True)["global_step"] if file.exists() else 0)
 
     more = [LambdaCallback(on_train_batch_start=look, on_train_end=look)]
-    options: dict[str, Any] = {"monitor": "val_loss", "save_last": True, "every_n_train_steps": 1}
+    options = {"monitor": "val_loss", "save_last": True, "every_n_train_steps": 1}
     _, saver = fitted(Logs(val_loss=[1.0, 2.0]), tmp_path, 2, batches=3, more=more, **options)
     assert steps == [0, 1, 2, 3, 4, 5, 6]
     best = torch.load(saver.best_model_path, weights_only=True)

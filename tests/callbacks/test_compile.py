@@ -1,7 +1,5 @@
 """Compile: the weights and logged values equal those without compilation, also with overwritten results."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import pickle
@@ -9,8 +7,6 @@ import shutil
 import warnings
 from collections import Counter
 from contextlib import nullcontext
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -54,13 +50,13 @@ class Replays:
     memory is overwritten with NaN.
     """
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, monkeypatch):
         self.steps = self.graphs = self.calls = 0
-        self._memory: dict[tuple[int, ...], Tensor] = {}
-        self._called = Counter[int]()
+        self._memory = {}
+        self._called = Counter()
         monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", self.begin_step)
 
-    def begin_step(self) -> None:
+    def begin_step(self):
         self.steps += 1
         self._called.clear()
         for tensor in self._memory.values():
@@ -68,17 +64,17 @@ class Replays:
                 torch.Tensor.fill_(tensor, float("nan") if tensor.is_floating_point() else 99)
 
     @property
-    def backend(self) -> Any:
+    def backend(self):
         from torch._dynamo.backends.common import aot_autograd
 
         return aot_autograd(fw_compiler=self._compile, bw_compiler=self._compile)
 
-    def _compile(self, graph: Any, inputs: Any) -> Any:
+    def _compile(self, graph, inputs):
         from functorch.compile import make_boxed_func
 
         number = self.graphs = self.graphs + 1
 
-        def replay(*arguments: Any) -> list[Any]:
+        def replay(*arguments):
             self.calls += 1
             self._called[number] += 1
             call = number, self._called[number]
@@ -86,7 +82,7 @@ class Replays:
 
         return make_boxed_func(replay)
 
-    def _written(self, where: tuple[int, ...], value: Any, arguments: Any) -> Any:
+    def _written(self, where, value, arguments):
         if not isinstance(value, Tensor) or any(value is one for one in arguments):
             return value
         if where not in self._memory or self._memory[where].shape != value.shape:
@@ -95,7 +91,7 @@ class Replays:
 
 
 @pytest.fixture
-def replays(monkeypatch: pytest.MonkeyPatch) -> Replays:
+def replays(monkeypatch):
     return Replays(monkeypatch)
 
 
@@ -127,20 +123,20 @@ def test_weights_equal_those_of_a_hand_written_loop(tmp_path, replays, precision
 class Whole(LightningModule):
     """Computes everything in ``forward``, and keeps its loss, weight, predictions and a metric."""
 
-    def __init__(self, weighted: bool = False) -> None:
+    def __init__(self, weighted=False):
         super().__init__()
         self.net = make_net()
         self.mean = MeanMetric()
         self.weighted = weighted
-        self.kept: list[Tensor] = []
-        self.validated: list[Any] = []
+        self.kept = []
+        self.validated = []
 
-    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+    def forward(self, x, y):
         prediction = self.net(x)
         losses = F.mse_loss(prediction, y, reduction="none").mean(1)
         return {"loss": losses.mean(), "weight": losses.detach().abs().sum() + 1.0, "prediction": prediction}
 
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
+    def training_step(self, batch, batch_idx):
         output = self(*batch[:2])
         self.log("loss", output["loss"], on_step=True, on_epoch=True, prog_bar=True, batch_size=4)
         self.log("weight", output["weight"], on_step=True, on_epoch=True, reduce_fx="max")
@@ -149,19 +145,19 @@ class Whole(LightningModule):
         self.kept.append(output["loss"].detach())
         return {"loss": output["loss"], "weight": output["weight"]} if self.weighted else output["loss"]
 
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
+    def validation_step(self, batch, batch_idx):
         output = self(*batch[:2])
         self.log("val_loss", output["loss"], batch_size=4)
         self.validated.append((output["prediction"], [output]))
 
-    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+    def predict_step(self, batch, batch_idx):
         return self(*batch[:2])
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         return torch.optim.SGD(self.net.parameters(), lr=0.1)
 
 
-def run_whole(folder: Path, callbacks: list[Any], **arguments: Any) -> dict[str, Any]:
+def run_whole(folder, callbacks, **arguments):
     module = Whole(weighted=arguments.pop("weighted", False))
     batches = [batch[:2] for batch in make_batches(6)]
     recorder = RunRecorder(writes=False)
@@ -207,32 +203,32 @@ def test_settings_that_overwrite_results(settings, device, expected):
 
 
 class Custom(nn.Module):
-    def __init__(self, width: int = 6) -> None:
+    def __init__(self, width=6):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(width))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return torch.relu(x * self.weight)
 
 
 class Parts(LightningModule):
     """A module with attributes of all kinds."""
 
-    def __init__(self, **parts: nn.Module) -> None:
+    def __init__(self, **parts):
         super().__init__()
         for name, part in parts.items():
             setattr(self, name, part)
         self.weight = nn.Parameter(torch.ones(6))
 
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
+    def training_step(self, batch, batch_idx):
         return (self.weight * batch[0]).sum()
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 class WithForward(Parts):
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.weight * x
 
 
@@ -267,8 +263,8 @@ def test_unsupported_modules_are_refused(tmp_path, make, modules, message):
         make_trainer(tmp_path, callbacks=[Compile(modules, backend="eager")]).fit(make(), loader_of(make_batches(1)))
 
 
-def counting(graphs: list[int]) -> Any:
-    def backend(graph: Any, inputs: Any) -> Any:
+def counting(graphs):
+    def backend(graph, inputs):
         graphs.append(len(inputs))
         return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
 
@@ -278,15 +274,15 @@ def counting(graphs: list[int]) -> Any:
 @pytest.mark.parametrize("whole", [True, False])
 def test_forward_is_one_graph_with_its_parts_in_it(tmp_path, whole):
     class Both(Regression):
-        def forward(self, x: Tensor) -> Tensor:
+        def forward(self, x):
             return self.net(x) * 2
 
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
+        def training_step(self, batch, batch_idx):
             loss = F.mse_loss(self(batch[0]) if whole else self.net(batch[0]) * 2, batch[1])
             self.log("loss", loss)
             return loss
 
-    graphs: list[int] = []
+    graphs = []
     callback = Compile(backend=counting(graphs))
     make_trainer(tmp_path, callbacks=[callback]).fit(Both(), loader_of(make_batches(5)))
     assert len(graphs) == len(callback.compilations) == 1
@@ -296,7 +292,7 @@ def test_forward_is_one_graph_with_its_parts_in_it(tmp_path, whole):
 def test_blocks_share_a_compilation(tmp_path):
     module, plain = (Regression(nn.Sequential(*[Custom() for _ in range(12)], nn.Linear(6, 3))) for _ in range(2))
     plain.load_state_dict(module.state_dict())
-    graphs: list[int] = []
+    graphs = []
     callback = Compile(["Custom"], backend=counting(graphs))
     _, trace = fit_and_watch(tmp_path, module, make_batches(3), callbacks=[callback])
     assert len(callback.compiled) == 12
@@ -307,7 +303,7 @@ def test_blocks_share_a_compilation(tmp_path):
 @pytest.mark.whole
 def test_containers_of_torchs_are_compiled_each(tmp_path):
     """The compiler creates at most 8 graphs for one code object, and runs further modules eagerly."""
-    graphs: list[int] = []
+    graphs = []
     widths = [(6 + i, 7 + i) for i in range(9)]
     net = nn.Sequential(*(nn.Sequential(nn.Linear(*width), nn.ReLU()) for width in widths))
     module = Regression(nn.Sequential(net, nn.Linear(widths[-1][1], 3)))
@@ -318,7 +314,7 @@ def test_containers_of_torchs_are_compiled_each(tmp_path):
 
 @pytest.mark.skipif(torch.__version__ < "2.13", reason="of torch 2.13: older ones compile no nn.Sequential in place")
 def test_modules_compiled_by_the_user_are_kept(tmp_path):
-    own: list[int] = []
+    own = []
     module = Regression()
     module.net.compile(backend=counting(own))
     fit_and_watch(tmp_path, module, make_batches(2), callbacks=[Compile(backend="eager")])
@@ -329,7 +325,7 @@ def test_modules_compiled_by_the_user_are_kept(tmp_path):
 @pytest.mark.parametrize("fails", [False, True])
 def test_module_is_restored_and_its_keys_are_unchanged(tmp_path, fails):
     class Looking(Whole):
-        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        def on_train_batch_end(self, outputs, batch, batch_idx):
             assert list(self.state_dict()) == keys
             assert compilation.is_compiled(self.net)
             assert isinstance(vars(self)["forward"], compilation.CompiledForward)
@@ -384,12 +380,12 @@ def test_inductor_compiles_a_small_network(tmp_path):
 class Counting(nn.Module):
     """Has a number that changes at each step and is a constant of the graph."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.net = make_net()
         self.steps = "0"
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         self.steps = self.steps + "0"
         return self.net(x) * len(self.steps)
 
@@ -411,8 +407,8 @@ def test_module_that_no_step_calls(tmp_path, monkeypatch):
         make_trainer(tmp_path, callbacks=[Compile(backend="eager")]).fit(Parts(a=Custom()), loader_of(make_batches(1)))
 
 
-def test_graph_breaks_of_an_earlier_run_do_not_count() -> None:
-    def broken(x: Tensor) -> Tensor:
+def test_graph_breaks_of_an_earlier_run_do_not_count():
+    def broken(x):
         torch._dynamo.graph_break()
         return x + 1
 

@@ -1,22 +1,18 @@
 """Every callback can be copied and pickled: before, during and after a run, and after one that failed."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 import pickle
 from contextlib import nullcontext
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch import Callback
 
 import trainer.callbacks
 from tests.parity import Classifier, data, ours
 
-ARGUMENTS: dict[str, dict[str, Any]] = {
+ARGUMENTS = {
     "ActivationCheckpointing": {"modules": ["net.0"]},
     "GradientAccumulation": {"batches": 1},
     "GradientClipping": {"max_norm": 1.0},
@@ -33,17 +29,17 @@ NOT_RUN = {"OptunaPruning", "GradientCheck", "BestCheckpoint", "RollBackOnLossSp
 class Copies(Callback):
     """Copies the other callbacks at several hooks."""
 
-    def __init__(self) -> None:
-        self.copies: list[tuple[Any, Any]] = []
+    def __init__(self):
+        self.copies = []
 
-    def copy(self, trainer: Any, *args: Any) -> None:
+    def copy(self, trainer, *args):
         for callback in trainer.callbacks:
             if callback is not self:
                 self.copies += [(callback, duplicate(callback)) for duplicate in DUPLICATES]
 
     on_fit_start = on_train_start = on_train_batch_end = on_validation_end = on_train_end = copy
 
-    def on_exception(self, trainer: Any, module: LightningModule, exception: BaseException) -> None:
+    def on_exception(self, trainer, module, exception):
         self.copy(trainer)
 
 
@@ -53,11 +49,11 @@ DUPLICATES = (copy.deepcopy, lambda callback: pickle.loads(pickle.dumps(callback
 class Overflows(Classifier):
     """Skips its first steps if the loss is scaled, and raises if configured."""
 
-    def __init__(self, breaks: bool) -> None:
+    def __init__(self, breaks):
         super().__init__()
         self.breaks = breaks
 
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
+    def training_step(self, batch, batch_idx):
         if self.breaks and batch_idx == 3:
             raise RuntimeError("broken off")
         return self.loss(batch) * (1e8 if batch_idx < 2 and self.trainer.scaler.is_enabled() else 1.0)
@@ -65,7 +61,7 @@ class Overflows(Classifier):
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("name", "breaks"), [(None, False), (None, True), *((name, False) for name in CALLBACKS)])
-def test_copies(name: str | None, breaks: bool, tmp_path: Path) -> None:
+def test_copies(name, breaks, tmp_path):
     """None stands for the default callbacks of a Trainer."""
     copies = Copies()
     own = [] if name is None else [OURS[name](**ARGUMENTS.get(name, {}))]
@@ -75,7 +71,7 @@ def test_copies(name: str | None, breaks: bool, tmp_path: Path) -> None:
     if name in NOT_RUN:
         return
     defaults = ("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing")
-    arguments: dict[str, Any] = {"max_epochs": 1, "precision": "16-mixed", "default_root_dir": tmp_path}
+    arguments = {"max_epochs": 1, "precision": "16-mixed", "default_root_dir": tmp_path}
     arguments |= dict.fromkeys(defaults if name is None else ["enable_progress_bar"])
     run = ours(callbacks=[*own, copies], **arguments)
     with pytest.raises(RuntimeError, match="broken off") if breaks else nullcontext():

@@ -1,10 +1,7 @@
 """The picture of a run: its panels and their contents."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 from matplotlib.image import imread
@@ -15,11 +12,11 @@ from trainer.callbacks.curves import figure_of
 from trainer.record.run_record import RunRecord, load_run
 
 
-def series(points: dict[int, float]) -> dict[str, Any]:
+def series(points):
     return {"steps": [*points], "values": [*points.values()], "stride": 1}
 
 
-def record(scale: float | None = 32768.0, losses: dict[int, float] | None = None, **more: Any) -> RunRecord:
+def record(scale=32768.0, losses=None, **more):
     """Return losses of 1/step with an overflow in the third step."""
     curves = {
         "losses": series({step: 1 / step for step in range(1, 11)} if losses is None else losses),
@@ -38,7 +35,7 @@ def record(scale: float | None = 32768.0, losses: dict[int, float] | None = None
     return RunRecord({"module": "Net", "precision": "16-mixed", "scale": scale, "curves": curves | more}, Path())
 
 
-def titles(figure) -> list[str]:
+def titles(figure):
     return [axes.get_title("left") for axes in figure.axes]
 
 

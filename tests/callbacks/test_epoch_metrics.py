@@ -1,9 +1,6 @@
 """OptunaPruning reads the metrics of an epoch, also those that the module logs in ``on_train_epoch_end``."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -14,12 +11,12 @@ from trainer.callbacks import OptunaPruning
 class Module(Regression):
     """Logs the number of the epoch when it ends."""
 
-    def on_train_epoch_end(self) -> None:
+    def on_train_epoch_end(self):
         self.log("number", float(self.current_epoch))
 
 
 class Validated(Module):
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
+    def validation_step(self, batch, batch_idx):
         self.log("twice", 10.0 + self.current_epoch, batch_size=4)
 
 
@@ -34,7 +31,7 @@ class Validated(Module):
 )
 def test_reports_to_a_study(tmp_path, monkeypatch, module, metric, values, most):
     """The trial is pruned after ``most`` reports."""
-    reports: list[tuple[int, float]] = []
+    reports = []
     known = SimpleNamespace(intermediate_values={}, state=SimpleNamespace(is_finished=lambda: False))
     trial = SimpleNamespace(
         study=SimpleNamespace(get_trials=lambda deepcopy: [known]),

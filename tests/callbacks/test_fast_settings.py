@@ -1,17 +1,13 @@
 """FastSettings: enabled settings, unchanged results of `channels_last`, and restoring after a run."""
 
-from __future__ import annotations
-
 import os
-from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch import LightningModule
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
 
 from tests.support import FakeTrainer, Regression, loader_of, make_batches, make_trainer
@@ -22,7 +18,7 @@ LAST = torch.channels_last
 
 
 @pytest.fixture(autouse=True)
-def settings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def settings(monkeypatch):
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         monkeypatch.delenv(name, raising=False)
     before = torch.get_float32_matmul_precision(), torch.backends.cudnn.benchmark
@@ -30,7 +26,7 @@ def settings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     assert (torch.get_float32_matmul_precision(), torch.backends.cudnn.benchmark) == before
 
 
-def convnet() -> nn.Sequential:
+def convnet():
     torch.manual_seed(0)
     return nn.Sequential(
         nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 1), nn.MaxPool2d(2),
@@ -38,29 +34,29 @@ def convnet() -> nn.Sequential:
     )  # fmt: skip
 
 
-def images(number: int) -> list[list[Tensor]]:
+def images(number):
     generator = torch.Generator().manual_seed(1)
     return [[torch.randn(4, 3, 8, 8, generator=generator), torch.arange(4) % 3] for _ in range(number)]
 
 
 class Classifier(LightningModule):
-    def __init__(self, lazily: bool = False, **how: Any) -> None:
+    def __init__(self, lazily=False, **how):
         super().__init__()
         self.how = {"lr": 0.05, "momentum": 0.9} | how
-        self.layouts: list[bool] = []
+        self.layouts = []
         if not lazily:
             self.net = convnet()
 
-    def configure_model(self) -> None:
+    def configure_model(self):
         if not hasattr(self, "net"):
             self.net = convnet()
 
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
+    def training_step(self, batch, batch_idx):
         first = self.net[0](batch[0])
         self.layouts.append(first.is_contiguous(memory_format=LAST))
         return F.cross_entropy(self.net[1:](first), batch[1])
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         return torch.optim.SGD(self.net.parameters(), **self.how)
 
 
@@ -91,17 +87,17 @@ def test_checkpoints_equal_those_of_any_run(tmp_path, first):
     """Resumed with the other layout. A fused optimizer requires states with the layout of their weights."""
 
     class Saving(Classifier):
-        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        def on_train_batch_end(self, outputs, batch, batch_idx):
             self.assert_same_layouts()
             if batch_idx == 2:
                 self.trainer.save_checkpoint(tmp_path / "inside a window.ckpt")
                 self.trainer.save_checkpoint(tmp_path / "weights.ckpt", weights_only=True)
 
-        def assert_same_layouts(self) -> None:
+        def assert_same_layouts(self):
             for weight, state in self.trainer.optimizers[0].state.items():
                 assert state["momentum_buffer"].stride() == weight.stride()
 
-    def fit(module: Any, fast: bool, epochs: int, ckpt: Any = None) -> Any:
+    def fit(module, fast, epochs, ckpt=None):
         callbacks = [FastSettings()] if fast else []
         trainer = make_trainer(tmp_path, callbacks=callbacks, max_epochs=epochs, accumulate_grad_batches=2)
         trainer.fit(module, loader_of(images(4)), ckpt_path=ckpt)
@@ -133,7 +129,7 @@ def test_module_without_convolutions_has_nothing_on(tmp_path):
 
 
 @pytest.fixture
-def has_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+def has_cuda(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
     monkeypatch.setattr("sys.platform", "linux")
@@ -143,7 +139,7 @@ ALL = ["TF32", "cudnn.benchmark", "expandable segments", "channels_last"]
 
 
 @contextmanager
-def on_cuda(engine: Any = None, **arguments: bool) -> Iterator[list[str]]:
+def on_cuda(engine=None, **arguments):
     """Return a context with the settings of a run, which lists those that are on."""
     fast, module = FastSettings(**arguments), Classifier()
     values = {} if engine is None else {"engine": engine}

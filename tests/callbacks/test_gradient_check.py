@@ -1,16 +1,11 @@
 """GradientCheck reports a wrong backward, accepts a correct one, and does not affect training."""
 
-from __future__ import annotations
-
 import re
-from collections.abc import Callable
 from itertools import count
-from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
 
 from tests.support import Regression, assert_identical, loader_of, make_batches, make_trainer
@@ -18,7 +13,7 @@ from trainer.callbacks import GradientCheck
 from trainer.errors import ConfigurationError, GradientCheckError
 
 
-def check(folder: Any, module: LightningModule, batches: Any = None, **arguments: Any) -> GradientCheck:
+def check(folder, module, batches=None, **arguments):
     """Run the check on ``module``."""
     callback = GradientCheck(**arguments)
     trainer = make_trainer(folder, precision="64-true", callbacks=[callback], max_epochs=3)
@@ -30,7 +25,7 @@ def check(folder: Any, module: LightningModule, batches: Any = None, **arguments
 class Net(nn.Module):
     """A net with random numbers, running statistics, a buffer, kinks, a tied weight, and a recurrence."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         torch.manual_seed(0)
         self.first, self.norm = nn.Linear(6, 6), nn.BatchNorm1d(6)
@@ -40,7 +35,7 @@ class Net(nn.Module):
         self.head = nn.Linear(4, 3)
         self.register_buffer("gain", torch.ones(()))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         self.gain *= 1.5
         x = self.gain * self.second(F.dropout(F.relu(self.norm(self.first(x))), 0.3, self.training))
         return self.head(self.lstm(x.unsqueeze(1).expand(-1, 3, -1))[0][:, -1])
@@ -78,7 +73,7 @@ def test_right_backward_passes_and_nothing_is_disturbed(tmp_path, capsys):
 
 def test_sparse_gradients(tmp_path):
     class Words(nn.Embedding):
-        def forward(self, x: Tensor) -> Tensor:
+        def forward(self, x):
             return super().forward(x.argmax(1) % 5)
 
     assert check(tmp_path, Regression(nn.Sequential(Words(5, 4, sparse=True), nn.Linear(4, 3)))).problems == {}
@@ -87,7 +82,7 @@ def test_sparse_gradients(tmp_path):
 # --- wrong gradients --------------------------------------------------------------------------------------------------
 
 
-def product(weight_gain: float = 1.0, input_gain: float = 1.0, missing: bool = False) -> Callable[..., Tensor]:
+def product(weight_gain=1.0, input_gain=1.0, missing=False):
     """Compute x @ weight.T with a custom backward, correct or wrong."""
 
     class Product(torch.autograd.Function):
@@ -108,13 +103,13 @@ def product(weight_gain: float = 1.0, input_gain: float = 1.0, missing: bool = F
 
 
 class Custom(nn.Module):
-    def __init__(self, apply: Callable[..., Tensor]) -> None:
+    def __init__(self, apply):
         super().__init__()
         torch.manual_seed(0)
         self.first, self.middle, self.last = nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 3)
         self.apply_ = apply
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.last(torch.tanh(self.apply_(torch.tanh(self.first(x)), self.middle.weight) + self.middle.bias))
 
 
@@ -154,7 +149,7 @@ def test_small_gradients_are_seen(tmp_path):
 
 def test_detached_parameter_is_wrong_and_an_unused_one_is_not(tmp_path, capsys):
     class Detached(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.used, self.detached = nn.Linear(6, 3), nn.Linear(6, 3)
             self.unused, self.frozen = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(3), requires_grad=False)
@@ -178,7 +173,7 @@ def test_ties_of_the_initialization_are_accepted(tmp_path):
             x = F.relu(x)
             return F.relu(x + super().forward(x))
 
-    def net() -> nn.Module:
+    def net():
         torch.manual_seed(0)
         net = nn.Sequential(nn.Linear(6, 16), Residual(16, 16), nn.Linear(16, 3))
         for parameter in net[1].parameters():
@@ -196,11 +191,11 @@ def test_kink_at_the_evaluated_point_is_accepted(tmp_path):
             biases.append(self.bias.detach().clone())
             return super().forward(x) + 5 * F.relu(self.bias - kink)
 
-    def check_it(attempts: int) -> GradientCheck:
+    def check_it(attempts):
         torch.manual_seed(0)
         return check(tmp_path, Regression(Kinked(6, 3)), attempts=attempts)
 
-    biases: list[Tensor] = []
+    biases = []
     kink = torch.full((3,), 1e9, dtype=torch.float64)  # far away
     check_it(2)
     kink, second = biases[2], biases[11]  # after two evaluations that must be equal, and four for each parameter
@@ -221,7 +216,7 @@ def test_first_samples_and_the_precision_of_the_run(tmp_path):
             seen.append((x.shape, y.shape, gain.shape, len(batch["names"]), torch.zeros(1).dtype))
             return F.mse_loss(self.net(x), y) * gain
 
-    seen: list[Any] = []
+    seen = []
     batches = [{"x": tuple(batch), "names": ["a", "b", "c", "d"]} for batch in make_batches(1)]
     check(tmp_path, Looking(), batches, samples=2)
     assert set(seen[:-1]) == {((2, 6), (2, 3), (), 2, torch.float64)}

@@ -1,7 +1,5 @@
 """GradientClipping as a callback. Its arithmetic is tested in tests/loops/test_fit.py."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from lightning.pytorch import Callback

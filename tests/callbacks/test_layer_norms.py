@@ -1,10 +1,5 @@
 """The gradient norms of layers: values, names, frequency, and refused settings."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import pytest
 from lightning.pytorch.loggers import CSVLogger
 from torch import nn
@@ -20,10 +15,10 @@ from tests.support import (
     train_by_hand,
 )
 from trainer.callbacks import GradientClipping, LayerNorms
-from trainer.record.curve import Curve, read_rows
+from trainer.record.curve import read_rows
 
 
-def logged(folder: Path) -> dict[str, Curve]:
+def logged(folder):
     curves = read_rows(folder / "metrics.csv")
     return {name.removeprefix("grad_norm/"): curve for name, curve in curves.items() if name.startswith("grad_norm/")}
 
@@ -42,9 +37,9 @@ def test_norms_equal_those_of_a_hand_written_loop(tmp_path, precision):
         accumulate_grad_batches=2,
         logger=CSVLogger(tmp_path, name="", version=""),
     )
-    seen: list[dict[str, float]] = []
+    seen = []
 
-    def look(_: Any) -> None:
+    def look(_):
         layers = {name: [p.grad for p in layer.parameters()] for name, layer in theirs.named_children()}
         seen.append({f"net.{k}": nn.utils.get_total_norm(grads).item() for k, grads in layers.items() if grads})
 

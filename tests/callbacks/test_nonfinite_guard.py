@@ -1,14 +1,10 @@
-from __future__ import annotations
-
 import copy
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from torch import Tensor, nn
+from torch import nn
 
 from tests.parity import assert_same_weights
 from tests.support import (
@@ -34,11 +30,11 @@ BAD = 3
 STEPPED = partial(torch.optim.lr_scheduler.StepLR, step_size=2, gamma=0.5)
 
 
-def with_a_bad_one(gain: float = NAN) -> list[list[Tensor]]:
+def with_a_bad_one(gain=NAN):
     return make_batches(6, gains={BAD: gain})
 
 
-def without_it() -> list[list[Tensor]]:
+def without_it():
     return make_batches(BAD) + make_batches(6)[BAD + 1 :]
 
 
@@ -62,7 +58,7 @@ def test_skipped_batch_changes_nothing(tmp_path, precision, optimizer, gain):
 
 
 @pytest.mark.parametrize(("precision", "optimizer"), [("32-true", "momentum"), ("bf16-mixed", "adam-fused")])
-def test_stopping_keeps_the_last_good_weights(tmp_path: Path, precision: str, optimizer: str) -> None:
+def test_stopping_keeps_the_last_good_weights(tmp_path, precision, optimizer):
     module = Regression(make_net(), OPTIMIZERS[optimizer])
     trainer = make_trainer(tmp_path, precision=precision, callbacks=[NonFiniteGuard()])
     scaler = trainer.scaler
@@ -76,7 +72,7 @@ def test_stopping_keeps_the_last_good_weights(tmp_path: Path, precision: str, op
     assert trainer.scaler is scaler
 
 
-def test_batch_of_a_window_is_named(tmp_path: Path) -> None:
+def test_batch_of_a_window_is_named(tmp_path):
     trainer = make_trainer(tmp_path, accumulate_grad_batches=3, callbacks=[NonFiniteGuard()])
     with pytest.raises(NonFiniteError, match=r"step 1 of epoch 0.\nVerdict: data: .* \(step 1, batch 3\)") as caught:
         trainer.fit(Regression(), loader_of(with_a_bad_one()))
@@ -84,7 +80,7 @@ def test_batch_of_a_window_is_named(tmp_path: Path) -> None:
     assert (caught.value.step, caught.value.batch_idx) == (1, 3)
 
 
-def test_unguarded_steps_read_no_gradients(tmp_path: Path) -> None:
+def test_unguarded_steps_read_no_gradients(tmp_path):
     module = Regression()
     trainer, trace = fit_and_watch(tmp_path, module, with_a_bad_one(), callbacks=[NonFiniteGuard("continue")])
     assert trace.skipped == [False] * 6
@@ -94,7 +90,7 @@ def test_unguarded_steps_read_no_gradients(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("window", [1, 2])
-def test_skipping_puts_spoilt_buffers_back(tmp_path: Path, window: int) -> None:
+def test_skipping_puts_spoilt_buffers_back(tmp_path, window):
     torch.manual_seed(0)
     module = Regression(nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)), momentum)
     without, batches = copy.deepcopy(module), make_batches(6)
@@ -107,7 +103,7 @@ def test_skipping_puts_spoilt_buffers_back(tmp_path: Path, window: int) -> None:
         assert "num_batches" in name or torch.equal(module.state_dict()[name], value), name
 
 
-def test_skipping_ends_after_consecutive_skips(tmp_path: Path) -> None:
+def test_skipping_ends_after_consecutive_skips(tmp_path):
     gains = dict.fromkeys([0, *range(2, 9)], NAN)
     trainer = make_trainer(tmp_path, callbacks=[NonFiniteGuard("skip", max_in_a_row=4)])
     with (
@@ -120,22 +116,22 @@ def test_skipping_ends_after_consecutive_skips(tmp_path: Path) -> None:
 class ByHand(Regression):
     """Manual optimization, or an overridden ``optimizer_step``."""
 
-    def __init__(self, manual: bool) -> None:
+    def __init__(self, manual):
         super().__init__()
         self.automatic_optimization = not manual
 
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
+    def training_step(self, batch, batch_idx):
         loss = super().training_step(batch, batch_idx)
         if not self.automatic_optimization:
             manual_step(self, loss)
         return loss
 
-    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, closure: Any) -> None:
+    def optimizer_step(self, epoch, batch_idx, optimizer, closure):
         optimizer.step(closure)
 
 
 @pytest.mark.parametrize("manual", [True, False])
-def test_modules_that_step_by_themselves(tmp_path: Path, manual: bool) -> None:
+def test_modules_that_step_by_themselves(tmp_path, manual):
     module = ByHand(manual)
     with pytest.warns(UserWarning, match="was skipped"):
         trainer, _ = fit_and_watch(tmp_path, module, with_a_bad_one(), callbacks=[NonFiniteGuard("skip")])
@@ -144,7 +140,7 @@ def test_modules_that_step_by_themselves(tmp_path: Path, manual: bool) -> None:
     assert trainer.skipped_steps == 1
 
 
-def test_optimizers_that_evaluate_the_loss_are_refused_at_every_step_only(tmp_path: Path) -> None:
+def test_optimizers_that_evaluate_the_loss_are_refused_at_every_step_only(tmp_path):
     module, batches = Regression(optimizer=torch.optim.LBFGS), loader_of(make_batches(2))
     make_trainer(tmp_path).fit(module, batches)
     with pytest.raises(ConfigurationError, match="LBFGS"):
@@ -154,7 +150,7 @@ def test_optimizers_that_evaluate_the_loss_are_refused_at_every_step_only(tmp_pa
 # --- with loss scaling --------------------------------------------------------------------------------------------
 
 
-def test_only_a_loss_that_is_not_finite_stops_a_scaled_run(tmp_path: Path) -> None:
+def test_only_a_loss_that_is_not_finite_stops_a_scaled_run(tmp_path):
     scale = native_fp16(init_scale=2.0**24)
     trainer = make_trainer(tmp_path, precision=scale, callbacks=[NonFiniteGuard()])
     with pytest.raises(NonFiniteError, match=r"Verdict: data: .* \(step 3, batch 3\)"):
@@ -166,7 +162,7 @@ def test_only_a_loss_that_is_not_finite_stops_a_scaled_run(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("weights_only", [False, True])
-def test_weights_that_are_not_finite_do_not_replace_good_ones(tmp_path: Path, weights_only: bool) -> None:
+def test_weights_that_are_not_finite_do_not_replace_good_ones(tmp_path, weights_only):
     saving = ModelCheckpoint(tmp_path, save_weights_only=weights_only, save_last=True, every_n_train_steps=2)
     trainer = make_trainer(tmp_path, enable_checkpointing=True, callbacks=[saving])
     with pytest.raises(NonFiniteError, match=r"so they were not saved(?s:.*)net.0.weight") as caught:
@@ -179,7 +175,7 @@ def test_weights_that_are_not_finite_do_not_replace_good_ones(tmp_path: Path, we
         assert all(tensor.isfinite().all() for tensor in checkpoint["state_dict"].values())
 
 
-def test_large_weights_are_finite(tmp_path: Path) -> None:
+def test_large_weights_are_finite(tmp_path):
     module = Regression()
     module.large = nn.Parameter(torch.full((3,), 1e30))
     saving = ModelCheckpoint(tmp_path, save_last=True)
@@ -190,7 +186,7 @@ def test_large_weights_are_finite(tmp_path: Path) -> None:
 # --- the rest -------------------------------------------------------------------------------------------------
 
 
-def test_only_checkpoints_are_checked_by_default(tmp_path: Path) -> None:
+def test_only_checkpoints_are_checked_by_default(tmp_path):
     own = NonFiniteGuard("skip")
     for given, expected in ((None, ("stop", False)), (own, ("skip", True))):
         trainer = make_trainer(tmp_path, callbacks=given)
@@ -199,7 +195,7 @@ def test_only_checkpoints_are_checked_by_default(tmp_path: Path) -> None:
     assert not any(isinstance(one, NonFiniteGuard) for one in Trainer(accelerator="cpu", barebones=True).callbacks)
 
 
-def test_go_on_is_a_deprecated_name_of_continue() -> None:
+def test_go_on_is_a_deprecated_name_of_continue():
     with pytest.warns(FutureWarning, match=r"NonFiniteGuard\('continue'\)"):
         guard = NonFiniteGuard("go_on")
     assert (guard.policy, guard.every_step) == ("continue", False)

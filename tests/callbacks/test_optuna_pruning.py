@@ -1,7 +1,5 @@
 """A run reports to its Optuna trial, and ends if the study prunes it."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -34,7 +32,7 @@ def pruning(trial=1, metric="val_loss", pruner="{name:median,n_startup_trials:1,
     return f"++callbacks.pruning={{_target_:trainer.callbacks.OptunaPruning,{settings}}}"
 
 
-def result() -> dict:
+def result():
     return json.loads(Path("run/run.json").read_text())
 
 

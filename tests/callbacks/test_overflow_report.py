@@ -1,11 +1,7 @@
-from __future__ import annotations
-
 import io
 import math
 from contextlib import suppress
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -27,15 +23,14 @@ from tests.support import (
     manual_step,
     native_fp16,
 )
-from trainer import Trainer
 from trainer.callbacks import OverflowReport, RunSummary, ScaleMonitor
 from trainer.errors import LossScaleCollapse
 from trainer.precision import MixedPrecision
 
-QUIET: dict[str, Any] = {"after": None, "collapse_after": None, "at_floor": None}
+QUIET = {"after": None, "collapse_after": None, "at_floor": None}
 
 
-def report_on(folder: Path, module: Any, batches: Any = 3, **arguments: Any) -> tuple[OverflowReport, str]:
+def report_on(folder, module, batches=3, **arguments):
     """Run a fit with skipped steps. Returns the callback and its output."""
     printed = io.StringIO()
     options = {"console": Console(file=printed, width=200)} | arguments.pop("report", {})
@@ -231,7 +226,7 @@ def test_fast_dev_run_writes_nothing(tmp_path):
 # --- collapse -----------------------------------------------------------------------------------------------------
 
 
-def collapse(folder: Path, module: Any = None, good: int = 2, **arguments: Any) -> tuple[str, Trainer]:
+def collapse(folder, module=None, good=2, **arguments):
     """Run some good steps, and overflows after them. Returns the message of the exception."""
     batches = make_batches(80, gains=dict.fromkeys(range(good, 80), 1e30))
     options = {"console": Console(file=io.StringIO())} | arguments.pop("report", {})
@@ -311,7 +306,7 @@ def test_buffers_that_the_first_skip_has_broken(tmp_path):
 
 
 def test_replay_that_fails_does_not_end_the_run(tmp_path):
-    seen = set[int]()
+    seen = set()
 
     class Once(Regression):
         def training_step(self, batch, batch_idx):

@@ -1,18 +1,14 @@
 """After a loss spike the run equals one without the batches since the checkpoint."""
 
-from __future__ import annotations
-
 import json
 import math
 import warnings
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
-from torch import Tensor, nn
+from torch import nn
 from torchmetrics import MeanMetric
 
 from tests.parity import assert_same_weights
@@ -38,14 +34,14 @@ SPIKES = {SPIKE: 50.0}
 ROLLED_BACK = "The loss of step .* is .*, more than 5 times .*, the median of the last 4"
 
 
-def callbacks_of(folder: Path, every: int, **options: Any) -> list[Any]:
+def callbacks_of(folder, every, **options):
     return [
         RollBackOnLossSpike(**{"threshold": 5.0, "window": 4} | options),
         ModelCheckpoint(folder / "checkpoints", every_n_train_steps=every, save_top_k=-1, filename="{step}"),
     ]
 
 
-def fit(folder: Path, module: Any, batches: Any, callbacks: list[Any], path: Any = None, **arguments: Any) -> Any:
+def fit(folder, module, batches, callbacks, path=None, **arguments):
     trainer = make_trainer(folder, callbacks=callbacks, **{"enable_checkpointing": True} | arguments)
     trainer.fit(module, loader_of(batches) if isinstance(batches, list) else batches, ckpt_path=path)
     return trainer
@@ -81,13 +77,13 @@ def test_run_equals_one_without_these_batches(tmp_path, precision, window, optim
 class Noisy(Regression):
     """Draws random numbers, has a buffer that depends on the data, and logs."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         torch.manual_seed(0)
         layers = nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Dropout(0.5), nn.Linear(16, 3)
         super().__init__(nn.Sequential(*layers), momentum)
         self.late = MeanMetric()  # empty in the checkpoint, and not logged
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+    def training_step(self, batch, batch_idx):
         loss = loss_of(self.net, batch)
         self.log("loss", loss, on_epoch=True, batch_size=4)
         if self.global_step >= 15:
@@ -95,7 +91,7 @@ class Noisy(Regression):
         return loss
 
 
-def noisy(folder: Path, batches: Any, path: Any = None) -> tuple[Any, Any, Any]:
+def noisy(folder, batches, path=None):
     torch.manual_seed(1)
     average, module = EMAWeightAveraging(decay=0.7), Noisy()
     return fit(folder, module, batches, [average, *callbacks_of(folder, 3)], path), module, average
@@ -122,7 +118,7 @@ def test_random_numbers_buffers_averages_and_metrics_are_those_of_the_checkpoint
 class PerEpoch(Regression):
     """Has a loss spike in one batch of the second epoch; logs it by name, and with a metric object."""
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+    def training_step(self, batch, batch_idx):
         loss = loss_of(self.net, batch) * (50.0 if (self.current_epoch, batch_idx) == (1, 2) else 1.0)
         self.mean(loss)
         self.log("object", self.mean, on_epoch=True, on_step=False)

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import pytest
 
 from tests.support import Regression, loader_of, make_batches, make_trainer

@@ -1,13 +1,10 @@
 """Contents of the record of a fit, and the times of its writes."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os
 from itertools import pairwise
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -20,7 +17,6 @@ from torch.utils.data import DataLoader
 from tests.support import BOTH_TRAINERS, FakeTrainer, make_trainer
 from trainer.callbacks import OptunaPruning, RunRecorder, RunSummary
 from trainer.callbacks import run_recorder as module
-from trainer.callbacks.run_recorder import Series
 from trainer.record.measures import training_loss
 from trainer.record.run_record import RunRecord, load_run
 
@@ -28,29 +24,29 @@ from trainer.record.run_record import RunRecord, load_run
 class Fit(FakeTrainer):
     """A fit of two epochs of 8, 8, 8 and 3 samples, half a second a batch, ten seconds a validation."""
 
-    def __init__(self, *callbacks: Any, **options: Any) -> None:
+    def __init__(self, *callbacks, **options):
         usual = {"ckpt_path": None, "early_stopping_callback": None, "seconds": 0.5}
         super().__init__(*callbacks, lightning_module=nn.Identity(), **(usual | options))
 
-    def begin(self) -> Fit:
+    def begin(self):
         self.hook("setup", "fit")
         self.hook("on_fit_start")
         self.evaluate(batches=1, seconds=10, val_loss=9.0)  # sanity check
         self.hook("on_train_start")
         return self
 
-    def train(self, loss: float = 1.0, size: int = 8, batch_idx: int = 0, **options: Any) -> None:
+    def train(self, loss=1.0, size=8, batch_idx=0, **options):
         self.log(train_loss=loss)
         batch = torch.zeros(size, 2)
         self.train_batch(batch_idx, batch, {"loss": torch.tensor(loss)}, optimizers=("generator", "critic"), **options)
 
-    def train_epoch(self, *_: Any, **options: Any) -> None:
+    def train_epoch(self, *_, **options):
         self.hook("on_train_epoch_start")
         for batch_idx, size in enumerate((8, 8, 8, 3)):
             third = self.global_step == 2
             self.train(1 / (self.global_step + 1), size, batch_idx, skipped=third, **options)
 
-    def fit(self, error: BaseException | None = None, epochs: int = 2, **options: Any) -> None:
+    def fit(self, error=None, epochs=2, **options):
         self.begin()
         for epoch in range(epochs):
             self.train_epoch(**options)
@@ -64,11 +60,11 @@ class Fit(FakeTrainer):
         self.hook("on_fit_end")
 
 
-def points(series: Series) -> dict[int, float]:
+def points(series):
     return dict(zip(series.steps, series.read(), strict=True))
 
 
-def written(folder: Any) -> dict[str, Any]:
+def written(folder):
     return json.loads((folder / "run.json").read_text())
 
 

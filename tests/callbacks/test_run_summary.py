@@ -1,13 +1,10 @@
 """The table at the end of a completed, failed or interrupted fit."""
 
-from __future__ import annotations
-
 import io
 import json
 import os
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 from lightning.pytorch.demos.boring_classes import BoringModel
@@ -24,16 +21,16 @@ def summary():
     return RunSummary(console=Console(file=io.StringIO(), width=80))
 
 
-def printed(summary: RunSummary) -> str:
+def printed(summary):
     return summary._console.file.getvalue()
 
 
-def rows(summary: RunSummary) -> dict[str, str]:
+def rows(summary):
     lines = (re.split(r"\s{2,}", line.strip()) for line in printed(summary).splitlines())
     return {line[0]: line[1] for line in lines if len(line) == 2}
 
 
-def record(folder: Path, **more: Any) -> RunRecord:
+def record(folder, **more):
     """Return the record of a fit in float16."""
     usual = {
         "status": "completed",

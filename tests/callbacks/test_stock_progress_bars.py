@@ -1,11 +1,7 @@
 """Lightning's progress bars and summaries show the same under both Trainers."""
 
-from __future__ import annotations
-
 import io
-from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
-from typing import Any
 
 import pytest
 import torch
@@ -23,27 +19,27 @@ MOMENTS = [
 ]
 
 
-class Unsized(IterableDataset[Any]):
-    def __iter__(self) -> Any:
+class Unsized(IterableDataset):
+    def __iter__(self):
         return iter([(torch.ones(4), 1)] * 5)
 
 
 class Logs(Classifier):
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
+    def training_step(self, batch, batch_idx):
         self.log("step", float(batch_idx), prog_bar=True)
         self.log("both", float(batch_idx), prog_bar=True, on_step=True, on_epoch=True)
         return super().training_step(batch, batch_idx)
 
-    def validation_step(self, batch: Any, batch_idx: int, *_: Any) -> Any:
+    def validation_step(self, batch, batch_idx, *_):
         self.log(self.trainer.state.stage.value, float(self.global_step), prog_bar=True)
 
     test_step = validation_step
 
-    def predict_step(self, batch: Any, batch_idx: int, *_: Any) -> Any:
+    def predict_step(self, batch, batch_idx, *_):
         return self(batch[0])
 
 
-def state_of(bar: Any) -> list[Any]:
+def state_of(bar):
     """Return the displayed state."""
     if isinstance(bar, RichProgressBar):
         tasks = bar.progress.tasks if bar.progress is not None else []
@@ -54,17 +50,17 @@ def state_of(bar: Any) -> list[Any]:
     ]
 
 
-def watched(kind: type) -> type:
+def watched(kind):
     """Return a bar of ``kind`` that records its state and metrics after each hook."""
 
-    def make(name: str) -> Callable[..., None]:
-        def method(self: Any, trainer: Any, *args: Any) -> None:
+    def make(name):
+        def method(self, trainer, *args):
             getattr(kind, name)(self, trainer, *args)
             self.seen.append((name, str(trainer.state.stage), *state_of(self)))
 
         return method
 
-    def get_metrics(self: Any, trainer: Any, module: Any) -> Any:
+    def get_metrics(self, trainer, module):
         metrics = kind.get_metrics(self, trainer, module)
         self.seen.append(("metrics", {name: float(value) for name, value in metrics.items()}))
         return metrics
@@ -72,7 +68,7 @@ def watched(kind: type) -> type:
     return type("Watched", (kind,), {**{name: make(name) for name in MOMENTS}, "get_metrics": get_metrics})
 
 
-SCENARIOS: dict[str, dict[str, Any]] = {
+SCENARIOS = {
     "plain": {},
     "left behind": {"leave": True, "refresh_rate": 3},
     "validation inside": {"val_check_interval": 2},
@@ -87,11 +83,11 @@ SCENARIOS: dict[str, dict[str, Any]] = {
     [*((TQDMProgressBar, name) for name in SCENARIOS), *((RichProgressBar, name) for name in ("plain", "two loaders"))],
 )
 def test_screen_is_the_same(kind, name, tmp_path):
-    arguments: dict[str, Any] = {"max_epochs": 2, "enable_progress_bar": True, **SCENARIOS[name]}
+    arguments = {"max_epochs": 2, "enable_progress_bar": True, **SCENARIOS[name]}
     options = {key: arguments.pop(key) for key in ("refresh_rate", "leave") if key in arguments}
     loaders = arguments.pop("loaders", lambda: data(6))
 
-    def scenario(make: Callable[..., Any]) -> Any:
+    def scenario(make):
         bar, module = watched(kind)(**options), Logs()
         bar.seen = []
         trainer = make(callbacks=bar, logger=CSVLogger(tmp_path / make.__name__), **arguments)
@@ -104,7 +100,7 @@ def test_screen_is_the_same(kind, name, tmp_path):
     assert len(assert_agree(scenario)) > 20
 
 
-def test_custom_bar_replaces_the_default() -> None:
+def test_custom_bar_replaces_the_default():
     assert type(ours(enable_progress_bar=True).progress_bar_callback) is ProgressBar
     for bar in (TQDMProgressBar(), RichProgressBar(), TQDMProgressBar(refresh_rate=0), ProgressBar()):
         trainer = ours(enable_progress_bar=True, callbacks=bar)
@@ -112,8 +108,8 @@ def test_custom_bar_replaces_the_default() -> None:
         assert sum(isinstance(one, type(bar).__mro__[-3]) for one in trainer.callbacks) == 1
 
 
-def test_default_summary_is_the_rich_one() -> None:
-    def summaries(make: Any, **arguments: Any) -> list[Any]:
+def test_default_summary_is_the_rich_one():
+    def summaries(make, **arguments):
         callbacks = make(enable_model_summary=True, **arguments).callbacks
         return [callback for callback in callbacks if isinstance(callback, ModelSummary)]
 

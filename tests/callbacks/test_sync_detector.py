@@ -1,17 +1,13 @@
-from __future__ import annotations
-
 import _thread
 import inspect
 import threading
 import warnings
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from lightning.pytorch import Callback
-from torch import Tensor
 
 from tests.support import Regression, adamw, loader_of, make_batches, make_trainer, sgd
 from trainer.callbacks import SyncDetector
@@ -20,14 +16,14 @@ from trainer.callbacks.sync_detector import SyncWatch
 STEPS = 4
 
 
-def line_of(function: Any, mark: str) -> int:
+def line_of(function, mark):
     """The number of the line that has this comment."""
     lines, start = inspect.getsourcelines(function)
     (found,) = [start + i for i, line in enumerate(lines) if line.rstrip().endswith(f"# {mark}")]
     return found
 
 
-def found_in(folder: Any, module: Any, callbacks: Any = (), **arguments: Any) -> SyncDetector:
+def found_in(folder, module, callbacks=(), **arguments):
     detector = SyncDetector(batches=STEPS, after=1)
     trainer = make_trainer(folder, callbacks=[detector, *callbacks], **arguments)
     trainer.fit(module, loader_of(make_batches(STEPS + 2)))
@@ -35,7 +31,7 @@ def found_in(folder: Any, module: Any, callbacks: Any = (), **arguments: Any) ->
 
 
 class Planted(Regression):
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+    def training_step(self, batch, batch_idx):
         x, y, _ = batch
         out = self.net(x)
         mask = out > 0
@@ -54,7 +50,7 @@ class Planted(Regression):
 
 
 class AtTheEnd(Callback):
-    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
         float(outputs["loss"])  # callback
 
 
@@ -135,7 +131,7 @@ QUIET = [
 ]
 
 
-def names_of(device: str) -> dict[str, Any]:
+def names_of(device):
     tensors = {
         "x": torch.linspace(-1, 1, 12).view(4, 3),
         "labels": torch.tensor([0, 1, 2, 1]),
@@ -147,7 +143,7 @@ def names_of(device: str) -> dict[str, Any]:
 @pytest.mark.parametrize(("line", "cause"), [*SYNCHRONIZING.items(), *((line, None) for line in QUIET)])
 def test_synchronizing_lines(monkeypatch, line, cause):
     monkeypatch.setattr("trainer.callbacks.sync_detector._LOOPS", ("_pytest",))
-    found: dict[Any, Any] = {}
+    found = {}
     names = names_of("cpu")
     from_numpy = torch.from_numpy
     with SyncWatch("cpu", found):
@@ -169,9 +165,9 @@ def test_backward_pass_in_a_thread_of_autograds(monkeypatch):
     """It runs in a thread on a GPU, but not on a CPU. Other threads do not belong to the step."""
     for name in ("get_sync_debug_mode", "set_sync_debug_mode"):
         monkeypatch.setattr(torch.cuda, name, lambda *_: 0)
-    found, done = dict[Any, Any](), threading.Event()
+    found, done = {}, threading.Event()
 
-    def backward() -> None:
+    def backward():
         warnings.warn("called a synchronizing CUDA operation", stacklevel=1)
         done.set()
 
@@ -188,7 +184,7 @@ def test_backward_pass_in_a_thread_of_autograds(monkeypatch):
 class Clean(Regression):
     """Logs, and creates and reads tensors on the host, without synchronization."""
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+    def training_step(self, batch, batch_idx):
         loss = super().training_step(batch, batch_idx)
         self.log("loss", loss, on_step=True, on_epoch=True, prog_bar=True, batch_size=4)
         self.log("constant", 0.5, batch_size=4)
@@ -205,12 +201,12 @@ def test_step_without_synchronization_reports_nothing(tmp_path, precision, optim
 
 def test_short_fit_and_a_validation_in_between(tmp_path):
     class Reading(Clean):
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        def training_step(self, batch, batch_idx):
             loss = super().training_step(batch, batch_idx)
             loss.item()  # reads
             return loss
 
-        def validation_step(self, batch: Any, batch_idx: int) -> None:
+        def validation_step(self, batch, batch_idx):
             super().training_step(batch, batch_idx).item()
 
     detector = SyncDetector(batches=100, after=0)
@@ -228,7 +224,7 @@ def test_error_ends_the_watch(tmp_path):
 
 def test_on_cuda_torchs_warnings_become_lines(monkeypatch):
     """With torch's warnings in its sync debug mode at the synchronizing line, as a stand-in for a GPU."""
-    modes, shown, found = [], [], dict[Any, Any]()
+    modes, shown, found = [], [], {}
     monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: 0)
     monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
     monkeypatch.setattr("trainer.callbacks.sync_detector._LOOPS", ("_pytest",))

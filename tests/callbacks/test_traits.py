@@ -1,10 +1,5 @@
 """The attributes of a callback from outside the package, and their values for Lightning's own callbacks."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any, ClassVar
-
 import pytest
 from lightning.pytorch import Callback
 from lightning.pytorch import Trainer as LightningTrainer
@@ -32,50 +27,50 @@ from trainer.errors import UnsupportedError
 class Foreign(Callback):
     """A callback of another package."""
 
-    observes_only: ClassVar = True
-    reads_epoch_metrics: ClassVar = True
-    runs_last: ClassVar = True
-    unsupported_with: ClassVar = {"fsdp": "needs whole weights. Use strategy='ddp'."}
-    calls: ClassVar[list[str]] = []
+    observes_only = True
+    reads_epoch_metrics = True
+    runs_last = True
+    unsupported_with = {"fsdp": "needs whole weights. Use strategy='ddp'."}
+    calls = []
 
-    def on_train_batch_end(self, *_: Any) -> None:
+    def on_train_batch_end(self, *_):
         self.calls.append("callback's batch")
 
-    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+    def on_train_epoch_end(self, trainer, pl_module):
         self.calls.append(f"callback reads {trainer.callback_metrics['epochs']:.0f}")
 
 
 class Module(Regression):
-    def on_train_batch_end(self, *_: Any) -> None:
+    def on_train_batch_end(self, *_):
         Foreign.calls.append("module's batch")
 
-    def on_train_epoch_end(self) -> None:
+    def on_train_epoch_end(self):
         self.log("epochs", 3.0)
 
 
-def test_attributes_of_a_foreign_callback_set_its_order(tmp_path: Path) -> None:
+def test_attributes_of_a_foreign_callback_set_its_order(tmp_path):
     Foreign.calls.clear()
     make_trainer(tmp_path, callbacks=[Foreign()]).fit(Module(), loader_of(make_batches(1)))
     assert Foreign.calls == ["module's batch", "callback's batch", "callback reads 3"]
 
 
-def test_foreign_callback_is_refused_with_the_strategies_that_it_names() -> None:
+def test_foreign_callback_is_refused_with_the_strategies_that_it_names():
     with pytest.raises(UnsupportedError, match="Got Foreign with strategy='fsdp'"):
         ours(strategy="fsdp", devices=2, callbacks=[Foreign()])
     ours(strategy="ddp", devices=2, callbacks=[Foreign()])
 
 
-def test_trial_run_leaves_a_foreign_callback_out() -> None:
+def test_trial_run_leaves_a_foreign_callback_out():
     stays = Callback()
     assert callbacks_that_stay([Foreign(), stays, Timer("00:01:00:00")]) == [stays]
 
 
-def test_save_of_weights_only_is_seen_by_callbacks_that_ask_for_it(tmp_path: Path) -> None:
+def test_save_of_weights_only_is_seen_by_callbacks_that_ask_for_it(tmp_path):
     class Sees(Callback):
-        def __init__(self, each: bool) -> None:
+        def __init__(self, each):
             self.sees_each_save, self.saves = each, 0
 
-        def on_save_checkpoint(self, *_: Any) -> None:
+        def on_save_checkpoint(self, *_):
             self.saves += 1
 
     callbacks = [Sees(False), Sees(True)]
@@ -98,13 +93,13 @@ def test_save_of_weights_only_is_seen_by_callbacks_that_ask_for_it(tmp_path: Pat
         ScaleMonitor(),
     ],
 )
-def test_callback_that_needs_this_trainer_refuses_lightnings(tmp_path: Path, callback: Any) -> None:
+def test_callback_that_needs_this_trainer_refuses_lightnings(tmp_path, callback):
     trainer, name = make_trainer(tmp_path, LightningTrainer, callbacks=[callback]), type(callback).__name__
     with pytest.raises(UnsupportedError, match=rf"Got {name} in a lightning.*Trainer, expected a trainer\."):
         trainer.fit(Regression(), loader_of(make_batches(1)))
 
 
-def test_known_callbacks() -> None:
+def test_known_callbacks():
     assert traits.runs_last(ModelCheckpoint())
     assert not traits.runs_last(EarlyStopping("loss"))
     assert all(map(traits.reads_epoch_metrics, (EarlyStopping("loss"), ProgressBar(), RunRecorder())))

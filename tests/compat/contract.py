@@ -1,11 +1,8 @@
 """Attributes of a Trainer used by the installed Lightning's modules, callbacks, loggers and tuner, from its sources."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections import defaultdict
-from collections.abc import Iterator
 from pathlib import Path
 
 import lightning.pytorch
@@ -16,9 +13,9 @@ ATTRIBUTE = re.compile(r"(?!pl\.|lightning\.|torch\.)(?:[\w.]+\.)?_?trainer\.(?!
 NAMED = re.compile(r"(?:get|(s)et)attr\((?:[\w.]+\.)?_?trainer((?:\.\w+)*), '(\w+)'(?(1), .*)\)")
 
 
-def installed() -> tuple[dict[str, list[str]], set[str]]:
+def installed():
     """Return the places (``file:line``) of each attribute that the installed Lightning uses, and those that it sets."""
-    places, written = defaultdict[str, list[str]](list), set[str]()
+    places, written = defaultdict(list), set()
     for file in [SOURCES / "cli.py", *(file for part in PARTS for file in sorted((SOURCES / part).rglob("*.py")))]:
         for chain, line, is_written in used_in(file.read_text()):
             places[chain].append(f"{file.relative_to(SOURCES).as_posix()}:{line}")
@@ -26,13 +23,13 @@ def installed() -> tuple[dict[str, list[str]], set[str]]:
     return dict(sorted(places.items())), written
 
 
-def used_in(source: str) -> Iterator[tuple[str, int, bool]]:
+def used_in(source):
     """Return the chains of attributes of a Trainer in ``source``: (chain, line, whether it is set)."""
     tree = ast.parse(source)
     for scope in [tree, *(node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef))]:
-        aliases: dict[str, str] = {}  # `loop = trainer.fit_loop`
+        aliases = {}  # `loop = trainer.fit_loop`
 
-        def chain_of(node: ast.AST) -> str | None:
+        def chain_of(node):
             first, _, rest = ast.unparse(node).partition(".")
             text = f"trainer.{aliases[first]}.{rest}" if first in aliases else f"{first}.{rest}"  # noqa: B023
             return found[1] if (found := ATTRIBUTE.fullmatch(text)) else None

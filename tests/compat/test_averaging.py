@@ -1,16 +1,9 @@
 """Weight averages that have not been updated yet: until the first update, the average is the current weights."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
-from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import EMAWeightAveraging, LambdaCallback, StochasticWeightAveraging, WeightAveraging
-from torch import Tensor, nn
+from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn
 
 from tests.support import (
@@ -31,51 +24,51 @@ BATCHES, EPOCHS = 4, 3
 class Module(Regression):
     """Has BatchNorm's buffers, and records the state that each validation sees."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         torch.manual_seed(0)
         super().__init__(nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3)))
-        self.validated: list[dict[str, Tensor]] = []
+        self.validated = []
 
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
+    def validation_step(self, batch, batch_idx):
         self.validated.append(copy_of(self))
 
 
 class Custom(WeightAveraging):
     """Updates under a configured condition."""
 
-    def __init__(self, first: int, **options: Any) -> None:
+    def __init__(self, first, **options):
         super().__init__(**options)
         self.first = first
 
-    def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
+    def should_update(self, step_idx=None, epoch_idx=None):
         return step_idx is not None and step_idx >= self.first
 
 
 class OwnHook(WeightAveraging):
     """Updates the average itself, after each batch from the given one on."""
 
-    def __init__(self, first: int) -> None:
+    def __init__(self, first):
         super().__init__(avg_fn=get_ema_avg_fn(0.5))
         self.first = first
 
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+    def on_train_batch_end(self, trainer, pl_module, *_):
         if trainer.global_step > self.first:
             assert self._average_model is not None
             self._average_model.update_parameters(pl_module)
 
 
-def copy_of(module: nn.Module) -> dict[str, Tensor]:
+def copy_of(module):
     return {name: value.clone() for name, value in module.state_dict().items()}
 
 
-def trained(states: list[dict[str, Tensor]]) -> Callback:
+def trained(states):
     """Return a callback that adds the state after each batch, before any average is copied into the module."""
     return LambdaCallback(on_train_batch_end=lambda trainer, module, *_: states.append(copy_of(module)))
 
 
 def fit(folder, callback, *, ckpt_path=None, gains=None, saves=True, **arguments):
     folder.mkdir(exist_ok=True)
-    module, states, saver = Module(), list[dict[str, Tensor]](), SavesEverywhere(folder)
+    module, states, saver = Module(), [], SavesEverywhere(folder)
     trainer = make_trainer(
         folder, max_epochs=EPOCHS, callbacks=[trained(states), callback, *([saver] if saves else [])],
         num_sanity_val_steps=1, enable_checkpointing=saves, **arguments,
@@ -85,7 +78,7 @@ def fit(folder, callback, *, ckpt_path=None, gains=None, saves=True, **arguments
     return trainer, module, states, saver
 
 
-NEVER: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
+NEVER = {
     "a late step": (lambda: EMAWeightAveraging(decay=0.5, update_starting_at_step=1000), {}),
     "its own hook": (lambda: OwnHook(99), {"precision": "bf16-mixed"}),
     "a run that is stopped before": (lambda: Custom(7), {"max_steps": 6}),
@@ -121,7 +114,7 @@ def test_average_before_its_first_update_is_the_current_weights(tmp_path, kind):
 @pytest.mark.parametrize("use_buffers", [True, False])
 def test_late_average_equals_torchs(tmp_path, use_buffers):
     """The first 6 of 12 steps are left out: one validation before, two after."""
-    options: dict[str, Any] = {"use_buffers": use_buffers, "avg_fn": get_ema_avg_fn(0.5)}
+    options = {"use_buffers": use_buffers, "avg_fn": get_ema_avg_fn(0.5)}
     _, module, states, _ = fit(tmp_path, Custom(6, **options), saves=False)
     average, expected = AveragedModel(current := Module(), **options), [states[3]]
     for i, state in enumerate(states[6:], 6):
@@ -167,7 +160,7 @@ def test_stochastic_weight_averaging_without_an_update_keeps_the_weights(tmp_pat
     swa, module, states = (
         StochasticWeightAveraging(swa_lrs=0.05, swa_epoch_start=9),
         Module(),
-        list[Any](),
+        [],
     )
     if "max_steps" in limits:
         module.net[1] = nn.Identity()
@@ -184,7 +177,7 @@ def test_stochastic_weight_averaging_without_an_update_keeps_the_weights(tmp_pat
 def test_stochastic_weight_averaging_resumes_inside_its_first_epoch(tmp_path, start, step):
     """Its schedule steps at the end of the resumed epoch."""
 
-    def run(*callbacks: Any, ckpt: Path | None = None) -> Module:
+    def run(*callbacks, ckpt=None):
         module = Module()
         module.net[1] = nn.Identity()
         swa = StochasticWeightAveraging(swa_lrs=0.2, swa_epoch_start=start, annealing_epochs=2)
@@ -200,13 +193,13 @@ def test_stochastic_weight_averaging_resumes_inside_its_first_epoch(tmp_path, st
 class OwnTransfer(StochasticWeightAveraging):
     transfers = 0
 
-    def transfer_weights(self, *modules: Any) -> None:  # not a static method
+    def transfer_weights(self, *modules):  # not a static method
         self.transfers += 1
         super().transfer_weights(*modules)
 
 
 @pytest.mark.filterwarnings("ignore:Swapping scheduler")
-def test_overridden_methods_are_called_in_each_fit(tmp_path: Path) -> None:
+def test_overridden_methods_are_called_in_each_fit(tmp_path):
     """A method of a subclass that overrides a static method, and methods that are set on the callback."""
     swa = OwnTransfer(swa_lrs=0.05, swa_epoch_start=1)
     average, updates = WeightAveraging(), []

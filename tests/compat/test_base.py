@@ -1,9 +1,6 @@
 """The Trainer as seen by Lightning's classes: the attributes that they read exist, with Lightning's values."""
 
-from __future__ import annotations
-
 import inspect
-from typing import Any
 
 import pytest
 import torch
@@ -39,7 +36,7 @@ IN_OUR_OWN_WAY = {
 """Public attributes with values that differ from those of Lightning's Trainer, with the reason."""
 
 
-def attributes(trainer: Any) -> list[str]:
+def attributes(trainer):
     """Return the names of all attributes except methods."""
     names = [name for name in dir(LightningTrainer) if isinstance(getattr(LightningTrainer, name), property)]
     names += [name for name in vars(trainer) if not callable(getattr(trainer, name))]
@@ -50,7 +47,7 @@ with lightnings_noise_ignored():
     ATTRIBUTES = attributes(lightning())
 
 
-INHERITED: dict[str, Any] = {
+INHERITED = {
     name: value
     for name, value in inspect.getmembers(Trainer)
     if vars(LightningTrainer).get(name) is value and not name.startswith("_")
@@ -64,12 +61,12 @@ INHERITED: dict[str, Any] = {
 class Reads(Callback):
     """Reads every attribute at several hooks, assigns an inherited one to itself, and calls the inherited methods."""
 
-    def __init__(self) -> None:
-        self.read: dict[str, dict[str, Any]] = {}
+    def __init__(self):
+        self.read = {}
 
-    def look(self, hook: str, trainer: Any) -> None:
+    def look(self, hook, trainer):
         where = f"{hook} {trainer.sanity_checking} {trainer.global_step}"
-        values: dict[str, Any] = {}
+        values = {}
         for name in ATTRIBUTES:
             if name == "estimated_stepping_batches" and not hook.startswith(("on_train_batch", "on_train_epoch")):
                 continue  # reading it requests the training data from Lightning, early or without any
@@ -85,12 +82,12 @@ class Reads(Callback):
 
 
 class Logs(Classifier):
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
+    def training_step(self, batch, batch_idx):
         loss = self.loss(batch)
         self.log("loss", loss, prog_bar=True, on_epoch=True)
         return loss
 
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
+    def validation_step(self, batch, batch_idx):
         self.log("val_loss", self.loss(batch))
 
     test_step = validation_step
@@ -105,7 +102,7 @@ def test_attributes_have_lightnings_values(arguments, tmp_path, capsys):
     methods = {name for name, value in INHERITED.items() if not isinstance(value, property)}
     assert methods == {"print", "init_module"}, "call the others in `look`, too"
 
-    def scenario(make: Any) -> Any:
+    def scenario(make):
         reads = Reads()
         trainer = make(
             max_epochs=2, callbacks=[reads], default_root_dir=tmp_path, logger=RecordingLogger(), log_every_n_steps=1,
@@ -131,7 +128,7 @@ def test_attributes_have_lightnings_values(arguments, tmp_path, capsys):
 
 
 def test_modules_are_created_in_the_dtype_and_on_the_device():
-    def scenario(make: Any) -> Any:
+    def scenario(make):
         dtypes = []
         for precision in ("16-mixed", "bf16-true", "64-true"):
             with make(precision=precision).init_module():

@@ -1,10 +1,6 @@
 """Any iterable of batches of indices is a batch sampler, in each kind of run."""
 
-from __future__ import annotations
-
 from collections import Counter
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -17,7 +13,7 @@ from trainer.data.unpadded import BatchShare
 BATCHES = [[6, 2], [4, 0]]
 
 
-KINDS: dict[str, Callable[[], Any]] = {
+KINDS = {
     "list": lambda: BATCHES,
     "generator": lambda: (batch for batch in BATCHES),
     "slots": type("Slots", (), {"__slots__": (), "__iter__": lambda self: iter(BATCHES)}),  # no `__dict__`
@@ -45,7 +41,7 @@ def test_any_iterable_is_a_batch_sampler(tmp_path, what, kind):
 @pytest.mark.parametrize(("what", "arguments"), [("fit", {"overfit_batches": 2}), ("predict", {})])
 def test_arguments_of_a_dataloader_may_be_positional(tmp_path, what, arguments):
     class Makes(Seen):
-        validation_step = None  # type: ignore[assignment]
+        validation_step = None
 
         def train_dataloader(self):
             return DataLoader(torch.arange(5.0).reshape(5, 1), 2, what == "fit", num_workers=0)

@@ -1,11 +1,7 @@
 """Detection of overridden hooks, and the order of callbacks."""
 
-from __future__ import annotations
-
 import functools
 import os
-from pathlib import Path
-from typing import Any
 
 import pytest
 from lightning.pytorch import Callback, LightningDataModule
@@ -17,12 +13,12 @@ from trainer.compat.overrides import overrides
 
 
 class Own(Callback):
-    def on_train_start(self, *args: Any) -> None: ...
+    def on_train_start(self, *args): ...
 
 
-def test_overrides_are_found_in_classes_and_on_instances() -> None:
+def test_overrides_are_found_in_classes_and_on_instances():
     class Inherits(Own):
-        def on_after_optimizer_step(self, *args: Any) -> None: ...
+        def on_after_optimizer_step(self, *args): ...
 
     for name in ("on_train_start", "on_after_optimizer_step"):
         assert overrides(Inherits(), name)
@@ -34,13 +30,13 @@ def test_overrides_are_found_in_classes_and_on_instances() -> None:
     assert not overrides(LightningDataModule(), "setup")
 
 
-def test_tuners_come_first_and_checkpoints_last() -> None:
+def test_tuners_come_first_and_checkpoints_last():
     given = [ModelCheckpoint(), Own(), LearningRateFinder(), EarlyStopping("x")]
     order = [type(callback).__name__ for callback in sort_callbacks(given)]
     assert order == ["LearningRateFinder", "Own", "EarlyStopping", "ModelCheckpoint"]
 
 
-def test_spy_of_a_hook_does_not_count_as_an_override() -> None:
+def test_spy_of_a_hook_does_not_count_as_an_override():
     module = Learner()
     for name in ("backward", "on_validation_model_train"):
         original = getattr(module, name)
@@ -52,7 +48,7 @@ def test_spy_of_a_hook_does_not_count_as_an_override() -> None:
 
 
 STOPS, STOPS_TOO, CHECKPOINT = type("Stops", (EarlyStopping,), {})("x"), EarlyStopping("x"), ModelCheckpoint()
-CONFIGURED: dict[str, tuple[list[Any], Any]] = {
+CONFIGURED = {
     "one": ([Own()], STOPS),
     "of a subclass": ([EarlyStopping("y"), Own()], [STOPS]),
     "of a base": ([STOPS], [STOPS_TOO]),
@@ -61,10 +57,10 @@ CONFIGURED: dict[str, tuple[list[Any], Any]] = {
 
 
 @pytest.mark.parametrize(("given", "own"), CONFIGURED.values(), ids=CONFIGURED.keys())
-def test_modules_callbacks_replace_the_same_ones_as_with_lightning(given: list[Any], own: Any) -> None:
-    def scenario(make: Any) -> list[str]:
+def test_modules_callbacks_replace_the_same_ones_as_with_lightning(given, own):
+    def scenario(make):
         module = Learner()
-        module.configure_callbacks = lambda: own  # type: ignore[method-assign]
+        module.configure_callbacks = lambda: own
         trainer = make(callbacks=list(given), max_epochs=0, enable_checkpointing=CHECKPOINT in given)
         house = [callback for callback in trainer.callbacks if callback not in given]
         trainer.fit(module, data(2))
@@ -74,14 +70,14 @@ def test_modules_callbacks_replace_the_same_ones_as_with_lightning(given: list[A
     assert_agree(scenario)
 
 
-def test_callbacks_whose_states_would_collide_are_refused() -> None:
+def test_callbacks_whose_states_would_collide_are_refused():
     for make in (lightning, ours):
         with pytest.raises(RuntimeError, match="Found more than one stateful callback of type `EarlyStopping`"):
             make(callbacks=[EarlyStopping("x"), EarlyStopping("x")])
     ours(callbacks=[EarlyStopping("x"), EarlyStopping("y"), Own(), Own()])
 
 
-def test_callbacks_of_a_package_installed_in_between_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_callbacks_of_a_package_installed_in_between_are_found(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     assert not [callback for callback in ours().callbacks if type(callback) is Callback]
     info = tmp_path / "plugin-1.0.dist-info"

@@ -1,14 +1,10 @@
 """Resolution of `ckpt_path` under both Trainers."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import warnings
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -26,34 +22,34 @@ class Scored(Classifier):
 
     SCORES = (3.0, 1.0, 2.0, 5.0, 4.0, 0.0, 7.0, 8.0)
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.validations = 0
 
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
+    def training_step(self, batch, batch_idx):
         self.log("step_number", float(self.global_step), on_step=True, on_epoch=True)
         return self.loss(batch)
 
-    def on_validation_epoch_end(self) -> None:
+    def on_validation_epoch_end(self):
         self.log("score", self.SCORES[self.validations % len(self.SCORES)])
         self.validations += not self.trainer.sanity_checking
 
 
 class Fails(Scored):
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
+    def training_step(self, batch, batch_idx):
         if self.trainer.current_epoch == 1 and batch_idx == 2:
             raise RuntimeError("enough")
         return super().training_step(batch, batch_idx)
 
 
-def fit(make: Callable[..., Any], folder: Path, *callbacks: Any, module: Any = None, **arguments: Any) -> Any:
+def fit(make, folder, *callbacks, module=None, **arguments):
     given = {"max_epochs": 2, "callbacks": list(callbacks), "enable_checkpointing": bool(callbacks) or None}
     trainer = make(default_root_dir=folder, **{**given, **arguments})
     trainer.fit(module or Scored(), data(8), data(4, seed=1))
     return trainer
 
 
-def seen(make: Callable[..., Any], tmp_path: Path, work: Callable[[Any, Path], Any]) -> tuple[Any, list[str]]:
+def seen(make, tmp_path, work):
     """Return the result or the error of `work`, and the first words of its warnings."""
     folder = tmp_path / make.__name__
     folder.mkdir()
@@ -67,11 +63,11 @@ def seen(make: Callable[..., Any], tmp_path: Path, work: Callable[[Any, Path], A
     return result, sorted(text[:36] for text in texts if "ckpt_path" in text)
 
 
-def name(path: Any) -> str:
+def name(path):
     return os.path.basename(str(path))
 
 
-def best_and_last(make: Any, folder: Path) -> Any:
+def best_and_last(make, folder):
     saver = ModelCheckpoint(folder / "c", monitor="score", save_last=True, filename="{epoch}")
     trainer = fit(make, folder, saver)
     found = []
@@ -82,7 +78,7 @@ def best_and_last(make: Any, folder: Path) -> Any:
     return [*found, name(trainer.ckpt_path)]
 
 
-def assigned(make: Any, folder: Path) -> Any:
+def assigned(make, folder):
     trainer = fit(make, folder, ModelCheckpoint(folder / "c", monitor="score", filename="{epoch}"))
     trainer.save_checkpoint(folder / "own.ckpt")
     trainer.ckpt_path, found = folder / "own.ckpt", []
@@ -92,7 +88,7 @@ def assigned(make: Any, folder: Path) -> Any:
     return found
 
 
-def requeued(make: Any, folder: Path) -> Any:
+def requeued(make, folder):
     trainer = fit(make, folder, max_epochs=1)
     for number in ("", "_0", "_3", "_33"):
         trainer.save_checkpoint(folder / f"hpc_ckpt{number}.ckpt")
@@ -102,26 +98,26 @@ def requeued(make: Any, folder: Path) -> Any:
     return resumed.global_step, name(resumed.ckpt_path), name(trainer._checkpoint_connector.hpc_save_path(str(folder)))
 
 
-def on_exception(make: Any, folder: Path) -> Any:
+def on_exception(make, folder):
     with pytest.raises(RuntimeError, match="enough"):
         fit(make, folder, OnExceptionCheckpoint(folder), module=Fails())
     trainer = fit(make, folder, OnExceptionCheckpoint(folder))
     return trainer.global_step, name(trainer.ckpt_path), os.listdir(folder)
 
 
-def saved_weights(make: Any, folder: Path) -> None:
+def saved_weights(make, folder):
     trainer = fit(make, folder)
     trainer.save_checkpoint(folder / "w.ckpt", weights_only=True)
     make(max_epochs=3).fit(Scored(), data(8), data(4), ckpt_path=folder / "w.ckpt")
 
 
-def unsafe(make: Any, folder: Path) -> None:
+def unsafe(make, folder):
     saves_a_path = LambdaCallback(on_save_checkpoint=lambda _, __, checkpoint: checkpoint.update(path=Path("any")))
     fit(make, folder, callbacks=[saves_a_path]).save_checkpoint(folder / "u.ckpt")
     make().validate(Scored(), data(4), ckpt_path=folder / "u.ckpt")
 
 
-def evaluate(ckpt_path: str, **arguments: Any) -> Callable[..., Any]:
+def evaluate(ckpt_path, **arguments):
     return lambda make, folder: make(default_root_dir=folder, **arguments).validate(
         Scored(), data(4), ckpt_path=ckpt_path, verbose=False
     )

@@ -1,7 +1,5 @@
 """Saving, reading and removal of checkpoints, and the folders of a run."""
 
-from __future__ import annotations
-
 import errno
 import os
 import threading
@@ -9,12 +7,10 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from io import BytesIO
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import fsspec
 import pytest
 import torch
-from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
 
 from tests.support import Regression, loader_of, make_batches, make_trainer
@@ -26,7 +22,7 @@ from trainer.errors import CheckpointError, CheckpointWriteError, ConfigurationE
 BATCHES = make_batches(4)
 
 
-def fit(folder: Path, *callbacks: Callback, ckpt_path: Any = None, module: Any = None, **arguments: Any) -> Any:
+def fit(folder, *callbacks, ckpt_path=None, module=None, **arguments):
     fitted = make_trainer(
         folder, callbacks=list(callbacks), **{"enable_checkpointing": None, "max_epochs": 2, **arguments}
     )
@@ -34,11 +30,11 @@ def fit(folder: Path, *callbacks: Callback, ckpt_path: Any = None, module: Any =
     return fitted
 
 
-def names(folder: Path) -> list[str]:
+def names(folder):
     return sorted(os.listdir(folder))
 
 
-def flip(path: str | Path) -> None:
+def flip(path):
     data = bytearray(Path(path).read_bytes())
     data[len(data) // 2] ^= 1
     Path(path).write_bytes(data)
@@ -49,7 +45,7 @@ def flip(path: str | Path) -> None:
 
 def test_arguments_of_checkpoint_files_are_checked():
     with pytest.raises(ConfigurationError, match="Got when_full='ignore', expected 'stop' or 'continue'"):
-        CheckpointFiles(when_full="ignore")  # type: ignore[arg-type]
+        CheckpointFiles(when_full="ignore")
     with pytest.raises(TypeError, match=r"`storage_options`.*`CheckpointFiles`"):
         CheckpointFiles().save_checkpoint({}, "x.ckpt", storage_options={})
 
@@ -92,11 +88,11 @@ def test_file_in_another_folder_has_a_manifest():
 _SAVE, _LOAD = torch.save, torch.load
 
 
-def _encrypt(data: bytes) -> bytes:
+def _encrypt(data):
     return bytes(255 - byte for byte in data)
 
 
-def save_encrypted(what: Any, stream: Any, *arguments: Any, **options: Any) -> None:
+def save_encrypted(what, stream, *arguments, **options):
     """Encrypt in place, as a caller of Lightning's API may."""
     _SAVE(what, stream, *arguments, **options)
     data = stream.getvalue()
@@ -105,7 +101,7 @@ def save_encrypted(what: Any, stream: Any, *arguments: Any, **options: Any) -> N
     stream.write(_encrypt(data))
 
 
-def load_encrypted(stream: Any, *arguments: Any, **options: Any) -> Any:
+def load_encrypted(stream, *arguments, **options):
     return _LOAD(BytesIO(_encrypt(stream.read())), *arguments, **options)
 
 
@@ -127,7 +123,7 @@ def test_encrypted_file_is_written_and_read(tmp_path, where, monkeypatch):
 
 
 @pytest.fixture
-def io(tmp_path: Path) -> CheckpointFiles:
+def io(tmp_path):
     """Return a CheckpointIO with the folder ``c`` as its run's folder."""
     io = CheckpointFiles()
     io.belong([tmp_path / "c"], [])
@@ -137,7 +133,7 @@ def io(tmp_path: Path) -> CheckpointFiles:
 FULL = {"state_dict": {"a": torch.ones(2)}, "optimizer_states": []}
 
 
-def kept(io: CheckpointFiles, path: Path, why: str) -> None:
+def kept(io, path, why):
     with pytest.warns(UserWarning, match=f"was to be removed as an old checkpoint, and is kept: {why}"):
         io.remove_checkpoint(path)
     assert os.path.lexists(path)
@@ -190,7 +186,7 @@ def test_checkpoint_is_removed_after_a_save_in_another_thread(tmp_path, io):
     first, second = tmp_path / "c" / "1.ckpt", tmp_path / "c" / "2.ckpt"
     with ThreadPoolExecutor(1) as saver:
 
-        def save(path: Path) -> list[str]:
+        def save(path):
             saver.submit(io.save_checkpoint, FULL, path).result()
             return names(tmp_path / "c")
 
@@ -210,10 +206,10 @@ def test_checkpoint_is_removed_after_a_save_in_another_thread(tmp_path, io):
 class NoData(Regression):
     """Raises if data is accessed."""
 
-    def setup(self, stage: str) -> None:
+    def setup(self, stage):
         raise AssertionError("the data is not to be loaded")
 
-    train_dataloader = setup  # type: ignore[assignment]
+    train_dataloader = setup
 
 
 def test_folder_of_another_run_is_refused_before_data_is_loaded(tmp_path, monkeypatch):
@@ -233,11 +229,11 @@ def test_folder_that_cannot_be_written_to_is_refused_before_data_is_loaded(tmp_p
 
 
 @pytest.fixture
-def disk(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+def disk(monkeypatch):
     """A disk with or without free space."""
     disk, write = SimpleNamespace(is_full=False), files.SealingStream._write
 
-    def put(stream: files.SealingStream, data: Any) -> None:
+    def put(stream, data):
         if disk.is_full and stream.size > 1000 and stream.error is None:
             stream.error = OSError(errno.ENOSPC, "No space left on device")
         write(stream, data)
@@ -246,10 +242,10 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     return disk
 
 
-def fills_up(disk: Any, *epochs: int) -> Callback:
+def fills_up(disk, *epochs):
     """Return a callback that fills the disk in these epochs."""
 
-    def fill(trainer: Any, module: Any) -> None:
+    def fill(trainer, module):
         wait(trainer.strategy.checkpoint_io._pending, timeout=20)  # writes in progress fit
         disk.is_full = trainer.current_epoch in epochs
 

@@ -1,12 +1,9 @@
 """Processes started by a launcher against the Trainer's arguments: if they differ, an error has both numbers."""
 
-from __future__ import annotations
-
 import os
 import socket
 import sys
 from types import ModuleType, SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -29,13 +26,13 @@ SRUN = {"SLURM_JOB_ID": "17", "SLURM_JOB_NAME": "train", "SLURM_NTASKS": "4", "S
 
 
 @pytest.fixture(autouse=True)
-def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def alone(monkeypatch):
     monkeypatch.setattr(rank_zero_only, "rank", rank_zero_only.rank)  # a Trainer sets these; restored afterwards
     for name in {*NAMES, *TORCHRUN, *SRUN}:
         monkeypatch.delenv(name, raising=False)
 
 
-def build(monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], **arguments: Any) -> Trainer:
+def build(monkeypatch, environment, **arguments):
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     return Trainer(**QUIET | {"accelerator": "cpu"} | arguments)
@@ -73,7 +70,7 @@ def test_other_counts_are_refused_before_processes_wait(environment, devices, fo
 class SecondHere(LightningEnvironment):
     """A custom environment for the second process of a machine."""
 
-    def local_rank(self) -> int:
+    def local_rank(self):
         return 1
 
 
@@ -90,7 +87,7 @@ def test_worker_of_ray_train_needs_its_plugin(monkeypatch):
     ray, alone = ModuleType("ray.train"), {"devices": 1, "max_steps": 1}
     monkeypatch.setitem(sys.modules, "ray.train", ray)
     for workers in (1, 2):
-        ray.get_context = lambda: SimpleNamespace(get_world_size=lambda: workers)  # type: ignore[attr-defined]  # noqa: B023
+        ray.get_context = lambda: SimpleNamespace(get_world_size=lambda: workers)  # noqa: B023
         if workers == 1:
             assert build(monkeypatch, {}, **alone).world_size == 1
     message = r"one of 2 workers of Ray Train without a plugin.*Trainer\(strategy=RayDDPStrategy\(\), plugins=RayLight"
@@ -137,7 +134,7 @@ def test_port_in_use_is_named(monkeypatch):
 
 
 def test_port_is_reserved_until_spawned_processes_listen(monkeypatch):
-    def launch(launcher: Any, function: Any, *args: Any, trainer: Any) -> None:
+    def launch(launcher, function, *args, trainer):
         port = trainer.strategy.cluster_environment.main_port
         with socket.socket() as other, pytest.raises(OSError, match="in use"):
             other.bind(("", port))
@@ -146,7 +143,7 @@ def test_port_is_reserved_until_spawned_processes_listen(monkeypatch):
         assert torch.distributed.TCPStore("127.0.0.1", port, is_master=False).get("found") == b"here"
         ports.append(port)
 
-    ports: list[int] = []
+    ports = []
     monkeypatch.setattr(_MultiProcessingLauncher, "launch", launch)
     trainer = build(monkeypatch, {}, devices=2, strategy="ddp_spawn")
     trainer.fit(BoringModel())
@@ -159,14 +156,14 @@ def test_port_is_reserved_until_spawned_processes_listen(monkeypatch):
 class Engine:
     """Rank 0 in a run of several processes on as many nodes."""
 
-    def __init__(self, *found: bool) -> None:
+    def __init__(self, *found):
         self.found = found
         self.broadcast = lambda value: value
 
-    def any_rank(self, decision: bool) -> bool:
+    def any_rank(self, decision):
         return decision or not all(self.found)
 
-    def gather(self, mine: tuple[str, bool]) -> list[tuple[str, bool]]:
+    def gather(self, mine):
         return [mine, *((f"node{rank}", found) for rank, found in enumerate(self.found, 1))]
 
 

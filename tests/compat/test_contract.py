@@ -4,11 +4,6 @@ If this fails after an upgrade of Lightning, add the named attributes to the Tra
 ``EXCEPTIONS`` with the reason.
 """
 
-from __future__ import annotations
-
-from collections.abc import Iterable
-from typing import Any
-
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, RichProgressBar
 from lightning.pytorch.loggers import CSVLogger
@@ -26,18 +21,18 @@ KNOWN = {"_active_loop._combined_loader": True, "should_stop": True, "callback_m
 class Moments(Callback):
     """Checks attributes during runs, when all parts of a Trainer exist."""
 
-    def __init__(self, names: Iterable[str], written: set[str]) -> None:
+    def __init__(self, names, written):
         self.missing = dict.fromkeys(names, "never looked for")
         self.written = written
 
-    def look(self, trainer: Any, *_: Any) -> None:
+    def look(self, trainer, *_):
         problems = {name: lack(trainer, name, name in self.written) for name in self.missing}
         self.missing = {name: problem for name, problem in problems.items() if problem is not None}
 
     on_train_batch_end = on_train_epoch_start = on_validation_batch_end = on_predict_batch_end = look
 
 
-def lack(trainer: Any, name: str, is_written: bool) -> str | None:
+def lack(trainer, name, is_written):
     """Return the problem with ``trainer.name``, or None."""
     parent, owner, path = None, trainer, "trainer"
     for part in name.split("."):
@@ -49,7 +44,7 @@ def lack(trainer: Any, name: str, is_written: bool) -> str | None:
     return f"{path} cannot be set" if is_written and is_fixed else None
 
 
-def missing_on_our_trainer(uses: dict[str, list[str]], written: set[str], folder: Any) -> dict[str, str]:
+def missing_on_our_trainer(uses, written, folder):
     """Return the attributes that our Trainer lacks during a fit, a validation and a prediction, with the reasons."""
     moments = Moments(uses, written)
     callbacks = [moments, ModelCheckpoint(folder), EarlyStopping("loss", strict=False), RichProgressBar()]

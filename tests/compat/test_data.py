@@ -1,9 +1,5 @@
 """Dataloaders made ready: prepared by Lightning's connector, counted, limited, iterated."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
 from lightning.pytorch import LightningDataModule
@@ -26,14 +22,14 @@ from trainer.compat.loaders import LoaderSet
 from trainer.data.unpadded import Span
 
 
-def set_of(iterables: Any) -> LoaderSet:
+def set_of(iterables):
     combined = CombinedLoader(iterables, "sequential")
     return LoaderSet(combined, [float(len(loader)) for loader in combined.flattened], has_length=True)
 
 
 def test_limit_of_an_unknown_length_promises_no_batches():
     """Ranks exchange the number of batches that all of them have."""
-    found, stage = list[Any](), RunningStage.TESTING
+    found, stage = [], RunningStage.TESTING
     looks = LambdaCallback(on_test_start=lambda trainer, _: found.extend(trainer.data.loaders(stage).spans))
     for given in (stream_of(data(3, batch_size=1)), data(20)):
         ours(limit_test_batches=5, callbacks=[looks]).test(Classifier(), given, verbose=False)
@@ -41,9 +37,9 @@ def test_limit_of_an_unknown_length_promises_no_batches():
 
 
 def test_epochs_reach_everything_that_has_set_epoch_once():
-    epochs: list[tuple[str, int]] = []
+    epochs = []
 
-    def having(name: str, base: type, **methods: Any) -> Any:
+    def having(name, base, **methods):
         return type(name, (base,), {"set_epoch": lambda _, epoch: epochs.append((name, epoch)), **methods})
 
     dataset, other = (having("Data", TensorDataset)(torch.zeros(4)) for _ in range(2))
@@ -56,9 +52,9 @@ def test_epochs_reach_everything_that_has_set_epoch_once():
 
 
 def test_datamodule_stays_attached_in_runs_without_one():
-    def scenario(make: Any) -> Any:
+    def scenario(make):
         class Data(recording(LightningDataModule, DATAMODULE_HOOKS, "data")):
-            def train_dataloader(self) -> Any:
+            def train_dataloader(self):
                 return data(4)
 
         trainer, own = make(max_epochs=1, limit_val_batches=0), Data()
@@ -72,26 +68,26 @@ def test_datamodule_stays_attached_in_runs_without_one():
 class Reloads(Classifier):
     """Records requests for data, and validations."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self.seen: list[Any] = []
+        self.seen = []
 
-    def note(self, what: str) -> None:
+    def note(self, what):
         trainer = self.trainer
         self.seen.append((what, self.current_epoch, trainer.state.stage.value, trainer.val_check_batch))
 
-    def train_dataloader(self) -> Any:
+    def train_dataloader(self):
         self.note("train")
         return data(4 + 2 * self.current_epoch)
 
-    def val_dataloader(self) -> Any:
+    def val_dataloader(self):
         self.note("val")
         return data(4)
 
-    def on_train_epoch_start(self) -> None:
+    def on_train_epoch_start(self):
         self.note(f"{self.trainer.num_training_batches} batches")
 
-    def on_validation_start(self) -> None:
+    def on_validation_start(self):
         self.note("validates")
 
 
@@ -107,7 +103,7 @@ class Reloads(Classifier):
     ids=str,
 )
 def test_data_is_requested_at_the_same_points_as_in_lightning(sanity, arguments):
-    def scenario(make: Any) -> Any:
+    def scenario(make):
         module = Reloads()
         trainer = make(max_epochs=6, num_sanity_val_steps=sanity, **arguments)
         trainer.fit(module)
@@ -119,7 +115,7 @@ def test_data_is_requested_at_the_same_points_as_in_lightning(sanity, arguments)
 @pytest.mark.parametrize(("every", "saved_after", "expected"), [(2, 0, [0, 2, 4]), (2, 1, [0, 2, 4]), (3, 1, [0, 3])])
 def test_resumed_run_requests_data_at_the_same_points(every, saved_after, expected, tmp_path):
     class Saves(Reloads):
-        def on_train_epoch_end(self) -> None:
+        def on_train_epoch_end(self):
             if self.current_epoch == saved_after:
                 self.trainer.save_checkpoint(tmp_path / "saved.ckpt")
 
@@ -132,7 +128,7 @@ def test_resumed_run_requests_data_at_the_same_points(every, saved_after, expect
 
 def test_dataloaders_are_recreated_on_request():
     class Asks(Reloads):
-        def on_train_batch_end(self, *args: Any) -> None:
+        def on_train_batch_end(self, *args):
             if self.current_epoch in (1, 2):
                 self.trainer.reload_dataloaders(train=self.current_epoch == 1, val=self.current_epoch == 2)
 
@@ -148,11 +144,11 @@ def test_workers_of_dataloaders_that_are_replaced_are_shut_down():
     made = []
 
     class Workers(Learner):
-        def train_dataloader(self) -> Any:
+        def train_dataloader(self):
             made.append(data(4, num_workers=1, persistent_workers=True))
             return made[-1]
 
-        def on_train_epoch_start(self) -> None:
+        def on_train_epoch_start(self):
             assert [loader._iterator for loader in made[:-1]] == [None] * (len(made) - 1)
 
     ours(max_epochs=2, reload_dataloaders_every_n_epochs=1).fit(Workers())
@@ -162,7 +158,7 @@ def test_workers_of_dataloaders_that_are_replaced_are_shut_down():
 
 def test_dataloader_of_two_stages_may_have_persistent_workers():
     """A validation inside an epoch does not take the training batches away."""
-    trained, validated = list[Any](), list[Any]()
+    trained, validated = [], []
     notes = LambdaCallback(
         on_train_batch_end=lambda _, __, outputs, batch, *where: trained.append(batch[0].tolist()),
         on_validation_batch_end=lambda _, __, outputs, batch, *where: validated.append(batch[0].tolist()),
@@ -186,10 +182,10 @@ def test_modes_of_several_dataloaders_are_refused_as_by_lightning():
 @pytest.mark.parametrize("in_a_closure", [True, False])
 def test_batch_none_is_not_trained(in_a_closure):
     class InAClosure(Learner):
-        def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        def optimizer_step(self, *args, **kwargs):
             super().optimizer_step(*args, **kwargs)
 
-    def scenario(make: Any) -> Any:
+    def scenario(make):
         events, module = [], InAClosure() if in_a_closure else Learner()
         records = LambdaCallback(
             on_train_batch_start=lambda *args: events.append(("start", args[-1])),

@@ -1,10 +1,7 @@
 """DeepSpeed as a strategy, before processes start: accepted configs, and those that contradict the Trainer."""
 
-from __future__ import annotations
-
 import json
 import sys
-from typing import Any
 
 import pytest
 from lightning.pytorch.callbacks import StochasticWeightAveraging
@@ -20,14 +17,13 @@ from trainer.precision import MixedPrecision
 
 
 @pytest.fixture(autouse=True)
-def installed(monkeypatch: pytest.MonkeyPatch) -> None:
+def installed(monkeypatch):
     """Stand in for the package, which is imported after processes start."""
     monkeypatch.setattr("trainer.packages.is_installed", lambda name: True)
 
 
-def zero(trainer: Any) -> dict[str, Any]:
-    config: dict[str, Any] = trainer.strategy.complete(trainer.precision, 1)["zero_optimization"]
-    return config
+def zero(trainer):
+    return trainer.strategy.complete(trainer.precision, 1)["zero_optimization"]
 
 
 @pytest.mark.parametrize(
@@ -92,7 +88,7 @@ def test_lightnings_strategy_is_accepted_with_its_settings():
         ours(strategy=theirs, devices=2)
 
 
-def offloads(device: str) -> dict[str, Any]:
+def offloads(device):
     return {"config": {"zero_optimization": {"offload_optimizer": {"device": device}}}}
 
 
@@ -165,7 +161,7 @@ class Dynamic:
     dynamic, scale_window, delayed_shift = True, 3, 2
     cur_scale, cur_iter, last_overflow_iter, cur_hysteresis = 16.0, 0, -1, 2
 
-    def step(self) -> None:
+    def step(self):
         good = self.cur_iter - self.last_overflow_iter - 1
         if good > 0 and good % self.scale_window == 0:
             self.cur_scale *= 2

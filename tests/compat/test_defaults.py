@@ -1,10 +1,6 @@
 """The files that a Trainer with default settings writes: those of Lightning's Trainer, and no others."""
 
-from __future__ import annotations
-
 import re
-from pathlib import Path
-from typing import Any
 
 import lightning
 import pytest
@@ -15,7 +11,7 @@ from torch.utils.data import DataLoader
 from tests.parity import ours
 from trainer import Trainer
 
-OPTIONS: dict[str, Any] = {
+OPTIONS = {
     "accelerator": "cpu",
     "max_epochs": 2,
     "limit_train_batches": 2,
@@ -25,17 +21,17 @@ OPTIONS: dict[str, Any] = {
 
 
 class Predicts(BoringModel):
-    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+    def predict_step(self, batch, batch_idx):
         return self(batch)
 
 
-def files_below(folder: Path) -> list[str]:
+def files_below(folder):
     """Relative paths, without the time, host and process id in the names of TensorBoard's files."""
     files = (str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
     return sorted(re.sub(r"tfevents\..*", "tfevents", file) for file in files)
 
 
-def run_all(trainer_class: Any, folder: Path, monkeypatch: pytest.MonkeyPatch, **options: Any) -> list[str]:
+def run_all(trainer_class, folder, monkeypatch, **options):
     """Fit, validate, test and predict in ``folder`` as the working directory."""
     folder.mkdir()
     monkeypatch.chdir(folder)

@@ -4,22 +4,17 @@ The checkpoints are of one process, and changed to look like those of two. Real 
 ``tests/distributed/test_elastic.py``.
 """
 
-from __future__ import annotations
-
 from collections import UserList
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import DataLoader, SubsetRandomSampler
 
 from tests.support import SavesAt, make_trainer, manual_step
-from trainer import Trainer
 from trainer.callbacks import GradientAccumulation
 from trainer.checkpoint.loading import TRAINER_KEY
 from trainer.errors import ResumeError
@@ -35,38 +30,38 @@ DATA = torch.arange(26.0).unsqueeze(1)
 class Net(LightningModule):
     """One weight, and a schedule that may count batches."""
 
-    def __init__(self, frequency: int = 1, interval: str = "step", by_hand: bool = False) -> None:
+    def __init__(self, frequency=1, interval="step", by_hand=False):
         super().__init__()
         self.net = nn.Linear(1, 1)
         for parameter in self.net.parameters():
             nn.init.constant_(parameter, 0.5)  # with some random weights, losses grow, and a diagnosis repeats steps
         self.how = {"frequency": frequency, "interval": interval}
         self.automatic_optimization = not by_hand
-        self.seen = UserList[tuple[int, list[float]]]()  # not restored, because this class is not the user's
+        self.seen = UserList()  # not restored, because this class is not the user's
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+    def training_step(self, batch, batch_idx):
         batch = batch[0] if isinstance(batch, list) else batch
         self.seen.append((self.trainer.progress.updates, batch.flatten().tolist()))
-        loss: Tensor = self.net(batch / 26).square().mean()
+        loss = self.net(batch / 26).square().mean()
         if not self.automatic_optimization:
             manual_step(self, loss)
         return loss
 
-    def validation_step(self, batch: Tensor, batch_idx: int) -> None: ...
+    def validation_step(self, batch, batch_idx): ...
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
         return [optimizer], [{"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1), **self.how}]
 
 
 class DrawsItself(Net):
-    def training_step(self, dataloader_iter: Any) -> Tensor:  # type: ignore[override]
+    def training_step(self, dataloader_iter):
         batch, *_ = next(dataloader_iter)
         return self.net(batch).square().mean()
 
 
-def loader(batch_size: int = 4, **options: Any) -> DataLoader[Any]:
-    return DataLoader(DATA, batch_size, **options)  # type: ignore[arg-type]
+def loader(batch_size=4, **options):
+    return DataLoader(DATA, batch_size, **options)
 
 
 def written(folder, data=None, module=None, after=2, batch_size=4, **more):
@@ -86,7 +81,7 @@ def written(folder, data=None, module=None, after=2, batch_size=4, **more):
     return path
 
 
-def resumed(path: Path, data: Any = None, module: Any = None, **arguments: Any) -> tuple[Trainer, Any]:
+def resumed(path, data=None, module=None, **arguments):
     module = module or Net()
     trainer = make_trainer(path.parent, **{"max_epochs": 2, **arguments})
     validation = loader() if "val_check_interval" in arguments else None
@@ -94,7 +89,7 @@ def resumed(path: Path, data: Any = None, module: Any = None, **arguments: Any) 
     return trainer, module
 
 
-REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+REFUSED = {
     "inside a window": (
         {"accumulate_grad_batches": 2, "after": 3}, {"accumulate_grad_batches": 2},
         "from the middle of an accumulation window, after batch 3 of epoch 0; take one from the end of a window",
@@ -137,13 +132,13 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         {"callbacks": [GradientAccumulation(2, straddles_epochs=True)]}, "straddles_epochs=True",
     ),
     "other samples": (
-        {}, {"data": lambda: DataLoader(DATA[:20], 4)}, "the number of samples was 26 and is 20",  # type: ignore[arg-type]
+        {}, {"data": lambda: DataLoader(DATA[:20], 4)}, "the number of samples was 26 and is 20",
     ),
 }  # fmt: skip
 
 
-def made(arguments: dict[str, Any]) -> dict[str, Any]:
-    return {k: v() if isinstance(v, Callable) else v for k, v in arguments.items()}  # type: ignore[arg-type]
+def made(arguments):
+    return {k: v() if isinstance(v, Callable) else v for k, v in arguments.items()}
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -169,7 +164,7 @@ def test_settings_in_batches_are_converted(tmp_path):
     """26 samples, 4 per step: 7 batches before (one of them short), 13 of 2 samples now."""
     path = written(tmp_path, module=Net(2), val_check_interval=2, limit_train_batches=6)
     trainer = make_trainer(path.parent, max_epochs=2, val_check_interval=2, limit_train_batches=6)
-    module, validated, rates = Net(2), list[int](), set[float]()
+    module, validated, rates = Net(2), [], set()
     module.on_validation_start = lambda: validated.append(trainer.global_step)
     module.on_train_batch_end = lambda *_: rates.add(trainer.optimizers[0].param_groups[0]["lr"])
     trainer.fit(module, loader(2), loader(), ckpt_path=path)
@@ -185,7 +180,7 @@ def test_batches_of_a_later_epoch_are_converted(tmp_path):
 
 
 class Asks(Net):
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         self.updates = self.trainer.estimated_stepping_batches
         return super().configure_optimizers()
 
@@ -198,7 +193,7 @@ def test_estimated_stepping_batches_are_equal_after_an_elastic_resume(tmp_path):
 
 
 def test_with_workers(tmp_path):
-    options: Any = {"num_workers": 1, "persistent_workers": True}
+    options = {"num_workers": 1, "persistent_workers": True}
     written(tmp_path, loader(**options), whole := Net())
     for start, first in (("two", 2), ("again", 4)):  # "again": from a checkpoint of the resumed run
         saver = SavesAt(tmp_path / "again.ckpt", batches=8)
@@ -224,7 +219,7 @@ def test_accumulation_that_changes_with_the_epochs(tmp_path):
 def test_elastic_job_has_a_checkpoint_before_it_trains(tmp_path):
     folder = tmp_path / "checkpoints"
 
-    def fit(**options: Any) -> list[str]:
+    def fit(**options):
         saver = ModelCheckpoint(folder, every_n_epochs=1, save_top_k=-1, filename="{epoch}")
         make_trainer(tmp_path, callbacks=[saver], enable_checkpointing=True, **options).fit(Net(), loader())
         return sorted(path.name for path in folder.glob("*.ckpt"))

@@ -1,10 +1,5 @@
 """A fit without a batch is an error that names the empty dataloader."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
-from typing import Any
-
 import pytest
 import torch
 from lightning.pytorch.utilities import CombinedLoader
@@ -14,35 +9,35 @@ from tests.support import Regression, loader_of, loss_of, make_batches, make_tra
 from trainer.errors import ConfigurationError
 
 
-class Stream(IterableDataset[Any]):
+class Stream(IterableDataset):
     """Yields ``counts[epoch]`` batches."""
 
-    def __init__(self, *counts: int) -> None:
+    def __init__(self, *counts):
         self.counts = iter(counts)
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self):
         return iter(make_batches(next(self.counts)))
 
 
 class Sized(Stream):
-    def __len__(self) -> int:
+    def __len__(self):
         return 3
 
 
 class First(Regression):
     """Trains on the first member of a collection."""
 
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
+    def training_step(self, batch, batch_idx):
         while isinstance(batch, dict) or isinstance(batch[0], list):
             batch = next(iter(batch.values())) if isinstance(batch, dict) else batch[0]
         return loss_of(self.net, batch)
 
 
-def stream(kind: type[Stream], *counts: int) -> DataLoader[Any]:
+def stream(kind, *counts):
     return DataLoader(kind(*counts), batch_size=None)
 
 
-def full() -> DataLoader[Any]:
+def full():
     return loader_of(make_batches(3))
 
 

@@ -1,9 +1,6 @@
 """The engine over Lightning's strategies: accepted arguments, and the attributes of a single device."""
 
-from __future__ import annotations
-
 import re
-from typing import Any
 
 import pytest
 import torch
@@ -17,10 +14,9 @@ from trainer import Trainer
 from trainer.compat.engine import LightningEngine
 from trainer.engine.gradients import Gradients
 from trainer.errors import ArgumentError, ConfigurationError, PrecisionError
-from trainer.precision.scaler import LossScaler
 
 
-def named(value: Any) -> str:
+def named(value):
     """Return ``value`` for a test id, equal in every process: without addresses."""
     return re.sub(" at 0x[0-9a-f]+", "", str(value))
 
@@ -41,7 +37,7 @@ def test_lightnings_precision_is_refused_in_each_argument(options):
 
 @pytest.mark.parametrize("precision", ["64-true", "bf16-true", "bf16-mixed"])
 def test_batch_can_be_converted_by_a_callback(precision):
-    def scenario(make: Any) -> list[torch.dtype]:
+    def scenario(make):
         batch = [torch.zeros(1), torch.zeros(1, dtype=torch.int32)]
         return [tensor.dtype for tensor in make(precision=precision).precision_plugin.convert_input(batch)]
 
@@ -54,7 +50,7 @@ ELASTIC = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK"
            "TORCHELASTIC_RUN_ID": "1"}  # fmt: skip
 
 
-CHOICES: list[dict[str, Any]] = [
+CHOICES = [
     {"accelerator": "gpu", "devices": 1, "num_nodes": 2},
     {"accelerator": "cuda", "devices": [1], "strategy": "ddp"},
     {"accelerator": "cpu", "devices": 2, "strategy": "ddp_fork", "sync_batchnorm": True},
@@ -67,7 +63,7 @@ CHOICES: list[dict[str, Any]] = [
 TWO = [({"devices": 2, "accelerator": "gpu"}, SLURM), ({"devices": 2, "strategy": DDPStrategy}, ELASTIC)]
 
 
-def _lightnings(launcher: Any) -> list[type]:
+def _lightnings(launcher):
     """Return the Lightning classes of a launcher. Ours inherits from one of them."""
     return [kind for kind in type(launcher).__mro__ if kind.__module__.startswith("lightning.")]
 
@@ -82,7 +78,7 @@ def test_devices_and_processes_are_lightnings(options, environment, monkeypatch)
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(rank_zero_only, "rank", rank_zero_only.rank)  # which a Trainer sets: put back afterwards
 
-    def scenario(make: Any) -> Any:
+    def scenario(make):
         given = {"accelerator": "auto", "devices": "auto", **options}
         try:
             trainer = make(**{name: value() if callable(value) else value for name, value in given.items()})
@@ -113,7 +109,7 @@ def test_strategy_that_restores_optimizers_itself_is_supported(tmp_path, restore
         lightning_restore_optimizer = restores
         asked = 0
 
-        def load_optimizer_state_dict(self, checkpoint: Any) -> None:
+        def load_optimizer_state_dict(self, checkpoint):
             self.asked += 1
 
     first, strategy = ours(max_steps=1), Own("cpu")
@@ -126,11 +122,11 @@ def test_strategy_that_restores_optimizers_itself_is_supported(tmp_path, restore
 class Recorded(Gradients):
     """Records operations on gradients."""
 
-    def __init__(self, scaler: LossScaler, done: list[str]) -> None:
+    def __init__(self, scaler, done):
         super().__init__(scaler)
         self._done = done
 
-    def __getattribute__(self, name: str) -> Any:
+    def __getattribute__(self, name):
         found = super().__getattribute__(name)
         if name in ("clear", "backward", "multiply_", "unscale_", "norm", "clip_", "step", "update", "resolve_outcome"):
             self._done.append(name)
@@ -138,14 +134,14 @@ class Recorded(Gradients):
 
 
 def test_custom_engine_does_all_gradient_operations():
-    done: list[str] = []
+    done = []
 
     class Watched(LightningEngine):
-        def build_gradients(self, scaler: LossScaler) -> Gradients:
+        def build_gradients(self, scaler):
             return Recorded(scaler, done)
 
     class WatchedTrainer(Trainer):
-        def _build_engine(self, precision: Any, plugins: Any, **options: Any) -> LightningEngine:
+        def _build_engine(self, precision, plugins, **options):
             return Watched(self, precision, plugins, **options)
 
     trainer = WatchedTrainer(**QUIET, max_epochs=1, accumulate_grad_batches=2, gradient_clip_val=1.0)

@@ -1,11 +1,5 @@
 """A run that is continued with another length: schedules that span the run get the new length."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 from torch.optim.lr_scheduler import (
@@ -28,30 +22,30 @@ BATCHES = 4
 class Factor:
     """Falls to 0 at the end of the run."""
 
-    def __init__(self, length: int) -> None:
+    def __init__(self, length):
         self.length = length
 
-    def __call__(self, step: int) -> float:
+    def __call__(self, step):
         return max(0.0, 1 - step / self.length)
 
 
 class Polynomial(LRScheduler):
     """A schedule of another package."""
 
-    def __init__(self, optimizer: Any, max_iters: int) -> None:
+    def __init__(self, optimizer, max_iters):
         self.max_iters = max_iters
         super().__init__(optimizer)
 
-    def get_lr(self) -> list[float | torch.Tensor]:
+    def get_lr(self):
         return [base * (1 - self.last_epoch / self.max_iters) ** 2 for base in self.base_lrs]
 
 
-def warm_up(optimizer: Any, steps: int) -> SequentialLR:
+def warm_up(optimizer, steps):
     parts = [LinearLR(optimizer, 0.1, total_iters=2), CosineAnnealingLR(optimizer, steps - 2)]
     return SequentialLR(optimizer, parts, [2])
 
 
-SCHEDULES: dict[str, Callable[[Any, int], Any]] = {
+SCHEDULES = {
     "onecycle": lambda optimizer, steps: OneCycleLR(optimizer, 0.1, total_steps=steps),
     "cosine": lambda optimizer, steps: CosineAnnealingLR(optimizer, steps),
     "object": lambda optimizer, steps: LambdaLR(optimizer, Factor(steps)),
@@ -73,21 +67,21 @@ class Scheduled(Regression):
         lr: of the optimizer.
     """
 
-    def __init__(self, make: Callable[[Any, int], Any], lr: float = 0.1) -> None:
+    def __init__(self, make, lr=0.1):
         super().__init__()
-        self.make, self.lr, self.seen = make, lr, list[tuple[float, float]]()
+        self.make, self.lr, self.seen = make, lr, []
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         optimizer = torch.optim.SGD(self.parameters(), lr=self.lr, momentum=0.9)
         schedule = self.make(optimizer, int(self.trainer.estimated_stepping_batches))
         return [optimizer], [{"scheduler": schedule, "interval": "step"}]
 
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, batch, batch_idx):
         (group,) = self.trainer.optimizers[0].param_groups
         self.seen.append((float(group["lr"]), group["momentum"]))
 
 
-def fit(folder: Path, module: Scheduled, epochs: int, ckpt_path: Path | None = None) -> Any:
+def fit(folder, module, epochs, ckpt_path=None):
     trainer = make_trainer(folder, max_epochs=epochs)
     trainer.fit(module, loader_of(make_batches(BATCHES)), ckpt_path=ckpt_path)
     trainer.save_checkpoint(folder / "last.ckpt")
@@ -95,7 +89,7 @@ def fit(folder: Path, module: Scheduled, epochs: int, ckpt_path: Path | None = N
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_schedule_of_a_longer_run_continues_at_its_position(tmp_path: Path, name: str, caplog: Any) -> None:
+def test_schedule_of_a_longer_run_continues_at_its_position(tmp_path, name, caplog):
     """With the rate of the checkpoint, which a finder may have found."""
     whole, first, second = (Scheduled(SCHEDULES[name], lr) for lr in (0.2, 0.2, 0.1))
     fit(tmp_path, whole, 3)
@@ -110,9 +104,9 @@ def test_schedule_of_a_longer_run_continues_at_its_position(tmp_path: Path, name
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_run_of_the_same_length_restores_the_saved_schedule(tmp_path: Path, name: str, caplog: Any) -> None:
+def test_run_of_the_same_length_restores_the_saved_schedule(tmp_path, name, caplog):
     whole, first, second = (Scheduled(SCHEDULES[name]) for _ in range(3))
-    first.on_train_epoch_end = lambda: setattr(first.trainer, "should_stop", True)  # type: ignore[method-assign]
+    first.on_train_epoch_end = lambda: setattr(first.trainer, "should_stop", True)
     fit(tmp_path, whole, 2)
     fit(tmp_path, first, 2)
     caplog.clear()
@@ -121,7 +115,7 @@ def test_run_of_the_same_length_restores_the_saved_schedule(tmp_path: Path, name
     assert not any("another length" in one.getMessage() for one in caplog.records)
 
 
-def test_horizon_that_the_user_has_fixed_stays(tmp_path: Path) -> None:
+def test_horizon_that_the_user_has_fixed_stays(tmp_path):
     for make in (lambda o, _: CosineAnnealingLR(o, 5), lambda o, _: StepLR(o, 3, 0.5)):
         whole, first, second = (Scheduled(make) for _ in range(3))
         fit(tmp_path, whole, 3)
@@ -130,9 +124,9 @@ def test_horizon_that_the_user_has_fixed_stays(tmp_path: Path) -> None:
         assert second.seen == whole.seen
 
 
-def test_fixed_number_of_epochs_that_torch_cannot_exceed_is_refused(tmp_path: Path) -> None:
+def test_fixed_number_of_epochs_that_torch_cannot_exceed_is_refused(tmp_path):
     class ByEpoch(Scheduled):
-        def configure_optimizers(self) -> Any:
+        def configure_optimizers(self):
             optimizer = torch.optim.SGD(self.parameters(), lr=self.lr, momentum=0.9)
             return [optimizer], [OneCycleLR(optimizer, 0.1, total_steps=2)]
 

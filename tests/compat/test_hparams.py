@@ -6,18 +6,15 @@ import copy
 import enum
 import logging
 from argparse import Namespace
-from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from datetime import date, timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import LambdaCallback
 from omegaconf import Container, DictConfig, OmegaConf
 
@@ -57,7 +54,7 @@ class Sizes:
     ],
 )  # fmt: skip
 def test_objects_with_a_plain_form_are_saved_in_it(value, expected, tmp_path):
-    left_out: list[str] = []
+    left_out = []
     made = plain(value, "", left_out)
     assert (made, left_out) == (expected, [])
     assert type(made) is type(expected)
@@ -74,12 +71,12 @@ pytestmark = [
 class Many(Classifier):
     """Accepts any arguments."""
 
-    def __init__(self, lr: Any = 0.5, things: Any = None, loss: Any = None, make: Any = None) -> None:
+    def __init__(self, lr=0.5, things=None, loss=None, make=None):
         super().__init__()
         self.save_hyperparameters()
 
 
-def saved(folder: Path, module: LightningModule, make: Any = make_trainer, **options: Any) -> Path:
+def saved(folder, module, make=make_trainer, **options):
     """The checkpoint of a short run."""
     trainer = make(folder, **options)
     with lightnings_noise_ignored() if make is lightnings else nullcontext():
@@ -88,11 +85,11 @@ def saved(folder: Path, module: LightningModule, make: Any = make_trainer, **opt
     return folder / "a.ckpt"
 
 
-def lightnings(folder: Path, **options: Any) -> Any:
+def lightnings(folder, **options):
     return lightning(**{"default_root_dir": folder, "max_epochs": 1, **options})
 
 
-def fingerprint(value: Any) -> Any:
+def fingerprint(value):
     """Return type and contents for comparisons."""
     if isinstance(value, torch.nn.Module):
         return type(value), repr(value), {name: weight.tolist() for name, weight in value.state_dict().items()}
@@ -126,11 +123,11 @@ def test_hyperparameters_are_restored_as_in_lightning(tmp_path):
 class Uncopied:
     """Can be pickled, but not copied."""
 
-    def __deepcopy__(self, memo: Any) -> Any:
+    def __deepcopy__(self, memo):
         raise RuntimeError("Only one of these.")
 
 
-def lines_of(caplog: Any) -> list[str]:
+def lines_of(caplog):
     return [record.getMessage() for record in caplog.records if "yperparameter" in record.getMessage()]
 
 
@@ -153,7 +150,7 @@ def test_objects_in_a_file_are_reported_once_at_the_start(tmp_path, caplog):
 class Broken:
     """Its state is created on request, and cannot be pickled."""
 
-    def __getstate__(self) -> Any:
+    def __getstate__(self):
         raise ValueError("not now")
 
 
@@ -189,7 +186,7 @@ def test_objects_unsupported_by_the_reader_are_saved_in_their_plain_form(tmp_pat
 
 
 class ByConfig(Classifier):
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config):
         super().__init__()
         self._hparams = OmegaConf.create({})
         self._set_hparams(config)
@@ -198,7 +195,7 @@ class ByConfig(Classifier):
 
 
 @pytest.fixture
-def token(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+def token(monkeypatch):
     """The value of an environment variable, which a config uses."""
     monkeypatch.setenv("A_TOKEN", "very-secret")
     redaction.register()

@@ -1,9 +1,6 @@
 """LightningCLI builds our Trainer from its command line and its config files, as it builds Lightning's."""
 
-from __future__ import annotations
-
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -22,7 +19,7 @@ from trainer.precision import MixedPrecision
 pytest.importorskip("jsonargparse", reason="LightningCLI stands on it")
 from lightning.pytorch.cli import LightningCLI, SaveConfigCallback
 
-QUIET: dict[str, Any] = {
+QUIET = {
     "accelerator": "cpu",
     "enable_progress_bar": False,
     "enable_model_summary": False,
@@ -32,23 +29,23 @@ QUIET: dict[str, Any] = {
 }
 
 
-class Model(BoringModel):  # type: ignore[misc]  # Lightning's demos have no types
+class Model(BoringModel):  # Lightning's demos have no types
     """Logs the metric that EarlyStopping monitors."""
 
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
+    def training_step(self, batch, batch_idx):
         output = super().training_step(batch, batch_idx)
         self.log("train_loss", output["loss"])
         return output
 
 
 @pytest.fixture
-def call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+def call(tmp_path, monkeypatch):
     """Call the command line with arguments and a file with the Trainer's settings."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("JSONARGPARSE_DEPRECATION_WARNINGS", "off")  # for a method that LightningCLI calls
     monkeypatch.setattr("sys.argv", ["train.py"])  # LightningCLI warns about a command line in addition to `args`
 
-    def call(*argv: str, trainer_class: Any = Trainer, run: bool = True, **settings: Any) -> Any:
+    def call(*argv, trainer_class=Trainer, run=True, **settings):
         Path("settings.yaml").write_text(yaml.safe_dump({"trainer": QUIET | settings}))
         command, arguments = argv[:1] if run else (), argv[1:] if run else argv
         return LightningCLI(
@@ -106,7 +103,7 @@ def test_times_are_written_as_text_or_as_nodes(call):
         assert trainer.loop.limits.val_check_seconds == 600
 
 
-def test_config_is_printed_as_for_lightnings_trainer(call: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_config_is_printed_as_for_lightnings_trainer(call, capsys):
     printed = []
     for trainer_class in (LightningTrainer, Trainer):
         with pytest.raises(SystemExit) as end:

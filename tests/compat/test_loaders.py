@@ -1,12 +1,7 @@
 """Steps that draw their own batches, and dataloaders that keep their place, under both Trainers."""
 
-from __future__ import annotations
-
 import re
 from collections import UserList
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -28,13 +23,13 @@ pytestmark = [
 class Draws(Classifier):
     """Draws ``at_once`` batches per step; ``catches`` a StopIteration, or raises it."""
 
-    def __init__(self, at_once: int = 1, catches: bool = False, manual: bool = False) -> None:
+    def __init__(self, at_once=1, catches=False, manual=False):
         super().__init__()
         self.at_once, self.catches, self.automatic_optimization = at_once, catches, not manual
-        self.drawn = UserList[Any]()  # not restored, because this class is not the user's
+        self.drawn = UserList()  # not restored, because this class is not the user's
 
-    def draw(self, dataloader_iter: Any) -> Any:
-        losses: list[Any] = []
+    def draw(self, dataloader_iter):
+        losses = []
         for _ in range(self.at_once):
             try:
                 batch, batch_idx, dataloader_idx = next(dataloader_iter)
@@ -47,13 +42,13 @@ class Draws(Classifier):
             self.drawn.append((self.trainer.state.stage.value, batch_idx, dataloader_idx, dataloader_iter.done))
         return sum(losses) if losses else None
 
-    def training_step(self, dataloader_iter: Any) -> Any:
+    def training_step(self, dataloader_iter):
         loss = self.draw(dataloader_iter)
         if not self.automatic_optimization and loss is not None:
             manual_step(self, loss)
         return loss
 
-    def validation_step(self, dataloader_iter: Any) -> Any:
+    def validation_step(self, dataloader_iter):
         return self.draw(dataloader_iter)
 
     test_step = predict_step = validation_step
@@ -62,26 +57,26 @@ class Draws(Classifier):
 class Records(Callback):
     """Records the arguments of hooks around a step, and the counters at the end of an epoch."""
 
-    def __init__(self) -> None:
-        self.events: list[Any] = []
+    def __init__(self):
+        self.events = []
 
-    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
         self.events.append(("end", plain(batch), batch_idx, trainer.is_last_batch))
 
-    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, *where: int) -> None:
+    def on_train_batch_start(self, trainer, module, batch, *where):
         self.events.append(("start", plain(batch), where))
 
     on_validation_batch_start = on_predict_batch_start = on_train_batch_start
 
-    def on_validation_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, *where: int) -> None:
+    def on_validation_batch_end(self, trainer, module, outputs, batch, *where):
         self.events.append(("validated", plain(outputs), plain(batch), where))
 
-    def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+    def on_train_epoch_end(self, trainer, module):
         progress = trainer.fit_loop.epoch_loop.batch_progress.current
         self.events.append((progress.ready, trainer.fit_loop._data_fetcher.fetched))
 
 
-LOADERS: dict[str, Any] = {"sized": lambda: data(8), "unsized": lambda: stream_of(data(6))}
+LOADERS = {"sized": lambda: data(8), "unsized": lambda: stream_of(data(6))}
 
 
 @pytest.mark.parametrize(
@@ -95,8 +90,8 @@ LOADERS: dict[str, Any] = {"sized": lambda: data(8), "unsized": lambda: stream_o
     ],
     ids=str,
 )
-def test_fit(loader: str, at_once: int, how: dict[str, bool], arguments: dict[str, Any]) -> None:
-    def scenario(make: Any) -> Any:
+def test_fit(loader, at_once, how, arguments):
+    def scenario(make):
         module, records = Draws(at_once, **how), Records()
         trainer = make(max_epochs=2, callbacks=[records], **arguments)
         trainer.fit(module, LOADERS[loader](), LOADERS[loader]())
@@ -108,8 +103,8 @@ def test_fit(loader: str, at_once: int, how: dict[str, bool], arguments: dict[st
 @pytest.mark.parametrize(
     ("fn", "loader", "at_once"), [("validate", "sized", 1), ("test", "unsized", 2), ("predict", "sized", 2)]
 )
-def test_evaluation(fn: str, loader: str, at_once: int) -> None:
-    def scenario(make: Any) -> Any:
+def test_evaluation(fn, loader, at_once):
+    def scenario(make):
         module, records = Draws(at_once), Records()
         trainer = make(callbacks=[records])
         result = getattr(trainer, fn)(module, LOADERS[loader]())
@@ -119,9 +114,9 @@ def test_evaluation(fn: str, loader: str, at_once: int) -> None:
     assert_agree(scenario)
 
 
-def test_batch_size_is_set_by_the_module() -> None:
+def test_batch_size_is_set_by_the_module():
     class Logs(Draws):
-        def training_step(self, dataloader_iter: Any) -> Any:
+        def training_step(self, dataloader_iter):
             loss = super().training_step(dataloader_iter)
             with pytest.raises(MisconfigurationException, match=r"batch_size=.*should be provided"):
                 self.log("loss", loss, on_epoch=True)
@@ -141,10 +136,10 @@ class Numbers:
 
     at = 0
 
-    def __len__(self) -> int:
+    def __len__(self):
         return 4
 
-    def __iter__(self) -> Iterator[int]:
+    def __iter__(self):
         for number in range(self.at, 100):
             self.at = number + 1
             yield number
@@ -153,25 +148,25 @@ class Numbers:
 class Bookmark(Numbers):
     """Restores its position."""
 
-    def state_dict(self) -> dict[str, int]:
+    def state_dict(self):
         return {"at": self.at}
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
+    def load_state_dict(self, state):
         self.at = state["at"]
 
 
 class Sees(Classifier):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self.seen = UserList[Any]()  # not restored, because this class is not the user's
+        self.seen = UserList()  # not restored, because this class is not the user's
 
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
+    def training_step(self, batch, batch_idx):
         self.seen.append((batch_idx, plain(batch)))
         return self.net(torch.ones(1, FEATURES)).sum()
 
 
-def test_resume_is_exact_or_reports_the_batches_it_cannot_skip(tmp_path: Path) -> None:
-    def resumed(loader: Any, forget: bool = False) -> list[Any]:
+def test_resume_is_exact_or_reports_the_batches_it_cannot_skip(tmp_path):
+    def resumed(loader, forget=False):
         module, again, path = Sees(), Sees(), tmp_path / "saved.ckpt"
         torch.manual_seed(1)
         ours(max_epochs=1, callbacks=[SavesAt(path, 2)], enable_checkpointing=True).fit(module, loader())
@@ -195,14 +190,14 @@ def test_resume_is_exact_or_reports_the_batches_it_cannot_skip(tmp_path: Path) -
 
 
 class Stream(IterableDataset[torch.Tensor]):
-    def __iter__(self) -> Iterator[torch.Tensor]:
+    def __iter__(self):
         yield from torch.rand(2, 1)
 
 
 @pytest.mark.filterwarnings("always:Resuming after an epoch")
 @pytest.mark.parametrize(("persists", "warnings"), [(True, 1), (False, 0)])
 def test_resume_after_an_epoch_reports_batches_that_are_loaded_again(persists, warnings, tmp_path, recwarn):
-    def loader(persists: bool) -> DataLoader[Any]:
+    def loader(persists):
         return DataLoader(Stream(), num_workers=1, persistent_workers=persists)
 
     (first := ours(max_epochs=1)).fit(Sees(), loader(persists=True))
@@ -217,13 +212,13 @@ def test_resume_after_an_epoch_reports_batches_that_are_loaded_again(persists, w
 class Notes(Draws):
     """Records the drawn batches."""
 
-    def loss(self, batch: Any) -> Any:
+    def loss(self, batch):
         self.drawn.append(plain(batch))
         return super().loss(batch["a"] if isinstance(batch, dict) else batch)
 
 
 @pytest.mark.parametrize(("at_once", "shape"), [(1, lambda loader: loader), (2, lambda loader: {"a": loader})])
-def test_steps_that_draw_batches_are_resumed_at_their_position(at_once: int, shape: Any, tmp_path: Path) -> None:
+def test_steps_that_draw_batches_are_resumed_at_their_position(at_once, shape, tmp_path):
     torch.manual_seed(2)
     first, second, path = Notes(at_once), Notes(at_once), tmp_path / "saved.ckpt"
     saving = {"callbacks": [SavesAt(path, 3)], "enable_checkpointing": True}

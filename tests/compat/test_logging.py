@@ -1,11 +1,8 @@
 """The ``log`` that replaces a module's own, in isolation. Recorded values are in ``test_metrics.py``."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -16,7 +13,7 @@ from trainer.compat.logging import ModuleLog, attach_log
 from trainer.state.metrics import MetricStore
 
 
-def stand_in(module: Any, *, world_size: int = 1) -> Any:
+def stand_in(module, *, world_size=1):
     store = MetricStore(True)
     store.begin_batch([torch.zeros(3, 2)])
     vars(module)["_current_fx_name"] = "training_step"
@@ -30,7 +27,7 @@ def stand_in(module: Any, *, world_size: int = 1) -> Any:
     )
 
 
-def test_epoch_values_on_several_processes_should_be_synchronised() -> None:
+def test_epoch_values_on_several_processes_should_be_synchronised():
     module = Learner()
     log = ModuleLog(module, stand_in(module, world_size=2))
     with pytest.warns(UserWarning, match=r"recommended to use `self.log\('x', ..., sync_dist=True\)`"):
@@ -40,7 +37,7 @@ def test_epoch_values_on_several_processes_should_be_synchronised() -> None:
     log("step", torch.tensor(1.0))
 
 
-def test_sync_dist_alone_does_not_reduce_over_the_epoch() -> None:
+def test_sync_dist_alone_does_not_reduce_over_the_epoch():
     module = Learner()
     trainer = stand_in(module)
     ModuleLog(module, trainer)("x", 1.0, sync_dist=True)
@@ -48,9 +45,9 @@ def test_sync_dist_alone_does_not_reduce_over_the_epoch() -> None:
     assert entry.options.sync_dist is False
 
 
-def test_parts_with_their_own_log_keep_it() -> None:
+def test_parts_with_their_own_log_keep_it():
     class Overrides(LightningModule):
-        def log(self, *args: Any, **kwargs: Any) -> None: ...  # type: ignore[override]
+        def log(self, *args, **kwargs): ...
 
     module = Learner()
     module.child, module.other = Learner(), Overrides()
@@ -61,7 +58,7 @@ def test_parts_with_their_own_log_keep_it() -> None:
 
 
 @pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, lambda log: pickle.loads(pickle.dumps(log))])
-def test_copies_are_detached_from_the_trainer(duplicate: Any) -> None:
+def test_copies_are_detached_from_the_trainer(duplicate):
     module = Learner()
     trainer = stand_in(module)
     log = duplicate(ModuleLog(module, trainer))
@@ -70,7 +67,7 @@ def test_copies_are_detached_from_the_trainer(duplicate: Any) -> None:
     assert not trainer.active_metrics.entries
 
 
-def test_collection_of_devices_is_reduced_on_one() -> None:
+def test_collection_of_devices_is_reduced_on_one():
     """0-dim values of one name may be on several devices."""
     module = Learner()
     trainer = stand_in(module)

@@ -1,15 +1,12 @@
 """Modules that override ``log`` under Lightning's Trainer and ours, and ``torch.compile`` of a call."""
 
-from __future__ import annotations
-
 import warnings
-from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule
-from torch import Tensor, nn
+from torch import nn
 from torch._dynamo.testing import CompileCounter
 
 from tests.parity import Classifier, Learner, data, ours, weights
@@ -23,11 +20,11 @@ pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` 
 class Logs(Classifier):
     """Logs in both steps with ``log`` and ``log_dict``; overrides append to ``seen``."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self.seen: list[str] = []
+        self.seen = []
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+    def training_step(self, batch, batch_idx):
         loss = self.loss(batch)
         self.log("loss", loss)
         self.log_dict({"a": loss + 1, "b": loss * 2})
@@ -37,13 +34,13 @@ class Logs(Classifier):
 class PassesOn(Logs):
     """Overrides ``log`` as all models of pytorch-forecasting."""
 
-    def log(self, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
+    def log(self, *args, **kwargs):
         self.seen.append(args[0] if args else kwargs["name"])
         kwargs.setdefault("batch_size", 2)
         super().log(*args, **kwargs)
 
 
-def test_log_that_a_test_has_replaced_is_called() -> None:
+def test_log_that_a_test_has_replaced_is_called():
     for target in (LightningModule, Logs()):
         with mock.patch.object(target, "log") as log:
             ours(max_epochs=1).fit(target if isinstance(target, Logs) else Logs(), data(2))
@@ -51,16 +48,16 @@ def test_log_that_a_test_has_replaced_is_called() -> None:
 
 
 @pytest.mark.parametrize("base", [Logs, PassesOn])
-def test_log_in_on_after_optimizer_step(base: type[Logs]) -> None:
+def test_log_in_on_after_optimizer_step(base):
     """By the module, by a callback, and by a callback through the module, with options."""
 
-    class After(base):  # type: ignore[misc,valid-type]
-        def on_after_optimizer_step(self, optimizer: Any, outcome: Any) -> None:
+    class After(base):
+        def on_after_optimizer_step(self, optimizer, outcome):
             self.log("module", float(self.global_step))
             self.log_dict({"x": 1.0, "y": torch.tensor(2.0)})
 
     class AfterToo(Callback):
-        def on_after_optimizer_step(self, trainer: Any, module: Any, optimizer: Any, outcome: Any) -> None:
+        def on_after_optimizer_step(self, trainer, module, optimizer, outcome):
             self.log("callback", float(trainer.global_step), on_step=True, on_epoch=True)
             module.log("through", float(trainer.global_step), on_epoch=True, on_step=False)
             self.log_dict({"z": 3.0})
@@ -72,7 +69,7 @@ def test_log_in_on_after_optimizer_step(base: type[Logs]) -> None:
     assert base is Logs or {"module", "callback", "through"} <= set(module.seen)
 
 
-def test_scale_monitor_logs_past_an_override() -> None:
+def test_scale_monitor_logs_past_an_override():
     module = PassesOn()
     trainer = ours(max_epochs=1, precision="16-mixed", callbacks=ScaleMonitor(every_n_steps=1))
     trainer.fit(module, data(4))
@@ -80,7 +77,7 @@ def test_scale_monitor_logs_past_an_override() -> None:
     assert set(module.seen) == {"loss", "a", "b"}
 
 
-def test_barebones_trainer_that_clips_does_not_warn_about_logging() -> None:
+def test_barebones_trainer_that_clips_does_not_warn_about_logging():
     """Lightning's warning about a bare Trainer is printed for the module's own calls only."""
     trainer = Trainer(accelerator="cpu", devices=1, max_epochs=1, barebones=True, gradient_clip_val=0.1)
     with warnings.catch_warnings():
@@ -94,12 +91,12 @@ def test_barebones_trainer_that_clips_does_not_warn_about_logging() -> None:
 class Block(nn.Module):
     """A part that logs through its module."""
 
-    def __init__(self, parent: LightningModule) -> None:
+    def __init__(self, parent):
         super().__init__()
         self.linear = nn.Linear(4, 4)
         self.parent = [parent]  # no part of it
 
-    def forward(self, features: Tensor) -> Tensor:
+    def forward(self, features):
         features = self.linear(features).relu()
         self.parent[0].log("activation", features.mean(), on_epoch=True)
         return features
@@ -108,11 +105,11 @@ class Block(nn.Module):
 class Compiled(Classifier):
     """Logs with all methods at every step."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self.block: Any = Block(self)
+        self.block = Block(self)
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+    def training_step(self, batch, batch_idx):
         features, labels = batch
         loss = nn.functional.cross_entropy(self.net(self.block(features)), labels)
         self.log("loss", loss, on_step=True, on_epoch=True, prog_bar=True)
@@ -124,7 +121,7 @@ class Compiled(Classifier):
 
 
 class CompiledOverride(Compiled):
-    def log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+    def log(self, name, value, *args, **kwargs):
         kwargs.setdefault("batch_size", 2)
         super().log(f"of {name}", value, *args, **kwargs)
 
@@ -132,23 +129,23 @@ class CompiledOverride(Compiled):
 class CompiledInALoop(Compiled):
     """Logs more names than Dynamo's recompile limit."""
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+    def training_step(self, batch, batch_idx):
         loss = super().training_step(batch, batch_idx)
         for number in range(12):
             self.log(f"loss {number}", loss, on_epoch=True)
         return loss
 
 
-def the_module(module: Any, backend: Any) -> Any:
+def the_module(module, backend):
     return torch.compile(module, backend=backend)
 
 
-def its_step(module: Any, backend: Any) -> Any:
+def its_step(module, backend):
     module.training_step = torch.compile(module.training_step, backend=backend)
     return module
 
 
-def a_part(module: Any, backend: Any) -> Any:
+def a_part(module, backend):
     module.block = torch.compile(module.block, backend=backend)
     return module
 
@@ -158,7 +155,7 @@ def a_part(module: Any, backend: Any) -> Any:
     ("compiles", "cls", "graphs"),
     [(the_module, CompiledOverride, 3), (its_step, CompiledInALoop, 3), (a_part, Compiled, 1)],
 )
-def test_logging_does_not_recompile(compiles: Any, cls: type[Compiled], graphs: int) -> None:
+def test_logging_does_not_recompile(compiles, cls, graphs):
     """The part's graph, the step's graph, and one more graph after a change of the batch index."""
     found, counter = [], CompileCounter()
     for is_compiled in (False, True):

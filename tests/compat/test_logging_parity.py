@@ -1,15 +1,11 @@
 """Public results of ``self.log`` in small programs under Lightning's Trainer and ours."""
 
-from __future__ import annotations
-
 import inspect
 import warnings
 from collections import defaultdict
-from collections.abc import Callable
 from contextlib import redirect_stdout
 from functools import partial
 from io import StringIO
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -29,43 +25,40 @@ from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
 from tests.parity import CLASSES, Classifier, assert_agree, data
 from tests.support import loader_of
 
-Make = Callable[..., Any]
-Log = Callable[[Any, Any, int], None]
-
 pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
 
 
 class Logs(Classifier):
     """Runs given functions (module, batch, batch_idx) in its steps."""
 
-    def __init__(self, training: Log | None = None, evaluation: Log | None = None) -> None:
+    def __init__(self, training=None, evaluation=None):
         super().__init__()
         self.in_training, self.in_evaluation = training, evaluation
         self.accuracy = MulticlassAccuracy(CLASSES)
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+    def training_step(self, batch, batch_idx):
         if self.in_training is not None:
             self.in_training(self, batch, batch_idx)
         return self.loss(batch[0] if isinstance(batch[0], (list, tuple)) else batch)
 
-    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+    def validation_step(self, batch, batch_idx, dataloader_idx=0):
         if self.in_evaluation is not None:
             self.in_evaluation(self, batch, batch_idx)
 
     test_step = validation_step
 
 
-def shown(metrics: dict[str, Any]) -> dict[str, Any]:
+def shown(metrics):
     """Return values and their types: 0-dim tensors or numbers."""
     kinds = {k: (v.dtype, v.ndim, v.device) if isinstance(v, Tensor) else type(v) for k, v in metrics.items()}
     return {name: (round(float(metrics[name]), 5), kinds[name]) for name in sorted(metrics)}
 
 
-def everything(trainer: Any) -> list[Any]:
+def everything(trainer):
     return [shown(trainer.callback_metrics), shown(trainer.logged_metrics), shown(trainer.progress_bar_metrics)]
 
 
-def attempt(action: Callable[[], Any], words: int = 45) -> Any:
+def attempt(action, words=45):
     """Return the result of ``action``, or the type and first words of its error."""
     try:
         return action()
@@ -73,7 +66,7 @@ def attempt(action: Callable[[], Any], words: int = 45) -> Any:
         return type(error).__name__, str(error)[:words]
 
 
-def warned(action: Callable[[], Any], about: str) -> list[Any]:
+def warned(action, about):
     """Return the warnings of ``action`` by category and first words."""
     result.warning_cache.clear()
     batch_sizes.warning_cache.clear()
@@ -82,7 +75,7 @@ def warned(action: Callable[[], Any], about: str) -> list[Any]:
     return sorted({(w.category.__name__, str(w.message)[:60]) for w in caught if about in str(w.message)})
 
 
-def fitted(make: Make, training: Log, **arguments: Any) -> list[Any]:
+def fitted(make, training, **arguments):
     trainer = make(max_epochs=1, **arguments)
     trainer.fit(Logs(training), data(6))
     return everything(trainer)
@@ -91,15 +84,15 @@ def fitted(make: Make, training: Log, **arguments: Any) -> list[Any]:
 # --- the programs -------------------------------------------------------------------------------------------------
 
 
-def values_and_types_without_a_logger(make: Make) -> Any:
-    def training(module: Any, batch: Any, batch_idx: int) -> None:
+def values_and_types_without_a_logger(make):
+    def training(module, batch, batch_idx):
         module.log("both", float(batch_idx), on_step=True, on_epoch=True, prog_bar=True)
         for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int64, torch.bool):
             module.log(str(dtype), torch.tensor(batch_idx, dtype=dtype), on_epoch=True)
         module.log("of one element", torch.tensor([[2.5]]))
         module.log("number", 3)
 
-    def evaluation(module: Any, batch: Any, batch_idx: int) -> None:
+    def evaluation(module, batch, batch_idx):
         module.log("v", float(batch_idx), on_step=True, on_epoch=True, prog_bar=True)
         module.log("step", float(batch_idx), on_step=True, on_epoch=False, prog_bar=True)
 
@@ -109,10 +102,10 @@ def values_and_types_without_a_logger(make: Make) -> Any:
     return after_fit, trainer.test(module, data(4), verbose=False), everything(trainer)
 
 
-def batch_sizes_found_in_batches(make: Make) -> Any:
+def batch_sizes_found_in_batches(make):
     mean = Logs(lambda module, batch, i: module.log("x", float(i), on_step=False, on_epoch=True))
     two, three = ((torch.zeros(n, 4), torch.zeros(n, dtype=torch.long)) for n in (2, 3))
-    found: list[Any] = []
+    found = []
     for one, other in ((None, None), (torch.zeros(5), torch.zeros(1)), ("a", "b"), ([], {}), (torch.tensor(1.0), 7)):
         trainer, loader = make(max_epochs=1), loader_of([[two, one], [three, other]])
         found.append(warned(lambda: trainer.fit(mean, loader), "batch_size"))  # noqa: B023
@@ -123,8 +116,8 @@ def batch_sizes_found_in_batches(make: Make) -> Any:
     return found, make().validate(given, loader_of(["a", "b", "c"]), verbose=False)
 
 
-def tables(make: Make) -> Any:
-    def evaluation(module: Any, batch: Any, batch_idx: int) -> None:
+def tables(make):
+    def evaluation(module, batch, batch_idx):
         module.log("accuracy", 1 / 3)
         module.log("loss_with_a_name_that_is_rather_long_for_a_column", torch.tensor(2.0))
 
@@ -143,8 +136,8 @@ def tables(make: Make) -> Any:
     return printed
 
 
-def a_run_that_broke_off_and_another(make: Make) -> Any:
-    def training(module: Any, batch: Any, batch_idx: int) -> None:
+def a_run_that_broke_off_and_another(make):
+    def training(module, batch, batch_idx):
         module.accuracy(module(batch[0]), batch[1])
         module.log("accuracy", module.accuracy, on_step=False, on_epoch=True)
         if batch_idx == 2 and module.global_step == 2:
@@ -158,22 +151,22 @@ def a_run_that_broke_off_and_another(make: Make) -> Any:
     return outcome, broken_off, everything(trainer)
 
 
-def metric_objects(make: Make) -> Any:
-    def collection(module: Any, batch: Any, batch_idx: int) -> None:
+def metric_objects(make):
+    def collection(module, batch, batch_idx):
         own = module.nested["a"][0]
         own.update(module(batch[0]), batch[1])
         module.log_dict(own, on_step=False, on_epoch=True, prog_bar=True)
 
-    def foreign(module: Any, batch: Any, batch_idx: int, **options: Any) -> None:
+    def foreign(module, batch, batch_idx, **options):
         metric = MulticlassAccuracy(CLASSES)
         metric(module(batch[0]), batch[1])
         module.log("foreign", metric, **options)
 
-    def sum_of_two(module: Any, batch: Any, batch_idx: int) -> None:
+    def sum_of_two(module, batch, batch_idx):
         module.accuracy(module(batch[0]), batch[1])
         module.log("sum", module.accuracy + 1, on_step=False, on_epoch=True, metric_attribute="accuracy")
 
-    def bare(module: Any, batch: Any, batch_idx: int) -> None:
+    def bare(module, batch, batch_idx):
         del module.accuracy
         foreign(module, batch, batch_idx)
 
@@ -186,7 +179,7 @@ def metric_objects(make: Make) -> Any:
     return everything(trainer), others
 
 
-def wrong_use(make: Make) -> Any:
+def wrong_use(make):
     outcomes = []
     for value in (None, {"a": 1}, "word", [1, 2], (1,), torch.ones(2), 1j, float("inf")):
         outcomes.append(attempt(lambda value=value: fitted(make, lambda m, b, i: m.log("x", value))))
@@ -199,7 +192,7 @@ def wrong_use(make: Make) -> Any:
     ):
         outcomes.append(attempt(lambda given=options: fitted(make, lambda m, b, i: m.log("x", 1.0, **given))))
 
-    def twice(module: Any, batch: Any, batch_idx: int) -> None:
+    def twice(module, batch, batch_idx):
         module.log("x", 1.0, prog_bar=False)
         module.log("x", 1.0, prog_bar=True)
 
@@ -212,7 +205,7 @@ def wrong_use(make: Make) -> Any:
     return outcomes
 
 
-def without_a_run(make: Make) -> Any:
+def without_a_run(make):
     module, trainer = Logs(), make(max_epochs=1)
     outcomes = [warned(lambda: module.log("x", 1.0), "self.log")]
     module.trainer = trainer
@@ -228,23 +221,23 @@ def without_a_run(make: Make) -> Any:
     return outcomes, attempt(lambda: module.log("x", 1.0))
 
 
-def results_by_hook_and_name(make: Make) -> Any:
-    seen: list[Any] = []
+def results_by_hook_and_name(make):
+    seen = []
 
     class Looks(Logs):
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        def training_step(self, batch, batch_idx):
             self.accuracy(self(batch[0]), batch[1])
             self.log("accuracy", self.accuracy)
             self.log_dict({"mean": float(batch_idx), "step": 2.0}, on_epoch=True)
             self.log("largest", 5.0 - batch_idx, on_step=False, on_epoch=True, reduce_fx="max")
             return self.loss(batch)
 
-        def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int) -> None:
+        def validation_step(self, batch, batch_idx, dataloader_idx):
             self.log("v", 1.0)
             self.log(f"own_{dataloader_idx}", 2.0, add_dataloader_idx=False)
             seen.append(self.trainer._results.dataloader_idx)
 
-        def on_train_epoch_end(self) -> None:
+        def on_train_epoch_end(self):
             results = self.trainer._results
             assert (
                 list(results) == list(self.trainer.fit_loop._results) == list(self.trainer.fit_loop.epoch_loop._results)
@@ -258,7 +251,7 @@ def results_by_hook_and_name(make: Make) -> Any:
             seen.append([(each.meta.name, each.is_tensor, each.meta.sync.should) for each in listed])
             seen.append((float(results["training_step.largest"].value), "training_step.other" in results, len(results)))
 
-        def on_validation_epoch_end(self) -> None:
+        def on_validation_epoch_end(self):
             results = self.trainer._results
             seen.append((sorted(results), int(results["validation_step.v.1"].cumulated_batch_size), results.batch))
 
@@ -266,19 +259,19 @@ def results_by_hook_and_name(make: Make) -> Any:
     return seen
 
 
-def where_logging_is_allowed(make: Make) -> Any:
+def where_logging_is_allowed(make):
     """Call ``log`` in every public method of a module and of a callback."""
 
-    def methods(cls: type) -> set[str]:
+    def methods(cls):
         return {name for name, _ in inspect.getmembers(cls, inspect.isfunction) if not name.startswith("_")}
 
-    outcomes: dict[Any, set[Any]] = defaultdict(set)
+    outcomes = defaultdict(set)
     module, callback = Logs(), Callback()
     for stage in ("train", "val", "test", "predict"):
         setattr(module, f"{stage}_dataloader", lambda: data(4))
 
-    def tries(name: str, call: Callable[..., Any] | None) -> Callable[..., Any]:
-        def method(*args: Any, **kwargs: Any) -> Any:
+    def tries(name, call):
+        def method(*args, **kwargs):
             returned = None if call is None else call(*args, **kwargs)
             trainer = module._trainer
             outcome = attempt(lambda: module.log(f"{name}_{call is None}", 1.0))
@@ -302,23 +295,23 @@ def where_logging_is_allowed(make: Make) -> Any:
 class OneNameForBoth(Classifier):
     """Logs the training and validation loss as "loss", with a schedule that monitors it."""
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+    def training_step(self, batch, batch_idx):
         loss = self.loss(batch)
         self.log("loss", loss, prog_bar=True)
         return loss
 
     validation_step = training_step
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         optimizer = torch.optim.SGD(self.parameters(), lr=0.5)
         schedule = lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "monitor": "loss"}}
 
 
-def one_name_in_training_and_validation(make: Make) -> Any:
-    seen: list[Any] = []
+def one_name_in_training_and_validation(make):
+    seen = []
 
-    def look(trainer: Any, *_: Any) -> None:
+    def look(trainer, *_):
         metrics = trainer.callback_metrics, trainer.progress_bar_metrics
         seen.append([*map(shown, metrics), trainer.optimizers[0].param_groups[0]["lr"]])
 
@@ -345,5 +338,5 @@ PROGRAMS = [
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
 @pytest.mark.filterwarnings("ignore")  # warnings are compared in programs about them
-def test_logging_equals_lightnings(program: Callable[[Make], Any]) -> None:
+def test_logging_equals_lightnings(program):
     assert_agree(program)

@@ -1,9 +1,5 @@
 """Our counters in Lightning's format, compared with Lightning's checkpoints."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
 from lightning.pytorch.callbacks import OnExceptionCheckpoint
@@ -21,7 +17,7 @@ class ByHand(Scheduled):
 
     automatic_optimization = False
 
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
+    def training_step(self, batch, batch_idx):
         optimizer = self.optimizers()
         optimizer.zero_grad()
         self.manual_backward(self.loss(batch))
@@ -30,10 +26,10 @@ class ByHand(Scheduled):
         self.lr_schedulers().step()
 
 
-def failing(base: type, hook: str, *place: int) -> Any:
+def failing(base, hook, *place):
     """Return a module that fails in ``hook`` in the second epoch, at this batch (and dataloader)."""
 
-    def fails(self: Any, *args: Any) -> Any:
+    def fails(self, *args):
         if (self.current_epoch, *(one for one in args if isinstance(one, int))) == (1, *place):
             raise FailedError
         return getattr(base, hook)(self, *args)
@@ -41,13 +37,13 @@ def failing(base: type, hook: str, *place: int) -> Any:
     return type("Fails", (base,), {hook: fails})()
 
 
-def counts(fit_loop: dict[str, Any]) -> dict[str, Any]:
+def counts(fit_loop):
     """Return the counters only."""
     return {key: value for key, value in fit_loop.items() if not key.endswith("state_dict")}
 
 
 class TwoLoaders(Classifier):
-    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None: ...
+    def validation_step(self, batch, batch_idx, dataloader_idx=0): ...
 
 
 @pytest.mark.parametrize(
@@ -63,7 +59,7 @@ class TwoLoaders(Classifier):
 )
 @pytest.mark.filterwarnings("ignore:.*(previous `fit` call will be used|there is no last checkpoint)")
 def test_failed_runs_checkpoint_counts_as_lightnings(place, accumulate, tmp_path):
-    def scenario(make: Any) -> Any:
+    def scenario(make):
         saver = OnExceptionCheckpoint(tmp_path / make.__name__)
         given = {"accumulate_grad_batches": accumulate, "val_check_interval": 2, "enable_checkpointing": True}
         trainer = make(max_epochs=3, callbacks=saver, **given)

@@ -1,16 +1,12 @@
 """ModelCheckpoint after a resume: it saves each step once, and completes postponed saves."""
 
-from __future__ import annotations
-
 import signal
 from collections import UserList
-from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -27,10 +23,10 @@ BATCHES = make_batches(4)
 class Interrupted(Callback):
     """Ends the run in the batch with this number by SIGTERM, before a validation that is due."""
 
-    def __init__(self, batch: int) -> None:
+    def __init__(self, batch):
         self.batch = batch
 
-    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+    def on_train_batch_end(self, trainer, *_):
         if trainer.progress.batches == self.batch:
             signal.raise_signal(signal.SIGTERM)
 
@@ -47,7 +43,7 @@ class Interrupted(Callback):
 def test_resumed_run_leaves_the_files_of_an_uninterrupted_one(tmp_path, options, end, arguments):
     """Also if the run ends before the validation that its saver waits for."""
 
-    def run(name: str, *callbacks: Callback) -> dict[str, int]:
+    def run(name, *callbacks):
         saver = ModelCheckpoint(tmp_path / name / "kept", every_n_train_steps=2, **options)
         fit(tmp_path / name, *callbacks, saver, batches=4, resume="auto", **arguments)
         files = {path.name: path for path in (tmp_path / name).rglob("*.ckpt") if path.name != "interrupted.ckpt"}
@@ -61,7 +57,7 @@ def test_resumed_run_leaves_the_files_of_an_uninterrupted_one(tmp_path, options,
 # --- times of saves --------------------------------------------------------------------------------------------------
 
 
-def score(step: int) -> float:
+def score(step):
     """Return the ``val_loss`` of the weights after ``step`` optimizer steps: a different number for each step."""
     return float((step * 7) % 23)
 
@@ -69,14 +65,14 @@ def score(step: int) -> float:
 class Scored(Regression):
     """Logs the score of the current weights in each validation, and records the order of events."""
 
-    def __init__(self, manual: bool = False) -> None:
+    def __init__(self, manual=False):
         super().__init__(make_net(dropout=0.2), partial(torch.optim.SGD, lr=0.02, momentum=0.9))
         self.automatic_optimization = not manual
-        self.layer, self.saved_models = self.net, dict[int, Any]()
-        self.events = UserList[tuple[str, int]]()  # not restored, because this class is not the user's
-        self.losses: dict[int, float] = {}
+        self.layer, self.saved_models = self.net, {}
+        self.events = UserList()  # not restored, because this class is not the user's
+        self.losses = {}
 
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
+    def training_step(self, batch, batch_idx):
         self.saved_models[batch_idx] = {name: value.detach().clone() for name, value in self.layer.state_dict().items()}
         loss = super().training_step(batch, batch_idx)
         self.log("loss", loss)
@@ -85,44 +81,44 @@ class Scored(Regression):
         manual_step(self, loss)
         return {"loss": loss}
 
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(self, outputs, batch, batch_idx):
         self.events.append(("batch", self.trainer.global_step))
         self.losses[self.trainer.global_step] = outputs["loss"].item()
 
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
+    def validation_step(self, batch, batch_idx):
         self.log("val_loss", score(self.trainer.global_step), batch_size=4)
 
-    def on_validation_end(self) -> None:
+    def on_validation_end(self):
         if not self.trainer.sanity_checking:
             self.events.append(("validation", self.trainer.global_step))
 
-    def on_save_checkpoint(self, checkpoint: Any) -> None:
+    def on_save_checkpoint(self, checkpoint):
         self.events.append(("save", self.trainer.global_step))
 
 
 class Counts(ModelCheckpoint):
     """Overrides the hooks and calls those of the base class."""
 
-    def on_train_batch_end(self, *args: Any) -> None:
+    def on_train_batch_end(self, *args):
         super().on_train_batch_end(*args)
 
-    def on_validation_end(self, *args: Any) -> None:
+    def on_validation_end(self, *args):
         super().on_validation_end(*args)
 
 
 class KilledIn(Callback):
     """Simulates a kill in the validation with this number, counted from 1."""
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, number):
         self.left = number
 
-    def on_validation_batch_start(self, trainer: Any, *_: Any) -> None:
+    def on_validation_batch_start(self, trainer, *_):
         self.left -= not trainer.sanity_checking
         if self.left == 0:
             raise Killed
 
 
-def fit(folder: Path, *callbacks: Callback, manual: bool = False, batches: int = 5, **arguments: Any) -> Scored:
+def fit(folder, *callbacks, manual=False, batches=5, **arguments):
     """Fit in ``folder``, from ``ckpt_path`` if it is given. Returns the module, also after a simulated end."""
     ckpt_path, module = arguments.pop("ckpt_path", None), Scored(manual)
     torch.manual_seed(1)
@@ -134,9 +130,9 @@ def fit(folder: Path, *callbacks: Callback, manual: bool = False, batches: int =
     return module
 
 
-def steps_of(events: Sequence[tuple[str, int]], every: int) -> dict[int, float]:
+def steps_of(events, every):
     """Return the steps that a monitored saver writes, with their scores."""
-    saved, metric, waits = dict[int, float](), None, False
+    saved, metric, waits = {}, None, False
     events = [event for event in events if event[0] != "save"]
     for (kind, step), (following, _) in pairwise([*events, ("end", 0)]):
         if kind == "validation":
@@ -150,7 +146,7 @@ def steps_of(events: Sequence[tuple[str, int]], every: int) -> dict[int, float]:
     return saved
 
 
-def contents(folder: Path) -> dict[str, Any]:
+def contents(folder):
     """Return the content of each checkpoint in ``folder``, without paths and the states of the run's own callbacks."""
     files = {path.name: torch.load(path, weights_only=True) for path in sorted(folder.glob("*.ckpt"))}
     keys = ("epoch", "global_step", "state_dict", "optimizer_states")
@@ -217,9 +213,9 @@ def test_metric_that_is_never_logged_is_reported_after_an_epoch(tmp_path, valida
     assert trainer.current_epoch == (0 if validates else 3)
 
 
-def savers(folder: Path, order: str) -> list[ModelCheckpoint]:
+def savers(folder, order):
     """Return a saver that waits for validations, one that does not, and one of the ends of epochs, in this order."""
-    kinds: dict[str, dict[str, Any]] = {
+    kinds = {
         "w": {"monitor": "val_loss", "save_top_k": 2, "every_n_train_steps": 2, "save_last": True},
         "n": {"save_top_k": -1, "every_n_train_steps": 2},
         "e": {"monitor": "val_loss", "save_top_k": 2, "every_n_epochs": 1},
@@ -237,7 +233,7 @@ def savers(folder: Path, order: str) -> list[ModelCheckpoint]:
     ],
 )
 def test_kill_in_a_validation_changes_no_file(tmp_path, order, manual, killed, arguments):
-    def run(name: str, *callbacks: Callback) -> Any:
+    def run(name, *callbacks):
         options = {"manual": manual, "batches": 6, "resume": "auto", **arguments}
         events = fit(tmp_path / name, *callbacks, *savers(tmp_path / name, order), **options).events
         return events, [contents(tmp_path / name / "kept" / kind) for kind in order]
@@ -261,7 +257,7 @@ def test_kill_in_a_validation_changes_no_file(tmp_path, order, manual, killed, a
     ],
 )
 def test_manual_optimization_saves_as_automatic_optimization_does(tmp_path, options, interval):
-    def save(manual: bool, ckpt_path: Path | None = None) -> tuple[Scored, dict[str, Any]]:
+    def save(manual, ckpt_path=None):
         folder = tmp_path / f"{manual}-{ckpt_path and ckpt_path.stem}"
         saver = Counts(folder / "kept", save_top_k=-1, filename="{step}", **options)
         module = fit(folder, saver, manual=manual, ckpt_path=ckpt_path, val_check_interval=interval, max_epochs=2)

@@ -1,11 +1,8 @@
 """``model_registry``: ignored without its package, and supported with it."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -15,25 +12,25 @@ from trainer.compat import model_registry as registry
 from trainer.errors import CheckpointError
 
 
-def test_without_the_package(tmp_path: Path) -> None:
+def test_without_the_package(tmp_path):
     trainer = ours(model_registry="team/model:v2", enable_checkpointing=True, default_root_dir=tmp_path)
     assert [type(callback) for callback in trainer.checkpoint_callbacks] == [ModelCheckpoint]
     with pytest.raises(CheckpointError, match="registry"):
         trainer.validate(Classifier(), data(4), ckpt_path="registry")
 
 
-def test_with_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_with_the_package(tmp_path, monkeypatch):
     class Uploads(ModelCheckpoint):
-        def __init__(self, model_registry: str) -> None:
+        def __init__(self, model_registry):
             super().__init__()
             self.model_registry = model_registry
 
-    def download_model(name: str, download_dir: str) -> list[str]:
+    def download_model(name, download_dir):
         asked.append(name)
         source.save_checkpoint(Path(download_dir) / "model.ckpt")
         return ["model.ckpt"]
 
-    asked: list[str] = []
+    asked = []
     package, checkpoints = ModuleType("litmodels"), ModuleType("litmodels.integrations.checkpoints")
     vars(package)["download_model"], vars(checkpoints)["LightningModelCheckpoint"] = download_model, Uploads
     for module in (package, ModuleType("litmodels.integrations"), checkpoints):
@@ -43,10 +40,10 @@ def test_with_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         monkeypatch.setattr(f"{place}.module_available", lambda name: True)
     monkeypatch.setattr(registry, "RequirementCache", lambda requirement: True)
 
-    source: Any = ours(max_steps=1, default_root_dir=tmp_path)
+    source = ours(max_steps=1, default_root_dir=tmp_path)
     source.fit(Learner(), data(4))
     trainer = ours(model_registry="team/model:v2", enable_checkpointing=True, default_root_dir=tmp_path)
-    saver: Any = trainer.checkpoint_callback
+    saver = trainer.checkpoint_callback
     assert (type(saver), saver.model_registry) == (Uploads, "team/model")
     trainer.validate(Classifier(), data(4), ckpt_path="registry", verbose=False)
     assert asked == ["team/model"]

@@ -1,9 +1,6 @@
 """Required methods of a module, compiled modules, and the mode of evaluation, as under Lightning."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
-from typing import Any
 
 import pytest
 
@@ -21,10 +18,10 @@ SET_ONCE = ("training_step", "validation_step", "automatic_optimization", "backw
         *zip(SET_ONCE, ["on_train_start", "on_train_epoch_start"] * 3, strict=False),
     ],
 )
-def test_step_that_is_set_during_a_fit_is_used_or_refused(what: str, when: str) -> None:
+def test_step_that_is_set_during_a_fit_is_used_or_refused(what, when):
     module, ran = Classifier(), []
 
-    def other(batch: Any, batch_idx: int) -> Any:
+    def other(batch, batch_idx):
         ran.append(what)
         return module.loss(batch)
 

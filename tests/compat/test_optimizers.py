@@ -1,9 +1,5 @@
 """Several optimizers in automatic optimization, which Lightning refuses."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
 
@@ -25,14 +21,14 @@ from trainer.compat.optimizers import MultipleOptimizersError
 from trainer.errors import ConfigurationError
 
 
-def halves(net: Any) -> list[Any]:
+def halves(net):
     return [sgd(net[:2].parameters()), adam(net[2:].parameters())]
 
 
 class Halves(Regression):
     """One optimizer for the first layers, another for the rest."""
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         return halves(self.net)
 
 
@@ -56,7 +52,7 @@ def test_each_steps_on_the_gradients_of_the_one_loss(tmp_path, precision):
     assert_same_weights(ours, theirs)
 
 
-def module_with(make: Any) -> Regression:
+def module_with(make):
     """Return a module with the optimizers that ``make`` returns for its net."""
     module = Regression()
     module.configure_optimizers = lambda: make(module.net)
@@ -92,7 +88,7 @@ def test_automatic_optimization_needs_an_optimizer(tmp_path):
 
 def test_optimizer_idx_argument_is_refused(tmp_path):
     class Old(Halves):
-        def training_step(self, batch: Any, batch_idx: int, optimizer_idx: int) -> Any:
+        def training_step(self, batch, batch_idx, optimizer_idx):
             return super().training_step(batch, batch_idx)
 
     with pytest.raises(RuntimeError, match="Remove the `optimizer_idx` argument"):

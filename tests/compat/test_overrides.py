@@ -5,28 +5,21 @@ prediction and resumed fit. Then each of them is overridden for our Trainer, and
 places between the hooks of the module are compared.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
-from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 from lightning.fabric.plugins.environments import LightningEnvironment
-from lightning.pytorch import LightningDataModule, LightningModule
+from lightning.pytorch import LightningDataModule
 from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins import HalfPrecision, TorchCheckpointIO
 from lightning.pytorch.plugins.precision import Precision as LightningPrecision
 from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
-from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
 from tests.parity import (
@@ -62,8 +55,6 @@ from trainer.precision import Precision
 
 pytestmark = pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")  # of the resumed fit
 
-Event = tuple[str, Any]
-
 LANDMARKS = [
     name
     for name in MODULE_HOOKS
@@ -96,13 +87,13 @@ RESUME = ("resume", {})
 # --- recording -------------------------------------------------------------------------------------------------------
 
 
-def plain(value: Any) -> Any:
+def plain(value):
     if callable(value) and not isinstance(value, type):
         return "callable"
     return plain_value(value)
 
 
-def functions(cls: type) -> dict[str, Any]:
+def functions(cls):
     """Return the methods of a class by name, with dunder methods for samplers only."""
     found = {name: inspect.getattr_static(cls, name) for name in dir(cls)}
     return {
@@ -112,12 +103,12 @@ def functions(cls: type) -> dict[str, Any]:
     }
 
 
-def recorder(owner: str, name: str, original: Any, log: list[Event]) -> Callable[..., Any]:
+def recorder(owner, name, original, log):
     """Return a method that appends its call to ``log``, and calls the original."""
     signature = inspect.signature(original)
 
     @functools.wraps(original)
-    def method(*args: Any, **kwargs: Any) -> Any:
+    def method(*args, **kwargs):
         bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
         given = {k: plain(v) for k, v in bound.arguments.items() if k not in UNRECORDED}
@@ -127,7 +118,6 @@ def recorder(owner: str, name: str, original: Any, log: list[Event]) -> Callable
     return method
 
 
-@dataclass
 class Watch:
     """Overrides methods of the objects of one Trainer in subclasses.
 
@@ -135,22 +125,22 @@ class Watch:
         wanted: the names of the methods to override, by owner.
     """
 
-    wanted: dict[str, list[str]]
-    log: list[Event] = field(default_factory=list)
+    def __init__(self, wanted):
+        self.wanted, self.log = wanted, []
 
-    def make(self, owner: str, cls: type, *args: Any, **kwargs: Any) -> Any:
+    def make(self, owner, cls, *args, **kwargs):
         names = self.wanted.get(owner, [])
         methods = {name: recorder(owner, name, functions(cls)[name], self.log) for name in names}
         return type(cls.__name__, (cls,), methods)(*args, **kwargs) if names else cls(*args, **kwargs)
 
 
 class Logs(Classifier):
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
+    def training_step(self, batch, batch_idx):
         loss = super().training_step(batch, batch_idx)
         self.log("loss", loss)
         return loss
 
-    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+    def validation_step(self, batch, batch_idx):
         self.log("val_loss", loss := super().validation_step(batch, batch_idx))
         return loss
 
@@ -158,7 +148,7 @@ class Logs(Classifier):
 class ByHand(Logs):
     automatic_optimization = False
 
-    def training_step(self, batch: Any, batch_idx: int) -> None:
+    def training_step(self, batch, batch_idx):
         manual_step(self, self.loss(batch))
 
 
@@ -171,12 +161,10 @@ class Batches(BatchSampler):
 
 
 class Data(LightningDataModule):
-    training: DataLoader[Any]
-
-    def train_dataloader(self) -> Any:
+    def train_dataloader(self):
         return self.training
 
-    def val_dataloader(self) -> Any:
+    def val_dataloader(self):
         return data(4)
 
     test_dataloader = predict_dataloader = val_dataloader
@@ -184,12 +172,12 @@ class Data(LightningDataModule):
 
 def program(make, watch, folder, base, ddp, resumes):
     """Fit, validate, test, predict and, if ``resumes``, a second fit. Returns all recorded calls."""
-    extra: dict[str, Any] = {"checkpoint_io": watch.make("checkpoint_io", TorchCheckpointIO)}
+    extra = {"checkpoint_io": watch.make("checkpoint_io", TorchCheckpointIO)}
     extra |= {"cluster_environment": watch.make("environment", LightningEnvironment)} if ddp else {"device": "cpu"}
     if make is lightning:
         extra["precision_plugin"] = watch.make("precision", LightningPrecision)
     hooks = {name: recorder("module", name, getattr(base, name), watch.log) for name in LANDMARKS}
-    module: LightningModule = type(base.__name__, (base,), hooks)()
+    module = type(base.__name__, (base,), hooks)()
     datamodule, source = watch.make("datamodule", Data), data(8).dataset
     batches = watch.make("batch_sampler", Batches, watch.make("sampler", Order, source), 2, False)
     datamodule.training = DataLoader(source, batch_sampler=batches)
@@ -219,7 +207,7 @@ def program(make, watch, folder, base, ddp, resumes):
     return watch.log
 
 
-BASES: dict[str, type] = {
+BASES = {
     "strategy": SingleDeviceStrategy,
     "precision": LightningPrecision,
     "checkpoint_io": TorchCheckpointIO,
@@ -233,7 +221,7 @@ BASES: dict[str, type] = {
 
 
 @functools.cache
-def lightnings(base: type[LightningModule], ddp: bool, folder: Path) -> list[Event]:
+def lightnings(base, ddp, folder):
     """Return the calls of Lightning's Trainer."""
     bases = {**BASES, "strategy": DDPStrategy, "environment": LightningEnvironment} if ddp else BASES
     everything = {owner: list(functions(cls)) for owner, cls in bases.items()}
@@ -241,19 +229,19 @@ def lightnings(base: type[LightningModule], ddp: bool, folder: Path) -> list[Eve
         return program(lightning, Watch(everything), folder, base, ddp, resumes=True)
 
 
-def called(events: list[Event], owner: str) -> list[str]:
+def called(events, owner):
     """Return the called methods of ``owner`` without those that differ on purpose."""
     names = {name.removeprefix(f"{owner}.") for name, _ in events if name.startswith(f"{owner}.")}
     return sorted(names - DIFFERENT.get(owner, set()))
 
 
-def among(events: list[Event], owner: str, names: list[str]) -> list[Event]:
+def among(events, owner, names):
     """Return the calls of these methods between those of the module's hooks."""
     wanted = {f"{owner}.{name}" for name in names}
     return [event for event in events if event[0] in wanted or event[0].startswith("module.")]
 
 
-def compare(theirs: list[Event], owner: str, names: list[str], folder: Path, base: Any, ddp: bool) -> None:
+def compare(theirs, owner, names, folder, base, ddp):
     """Run the program with these methods overridden; compare the calls with Lightning's."""
     resumes = not {f"{owner}.{name}" for name in names} <= {event for event, _ in theirs[: theirs.index(RESUME)]}
     mine = program(ours, Watch({owner: names}), folder / f"{owner}-{names[0]}", base, ddp, resumes)
@@ -262,7 +250,7 @@ def compare(theirs: list[Event], owner: str, names: list[str], folder: Path, bas
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("lightning")
 
 
@@ -307,10 +295,10 @@ def test_refused_methods_are_called_by_lightning(folder):
 # --- overrides that change behavior ----------------------------------------------------------------------------------
 
 
-def trained(setup: dict[str, Any], methods: tuple[str, ...] = (), batches: Any = None) -> tuple[Any, LightningModule]:
+def trained(setup, methods=(), batches=None):
     """Fit with overridden methods of the strategy that call the base class."""
 
-    def passes(name: str) -> Callable[..., Any]:
+    def passes(name):
         return lambda self, *args, **kwargs: getattr(SingleDeviceStrategy, name)(self, *args, **kwargs)
 
     kind = type("Own", (SingleDeviceStrategy,), {name: passes(name) for name in methods})
@@ -346,23 +334,23 @@ def test_override_that_calls_the_base_class_changes_nothing(setup, batches, meth
 
 def test_loss_arrives_unscaled_and_the_step_outside_of_autocast():
     """As in Lightning, scaling and autocast are in the methods of the base class."""
-    seen = list[bool]()
+    seen = []
 
-    def look(value: Any, *_: Any) -> Any:
+    def look(value, *_):
         seen.append(torch.is_autocast_enabled("cpu"))
         return value
 
     class Own(SingleDeviceStrategy):
-        def training_step(self, *args: Any) -> Any:
+        def training_step(self, *args):
             self.loss = look(super().training_step(*look(args)))
             return self.loss
 
-        def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
+        def backward(self, closure_loss, optimizer, *args, **kwargs):
             assert closure_loss.item() == self.loss.item() / 2  # two batches in a window
             assert optimizer is self.optimizers[0]
             return super().backward(closure_loss, optimizer, *args, **kwargs)
 
-    options: dict[str, Any] = {"accumulate_grad_batches": 2, "precision": native_fp16(init_scale=1024.0)}
+    options = {"accumulate_grad_batches": 2, "precision": native_fp16(init_scale=1024.0)}
     trainer = make_trainer(None, strategy=Own(torch.device("cpu")), accelerator="auto", **options)
     trainer.fit(Regression(change=look), loader_of(make_batches(4)))
     assert seen == [False, True, False] * 4
@@ -370,10 +358,10 @@ def test_loss_arrives_unscaled_and_the_step_outside_of_autocast():
 
 def test_step_of_a_strategy_may_return_something_else():
     class Doubled(SingleDeviceStrategy):
-        def training_step(self, *args: Any) -> Any:
+        def training_step(self, *args):
             return 2 * super().training_step(*args)
 
-        def batch_to_device(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        def batch_to_device(self, batch, *args, **kwargs):
             return [part.flip(0) if part.ndim else part for part in super().batch_to_device(batch, *args, **kwargs)]
 
     module, batches = Regression(), make_batches(3)
@@ -389,8 +377,8 @@ def test_step_of_a_strategy_may_return_something_else():
 def test_patches_of_the_default_checkpoint_io_count(tmp_path):
     names = ("save_checkpoint", "load_checkpoint", "remove_checkpoint")
 
-    def scenario(make: Any) -> list[str]:
-        log, saver = list[Event](), ModelCheckpoint(tmp_path / make.__name__)
+    def scenario(make):
+        log, saver = [], ModelCheckpoint(tmp_path / make.__name__)
         with pytest.MonkeyPatch.context() as patch:
             for name in names:
                 patch.setattr(TorchCheckpointIO, name, recorder("io", name, vars(TorchCheckpointIO)[name], log))
@@ -416,12 +404,12 @@ def test_patch_counts_while_it_lasts():
 
 @pytest.mark.parametrize("way", ["subclass", "object", "class"])
 def test_own_precision_converts_batches_with_each_kind_of_override(way):
-    def halve(*args: Any) -> Any:
+    def halve(*args):
         features, labels = args[-1]
         return features[:1], labels[:1]
 
     class Module(Learner):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
+        def training_step(self, batch, batch_idx):
             assert len(batch[0]) == 1
             return super().training_step(batch, batch_idx)
 
@@ -434,7 +422,7 @@ def test_own_precision_converts_batches_with_each_kind_of_override(way):
 @needs_fsdp2
 def test_step_of_a_sharding_strategy_changes_nothing():
     names = ("optimizer_step", "batch_to_device", "setup_optimizers", "on_train_batch_start", "on_train_end")
-    found, log = [], list[Event]()
+    found, log = [], []
     for wanted in ((), names):
         methods = {name: recorder("strategy", name, getattr(FSDP2Strategy, name), log) for name in wanted}
         trainer = make_trainer(

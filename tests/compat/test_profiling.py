@@ -1,10 +1,5 @@
-from __future__ import annotations
-
 import re
-from collections.abc import Callable
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import pytest
 from lightning.pytorch.callbacks import EarlyStopping
@@ -15,14 +10,14 @@ from tests.support import Regression, loader_of, make_batches, manual_step
 
 
 class Everything(Classifier):
-    def transfer_batch_to_device(self, batch: Any, device: Any, dataloader_idx: int) -> Any:
+    def transfer_batch_to_device(self, batch, device, dataloader_idx):
         return super().transfer_batch_to_device(batch, device, dataloader_idx)
 
 
 class Manual(Everything):
     automatic_optimization = False
 
-    def training_step(self, batch: Any, batch_idx: int) -> None:
+    def training_step(self, batch, batch_idx):
         manual_step(self, self.loss(batch))
 
 
@@ -40,8 +35,8 @@ NOT_THEIRS = re.compile(
 @pytest.mark.parametrize(
     ("module", "functions"), [(Everything, ["fit", "validate", "test", "predict"]), (Manual, ["fit"])]
 )
-def test_actions_have_lightnings_names(module: type[Learner], functions: list[str]) -> None:
-    def scenario(make: Callable[..., Any]) -> dict[str, dict[str, int]]:
+def test_actions_have_lightnings_names(module, functions):
+    def scenario(make):
         profiler, stopping = SimpleProfiler(), EarlyStopping("loss", strict=False, check_on_train_epoch_end=True)
         trainer = make(max_epochs=2, profiler=profiler, callbacks=[stopping])
         counts = {}
@@ -61,7 +56,7 @@ def test_actions_have_lightnings_names(module: type[Learner], functions: list[st
     assert "setup_train_dataloader" in mine["fit"]
 
 
-def test_epoch_that_raised_is_closed() -> None:
+def test_epoch_that_raised_is_closed():
     trainer, module = ours(max_epochs=1, profiler="simple"), Regression(change=lambda loss, batch_idx: loss / {}[0])
     for _ in range(2):  # a profiler cannot start an action that is running
         with pytest.raises(KeyError):
@@ -74,7 +69,7 @@ UNCUT = partial(PyTorchProfiler, schedule=None, row_limit=-1, table_kwargs={"max
 
 @pytest.mark.filterwarnings("ignore:.*Profiler clears events")  # torch 2.10
 @pytest.mark.parametrize("kind", [SimpleProfiler, UNCUT])
-def test_each_function_has_a_file(kind: Any, tmp_path: Path) -> None:
+def test_each_function_has_a_file(kind, tmp_path):
     profiler, module = kind(filename="profile"), Classifier()
     trainer = ours(fast_dev_run=2, profiler=profiler, default_root_dir=tmp_path)
     for function, step in (("fit", "training"), ("validate", "validation"), ("test", "test"), ("predict", "predict")):
@@ -83,7 +78,7 @@ def test_each_function_has_a_file(kind: Any, tmp_path: Path) -> None:
     assert profiler.dirpath == str(tmp_path)
 
 
-def test_run_without_a_profiler_wraps_no_call() -> None:
+def test_run_without_a_profiler_wraps_no_call():
     trainer = ours(max_epochs=1)
     trainer.fit(Learner(), data(4))
     assert type(trainer.profiler) is PassThroughProfiler

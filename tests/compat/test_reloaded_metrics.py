@@ -3,14 +3,8 @@
 Metrics that a caller keeps after a run do not change in the next run; in a run, they are live.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
-from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import EarlyStopping, LambdaCallback
 from lightning.pytorch.loggers import CSVLogger
 
@@ -20,22 +14,22 @@ from tests.support import Regression, loader_of, loss_of, make_batches, make_tra
 class Reloads(Regression):
     """Validates ``numbers[epoch]`` dataloaders; their batches are numbers."""
 
-    def __init__(self, numbers: list[int], log: Callable[[Any, Any, int, int], None]) -> None:
+    def __init__(self, numbers, log):
         super().__init__()
         self.numbers, self.log_of = numbers, log
 
-    def val_dataloader(self) -> Any:
+    def val_dataloader(self):
         self.number = self.numbers[self.trainer.current_epoch]
         loaders = [loader_of([torch.tensor(float(i))]) for i in range(self.number)]
         return loaders[0] if self.number == 1 else loaders
 
-    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+    def validation_step(self, batch, batch_idx, dataloader_idx=0):
         self.log_of(self, batch, dataloader_idx, self.number)
 
 
-def run(tmp_path: Any, numbers: list[int], log: Any, *callbacks: Callback, **arguments: Any) -> list[dict[str, float]]:
+def run(tmp_path, numbers, log, *callbacks, **arguments):
     """Return the metrics after each validation."""
-    seen = list[dict[str, float]]()
+    seen = []
     look = LambdaCallback(on_validation_end=lambda trainer, _: seen.append({**trainer.callback_metrics}))
     trainer = make_trainer(
         tmp_path, max_epochs=len(numbers), reload_dataloaders_every_n_epochs=1, num_sanity_val_steps=0,
@@ -45,12 +39,12 @@ def run(tmp_path: Any, numbers: list[int], log: Any, *callbacks: Callback, **arg
     return seen
 
 
-def log_last(module: Any, batch: Any, dataloader_idx: int, number: int) -> None:
+def log_last(module, batch, dataloader_idx, number):
     if dataloader_idx == number - 1:
         module.log("w", batch, add_dataloader_idx=False, batch_size=1)
 
 
-def log_all(module: Any, batch: Any, dataloader_idx: int, number: int) -> None:
+def log_all(module, batch, dataloader_idx, number):
     module.log("v", batch, batch_size=1, on_step=number > 1, on_epoch=True)  # other arguments with another number
 
 
@@ -60,7 +54,7 @@ def test_name_of_one_dataloader_follows_it_if_their_number_changes(tmp_path):
 
 
 def test_name_may_move_to_another_dataloader_between_passes(tmp_path):
-    def log(module: Any, batch: Any, dataloader_idx: int, number: int) -> None:
+    def log(module, batch, dataloader_idx, number):
         if dataloader_idx == module.trainer.current_epoch % 2:
             module.log("w", batch, add_dataloader_idx=False, batch_size=1)
 
@@ -83,17 +77,17 @@ NAMES = ("callback_metrics", "logged_metrics", "progress_bar_metrics")
 
 
 class Module(Regression):
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
+    def training_step(self, batch, batch_idx):
         loss = super().training_step(batch, batch_idx)
         self.log("train_loss", loss, prog_bar=True, batch_size=4)
         return loss
 
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
+    def validation_step(self, batch, batch_idx):
         self.log(f"{self.trainer.state.stage.value}_loss", loss_of(self.net, batch), prog_bar=True, batch_size=4)
 
     test_step = validation_step
 
-    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+    def predict_step(self, batch, batch_idx):
         return self.net(batch[0])
 
 

@@ -1,13 +1,9 @@
 """``Trainer(resume="auto")``: the same script, run again."""
 
-from __future__ import annotations
-
 import os
 from collections import UserList
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -26,12 +22,12 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*Experiment logs directory")
 
 
 class Logs(Regression):
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
+    def training_step(self, batch, batch_idx):
         loss = super().training_step(batch, batch_idx)
         self.log("loss", loss, on_step=True, on_epoch=True, batch_size=4)
         return loss
 
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
+    def validation_step(self, batch, batch_idx):
         self.log("val_loss", super().training_step(batch, batch_idx), batch_size=4)
 
 
@@ -49,18 +45,18 @@ def script(folder, *, kill=None, logger=None, saver=None, more=(), module=Logs, 
     return fitted
 
 
-def rows(folder: Path) -> list[str]:
+def rows(folder):
     (file,) = folder.rglob("metrics.csv")
     return file.read_text().splitlines()
 
 
-def checkpoints(folder: Path) -> dict[str, int]:
+def checkpoints(folder):
     return {path.name: torch.load(path, weights_only=True)["global_step"] for path in sorted(folder.rglob("*.ckpt"))}
 
 
 @pytest.mark.parametrize(("board", "kills"), [(False, [4, 6, 6, 8]), (True, [9])])
 def test_killed_run_is_resumed_in_its_folder(tmp_path, board, kills):
-    def run(name: str, kill: int | None = None) -> Any:
+    def run(name, kill=None):
         folder = tmp_path / name
         boards = [TensorBoardLogger(folder)] if board else []
         return script(folder, logger=[*boards, CSVLogger(folder, name="csv")], kill=kill)
@@ -79,10 +75,10 @@ def test_killed_run_is_resumed_in_its_folder(tmp_path, board, kills):
 @pytest.mark.parametrize("folder", [None, "own"])
 def test_checkpoints_with_a_slash_in_their_names_are_found(tmp_path, folder):
     class Nested(Logs):
-        def validation_step(self, batch: Any, batch_idx: int) -> None:
+        def validation_step(self, batch, batch_idx):
             self.log("val/loss", -float(self.global_step), batch_size=4)
 
-    def run(name: str, kill: int | None = None) -> Any:
+    def run(name, kill=None):
         place = None if folder is None else tmp_path / name / folder
         saver = partial(ModelCheckpoint, place, filename="{epoch}-{val/loss:.0f}", monitor="val/loss")
         return script(tmp_path / name, saver=saver, kill=kill, module=Nested)
@@ -116,14 +112,14 @@ def test_completed_run_trains_nothing(tmp_path):
 class Clock(Timer):
     """Returns times as if each batch took a second."""
 
-    def __init__(self, *args: Any) -> None:
+    def __init__(self, *args):
         super().__init__(*args)
-        self.batches: UserList[int] = UserList()  # which a resume does not restore
+        self.batches = UserList()  # which a resume does not restore
 
-    def time_elapsed(self, stage: str = "train") -> float:
+    def time_elapsed(self, stage="train"):
         return self._offset + len(self.batches)
 
-    def on_train_batch_end(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
+    def on_train_batch_end(self, trainer, *args, **kwargs):
         self.batches.append(1)
         super().on_train_batch_end(trainer)
 
@@ -154,7 +150,7 @@ def test_folder_of_a_running_run_is_not_changed(tmp_path, monkeypatch):
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
 
 
-def test_run_without_a_checkpoint_starts_from_the_beginning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_run_without_a_checkpoint_starts_from_the_beginning(tmp_path, caplog):
     with caplog.at_level("INFO"):
         fitted = script(tmp_path, max_epochs=1)
     assert fitted.ckpt_path is None
@@ -162,7 +158,7 @@ def test_run_without_a_checkpoint_starts_from_the_beginning(tmp_path: Path, capl
     assert sorted(os.listdir(tmp_path / "lightning_logs")) == ["version_0"]
 
 
-def test_damaged_checkpoints_are_skipped(tmp_path: Path) -> None:
+def test_damaged_checkpoints_are_skipped(tmp_path):
     saver = partial(ModelCheckpoint, save_top_k=-1, save_last=True)
     script(tmp_path, kill=9, saver=saver)
     (folder,) = tmp_path.rglob("checkpoints")

@@ -1,14 +1,9 @@
 """A callback of Lightning in the fits of two Trainers: the second fit equals one with a new callback."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import (
     EarlyStopping,
     EMAWeightAveraging,
@@ -18,9 +13,8 @@ from lightning.pytorch.callbacks import (
 )
 
 from tests.support import Regression, loader_of, make_batches, make_trainer
-from trainer import Trainer
 
-MAKE: dict[str, Callable[[], Callback]] = {
+MAKE = {
     "early stopping": lambda: EarlyStopping("score", patience=2),
     "exponential average": lambda: EMAWeightAveraging(decay=0.5),
     "stochastic average": lambda: StochasticWeightAveraging(swa_lrs=0.1, swa_epoch_start=2),
@@ -32,15 +26,15 @@ MAKE: dict[str, Callable[[], Callback]] = {
 class Fold(Regression):
     """Logs a score that falls from ``first`` on."""
 
-    def __init__(self, first: float) -> None:
+    def __init__(self, first):
         super().__init__()
         self.first = first
 
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
+    def validation_step(self, batch, batch_idx):
         self.log("score", self.first - self.current_epoch, batch_size=4)
 
 
-def fit(folder: Path, callback: Callback, first: float, trainer: Trainer | None = None) -> tuple[Trainer, Any]:
+def fit(folder, callback, first, trainer=None):
     """Return the Trainer and the results of a fit."""
     saves = isinstance(callback, ModelCheckpoint)
     trainer = trainer or make_trainer(folder, max_epochs=5, callbacks=[callback], enable_checkpointing=saves)
@@ -51,7 +45,7 @@ def fit(folder: Path, callback: Callback, first: float, trainer: Trainer | None 
 
 
 @pytest.mark.parametrize("kind", MAKE)
-def test_fit_of_another_trainer_equals_that_with_a_new_callback(tmp_path: Path, kind: str) -> None:
+def test_fit_of_another_trainer_equals_that_with_a_new_callback(tmp_path, kind):
     callback = MAKE[kind]()
     fit(tmp_path / "first", callback, 10.0)
     if isinstance(callback, Timer):
@@ -62,7 +56,7 @@ def test_fit_of_another_trainer_equals_that_with_a_new_callback(tmp_path: Path, 
     assert reused[0] == 5
 
 
-def test_folder_that_the_user_sets_between_the_fits_is_used(tmp_path: Path) -> None:
+def test_folder_that_the_user_sets_between_the_fits_is_used(tmp_path):
     saver = ModelCheckpoint(tmp_path / "first")
     fit(tmp_path, saver, 10.0)
     saver.dirpath = str(tmp_path / "second")
@@ -70,7 +64,7 @@ def test_folder_that_the_user_sets_between_the_fits_is_used(tmp_path: Path) -> N
     assert Path(saver.best_model_path).parent == tmp_path / "second"
 
 
-def test_second_fit_of_the_same_trainer_continues(tmp_path: Path) -> None:
+def test_second_fit_of_the_same_trainer_continues(tmp_path):
     """The time of a Timer begins again."""
     stops, timer = EarlyStopping("score", patience=2), Timer(duration={"microseconds": 1})
     trainer, _ = fit(tmp_path, stops, 10.0)

@@ -1,7 +1,5 @@
 """A SIGTERM and a Ctrl-C end a run as under Lightning's Trainer."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import signal
@@ -11,11 +9,8 @@ import threading
 import time
 import warnings
 from collections import UserList
-from collections.abc import Iterator
 from contextlib import nullcontext
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -28,15 +23,15 @@ from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from tests.parity import Classifier, Learner, assert_same_weights, data, ours
-from trainer import CheckpointFiles, Trainer
+from trainer import CheckpointFiles
 from trainer.data.worker_signals import SurviveSignals
 from trainer.errors import RequeueError
 
 
 @pytest.fixture(autouse=True)
-def handlers() -> Iterator[list[int]]:
+def handlers():
     """Install the user's handler for SIGTERM, which is called too, and check that handlers are restored."""
-    received: list[int] = []
+    received = []
     before = signal.signal(signal.SIGTERM, lambda number, frame: received.append(number))
     own = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
     yield received
@@ -47,39 +42,39 @@ def handlers() -> Iterator[list[int]]:
 class Does(Callback):
     """Calls a function at the start of the third batch of a stage; records finished batches and the exception."""
 
-    def __init__(self, stage: str, action: Any) -> None:
-        self.action, self.seen, self.raised = action, UserList[Any](), []  # not restored
+    def __init__(self, stage, action):
+        self.action, self.seen, self.raised = action, UserList(), []  # not restored
         vars(self)[f"on_{stage}_batch_start"] = self.start
         vars(self)[f"on_{stage}_batch_end"] = self.end
 
-    def start(self, trainer: Any, module: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+    def start(self, trainer, module, batch, batch_idx, dataloader_idx=0):
         if len(self.seen) == 2:
             self.action()
 
-    def end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+    def end(self, trainer, module, outputs, batch, batch_idx, dataloader_idx=0):
         self.seen.append(batch_idx)
 
-    def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+    def on_train_epoch_end(self, trainer, module):
         self.seen.append("epoch end")
 
-    def on_exception(self, trainer: Any, module: Any, exception: BaseException) -> None:
+    def on_exception(self, trainer, module, exception):
         self.raised.append((type(exception), trainer.global_step, trainer.interrupted))
 
 
-def send(*numbers: int) -> None:
+def send(*numbers):
     for number in numbers:
         os.kill(os.getpid(), number)
 
 
-def terminate() -> None:
+def terminate():
     send(signal.SIGTERM)
 
 
-def interrupt() -> None:
+def interrupt():
     raise KeyboardInterrupt
 
 
-ENDS: list[tuple[int, type[BaseException], int]] = [
+ENDS = [
     (signal.SIGTERM, SIGTERMException, 143),
     (signal.SIGUSR1, SIGTERMException, 138),
     (signal.SIGINT, SystemExit, 1),
@@ -88,7 +83,7 @@ FINISHED = 8
 """Batches in the two epochs of an uninterrupted fit."""
 
 
-def fit(folder: Path, does: Callback, *, path: Path | None = None, **arguments: Any) -> tuple[Trainer, Learner]:
+def fit(folder, does, *, path=None, **arguments):
     """Two epochs of four batches, validated after each."""
     saver = ModelCheckpoint(folder / "checkpoints", every_n_epochs=5)
     usual = {"enable_checkpointing": True, "max_epochs": 2, "num_sanity_val_steps": 0, "callbacks": [saver, does]}
@@ -110,7 +105,7 @@ def test_signal_finishes_the_step_saves_and_ends_the_fit(tmp_path, number, error
     does = Does(stage, lambda: send(number))
     with pytest.raises(error) as raised:
         fit(tmp_path, does)
-    assert raised.value.code == code  # type: ignore[attr-defined]
+    assert raised.value.code == code
     steps = {"train": 3, "validation": 4}[stage]
     assert does.trainer.global_step == steps
     assert "the fit finishes the step, and its state is saved" in capfd.readouterr().err
@@ -164,24 +159,24 @@ def test_second_ctrl_c_ends_the_fit_at_once(tmp_path):
 def test_sigterm_has_precedence_over_other_signals(tmp_path):
     for order in ([signal.SIGINT, signal.SIGTERM, signal.SIGUSR1], [signal.SIGTERM, signal.SIGINT, signal.SIGTERM]):
         with pytest.raises(SIGTERMException) as raised:
-            fit(tmp_path, Does("train", lambda order=order: send(*order)))  # type: ignore[misc]
+            fit(tmp_path, Does("train", lambda order=order: send(*order)))
         assert raised.value.code == 143
 
 
 class SignalledLater(Does):
     """Sends more signals during the save and during callbacks."""
 
-    came: tuple[str, ...] = ()
+    came = ()
 
-    def more(self, when: str) -> None:
+    def more(self, when):
         send(signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
         self.came += (when,)
 
-    def on_save_checkpoint(self, trainer: Any, module: Any, checkpoint: Any) -> None:
+    def on_save_checkpoint(self, trainer, module, checkpoint):
         self.more("save")
         checkpoint["after"] = "the signals"
 
-    def on_exception(self, trainer: Any, module: Any, exception: BaseException) -> None:
+    def on_exception(self, trainer, module, exception):
         self.more("exception")
 
 
@@ -224,7 +219,7 @@ def test_signal_after_the_run_ends_the_program(number, error):
 
 
 def test_signal_with_a_user_handler_is_left_to_it():
-    received, number = list[int](), signal.SIGINT
+    received, number = [], signal.SIGINT
     before = signal.signal(number, lambda number, frame: received.append(number))
     trainer = ours(max_epochs=1, callbacks=[Does("train", lambda: send(number))])
     try:
@@ -235,7 +230,7 @@ def test_signal_with_a_user_handler_is_left_to_it():
 
 
 def test_forked_worker_is_not_the_run(tmp_path):
-    def fork() -> None:
+    def fork():
         if (child := os.fork()) == 0:
             send(signal.SIGINT, signal.SIGINT, signal.SIGTERM)
             os._exit(7)
@@ -247,7 +242,7 @@ def test_forked_worker_is_not_the_run(tmp_path):
 
 
 def test_signal_to_everything_does_not_end_the_workers(tmp_path):
-    def to_all() -> None:
+    def to_all():
         pids = [str(process.pid) for process in multiprocessing.active_children()]
         # from another process, because a signal of the parent is not ignored
         subprocess.run(["kill", *pids], check=True)
@@ -263,7 +258,7 @@ def test_signal_to_everything_does_not_end_the_workers(tmp_path):
 
 
 def test_main_process_can_still_end_a_worker():
-    called: list[int] = []
+    called = []
     if (child := os.fork()) == 0:
         SurviveSignals(called.append)(3)
         send(signal.SIGINT, signal.SIGINT, signal.SIGUSR1, signal.SIGTERM)
@@ -281,7 +276,7 @@ DEAD = 2**22 + 1  # above the largest process id of Linux
     ids=["killed", "killed_in_a_container", "zombie", "fork_server", "alive", "run_is_process_1"],
 )
 def test_worker_ends_if_the_run_was_killed_before_its_start(monkeypatch, started_by, parent, ends):
-    called: list[int] = []
+    called = []
     monkeypatch.setattr(multiprocessing, "parent_process", lambda: SimpleNamespace(pid=started_by))
     for name, fake in (("getppid", lambda: parent), ("_exit", lambda status: sys.exit(f"status {status}"))):
         monkeypatch.setattr(os, name, fake)
@@ -294,10 +289,10 @@ def test_worker_ends_if_the_run_was_killed_before_its_start(monkeypatch, started
 class FindsLater(LearningRateFinder):
     """Runs the finder in the second epoch; a signal arrives during its search."""
 
-    def on_fit_start(self, trainer: Any, module: Any) -> None:
+    def on_fit_start(self, trainer, module):
         pass
 
-    def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
+    def on_train_epoch_start(self, trainer, module):
         if trainer.current_epoch == 1:
             module.training_step = lambda batch, batch_idx: (terminate(), module.loss(batch))[1]
             self.lr_find(trainer, module)
@@ -312,7 +307,7 @@ def test_signal_during_a_finder_ends_the_fit(tmp_path):
 
 
 def test_ctrl_c_kills_the_processes_of_the_launcher():
-    trainer: Any = ours(max_epochs=1, callbacks=[Does("train", interrupt)])
+    trainer = ours(max_epochs=1, callbacks=[Does("train", interrupt)])
     launcher = trainer.strategy._launcher = Mock(spec=_SubprocessScriptLauncher)
     launcher.launch = lambda function, *args, trainer: function(*args)
     with pytest.raises(SystemExit):
@@ -335,7 +330,7 @@ def test_run_in_another_thread():
 
 
 @pytest.fixture
-def scontrol(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def scontrol(tmp_path, monkeypatch):
     """Fake scontrol that records its calls, and a job's environment."""
     folder = tmp_path / "bin"
     folder.mkdir()
@@ -348,14 +343,14 @@ def scontrol(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return command
 
 
-def slurm(folder: Path, number: int = signal.SIGUSR1, plugins: Any = (), **options: Any) -> Trainer:
+def slurm(folder, number=signal.SIGUSR1, plugins=(), **options):
     """Return a Trainer in a job that gets the signal in its third batch."""
     does = Does("train", lambda: send(number))
     plugins = [SLURMEnvironment(**options), *plugins]
     return ours(max_epochs=1, callbacks=[does], plugins=plugins, default_root_dir=folder / "run")
 
 
-def assert_resumed(folder: Path, ckpt_path: Any = "hpc") -> None:
+def assert_resumed(folder, ckpt_path="hpc"):
     again = ours(max_epochs=1, default_root_dir=folder)
     again.fit(Learner(), data(8), ckpt_path=ckpt_path)
     assert (again.ckpt_path, again.global_step) == (str(folder / "hpc_ckpt_1.ckpt"), 4)

@@ -1,11 +1,8 @@
 """Lightning's own callbacks have the same effect under our Trainer and Lightning's."""
 
-from __future__ import annotations
-
 import itertools
 from collections import UserList
 from datetime import timedelta
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -46,7 +43,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # warnings of these callbacks
 class Net(Classifier):
     """A module with a backbone, a batch norm, a schedule, and its own data."""
 
-    def __init__(self, norm: bool = True, crashes_at: int | None = None) -> None:
+    def __init__(self, norm=True, crashes_at=None):
         super().__init__()
         self.crashes_at = crashes_at
         with torch.random.fork_rng():
@@ -54,42 +51,42 @@ class Net(Classifier):
             self.backbone = nn.Sequential(nn.Linear(FEATURES, 5), nn.BatchNorm1d(5) if norm else nn.Tanh(), nn.ReLU())
             self.net = nn.Linear(5, CLASSES)
 
-    def forward(self, features: Any) -> Any:
+    def forward(self, features):
         return self.net(self.backbone(features))
 
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
+    def training_step(self, batch, batch_idx):
         if self.trainer.current_epoch == self.crashes_at:
             raise ValueError("crash")
         return super().training_step(batch, batch_idx)
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         optimizer = torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.1, momentum=0.5)
         return [optimizer], [lr_scheduler.StepLR(optimizer, 1, gamma=0.5)]
 
-    def train_dataloader(self) -> Any:
+    def train_dataloader(self):
         return data(8)
 
-    def val_dataloader(self) -> Any:
+    def val_dataloader(self):
         return data(4)
 
     test_dataloader = predict_dataloader = val_dataloader
 
-    def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+    def predict_step(self, batch, batch_idx, dataloader_idx=0):
         return self(batch[0])
 
 
-class Endless(IterableDataset[Any]):
-    def __iter__(self) -> Any:
+class Endless(IterableDataset):
+    def __iter__(self):
         generator = torch.Generator().manual_seed(0)
         while True:
             yield torch.randn(FEATURES, generator=generator), torch.tensor(1)
 
 
-def state_of(module: nn.Module) -> Any:
+def state_of(module):
     return plain([value.float().sum() for value in module.state_dict().values()])
 
 
-def last_file(folder: Any) -> Any:
+def last_file(folder):
     return max(folder.rglob("*.ckpt"), key=lambda path: path.stat().st_mtime_ns)
 
 
@@ -100,10 +97,10 @@ def last_file(folder: Any) -> Any:
 class Looks(Callback):
     """Records the changes of the Trainer by stochastic weight averaging."""
 
-    def __init__(self, swa: StochasticWeightAveraging) -> None:
-        self.swa, self.seen = swa, UserList[Any]()  # not restored by a resume
+    def __init__(self, swa):
+        self.swa, self.seen = swa, UserList()  # not restored by a resume
 
-    def look(self, hook: str, trainer: Any) -> None:
+    def look(self, hook, trainer):
         loop, schedules = trainer.fit_loop, trainer.lr_scheduler_configs
         self.seen.append((
             trainer.current_epoch, trainer.max_epochs, trainer.num_training_batches, loop.max_batches,
@@ -115,11 +112,11 @@ class Looks(Callback):
 @pytest.mark.parametrize(
     ("norm", "endless", "crashes_at"), [(True, False, None), (False, True, None), (False, False, 2)]
 )
-def test_stochastic_weight_averaging(tmp_path: Any, norm: bool, endless: bool, crashes_at: int | None) -> None:
-    def scenario(make: Any) -> Any:
+def test_stochastic_weight_averaging(tmp_path, norm, endless, crashes_at):
+    def scenario(make):
         folder, loader = tmp_path / make.__name__, DataLoader(Endless(), batch_size=2) if endless else None
 
-        def run(module: Net, path: Any = None) -> Any:
+        def run(module, path=None):
             looks = Looks(swa := StochasticWeightAveraging(swa_epoch_start=1, swa_lrs=0.05))
             trainer = make(
                 callbacks=[swa, looks], max_epochs=4, limit_train_batches=4, limit_val_batches=0,
@@ -138,12 +135,12 @@ def test_stochastic_weight_averaging(tmp_path: Any, norm: bool, endless: bool, c
     assert_agree(scenario)
 
 
-def test_extra_epoch_for_batch_norm_changes_no_weight() -> None:
+def test_extra_epoch_for_batch_norm_changes_no_weight():
     class Watch(Callback):
-        def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
+        def on_train_epoch_start(self, trainer, module):
             self.before = [p.detach().clone() for p in module.parameters()], trainer.global_step
 
-        def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+        def on_train_epoch_end(self, trainer, module):
             weights, steps = self.before
             changed = not all(map(torch.equal, weights, module.parameters()))
             assert changed == (steps != trainer.global_step) == (trainer.current_epoch < 3)
@@ -166,8 +163,8 @@ def test_extra_epoch_for_batch_norm_changes_no_weight() -> None:
     ],
     ids=str,
 )
-def test_throughput_monitor(function: str, arguments: dict[str, Any]) -> None:
-    def scenario(make: Any) -> Any:
+def test_throughput_monitor(function, arguments):
+    def scenario(make):
         monitor = ThroughputMonitor(lambda batch: 2, length_fn=lambda batch: 6, window_size=3)
         logger, module = RecordingLogger(), Net()
         trainer = make(logger=logger, callbacks=[monitor], **{"log_every_n_steps": 1, **arguments})
@@ -185,16 +182,16 @@ def test_throughput_monitor(function: str, arguments: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("resumes_after", [1, 3])
-def test_backbone_finetuning(tmp_path: Any, resumes_after: int) -> None:
+def test_backbone_finetuning(tmp_path, resumes_after):
     resumes = True
 
-    def scenario(make: Any) -> Any:
+    def scenario(make):
         folder, groups = tmp_path / make.__name__, []
 
-        def watch(trainer: Any, module: Any) -> None:
+        def watch(trainer, module):
             groups.append(plain([(group["lr"], len(group["params"])) for group in trainer.optimizers[0].param_groups]))
 
-        def fit(epochs: int, path: Any = None) -> Any:
+        def fit(epochs, path=None):
             saver, module = ModelCheckpoint(folder, save_top_k=-1), Net()
             callbacks = [BackboneFinetuning(2), LambdaCallback(on_train_epoch_end=watch), saver]
             make(max_epochs=epochs, callbacks=callbacks, enable_checkpointing=True).fit(module, ckpt_path=path)
@@ -214,8 +211,8 @@ def test_backbone_finetuning(tmp_path: Any, resumes_after: int) -> None:
         assert theirs == mine
 
 
-def test_model_pruning(tmp_path: Any) -> None:
-    def scenario(make: Any) -> Any:
+def test_model_pruning(tmp_path):
+    def scenario(make):
         module, folder = Net(), tmp_path / make.__name__
         to_prune = [(module.backbone[0], "weight"), (module.net, "weight")]
         pruning = ModelPruning("l1_unstructured", amount=0.3, parameters_to_prune=to_prune)
@@ -228,10 +225,10 @@ def test_model_pruning(tmp_path: Any) -> None:
     assert_agree(scenario)
 
 
-def test_inexact_resume_with_pruning_is_refused(tmp_path: Any) -> None:
+def test_inexact_resume_with_pruning_is_refused(tmp_path):
     path = tmp_path / "saved.ckpt"
 
-    def fit(max_epochs: int, start: Any = path, **arguments: Any) -> Any:
+    def fit(max_epochs, start=path, **arguments):
         module = Net()
         pruning = ModelPruning("l1_unstructured", amount=0.5, parameters_to_prune=[(module.net, "weight")])
         trainer = ours(max_epochs=max_epochs, callbacks=[pruning], **arguments)
@@ -250,14 +247,14 @@ def test_inexact_resume_with_pruning_is_refused(tmp_path: Any) -> None:
 
 
 class Writer(BasePredictionWriter):
-    def __init__(self, interval: Any) -> None:
+    def __init__(self, interval):
         super().__init__(interval)
-        self.written: list[Any] = []
+        self.written = []
 
-    def write_on_batch_end(self, trainer: Any, module: Any, prediction: Any, indices: Any, batch: Any, *where: int):
+    def write_on_batch_end(self, trainer, module, prediction, indices, batch, *where):
         self.written.append((plain(prediction), indices, where))
 
-    def write_on_epoch_end(self, trainer: Any, module: Any, predictions: Any, indices: Any) -> None:
+    def write_on_epoch_end(self, trainer, module, predictions, indices):
         self.written.append((plain(predictions), indices))
 
 
@@ -270,7 +267,7 @@ class Writer(BasePredictionWriter):
     ],
 )
 def test_prediction_writer(interval, returns, make_loader):
-    def scenario(make: Any) -> Any:
+    def scenario(make):
         writer, module = Writer(interval), Net()
         trainer = make(callbacks=[writer], limit_predict_batches=3)
         loop = trainer.predict_loop
@@ -280,9 +277,9 @@ def test_prediction_writer(interval, returns, make_loader):
     assert_agree(scenario)
 
 
-def test_indices_of_a_batch_are_those_of_its_dataloader() -> None:
+def test_indices_of_a_batch_are_those_of_its_dataloader():
     class Short(Endless):
-        def __iter__(self) -> Any:
+        def __iter__(self):
             return itertools.islice(super().__iter__(), 3)
 
     writer, unknown = Writer("batch_and_epoch"), DataLoader(Short(), batch_size=2)
@@ -293,8 +290,8 @@ def test_indices_of_a_batch_are_those_of_its_dataloader() -> None:
 
 
 @pytest.mark.parametrize("what", ["no module", "another kind", "dataloaders and a datamodule"])
-def test_on_exception_is_not_called_without_a_module(what: str) -> None:
-    def scenario(make: Any) -> Any:
+def test_on_exception_is_not_called_without_a_module(what):
+    def scenario(make):
         module, heard = Net(), []
         trainer = make(callbacks=[LambdaCallback(on_exception=lambda _, given, error: heard.append(given is module))])
         start = {
@@ -311,23 +308,23 @@ def test_on_exception_is_not_called_without_a_module(what: str) -> None:
 
 # --- evaluation after a validation -----------------------------------------------------------------------------------
 
-INTERVALS: list[tuple[Any, int | None]] = [
+INTERVALS = [
     ("00:00:00:01", 1), ({"seconds": 1}, None), (timedelta(0, 1), 2), (1, 2), (2, 1), (4, None), (None, 2), (0.5, 2),
 ]  # fmt: skip
 """Values of ``val_check_interval`` and ``check_val_every_n_epoch``."""
 
 
 @pytest.mark.parametrize(("interval", "every"), INTERVALS)
-def test_stock_callbacks_run_once_per_validation(tmp_path: Any, interval: Any, every: int | None) -> None:
+def test_stock_callbacks_run_once_per_validation(tmp_path, interval, every):
     """Stock callbacks read attributes of the Trainer to run after validations or at the ends of epochs."""
 
     class Logs(Net):
         validations = 0
 
-        def validation_step(self, batch: Any, batch_idx: int) -> None:
+        def validation_step(self, batch, batch_idx):
             self.log("val_loss", -float(self.trainer.global_step))
 
-        def on_validation_end(self) -> None:
+        def on_validation_end(self):
             self.validations += not self.trainer.sanity_checking
 
     module, stopping, seconds = Logs(), EarlyStopping("val_loss", patience=1), itertools.count(step=0.4)

@@ -1,10 +1,5 @@
 """The selected strategy of a Trainer, and the errors for unsupported ones."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
-from typing import Any
-
 import pytest
 import torch
 from lightning.fabric.plugins.environments import LightningEnvironment
@@ -25,7 +20,7 @@ from trainer.errors import UnsupportedError
 pytestmark = needs_fsdp2
 
 
-def test_fsdp_by_name_and_by_object() -> None:
+def test_fsdp_by_name_and_by_object():
     for given in ("fsdp", FSDP2Strategy()):
         trainer = ours(strategy=given, devices=2)
         assert isinstance(trainer.engine, ShardedEngine)
@@ -35,7 +30,7 @@ def test_fsdp_by_name_and_by_object() -> None:
     assert ours(strategy="fsdp_cpu_offload", devices=2).strategy.settings.cpu_offload
 
 
-def test_model_parallel_is_accepted_with_its_settings() -> None:
+def test_model_parallel_is_accepted_with_its_settings():
     strategy = ours(strategy=ModelParallelStrategy(1, 2, process_group_backend="gloo"), devices=2).strategy
     assert type(strategy) is ParallelStrategy
     assert strategy._sizes == (1, 2)
@@ -57,19 +52,19 @@ def test_model_parallel_is_accepted_with_its_settings() -> None:
         ({"activation_checkpointing_policy": {nn.Linear}}, "ActivationCheckpointing"),
     ],
 )
-def test_first_fsdp_is_refused_with_the_line_to_use(given: dict[str, Any], line: str) -> None:
+def test_first_fsdp_is_refused_with_the_line_to_use(given, line):
     with pytest.raises(UnsupportedError, match=line):
         ours(strategy=FSDPStrategy(**given), devices=2)
 
 
 @pytest.mark.parametrize("callback", [GradientCheck(), ModelPruning("l1_unstructured")])
-def test_callbacks_that_need_whole_gradients_or_weights_are_refused(callback: Any) -> None:
+def test_callbacks_that_need_whole_gradients_or_weights_are_refused(callback):
     with pytest.raises(UnsupportedError, match=f"{type(callback).__name__} with strategy='fsdp'"):
         ours(strategy="fsdp", devices=2, callbacks=[callback])
 
 
 @pytest.fixture
-def registered() -> Iterator[str]:
+def registered():
     """Register a strategy, and return its name."""
     name = "ddp_with_a_static_graph"
     StrategyRegistry.register(name, DDPStrategy, static_graph=True)
@@ -86,7 +81,7 @@ def registered() -> Iterator[str]:
         {"accumulate_grad_batches": 2, "devices": 1},
     ],
 )
-def test_static_graph_with_accumulation_is_refused(arguments: dict[str, Any], registered: str) -> None:
+def test_static_graph_with_accumulation_is_refused(arguments, registered):
     """pytorch #143580: the first backward pass would fail with an internal assertion."""
     message = r"accumulate_grad_batches=2 with DDPStrategy\(static_graph=True\), expected.*=1.*Use strategy='ddp'"
     for strategy in (DDPStrategy(static_graph=True), registered):
@@ -95,7 +90,7 @@ def test_static_graph_with_accumulation_is_refused(arguments: dict[str, Any], re
     ours(**{"devices": 2, "strategy": "ddp", **arguments})
 
 
-def test_static_graph_refuses_accumulation_that_is_set_later() -> None:
+def test_static_graph_refuses_accumulation_that_is_set_later():
     trainer = ours(strategy=DDPStrategy(static_graph=True), devices=2)
     with pytest.raises(UnsupportedError, match="accumulate_grad_batches=4"):
         trainer.accumulate_grad_batches = 4
@@ -107,7 +102,7 @@ def test_static_graph_refuses_accumulation_that_is_set_later() -> None:
         GradientAccumulation(2).on_train_epoch_start(trainer, Regression())
 
 
-def test_fused_sgd_is_refused() -> None:
+def test_fused_sgd_is_refused():
     parameters = [nn.Parameter(torch.ones(2))]
     refuse_unsupported_optimizer(torch.optim.SGD(parameters, lr=0.1, foreach=True))
     refuse_unsupported_optimizer(torch.optim.AdamW(parameters, fused=True))
@@ -116,7 +111,7 @@ def test_fused_sgd_is_refused() -> None:
 
 
 @pytest.mark.whole
-def test_run_leaves_no_states_of_optimizers_on_the_gpu(cuda: Any) -> None:
+def test_run_leaves_no_states_of_optimizers_on_the_gpu(cuda):
     """As with Lightning's strategies. Sharded tensors are not simulated there: these are plain ones."""
     strategy = FSDP2Strategy(accelerator=CPUAccelerator(), cluster_environment=LightningEnvironment())
     weight = nn.Parameter(torch.ones(2, device="cuda"))

@@ -1,11 +1,6 @@
 """The tuner and its callbacks have the same results and side effects with our Trainer and Lightning's."""
 
-from __future__ import annotations
-
 import itertools
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -24,26 +19,26 @@ class Tunable(Classifier):
     batch_size = 2
     memory = 1000
 
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
+    def training_step(self, batch, batch_idx):
         if len(batch[1]) > self.memory:
             raise RuntimeError("CUDA out of memory.")
         return super().training_step(batch, batch_idx)
 
-    def train_dataloader(self) -> Any:
+    def train_dataloader(self):
         return data(16, batch_size=self.batch_size)
 
-    def val_dataloader(self) -> Any:
+    def val_dataloader(self):
         return data(8, batch_size=self.batch_size)
 
     test_dataloader = predict_dataloader = val_dataloader
 
 
 @pytest.fixture(autouse=True)
-def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+def quiet(monkeypatch):
     monkeypatch.setattr("lightning.pytorch.tuner.batch_size_scaling.garbage_collection_cuda", lambda: None)  # slow
 
 
-def situation(trainer: Any, module: Tunable) -> dict[str, Any]:
+def situation(trainer, module):
     return {
         "progress": (trainer.global_step, trainer.current_epoch, trainer.should_stop, str(trainer.state.status)),
         "limits": [getattr(trainer, f"limit_{kind}_batches") for kind in ("train", "val", "test", "predict")],
@@ -56,7 +51,7 @@ def situation(trainer: Any, module: Tunable) -> dict[str, Any]:
     }
 
 
-def loaders_of(trainer: Any) -> list[Any]:
+def loaders_of(trainer):
     return [trainer.train_dataloader, trainer.val_dataloaders, trainer.test_dataloaders, trainer.predict_dataloaders]
 
 
@@ -70,7 +65,7 @@ def loaders_of(trainer: Any) -> list[Any]:
     ids=str,
 )
 def test_same_learning_rate(tmp_path, options, arguments):
-    def scenario(make: Any) -> Any:
+    def scenario(make):
         module, trainer = Tunable(), make(max_epochs=2, default_root_dir=tmp_path, **arguments)
         finder = Tuner(trainer).lr_find(module, **options)
         found = [plain(finder.results), finder.suggestion(), finder._total_batch_idx, situation(trainer, module)]
@@ -80,8 +75,8 @@ def test_same_learning_rate(tmp_path, options, arguments):
     assert_agree(scenario)
 
 
-def test_rate_is_sought_with_the_clipping_of_a_callback() -> None:
-    def losses(**arguments: Any) -> list[float]:
+def test_rate_is_sought_with_the_clipping_of_a_callback():
+    def losses(**arguments):
         module = Tunable()
         return (
             Tuner(ours(max_epochs=2, **arguments))
@@ -98,7 +93,7 @@ def test_rate_is_sought_with_the_clipping_of_a_callback() -> None:
     [("fit", "power", 99), ("fit", "binsearch", 5), ("validate", "binsearch", 99), ("test", "power", 99)],
 )
 def test_same_batch_size(tmp_path, method, mode, memory):
-    def scenario(make: Any) -> Any:
+    def scenario(make):
         module, trainer = Tunable(), make(max_epochs=2, default_root_dir=tmp_path)
         module.memory, before = memory, trainer.fit_loop.state_dict()
         found = Tuner(trainer).scale_batch_size(module, method=method, mode=mode, max_trials=2, steps_per_trial=1)
@@ -111,8 +106,8 @@ def test_same_batch_size(tmp_path, method, mode, memory):
 
 
 @pytest.mark.parametrize("method", ["fit", "validate", "predict"])
-def test_batch_size_finder_among_the_callbacks(tmp_path: Any, method: str) -> None:
-    def scenario(make: Any) -> Any:
+def test_batch_size_finder_among_the_callbacks(tmp_path, method):
+    def scenario(make):
         module = Tunable()
         finder = BatchSizeFinder(max_trials=2, steps_per_trial=1)
         trainer = make(max_epochs=2, default_root_dir=tmp_path, callbacks=[finder])
@@ -128,14 +123,14 @@ def test_batch_size_finder_among_the_callbacks(tmp_path: Any, method: str) -> No
 class InEpochs(LearningRateFinder):
     """Searches at the start of the given epochs, as in Lightning's documentation."""
 
-    def __init__(self, *epochs: int, steps: int = 20, **options: Any) -> None:
+    def __init__(self, *epochs, steps=20, **options):
         super().__init__(num_training_steps=steps, early_stop_threshold=None, **options)
         self.epochs = epochs
 
-    def on_fit_start(self, *args: Any) -> None:
+    def on_fit_start(self, *args):
         pass
 
-    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+    def on_train_epoch_start(self, trainer, pl_module):
         if trainer.current_epoch in self.epochs:
             before = situation(trainer, pl_module)
             self.lr_find(trainer, pl_module)
@@ -145,15 +140,15 @@ class InEpochs(LearningRateFinder):
 
 
 class BiggerInTheSecondEpoch(BatchSizeFinder):
-    def on_fit_start(self, *args: Any) -> None:
+    def on_fit_start(self, *args):
         pass
 
-    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+    def on_train_epoch_start(self, trainer, pl_module):
         if trainer.current_epoch == 1:
             self.scale_batch_size(trainer, pl_module)
 
 
-def test_finders_inside_a_training_restore_its_loop(tmp_path: Any) -> None:
+def test_finders_inside_a_training_restore_its_loop(tmp_path):
     """Lightning's loop takes the interrupted epoch for complete; ours trains all its batches."""
     module = Tunable()
     finder = InEpochs(1, 2, steps=10, update_attr=False)
@@ -168,10 +163,10 @@ def test_finders_inside_a_training_restore_its_loop(tmp_path: Any) -> None:
     assert all(map(torch.equal, module.parameters(), undisturbed.parameters()))
 
 
-def test_batch_size_found_in_the_middle_of_a_training_is_used(tmp_path: Any) -> None:
-    sizes, module = list[int](), Tunable()
+def test_batch_size_found_in_the_middle_of_a_training_is_used(tmp_path):
+    sizes, module = [], Tunable()
     module.memory = 6
-    module.on_train_batch_end = lambda outputs, batch, i: sizes.append(len(batch[1]))  # type: ignore[method-assign]
+    module.on_train_batch_end = lambda outputs, batch, i: sizes.append(len(batch[1]))
     finder = BiggerInTheSecondEpoch(max_trials=3, init_val=2, steps_per_trial=1)
     trainer = ours(max_epochs=2, default_root_dir=tmp_path, callbacks=[finder])
     trainer.fit(module)
@@ -179,10 +174,10 @@ def test_batch_size_found_in_the_middle_of_a_training_is_used(tmp_path: Any) -> 
     assert trainer.global_step == 8 + 4
 
 
-def test_run_validates_after_a_finder_created_the_dataloaders_early() -> None:
-    def scenario(make: Any) -> Any:
+def test_run_validates_after_a_finder_created_the_dataloaders_early():
+    def scenario(make):
         validated, module = [], Tunable()
-        module.on_validation_start = lambda: validated.append(module.current_epoch)  # type: ignore[method-assign]
+        module.on_validation_start = lambda: validated.append(module.current_epoch)
         finder = BatchSizeFinder(max_trials=1, steps_per_trial=1)
         make(max_epochs=4, callbacks=[finder], check_val_every_n_epoch=2, num_sanity_val_steps=0).fit(module)
         return validated
@@ -190,9 +185,9 @@ def test_run_validates_after_a_finder_created_the_dataloaders_early() -> None:
     assert assert_agree(scenario) == [1, 3]
 
 
-def test_finder_that_fails_tidies_up(tmp_path: Path) -> None:
+def test_finder_that_fails_tidies_up(tmp_path):
     class Failing(Scheduled):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
+        def training_step(self, batch, batch_idx):
             if batch_idx == 2:
                 raise RuntimeError("as it should")
             return super().training_step(batch, batch_idx)
@@ -207,10 +202,10 @@ def test_steps_without_a_loss_count_for_the_finder(tmp_path):
     """They have a rate and no loss; without a count the finder would never end."""
 
     class Idle(Tunable):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
+        def training_step(self, batch, batch_idx):
             return None if self.trainer.global_step in (2, 5) else super().training_step(batch, batch_idx)
 
-    def scenario(make: Any) -> Any:
+    def scenario(make):
         tuner = Tuner(make(max_epochs=3, default_root_dir=tmp_path))
         losses = tuner.lr_find(Idle(), num_training=20, early_stop_threshold=None).results["loss"]
         return [i for i, loss in enumerate(losses) if loss != loss]
@@ -219,7 +214,7 @@ def test_steps_without_a_loss_count_for_the_finder(tmp_path):
 
 
 LR = torch.optim.lr_scheduler
-SCHEDULES: dict[str, Callable[[Any, float], Any]] = {
+SCHEDULES = {
     "LambdaLR": lambda o, lr: LR.LambdaLR(o, lambda step: 0.9**step),
     "StepLR": lambda o, lr: LR.StepLR(o, 2, 0.5),
     "LinearLR": lambda o, lr: LR.LinearLR(o, 0.1, total_iters=6),
@@ -240,28 +235,28 @@ SCHEDULES: dict[str, Callable[[Any, float], Any]] = {
 class Scheduled(Tunable):
     """Two parameter groups, the second with a tenth of the rate; a schedule; records rates and weights."""
 
-    def __init__(self, kind: str, learning_rate: float = 1e-3, *, interval: str = "step", uses: bool = True) -> None:
+    def __init__(self, kind, learning_rate=1e-3, *, interval="step", uses=True):
         super().__init__()
         self.kind, self.learning_rate, self.interval, self.uses = kind, learning_rate, interval, uses
-        self.rates: list[list[float]] = []
+        self.rates = []
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         lr = self.learning_rate if self.uses else 1e-3
-        groups: list[dict[str, Any]] = [{"params": list(self.net[0].parameters())}]
+        groups = [{"params": list(self.net[0].parameters())}]
         groups.append({"params": list(self.net[2].parameters()), "lr": lr / (10 if self.uses else 1)})
         optimizer = torch.optim.SGD(groups, lr=lr, momentum=0.9)
         schedule = {"scheduler": SCHEDULES[self.kind](optimizer, lr), "interval": self.interval, "monitor": "loss"}
         return {"optimizer": optimizer, "lr_scheduler": schedule}
 
-    def train_dataloader(self) -> Any:
+    def train_dataloader(self):
         return data(40)
 
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
+    def training_step(self, batch, batch_idx):
         loss = super().training_step(batch, batch_idx)
         self.log("loss", loss)
         return loss
 
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
+    def on_before_optimizer_step(self, optimizer):
         if not any("_LRCallback" in type(callback).__name__ for callback in self.trainer.callbacks):
             self.rates.append([float(group["lr"]) for group in optimizer.param_groups])
 
@@ -269,17 +264,17 @@ class Scheduled(Tunable):
 @pytest.mark.filterwarnings("ignore:A `OneCycleLR` scheduler", "ignore:The epoch parameter in")
 @pytest.mark.parametrize("interval", ["step", "epoch"])
 @pytest.mark.parametrize("kind", SCHEDULES)
-def test_fit_with_a_finder_equals_a_fit_with_the_found_rate(tmp_path: Path, kind: str, interval: str) -> None:
+def test_fit_with_a_finder_equals_a_fit_with_the_found_rate(tmp_path, kind, interval):
     """Compares rates of all groups, weights, and the state of the schedule bit for bit."""
 
-    def fit(module: Scheduled, *callbacks: Callback) -> Any:
+    def fit(module, *callbacks):
         torch.manual_seed(1)
         trainer = ours(max_epochs=2, default_root_dir=tmp_path, callbacks=[*callbacks])
         trainer.fit(module)
         (config,) = trainer.lr_scheduler_configs
         return module.rates, plain(config.scheduler.state_dict()), [p.tolist() for p in module.parameters()]
 
-    options: dict[str, Any] = {"num_training_steps": 20, "early_stop_threshold": None}
+    options = {"num_training_steps": 20, "early_stop_threshold": None}
     finder = InEpochs(0) if interval == "epoch" else LearningRateFinder(**options)
     found = fit(module := Scheduled(kind, interval=interval), finder)
     assert finder.optimal_lr is not None
@@ -290,7 +285,7 @@ def test_fit_with_a_finder_equals_a_fit_with_the_found_rate(tmp_path: Path, kind
 
 
 @pytest.mark.parametrize("kind", ["LambdaLR", "LinearLR", "nested", "StepLR"])
-def test_module_that_does_not_take_its_rate_from_the_attribute(tmp_path: Path, kind: str) -> None:
+def test_module_that_does_not_take_its_rate_from_the_attribute(tmp_path, kind):
     """The rate found replaces the configured one in both groups and in all parts of the schedule."""
     finder = LearningRateFinder(num_training_steps=20, early_stop_threshold=None)
     module, without = (Scheduled(kind, uses=False) for _ in range(2))
@@ -310,7 +305,7 @@ def test_module_that_does_not_take_its_rate_from_the_attribute(tmp_path: Path, k
         ("StepLR", lambda step: 0.5 ** (step // 2 - 10)),
     ],
 )
-def test_rate_found_in_the_middle_of_a_training_stays(tmp_path: Path, kind: str, factor: Any) -> None:
+def test_rate_found_in_the_middle_of_a_training_stays(tmp_path, kind, factor):
     """It is used at the next step; schedules that compute rates from the configured one continue from it."""
     finder, module = InEpochs(1), Scheduled(kind)
     trainer = ours(max_epochs=2, default_root_dir=tmp_path, callbacks=[finder])
@@ -326,15 +321,15 @@ def test_rate_found_in_the_middle_of_a_training_stays(tmp_path: Path, kind: str,
     assert all(part.base_lrs == [rate, rate] for part in parts if hasattr(part, "base_lrs"))
 
 
-def test_schedule_with_its_own_rates_is_named_if_a_rate_is_found_too_late(tmp_path: Path) -> None:
+def test_schedule_with_its_own_rates_is_named_if_a_rate_is_found_too_late(tmp_path):
     finder, module = InEpochs(1), Scheduled("OneCycleLR")
     with pytest.warns(UserWarning, match=r"found [\d.e-]+, but OneCycleLR sets the rates that it was given"):
         ours(max_epochs=2, default_root_dir=tmp_path, callbacks=[finder]).fit(module)
 
 
 @pytest.mark.filterwarnings("ignore:Checkpoint directory")
-def test_resumed_fit_with_a_finder_is_the_uninterrupted_one(tmp_path: Path) -> None:
-    def fit(ckpt_path: Any = None) -> Scheduled:
+def test_resumed_fit_with_a_finder_is_the_uninterrupted_one(tmp_path):
+    def fit(ckpt_path=None):
         module, saver = Scheduled("SequentialLR"), ModelCheckpoint(tmp_path, filename="{epoch}", save_top_k=-1)
         callbacks = [LearningRateFinder(num_training_steps=20, early_stop_threshold=None), saver]
         ours(max_epochs=2, callbacks=callbacks, enable_checkpointing=True).fit(module, ckpt_path=ckpt_path)
@@ -351,18 +346,18 @@ def test_resumed_fit_with_a_finder_is_the_uninterrupted_one(tmp_path: Path) -> N
 class Draws(Tunable):
     """The loss depends on attributes that training steps change."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.rng, self.recent, self.factor = np.random.default_rng(1), [0.0], 1.0
 
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
+    def training_step(self, batch, batch_idx):
         self.factor *= 0.9
         self.recent.append(self.rng.random())
         return super().training_step(batch, batch_idx) * self.factor * sum(self.recent)
 
 
-def test_finders_leave_the_attributes_of_the_module() -> None:
-    def end_of(find: Callable[[Tuner, Draws], Any]) -> Any:
+def test_finders_leave_the_attributes_of_the_module():
+    def end_of(find):
         torch.manual_seed(0)
         module, trainer = Draws(), ours(max_epochs=1)
         find(Tuner(trainer), module)
@@ -380,19 +375,19 @@ class Counts(Callback):
 
     batches = 0
 
-    def on_train_batch_end(self, *_: Any) -> None:
+    def on_train_batch_end(self, *_):
         self.batches += 1
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self):
         return {"batches": self.batches}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state):
         self.batches = state["batches"]
 
 
 @pytest.mark.parametrize("in_one", [True, False])
-def test_checkpoint_is_put_back_part_by_part(tmp_path: Path, in_one: bool) -> None:
-    def scenario(make: Any) -> Any:
+def test_checkpoint_is_put_back_part_by_part(tmp_path, in_one):
+    def scenario(make):
         path, counts, module = tmp_path / f"{make.__name__}.ckpt", Counts(), Classifier()
         trainer = make(max_epochs=2, callbacks=[counts])
         trainer.fit(module, data(8), data(2))

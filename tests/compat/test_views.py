@@ -1,10 +1,7 @@
 """``trainer.fit_loop`` and its relatives have the values of Lightning's loops at every hook of a run."""
 
-from __future__ import annotations
-
 import logging
 from contextlib import nullcontext
-from typing import Any
 from unittest.mock import Mock, patch
 
 import pytest
@@ -16,7 +13,7 @@ from tests.parity import Classifier, Learner, assert_agree, data, looks_in, ours
 from trainer.errors import ConfigurationError
 
 
-def moments(counts: Any) -> tuple[int, int, int]:
+def moments(counts):
     """Return the four counters of Lightning, without "started", which is "ready" in our loop."""
     return counts.ready, counts.processed, counts.completed
 
@@ -28,10 +25,10 @@ def moments(counts: Any) -> tuple[int, int, int]:
 class Looks(Callback):
     """Records the values of the views at several hooks."""
 
-    def __init__(self) -> None:
-        self.seen: list[Any] = []
+    def __init__(self):
+        self.seen = []
 
-    def look(self, where: str, trainer: Any) -> None:
+    def look(self, where, trainer):
         if trainer.sanity_checking:
             return
         fit, epoch = trainer.fit_loop, trainer.fit_loop.epoch_loop
@@ -51,7 +48,7 @@ class Looks(Callback):
         })  # fmt: skip
 
 
-ARGUMENTS: list[dict[str, Any]] = [
+ARGUMENTS = [
     {"max_epochs": 2, "accumulate_grad_batches": 3},
     {"max_epochs": 1, "val_check_interval": 2},
     {"max_steps": 5},
@@ -60,7 +57,7 @@ ARGUMENTS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("arguments", ARGUMENTS, ids=str)
 def test_views_agree_with_lightnings_loops(arguments):
-    def scenario(make: Any) -> list[Any]:
+    def scenario(make):
         looks = Looks()
         make(callbacks=[looks], **arguments).fit(Classifier(), data(8), data(4))
         return looks.seen
@@ -85,21 +82,21 @@ def test_values_set_by_callbacks_reach_the_loop():
 @pytest.mark.filterwarnings("ignore")
 def test_fit_resumed_inside_an_epoch_is_restarting(tmp_path):
     class Tells(Classifier):
-        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        def on_train_batch_end(self, outputs, batch, batch_idx):
             seen.append((self.current_epoch, batch_idx, self.trainer.fit_loop.restarting))
             if batch_idx == 1:
                 self.trainer.save_checkpoint(tmp_path / "middle.ckpt")
 
-        def on_train_end(self) -> None:
+        def on_train_end(self):
             self.trainer.save_checkpoint(tmp_path / "between.ckpt")
 
-    def scenario(make: Any) -> list[Any]:
+    def scenario(make):
         seen.clear()
         for epochs, path in enumerate((None, tmp_path / "middle.ckpt", tmp_path / "between.ckpt"), start=1):
             make(max_epochs=epochs).fit(Tells(), data(8), ckpt_path=path)
         return [*seen]
 
-    seen: list[Any] = []
+    seen = []
     found = assert_agree(scenario)
     assert [restarting for *_, restarting in found] == [False] * 4 + [True] * 2 + [False] * 8
 
@@ -112,14 +109,14 @@ def test_fit_resumed_inside_an_epoch_is_restarting(tmp_path):
 def test_trainer_state_can_be_set(limits, epochs, batches, steps, caplog):
     caplog.set_level(logging.DEBUG, logger="lightning.pytorch.utilities.rank_zero")
 
-    def scenario(make: Any) -> list[Any]:
+    def scenario(make):
         trainer = make(**{"max_epochs": 9, **limits})
         loop, epoch = trainer.fit_loop, trainer.fit_loop.epoch_loop
         loop.max_batches = 4
         loop.epoch_progress.current.processed = loop.epoch_progress.current.completed = epochs
         epoch.batch_progress.current.ready = batches
         epoch.automatic_optimization.optim_progress.optimizer.step.total.completed = steps
-        found: list[Any] = []
+        found = []
         for trainer.should_stop in (False, True):
             caplog.clear()
             found.append((loop.done, [message for message in caplog.messages if "Trainer.fit" in message]))
@@ -137,7 +134,7 @@ def test_fit_reports_the_reason_for_its_end(caplog):
 
 
 def test_passes_and_steps_of_an_evaluation_can_be_counted_and_replaced():
-    def scenario(make: Any) -> list[int]:
+    def scenario(make):
         trainer, module, loaders = make(max_epochs=2, num_sanity_val_steps=1), Classifier(), (data(8), data(4))
         loop = trainer.fit_loop.epoch_loop.val_loop
         with patch.object(loop, "_evaluation_step", wraps=loop._evaluation_step) as step:
@@ -155,10 +152,10 @@ def test_passes_and_steps_of_an_evaluation_can_be_counted_and_replaced():
 
 def test_batch_can_be_trained_through_the_view():
     class SkipsOne(Learner):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
+        def training_step(self, batch, batch_idx):
             return None if batch_idx == 9 else super().training_step(batch, batch_idx)
 
-    def scenario(make: Any) -> list[Any]:
+    def scenario(make):
         module, trainer, batch = SkipsOne(), make(max_epochs=1, accumulate_grad_batches=2), next(iter(data(2)))
         trainer.fit(module, data(8))
         trainer.state.stage = RunningStage.TRAINING
@@ -174,7 +171,7 @@ def test_batch_can_be_trained_through_the_view():
 @pytest.mark.parametrize("precision", ["32-true", "16-mixed"])
 def test_optimizer_stepped_by_the_user_in_automatic_optimization(precision):
     class StepsItself(Learner):
-        def on_train_epoch_end(self) -> None:
+        def on_train_epoch_end(self):
             self.loss(next(iter(data(2)))).backward()
             before = weights(self)
             self.optimizers().step()
