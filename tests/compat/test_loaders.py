@@ -226,3 +226,38 @@ def test_steps_that_draw_batches_are_resumed_at_their_position(at_once, shape, t
     ours(max_epochs=2).fit(second, shape(data(16, shuffle=True)), ckpt_path=path)
     assert second.drawn == first.drawn[6 * at_once :]
     assert [w.tolist() for w in weights(second)] == [w.tolist() for w in weights(first)]
+
+
+class OwnIterator:
+    """Starts again whenever it is iterated."""
+
+    def __init__(self, length):
+        self.length, self.passes = length, 0
+
+    def __iter__(self):
+        self.at, self.passes = 0, self.passes + 1
+        return self
+
+    def __next__(self):
+        if self.at == self.length:
+            raise StopIteration
+        self.at += 1
+        return self.at
+
+
+def test_loader_that_is_its_own_iterator_is_iterated_once_per_pass():
+    class Evaluates(Sees):
+        def validation_step(self, batch, batch_idx):
+            self.seen.append(("validation", batch_idx, batch))
+            return torch.ones(1)
+
+        predict_step = validation_step
+
+    def scenario(make):
+        module, loaders = Evaluates(), [OwnIterator(3), OwnIterator(4), OwnIterator(2)]
+        trainer = make(max_epochs=2)
+        trainer.fit(module, *loaders[:2])
+        trainer.predict(module, loaders[2])
+        return list(module.seen), [loader.passes for loader in loaders]
+
+    assert_agree(scenario)

@@ -208,12 +208,16 @@ class EpochalStream(Numbers):
 
 
 class EagerlyShuffled(Seven):
-    """Draws when its iterator is created, from its own generator."""
+    """Is its own iterator, which draws whenever it is iterated."""
 
     def __iter__(self) -> Iterator[int]:
-        indices = list(range(7))
-        random.shuffle(indices)
-        return iter(indices)
+        self.left = random.sample(range(7), 7)
+        return self
+
+    def __next__(self) -> int:
+        if not self.left:
+            raise StopIteration
+        return self.left.pop()
 
 
 class Restless(Seven):

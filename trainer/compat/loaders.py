@@ -21,7 +21,15 @@ from torch.utils.data import DataLoader, SequentialSampler
 from trainer.compat.profiling import records
 from trainer.data.batches import IDLE, Batch, LookAhead, identity
 from trainer.data.epochs import objects_with_set_epoch
-from trainer.data.resumable import MapStyleLoader, ResumableLoader, StatefulLoader, generators_of, length_of, resumable
+from trainer.data.resumable import (
+    MapStyleLoader,
+    ResumableLoader,
+    StatefulLoader,
+    generators_of,
+    length_of,
+    one_pass,
+    resumable,
+)
 from trainer.data.unpadded import Span
 from trainer.errors import rank_zero_warn
 from trainer.state import random_states
@@ -148,7 +156,7 @@ class LoaderSet:
         if self._persists:  # use the resumable form, because persistent workers send their states
             combined = self._limited if self.loaders else combined
             combined.limits = limits
-        source = iter(combined.flattened[0] if self._is_plain else _begin_combined(combined))
+        source = one_pass(combined.flattened[0]) if self._is_plain else _begin_combined(combined)
         batches = _take(iter(self._watch(LookAhead(source) if count == float("inf") else source)), count)
         return ((batch, index, 0) for index, batch in enumerate(batches)) if self._is_plain else batches
 

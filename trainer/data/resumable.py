@@ -25,9 +25,9 @@ import copy
 import hashlib
 import weakref
 from collections import deque
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from functools import cache, partial
-from itertools import chain, cycle, islice
+from itertools import chain, cycle, islice, repeat
 from typing import Any
 
 import numpy as np
@@ -176,7 +176,7 @@ class ResumableLoader:
         if running is None or not self._has_worker_states:
             self.begin_pass(with_old_workers=running is not None)
         if not self._has_worker_states:  # not supported, or other code started the persistent workers
-            return self._count_batches(iter(self.loader))
+            return self._count_batches(one_pass(self.loader))
         return self._open({}) if running is None else iter(self.loader)
 
     def _open(self, starts: dict[int, State]) -> Iterator[Batch]:
@@ -291,6 +291,14 @@ class ResumableLoader:
         for batch in iterator:
             self._batches += 1
             yield batch
+
+
+def one_pass(source: Iterable[Any]) -> Iterator[Any]:
+    """Begin a pass over ``source``, and return its items.
+
+    Calls ``iter`` only once, because it restarts a loader or sampler that is its own iterator.
+    """
+    return map(next, repeat(iter(source)))
 
 
 def resumable(loader: Any, epoch: int = 0) -> ResumableLoader:
@@ -636,7 +644,7 @@ class _RecordedSampler:
     def __iter__(self) -> Iterator[Any]:
         self.drawn, self.initial_states, self.exhausted, self._first = 0, {}, False, None
         self._recent.clear()
-        self._indices = iter(self._sampler)
+        self._indices = one_pass(self._sampler)
         return iter(()) if self.is_silent else self.rest()
 
     def rest(self) -> Iterator[Any]:
