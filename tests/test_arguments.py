@@ -61,6 +61,7 @@ def test_every_default_and_every_choice_is_all_right():
         {"max_time": timedelta(hours=1), "default_root_dir": Path("x"), "enable_progress_bar": 0, "benchmark": 1},
         {"profiler": False, "gradient_clip_val": False, "sync_batchnorm": None, "inference_mode": None},
         {"strategy": ModelParallelStrategy(), "devices": "0,1", "accelerator": CPUAccelerator()},
+        {"devices": "2,"},
     ],
 )
 def test_arguments_allowed_by_lightning_are_accepted(given):

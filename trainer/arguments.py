@@ -96,8 +96,8 @@ def _is_object(value: Any) -> bool:
 
 
 def _is_devices(value: Any) -> bool:
-    if isinstance(value, str):
-        return all(part.strip().lstrip("-").isdigit() for part in value.split(","))
+    if isinstance(value, str):  # "2," is a list of one index, as in Lightning
+        return all(part.strip().lstrip("-").isdigit() for part in value.rstrip(", ").split(","))
     if isinstance(value, (list, tuple)):
         return 0 < len(value) == len(set(map(str, value))) and all(_is_whole(index) and index >= 0 for index in value)
     return _is_whole(value) and (value >= 1 or value == -1)

@@ -188,7 +188,7 @@ class Trainer(TrainerBase):
         )
         plugin = self.engine.precision
 
-        self._default_root_dir = os.fspath(default_root_dir or os.getcwd())
+        self._default_root_dir = os.path.expanduser(default_root_dir or os.getcwd())
         self.default_root_dir_given = bool(default_root_dir)
         self.fast_dev_run = True if fast_dev_run == 1 else fast_dev_run or False
         vars(self).update({name: limits[name] for name in _ATTRIBUTES})

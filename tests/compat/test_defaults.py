@@ -61,6 +61,12 @@ def test_trainer_writes_the_files_of_lightnings_trainer(tmp_path, monkeypatch, o
     assert run_all(Trainer, tmp_path / "ours", monkeypatch, **options) == expected
 
 
+def test_logger_writes_below_the_home_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    trainer = ours(logger=True, default_root_dir="~/runs")
+    assert trainer.default_root_dir == trainer.logger.save_dir == str(tmp_path / "runs")
+
+
 def test_default_logger_without_tensorboard_is_csv(tmp_path, monkeypatch):
     for package in ("_TENSORBOARD_AVAILABLE", "_TENSORBOARDX_AVAILABLE"):
         monkeypatch.setattr(f"lightning.fabric.loggers.tensorboard.{package}", False)
