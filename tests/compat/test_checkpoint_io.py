@@ -3,7 +3,7 @@
 import errno
 import os
 import threading
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import wait
 from io import BytesIO
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,6 +12,7 @@ import fsspec
 import pytest
 import torch
 from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
 
 from tests.support import Regression, loader_of, make_batches, make_trainer
 from trainer import CheckpointFiles
@@ -181,25 +182,6 @@ def test_files_outside_the_runs_folders_are_not_removed(tmp_path, io):
     assert names(tmp_path / "c") == ["1.ckpt", "folder"]
 
 
-def test_checkpoint_is_removed_after_a_save_in_another_thread(tmp_path, io):
-    """AsyncCheckpointIO saves in a thread, and removes the older file without waiting for it."""
-    first, second = tmp_path / "c" / "1.ckpt", tmp_path / "c" / "2.ckpt"
-    with ThreadPoolExecutor(1) as saver:
-
-        def save(path):
-            saver.submit(io.save_checkpoint, FULL, path).result()
-            return names(tmp_path / "c")
-
-        save(first)
-        io.remove_checkpoint(first)
-        assert save(first) == ["1.ckpt"]  # which is wanted again
-        assert save(second) == ["1.ckpt", "2.ckpt"]
-        io.remove_checkpoint(first)
-        io.remove_checkpoint(second)
-        assert names(tmp_path / "c") == ["2.ckpt"]
-        assert save(first) == ["1.ckpt"]
-
-
 # --- ownership of folders ---------------------------------------------------------------------------------------------
 
 
@@ -289,6 +271,15 @@ def test_asynchronous_save_has_the_state_of_its_call(tmp_path, monkeypatch):
     may_write.set()
     loaded = io.load_checkpoint(tmp_path / "x.ckpt")  # waits
     assert (loaded["state_dict"]["a"].tolist(), loaded["list"]) == ([0, 0, 0], [1])
+
+
+def test_checkpoint_that_is_not_written_yet_is_removed_afterwards(tmp_path, monkeypatch):
+    ended, write = threading.Event(), files.write
+    monkeypatch.setattr(files, "write", lambda *arguments: ended.wait(20) and write(*arguments))
+    ends = LambdaCallback(on_train_end=lambda *_: ended.set())
+    saver = ModelCheckpoint(tmp_path / "c", every_n_train_steps=1)
+    fit(tmp_path, saver, ends, plugins=AsyncCheckpointIO(), max_epochs=1)
+    assert names(tmp_path / "c") == [f"epoch=0-step={len(BATCHES)}.ckpt"]
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
@@ -33,8 +32,6 @@ _LAUNCHER_FILE = ".temp.ckpt"  # file that Lightning's launchers use to return w
 _LIGHTNING_METHODS = {
     name: getattr(TorchCheckpointIO, name) for name in ("save_checkpoint", "load_checkpoint", "remove_checkpoint")
 }
-_LAST = "there is no other good one."
-_removing = threading.RLock()  # a wrapper of a CheckpointFiles may save in one thread and remove in another
 
 Identity = tuple[int, int, int]
 
@@ -76,8 +73,6 @@ class CheckpointFiles(TorchCheckpointIO):
         self._own: set[str] = set()  # files of the run in any folder
         self._good: dict[Path, Identity] = {}  # files that were verified, with their identities at that time
         self._disk_full = False  # the last save failed, usually because the disk was full
-        self._saver: int | None = None  # the thread of the last save
-        self._due: set[str | Path] = set()  # files to remove once there is another good one
         self._writer: ThreadPoolExecutor | None = None
         self._pending: list[Future[list[str]]] = []  # a save, and the removals after it
         # whether files are memory-mapped, because each process needs only parts of their tensors
@@ -244,14 +239,11 @@ class CheckpointFiles(TorchCheckpointIO):
         return [f"{error} Training continues without it."]
 
     def _note_saved(self, path: str | Path, local: Path | None) -> list[str]:
-        with _removing:
-            self._disk_full, self._saver = False, threading.get_ident()
-            self._own.add(_name(path))
-            self._due.discard(path)
-            if local is not None:
-                self._remember(local)
-            due, self._due = self._due, set()
-            return [warning for one in due for warning in self._remove(one)]
+        self._disk_full = False
+        self._own.add(_name(path))
+        if local is not None:
+            self._remember(local)
+        return []
 
     def load_checkpoint(
         self,
@@ -294,22 +286,18 @@ class CheckpointFiles(TorchCheckpointIO):
             self._submit(self._remove, path)
 
     def _remove(self, path: str | Path) -> list[str]:
-        with _removing:
-            local, name = local_path(path), _name(path)
-            if not (get_filesystem(path).exists(path) if local is None else os.path.lexists(local)):
-                return []
-            if reason := self._reason_to_keep(local, name):
-                if reason == _LAST and self._saver not in (None, threading.get_ident()):
-                    self._due.add(path)  # another thread is writing its successor (AsyncCheckpointIO)
-                    return []
-                return [f"{path} was to be removed as an old checkpoint, and is kept: {reason}"]
-            if local is None:
-                super().remove_checkpoint(path)
-            elif local.is_dir() and not local.is_symlink():
-                sharded_files.remove(local)
-            else:
-                local.unlink()
+        local, name = local_path(path), _name(path)
+        if not (get_filesystem(path).exists(path) if local is None else os.path.lexists(local)):
             return []
+        if reason := self._reason_to_keep(local, name):
+            return [f"{path} was to be removed as an old checkpoint, and is kept: {reason}"]
+        if local is None:
+            super().remove_checkpoint(path)
+        elif local.is_dir() and not local.is_symlink():
+            sharded_files.remove(local)
+        else:
+            local.unlink()
+        return []
 
     def _reason_to_keep(self, local: Path | None, name: str) -> str:
         """Return the reason to keep a file, as a sentence; "" if it may be removed."""
@@ -330,7 +318,7 @@ class CheckpointFiles(TorchCheckpointIO):
             return ""
         if self._disk_full:
             return "the one that should have taken its place could not be written."
-        return _LAST if self._is_last(Path(name)) else ""
+        return "there is no other good one." if self._is_last(Path(name)) else ""
 
     def _is_last(self, path: Path) -> bool:
         """Return whether ``path`` is the only good checkpoint in the folders of the run."""
@@ -370,6 +358,29 @@ def adopt(strategy: Strategy) -> None:
         strategy.checkpoint_io = CheckpointFiles()
     elif isinstance(given, _WrappingCheckpointIO) and given.checkpoint_io is None:
         given.checkpoint_io = CheckpointFiles()  # AsyncCheckpointIO() without an argument
+    while isinstance(given, _WrappingCheckpointIO):
+        own = vars(given).get("remove_checkpoint") or type(given).remove_checkpoint
+        if isinstance(given, AsyncCheckpointIO) and own is _WrappingCheckpointIO.remove_checkpoint:
+            vars(given)["remove_checkpoint"] = partial(_remove_after_saves, given)
+        given = given.checkpoint_io
+
+
+def _remove_after_saves(io: AsyncCheckpointIO, path: str | Path) -> None:
+    """Remove a checkpoint after the saves in the background, because one of them may not have written it yet.
+
+    Lightning removes it at once: if saves take longer than the training between them, every checkpoint stays.
+    """
+    if io._executor is None:
+        _WrappingCheckpointIO.remove_checkpoint(io, path)
+    else:
+        io._executor.submit(_remove, io, path)
+
+
+def _remove(io: AsyncCheckpointIO, path: str | Path) -> None:
+    try:
+        _WrappingCheckpointIO.remove_checkpoint(io, path)
+    except BaseException as error:  # raised by the next save or `teardown`, as the errors of saves are
+        io._error = error
 
 
 def files_of(strategy: Strategy) -> CheckpointFiles | None:
