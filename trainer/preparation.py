@@ -151,6 +151,7 @@ class Preparation:
             zero_grad=zero_grad,
             add_gradients=loop.run_backward if strategy_backward is None else self._backward_by(strategy_backward),
             backward=hooks.override_of("backward") or engine.gradients.backward,
+            after_backward=self._after_backward(),
             clip=clip,
             norm_type=norm_type,
             update_weights=loop.update_weights,
@@ -167,6 +168,19 @@ class Preparation:
         """Return a hook that calls the strategy's ``backward``, which calls the module's ``backward``."""
         loop = self._trainer.loop
         return Hook("backward", self.hooks.scope, module=lambda loss: backward(loss, loop.optimizers[0]))
+
+    def _after_backward(self) -> Callable[[], Any]:
+        """Return the function that runs ``on_after_backward``, and unscales the gradients first if they may be read.
+
+        That is, if the hook is overridden, or a manual training step continues. An exception is the hook in automatic
+        optimization with sharded gradients, because a process without a loss does not run it, and unscaling may take
+        part in collectives.
+        """
+        trainer, hook = self._trainer, self.hooks.on_after_backward
+        is_read = not hook.is_empty and not trainer.engine.gradients.are_parts
+        if not trainer.scaler.is_enabled() or not (is_read or not self._module.automatic_optimization):
+            return hook
+        return partial(_after_unscaling, trainer.loop, hook)
 
     def _choose_optimization(self) -> FitLoop | ManualOptimization | ClosureOptimization:
         """Choose the object that runs the batches, for the current optimizers.
@@ -446,6 +460,15 @@ def _module_with_collectives(module: nn.Module) -> str | None:
         if isinstance(part, Metric) and part.dist_sync_on_step:
             return f"The metric {name!r}, with dist_sync_on_step=True,"
     return None
+
+
+def _after_unscaling(loop: FitLoop, hook: Hook) -> None:
+    for optimizer in loop.optimizers:
+        if not loop.gradients.are_used(optimizer):  # otherwise, this backward pass has not changed its gradients
+            loop.gradients.unscale_(optimizer)
+    hook()
+    if not loop.window.is_last:  # the next batch adds scaled gradients
+        loop.gradients.scale_again()
 
 
 def _clip_by_module(clip: Hook, trainer: Trainer, optimizer: Optimizer) -> None:

@@ -363,6 +363,7 @@ class Run:
         torch.set_grad_enabled(True)
         if not trainer.loop.limits.ends_fit():
             modules.warn_of_eval_mode(trainer)
+            modules.warn_of_gradient_hooks(trainer)
         trainer.process.begin_fit()
         if trainer.detect_anomaly and not trainer.scaler.is_enabled():  # with loss scaling, AnomalyDetection does this
             self.session.enter_context(torch.autograd.set_detect_anomaly(True))

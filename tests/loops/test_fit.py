@@ -228,11 +228,19 @@ def test_module_may_override_backward_zero_grad_clipping_and_the_schedules_step(
     assert calls == [call for i in range(4) for call in (("optimizer_zero_grad", 0, i), *(step if i else step[:2]))]
 
 
+@pytest.mark.parametrize(
+    "clip",
+    [
+        lambda module: module.clip_gradients(module.optimizers(), 0.1, "norm"),
+        lambda module: torch.nn.utils.clip_grad_norm_(module.parameters(), 0.1),
+    ],
+    ids=["clip_gradients", "clip_grad_norm_"],
+)
 @pytest.mark.parametrize("precision", ["32-true", "16-mixed"])
-def test_gradients_clipped_within_a_window_are_added_to_unclipped_ones_of_the_same_scale(tmp_path, precision):
+def test_gradients_clipped_within_a_window_are_added_to_unclipped_ones_of_the_same_scale(tmp_path, precision, clip):
     class ClipsEach(Regression):
         def on_after_backward(self):
-            self.clip_gradients(self.optimizers(), 0.1, "norm")
+            clip(self)
 
     ours, theirs, batches = make_net(), make_net(), make_batches(4)
     plugin, scaler = plugin_of(precision), scaler_of(precision)
@@ -252,6 +260,31 @@ def test_gradients_clipped_within_a_window_are_added_to_unclipped_ones_of_the_sa
             optimizer.step()
             optimizer.zero_grad()
     assert_same_weights(ours, theirs)
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "sgd-fused"])
+def test_overflow_is_skipped_if_on_after_backward_clears_its_gradients(tmp_path, optimizer):
+    class Clears(Regression):
+        def on_after_backward(self):
+            if not all(p.grad.isfinite().all() for p in self.parameters()):
+                self.zero_grad()
+
+    ours, theirs, batches = make_net(), make_net(), make_batches(6, gains={2: float("inf"), 3: 1e30})
+    _, trace = fit_and_watch(tmp_path, Clears(ours, OPTIMIZERS[optimizer]), batches, precision=plugin_of("16-mixed"))
+    expected = train_by_hand(
+        theirs, batches, precision="16-mixed", optimizer=OPTIMIZERS[optimizer], scaler=scaler_of("16-mixed")
+    )
+    assert trace.skipped == [False, False, True, True, False, False]
+    assert_same(trace, expected)
+
+
+def test_hooks_on_scaled_gradients_are_a_warning(tmp_path):
+    module = Regression()
+    module.net[0].weight.register_hook(lambda gradient: gradient.clamp(-0.1, 0.1))
+    module.net[1].bias.register_post_accumulate_grad_hook(lambda parameter: None)
+    with pytest.warns(UserWarning, match=r"hooks on the gradients of net\.0\.weight, net\.1\.bias with .*16-mixed"):
+        make_trainer(tmp_path, precision=native_fp16()).fit(module, loader_of(make_batches(1)))
+    make_trainer(tmp_path, precision="bf16-mixed").fit(module, loader_of(make_batches(1)))
 
 
 # --- end of training --------------------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from trainer.callbacks.gradient_accumulation import GradientAccumulation
 from trainer.callbacks.gradient_clipping import GradientClipping
 from trainer.compat import callback_order
 from trainer.compat.loaders import DrawnLoaderSet, LoaderSet
-from trainer.errors import ConfigurationError
+from trainer.errors import ConfigurationError, join_first, warn
 from trainer.state.metric_objects import metric_objects_in, saved_attributes
 from trainer.state.program import ProgramState, package_of
 
@@ -115,6 +115,19 @@ def verify_dataloader_idx(module: LightningModule, name: str, stage: RunningStag
 def warn_of_eval_mode(trainer: Trainer) -> None:
     """Warn if parts of the module are in eval mode when training begins."""
     trainer.fit_loop._warn_if_modules_in_eval_mode()
+
+
+def warn_of_gradient_hooks(trainer: Trainer) -> None:
+    """Warn of hooks on the gradients of parameters if losses are scaled: autograd calls them inside backward passes."""
+    named = trainer.lightning_module.named_parameters()
+    hooked = [name for name, p in named if p._backward_hooks or p._post_accumulate_grad_hooks]
+    if hooked and trainer.scaler.is_enabled() and trainer.engine.exposes_gradients:
+        warn(
+            f"Got hooks on the gradients of {join_first(hooked, 3)} with precision={trainer.precision!r}. Autograd"
+            " calls them inside the backward pass, when gradients are multiplied by the loss scale. Hooks that multiply"
+            " gradients, such as masks, work. Hooks that clip or log gradients or step an optimizer do not: use"
+            " gradient_clip_val or on_after_backward instead, or precision='bf16-mixed'."
+        )
 
 
 def set_up_profiler(trainer: Trainer, module: LightningModule) -> None:

@@ -8,7 +8,8 @@ In a training step, in this order::
     backward(scale(loss))              each other batch
     keep(optimizer)                    only if a compiled backward pass (CUDA graphs) would overwrite the gradients
     multiply_(optimizers, factor)      at a window's end, if the losses were not multiplied by their exact weights
-    unscale_(optimizer)                for each optimizer: gradients are unscaled from here on
+    unscale_(optimizer)                for each optimizer: gradients are unscaled from here on. Runs before
+                                       `on_after_backward` if code may read or change gradients there
     norm(optimizer), clip_(optimizer, ...), local(optimizer)       hooks, callbacks
     step(optimizer)                    with an enabled scaler, does nothing if a gradient is not finite
     update()                           once: adjusts the loss scale, and returns the outcome if it is known

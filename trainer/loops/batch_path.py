@@ -58,6 +58,7 @@ class TrainingPath(BatchPath):
         zero_grad: the module's own ``optimizer_zero_grad(epoch, batch_idx, optimizer)``. None for the usual one.
         add_gradients: runs the hooks and the backward pass of a loss, which is not scaled yet.
         backward: runs the backward pass of a scaled loss.
+        after_backward: runs ``on_after_backward``, on unscaled gradients.
         clip: clips the gradients of one optimizer after ``on_before_optimizer_step``. None for no clipping.
         norm_type: the order of the norms that ``clip`` returns.
         update_weights: steps all optimizers at the end of an accumulation window.
@@ -69,6 +70,7 @@ class TrainingPath(BatchPath):
     zero_grad: Callable[..., Any] | None
     add_gradients: Callable[[Tensor], Any]
     backward: Callable[[Tensor], Any]
+    after_backward: Callable[[], Any]
     clip: Clip | None
     norm_type: float
     update_weights: Callable[[], None]
@@ -79,8 +81,8 @@ TrainingWrapper = Callable[[TrainingPath], TrainingPath]
 
 NO_PATH = TrainingPath(
     identity, identity, nullcontext, identity, identity, train_batch=identity, close_window=identity,
-    clears_before_forward=False, zero_grad=None, add_gradients=identity, backward=identity, clip=None,
-    norm_type=2.0, update_weights=identity,
+    clears_before_forward=False, zero_grad=None, add_gradients=identity, backward=identity,
+    after_backward=identity, clip=None, norm_type=2.0, update_weights=identity,
 )  # fmt: skip
 """The path of a loop that no run has prepared yet."""
 

@@ -383,7 +383,7 @@ class FitLoop:
         scaled = self.gradients.scale(loss)
         self.hooks.on_before_backward(scaled)
         (run or self.path.backward)(scaled)
-        self.hooks.on_after_backward()
+        self.path.after_backward()
 
     def end_batch(self, outputs: dict[str, Any] | None, batch: Any, batch_idx: int) -> None:
         """Step the schedules, run the hooks after the batch, and log."""

@@ -21,7 +21,7 @@ may have, too, and ``+`` one that Lightning does not have::
                 * optimizer_zero_grad
                   on_before_backward
                 * backward
-                  on_after_backward
+                  on_after_backward          gradients are unscaled (with FSDP: in manual optimization only)
                   on_before_optimizer_step   at a window's last batch; gradients are unscaled and unclipped
                 * configure_gradient_clipping
                   (the optimizer steps)

@@ -3,10 +3,11 @@
 It replaces ``FitLoop.train_batch`` if the module sets ``automatic_optimization = False``. The module calls
 ``manual_backward`` and ``optimizer.step()`` for any number of optimizers, any number of times.
 
-The rules for the scaler are those of the fit loop: gradients are unscaled once per step, the scale is constant during
-``training_step``, and ``update`` runs once at its end. Steps that are taken in a hook have their own update at the end
-of ``on_train_batch_end`` or of the epoch. It runs earlier if a backward pass begins, or if the state is read or saved.
-If the scale changes while other optimizers accumulate gradients, these gradients are multiplied to match the new scale.
+The rules for the scaler are those of the fit loop: the scale is constant during ``training_step``, and ``update`` runs
+once at its end. Gradients are unscaled after each backward pass, because the module may change them before its step.
+Steps that are taken in a hook have their own update at the end of ``on_train_batch_end`` or of the epoch. It runs
+earlier if a backward pass begins, or if the state is read or saved. If the scale changes while other optimizers
+accumulate gradients, these gradients are multiplied to match the new scale.
 """
 
 from __future__ import annotations
@@ -54,6 +55,7 @@ class ManualOptimization:
             output = loop.run_training_step(batch, batch_idx, nothing=None)
         finally:
             loop.freezes_scale = False
+        loop.gradients.scale_again()  # gradients that the next batch adds to
         loop.finish_steps()
         loop.end_batch(None if batch is None else self.outputs_of(output), batch, batch_idx)
 

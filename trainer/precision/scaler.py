@@ -155,18 +155,14 @@ class LossScaler(torch.amp.GradScaler):
         """Divide the gradients by the scale, in place. No-op if that was done since the last ``step``."""
         if not self._enabled:
             return
+        optimizer = vars(optimizer).get("_optimizer", optimizer)  # the wrapper that a module sees
         state = self._per_optimizer_states[id(optimizer)]
-        if (
-            state["stage"] is OptState.STEPPED
-        ):  # a second step before the update; the check of the first stays in _checks
-            state["stage"] = OptState.READY
-        if state["stage"] is OptState.READY and self.has_scaled:
+        # a stage of STEPPED: a second step before the update; the check of the first stays in _checks
+        if state["stage"] is not OptState.UNSCALED and self.has_scaled:
             found = self._check_gradients(optimizer)
-            if self.all_reduce_flag is not None:
-                for flag in found.values():
-                    self.all_reduce_flag(flag)
-            state["found_inf_per_device"], state["stage"] = found, OptState.UNSCALED
+            state["found_inf_per_device"] = found
             if found:
+                state["stage"] = OptState.UNSCALED
                 self._checks.append(Check(optimizer, list(found.values())))
 
     def _check_gradients(self, optimizer: Optimizer) -> dict[torch.device, Tensor]:
@@ -198,6 +194,9 @@ class LossScaler(torch.amp.GradScaler):
             self._expect_no_gradients(optimizer)
             del self._per_optimizer_states[id(optimizer)]  # it may have gradients the next time
             return None
+        if self.all_reduce_flag is not None:  # only here, because each process takes part in each step
+            for flag in state["found_inf_per_device"].values():
+                self.all_reduce_flag(flag)
         state["stage"] = OptState.STEPPED
         check = next(check for check in reversed(self._checks) if check.optimizer is optimizer)
         check.stepped = True
