@@ -172,15 +172,15 @@ class Preparation:
     def _after_backward(self) -> Callable[[], Any]:
         """Return the function that runs ``on_after_backward``, and unscales the gradients first if they may be read.
 
-        That is, if the hook is overridden, or a manual training step continues. An exception is the hook in automatic
-        optimization with sharded gradients, because a process without a loss does not run it, and unscaling may take
-        part in collectives.
+        That is, if the hook or ``optimizer_step`` is overridden, or in a manual training step. An exception is
+        automatic optimization with sharded gradients, because a process without a loss does not run the hook, and
+        unscaling may take part in collectives.
         """
         trainer, hook = self._trainer, self.hooks.on_after_backward
-        is_read = not hook.is_empty and not trainer.engine.gradients.are_parts
-        if not trainer.scaler.is_enabled() or not (is_read or not self._module.automatic_optimization):
-            return hook
-        return partial(_after_unscaling, trainer.loop, hook)
+        is_read = not self._module.automatic_optimization
+        if not (is_read or trainer.engine.gradients.are_parts):
+            is_read = not hook.is_empty or self.hooks.override_of("optimizer_step") is not None
+        return partial(_after_unscaling, trainer.loop, hook) if is_read and trainer.scaler.is_enabled() else hook
 
     def _choose_optimization(self) -> FitLoop | ManualOptimization | ClosureOptimization:
         """Choose the object that runs the batches, for the current optimizers.

