@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import shutil
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
+from omegaconf import OmegaConf
 
 from tests.cli.conftest import write
 from trainer.cli import main, restore
@@ -21,37 +24,16 @@ from trainer.record.run_record import load_run, read_json
 pytestmark = [pytest.mark.usefixtures("project"), pytest.mark.filterwarnings("default")]
 
 
-CONFIG = """
-command: fit
-seed: 7
-ckpt_path: old.ckpt
-resume: auto
-exact_resume: true
-allowed_packages: []
-precision:
-  _target_: trainer.precision.MixedPrecision
-  dtype: float16
-  loss_scaling: true
-trainer:
-  _target_: trainer.Trainer
-  max_epochs: 3
-  accelerator: cpu
-  devices: 1
-callbacks: {}
-logger: {}
-data:
-  _target_: line_fit.Points
-  batch_size: 2
-model:
-  _target_: line_fit.Line
-  optimizer: ${optimizer}
-  start: 0.5
-optimizer:
-  _target_: torch.optim.SGD
-  _partial_: true
-  lr: 0.25
-scheduler: null
-"""
+SETTINGS = ["seed=7", "data.batch_size=2", "model.start=0.5", "optimizer.lr=0.25", "trainer.max_epochs=3"]
+OPTIONS = ["precision=16", "callbacks=none", "logger=none", "resume=auto"]
+
+
+@cache
+def config() -> dict[str, Any]:
+    """Return the config of an old run, in which some settings did not exist."""
+    composed = OmegaConf.to_container(validate(read(["fit", "+recipe=line", *SETTINGS, *OPTIONS])))
+    old = {name: value for name, value in composed.items() if name not in ("hydra", "objective", "checks")}
+    return old | {"ckpt_path": "old.ckpt"}
 
 
 @pytest.fixture
@@ -61,7 +43,7 @@ def run(project):
     write(
         folder,
         {
-            ".hydra/config.yaml": CONFIG,
+            ".hydra/config.yaml": yaml.safe_dump(config()),
             "run.json": json.dumps(
                 {"recipe": "line", "paths": {"best_checkpoint": "/x/checkpoints/epoch=1-step=8.ckpt"}}
             ),
@@ -181,22 +163,21 @@ def test_mistakes(run, argv, message, capsys):
 
 
 def changed(**changes) -> str:
-    config = yaml.safe_load(CONFIG)
-    for key, change in changes.items():
-        config[key] = config.get(key, {}) | change if isinstance(change, dict) else change
-    return yaml.safe_dump(config)
+    merged = {key: config().get(key, {}) | change for key, change in changes.items()}
+    return yaml.safe_dump(config() | merged)
 
 
 @pytest.mark.parametrize(
     ("written", "message"),
     [
         *((text, "is damaged") for text in ("model: [", "- a\n- b\n", "trainer: 3\nmodel: null\n")),
-        (changed(trainer={"no_such": 1}), "The config of that run: There is no setting 'trainer.no_such'"),
-        (changed(trainer={"max_epochs": "ten"}), "The config of that run: trainer.max_epochs: Value 'ten'"),
+        ({"no_such": 1}, "The config of that run: There is no setting 'trainer.no_such'"),
+        ({"max_epochs": "ten"}, "The config of that run: trainer.max_epochs: Value 'ten'"),
     ],
 )
 def test_config_of_a_stranger_is_checked_like_any_other(run, written, message, capsys):
-    (run / ".hydra" / "config.yaml").write_text(written)
+    text = written if isinstance(written, str) else changed(trainer=written)
+    (run / ".hydra" / "config.yaml").write_text(text)
     assert main(["test", f"ckpt={run}"]) == 2
     assert message in capsys.readouterr().err
 
@@ -229,9 +210,8 @@ def test_run_and_later_commands(project, capsys):
 
 def test_compiled_run_is_resumed_with_and_without_compile(run):
     assert composed("fit", f"ckpt={run}", "compile=reduce-overhead").callbacks.compile.mode == "reduce-overhead"
-    config = run / ".hydra" / "config.yaml"
-    compile_it = "callbacks: {compile: {_target_: trainer.callbacks.Compile, mode: max-autotune}}"
-    config.write_text(CONFIG.replace("callbacks: {}", compile_it), encoding="utf-8")
+    node = {"_target_": "trainer.callbacks.Compile", "mode": "max-autotune"}
+    (run / ".hydra" / "config.yaml").write_text(changed(callbacks={"compile": node}), encoding="utf-8")
     assert composed("fit", f"ckpt={run}").callbacks.compile.mode == "max-autotune"
     assert composed("fit", f"ckpt={run}", "compile=none").callbacks.compile is None
     assert composed("fit", f"ckpt={run}", "compile=default").callbacks.compile.mode == "default"

@@ -102,30 +102,35 @@ def test_missed_threshold_fails_with_strict_only(folder):
     assert report(folder, Thresholds(strict=True, min_memory_saving=None)) == 0
 
 
-def test_run_that_failed_is_a_row(folder, capsys):
-    nothing = {"throughput": None, "samples_per_second": None, "metrics": {}}
-    failed = result(1, "16-mixed", status="failed", error="LossScaleCollapse: [b]1[/b]", **nothing)
-    leave(result(0, "32-true"), failed, result(2, "bf16-mixed"))
-    assert report(folder, Thresholds()) == 1
-    text = (folder / "compare.md").read_text()
-    assert "| 16-mixed | 0.5 | - | - | - | 1,536 MiB | 1 | - | - | failed |" in text
-    assert "- 16-mixed: failed: LossScaleCollapse: [b]1[/b]\n- bf16-mixed: val_acc within 0.2 points" in text
-    assert "16-mixed: failed: LossScaleCollapse: [b]1[/b]\n" in capsys.readouterr().out
+NOTHING = {"throughput": None, "samples_per_second": None, "metrics": {}}
+COLLAPSE = {"status": "failed", "error": "LossScaleCollapse: [b]1[/b]"} | NOTHING
+FIRST, SECOND = result(0, "32-true"), result(1, "16-mixed")
 
 
-def test_comparison_without_its_first_run_or_without_others(folder):
-    assert report(folder, Thresholds()) == 0
-    assert list(folder.iterdir()) == []
-    leave(result(0, "32-true"))
-    assert report(folder, Thresholds()) == 0
-    assert "- 32-true: there is no other run to compare with." in (folder / "compare.md").read_text()
-    leave(result(1, "16-mixed", status="interrupted"))
-    assert report(folder, Thresholds()) == 1
-    assert "- 16-mixed: interrupted: no error was recorded" in (folder / "compare.md").read_text()
-    leave(result(0, "32-true", status="failed", error="OSError: no"), result(1, "16-mixed"))
-    assert report(folder, Thresholds()) == 1
-    text = (folder / "compare.md").read_text()
-    assert "- 32-true: failed: OSError: no\n- 16-mixed: completed, but 32-true did not.\n" in text
+@pytest.mark.parametrize(
+    ("jobs", "status", "sentences"),
+    [
+        ([], 0, []),
+        ([FIRST], 0, ["32-true: there is no other run to compare with."]),
+        ([FIRST, SECOND | {"status": "interrupted"}], 1, ["16-mixed: interrupted: no error was recorded"]),
+        (
+            [FIRST | {"status": "failed", "error": "OSError: no"}, SECOND],
+            1,
+            ["32-true: failed: OSError: no", "16-mixed: completed, but 32-true did not."],
+        ),
+        (
+            [FIRST, SECOND | COLLAPSE, result(2, "bf16-mixed")],
+            1,
+            ["16-mixed: failed: LossScaleCollapse: [b]1[/b]\n", "bf16-mixed: val_acc within 0.2 points"],
+        ),
+    ],
+)
+def test_runs_that_did_not_complete(folder, capsys, jobs, status, sentences):
+    leave(*jobs)
+    assert report(folder, Thresholds()) == status
+    assert (folder / "compare.md").exists() is bool(jobs)
+    for text in (capsys.readouterr().out, (folder / "compare.md").read_text() if jobs else ""):
+        assert [sentence in text for sentence in sentences] == [True] * len(sentences), text
 
 
 def test_runs_of_a_comparison(folder):
