@@ -176,7 +176,6 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         shutil.copytree("good.ckpt", f"{name}.ckpt")
     Path("torn.ckpt/manifest.json").unlink()
     data = bytearray(Path("file.ckpt").read_bytes())
-    Path("cut.ckpt").write_bytes(data[: len(data) // 2])
     data[len(data) // 2] ^= 1
     Path("bit.ckpt").write_bytes(data)
     data = bytearray(Path("good.ckpt/__0_0.distcp").read_bytes())
@@ -204,7 +203,6 @@ REFUSED = [
     ("consolidate good.ckpt new more", "Got the word 'more'"),
     ("shard", "expected a checkpoint that is one file, and the folder to write: .* shard --help"),
     ("shard good.ckpt new", "shard got good.ckpt, which is a folder or missing, expected a checkpoint"),
-    ("shard cut.ckpt new", "cut.ckpt is damaged: it was cut short after"),
     ("shard text.ckpt new", "text.ckpt is not a checkpoint: torch.save did not write this file"),
     ("shard stranger.ckpt new", "stranger.ckpt contains more than tensors and plain containers, "),
     ("export run new.safetensors", "ckpt is run, a folder without checkpoints."),

@@ -25,7 +25,6 @@ pytestmark = pytest.mark.filterwarnings("default")
 FORWARD = {
     "Net": "{'value': self.net(points), 'large': (self.net(points) > 1).float()}",
     "Fixed": "self.net(points).reshape(4, 1)",
-    "Single": "self.net(points.reshape(1, 1))",
     "Random": "self.net(points) + torch.rand(1)",
     "Branches": "self.net(points) if points.sum().item() > 0 else points",
     "Other": "self.net(points[:, :, 0])",
@@ -102,17 +101,13 @@ def test_checkpoint_with_a_config_and_settings(capfd: Any) -> None:
 
 def test_weights_of_a_run(state: Any, capfd: Any) -> None:
     assert export(capfd, "to=a.safetensors", "ckpt=run")[0] == 0
-    assert export(capfd, "run", "b.safetensors", "net.")[0] == 0
     found = load_file("a.safetensors")
     torch.testing.assert_close(found, dict(state), rtol=0, atol=0)
-    assert load_file("b.safetensors").keys() == {"weight", "bias"}
 
 
-@pytest.mark.parametrize(("kind", "rows"), [("Fixed", 4), ("Single", 1)])
-def test_forward_of_one_size(capfd: Any, kind: str, rows: int) -> None:
-    words = ("ckpt=run", f"model._target_=nets.{kind}", f"data.batch_size={rows}", "to=out/model.pt2")
-    status, out, _ = export(capfd, *words)
-    assert (status, f"for batches of {rows}, no other size." in out) == (0, True)
+def test_forward_of_one_size(capfd: Any) -> None:
+    status, out, _ = export_of("Fixed", capfd)
+    assert (status, "for batches of 4, no other size." in out) == (0, True)
 
 
 def test_graph_with_other_results_is_not_kept(capfd: Any) -> None:

@@ -272,5 +272,3 @@ def test_trainer_passes_them_over(tmp_path: Path):
     assert module.read["lr"] == 0.5
     with pytest.raises(pickle.UnpicklingError):
         Reads.load_from_checkpoint(file, weights_only=True)
-    for function in ("validate", "test", "predict"):
-        getattr(make_trainer(tmp_path), function)(Reads(), data(2), ckpt_path=str(file))

@@ -67,14 +67,6 @@ def test_every_place_in_a_checkpoint(tmp_path, checkpoint, proof, place):
     assert not proof.exists()
 
 
-def old_format(file: Path, content: Any) -> None:
-    torch.save(content, file, _use_new_zipfile_serialization=False)
-
-
-def bare_pickle(file: Path, content: Any) -> None:
-    file.write_bytes(pickle.dumps(content))
-
-
 def oldest_format(file: Path, content: Any) -> None:
     names = ["storages", "tensors", "pickle"]
     for name in names:
@@ -84,7 +76,14 @@ def oldest_format(file: Path, content: Any) -> None:
             archive.add(file.parent / name, name)
 
 
-@pytest.mark.parametrize("write", [old_format, bare_pickle, oldest_format])
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda file, content: torch.save(content, file, _use_new_zipfile_serialization=False),
+        lambda file, content: file.write_bytes(pickle.dumps(content)),
+        oldest_format,
+    ],
+)
 def test_every_kind_of_file(tmp_path, checkpoint, proof, write):
     file = tmp_path / "evil.ckpt"
     write(file, {**checkpoint, "state_dict": Payload(proof)})

@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset, WeightedRandomSampler
+from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 
 from tests.cli.conftest import write
+from tests.support import stream_of
 from trainer import machine
 from trainer.cli import tune
 from trainer.cli.arguments import read
@@ -57,10 +58,6 @@ BROKEN = """
         def training_step(self, batch, batch_idx):
             raise torch.OutOfMemoryError("CUDA out of memory")
 
-    class Fails(Line):
-        def training_step(self, batch, batch_idx):
-            raise ValueError("no way")
-
     class Overflows(Line):
         def training_step(self, batch, batch_idx):
             loss = super().training_step(batch, batch_idx)
@@ -75,9 +72,10 @@ def test_out_of_memory_errors_are_distinguished(settings, capsys):
     message = tried(settings("model._target_=broken.OutOfMemory"))
     assert message["status"] == "out of memory"
     assert message["error"].startswith("OutOfMemoryError: CUDA out of memory")
-    message = tried(settings("model._target_=broken.Fails"))
-    assert message == {"status": "failed", "error": "ValueError: no way", "is_usage": False, "is_precision": False}
-    assert 'raise ValueError("no way")' in capsys.readouterr().err  # the traceback is in the log
+    message = tried(settings("model.fail_at=0"))
+    error = "RuntimeError: asked to fail"
+    assert message == {"status": "failed", "error": error, "is_usage": False, "is_precision": False}
+    assert 'raise RuntimeError("asked to fail")' in capsys.readouterr().err  # the traceback is in the log
 
 
 def test_config_that_cannot_be_built_is_the_users(settings):
@@ -138,11 +136,6 @@ def test_rates_exclude_the_first_step_and_waiting_time():
     assert meter.found()["samples_per_second"] == 24 / (2 + 4 + 1)
 
 
-class Stream(IterableDataset):
-    def __iter__(self):
-        yield from range(3)
-
-
 DATA = TensorDataset(torch.zeros(20, 1))
 
 
@@ -151,7 +144,7 @@ DATA = TensorDataset(torch.zeros(20, 1))
     [
         (DataLoader(DATA, batch_size=6, drop_last=True), 20),
         (DataLoader(DATA, sampler=WeightedRandomSampler(torch.ones(20), 7)), 7),
-        (DataLoader(Stream()), None),
+        (stream_of(range(3)), None),
         ({"a": DataLoader(DATA)}, None),
     ],
 )

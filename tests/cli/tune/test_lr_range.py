@@ -8,60 +8,55 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from torch.utils.data import DataLoader, TensorDataset
 
-from tests.support import make_trainer
+from tests.support import loader_of, make_trainer
 from trainer.cli.tune.lr import suggest
 from trainer.cli.tune.lr_range import LearningRateSweep
 from trainer.errors import ConfigurationError
 
 
 class Quadratic(L.LightningModule):
-    """The loss is ``curvature / 2 * w ** 2`` for each batch: after a step of SGD w is (1 - lr * curvature) w.
+    """The loss is ``2 * w ** 2`` for each batch: after a step of SGD w is (1 - 4 * lr) w.
 
     ``change`` changes the loss of a step and a batch.
     """
 
-    def __init__(
-        self, curvature: float = 4.0, configure: Any = None, change: Any = lambda loss, step, batch: loss
-    ) -> None:
+    def __init__(self, configure: Any = None, change: Any = lambda loss, step, batch: loss) -> None:
         super().__init__()
         self.change = change
         self.w = torch.nn.Parameter(torch.tensor([3.0]))
         self.other = torch.nn.Parameter(torch.tensor([1.0]))
-        self.curvature = curvature
         self.configure = configure or (lambda module: torch.optim.SGD([module.w], lr=0.1))
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        loss = (self.curvature / 2 * self.w**2 + 0.0 * self.other).sum()
+        loss = (2 * self.w**2 + 0.0 * self.other).sum()
         return self.change(loss, self.trainer.global_step, batch_idx)
 
     def configure_optimizers(self) -> Any:
         return self.configure(self)
 
 
-def batches(count: int = 8) -> DataLoader:
-    return DataLoader(TensorDataset(torch.zeros(count, 1)), batch_size=1)
+BATCHES = loader_of(torch.zeros(8, 1))
 
 
 def sweep(module: L.LightningModule, *arguments: float, **options: Any) -> LearningRateSweep:
     callback = LearningRateSweep(*arguments)
-    make_trainer(None, callbacks=[callback], max_epochs=1000, **options).fit(module, batches())
+    make_trainer(None, callbacks=[callback], max_epochs=1000, **options).fit(module, BATCHES)
     return callback
 
 
-def known(curvature: float, first: float, last: float, steps: int) -> list[tuple[float, float]]:
+def known(first: float, last: float, steps: int) -> list[tuple[float, float]]:
     w, curve = 3.0, []
     for step in range(steps):
         rate = first * (last / first) ** (step / (steps - 1))
-        w *= 1 - rate * curvature
-        curve.append((rate, curvature / 2 * w**2))
+        w *= 1 - 4 * rate
+        curve.append((rate, 2 * w**2))
     return curve
 
 
 def test_curve_of_a_quadratic():
     found = sweep(Quadratic(), 1e-4, 0.4, 40)
-    expected = known(4.0, 1e-4, 0.4, 40)
+    expected = known(1e-4, 0.4, 40)
     assert [rate for rate, _ in found.points] == pytest.approx([rate for rate, _ in expected])
     assert [loss for _, loss in found.points] == pytest.approx([loss for _, loss in expected], rel=1e-3)
     assert (found.first_loss, found.ended_by) == (18.0, "the last rate")
@@ -71,11 +66,11 @@ def test_curve_of_a_quadratic():
 
 
 def test_range_test_ends_when_the_loss_diverges():
-    """SGD on a quadratic diverges above 2 / curvature."""
-    found = sweep(Quadratic(curvature=4.0), 0.3, 300.0, 100)
+    """SGD on a quadratic diverges above 0.5."""
+    found = sweep(Quadratic(), 0.3, 300.0, 100)
     assert found.ended_by == "divergence"
     assert len(found.points) < 60
-    assert found.points[-1][0] > 2 / 4.0
+    assert found.points[-1][0] > 0.5
     assert found.points[-1][1] > found.first_loss
 
 
@@ -89,7 +84,7 @@ def test_window_is_one_point():
     varies = Quadratic(change=lambda loss, step, batch: loss + batch % 2)
     found = sweep(varies, 1e-4, 0.4, 10, accumulate_grad_batches=2)
     assert [loss for _, loss in found.points] == pytest.approx(
-        [loss + 0.5 for _, loss in known(4.0, 1e-4, 0.4, 10)], rel=1e-3
+        [loss + 0.5 for _, loss in known(1e-4, 0.4, 10)], rel=1e-3
     )
 
 
@@ -101,7 +96,7 @@ def overflowing(loss: torch.Tensor) -> torch.Tensor:
 def test_skipped_steps_are_not_points_and_their_rate_is_repeated():
     overflows = Quadratic(change=lambda loss, step, batch: overflowing(loss) if step in (3, 4) else loss)
     found = sweep(overflows, 1e-4, 0.4, 20, precision="16-mixed")
-    expected = known(4.0, 1e-4, 0.4, 20)
+    expected = known(1e-4, 0.4, 20)
     assert [rate for rate, _ in found.points] == pytest.approx([rate for rate, _ in expected])
     assert [loss for _, loss in found.points] == pytest.approx([loss for _, loss in expected], rel=1e-2)
     assert found.found()["skipped"] == 2
@@ -111,7 +106,7 @@ def test_only_overflows():
     found = LearningRateSweep(1e-4, 0.4, 20)
     trainer = make_trainer(None, precision="16-mixed", max_epochs=1000)
     trainer.callbacks = [found]  # without callbacks that end such a run
-    trainer.fit(Quadratic(change=lambda loss, step, batch: overflowing(loss)), batches())
+    trainer.fit(Quadratic(change=lambda loss, step, batch: overflowing(loss)), BATCHES)
     assert (found.ended_by, found.points) == ("overflows", [])
 
 
