@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import csv
-import json
 import shutil
 import sqlite3
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -41,53 +40,38 @@ def alone(project: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         sys.modules["wandb"].teardown()
 
 
-def _entries(log: bytes) -> Iterator[bytes]:
-    """The entries of a log in LevelDB's format, which W&B writes: blocks of 32 KiB, an entry in one or more pieces."""
-    at, entry = 7, b""  # behind the heading
-    while at + 7 <= len(log):
-        if 32768 - at % 32768 < 7:  # the rest of the block is too short for a piece
-            at += 32768 - at % 32768
-            continue
-        length, kind = int.from_bytes(log[at + 4 : at + 6], "little"), log[at + 6]
-        entry += log[at + 7 : at + 7 + length]
-        at += 7 + length
-        if kind in (1, 4):  # the whole, or its last piece
-            yield entry
-            entry = b""
-
-
 class Wandb:
-    """Return the content of an offline run's file."""
+    """A run of W&B, with the arguments of its calls."""
 
-    def __init__(self, run: str, index: int = 0) -> None:
-        import wandb
-        from wandb.proto.wandb_internal_pb2 import Record
-
-        wandb.teardown()  # its process, which writes the file, has ended then
-        file = sorted(Path(run).glob("wandb/offline-run-*/*.wandb"))[index]
-        self.id, self.rows, self.config, self.artifacts, self.exit_code = "", [], {}, [], None
-        for data in _entries(file.read_bytes()):
-            (record := Record()).ParseFromString(data)
-            kind = record.WhichOneof("record_type")
-            if kind == "run":
-                self.run, self.id = record.run, record.run.run_id
-                self._update(record.run.config)
-            elif kind == "config":
-                self._update(record.config)
-            elif kind == "history":
-                self.rows.append(
-                    {item.key or ".".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
-                )
-            elif kind == "artifact":
-                self.artifacts.append(record.artifact)
-            elif kind == "exit":
-                self.exit_code = record.exit.exit_code
-
-    def _update(self, config: Any) -> None:
-        self.config |= {item.key or ".".join(item.nested_key): json.loads(item.value_json) for item in config.update}
+    def __init__(self, run: Any) -> None:
+        self.run, self.rows, self.artifacts, self.exit_code = run, [], [], None
 
     def values(self, name: str) -> list[tuple[int, float]]:
         return [(row["trainer/global_step"], row[name]) for row in self.rows if name in row]
+
+
+@pytest.fixture
+def wandb_runs(monkeypatch: pytest.MonkeyPatch) -> list[Wandb]:
+    """All runs of W&B."""
+    from wandb.sdk.wandb_run import Run
+
+    runs: list[Wandb] = []
+
+    def watch(method: str, note: Callable[[Wandb, Any], None]) -> None:
+        original = getattr(Run, method)
+
+        def call(run: Any, *args: Any, **options: Any) -> Any:
+            if not runs or runs[-1].run is not run:
+                runs.append(Wandb(run))
+            note(runs[-1], args[0] if args else options.get("exit_code"))
+            return original(run, *args, **options)
+
+        monkeypatch.setattr(Run, method, call)
+
+    watch("log", lambda run, row: run.rows.append(row))
+    watch("log_artifact", lambda run, artifact: run.artifacts.append(artifact))
+    watch("finish", lambda run, code: setattr(run, "exit_code", code))
+    return runs
 
 
 class Mlflow:
@@ -122,46 +106,48 @@ def approximately(points: list[tuple[int, float]]) -> list[tuple[int, Any]]:
 
 @pytest.mark.whole
 @pytest.mark.usefixtures("database")
-def test_run_its_resume_and_its_test_are_one_run_in_each_logger(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_its_resume_and_its_test_are_one_run_in_each_logger(
+    monkeypatch: pytest.MonkeyPatch, wandb_runs: list[Wandb]
+) -> None:
     words = [*FIT, *BOTH, "resume=auto", "hydra.run.dir=run"]
     artifacts = ["logger.wandb.log_model=true", "logger.mlflow.log_model=true", "logger.wandb.offline=false"]
     monkeypatch.setenv("WANDB_MODE", "offline")
     assert main([*words, *artifacts, "trainer.max_epochs=1"]) == 0
-    wandb, mlflow = Wandb("run"), Mlflow()
+    (wandb,), mlflow = wandb_runs, Mlflow()
     saved = {file.stem for file in Path("run/checkpoints").iterdir()}
     assert set(mlflow.artifacts()) == saved
     assert mlflow.artifacts("last") == ["last/aliases.txt", "last/last.ckpt", "last/metadata.yaml"]
     sent = [(artifact.type, artifact.name) for artifact in wandb.artifacts]
-    assert sent == [("model", f"model-{wandb.id}")] * len(saved)
-    assert wandb.config["optimizer"]["lr"] == 0.1
+    assert sent == [("model", f"model-{wandb.run.id}")] * len(saved)
+    assert wandb.run.config["optimizer"]["lr"] == 0.1
     assert mlflow.parameters["optimizer/lr"] == "0.1"
     assert (wandb.exit_code, mlflow.status) == (0, "FINISHED")
-    assert (wandb.run.project, wandb.run.display_name, wandb.run.run_group) == ("line", "run", "")
+    assert (wandb.run.project, wandb.run.name, wandb.run.group) == ("line", "run", "")
     assert mlflow.name == "run"
 
     assert main([*words, "trainer.max_epochs=2"]) == 0  # which MLflow would refuse to change
     assert [step for step, _ in rows()] == [3, 7]
-    assert [Wandb("run", index).id for index in (0, 1)] == [wandb.id, wandb.id]
-    assert [Wandb("run", index).values("val_loss") for index in (0, 1)] == [approximately([row]) for row in rows()]
+    assert wandb_runs[1].run.id == wandb.run.id
+    assert [run.values("val_loss") for run in wandb_runs] == [approximately([row]) for row in rows()]
     assert Mlflow().values("val_loss") == approximately(rows())
-    assert read_json(Path("run"))["tracking"] == {"wandb": wandb.id, "mlflow": mlflow.id}
+    assert read_json(Path("run"))["tracking"] == {"wandb": wandb.run.id, "mlflow": mlflow.id}
 
     assert main(["test", "ckpt=run", "hydra.run.dir=tested"]) == 0
-    tested, mlflow = Wandb("tested"), Mlflow()
-    assert tested.id == wandb.id
+    tested, mlflow = wandb_runs[2], Mlflow()
+    assert tested.run.id == wandb.run.id
     assert tested.values("test_loss") == mlflow.values("test_loss")
     assert len(tested.values("test_loss")) == 1
-    assert "command" not in tested.config
+    assert "command" not in tested.run.config
     assert mlflow.parameters["command"] == "fit"
 
 
 @pytest.mark.whole
 @pytest.mark.usefixtures("database")
-def test_failed_job_of_a_sweep_has_its_group() -> None:
+def test_failed_job_of_a_sweep_has_its_group(wandb_runs: list[Wandb]) -> None:
     job = ["model.fail_at=2", "hydra.run.dir=multirun/line/today/3", "hydra.job.num=3"]
     assert main([*FIT, *BOTH, *job]) == 1
-    wandb, mlflow = Wandb("multirun/line/today/3"), Mlflow()
-    assert (wandb.run.display_name, wandb.run.run_group) == ("today/3", "today")
+    (wandb,), mlflow = wandb_runs, Mlflow()
+    assert (wandb.run.name, wandb.run.group) == ("today/3", "today")
     assert (mlflow.name, mlflow.tags["sweep"]) == ("today/3", "today")
     assert (wandb.exit_code, mlflow.status) == (1, "FAILED")
 
