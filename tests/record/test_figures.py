@@ -84,15 +84,10 @@ def test_small_pictures_are_enlarged_and_placed_in_a_row(tmp_path):
     assert not pixels[74:90, 160:, 3].any()
 
 
-def test_uint8_color_pictures_are_kept(tmp_path):
+def test_uint8_color_pictures_are_kept_and_large_ones_made_smaller(tmp_path):
     images = torch.arange(3 * 80 * 100, dtype=torch.int64).remainder(256).to(torch.uint8).reshape(1, 3, 80, 100)
-    write_pictures(stand_in(tmp_path), "one", images)
-    pixels = np.asarray(Image.open(tmp_path / "figures" / "one.png"))
-    assert pixels.shape == (86, 106, 4)
-    assert np.array_equal(pixels[:80, :100, :3], images[0].permute(1, 2, 0).numpy())
-
-
-def test_large_pictures_are_made_smaller(tmp_path):
-    write_pictures(stand_in(tmp_path), "large", torch.zeros(1, 3, 1024, 512))
-    with Image.open(tmp_path / "figures" / "large.png") as picture:
-        assert picture.size == (128 + 6, 256 + 6)
+    for name, given in (("one", images), ("large", torch.zeros(1, 3, 1024, 512))):
+        write_pictures(stand_in(tmp_path), name, given)
+    one, large = (np.asarray(Image.open(tmp_path / "figures" / f"{name}.png")) for name in ("one", "large"))
+    assert (one.shape, large.shape) == ((86, 106, 4), (256 + 6, 128 + 6, 4))
+    assert np.array_equal(one[:80, :100, :3], images[0].permute(1, 2, 0).numpy())

@@ -26,7 +26,6 @@ def benchmark():
 def test_writes_its_tables(table):
     sizes = "--batch 8 --width 16 --layers 2 --batches 3 --epochs 1 --rounds 2 --square 32"
     text = table("benchmark_amp", f"--device cpu {sizes}", "benchmark_amp cpu")
-    assert "| precision | optimizer | hand-written (s) |" in text
     time, change = r"[\d.]+ ± [\d.]+", r"[+-][\d.]+% ± [\d.]+%"
     for precision in PRECISIONS:
         for optimizer in ("SGD", "SGD, fused"):
@@ -34,10 +33,7 @@ def test_writes_its_tables(table):
         assert re.search(rf"\| {precision} \| [\d.]+ \| [\d.]+ \| {change} \|\n", text)  # batch 9 in addition to 8
         assert re.search(rf"\| ours over the best hand-written loop \(SGD[^|]*\), {precision} \| \+2% \|", text)
     assert re.search(rf"\| 16-mixed over 16-unscaled, SGD, fused \| \+5% \| {change} \| [a-z ]+ \|", text)
-    assert "5.62 s for 32-true, 2.46 s for 16-unscaled, 3.55 s for 16-mixed; the scaler added 44%." in text
-    assert "The targets are for a GPU" in text
     assert f"`scripts/benchmark_amp --device cpu {sizes}`: 2 layers" in text
-    assert "medians of 2 interleaved rounds" in text
     assert "ended with the same weights, to the bit, in every round." in text
 
 

@@ -47,13 +47,13 @@ def exchange(*processes: Process) -> None:
 
 def test_all_reduce_the_same_names_in_the_same_order_and_dtype() -> None:
     first, second = Process(), Process()
-    first.log("a", 1.0, reduce_fx="sum")
-    first.log("b", 2.0, reduce_fx="sum")
-    second.log("c", 3.0, reduce_fx="sum")
-    second.log("b", 4.0, reduce_fx="sum", dtype=torch.float64)
-    second.log("a", 5.0, reduce_fx="sum")
-    exchange(first, second)
     float32, float64 = torch.float32, torch.float64
+    for process, name, value, dtype in (
+        (first, "a", 1.0, float32), (first, "b", 2.0, float32),
+        (second, "c", 3.0, float32), (second, "b", 4.0, float64), (second, "a", 5.0, float32),
+    ):  # fmt: skip
+        process.log(name, value, reduce_fx="sum", dtype=dtype)
+    exchange(first, second)
     assert first.asked == [("sum", 1.0, float32), ("sum", 2.0, float64), ("sum", 0.0, float32)]
     assert second.asked == [("sum", 5.0, float32), ("sum", 4.0, float64), ("sum", 3.0, float32)]
 
@@ -102,20 +102,16 @@ def test_all_go_by_the_first_process_s_own_values() -> None:
 class Metrics(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.mean = MeanMetric()
-        self.lists = CatMetric()
-        self.scores = MetricCollection(
-            {"accuracy": MulticlassAccuracy(num_classes=2), "f1": MulticlassF1Score(num_classes=2)}
-        )
-        self.unused = CatMetric()
+        self.mean, self.lists, self.unused = MeanMetric(), CatMetric(), CatMetric()
+        self.scores = MetricCollection({"accuracy": MulticlassAccuracy(2), "f1": MulticlassF1Score(2)})
 
 
-def objects_of(*modules: nn.Module) -> list[MetricObjects]:
+def complete(*modules: nn.Module, new: bool = False) -> None:
+    """Exchange the outlines of the metric objects of each rank, which are ``new`` in this pass or have all updates."""
     objects = [MetricObjects(module) for module in modules]
-    outlines = [one.outline({}) for one in objects]
+    outlines = [one.outline(one.counts() if new else {}) for one in objects]
     for one in objects:
         one.complete(outlines, torch.device("cpu"))
-    return objects
 
 
 def test_metric_without_updates_has_empty_states_of_the_others_kind() -> None:
@@ -124,7 +120,7 @@ def test_metric_without_updates_has_empty_states_of_the_others_kind() -> None:
     first.lists.value.append(torch.zeros(3, 4, dtype=torch.int64))
     first.lists._update_count = 1
     first.scores.update(torch.tensor([0, 1]), torch.tensor([0, 1]))
-    objects_of(first, second)
+    complete(first, second)
     (empty,) = second.lists.value
     assert (empty.shape, empty.dtype) == ((0, 4), torch.int64)
     assert torch.equal(dim_zero_cat([*first.lists.value, empty]), first.lists.value[0])
@@ -139,7 +135,7 @@ def test_value_of_before_another_process_s_update_is_computed_again() -> None:
         module.mean.update(1.0)
         module.mean.compute()
     first.mean.update(3.0)
-    objects_of(first, second)
+    complete(first, second)
     assert second.mean._computed is None
 
 
@@ -150,8 +146,5 @@ def test_metrics_without_updates_in_the_pass_are_not_synchronized() -> None:
         module.lists._reductions["value"] = None
         for _ in range(count):
             module.lists.update(torch.ones(1))
-    objects = [MetricObjects(module) for module in modules]
-    outlines = [one.outline(one.counts()) for one in objects]
-    for one in objects:
-        one.complete(outlines, torch.device("cpu"))
+    complete(*modules, new=True)
     assert len(modules[1].lists.value) == 1
