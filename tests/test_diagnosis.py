@@ -139,23 +139,6 @@ def test_invalid_time(tmp_path: Any, given: Any) -> None:
         make_trainer(tmp_path, dataloader_timeout=given)
 
 
-class Greedy(Regression):
-    """Runs out of memory in the third batch."""
-
-    def __init__(self, error: Callable[[], Exception]) -> None:
-        super().__init__()
-        self.error = error
-        self.held: weakref.ref[Any] | None = None
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        loss = super().training_step(batch, batch_idx)
-        if batch_idx == 2:
-            activations = loss * torch.ones(3)
-            self.held = weakref.ref(activations)
-            raise self.error()
-        return loss
-
-
 def cuda_error() -> Exception:
     return torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
@@ -166,28 +149,6 @@ def cpu_error() -> Exception:
     except RuntimeError as error:
         return error
     raise AssertionError
-
-
-@pytest.mark.parametrize(
-    ("make_error", "samples", "smaller"), [(cuda_error, 4, "batches of 2 with {}=2"), (cpu_error, 3, "1 with {}=3")]
-)
-def test_memory_that_runs_out(trainer: Any, make_error: Any, samples: int, smaller: str, no_gc: None) -> None:
-    module, kind = Greedy(make_error), type(make_error())
-    try:
-        trainer.fit(module, loader_of([[x[:samples], y[:samples], gain] for x, y, gain in make_batches(4)]))
-    except kind as error:
-        (told,) = error.__notes__
-        # while the exception is kept, as a notebook keeps it
-        assert module.held is not None
-        assert module.held() is None
-    assert f"at batch_idx 2 of epoch 0 (train_dataloader), which has {samples} samples, on cpu (at the peak" in told
-    assert smaller.format("accumulate_grad_batches") in told
-    assert "bf16-mixed" in told
-    assert "ActivationCheckpointing" in told
-    assert trainer.loop.metrics.batch is None
-
-    trainer.fit(Regression(), loader_of(make_batches(4)))
-    assert trainer.global_step == 6
 
 
 def fail(*_: Any) -> None:
@@ -205,7 +166,7 @@ def in_step(module: Any, loss: Tensor) -> Tensor:
 
 
 class Failing(Regression):
-    """Runs out of memory in its second batch if configured."""
+    """Runs out of memory in its third batch if configured."""
 
     def __init__(self, fail: Callable[[Any, Tensor], Tensor]) -> None:
         super().__init__(optimizer=OPTIMIZERS["adam"])
@@ -213,7 +174,34 @@ class Failing(Regression):
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = super().training_step(batch, batch_idx)
-        return self.fail(self, loss) if batch_idx else loss
+        return self.fail(self, loss) if batch_idx == 2 else loss
+
+
+@pytest.mark.parametrize(
+    ("make_error", "samples", "smaller"), [(cuda_error, 4, "batches of 2 with {}=2"), (cpu_error, 3, "1 with {}=3")]
+)
+def test_memory_that_runs_out(trainer: Any, make_error: Any, samples: int, smaller: str, no_gc: None) -> None:
+    def in_forward(module: Any, loss: Tensor) -> Tensor:
+        activations = loss * torch.ones(3)
+        held.append(weakref.ref(activations))
+        raise make_error()
+
+    held: list[Any] = []
+    try:
+        trainer.fit(
+            Failing(in_forward), loader_of([[x[:samples], y[:samples], gain] for x, y, gain in make_batches(4)])
+        )
+    except type(make_error()) as error:
+        (told,) = error.__notes__
+        assert [one() for one in held] == [None]  # while the exception is kept, as a notebook keeps it
+    assert f"at batch_idx 2 of epoch 0 (train_dataloader), which has {samples} samples, on cpu (at the peak" in told
+    assert smaller.format("accumulate_grad_batches") in told
+    assert "bf16-mixed" in told
+    assert "ActivationCheckpointing" in told
+    assert trainer.loop.metrics.batch is None
+
+    trainer.fit(Regression(), loader_of(make_batches(4)))
+    assert trainer.global_step == 6
 
 
 @pytest.mark.parametrize(
@@ -282,7 +270,7 @@ def test_missing_figures_raise_nothing(full: None, tmp_path: Path, monkeypatch: 
         monkeypatch.setattr(owner, name, fail)
     error = fail_on_gpu(tmp_path, logger=True)
     first, snapshot, advice = error.__notes__[0].splitlines()
-    assert first.startswith("Memory ran out at batch_idx 1 of epoch 0 (train_dataloader), which has 4 samples, on cuda")
+    assert first.startswith("Memory ran out at batch_idx 2 of epoch 0 (train_dataloader), which has 4 samples, on cuda")
     assert snapshot.startswith("A snapshot of the memory could not be written: CUDA out of memory")
     assert advice.startswith("Try batches of 2")
     assert not hasattr(error, "memory")

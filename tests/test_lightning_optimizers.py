@@ -157,16 +157,6 @@ def test_configure_optimizers_for_manual_optimization(configure: Any) -> None:
     assert_same_outcome(lambda make: state_of(fitted(make, Configured(configure, automatic=False), max_epochs=0)))
 
 
-@pytest.mark.parametrize("fn", ["validate", "predict"])
-def test_optimizers_are_created_in_fit_only(fn: str) -> None:
-    def scenario(make: Callable[..., Any]) -> Any:
-        trainer = make()
-        getattr(trainer, fn)(Classifier(), data(2))
-        return trainer.optimizers, trainer.lr_scheduler_configs
-
-    assert assert_same_outcome(scenario) == ([], [])
-
-
 # --- schedules -------------------------------------------------------------------------------------------------------
 
 

@@ -141,11 +141,6 @@ def assert_close(theirs: Any, ours: Any, place: str = "") -> None:
 BATCHES, VAL, OTHERS = data(8), data(6, seed=1), data(4, seed=2)
 TWO = {"one": BATCHES, "two": OTHERS}
 SCENARIOS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
-    "logging": (Logging, (BATCHES, VAL), {}),
-    "logging, validation over epochs":
-        (Logging, (BATCHES, VAL), {"max_epochs": 3, "val_check_interval": 3, "check_val_every_n_epoch": None}),
-    "logging, accumulation, sparse":
-        (Logging, (BATCHES, VAL), {"max_epochs": 3, "accumulate_grad_batches": 2, "log_every_n_steps": 3}),
     "logging, overfit": (Logging, (BATCHES, VAL), {"overfit_batches": 2}),
     "several dataloaders": (SeveralLoaders, (BATCHES, [VAL, OTHERS]), {}),
     "clipping by value":

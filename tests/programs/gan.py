@@ -31,12 +31,10 @@ class GAN(LightningModule):
         generator_optimizer, discriminator_optimizer = self.optimizers()
         z = torch.randn(images.size(0), self.hparams.latent_dim).type_as(images)
 
-        self.toggle_optimizer(generator_optimizer)
         generator_loss = self.adversarial_loss(self.discriminator(self(z)), real=True)
         generator_optimizer.zero_grad()
         self.manual_backward(generator_loss)
         generator_optimizer.step()
-        self.untoggle_optimizer(generator_optimizer)
 
         self.toggle_optimizer(discriminator_optimizer)
         real_loss = self.adversarial_loss(self.discriminator(images), real=True)
@@ -81,15 +79,8 @@ def main(folder):
     seed_everything(3)
     images = torch.tensor(load_digits().images[:512], dtype=torch.float32).flatten(1) / 8 - 1
     gan, samples = GAN(), Samples()
-    trainer = Trainer(
-        max_epochs=3,
-        accelerator="cpu",
-        devices=1,
-        default_root_dir=folder,
-        logger=TensorBoardLogger(folder),
-        callbacks=[samples],
-        log_every_n_steps=4,
-    )
+    options = {"accelerator": "cpu", "devices": 1, "default_root_dir": folder, "log_every_n_steps": 4}
+    trainer = Trainer(max_epochs=3, logger=TensorBoardLogger(folder), callbacks=[samples], **options)
     trainer.fit(gan, DataLoader(TensorDataset(images), batch_size=64, shuffle=True))
     return {
         "weights": gan.state_dict(),

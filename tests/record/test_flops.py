@@ -19,26 +19,17 @@ from trainer.record.flops import PEAKS, FlopCounter, is_compiled, peak_flops
         ("NVIDIA H100 80GB HBM3", "bf16-mixed", False, 989.4),
         ("NVIDIA H100 80GB HBM3", "32-true", True, 494.7),
         ("NVIDIA H100 80GB HBM3", "32-true", False, 66.9),
+        ("NVIDIA H100 80GB HBM3", "64-true", True, None),
         ("Tesla T4", "32-true", True, 8.1),  # which has no TensorFloat-32
+        ("Tesla T4", "bf16-mixed", True, None),
         ("AMD Instinct MI300X", "bf16-mixed", False, 1307.4),
+        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", "bf16-mixed", True, None),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", "bf16-mixed", True, None),
+        ("Simulated H100", "bf16-mixed", True, None),
     ],
 )
-def test_peaks_are_those_of_dense_products(name: str, precision: str, tf32: bool, teraflops: float) -> None:
-    assert peak_flops(name, precision, tf32) == teraflops * 1e12
-
-
-@pytest.mark.parametrize(
-    ("name", "precision"),
-    [
-        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", "bf16-mixed"),
-        ("NVIDIA GeForce RTX 4090 Laptop GPU", "bf16-mixed"),
-        ("Simulated H100", "bf16-mixed"),
-        ("Tesla T4", "bf16-mixed"),
-        ("NVIDIA H100 80GB HBM3", "64-true"),
-    ],
-)
-def test_unknown_devices_have_no_peak(name: str, precision: str) -> None:
-    assert peak_flops(name, precision, True) is None
+def test_peaks_are_those_of_dense_products(name: str, precision: str, tf32: bool, teraflops: float | None) -> None:
+    assert peak_flops(name, precision, tf32) == (teraflops and teraflops * 1e12)
 
 
 def test_peaks_are_ordered_by_dtype() -> None:

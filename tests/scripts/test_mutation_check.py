@@ -1,12 +1,6 @@
 from __future__ import annotations
 
-import sys
-from types import SimpleNamespace
-
-import pytest
 from _mutations import faults
-
-import trainer
 
 SOURCE = '''
 LIMIT = 3
@@ -43,19 +37,3 @@ def test_faults_are_drawn_from_the_bodies_of_functions() -> None:
         ("wrong dtype", 12, "values.append(torch.zeros(2, dtype=torch.float16))"),
         ("wrong order", 11, "values.append(torch.zeros(2, dtype=torch.float32))\n        self.reset()"),
     ]
-
-
-def test_probes_stand_before_the_statements_of_faults(monkeypatch: pytest.MonkeyPatch) -> None:
-    reached: list[int] = []
-    probe = SimpleNamespace(reach=reached.append)
-    monkeypatch.setitem(sys.modules, "trainer.mutation_probe", probe)
-    monkeypatch.setattr(trainer, "mutation_probe", probe, raising=False)
-    numbered = dict(enumerate(faults.candidates(SOURCE, "sum.py")))
-    space: dict[str, object] = {}
-    exec(faults.with_probes(SOURCE.replace("torch.zeros(2, dtype=torch.float32)", "1"), numbered), space)
-    total = space["Sum"]
-    total.reset = lambda self: None  # type: ignore[attr-defined]
-    with pytest.raises(ValueError, match="4"):
-        total().add([], 4)  # type: ignore[operator]
-    lines = {numbered[number].statement for number in reached}
-    assert lines == {8, 9}

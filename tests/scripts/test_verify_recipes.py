@@ -121,22 +121,6 @@ def test_download_is_whole_or_not_at_all(script, tmp_path, monkeypatch):
     assert not other.exists()
 
 
-def test_best_is_that_of_its_direction(script):
-    def record(mode):
-        series = {"steps": [1, 2, 3], "values": [0.2, 0.9, 0.5]}
-        facts = {
-            "objective": {"metric": "val_x", "mode": mode},
-            "metrics": {"train_loss": 1.0, "val_x": 0.5},
-            "curves": {"metrics": {"val": {"val_x": series}}},
-        }
-        return script.RunRecord(facts, Path())
-
-    assert (script.best(record("max")), script.best(record("min"))) == ("`val_x` 0.9", "`val_x` 0.2")
-    assert script.at_the_end(record("max")) == "`val_x` 0.5"
-    benchmark = script.RunRecord({"metrics": {"train_loss": 1.0, "lr-SGD": 0.1}}, Path())
-    assert (script.best(benchmark), script.at_the_end(benchmark)) == ("-", "`train_loss` 1")
-
-
 def test_every_recipe_has_a_row(script):
     recipes = {file.stem for file in (SCRIPT.parents[1] / "conf" / "recipe").glob("*.yaml")}
     assert {case.recipe for case in script.CASES.values()} == recipes
