@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from tests.parity import looks_in
+from tests.parity import assert_same_weights, looks_in
 from tests.support import Regression, loader_of, make_batches, make_net, make_trainer
 from trainer.precision import MixedPrecision
 from trainer.precision.cast_cache import loses_gradients
@@ -93,8 +93,7 @@ def error_of(net: Callable[[Tensor], Tensor], batch: Any) -> Tensor:
 
 def assert_equal(mine: nn.Module, theirs: nn.Module, start: nn.Module | None = None) -> None:
     """Compare weights and buffers bit for bit, and check that they differ from ``start``."""
-    for (name, a), b in zip(mine.state_dict().items(), theirs.state_dict().values(), strict=True):
-        assert torch.equal(a, b), name
+    assert_same_weights(mine, theirs)
     if start is not None:
         for (name, a), b in zip(mine.named_parameters(), start.parameters(), strict=True):
             assert not torch.equal(a, b), f"{name} has not been trained"

@@ -97,12 +97,3 @@ def test_differences_are_those_of_bits() -> None:
     assert differences(torch.tensor(0), torch.tensor(0.0)) == [""]
     assert differences(one, {**one, "b": [1, {"c": "y"}]}) == [".b.1.c"]
     assert differences(one, {"a": one["a"], "b": [1]}) == [".b", ".d"]
-
-
-def test_files_are_damaged(tmp_path: Path) -> None:
-    file = tmp_path / "file"
-    file.write_bytes(bytes(100))
-    tools.flip_bit(file)
-    assert sum(byte.bit_count() for byte in file.read_bytes()) == 1
-    tools.cut_short(file)
-    assert file.stat().st_size == 50
