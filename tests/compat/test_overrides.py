@@ -450,6 +450,8 @@ def test_subclass_of_a_lightning_precision_is_refused():
     trainer.strategy.precision_plugin = HalfPrecision("bf16-true")
     with pytest.raises(PrecisionError, match=r"Got HalfPrecision through SingleDeviceStrategy\.precision_plugin"):
         trainer.fit(Learner(), data(2))
+    with pytest.raises(PrecisionError, match=r"Got a GradScaler for `precision_plugin\.scaler`.*init_scale="):
+        ours(precision="16-mixed").precision_plugin.scaler = torch.amp.GradScaler("cpu")
 
 
 def test_strategy_that_accumulates_by_itself_is_refused():

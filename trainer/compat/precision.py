@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from trainer.compat.overrides import defines_defaults
 from trainer.engine.module_calls import ModuleCalls
-from trainer.errors import ConfigurationError
+from trainer.errors import ConfigurationError, PrecisionError
 from trainer.precision.base import Precision
 from trainer.precision.scaler import LossScaler
 
@@ -32,14 +32,26 @@ class PrecisionAdapter(LightningPrecision):
         scaler: the Trainer's loss scaler.
 
     Attributes:
-        scaler: the loss scaler; None if it is disabled.
         calls: the functions behind calls of user code; set for each fit.
     """
 
     def __init__(self, plugin: Precision, scaler: LossScaler) -> None:
         self.plugin = plugin
-        self.scaler = scaler if scaler.is_enabled() else None
+        self._scaler = scaler if scaler.is_enabled() else None
         self.calls = ModuleCalls()
+
+    @property
+    def scaler(self) -> LossScaler | None:
+        """The loss scaler; None if it is disabled."""
+        return self._scaler
+
+    @scaler.setter
+    def scaler(self, scaler: Any) -> None:
+        raise PrecisionError(
+            f"Got a {type(scaler).__name__} for `precision_plugin.scaler`, which cannot be replaced. Pass its settings:"
+            " Trainer(precision=MixedPrecision(init_scale=..., growth_interval=...)), with MixedPrecision of"
+            " trainer.precision, or a subclass that overrides `build_scaler`."
+        )
 
     @property
     def precision(self) -> str:  # type: ignore[override]  # Lightning's is a class attribute of fixed names
