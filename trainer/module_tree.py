@@ -20,6 +20,13 @@ def is_dense(tensor: Tensor) -> bool:
     return is_plain and not tensor.is_nested and not tensor.is_quantized
 
 
+def bytes_of(tensor: Tensor) -> Any:
+    """Return the bytes of the elements of a dense tensor as a NumPy array. Synchronizes with the device."""
+    own = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    # a contiguous tensor of one element may have any stride, but a view with another dtype needs a stride of 1
+    return own.as_strided((own.numel(),), (1,)).view(torch.uint8).numpy()
+
+
 def is_measurable(tensor: Tensor) -> bool:
     """Return whether a tensor has a norm: it is dense, not empty, and complex or floating-point (except float8)."""
     is_real = is_dense(tensor) and tensor.is_floating_point() and tensor.element_size() > 1  # float8 has no norm

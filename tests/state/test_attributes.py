@@ -54,7 +54,8 @@ def through_a_file(state: Any) -> Any:
         ("number", 2), ("number", None), ("number", "text"), ("number", (1, {"a": [2.5, {3}]})),
         ("number", np.float32(1.5)), ("items", [3]), ("items", {"a": (1, None)}), ("new", 5),
         ("tensor", torch.tensor([1.5, 2], dtype=torch.bfloat16)), ("tensor", torch.ones(3, dtype=torch.bool)),
-        ("tensor", torch.tensor([1 + 2j]).conj()), ("array", np.eye(2, dtype=np.float32)),
+        ("tensor", torch.tensor([1 + 2j]).conj()), ("tensor", torch.arange(3.0)[1::2]),
+        ("array", np.eye(2, dtype=np.float32)),
     ],
     ids=str,
 )  # fmt: skip

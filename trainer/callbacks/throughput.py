@@ -12,7 +12,7 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
 from trainer.data.samples import batch_size, tensors_in
-from trainer.module_tree import is_dense
+from trainer.module_tree import bytes_of, is_dense
 from trainer.precision.devices import synchronized_time
 from trainer.record.flops import FlopCounter, is_compiled, peak_flops
 from trainer.record.measures import data_parallel_size_of, tensor_cores_of
@@ -303,4 +303,4 @@ def checksums(batch: object) -> tuple[int | None, int]:
 
 
 def _checksum(tensor: Tensor, start: int) -> int:
-    return zlib.crc32(tensor.contiguous().flatten().view(torch.uint8).numpy().data, start)
+    return zlib.crc32(bytes_of(tensor).data, start)

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from trainer.module_tree import bytes_of
 from trainer.state import random_states
 
 State = dict[str, Any]
@@ -96,7 +97,7 @@ def digest(values: Iterable[Any]) -> str:
     found = hashlib.sha256()
     for value in torch.utils._pytree.tree_leaves(list(values)):
         if isinstance(value, Tensor):
-            found.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+            found.update(bytes_of(value).tobytes())
         else:
             found.update(repr(value).encode())
     return found.hexdigest()

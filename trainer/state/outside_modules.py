@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer.errors import join_first
-from trainer.module_tree import is_dense
+from trainer.module_tree import bytes_of, is_dense
 from trainer.state.plain_values import memory_of
 
 Saved = dict[int, Tensor | None]
@@ -63,5 +63,4 @@ class OutsideModules:
 
 
 def _checksum(tensor: Tensor) -> int:
-    own = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
-    return zlib.crc32(own.reshape(-1).view(torch.uint8).numpy().data)
+    return zlib.crc32(bytes_of(tensor).data)

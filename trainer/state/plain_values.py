@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trainer.module_tree import is_dense
+from trainer.module_tree import bytes_of, is_dense
 
 NUMBERS = (bool, int, float, complex, str, bytes, type(None))
 _CONTAINERS: dict[str, Any] = {"list": list, "tuple": tuple, "set": set, "dict": dict, "deque": deque}
@@ -103,9 +103,8 @@ class Copier:
             is_excluded = device == "meta" or (device != "cpu" and limits.is_data)
             if is_excluded or not is_dense(value) or value.numel() > limits.elements or self._is_elsewhere(value):
                 return None
-            dense = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
-            numbers = dense.view(-1).view(torch.uint8).numpy().tobytes() if dense.numel() else b""
-            return ["tensor", str(value.dtype).removeprefix("torch."), list(value.shape), numbers, device]
+            kind = str(value.dtype).removeprefix("torch.")
+            return ["tensor", kind, list(value.shape), bytes_of(value).tobytes(), device]
         if type(value) is not np.ndarray and not isinstance(value, np.generic):
             return None
         if value.size > limits.elements or value.dtype.hasobject or value.dtype.names:
