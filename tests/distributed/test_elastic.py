@@ -18,7 +18,7 @@ from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import CatMetric, MeanMetric
 
 from tests.distributed.ranks import Ranks
@@ -85,18 +85,10 @@ if not HAS_FSDP2:
     RUNS = [run for run in RUNS if "shar" not in run.name]  # neither shards nor shares
 
 
-class Numbered(Dataset[Any]):
-    """Samples that return their index."""
-
-    def __init__(self, number: int) -> None:
-        generator = torch.Generator().manual_seed(1)
-        self.x, self.y = (torch.randn(number, size, generator=generator) for size in (6, 2))
-
-    def __len__(self) -> int:
-        return len(self.x)
-
-    def __getitem__(self, index: int) -> Any:
-        return index, self.x[index], self.y[index]
+def numbered(number: int) -> TensorDataset:
+    """Return samples with their index."""
+    generator = torch.Generator().manual_seed(1)
+    return TensorDataset(torch.arange(number), *(torch.randn(number, size, generator=generator) for size in (6, 2)))
 
 
 class Net(LightningModule):
@@ -184,7 +176,7 @@ def train(run: Run, folder: Path) -> dict[str, Any]:
     seed_everything(7, verbose=False)
     module = Net()
     saver = Saver(folder / run.name, {one.start[1] for one in RUNS if one.start and one.start[0] == run.name})
-    data = Numbered(SAMPLES)
+    data = numbered(SAMPLES)
     with warnings.catch_warnings(action="ignore"):
         trainer = make_trainer(
             folder, devices=run.processes, strategy=strategy_of(run), max_epochs=EPOCHS, num_sanity_val_steps=0,
@@ -194,7 +186,7 @@ def train(run: Run, folder: Path) -> dict[str, Any]:
         train_data = DataLoader(
             data, run.batch_size, shuffle=run.shuffle, drop_last=run.drop_last, num_workers=run.workers
         )
-        val = DataLoader(Numbered(6), batch_size=1) if "val_check_interval" in run.arguments else None
+        val = DataLoader(numbered(6), batch_size=1) if "val_check_interval" in run.arguments else None
         start = None if run.start is None else folder / run.start[0] / f"{run.start[1]}.ckpt"
         trainer.fit(module, train_data, val, ckpt_path=start)
     return {

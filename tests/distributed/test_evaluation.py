@@ -15,41 +15,15 @@ from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch import Tensor, nn
-from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, IterableDataset, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, SequentialSampler
 from torchmetrics import MeanMetric, MetricCollection, MinMetric
 from torchmetrics.classification import BinaryAUROC, MulticlassAccuracy, MulticlassF1Score
 from torchmetrics.retrieval import RetrievalMAP
 
 from tests.distributed.ranks import Ranks
-from tests.support import make_trainer, needs_fsdp2
+from tests.support import Stream, make_trainer, needs_fsdp2
 from trainer import Trainer
 from trainer.engine import async_max
-
-
-class Numbers(Dataset[Tensor]):
-    """The numbers 0, 1, 2, ..."""
-
-    def __init__(self, count: int) -> None:
-        self.count = count
-
-    def __len__(self) -> int:
-        return self.count
-
-    def __getitem__(self, index: int) -> Tensor:
-        return torch.tensor(float(index))
-
-
-class Stream(IterableDataset[Tensor]):
-    """The same samples without a length, divided among ranks by the iterator."""
-
-    def __init__(self, count: int) -> None:
-        self.count = count
-
-    def __iter__(self) -> Any:
-        rank, size = 0, 1
-        if torch.distributed.is_initialized():
-            rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
-        return (torch.tensor(float(i)) for i in range(rank, self.count, size))
 
 
 class Module(LightningModule):
@@ -210,8 +184,15 @@ def build(engine: str, **arguments: Any) -> Trainer:
 
 
 def sizes(*counts: int, batch_size: int = 1, **options: Any) -> Any:
-    loaders = [DataLoader(Numbers(count), batch_size=batch_size, **options) for count in counts]
+    loaders = [DataLoader(torch.arange(float(count)), batch_size=batch_size, **options) for count in counts]
     return loaders if len(loaders) > 1 else loaders[0]
+
+
+def stream(count: int) -> DataLoader[Any]:
+    """Return a dataloader of the same samples without a length, divided among the ranks."""
+    is_split = torch.distributed.is_initialized()
+    rank, size = (torch.distributed.get_rank(), torch.distributed.get_world_size()) if is_split else (0, 1)
+    return DataLoader(Stream(torch.arange(float(count))[rank::size]))
 
 
 class Evens(BatchSampler):
@@ -225,9 +206,12 @@ PASSES: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
     "seven by two": (lambda: sizes(7, batch_size=2), {}),
     "several": (lambda: sizes(3, 1, 4), {}),
     "shuffled": (lambda: sizes(5, shuffle=True), {}),
-    "batch sampler": (lambda: DataLoader(Numbers(5), batch_sampler=Evens(SequentialSampler(Numbers(5)), 1, False)), {}),
-    "stream": (lambda: DataLoader(Stream(5)), {}),
-    "streams": (lambda: [DataLoader(Stream(1)), DataLoader(Stream(3))], {}),
+    "batch sampler": (
+        lambda: DataLoader(torch.arange(5.0), batch_sampler=Evens(SequentialSampler(torch.arange(5.0)), 1, False)),
+        {},
+    ),
+    "stream": (lambda: stream(5), {}),
+    "streams": (lambda: [stream(1), stream(3)], {}),
     "side by side": (lambda: CombinedLoader(sizes(5, 5), "max_size"), {}),
 }
 LIMITED: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
@@ -235,7 +219,7 @@ LIMITED: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
     "limit 0.5": (lambda: sizes(5), {"limit_val_batches": 0.5}),
     "limit 0.5 of three": (lambda: sizes(3), {"limit_val_batches": 0.5}),
     "padded": (lambda: sizes(5), {"pad_evaluation": True}),
-    "distributed sampler": (lambda: sizes(5, sampler=DistributedSampler(Numbers(5), shuffle=False)), {}),
+    "distributed sampler": (lambda: sizes(5, sampler=DistributedSampler(range(5), shuffle=False)), {}),
     "not divided": (lambda: sizes(5), {"use_distributed_sampler": False}),
 }
 SHARDED = ("one", "several", "stream", "streams", "side by side")

@@ -4,14 +4,13 @@ import math
 
 import pytest
 import torch
-from lightning.pytorch import Callback
 from torch import nn
 from torch.nn import functional as F
 
 from tests.postmortem.layers import Amplifier, Huge, sequential
+from tests.postmortem.test_recording import Recording
 from tests.support import Regression, loader_of, make_batches, make_trainer, native_fp16
 from trainer.postmortem.examine import examine, largest_power
-from trainer.postmortem.recording import Recorder
 from trainer.postmortem.replay import UNCHANGED, Variant
 
 
@@ -19,13 +18,7 @@ def examined(folder, module, batches, scale=2.0**16, window=1, variant=UNCHANGED
     """The finding on the first window of a fit, looked into right after its update."""
     findings = []
 
-    class Examine(Callback):
-        def on_train_start(self, trainer, pl_module):
-            self.recorder = Recorder(trainer)
-
-        def on_before_optimizer_step(self, trainer, pl_module, optimizer):
-            self.recorder.close()
-
+    class Examine(Recording):
         def on_after_optimizer_step(self, trainer, pl_module, optimizer, outcome):
             findings.append(examine(trainer, self.recorder.closed, scale, variant))
 

@@ -36,17 +36,25 @@ class Alternating(Regression):
         return [self.make_optimizer(self.net[0].parameters()), self.make_optimizer(self.net[2:].parameters())]
 
 
-class Records(Callback):
-    """Records batches, and by the step of each update the indices of its batches."""
+class Recording(Callback):
+    """Records the batches of each update."""
 
     def __init__(self, keeps_batches: bool = True) -> None:
-        self.keeps_batches, self.updates = keeps_batches, {}
+        self.keeps_batches = keeps_batches
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         self.recorder = Recorder(trainer, keeps_batches=self.keeps_batches)
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         self.recorder.close()
+
+
+class Records(Recording):
+    """By the step of each update, the indices of its batches."""
+
+    def __init__(self, keeps_batches: bool = True) -> None:
+        super().__init__(keeps_batches)
+        self.updates: dict[int, Any] = {}
 
     def on_after_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any, outcome: Any) -> None:
         if optimizer is trainer.optimizers[outcome.optimizers[0]]:

@@ -12,10 +12,11 @@ from torch.nn import functional as F
 from torchmetrics import MeanSquaredError
 
 from tests.postmortem.layers import Amplifier, sequential
-from tests.support import Regression, loader_of, make_batches, make_trainer, manual_step, native_fp16
+from tests.postmortem.test_recording import Recording
+from tests.support import Regression, Skipping, loader_of, make_batches, make_trainer, manual_step, native_fp16
 from trainer.callbacks import OverflowReport
 from trainer.postmortem.examine import examine
-from trainer.postmortem.recording import RecordedBatch, Recorder
+from trainer.postmortem.recording import RecordedBatch
 from trainer.postmortem.replay import FLOAT32, rewind, run, undisturbed
 
 
@@ -87,23 +88,15 @@ class ByHand(Everything):
         return optimizers, [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9) for optimizer in optimizers]
 
 
-class Replays(Callback):
+class Replays(Recording):
     """Replays every batch after its optimizer step, and checks that no state changed."""
 
-    def __init__(self, replays: bool = True) -> None:
-        self.replays = replays
+    def __init__(self) -> None:
+        super().__init__()
         self.findings: list[Any] = []
 
-    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        if self.replays:
-            self.recorder = Recorder(trainer)
-
-    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
-        if self.replays:
-            self.recorder.close()
-
     def on_after_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any, outcome: Any) -> None:
-        if self.replays and optimizer is trainer.optimizers[0]:
+        if optimizer is trainer.optimizers[0]:
             gradients = [p.grad for p in pl_module.parameters()]
             values = [None if g is None else g.clone() for g in gradients]
             self.findings.append(examine(trainer, self.recorder.closed, outcome.scale))
@@ -152,27 +145,23 @@ def test_run_with_replays_is_the_run_without(tmp_path, kind, window, arrives, re
     if arrives == "late":
         request.getfixturevalue("late")
         monkeypatch.setattr(Everything, "fused", True)
-    seen = {}
-    for replays in (False, True):
+    seen, replays = [], Replays()
+    for name, callback in (("without", Callback()), ("with", replays)):
         torch.manual_seed(3)
-        callback = Replays(replays)
-        seen[replays] = everything(tmp_path / str(replays), kind(), callback, accumulate_grad_batches=window)
-    assert_equal(seen[True], seen[False])
-    assert len(callback.findings) >= 5
-    assert not any(finding.error for finding in callback.findings)
-    assert {finding.fails for finding in callback.findings} == {True, False}
+        seen.append(everything(tmp_path / name, kind(), callback, accumulate_grad_batches=window))
+    assert_equal(*seen)
+    assert len(replays.findings) >= 5
+    assert not any(finding.error for finding in replays.findings)
+    assert {finding.fails for finding in replays.findings} == {True, False}
 
 
 def recorded_fit(folder: Any, module: LightningModule, look: Any, batches: Any = None, **arguments: Any) -> None:
     """Run a fit that calls ``look(trainer, recorded)`` before its only step."""
 
-    class Look(Callback):
-        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-            self.recorder = Recorder(trainer)
-
+    class Look(Recording):
         def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
             if optimizer is trainer.optimizers[0]:
-                self.recorder.close()
+                super().on_before_optimizer_step(trainer, pl_module, optimizer)
                 look(trainer, self.recorder.closed[0])
 
     given = {"precision": native_fp16(init_scale=256.0)} | arguments
@@ -311,19 +300,10 @@ def test_closures_run_once(tmp_path):
 
 
 def test_batch_without_a_loss_is_not_a_failure(tmp_path):
-    class Moody(Regression):
-        asked = 0
-
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            self.asked += 1
-            return super().training_step(batch, batch_idx) if self.asked == 1 and not self.moody else None
-
-        moody = False
-
-    module, findings = Moody(), []
+    module, findings = Skipping(), []
 
     def look(trainer: Any, recorded: Any) -> None:
-        type(module).moody = True
+        module.none_in = (0,)
         findings.append(examine(trainer, [recorded], 1.0))
 
     recorded_fit(tmp_path, module, look)
