@@ -157,8 +157,8 @@ class Preparation:
             update_weights=loop.update_weights,
         )
         wrappers: list[TrainingWrapper] = []
-        if isinstance(loaders := loop.batches.loaders, DrawnLoaderSet):
-            wrappers.append(partial(draw_in_fit, loop, loaders, self._module.automatic_optimization))
+        if isinstance(loop.batches.loaders, DrawnLoaderSet):
+            wrappers.append(partial(draw_in_fit, loop, self._module.automatic_optimization))
         if profiling is not None:
             timed = "backward" if strategy_backward is None else "add_gradients"
             wrappers.append(partial(profiling.watch_fit, hooks.of_module("optimizer_zero_grad"), timed))

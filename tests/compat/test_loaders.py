@@ -84,6 +84,7 @@ LOADERS = {"sized": lambda: data(8), "unsized": lambda: stream_of(data(6))}
     [
         ("sized", 1, {}, {"limit_train_batches": 2, "limit_val_batches": 1}),
         ("sized", 2, {"manual": True}, {}),
+        ("sized", 2, {}, {"reload_dataloaders_every_n_epochs": 1}),
         ("unsized", 2, {"catches": True}, {}),
         ("unsized", 1, {"manual": True}, {}),
         ("unsized", 2, {}, {}),

@@ -6,7 +6,7 @@ The functions here wrap any path of a batch, and replace the source of the batch
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from trainer.data.batches import EndOfPass, identity
 from trainer.loops.batch_path import BatchPath, TrainingPath
@@ -17,16 +17,18 @@ if TYPE_CHECKING:
     from trainer.compat.loaders import DrawnLoaderSet
 
 
-def draw_in_fit(loop: FitLoop, loaders: DrawnLoaderSet, ends_epoch: bool, path: TrainingPath) -> TrainingPath:
+def draw_in_fit(loop: FitLoop, ends_epoch: bool, path: TrainingPath) -> TrainingPath:
     """Return a path with a ``training_step`` that draws its own batches. The loop counts steps, not batches.
 
     Args:
-        loop: the loop that runs the path.
-        loaders: the dataloaders to draw from.
+        loop: the loop that runs the path, with the dataloaders to draw from.
         ends_epoch: whether a StopIteration that leaves the step ends the epoch, as in automatic optimization. If False,
             it ends the step only, as in manual optimization.
         path: the path of a batch.
     """
+
+    def loaders() -> DrawnLoaderSet:
+        return cast("DrawnLoaderSet", loop.batches.loaders)  # may be created again before an epoch
 
     def train_batch(batch: Any, batch_idx: int, is_last: bool) -> None:
         window = loop.window.mark()
@@ -36,7 +38,7 @@ def draw_in_fit(loop: FitLoop, loaders: DrawnLoaderSet, ends_epoch: bool, path: 
             loop.hooks.scope.enter(None)
             loop.window.rewind(window)
             loop.skips_epoch = True
-            if loaders.num_batches() == float("inf"):
+            if loaders().num_batches() == float("inf"):
                 loop.progress.is_last_batch = True  # without a validation, as in Lightning
             else:  # fewer batches than the length
                 loop.progress.discard_batch()
@@ -45,18 +47,18 @@ def draw_in_fit(loop: FitLoop, loaders: DrawnLoaderSet, ends_epoch: bool, path: 
     def step(batch: Any, batch_idx: int) -> Any:
         output = None
         try:
-            output = path.step(loaders.iterator(), batch_idx)
+            output = path.step(loaders().iterator(), batch_idx)
         except StopIteration:
             if ends_epoch:
                 raise
-        loop.progress.is_last_batch = loaders.is_done
+        loop.progress.is_last_batch = loaders().is_done
         return output
 
     def on_batch_start(batch: Any, batch_idx: int) -> Any:
-        return path.on_batch_start(*loaders.last[:2])  # the batch that the previous step drew
+        return path.on_batch_start(*loaders().last[:2])  # the batch that the previous step drew
 
     def on_batch_end(outputs: Any, batch: Any, batch_idx: int) -> None:
-        path.on_batch_end(outputs, *loaders.last[:2])
+        path.on_batch_end(outputs, *loaders().last[:2])
 
     return replace(
         path, transfer=identity, on_batch_start=on_batch_start, step=step, on_batch_end=on_batch_end, draws=True,
