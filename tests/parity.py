@@ -81,6 +81,21 @@ class Classifier(Learner):
         return self(batch[0])
 
 
+class Logs(Classifier):
+    """A classifier that logs its losses."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.log("loss", loss, prog_bar=True)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        self.log("val_loss", loss := super().validation_step(batch, batch_idx))
+        return loss
+
+    test_step = validation_step
+
+
 @contextmanager
 def lightnings_noise_ignored() -> Iterator[None]:
     """Ignore the warnings of Lightning's own Trainer that are not compared (including a new one on torch 2.15)."""

@@ -76,8 +76,7 @@ def test_picture(tmp_path, monkeypatch):
 
 
 def fit(folder, *callbacks, **options):
-    trainer = make_trainer(folder, callbacks=[*callbacks], **options)
-    trainer.fit(Regression(), loader_of(make_batches(4)))
+    make_trainer(folder, callbacks=[*callbacks], **options).fit(Regression(), loader_of(make_batches(4)))
 
 
 def test_fit(tmp_path):
@@ -92,9 +91,8 @@ def test_each_view_writes_to_its_own_folder(tmp_path):
     """A picture that cannot be written is a warning, and the others and the record are written."""
     (tmp_path / "file").touch()
     views = [Curves(dirpath=tmp_path / name) for name in ("file", "one", "two")]
-    recorder = RunRecorder(dirpath=tmp_path / "record")
     with pytest.warns(UserWarning, match="could not be written to .*file"):
-        fit(tmp_path, recorder, *views, Curves())
+        fit(tmp_path, RunRecorder(dirpath=tmp_path / "record"), *views, Curves())
     assert {path.parent.name for path in tmp_path.glob("*/curves.png")} == {"one", "two", "record"}
     assert load_run(tmp_path / "record").status == "completed"
     assert [view.path for view in views] == [None, tmp_path / "one" / "curves.png", tmp_path / "two" / "curves.png"]

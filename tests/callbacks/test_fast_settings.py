@@ -142,8 +142,7 @@ ALL = ["TF32", "cudnn.benchmark", "expandable segments", "channels_last"]
 def on_cuda(engine=None, **arguments):
     """Return a context with the settings of a run, which lists those that are on."""
     fast, module = FastSettings(**arguments), Classifier()
-    values = {} if engine is None else {"engine": engine}
-    trainer = FakeTrainer(fast, device="cuda", optimizers=[], **values)
+    trainer = FakeTrainer(fast, device="cuda", optimizers=[], **({} if engine is None else {"engine": engine}))
     fast.setup(trainer, module, "fit")
     assert (torch.get_float32_matmul_precision() != "highest") is ("TF32" in fast.on)
     assert torch.backends.cudnn.benchmark is ("cudnn.benchmark" in fast.on)

@@ -67,8 +67,7 @@ def test_windows_longer_than_an_epoch_are_reported(tmp_path, caplog, arguments, 
 
 def test_first_window_is_known_from_the_start(tmp_path):
     """The summary, and schedules that read the number of steps, use it before the first epoch starts."""
-    trainer = make_trainer(tmp_path, callbacks=[GradientAccumulation(schedule={0: 4, 2: 1})])
-    assert trainer.accumulate_grad_batches == 4
+    assert make_trainer(tmp_path, callbacks=[GradientAccumulation(schedule={0: 4, 2: 1})]).accumulate_grad_batches == 4
 
 
 @pytest.mark.parametrize(("callback", "steps"), [

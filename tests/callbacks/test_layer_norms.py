@@ -4,16 +4,7 @@ import pytest
 from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 
-from tests.support import (
-    Regression,
-    fit_and_watch,
-    make_batches,
-    make_net,
-    norm_of,
-    plugin_of,
-    scaler_of,
-    train_by_hand,
-)
+from tests.support import Regression, fit_and_watch, make_batches, norm_of, plugin_of, scaler_of, train_by_hand
 from trainer.callbacks import GradientClipping, LayerNorms
 from trainer.record.curve import read_rows
 
@@ -27,7 +18,7 @@ def logged(folder):
 def test_norms_equal_those_of_a_hand_written_loop(tmp_path, precision):
     """Bitwise equal, for accumulated gradients before clipping, also in skipped steps."""
     batches = make_batches(16, gains={8: 1e30} if precision == "16-mixed" else None)
-    norms, theirs = LayerNorms(every_n_steps=2), make_net()
+    norms, theirs = LayerNorms(every_n_steps=2), Regression().net
     trainer, _ = fit_and_watch(
         tmp_path,
         Regression(),

@@ -151,8 +151,7 @@ def test_optimizers_that_evaluate_the_loss_are_refused_at_every_step_only(tmp_pa
 
 
 def test_only_a_loss_that_is_not_finite_stops_a_scaled_run(tmp_path):
-    scale = native_fp16(init_scale=2.0**24)
-    trainer = make_trainer(tmp_path, precision=scale, callbacks=[NonFiniteGuard()])
+    trainer = make_trainer(tmp_path, precision=native_fp16(init_scale=2.0**24), callbacks=[NonFiniteGuard()])
     with pytest.raises(NonFiniteError, match=r"Verdict: data: .* \(step 3, batch 3\)"):
         trainer.fit(Regression(), loader_of(with_a_bad_one()))
     assert trainer.skipped_steps > 1  # overflows do not stop it

@@ -92,8 +92,7 @@ class TwoOptimizers(Regression):
 
     def training_step(self, batch, batch_idx):
         for optimizer in self.optimizers():
-            loss = super().training_step(batch, batch_idx)
-            manual_step(self, loss, optimizer)
+            manual_step(self, super().training_step(batch, batch_idx), optimizer)
 
     def configure_optimizers(self):
         return [torch.optim.SGD([weight], lr=0.01) for weight in (self.net[0].weight, self.net[-1].weight)]
@@ -267,8 +266,7 @@ def test_it_can_be_switched_off(tmp_path):
 def test_checkpoint_is_the_one_from_before(tmp_path):
     """Saved after the last good step, and saved at the collapse: the same weights, optimizer, schedule, scale."""
     saver = ModelCheckpoint(tmp_path / "checkpoints", every_n_train_steps=3, save_top_k=-1, filename="{step}")
-    schedule = partial(torch.optim.lr_scheduler.StepLR, step_size=1)
-    module = Regression(sequential(), OPTIMIZERS["adamw-fused"], schedule)
+    module = Regression(sequential(), OPTIMIZERS["adamw-fused"], partial(torch.optim.lr_scheduler.StepLR, step_size=1))
     message, trainer = collapse(tmp_path, module, good=3, callbacks=[saver], enable_checkpointing=True)
     path = tmp_path / "checkpoints" / "before_collapse.ckpt"
     assert f"are in {path}." in message

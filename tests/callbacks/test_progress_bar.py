@@ -142,8 +142,7 @@ def test_loss_that_the_next_step_writes_over_is_shown_as_it_was(clock):
 
 def test_log_file_gets_lines_although_color_is_forced(clock, capsys, monkeypatch):
     monkeypatch.setattr("trainer.callbacks.progress_bar.get_console", lambda: Console(_environ={"FORCE_COLOR": "1"}))
-    bar = ProgressBar()
-    Fake(bar, clock, max_epochs=1).fit()
+    Fake(ProgressBar(), clock, max_epochs=1).fit()
     assert capsys.readouterr().out == (
         "epoch 1/1  batch 4/4  train_loss 0.2500  val_acc 0.9500  scale 32768  skipped 0  50.0 it/s\n"
     )

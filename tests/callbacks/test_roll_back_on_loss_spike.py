@@ -151,13 +151,12 @@ def test_first_skipped_batch_may_be_the_first_of_an_epoch(tmp_path):
 
 
 def test_number_and_distance_of_roll_backs_are_configurable(tmp_path):
-    batches = make_batches(NUMBER, gains={10: 50.0, 16: 50.0})
     callbacks = callbacks_of(tmp_path, 3, margin=3, max_rollbacks=1)
     with (
         pytest.warns(UserWarning, match=ROLLED_BACK),
         pytest.raises(LossSpikeError, match=r"The loss of step 11 .* reached the limit of .*max_rollbacks=1"),
     ):
-        fit(tmp_path, Regression(), batches, [*callbacks, RunRecorder()])
+        fit(tmp_path, Regression(), make_batches(NUMBER, gains={10: 50.0, 16: 50.0}), [*callbacks, RunRecorder()])
     assert [(one["step"], one["to_step"]) for one in callbacks[0].rollbacks] == [(10, 6)]
     record = json.loads(next(tmp_path.rglob("run.json")).read_text())
     assert record["rollbacks"] == json.loads(json.dumps(callbacks[0].rollbacks))

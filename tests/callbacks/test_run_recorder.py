@@ -330,8 +330,7 @@ class Logging(BoringModel):
 def test_real_fit(tmp_path, trainer_class):
     recorder, model = RunRecorder(), Logging()
     data = DataLoader(RandomDataset(32, 10), batch_size=4)  # batches of 4, 4 and 2
-    trainer = make_trainer(tmp_path, trainer_class, max_epochs=2, limit_val_batches=2, callbacks=recorder)
-    trainer.fit(model, data, data)
+    make_trainer(tmp_path, trainer_class, max_epochs=2, limit_val_batches=2, callbacks=recorder).fit(model, data, data)
     run = load_run(tmp_path)
     assert (run.status, run.precision, run.devices) == ("completed", "32-true", "1 x CPU")
     assert (run.epochs, run.steps, run.scale, run.facts["samples"]) == (2, 6, None, 20)

@@ -39,8 +39,7 @@ def resume(tmp_path, precision, path, epochs=1):
 
 def test_scale_and_tracker_are_saved_and_restored(tmp_path):
     trainer, path = fit_and_save(tmp_path, native_fp16(init_scale=256.0, growth_interval=100))
-    saved = torch.load(path, weights_only=True)[KEY]
-    assert saved == trainer.scaler.state_dict() == {
+    assert torch.load(path, weights_only=True)[KEY] == trainer.scaler.state_dict() == {
         "scale": 128.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 100, "_growth_tracker": 3,
         "min_scale": 1.0, "max_scale": float("inf"),
     }  # fmt: skip

@@ -25,8 +25,7 @@ def line_of(function, mark):
 
 def found_in(folder, module, callbacks=(), **arguments):
     detector = SyncDetector(batches=STEPS, after=1)
-    trainer = make_trainer(folder, callbacks=[detector, *callbacks], **arguments)
-    trainer.fit(module, loader_of(make_batches(STEPS + 2)))
+    make_trainer(folder, callbacks=[detector, *callbacks], **arguments).fit(module, loader_of(make_batches(STEPS + 2)))
     return detector
 
 

@@ -10,8 +10,8 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import nn
 
 from tests.parity import (
-    Classifier,
     Learner,
+    Logs,
     RecordingLogger,
     assert_agree,
     data,
@@ -79,18 +79,6 @@ class Reads(Callback):
         with trainer.init_module():
             assert nn.Linear(2, 2).weight.device == trainer.strategy.root_device
         self.read[where] = values
-
-
-class Logs(Classifier):
-    def training_step(self, batch, batch_idx):
-        loss = self.loss(batch)
-        self.log("loss", loss, prog_bar=True, on_epoch=True)
-        return loss
-
-    def validation_step(self, batch, batch_idx):
-        self.log("val_loss", self.loss(batch))
-
-    test_step = validation_step
 
 
 @pytest.mark.parametrize(

@@ -28,8 +28,7 @@ KINDS = {
 def test_any_iterable_is_a_batch_sampler(tmp_path, what, kind):
     module, loader = Seen(), DataLoader(torch.arange(8.0).reshape(8, 1), batch_sampler=KINDS[kind]())
     given = loader.batch_sampler
-    trainer = make_trainer(tmp_path)
-    result = getattr(trainer, what)(module, loader)
+    result = getattr(make_trainer(tmp_path), what)(module, loader)
     assert module.seen == BATCHES
     if what == "predict":
         assert [batch.flatten().tolist() for batch in result] == BATCHES

@@ -106,8 +106,7 @@ def on_exception(make, folder):
 
 
 def saved_weights(make, folder):
-    trainer = fit(make, folder)
-    trainer.save_checkpoint(folder / "w.ckpt", weights_only=True)
+    fit(make, folder).save_checkpoint(folder / "w.ckpt", weights_only=True)
     make(max_epochs=3).fit(Scored(), data(8), data(4), ckpt_path=folder / "w.ckpt")
 
 

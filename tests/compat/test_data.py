@@ -6,15 +6,7 @@ from lightning.pytorch import LightningDataModule
 from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities import CombinedLoader
-from torch.utils.data import (
-    BatchSampler,
-    ConcatDataset,
-    DataLoader,
-    IterableDataset,
-    SequentialSampler,
-    Subset,
-    TensorDataset,
-)
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler, Subset, TensorDataset
 
 from tests.parity import DATAMODULE_HOOKS, Classifier, Learner, assert_agree, data, ours, recording, weights
 from tests.support import stream_of
@@ -46,7 +38,7 @@ def test_epochs_reach_everything_that_has_set_epoch_once():
     order = having("Order", SequentialSampler)(dataset)
     stream = having("Stream", IterableDataset, __iter__=lambda _: iter([torch.zeros(1)]), __len__=lambda _: 1)()
     one = DataLoader(dataset, batch_sampler=having("Batches", BatchSampler)(order, 2, False))
-    two = DataLoader(ConcatDataset([dataset, Subset(other, [0])]), sampler=order)
+    two = DataLoader(dataset + Subset(other, [0]), sampler=order)
     set_of([one, two, DataLoader(stream), having("Loader", list)([1])]).start_epoch(3)
     assert sorted(epochs) == [("Batches", 3), ("Data", 3), ("Data", 3), ("Loader", 3), ("Order", 3), ("Stream", 3)]
 
@@ -105,8 +97,7 @@ class Reloads(Classifier):
 def test_data_is_requested_at_the_same_points_as_in_lightning(sanity, arguments):
     def scenario(make):
         module = Reloads()
-        trainer = make(max_epochs=6, num_sanity_val_steps=sanity, **arguments)
-        trainer.fit(module)
+        make(max_epochs=6, num_sanity_val_steps=sanity, **arguments).fit(module)
         return module.seen
 
     assert_agree(scenario)

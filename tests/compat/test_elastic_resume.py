@@ -174,8 +174,7 @@ def test_settings_in_batches_are_converted(tmp_path):
 
 
 def test_batches_of_a_later_epoch_are_converted(tmp_path):
-    path = written(tmp_path, after=8, limit_train_batches=6)
-    trainer, module = resumed(path, loader(2), limit_train_batches=6)
+    trainer, module = resumed(written(tmp_path, after=8, limit_train_batches=6), loader(2), limit_train_batches=6)
     assert (trainer.global_step, trainer.progress.batches, len(module.seen)) == (12, 24, 2 * (12 - 8))
 
 
@@ -187,8 +186,7 @@ class Asks(Net):
 
 def test_estimated_stepping_batches_are_equal_after_an_elastic_resume(tmp_path):
     first = Asks()
-    path = written(tmp_path, module=first)
-    trainer, module = resumed(path, loader(1), Asks())
+    trainer, module = resumed(written(tmp_path, module=first), loader(1), Asks())
     assert module.updates == first.updates == trainer.global_step == 14
 
 
@@ -196,8 +194,7 @@ def test_with_workers(tmp_path):
     options = {"num_workers": 1, "persistent_workers": True}
     written(tmp_path, loader(**options), whole := Net())
     for start, first in (("two", 2), ("again", 4)):  # "again": from a checkpoint of the resumed run
-        saver = SavesAt(tmp_path / "again.ckpt", batches=8)
-        saving = {"callbacks": [saver], "enable_checkpointing": True}
+        saving = {"callbacks": [SavesAt(tmp_path / "again.ckpt", batches=8)], "enable_checkpointing": True}
         _, module = resumed(tmp_path / f"{start}.ckpt", loader(2, **options), **saving)
         for update in range(first, 14):
             seen, expected = (
@@ -209,8 +206,7 @@ def test_with_workers(tmp_path):
 
 def test_accumulation_that_changes_with_the_epochs(tmp_path):
     first, second = (GradientAccumulation(schedule={0: 1, 1: 2}) for _ in range(2))
-    path = written(tmp_path, callbacks=[first])
-    _, module = resumed(path, loader(2), callbacks=[second])
+    _, module = resumed(written(tmp_path, callbacks=[first]), loader(2), callbacks=[second])
     sizes = [sum(len(batch) for update, batch in module.seen if update == number) for number in range(2, 11)]
     assert sizes == [4, 4, 4, 4, 2, 8, 8, 8, 2]
     assert second.schedule == {0: 1, 1: 2}

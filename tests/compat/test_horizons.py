@@ -2,16 +2,7 @@
 
 import pytest
 import torch
-from torch.optim.lr_scheduler import (
-    ChainedScheduler,
-    CosineAnnealingLR,
-    LambdaLR,
-    LinearLR,
-    LRScheduler,
-    OneCycleLR,
-    SequentialLR,
-    StepLR,
-)
+from torch.optim import lr_scheduler as LR
 
 from tests.support import Regression, loader_of, make_batches, make_trainer
 from trainer.errors import ConfigurationError
@@ -29,7 +20,7 @@ class Factor:
         return max(0.0, 1 - step / self.length)
 
 
-class Polynomial(LRScheduler):
+class Polynomial(LR.LRScheduler):
     """A schedule of another package."""
 
     def __init__(self, optimizer, max_iters):
@@ -41,20 +32,20 @@ class Polynomial(LRScheduler):
 
 
 def warm_up(optimizer, steps):
-    parts = [LinearLR(optimizer, 0.1, total_iters=2), CosineAnnealingLR(optimizer, steps - 2)]
-    return SequentialLR(optimizer, parts, [2])
+    parts = [LR.LinearLR(optimizer, 0.1, total_iters=2), LR.CosineAnnealingLR(optimizer, steps - 2)]
+    return LR.SequentialLR(optimizer, parts, [2])
 
 
 SCHEDULES = {
-    "onecycle": lambda optimizer, steps: OneCycleLR(optimizer, 0.1, total_steps=steps),
-    "cosine": lambda optimizer, steps: CosineAnnealingLR(optimizer, steps),
-    "object": lambda optimizer, steps: LambdaLR(optimizer, Factor(steps)),
-    "closure": lambda optimizer, steps: LambdaLR(optimizer, lambda step: max(0.0, 1 - step / steps)),
-    "steps": lambda optimizer, steps: StepLR(optimizer, steps // 2),
+    "onecycle": lambda optimizer, steps: LR.OneCycleLR(optimizer, 0.1, total_steps=steps),
+    "cosine": lambda optimizer, steps: LR.CosineAnnealingLR(optimizer, steps),
+    "object": lambda optimizer, steps: LR.LambdaLR(optimizer, Factor(steps)),
+    "closure": lambda optimizer, steps: LR.LambdaLR(optimizer, lambda step: max(0.0, 1 - step / steps)),
+    "steps": lambda optimizer, steps: LR.StepLR(optimizer, steps // 2),
     "other package": Polynomial,
     "sequence": warm_up,
-    "chain": lambda optimizer, steps: ChainedScheduler(
-        [CosineAnnealingLR(optimizer, steps), StepLR(optimizer, 3, 0.5)]
+    "chain": lambda optimizer, steps: LR.ChainedScheduler(
+        [LR.CosineAnnealingLR(optimizer, steps), LR.StepLR(optimizer, 3, 0.5)]
     ),
 }
 
@@ -116,7 +107,7 @@ def test_run_of_the_same_length_restores_the_saved_schedule(tmp_path, name, capl
 
 
 def test_horizon_that_the_user_has_fixed_stays(tmp_path):
-    for make in (lambda o, _: CosineAnnealingLR(o, 5), lambda o, _: StepLR(o, 3, 0.5)):
+    for make in (lambda o, _: LR.CosineAnnealingLR(o, 5), lambda o, _: LR.StepLR(o, 3, 0.5)):
         whole, first, second = (Scheduled(make) for _ in range(3))
         fit(tmp_path, whole, 3)
         fit(tmp_path, first, 2)
@@ -128,8 +119,8 @@ def test_fixed_number_of_epochs_that_torch_cannot_exceed_is_refused(tmp_path):
     class ByEpoch(Scheduled):
         def configure_optimizers(self):
             optimizer = torch.optim.SGD(self.parameters(), lr=self.lr, momentum=0.9)
-            return [optimizer], [OneCycleLR(optimizer, 0.1, total_steps=2)]
+            return [optimizer], [LR.OneCycleLR(optimizer, 0.1, total_steps=2)]
 
-    fit(tmp_path, ByEpoch(CosineAnnealingLR), 2)
+    fit(tmp_path, ByEpoch(LR.CosineAnnealingLR), 2)
     with pytest.raises(ConfigurationError, match=r"run of 3 epochs and OneCycleLR\(total_steps=2\).*weights="):
-        fit(tmp_path, ByEpoch(CosineAnnealingLR), 3, tmp_path / "last.ckpt")
+        fit(tmp_path, ByEpoch(LR.CosineAnnealingLR), 3, tmp_path / "last.ckpt")

@@ -91,9 +91,8 @@ def test_objects_are_built_from_class_names(call):
         "--trainer.precision.init_scale=1024",
         run=False,
     ).trainer  # fmt: skip
-    kinds = (SimpleProfiler, SingleDeviceStrategy, AsyncCheckpointIO, MixedPrecision)
     built = (trainer.profiler, trainer.strategy, trainer.strategy.checkpoint_io, trainer.precision_plugin.plugin)
-    assert all(map(isinstance, built, kinds))
+    assert all(map(isinstance, built, (SimpleProfiler, SingleDeviceStrategy, AsyncCheckpointIO, MixedPrecision)))
     assert (trainer.precision, trainer.scaler.get_scale()) == ("16-mixed", 1024)
 
 

@@ -63,8 +63,7 @@ def test_name_may_move_to_another_dataloader_between_passes(tmp_path):
 
 def test_metrics_of_dataloaders_that_are_gone_are_not_read(tmp_path):
     first, second, third = run(tmp_path, [2, 1, 2], log_all)
-    of_two = {f"v{which}/dataloader_idx_{i}" for which in ("", "_epoch") for i in (0, 1)}
-    assert first.keys() == third.keys() == of_two
+    assert first.keys() == third.keys() == {f"v{which}/dataloader_idx_{i}" for which in ("", "_epoch") for i in (0, 1)}
     assert second == {"v": 0.0}
 
 

@@ -4,13 +4,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import (
-    EarlyStopping,
-    EMAWeightAveraging,
-    ModelCheckpoint,
-    StochasticWeightAveraging,
-    Timer,
-)
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, StochasticWeightAveraging, Timer
+from lightning.pytorch.callbacks.weight_averaging import EMAWeightAveraging
 
 from tests.support import Regression, loader_of, make_batches, make_trainer
 

@@ -23,18 +23,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader, IterableDataset
 
-from tests.parity import (
-    CLASSES,
-    FEATURES,
-    Classifier,
-    RecordingLogger,
-    assert_agree,
-    data,
-    looks_in,
-    ours,
-    plain,
-    run_both,
-)
+from tests.parity import FEATURES, Classifier, RecordingLogger, assert_agree, data, looks_in, ours, plain, run_both
 from trainer.errors import ResumeError
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # warnings of these callbacks are not tested
@@ -49,7 +38,7 @@ class Net(Classifier):
         with torch.random.fork_rng():
             torch.manual_seed(1)
             self.backbone = nn.Sequential(nn.Linear(FEATURES, 5), nn.BatchNorm1d(5) if norm else nn.Tanh(), nn.ReLU())
-            self.net = nn.Linear(5, CLASSES)
+            self.net = nn.Linear(5, 3)
 
     def forward(self, features):
         return self.net(self.backbone(features))
