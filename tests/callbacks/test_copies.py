@@ -37,10 +37,7 @@ class Copies(Callback):
             if callback is not self:
                 self.copies += [(callback, duplicate(callback)) for duplicate in DUPLICATES]
 
-    on_fit_start = on_train_start = on_train_batch_end = on_validation_end = on_train_end = copy
-
-    def on_exception(self, trainer, module, exception):
-        self.copy(trainer)
+    on_fit_start = on_train_start = on_train_batch_end = on_validation_end = on_train_end = on_exception = copy
 
 
 DUPLICATES = (copy.deepcopy, lambda callback: pickle.loads(pickle.dumps(callback)))

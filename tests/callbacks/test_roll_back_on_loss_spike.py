@@ -115,20 +115,18 @@ def test_random_numbers_buffers_averages_and_metrics_are_those_of_the_checkpoint
     assert len(next(one for one in trainer.callbacks if isinstance(one, RollBackOnLossSpike)).rollbacks) == 1
 
 
-class PerEpoch(Regression):
-    """Has a loss spike in one batch of the second epoch; logs it by name, and with a metric object."""
+def test_epochs_that_have_ended_since_are_counted(tmp_path):
+    """The loss, which spikes in one batch of the second epoch, is logged by name, and with a metric object."""
 
-    def training_step(self, batch, batch_idx):
-        loss = loss_of(self.net, batch) * (50.0 if (self.current_epoch, batch_idx) == (1, 2) else 1.0)
-        self.mean(loss)
-        self.log("object", self.mean, on_epoch=True, on_step=False)
-        self.log("loss", loss, on_epoch=True, on_step=False, batch_size=4)
+    def log(loss, batch_idx):
+        loss = loss * (50.0 if (module.current_epoch, batch_idx) == (1, 2) else 1.0)
+        module.mean(loss)
+        module.log("object", module.mean, on_epoch=True, on_step=False)
+        module.log("loss", loss, on_epoch=True, on_step=False, batch_size=4)
         return loss
 
-
-def test_epochs_that_have_ended_since_are_counted(tmp_path):
     schedule, batches = partial(torch.optim.lr_scheduler.StepLR, step_size=1, gamma=0.5), make_batches(6)
-    module = PerEpoch(make_net(), momentum, schedule, interval="epoch")
+    module = Regression(make_net(), momentum, schedule, log, interval="epoch")
     module.mean = MeanMetric()
     with pytest.warns(UserWarning, match="from batch_idx 5 of epoch 0 to batch_idx 2 of epoch 1"):
         trainer = fit(tmp_path, module, batches, callbacks_of(tmp_path, 5), max_epochs=2)

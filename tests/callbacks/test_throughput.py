@@ -34,27 +34,22 @@ def test_rate_counts_training_time_only(clock):
     callback = Throughput(warmup_batches=0)
     assert (callback.samples_per_second, callback.waiting) == (None, None)
     fit(clock, callback, [[1.0] * 4, [0.5] * 4, [2.0] * 4], world_size=2, validate_after=(0, 1, 3))
-    assert callback.rates == [16.0, 32.0, 8.0]
-    assert callback.samples_per_second == 16.0  # the median, not the mean
-    assert callback.train_seconds == 14.0
-    assert callback.measured_batches == 12
-    assert callback.waiting == 0.0
+    assert (callback.rates, callback.samples_per_second) == ([16.0, 32.0, 8.0], 16.0)  # the median, not the mean
+    assert (callback.train_seconds, callback.measured_batches, callback.waiting) == (14.0, 12, 0.0)
 
 
 @pytest.mark.parametrize(("warmup", "rates", "measured"), [(0, [3.2, 8.0], 8), (1, [8.0, 8.0], 7), (50, [8.0, 8.0], 6)])
 def test_first_batches_do_not_count(clock, warmup, rates, measured):
     callback = Throughput(warmup)
     fit(clock, callback, [[7.0, 1.0, 1.0, 1.0], [1.0] * 4])
-    assert callback.rates == rates
-    assert callback.measured_batches == measured
+    assert (callback.rates, callback.measured_batches) == (rates, measured)
     assert callback.train_seconds == 14.0  # this has it all
 
 
 def test_waiting_for_batches_is_part_of_the_time(clock):
     callback = Throughput(warmup_batches=0)
     fit(clock, callback, [[1.0] * 4], fetch=3.0)
-    assert callback.rates == [2.0]
-    assert callback.waiting == 0.75
+    assert (callback.rates, callback.waiting) == ([2.0], 0.75)
 
 
 def test_gpu_is_waited_for_at_the_ends_only(clock, monkeypatch):

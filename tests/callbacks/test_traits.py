@@ -29,17 +29,12 @@ class Foreign(Callback):
         self.calls.append(f"callback reads {trainer.callback_metrics['epochs']:.0f}")
 
 
-class Module(Regression):
-    def on_train_batch_end(self, *_):
-        Foreign.calls.append("module's batch")
-
-    def on_train_epoch_end(self):
-        self.log("epochs", 3.0)
-
-
 def test_attributes_of_a_foreign_callback_set_its_order(tmp_path):
     Foreign.calls.clear()
-    make_trainer(tmp_path, callbacks=[Foreign()]).fit(Module(), loader_of(make_batches(1)))
+    module = Regression()
+    module.on_train_batch_end = lambda *_: Foreign.calls.append("module's batch")
+    module.on_train_epoch_end = lambda: module.log("epochs", 3.0)
+    make_trainer(tmp_path, callbacks=[Foreign()]).fit(module, loader_of(make_batches(1)))
     assert Foreign.calls == ["module's batch", "callback's batch", "callback reads 3"]
 
 

@@ -45,8 +45,7 @@ def build(monkeypatch, environment, **arguments):
 )
 def test_auto_takes_as_many_nodes_as_were_started(environment, nodes, monkeypatch):
     trainer = build(monkeypatch, environment, devices=2, num_nodes="auto", strategy="ddp")
-    assert trainer.num_nodes == nodes
-    assert trainer.world_size == 2 * nodes
+    assert (trainer.num_nodes, trainer.world_size) == (nodes, 2 * nodes)
     assert trainer.engine.may_change_world_size
     alone = build(monkeypatch, environment, devices=2, num_nodes="auto", strategy="ddp", plugins=LightningEnvironment())
     assert alone.num_nodes == 1

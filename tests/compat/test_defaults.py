@@ -20,11 +20,6 @@ OPTIONS = {
 }
 
 
-class Predicts(BoringModel):
-    def predict_step(self, batch, batch_idx):
-        return self(batch)
-
-
 def files_below(folder):
     """Relative paths, without the time, host and process id in the names of TensorBoard's files."""
     files = (str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
@@ -35,12 +30,10 @@ def run_all(trainer_class, folder, monkeypatch, **options):
     """Fit, validate, test and predict in ``folder`` as the working directory."""
     folder.mkdir()
     monkeypatch.chdir(folder)
-    trainer = trainer_class(**(OPTIONS | options))
-    model, data = Predicts(), DataLoader(RandomDataset(32, 4))
-    trainer.fit(model)
-    trainer.validate(model)
-    trainer.test(model)
-    trainer.predict(model, data)
+    trainer, model = trainer_class(**(OPTIONS | options)), BoringModel()
+    for function in (trainer.fit, trainer.validate, trainer.test):
+        function(model)
+    trainer.predict(model, DataLoader(RandomDataset(32, 4)))
     return files_below(folder)
 
 

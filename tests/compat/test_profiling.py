@@ -83,6 +83,5 @@ def test_run_without_a_profiler_wraps_no_call():
     trainer.fit(Learner(), data(4))
     assert type(trainer.profiler) is PassThroughProfiler
     path, loop = trainer.loop.path, trainer.loop
-    assert path.train_batch == loop.train_batch
-    assert path.backward == loop.gradients.backward
-    assert path.update_weights == loop.update_weights
+    expected = (loop.train_batch, loop.gradients.backward, loop.update_weights)
+    assert (path.train_batch, path.backward, path.update_weights) == expected

@@ -33,9 +33,7 @@ def test_fsdp_by_name_and_by_object():
 def test_model_parallel_is_accepted_with_its_settings():
     strategy = ours(strategy=ModelParallelStrategy(1, 2, process_group_backend="gloo"), devices=2).strategy
     assert type(strategy) is ParallelStrategy
-    assert strategy._sizes == (1, 2)
-    assert strategy.process_group_backend == "gloo"
-    assert strategy.settings.blocks == ()
+    assert (strategy._sizes, strategy.process_group_backend, strategy.settings.blocks) == ((1, 2), "gloo", ())
 
 
 @pytest.mark.parametrize(

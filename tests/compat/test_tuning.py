@@ -39,20 +39,17 @@ def quiet(monkeypatch):
 
 
 def situation(trainer, module):
+    loaders = [trainer.train_dataloader, trainer.val_dataloaders, trainer.test_dataloaders, trainer.predict_dataloaders]
     return {
         "progress": (trainer.global_step, trainer.current_epoch, trainer.should_stop, str(trainer.state.status)),
         "limits": [getattr(trainer, f"limit_{kind}_batches") for kind in ("train", "val", "test", "predict")],
         "max_steps": (trainer.max_steps, trainer.fit_loop.max_steps),
         "callbacks": [type(c).__name__ for c in trainer.callbacks if "lightning" in type(c).__module__],
-        "batch size": (module.batch_size, *(getattr(d, "batch_size", None) for d in loaders_of(trainer))),
+        "batch size": (module.batch_size, *(getattr(loader, "batch_size", None) for loader in loaders)),
         "learning rate": round(module.learning_rate, 6),
         "weights": plain([parameter.sum() for parameter in module.parameters()]),
         "optimizers": [[group["lr"] for group in o.param_groups] for o in trainer.optimizers],
     }
-
-
-def loaders_of(trainer):
-    return [trainer.train_dataloader, trainer.val_dataloaders, trainer.test_dataloaders, trainer.predict_dataloaders]
 
 
 @pytest.mark.parametrize(
