@@ -38,6 +38,11 @@ def small(seed: int, classes: int = 3) -> Small:
     return made
 
 
+def saved(folder: Path, state: Any) -> Path:
+    torch.save(state, folder / "a.pt")
+    return folder / "a.pt"
+
+
 def same(one: Any, other: Any) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
@@ -110,12 +115,11 @@ def test_files_that_are_refused(tmp_path: Path) -> None:
 
 
 def test_custom_file_may_contain_more(tmp_path: Path) -> None:
-    torch.save({"state_dict": small(1).state_dict(), "of": Small}, tmp_path / "mine.pt")
-    module = small(2)
+    file, module = saved(tmp_path, {"state_dict": small(1).state_dict(), "of": Small}), small(2)
     with pytest.raises(UnsafeCheckpointError, match="pass weights_only=False"):
-        load_weights(module, tmp_path / "mine.pt")
+        load_weights(module, file)
     with pytest.warns(UserWarning, match="can run any code"):
-        load_weights(module, tmp_path / "mine.pt", weights_only=False)
+        load_weights(module, file, weights_only=False)
     assert same(module.state_dict(), small(1).state_dict())
 
 
@@ -180,23 +184,18 @@ def test_same_names_come_first() -> None:
 
 
 def test_prefixes_of_wrappers_in_names_are_ignored(tmp_path: Path) -> None:
-    source, module = small(1), small(2)
-    compiled = {name.replace("body.", "body._orig_mod."): value for name, value in source.state_dict().items()}
-    torch.save({f"_orig_mod.{name}": value for name, value in compiled.items()}, tmp_path / "a.pt")
-    assert load_weights(module, tmp_path / "a.pt").complete
+    source, module, wrapped = small(1), small(2), small(3)
+    compiled = {f"_orig_mod.{name.replace('body.', 'body._orig_mod.')}": v for name, v in source.state_dict().items()}
+    assert load_weights(module, saved(tmp_path, compiled)).complete
     assert same(module.state_dict(), source.state_dict())
-    torch.save(source.state_dict(), tmp_path / "b.pt")
-    wrapped = small(3)
     wrapped.body = torch.compile(wrapped.body)
-    assert "body._orig_mod.0.weight" in wrapped.state_dict()
-    assert load_weights(wrapped, tmp_path / "b.pt").complete
+    assert load_weights(wrapped, saved(tmp_path, source.state_dict())).complete
     assert torch.equal(wrapped.state_dict()["body._orig_mod.0.weight"], source.body[0].weight)
 
 
 def test_values_are_converted(tmp_path: Path) -> None:
     source, module = small(1), small(2)
-    torch.save(small(1).half().state_dict(), tmp_path / "a.pt")
-    loaded = load_weights(module, tmp_path / "a.pt")
+    loaded = load_weights(module, saved(tmp_path, small(1).half().state_dict()))
     assert module.head.weight.dtype is torch.float32
     assert torch.equal(module.head.weight, source.head.weight.half().float())
     assert loaded.converted == {"float16 to float32": 8}  # and a counter, which is no floating-point number
@@ -219,18 +218,17 @@ def test_tied_weights_are_counted_once_and_lazy_ones_take_the_shape_of_the_file(
 
 
 def test_weights_without_a_match_are_an_error(tmp_path: Path) -> None:
-    torch.save({"a.weight": torch.ones(2), "a.bias": torch.ones(2)}, tmp_path / "a.pt")
-    with pytest.raises(ConfigurationError, match=r"has a name of the Small. Got a.weight, a.bias;") as e:
-        load_weights(small(1), tmp_path / "a.pt")
-    assert "expected body.0.weight, body.0.bias, body.1.weight, body.1.bias and 5 more" in str(e.value)
-    with pytest.raises(ConfigurationError, match=r"fits into the Linear: weight is \(2,\) in the file and \(1, 1\)"):
-        load_weights(nn.Linear(1, 1, bias=False), tmp_path / "a.pt")
-    with pytest.raises(ConfigurationError, match=r"without parameters\. If configure_model creates them"):
-        load_weights(nn.Module(), tmp_path / "a.pt")
     with torch.device("meta"):
         empty = small(1)
-    with pytest.raises(ConfigurationError, match=r"meta device.*Trainer.fit\(weights=PATH\)"):
-        load_weights(empty, tmp_path / "a.pt")
+    names = "expected body.0.weight, body.0.bias, body.1.weight, body.1.bias and 5 more"
+    for module, message in (
+        (small(1), rf"has a name of the Small. Got a.weight, a.bias; {names}"),
+        (nn.Linear(1, 1, bias=False), r"fits into the Linear: weight is \(2,\) in the file and \(1, 1\)"),
+        (nn.Module(), r"without parameters\. If configure_model creates them"),
+        (empty, r"meta device.*Trainer.fit\(weights=PATH\)"),
+    ):
+        with pytest.raises(ConfigurationError, match=message):
+            load_weights(module, saved(tmp_path, {"a.weight": torch.ones(2), "a.bias": torch.ones(2)}))
 
 
 # --- fits -------------------------------------------------------------------------------------------------------------
@@ -267,8 +265,7 @@ class Late(Checked):
 
 def weights_file(folder: Path) -> tuple[Path, dict[str, torch.Tensor]]:
     state = Regression(make_net(7)).state_dict()
-    torch.save(state, folder / "begin.pt")
-    return folder / "begin.pt", state
+    return saved(folder, state), state
 
 
 @pytest.mark.filterwarnings("ignore:precision='16-true' keeps")
@@ -314,10 +311,9 @@ def test_fit_starts_with_the_weights(tmp_path: Path, caplog: Any) -> None:
 
 
 def test_omitted_weights_are_a_warning_in_the_log(tmp_path: Path, caplog: Any) -> None:
-    file, state = weights_file(tmp_path)
-    name = next(iter(state))
-    torch.save({key: value for key, value in state.items() if key != name}, file)
-    make_trainer(tmp_path).fit(Seen(), loader_of(BATCHES), weights=file)
+    name, *others = (state := Regression().state_dict())
+    file = saved(tmp_path, {key: state[key] for key in others})
+    make_trainer(tmp_path).fit(Regression(), loader_of(BATCHES), weights=file)
     (record,) = [one for one in caplog.records if one.name == "trainer.compat.checkpoint_connector"]
     assert record.levelname == "WARNING"
     assert f"because the file does not have them: {name}." in record.message
