@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from lightning.pytorch import Callback
-from lightning.pytorch.callbacks import EarlyStopping
+from lightning.pytorch.callbacks import EarlyStopping, LambdaCallback
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 import trainer
@@ -105,7 +105,7 @@ def scenarios() -> dict[str, Any]:
         ours(max_epochs=2).fit(Learner(), data(4), ckpt_path=folder / "x.ckpt", **arguments)
 
     return {
-        "no max_epochs": lambda folder: ours(limit_train_batches=1, callbacks=[Stops()]).fit(Learner(), data(4)),
+        "no max_epochs": lambda folder: ours(limit_train_batches=1, callbacks=[stops]).fit(Learner(), data(4)),
         "no loss": lambda folder: ours(max_epochs=1).fit(without("training_step"), data(4)),
         "no optimizer": lambda folder: ours(max_epochs=1).fit(without("configure_optimizers"), data(4)),
         "no ModelCheckpoint": lambda folder: ours(max_epochs=1, resume="auto").fit(Learner(), data(4)),
@@ -114,9 +114,7 @@ def scenarios() -> dict[str, Any]:
     }
 
 
-class Stops(Callback):
-    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-        trainer.should_stop = True
+stops = LambdaCallback(on_train_batch_end=lambda trainer, *_: setattr(trainer, "should_stop", True))
 
 
 class Keeps(Callback):

@@ -32,6 +32,7 @@ from tests.parity import (
     weights,
 )
 from tests.support import tiered
+from trainer.state import random_states
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning"),  # Lightning's CombinedLoader on torch 2.15
@@ -39,17 +40,12 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:You requested to overfit"),
 ]
 
-Trace = list[tuple[str, int, int, int]]
+Trace = list[tuple[str, int]]
 
 
-def states() -> tuple[int, int, int]:
-    """Return the next number of each of the three generators of the process."""
-    numpy_state = np.random.get_state()
-    return (
-        hash(torch.get_rng_state().numpy().tobytes()),
-        hash((numpy_state[1].tobytes(), numpy_state[2])),
-        hash(random.getstate()),
-    )
+def states() -> int:
+    """Return a digest of the states of the generators of the process."""
+    return hash(repr(random_states.capture()))
 
 
 def drawing(base: type, names: list[str], owner: str) -> type:
@@ -59,7 +55,7 @@ def drawing(base: type, names: list[str], owner: str) -> type:
         original = getattr(base, name)
 
         def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-            self.trace.append((f"{owner}.{name}", *states()))
+            self.trace.append((f"{owner}.{name}", states()))
             torch.rand(1), np.random.rand(), random.random()
             return original(self, *args, **kwargs)
 

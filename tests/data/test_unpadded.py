@@ -12,6 +12,7 @@ from torch.utils.data import RandomSampler, Sampler, SequentialSampler
 
 from trainer.data.unpadded import UnpaddedSampler
 from trainer.errors import ConfigurationError
+from trainer.state import random_states
 
 
 def shares(sampler: Sampler[int], processes: int, epoch: int = 0) -> list[list[int]]:
@@ -59,10 +60,9 @@ def test_generators_of_the_process_are_restored() -> None:
     sampler = Everywhere()
     expected = shares(sampler, 3, epoch=2)
     assert sampler.epoch == 2
-    states = random.getstate(), torch.get_rng_state()
+    states = random_states.capture()
     assert shares(sampler, 3, epoch=2) == expected
-    assert random.getstate() == states[0]
-    assert torch.equal(torch.get_rng_state(), states[1])
+    assert random_states.capture() == states
     assert [list(UnpaddedSampler(sampler, 3, 0, seed=9))] != [expected[0]]
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import threading
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -102,23 +100,6 @@ def test_downloads_require_the_option(script, tmp_path, monkeypatch):
     assert r"failed: \|trained\| |" in first_row("--with-network")
     assert r"failed: \|trained\| |" in first_row("--with-network")
     assert got == [file, file]  # downloaded by the first run
-
-
-def test_download_is_whole_or_not_at_all(script, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    Path("source").write_bytes(b"a text")
-    file, other = Path("data/text.txt"), Path("data/other.txt")
-    file.parent.mkdir()
-    file.with_name("text.txt.part").write_bytes(b"a te")  # of a download that was interrupted
-    with ThreadingHTTPServer(("127.0.0.1", 0), SimpleHTTPRequestHandler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        address = f"http://127.0.0.1:{server.server_port}/source"
-        script.download(file, address)
-        with pytest.raises(RuntimeError, match="corrupted"):
-            script.download(other, address, script.CALTECH256_MD5)
-        server.shutdown()
-    assert file.read_bytes() == b"a text"
-    assert not other.exists()
 
 
 def test_every_recipe_has_a_row(script):

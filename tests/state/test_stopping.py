@@ -6,7 +6,7 @@ import logging
 from unittest import mock
 
 import pytest
-from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import LambdaCallback
 
 from tests.parity import Learner, assert_agree, data, ours
 from trainer.state.progress import FitProgress
@@ -58,16 +58,13 @@ def test_signals_are_handled_between_batches_and_epochs_only():
     assert calls == [False, True]
 
 
-class Stops(Callback):
-    def on_train_batch_end(self, trainer, *args):
-        trainer.should_stop = True
-
-
 @pytest.mark.parametrize("arguments", [{"min_epochs": 2}, {"min_steps": 3}, {}], ids=str)
 def test_continued_training_is_logged_once(arguments, caplog):
+    stops = LambdaCallback(on_train_batch_end=lambda trainer, *_: setattr(trainer, "should_stop", True))
+
     def scenario(make):
         caplog.clear()
-        trainer = make(max_epochs=3, callbacks=[Stops()], **arguments)
+        trainer = make(max_epochs=3, callbacks=[stops], **arguments)
         with caplog.at_level(logging.INFO):
             trainer.fit(Learner(), data(8))
         return trainer.global_step, [r.message for r in caplog.records if "signaled to stop" in r.message]
