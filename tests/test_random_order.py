@@ -99,7 +99,16 @@ def stream(count: int = 6, **options: Any) -> DataLoader[Any]:
     return DataLoader(Stream(count), batch_size=2, **options)
 
 
-class Model(drawing(Classifier, MODULE_HOOKS, "module")):  # type: ignore[misc]
+class Several(Classifier):
+    """Accepts several evaluation dataloaders."""
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+        return self.loss(batch)
+
+    test_step = predict_step = validation_step
+
+
+class Model(drawing(Several, MODULE_HOOKS, "module")):  # type: ignore[misc]
     """Draws in every hook; optionally uses ``dataloader_iter``, and reads the estimated length of the fit."""
 
     def __init__(self, trace: Trace, estimates: bool = False) -> None:
@@ -109,15 +118,6 @@ class Model(drawing(Classifier, MODULE_HOOKS, "module")):  # type: ignore[misc]
     def loss(self, batch: Any) -> Any:
         parts = [*batch.values()] if isinstance(batch, dict) else batch if isinstance(batch[0], list) else [batch]
         return sum(super(Model, self).loss(part) for part in parts if part is not None)
-
-    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
-        return super().validation_step(batch, batch_idx)
-
-    def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
-        return super().test_step(batch, batch_idx)
-
-    def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
-        return super().predict_step(batch, batch_idx)
 
     def configure_optimizers(self) -> Any:
         if self.estimates:

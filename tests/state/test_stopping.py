@@ -41,13 +41,6 @@ def test_model_checkpoint_receives_the_time() -> None:
     assert ours()._val_check_time_interval is None
 
 
-@pytest.mark.parametrize(("given", "least"), [({}, 0), ({"min_steps": 0}, 1), ({"min_epochs": 3, "min_steps": 7}, 3)])
-def test_least_epochs(given, least):
-    limits = StoppingConditions(FitProgress(), max_epochs=5, **given)
-    limits.fill_in(max_epochs=9)
-    assert (limits.max_epochs, limits.min_epochs) == (5, least)
-
-
 def test_signals_are_handled_between_batches_and_epochs_only():
     limits, calls = StoppingConditions(FitProgress(), max_epochs=1), []
     limits.check_signals = calls.append
