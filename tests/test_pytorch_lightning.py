@@ -52,7 +52,7 @@ def test_program_has_the_same_result(tmp_path: Path, python_without_lightning: W
 
 
 NAMES = """
-    import importlib, importlib.util, inspect, logging, pickle, pkgutil, sys
+    import importlib, importlib.util, inspect, logging, pickle, pkgutil, pytest, sys
 
     first, second, line_first = {first!r}, {second!r}, {line_first}
     if line_first:
@@ -91,12 +91,9 @@ NAMES = """
         assert module.__name__ == module.__spec__.name == known_as, name
     assert importlib.reload(old) is new
     for missing in (second + ".nothing", first + ".nothing"):
-        try:
+        with pytest.raises(ModuleNotFoundError) as error:
             importlib.import_module(missing)
-        except ModuleNotFoundError as error:
-            assert error.name == missing, error.name
-        else:
-            raise AssertionError(missing)
+        assert error.value.name == missing
 
     from trainer import Trainer
     assert issubclass(Trainer, old.Trainer)
@@ -174,12 +171,12 @@ def test_command_line_runs_classes_of_either_package(tmp_path: Path, python_with
 def test_classes_of_the_other_package_are_refused_without_the_import(
     tmp_path: Path, python_without_lightning: WarmPython
 ) -> None:
-    program = f"""
+    program = rf"""
         import sys
         from trainer import Trainer
         assert not [name for name in sys.modules if "pytorch_lightning" in name or "lightning_fabric" in name]
 
-        import torch
+        import pytest, torch
         from lightning.pytorch.demos.boring_classes import BoringModel as Accepted
         from pytorch_lightning.accelerators import CPUAccelerator
         from pytorch_lightning.callbacks import EarlyStopping
@@ -202,13 +199,8 @@ def test_classes_of_the_other_package_are_refused_without_the_import(
             pass
 
         def refuses(what, call, **arguments):
-            try:
+            with pytest.raises(ConfigurationError, match=rf"Got {{what}}\(...\), which is built on .*{LINE}"):
                 call(**arguments)
-            except ConfigurationError as error:
-                assert f"Got {{what}}(...), which is built on " in str(error), str(error)
-                assert {LINE!r} in str(error), str(error)
-            else:
-                raise AssertionError(what)
 
         for name, given in {{
             "strategy": DDPStrategy(), "plugins": LightningEnvironment(), "accelerator": CPUAccelerator(),
@@ -228,13 +220,8 @@ def test_classes_of_the_other_package_are_refused_without_the_import(
         trainer.fit(Accepted())
         assert trainer.global_step == 1
 
-        try:
+        with pytest.raises(ImportError, match="_lightning and lightning.pytorch are both loaded already.*{LINE}"):
             import trainer.pytorch_lightning
-        except ImportError as error:
-            assert "pytorch_lightning and lightning.pytorch are both loaded already" in str(error)
-            assert {LINE!r} in str(error)
-        else:
-            raise AssertionError("two packages cannot be made one")
     """
     check(program, tmp_path, python_without_lightning)
 
@@ -243,17 +230,12 @@ def test_another_version_that_is_loaded_already_is_refused(
     tmp_path: Path, python_without_lightning: WarmPython
 ) -> None:
     program = f"""
-        import sys, types
+        import pytest, sys, types
         sys.modules["pytorch_lightning"] = loaded = types.ModuleType("pytorch_lightning")
         loaded.__version__ = "2.5.0"
         finders = list(sys.meta_path)
-        try:
+        with pytest.raises(ImportError, match="^pytorch_lightning 2.5.0 is loaded already, and lightning .*{LINE}"):
             import trainer.pytorch_lightning
-        except ImportError as error:
-            assert str(error).startswith("pytorch_lightning 2.5.0 is loaded already, and lightning has version ")
-            assert {LINE!r} in str(error)
-        else:
-            raise AssertionError
         assert sys.meta_path == finders
     """
     check(program, tmp_path, python_without_lightning)
