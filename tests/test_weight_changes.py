@@ -191,18 +191,15 @@ def shared(pair: Pair, batch: Any, clear: Callable[[], None]) -> Tensor:
     return F.mse_loss(pair.net(batch[0]), batch[1]) + pair.net(-batch[0]).float().pow(2).mean()
 
 
-@pytest.mark.parametrize("name", ["swap_memory", "negate"])
-def test_changes_that_begin_late_are_seen_if_weights_were_used_once_before(tmp_path, name):
-    batches, module = make_batches(LATE + 4), stepping(CountsBatches(once, STEPS[name]))
+@pytest.mark.parametrize(
+    ("early", "name"),
+    [(once, "swap_memory"), (once, "negate"), (shared, "swap_state_dicts"), (shared, "inner_loop")],
+)
+def test_changes_that_begin_late_are_seen(tmp_path, early, name):
+    """If weights were used once before; optimizer steps and state dicts in any step."""
+    batches, module = make_batches(LATE + 4), stepping(CountsBatches(early, STEPS[name]))
     fit(tmp_path, module, batches, "bf16-mixed")
-    assert_equal(module.net, expected_of(CountsBatches(once, STEPS[name]), batches, "bf16-mixed"))
-
-
-@pytest.mark.parametrize("name", ["swap_state_dicts", "inner_loop"])
-def test_late_optimizer_steps_and_state_dicts_are_seen_in_any_step(tmp_path, name):
-    batches, module = make_batches(LATE + 4), stepping(CountsBatches(shared, STEPS[name]))
-    fit(tmp_path, module, batches, "bf16-mixed")
-    assert_equal(module.net, expected_of(CountsBatches(shared, STEPS[name]), batches, "bf16-mixed"))
+    assert_equal(module.net, expected_of(CountsBatches(early, STEPS[name]), batches, "bf16-mixed"))
 
 
 @pytest.mark.parametrize(

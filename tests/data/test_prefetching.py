@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import LambdaCallback
 from rich.console import Console
 from torch import Tensor, nn
 
@@ -160,13 +161,12 @@ def test_weights_equal_those_of_a_hand_written_loop(tmp_path, precision, optimiz
 def test_batch_is_released_when_the_device_becomes_idle(cuda, tmp_path, monkeypatch):
     held = []
 
-    class Held(Callback):
-        def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
-            monkeypatch.setattr(Stream, "query", lambda self: batch_idx >= 2)
-            held.append(len(trainer.data.prefetching._held))
+    def look(trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        monkeypatch.setattr(Stream, "query", lambda self: batch_idx >= 2)
+        held.append(len(trainer.data.prefetching._held))
 
     with cuda.watch() as seen:
-        make(tmp_path, callbacks=[Held()]).fit(Probe(), loader_of(make_batches()))
+        make(tmp_path, callbacks=[LambdaCallback(on_train_batch_start=look)]).fit(Probe(), loader_of(make_batches()))
     assert [copy.stream > 0 for copy in copies_of_batches(seen)] == [True] * 3 + [False] * (BATCHES - 3)
     assert held == [1, 1, 1, 0, 0, 0]
 
@@ -416,12 +416,8 @@ class Fetched:
 def test_batch_is_fetched_after_the_previous_step_and_released_after_an_error(cuda, tmp_path):
     source, account = Fetched(make_batches(3)), []
 
-    @looks_in("on_train_batch_end")
-    class Look(Callback):
-        def look(self, hook: str, trainer: Any) -> None:
-            account.append((source.count, trainer.global_step))
-
+    look = LambdaCallback(on_train_batch_end=lambda trainer, *_: account.append((source.count, trainer.global_step)))
     with pytest.raises(OSError, match="the disk is gone"):
-        make(tmp_path, callbacks=[Look()]).fit(Probe(), source)
+        make(tmp_path, callbacks=[look]).fit(Probe(), source)
     assert account == [(1, 1), (2, 2), (3, 3)]
     assert bytes_held() == 0
