@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as distributed
-from lightning.pytorch import Callback
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import StepLR
@@ -45,33 +44,27 @@ class Estimated(Stream):
 
 
 class Module(Uneven):
-    """Validates, and has a schedule by epochs."""
+    """Validates, records the batches, steps, and learning rate at each validation, and has a schedule by epochs.
+
+    ``stop_after`` is the batch after which the fit stops; -1 for none.
+    """
+
+    stop_after = -1
 
     def configure_optimizers(self) -> Any:
+        self.validations: list[Any] = []
         optimizer: Optimizer = super().configure_optimizers()
         return [optimizer], [StepLR(optimizer, 1, 0.5)]
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.trainer.should_stop |= batch_idx == self.stop_after
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.log("val_loss", self.net(batch).square().mean(), sync_dist=True)
 
-
-class Validations(Callback):
-    """Records the batches, steps, and learning rate at each validation.
-
-    Args:
-        stop_after: the batch after which the fit stops; -1 for none.
-    """
-
-    def __init__(self, stop_after: int = -1) -> None:
-        self.seen: list[Any] = []
-        self.stop_after = stop_after
-
-    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        trainer.should_stop |= batch_idx == self.stop_after
-
-    def on_validation_end(self, trainer: Any, *_: Any) -> None:
-        rate = trainer.optimizers[0].param_groups[0]["lr"]
-        self.seen.append((trainer.progress.batches, trainer.global_step, rate))
+    def on_validation_end(self) -> None:
+        rate = self.trainer.optimizers[0].param_groups[0]["lr"]
+        self.validations.append((self.trainer.progress.batches, self.trainer.global_step, rate))
 
 
 def fit(
@@ -88,9 +81,10 @@ def fit(
         module: arguments of :class:`Uneven`.
         stop_after: the batch after which the fit stops; -1 for none.
     """
-    own, validations = counts[distributed.get_rank()], Validations(stop_after)
+    own = counts[distributed.get_rank()]
     torch.manual_seed(0)
     made = Module(*module)
+    made.stop_after = stop_after
 
     def exact() -> Any:
         epoch = trainer.current_epoch
@@ -107,7 +101,6 @@ def fit(
             None, devices=distributed.get_world_size(), strategy=strategy, max_epochs=len(own),
             use_distributed_sampler=False, accumulate_grad_batches=window, num_sanity_val_steps=0,
             reload_dataloaders_every_n_epochs=int(length == "exact"),
-            callbacks=[validations],
         )  # fmt: skip
         loader = None
         if length != "exact":
@@ -117,7 +110,7 @@ def fit(
     return {
         "seen": made.seen,
         "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
-        "validations": validations.seen,
+        "validations": made.validations,
         "counts": (trainer.global_step, trainer.progress.updates, trainer.progress.batches),
         **({"length": trainer.num_training_batches} if length == "own" else {}),
         "weights": {name: value.clone() for name, value in made.state_dict().items()},

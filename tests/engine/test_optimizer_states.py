@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback
 from lightning.pytorch import Trainer as LightningTrainer
 from torch import Tensor, nn
 
@@ -47,7 +46,13 @@ PRECISIONS = ("bf16-true", "32-true", "16-mixed", "bf16-mixed")
 
 
 class Half(Regression):
-    """Batches with the dtype of the weights."""
+    """Batches with the dtype of the weights. Records the dtypes of the optimizer's states at the start of training."""
+
+    def on_train_start(self) -> None:
+        self.dtypes = [
+            {key: value.dtype for key, value in state.items() if isinstance(value, Tensor)}
+            for state in self.trainer.optimizers[0].state.values()
+        ]
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         return super().training_step([one.to(self.net[0].weight.dtype) for one in batch], batch_idx)
@@ -93,16 +98,6 @@ SWITCHES = [
 ]  # fmt: skip
 
 
-class States(Callback):
-    """Records the dtypes of the states at the start of training."""
-
-    def on_train_start(self, trainer: Any, module: Any) -> None:
-        self.dtypes = [
-            {key: value.dtype for key, value in state.items() if isinstance(value, Tensor)}
-            for state in trainer.optimizers[0].state.values()
-        ]
-
-
 @pytest.mark.filterwarnings("ignore:The checkpoint has (a|no) loss-scaler state")
 @pytest.mark.parametrize(
     ("name", "before", "after", "from_lightning"),
@@ -130,11 +125,9 @@ def test_another_precision_casts_states_that_had_the_dtype_of_the_parameter(
         for key, value in state.items()
         if isinstance(value, Tensor)
     }
-    states = States()
     optimizer = WithoutClosure if name == "mixed" else optimizer
-    fit(tmp_path, optimizer, after, states, ckpt=tmp_path / "a.ckpt", max_epochs=2)
-    assert states.dtypes == [expected] * len(states.dtypes)
-    assert states.dtypes
+    _, module = fit(tmp_path, optimizer, after, ckpt=tmp_path / "a.ckpt", max_epochs=2)
+    assert module.dtypes == [expected] * 6
 
 
 def test_lightnings_checkpoints_keep_their_dtypes(tmp_path: Path) -> None:

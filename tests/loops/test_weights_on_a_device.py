@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback
 from torch import Tensor
 
 from tests.parity import assert_same_weights
@@ -86,21 +85,6 @@ def test_weight_on_a_device_equals_one_on_the_host(cuda, tmp_path, precision, op
     assert on_host["steps"][1] == 0
 
 
-class Watch(Callback):
-    """The host-device synchronizations of each batch, without those of the first and the last."""
-
-    def __init__(self) -> None:
-        self.waits: list[list[str]] = []
-
-    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
-        if DEVICE.seen is not None:
-            self.waits.append([wait.what for wait in DEVICE.seen.waits])
-        DEVICE.seen = Seen()
-
-    def on_train_end(self, trainer: Any, module: Any) -> None:
-        DEVICE.seen = None
-
-
 class Weighted(Regression):
     """Returns a weight on the device, without reading anything."""
 
@@ -115,13 +99,20 @@ class Weighted(Regression):
 def test_how_a_weight_on_a_device_is_read(cuda, tmp_path, precision, window, waits):
     """With an event that is recorded before the backward pass, or at the next backward pass if batches accumulate."""
     plugin: Any = MixedPrecision("float16", init_scale=2.0**9) if precision == "16-mixed" else precision
-    watch, module = Watch(), Weighted(make_net(), OPTIMIZERS["adam-fused"])
+    module, found = Weighted(make_net(), OPTIMIZERS["adam-fused"]), []
+
+    def look(batch: Any, batch_idx: int) -> None:
+        if DEVICE.seen is not None:
+            found.append([wait.what for wait in DEVICE.seen.waits])
+        DEVICE.seen = Seen()
+
+    module.on_train_batch_start = look
+    module.on_train_end = lambda: setattr(DEVICE, "seen", None)
     trainer = make_trainer(
-        tmp_path, accelerator="gpu", devices=1, precision=plugin, callbacks=[watch], log_every_n_steps=0,
-        accumulate_grad_batches=window,
+        tmp_path, accelerator="gpu", devices=1, precision=plugin, log_every_n_steps=0, accumulate_grad_batches=window,
     )  # fmt: skip
     trainer.fit(module, loader_of([[x.cuda() for x in batch] for batch in make_batches(8)]))
-    assert watch.waits[1:] == [waits] * 6
+    assert found[1:] == [waits] * 6
 
 
 @pytest.mark.parametrize("window", [1, 2])

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 
 from tests.parity import assert_same_weights
@@ -115,30 +114,23 @@ def test_windows_clipping_and_fp32_layers_equal_a_hand_written_loop() -> None:
     assert_same_weights(module.net, by_hand("tensorwise", window=2, clip=0.1, keep=frozenset({"blocks.0.2"})))
 
 
-class Looks(Callback):
-    def __init__(self) -> None:
-        self.layer: nn.Module | None = None
-        self.copied: Tensor | None = None
+def test_layer_is_the_same_object_before_during_and_after_a_run() -> None:
+    module, x = Classifier(), torch.randn(4, 32)
+    layer, attributes = module.net.blocks[0][0], set(vars(module.net.blocks[0][0]))
 
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
-        self.layer = pl_module.net.blocks[0][0]
-        x = torch.randn(4, 32)
-        copied = copy.deepcopy(pl_module.net)
+    def look(*_: Any) -> None:
+        assert module.net.blocks[0][0] is layer
+        copied = copy.deepcopy(module.net)
         nn.init.zeros_(copied.head.weight)
         with torch.no_grad():
-            self.copied = copied(x)
+            rows = copied(x)
+        assert torch.equal(rows, rows[:1].expand_as(rows))  # a copy computes with its own weights
 
-
-def test_layer_is_the_same_object_before_during_and_after_a_run() -> None:
-    module = Classifier()
-    layer, attributes = module.net.blocks[0][0], set(vars(module.net.blocks[0][0]))
-    fitted("fp8-mixed", module, looks := Looks())
-    assert looks.layer is layer
+    module.on_train_batch_end = look  # type: ignore[method-assign]
+    trainer, _ = fitted("fp8-mixed", module)
+    assert trainer.global_step == 6
     assert type(layer) is nn.Linear
     assert set(vars(layer)) == attributes
-    assert looks.copied is not None
-    assert torch.equal(looks.copied, looks.copied[:1].expand_as(looks.copied))  # a copy computes with its own weights
-    x = torch.randn(4, 32)
     with torch.no_grad():
         assert torch.equal(layer(x), nn.functional.linear(x, layer.weight, layer.bias))
 
