@@ -220,12 +220,13 @@ def test_inference_mode(given: bool) -> None:
         seen[f"{trainer.state.fn.value} {trainer.state.stage.value}"] = modes
 
     trainer, module = ours(max_epochs=1, inference_mode=given), Classifier()
+    trainer.test_loop.inference_mode = not given
     module.register_forward_hook(look)
     trainer.fit(module, data(2), data(2))
     for evaluate in (trainer.validate, trainer.test, trainer.predict):
         evaluate(module, data(2))
     in_fit = dict.fromkeys(("fit sanity_check", "fit validate"), (False, False))  # tensors may meet those of training
-    alone = dict.fromkeys(("validate validate", "test test", "predict predict"), (given, False))
+    alone = {"validate validate": (given, False), "test test": (not given, False), "predict predict": (given, False)}
     assert seen == {"fit train": (False, True), **in_fit, **alone}
 
 

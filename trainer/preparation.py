@@ -75,11 +75,11 @@ class Preparation:
 
     # --- training ---------------------------------------------------------------------------------------------
 
-    def fit(self, *, validate: Callable[[], None] | None, begin: Callable[[], None], resumes: bool) -> None:
+    def fit(self, *, validate: Callable[[], None], begin: Callable[[], None], resumes: bool) -> None:
         """Prepare the fit loop.
 
         Args:
-            validate: runs one validation. None if the fit does not validate.
+            validate: runs one validation.
             begin: called after ``on_train_start``. Restores this process's state from the checkpoint, if any.
             resumes: whether there is such a state.
         """
@@ -114,16 +114,16 @@ class Preparation:
             build_path=partial(
                 self._build_path, self._transfer(move_training_batch), trainer.engine.step_function("training_step")
             ),
-            follow_changes=partial(self._follow_changes, _set_once(self._module)),
-            validate=validate,
+            follow_changes=partial(self._follow_changes, _set_once(self._module), validate),
             begin=begin,
             resumes=resumes,
         )
         self._check_counts(loaders)
 
-    def _follow_changes(self, before: dict[str, Any]) -> None:
-        """Apply changes of the callbacks since the fit began, and refuse changes of the module's methods."""
+    def _follow_changes(self, before: dict[str, Any], validate: Callable[[], None]) -> None:
+        """Apply changes of the callbacks and of ``limit_val_batches``, and refuse changes of the module's methods."""
         _refuse_changes(self._module, before)
+        self._trainer.loop.validate = validate if self._trainer.enable_validation else None
         if self.hooks.follow(self._trainer.callbacks):
             self._trainer.loop.take_optimizers()
 

@@ -232,11 +232,13 @@ class Run:
             if problem := reason_without_updates(trainer):
                 rank_zero_info(problem)  # not a warning, because a short trial run may end this way
         else:
-            assert trainer.state.stage is not None
-            loop = trainer.eval_loops[trainer.state.stage]
+            stage, fn = trainer.state.stage, trainer.state.fn
+            assert stage is not None
+            assert fn is not None
+            loop, view = trainer.eval_loops[stage], getattr(trainer, f"{fn.value}_loop")
             distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
             is_gloo = distributed and torch.distributed.get_backend() == "gloo"  # gloo cannot send inference tensors
-            preparation.evaluation(trainer.state.stage, inference_mode=trainer.inference_mode and not is_gloo)
+            preparation.evaluation(stage, inference_mode=view.inference_mode and not is_gloo)
             result = [to_scalars(metrics) for metrics in loop.run()]
         self._release()
         if fitting:
@@ -368,7 +370,7 @@ class Run:
         if trainer.detect_anomaly and not trainer.scaler.is_enabled():  # with loss scaling, AnomalyDetection does this
             self.session.enter_context(torch.autograd.set_detect_anomaly(True))
         preparation.fit(
-            validate=self._validate if trainer.enable_validation else None,
+            validate=self._validate,
             begin=self._begin_training,
             resumes=self.process_state is not None,
         )

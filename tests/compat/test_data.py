@@ -103,6 +103,21 @@ def test_data_is_requested_at_the_same_points_as_in_lightning(sanity, arguments)
     assert_agree(scenario)
 
 
+@pytest.mark.parametrize("limits", [(1, 0, 0, 1, 2), (0, 1, 0, 2, 1)])
+def test_validations_end_and_begin_with_their_limit_during_a_fit(limits):
+    def scenario(make):
+        def set_limit(trainer, *_) -> None:
+            trainer.limit_val_batches = limits[trainer.current_epoch]
+
+        trainer = make(max_epochs=5, callbacks=[LambdaCallback(on_train_epoch_start=set_limit)])
+        trainer.limit_val_batches = limits[0]
+        module = Reloads()
+        trainer.fit(module)
+        return [epoch for what, epoch, *_ in module.seen if what == "validates"]
+
+    assert_agree(scenario)
+
+
 @pytest.mark.parametrize(("every", "saved_after", "expected"), [(2, 0, [0, 2, 4]), (2, 1, [0, 2, 4]), (3, 1, [0, 3])])
 def test_resumed_run_requests_data_at_the_same_points(every, saved_after, expected, tmp_path):
     class Saves(Reloads):

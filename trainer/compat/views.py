@@ -129,7 +129,6 @@ class _EvaluationView(_DataView):
     """The common part of the views of all evaluations."""
 
     verbose: bool = alias("_loop.verbose", writable=True)
-    inference_mode: bool = alias("_loop.inference_mode", writable=True)
     _has_run: bool = alias("_loop.progress.has_run")
 
     def __init__(self, trainer: Trainer, stage: RunningStage, fn: TrainerFn) -> None:
@@ -137,6 +136,7 @@ class _EvaluationView(_DataView):
         self._loop: EvalLoop = trainer.eval_loops[stage]
         self._stage = stage
         self._trainer_fn = fn
+        self.inference_mode = trainer.inference_mode and fn is not TrainerFn.FITTING
 
     @property
     def _data_fetcher(self) -> Any:
