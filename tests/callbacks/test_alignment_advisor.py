@@ -15,7 +15,6 @@ from trainer.precision import MixedPrecision
 @pytest.mark.parametrize(
     ("layer", "sizes"),
     [
-        (nn.Linear(16, 8), None),
         (nn.Linear(100, 513), {"in_features": 100, "out_features": 513}),
         (nn.Conv2d(3, 64, 7), None),  # an image
         (nn.Conv1d(4, 60, 3), {"out_channels": 60}),

@@ -46,9 +46,7 @@ DUPLICATES = (copy.deepcopy, lambda callback: pickle.loads(pickle.dumps(callback
 class Overflows(Classifier):
     """Skips its first steps if the loss is scaled, and raises if configured."""
 
-    def __init__(self, breaks):
-        super().__init__()
-        self.breaks = breaks
+    breaks = False
 
     def training_step(self, batch, batch_idx):
         if self.breaks and batch_idx == 3:
@@ -60,11 +58,10 @@ class Overflows(Classifier):
 @pytest.mark.parametrize(("name", "breaks"), [(None, False), (None, True), *((name, False) for name in CALLBACKS)])
 def test_copies(name, breaks, tmp_path):
     """None stands for the default callbacks of a Trainer."""
-    copies = Copies()
-    own = [] if name is None else [OURS[name](**ARGUMENTS.get(name, {}))]
+    copies, module = Copies(), Overflows()
+    module.breaks, own = breaks, [] if name is None else [OURS[name](**ARGUMENTS.get(name, {}))]
     for callback in own:
-        for duplicate in DUPLICATES:
-            assert type(duplicate(callback)) is type(callback)
+        assert [type(duplicate(callback)) for duplicate in DUPLICATES] == [type(callback)] * 2
     if name in NOT_RUN:
         return
     defaults = ("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing")
@@ -72,11 +69,10 @@ def test_copies(name, breaks, tmp_path):
     arguments |= dict.fromkeys(defaults if name is None else ["enable_progress_bar"])
     run = ours(callbacks=[*own, copies], **arguments)
     with pytest.raises(RuntimeError, match="broken off") if breaks else nullcontext():
-        run.fit(Overflows(breaks), data(10), data(4))
+        run.fit(module, data(10), data(4))
     assert copies.copies
     copies.copy(run)  # after it
-    for callback, duplicate in copies.copies:
-        assert type(duplicate) is type(callback)
+    assert all(type(duplicate) is type(callback) for callback, duplicate in copies.copies)
     if name is not None and not breaks:  # a copy is as good as a new one
         again = ours(callbacks=next(two for one, two in reversed(copies.copies) if one is own[0]), **arguments)
         again.fit(Classifier(), data(4), data(4))

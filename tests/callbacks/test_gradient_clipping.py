@@ -82,9 +82,8 @@ def test_norm_of_several_optimizers_has_the_order_of_the_clipping(tmp_path, norm
 
 @pytest.mark.parametrize("clipping", [{"max_norm": 0.3}, {"clip_value": 0.1}])
 def test_norm_is_not_logged_if_disabled(tmp_path, clipping):
-    trainer, trace = fit_and_watch(
-        tmp_path, Regression(), make_batches(2), callbacks=[GradientClipping(**clipping, log_norm=False)]
-    )
+    callbacks = [GradientClipping(**clipping, log_norm=False)]
+    trainer, trace = fit_and_watch(tmp_path, Regression(), make_batches(2), callbacks=callbacks)
     assert not [name for name in trainer.callback_metrics if "grad_norm" in name]
     assert (trace.norms == []) is ("clip_value" in clipping)  # clipping by norm measures it in any case
 

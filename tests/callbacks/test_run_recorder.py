@@ -85,26 +85,12 @@ def test_written_record(tmp_path, recorder, clock):
     metrics = facts.pop("metrics")
     assert metrics == pytest.approx({"train_loss": 1 / 8, "val_loss": 0.375, "val_acc": 0.75, "train_acc": 0.5})
     assert facts == {
-        "version": 1,
-        "status": "completed",
-        "error": None,
-        "module": "Identity",
-        "precision": "16-mixed",
-        "devices": "2 x CPU",
-        "gpu": None,
-        "monitor": None,
-        "best_score": None,
-        "epochs": 2,
-        "steps": 8,
-        "skipped_steps": 1,
-        "scale": 32768.0,
-        "seconds": 24.0,
-        "train_seconds": 4.0,
-        "samples": 108,
-        "samples_per_second": 27.0,
-        "samples_per_step": 16,
+        "version": 1, "status": "completed", "error": None, "module": "Identity", "precision": "16-mixed",
+        "devices": "2 x CPU", "gpu": None, "monitor": None, "best_score": None, "epochs": 2, "steps": 8,
+        "skipped_steps": 1, "scale": 32768.0, "seconds": 24.0, "train_seconds": 4.0, "samples": 108,
+        "samples_per_second": 27.0, "samples_per_step": 16,
         "paths": {"run": str(tmp_path), "record": str(tmp_path / "run.json")},
-    }
+    }  # fmt: skip
     assert points(recorder.losses) == pytest.approx({step: 1 / step for step in range(1, 9)})
     assert points(recorder.scales) == {1: 65536.0, 4: 32768.0}
     assert points(recorder.skipped) == {3: 1}

@@ -33,22 +33,12 @@ def rows(summary):
 def record(folder, **more):
     """Return the record of a fit in float16."""
     usual = {
-        "status": "completed",
-        "precision": "16-mixed",
-        "devices": "2 x CPU",
-        "epochs": 2,
-        "steps": 2000,
-        "skipped_steps": 2,
-        "scale": 32768.0,
-        "seconds": 24.0,
-        "train_seconds": 4.0,
-        "samples_per_second": 1213.5,
-        "peak_memory": {"process": 3 * 2**30},
+        "status": "completed", "precision": "16-mixed", "devices": "2 x CPU", "epochs": 2, "steps": 2000,
+        "skipped_steps": 2, "scale": 32768.0, "seconds": 24.0, "train_seconds": 4.0, "samples_per_second": 1213.5,
+        "peak_memory": {"process": 3 * 2**30}, "curves": {}, "environment": {},
         "metrics": {"loss": 0.123456, "loss_step": 0.2, "loss_epoch": 0.1, "a_step": 1.0},
         "paths": {"run": str(folder), "record": str(folder / "run.json")},
-        "curves": {},
-        "environment": {},
-    }
+    }  # fmt: skip
     return RunRecord(usual | more, folder)
 
 

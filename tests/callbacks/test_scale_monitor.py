@@ -158,9 +158,7 @@ def test_looking_costs_nothing_where_nobody_looks(tmp_path, monkeypatch, argumen
 )
 def test_norm_of_completed_steps(tmp_path, precision, gain, seen):
     norms = []
-    look = LambdaCallback(
-        on_train_batch_end=lambda trainer, *_: norms.append(trainer.callback_metrics["grad_norm"].item())
-    )
+    look = LambdaCallback(on_train_batch_end=lambda run, *_: norms.append(run.callback_metrics["grad_norm"].item()))
     options = {"precision": plugin_of(precision), "callbacks": [monitor_of(), look]}
     trainer = look_at(tmp_path, Slopes(a=[3.0], b=[4.0]), None, 3, gains={0: 2.0, 1: gain, 2: 3.0}, **options)
     assert norms == seen

@@ -68,11 +68,8 @@ def test_16_mixed_to_others_and_back(tmp_path):
     state = trainer.scaler.state_dict()
     assert (state["scale"], state["_growth_tracker"]) == (128.0, 3)
     for epochs, precision in ((2, "bf16-mixed"), (3, "32-true")):
-        messages, other = resume(tmp_path, precision, path, epochs=epochs)
-        assert messages == [
-            f"The checkpoint has a loss-scaler state (scale 128), but precision={precision!r} does not scale the loss."
-            " The state is not used, but it is kept in the checkpoints for a run that scales the loss again."
-        ]
+        (message,), other = resume(tmp_path, precision, path, epochs=epochs)
+        assert f"has a loss-scaler state (scale 128), but precision={precision!r} does not scale the loss." in message
         assert other.global_step == 5 * epochs
         other.save_checkpoint(path)
     assert torch.load(path, weights_only=True)[KEY] == state
@@ -85,10 +82,7 @@ def test_from_a_run_without_a_scaler(tmp_path):
     fp32, path = make_trainer(tmp_path), tmp_path / "fp32.ckpt"
     fp32.fit(Regression(make_net()), loader_of(make_batches(2)))
     fp32.save_checkpoint(path)
-    messages, resumed = resume(tmp_path, native_fp16(init_scale=512.0), path, epochs=2)
-    assert messages == [
-        "The checkpoint has no loss-scaler state (it was saved by a run without loss scaling), but"
-        " precision='16-mixed' scales the loss. The scale starts again at 512; a few steps may be skipped until it"
-        " has settled."
-    ]
+    (message,), resumed = resume(tmp_path, native_fp16(init_scale=512.0), path, epochs=2)
+    assert "has no loss-scaler state" in message
+    assert "precision='16-mixed' scales the loss. The scale starts again at 512" in message
     assert resumed.scaler.get_scale() == 512.0

@@ -157,11 +157,7 @@ def test_resume_before_the_first_update_of_the_average_is_exact(tmp_path):
 @pytest.mark.parametrize("limits", [{"max_epochs": EPOCHS}, {"max_epochs": -1, "max_steps": 6}])
 def test_stochastic_weight_averaging_without_an_update_keeps_the_weights(tmp_path, limits):
     """It would start after the last epoch. A batch norm has one more epoch, in which no weight changes."""
-    swa, module, states = (
-        StochasticWeightAveraging(swa_lrs=0.05, swa_epoch_start=9),
-        Module(),
-        [],
-    )
+    swa, module, states = StochasticWeightAveraging(swa_lrs=0.05, swa_epoch_start=9), Module(), []
     if "max_steps" in limits:
         module.net[1] = nn.Identity()
     trainer = make_trainer(tmp_path, callbacks=[trained(states), swa], **limits)

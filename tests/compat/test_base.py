@@ -116,22 +116,16 @@ def test_attributes_have_lightnings_values(arguments, tmp_path, capsys):
 
 
 def test_modules_are_created_in_the_dtype_and_on_the_device():
-    def scenario(make):
-        dtypes = []
-        for precision in ("16-mixed", "bf16-true", "64-true"):
-            with make(precision=precision).init_module():
-                dtypes.append(nn.Linear(2, 2).weight.dtype)
-        return dtypes
+    def weight(trainer, **options):
+        with trainer.init_module(**options):
+            return nn.Linear(2, 2).weight
 
-    assert_agree(scenario)
-    with ours(precision=HalfPrecision("bfloat16", fp32_modules="head")).init_module():
-        assert nn.Linear(2, 2).weight.dtype is torch.float32
+    assert_agree(lambda make: [weight(make(precision=name)).dtype for name in ("16-mixed", "bf16-true", "64-true")])
+    assert weight(ours(precision=HalfPrecision("bfloat16", fp32_modules="head"))).dtype is torch.float32
     assert torch.get_default_dtype() == torch.float32
-    with Trainer(strategy=SingleDeviceStrategy(torch.device("meta")), logger=False).init_module():
-        assert nn.Linear(2, 2).weight.is_meta
+    assert weight(Trainer(strategy=SingleDeviceStrategy(torch.device("meta")), logger=False)).is_meta
     drawn = torch.get_rng_state()
-    with ours().init_module(empty_init=True):
-        nn.Linear(2, 2)
+    weight(ours(), empty_init=True)
     assert torch.equal(torch.get_rng_state(), drawn)
 
 

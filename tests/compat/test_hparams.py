@@ -166,9 +166,8 @@ def test_unpicklable_objects_are_named_and_saves_succeed(tmp_path, caplog):
     with pytest.warns(UserWarning, match=r"do not contain.*of Many.*things.broken\[0\].more \(tests.compat.test_hp"):
         trainer.save_checkpoint(path)
     trainer.save_checkpoint(path)  # printed once
-    assert lines_of(caplog)[1:] == [
-        "The hyperparameter things of Many is saved in its plain form: it cannot be pickled (ValueError: not now)."
-    ]
+    (line,) = lines_of(caplog)[1:]
+    assert line.endswith(" things of Many is saved in its plain form: it cannot be pickled (ValueError: not now).")
     loaded = Many.load_from_checkpoint(path, weights_only=False)
     assert loaded.hparams["things"] == {"path": "a", "broken": [{"width": 2}]}
     assert isinstance(loaded.hparams["loss"], torch.nn.ReLU)

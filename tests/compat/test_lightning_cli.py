@@ -12,6 +12,7 @@ from lightning.pytorch.plugins import AsyncCheckpointIO
 from lightning.pytorch.profilers import SimpleProfiler
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
+from tests.compat.test_defaults import OPTIONS
 from trainer import Trainer
 from trainer.callbacks import GradientClipping
 from trainer.precision import MixedPrecision
@@ -19,14 +20,7 @@ from trainer.precision import MixedPrecision
 pytest.importorskip("jsonargparse", reason="LightningCLI stands on it")
 from lightning.pytorch.cli import LightningCLI, SaveConfigCallback
 
-QUIET = {
-    "accelerator": "cpu",
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-    "max_epochs": 1,
-    "limit_train_batches": 2,
-    "limit_val_batches": 1,
-}
+QUIET = OPTIONS | {"enable_progress_bar": False, "max_epochs": 1}
 
 
 class Model(BoringModel):  # Lightning's demos have no types

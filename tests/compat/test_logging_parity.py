@@ -239,9 +239,8 @@ def results_by_hook_and_name(make):
 
         def on_train_epoch_end(self):
             results = self.trainer._results
-            assert (
-                list(results) == list(self.trainer.fit_loop._results) == list(self.trainer.fit_loop.epoch_loop._results)
-            )
+            loop = self.trainer.fit_loop
+            assert list(results) == list(loop._results) == list(loop.epoch_loop._results)
             seen.append([shown(part) for part in results.metrics(on_step=False).values()])
             mean, metric = results["training_step.mean"], results["training_step.accuracy"]
             seen.append((float(mean.value), int(mean.cumulated_batch_size), float(mean.compute())))

@@ -122,9 +122,7 @@ def fit(folder, *callbacks, manual=False, batches=5, **arguments):
     """Fit in ``folder``, from ``ckpt_path`` if it is given. Returns the module, also after a simulated end."""
     ckpt_path, module = arguments.pop("ckpt_path", None), Scored(manual)
     torch.manual_seed(1)
-    trainer = make_trainer(
-        folder, callbacks=list(callbacks), enable_checkpointing=True, **{"max_epochs": 2, **arguments}
-    )
+    trainer = make_trainer(folder, callbacks=[*callbacks], enable_checkpointing=True, **{"max_epochs": 2} | arguments)
     with suppress(Killed, SIGTERMException):
         trainer.fit(module, loader_of(make_batches(batches)), loader_of(BATCHES[:1]), ckpt_path=ckpt_path)
     return module

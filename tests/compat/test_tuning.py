@@ -74,12 +74,8 @@ def test_same_learning_rate(tmp_path, options, arguments):
 
 def test_rate_is_sought_with_the_clipping_of_a_callback():
     def losses(**arguments):
-        module = Tunable()
-        return (
-            Tuner(ours(max_epochs=2, **arguments))
-            .lr_find(module, num_training=12, early_stop_threshold=None)
-            .results["loss"]
-        )
+        tuner = Tuner(ours(max_epochs=2, **arguments))
+        return tuner.lr_find(Tunable(), num_training=12, early_stop_threshold=None).results["loss"]
 
     assert losses(callbacks=[GradientClipping(0.01)]) == losses(gradient_clip_val=0.01) != losses()
 

@@ -48,14 +48,11 @@ class Looks(Callback):
         })  # fmt: skip
 
 
-ARGUMENTS = [
-    {"max_epochs": 2, "accumulate_grad_batches": 3},
-    {"max_epochs": 1, "val_check_interval": 2},
-    {"max_steps": 5},
-]
-
-
-@pytest.mark.parametrize("arguments", ARGUMENTS, ids=str)
+@pytest.mark.parametrize(
+    "arguments",
+    [{"max_epochs": 2, "accumulate_grad_batches": 3}, {"max_epochs": 1, "val_check_interval": 2}, {"max_steps": 5}],
+    ids=str,
+)
 def test_views_agree_with_lightnings_loops(arguments):
     def scenario(make):
         looks = Looks()
