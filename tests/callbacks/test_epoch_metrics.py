@@ -8,28 +8,16 @@ from tests.support import Regression, loader_of, make_batches, make_trainer
 from trainer.callbacks import OptunaPruning
 
 
-class Module(Regression):
-    """Logs the number of the epoch when it ends."""
-
-    def on_train_epoch_end(self):
-        self.log("number", float(self.current_epoch))
-
-
-class Validated(Module):
-    def validation_step(self, batch, batch_idx):
-        self.log("twice", 10.0 + self.current_epoch, batch_size=4)
-
-
 @pytest.mark.parametrize(
-    ("module", "metric", "values", "most"),
+    ("validates", "metric", "values", "most"),
     [
-        (Module, "number", [0.0, 1.0, 2.0], 2),
-        (Validated, "number", [0.0, 1.0, 2.0], 9),
-        (Validated, "twice", [10.0, 11.0, 12.0], 2),
-        (Module, "nothing", [], 2),
+        (False, "number", [0.0, 1.0, 2.0], 2),
+        (True, "number", [0.0, 1.0, 2.0], 9),
+        (True, "twice", [10.0, 11.0, 12.0], 2),
+        (False, "nothing", [], 2),
     ],
 )
-def test_reports_to_a_study(tmp_path, monkeypatch, module, metric, values, most):
+def test_reports_to_a_study(tmp_path, monkeypatch, validates, metric, values, most):
     """The trial is pruned after ``most`` reports."""
     reports = []
     known = SimpleNamespace(intermediate_values={}, state=SimpleNamespace(is_finished=lambda: False))
@@ -41,7 +29,11 @@ def test_reports_to_a_study(tmp_path, monkeypatch, module, metric, values, most)
     monkeypatch.setattr("trainer.callbacks.optuna_pruning.trial_of", lambda *_: trial)
     pruning, again = (OptunaPruning("storage", "study", 0, metric) for _ in range(2))
     trainer = make_trainer(tmp_path, max_epochs=3, callbacks=[pruning], num_sanity_val_steps=0)
-    trainer.fit(module(), loader_of(make_batches(2)), loader_of(make_batches(2)) if module is Validated else None)
+    module = Regression()
+    module.on_train_epoch_end = lambda: module.log("number", float(module.current_epoch))
+    if validates:
+        module.validation_step = lambda batch, batch_idx: module.log("twice", 10.0 + module.current_epoch, batch_size=4)
+    trainer.fit(module, *[loader_of(make_batches(2))] * (1 + validates))
     assert reports == [*enumerate(values[:most])]
     assert pruning.pruned is bool(values and most == 2)
     assert trainer.current_epoch == (2 if pruning.pruned else 3)

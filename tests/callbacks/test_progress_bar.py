@@ -301,22 +301,16 @@ def test_redirected_stderr_stays_redirected(clock, monkeypatch):
 # Lightning's interface
 
 
-class Notebook:
-    """The output of a notebook's cell instead of IPython."""
-
-    def __init__(self):
-        self.outputs = []
-
-    def display(self, shown, display_id):
-        assert display_id is True
-        self.outputs.append([])
-        output = SimpleNamespace(update=lambda shown: self.outputs[-1].append(shown._repr_mimebundle_((), ())))
-        output.update(shown)
-        return output
-
-
 def test_notebook_has_a_bar(clock, monkeypatch):
-    monkeypatch.setitem(sys.modules, "IPython.display", notebook := Notebook())
+    outputs = []  # of a notebook's cell
+
+    def display(shown, display_id):
+        outputs.append([])
+        output = SimpleNamespace(update=lambda shown: outputs[-1].append(shown._repr_mimebundle_((), ())))
+        output.update(shown)
+        return display_id and output
+
+    monkeypatch.setitem(sys.modules, "IPython.display", SimpleNamespace(display=display))
     monkeypatch.setattr("rich._console", Console(force_jupyter=True, width=100, _environ={}))
     bar = ProgressBar(refresh_rate=0.1)
     trainer = Fake(bar, clock, seconds=0.2)
@@ -324,15 +318,13 @@ def test_notebook_has_a_bar(clock, monkeypatch):
     trainer.fit()
     trainer.state.fn, trainer.state.stage = TrainerFn.VALIDATING, RunningStage.VALIDATING
     bar.on_validation_start(trainer, None)
-    trainer.evaluate(batches=3)
-    bar.on_validation_end(trainer, None)
-    fit, validation = notebook.outputs  # each replaces the display
+    trainer.evaluate(batches=3, ends=True)
+    fit, validation = outputs  # each replaces the display
     assert len(fit) > 6
     plain = re.sub(r"\x1b\[[\d;]*m", "", fit[-1]["text/plain"])
     assert re.match(r"epoch 3/3   ━+  4/4 {4}5\.0 it/s *\n.*skipped ", plain), plain
-    html = fit[-1]["text/html"]
-    assert re.match("(?s)<pre .*epoch 3/3", html)
-    assert "#000000" not in html  # on a dark page it would not be seen
+    assert re.match("(?s)<pre .*epoch 3/3", fit[-1]["text/html"])
+    assert "#000000" not in fit[-1]["text/html"]  # on a dark page it would not be seen
     assert "validation" in validation[-1]["text/html"]
 
 

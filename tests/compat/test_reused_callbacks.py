@@ -18,22 +18,11 @@ MAKE = {
 }
 
 
-class Fold(Regression):
-    """Logs a score that falls from ``first`` on."""
-
-    def __init__(self, first):
-        super().__init__()
-        self.first = first
-
-    def validation_step(self, batch, batch_idx):
-        self.log("score", self.first - self.current_epoch, batch_size=4)
-
-
 def fit(folder, callback, first, trainer=None):
-    """Return the Trainer and the results of a fit."""
-    saves = isinstance(callback, ModelCheckpoint)
+    """Fit a module that logs a score that falls from ``first`` on. Return the Trainer and the results."""
+    saves, module = isinstance(callback, ModelCheckpoint), Regression()
+    module.validation_step = lambda batch, batch_idx: module.log("score", first - module.current_epoch, batch_size=4)
     trainer = trainer or make_trainer(folder, max_epochs=5, callbacks=[callback], enable_checkpointing=saves)
-    module = Fold(first)
     trainer.fit(module, loader_of(make_batches(3)), loader_of(make_batches(1)))
     best = Path(callback.best_model_path).relative_to(folder) if saves else None
     return trainer, (trainer.current_epoch, trainer.global_step, best, [p.tolist() for p in module.parameters()])

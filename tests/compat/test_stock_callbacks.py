@@ -306,17 +306,10 @@ INTERVALS = [
 @pytest.mark.parametrize(("interval", "every"), INTERVALS)
 def test_stock_callbacks_run_once_per_validation(tmp_path, interval, every):
     """Stock callbacks read attributes of the Trainer to run after validations or at the ends of epochs."""
-
-    class Logs(Net):
-        validations = 0
-
-        def validation_step(self, batch, batch_idx):
-            self.log("val_loss", -float(self.trainer.global_step))
-
-        def on_validation_end(self):
-            self.validations += not self.trainer.sanity_checking
-
-    module, stopping, seconds = Logs(), EarlyStopping("val_loss", patience=1), itertools.count(step=0.4)
+    module, sanity, seconds = Net(), [], itertools.count(step=0.4)
+    module.validation_step = lambda batch, batch_idx: module.log("val_loss", -float(module.global_step))
+    module.on_validation_end = lambda: sanity.append(module.trainer.sanity_checking)
+    stopping = EarlyStopping("val_loss", patience=1)
     saver = ModelCheckpoint(tmp_path / "kept", monitor="val_loss", save_top_k=-1, filename="{step}")
     looks = mock.patch.object(stopping, "_run_early_stopping_check", wraps=stopping._run_early_stopping_check)
     with looks as look, mock.patch("time.monotonic", side_effect=lambda: next(seconds)):
@@ -326,4 +319,4 @@ def test_stock_callbacks_run_once_per_validation(tmp_path, interval, every):
         )  # fmt: skip
         trainer.fit(module)
     assert trainer.current_epoch == 4
-    assert look.call_count == len(saver.best_k_models) == module.validations > 1
+    assert look.call_count == len(saver.best_k_models) == sanity.count(False) > 1

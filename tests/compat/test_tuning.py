@@ -132,15 +132,6 @@ class InEpochs(LearningRateFinder):
             assert not trainer.fit_loop.restarting
 
 
-class BiggerInTheSecondEpoch(BatchSizeFinder):
-    def on_fit_start(self, *args):
-        pass
-
-    def on_train_epoch_start(self, trainer, pl_module):
-        if trainer.current_epoch == 1:
-            self.scale_batch_size(trainer, pl_module)
-
-
 def test_finders_inside_a_training_restore_its_loop(tmp_path):
     """Lightning's loop takes the interrupted epoch for complete; ours trains all its batches."""
     module = Tunable()
@@ -160,7 +151,9 @@ def test_batch_size_found_in_the_middle_of_a_training_is_used(tmp_path):
     sizes, module = [], Tunable()
     module.memory = 6
     module.on_train_batch_end = lambda outputs, batch, i: sizes.append(len(batch[1]))
-    finder = BiggerInTheSecondEpoch(max_trials=3, init_val=2, steps_per_trial=1)
+    finder = BatchSizeFinder(max_trials=3, init_val=2, steps_per_trial=1)
+    finder.on_fit_start = lambda *_: None
+    finder.on_train_epoch_start = lambda run, _: run.current_epoch == 1 and finder.scale_batch_size(run, module)
     trainer = ours(max_epochs=2, default_root_dir=tmp_path, callbacks=[finder])
     trainer.fit(module)
     assert [(size, len(list(group))) for size, group in itertools.groupby(sizes)] == [(2, 8 + 1), (4, 1 + 4)]
