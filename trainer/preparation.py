@@ -302,14 +302,14 @@ class Preparation:
     def schedule_validation(self, loaders: LoaderSet, may_refuse: bool = True) -> None:
         """Schedule the validations within an epoch of ``loaders``. Optionally refuse an interval above its length."""
         trainer = self._trainer
-        has_known_end = loaders.has_length and not isinstance(loaders, DrawnLoaderSet)
+        draws = isinstance(loaders, DrawnLoaderSet)
         elastic = trainer.data.elastic_state
         interval, at_end = (elastic and elastic.validation) or (trainer.val_check_interval, False)
-        trainer.loop.limits.validates_at_end = at_end
+        trainer.loop.limits.validates_at_end = at_end or draws  # as in Lightning: the interval counts steps
         trainer.loop.limits.schedule_validation(
             interval,
             loaders.num_batches(),
-            has_known_end,
+            loaders.has_length and not draws,
             validates=may_refuse and bool(trainer.limit_val_batches),
         )
 

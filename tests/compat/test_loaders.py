@@ -85,9 +85,9 @@ LOADERS = {"sized": lambda: data(8), "unsized": lambda: stream_of(data(6))}
         ("sized", 1, {}, {"limit_train_batches": 2, "limit_val_batches": 1}),
         ("sized", 2, {"manual": True}, {}),
         ("sized", 2, {}, {"reload_dataloaders_every_n_epochs": 1}),
+        ("sized", 1, {}, {"limit_train_batches": 3, "val_check_interval": 2}),
         ("unsized", 2, {"catches": True}, {}),
         ("unsized", 1, {"manual": True}, {}),
-        ("unsized", 2, {}, {}),
     ],
     ids=str,
 )
@@ -99,6 +99,13 @@ def test_fit(loader, at_once, how, arguments):
         return module.drawn, records.events, trainer.current_epoch, [w.tolist() for w in weights(module)]
 
     assert_agree(scenario)
+
+
+def test_validation_follows_data_without_a_length_that_ends_inside_a_step() -> None:
+    module = Draws(at_once=2)
+    ours(max_epochs=2, num_sanity_val_steps=0).fit(module, LOADERS["unsized"](), LOADERS["sized"]())
+    stages = [drawn if drawn == "end" else drawn[0] for drawn in module.drawn]
+    assert stages == 2 * [*["train"] * 3, "end", *["validate"] * 4]
 
 
 @pytest.mark.parametrize(

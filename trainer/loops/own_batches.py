@@ -38,11 +38,8 @@ def draw_in_fit(loop: FitLoop, ends_epoch: bool, path: TrainingPath) -> Training
             loop.hooks.scope.enter(None)
             loop.window.rewind(window)
             loop.skips_epoch = True
-            if loaders().num_batches() == float("inf"):
-                loop.progress.is_last_batch = True  # without a validation, as in Lightning
-            else:  # fewer batches than the length
-                loop.progress.discard_batch()
-                loop.batches.discard_batch()
+            loop.progress.discard_batch()
+            loop.batches.discard_batch()
 
     def step(batch: Any, batch_idx: int) -> Any:
         output = None
