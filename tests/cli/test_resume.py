@@ -46,16 +46,10 @@ def test_other_devices_keep_the_folder():
     assert folder_of(*FIT, "data.batch_size=2") != folder
     write(Path.cwd(), {"conf/trainer/mine.yaml": "defaults: [default]\nmax_epochs: 5\n"})
     assert folder_of(*FIT, "trainer=mine") != folder
-    sweep = [*FIT, "-m", "seed=1,2"]
-    assert folder_of(*sweep, "trainer.devices=1,2") != folder_of(*sweep)
-
-
-def test_sweep_keeps_its_folder():
-    sweep = [*FIT, "-m", "seed=1,2"]
-    folder = folder_of(*sweep)
-    assert Path(folder).parent == Path("multirun/line")
-    assert folder_of(*sweep) == folder
-    assert folder_of(*FIT, "-m", "seed=1,3") != folder
+    sweep = folder_of(*FIT, "-m", "seed=1,2")
+    assert Path(sweep).parent == Path("multirun/line")
+    others = ["seed=1,2"], ["seed=1,3"], ["seed=1,2", "trainer.devices=1,2"]
+    assert [folder_of(*FIT, "-m", *words) == sweep for words in others] == [True, False, False]
 
 
 def test_other_ranks_find_it_by_themselves(monkeypatch):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import pickle
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -17,16 +16,6 @@ from recipes.data.text import NO_TARGET, python_topics
 
 NAMES = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]
 THINGS = ["001.ak47", "056.dog", "145.motorbikes-101", "252.car-side-101"]
-
-
-def sample_for(recipe: str, folder: Path) -> list[str]:
-    """Write the data that ``recipe`` needs into ``folder``.
-
-    Returns:
-        Overrides to run the recipe on it without a network; empty for recipes without data.
-    """
-    write = _SAMPLES.get(recipe)
-    return [] if write is None else write(folder)
 
 
 def cifar10(folder: Path, *, images: int = 40) -> Path:
@@ -106,10 +95,6 @@ def tiny_llama(folder: Path, *, classes: int | None = None) -> Path:
     return folder
 
 
-def _finetune(folder: Path) -> list[str]:
-    return [f"model.folder={tiny_llama(folder).as_posix()}", "data.context=32"]
-
-
 def _bars(label: int, draw: np.random.Generator) -> np.ndarray:
     """Return uint8 images, shape (3, 32, 32): noise, and a bright bar with a position and color per class."""
     image = draw.integers(0, 100, (3, 32, 32), dtype=np.uint8)
@@ -130,26 +115,3 @@ def _shape(number: int, draw: np.random.Generator) -> Image.Image:
     else:
         pen.rectangle((0, 0.4 * height, width, 0.6 * height), fill=colour)
     return image
-
-
-def _cifar10(folder: Path) -> list[str]:
-    small = ["data.limit=40", "data.val_size=20", "data.resize_size=40", "data.crop_size=32", "data.num_workers=0"]
-    return [f"data.root={cifar10(folder).as_posix()}", "data.check_md5=false", *small]
-
-
-def _caltech256(folder: Path) -> list[str]:
-    small = [f"data.num_classes={len(THINGS)}", "data.image_size=32", "data.num_workers=0"]
-    return [f"data.root={caltech256(folder).as_posix()}", "model.weights=null", *small]
-
-
-def _images(folder: Path) -> list[str]:
-    root = caltech256(folder) / "256_ObjectCategories"
-    return [f"data.root={root.as_posix()}", "data.crop_size=32", "data.num_workers=0", "data.batch_size=8"]
-
-
-_SAMPLES: dict[str, Callable[[Path], list[str]]] = {
-    "finetune": _finetune,
-    "images": _images,
-    "resnet50_cifar10": _cifar10,
-    "resnet50_caltech256": _caltech256,
-}
