@@ -197,14 +197,19 @@ def jobs(project: Path, monkeypatch: pytest.MonkeyPatch) -> type[FakeJob]:
     return FakeJob
 
 
+def enter(folder: Path, patch: pytest.MonkeyPatch) -> None:
+    """Make ``folder`` the working directory, and restore everything that a run there sets."""
+    patch.chdir(folder)
+    patch.syspath_prepend(folder)
+    for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):
+        patch.setenv(name, "")
+        patch.delenv(name)
+
+
 def train(folder: Path, files: dict[str, str], *words: str) -> Path:
     """Run a fit in a project in ``folder``, and return the folder of the run."""
     with pytest.MonkeyPatch.context() as patch, logging_restored():
-        patch.chdir(folder)
-        patch.syspath_prepend(folder)
-        for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):  # which a run sets
-            patch.setenv(name, "")
-            patch.delenv(name)
+        enter(folder, patch)
         write(folder, files)
         assert main(["fit", "+recipe=line", "hydra.run.dir=run", "-q", *words]) == 0
     for name in files:
@@ -236,13 +241,9 @@ def stopped(project: Path) -> Path:
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The working directory, with the user's project in it."""
     write(tmp_path, FILES)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    enter(tmp_path, monkeypatch)
     monkeypatch.delitem(sys.modules, "line_fit", raising=False)
     for name in ("RANK", "LOCAL_RANK", "NODE_RANK", "SLURM_PROCID"):
         monkeypatch.delenv(name, raising=False)
-    for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):  # which a run sets
-        monkeypatch.setenv(name, "")
-        monkeypatch.delenv(name)
     yield tmp_path
     sys.modules.pop("line_fit", None)

@@ -31,9 +31,7 @@ def test_sweep_loses_only_the_job_that_fails(project, python, monkeypatch):
     assert [(job["job"], job["status"]) for job in results] == [(0, "failed"), (1, "completed")]
     assert results[0]["error"] == "RuntimeError: asked to fail"
     assert [(job["epochs"], job["steps"], job["scale"]) for job in results] == [(0, 1, 1024.0), (2, 8, 1024.0)]
-    for job in results:
-        assert (Path(job["run_dir"]) / ".hydra" / "config.yaml").is_file()
-        assert Path(job["run_dir"]) == project / "jobs" / str(job["job"])
+    assert [Path(job["run_dir"]) for job in results] == [project / "jobs" / "0", project / "jobs" / "1"]
     before_table, _, _ = done.stdout.partition("Sweep of 2 jobs")
     note, failed, error, place, *rest = before_table.splitlines()
     assert note.startswith("The jobs write their output to console.log in their folders in jobs.")
@@ -41,7 +39,6 @@ def test_sweep_loses_only_the_job_that_fails(project, python, monkeypatch):
     assert error == "  trainer: RuntimeError: asked to fail"
     assert place.startswith("    Raised in line_fit.py:")
     assert re.fullmatch(r"Job 1: \+recipe=line .* model\.fail_at=null, [\d.]+ s, completed", rest[-1])
-    assert "Job 0 failed: RuntimeError: asked to fail" in done.stdout
     assert "Results are in jobs" in done.stdout
     assert "fit completed" in Path("jobs/1/console.log").read_text()
     assert "fit completed" not in done.stdout

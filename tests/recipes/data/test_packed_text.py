@@ -94,18 +94,9 @@ def test_data_set_of_the_library_datasets(monkeypatch):
     Path("set").mkdir()
     Path("set/state.json").write_text("{}")
     Path("set/data-0.arrow").write_text("")
-    with monkeypatch.context() as patched:
-        patched.setitem(sys.modules, "datasets", None)  # not installed
-        with pytest.raises(ModuleNotFoundError, match=r"which is not installed: pip install datasets"):
-            ready("set")
-    datasets = pytest.importorskip("datasets")
-    rows = datasets.Dataset.from_dict({"body": ["one", None, "two", "three", "", "four"]})
-    datasets.DatasetDict({"train": rows, "test": rows}).save_to_disk("splits")
-    data = ready("splits", field="body")
-    documents = b"".join(bytes(targets_of(data, split)) for split in data.splits).split(b"\0")
-    assert sorted(filter(None, documents)) == sorted([b"one", b"two", b"three", b"four"] * 2)
-    with pytest.raises(ValueError, match=r"field is 'text', but .*splits.* has the column"):
-        ready("splits")
+    monkeypatch.setitem(sys.modules, "datasets", None)  # not installed
+    with pytest.raises(ModuleNotFoundError, match=r"which is not installed: pip install datasets"):
+        ready("set")
 
 
 @pytest.mark.whole
