@@ -99,12 +99,11 @@ def test_command_line_of_child_ranks_is_unchanged():
     assert not Path("given folder/.hydra").exists()
 
 
-def test_predict_uses_a_checkpoint():
+def test_predict_uses_a_checkpoint(given):
     """As the other commands do in test_restore.py."""
-    assert main(["fit", *LINE, "logger=none", "hydra.run.dir=fitted"]) == 0
-    more = [*LINE, "logger=none", "ckpt_path=fitted/checkpoints/last.ckpt"]
-    assert main(["predict", *more, "hydra.run.dir=predicted"]) == 0
-    trained = torch.load("fitted/checkpoints/last.ckpt", weights_only=True)["state_dict"]
+    words = ["logger=none", "ckpt_path=given/checkpoints/last.ckpt", "hydra.run.dir=predicted"]
+    assert main(["predict", *LINE, *words]) == 0
+    trained = torch.load("given/checkpoints/last.ckpt", weights_only=True)["state_dict"]
     points = torch.linspace(-1, 1, 16).unsqueeze(1)
     predictions = torch.cat(torch.load("predicted/predictions.pt", weights_only=True))
     torch.testing.assert_close(predictions, points @ trained["net.weight"].T + trained["net.bias"])
