@@ -7,6 +7,7 @@ import random
 import warnings
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -337,18 +338,18 @@ def test_attribute_of_the_dataset_that_a_hook_sets_reaches_the_workers_of_a_resu
 
 
 class Step(Module):
-    """Saves a checkpoint in the second batch of a window, or fails there."""
+    """Saves a checkpoint at a place in the second batch of a window; not with the place ""."""
 
-    place = ""
-    """Place, or "" for none."""
-    folder: Path
+    def __init__(self, path: Path, place: str = "") -> None:
+        super().__init__()
+        self.path, self.place = path, place
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), 0.1)
 
     def save(self, place: str) -> None:
         if place == self.place and self.trainer.global_step == 1 and self.trainer.fit_loop.batch_idx == 4:
-            self.trainer.save_checkpoint(self.folder / "inside.ckpt")
+            self.trainer.save_checkpoint(self.path)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         self.save("before the batch")
@@ -379,23 +380,20 @@ class HandSteps(Step):
 def test_gradients_of_a_window_are_saved_inside_a_batch(
     make: Any, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    path = tmp_path / "inside.ckpt"
     arguments: dict[str, Any] = {"callbacks": [], "precision": "16-mixed", "max_epochs": 1}
     if make is Step:
         arguments["accumulate_grad_batches"] = 3
-    monkeypatch.setattr(Step, "folder", tmp_path, raising=False)
-    monkeypatch.setattr(Step, "place", place)
     monkeypatch.setattr(Points, "__getitem__", lambda self, index: [torch.arange(4.0).add(index).sin()])
-    whole, _, _ = train(make, tmp_path / "whole", **arguments)
-    monkeypatch.setattr(Step, "place", "")
-    state, _, _ = train(make, tmp_path / "resumed", start=tmp_path / "inside.ckpt", **arguments)
+    whole, _, _ = train(partial(make, path, place), tmp_path / "whole", **arguments)
+    state, _, _ = train(partial(make, path), tmp_path / "resumed", start=path, **arguments)
     assert differences(state, whole) == []
 
 
-def test_checkpoint_that_loses_the_gradients_of_a_window_warns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Step, "folder", tmp_path, raising=False)
-    monkeypatch.setattr(Step, "place", "after the backward pass")
+def test_checkpoint_that_loses_the_gradients_of_a_window_warns(tmp_path: Path) -> None:
+    make = partial(Step, tmp_path / "inside.ckpt", "after the backward pass")
     with pytest.warns(UserWarning, match="batch 4 of epoch 0.*loses the gradients.*on_train_batch_end"):
-        train(Step, tmp_path / "whole", callbacks=[], accumulate_grad_batches=3, max_epochs=1)
+        train(make, tmp_path / "whole", callbacks=[], accumulate_grad_batches=3, max_epochs=1)
 
 
 def test_batches_that_cannot_be_saved_are_reported(tmp_path: Path) -> None:

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -39,12 +38,24 @@ OPTIMIZERS: dict[str, Any] = {
 
 
 class Net(Uneven):
-    """Has a buffer, and two groups of parameters."""
+    """Has a buffer, and two groups of parameters. Records whole weights and optimizer states."""
 
     def __init__(self, optimizer: str = "AdamW fused", none_at: Any = ()) -> None:
         super().__init__(none_at)
         self.register_buffer("calls", torch.zeros(2))
         self.optimizer = optimizer
+        self.at: dict[str, Any] = {}
+
+    def record(self, moment: str) -> None:
+        states = {"weights": self.state_dict(), "optimizers": [one.state_dict() for one in self.trainer.optimizers]}
+        clone = lambda one: one.clone() if isinstance(one, Tensor) else one  # noqa: E731
+        self.at[moment] = torch.utils._pytree.tree_map(clone, state_dicts.gathered(states, keep=True))
+
+    def on_train_start(self) -> None:
+        self.record("start")
+
+    def on_train_end(self) -> None:
+        self.record("end")
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         self.calls += 1
@@ -58,30 +69,10 @@ class Net(Uneven):
         return OPTIMIZERS[self.optimizer](groups)
 
 
-class States(Callback):
-    """Records whole weights and optimizer states, at the start and the end of training."""
-
-    def __init__(self) -> None:
-        self.at: dict[str, Any] = {}
-
-    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        self._record("start", trainer, pl_module)
-
-    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        self._record("end", trainer, pl_module)
-
-    def _record(self, moment: str, trainer: Any, pl_module: Any) -> None:
-        states = {"weights": pl_module.state_dict(), "optimizers": [one.state_dict() for one in trainer.optimizers]}
-        whole = state_dicts.gathered(states, keep=True)
-        clone = lambda one: one.clone() if isinstance(one, Tensor) else one  # noqa: E731
-        self.at[moment] = torch.utils._pytree.tree_map(clone, whole)
-
-
 def fit(
     folder: Path, engine: str, form: str, module: Net, ckpt: Any = None, arguments: Any = (), devices: int = 2
 ) -> dict[str, Any]:
     """Fit, save every second step, and test the best checkpoint. ``arguments`` may have an ``FSDP2Strategy``."""
-    states = States()
     saver = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=2, save_top_k=2, monitor="step", mode="max")
     arguments = {"strategy": engine, "max_epochs": 2, **dict(arguments)}
     arguments["precision"] = precision_of(arguments.get("precision", "32-true"))
@@ -89,12 +80,12 @@ def fit(
         trainer = make_trainer(
             folder, devices=devices, limit_train_batches=5, limit_val_batches=0, use_distributed_sampler=False,
             enable_checkpointing=True, plugins=CheckpointFiles(**FORMS[form]),
-            **arguments | {"callbacks": [states, saver, *arguments.get("callbacks", ())]},
+            **arguments | {"callbacks": [saver, *arguments.get("callbacks", ())]},
         )  # fmt: skip
         loader = DataLoader(samples(), batch_size=BATCH // devices, sampler=Shard(devices))
         trainer.fit(module, loader, ckpt_path=ckpt)
         (tested,) = trainer.test(module, loader, ckpt_path=saver.best_model_path, verbose=False)
-    return {**states.at, "best": saver.best_model_path, "tested": tested}
+    return {**module.at, "best": saver.best_model_path, "tested": tested}
 
 
 Saved = Callable[[str], list[dict[str, Any]]]

@@ -56,209 +56,211 @@ def fast() -> Iterator[None]:
         yield
 
 
-class TestValues:
-    # Factors are powers of two, so that the order of scaling and rounding does not show.
-    OPS: dict[str, tuple[Op, list[tuple[int, ...]]]] = {
-        "linear": (F.linear, [(7, 33), (17, 33)]),
-        "linear_bias": (F.linear, [(2, 7, 33), (17, 33), (17,)]),
-        "mm_strided": (lambda a, b: torch.mm(a[::2], b.t()), [(14, 33), (17, 33)]),
-        "bmm_empty": (torch.bmm, [(0, 7, 33), (0, 33, 17)]),
-        "matmul": (torch.matmul, [(2, 3, 7, 33), (33, 17)]),
-        "matmul_vector": (torch.matmul, [(7, 33), (33,)]),
-        "matmul_vectors": (torch.matmul, [(33,), (33,)]),
-        "addmm": (lambda c, a, b: torch.addmm(c, a, b, beta=0.5, alpha=-2), [(7, 17), (7, 33), (33, 17)]),
-        "addbmm": (lambda c, a, b: torch.addbmm(c, a, b, beta=2), [(7, 17), (3, 7, 33), (3, 33, 17)]),
-        "baddbmm": (lambda c, a, b: torch.baddbmm(c, a, b, beta=0.5, alpha=4), [(7, 1), (3, 7, 33), (3, 33, 17)]),
-        "conv1d_same": (lambda x, w: F.conv1d(x, w, padding="same", dilation=2), [(2, 4, 19), (6, 4, 3)]),
-        "conv2d": (F.conv2d, [(2, 4, 9, 9), (6, 4, 3, 3), (6,)]),
-        "conv2d_grouped": (
-            lambda x, w, b: F.conv2d(x, w, b, stride=(2, 1), padding=(0, 1), dilation=2, groups=2),
-            [(2, 4, 9, 9), (6, 2, 3, 3), (6,)],
-        ),
-        "conv3d": (lambda x, w, b: F.conv3d(x, w, b, padding=1), [(2, 3, 5, 6, 7), (4, 3, 3, 3, 3), (4,)]),
-        "conv_transpose2d": (
-            lambda x, w, b: F.conv_transpose2d(x, w, b, stride=2, padding=1, output_padding=1, groups=2),
-            [(2, 4, 6, 6), (4, 3, 3, 3), (6,)],
-        ),
-        "einsum": (lambda a, b: torch.einsum("bij,bkj->bik", a, b), [(3, 7, 33), (3, 17, 33)]),
-    }
-
-    @pytest.mark.parametrize("name", OPS)
-    def test_products_equal_their_definition(self, fast: None, name: str) -> None:
-        op, shapes = self.OPS[name]
-        inputs = [rand(*shape) for shape in shapes]
-        got = values_and_gradients(under_autocast(op), inputs)
-        assert got[0].dtype is torch.float16
-        expected = values_and_gradients(rounded(op), inputs)
-        for mine, definition in zip(got, expected, strict=True):
-            assert mine.dtype is definition.dtype
-            assert torch.equal(mine, definition)
-
-    @pytest.mark.parametrize("name", ["addmm", "addmv", "addbmm", "baddbmm"])
-    def test_in_place(self, fast: None, name: str) -> None:
-        batches = ((7, 33), (33, 17)), ((3, 7, 33), (3, 33, 17))
-        left, right = ((7, 33), (33,)) if name == "addmv" else batches["b" in name]
-        a, b = torch.randn(left).half(), torch.randn(right).half()
-        c = torch.randn((a[0] @ b[0] if name == "addbmm" else a @ b).shape).half()
-        expected = getattr(c.float(), f"{name}_")(a.float(), b.float(), beta=0.3, alpha=1.7).half()
-        result = getattr(c, f"{name}_")(a, b, beta=0.3, alpha=1.7)
-        assert result is c
-        assert torch.equal(c, expected)
-
-    @pytest.mark.parametrize("name", ["mm", "addmm", "bmm", "baddbmm"])
-    def test_out(self, fast: None, name: str) -> None:
-        # Long sums, so that torch's own fp16 kernels, which add in another order, would differ in some bit.
-        batch = (2,) if "b" in name else ()
-        shapes = [(*batch, 64, 64)] * name.count("add") + [(*batch, 64, 1999), (*batch, 1999, 64)]
-        inputs = [torch.randn(shape).half() for shape in shapes]
-        op = getattr(torch, name)
-        expected = op(*(tensor.float() for tensor in inputs)).half()
-        resized, transposed = torch.empty(0).half(), torch.zeros_like(expected).transpose(-1, -2)
-        assert op(*inputs, out=resized) is resized
-        assert torch.equal(resized, expected)
-        op(*inputs, out=transposed)
-        assert torch.equal(transposed, expected)
-        with pytest.raises(RuntimeError, match="dtype"):
-            op(*inputs, out=torch.empty(expected.shape))
-
-    def test_tensors_that_are_fp16_already(self, fast: None) -> None:
-        inputs = [torch.randn(7, 33).half().requires_grad_(), torch.randn(17, 33).half().requires_grad_()]
-        expected = values_and_gradients(rounded(F.linear), inputs)
-        for op in (F.linear, under_autocast(F.linear)):
-            assert all(map(torch.equal, values_and_gradients(op, inputs), expected))
+# Factors are powers of two, so that the order of scaling and rounding does not show.
+OPS: dict[str, tuple[Op, list[tuple[int, ...]]]] = {
+    "linear": (F.linear, [(7, 33), (17, 33)]),
+    "linear_bias": (F.linear, [(2, 7, 33), (17, 33), (17,)]),
+    "mm_strided": (lambda a, b: torch.mm(a[::2], b.t()), [(14, 33), (17, 33)]),
+    "bmm_empty": (torch.bmm, [(0, 7, 33), (0, 33, 17)]),
+    "matmul": (torch.matmul, [(2, 3, 7, 33), (33, 17)]),
+    "matmul_vector": (torch.matmul, [(7, 33), (33,)]),
+    "matmul_vectors": (torch.matmul, [(33,), (33,)]),
+    "addmm": (lambda c, a, b: torch.addmm(c, a, b, beta=0.5, alpha=-2), [(7, 17), (7, 33), (33, 17)]),
+    "addbmm": (lambda c, a, b: torch.addbmm(c, a, b, beta=2), [(7, 17), (3, 7, 33), (3, 33, 17)]),
+    "baddbmm": (lambda c, a, b: torch.baddbmm(c, a, b, beta=0.5, alpha=4), [(7, 1), (3, 7, 33), (3, 33, 17)]),
+    "conv1d_same": (lambda x, w: F.conv1d(x, w, padding="same", dilation=2), [(2, 4, 19), (6, 4, 3)]),
+    "conv2d": (F.conv2d, [(2, 4, 9, 9), (6, 4, 3, 3), (6,)]),
+    "conv2d_grouped": (
+        lambda x, w, b: F.conv2d(x, w, b, stride=(2, 1), padding=(0, 1), dilation=2, groups=2),
+        [(2, 4, 9, 9), (6, 2, 3, 3), (6,)],
+    ),
+    "conv3d": (lambda x, w, b: F.conv3d(x, w, b, padding=1), [(2, 3, 5, 6, 7), (4, 3, 3, 3, 3), (4,)]),
+    "conv_transpose2d": (
+        lambda x, w, b: F.conv_transpose2d(x, w, b, stride=2, padding=1, output_padding=1, groups=2),
+        [(2, 4, 6, 6), (4, 3, 3, 3), (6,)],
+    ),
+    "einsum": (lambda a, b: torch.einsum("bij,bkj->bik", a, b), [(3, 7, 33), (3, 17, 33)]),
+}
 
 
-class TestAttention:
-    CASES: dict[str, dict[str, object]] = {
-        "plain": {},
-        "causal": {"is_causal": True},
-        "scale": {"scale": 0.3},
-        "bool_mask": {"attn_mask": torch.arange(12)[:, None] >= torch.arange(12)},
-        "float_mask": {"attn_mask": torch.linspace(-2, 2, 144).view(12, 12)},
-        "gqa": {"enable_gqa": True},
-    }
+@pytest.mark.parametrize("name", OPS)
+def test_products_equal_their_definition(fast: None, name: str) -> None:
+    op, shapes = OPS[name]
+    inputs = [rand(*shape) for shape in shapes]
+    got = values_and_gradients(under_autocast(op), inputs)
+    assert got[0].dtype is torch.float16
+    expected = values_and_gradients(rounded(op), inputs)
+    for mine, definition in zip(got, expected, strict=True):
+        assert mine.dtype is definition.dtype
+        assert torch.equal(mine, definition)
 
-    @pytest.mark.parametrize("name", CASES)
-    def test_is_fp32_attention_of_rounded_inputs(self, fast: None, name: str) -> None:
-        arguments = self.CASES[name]
-        heads = 2 if name == "gqa" else 4
-        inputs = [rand(2, 4, 12, 16), rand(2, heads, 12, 16), rand(2, heads, 12, 16)]
 
-        def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            return F.scaled_dot_product_attention(query, key, value, **arguments)
+@pytest.mark.parametrize("name", ["addmm", "addmv", "addbmm", "baddbmm"])
+def test_products_in_place(fast: None, name: str) -> None:
+    batches = ((7, 33), (33, 17)), ((3, 7, 33), (3, 33, 17))
+    left, right = ((7, 33), (33,)) if name == "addmv" else batches["b" in name]
+    a, b = torch.randn(left).half(), torch.randn(right).half()
+    c = torch.randn((a[0] @ b[0] if name == "addbmm" else a @ b).shape).half()
+    expected = getattr(c.float(), f"{name}_")(a.float(), b.float(), beta=0.3, alpha=1.7).half()
+    result = getattr(c, f"{name}_")(a, b, beta=0.3, alpha=1.7)
+    assert result is c
+    assert torch.equal(c, expected)
 
-        def definition(*tensors: Tensor) -> Tensor:
-            halves = [tensor.half().float() for tensor in tensors]
-            mask = arguments.get("attn_mask")
-            if isinstance(mask, Tensor) and mask.is_floating_point():
-                return F.scaled_dot_product_attention(*halves, attn_mask=mask.half().float()).half()
-            return attend(*halves).half()
 
-        got = values_and_gradients(under_autocast(attend), inputs)
-        expected = values_and_gradients(definition, inputs)
-        assert got[0].dtype is torch.float16
-        assert torch.equal(got[0], expected[0])
-        for mine, reference in zip(got[1:], expected[1:], strict=True):
-            # The backward reads the rounded output.
-            torch.testing.assert_close(mine, reference, rtol=2e-3, atol=1e-3)
+@pytest.mark.parametrize("name", ["mm", "addmm", "bmm", "baddbmm"])
+def test_products_with_out(fast: None, name: str) -> None:
+    # Long sums, so that torch's own fp16 kernels, which add in another order, would differ in some bit.
+    batch = (2,) if "b" in name else ()
+    shapes = [(*batch, 64, 64)] * name.count("add") + [(*batch, 64, 1999), (*batch, 1999, 64)]
+    inputs = [torch.randn(shape).half() for shape in shapes]
+    op = getattr(torch, name)
+    expected = op(*(tensor.float() for tensor in inputs)).half()
+    resized, transposed = torch.empty(0).half(), torch.zeros_like(expected).transpose(-1, -2)
+    assert op(*inputs, out=resized) is resized
+    assert torch.equal(resized, expected)
+    op(*inputs, out=transposed)
+    assert torch.equal(transposed, expected)
+    with pytest.raises(RuntimeError, match="dtype"):
+        op(*inputs, out=torch.empty(expected.shape))
 
-    def test_dropout(self, fast: None) -> None:
-        q = rand(2, 4, 12, 16)
+
+def test_tensors_that_are_fp16_already(fast: None) -> None:
+    inputs = [torch.randn(7, 33).half().requires_grad_(), torch.randn(17, 33).half().requires_grad_()]
+    expected = values_and_gradients(rounded(F.linear), inputs)
+    for op in (F.linear, under_autocast(F.linear)):
+        assert all(map(torch.equal, values_and_gradients(op, inputs), expected))
+
+
+CASES: dict[str, dict[str, object]] = {
+    "plain": {},
+    "causal": {"is_causal": True},
+    "scale": {"scale": 0.3},
+    "bool_mask": {"attn_mask": torch.arange(12)[:, None] >= torch.arange(12)},
+    "float_mask": {"attn_mask": torch.linspace(-2, 2, 144).view(12, 12)},
+    "gqa": {"enable_gqa": True},
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_attention_is_fp32_attention_of_rounded_inputs(fast: None, name: str) -> None:
+    arguments = CASES[name]
+    heads = 2 if name == "gqa" else 4
+    inputs = [rand(2, 4, 12, 16), rand(2, heads, 12, 16), rand(2, heads, 12, 16)]
+
+    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(query, key, value, **arguments)
+
+    def definition(*tensors: Tensor) -> Tensor:
+        halves = [tensor.half().float() for tensor in tensors]
+        mask = arguments.get("attn_mask")
+        if isinstance(mask, Tensor) and mask.is_floating_point():
+            return F.scaled_dot_product_attention(*halves, attn_mask=mask.half().float()).half()
+        return attend(*halves).half()
+
+    got = values_and_gradients(under_autocast(attend), inputs)
+    expected = values_and_gradients(definition, inputs)
+    assert got[0].dtype is torch.float16
+    assert torch.equal(got[0], expected[0])
+    for mine, reference in zip(got[1:], expected[1:], strict=True):
+        # The backward reads the rounded output.
+        torch.testing.assert_close(mine, reference, rtol=2e-3, atol=1e-3)
+
+
+def test_dropout_in_attention(fast: None) -> None:
+    q = rand(2, 4, 12, 16)
+    with autocast():
+        without, dropped = (F.scaled_dot_product_attention(q, q, q, dropout_p=p) for p in (0.0, 0.5))
+    dropped.sum().backward()
+    assert not torch.allclose(dropped, without)
+    assert torch.isfinite(q.grad).all()
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_recurrent_layers(fast: None, kind: type[nn.RNNBase]) -> None:
+    layer = kind(8, 16, num_layers=2, bidirectional=True)
+    reference = copy.deepcopy(layer)
+    x = torch.randn(5, 3, 8)
+    with autocast():
+        y, _ = layer(x)
+    expected, _ = reference(x)
+    y.float().square().sum().backward()
+    expected.square().sum().backward()
+    torch.testing.assert_close(y.float(), expected, rtol=1e-2, atol=2e-3)
+    for (name, got), wanted in zip(layer.named_parameters(), reference.parameters(), strict=True):
+        assert got.grad is not None, name
+        torch.testing.assert_close(got.grad, wanted.grad, rtol=2e-2, atol=2e-2)
+
+
+def test_gradient_penalty_equals_the_definition() -> None:
+    conv, linear = nn.Conv2d(3, 4, 3), nn.Linear(4 * 36, 1)
+    x = rand(2, 3, 8, 8)
+    parameters = [conv.weight, conv.bias, linear.weight]
+
+    def penalty(convolve: Op, apply: Op) -> list[Tensor]:
+        y = apply(torch.tanh(convolve(x, conv.weight, conv.bias)).flatten(1), linear.weight)
+        (slope,) = torch.autograd.grad(y.float().sum(), x, create_graph=True)
+        return list(torch.autograd.grad((slope.flatten(1).norm(dim=1) - 1).square().sum(), parameters[::2]))
+
+    with fast_fp16_kernels():
+        got = penalty(under_autocast(F.conv2d), under_autocast(F.linear))
+    expected = penalty(rounded(F.conv2d), rounded(F.linear))
+    exact = penalty(F.conv2d, F.linear)
+    for mine, definition, fp32 in zip(got, expected, exact, strict=True):
+        assert mine.abs().max() > 1e-3
+        torch.testing.assert_close(mine, definition, rtol=1e-2, atol=1e-4)
+        torch.testing.assert_close(mine, fp32, rtol=5e-2, atol=2e-3)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # forward mode imports it
+def test_vmap_and_forward_mode(fast: None) -> None:
+    x, w, tangent = (torch.randn(4, 8).half(), torch.randn(8, 5).half(), torch.randn(4, 8).half())
+    assert torch.equal(torch.vmap(lambda row: row @ w)(x), (x.float() @ w.float()).half())
+    _, slope = torch.func.jvp(lambda x: x @ w, (x,), (tangent,))
+    assert torch.equal(slope, (tangent.float() @ w.float()).half())
+
+
+@pytest.mark.parametrize(("dtype", "enabled"), [(torch.bfloat16, True), (torch.float16, False)], ids=["bf16", "fp32"])
+def test_other_precisions_keep_their_bits(dtype: torch.dtype, enabled: bool) -> None:
+    net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten(), nn.Linear(8 * 36, 5))
+    inputs = [rand(4, 3, 8, 8), rand(2, 4, 12, 16)]
+
+    def forward() -> Tensor:
+        x, q = inputs
+        with autocast(dtype, enabled):
+            return net(x).float().square().sum() + F.scaled_dot_product_attention(q, q, q).float().square().sum()
+
+    def values(output: Tensor) -> list[Tensor]:
+        return [output.detach(), *torch.autograd.grad(output, [*inputs, *net.parameters()])]
+
+    expected = values(forward())
+    with fast_fp16_kernels():
         with autocast():
-            without, dropped = (F.scaled_dot_product_attention(q, q, q, dropout_p=p) for p in (0.0, 0.5))
-        dropped.sum().backward()
-        assert not torch.allclose(dropped, without)
-        assert torch.isfinite(q.grad).all()
+            nested = forward()
+        found = [values(forward()), values(nested)]
+    for one in found:
+        assert all(map(torch.equal, one, expected))
 
 
-class TestRecurrent:
-    @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
-    def test_layers(self, fast: None, kind: type[nn.RNNBase]) -> None:
-        layer = kind(8, 16, num_layers=2, bidirectional=True)
-        reference = copy.deepcopy(layer)
-        x = torch.randn(5, 3, 8)
-        with autocast():
-            y, _ = layer(x)
-        expected, _ = reference(x)
-        y.float().square().sum().backward()
-        expected.square().sum().backward()
-        torch.testing.assert_close(y.float(), expected, rtol=1e-2, atol=2e-3)
-        for (name, got), wanted in zip(layer.named_parameters(), reference.parameters(), strict=True):
-            assert got.grad is not None, name
-            torch.testing.assert_close(got.grad, wanted.grad, rtol=2e-2, atol=2e-2)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int64])
+def test_dtypes_that_autocast_does_not_cast(fast: None, dtype: torch.dtype) -> None:
+    a, b = torch.arange(12).view(3, 4).to(dtype), torch.arange(20).view(4, 5).to(dtype)
+    with autocast():
+        product = a @ b
+    assert product.dtype is dtype
+    assert torch.equal(product, a @ b)
 
 
-class TestHigherOrder:
-    def test_gradient_penalty_equals_the_definition(self) -> None:
-        conv, linear = nn.Conv2d(3, 4, 3), nn.Linear(4 * 36, 1)
-        x = rand(2, 3, 8, 8)
-        parameters = [conv.weight, conv.bias, linear.weight]
-
-        def penalty(convolve: Op, apply: Op) -> list[Tensor]:
-            y = apply(torch.tanh(convolve(x, conv.weight, conv.bias)).flatten(1), linear.weight)
-            (slope,) = torch.autograd.grad(y.float().sum(), x, create_graph=True)
-            return list(torch.autograd.grad((slope.flatten(1).norm(dim=1) - 1).square().sum(), parameters[::2]))
-
-        with fast_fp16_kernels():
-            got = penalty(under_autocast(F.conv2d), under_autocast(F.linear))
-        expected = penalty(rounded(F.conv2d), rounded(F.linear))
-        exact = penalty(F.conv2d, F.linear)
-        for mine, definition, fp32 in zip(got, expected, exact, strict=True):
-            assert mine.abs().max() > 1e-3
-            torch.testing.assert_close(mine, definition, rtol=1e-2, atol=1e-4)
-            torch.testing.assert_close(mine, fp32, rtol=5e-2, atol=2e-3)
-
-    @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # forward mode imports it
-    def test_vmap_and_forward_mode(self, fast: None) -> None:
-        x, w, tangent = (torch.randn(4, 8).half(), torch.randn(8, 5).half(), torch.randn(4, 8).half())
-        assert torch.equal(torch.vmap(lambda row: row @ w)(x), (x.float() @ w.float()).half())
-        _, slope = torch.func.jvp(lambda x: x @ w, (x,), (tangent,))
-        assert torch.equal(slope, (tangent.float() @ w.float()).half())
-
-
-class TestWhatMustNotChange:
-    @pytest.mark.parametrize(
-        ("dtype", "enabled"), [(torch.bfloat16, True), (torch.float16, False)], ids=["bf16", "fp32"]
-    )
-    def test_other_precisions_keep_their_bits(self, dtype: torch.dtype, enabled: bool) -> None:
-        net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten(), nn.Linear(8 * 36, 5))
-        inputs = [rand(4, 3, 8, 8), rand(2, 4, 12, 16)]
-
-        def forward() -> Tensor:
-            x, q = inputs
-            with autocast(dtype, enabled):
-                return net(x).float().square().sum() + F.scaled_dot_product_attention(q, q, q).float().square().sum()
-
-        def values(output: Tensor) -> list[Tensor]:
-            return [output.detach(), *torch.autograd.grad(output, [*inputs, *net.parameters()])]
-
-        expected = values(forward())
-        with fast_fp16_kernels():
-            with autocast():
-                nested = forward()
-            found = [values(forward()), values(nested)]
-        for one in found:
-            assert all(map(torch.equal, one, expected))
-
-    @pytest.mark.parametrize("dtype", [torch.float64, torch.int64])
-    def test_dtypes_that_autocast_does_not_cast(self, fast: None, dtype: torch.dtype) -> None:
-        a, b = torch.arange(12).view(3, 4).to(dtype), torch.arange(20).view(4, 5).to(dtype)
-        with autocast():
-            product = a @ b
-        assert product.dtype is dtype
-        assert torch.equal(product, a @ b)
-
-    @pytest.mark.parametrize("op", [torch.mm, lambda a, b: torch.mv(a, b[0]), torch.dot])
-    def test_errors_name_the_given_dtypes(self, op: Op) -> None:
-        inputs = [torch.randn(2, 2).half(), torch.ones(2, 2, dtype=torch.int64)]
-        if op is torch.dot:
-            inputs = [tensor[0] for tensor in inputs]
-        with pytest.raises(RuntimeError) as without:
-            op(*inputs)
-        with fast_fp16_kernels(), pytest.raises(RuntimeError) as within:
-            op(*inputs)
-        assert str(within.value) == str(without.value)
-        assert "Half" in str(within.value)
+@pytest.mark.parametrize("op", [torch.mm, lambda a, b: torch.mv(a, b[0]), torch.dot])
+def test_errors_name_the_given_dtypes(op: Op) -> None:
+    inputs = [torch.randn(2, 2).half(), torch.ones(2, 2, dtype=torch.int64)]
+    if op is torch.dot:
+        inputs = [tensor[0] for tensor in inputs]
+    with pytest.raises(RuntimeError) as without:
+        op(*inputs)
+    with fast_fp16_kernels(), pytest.raises(RuntimeError) as within:
+        op(*inputs)
+    assert str(within.value) == str(without.value)
+    assert "Half" in str(within.value)
 
 
 def kernels_are_fast() -> bool:
@@ -268,77 +270,77 @@ def kernels_are_fast() -> bool:
     return torch.equal(a @ b.t(), (a.float() @ b.t().float()).half())
 
 
-class TestContext:
-    def test_restores_torchs_kernels_after_the_outermost_context(self) -> None:
-        a, b = torch.randn(64, 999).half(), torch.randn(999, 64).half()
-        x, w = torch.randn(2, 16, 9, 9).half(), torch.randn(16, 16, 3, 3).half()
+def test_restores_torchs_kernels_after_the_outermost_context() -> None:
+    a, b = torch.randn(64, 999).half(), torch.randn(999, 64).half()
+    x, w = torch.randn(2, 16, 9, 9).half(), torch.randn(16, 16, 3, 3).half()
 
-        def native() -> list[Tensor]:
-            return [a @ b, F.conv2d(x, w), a[0] @ a[1], torch.addmm(a[:, :64], a, b)]
+    def native() -> list[Tensor]:
+        return [a @ b, F.conv2d(x, w), a[0] @ a[1], torch.addmm(a[:, :64], a, b)]
 
-        before = native()
+    before = native()
+    with fast_fp16_kernels():
+        with pytest.raises(ValueError, match="mine"), fast_fp16_kernels():
+            raise ValueError("mine")
+        assert kernels_are_fast()
+    assert not kernels_are_fast()
+    assert all(map(torch.equal, native(), before))
+
+
+def test_overlaps_across_threads() -> None:
+    with ThreadPoolExecutor(1) as pool:
+        context = fast_fp16_kernels()
         with fast_fp16_kernels():
-            with pytest.raises(ValueError, match="mine"), fast_fp16_kernels():
-                raise ValueError("mine")
-            assert kernels_are_fast()
-        assert not kernels_are_fast()
-        assert all(map(torch.equal, native(), before))
+            pool.submit(context.__enter__).result()
+        assert kernels_are_fast()
+        pool.submit(context.__exit__, None, None, None).result()
+    assert not kernels_are_fast()
 
-    def test_overlaps_across_threads(self) -> None:
-        with ThreadPoolExecutor(1) as pool:
-            context = fast_fp16_kernels()
+
+def test_opens_and_closes_while_another_thread_computes() -> None:
+    a, b = torch.randn(16, 1999).half(), torch.randn(1999, 16).half()
+    native = a @ b
+    with fast_fp16_kernels():
+        fast = a @ b
+    stop = threading.Event()
+
+    def compute() -> bool:
+        while not stop.is_set():
+            product = a @ b
+            if not (torch.equal(product, native) or torch.equal(product, fast)):
+                return False
+        return True
+
+    with ThreadPoolExecutor(1) as pool:
+        others = pool.submit(compute)
+        for _ in range(300):
             with fast_fp16_kernels():
-                pool.submit(context.__enter__).result()
-            assert kernels_are_fast()
-            pool.submit(context.__exit__, None, None, None).result()
-        assert not kernels_are_fast()
-
-    def test_opens_and_closes_while_another_thread_computes(self) -> None:
-        a, b = torch.randn(16, 1999).half(), torch.randn(1999, 16).half()
-        native = a @ b
-        with fast_fp16_kernels():
-            fast = a @ b
-        stop = threading.Event()
-
-        def compute() -> bool:
-            while not stop.is_set():
-                product = a @ b
-                if not (torch.equal(product, native) or torch.equal(product, fast)):
-                    return False
-            return True
-
-        with ThreadPoolExecutor(1) as pool:
-            others = pool.submit(compute)
-            for _ in range(300):
-                with fast_fp16_kernels():
-                    assert torch.equal(a @ b, fast)
-            stop.set()
-        assert others.result()
-        assert torch.equal(a @ b, native)
+                assert torch.equal(a @ b, fast)
+        stop.set()
+    assert others.result()
+    assert torch.equal(a @ b, native)
 
 
 def mlp(*widths: int) -> nn.Sequential:
     return nn.Sequential(*(nn.Linear(a, b) for a, b in pairwise(widths)))
 
 
-class TestPays:
-    @pytest.mark.parametrize(
-        ("build", "expected"),
-        [
-            (lambda: mlp(64, 64, 64, 10), False),
-            (lambda: nn.Conv2d(1, 4, 3), False),
-            (lambda: nn.Embedding(10_000, 64), False),
-            (lambda: nn.LayerNorm([256, 256]), False),
-            (lambda: nn.Sequential(nn.LazyLinear(512)), False),
-            (lambda: nn.GRU(32, 32), False),
-            (lambda: mlp(784, 128, 10), True),
-            (lambda: nn.Sequential(nn.Conv2d(3, 64, 3), nn.BatchNorm2d(64), nn.Conv2d(64, 64, 3)), True),
-            (lambda: nn.MultiheadAttention(256, 4), True),
-            (lambda: nn.LSTM(4, 4), True),  # torch cannot run it at all
-        ],
-    )
-    def test_rule(self, build: Callable[[], nn.Module], expected: bool) -> None:
-        assert is_faster(build()) is expected
+@pytest.mark.parametrize(
+    ("build", "expected"),
+    [
+        (lambda: mlp(64, 64, 64, 10), False),
+        (lambda: nn.Conv2d(1, 4, 3), False),
+        (lambda: nn.Embedding(10_000, 64), False),
+        (lambda: nn.LayerNorm([256, 256]), False),
+        (lambda: nn.Sequential(nn.LazyLinear(512)), False),
+        (lambda: nn.GRU(32, 32), False),
+        (lambda: mlp(784, 128, 10), True),
+        (lambda: nn.Sequential(nn.Conv2d(3, 64, 3), nn.BatchNorm2d(64), nn.Conv2d(64, 64, 3)), True),
+        (lambda: nn.MultiheadAttention(256, 4), True),
+        (lambda: nn.LSTM(4, 4), True),  # torch cannot run it at all
+    ],
+)
+def test_models_that_are_faster(build: Callable[[], nn.Module], expected: bool) -> None:
+    assert is_faster(build()) is expected
 
 
 def test_native_fp16_is_reported_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
