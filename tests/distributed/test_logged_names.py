@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import Callback
 from torch import Tensor, distributed, nn
 from torch.utils.data import DataLoader
 
@@ -35,10 +36,19 @@ class Names(Uneven):
         return self.net(batch).square().mean()
 
 
+class ReadsOnRank0(Callback):
+    """Reads the metrics of the epoch on one process, as a progress bar does."""
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        assert not trainer.is_global_zero or {*trainer.callback_metrics} >= {*pl_module.names}
+
+
 def fit(names: list[list[str]], how: dict[str, Any]) -> tuple[dict[str, float], list[str]]:
     """Fit two epochs of two batches. Return the metrics and the warnings about names."""
     with warnings.catch_warnings(record=True, action="always") as caught:
-        trainer = make_trainer(None, devices=2, strategy="ddp", use_distributed_sampler=False, max_epochs=2)
+        trainer = make_trainer(
+            None, devices=2, strategy="ddp", use_distributed_sampler=False, max_epochs=2, callbacks=[ReadsOnRank0()]
+        )
         trainer.fit(Names(names, how), DataLoader(torch.ones(4, 6), batch_size=2))
     messages = [str(one.message) for one in caught if "the processes logged different names" in str(one.message)]
     return {name: float(value) for name, value in trainer.callback_metrics.items()}, messages

@@ -236,9 +236,10 @@ class FitLoop:
             self.published.take(self.metrics.current())
         self.metrics.end_epoch()
         progress.epochs_trained += 1
+        self.reduce_metrics()  # the hooks of one process, such as those of its progress bar, may read them
         self.hooks.on_train_epoch_end()
         self.resolve_outcome()
-        self.metrics.align(self.engine.gather_if_different, self.engine.reduce)
+        self.reduce_metrics()
         self.published.take(self.metrics.current())
         self.published.send(self.metrics.current().logger, progress.updates - 1)
         self.hooks.save_after_epoch()
@@ -246,6 +247,12 @@ class FitLoop:
             self.schedules.advance("epoch", on_plateau=True)
         self.metrics.reset()
         progress.end_epoch()
+
+    def reduce_metrics(self) -> None:
+        """Reduce the metrics of the epoch over all processes. Afterwards, reading them runs no collective."""
+        if self.engine.world_size > 1:
+            self.metrics.align(self.engine.gather_if_different, self.engine.reduce)
+            self.metrics.current()
 
     def run_validation(self) -> None:
         """Publish the metrics of training so far, and run a validation."""

@@ -368,6 +368,7 @@ class MetricStore:
             reduce: reduces a tensor over the processes.
         """
         gathered = gather_if_different((self.outline(lambda _: None), self.reduced_names))
+        self.reduced_names = 0
         if len(gathered) == 1:
             return
         if len({checksum for _, checksum in gathered}) > 1:
