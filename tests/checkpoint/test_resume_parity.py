@@ -19,9 +19,11 @@ from lightning.pytorch.callbacks import (
 )
 from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader, TensorDataset
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 from tests.parity import MAKERS, Classifier, assert_same_weights, data, lightning, ours
 from tests.support import manual_step, tiered
+from trainer import Trainer
 
 
 @pytest.fixture(autouse=True)
@@ -186,19 +188,24 @@ def test_run_of_an_older_lightning_is_resumed(tmp_path: Path, version: str, name
 # --- an epoch ended by max_steps --------------------------------------------------------------------------------------
 
 
-def test_run_by_steps_is_resumed_inside_its_epoch(tmp_path: Path) -> None:
-    whole, module = ours(max_steps=7, max_epochs=-1), Diary()
-    whole.fit(module, data(8), same_batches(2))
+@pytest.mark.parametrize(("loader", "after_fit"), [(DataLoader, False), (DataLoader, True), (StatefulDataLoader, True)])
+def test_run_by_steps_is_resumed_inside_its_epoch(tmp_path: Path, loader: Any, after_fit: bool) -> None:
+    def fit(module: Diary, path: Path | None = None, **arguments: Any) -> Trainer:
+        trainer = ours(**{"max_epochs": -1, **arguments})
+        trainer.fit(module, loader(data(8).dataset, 2), same_batches(2), ckpt_path=path)
+        return trainer
+
+    module, resumed, by_epochs, file = Diary(), Diary(), Diary(), tmp_path / "left.ckpt"
+    fit(module, max_steps=7)
     saver = ModelCheckpoint(tmp_path, filename="left", save_on_train_epoch_end=True)
-    first = ours(max_steps=6, max_epochs=-1, callbacks=[saver], enable_checkpointing=True)
-    first.fit(Diary(), data(8), same_batches(2))
-    second, resumed = ours(max_steps=7, max_epochs=-1), Diary()
-    second.fit(resumed, data(8), same_batches(2), ckpt_path=tmp_path / "left.ckpt")
+    first = fit(Diary(), max_steps=6, callbacks=[saver], enable_checkpointing=True)
+    if after_fit:
+        first.save_checkpoint(file)
+    fit(resumed, file, max_steps=7)
     assert resumed.entries == [("train", 1, 6), *module.entries[-2:]]
     assert resumed.entries[-2:] == [("batch", 1, 6, 2), ("epoch end", 1, 7)]
     assert_same_weights(module, resumed)
-    by_epochs, third = Diary(), ours(max_epochs=3)
-    third.fit(by_epochs, data(8), same_batches(2), ckpt_path=tmp_path / "left.ckpt")
+    fit(by_epochs, file, max_epochs=3)
     assert by_epochs.entries[:2] == [("train", 2, 6), ("epoch start", 2, 6)]
 
 

@@ -264,7 +264,10 @@ class LoaderSet:
         return self._look_ahead is not None and self._look_ahead.is_exhausted
 
     def close(self) -> None:
-        """Drop the pass, and shut down the workers."""
+        """Drop the pass, and shut down the workers. The position in the pass can still be read."""
+        for loader in self._loaders:
+            if isinstance(loader, StatefulLoader):
+                loader.keep_position()
         self._pass = self._look_ahead = None
         self._limited.reset()
         self.combined.reset()

@@ -359,6 +359,11 @@ class StatefulLoader(ResumableLoader):
         found = find(*samplers, except_in=dataset)
         self._sampler_attributes = [one for one in found if isinstance(one, AttributeChanges)]
 
+    def keep_position(self) -> None:
+        """Record the position before the iterator of the dataloader is dropped, because only the iterator knows it."""
+        if self._begun and isinstance(self.loader, DataLoader) and self.loader._iterator is not None:
+            self._finished = self._finished or self._position_state()
+
     def _resume(self, state: State, reasons: list[str]) -> Iterator[Batch]:
         starts = self._load(state, reasons)
         random_states.restore(state["begun"], own=self.generators)

@@ -69,6 +69,8 @@ class FitProgress:
         epoch_start: the counters when the current epoch started or, between epochs, when the last one started. Set by
             the fit loop.
         is_last_batch: whether the batch of ``batch_idx`` is its epoch's last. Set by the fit loop when a batch starts.
+        cut_short: between epochs, the number of trained batches of an epoch that ended before its last batch, for
+            example because of ``max_steps``. 0 otherwise. Set by the fit loop at the end of an epoch.
         is_trained: whether the batch of ``batch_idx`` is trained: False from its start until its optimizer step is
             over. Set by the fit loop.
         in_batch: whether a batch is being trained, including ``on_train_batch_end``. Set by the fit loop.
@@ -99,6 +101,7 @@ class FitProgress:
     schedule_steps: int = 0
     epoch_start: EpochStart = field(default_factory=EpochStart)
     is_last_batch: bool = False
+    cut_short: int = 0
     is_trained: bool = True
     in_batch: bool = False
     closing: bool = False
@@ -120,6 +123,7 @@ class FitProgress:
     def begin_epoch(self) -> None:
         """Record the counters at the start of an epoch."""
         self.epoch_start = EpochStart(*(getattr(self, counter.name) for counter in fields(EpochStart)))
+        self.cut_short = 0
 
     def begin_batch(self, batch_idx: int, is_last: bool) -> None:
         """Update the counters at the start of a batch."""
@@ -130,6 +134,7 @@ class FitProgress:
     def end_epoch(self) -> None:
         """Update the counters at the end of an epoch, after its hooks."""
         self.epoch = self.epochs_trained
+        self.cut_short = 0 if self.is_last_batch else self.batches_trained_this_epoch
         self.batch_idx, self.is_trained = -1, True  # no batch is running, even if the last one was skipped
         self.is_followed_up, self.owes_validation, self.has_validated = True, False, False
 
@@ -181,8 +186,7 @@ class FitProgress:
     def state_dict(self) -> dict[str, Any]:
         """Return the counters for a checkpoint, as they are after the current batch, or after the epoch if it is over.
 
-        ``is_followed_up`` is False if the events after the batch still follow. ``cut_short`` is the number of batches
-        of an epoch that ends before its last batch, for example because of ``max_steps``.
+        ``is_followed_up`` is False if the events after the batch still follow.
         """
         over = self.epochs_trained > self.epoch
         follows = self.is_trained and not self.is_followed_up and not over
@@ -194,7 +198,7 @@ class FitProgress:
             "windows": self.updates + (self.closing and not follows),
             "closing": self.closing and follows,
             "epoch_start": list(astuple(self.epoch_start)),
-            "cut_short": self.batches_trained_this_epoch if over and not self.is_last_batch else 0,
+            "cut_short": self.batches_trained_this_epoch if over and not self.is_last_batch else self.cut_short,
             "is_followed_up": not follows,
             "owes_validation": follows and self.owes_validation,
             "has_validated": self.has_validated and not over,
@@ -209,9 +213,10 @@ class FitProgress:
         """
         self.epoch = self.epochs_trained = state["epoch"]
         self.batch_idx = state["batch_idx"]
-        if finish_epoch and state.get("cut_short"):
+        self.cut_short = state.get("cut_short", 0)
+        if finish_epoch and self.cut_short:
             self.epoch = self.epochs_trained = state["epoch"] - 1
-            self.batch_idx = state["cut_short"] - 1
+            self.batch_idx, self.cut_short = self.cut_short - 1, 0
         for name in _SAVED_COUNTERS:
             setattr(self, name, state.get(name, 0))
         self.completed_steps = Counter(state.get("completed_steps", {}))
