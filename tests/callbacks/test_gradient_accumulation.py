@@ -21,10 +21,7 @@ def test_gradients_of_a_schedule(tmp_path):
 
 @pytest.mark.parametrize(
     ("arguments", "end", "trained", "steps"),
-    [
-        ({"max_epochs": 3}, 3, [0, 1, 2] * 3, 3),
-        ({"max_epochs": -1, "max_steps": 2}, None, [0, 1, 2, 3, 4, 0, 1, 2], 2),
-    ],
+    [({"max_epochs": 3}, 3, [0, 1, 2] * 3, 3), ({"max_epochs": -1, "max_steps": 2}, None, [0, 1, 2, 3, 4, 0, 1, 2], 2)],
 )
 def test_windows_that_straddle_epochs(tmp_path, arguments, end, trained, steps):
     ours, batches = make_net(), make_batches(5)

@@ -9,11 +9,6 @@ from trainer.callbacks import GradientClipping, LayerNorms
 from trainer.record.curve import read_rows
 
 
-def logged(folder):
-    curves = read_rows(folder / "metrics.csv")
-    return {name.removeprefix("grad_norm/"): curve for name, curve in curves.items() if name.startswith("grad_norm/")}
-
-
 @pytest.mark.parametrize("precision", ["16-mixed", "bf16-mixed"])
 def test_norms_equal_those_of_a_hand_written_loop(tmp_path, precision):
     """Bitwise equal, for accumulated gradients before clipping, also in skipped steps."""
@@ -37,7 +32,8 @@ def test_norms_equal_those_of_a_hand_written_loop(tmp_path, precision):
     train_by_hand(
         theirs, batches, precision=precision, scaler=scaler_of(precision), window=2, clip=norm_of(0.1), before_step=look
     )
-    found = logged(tmp_path)
+    curves = read_rows(tmp_path / "metrics.csv")
+    found = {name.removeprefix("grad_norm/"): curve for name, curve in curves.items() if name.startswith("grad_norm/")}
     assert list(found) == ["net.0", "net.1", "net.4"]
     for layer, curve in found.items():
         assert curve.steps == [1, 3, 5, 7]

@@ -366,10 +366,6 @@ class Module(BoringModel):
         self.log("val_acc", 0.25, prog_bar=True)
 
 
-def without_rate(text):
-    return re.sub(r"  [\d.]+ it/s", "", text).splitlines()
-
-
 @BOTH_TRAINERS
 def test_real_runs_on_lines(tmp_path, trainer_class, capsys):
     bar, module, limits = on_lines(), Module(), {"max_epochs": 2, "limit_train_batches": 3}
@@ -380,7 +376,7 @@ def test_real_runs_on_lines(tmp_path, trainer_class, capsys):
     trainer.validate(module, verbose=False)
     trainer.test(module, verbose=False)
     trainer.predict(module)
-    assert without_rate(written(bar)) == [
+    assert re.sub(r"  [\d.]+ it/s", "", written(bar)).splitlines() == [
         *(f"epoch {epoch}/2  batch 3/3  loss 2.000  acc 0.5000  val_acc 0.2500" for epoch in (1, 2)),
         "validation  batch 2/2  val_acc 0.2500",
         "testing  batch 2/2",

@@ -51,8 +51,7 @@ def test_scale_and_tracker_are_saved_and_restored(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "key",
-    [KEY, "FSDPPrecision", "MixedPrecisionPlugin", "NativeMixedPrecisionPlugin", "native_amp_scaling_state"],
+    "key", [KEY, "FSDPPrecision", "MixedPrecisionPlugin", "NativeMixedPrecisionPlugin", "native_amp_scaling_state"]
 )
 def test_lightnings_checkpoints_of_any_age(tmp_path, key):
     trainer = make_trainer(tmp_path, precision="16-mixed")

@@ -7,9 +7,10 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelSummary, RichModelSummary, RichProgressBar, TQDMProgressBar
 from lightning.pytorch.loggers import CSVLogger
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
 from tests.parity import Classifier, assert_agree, data, lightning, ours
+from tests.support import Stream
 from trainer.callbacks import ProgressBar
 
 MOMENTS = [
@@ -17,11 +18,6 @@ MOMENTS = [
     for stage in ("train", "validation", "test", "predict")
     for moment in ("start", "epoch_start", "batch_end", "epoch_end", "end")
 ]
-
-
-class Unsized(IterableDataset):
-    def __iter__(self):
-        return iter([(torch.ones(4), 1)] * 5)
 
 
 class Logs(Classifier):
@@ -74,7 +70,7 @@ SCENARIOS = {
     "validation inside": {"val_check_interval": 2},
     "limits": {"limit_train_batches": 3, "limit_val_batches": 1, "limit_test_batches": 0.5},
     "two loaders": {"loaders": lambda: [data(4), data(2)], "num_sanity_val_steps": 0},
-    "no length": {"loaders": lambda: DataLoader(Unsized(), batch_size=1)},
+    "no length": {"loaders": lambda: DataLoader(Stream([(torch.ones(4), 1)] * 5), batch_size=1)},
 }
 
 

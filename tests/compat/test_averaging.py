@@ -7,7 +7,6 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn
 
 from tests.support import (
-    SMALL,
     Regression,
     SavesAt,
     SavesEverywhere,
@@ -15,7 +14,7 @@ from tests.support import (
     loader_of,
     make_batches,
     make_trainer,
-    native_fp16,
+    plugin_of,
 )
 
 BATCHES, EPOCHS = 4, 3
@@ -82,10 +81,7 @@ NEVER = {
     "a late step": (lambda: EMAWeightAveraging(decay=0.5, update_starting_at_step=1000), {}),
     "its own hook": (lambda: OwnHook(99), {"precision": "bf16-mixed"}),
     "a run that is stopped before": (lambda: Custom(7), {"max_steps": 6}),
-    "skipped steps": (
-        WeightAveraging,
-        {"precision": native_fp16(**SMALL), "gains": dict.fromkeys(range(BATCHES), 1e30)},
-    ),
+    "skipped": (WeightAveraging, {"precision": plugin_of("16-mixed"), "gains": dict.fromkeys(range(BATCHES), 1e30)}),
 }
 
 
@@ -204,7 +200,7 @@ def test_overridden_methods_are_called_in_each_fit(tmp_path):
     average.should_update = should = lambda step_idx=None, epoch_idx=None: step_idx == 1
     for number in (1, 2):
         fit(tmp_path, swa, saves=False)
-        fit(tmp_path, average, saves=False, precision=native_fp16(**SMALL))
+        fit(tmp_path, average, saves=False, precision=plugin_of("16-mixed"))
         assert swa.transfers == number
         assert len(updates) == BATCHES * EPOCHS * number
         assert average.should_update is should

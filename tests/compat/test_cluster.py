@@ -19,7 +19,6 @@ from trainer import Trainer
 from trainer.compat import cluster
 from trainer.errors import ClusterError, ConfigurationError
 
-NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "GROUP_RANK", "SLURM_JOB_ID")
 TORCHRUN = {"TORCHELASTIC_RUN_ID": "1", "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2",
             "GROUP_WORLD_SIZE": "2", "GROUP_RANK": "0"}  # fmt: skip
 SRUN = {"SLURM_JOB_ID": "17", "SLURM_JOB_NAME": "train", "SLURM_NTASKS": "4", "SLURM_NTASKS_PER_NODE": "2",
@@ -29,7 +28,7 @@ SRUN = {"SLURM_JOB_ID": "17", "SLURM_JOB_NAME": "train", "SLURM_NTASKS": "4", "S
 @pytest.fixture(autouse=True)
 def alone(monkeypatch):
     monkeypatch.setattr(rank_zero_only, "rank", rank_zero_only.rank)  # a Trainer sets these; restored afterwards
-    for name in {*NAMES, *TORCHRUN, *SRUN}:
+    for name in {"MASTER_ADDR", "MASTER_PORT", "NODE_RANK", *TORCHRUN, *SRUN}:
         monkeypatch.delenv(name, raising=False)
 
 

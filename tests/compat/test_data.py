@@ -14,11 +14,6 @@ from trainer.compat.loaders import LoaderSet
 from trainer.data.unpadded import Span
 
 
-def set_of(iterables):
-    combined = CombinedLoader(iterables, "sequential")
-    return LoaderSet(combined, [float(len(loader)) for loader in combined.flattened], has_length=True)
-
-
 def test_limit_of_an_unknown_length_promises_no_batches():
     """Ranks exchange the number of batches that all of them have."""
     found, stage = [], RunningStage.TESTING
@@ -39,7 +34,8 @@ def test_epochs_reach_everything_that_has_set_epoch_once():
     stream = having("Stream", IterableDataset, __iter__=lambda _: iter([torch.zeros(1)]), __len__=lambda _: 1)()
     one = DataLoader(dataset, batch_sampler=having("Batches", BatchSampler)(order, 2, False))
     two = DataLoader(dataset + Subset(other, [0]), sampler=order)
-    set_of([one, two, DataLoader(stream), having("Loader", list)([1])]).start_epoch(3)
+    combined = CombinedLoader([one, two, DataLoader(stream), having("Loader", list)([1])], "sequential")
+    LoaderSet(combined, [float(len(loader)) for loader in combined.flattened], has_length=True).start_epoch(3)
     assert sorted(epochs) == [("Batches", 3), ("Data", 3), ("Data", 3), ("Loader", 3), ("Order", 3), ("Stream", 3)]
 
 

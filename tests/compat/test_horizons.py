@@ -44,9 +44,7 @@ SCHEDULES = {
     "steps": lambda optimizer, steps: LR.StepLR(optimizer, steps // 2),
     "other package": Polynomial,
     "sequence": warm_up,
-    "chain": lambda optimizer, steps: LR.ChainedScheduler(
-        [LR.CosineAnnealingLR(optimizer, steps), LR.StepLR(optimizer, 3, 0.5)]
-    ),
+    "chain": lambda o, steps: LR.ChainedScheduler([LR.CosineAnnealingLR(o, steps), LR.StepLR(o, 3, 0.5)]),
 }
 
 

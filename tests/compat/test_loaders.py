@@ -8,10 +8,10 @@ import torch
 from lightning.fabric.utilities.warnings import PossibleUserWarning
 from lightning.pytorch import Callback
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
 from tests.parity import FEATURES, Classifier, assert_agree, data, ours, plain, weights
-from tests.support import SavesAt, manual_step, stream_of
+from tests.support import SavesAt, Stream, manual_step, stream_of
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:You are using the `dataloader_iter` step flavor"),
@@ -197,16 +197,11 @@ def test_resume_is_exact_or_reports_the_batches_it_cannot_skip(tmp_path):
             resumed(loader, forget=True)
 
 
-class Stream(IterableDataset[torch.Tensor]):
-    def __iter__(self):
-        yield from torch.rand(2, 1)
-
-
 @pytest.mark.filterwarnings("always:Resuming after an epoch")
 @pytest.mark.parametrize(("persists", "warnings"), [(True, 1), (False, 0)])
 def test_resume_after_an_epoch_reports_batches_that_are_loaded_again(persists, warnings, tmp_path, recwarn):
     def loader(persists):
-        return DataLoader(Stream(), num_workers=1, persistent_workers=persists)
+        return DataLoader(Stream(torch.rand(2, 1)), num_workers=1, persistent_workers=persists)
 
     (first := ours(max_epochs=1)).fit(Sees(), loader(persists=True))
     first.save_checkpoint(path := tmp_path / "saved.ckpt")

@@ -17,14 +17,9 @@ def stand_in(module, *, world_size=1):
     store = MetricStore(True)
     store.begin_batch([torch.zeros(3, 2)])
     vars(module)["_current_fx_name"] = "training_step"
-    return SimpleNamespace(
-        barebones=False,
-        active_metrics=store,
-        logger=None,
-        world_size=world_size,
-        engine=SimpleNamespace(reduce=lambda tensor, op, group: tensor),
-        callbacks=[],
-    )
+    engine = SimpleNamespace(reduce=lambda tensor, op, group: tensor)
+    values = {"barebones": False, "logger": None, "callbacks": [], "world_size": world_size}
+    return SimpleNamespace(active_metrics=store, engine=engine, **values)
 
 
 def test_epoch_values_on_several_processes_should_be_synchronised():

@@ -285,11 +285,7 @@ def test_module_that_does_not_take_its_rate_from_the_attribute(tmp_path, kind):
 
 @pytest.mark.parametrize(
     ("kind", "factor"),
-    [
-        ("LambdaLR", lambda step: 0.9**step),
-        ("SequentialLR", None),
-        ("StepLR", lambda step: 0.5 ** (step // 2 - 10)),
-    ],
+    [("LambdaLR", lambda step: 0.9**step), ("SequentialLR", None), ("StepLR", lambda step: 0.5 ** (step // 2 - 10))],
 )
 def test_rate_found_in_the_middle_of_a_training_stays(tmp_path, kind, factor):
     """It is used at the next step; schedules that compute rates from the configured one continue from it."""
