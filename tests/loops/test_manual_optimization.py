@@ -9,7 +9,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule
 from torch import nn
 
-from tests.parity import assert_same_weights
+from tests.parity import Learner, assert_agree, assert_same_weights, data
 from tests.support import (
     OPTIMIZERS,
     Regression,
@@ -22,6 +22,7 @@ from tests.support import (
     make_batches,
     make_net,
     make_trainer,
+    manual_step,
     norm_of,
     plugin_of,
     scaler_of,
@@ -252,6 +253,27 @@ def test_autocast_is_off_in_manual_backward_and_step_and_on_again_afterwards(tmp
 
     fit_and_watch(tmp_path, Looking(), make_batches(1), precision="bf16-mixed")
     assert seen == [False, False, True]
+
+
+def test_steps_whose_count_a_module_replaces_do_not_count():
+    class Halves(Learner):
+        automatic_optimization = False
+
+        def configure_optimizers(self):
+            return [torch.optim.SGD(part.parameters(), lr=0.1) for part in (self.net[0], self.net[2])]
+
+        def training_step(self, batch, batch_idx):
+            first, second = self.optimizers()
+            second._on_before_step = second._on_after_step = lambda: None
+            for optimizer in (first, second):
+                manual_step(self, self.loss(batch), optimizer)
+
+    def scenario(make):
+        trainer = make(max_steps=6, max_epochs=-1)
+        trainer.fit(Halves(), data(8))
+        return trainer.global_step, trainer.current_epoch
+
+    assert assert_agree(scenario) == (6, 2)
 
 
 @pytest.mark.parametrize("fused", [False, True])

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from lightning.pytorch import LightningModule
+from lightning.pytorch.core.optimizer import do_nothing_closure
 from lightning.pytorch.overrides.distributed import prepare_for_backward
 from lightning.pytorch.plugins.precision import Precision as LightningPrecision
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
@@ -200,6 +201,15 @@ class LightningEngine:
     def wrapped_optimizers(self) -> list[Any]:
         """The optimizers that modules see (``self.optimizers()``)."""
         return list(self.strategy._lightning_optimizers)
+
+    def counts_steps_of(self, optimizer: Optimizer) -> bool:
+        """Return whether a step of ``optimizer`` in manual optimization counts in ``global_step``.
+
+        It does not if the module has replaced the function that counts it in Lightning, ``_on_after_step`` of the
+        wrapped optimizer: a common way to count one step per batch of a GAN.
+        """
+        wrapped = self.strategy._lightning_optimizers
+        return all(one._on_after_step is do_nothing_closure for one in wrapped if one.optimizer is optimizer)
 
     @property
     def world_size(self) -> int:
