@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -26,16 +25,10 @@ def weights(file: str | Path) -> dict[str, torch.Tensor]:
     return state
 
 
-@pytest.fixture
-def first(project: Path, trained: Path) -> str:
-    """Return the folder of another run."""
-    return str(shutil.copytree(trained, "first"))
-
-
-def test_run_starts_with_the_weights_of_another(first: str, capfd: Any) -> None:
-    best = find(Path(first))
+def test_run_starts_with_the_weights_of_another(given: Path, capfd: Any) -> None:
+    best = find(Path("given"))
     capfd.readouterr()
-    record = fit("second", "weights=first", "optimizer.lr=0.0")
+    record = fit("second", "weights=given", "optimizer.lr=0.0")
     message = f"Weights from {best}: 2 of 2 tensors, 2 of 2 parameters."
     assert message in capfd.readouterr().err
     assert record["weights"] == {
@@ -49,18 +42,18 @@ def test_run_starts_with_the_weights_of_another(first: str, capfd: Any) -> None:
     assert main(["fit", "ckpt=second", "trainer.max_epochs=3"]) == 0  # resumes: nothing is loaded again
 
 
-def test_resumed_run_keeps_its_record(first: str) -> None:
-    again = ["weights=first", "resume=auto"]
+def test_resumed_run_keeps_its_record(given: Path) -> None:
+    again = ["weights=given", "resume=auto"]
     begun = fit("second", *again)
-    (Path("first") / "run.json").unlink()  # and no best one any more
+    (given / "run.json").unlink()  # and no best one any more
     gone_on = fit("second", *again, "trainer.max_epochs=4")
     assert gone_on["steps"] == 16
     assert gone_on["weights"] == begun["weights"]
 
 
 @pytest.mark.whole
-def test_trainer_of_lightning_is_refused(first: str, capfd: Any) -> None:
-    assert main(["fit", "+recipe=line", f"weights={first}", "trainer._target_=lightning.Trainer"]) != 0
+def test_trainer_of_lightning_is_refused(given: Path, capfd: Any) -> None:
+    assert main(["fit", "+recipe=line", f"weights={given}", "trainer._target_=lightning.Trainer"]) != 0
     assert "weights with trainer._target_=lightning" in " ".join(capfd.readouterr().err.split())
 
 
