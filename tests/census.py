@@ -94,13 +94,8 @@ def take(roots: Mapping[str, Any], without: tuple[type, ...] = ()) -> Census:
 
 def differences(one: Census, other: Census) -> list[str]:
     """Return the paths with different values, each with both values."""
-    paths = sorted(one.keys() | other.keys())
-    missing = "(missing)"
-    return [
-        f"{path}: {one.get(path, missing)!r} != {other.get(path, missing)!r}"
-        for path in paths
-        if not _is_same(one.get(path, missing), other.get(path, missing))
-    ]
+    pairs = {path: (one.get(path, "(missing)"), other.get(path, "(missing)")) for path in one.keys() | other.keys()}
+    return [f"{path}: {a!r} != {b!r}" for path, (a, b) in sorted(pairs.items()) if not _is_same(a, b)]
 
 
 def _is_same(one: Any, other: Any) -> bool:

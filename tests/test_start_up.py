@@ -26,6 +26,8 @@ def packages(modules):
 before, collected = set(sys.modules), collections()
 from trainer import Trainer
 of_trainer, collected = sys.modules.keys() - before, collections() - collected
+import trainer.weights
+assert "torch.distributed.checkpoint.filesystem" not in sys.modules
 from trainer.cli import main
 small = ["data.batch_size=4", "data.in_features=8", "data.out_features=8"]
 assert main(["fit", "+recipe=mlp", "+debug=fast_dev_run", *small]) == 0

@@ -14,7 +14,6 @@ from safetensors.torch import save_file
 from torch import nn
 
 from tests.support import Regression, loader_of, make_batches, make_net, make_trainer
-from tests.warm_python import WarmPython
 from trainer import CheckpointFiles, load_weights
 from trainer.errors import CheckpointError, ConfigurationError, UnsafeCheckpointError
 from trainer.weights import paired
@@ -344,9 +343,3 @@ def test_resumed_run_does_not_load_them_again(tmp_path: Path) -> None:
     assert same(after.first, before.state_dict())
     assert second.loaded_weights is None
     assert second.global_step == 2 * len(BATCHES)
-
-
-def test_importing_it_does_not_import_dcp(python_without_lightning: WarmPython) -> None:
-    name = "torch.distributed.checkpoint.filesystem"
-    code = f"import sys, trainer.trainer, trainer.weights; print({name!r} in sys.modules)"
-    assert python_without_lightning.run("-c", code).stdout == "False\n"
