@@ -40,6 +40,7 @@ from trainer.state import random_states
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:This DataLoader will create"),
+    pytest.mark.filterwarnings("ignore:Resuming (inside|after) an epoch"),
     pytest.mark.filterwarnings("ignore:'set_vital' is deprecated"),
 ]
 
@@ -406,7 +407,6 @@ UNSIZED: dict[str, Callable[[], Any]] = {
 
 @pytest.mark.parametrize("limit", [inf, 2])
 @pytest.mark.parametrize("kind", UNSIZED)
-@pytest.mark.filterwarnings("ignore:Resuming (inside|after) an epoch")
 def test_loaders_without_a_length_are_read_one_ahead(kind: str, limit: float) -> None:
     check(UNSIZED[kind], epochs=3, limit=limit)
 
@@ -420,7 +420,6 @@ def test_loaders_without_a_length_are_read_one_ahead(kind: str, limit: float) ->
     ],
     ids=["map-style", "iterable", "replayed"],
 )
-@pytest.mark.filterwarnings("ignore:Resuming (inside|after) an epoch")
 def test_workers_of_other_loaders(make: Any) -> None:
     check(make, only=slice(2, 3))  # the next batch is not that of the first worker
 
@@ -443,7 +442,6 @@ STAY = {"num_workers": 2, "persistent_workers": True}
         "own place, limited", "counts samples, limited",
     ],
 )  # fmt: skip
-@pytest.mark.filterwarnings("ignore:Resuming (inside|after) an epoch")
 def test_persistent_workers_continue_in_every_epoch(make: Any, limit: float) -> None:
     """With their random states and the attributes of their datasets."""
     steps, checkpoints = trained(make, 3, limit)
@@ -452,7 +450,6 @@ def test_persistent_workers_continue_in_every_epoch(make: Any, limit: float) -> 
         assert resumed(make(), checkpoint, 3, limit) == steps[number:]
 
 
-@pytest.mark.filterwarnings("ignore:Resuming (inside|after) an epoch")
 def test_state_of_persistent_workers_that_cannot_be_stored_is_refused() -> None:
     make = lambda: DataLoader(NeverCloses(), 2, num_workers=1, persistent_workers=True)  # noqa: E731
     checkpoint = trained(make, 2)[1][-1][1]
@@ -473,7 +470,6 @@ def test_state_of_persistent_workers_that_cannot_be_stored_is_refused() -> None:
     ],
     ids=["sampler", "samples", "samples in workers", "iterable", "stateful iterable"],
 )
-@pytest.mark.filterwarnings("ignore:Resuming (inside|after) an epoch")
 def test_attributes_of_samplers_and_datasets_that_change(make: Any) -> None:
     every = 4 * (1 + make().num_workers)  # starting workers takes long
     check(make, epochs=3, only=slice(0, None, every))
@@ -563,7 +559,6 @@ def test_sampler_iterated_too_often_by_a_stateful_dataloader_is_refused_inside_a
     ],
     ids=["samples", "subset in workers", "persistent", "stream", "persistent stream", "stateful stream"],
 )
-@pytest.mark.filterwarnings("ignore:Resuming (inside|after) an epoch")
 def test_epochs_reach_datasets_in_workers_and_after_a_resume(make: Any) -> None:
     steps, checkpoints = trained(make, 3)
     assert [rows[0][0] for _, _, (rows,), _ in steps] == [epoch for epoch, *_ in steps]
@@ -676,7 +671,6 @@ REFUSED: dict[str, tuple[Callable[[], Any], Callable[[], Any], str]] = {
 
 
 @pytest.mark.parametrize("change", REFUSED)
-@pytest.mark.filterwarnings("ignore:Resuming (inside|after) an epoch")
 def test_inexact_loaders_are_refused_inside_an_epoch_only(change: str) -> None:
     first, make, reason = REFUSED[change]
     _, checkpoints = trained(first, 1)

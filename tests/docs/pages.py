@@ -107,17 +107,19 @@ def _markers(comment: str, where: str) -> dict[str, str]:
     return markers
 
 
+def without_blocks(text: str) -> str:
+    return re.sub(r"^ *```.*?^ *```$", "", text, flags=re.DOTALL | re.MULTILINE)
+
+
 def prose(text: str) -> str:
     """Return a page without its blocks, inline code and comments."""
-    text = re.sub(r"^ *```.*?^ *```$", "", text, flags=re.DOTALL | re.MULTILINE)
-    return re.sub(r"<!--.*?-->|`[^`\n]*`", "", text, flags=re.DOTALL)
+    return re.sub(r"<!--.*?-->|`[^`\n]*`", "", without_blocks(text), flags=re.DOTALL)
 
 
 def anchors(text: str) -> set[str]:
     """Return the anchors of a page's headings, as GitHub generates them."""
-    without_blocks = re.sub(r"^ *```.*?^ *```$", "", text, flags=re.DOTALL | re.MULTILINE)
     found: set[str] = set()
-    for heading in re.findall(r"^#+ (.*)$", without_blocks, re.MULTILINE):
+    for heading in re.findall(r"^#+ (.*)$", without_blocks(text), re.MULTILINE):
         words = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).lower().replace("`", "")
         anchor = re.sub(r"[^\w\- ]", "", words).strip().replace(" ", "-")
         number = sum(re.fullmatch(rf"{re.escape(anchor)}(-\d+)?", other) is not None for other in found)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.docs.execute import run
-from tests.docs.pages import PAGES, ROOT, anchors, links, read
+from tests.docs.pages import PAGES, ROOT, anchors, links, read, without_blocks
 from tests.support import needs_fsdp2
 from tests.warm_python import WarmPython
 
@@ -88,7 +88,7 @@ def _anchors(page: Path) -> set[str]:
 def test_search_terms_occur_in_the_guides() -> None:
     beginnings = ""
     for page in (page for page in PAGES if page.parent.name == "docs"):
-        text = re.sub(r"^ *```.*?^ *```$", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+        text = without_blocks(page.read_text(encoding="utf-8"))
         for section in re.split(r"^#+ ", text, flags=re.MULTILINE)[1:]:
             heading, _, body = section.partition("\n")
             beginnings += f"{heading} {body.strip().split(chr(10) * 2)[0]}\n"
