@@ -98,6 +98,7 @@ class ClosureOptimization:
                     loop.progress.optimizer_steps += 1
         finally:
             loop.freezes_scale = False
+        loop.gradients.scale_again()  # if `optimizer_step` left a step out, so that the next gradients are unscaled
         loop.finish_steps()
         self._earlier.clear()  # not evaluated again
 
