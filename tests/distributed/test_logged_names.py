@@ -78,3 +78,31 @@ def test_different_names_of_values_of_single_batches_are_reported(ranks: Ranks, 
     messages = [found for _, found in ranks.call(fit, names, {"on_step": True})]
     assert [len(found) for found in messages] == [2 * warned, 0]  # only on rank 0
     assert all(f"({', '.join(sorted(names[0]))} on this process)" in text for text in messages[0])
+
+
+class ReadsLate(Names):
+    """Logs a value in a hook at the end of an epoch, and reads it on one process."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val", 1.0)
+
+    def log_and_read(self, name: str) -> None:
+        self.log(name, float(distributed.get_rank()), sync_dist=True)
+        assert not self.trainer.is_global_zero or self.trainer.callback_metrics[name] == 0.5
+
+    def on_train_epoch_end(self) -> None:
+        self.log_and_read("late")
+
+    def on_validation_epoch_end(self) -> None:
+        self.log_and_read("late_val")
+
+
+def fit_late() -> dict[str, float]:
+    trainer = make_trainer(None, devices=2, strategy="ddp", max_epochs=2)
+    loader = DataLoader(torch.ones(4, 6), batch_size=2)
+    trainer.fit(ReadsLate([["a"]] * 2, EPOCH), loader, loader)
+    return {name: float(value) for name, value in trainer.callback_metrics.items()}
+
+
+def test_one_process_reads_a_value_in_the_hook_that_logs_it(ranks: Ranks) -> None:
+    assert ranks.call(fit_late) == [{"a": 0.5, "val": 1.0, "late": 0.5, "late_val": 0.5}] * 2

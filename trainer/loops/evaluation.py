@@ -131,6 +131,7 @@ class EvalLoop:
                 self.hooks.of(f"on_{self.stage}_epoch_end")()
                 self.metrics.refuse_shared_metrics(updates_before)
                 if self.is_shared:
+                    self.metrics.current()  # first, because a hook of one process may have begun these reductions
                     self.metrics.take_first(self.engine.broadcast)
                 at_the_end = self.publish()
                 for metrics in logged:

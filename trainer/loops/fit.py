@@ -239,7 +239,6 @@ class FitLoop:
         self.reduce_metrics()  # the hooks of one process, such as those of its progress bar, may read them
         self.hooks.on_train_epoch_end()
         self.resolve_outcome()
-        self.reduce_metrics()
         self.published.take(self.metrics.current())
         self.published.send(self.metrics.current().logger, progress.updates - 1)
         self.hooks.save_after_epoch()
