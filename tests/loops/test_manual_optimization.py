@@ -343,8 +343,8 @@ def test_own_optimizer_step_may_leave_a_step_out(tmp_path, precision):
         return torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
 
     ours, theirs, batches = make_net(), make_net(), make_batches(6)
-    module, plugin = Every(ours, sgd, schedule, interval="step"), plugin_of(precision, growth_interval=100)
-    trainer, trace = fit_and_watch(tmp_path, module, batches, precision=plugin)  # each batch counts for the growth
+    module = Every(ours, sgd, schedule, interval="step")
+    trainer, trace = fit_and_watch(tmp_path, module, batches, precision=plugin_of(precision))
     train_by_hand(theirs, batches[1::2], precision=precision, scaler=scaler_of(precision), schedule=schedule)
     assert_same_weights(ours, theirs)
     assert trainer.global_step == 6
