@@ -283,6 +283,17 @@ def test_trainer_can_be_copied_before_and_after_a_run(copied: Any, tmp_path: Pat
     assert_same_weights(other.lightning_module, trainer.lightning_module)
 
 
+def test_trainer_can_be_copied_during_a_fit() -> None:
+    class Pairs(Classifier):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return super().training_step(batch[0], batch_idx)
+
+    copies: list[Any] = []
+    copying = LambdaCallback(on_train_batch_end=lambda trainer, *_: copies.append(deepcopy(trainer)))
+    ours(max_epochs=1, callbacks=[copying]).fit(Pairs(), [data(4), stream_of(data(4))], data(4))
+    assert [trainer.global_step for trainer in copies] == [1, 2]
+
+
 @pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
 def test_fit_without_validation_has_no_validation_batches() -> None:
     """ModelCheckpoint reads the number of validation batches to save after the epoch if there are no batches."""

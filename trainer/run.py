@@ -95,6 +95,10 @@ class Run:
         self.process_state: dict[str, Any] | None = None
         self.stalls: StallWatch | None = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave the resources of the current run out of copies of the Trainer."""
+        return vars(self) | {"session": ExitStack(), "stalls": None}
+
     # --- in the process that calls fit, validate, test or predict ---------------------------------------------
 
     @contextmanager

@@ -102,7 +102,9 @@ class LoaderSet:
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state without the current pass, for a copy of a Trainer."""
-        return vars(self) | {"_pass": None, "_look_ahead": None}
+        limited = copy(self._limited)
+        limited._iterator = None
+        return vars(self) | {"_pass": None, "_look_ahead": None, "_limited": limited}
 
     @property
     def is_sequential(self) -> bool:
