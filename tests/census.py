@@ -5,8 +5,6 @@ values by path. :func:`differences` compares the census of an uninterrupted run 
 may differ are listed, each with a reason, in ``NOT_COMPARED``.
 """
 
-from __future__ import annotations
-
 import hashlib
 import io
 import logging

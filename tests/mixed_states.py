@@ -1,7 +1,5 @@
 """Optimizers with states of many dtypes, as mixed-precision and 8-bit ones have, and a wrapper around optimizers."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

@@ -3,8 +3,6 @@
 This file has no tests. Each recorder stores the public state of a Trainer in a form that compares with ``==``.
 """
 
-from __future__ import annotations
-
 import inspect
 import warnings
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Shared parts of tests: a quiet Trainer, a small module, a hand-written loop, and a fake Trainer."""
 
-from __future__ import annotations
-
 import os
 import warnings
 from collections import UserList

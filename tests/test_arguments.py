@@ -1,7 +1,5 @@
 """Arguments of the Trainer, also from the environment, and the messages of its constructor, as in Lightning."""
 
-from __future__ import annotations
-
 import inspect
 import logging
 import os

@@ -3,8 +3,6 @@
 The reference is the loop of torch's AMP examples (``by_hand``); results are bitwise equal.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any

@@ -1,7 +1,5 @@
 """Combinations of features that were broken once."""
 
-from __future__ import annotations
-
 import weakref
 
 import pytest

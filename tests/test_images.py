@@ -1,7 +1,5 @@
 """Images in TensorBoard, W&B and MLflow, with the real packages."""
 
-from __future__ import annotations
-
 from io import BytesIO
 from pathlib import Path
 

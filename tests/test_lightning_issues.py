@@ -1,7 +1,5 @@
 """Programs of public Lightning issues that no other test runs; and the page that lists all of them."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from contextlib import nullcontext

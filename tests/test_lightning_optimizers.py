@@ -1,7 +1,5 @@
 """Optimizers, schedules and steps under Lightning's Trainer and ours: results, warnings, errors and counters."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch

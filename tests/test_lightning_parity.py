@@ -4,8 +4,6 @@ Each scenario is run twice from the same seed, and all public results are compar
 differences, which are in ``docs`` and in other tests.
 """
 
-from __future__ import annotations
-
 from collections import UserList
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """An adapter from outside the package, for a logger of another package."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """The calls of loggers are those of Lightning's Trainer."""
 
-from __future__ import annotations
-
 import pickle
 from collections.abc import Callable
 from pathlib import Path

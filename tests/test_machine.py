@@ -1,7 +1,5 @@
 """Facts about the machine, with simulated file trees of several systems, and on this one."""
 
-from __future__ import annotations
-
 import os
 import resource
 from pathlib import Path

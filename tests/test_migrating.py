@@ -1,7 +1,5 @@
 """docs/migrating-from-lightning.md lists all names of the installed Lightning."""
 
-from __future__ import annotations
-
 import inspect
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Optional packages: the table agrees with pyproject.toml, and each ``pip install`` in the project names them."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """Programs for Lightning run under our Trainer with one changed import, and have the same results."""
 
-from __future__ import annotations
-
 import re
 import warnings
 from pathlib import Path

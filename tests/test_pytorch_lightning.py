@@ -4,8 +4,6 @@ The order of imports matters, so that everything runs in separate processes: in 
 Lightning, or in a new one if it starts others.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -3,8 +3,6 @@
 Each hook draws, too, so that additional draws before or after it are detected.
 """
 
-from __future__ import annotations
-
 import inspect
 import random
 from collections.abc import Callable, Iterable, Iterator

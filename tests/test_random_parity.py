@@ -5,8 +5,6 @@ windows, stops inside of one, data without a length that ends before its limit, 
 ``max_steps``.
 """
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 from typing import Any

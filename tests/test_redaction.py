@@ -1,7 +1,5 @@
 """Values that a config takes from the environment are not written."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator
 

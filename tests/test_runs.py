@@ -1,7 +1,5 @@
 """The start, end and result of runs: small programs under Lightning's Trainer and ours."""
 
-from __future__ import annotations
-
 import copy
 import io
 import itertools

@@ -1,7 +1,5 @@
 """The number of modules that a program and a command import on top of ``import lightning.pytorch``."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

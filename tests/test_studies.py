@@ -1,7 +1,5 @@
 """Optuna studies from other people."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import sys

@@ -1,7 +1,5 @@
 """The Trainer: its arguments, and the lifetime of a run from set-up to tear-down."""
 
-from __future__ import annotations
-
 import inspect
 import pickle
 from collections import Counter

@@ -3,8 +3,6 @@
 The oracle is the loop of torch's AMP examples in which the step clears the cache by hand; equality is to the bit.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from copy import deepcopy
 from typing import Any

@@ -1,7 +1,5 @@
 """``load_weights`` and ``fit(weights=...)``: matching weights are loaded, and the others reported."""
 
-from __future__ import annotations
-
 import logging
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The wheel contains the packages and their configs, and works in any folder."""
 
-from __future__ import annotations
-
 import os
 import zipfile
 from pathlib import Path

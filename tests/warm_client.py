@@ -6,8 +6,6 @@ because importing that file takes longer than starting the program. For the same
 written in C, which the modules ``socket`` and ``signal`` are based on.
 """
 
-from __future__ import annotations
-
 import _signal as signal
 import _socket as socket
 import marshal

@@ -6,8 +6,6 @@ Imports of torch and Lightning take most of the time of a short program; tests a
 As a script: ``warm_python.py SOCKET CONFIGS MODULES...`` imports, and waits for programs from ``warm_client.py``.
 """
 
-from __future__ import annotations
-
 import array
 import contextlib
 import fcntl

@@ -1,7 +1,5 @@
 """ActivationCheckpointing keeps results bit for bit in every precision, and restores the module after a run."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from contextlib import nullcontext

@@ -1,7 +1,5 @@
 """Buffers with ``persistent=False``: a resumed run has those of the uninterrupted run."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The compact form of rank states, and the bytes of a checkpoint in addition to Lightning's."""
 
-from __future__ import annotations
-
 import random
 from collections import OrderedDict
 from io import BytesIO

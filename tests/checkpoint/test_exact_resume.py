@@ -3,8 +3,6 @@
 The set-ups are the same each time. ``EXACT_RESUME_EXAMPLES=1000`` draws others, and more of them.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import warnings

@@ -1,7 +1,5 @@
 """Contents of checkpoints, resuming, and conversion between Lightning and us in both directions."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 from zipfile import ZipFile

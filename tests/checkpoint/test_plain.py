@@ -1,7 +1,5 @@
 """Objects that cannot be loaded again are reported at the save instead of at the load."""
 
-from __future__ import annotations
-
 import io
 from collections import Counter, OrderedDict, namedtuple
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The state of a process in a checkpoint. Resumed runs are compared in ``test_resume_corners.py``."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any

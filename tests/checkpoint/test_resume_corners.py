@@ -1,7 +1,5 @@
 """Set-ups with state in unusual places, resumed from each batch: bitwise equal to the uninterrupted run."""
 
-from __future__ import annotations
-
 import copy
 import random
 import warnings

@@ -1,7 +1,5 @@
 """A run started by one Trainer and resumed by the other: the same hooks, weights and counters."""
 
-from __future__ import annotations
-
 import warnings
 from collections import UserList
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Sharded checkpoints: contents, integrity, and safe loading of malicious files."""
 
-from __future__ import annotations
-
 import errno
 import os
 import pickle

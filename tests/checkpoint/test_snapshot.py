@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import io
 from collections import OrderedDict
 from typing import Any

@@ -4,8 +4,6 @@
 are refused before torch is imported, those of `LATE` before the objects are built.
 """
 
-from __future__ import annotations
-
 import shlex
 
 from tests.cli.conftest import FILES

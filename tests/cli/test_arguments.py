@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import pytest
 
 from trainer.cli.arguments import UsageError, canonical_precisions, read

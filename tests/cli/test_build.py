@@ -1,7 +1,5 @@
 """Objects from the nodes of a config."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest

@@ -1,7 +1,5 @@
 """Commands: those of this package are its modules, those of other packages are entry points."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The configs of the package, the precedence of the user's, and the output of Hydra's options."""
 
-from __future__ import annotations
-
 import inspect
 import re
 from typing import Any

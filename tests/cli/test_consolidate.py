@@ -1,7 +1,5 @@
 """``consolidate``, ``shard`` and ``export``: bitwise conversion of checkpoints, or an error."""
 
-from __future__ import annotations
-
 import pickle
 import re
 import shutil

@@ -1,7 +1,5 @@
 """``export ckpt=RUN to=FILE``: the file computes the module's ``forward``, or is not written."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import sys

@@ -1,7 +1,5 @@
 """Messages of failed runs, for errors as they are raised by torch or by the system."""
 
-from __future__ import annotations
-
 import logging
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The user's modules and folders next to ours, with any names."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

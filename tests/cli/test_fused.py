@@ -1,7 +1,5 @@
 """On CUDA, optimizers of a config use a fused step by default."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

@@ -1,7 +1,5 @@
 """Every malformed config is refused with a sentence, before data is loaded, and most before torch is imported."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The objective of a run: the metric, its direction, and its value at the end."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

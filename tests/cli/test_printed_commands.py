@@ -1,7 +1,5 @@
 """Every command that the program prints runs as it is printed; every printed path exists."""
 
-from __future__ import annotations
-
 import ast
 import json
 import os

@@ -1,7 +1,5 @@
 """``trainer recipes``: the list, one of them with the meaning of every key, and a copy to edit."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

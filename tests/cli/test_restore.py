@@ -1,7 +1,5 @@
 """``ckpt=RUN`` restores the config of a run with its checkpoint."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from functools import cache

@@ -1,7 +1,5 @@
 """``resume=auto`` on the command line: the same command resumes in the same folder."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Runs in this process: results, files, and errors."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Warnings of a run on the terminal and in the log."""
 
-from __future__ import annotations
-
 import logging
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """A mistake in an argument of the Trainer gets the same sentence in a config and in Python."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

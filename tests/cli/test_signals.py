@@ -1,7 +1,5 @@
 """Signals to the command line: saved checkpoints and exit status."""
 
-from __future__ import annotations
-
 import json
 import signal
 from pathlib import Path

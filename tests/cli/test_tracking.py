@@ -1,7 +1,5 @@
 """``logger=wandb`` and ``logger=mlflow``, with the real packages: W&B offline, MLflow in a database of SQLite."""
 
-from __future__ import annotations
-
 import csv
 import shutil
 import sqlite3

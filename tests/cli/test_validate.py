@@ -1,7 +1,5 @@
 """Mistakes on the command line or in a config: status 2, the given value, the nearest valid name, and a remedy."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

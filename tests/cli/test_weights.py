@@ -1,7 +1,5 @@
 """``weights=``: a run that starts with the weights of another, with a report on the terminal and in its record."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Hyperparameters are in checkpoints unchanged, and are loaded through Lightning."""
 
-from __future__ import annotations
-
 import copy
 import enum
 import logging

@@ -1,7 +1,5 @@
 """A dataset in a small module, so that workers import it fast."""
 
-from __future__ import annotations
-
 import random
 
 import numpy as np

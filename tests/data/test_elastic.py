@@ -3,8 +3,6 @@
 Resumed runs of real ranks are in ``tests/distributed/test_elastic.py``.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass

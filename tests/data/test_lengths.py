@@ -1,7 +1,5 @@
 """Which dataloaders have a length that is certain."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

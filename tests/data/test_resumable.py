@@ -1,7 +1,5 @@
 """A pass over the data resumed in another process equals the uninterrupted pass bit for bit."""
 
-from __future__ import annotations
-
 import io
 import random
 import warnings

@@ -1,7 +1,5 @@
 """Contents of a batch: tensors, samples, and their slices."""
 
-from __future__ import annotations
-
 from collections import UserDict
 from dataclasses import dataclass
 from types import MappingProxyType

@@ -1,7 +1,5 @@
 """Division of the samples of an evaluation among ranks."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """Random states sent by a worker, and restored in another one."""
 
-from __future__ import annotations
-
 import io
 import pickle
 import random

@@ -5,8 +5,6 @@ They use ``fully_shard`` or ``DistributedDataParallel``, ``torch.autocast``, ``t
 package. They run a ``Setup``. A batch with weight 0 is run with its loss times 0.
 """
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from typing import Any
 

@@ -4,8 +4,6 @@
 ``raises`` or ``dies``. The other rank sleeps, as on a GPU, because a collective would fail when the connection breaks.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

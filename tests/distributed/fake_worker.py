@@ -4,8 +4,6 @@
 engine in the arguments, it saves the result of ``simulate_ranks`` for a small model.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -4,8 +4,6 @@
 sharded save) is left out or replaced: data of other ranks equals that of rank 0.
 """
 
-from __future__ import annotations
-
 import json
 import pickle
 import sys

@@ -1,7 +1,5 @@
 """Program of ``test_ray.py`` that runs Ray: ``python ray_worker.py FOLDER`` writes ``result.json``."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -5,8 +5,6 @@ own batches (with tensor parallelism, each group of ranks that shares one). A si
 after the other, and W times as many per optimizer step, so that weights differ by rounding only.
 """
 
-from __future__ import annotations
-
 import random
 import warnings
 from collections.abc import Iterator

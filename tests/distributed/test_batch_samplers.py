@@ -1,7 +1,5 @@
 """Lists of batches are divided among the processes; other batch samplers work or are refused."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """A resumed run of two processes against the run that was never interrupted: every value that is reachable, by rank."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Iterator
 from functools import partial

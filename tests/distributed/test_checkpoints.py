@@ -1,7 +1,5 @@
 """Sharded and unsharded checkpoints of two ranks: each strategy resumes from each of them bit for bit."""
 
-from __future__ import annotations
-
 import os
 import warnings
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """DDP's communication hooks: their state is restored in each process, or an exact resume is refused."""
 
-from __future__ import annotations
-
 import warnings
 from pathlib import Path
 from typing import Any

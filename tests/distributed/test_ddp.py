@@ -1,7 +1,5 @@
 """Two ranks of DDP on the CPU: equal to one process, by each launcher."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

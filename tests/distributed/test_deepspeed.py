@@ -1,7 +1,5 @@
 """``strategy="deepspeed"`` on two ranks: the weights of DDP, and the outcome of each step."""
 
-from __future__ import annotations
-
 import copy
 import os
 import shutil

@@ -1,7 +1,5 @@
 """If the length of dataloaders is an estimate or unknown, all ranks end an epoch together."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Iterator
 from typing import Any

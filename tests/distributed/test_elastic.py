@@ -1,7 +1,5 @@
 """Runs resumed with another number of ranks end within 1e-5 of uninterrupted runs."""
 
-from __future__ import annotations
-
 import warnings
 from collections import Counter, UserList
 from collections.abc import Callable, Iterator

@@ -4,8 +4,6 @@ Some run on four ranks: FSDP2 with copies of the shards, and with tensor paralle
 (``setups.draw``); ``scripts/test --nightly`` runs many more.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Several ranks evaluate each sample once with uneven inputs, and log the values of one process."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from functools import cache, partial

@@ -1,7 +1,5 @@
 """A rank fails while the other waits for it: both end soon, and report the failed rank."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 from pathlib import Path

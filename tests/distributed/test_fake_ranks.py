@@ -1,7 +1,5 @@
 """The collectives and our own work per step do not grow with the number of simulated ranks."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """``strategy="fsdp"`` trains all kinds of modules to the weights of DDP. Random fits are in ``test_engines.py``."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple

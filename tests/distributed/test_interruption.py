@@ -1,7 +1,5 @@
 """Signals to one or both of two ranks: they stop at the same step, and the saved checkpoint is complete."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

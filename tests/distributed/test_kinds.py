@@ -1,7 +1,5 @@
 """Modules with weights and buffers of all kinds on two ranks: trained as by torch's DDP and resumed, or refused."""
 
-from __future__ import annotations
-
 import re
 import warnings
 from collections.abc import Callable

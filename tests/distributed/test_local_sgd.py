@@ -1,7 +1,5 @@
 """Post-local SGD (``DDPStrategy(model_averaging_period=...)``) averages weights as torch's own classes do."""
 
-from __future__ import annotations
-
 import warnings
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Processes may log different names in training: values over the epoch are reduced as in evaluation."""
 
-from __future__ import annotations
-
 import warnings
 from typing import Any
 

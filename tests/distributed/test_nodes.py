@@ -1,7 +1,5 @@
 """Several nodes, by torchrun and by stand-ins for Slurm: cases of ``scripts/fault_suite``, made short."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Ray: two workers of Ray Train are two DDP ranks, and Ray Tune receives the metrics."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

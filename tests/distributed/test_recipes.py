@@ -3,8 +3,6 @@
 In float32 they differ by the order of a few sums: at most 1e-5 in weights of about 1, after 9 updates.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from functools import cache, partial

@@ -3,8 +3,6 @@
 With two ranks a sum has one order, so that weights are bitwise equal, except after a division by a norm.
 """
 
-from __future__ import annotations
-
 import re
 import time
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Processes started inside ``fit``: arguments and results."""
 
-from __future__ import annotations
-
 import atexit
 import os
 import signal

@@ -1,7 +1,5 @@
 """Failures on several ranks: one does not join a collective; the loss of one spikes."""
 
-from __future__ import annotations
-
 import re
 import time
 import warnings

@@ -1,7 +1,5 @@
 """``fit(weights=...)`` on two ranks, sharded and unsharded, starts with the weights of the file."""
 
-from __future__ import annotations
-
 import warnings
 from pathlib import Path
 from typing import Any

@@ -3,8 +3,6 @@
 ``worker.py FOLDER [torchrun]`` saves the results of each rank to ``FOLDER/rank_R.pt``.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import warnings

@@ -4,8 +4,6 @@
 limits; installations and downloads are checked without running them.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import sys

@@ -1,7 +1,5 @@
 """Run a page: all its blocks, in order, in one shell and one folder."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

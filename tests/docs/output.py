@@ -1,7 +1,5 @@
 """Compare the output on a page with the printed one."""
 
-from __future__ import annotations
-
 import re
 
 

@@ -11,8 +11,6 @@ Markers in the lines before a block, each an HTML comment:
 - ``<!-- not run: the reason -->``: the block is not checked, but counted.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """The runner of pages detects errors in a page."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

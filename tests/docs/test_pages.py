@@ -1,7 +1,5 @@
 """Everything in README and docs works: commands, programs, configs, outputs, links."""
 
-from __future__ import annotations
-
 import re
 import shutil
 from functools import cache

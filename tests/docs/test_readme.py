@@ -1,7 +1,5 @@
 """The README's tables and its example are up to date."""
 
-from __future__ import annotations
-
 import re
 import tomllib
 

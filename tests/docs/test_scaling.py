@@ -1,7 +1,5 @@
 """The table of features and engines: valid cells, and existing tests."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,7 +1,5 @@
 """Building the site: errors in pages fail the build."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

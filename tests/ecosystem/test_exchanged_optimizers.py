@@ -1,7 +1,5 @@
 """Optimizers that libraries exchange, step without Lightning's wrappers, or count themselves."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

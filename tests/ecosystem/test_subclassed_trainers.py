@@ -1,7 +1,5 @@
 """A Trainer's subclass with its own loop, as in torch-uncertainty."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Supervision of child processes; whole runs are in ``tests/distributed/test_failures.py``."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """State of communication hooks: its parts, one by one. Hooks that train: tests/distributed/test_communication.py."""
 
-from __future__ import annotations
-
 import random
 from collections import defaultdict, deque
 from typing import Any

@@ -1,7 +1,5 @@
 """Operations on unsharded gradients. Sharded ones are in tests/distributed/test_engines.py."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

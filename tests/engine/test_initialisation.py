@@ -1,7 +1,5 @@
 """Modules created on the meta device get the values of a normal construction, or an error names the missing ones."""
 
-from __future__ import annotations
-
 from copy import deepcopy
 
 import pytest

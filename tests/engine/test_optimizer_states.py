@@ -1,7 +1,5 @@
 """Dtypes of optimizer states: a resumed run has those of the uninterrupted run."""
 
-from __future__ import annotations
-
 import warnings
 from functools import partial
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Processes find those of the same start, regardless of entries of an earlier start in the store."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta

@@ -1,7 +1,5 @@
 """The thread that monitors the progress of a run; several ranks are in ``tests/distributed/test_trouble.py``."""
 
-from __future__ import annotations
-
 import time
 from datetime import timedelta
 

@@ -1,7 +1,5 @@
 """Parts of ``ZeroModule`` that need no process group. Whole runs: tests/distributed/test_deepspeed.py."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """A part of ``scripts/fault_suite``, and a check that its comparison detects differences."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from dataclasses import replace

@@ -4,8 +4,6 @@ Measured on the simulated device by counting the bytes of all live tensors. CUDA
 each up to 512 bytes, and workspaces of kernels are not counted; both are equal in both loops.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """With a fused optimizer, a steady-state step makes no host-device synchronization."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

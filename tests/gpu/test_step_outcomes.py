@@ -1,7 +1,5 @@
 """A step with a late outcome is bitwise equal to the hand-written loop."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

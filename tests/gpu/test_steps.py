@@ -3,8 +3,6 @@
 Measured on the simulated device, per batch, against the shortest correct loop.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from functools import cache, partial
 from typing import Any

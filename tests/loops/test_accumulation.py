@@ -1,7 +1,5 @@
 """Accumulation windows in isolation: their borders, and their mean compared to one large batch."""
 
-from __future__ import annotations
-
 from collections import UserList
 from pathlib import Path
 from types import SimpleNamespace

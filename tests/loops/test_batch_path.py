@@ -1,7 +1,5 @@
 """The path of a batch is built by one function, and changed by wrappers only."""
 
-from __future__ import annotations
-
 import ast
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Optimizers of other libraries get a closure that trains, with the results of Lightning's Trainer bit for bit."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any

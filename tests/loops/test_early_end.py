@@ -1,7 +1,5 @@
 """Epochs with fewer batches than the length of their dataloaders equal epochs with the correct length."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Iterator
 from functools import partial

@@ -1,7 +1,5 @@
 """The training loop compared to a hand-written loop: every loss and every weight, bit for bit."""
 
-from __future__ import annotations
-
 import inspect
 import weakref
 from functools import partial

@@ -1,7 +1,5 @@
 """The order of all hooks equals that of Lightning's own Trainer."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

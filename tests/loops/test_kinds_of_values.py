@@ -1,7 +1,5 @@
 """A fit accepts parameters, buffers and batches of all kinds, whatever its default callbacks do with them."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Manual optimization, compared to hand-written loops."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

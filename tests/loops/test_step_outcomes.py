@@ -3,8 +3,6 @@
 The GPU is simulated: the scaler treats the result of a fused optimizer on the CPU as not available yet.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

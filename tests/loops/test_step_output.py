@@ -1,7 +1,5 @@
 """Return values of ``training_step``."""
 
-from __future__ import annotations
-
 import math
 from collections import OrderedDict
 from typing import Any

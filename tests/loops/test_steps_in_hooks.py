@@ -4,8 +4,6 @@ A step in any hook is completed (scale, outcome, averages) before the next backw
 the end of the run.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

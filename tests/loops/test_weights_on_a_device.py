@@ -3,8 +3,6 @@
 The loss of such a batch is a masked mean over nothing. Its gradients are 0 * inf = NaN.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

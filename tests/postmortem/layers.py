@@ -1,7 +1,5 @@
 """Layers that overflow in the forward or backward pass, and nets with such a layer at a given place."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

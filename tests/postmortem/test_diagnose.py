@@ -1,7 +1,5 @@
 """Programs of ``scripts/benchmark_diagnosis`` without an alarm, and the form of a report."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

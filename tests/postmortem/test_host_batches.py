@@ -1,7 +1,5 @@
 """An index that is out of range on a GPU, which reports it later and can then no longer be read."""
 
-from __future__ import annotations
-
 from collections.abc import Container
 from pathlib import Path
 from typing import Any

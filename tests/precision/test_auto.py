@@ -1,7 +1,5 @@
 """The precision selected for the device's hardware, and its message."""
 
-from __future__ import annotations
-
 import logging
 
 import pytest

@@ -1,7 +1,5 @@
 """CUDA's autocast lists on a CPU: compared to torch's own, operation by operation, and in a run."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor

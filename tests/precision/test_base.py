@@ -1,7 +1,5 @@
 """The protocol of plugins: the calls of the Trainer, and their order."""
 
-from __future__ import annotations
-
 import inspect
 import textwrap
 from contextlib import contextmanager

@@ -3,8 +3,6 @@
 See also test_autocast, test_weight_changes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Compiled modules train to the weights of eager ones, also if a part runs in float32."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

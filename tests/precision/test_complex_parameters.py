@@ -1,7 +1,5 @@
 """Complex parameters, compared to the same network with pairs of real parameters, trained by a hand-written loop."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from lightning.pytorch.callbacks import EMAWeightAveraging

@@ -1,7 +1,5 @@
 """fp16 products on the CPU: bitwise values and gradients, unchanged behavior of torch, and use in a run."""
 
-from __future__ import annotations
-
 import copy
 import threading
 from collections.abc import Callable, Iterator

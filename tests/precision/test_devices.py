@@ -1,7 +1,5 @@
 """Native computation of simulated devices."""
 
-from __future__ import annotations
-
 import warnings
 from types import MappingProxyType
 

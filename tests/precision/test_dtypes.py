@@ -1,7 +1,5 @@
 """Casting nested data, and the dtype of new tensors."""
 
-from __future__ import annotations
-
 from collections import OrderedDict, namedtuple
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """fp8-mixed equals torchao's float8 layers in a hand-written loop."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

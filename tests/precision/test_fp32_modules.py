@@ -1,7 +1,5 @@
 """Modules in float32 inside a 16-bit model: bitwise equal to hand-written casts, and restored afterwards."""
 
-from __future__ import annotations
-
 import copy
 import io
 from contextlib import contextmanager, nullcontext

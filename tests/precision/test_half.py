@@ -1,7 +1,5 @@
 """Training in 16 bits: bitwise equal to a hand-written loop, kept dtypes, and warnings."""
 
-from __future__ import annotations
-
 import warnings
 from functools import partial
 

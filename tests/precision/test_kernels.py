@@ -1,7 +1,5 @@
 """Replaced kernels of torch."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

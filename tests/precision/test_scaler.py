@@ -1,7 +1,5 @@
 """The loss scaler in isolation, compared to torch's own."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 import random

@@ -1,7 +1,5 @@
 """Counts of float16 underflow. See also ``tests/callbacks/test_scale_monitor.py``."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Small samples in the right format of data that needs a download."""
 
-from __future__ import annotations
-
 import json
 import pickle
 from pathlib import Path

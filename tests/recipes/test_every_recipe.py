@@ -1,7 +1,5 @@
 """Every recipe has a description, composes, and runs one batch of each command that it supports."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The recipes for photos, from the command line: training, test, prediction, and classes that differ."""
 
-from __future__ import annotations
-
 import csv
 import json
 import shutil

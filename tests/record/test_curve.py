@@ -1,7 +1,5 @@
 """Curves of ``metrics.csv``, and thinning them out."""
 
-from __future__ import annotations
-
 import math
 import random
 

@@ -1,7 +1,5 @@
 """Files of figures: paths, contents, writers, and errors."""
 
-from __future__ import annotations
-
 import json
 from types import SimpleNamespace
 

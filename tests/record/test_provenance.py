@@ -1,7 +1,5 @@
 """The environment of a run: recorded and redacted values."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

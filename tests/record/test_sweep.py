@@ -1,7 +1,5 @@
 """Several runs in Python: their records, their labels, and the best of them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Scripts as programs that write a table, and as modules."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """The benchmark runs on a CPU, trains the same by hand and with our Trainer, and writes its tables."""
 
-from __future__ import annotations
-
 import gc
 import re
 

@@ -1,7 +1,5 @@
 """Every remedy of `scripts/benchmark_diagnosis` is executed as printed, and the program then learns."""
 
-from __future__ import annotations
-
 import linecache
 import math
 import re

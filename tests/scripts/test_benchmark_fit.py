@@ -1,7 +1,5 @@
 """The benchmark of whole runs writes its tables, with a row for each case."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The benchmark writes its table. The peak memory of our step is that by hand, and a copy of small weights."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

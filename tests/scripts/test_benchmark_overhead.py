@@ -1,7 +1,5 @@
 """The benchmark runs, and writes its table."""
 
-from __future__ import annotations
-
 import logging
 import re
 import runpy

@@ -1,7 +1,5 @@
 """Collectives and bytes of a step on several ranks, which are independent of the machine."""
 
-from __future__ import annotations
-
 import pytest
 
 from scripts import _scale

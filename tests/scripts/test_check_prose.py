@@ -1,7 +1,5 @@
 """Counts of ``scripts/check_prose`` on small files."""
 
-from __future__ import annotations
-
 import runpy
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The ecosystem suite detects equal and different results, with a program in this file."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """docs/api matches the docstrings."""
 
-from __future__ import annotations
-
 import _api_reference as reference
 import pytest
 

@@ -1,7 +1,5 @@
 """The pictures of the documentation."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]

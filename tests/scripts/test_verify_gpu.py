@@ -1,7 +1,5 @@
 """``scripts/verify_gpu``: all parts on the simulated device, time limits, and the published tables."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

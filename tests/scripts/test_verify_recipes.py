@@ -1,7 +1,5 @@
 """The script trains the requested recipes, keeps complete runs, and writes results and missing ones to its table."""
 
-from __future__ import annotations
-
 import os
 import re
 from pathlib import Path

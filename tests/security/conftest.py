@@ -1,5 +1,3 @@
 """A project of a user, and a file written by the payload as proof of execution."""
 
-from __future__ import annotations
-
 from tests.cli.conftest import given, project, trained  # noqa: F401  # fixtures

@@ -1,7 +1,5 @@
 """A malicious pickle in each place that is loaded: its code does not run."""
 
-from __future__ import annotations
-
 import pickle
 import tarfile
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Importing the package, building a Trainer and a fit on the CPU use no network."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from tests.warm_python import WarmPython

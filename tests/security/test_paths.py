@@ -1,7 +1,5 @@
 """Checkpoints, and their configs, use no paths outside the working directory."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

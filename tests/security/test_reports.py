@@ -1,7 +1,5 @@
 """A report on a malicious folder executes nothing, and reads and writes only inside the folder."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

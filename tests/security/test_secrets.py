@@ -1,7 +1,5 @@
 """A config takes a secret from the environment: no file and no output of the run contains it."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest

@@ -1,7 +1,5 @@
 """Configs that come with a checkpoint from another person: nothing executes, unpickles or starts a program."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import shutil

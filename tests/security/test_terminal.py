@@ -1,7 +1,5 @@
 """Text in a config or a run's folder cannot send control sequences to the terminal."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.cli.conftest import write

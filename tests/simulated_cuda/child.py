@@ -4,8 +4,6 @@ A test that uses the fixture ``cuda`` runs there, and on a machine without a GPU
 :class:`Child` sends the name of a test and waits for its outcome. As a script, this is the process.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import json
 import os

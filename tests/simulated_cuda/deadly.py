@@ -1,7 +1,5 @@
 """Tests that end in all possible ways, for ``test_child.py``."""
 
-from __future__ import annotations
-
 import os
 import signal
 

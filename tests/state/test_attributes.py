@@ -1,7 +1,5 @@
 """Attributes of datasets and samplers, stored as plain data and restored in another process."""
 
-from __future__ import annotations
-
 import io
 import random
 from typing import Any

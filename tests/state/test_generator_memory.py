@@ -1,7 +1,5 @@
 """States read from memory equal those of the public API."""
 
-from __future__ import annotations
-
 import random
 from array import array
 from typing import Any

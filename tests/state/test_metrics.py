@@ -1,7 +1,5 @@
 """``self.log``: reductions, names, and visibility. Lightning's own results are in the parity suite."""
 
-from __future__ import annotations
-
 import copy
 import random
 from collections.abc import Callable, Iterator

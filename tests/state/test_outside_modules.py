@@ -1,7 +1,5 @@
 """Weights of modules outside of the LightningModule: which are saved, restored, or reported."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

@@ -1,7 +1,5 @@
 """Attributes and random generators of modules, datamodules and callbacks: found, saved, restored, or reported."""
 
-from __future__ import annotations
-
 import importlib
 import random
 from collections import Counter, UserList, deque

@@ -1,7 +1,5 @@
 """Logged values of some ranks, distributed to another number of ranks: an epoch's values stay correct."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The end of a fit, and validation by time."""
 
-from __future__ import annotations
-
 import logging
 from unittest import mock
 

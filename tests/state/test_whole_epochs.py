@@ -1,7 +1,5 @@
 """Reduction of the logged values of several ranks: the stores and metric objects of each, without processes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Supported precisions of devices of all kinds, with simulated ones."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """``checks``: its report on this machine and on simulated ones, and on broken ones."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

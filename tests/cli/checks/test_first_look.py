@@ -1,7 +1,5 @@
 """The report of ``checks`` on the user's data: batches of any kind, layers, float16, and bottlenecks."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -1,7 +1,5 @@
 """The memory predicted by ``checks``, compared to arithmetic and to FSDP2."""
 
-from __future__ import annotations
-
 import json
 from functools import partial
 from pathlib import Path

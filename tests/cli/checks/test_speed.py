@@ -1,7 +1,5 @@
 """Measured speeds with a simulated clock."""
 
-from __future__ import annotations
-
 from itertools import count
 
 import pytest

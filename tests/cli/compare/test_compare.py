@@ -1,7 +1,5 @@
 """``compare``: the commands of its jobs, the report on their records, and the exit status."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

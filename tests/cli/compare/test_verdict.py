@@ -1,7 +1,5 @@
 """The verdict on a run: numbers, words, thresholds and advice."""
 
-from __future__ import annotations
-
 import inspect
 import math
 from pathlib import Path

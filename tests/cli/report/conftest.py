@@ -1,7 +1,5 @@
 """Run folders written by hand, and parsed pages."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Confusion matrices and pictures on the page, from any writer."""
 
-from __future__ import annotations
-
 import base64
 import io
 import json

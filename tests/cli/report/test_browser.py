@@ -1,7 +1,5 @@
 """The page in a real browser, at the width of a desktop and of a phone."""
 
-from __future__ import annotations
-
 import json
 import math
 import shutil

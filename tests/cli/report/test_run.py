@@ -1,7 +1,5 @@
 """The page of one run, in any state of the run and of its files."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import json

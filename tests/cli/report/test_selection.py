@@ -1,7 +1,5 @@
 """Selection of the folder, and the error if it is ambiguous."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The page of any runs side by side."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

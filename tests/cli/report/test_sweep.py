@@ -1,7 +1,5 @@
 """The page of a sweep, and of a comparison."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Parallel and remote jobs of a sweep: their devices, their signals, and resuming after a kill."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Sweeps with Optuna: the space, the study and its direction, resuming, and reported values."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -1,7 +1,5 @@
 """Sweeps: a process and a folder for each job, a table at the end, and failures of single jobs."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """The processes of ``tune``, run in this one: measurements, unchanged settings, and failures."""
 
-from __future__ import annotations
-
 import json
 import threading
 from pathlib import Path

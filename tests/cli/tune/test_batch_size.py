@@ -1,7 +1,5 @@
 """``tune batch_size``: decisions from the results of its processes, and whole runs with real ones."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Functions in separate processes: their results, and failures without a result."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import signal

@@ -1,7 +1,5 @@
 """``tune lr``: the suggestion for a curve, and a whole run."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

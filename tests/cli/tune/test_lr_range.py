@@ -1,7 +1,5 @@
 """The range test inside a fit: rates, losses, disabled features and refusals."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Suggestions for curves: known answers, noise, and curves without a suggestion."""
 
-from __future__ import annotations
-
 import math
 import random
 

@@ -1,7 +1,5 @@
 """``tune``: its arguments and settings, and the requests to its processes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from tests.cli.conftest import write

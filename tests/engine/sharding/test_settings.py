@@ -1,7 +1,5 @@
 """Arguments of ``FSDP2Strategy``, and errors for unsupported ones."""
 
-from __future__ import annotations
-
 from datetime import timedelta
 from typing import Any
 

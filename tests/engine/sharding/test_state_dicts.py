@@ -1,7 +1,5 @@
 """State dicts of sharded tensors; see also ``tests/distributed/test_checkpoints.py``."""
 
-from __future__ import annotations
-
 from collections import OrderedDict, defaultdict
 from pathlib import Path
 

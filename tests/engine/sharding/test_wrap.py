@@ -1,7 +1,5 @@
 """Selection of the modules to shard, and restoring a module."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
