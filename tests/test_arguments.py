@@ -8,7 +8,6 @@ from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -301,7 +300,7 @@ def test_barebones_logs_nothing(tmp_path, caplog):
 
 
 @pytest.mark.parametrize("kind", [LightningTrainer, Trainer])
-def test_environment_variables_are_defaults_of_arguments(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_variables_are_defaults_of_arguments(kind, monkeypatch):
     monkeypatch.setenv("PL_TRAINER_MAX_STEPS", "7")
     monkeypatch.setenv("PL_TRAINER_LIMIT_VAL_BATCHES", "0.5")
     monkeypatch.setenv("PL_TRAINER_PRECISION", "bf16-mixed")
@@ -315,7 +314,7 @@ def test_environment_variables_are_defaults_of_arguments(kind: Any, monkeypatch:
 
 
 @pytest.mark.parametrize("arguments", [{}, {"fast_dev_run": 2}, {"detect_anomaly": True}], ids=str)
-def test_messages_of_the_constructor(arguments: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
+def test_messages_of_the_constructor(arguments, caplog):
     said = []
     for make in MAKERS:
         caplog.clear()
@@ -326,7 +325,7 @@ def test_messages_of_the_constructor(arguments: dict[str, Any], caplog: pytest.L
     assert "GPU available: False, used: False" in said[1]
 
 
-def test_gpu_that_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_that_is_not_used(monkeypatch):
     monkeypatch.setattr("lightning.pytorch.accelerators.CUDAAccelerator.is_available", lambda: True)
     with pytest.warns(UserWarning, match="GPU available but not used"):
         ours()

@@ -257,7 +257,7 @@ CASES = {
 @pytest.mark.parametrize(
     "name", tiered(CASES, quick=("16-mixed, after an overflow, inside a window", "manual", "stateful"))
 )
-def test_state_is_equal_after_a_resume(name: str, tmp_path: Path) -> None:
+def test_state_is_equal_after_a_resume(name, tmp_path):
     case = CASES[name]
     if case.arguments.get("logger") is CSVLogger:
         case.arguments["logger"] = CSVLogger(tmp_path)
@@ -272,7 +272,7 @@ def test_state_is_equal_after_a_resume(name: str, tmp_path: Path) -> None:
     assert found == {}, "\n".join(f"{moment}\n  " + "\n  ".join(lines) for moment, lines in found.items())
 
 
-def test_census_sees_everything() -> None:
+def test_census_sees_everything():
     class Slots:
         __slots__ = ("number",)
 

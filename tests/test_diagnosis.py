@@ -75,7 +75,7 @@ def trainer(tmp_path: Any) -> Any:
         (lambda: time.sleep(60), "train", "have sent nothing for 1 seconds: at batch_idx 3 of epoch 0", 0),
     ],
 )
-def test_workers_that_die_or_hang(tmp_path: Any, happens: Any, stage: str, message: str, workers: int) -> None:
+def test_workers_that_die_or_hang(tmp_path, happens, stage, message, workers):
     trainer = make_trainer(tmp_path, num_sanity_val_steps=0, dataloader_timeout=1)
     data = {name: DataLoader(Numbers(dict), 2) for name in ("train", "val")} | {stage: loader(happens)}
     with pytest.raises(DataLoaderError, match=message) as caught:
@@ -90,7 +90,7 @@ def test_workers_that_die_or_hang(tmp_path: Any, happens: Any, stage: str, messa
     assert trainer.state.status == "interrupted"
 
 
-def test_error_about_shapes_before_there_was_a_batch_blames_none(trainer: Any) -> None:
+def test_error_about_shapes_before_there_was_a_batch_blames_none(trainer):
     class Refused(Regression):
         def configure_optimizers(self) -> Any:
             raise ValueError("this parameter has the wrong shape")
@@ -113,7 +113,7 @@ def test_error_about_shapes_before_there_was_a_batch_blames_none(trainer: Any) -
         ),
     ],
 )
-def test_loss_without_a_gradient_is_explained(trainer: Any, returned: Any, note: str) -> None:
+def test_loss_without_a_gradient_is_explained(trainer, returned, note):
     class Losing(Regression):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             return returned(self, super().training_step(batch, batch_idx))
@@ -125,14 +125,14 @@ def test_loss_without_a_gradient_is_explained(trainer: Any, returned: Any, note:
     assert re.search(note, "".join(caught.value.__notes__))
 
 
-def test_errors_of_a_dataset_are_not_changed(trainer: Any) -> None:
+def test_errors_of_a_dataset_are_not_changed(trainer):
     with pytest.raises(MistakeError) as caught:
         trainer.fit(Module(), loader(raise_mistake), DataLoader(Numbers(dict), 2))
     assert caught.value.__notes__ == ["It was raised while batch_idx 3 of epoch 0 (train_dataloader) was loaded."]
 
 
 @pytest.mark.parametrize("given", [-1, "1h"])
-def test_invalid_time(tmp_path: Any, given: Any) -> None:
+def test_invalid_time(tmp_path, given):
     with pytest.raises(ConfigurationError, match="dataloader_timeout"):
         make_trainer(tmp_path, dataloader_timeout=given)
 
@@ -178,7 +178,7 @@ class Failing(Regression):
 @pytest.mark.parametrize(
     ("make_error", "samples", "smaller"), [(cuda_error, 4, "batches of 2 with {}=2"), (cpu_error, 3, "1 with {}=3")]
 )
-def test_memory_that_runs_out(trainer: Any, make_error: Any, samples: int, smaller: str, no_gc: None) -> None:
+def test_memory_that_runs_out(trainer, make_error, samples, smaller, no_gc):
     def in_forward(module: Any, loss: Tensor) -> Tensor:
         activations = loss * torch.ones(3)
         held.append(weakref.ref(activations))
@@ -205,7 +205,7 @@ def test_memory_that_runs_out(trainer: Any, make_error: Any, samples: int, small
 @pytest.mark.parametrize(
     ("fail", "moment", "gradients"), [(in_backward, "the backward pass", 0), (in_step, "the optimizer's step", 780)]
 )
-def test_report_has_the_phase(trainer: Any, fail: Any, moment: str, gradients: int) -> None:
+def test_report_has_the_phase(trainer, fail, moment, gradients):
     with pytest.raises(torch.OutOfMemoryError) as caught:
         trainer.fit(Failing(fail), loader_of(make_batches(4)))
     assert f", in {moment}.\n" in caught.value.__notes__[0]
@@ -233,7 +233,7 @@ def fail_on_gpu(folder: Path, **options: Any) -> Any:
     return caught.value
 
 
-def test_report_on_a_gpu_has_live_memory_and_a_snapshot(full: None, tmp_path: Path) -> None:
+def test_report_on_a_gpu_has_live_memory_and_a_snapshot(full, tmp_path):
     error = fail_on_gpu(tmp_path, logger=True, callbacks=[RunRecorder()])
     folder = tmp_path / "lightning_logs" / "version_0"
     first, alive, snapshot, advice = error.__notes__[0].splitlines()
@@ -255,15 +255,15 @@ def test_report_on_a_gpu_has_live_memory_and_a_snapshot(full: None, tmp_path: Pa
 
 @pytest.mark.parametrize("is_given", [True, False])
 def test_snapshot_without_logger_goes_to_the_default_root_dir_if_the_user_passed_one(
-    full: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_given: bool
-) -> None:
+    full, tmp_path, monkeypatch, is_given
+):
     monkeypatch.chdir(tmp_path)
     error = fail_on_gpu(tmp_path, default_root_dir=tmp_path if is_given else None)
     assert ("memory_viz" in error.__notes__[0]) == is_given
     assert len(list(tmp_path.rglob("*.pickle"))) == is_given
 
 
-def test_missing_figures_raise_nothing(full: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_figures_raise_nothing(full, tmp_path, monkeypatch):
     for owner, name in ((torch.cuda, "mem_get_info"), (torch.cuda.memory, "_dump_snapshot")):
         monkeypatch.setattr(owner, name, fail)
     error = fail_on_gpu(tmp_path, logger=True)
@@ -275,9 +275,7 @@ def test_missing_figures_raise_nothing(full: None, tmp_path: Path, monkeypatch: 
 
 
 @pytest.mark.parametrize("taken", [63, 62])
-def test_advice_for_large_states_is_sharding(
-    full: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, taken: int
-) -> None:
+def test_advice_for_large_states_is_sharding(full, tmp_path, monkeypatch, taken):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (0, taken * 100))
     told = fail_on_gpu(tmp_path).__notes__[0]
     assert ("Try strategy='fsdp'" in told) == (taken * 50 < 780 + 780 + 1584)
@@ -296,7 +294,7 @@ def test_advice_for_large_states_is_sharding(
         (ValueError("out of memory"), False),
     ],
 )
-def test_errors_about_memory(error: Exception, expected: bool) -> None:
+def test_errors_about_memory(error, expected):
     assert is_out_of_memory(error) is expected
 
 
@@ -308,7 +306,7 @@ def test_errors_about_memory(error: Exception, expected: bool) -> None:
         (RunningStage.TRAINING, True, "Application timeout caused pair closure"),
     ],
 )
-def test_collective_that_times_out(trainer: Any, stage: RunningStage, is_uneven: bool, message: str) -> None:
+def test_collective_that_times_out(trainer, stage, is_uneven, message):
     error = RuntimeError(message)
     trainer.state.fn, trainer.state.stage = TrainerFn.VALIDATING, stage
     trainer.eval_loops[RunningStage.VALIDATING].distributed_pass = SimpleNamespace(is_uneven=is_uneven)

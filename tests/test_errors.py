@@ -23,7 +23,7 @@ from trainer.errors import (
 
 
 @pytest.mark.parametrize("kind", [ConfigurationError, PrecisionError, UnsupportedError])
-def test_configuration_error_is_caught_as_lightnings_and_travels_between_processes(kind: type[Exception]) -> None:
+def test_configuration_error_is_caught_as_lightnings_and_travels_between_processes(kind):
     error = pickle.loads(pickle.dumps(kind("given")))
     assert {TrainerError, ValueError} <= set(kind.__mro__)
     with pytest.raises(MisconfigurationException, match="given"):
@@ -47,7 +47,7 @@ def of_module(name: str, call: Any) -> Any:
 
 @pytest.mark.parametrize("issue", [warn, rank_zero_warn])
 @pytest.mark.parametrize("through", [(), ("trainer.loops.fit", "contextlib", "lightning.pytorch.core", "torch.nn")])
-def test_warning_points_to_the_innermost_line_of_the_user(issue: Any, through: tuple[str, ...]) -> None:
+def test_warning_points_to_the_innermost_line_of_the_user(issue, through):
     def call() -> None:
         issue("text", RuntimeWarning)
 
@@ -66,14 +66,14 @@ def test_warning_points_to_the_innermost_line_of_the_user(issue: Any, through: t
     assert (caught[0].filename, caught[0].lineno) == (__file__, call.__code__.co_firstlineno + 1)
 
 
-def test_without_a_line_of_the_user_a_warning_points_to_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_line_of_the_user_a_warning_points_to_its_own(monkeypatch):
     monkeypatch.setattr("trainer.errors._is_of_library", lambda frame: True)
     with pytest.warns(UserWarning, match="text") as caught:
         of_module("trainer.x", of_module("trainer.y", lambda: warn("text")))()
     assert caught[0].filename == __file__  # the line that calls `warn`
 
 
-def test_warning_is_given_once_a_line_and_can_be_ignored_by_module() -> None:
+def test_warning_is_given_once_a_line_and_can_be_ignored_by_module():
     with warnings.catch_warnings(record=True, action="default") as caught:
         for _ in range(3):
             warn("once")
@@ -82,7 +82,7 @@ def test_warning_is_given_once_a_line_and_can_be_ignored_by_module() -> None:
     assert [str(one.message) for one in caught] == ["once"]
 
 
-def test_all_warnings_of_the_package_are_given_by_these_functions() -> None:
+def test_all_warnings_of_the_package_are_given_by_these_functions():
     for path in Path(trainer.__file__).parent.rglob("*.py"):
         text = path.read_text(encoding="utf-8")
         assert "stacklevel" not in text, path
@@ -121,7 +121,7 @@ class Keeps(Callback):
 
 
 @pytest.mark.parametrize("name", scenarios())
-def test_warnings_of_runs_point_to_lines_of_the_user(tmp_path: Path, name: str) -> None:
+def test_warnings_of_runs_point_to_lines_of_the_user(tmp_path, name):
     with warnings.catch_warnings(record=True, action="always") as caught:
         scenarios()[name](tmp_path)
     own = [one for one in caught if Path(one.filename).is_relative_to(Path(trainer.__file__).parent)]

@@ -1,12 +1,11 @@
 import errno
-from pathlib import Path
 
 import pytest
 
 from trainer.files import replacing, write_text
 
 
-def test_text_replaces_the_old_file_without_leftovers(tmp_path: Path) -> None:
+def test_text_replaces_the_old_file_without_leftovers(tmp_path):
     path = tmp_path / "made" / "file.txt"
     for text in ("first", "zweite Fassung: größer"):
         write_text(path, text)
@@ -15,7 +14,7 @@ def test_text_replaces_the_old_file_without_leftovers(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("durable", [True, False])
-def test_failed_write_keeps_the_old_file(tmp_path: Path, durable: bool) -> None:
+def test_failed_write_keeps_the_old_file(tmp_path, durable):
     path = tmp_path / "file"
     path.write_bytes(b"old")
 
@@ -35,7 +34,7 @@ def test_failed_write_keeps_the_old_file(tmp_path: Path, durable: bool) -> None:
     assert path.read_bytes() == b"new"
 
 
-def test_link_is_replaced_and_not_followed(tmp_path: Path) -> None:
+def test_link_is_replaced_and_not_followed(tmp_path):
     (tmp_path / "secret").write_text("kept")
     (tmp_path / "link").symlink_to(tmp_path / "secret")
     write_text(tmp_path / "link", "page")

@@ -33,7 +33,7 @@ def fit(loggers: list, folder: Path, model: BoringModel) -> None:
 
 
 @pytest.mark.whole
-def test_every_logger_that_can_shows_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_logger_that_can_shows_them(tmp_path, monkeypatch):
     import wandb
 
     monkeypatch.setenv("WANDB_SILENT", "true")
@@ -74,7 +74,7 @@ def test_every_logger_that_can_shows_them(tmp_path: Path, monkeypatch: pytest.Mo
         (torch.zeros(3, 4, 4, dtype=torch.int64), TypeError, r"Got images of torch.int64, expected uint8"),
     ],
 )
-def test_mistakes(images: torch.Tensor, error: type, complaint: str, tmp_path: Path) -> None:
+def test_mistakes(images, error, complaint, tmp_path):
     model = Shows()
     model.images = images
     with pytest.raises(error, match=complaint):

@@ -1,7 +1,6 @@
 """Programs of public Lightning issues that no other test runs; and the page that lists all of them."""
 
 import re
-from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ class Validates(Regression):
 
 
 @pytest.mark.parametrize("precision", ["32-true", "16-mixed"])
-def test_validation_inside_a_window_leaves_its_gradients(tmp_path: Path, precision: str) -> None:  # 20346
+def test_validation_inside_a_window_leaves_its_gradients(tmp_path, precision):  # 20346
     weights = []
     for interval in (None, 2):
         module = Validates()
@@ -36,7 +35,7 @@ def test_validation_inside_a_window_leaves_its_gradients(tmp_path: Path, precisi
     assert all(map(torch.equal, *weights))
 
 
-def test_fit_after_an_early_stop_trains(tmp_path: Path) -> None:  # 18727
+def test_fit_after_an_early_stop_trains(tmp_path):  # 18727
     module, data = Validates(), loader_of(make_batches(3))
     stops = EarlyStopping("val_loss", stopping_threshold=1e9)
     trainer = make_trainer(tmp_path, max_epochs=5, callbacks=[stops])
@@ -84,8 +83,8 @@ class Shares(Regression):
     ],
 )
 def test_metric_object_of_two_stages_or_dataloaders_is_refused(
-    tmp_path: Path, training: str, validation: str, loaders: int, resets: bool, refused: str | None
-) -> None:
+    tmp_path, training, validation, loaders, resets, refused
+):
     module = Shares(training, validation, resets)
     trainer, data = make_trainer(tmp_path, num_sanity_val_steps=0), loader_of(make_batches(3))
     val_data = [loader_of(make_batches(3 + 2 * i)) for i in range(loaders)]
@@ -112,9 +111,7 @@ class ResetsItsState(SumMetric):
         (lambda: RunningMean(window=3), 1.0), (lambda: MeanMetric() + 0.5, 1.5),
     ],
 )  # fmt: skip
-def test_metric_object_may_be_logged_in_several_validations(
-    tmp_path: Path, make: Callable[[], Any], value: float
-) -> None:
+def test_metric_object_may_be_logged_in_several_validations(tmp_path, make, value):
     class Module(Regression):
         def __init__(self) -> None:
             super().__init__()
@@ -132,14 +129,14 @@ def test_metric_object_may_be_logged_in_several_validations(
     assert module.values == [value] * 3
 
 
-def test_page_has_at_least_thirty_issues_each_once() -> None:
+def test_page_has_at_least_thirty_issues_each_once():
     numbers = re.findall(r"\[#(\d+)\]", PAGE)
     assert len(set(numbers)) == len(numbers) >= 30
     assert all(f"pytorch-lightning/issues/{number})" in PAGE for number in numbers)
 
 
 @pytest.mark.parametrize("row", ROWS)
-def test_each_row_names_a_test_that_exists(row: str) -> None:
+def test_each_row_names_a_test_that_exists(row):
     (where,) = re.findall(r"`(tests/[\w/]+\.py::\w+)`", row)
     file, name = where.split("::")
     assert re.search(rf"^def {name}\(", (ROOT / file).read_text(encoding="utf-8"), re.M), where

@@ -134,7 +134,7 @@ class Logs(Configured):
 
 
 @pytest.mark.parametrize("name", CONFIGURATIONS)
-def test_configure_optimizers(name: str) -> None:
+def test_configure_optimizers(name):
     assert_same_outcome(lambda make: state_of(fitted(make, Logs(CONFIGURATIONS[name]))))
 
 
@@ -150,7 +150,7 @@ def test_configure_optimizers(name: str) -> None:
         lambda module: None,
     ],
 )
-def test_configure_optimizers_for_manual_optimization(configure: Any) -> None:
+def test_configure_optimizers_for_manual_optimization(configure):
     """The module steps its schedules, of any type."""
     assert_same_outcome(lambda make: state_of(fitted(make, Configured(configure, automatic=False), max_epochs=0)))
 
@@ -161,7 +161,7 @@ def test_configure_optimizers_for_manual_optimization(configure: Any) -> None:
 @pytest.mark.parametrize(
     ("arguments", "strict"), [({"max_steps": 2}, True), ({"max_steps": 4}, False), ({"max_steps": 6}, True)]
 )
-def test_plateau_schedule_steps_after_complete_epochs_only(arguments: Any, strict: bool) -> None:
+def test_plateau_schedule_steps_after_complete_epochs_only(arguments, strict):
     configure = scheduled(lr_scheduler.ReduceLROnPlateau, monitor="giraffe", strict=strict)
     assert_same_outcome(lambda make: state_of(fitted(make, Configured(configure), **arguments)))
 
@@ -181,7 +181,7 @@ class OwnScheduleStep(Configured):
             super().lr_scheduler_step(scheduler, metric)
 
 
-def test_module_steps_schedules_that_are_not_torchs() -> None:
+def test_module_steps_schedules_that_are_not_torchs():
     def scenario(make: Callable[..., Any]) -> Any:
         module = OwnScheduleStep()
         return state_of(fitted(make, module, max_epochs=3)), module.foreign.epochs
@@ -219,7 +219,7 @@ PLANS: dict[str, Callable[..., Any]] = {
     ("plan", "window"),
     [("calls it first", 1), ("hands it over", 3), ("steps now and then", 3), ("forgets it", 1), ("steps without", 3)],
 )
-def test_closure_of_optimizer_step(plan: str, window: int) -> None:
+def test_closure_of_optimizer_step(plan, window):
     def scenario(make: Callable[..., Any]) -> Any:
         module = OwnStep(PLANS[plan])
         trainer = fitted(make, module, data(12), accumulate_grad_batches=window)
@@ -300,7 +300,7 @@ def not_callable(module: Any, optimizers: Any, batch: Any) -> None:
 
 
 @pytest.mark.parametrize("turn", [both_in_turn, with_closure, toggled, unwrapped, not_callable])
-def test_by_hand(turn: Any) -> None:
+def test_by_hand(turn):
     def scenario(make: Callable[..., Any]) -> Any:
         module = ByHand(turn)
         trainer = make(max_epochs=1)
@@ -311,7 +311,7 @@ def test_by_hand(turn: Any) -> None:
     assert_same_outcome(scenario)
 
 
-def test_manual_step_forwards_its_arguments() -> None:
+def test_manual_step_forwards_its_arguments():
     def turn(module: Any, optimizers: Any, batch: Any) -> None:
         module.seen.append(optimizers[0].step(closure=lambda: None, extra="mine"))
 
@@ -381,7 +381,7 @@ KINDS: dict[str, Callable[[], Any]] = {
         (schedules_alone, "own step", "on_train_start"),
     ],
 )
-def test_optimizers_that_are_exchanged_in_the_middle_of_a_run(exchange: Any, kind: str, hook: str) -> None:
+def test_optimizers_that_are_exchanged_in_the_middle_of_a_run(exchange, kind, hook):
     class Exchange(Callback):
         called = 0
 
@@ -418,7 +418,7 @@ class OwnZeroGrad(Configured):
         (lambda: ByHand(both_in_turn), {}),
     ],
 )
-def test_gradient_accumulation_scheduler(module: Any, arguments: Any) -> None:
+def test_gradient_accumulation_scheduler(module, arguments):
     def scenario(make: Callable[..., Any]) -> Any:
         trainer = make(max_epochs=4, callbacks=GradientAccumulationScheduler({1: 2, 3: 4}), **arguments)
         first = trainer.accumulate_grad_batches
@@ -452,7 +452,7 @@ class Asks(Configured):
         {"max_epochs": 2, "max_steps": 3, "stream": True},
     ],
 )
-def test_estimated_stepping_batches(arguments: Any) -> None:
+def test_estimated_stepping_batches(arguments):
     def scenario(make: Callable[..., Any]) -> Any:
         module, options = Asks(), dict(arguments)
         loader = stream_of(data(10)) if options.pop("stream", False) else None
@@ -462,7 +462,7 @@ def test_estimated_stepping_batches(arguments: Any) -> None:
     assert_same_outcome(scenario)
 
 
-def test_estimated_stepping_batches_follow_an_accumulation_schedule() -> None:
+def test_estimated_stepping_batches_follow_an_accumulation_schedule():
     """Lightning ignores the callback before the first epoch, so that a schedule would be too long."""
     module = Asks()
     trainer = fitted(ours, module, max_epochs=2, callbacks=GradientAccumulationScheduler({0: 2}))

@@ -36,7 +36,7 @@ class Logging(Classifier):
         self.log("val_both", loss, on_step=True, on_epoch=True)
         return loss
 
-    def test_step(self, batch: Any, batch_idx: int) -> Any:
+    def test_step(self, batch, batch_idx):
         self.log("test_loss", self.loss(batch), on_step=True)
 
 
@@ -152,7 +152,7 @@ SCENARIOS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_same_run(name: str, tmp_path: Path) -> None:
+def test_same_run(name, tmp_path):
     module, loaders, arguments = SCENARIOS[name]
 
     def scenario(make: Any) -> Any:

@@ -66,7 +66,7 @@ def registered() -> Iterator[None]:
     loggers._ADAPTERS.update(before)
 
 
-def test_settings_of_an_adapter_are_checked_and_completed() -> None:
+def test_settings_of_an_adapter_are_checked_and_completed():
     assert tracking.complete({"m": NODE}, LoggedRun(Path("a/b"), sweep="s"), {})["m"]["title"] == "s/b"
     assert tracking.has_tracker({"m": NODE})
     assert not tracking.has_tracker({"c": {"_target_": "lightning.pytorch.loggers.CSVLogger"}})
@@ -74,7 +74,7 @@ def test_settings_of_an_adapter_are_checked_and_completed() -> None:
         tracking.check({"logger": {"m": NODE | {"title": ""}}, "checkpoint_files": {}})
 
 
-def test_adapter_logs_images_and_the_settings_of_the_run(tmp_path: Path) -> None:
+def test_adapter_logs_images_and_the_settings_of_the_run(tmp_path):
     memory, rows = Memory(), CSVLogger(tmp_path, name="csv")
     record = RunRecord.begin(tmp_path / "run", command="fit")
     recorder = RunRecorder(record, settings={"seed": 3})
@@ -89,7 +89,7 @@ def test_adapter_logs_images_and_the_settings_of_the_run(tmp_path: Path) -> None
     assert load_run(tmp_path / "run").facts["tracking"] == {"memoryadapter": "0"}
 
 
-def test_adapter_is_found_by_the_class_of_the_logger_and_its_bases(tmp_path: Path) -> None:
+def test_adapter_is_found_by_the_class_of_the_logger_and_its_bases(tmp_path):
     class Derived(Memory):
         pass
 
@@ -104,7 +104,7 @@ def test_adapter_is_found_by_the_class_of_the_logger_and_its_bases(tmp_path: Pat
     assert in_opening_order([one, other, wandb, memory]) == [wandb, memory, other, one]
 
 
-def test_each_run_has_its_folder() -> None:
+def test_each_run_has_its_folder():
     wandb = [WandbLogger(project="p", id="x", offline=True, **options) for options in ({}, {"save_dir": "runs"})]
     # of MLflow, the name is the id of the experiment
     mlflow = [MLFlow(SimpleNamespace(save_dir="runs", name="7", _run_id=run)) for run in (None, "x")]

@@ -45,7 +45,7 @@ class LogsEverywhere(Classifier):
     def validation_step(self, batch: Any, batch_idx: int) -> Any:
         self.log("val", float(batch_idx), on_step=True, on_epoch=True)
 
-    def test_step(self, batch: Any, batch_idx: int) -> Any:
+    def test_step(self, batch, batch_idx):
         self.log("test", 2.0)
 
 
@@ -60,7 +60,7 @@ class LogsEverywhere(Classifier):
     ],
     ids=str,
 )
-def test_loggers_diary(arguments: dict[str, Any], tmp_path: Path) -> None:
+def test_loggers_diary(arguments, tmp_path):
     def scenario(make: Callable[..., Any]) -> Any:
         loggers = [Diary(), Diary()]
         trainer = make(
@@ -84,7 +84,7 @@ def test_loggers_diary(arguments: dict[str, Any], tmp_path: Path) -> None:
     assert calls[-1][:2] == ("logger.finalize", {"status": "success"})
 
 
-def test_setters_and_getters(tmp_path: Path) -> None:
+def test_setters_and_getters(tmp_path):
     def scenario(make: Callable[..., Any]) -> Any:
         folder = tmp_path / make.__name__
         first, second = TensorBoardLogger(folder, name="a"), CSVLogger(folder, name="b")
@@ -136,7 +136,7 @@ class Configured(Learner):
         ({"a": 1}, {"a": 2}),
     ],
 )
-def test_hyper_parameters_of_module_and_data(of_module: dict[str, Any], of_data: dict[str, Any]) -> None:
+def test_hyper_parameters_of_module_and_data(of_module, of_data):
     def scenario(make: Callable[..., Any]) -> Any:
         diary = Diary()
         trainer = make(max_epochs=1, logger=diary)
@@ -150,7 +150,7 @@ def test_hyper_parameters_of_module_and_data(of_module: dict[str, Any], of_data:
 
 
 @pytest.mark.parametrize("kind", [TensorBoardLogger, CSVLogger])
-def test_copy_of_a_trainer_keeps_logging(kind: Any, tmp_path: Path) -> None:
+def test_copy_of_a_trainer_keeps_logging(kind, tmp_path):
     logger = kind(tmp_path)
     trainer = ours(max_epochs=1, logger=logger)
     trainer.fit(Learner(), data(2))

@@ -23,18 +23,18 @@ def classes_of(module: object) -> set[str]:
     return {name for name, value in vars(module).items() if inspect.isclass(value)}
 
 
-def test_every_argument() -> None:
+def test_every_argument():
     theirs = inspect.signature(LightningTrainer.__init__).parameters
     assert named_in("Arguments") == theirs.keys() - {"self"}
 
 
-def test_every_attribute() -> None:
+def test_every_attribute():
     theirs, mine = lightning(), ours()
     public = {name for name in dir(theirs) if not name.startswith("_")}
     assert named_in("Attributes and methods") == public
     assert not [name for name in public if not hasattr(mine, name)]
 
 
-def test_every_callback_logger_and_profiler() -> None:
+def test_every_callback_logger_and_profiler():
     assert named_in("Callbacks") == classes_of(callbacks)
     assert named_in("Loggers and profilers") == classes_of(loggers) | classes_of(profilers)

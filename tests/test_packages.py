@@ -24,7 +24,7 @@ def name_of(requirement: str) -> str:
     return re.split(r"[<>=~! ]", requirement)[0]
 
 
-def test_code_is_the_users_unless_it_is_installed_or_a_dependency(tmp_path: Path) -> None:
+def test_code_is_the_users_unless_it_is_installed_or_a_dependency(tmp_path):
     installed = [tmp_path / folder / "package" / "code.py" for folder in ("site-packages", "dist-packages")]
     dependencies = [Path(str(find_spec(name).origin)) for name in ("torch", "hydra", "json", "trainer")]  # type: ignore[union-attr]
     assert not any(packages.is_users_file(str(file)) for file in (*installed, *dependencies))
@@ -33,18 +33,18 @@ def test_code_is_the_users_unless_it_is_installed_or_a_dependency(tmp_path: Path
     assert not any(map(packages.is_users_module, ("json", "torch.nn", "trainer.cli")))
 
 
-def test_table_agrees_with_pyproject() -> None:
+def test_table_agrees_with_pyproject():
     extras = {name: {name_of(one) for one in needed} for name, needed in PROJECT["optional-dependencies"].items()}
     del extras["dev"]
     assert {extra: set(modules.values()) for extra, modules in packages.EXTRAS.items()} == extras
 
 
-def test_modules_of_the_table_are_those_that_the_packages_install() -> None:
+def test_modules_of_the_table_are_those_that_the_packages_install():
     modules = {module for extra in packages.EXTRAS.values() for module in extra}
     assert {module for module in modules if not packages.is_installed(module)} <= {"ray"}  # not in dev
 
 
-def test_pip_install_in_texts_names_known_packages() -> None:
+def test_pip_install_in_texts_names_known_packages():
     known = {name for extra in packages.EXTRAS.values() for name in extra.values()} | OF_OTHERS
     files = ["*.py", "*.md", "*.yaml", "*.toml", "*.jinja", ":!tests", ":!CHANGELOG.md"]
     command = ["git", "grep", "-hoP", r"pip install \K[a-z'.][\w.'\[\],-]*\w\]?", "--", *files]
@@ -60,9 +60,7 @@ def test_pip_install_in_texts_names_known_packages() -> None:
         (("slurm",), "hydra_plugins, which is not installed: pip install hydra-submitit-launcher submitit"),
     ],
 )
-def test_missing_package_error_has_the_install_command(
-    monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], expected: str
-) -> None:
+def test_missing_package_error_has_the_install_command(monkeypatch, arguments, expected):
     monkeypatch.setattr(packages, "is_installed", lambda module: False)
     assert expected in str(packages.missing(*arguments))
     monkeypatch.setattr(packages, "is_installed", lambda module: True)
@@ -140,7 +138,7 @@ from recipes.data import Digits, DigitScans, Tabular
 
 
 @pytest.mark.whole
-def test_hard_dependencies_train_resume_test_and_run_a_recipe(bare: Path, tmp_path: Path) -> None:
+def test_hard_dependencies_train_resume_test_and_run_a_recipe(bare, tmp_path):
     """A recipe imports its own packages only: without scikit-learn, all but those with data of scikit-learn."""
     (tmp_path / "more").mkdir()
     link(tmp_path / "more", ["scikit-learn"])

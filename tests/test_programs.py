@@ -11,7 +11,7 @@ PROGRAMS = Path(__file__).parent / "programs"
 IMPORT = re.compile(r"^from lightning import (.*), Trainer, (.*)$", re.MULTILINE)
 
 
-def test_one_import_changes(tmp_path: Path) -> None:
+def test_one_import_changes(tmp_path):
     source = (PROGRAMS / "gan.py").read_text()
     changed, number = IMPORT.subn(r"from lightning import \1, \2\nfrom trainer import Trainer", source)
     assert number == 1

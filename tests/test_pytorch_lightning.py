@@ -37,7 +37,7 @@ def check(code: str, folder: Path, python: WarmPython | None = None) -> None:
 OURS = "import trainer.pytorch_lightning\nfrom trainer import Trainer"
 
 
-def test_program_has_the_same_result(tmp_path: Path, python_without_lightning: WarmPython) -> None:
+def test_program_has_the_same_result(tmp_path, python_without_lightning):
     source = re.sub(r"from lightning(.pytorch)?", "from pytorch_lightning", (PROGRAMS / "gan.py").read_text())
     results = []
     for whose, line in (("theirs", ""), ("ours", OURS)):
@@ -104,9 +104,7 @@ NAMES = """
     ("first", "second", "line_first"),
     [("lightning.pytorch", "pytorch_lightning", True), ("pytorch_lightning", "lightning.pytorch", False)],
 )
-def test_both_names_import_one_package(
-    first: str, second: str, line_first: bool, tmp_path: Path, python_without_lightning: WarmPython
-) -> None:
+def test_both_names_import_one_package(first, second, line_first, tmp_path, python_without_lightning):
     check(NAMES.format(first=first, second=second, line_first=line_first), tmp_path, python_without_lightning)
 
 
@@ -128,12 +126,12 @@ MODULE = """
 
 
 @pytest.mark.whole
-def test_import_does_not_import_torch(tmp_path: Path) -> None:
+def test_import_does_not_import_torch(tmp_path):
     check('import sys, trainer.pytorch_lightning; assert "torch" not in sys.modules', tmp_path)
 
 
 @pytest.mark.whole
-def test_spawned_processes_train(tmp_path: Path, python_without_lightning: WarmPython) -> None:
+def test_spawned_processes_train(tmp_path, python_without_lightning):
     # only the program, which has no file, imports the alias; the spawned process imports net.py
     (tmp_path / "net.py").write_text(textwrap.dedent(MODULE.split("\n\n", 1)[1]))
     program = f"""
@@ -156,7 +154,7 @@ def test_spawned_processes_train(tmp_path: Path, python_without_lightning: WarmP
     check(program, tmp_path, python_without_lightning)
 
 
-def test_command_line_runs_classes_of_either_package(tmp_path: Path, python_without_lightning: WarmPython) -> None:
+def test_command_line_runs_classes_of_either_package(tmp_path, python_without_lightning):
     (tmp_path / "net.py").write_text(textwrap.dedent(MODULE))
     data = "+data._target_=lightning.pytorch.demos.boring_classes.BoringDataModule"
     settings = ["+model._target_=net.Net", "+callbacks.watch._target_=net.Watch", data, "logger=none", "trainer=cpu"]
@@ -166,9 +164,7 @@ def test_command_line_runs_classes_of_either_package(tmp_path: Path, python_with
 
 
 @pytest.mark.representative
-def test_classes_of_the_other_package_are_refused_without_the_import(
-    tmp_path: Path, python_without_lightning: WarmPython
-) -> None:
+def test_classes_of_the_other_package_are_refused_without_the_import(tmp_path, python_without_lightning):
     program = rf"""
         import sys
         from trainer import Trainer
@@ -224,9 +220,7 @@ def test_classes_of_the_other_package_are_refused_without_the_import(
     check(program, tmp_path, python_without_lightning)
 
 
-def test_another_version_that_is_loaded_already_is_refused(
-    tmp_path: Path, python_without_lightning: WarmPython
-) -> None:
+def test_another_version_that_is_loaded_already_is_refused(tmp_path, python_without_lightning):
     program = f"""
         import pytest, sys, types
         sys.modules["pytorch_lightning"] = loaded = types.ModuleType("pytorch_lightning")

@@ -6,7 +6,6 @@ Each hook draws, too, so that additional draws before or after it are detected.
 import inspect
 import random
 from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -208,12 +207,12 @@ def kinds(names: Iterable[str]) -> pytest.MarkDecorator:
 
 
 @kinds(TRAIN)
-def test_fit_of_any_data(data: str) -> None:
+def test_fit_of_any_data(data):
     check(fit_of(data, reload_dataloaders_every_n_epochs=int("worker" not in data)))
 
 
 @pytest.mark.parametrize("setting", FIT)
-def test_any_fit(setting: str) -> None:
+def test_any_fit(setting):
     check(fit_of("two", **FIT[setting]))
 
 
@@ -233,7 +232,7 @@ VAL: dict[str, Callable[[], Any]] = {
         ("side by side", "fit"), ("side by side", "test"), pytest.param("workers", "fit", marks=pytest.mark.whole),
     ],
 )  # fmt: skip
-def test_evaluation(data: str, command: str) -> None:
+def test_evaluation(data, command):
     def run(make: Any, model: Any) -> None:
         trainer = make(max_epochs=2, val_check_interval=2 if command == "fit" else None)
         getattr(trainer, command)(model, datamodule=Data(TRAIN["shuffled"], VAL[data]))
@@ -244,12 +243,12 @@ def test_evaluation(data: str, command: str) -> None:
 @pytest.mark.filterwarnings("ignore:You are using the `dataloader_iter` step flavor")
 @pytest.mark.filterwarnings("ignore:Found `dataloader_iter` argument")
 @kinds(["stream", "two"])
-def test_steps_that_draw_their_own_batches(data: str) -> None:
+def test_steps_that_draw_their_own_batches(data):
     limit = 0 if data == "stream" else None  # a validation follows the stream, but not in Lightning
     check(fit_of(data, limit_val_batches=limit), kind=Drawer)
 
 
-def test_second_fit_opens_another_pass() -> None:
+def test_second_fit_opens_another_pass():
     def run(make: Any, model: Any) -> None:
         trainer, source = make(max_epochs=1), Data(TRAIN["shuffled"])
         trainer.fit(model, datamodule=source)
@@ -260,12 +259,12 @@ def test_second_fit_opens_another_pass() -> None:
 
 
 @kinds(["shuffled", "stream"])
-def test_estimate_of_the_fits_length_opens_the_first_pass(data: str) -> None:
+def test_estimate_of_the_fits_length_opens_the_first_pass(data):
     check(fit_of(data), estimates=True)
 
 
 @kinds(["shuffled", "stream"])
-def test_resuming_a_checkpoint_of_lightning(data: str, tmp_path: Path) -> None:
+def test_resuming_a_checkpoint_of_lightning(data, tmp_path):
     first = lightning(max_epochs=1)
     with lightnings_noise_ignored():
         first.fit(Model([]), datamodule=Data(TRAIN[data]))
@@ -284,7 +283,7 @@ def test_resuming_a_checkpoint_of_lightning(data: str, tmp_path: Path) -> None:
         pytest.param("persistent workers", "on_train_start", marks=pytest.mark.whole),
     ],
 )  # fmt: skip
-def test_resume_from_before_the_first_batch_is_exact(data: str, hook: str, tmp_path: Path) -> None:
+def test_resume_from_before_the_first_batch_is_exact(data, hook, tmp_path):
     path, saves = tmp_path / "start.ckpt", Checkpoint()
     setattr(saves, hook, lambda trainer, *_: trainer.current_epoch or trainer.save_checkpoint(path))
     whole, resumed = Classifier(), Classifier()

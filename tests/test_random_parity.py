@@ -161,7 +161,7 @@ def everything_of(make: Any, setup: dict[str, Any], folder: Path) -> list[Any]:
 
 
 @pytest.mark.parametrize("seed", seeds(20, quick=8, nightly=200))
-def test_run_drawn_at_random(seed: int, tmp_path: Path) -> None:
+def test_run_drawn_at_random(seed, tmp_path):
     setup = draw(seed)
     folders = iter([tmp_path / "theirs", tmp_path / "ours"])
     theirs, mine = run_both(lambda make: everything_of(make, setup, next(folders)))

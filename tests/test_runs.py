@@ -5,7 +5,6 @@ import io
 import itertools
 from collections.abc import Callable
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -71,13 +70,13 @@ LACKING: dict[str, list[type]] = {
 @pytest.mark.parametrize(
     ("function", "module"), [(function, module) for function in FUNCTIONS for module in LACKING[function]]
 )
-def test_errors_about_missing_methods_equal_lightnings(function: str, module: type) -> None:
+def test_errors_about_missing_methods_equal_lightnings(function, module):
     theirs, mine = run_both(lambda make: outcome(getattr(make(fast_dev_run=True), function), module()))
     assert mine == theirs
 
 
 @pytest.mark.parametrize("evaluating", [[], ["net.0", "net.2"], [""]])
-def test_warning_about_parts_in_eval_mode_equals_lightnings(evaluating: list[str]) -> None:
+def test_warning_about_parts_in_eval_mode_equals_lightnings(evaluating):
     def scenario(make: Any) -> Any:
         module = Classifier()
         for name in evaluating:
@@ -116,9 +115,7 @@ class Raises(Classifier):
         ("predict", "predict_step", SystemExit),
     ],
 )
-def test_run_that_fails_leaves_the_trainer_as_lightnings_is(
-    function: str, method: str, error: type[BaseException]
-) -> None:
+def test_run_that_fails_leaves_the_trainer_as_lightnings_is(function, method, error):
     def scenario(make: Any) -> Any:
         ends, logger, module = Ends(), RecordingLogger(), Raises(method, error)
         trainer = make(max_epochs=1, callbacks=[ends], logger=logger)
@@ -157,7 +154,7 @@ def start(trainer: Any, function: str, module: Any) -> None:
 @pytest.mark.parametrize(
     ("hook", "refused"), [("on_fit_start", True), ("on_train_batch_end", True), ("on_fit_end", False)]
 )
-def test_run_inside_a_fit_is_refused_except_at_its_end(tmp_path: Path, function: str, hook: str, refused: bool) -> None:
+def test_run_inside_a_fit_is_refused_except_at_its_end(tmp_path, function, hook, refused):
     runs = Runs(hook, lambda trainer, module: start(trainer, function, module))
     trainer = make_trainer(tmp_path, callbacks=[runs])
     message = rf"`trainer.{function}` was called in {hook} .* in on_fit_end"
@@ -172,9 +169,7 @@ def test_run_inside_a_fit_is_refused_except_at_its_end(tmp_path: Path, function:
     ("hook", "copies", "refused"),
     [("on_train_batch_end", False, True), ("on_train_batch_end", True, False), ("on_fit_end", False, False)],
 )
-def test_another_trainer_needs_a_copy_of_the_module_during_a_fit(
-    tmp_path: Path, function: str, hook: str, copies: bool, refused: bool
-) -> None:
+def test_another_trainer_needs_a_copy_of_the_module_during_a_fit(tmp_path, function, hook, copies, refused):
     def run(trainer: Any, module: Any) -> None:
         start(make_trainer(tmp_path), function, copy.deepcopy(module) if copies else module)
 
@@ -188,7 +183,7 @@ def test_another_trainer_needs_a_copy_of_the_module_during_a_fit(
         assert (function == "fit" and not copies) or all(map(torch.equal, alone.parameters(), module.parameters()))
 
 
-def test_tuner_ends_the_run_successfully() -> None:
+def test_tuner_ends_the_run_successfully():
     def scenario(make: Any) -> Any:
         class Tunes(Callback):
             def on_fit_start(self, *args: Any) -> None:
@@ -212,7 +207,7 @@ def overflowing(steps: int) -> LightningModule:
     return Overflowing()
 
 
-def test_fit_with_only_skipped_steps_fails_with_a_message(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_fit_with_only_skipped_steps_fails_with_a_message(tmp_path, caplog):
     summary = RunSummary(console=Console(file=io.StringIO(), width=300))
     trainer, module = make_trainer(tmp_path, precision="16-mixed", callbacks=[summary]), overflowing(3)
     before = {name: value.clone() for name, value in module.state_dict().items()}
@@ -225,7 +220,7 @@ def test_fit_with_only_skipped_steps_fails_with_a_message(tmp_path: Path, caplog
     assert summary.summary["error"] == message
 
 
-def test_one_completed_step_suffices_also_after_a_resume(tmp_path: Path) -> None:
+def test_one_completed_step_suffices_also_after_a_resume(tmp_path):
     loader = loader_of(make_batches(3))
     first = make_trainer(tmp_path, precision="16-mixed")
     first.fit(overflowing(2), loader)
@@ -237,7 +232,7 @@ def test_one_completed_step_suffices_also_after_a_resume(tmp_path: Path) -> None
 
 
 @pytest.mark.filterwarnings("ignore:Optimizer step 0 of epoch 0 was skipped")
-def test_steps_that_are_skipped_in_float32_count_as_well(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_steps_that_are_skipped_in_float32_count_as_well(tmp_path, caplog):
     make_trainer(tmp_path, callbacks=[NonFiniteGuard("skip")]).fit(overflowing(3), loader_of(make_batches(3)))
     (message,) = [one for one in caplog.messages if "No weight was updated" in one]
     assert "all 3 optimizer steps were skipped" in message
@@ -264,7 +259,7 @@ class Echo(Classifier):
     ],
     ids=["one", "not returned", "a list of one", "unequal", "named", "none"],
 )
-def test_predictions_have_lightnings_shape(loaders: Callable[[], Any], return_predictions: bool | None) -> None:
+def test_predictions_have_lightnings_shape(loaders, return_predictions):
     def scenario(make: Any) -> Any:
         trainer = make(limit_predict_batches=3)
         returned = outcome(trainer.predict, Echo(), loaders(), return_predictions=return_predictions)
@@ -277,7 +272,7 @@ def test_predictions_have_lightnings_shape(loaders: Callable[[], Any], return_pr
 # --- the modes of submodules --------------------------------------------------------------------------------------
 
 
-def test_frozen_parts_keep_their_mode_in_every_stage() -> None:
+def test_frozen_parts_keep_their_mode_in_every_stage():
     class PartlyFrozen(WithData):
         def __init__(self) -> None:
             super().__init__()

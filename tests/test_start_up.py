@@ -34,7 +34,7 @@ print(json.dumps([len(of_trainer), sorted(packages(of_trainer)), collected, sort
 """
 
 
-def test_trainer_and_command_import_only_their_packages_on_top_of_lightning(tmp_path: Path) -> None:
+def test_trainer_and_command_import_only_their_packages_on_top_of_lightning(tmp_path):
     words = [sys.executable, "-W", "ignore", "-c", f"import sys; sys.path.insert(0, {str(ROOT)!r})\n{PROGRAM}"]
     done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr[-2000:]

@@ -5,10 +5,9 @@ import pytest
 
 from tests.conftest import ROOT, covering, is_whole, values_of
 from tests.support import seeds, tiered
-from tests.warm_python import WarmPython
 
 
-def test_covering_keeps_every_value_and_every_pair_of_values() -> None:
+def test_covering_keeps_every_value_and_every_pair_of_values():
     columns = (1, 2, 3), ("x", "y"), (True, False)
     rows = {row: row for row in itertools.product(*columns)}
     values = covering(rows, 1, kept=[(2, "y", True)])
@@ -24,11 +23,11 @@ def test_covering_keeps_every_value_and_every_pair_of_values() -> None:
 
 @pytest.mark.parametrize(("a", "b"), [(1, 2), (3, 4)])
 @pytest.mark.parametrize("c", [5])
-def test_values_of_one_decorator_are_combined_as_one(a: int, b: int, c: int, request: pytest.FixtureRequest) -> None:
+def test_values_of_one_decorator_are_combined_as_one(a, b, c, request):
     assert set(values_of(request.node)) == {(id(a), id(b)), (id(c),)}
 
 
-def test_seeds_and_values_are_sorted_into_tiers() -> None:
+def test_seeds_and_values_are_sorted_into_tiers():
     found = [(*one.values, *(mark.name for mark in one.marks)) for one in seeds(3, quick=1, nightly=1)]
     assert found == [(0,), (1, "whole"), (2, "whole"), (3, "nightly")]
     found = [(*one.values, *(mark.name for mark in one.marks)) for one in tiered("ab", quick="b")]
@@ -43,14 +42,14 @@ def test_seeds_and_values_are_sorted_into_tiers() -> None:
         ("tests/distributed/test_ddp.py", [], True),
     ],
 )
-def test_tests_that_start_processes_are_not_those_of_scripts_test(path: str, fixtures: list[str], whole: bool) -> None:
+def test_tests_that_start_processes_are_not_those_of_scripts_test(path, fixtures, whole):
     assert is_whole(SimpleNamespace(path=ROOT / path, fixturenames=fixtures)) is whole
 
 
-def test_ci_runs_all_tests() -> None:
+def test_ci_runs_all_tests():
     assert (ROOT / ".ci" / "run").read_text().splitlines()[-1] == "exec scripts/test --all"
 
 
-def test_loaded_modules_are_in_later_programs(python: WarmPython) -> None:
+def test_loaded_modules_are_in_later_programs(python):
     python.load("not_installed", "tabnanny")
     assert python.run("-c", "import sys; print('tabnanny' in sys.modules)").stdout == "True\n"

@@ -4,7 +4,6 @@ import inspect
 import pickle
 from collections import Counter
 from copy import deepcopy
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -54,14 +53,14 @@ def parameters(function: Any) -> list[Any]:
     return [(one.name, one.default, one.kind) for one in inspect.signature(function).parameters.values()]
 
 
-def test_arguments_are_lightnings() -> None:
+def test_arguments_are_lightnings():
     theirs = parameters(LightningTrainer)
     assert parameters(Trainer)[: len(theirs)] == theirs
     assert {kind for *_, kind in parameters(Trainer)[len(theirs) :]} == {inspect.Parameter.KEYWORD_ONLY}
 
 
 @pytest.mark.parametrize("method", ["fit", "validate", "test", "predict", "save_checkpoint"])
-def test_methods_have_lightnings_signatures(method: str) -> None:
+def test_methods_have_lightnings_signatures(method):
     assert parameters(getattr(Trainer, method)) == parameters(getattr(LightningTrainer, method))
 
 
@@ -84,7 +83,7 @@ def test_methods_have_lightnings_signatures(method: str) -> None:
     ],
     ids=str,
 )
-def test_how_many_batches_run(arguments: dict[str, Any], train: int, val: int, validations: int) -> None:
+def test_how_many_batches_run(arguments, train, val, validations):
     seen = count(**arguments).of("train_batch", "validation_batch", "validation")
     assert seen == [train, val, validations]
 
@@ -96,19 +95,19 @@ def test_how_many_batches_run(arguments: dict[str, Any], train: int, val: int, v
         ({"train": stream_of(data(4)), "val_check_interval": 0.5}, "When using an IterableDataset"),
     ],
 )
-def test_impossible_interval_is_refused(arguments: dict[str, Any], message: str) -> None:
+def test_impossible_interval_is_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
         count(**arguments)
 
 
-def test_max_time_stops_the_run() -> None:
+def test_max_time_stops_the_run():
     trainer = ours(max_epochs=-1, max_time={"seconds": 0})
     assert any(isinstance(callback, Timer) for callback in trainer.callbacks)
     trainer.fit(Learner(), data(16))
     assert trainer.global_step == 0
 
 
-def test_max_time_with_a_timer_is_ignored_with_a_warning(caplog: Any) -> None:
+def test_max_time_with_a_timer_is_ignored_with_a_warning(caplog):
     with caplog.at_level("INFO"):
         callbacks = ours(max_time="00:00:01:00", callbacks=[timer := Timer("00:00:02:00")]).callbacks
     assert [callback for callback in callbacks if isinstance(callback, Timer)] == [timer]
@@ -116,7 +115,7 @@ def test_max_time_with_a_timer_is_ignored_with_a_warning(caplog: Any) -> None:
 
 
 @pytest.mark.parametrize("epoch", [0, 1])
-def test_should_stop_at_the_start_of_an_epoch_trains_no_batch(epoch: int) -> None:
+def test_should_stop_at_the_start_of_an_epoch_trains_no_batch(epoch):
     stop = LambdaCallback(
         on_train_epoch_start=lambda trainer, *_: setattr(trainer, "should_stop", trainer.current_epoch == epoch)
     )
@@ -127,7 +126,7 @@ def test_should_stop_at_the_start_of_an_epoch_trains_no_batch(epoch: int) -> Non
 # --- one run after another ----------------------------------------------------------------------------------------
 
 
-def test_second_fit_continues_counters_and_scaler() -> None:
+def test_second_fit_continues_counters_and_scaler():
     trainer, module = ours(max_epochs=1, precision="16-mixed"), Learner()
     scaler = trainer.scaler
     trainer.fit(module, data(8))
@@ -141,7 +140,7 @@ def test_second_fit_continues_counters_and_scaler() -> None:
     assert scaler.state_dict()["_growth_tracker"] == 12
 
 
-def test_no_module_at_all() -> None:
+def test_no_module_at_all():
     with pytest.raises(TypeError, match="requires a `LightningModule` when it hasn't been passed in a previous run"):
         ours().validate(dataloaders=data(2))
     trainer = ours(max_epochs=1)
@@ -160,7 +159,7 @@ class Data(LightningDataModule):
     val_dataloader = test_dataloader = predict_dataloader = train_dataloader
 
 
-def test_datamodule_by_keyword_or_as_the_dataloaders_argument() -> None:
+def test_datamodule_by_keyword_or_as_the_dataloaders_argument():
     for passed in ({"datamodule": Data()}, {"train_dataloaders": Data()}):
         calls = Calls()
         trainer = ours(max_epochs=1, callbacks=[calls])
@@ -181,12 +180,12 @@ def test_datamodule_by_keyword_or_as_the_dataloaders_argument() -> None:
         ({"datamodule": Data(), "train_dataloaders": data(2), "val_dataloaders": data(2)}, "train and validate"),
     ],
 )
-def test_datamodule_and_dataloaders_exclude_each_other(passed: dict[str, Any], stages: str) -> None:
+def test_datamodule_and_dataloaders_exclude_each_other(passed, stages):
     with pytest.raises(ConfigurationError, match=f"Got Data and dataloaders for {stages}\\.$"):
         ours().fit(Classifier(), **passed)
 
 
-def test_unsuitable_dataloaders() -> None:
+def test_unsuitable_dataloaders():
     with pytest.warns(UserWarning, match="sampler has shuffling enabled"):
         count(val=data(4, shuffle=True))
     with pytest.raises(TypeError, match="invalid dataloader"):
@@ -197,7 +196,7 @@ def test_unsuitable_dataloaders() -> None:
 
 
 @pytest.mark.parametrize("given", [False, "warn"])
-def test_deterministic_and_benchmark(given: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_deterministic_and_benchmark(given, monkeypatch):
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     try:
@@ -210,7 +209,7 @@ def test_deterministic_and_benchmark(given: Any, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("given", [True, False])
-def test_inference_mode(given: bool) -> None:
+def test_inference_mode(given):
     seen: dict[str, Any] = {}
 
     def look(*_: Any) -> None:
@@ -231,7 +230,7 @@ def test_inference_mode(given: bool) -> None:
 # --- more ---------------------------------------------------------------------------------------------------------
 
 
-def test_predict_step_has_a_dataloader_idx_for_several_dataloaders_only() -> None:
+def test_predict_step_has_a_dataloader_idx_for_several_dataloaders_only():
     trainer, module = ours(), Classifier()
 
     class Several(Classifier):
@@ -255,7 +254,7 @@ class Counting(torch.utils.data.Dataset[torch.Tensor]):
         return torch.zeros(1)
 
 
-def test_sanity_check_loads_no_more_than_it_runs() -> None:
+def test_sanity_check_loads_no_more_than_it_runs():
     class Module(Learner):
         def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
             pass
@@ -270,7 +269,7 @@ def test_sanity_check_loads_no_more_than_it_runs() -> None:
 
 
 @pytest.mark.parametrize("copied", [lambda trainer: pickle.loads(pickle.dumps(trainer)), deepcopy])
-def test_trainer_can_be_copied_before_and_after_a_run(copied: Any, tmp_path: Path) -> None:
+def test_trainer_can_be_copied_before_and_after_a_run(copied, tmp_path):
     arguments = {"precision": "16-mixed", "gradient_clip_val": 1.0, "default_root_dir": tmp_path}
     trainer = Trainer(max_epochs=1, accelerator="cpu", devices=1, **arguments)
     assert copied(trainer).max_epochs == 1
@@ -293,7 +292,7 @@ def test_trainer_can_be_copied_during_a_fit() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
-def test_fit_without_validation_has_no_validation_batches() -> None:
+def test_fit_without_validation_has_no_validation_batches():
     """ModelCheckpoint reads the number of validation batches to save after the epoch if there are no batches."""
 
     def scenario(make: Any) -> Any:

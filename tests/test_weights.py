@@ -48,7 +48,7 @@ def same(one: Any, other: Any) -> bool:
 
 
 @pytest.mark.parametrize("form", ["plain", "state_dict", "model", "safetensors", "legacy"])
-def test_every_kind_of_file(tmp_path: Path, form: str) -> None:
+def test_every_kind_of_file(tmp_path, form):
     source, module, file = small(1), small(2), tmp_path / "weights.pt"
     state = source.state_dict()
     if form == "safetensors":
@@ -68,7 +68,7 @@ def test_every_kind_of_file(tmp_path: Path, form: str) -> None:
 
 
 @pytest.mark.parametrize("sharded", [False, True])
-def test_run(tmp_path: Path, sharded: bool) -> None:
+def test_run(tmp_path, sharded):
     saver = ModelCheckpoint(tmp_path / "run" / "checkpoints", save_last=True)
     plugins = CheckpointFiles(sharded=sharded)
     trained = Regression(make_net())
@@ -83,7 +83,7 @@ def test_run(tmp_path: Path, sharded: bool) -> None:
         assert same(module.state_dict(), trained.state_dict())
 
 
-def test_files_that_are_refused(tmp_path: Path) -> None:
+def test_files_that_are_refused(tmp_path):
     module, before = small(2), small(2).state_dict()
     (tmp_path / "text.pt").write_text("no weights")
     torch.save({"loss": 1.0, "epochs": 3}, tmp_path / "numbers.pt")
@@ -111,7 +111,7 @@ def test_files_that_are_refused(tmp_path: Path) -> None:
     assert same(module.state_dict(), before)
 
 
-def test_custom_file_may_contain_more(tmp_path: Path) -> None:
+def test_custom_file_may_contain_more(tmp_path):
     file, module = saved(tmp_path, {"state_dict": small(1).state_dict(), "of": Small}), small(2)
     with pytest.raises(UnsafeCheckpointError, match="pass weights_only=False"):
         load_weights(module, file)
@@ -120,7 +120,7 @@ def test_custom_file_may_contain_more(tmp_path: Path) -> None:
     assert same(module.state_dict(), small(1).state_dict())
 
 
-def test_without_safetensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_safetensors(tmp_path, monkeypatch):
     save_file(small(1).state_dict(), tmp_path / "a.safetensors")
     monkeypatch.setitem(sys.modules, "safetensors", None)
     monkeypatch.setattr("trainer.packages.is_installed", lambda name: False)
@@ -131,7 +131,7 @@ def test_without_safetensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 # --- matching ---------------------------------------------------------------------------------------------------------
 
 
-def test_differing_weights_are_kept_and_reported(tmp_path: Path) -> None:
+def test_differing_weights_are_kept_and_reported(tmp_path):
     state = small(1, classes=7).state_dict()
     del state["body.0.bias"]
     state |= {"body.0.weight": torch.ones(5, 4, dtype=torch.int8), "aux.scale": torch.ones(2)}
@@ -160,7 +160,7 @@ def test_differing_weights_are_kept_and_reported(tmp_path: Path) -> None:
         ("net.", "model.", "Names in the file start with 'net.', those of the module with 'model.'."),
     ],
 )
-def test_names_that_begin_differently(tmp_path: Path, in_file: str, in_module: str, expected: str) -> None:
+def test_names_that_begin_differently(tmp_path, in_file, in_module, expected):
     source = small(1).state_dict()
     torch.save({f"{in_file}{name}": value for name, value in source.items()} | {"other": torch.ones(1)}, tmp_path / "a")
     module = small(2) if not in_module else nn.ModuleDict({in_module[:-1]: small(2), "loss": nn.Linear(1, 1)})
@@ -172,7 +172,7 @@ def test_names_that_begin_differently(tmp_path: Path, in_file: str, in_module: s
     assert all(torch.equal(found[f"{in_module}{name}"], value) for name, value in source.items())
 
 
-def test_same_names_come_first() -> None:
+def test_same_names_come_first():
     assert paired(["a.b", "b"], ["b"]) == ({"b": "b"}, ("", ""))
     assert paired(["a.b", "a.c", "b"], ["b", "c"]) == ({"b": "a.b", "c": "a.c"}, ("a.", ""))
     assert paired(["a.weight", "b.weight"], ["c.bias", "c.scale"]) == ({}, ("", ""))
@@ -180,7 +180,7 @@ def test_same_names_come_first() -> None:
     assert paired(["a.0.x", "a.0.y", "a.0.z"], ["b.0.x", "b.0.v", "b.0.w"]) == ({}, ("", ""))  # less than the half
 
 
-def test_prefixes_of_wrappers_in_names_are_ignored(tmp_path: Path) -> None:
+def test_prefixes_of_wrappers_in_names_are_ignored(tmp_path):
     source, module, wrapped = small(1), small(2), small(3)
     compiled = {f"_orig_mod.{name.replace('body.', 'body._orig_mod.')}": v for name, v in source.state_dict().items()}
     assert load_weights(module, saved(tmp_path, compiled)).complete
@@ -190,7 +190,7 @@ def test_prefixes_of_wrappers_in_names_are_ignored(tmp_path: Path) -> None:
     assert torch.equal(wrapped.state_dict()["body._orig_mod.0.weight"], source.body[0].weight)
 
 
-def test_values_are_converted(tmp_path: Path) -> None:
+def test_values_are_converted(tmp_path):
     source, module = small(1), small(2)
     loaded = load_weights(module, saved(tmp_path, small(1).half().state_dict()))
     assert module.head.weight.dtype is torch.float32
@@ -199,7 +199,7 @@ def test_values_are_converted(tmp_path: Path) -> None:
     assert "Converted: 8 from float16 to float32." in str(loaded)
 
 
-def test_tied_weights_are_counted_once_and_lazy_ones_take_the_shape_of_the_file(tmp_path: Path) -> None:
+def test_tied_weights_are_counted_once_and_lazy_ones_take_the_shape_of_the_file(tmp_path):
     def tied() -> nn.ModuleDict:
         made = nn.ModuleDict({"embedding": nn.Embedding(6, 4), "head": nn.Linear(4, 6, bias=False)})
         made["head"].weight = made["embedding"].weight
@@ -214,7 +214,7 @@ def test_tied_weights_are_counted_once_and_lazy_ones_take_the_shape_of_the_file(
     assert torch.equal(lazy["embedding"].weight, source["head"].weight)
 
 
-def test_weights_without_a_match_are_an_error(tmp_path: Path) -> None:
+def test_weights_without_a_match_are_an_error(tmp_path):
     with torch.device("meta"):
         empty = small(1)
     names = "expected body.0.weight, body.0.bias, body.1.weight, body.1.bias and 5 more"
@@ -275,9 +275,7 @@ def weights_file(folder: Path) -> tuple[Path, dict[str, torch.Tensor]]:
         ({}, Late, torch.float32),
     ],
 )
-def test_first_steps_of_any_run_have_the_weights(
-    tmp_path: Path, arguments: dict[str, Any], kind: Any, dtype: torch.dtype
-) -> None:
+def test_first_steps_of_any_run_have_the_weights(tmp_path, arguments, kind, dtype):
     file, state = weights_file(tmp_path)
     trainer, module = make_trainer(tmp_path, num_sanity_val_steps=1, **arguments), kind()
     trainer.fit(module, loader_of(BATCHES), loader_of(BATCHES), weights=file)
@@ -286,7 +284,7 @@ def test_first_steps_of_any_run_have_the_weights(
     assert same(module.checked, expected)
 
 
-def test_fit_starts_with_the_weights(tmp_path: Path, caplog: Any) -> None:
+def test_fit_starts_with_the_weights(tmp_path, caplog):
     file, state = weights_file(tmp_path)
     module, by_hand = Checked(), Regression()
     by_hand.load_state_dict(state)
@@ -307,7 +305,7 @@ def test_fit_starts_with_the_weights(tmp_path: Path, caplog: Any) -> None:
     assert same(module.state_dict(), by_hand.state_dict())
 
 
-def test_omitted_weights_are_a_warning_in_the_log(tmp_path: Path, caplog: Any) -> None:
+def test_omitted_weights_are_a_warning_in_the_log(tmp_path, caplog):
     name, *others = (state := Regression().state_dict())
     file = saved(tmp_path, {key: state[key] for key in others})
     make_trainer(tmp_path).fit(Regression(), loader_of(BATCHES), weights=file)
@@ -316,7 +314,7 @@ def test_omitted_weights_are_a_warning_in_the_log(tmp_path: Path, caplog: Any) -
     assert f"because the file does not have them: {name}." in record.message
 
 
-def test_weights_and_a_checkpoint_are_refused(tmp_path: Path) -> None:
+def test_weights_and_a_checkpoint_are_refused(tmp_path):
     file, _ = weights_file(tmp_path)
     with pytest.raises(ConfigurationError, match=r"Got ckpt_path='a.ckpt' and weights=.*expected one of them"):
         make_trainer(tmp_path).fit(Seen(), loader_of(BATCHES), ckpt_path="a.ckpt", weights=file)
@@ -324,7 +322,7 @@ def test_weights_and_a_checkpoint_are_refused(tmp_path: Path) -> None:
         make_trainer(tmp_path).fit(Seen(), loader_of(BATCHES), weights="nowhere")
 
 
-def test_resumed_run_does_not_load_them_again(tmp_path: Path) -> None:
+def test_resumed_run_does_not_load_them_again(tmp_path):
     file, state = weights_file(tmp_path)
 
     def fit(epochs: int) -> tuple[Any, Any]:

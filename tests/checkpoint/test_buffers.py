@@ -105,9 +105,7 @@ def fit(folder: Path, seed: int, *callbacks: Any, ckpt: Any = None, kind: Any = 
         (3, {}, Compiled),
     ],
 )
-def test_resumed_run_equals_an_uninterrupted_one(
-    tmp_path: Path, steps: int, arguments: dict[str, Any], kind: Any
-) -> None:
+def test_resumed_run_equals_an_uninterrupted_one(tmp_path, steps, arguments, kind):
     path = tmp_path / "a.ckpt"
     _, whole = fit(tmp_path, 1, SavesAt(path, steps), kind=kind, **arguments)
     _, resumed = fit(tmp_path, 2, kind=kind, ckpt=path, **arguments)
@@ -119,7 +117,7 @@ def test_resumed_run_equals_an_uninterrupted_one(
     assert cache.lazy is not None
 
 
-def test_run_that_is_rolled_back_has_the_buffers_of_then(tmp_path: Path) -> None:
+def test_run_that_is_rolled_back_has_the_buffers_of_then(tmp_path):
     class RollsBack(Callback):
         def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
             if batch_idx == 0:
@@ -134,7 +132,7 @@ def test_run_that_is_rolled_back_has_the_buffers_of_then(tmp_path: Path) -> None
     assert_identical(rolls.now, rolls.then)
 
 
-def test_buffers_follow_another_precision(tmp_path: Path) -> None:
+def test_buffers_follow_another_precision(tmp_path):
     fit(tmp_path, 1)[0].save_checkpoint(tmp_path / "a.ckpt")
     _, module = fit(tmp_path, 2, precision="bf16-true", ckpt=tmp_path / "a.ckpt", max_epochs=2)
     assert (module.cache.mean.dtype, module.cache.count.dtype) == (torch.bfloat16, torch.int64)
@@ -153,7 +151,7 @@ class Averaged(Regression):
         return F.mse_loss(self.net(x) + self.noise, y)
 
 
-def test_averages_have_buffers_too(tmp_path: Path) -> None:
+def test_averages_have_buffers_too(tmp_path):
     """They are averaged like weights, so that the average has its own buffers."""
 
     class Last(EMAWeightAveraging):
@@ -177,7 +175,7 @@ class MakesMore(Averaged):
         return super().training_step(batch, batch_idx)
 
 
-def test_buffer_of_a_missing_module_is_refused(tmp_path: Path) -> None:
+def test_buffer_of_a_missing_module_is_refused(tmp_path):
     path = tmp_path / "a.ckpt"
     fit(tmp_path, 1, SavesAt(path, 3), kind=MakesMore)
     with pytest.raises(ResumeError, match=r"buffers more\.seen, but MakesMore .*configure_model.*exact_resume=False"):
@@ -193,7 +191,7 @@ def test_buffer_of_a_missing_module_is_refused(tmp_path: Path) -> None:
     assert module.more.seen == 1
 
 
-def test_saved_buffers() -> None:
+def test_saved_buffers():
     module = nn.Module()
     module.register_buffer("kept", torch.ones(1))
     module.register_buffer("own", torch.ones(1), persistent=False)
@@ -224,7 +222,7 @@ class Outside(Regression):
 
 
 @pytest.mark.parametrize("batches_per_step", [1, 4])
-def test_trained_parameters_outside_the_module_are_restored(tmp_path: Path, batches_per_step: int) -> None:
+def test_trained_parameters_outside_the_module_are_restored(tmp_path, batches_per_step):
     path, arguments = tmp_path / "a.ckpt", {"accumulate_grad_batches": batches_per_step}
     _, whole = fit(tmp_path, 1, SavesAt(path, 1), kind=Outside, **arguments)  # inside a window, if it has 4 batches
     _, resumed = fit(tmp_path, 2, ckpt=path, kind=Outside, **arguments)
@@ -234,7 +232,7 @@ def test_trained_parameters_outside_the_module_are_restored(tmp_path: Path, batc
     assert not whole.gain.equal(torch.ones(1))
 
 
-def test_other_parameters_outside_the_module_are_refused(tmp_path: Path) -> None:
+def test_other_parameters_outside_the_module_are_refused(tmp_path):
     class Other(Outside):
         def configure_optimizers(self) -> Any:
             self.gain = torch.ones(3, requires_grad=True)

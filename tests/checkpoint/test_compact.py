@@ -40,14 +40,14 @@ def states(seed: int, draws: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("seed", "draws"), [(0, 1), (2**40 - 1, 700)])
-def test_random_states_survive(seed: int, draws: int) -> None:
+def test_random_states_survive(seed, draws):
     value = states(seed % 2**32, draws)
     value["torch"] = random_states.state_of(torch.Generator().manual_seed(seed))
     read, _ = written(packed(value, {}))
     assert_identical(unpacked(read), value)
 
 
-def test_anything_plain_survives() -> None:
+def test_anything_plain_survives():
     draw = random.Random(3)
 
     def make(depth: int) -> Any:
@@ -73,7 +73,7 @@ def test_anything_plain_survives() -> None:
     assert unpacked(packed([kept], {})) == [kept]
 
 
-def test_equal_bytes_and_names_are_written_once() -> None:
+def test_equal_bytes_and_names_are_written_once():
     now = states(1, 5)
     _, one = written(packed([now], {}))
     _, three = written(packed([now, states(1, 5), states(1, 6)], {}))

@@ -141,5 +141,5 @@ def _one_thread() -> Any:
     suppress_health_check=list(HealthCheck),
 )
 @given(setups(), st.lists(st.integers(0, 30), min_size=1, max_size=3))
-def test_interrupted_run_is_the_one_that_was_not(setup: Setup, interruptions: list[int]) -> None:
+def test_interrupted_run_is_the_one_that_was_not(setup, interruptions):
     check(setup, interruptions)

@@ -36,7 +36,7 @@ def complaint(path: Path) -> str:
 # --- the file ---------------------------------------------------------------------------------------------------------
 
 
-def test_file_is_a_valid_zip_archive_with_a_manifest(tmp_path: Path) -> None:
+def test_file_is_a_valid_zip_archive_with_a_manifest(tmp_path):
     before = time.time()
     path = saved(tmp_path / "deep" / "er" / "x.ckpt", step=7)
     files.verify(path)
@@ -76,7 +76,7 @@ OTHERS = {
 
 @pytest.mark.parametrize("piece", [1, 3, 22, 1000])
 @pytest.mark.parametrize("what", OTHERS)
-def test_files_of_other_formats_are_written_unchanged(tmp_path: Path, what: str, piece: int) -> None:
+def test_files_of_other_formats_are_written_unchanged(tmp_path, what, piece):
     data = OTHERS[what]
 
     def save(stream: Any) -> None:
@@ -99,7 +99,7 @@ def test_files_of_other_formats_are_written_unchanged(tmp_path: Path, what: str,
 # --- verify -----------------------------------------------------------------------------------------------------------
 
 
-def test_one_flipped_bit_is_detected_at_each_place(tmp_path: Path) -> None:
+def test_one_flipped_bit_is_detected_at_each_place(tmp_path):
     path = saved(tmp_path / "x.ckpt")
     data = path.read_bytes()
     with path.open("r+b", buffering=0) as file:
@@ -110,7 +110,7 @@ def test_one_flipped_bit_is_detected_at_each_place(tmp_path: Path) -> None:
     files.verify(path)
 
 
-def test_truncated_file_is_detected_at_each_length(tmp_path: Path) -> None:
+def test_truncated_file_is_detected_at_each_length(tmp_path):
     path = saved(tmp_path / "x.ckpt")
     size = path.stat().st_size
     for length in reversed(range(size)):
@@ -119,7 +119,7 @@ def test_truncated_file_is_detected_at_each_length(tmp_path: Path) -> None:
         assert "cut short" in message if length else "it is empty" in message, (length, message)
 
 
-def test_damage_behind_the_archive_is_detected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_damage_behind_the_archive_is_detected(tmp_path, monkeypatch):
     """Trailing bytes, and the manifest of another archive."""
     monkeypatch.setattr(time, "time", lambda: 1e9)
     path = saved(tmp_path / "a.ckpt", 0)
@@ -131,7 +131,7 @@ def test_damage_behind_the_archive_is_detected(tmp_path: Path, monkeypatch: pyte
     assert "SHA-256" in complaint(path)
 
 
-def test_without_a_manifest_the_archives_own_checksums_are_checked(tmp_path: Path) -> None:
+def test_without_a_manifest_the_archives_own_checksums_are_checked(tmp_path):
     path = tmp_path / "x.ckpt"
     torch.save(content(), path)
     assert files.read_manifest(path) is None
@@ -148,7 +148,7 @@ def test_without_a_manifest_the_archives_own_checksums_are_checked(tmp_path: Pat
     assert files.verify(path)
 
 
-def test_file_without_a_checksum_is_read_before_it_is_selected(tmp_path: Path) -> None:
+def test_file_without_a_checksum_is_read_before_it_is_selected(tmp_path):
     def read(path: Path) -> None:
         if path.read_bytes() != b"whole":
             raise CheckpointError(f"{path} cannot be read.")
@@ -162,7 +162,7 @@ def test_file_without_a_checksum_is_read_before_it_is_selected(tmp_path: Path) -
     assert files.newest_valid([tmp_path]) == (tmp_path / "b.ckpt").resolve()
 
 
-def test_unreadable_file_raises_a_checkpoint_error(tmp_path: Path) -> None:
+def test_unreadable_file_raises_a_checkpoint_error(tmp_path):
     with pytest.raises(CheckpointNotFoundError, match=r"x\.ckpt cannot be read: No such file"):
         files.verify(tmp_path / "x.ckpt")
     assert "is not a checkpoint, or is incomplete: it has no manifest.json" in complaint(tmp_path)
@@ -171,7 +171,7 @@ def test_unreadable_file_raises_a_checkpoint_error(tmp_path: Path) -> None:
 # --- interrupted saves ------------------------------------------------------------------------------------------------
 
 
-def test_file_is_synced_before_it_is_renamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_is_synced_before_it_is_renamed(tmp_path, monkeypatch):
     events = []
     sync, rename = os.fsync, Path.replace
 
@@ -195,9 +195,7 @@ def test_file_is_synced_before_it_is_renamed(tmp_path: Path, monkeypatch: pytest
 @pytest.mark.parametrize(
     "error", [KeyboardInterrupt(), RuntimeError("in between"), OSError(errno.EIO, "Input/output error")]
 )
-def test_old_file_is_kept_on_errors(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str, error: BaseException
-) -> None:
+def test_old_file_is_kept_on_errors(tmp_path, monkeypatch, where, error):
     path = saved(tmp_path / "x.ckpt", 0)
     before, is_os_error = path.read_bytes(), isinstance(error, OSError)
 
@@ -221,7 +219,7 @@ def test_old_file_is_kept_on_errors(
     assert os.listdir(tmp_path) == ["x.ckpt"]
 
 
-def test_full_disk_error_has_the_bytes(tmp_path: Path) -> None:
+def test_full_disk_error_has_the_bytes(tmp_path):
     path = tmp_path / "x.ckpt"
     path.write_bytes(b"the old one")
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -244,7 +242,7 @@ def aged(path: Path, seconds: float) -> Path:
     return path
 
 
-def test_newest_that_is_good(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
+def test_newest_that_is_good(tmp_path, recwarn):
     a, b = tmp_path / "a", tmp_path / "b"
     first = saved(a / "first.ckpt")
     newest = saved(b / "newest.ckpt")
@@ -266,7 +264,7 @@ def test_newest_that_is_good(tmp_path: Path, recwarn: pytest.WarningsRecorder) -
         assert files.newest_valid([a, b]) == newest.resolve()
 
 
-def test_leftovers_of_killed_saves_are_not_checkpoints(tmp_path: Path) -> None:
+def test_leftovers_of_killed_saves_are_not_checkpoints(tmp_path):
     def save(stream: Any) -> None:
         torch.save(content(), stream)
         left.append(next(path for path in tmp_path.iterdir() if path.name.endswith(".ckpt-part")).name)

@@ -38,7 +38,7 @@ def lock_of(folder: Path) -> Path:
     return folder.parent / f".{folder.name}{folders.LOCK}"
 
 
-def test_lock_is_next_to_the_folder_and_removed(tmp_path: Path) -> None:
+def test_lock_is_next_to_the_folder_and_removed(tmp_path):
     with folders.lock_folder(tmp_path / "a" / "b"):
         assert os.listdir(tmp_path / "a" / "b") == []
         assert sorted(os.listdir(tmp_path / "a")) == [".b.in-use.lock", "b"]
@@ -50,7 +50,7 @@ def test_lock_is_next_to_the_folder_and_removed(tmp_path: Path) -> None:
     assert os.listdir(tmp_path / "a") == ["x.ckpt"]
 
 
-def test_same_process_may_hold_it_twice(tmp_path: Path) -> None:
+def test_same_process_may_hold_it_twice(tmp_path):
     with folders.lock_folder(tmp_path / "a"):
         with folders.lock_folder(tmp_path / "a" / "." / ""):
             pass
@@ -58,14 +58,14 @@ def test_same_process_may_hold_it_twice(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == []
 
 
-def test_leftovers_of_killed_processes_are_removed(tmp_path: Path) -> None:
+def test_leftovers_of_killed_processes_are_removed(tmp_path):
     (tmp_path / ".123-abc.ckpt-part").touch()
     (tmp_path / folders.LOCK).touch()
     with folders.lock_folder(tmp_path):
         assert os.listdir(tmp_path) == []
 
 
-def test_lock_of_another_process_ends_with_its_kill(tmp_path: Path) -> None:
+def test_lock_of_another_process_ends_with_its_kill(tmp_path):
     folder = tmp_path / "a"
     (tmp_path / "link").symlink_to("a")
     process, pid, child = holder(folder)
@@ -99,9 +99,7 @@ def refuse(monkeypatch: pytest.MonkeyPatch, refused: Callable[[Path], bool]) -> 
 
 
 @pytest.mark.parametrize("why", ["rights", "mounted"])
-def test_lock_is_in_the_folder_if_its_parent_is_not_writable(
-    tmp_path: Path, why: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_lock_is_in_the_folder_if_its_parent_is_not_writable(tmp_path, why, monkeypatch):
     folder = tmp_path / "a"
     folder.mkdir()
     if why == "rights":
@@ -120,7 +118,7 @@ def test_lock_is_in_the_folder_if_its_parent_is_not_writable(
     assert os.listdir(tmp_path) == ["a"]
 
 
-def test_lock_removed_meanwhile_does_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lock_removed_meanwhile_does_not_count(tmp_path, monkeypatch):
     """The other run ended after this process opened its lock file, and before it locked it."""
     locks = []
 
@@ -137,14 +135,14 @@ def test_lock_removed_meanwhile_does_not_count(tmp_path: Path, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("folder", ["file", "file/below", "/proc/nowhere/below"])
-def test_folder_that_cannot_be_written_to(tmp_path: Path, folder: str) -> None:
+def test_folder_that_cannot_be_written_to(tmp_path, folder):
     (tmp_path / "file").touch()
     with pytest.raises(CheckpointWriteError, match=r"cannot be written to: .* Choose another"):
         folders.lock_folder(tmp_path / folder).__enter__()
     assert os.listdir(tmp_path) == ["file"]
 
 
-def test_folder_that_takes_no_files_is_known_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folder_that_takes_no_files_is_known_at_once(tmp_path, monkeypatch):
     (tmp_path / "a").mkdir()
     refuse(monkeypatch, lambda path: path.is_relative_to(tmp_path / "a"))
     with pytest.raises(CheckpointWriteError, match=r"cannot be written to: Permission denied"):

@@ -55,14 +55,14 @@ def saved(folder: Path, max_epochs: int = 1) -> tuple[Path, Any]:
 # --- resuming -----------------------------------------------------------------------------------------------------
 
 
-def test_callback_that_is_missing_is_named(tmp_path: Path) -> None:
+def test_callback_that_is_missing_is_named(tmp_path):
     path, _ = saved(tmp_path)
     with pytest.warns(UserWarning, match=r"add the following callbacks: \['Counting'\]"):
         ours(max_epochs=2).fit(Fitted(), data(12), ckpt_path=path)
 
 
 @pytest.mark.filterwarnings("ignore:.*can run any code")
-def test_state_with_the_class_as_its_key_is_restored(tmp_path: Path) -> None:
+def test_state_with_the_class_as_its_key_is_restored(tmp_path):
     """As in files from before Lightning 1.5."""
     path, _ = saved(tmp_path)
     checkpoint, callback = torch.load(path), Counting()
@@ -82,7 +82,7 @@ def resume(path: Any, module: Any = None, **arguments: Any) -> None:
     trainer.fit(module if module is not None else Fitted(), data(12), ckpt_path=path)
 
 
-def test_file_that_is_not_a_checkpoint(tmp_path: Path) -> None:
+def test_file_that_is_not_a_checkpoint(tmp_path):
     with pytest.raises(CheckpointError, match=r"Checkpoint file not found: .*nothing.ckpt"):
         resume(tmp_path / "nothing.ckpt")
     torch.save({"a": 1}, tmp_path / "a.ckpt")
@@ -110,14 +110,14 @@ def test_file_that_is_not_a_checkpoint(tmp_path: Path) -> None:
         resume(tmp_path)
 
 
-def test_run_that_is_over_already(tmp_path: Path) -> None:
+def test_run_that_is_over_already(tmp_path):
     path, _ = saved(tmp_path, max_epochs=2)
     with pytest.raises(ValueError, match=r"current_epoch=2, but you have set Trainer\(max_epochs=1\)"):
         resume(path, max_epochs=1)
     resume(path, max_epochs=2)  # nothing left to do is no error
 
 
-def test_another_module_or_optimizer(tmp_path: Path) -> None:
+def test_another_module_or_optimizer(tmp_path):
     path, _ = saved(tmp_path)
     fewer, other, wider = Fitted(), Fitted(), Fitted()
     optimizers, schedules = fewer.configure_optimizers()
@@ -136,7 +136,7 @@ def test_another_module_or_optimizer(tmp_path: Path) -> None:
         resume(path, wider)
 
 
-def test_implementation_and_device_of_a_step_are_set_by_the_run() -> None:
+def test_implementation_and_device_of_a_step_are_set_by_the_run():
     optimizer = torch.optim.Adam([torch.zeros(1)], capturable=True)
     optimizer.param_groups[0] |= {"lr": torch.tensor(0.1, device="meta"), "fused": True}
     saved = {"param_groups": [{**optimizer.param_groups[0], "lr": torch.tensor(0.2), "capturable": False}]}

@@ -45,7 +45,7 @@ def fit(folder: Path, *callbacks: Any, ckpt_path: Path | None = None, **argument
     return trainer, module
 
 
-def test_checkpoint_is_written_when_all_about_a_batch_is_over(tmp_path: Path) -> None:
+def test_checkpoint_is_written_when_all_about_a_batch_is_over(tmp_path):
     """Callbacks that save run after the module's hook and the loggers' row."""
     saver = SavesEverywhere(tmp_path)
     fit(tmp_path, saver, accumulate_grad_batches=2)
@@ -56,12 +56,12 @@ def test_checkpoint_is_written_when_all_about_a_batch_is_over(tmp_path: Path) ->
     assert [len(state["gradients"]) for state in states] == [6, 0, 6, 0, 0, 0]  # saved in open windows only
 
 
-def test_checkpoint_without_communication_is_resumed_with_fixed_buckets() -> None:
+def test_checkpoint_without_communication_is_resumed_with_fixed_buckets():
     engine = SimpleNamespace(communication=Communication([], keeps_buckets=True, may_diverge=True), device=None)
     ProcessState(SimpleNamespace(engine=engine, lightning_module=nn.Linear(1, 1)))._restore_communication({})
 
 
-def test_states_of_another_number_of_processes_or_version(tmp_path: Path) -> None:
+def test_states_of_another_number_of_processes_or_version(tmp_path):
     saver = SavesEverywhere(tmp_path)
     _, whole = fit(tmp_path, saver)
     checkpoint = torch.load(saver.files[0], weights_only=True)
@@ -84,7 +84,7 @@ def test_states_of_another_number_of_processes_or_version(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("resume", "min_epochs", "epochs"), [("auto", None, 1), (None, None, 3), ("auto", 2, 2), (None, 2, 2)]
 )
-def test_run_that_had_decided_to_stop(tmp_path: Path, resume: Any, min_epochs: int | None, epochs: int) -> None:
+def test_run_that_had_decided_to_stop(tmp_path, resume, min_epochs, epochs):
     """The same command stops again. With an explicit checkpoint, training continues.
 
     A stop that waits for ``min_epochs`` takes effect with either of them.

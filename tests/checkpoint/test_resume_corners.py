@@ -288,7 +288,7 @@ def _quiet() -> Any:
         (LearnsFromItsAverage, lambda: [Averages()], {}),
     ],
 )
-def test_resumed(make: Callable[[], Any], callbacks: Any, arguments: dict[str, Any], tmp_path: Path) -> None:
+def test_resumed(make, callbacks, arguments, tmp_path):
     whole, rows, saved = train(make, tmp_path / "whole", callbacks=callbacks(), **arguments)
     for number in (1, len(saved) // 2 - 1, len(saved) - 6, len(saved) - 3):
         path, logged = saved[number]
@@ -297,7 +297,7 @@ def test_resumed(make: Callable[[], Any], callbacks: Any, arguments: dict[str, A
         assert differences(own_rows, rows[logged:]) == [], number
 
 
-def test_states_of_wrapped_optimizers_are_refused_if_the_checkpoint_lacks_them(tmp_path: Path) -> None:
+def test_states_of_wrapped_optimizers_are_refused_if_the_checkpoint_lacks_them(tmp_path):
     *_, saved = train(LooksAhead, tmp_path / "whole", callbacks=[])
     checkpoint = torch.load(saved[3][0], weights_only=False)
     assert len(checkpoint["optimizer_states"][0].pop("inner_optimizers")) == 1
@@ -321,7 +321,7 @@ class Curriculum(Module):
         self.trainer.train_dataloader.dataset.level = self.current_epoch
 
 
-def test_attribute_of_the_dataset_that_a_hook_sets_reaches_the_workers_of_a_resumed_epoch(tmp_path: Path) -> None:
+def test_attribute_of_the_dataset_that_a_hook_sets_reaches_the_workers_of_a_resumed_epoch(tmp_path):
     ends = []
     for start in (None, tmp_path / "6.ckpt"):
         torch.manual_seed(5)
@@ -372,9 +372,7 @@ class HandSteps(Step):
 @pytest.mark.parametrize(
     ("make", "place"), [(Step, "before the batch"), (Step, "in the forward pass"), (HandSteps, "before the batch")]
 )
-def test_gradients_of_a_window_are_saved_inside_a_batch(
-    make: Any, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gradients_of_a_window_are_saved_inside_a_batch(make, place, tmp_path, monkeypatch):
     path = tmp_path / "inside.ckpt"
     arguments: dict[str, Any] = {"callbacks": [], "precision": "16-mixed", "max_epochs": 1}
     if make is Step:
@@ -385,13 +383,13 @@ def test_gradients_of_a_window_are_saved_inside_a_batch(
     assert census.differences(state | {"module.place": place}, whole) == []
 
 
-def test_checkpoint_that_loses_the_gradients_of_a_window_warns(tmp_path: Path) -> None:
+def test_checkpoint_that_loses_the_gradients_of_a_window_warns(tmp_path):
     make = partial(Step, tmp_path / "inside.ckpt", "after the backward pass")
     with pytest.warns(UserWarning, match="batch 4 of epoch 0.*loses the gradients.*on_train_batch_end"):
         train(make, tmp_path / "whole", callbacks=[], accumulate_grad_batches=3, max_epochs=1)
 
 
-def test_batches_that_cannot_be_saved_are_reported(tmp_path: Path) -> None:
+def test_batches_that_cannot_be_saved_are_reported(tmp_path):
     arguments: dict[str, Any] = {"callbacks": [], "accumulate_grad_batches": 3, "max_epochs": 1}
     arguments["collate"] = lambda samples: Batch([torch.stack([sample[0] for sample in samples])])
     _, _, saved = train(Closures, tmp_path / "whole", **arguments)
@@ -402,7 +400,7 @@ def test_batches_that_cannot_be_saved_are_reported(tmp_path: Path) -> None:
     train(Closures, tmp_path / "between", start=saved[2][0], **arguments)
 
 
-def test_checkpoint_inside_the_first_batch_is_reported(tmp_path: Path) -> None:
+def test_checkpoint_inside_the_first_batch_is_reported(tmp_path):
     class Inside(Callback):
         def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
             if trainer.progress.batch_idx == 0:

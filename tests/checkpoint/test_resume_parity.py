@@ -103,7 +103,7 @@ RUNS: dict[str, tuple[Any, dict[str, Any], dict[str, Any], tuple[str, ...]]] = {
 
 
 @pytest.mark.parametrize("name", tiered(RUNS, quick=["windows", "manual"]))
-def test_both_trainers_resume_checkpoints_of_the_other(tmp_path: Path, name: str) -> None:
+def test_both_trainers_resume_checkpoints_of_the_other(tmp_path, name):
     module, options, arguments, files = RUNS[name]
     for make in MAKERS:
         write(make, tmp_path / make.__name__, module, options, **{"max_epochs": 2, **arguments})
@@ -142,7 +142,7 @@ class Scheduled(Diary):
     ("module", "name"),
     [(partial(Diary, watches=True), "epoch=0-step=4"), (Averaged, "epoch=0-step=2"), (Scheduled, "epoch=1-step=3")],
 )
-def test_rest_of_a_batch_and_of_an_epoch_follows(tmp_path: Path, module: Any, name: str) -> None:
+def test_rest_of_a_batch_and_of_an_epoch_follows(tmp_path, module, name):
     write(lightning, tmp_path, module, {"every_n_train_steps": 1}, max_epochs=2)
     whole = module()
     ours(max_epochs=3).fit(whole, same_batches(4), same_batches(2))
@@ -166,7 +166,7 @@ RENAMED = {
 @pytest.mark.parametrize(
     ("version", "name"), [("1.9.5", "epoch=0-step=4"), ("1.9.5", "epoch=1-step=6"), ("1.5.10", "epoch=0-step=4")]
 )
-def test_run_of_an_older_lightning_is_resumed(tmp_path: Path, version: str, name: str) -> None:
+def test_run_of_an_older_lightning_is_resumed(tmp_path, version, name):
     write(lightning, tmp_path, Diary, {"every_n_train_steps": 2} if version == "1.9.5" else {}, max_epochs=2)
     checkpoint = torch.load(tmp_path / f"{name}.ckpt", weights_only=True)
     checkpoint["pytorch-lightning_version"] = version
@@ -187,7 +187,7 @@ def test_run_of_an_older_lightning_is_resumed(tmp_path: Path, version: str, name
 
 
 @pytest.mark.parametrize(("loader", "after_fit"), [(DataLoader, False), (DataLoader, True), (StatefulDataLoader, True)])
-def test_run_by_steps_is_resumed_inside_its_epoch(tmp_path: Path, loader: Any, after_fit: bool) -> None:
+def test_run_by_steps_is_resumed_inside_its_epoch(tmp_path, loader, after_fit):
     def fit(module: Diary, path: Path | None = None, **arguments: Any) -> Trainer:
         trainer = ours(**{"max_epochs": -1, **arguments})
         trainer.fit(module, loader(data(8).dataset, 2), same_batches(2), ckpt_path=path)
@@ -226,7 +226,7 @@ class Failing(Diary):
 
 @pytest.mark.parametrize("writer", MAKERS)
 @pytest.mark.parametrize(("interval", "steps"), [(0.5, 2), (1.0, 4)])
-def test_validation_that_failed_is_run_again(tmp_path: Path, writer: Any, interval: float, steps: int) -> None:
+def test_validation_that_failed_is_run_again(tmp_path, writer, interval, steps):
     arguments = {"max_epochs": 2, "val_check_interval": interval, "num_sanity_val_steps": 0}
     whole, module = ours(**arguments), Diary()
     whole.fit(module, same_batches(4), same_batches(3))
@@ -279,7 +279,7 @@ class Reader(Diary):
 @pytest.mark.parametrize(
     "loaders", [StatefulCounter, lambda: CombinedLoader([StatefulCounter(3), StatefulCounter(1)]), list]
 )
-def test_stateful_dataloaders_resume_at_their_position(tmp_path: Path, loaders: Any) -> None:
+def test_stateful_dataloaders_resume_at_their_position(tmp_path, loaders):
     seen = []
     for make in MAKERS:
         path = tmp_path / f"{make.__name__}.ckpt"

@@ -69,7 +69,7 @@ def names(folder: Path) -> list[str]:
 # --- contents ---------------------------------------------------------------------------------------------------------
 
 
-def test_values_are_restored_in_order(tmp_path: Path) -> None:
+def test_values_are_restored_in_order(tmp_path):
     made = write(tmp_path / "a.ckpt")
     assert names(tmp_path / "a.ckpt") == [".metadata", "__0_0.distcp", "manifest.json", "state.ckpt"]
     read = shards.read_whole(tmp_path / "a.ckpt")
@@ -84,7 +84,7 @@ def test_values_are_restored_in_order(tmp_path: Path) -> None:
     assert torch.equal(tree["state_dict"]["half"], torch.ones(3, dtype=torch.bfloat16))
 
 
-def test_tensor_without_values_is_refused_by_its_name(tmp_path: Path) -> None:
+def test_tensor_without_values_is_refused_by_its_name(tmp_path):
     """It could be taken for one of another file, and the checkpoint could not be read."""
     module = Regression(optimizer=torch.optim.AdamW)
     module.on_save_checkpoint = lambda made: made.update(extra={"later": torch.empty(2, device="meta")})
@@ -92,7 +92,7 @@ def test_tensor_without_values_is_refused_by_its_name(tmp_path: Path) -> None:
         fit(tmp_path, module=module)
 
 
-def test_file_of_lightning_becomes_a_folder(tmp_path: Path) -> None:
+def test_file_of_lightning_becomes_a_folder(tmp_path):
     """Its names of parameters are not known."""
     made = checkpoint()
     del made["loops"]
@@ -106,7 +106,7 @@ def test_file_of_lightning_becomes_a_folder(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("file", [".metadata", "__0_0.distcp", "manifest.json", "state.ckpt"])
-def test_damage_is_found(tmp_path: Path, file: str) -> None:
+def test_damage_is_found(tmp_path, file):
     write(tmp_path / "a.ckpt")
     path = tmp_path / "a.ckpt" / file
     data = path.read_bytes()
@@ -125,7 +125,7 @@ def test_damage_is_found(tmp_path: Path, file: str) -> None:
             files.verify(tmp_path / "a.ckpt")
 
 
-def test_damaged_folder_is_named_and_skipped(tmp_path: Path) -> None:
+def test_damaged_folder_is_named_and_skipped(tmp_path):
     for name in ("a", "b", "c"):
         write(tmp_path / f"{name}.ckpt")
     (tmp_path / "b.ckpt" / "__0_0.distcp").write_bytes(b"")
@@ -146,9 +146,7 @@ class Full(shards._Stream):
 
 
 @pytest.mark.parametrize("renames", range(3))
-def test_kill_at_any_rename_keeps_the_old_or_the_new_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, renames: int
-) -> None:
+def test_kill_at_any_rename_keeps_the_old_or_the_new_checkpoint(tmp_path, monkeypatch, renames):
     """Renames of DCP's metadata, of the old checkpoint, and of the new one."""
     write(tmp_path / "c" / "a.ckpt")
     rename, done = Path.rename, []
@@ -176,7 +174,7 @@ def test_kill_at_any_rename_keeps_the_old_or_the_new_checkpoint(
         assert names(tmp_path / "c") == []
 
 
-def test_file_takes_a_folders_place_and_the_other_way_round(tmp_path: Path) -> None:
+def test_file_takes_a_folders_place_and_the_other_way_round(tmp_path):
     write(tmp_path / "a.ckpt")
     files.write(lambda stream: torch.save(checkpoint(), stream), tmp_path / "a.ckpt")
     assert (tmp_path / "a.ckpt").is_file()
@@ -214,7 +212,7 @@ UNUSUAL: dict[str, Callable[[Any, Any], Any]] = {
 
 @pytest.mark.filterwarnings("ignore:Detected pickle protocol")
 @pytest.mark.parametrize("file", [".metadata", "state.ckpt", "process 0", "__0_0.distcp", "__0.metadata"])
-def test_strangers_pickle_is_not_run(tmp_path: Path, file: str) -> None:
+def test_strangers_pickle_is_not_run(tmp_path, file):
     folder, mark = tmp_path / "a.ckpt", tmp_path / "ran"
     write(folder, process=Payload(mark) if file == "process 0" else None)
     if file == "__0.metadata":  # torch reads it if there is no other
@@ -232,7 +230,7 @@ def test_strangers_pickle_is_not_run(tmp_path: Path, file: str) -> None:
     assert not mark.exists()
 
 
-def test_entries_that_are_not_tensors_are_refused(tmp_path: Path) -> None:
+def test_entries_that_are_not_tensors_are_refused(tmp_path):
     """DCP reads these with `torch.load(weights_only=False)`."""
     import torch.distributed.checkpoint as dcp
 
@@ -247,7 +245,7 @@ def test_entries_that_are_not_tensors_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("what", UNUSUAL)
-def test_unusual_metadata_are_refused(tmp_path: Path, what: str) -> None:
+def test_unusual_metadata_are_refused(tmp_path, what):
     write(tmp_path / "a.ckpt")
     path = tmp_path / "a.ckpt" / ".metadata"
     metadata = pickle.loads(path.read_bytes())
@@ -258,7 +256,7 @@ def test_unusual_metadata_are_refused(tmp_path: Path, what: str) -> None:
         fit(tmp_path, ckpt_path=tmp_path / "a.ckpt")
 
 
-def test_metadata_change_no_class(tmp_path: Path) -> None:
+def test_metadata_change_no_class(tmp_path):
     """A pickle may set attributes of a class that it names, here ``PosixPath.stem``."""
     write(tmp_path / "a.ckpt")
     path = tmp_path / "a.ckpt" / ".metadata"
@@ -271,7 +269,7 @@ def test_metadata_change_no_class(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("sharded", [False, True])
-def test_folder_that_is_not_a_checkpoint_is_kept(tmp_path: Path, sharded: bool) -> None:
+def test_folder_that_is_not_a_checkpoint_is_kept(tmp_path, sharded):
     """A save to a wrong path would remove its files."""
     (tmp_path / "runs" / "of mine").mkdir(parents=True)
     trainer = make_trainer(tmp_path, plugins=CheckpointFiles(sharded=sharded))
@@ -281,7 +279,7 @@ def test_folder_that_is_not_a_checkpoint_is_kept(tmp_path: Path, sharded: bool) 
     assert [one.name for one in (tmp_path / "runs").iterdir()] == ["of mine"]
 
 
-def test_file_names_outside_the_folder_are_refused(tmp_path: Path) -> None:
+def test_file_names_outside_the_folder_are_refused(tmp_path):
     write(tmp_path / "a.ckpt")
     manifest = tmp_path / "a.ckpt" / "manifest.json"
     sealed = sharded_files.read_manifest(tmp_path / "a.ckpt")
@@ -296,7 +294,7 @@ def test_file_names_outside_the_folder_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_run_saves_removes_links_and_is_resumed(tmp_path: Path, asynchronous: bool) -> None:
+def test_run_saves_removes_links_and_is_resumed(tmp_path, asynchronous):
     def io() -> CheckpointFiles:
         return CheckpointFiles(sharded=True, asynchronous=asynchronous)
 
@@ -324,7 +322,7 @@ def test_run_saves_removes_links_and_is_resumed(tmp_path: Path, asynchronous: bo
         assert all(map(torch.equal, module.parameters(), whole.parameters()))
 
 
-def test_run_is_stopped_by_a_full_disk_also_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_is_stopped_by_a_full_disk_also_later(tmp_path, monkeypatch):
     monkeypatch.setattr(shards, "_Stream", Full)
     saver = ModelCheckpoint(tmp_path / "c", filename="{epoch}")
     for asynchronous in (False, True):
@@ -336,7 +334,7 @@ def test_run_is_stopped_by_a_full_disk_also_later(tmp_path: Path, monkeypatch: p
         assert fit(tmp_path, saver, plugins=CheckpointFiles(sharded=True, when_full="continue")).global_step == 8
 
 
-def test_addresses_and_parts_are_refused(tmp_path: Path) -> None:
+def test_addresses_and_parts_are_refused(tmp_path):
     with pytest.raises(ConfigurationError, match="expected a folder of this machine's file systems"):
         CheckpointFiles(sharded=True).save_shards(checkpoint(), "memory://a.ckpt", None)
     write(tmp_path / "a.ckpt")
@@ -345,7 +343,7 @@ def test_addresses_and_parts_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The dirpath has changed")
-def test_parameters_in_another_order_get_their_own_states(tmp_path: Path) -> None:
+def test_parameters_in_another_order_get_their_own_states(tmp_path):
     class Turned(Regression):
         def configure_optimizers(self) -> Any:
             return torch.optim.AdamW(list(self.parameters())[::-1])

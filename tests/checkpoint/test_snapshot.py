@@ -34,7 +34,7 @@ def state() -> dict[str, Any]:
     }
 
 
-def test_copy_is_written_with_the_same_bytes_and_shares_nothing() -> None:
+def test_copy_is_written_with_the_same_bytes_and_shares_nothing():
     given = state()
     before = written(given)
     copy = on_host(given)
@@ -49,7 +49,7 @@ def test_copy_is_written_with_the_same_bytes_and_shares_nothing() -> None:
     assert written(copy) == before
 
 
-def test_shared_memory_stays_shared() -> None:
+def test_shared_memory_stays_shared():
     copy = on_host(state())
     copy["views"][0][0] = 100.0
     assert copy["views"][1][0, 1] == 100.0
@@ -58,7 +58,7 @@ def test_shared_memory_stays_shared() -> None:
     assert type(copy["parameter"]) is nn.Parameter
 
 
-def test_conjugated_and_negated_tensors_are_resolved() -> None:
+def test_conjugated_and_negated_tensors_are_resolved():
     given = torch.tensor([1 + 2j])
     copy = on_host([given.conj(), given.conj().imag])
     assert (copy[0].item(), copy[1].item()) == (1 - 2j, -2)

@@ -73,7 +73,7 @@ def load(file: Path) -> Any:
 # --- round trips ------------------------------------------------------------------------------------------------------
 
 
-def test_folder_of_a_run_is_the_file_of_that_run(tmp_path: Path, capsys: Any) -> None:
+def test_folder_of_a_run_is_the_file_of_that_run(tmp_path, capsys):
     folder, _ = fit(tmp_path / "folder", sharded=True)
     assert folder.name == "epoch=1-step=6.ckpt"  # an = in a name makes it no setting
     assert main(["consolidate", str(folder), str(tmp_path / "new" / "whole.ckpt")]) == 0
@@ -104,7 +104,7 @@ def with_object(file: Path) -> Any:
 
 
 @pytest.mark.parametrize("weights_only", [False, True])
-def test_to_a_folder_and_back(tmp_path: Path, weights_only: bool) -> None:
+def test_to_a_folder_and_back(tmp_path, weights_only):
     saved, _ = fit(tmp_path / "saved", sharded=True, epochs=1)
     first, folder, second = tmp_path / "first.ckpt", tmp_path / "folder.ckpt", tmp_path / "second.ckpt"
     if weights_only:
@@ -125,7 +125,7 @@ def test_to_a_folder_and_back(tmp_path: Path, weights_only: bool) -> None:
 # --- safetensors ------------------------------------------------------------------------------------------------------
 
 
-def test_safetensors_are_the_state_dict(tmp_path: Path, capsys: Any) -> None:
+def test_safetensors_are_the_state_dict(tmp_path, capsys):
     load_file = pytest.importorskip("safetensors.torch").load_file
     saved, module = fit(tmp_path / "saved", sharded=True, epochs=1)
     fitted = shards.read_whole(saved)["state_dict"]
@@ -146,7 +146,7 @@ def test_safetensors_are_the_state_dict(tmp_path: Path, capsys: Any) -> None:
     )
 
 
-def test_views_are_exported_with_their_values(tmp_path: Path) -> None:
+def test_views_are_exported_with_their_values(tmp_path):
     load_file = pytest.importorskip("safetensors.torch").load_file
     complex_ = torch.tensor([1 + 2j, 3 - 1j])
     other = complex_.clone()
@@ -211,7 +211,7 @@ REFUSED = [
 ]  # fmt: skip
 
 
-def test_mistakes_print_one_sentence_and_change_nothing(here: Path, capsys: Any) -> None:
+def test_mistakes_print_one_sentence_and_change_nothing(here, capsys):
     before = tree(here)
     for line, complaint in REFUSED:
         status, error = status_and_error(capsys, line.split())
@@ -222,7 +222,7 @@ def test_mistakes_print_one_sentence_and_change_nothing(here: Path, capsys: Any)
         assert not (here / "ran").exists()
 
 
-def test_failed_write_leaves_no_file(here: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_write_leaves_no_file(here, capsys, monkeypatch):
     def full(*_: Any, **__: Any) -> None:
         raise OSError(28, "No space left on device")
 
@@ -238,7 +238,7 @@ def test_failed_write_leaves_no_file(here: Path, capsys: Any, monkeypatch: pytes
         assert tree(here) == before
 
 
-def test_hyperparameters_that_are_one_object_are_left_out(tmp_path: Path) -> None:
+def test_hyperparameters_that_are_one_object_are_left_out(tmp_path):
     """As those of a module that saves a DictConfig."""
 
     class Configured(Regression):

@@ -70,7 +70,7 @@ def files(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_graph_equals_forward(state: Any, capfd: Any) -> None:
+def test_graph_equals_forward(state, capfd):
     status, out, err = export(capfd, "ckpt=run", "to=out/model.pt2")
     assert (status, err) == (0, "")
     assert re.search(r"out/model.pt2: [\d.]+ MiB, float32, for batches of any size \(checked with 4 and 1\)", out)
@@ -87,7 +87,7 @@ def test_graph_equals_forward(state: Any, capfd: Any) -> None:
     assert (status, err) == (2, "trainer: out/model.pt2 exists already. Choose another name, or remove it first.")
 
 
-def test_checkpoint_with_a_config_and_settings(capfd: Any) -> None:
+def test_checkpoint_with_a_config_and_settings(capfd):
     words = ["+recipe=line", "model._target_=nets.Net", "ckpt_path=run/checkpoints/last.ckpt", "to=a=b.pt2"]
     status, out, _ = export(capfd, *words, "data.batch_size=8")
     assert (status, "checked with 8 and 1" in out) == (0, True)
@@ -97,18 +97,18 @@ def test_checkpoint_with_a_config_and_settings(capfd: Any) -> None:
     assert export(capfd, "run", "two.pt2")[0] == 0
 
 
-def test_weights_of_a_run(state: Any, capfd: Any) -> None:
+def test_weights_of_a_run(state, capfd):
     assert export(capfd, "to=a.safetensors", "ckpt=run")[0] == 0
     found = load_file("a.safetensors")
     torch.testing.assert_close(found, dict(state), rtol=0, atol=0)
 
 
-def test_forward_of_one_size(capfd: Any) -> None:
+def test_forward_of_one_size(capfd):
     status, out, _ = export_of("Fixed", capfd)
     assert (status, "for batches of 4, no other size." in out) == (0, True)
 
 
-def test_graph_with_other_results_is_not_kept(capfd: Any) -> None:
+def test_graph_with_other_results_is_not_kept(capfd):
     status, _, err = export_of("Random", capfd)
     assert status == 1
     assert "out/model.pt2 was not written: its outputs differ from those of forward" in err
@@ -117,7 +117,7 @@ def test_graph_with_other_results_is_not_kept(capfd: Any) -> None:
     assert files(Path("out")) == []
 
 
-def test_modules_without_a_graph(capfd: Any) -> None:
+def test_modules_without_a_graph(capfd):
     status, _, err = export_of("Branches", capfd)
     assert (status, "torch.export failed for Branches.forward:" in err) == (1, True)
     assert not Path("out").exists()
@@ -137,7 +137,7 @@ MISTAKES = [
 ]
 
 
-def test_mistakes(project: Path, capfd: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mistakes(project, capfd, monkeypatch):
     before = files(project)
     for words, expected in MISTAKES:
         status, _, err = export(capfd, *words)
@@ -177,7 +177,7 @@ X, Y = torch.ones(2, 3), torch.zeros(2, 3)
         (TakingOne(), {"x": X}, [{"x": X}], {}),
     ],
 )
-def test_arguments_of_forward(module: Any, batch: Any, positional: list[Any], named: dict[str, Any]) -> None:
+def test_arguments_of_forward(module, batch, positional, named):
     found = inputs_of(module, batch)
     torch.testing.assert_close(list(found[0]), positional)
     assert list(found[1]) == list(named)
@@ -185,7 +185,7 @@ def test_arguments_of_forward(module: Any, batch: Any, positional: list[Any], na
 
 
 @pytest.mark.parametrize("example", [X, (X,), {"batch": X}])
-def test_an_example_of_the_module(example: Any) -> None:
+def test_an_example_of_the_module(example):
     module = TakingOne()
     module.example_input_array = example
     found = inputs_of(module, None)
@@ -200,13 +200,13 @@ def test_an_example_of_the_module(example: Any) -> None:
         (TakingOne(), ["text"], "a list of str, which has no tensor."),
     ],
 )
-def test_batch_that_forward_does_not_take(module: Any, batch: Any, expected: str) -> None:
+def test_batch_that_forward_does_not_take(module, batch, expected):
     with pytest.raises(UsageError) as caught:
         inputs_of(module, batch)
     assert expected in str(caught.value)
 
 
-def test_arguments_that_are_settings() -> None:
+def test_arguments_that_are_settings():
     words = ["epoch=3.ckpt", "a=b.safetensors", "model."]
     assert read(["export", *words]).words == words
     found = read(["export", "ckpt=epoch=3.ckpt", "to=a=b.pt2", "data.batch_size=3"])

@@ -284,7 +284,7 @@ SCENARIOS: dict[str, Callable[[Shell], None]] = {
 """The function that prints a command, and a scenario that reaches it."""
 
 
-def test_every_function_that_prints_a_command_has_a_scenario() -> None:
+def test_every_function_that_prints_a_command_has_a_scenario():
     found = {
         f"{file.relative_to(PACKAGE).as_posix()}:{function.name}"
         for file in PACKAGE.rglob("*.py")
@@ -296,11 +296,11 @@ def test_every_function_that_prints_a_command_has_a_scenario() -> None:
 
 
 @pytest.mark.parametrize("place", SCENARIOS)
-def test_printed_commands_run(place: str, shell: Shell) -> None:
+def test_printed_commands_run(place, shell):
     SCENARIOS[place](shell)
 
 
-def test_program_is_the_one_that_the_user_started(tmp_path: Path) -> None:
+def test_program_is_the_one_that_the_user_started(tmp_path):
     script = Path(sys.executable).with_name("trainer")
     environment = os.environ | {"PATH": str(tmp_path)}  # not found by its name
     done = subprocess.run([script, "fit", "--lr"], capture_output=True, text=True, env=environment, cwd=tmp_path)

@@ -8,14 +8,13 @@ import pytest
 import torch
 
 from tests.cli.sweep.test_jobs import sweep
-from tests.warm_python import WarmPython
 from trainer.cli import main
 
 LINE = ["+recipe=line", "model=stopped", "callbacks=none", "logger=none"]
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGUSR1, 138), (signal.SIGTERM, 143)])
-def test_exit_status_has_the_signal(stopped: Path, number: int, status: int) -> None:
+def test_exit_status_has_the_signal(stopped, number, status):
     assert main(["fit", *LINE, f"model.number={int(number)}", "hydra.run.dir=run"]) == status
     assert json.loads(Path("run/run.json").read_text())["status"] == "interrupted"
     (path,) = stopped.rglob("*.ckpt")
@@ -23,7 +22,7 @@ def test_exit_status_has_the_signal(stopped: Path, number: int, status: int) -> 
 
 
 @pytest.mark.whole
-def test_sweep_passes_the_signal_on_to_its_job_and_ends(stopped: Path, python: WarmPython) -> None:
+def test_sweep_passes_the_signal_on_to_its_job_and_ends(stopped, python):
     done = sweep(python, "fit", "-m", *LINE, "model.receivers=[sweep]", "seed=1,2", "hydra.sweep.dir=jobs")
     assert done.returncode == 143, done.stderr
     (job,) = json.loads(Path("jobs/summary.json").read_text())

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from tests.warm_python import WarmPython
 from trainer import redaction
 from trainer.cli import main, tracking
 from trainer.cli.arguments import UsageError, read
@@ -104,9 +103,7 @@ def approximately(points: list[tuple[int, float]]) -> list[tuple[int, Any]]:
 
 @pytest.mark.whole
 @pytest.mark.usefixtures("database")
-def test_run_its_resume_and_its_test_are_one_run_in_each_logger(
-    monkeypatch: pytest.MonkeyPatch, wandb_runs: list[Wandb]
-) -> None:
+def test_run_its_resume_and_its_test_are_one_run_in_each_logger(monkeypatch, wandb_runs):
     words = [*FIT, *BOTH, "resume=auto", "hydra.run.dir=run"]
     artifacts = ["logger.wandb.log_model=true", "logger.mlflow.log_model=true", "logger.wandb.offline=false"]
     monkeypatch.setenv("WANDB_MODE", "offline")
@@ -141,7 +138,7 @@ def test_run_its_resume_and_its_test_are_one_run_in_each_logger(
 
 @pytest.mark.whole
 @pytest.mark.usefixtures("database")
-def test_failed_job_of_a_sweep_has_its_group(wandb_runs: list[Wandb]) -> None:
+def test_failed_job_of_a_sweep_has_its_group(wandb_runs):
     job = ["model.fail_at=2", "hydra.run.dir=multirun/line/today/3", "hydra.job.num=3"]
     assert main([*FIT, *BOTH, *job]) == 1
     (wandb,), mlflow = wandb_runs, Mlflow()
@@ -150,7 +147,7 @@ def test_failed_job_of_a_sweep_has_its_group(wandb_runs: list[Wandb]) -> None:
     assert (wandb.exit_code, mlflow.status) == (1, "FAILED")
 
 
-def test_secrets_are_not_logged_as_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_secrets_are_not_logged_as_settings(monkeypatch):
     monkeypatch.setitem(redaction._values, "hush-hush", "TOKEN")
     optimizer = {"lr": 0.1, "weight_decay": None}
     settings = {
@@ -176,7 +173,7 @@ tracking.open_stores(tracking.complete({"m": node}, LoggedRun(Path("run"), "line
 
 
 @pytest.mark.whole
-def test_parallel_jobs_create_one_database(python: WarmPython) -> None:
+def test_parallel_jobs_create_one_database(python):
     jobs = [python.start("-c", OPENS, stderr=subprocess.PIPE, text=True) for _ in range(2)]
     for job in jobs:
         err = job.communicate(timeout=120)[1]
@@ -185,7 +182,7 @@ def test_parallel_jobs_create_one_database(python: WarmPython) -> None:
         assert sorted(database.execute("select name from experiments")) == [("Default",), ("line",)]
 
 
-def test_without_an_account(capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_an_account(capsys):
     assert main([*FIT, "logger=wandb"]) == 1
     assert "No API key configured" in capsys.readouterr().err
 
@@ -200,7 +197,7 @@ def test_without_an_account(capsys: pytest.CaptureFixture[str]) -> None:
         ("logger=wandb logger.wandb.log_model=all checkpoint_files.asynchronous=true", "", "before it is writt"),
     ],
 )
-def test_mistakes(words: str, absent: str, complaint: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mistakes(words, absent, complaint, monkeypatch):
     monkeypatch.setattr("trainer.packages.is_installed", lambda name: name != absent)
     if not complaint:
         validate(read([*FIT, *words.split()]))
@@ -210,9 +207,7 @@ def test_mistakes(words: str, absent: str, complaint: str, monkeypatch: pytest.M
     assert complaint in str(caught.value)
 
 
-def test_words_of_the_packages_themselves_count(
-    tmp_path: Path, database: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_words_of_the_packages_themselves_count(tmp_path, database, monkeypatch):
     monkeypatch.setenv("WANDB_PROJECT", "theirs")
     node = {"_target_": "lightning.pytorch.loggers.WandbLogger", "project": None, "name": None, "id": "mine"}
     completed = tracking.complete({"w": node, "csv": {}}, LoggedRun(tmp_path / "a", "line"), {"wandb": "x"})

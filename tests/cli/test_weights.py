@@ -23,7 +23,7 @@ def weights(file: str | Path) -> dict[str, torch.Tensor]:
     return state
 
 
-def test_run_starts_with_the_weights_of_another(given: Path, capfd: Any) -> None:
+def test_run_starts_with_the_weights_of_another(given, capfd):
     best = find(Path("given"))
     capfd.readouterr()
     record = fit("second", "weights=given", "optimizer.lr=0.0")
@@ -40,7 +40,7 @@ def test_run_starts_with_the_weights_of_another(given: Path, capfd: Any) -> None
     assert main(["fit", "ckpt=second", "trainer.max_epochs=3"]) == 0  # resumes: nothing is loaded again
 
 
-def test_resumed_run_keeps_its_record(given: Path) -> None:
+def test_resumed_run_keeps_its_record(given):
     again = ["weights=given", "resume=auto"]
     begun = fit("second", *again)
     (given / "run.json").unlink()  # and no best one any more
@@ -50,13 +50,13 @@ def test_resumed_run_keeps_its_record(given: Path) -> None:
 
 
 @pytest.mark.whole
-def test_trainer_of_lightning_is_refused(given: Path, capfd: Any) -> None:
+def test_trainer_of_lightning_is_refused(given, capfd):
     assert main(["fit", "+recipe=line", f"weights={given}", "trainer._target_=lightning.Trainer"]) != 0
     assert "weights with trainer._target_=lightning" in " ".join(capfd.readouterr().err.split())
 
 
 @pytest.mark.whole
-def test_range_test_starts_with_the_weights(project: Path, spawn_is_warm: None) -> None:
+def test_range_test_starts_with_the_weights(project, spawn_is_warm):
     fit("first", "trainer.max_epochs=30")
     words = ["+recipe=line", "tune.steps=10", "tune.min_lr=1e-9", "tune.max_lr=1e-8", "weights=first"]
     assert main(["tune", "lr", *words, "hydra.run.dir=tuned"]) in (0, 1)

@@ -101,7 +101,7 @@ def test_fit(loader, at_once, how, arguments):
     assert_agree(scenario)
 
 
-def test_validation_follows_data_without_a_length_that_ends_inside_a_step() -> None:
+def test_validation_follows_data_without_a_length_that_ends_inside_a_step():
     module = Draws(at_once=2)
     ours(max_epochs=2, num_sanity_val_steps=0).fit(module, LOADERS["unsized"](), LOADERS["sized"]())
     stages = [drawn if drawn == "end" else drawn[0] for drawn in module.drawn]

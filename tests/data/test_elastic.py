@@ -147,7 +147,7 @@ def whole_run(data: Data, layout: Layout, epochs: int) -> list[list[Update]]:
 
 @settings(deadline=None, max_examples=60)
 @given(changes())
-def test_each_update_gets_the_samples_that_it_would_have_got(change: tuple[Data, list[Layout], list[int], int]) -> None:
+def test_each_update_gets_the_samples_that_it_would_have_got(change):
     data, chain, stops, size = change
     whole = whole_run(data, chain[0], 3)
     if not whole[0]:  # drop_last, and too few
@@ -187,9 +187,7 @@ def test_each_update_gets_the_samples_that_it_would_have_got(change: tuple[Data,
 
 @settings(deadline=None, max_examples=60)
 @given(changes(), st.one_of(st.integers(1, 9), st.floats(0.2, 1.0)))
-def test_limits_count_the_batches_of_the_run_that_was_begun(
-    change: tuple[Data, list[Layout], list[int], int], limit: int | float
-) -> None:
+def test_limits_count_the_batches_of_the_run_that_was_begun(change, limit):
     data, (first, second, *_), _, _ = change
     loaders = loaders_of(data, first)
     own = len(loaders[0])
@@ -202,7 +200,7 @@ def test_limits_count_the_batches_of_the_run_that_was_begun(
     assert counted(list(Run(ordered(data, second, order), second).updates(0))) == counted(whole)
 
 
-def test_unconvertible_short_step_is_detected() -> None:
+def test_unconvertible_short_step_is_detected():
     data, first, second = Data(6, False, False), Layout(2, 2, 2), Layout(1, 8, 1)
     order = order_of(data, first)
     # batches of 2 and 1 on each rank: samples of the latter have twice the share
@@ -212,7 +210,7 @@ def test_unconvertible_short_step_is_detected() -> None:
     assert ordered(data, Layout(4, 1, 2), order)[0].sampler.keeps_shares(0)  # type: ignore[attr-defined]
 
 
-def test_rank_without_a_sample_of_the_last_step_repeats_one_with_weight_zero() -> None:
+def test_rank_without_a_sample_of_the_last_step_repeats_one_with_weight_zero():
     data, first, second = Data(14, False, False), Layout(2, 6, 1), Layout(3, 4, 1)
     loaders = ordered(data, second, order_of(data, first))
     assert [[batch.tolist() for batch in loader][-1] for loader in loaders] == [[12], [13], [13]]
@@ -220,7 +218,7 @@ def test_rank_without_a_sample_of_the_last_step_repeats_one_with_weight_zero() -
     assert [loader.sampler.weight_of(0) for loader in loaders] == [None] * 3  # type: ignore[attr-defined]
 
 
-def test_other_samples_are_noticed() -> None:
+def test_other_samples_are_noticed():
     data, first, second = Data(40, True, False), Layout(1, 4, 1), Layout(2, 2, 1)
     run = Run(loaders_of(data, first), first)
     list(run.updates(0, 3))
@@ -245,7 +243,7 @@ def test_other_samples_are_noticed() -> None:
         ),
     ],
 )
-def test_unsupported_divisions(loader: Any, reason: str) -> None:
+def test_unsupported_divisions(loader, reason):
     assert reason in str(not_ordered(loader))
     assert reason in str(SampleOrder.of(loader, 1.0, {0: 1}, 1))
     loader = DataLoader(range(8), shuffle=True)  # type: ignore[arg-type]

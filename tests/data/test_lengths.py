@@ -52,5 +52,5 @@ class OwnLoader(DataLoader[Any]):
         (Stream(), False),
     ],
 )
-def test_exact_lengths(loader: Any, exact: bool) -> None:
+def test_exact_lengths(loader, exact):
     assert has_exact_length(loader) is exact

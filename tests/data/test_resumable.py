@@ -346,32 +346,32 @@ SAMPLED: dict[str, Callable[..., Any]] = {
 
 
 @pytest.mark.parametrize(("kind", "limit"), [*((kind, inf) for kind in SAMPLED), ("own generator", 3)])
-def test_map_style_loader(kind: str, limit: float) -> None:
+def test_map_style_loader(kind, limit):
     assert check(SAMPLED[kind], epochs=3, limit=limit) == by_hand(SAMPLED[kind], 3, limit)
 
 
 @pytest.mark.whole
-def test_workers() -> None:
+def test_workers():
     make = lambda: SAMPLED["shuffled"](num_workers=2, prefetch_factor=1)  # noqa: E731
     assert check(make, epochs=2, only=slice(-6, -1, 3)) == by_hand(make, 2)
 
 
 @pytest.mark.parametrize("kind", ["unbatched", "eager sampler", "own augmentation"])
-def test_workers_and_samplers(kind: str) -> None:
+def test_workers_and_samplers(kind):
     make = lambda: SAMPLED[kind](num_workers=1, in_order=kind == "unbatched")  # noqa: E731  # has no effect on one
     assert check(make, only=slice(1, 4, 2)) == by_hand(make, 2)
 
 
 @pytest.mark.whole
 @pytest.mark.usefixtures("spawn_is_warm")
-def test_workers_that_are_spawned() -> None:
+def test_workers_that_are_spawned():
     make = lambda: DataLoader(Drawn(), 2, shuffle=True, num_workers=1, multiprocessing_context="spawn")  # noqa: E731
     check(make, epochs=1, only=slice(1, 2))
 
 
 @pytest.mark.whole
 @pytest.mark.parametrize(("kind", "limit"), [("eager sampler", inf), ("shuffled", 3)])
-def test_persistent_workers_keep_their_random_states_between_epochs(kind: str, limit: float) -> None:
+def test_persistent_workers_keep_their_random_states_between_epochs(kind, limit):
     """Includes numbers drawn for batches beyond a limit."""
     make = lambda: SAMPLED[kind](num_workers=2, persistent_workers=True, prefetch_factor=1)  # noqa: E731
     assert check(make, epochs=3, limit=limit, only=slice(2, 12, 5)) == by_hand(make, 3, limit)
@@ -381,7 +381,7 @@ def test_persistent_workers_keep_their_random_states_between_epochs(kind: str, l
 
 
 @pytest.mark.parametrize("mode", ["min_size", "max_size", "max_size_cycle"])
-def test_several_loaders(mode: Any) -> None:
+def test_several_loaders(mode):
     def make() -> CombinedLoader:
         generator = seeded()
         sizes = {"a": 4, "b": 9, "c": 6}
@@ -405,7 +405,7 @@ UNSIZED: dict[str, Callable[[], Any]] = {
 
 @pytest.mark.parametrize("limit", [inf, 2])
 @pytest.mark.parametrize("kind", UNSIZED)
-def test_loaders_without_a_length_are_read_one_ahead(kind: str, limit: float) -> None:
+def test_loaders_without_a_length_are_read_one_ahead(kind, limit):
     check(UNSIZED[kind], epochs=3, limit=limit)
 
 
@@ -418,7 +418,7 @@ def test_loaders_without_a_length_are_read_one_ahead(kind: str, limit: float) ->
     ],
     ids=["map-style", "iterable", "replayed"],
 )
-def test_workers_of_other_loaders(make: Any) -> None:
+def test_workers_of_other_loaders(make):
     check(make, only=slice(2, 3))  # the next batch is not that of the first worker
 
 
@@ -440,7 +440,7 @@ STAY = {"num_workers": 2, "persistent_workers": True}
         "own place, limited", "counts samples, limited",
     ],
 )  # fmt: skip
-def test_persistent_workers_continue_in_every_epoch(make: Any, limit: float) -> None:
+def test_persistent_workers_continue_in_every_epoch(make, limit):
     """With their random states and the attributes of their datasets."""
     steps, checkpoints = trained(make, 3, limit)
     end = len(checkpoints) // 3 - 1  # between the first two epochs
@@ -448,7 +448,7 @@ def test_persistent_workers_continue_in_every_epoch(make: Any, limit: float) -> 
         assert resumed(make(), checkpoint, 3, limit) == steps[number:]
 
 
-def test_state_of_persistent_workers_that_cannot_be_stored_is_refused() -> None:
+def test_state_of_persistent_workers_that_cannot_be_stored_is_refused():
     make = lambda: DataLoader(NeverCloses(), 2, num_workers=1, persistent_workers=True)  # noqa: E731
     checkpoint = trained(make, 2)[1][-1][1]
     with pytest.raises(ResumeError, match=r"NeverCloses.source changed in the persistent workers.*=False.*state_dict"):
@@ -468,7 +468,7 @@ def test_state_of_persistent_workers_that_cannot_be_stored_is_refused() -> None:
     ],
     ids=["sampler", "samples", "samples in workers", "iterable", "stateful iterable"],
 )
-def test_attributes_of_samplers_and_datasets_that_change(make: Any) -> None:
+def test_attributes_of_samplers_and_datasets_that_change(make):
     every = 4 * (1 + make().num_workers)  # starting workers takes long
     check(make, epochs=3, only=slice(0, None, every))
     if not isinstance(make().dataset, IterableDataset):
@@ -498,7 +498,7 @@ class Changes(Noisy):
 
 
 @pytest.mark.parametrize("how", [{}, {"num_workers": 1}, STAY], ids=["here", "in workers", "in persistent workers"])
-def test_generators_that_are_created_replaced_or_global(how: dict[str, Any]) -> None:
+def test_generators_that_are_created_replaced_or_global(how):
     check(lambda: DataLoader(Changes(), 2, shuffle=True, **how), epochs=3, only=slice(1, None, 5))
 
 
@@ -532,11 +532,11 @@ class BeginsSampler(Begins):
     ],
     ids=["loader", "dataset", "dataset in workers", "sampler"],
 )
-def test_attributes_that_load_state_dict_sets_for_the_next_pass_are_kept(make: Any) -> None:
+def test_attributes_that_load_state_dict_sets_for_the_next_pass_are_kept(make):
     check(make)
 
 
-def test_sampler_iterated_too_often_by_a_stateful_dataloader_is_refused_inside_an_epoch() -> None:
+def test_sampler_iterated_too_often_by_a_stateful_dataloader_is_refused_inside_an_epoch():
     make = lambda: StatefulDataLoader(Noisy(), 2, sampler=CountsEpochs())  # noqa: E731
     _, checkpoints = trained(make, 1)
     with pytest.raises(ResumeError, match="the sampler changes whenever it is iterated"):
@@ -557,14 +557,14 @@ def test_sampler_iterated_too_often_by_a_stateful_dataloader_is_refused_inside_a
     ],
     ids=["samples", "subset in workers", "persistent", "stream", "persistent stream", "stateful stream"],
 )
-def test_epochs_reach_datasets_in_workers_and_after_a_resume(make: Any) -> None:
+def test_epochs_reach_datasets_in_workers_and_after_a_resume(make):
     steps, checkpoints = trained(make, 3)
     assert [rows[0][0] for _, _, (rows,), _ in steps] == [epoch for epoch, *_ in steps]
     for number, checkpoint in checkpoints[3::4]:
         assert resumed(make(), checkpoint, 3) == steps[number:]
 
 
-def test_reading_the_state_before_a_pass_starts_no_workers() -> None:
+def test_reading_the_state_before_a_pass_starts_no_workers():
     """Lightning reads states for its part of a checkpoint; workers started then would not send their random states."""
     make = lambda: StatefulDataLoader(Noisy(), 2, shuffle=True, num_workers=2)  # noqa: E731
     steps, checkpoints = trained(make, 2)
@@ -586,7 +586,7 @@ def test_reading_the_state_before_a_pass_starts_no_workers() -> None:
 # ----------------------------------------------------------------
 
 
-def test_samples_that_are_skipped_are_not_loaded_in_workers() -> None:
+def test_samples_that_are_skipped_are_not_loaded_in_workers():
     make = lambda: DataLoader(Noisy(8), 2, shuffle=True, num_workers=1)  # noqa: E731
     _, checkpoints = trained(make, 1)
     COUNT.zero_()
@@ -594,7 +594,7 @@ def test_samples_that_are_skipped_are_not_loaded_in_workers() -> None:
     assert COUNT == 2
 
 
-def test_iteration_of_a_loader_with_persistent_workers_yields_plain_batches() -> None:
+def test_iteration_of_a_loader_with_persistent_workers_yields_plain_batches():
     loader = DataLoader(TensorDataset(torch.arange(4)), 2, num_workers=1, persistent_workers=True, worker_init_fn=int)
     before = vars(loader) | {"_iterator": None}
     place = resumable(loader)
@@ -605,7 +605,7 @@ def test_iteration_of_a_loader_with_persistent_workers_yields_plain_batches() ->
     assert [batch[0].tolist() for batch in loader] == [[0, 1], [2, 3]]
 
 
-def test_workers_started_by_the_user_are_used_without_states() -> None:
+def test_workers_started_by_the_user_are_used_without_states():
     def make() -> Any:
         loader = SAMPLED["shuffled"](num_workers=1, persistent_workers=True)
         list(loader)
@@ -618,7 +618,7 @@ def test_workers_started_by_the_user_are_used_without_states() -> None:
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_without_a_position_samples_are_skipped_all_the_same(workers: int) -> None:
+def test_without_a_position_samples_are_skipped_all_the_same(workers):
     loader = DataLoader(Noisy(), 2, num_workers=workers)
     batches = batches_of(loader)
     COUNT.zero_()
@@ -669,7 +669,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], Callable[[], Any], str]] = {
 
 
 @pytest.mark.parametrize("change", REFUSED)
-def test_inexact_loaders_are_refused_inside_an_epoch_only(change: str) -> None:
+def test_inexact_loaders_are_refused_inside_an_epoch_only(change):
     first, make, reason = REFUSED[change]
     _, checkpoints = trained(first, 1)
     with pytest.raises(ResumeError, match=rf"after batch 2 of epoch 0 are not those .*: .*{reason}.*exact_resume"):
@@ -688,13 +688,13 @@ FIXED = TensorDataset(torch.arange(8))
     ("dataset", "before", "after"),
     [(Subset(FIXED, range(7)), 0, 1), (FIXED, 1, 2), (ConcatDataset([FIXED, FIXED]), 1, 0)],
 )
-def test_another_number_of_workers_is_exact_without_random_numbers(dataset: Any, before: int, after: int) -> None:
+def test_another_number_of_workers_is_exact_without_random_numbers(dataset, before, after):
     steps, checkpoints = trained(lambda: shuffled(dataset, num_workers=before), 2)
     number, checkpoint = checkpoints[1]
     assert resumed(shuffled(dataset, num_workers=after), checkpoint, 2) == steps[number:]
 
 
-def test_checkpoint_from_inside_a_batch() -> None:
+def test_checkpoint_from_inside_a_batch():
     def resumed_inside(dataset: Any) -> list[Any]:
         _, checkpoints = trained(lambda: shuffled(dataset), 1)
         epoch, done, state, random_state = torch.load(io.BytesIO(checkpoints[2][1]), weights_only=True)
@@ -707,7 +707,7 @@ def test_checkpoint_from_inside_a_batch() -> None:
         assert len(resumed_inside(Noisy())) == 2
 
 
-def test_workers_that_need_not_keep_the_order_lose_and_repeat_nothing() -> None:
+def test_workers_that_need_not_keep_the_order_lose_and_repeat_nothing():
     make = lambda: shuffled(Noisy(20), num_workers=2, in_order=False)  # noqa: E731
     seed_everything()
     batches = batches_of(make())

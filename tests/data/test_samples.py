@@ -3,7 +3,7 @@
 from collections import UserDict
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -27,7 +27,7 @@ X = torch.arange(10.0).view(5, 2)
 Y = torch.arange(5)
 
 
-def test_tensors_with_the_batchs_length_are_cut() -> None:
+def test_tensors_with_the_batchs_length_are_cut():
     assert torch.equal(samples_of(X, range(1, 3)), X[1:3])
     one, scale = samples_of([X, torch.tensor(2.0)], range(3, 5))
     assert torch.equal(one, X[3:])
@@ -38,7 +38,7 @@ def test_tensors_with_the_batchs_length_are_cut() -> None:
 
 
 @pytest.mark.parametrize("kind", [dict, UserDict])
-def test_mappings(kind: Any) -> None:
+def test_mappings(kind):
     batch = kind({"x": X, "more": (Y, {"deep": Y}), "name": "train", "files": list("abcde"), "other": ["a", "b"]})
     part = samples_of(batch, range(1, 3))
     assert type(part) is kind
@@ -48,7 +48,7 @@ def test_mappings(kind: Any) -> None:
     assert len(batch["x"]) == 5
 
 
-def test_samples_with_indices() -> None:
+def test_samples_with_indices():
     part = samples_of({"x": X, "files": list("abcde"), "scale": torch.tensor(2.0)}, [0, 3])
     assert torch.equal(part["x"], X[[0, 3]])
     assert (part["files"], float(part["scale"])) == (["a", "d"], 2.0)
@@ -57,7 +57,7 @@ def test_samples_with_indices() -> None:
     assert torch.equal(y, Y[:1])
 
 
-def test_values_that_cannot_be_changed() -> None:
+def test_values_that_cannot_be_changed():
     part = samples_of(MappingProxyType({"x": X, "sample": Sample(X, "a")}), range(1, 3))
     assert torch.equal(part["x"], X[1:3])
     assert torch.equal(part["sample"].x, X[1:3])
@@ -76,11 +76,11 @@ def test_values_that_cannot_be_changed() -> None:
         (None, 0),
     ],
 )
-def test_batch_size(batch: Any, size: int) -> None:
+def test_batch_size(batch, size):
     assert batch_size(batch) == size
 
 
-def test_tensors_in_a_batch_have_names() -> None:
+def test_tensors_in_a_batch_have_names():
     @dataclass
     class Item:
         x: Tensor

@@ -24,12 +24,12 @@ def shares(sampler: Sampler[int], processes: int, epoch: int = 0) -> list[list[i
 
 
 @pytest.mark.parametrize("count", [0, 2, 7])
-def test_each_sample_is_one_process_s(count: int) -> None:
+def test_each_sample_is_one_process_s(count):
     found = shares(SequentialSampler(range(count)), 3)
     assert found == [list(range(rank, count, 3)) for rank in range(3)]
 
 
-def test_all_ranks_divide_the_same_order() -> None:
+def test_all_ranks_divide_the_same_order():
     sampler = RandomSampler(range(7))
     first = list(UnpaddedSampler(sampler, 2, 0))
     torch.rand(3)
@@ -54,7 +54,7 @@ class Everywhere(Sampler[int]):
         self.epoch = epoch
 
 
-def test_generators_of_the_process_are_restored() -> None:
+def test_generators_of_the_process_are_restored():
     sampler = Everywhere()
     expected = shares(sampler, 3, epoch=2)
     assert sampler.epoch == 2
@@ -64,7 +64,7 @@ def test_generators_of_the_process_are_restored() -> None:
     assert [list(UnpaddedSampler(sampler, 3, 0, seed=9))] != [expected[0]]
 
 
-def test_sampler_without_a_length_is_refused() -> None:
+def test_sampler_without_a_length_is_refused():
     class Endless(Sampler[int]):
         def __iter__(self) -> Iterator[int]:
             return iter(range(9))

@@ -47,7 +47,7 @@ def arrived(marked: Any) -> Any:
 
 @workers_that_write
 @pytest.mark.parametrize("names", [[], ["torch"], list(DRAWS)], ids=str)
-def test_changed_states_arrive_and_are_restored_in_another_worker(names: list[str], writers: int) -> None:
+def test_changed_states_arrive_and_are_restored_in_another_worker(names, writers):
     states = WorkerStates({}, writers, ahead=1)
     worker = started(memory=states.memory)
     assert states.take(arrived(worker.collate("first"))) == "first"
@@ -77,7 +77,7 @@ def test_changed_states_arrive_and_are_restored_in_another_worker(names: list[st
     assert [DRAWS[name]() for name in names] != following or not names
 
 
-def test_random_numbers_of_user_functions_are_included() -> None:
+def test_random_numbers_of_user_functions_are_included():
     def init(worker: int) -> None:
         random.seed(worker)
 
@@ -91,7 +91,7 @@ def test_random_numbers_of_user_functions_are_included() -> None:
 
 
 @pytest.mark.parametrize("ahead", [1, 4])
-def test_worker_that_is_ahead_keeps_the_last_taken_states(ahead: int) -> None:
+def test_worker_that_is_ahead_keeps_the_last_taken_states(ahead):
     states = WorkerStates({}, 3, ahead)
     worker = started(memory=states.memory)
     for _ in range(2 * ahead + 3):
@@ -104,7 +104,7 @@ def test_worker_that_is_ahead_keeps_the_last_taken_states(ahead: int) -> None:
             assert states.state_dict() == now
 
 
-def test_states_that_are_too_large_for_the_memory_are_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_states_that_are_too_large_for_the_memory_are_sent(monkeypatch):
     own = [random.Random(number) for number in range(8)]
     monkeypatch.setattr(worker_random, "get_worker_info", lambda: SimpleNamespace(dataset=own))
     states = WorkerStates({}, 3, ahead=1)

@@ -14,7 +14,7 @@ def loader(**options: Any) -> DataLoader[Any]:
     return DataLoader(torch.arange(12), **{"num_workers": 1} | options)  # type: ignore[arg-type]
 
 
-def test_dataloaders_that_are_not_bounded() -> None:
+def test_dataloaders_that_are_not_bounded():
     free, alone, own = loader(), loader(num_workers=0), loader(timeout=7)
     with bounded([free, alone, own, range(3)], 5), bounded([free], 9):
         assert "_get_iterator" in vars(free)
@@ -23,7 +23,7 @@ def test_dataloaders_that_are_not_bounded() -> None:
         assert "_get_iterator" not in vars(free)
 
 
-def test_iterator_that_is_bounded_ends_its_workers_with_itself(no_gc: None) -> None:
+def test_iterator_that_is_bounded_ends_its_workers_with_itself(no_gc):
     data = loader()
     with bounded([data], 5):
         iterator = iter(data)
@@ -47,7 +47,7 @@ class Slow:
         return arrived, None
 
 
-def test_patience(clock: Clock) -> None:
+def test_patience(clock):
     slow = Slow(clock, [False, True, *[False] * 8])
     look = workers._BoundedGet(slow, 36)
     assert [look()[0], look()[0]] == [False, True]  # the time of this batch is discarded
@@ -60,7 +60,7 @@ def test_patience(clock: Clock) -> None:
     assert slow.killed == [145.5]  # the hanging worker
 
 
-def test_worker_that_dies_while_its_batch_is_sent() -> None:
+def test_worker_that_dies_while_its_batch_is_sent():
     killed: list[int] = []
 
     class Broken:

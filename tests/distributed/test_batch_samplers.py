@@ -9,7 +9,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
 
-from tests.distributed.ranks import RankError, Ranks
+from tests.distributed.ranks import RankError
 from tests.distributed.setups import only_these_warnings
 from tests.support import make_trainer
 
@@ -41,7 +41,7 @@ class Seen(LightningModule):
         self.seen.append(batch.flatten().tolist())
         self.log("mean", batch.mean(), batch_size=len(batch), sync_dist=True)
 
-    def test_step(self, batch: Tensor, batch_idx: int) -> None:
+    def test_step(self, batch, batch_idx):
         self.validation_step(batch, batch_idx)
 
     def predict_step(self, batch: Tensor, batch_idx: int) -> Tensor:
@@ -88,7 +88,7 @@ def run(command: str, kind: str = "list") -> tuple[list[Any], Any, Any]:
 
 
 @pytest.mark.parametrize("command", ["fit", "validate", "predict"])
-def test_each_batch_of_a_list_goes_to_one_process(ranks: Ranks, command: str) -> None:
+def test_each_batch_of_a_list_goes_to_one_process(ranks, command):
     (first, *first_results), (second, *second_results) = ranks.call(run, command)
     assert (first, second) == ([[6, 2], [0, 1, 5]], [[4]])
     if command == "predict":
@@ -100,7 +100,7 @@ def test_each_batch_of_a_list_goes_to_one_process(ranks: Ranks, command: str) ->
 @pytest.mark.parametrize(
     ("command", "kind"), [("fit", "shuffled"), ("fit", "made by the module"), ("validate", "in order")]
 )
-def test_torchs_batch_sampler_keeps_its_batch_size_and_its_order(ranks: Ranks, command: str, kind: str) -> None:
+def test_torchs_batch_sampler_keeps_its_batch_size_and_its_order(ranks, command, kind):
     (first, *_), (second, *_) = ranks.call(run, command, kind)
     assert [len(batch) for batch in (*first, *second)] == [2, 2, 2, 2]
     if command == "fit":
@@ -113,6 +113,6 @@ def test_torchs_batch_sampler_keeps_its_batch_size_and_its_order(ranks: Ranks, c
 @pytest.mark.parametrize(
     ("command", "remedy"), [("fit", "use_distributed_sampler=False"), ("predict", "Pass a list of batches")]
 )
-def test_batch_sampler_that_cannot_be_divided_is_refused(ranks: Ranks, command: str, remedy: str) -> None:
+def test_batch_sampler_that_cannot_be_divided_is_refused(ranks, command, remedy):
     with pytest.raises(RankError, match=remedy):
         ranks.call(run, command, "custom")

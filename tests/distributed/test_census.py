@@ -13,7 +13,6 @@ from torch.utils.data import DataLoader, Sampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from tests import census
-from tests.distributed.ranks import Ranks
 from tests.support import needs_fsdp2
 from tests.test_census import Case, Points, nested, plateau, train
 from trainer import CheckpointFiles
@@ -84,6 +83,6 @@ def compare(name: str, folder: str) -> list[str]:
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[needs_fsdp2] * name.startswith("fsdp")) for name in CASES])
-def test_state_is_equal_after_a_resume(ranks: Ranks, name: str, tmp_path: Path) -> None:
+def test_state_is_equal_after_a_resume(ranks, name, tmp_path):
     found = ranks.call(compare, name, str(tmp_path))
     assert found == [[], []], "\n".join(f"rank {rank}, {line}" for rank, lines in enumerate(found) for line in lines)

@@ -59,7 +59,7 @@ class Net(Uneven):
         self.calls += 1
         return super().training_step(batch, batch_idx) if self.trainer.training else self.loss(batch)
 
-    def test_step(self, batch: Any, batch_idx: int) -> None:
+    def test_step(self, batch, batch_idx):
         self.log("loss", self.training_step(batch, batch_idx), sync_dist=True)
 
     def configure_optimizers(self) -> Any:
@@ -117,9 +117,7 @@ def assert_equal(found: dict[str, Any], expected: dict[str, Any]) -> None:
         ("ddp folder", "fsdp"), ("ddp file", "fsdp"), ("single folder", "ddp"), ("single file", "fsdp"),
     ],
 )  # fmt: skip
-def test_two_processes_resume_from_any_checkpoint(
-    ranks: Ranks, saved: Saved, tmp_path: Path, name: str, engine: str
-) -> None:
+def test_two_processes_resume_from_any_checkpoint(ranks, saved, tmp_path, name, engine):
     expected = saved(name)[0]
     for rank in ranks.call(fit, tmp_path, engine, "file", Net(), expected["best"], THREE_EPOCHS):
         assert_equal(rank["start"], expected["end"])
@@ -127,14 +125,14 @@ def test_two_processes_resume_from_any_checkpoint(
 
 
 @pytest.mark.parametrize("name", ["fsdp folder", "fsdp file", "ddp folder"])
-def test_one_process_resumes_from_any_checkpoint(saved: Saved, tmp_path: Path, name: str) -> None:
+def test_one_process_resumes_from_any_checkpoint(saved, tmp_path, name):
     expected = saved(name)[0]
     found = fit(tmp_path, "auto", "file", Net(), expected["best"], THREE_EPOCHS, devices=1)
     assert_equal(found["start"], expected["end"])
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_states_of_all_optimizers(ranks: Ranks, tmp_path: Path, name: str) -> None:
+def test_states_of_all_optimizers(ranks, tmp_path, name):
     whole = ranks.call(fit, tmp_path / "w", "fsdp", "folder", Net(name), None, {"max_steps": 2})
     resumed = ranks.call(fit, tmp_path / "r", "fsdp", "file", Net(name), whole[0]["best"], {"max_steps": 3})
     for found, expected in zip(resumed, whole, strict=True):
@@ -142,7 +140,7 @@ def test_states_of_all_optimizers(ranks: Ranks, tmp_path: Path, name: str) -> No
         assert not torch.equal(found["end"]["weights"]["gain"], expected["end"]["weights"]["gain"])
 
 
-def test_sharded_checkpoint_is_a_folder_of_all_ranks(saved: Saved) -> None:
+def test_sharded_checkpoint_is_a_folder_of_all_ranks(saved):
     path = Path(saved("fsdp folder later")[0]["best"])
     manifest = files.read_manifest(path)
     assert manifest is not None
@@ -158,7 +156,7 @@ LATE = {(1, 0), (1, 1)}
 @pytest.mark.parametrize(
     ("form", "none_at", "sync_each_batch"), [("folder later", (), True), ("folder", (), False), ("file", LATE, False)]
 )
-def test_open_window_is_resumed(ranks: Ranks, tmp_path: Path, form: str, none_at: Any, sync_each_batch: bool) -> None:
+def test_open_window_is_resumed(ranks, tmp_path, form, none_at, sync_each_batch):
     """Saved after batch 1 of the second epoch. With ``none_at``, rank 1 had no loss in the window."""
     path, window = tmp_path / "a.ckpt", {"accumulate_grad_batches": 3, "precision": "16-mixed"}
 
@@ -172,7 +170,7 @@ def test_open_window_is_resumed(ranks: Ranks, tmp_path: Path, form: str, none_at
         assert not torch.equal(found["end"]["weights"]["gain"], found["start"]["weights"]["gain"])
 
 
-def test_conversions_of_a_folder_are_resumed(ranks: Ranks, saved: Saved, tmp_path: Path) -> None:
+def test_conversions_of_a_folder_are_resumed(ranks, saved, tmp_path):
     """All continue as the folder and as an asynchronously written one do."""
     expected = saved("fsdp folder")
     conversion.consolidate(Path(expected[0]["best"]), tmp_path / "a.ckpt")

@@ -11,7 +11,7 @@ from torch import distributed
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
 
-from tests.distributed.ranks import RankError, Ranks
+from tests.distributed.ranks import RankError
 from tests.support import Regression, SavesAt, assert_identical, loader_of, make_batches, make_trainer, momentum
 from trainer.checkpoint.loading import process_states_in
 
@@ -142,7 +142,7 @@ def fit_inexactly(name: str, path: Path) -> tuple[dict[str, Any], list[str]]:
 
 
 @pytest.mark.parametrize("name", EXACT)
-def test_resumed_run_equals_an_uninterrupted_one(ranks: Ranks, tmp_path: Path, name: str) -> None:
+def test_resumed_run_equals_an_uninterrupted_one(ranks, tmp_path, name):
     """Weights of processes are saved if they differ."""
     path = tmp_path / "a.ckpt"
     whole, resumed = (ranks.call(fit, name, path, resumes) for resumes in (False, True))
@@ -153,7 +153,7 @@ def test_resumed_run_equals_an_uninterrupted_one(ranks: Ranks, tmp_path: Path, n
 
 
 @pytest.mark.parametrize(("name", "memory"), [("power", "PowerSGDState.error_dict"), ("memory", "Remembers.errors")])
-def test_memory_of_rebuilt_buckets_is_refused(ranks: Ranks, tmp_path: Path, name: str, memory: str) -> None:
+def test_memory_of_rebuilt_buckets_is_refused(ranks, tmp_path, name, memory):
     ranks.call(fit, name, tmp_path / "a.ckpt")
     with pytest.raises(RankError) as error:
         ranks.call(fit, name, tmp_path / "a.ckpt", True)

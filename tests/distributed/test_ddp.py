@@ -13,7 +13,6 @@ from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from torch.utils.data import DataLoader
 
 from tests.distributed import worker
-from tests.distributed.ranks import Ranks
 from tests.distributed.worker import AUTOMATIC, Regression, fit
 from tests.support import SavesAt, make_trainer
 from tests.warm_python import ROOT, WarmPython
@@ -42,7 +41,7 @@ def assert_close(found: dict[str, Any], expected: dict[str, Any], tolerance: flo
     torch.testing.assert_close(found["weights"], expected["weights"], rtol=0, atol=tolerance)
 
 
-def test_two_ranks_equal_one_process_on_the_same_batches(ranks: Ranks) -> None:
+def test_two_ranks_equal_one_process_on_the_same_batches(ranks):
     expected = fit(Regression(), AUTOMATIC, 1)
     assert expected["global_step"] == 6  # windows of 2, 2 and 1 in each of 2 epochs
     assert max(expected["norms"]) > 0.5  # gradients were clipped
@@ -54,7 +53,7 @@ def test_two_ranks_equal_one_process_on_the_same_batches(ranks: Ranks) -> None:
 
 
 @pytest.mark.parametrize("torchrun", [(), ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")])
-def test_launched_ranks_have_the_same_bits(python: WarmPython, tmp_path: Path, ranks: Ranks, torchrun: Any) -> None:
+def test_launched_ranks_have_the_same_bits(python, tmp_path, ranks, torchrun):
     found = launch(python, tmp_path, *torchrun)
     assert [(rank["rank"], rank["world_size"]) for rank in found] == [(0, 2), (1, 2)]
     for rank, expected in zip(found, ranks.call(fit, Regression(), AUTOMATIC), strict=True):
@@ -86,7 +85,7 @@ class Unfreeze(Callback):
 
 
 @pytest.mark.parametrize(("inside", "window"), [(False, 1), (True, 4)])
-def test_parameters_unfrozen_later_are_averaged(ranks: Ranks, tmp_path: Path, inside: bool, window: int) -> None:
+def test_parameters_unfrozen_later_are_averaged(ranks, tmp_path, inside, window):
     path, arguments = tmp_path / "middle.ckpt", {"callbacks": [Unfreeze(inside)], "accumulate_grad_batches": window}
     expected = fit(Regression(), arguments, 1)
     assert not torch.equal(Regression().net[0].weight, expected["weights"]["net.0.weight"])
@@ -98,7 +97,7 @@ def test_parameters_unfrozen_later_are_averaged(ranks: Ranks, tmp_path: Path, in
         assert_close(resumed[rank], whole[rank], 0.0)
 
 
-def test_none_with_find_unused_parameters(ranks: Ranks) -> None:
+def test_none_with_find_unused_parameters(ranks):
     """The forward had no tensors in None, so that DDP took all parameters for unused."""
     arguments = {"accumulate_grad_batches": 3, "max_epochs": 1}
     unused = {"strategy": "ddp_find_unused_parameters_true"}
@@ -130,7 +129,7 @@ def select_best(folder: Path) -> tuple[str, float, str, int]:
     return Path(saver.best_model_path).name, saver.best_model_score.item(), str(trainer.ckpt_path), trainer.global_step
 
 
-def test_checkpoint_is_selected_by_the_metric_of_rank_0(ranks: Ranks, tmp_path: Path) -> None:
+def test_checkpoint_is_selected_by_the_metric_of_rank_0(ranks, tmp_path):
     name = "epoch=1-loss_of_rank=1.ckpt"
     assert ranks.call(select_best, tmp_path) == [(name, 1.0, str(tmp_path / name), 3)] * 2
     assert [path.name for path in tmp_path.iterdir()] == [name]
@@ -144,7 +143,7 @@ def stop_early(folder: Path, start: Path | None) -> tuple[int, dict[str, Any]]:
     return trainer.current_epoch, stops.state_dict()
 
 
-def test_early_stop_by_a_metric_of_one_rank_is_resumed(ranks: Ranks, tmp_path: Path) -> None:
+def test_early_stop_by_a_metric_of_one_rank_is_resumed(ranks, tmp_path):
     whole = ranks.call(stop_early, tmp_path, None)
     assert [(epochs, state["wait_count"]) for epochs, state in whole] == [(3, 1), (3, 2)]
     assert ranks.call(stop_early, tmp_path, tmp_path / "epoch=1.ckpt") == whole

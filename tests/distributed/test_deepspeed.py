@@ -244,7 +244,7 @@ def by_ddp(ranks: Ranks) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(("number", "strategy"), list(zip((0, 1, 0, 1), STRATEGIES, strict=True)), ids=str)
-def test_weights_are_those_of_ddp(ranks: Ranks, by_ddp: list[Any], number: int, strategy: dict[str, Any]) -> None:
+def test_weights_are_those_of_ddp(ranks, by_ddp, number, strategy):
     (setup, arguments), ddp = SETUPS[number], by_ddp[number]
     for rank in fit(ranks, setup, strategy, **arguments):
         torch.testing.assert_close(rank["weights"], ddp["weights"], rtol=0, atol=1e-6)
@@ -259,7 +259,7 @@ def test_weights_are_those_of_ddp(ranks: Ranks, by_ddp: list[Any], number: int, 
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES[:3:2], ids=str)
-def test_overflow_on_one_process_skips_on_both(ranks: Ranks, strategy: dict[str, Any]) -> None:
+def test_overflow_on_one_process_skips_on_both(ranks, strategy):
     setup = Setup(optimizer="adamw", schedule="step", overflow=(1, 0, 3))
     first, second = fit(ranks, setup, strategy, precision="16-mixed", gradient_clip_val=100.0)
     skipped, scales, next_scales, rates = zip(*first["outcomes"], strict=True)
@@ -281,7 +281,7 @@ def test_overflow_on_one_process_skips_on_both(ranks: Ranks, strategy: dict[str,
 
 
 @pytest.mark.representative
-def test_scale_that_changes_changes_nothing_else(ranks: Ranks) -> None:
+def test_scale_that_changes_changes_nothing_else(ranks):
     """DeepSpeed would halve the gradients (and the norm at stage 3) of each step that doubles the scale."""
     setup = Setup(optimizer="sgd")
     changing, fixed = (
@@ -295,7 +295,7 @@ def test_scale_that_changes_changes_nothing_else(ranks: Ranks) -> None:
     assert changing["metrics"]["amp/scale"] == changing["outcomes"][-1][1]
 
 
-def test_unsupported_features_of_deepspeed_are_refused(ranks: Ranks, tmp_path: Path) -> None:
+def test_unsupported_features_of_deepspeed_are_refused(ranks, tmp_path):
     for messages in ranks.call(refusals, str(tmp_path)):
         assert all(part in message for part, message in messages), messages
 
@@ -341,7 +341,7 @@ def assert_continues(resumed: list[dict[str, Any]], whole: list[dict[str, Any]],
 
 
 @pytest.mark.parametrize("name", ["stage 3 file", "stage 2 folder"])
-def test_resumed_run_ends_as_the_whole_one(ranks: Ranks, saved: dict[str, Saved], name: str) -> None:
+def test_resumed_run_ends_as_the_whole_one(ranks, saved, name):
     setup, strategy, arguments = setup_of(name)
     assert_continues(fit(ranks, setup, strategy, ckpt_path=str(saved[name].path), **arguments), saved[name].results)
 
@@ -350,16 +350,14 @@ def test_resumed_run_ends_as_the_whole_one(ranks: Ranks, saved: dict[str, Saved]
     ("written", "read"),
     [("ddp file", "stage 3 file"), ("stage 2 file", "ddp file"), ("stage 3 folder", "stage 1 folder")],
 )
-def test_other_engines_resume_from_its_checkpoint(
-    ranks: Ranks, saved: dict[str, Saved], written: str, read: str
-) -> None:
+def test_other_engines_resume_from_its_checkpoint(ranks, saved, written, read):
     setup, strategy, arguments = setup_of(read)
     resumed = fit(ranks, setup, strategy, ckpt_path=str(saved[written].path), **arguments)
     assert_continues(resumed, saved[written].results, 1e-3 if "folder" in read else 1e-6)
 
 
 @pytest.mark.parametrize("name", AS_FOLDER)
-def test_folder_becomes_one_file_and_back(ranks: Ranks, saved: dict[str, Saved], tmp_path: Path, name: str) -> None:
+def test_folder_becomes_one_file_and_back(ranks, saved, tmp_path, name):
     folder, file = saved[name].path, tmp_path / "whole.ckpt"
     assert {"manifest.json", "state.ckpt", "latest", "zero_to_fp32.py"} <= {path.name for path in folder.iterdir()}
     assert main(["consolidate", str(folder), str(file)]) == 0
@@ -370,7 +368,7 @@ def test_folder_becomes_one_file_and_back(ranks: Ranks, saved: dict[str, Saved],
     assert_continues(fit(ranks, setup, strategy, ckpt_path=str(file), **arguments), saved[name].results)
 
 
-def test_untrusted_folder_runs_no_code(ranks: Ranks, saved: dict[str, Saved], tmp_path: Path) -> None:
+def test_untrusted_folder_runs_no_code(ranks, saved, tmp_path):
     name = "stage 2 folder"
     folder = tmp_path / "a.ckpt"
     shutil.copytree(saved[name].path, folder)
@@ -399,7 +397,7 @@ def test_untrusted_folder_runs_no_code(ranks: Ranks, saved: dict[str, Saved], tm
     ],
     ids=["EMA", "checkpointing", "throughput", "alignment"],
 )
-def test_callbacks_equal_those_under_ddp(ranks: Ranks, tmp_path: Path, stage: int, callback: Any) -> None:
+def test_callbacks_equal_those_under_ddp(ranks, tmp_path, stage, callback):
     ours, ddp = (
         fit(
             ranks, Setup(optimizer="adamw"), strategy, enable_checkpointing=True,
@@ -414,26 +412,26 @@ def test_callbacks_equal_those_under_ddp(ranks: Ranks, tmp_path: Path, stage: in
     assert {path.name for path in (tmp_path / "ours").iterdir()} == {"epoch=0.ckpt", "epoch=1.ckpt"}
 
 
-def test_bfloat16_weights_equal_those_of_ddp(ranks: Ranks) -> None:
+def test_bfloat16_weights_equal_those_of_ddp(ranks):
     ours, ddp = (fit(ranks, Setup(), one, precision="bf16-mixed")[0] for one in ({"stage": 3}, "ddp"))
     torch.testing.assert_close(ours["weights"], ddp["weights"], rtol=0, atol=2e-2)
     assert ours["outcomes"] == ddp["outcomes"]
 
 
-def test_evaluation_counts_each_sample_once(ranks: Ranks) -> None:
+def test_evaluation_counts_each_sample_once(ranks):
     ours, ddp, third = (ranks.call(evaluate, one) for one in ({"stage": 2}, "ddp", {"stage": 3}))
     assert ours[0] == pytest.approx(ddp[0])
     assert "Got processes with 1 to 3 validation batches, expected the same number in each" in third[0]
 
 
-def test_signal_ends_both_at_the_same_batch_and_saves(ranks: Ranks, tmp_path: Path) -> None:
+def test_signal_ends_both_at_the_same_batch_and_saves(ranks, tmp_path):
     first, second = ranks.call(end_by_signal, str(tmp_path))
     assert 2 <= first == second < 5  # which would be an epoch
     (saved,) = tmp_path.glob("*.ckpt")
     assert torch.load(saved, weights_only=True)["global_step"] == first
 
 
-def test_open_window_is_restarted(ranks: Ranks, tmp_path: Path) -> None:
+def test_open_window_is_restarted(ranks, tmp_path):
     """Of batches 0 to 4 in windows of two; saved after batch 2."""
     setup, strategy, arguments = Setup(), {"stage": 2}, {"accumulate_grad_batches": 2, "max_epochs": 1}
     assert ranks.call(save, setup, strategy, "file", str(tmp_path), arguments)[0]["counts"] == (3, 0)
@@ -442,7 +440,7 @@ def test_open_window_is_restarted(ranks: Ranks, tmp_path: Path) -> None:
     assert any("starts another window" in message for message in resumed["warned"])
 
 
-def test_module_of_the_meta_device_is_filled(ranks: Ranks) -> None:
+def test_module_of_the_meta_device_is_filled(ranks):
     first, second = ranks.call(fit_on_meta, {"stage": 3})
     (expected, _) = ranks.call(fit_on_meta, "ddp")
     torch.testing.assert_close(first, expected, rtol=0, atol=1e-6)

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader, IterableDataset
 
-from tests.distributed.ranks import RankError, Ranks
+from tests.distributed.ranks import RankError
 from tests.distributed.setups import Uneven, only_these_warnings
 from tests.support import assert_identical, loader_of, make_trainer, needs_fsdp2
 
@@ -116,7 +116,7 @@ def fit(
 
 
 @pytest.mark.parametrize("engine", ["ddp", pytest.param("fsdp", marks=needs_fsdp2)])
-def test_uneven_inputs_train_all_batches(ranks: Ranks, engine: str) -> None:
+def test_uneven_inputs_train_all_batches(ranks, engine):
     """A rank without further batches takes part in the others' steps; values of single batches are not reduced."""
     first, second = ranks.call(fit, engine, "own", [[2], [5]], 2)
     assert (first["seen"], second["seen"]) == ([0, 1], [0, 1, 2, 3, 4])
@@ -135,9 +135,7 @@ def test_uneven_inputs_train_all_batches(ranks: Ranks, engine: str) -> None:
         pytest.param("fsdp", [[2, 7], [6, 3]], 2, None, marks=needs_fsdp2),
     ],
 )
-def test_all_ranks_end_with_the_last_batch_of_any(
-    ranks: Ranks, engine: str, counts: list[list[int]], window: int, length: int | None
-) -> None:
+def test_all_ranks_end_with_the_last_batch_of_any(ranks, engine, counts, window, length):
     for found, expected in zip(
         ranks.call(fit, engine, length, counts, window), ranks.call(fit, engine, "exact", counts, window), strict=True
     ):
@@ -154,9 +152,7 @@ def test_all_ranks_end_with_the_last_batch_of_any(
         pytest.param("fsdp", "own", ("SGD", False, "norm"), "'net.1', which is a SyncBatchNorm,", marks=needs_fsdp2),
     ],
 )
-def test_runs_that_need_as_many_batches_in_each_process(
-    ranks: Ranks, engine: str, length: Any, module: Any, named: str
-) -> None:
+def test_runs_that_need_as_many_batches_in_each_process(ranks, engine, length, module, named):
     """Uneven inputs are refused if a process without a batch cannot take part in a forward pass of the others."""
     start = "Got 2 to 5 training batches per process" if length == "own" else "A process has 2 training batches"
     with pytest.raises(RankError, match=rf"{start}.*{named}.*limit_train_batches=2"):
@@ -168,7 +164,7 @@ def test_runs_that_need_as_many_batches_in_each_process(
 
 
 @pytest.mark.parametrize("length", [8, None])
-def test_epoch_without_a_batch_on_any_rank_is_an_error_on_all(ranks: Ranks, length: int | None) -> None:
+def test_epoch_without_a_batch_on_any_rank_is_an_error_on_all(ranks, length):
     with pytest.raises(RankError) as error:
         ranks.call(fit, "ddp", length, [[0], [0]])
     assert str(error.value).count("yielded no batch in epoch 0. There is nothing to train on") >= 2
@@ -178,7 +174,7 @@ def test_epoch_without_a_batch_on_any_rank_is_an_error_on_all(ranks: Ranks, leng
 
 
 @pytest.mark.parametrize("engine", ["ddp", pytest.param("fsdp", marks=needs_fsdp2)])
-def test_window_that_stops_early_is_used(ranks: Ranks, engine: str) -> None:
+def test_window_that_stops_early_is_used(ranks, engine):
     stopped = ranks.call(fit, engine, "exact", [[8], [8]], 4, (), 5)
     for found, whole in zip(stopped, ranks.call(fit, engine, "exact", [[6], [6]], 4), strict=True):
         assert found["counts"] == whole["counts"] == (2, 2, 6)

@@ -244,7 +244,7 @@ def updates(ranks: list[dict[str, Any]]) -> dict[int, Counter[int]]:
 
 
 @pytest.mark.parametrize("run", RESUMED)
-def test_resumed_run_equals_the_uninterrupted_run(results: Results, run: Run) -> None:
+def test_resumed_run_equals_the_uninterrupted_run(results, run):
     """Compares the samples of each step, weights, counters, metrics, validations, and the accumulation."""
     assert run.start is not None
     first, ranks = origin(run), results(run.name)
@@ -273,7 +273,7 @@ def test_resumed_run_equals_the_uninterrupted_run(results: Results, run: Run) ->
 
 
 @needs_fsdp2
-def test_processes_that_share_their_samples_count_them_once(results: Results) -> None:
+def test_processes_that_share_their_samples_count_them_once(results):
     shared, whole = results("sharing two"), results("two")[0]
     assert updates(shared[:1]) == updates(shared[1:])
     for rank in shared:

@@ -8,7 +8,6 @@ import random
 from collections.abc import Iterator
 from dataclasses import replace
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -86,7 +85,7 @@ def tolerance_of(setup: Setup, engine: str) -> float:
 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("seed", [pytest.param(4, marks=pytest.mark.representative), *SEEDS[:4], *SEEDS[5:]])
-def test_random_fit_equals_the_hand_written_loop(ranks: Ranks, seed: int, engine: str) -> None:
+def test_random_fit_equals_the_hand_written_loop(ranks, seed, engine):
     setup = draw(seed)
     ours, theirs = traces(ranks, setup, engine, diagnoses=seed not in COVERING)
     for found, expected in zip(ours, theirs, strict=True):
@@ -95,7 +94,7 @@ def test_random_fit_equals_the_hand_written_loop(ranks: Ranks, seed: int, engine
 
 @needs_fsdp2
 @pytest.mark.skipif(find_spec("torchao") is None, reason="needs torchao")
-def test_float8_is_that_of_one_device(ranks: Ranks) -> None:
+def test_float8_is_that_of_one_device(ranks):
     setup = Setup("fp8-mixed", windows=(2, 1), clip="norm", none=frozenset({(1, 1, 0)}))
     alone, sixteen = setups.fit(setup, "single"), setups.fit(replace(setup, precision="bf16-mixed"), "single")
     assert not torch.allclose(alone.weights[-1]["net.1.up.weight"], sixteen.weights[-1]["net.1.up.weight"], atol=1e-4)
@@ -106,7 +105,7 @@ def test_float8_is_that_of_one_device(ranks: Ranks) -> None:
 
 
 @pytest.mark.parametrize("precision", TOLERANCES)
-def test_fused_sgd_under_ddp_equals_the_hand_written_loop(ranks: Ranks, precision: str) -> None:
+def test_fused_sgd_under_ddp_equals_the_hand_written_loop(ranks, precision):
     setup = Setup(precision, "sgd-fused", windows=(2, 1), clip="norm", schedule="step", overflow=(1, 0, 2), guard=True)
     for found, expected in zip(*traces(ranks, setup, "ddp"), strict=True):
         assert found.skipped.count(True) == 1
@@ -131,18 +130,14 @@ WITHOUT_LOSS = {
 
 @pytest.mark.parametrize("engine", ENGINES[1:])
 @pytest.mark.parametrize("setup", WITHOUT_LOSS.values(), ids=WITHOUT_LOSS)
-def test_batches_without_a_loss_on_one_rank_keep_the_loss_of_the_others(
-    ranks: Ranks, setup: Setup, engine: str
-) -> None:
+def test_batches_without_a_loss_on_one_rank_keep_the_loss_of_the_others(ranks, setup, engine):
     for found, expected in zip(*traces(ranks, setup, engine), strict=True):
         assert not any(found.skipped)
         assert_same(found, expected, TOLERANCES[setup.precision])
 
 
 @pytest.mark.parametrize(("seed", "engine"), RESUMED)
-def test_fit_resumed_anywhere_equals_the_uninterrupted_fit(
-    ranks: Ranks, tmp_path: Path, seed: int, engine: str
-) -> None:
+def test_fit_resumed_anywhere_equals_the_uninterrupted_fit(ranks, tmp_path, seed, engine):
     """Compares weights, buffers, optimizers, scale and counters, with dropout and a random order of the batches."""
     setup = replace(draw(seed), noisy=True)
     pick, each = random.Random(seed), 2 if engine == "single" else 1
@@ -173,9 +168,7 @@ def test_fit_resumed_anywhere_equals_the_uninterrupted_fit(
         *(pytest.param(seed, *pair, marks=pytest.mark.nightly) for seed in range(13, 106) for pair in OTHER_ENGINE),
     ],
 )  # fmt: skip
-def test_fit_is_resumed_under_the_other_engine(
-    ranks: Ranks, tmp_path: Path, seed: int, engine: str, sharded: bool
-) -> None:
+def test_fit_is_resumed_under_the_other_engine(ranks, tmp_path, seed, engine, sharded):
     """Resume at the end of an epoch, without BatchNorm, because only DDP broadcasts its buffers."""
     setup = draw(seed)
     other = {"ddp": "fsdp", "fsdp": "ddp"}[engine]
@@ -188,19 +181,19 @@ def test_fit_is_resumed_under_the_other_engine(
 
 
 @needs_fsdp2
-def test_unused_gradients_are_not_resumed_under_the_other_engine(ranks: Ranks, tmp_path: Path) -> None:
+def test_unused_gradients_are_not_resumed_under_the_other_engine(ranks, tmp_path):
     """In this manual optimization, the backward pass of one optimizer leaves gradients for the other one."""
     setup = draw(10)
     with pytest.raises(RankError, match=r"gradients that no optimizer step has used.*Trainer\(exact_resume=False\)"):
         ranks.call(setups.fit_and_resume, setup, "fsdp", str(tmp_path), [setup.batches - 1], [], 2, False, "ddp")
 
 
-def test_process_without_a_batch_takes_part_in_ddps_forward_on_a_gpu_too(ranks: Ranks) -> None:
+def test_process_without_a_batch_takes_part_in_ddps_forward_on_a_gpu_too(ranks):
     assert ranks.call(setups.forward_nothing_on_a_gpu) == [[1.0], [1.0]]  # the first one's buffer
 
 
 @pytest.mark.parametrize("engine", ["ddp", FSDP])
-def test_keeps_a_synchronized_batch_norm(ranks: Ranks, engine: str) -> None:
+def test_keeps_a_synchronized_batch_norm(ranks, engine):
     for classes in ranks.call(setups.classes_after_test, engine):
         assert classes == ["Linear", "SyncBatchNorm"]
 
@@ -224,9 +217,7 @@ SHARES = {"hsdp": 4, "2d": 2}
 )
 @needs_fsdp2
 @pytest.mark.parametrize("engine", ["hsdp", "2d"])
-def test_fit_on_four_ranks_equals_the_hand_written_loop(
-    four: Ranks, tmp_path: Path, setup: Setup, tolerance: float, engine: str
-) -> None:
+def test_fit_on_four_ranks_equals_the_hand_written_loop(four, tmp_path, setup, tolerance, engine):
     """One parameter has an infinite gradient in the batch of one rank. Clipping uses one norm for all ranks."""
     inside_a_window = setup.batches
     ours = four.call(setups.fit_and_resume, setup, engine, str(tmp_path), [inside_a_window], [], SHARES[engine], True)

@@ -79,7 +79,7 @@ class Module(LightningModule):
     def validation_step(self, batch: Tensor, batch_idx: int, dataloader_idx: int = 0) -> None:
         self.evaluate(batch, dataloader_idx)
 
-    def test_step(self, batch: Tensor, batch_idx: int, dataloader_idx: int = 0) -> None:
+    def test_step(self, batch, batch_idx, dataloader_idx=0):
         self.evaluate(batch, dataloader_idx)
 
     def predict_step(self, batch: Tensor, batch_idx: int) -> Tensor:
@@ -320,7 +320,7 @@ def assert_same(found: list[dict[str, float]], expected: list[dict[str, float]])
 
 
 @pytest.mark.parametrize("name", PASSES)
-def test_logged_values_of_several_ranks_equal_those_of_one_process(validated: Validate, name: str) -> None:
+def test_logged_values_of_several_ranks_equal_those_of_one_process(validated, name):
     """Means, sums, extremes and metric objects, with and without ``sync_dist``; a rank may have no batch."""
     (expected,) = validated(name, "auto")
     ranks = validated(name, "ddp")
@@ -333,7 +333,7 @@ def test_logged_values_of_several_ranks_equal_those_of_one_process(validated: Va
         assert rank["callback_metrics"] == pytest.approx(ranks[0]["callback_metrics"], abs=1e-6)
 
 
-def test_hooks_run_for_the_batches_of_a_process(validated: Validate) -> None:
+def test_hooks_run_for_the_batches_of_a_process(validated):
     """Callbacks decide by ``num_val_batches``, the largest of all processes, whether there is a validation."""
     five, one = validated("five", "ddp"), validated("one", "ddp")
     assert [rank["seen"] for rank in five + one] == [[0.0, 2.0, 4.0], [1.0, 3.0], [0.0], []]
@@ -342,20 +342,20 @@ def test_hooks_run_for_the_batches_of_a_process(validated: Validate) -> None:
     assert [rank["num_val_batches"] for rank in five + one] == [[3], [3], [1], [1]]
 
 
-def test_values_of_single_batches_are_reduced_if_both_ranks_have_the_batch(validated: Validate) -> None:
+def test_values_of_single_batches_are_reduced_if_both_ranks_have_the_batch(validated):
     """Ranks have the values 0 and 1, 2 and 3, and 4 alone. With unknown lengths no value is reduced."""
     assert [rank["each"] for rank in validated("five", "ddp")] == [[0.5, 2.5, 4.0], [0.5, 2.5]]
     assert [rank["each"] for rank in validated("stream", "ddp")] == [[0.0, 2.0, 4.0], [1.0, 3.0]]
 
 
 @pytest.mark.parametrize("name", ["limit 1", "limit 0.5", "limit 0.5 of three"])
-def test_limits_count_the_batches_of_a_process(validated: Validate, name: str) -> None:
+def test_limits_count_the_batches_of_a_process(validated, name):
     for number, rank in enumerate(validated(name, "ddp")):
         assert rank["seen"] == [float(number)]
         assert rank["results"][0]["mean"] == 0.5
 
 
-def test_padding_and_samplers_divided_by_the_user_equal_lightnings(validated: Validate) -> None:
+def test_padding_and_samplers_divided_by_the_user_equal_lightnings(validated):
     """Padded, both ranks have three samples. Without ``sync_dist`` each rank has its own value."""
     assert [rank["seen"] for rank in validated("distributed sampler", "ddp")] == [[0.0, 2.0, 4.0], [1.0, 3.0, 0.0]]
     assert [rank["seen"] for rank in validated("not divided", "ddp")] == [[0.0, 1.0, 2.0, 3.0, 4.0]] * 2
@@ -367,7 +367,7 @@ def test_padding_and_samplers_divided_by_the_user_equal_lightnings(validated: Va
 
 
 @pytest.mark.parametrize("engine", ["ddp", pytest.param("fsdp", marks=needs_fsdp2)])
-def test_test_predict_and_steps_that_draw_their_batches(ranks: Ranks, engine: str) -> None:
+def test_test_predict_and_steps_that_draw_their_batches(ranks, engine):
     expected, found = evaluate("auto"), ranks.call(evaluate, engine)
     assert sorted(x for rank in found for x in rank["seen"]) == expected["seen"]
     for rank in found:
@@ -380,7 +380,7 @@ def test_test_predict_and_steps_that_draw_their_batches(ranks: Ranks, engine: st
 
 
 @pytest.mark.parametrize("engine", ["ddp", pytest.param("fsdp", marks=needs_fsdp2)])
-def test_fit_chooses_its_checkpoint_by_the_whole_data(ranks: Ranks, tmp_path: Path, engine: str) -> None:
+def test_fit_chooses_its_checkpoint_by_the_whole_data(ranks, tmp_path, engine):
     """All ranks evaluate with the buffers of the first. The schedule monitors ``of_rank``, 0 and 1 on the ranks."""
     expected = fit("auto", tmp_path, (5,))
     first, second = ranks.call(fit, engine, tmp_path, (5,))
@@ -398,13 +398,13 @@ def test_fit_chooses_its_checkpoint_by_the_whole_data(ranks: Ranks, tmp_path: Pa
 
 
 @pytest.mark.parametrize("engine", ["ddp", pytest.param("fsdp", marks=needs_fsdp2)])
-def test_rank_without_a_batch_takes_part_in_a_fit(ranks: Ranks, tmp_path: Path, engine: str) -> None:
+def test_rank_without_a_batch_takes_part_in_a_fit(ranks, tmp_path, engine):
     expected = fit("auto", tmp_path, (1,))
     for rank in ranks.call(fit, engine, tmp_path, (1,)):
         assert (rank["best"], rank["score"]) == (expected["best"], expected["score"])
 
 
-def test_several_dataloaders_and_validations_inside_an_epoch(ranks: Ranks, tmp_path: Path) -> None:
+def test_several_dataloaders_and_validations_inside_an_epoch(ranks, tmp_path):
     """In each of three dataloaders, one rank has one batch more."""
     for rank in ranks.call(fit, "ddp", tmp_path, (5, 5, 5), (), "plain/dataloader_idx_2"):
         assert rank["score"] == 2.0
@@ -419,7 +419,7 @@ def test_several_dataloaders_and_validations_inside_an_epoch(ranks: Ranks, tmp_p
         *(pytest.param(name, "fsdp", marks=needs_fsdp2) for name in ("gather", "gather, even")),
     ],
 )
-def test_collectives_in_an_evaluation_with_uneven_inputs(ranks: Ranks, name: str, engine: str) -> None:
+def test_collectives_in_an_evaluation_with_uneven_inputs(ranks, name, engine):
     """By ``self.all_gather``, ``torch.distributed``, and metric objects. Under FSDP, those of forwards do not count.
 
     Gathered tensors of different shapes would end a process of gloo, and wait or have wrong values with NCCL.
@@ -437,7 +437,7 @@ def test_collectives_in_an_evaluation_with_uneven_inputs(ranks: Ranks, name: str
 
 @needs_fsdp2
 @pytest.mark.parametrize("name", SHARDED)
-def test_sharded_ranks_run_the_same_collectives(validated: Validate, name: str) -> None:
+def test_sharded_ranks_run_the_same_collectives(validated, name):
     (expected,) = validated(name, "auto")
     for found, ddp in zip(validated(name, "fsdp"), validated(name, "ddp"), strict=True):
         assert found["seen"] == ddp["seen"]

@@ -25,7 +25,7 @@ def run(python: WarmPython, *arguments: str) -> tuple[int, str]:
     return process.returncode, output
 
 
-def test_rank_that_raises_ends_a_sleeping_rank(python: WarmPython) -> None:
+def test_rank_that_raises_ends_a_sleeping_rank(python):
     status, output = run(python, "ddp", "0", "training", "raises")
     assert status == 1
     assert "ValueError: rank 0 has failed" in output
@@ -40,9 +40,7 @@ def test_rank_that_raises_ends_a_sleeping_rank(python: WarmPython) -> None:
         pytest.param("deepspeed", "training", marks=[needs_deepspeed, pytest.mark.nightly]),
     ],
 )
-def test_killed_rank_is_named_and_ends_a_sleeping_rank(
-    python: WarmPython, request: pytest.FixtureRequest, strategy: str, phase: str
-) -> None:
+def test_killed_rank_is_named_and_ends_a_sleeping_rank(python, request, strategy, phase):
     if strategy == "deepspeed":
         request.getfixturevalue("deepspeed_loaded")
     status, output = run(python, strategy, "1", phase, "dies")
@@ -51,7 +49,7 @@ def test_killed_rank_is_named_and_ends_a_sleeping_rank(
     assert "was killed by SIGKILL. The others end, too." in output
 
 
-def test_kill_of_rank_0_ends_a_sleeping_rank(python: WarmPython) -> None:
+def test_kill_of_rank_0_ends_a_sleeping_rank(python):
     status, output = run(python, "ddp", "0", "training", "dies")
     assert status == -9
     assert "has died during the run. Local rank 1 cannot continue without it, and exits." in output

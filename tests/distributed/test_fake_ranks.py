@@ -21,7 +21,7 @@ def run(python: WarmPython, worker: Any, folder: Path, *words: str) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
 
 
-def test_step_of_many_processes(python: WarmPython, tmp_path: Path) -> None:
+def test_step_of_many_processes(python, tmp_path):
     size = 64
     run(python, fake_worker, tmp_path, str(size), str(tmp_path / "found"))
     found = json.loads((tmp_path / "found").read_text())
@@ -33,7 +33,7 @@ def test_step_of_many_processes(python: WarmPython, tmp_path: Path) -> None:
     assert state["parameters"] == pytest.approx(552_256 / size, rel=0.05)  # weights of fewer rows than there are ranks
 
 
-def test_table_of_a_model_without_values(python: WarmPython, tmp_path: Path) -> None:
+def test_table_of_a_model_without_values(python, tmp_path):
     run(python, fake_worker, tmp_path, "16", str(tmp_path / "found"), "hsdp")
     found = json.loads((tmp_path / "found").read_text())
     whole, window = 4 * found["parameters"], 12  # a window's sums are three numbers
@@ -45,7 +45,7 @@ def test_table_of_a_model_without_values(python: WarmPython, tmp_path: Path) -> 
     assert whole / 8 * 4 <= found["after"] < whole / 8 * 5  # weights, gradients, and two states
 
 
-def test_own_work_is_independent_of_the_world_size(python: WarmPython, tmp_path: Path) -> None:
+def test_own_work_is_independent_of_the_world_size(python, tmp_path):
     """A fit on several nodes that looks for a checkpoint, logs, validates, and saves sharded checkpoints."""
     sizes = 8, 8, 512  # the first time, modules are imported
     run(python, growth_worker, tmp_path, str(tmp_path / "found"), *map(str, sizes))

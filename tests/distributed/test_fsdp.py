@@ -11,7 +11,6 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from tests.distributed.ranks import Ranks
 from tests.distributed.worker import Uneven, fit, whole
 from tests.support import needs_fsdp2
 from trainer import FSDP2Strategy
@@ -201,7 +200,7 @@ def fit_scenario(scenario: Scenario, engine: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS.values(), ids=SCENARIOS)
-def test_fsdp_equals_ddp(ranks: Ranks, scenario: Scenario) -> None:
+def test_fsdp_equals_ddp(ranks, scenario):
     results = ranks.call(fit_scenario, scenario, "sharded")
     for found, expected in zip(results, ranks.call(fit_scenario, scenario, "ddp"), strict=True):
         assert all(torch.isfinite(value).all() for value in expected["weights"].values())

@@ -13,7 +13,6 @@ from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader
 
-from tests.distributed.ranks import Ranks
 from tests.distributed.worker import Regression, Shard, fit, samples
 from tests.support import make_trainer
 
@@ -87,7 +86,7 @@ def interrupted(
     return {"code": code, "steps": signalled.steps, "saved": saved, "validated": signalled.validated}
 
 
-def test_signal_to_one_rank_stops_both_at_the_batch_after_it(ranks: Ranks, tmp_path: Path) -> None:
+def test_signal_to_one_rank_stops_both_at_the_batch_after_it(ranks, tmp_path):
     """The run is resumed from the checkpoint."""
     found = ranks.call(interrupted, tmp_path, {(1, 1): signal.SIGTERM}, SLOW)
     assert found == [{"code": 143, "steps": [3], "saved": 3, "validated": 0}] * 2
@@ -95,7 +94,7 @@ def test_signal_to_one_rank_stops_both_at_the_batch_after_it(ranks: Ranks, tmp_p
     assert [rank["global_step"] for rank in resumed] == [10, 10]
 
 
-def test_signal_between_two_synchronizations_stops_both_soon(ranks: Ranks, tmp_path: Path) -> None:
+def test_signal_between_two_synchronizations_stops_both_soon(ranks, tmp_path):
     one, other = ranks.call(interrupted, tmp_path, {(0, 6): signal.SIGTERM}, 0.0)
     assert one == other
     (step,) = one["steps"]
@@ -111,17 +110,13 @@ def test_signal_between_two_synchronizations_stops_both_soon(ranks: Ranks, tmp_p
     ],
     ids=["SIGTERM wins", "last batch"],
 )
-def test_signals_of_both_ranks_and_in_the_last_batch(
-    ranks: Ranks, tmp_path: Path, positions: Any, seconds: float, max_epochs: int, code: int, step: int
-) -> None:
+def test_signals_of_both_ranks_and_in_the_last_batch(ranks, tmp_path, positions, seconds, max_epochs, code, step):
     found = ranks.call(interrupted, tmp_path, positions, seconds, {"max_epochs": max_epochs})
     assert found == [{"code": code, "steps": [step], "saved": step, "validated": 0}] * 2
 
 
 @pytest.mark.parametrize(("batch_idx", "validated"), [(0, (2, 2)), (5, (4, 6))], ids=["both", "one rank"])
-def test_validation_ends_at_the_same_batch(
-    ranks: Ranks, tmp_path: Path, batch_idx: int, validated: tuple[int, int]
-) -> None:
+def test_validation_ends_at_the_same_batch(ranks, tmp_path, batch_idx, validated):
     """One rank has two batches more than the other."""
     found = ranks.call(interrupted, tmp_path, {}, SLOW, {"limit_val_batches": 1.0}, (1, batch_idx), (4, 6))
     assert found == [{"code": 143, "steps": [5], "saved": 5, "validated": number} for number in validated]

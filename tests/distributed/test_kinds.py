@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.distributed import get_rank
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.distributed.ranks import Ranks
 from tests.distributed.setups import Saves
 from tests.support import loader_of, make_trainer, needs_fsdp2
 from trainer.errors import UnsupportedError
@@ -204,9 +203,7 @@ TRAINED = [
 
 
 @pytest.mark.parametrize(("kind", "strategy"), TRAINED)
-def test_fit_and_resumed_fit_equal_the_hand_written_loop(
-    ranks: Ranks, tmp_path: Path, kind: type[Core], strategy: str
-) -> None:
+def test_fit_and_resumed_fit_equal_the_hand_written_loop(ranks, tmp_path, kind, strategy):
     expected = ranks.call(fit_by_hand, kind)
     for resume in (False, True):
         for found, tensors_by_hand in zip(ranks.call(fit, kind, strategy, tmp_path, resume), expected, strict=True):
@@ -225,6 +222,6 @@ REFUSED = {
 
 @needs_fsdp2
 @pytest.mark.parametrize(("kind", "strategy"), REFUSED)
-def test_fit_is_refused(ranks: Ranks, tmp_path: Path, kind: type[Core], strategy: str) -> None:
+def test_fit_is_refused(ranks, tmp_path, kind, strategy):
     for message in ranks.call(refusal, kind, strategy, tmp_path):
         assert re.search(REFUSED[kind, strategy], message)

@@ -13,7 +13,6 @@ from torch.distributed.algorithms.model_averaging.averagers import PeriodicModel
 from torch.distributed.optim import PostLocalSGDOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.distributed.ranks import Ranks
 from tests.support import (
     OPTIMIZERS,
     Regression,
@@ -145,7 +144,7 @@ def by_hand(setup: LocalSGD) -> dict[str, Any]:
     ],
     ids=str,
 )
-def test_averaged_weights_equal_those_of_a_hand_written_loop(ranks: Ranks, setup: LocalSGD) -> None:
+def test_averaged_weights_equal_those_of_a_hand_written_loop(ranks, setup):
     expected = ranks.call(by_hand, setup)
     found = ranks.call(fit, setup)
     assert_identical(found, expected)

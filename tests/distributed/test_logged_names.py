@@ -9,7 +9,6 @@ from lightning.pytorch import Callback
 from torch import Tensor, distributed, nn
 from torch.utils.data import DataLoader
 
-from tests.distributed.ranks import Ranks
 from tests.distributed.setups import Uneven
 from tests.support import make_trainer
 
@@ -64,14 +63,14 @@ EPOCH = {"on_step": False, "on_epoch": True}
         ([["a", "b"], ["b", "a"]], EPOCH | {"reduce_fx": "sum"}, {"a": 1 + 23, "b": 21 + 3}),
     ],
 )
-def test_values_over_the_epoch_are_those_of_the_processes_that_logged_the_name(ranks: Ranks, names, how, expected):
+def test_values_over_the_epoch_are_those_of_the_processes_that_logged_the_name(ranks, names, how, expected):
     assert ranks.call(fit, names, how) == [(expected, [])] * 2
 
 
 @pytest.mark.parametrize(
     ("names", "warned"), [([["a"], ["b"]], True), ([["a", "b"], ["b", "a"]], True), ([["a", "b"]] * 2, False)]
 )
-def test_different_names_of_values_of_single_batches_are_reported(ranks: Ranks, names, warned):
+def test_different_names_of_values_of_single_batches_are_reported(ranks, names, warned):
     """Lightning #21409: the values of several names are averaged without a message. The names differ in each epoch."""
     messages = [found for _, found in ranks.call(fit, names, {"on_step": True})]
     assert [len(found) for found in messages] == [2 * warned, 0]  # only on rank 0
@@ -102,5 +101,5 @@ def fit_late() -> dict[str, float]:
     return {name: float(value) for name, value in trainer.callback_metrics.items()}
 
 
-def test_one_process_reads_a_value_in_the_hook_that_logs_it(ranks: Ranks) -> None:
+def test_one_process_reads_a_value_in_the_hook_that_logs_it(ranks):
     assert ranks.call(fit_late) == [{"a": 0.5, "val": 1.0, "late": 0.5, "late_val": 0.5}] * 2

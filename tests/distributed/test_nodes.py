@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 import pytest
 from _faults.bench import Bench
@@ -33,12 +32,12 @@ def bench(tmp_path_factory: pytest.TempPathFactory, python: WarmPython) -> Itera
         ),
     ],
 )
-def test_job_of_two_nodes_with_a_killed_process_is_resumed_exactly(bench: Bench, options: dict[str, Any]) -> None:
+def test_job_of_two_nodes_with_a_killed_process_is_resumed_exactly(bench, options):
     outcome = node_killed(SHORT, **options)(bench, "ours")
     assert outcome.word == "exact", str(outcome)
 
 
-def test_job_with_a_lost_node_continues_on_the_others(bench: Bench) -> None:
+def test_job_with_a_lost_node_continues_on_the_others(bench):
     setup = replace(ELASTIC, batches=12, epochs=1, validate_every=0)
     outcome = node_lost(setup, times=1, comes_back=False, patience=5)(bench, "ours")
     assert outcome.word == "exact", str(outcome)
@@ -46,11 +45,11 @@ def test_job_with_a_lost_node_continues_on_the_others(bench: Bench) -> None:
 
 @needs_fsdp2
 @pytest.mark.nightly  # test_interruption.py and test_checkpoints.py check it in short
-def test_signal_to_one_of_two_sharded_ranks_ends_both_and_is_resumed(bench: Bench) -> None:
+def test_signal_to_one_of_two_sharded_ranks_ends_both_and_is_resumed(bench):
     outcome = sigterm_one_rank(SHORT, trainer={"strategy": "fsdp"}, files={"sharded": True})(bench, "ours")
     assert outcome.good, str(outcome)
 
 
-def test_requeued_slurm_job_is_resumed_exactly(bench: Bench) -> None:
+def test_requeued_slurm_job_is_resumed_exactly(bench):
     outcome = run_case(CASES["slurm-requeue"], bench, "ours")
     assert outcome.good, str(outcome)

@@ -42,7 +42,7 @@ def assert_equal(weights: dict[str, torch.Tensor], others: dict[str, torch.Tenso
     torch.testing.assert_close(weights, others, rtol=0, atol=0)
 
 
-def test_two_workers_train_bitwise_the_model_of_lightning(folder: Path) -> None:
+def test_two_workers_train_bitwise_the_model_of_lightning(folder):
     first, second = weights_of(folder, 0), weights_of(folder, 1)
     assert_equal(first["ours"], first["lightning"])
     assert_equal(first["ours"], second["ours"])
@@ -52,7 +52,7 @@ def test_two_workers_train_bitwise_the_model_of_lightning(folder: Path) -> None:
     assert not torch.equal(first["ours"]["net.0.weight"], first["reported"]["net.0.weight"])
 
 
-def test_checkpoints_and_metrics_are_reported(folder: Path) -> None:
+def test_checkpoints_and_metrics_are_reported(folder):
     workers = [read(folder, f"worker_{rank}.json") for rank in (0, 1)]
     assert [(worker["world_size"], worker["skipped"]) for worker in workers] == [(2, 1)] * 2
     reported = torch.load(folder / "reported.ckpt", weights_only=True)
@@ -63,11 +63,11 @@ def test_checkpoints_and_metrics_are_reported(folder: Path) -> None:
     assert 0 < metrics["val_loss"] < 4
 
 
-def test_restarted_workers_are_resumed_exactly(folder: Path) -> None:
+def test_restarted_workers_are_resumed_exactly(folder):
     assert_equal(torch.load(folder / "resumed.pt", weights_only=True), weights_of(folder, 0)["reported"])
 
 
-def test_worker_without_ray_strategy_raises_with_the_fix(folder: Path) -> None:
+def test_worker_without_ray_strategy_raises_with_the_fix(folder):
     for rank in (0, 1):
         without, alone, first_fsdp = read(folder, f"worker_{rank}.json")["told"]
         assert without.startswith("ClusterError: Got a Trainer in one of 2 workers of Ray Train without a plugin")
@@ -77,7 +77,7 @@ def test_worker_without_ray_strategy_raises_with_the_fix(folder: Path) -> None:
         assert first_fsdp.endswith("strategy=FSDP2Strategy(); from trainer import FSDP2Strategy.")
 
 
-def test_ray_tune_receives_the_metrics(folder: Path) -> None:
+def test_ray_tune_receives_the_metrics(folder):
     result = read(folder, "result.json")
     assert result["trials"] == 2
     assert result["best"] == {"lr": 0.1}

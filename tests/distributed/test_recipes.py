@@ -106,7 +106,7 @@ def results(ranks: Ranks, folder: Path) -> Results:
         pytest.param("finetune, lora", "fsdp", marks=[NEEDS_EXTRA, needs_fsdp2]),
     ],
 )
-def test_result_equals_that_of_one_process(results: Results, folder: Path, name: str, engine: str) -> None:
+def test_result_equals_that_of_one_process(results, folder, name, engine):
     (expected,) = results(name, "auto")
     for found in results(name, engine):
         assert found["global_step"] == expected["global_step"] == 9
@@ -121,7 +121,7 @@ def test_result_equals_that_of_one_process(results: Results, folder: Path, name:
 @NEEDS_EXTRA
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft 0.21 with transformers 5
 @pytest.mark.parametrize("engine", [pytest.param("fsdp", marks=needs_fsdp2), "auto"])
-def test_written_folder_is_a_model(results: Results, folder: Path, engine: str) -> None:
+def test_written_folder_is_a_model(results, folder, engine):
     from peft import PeftModel
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -416,7 +416,7 @@ def results(ranks: Ranks, folder: Path) -> Results:
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_fsdp_equals_ddp(results: Results, folder: Path, name: str) -> None:
+def test_fsdp_equals_ddp(results, folder, name):
     for fsdp, ddp in zip(results(name, "fsdp"), results(name, "ddp"), strict=True):
         assert fsdp.keys() == ddp.keys()
         for key, expected in ddp.items():
@@ -440,7 +440,7 @@ def comparable(found: Any, folder: Path) -> str:
     return re.sub(_FROM_FLOAT32, "", text.replace("Not finite in float32 either", "Not finite"))
 
 
-def test_guard_names_rank_and_layer_on_all_ranks(results: Results) -> None:
+def test_guard_names_rank_and_layer_on_all_ranks(results):
     for name, *parts in (
         ("guard stops at a loss", "(step 2, batch 2 of rank 1)", "mul in the forward pass, Net.training_step"),
         (
@@ -454,7 +454,7 @@ def test_guard_names_rank_and_layer_on_all_ranks(results: Results) -> None:
                 assert part in rank["error"]
 
 
-def test_weights_with_a_nan_on_one_rank_are_not_saved(results: Results, folder: Path) -> None:
+def test_weights_with_a_nan_on_one_rank_are_not_saved(results, folder):
     for rank in results("weights not finite", "fsdp"):
         assert "they were not saved" in rank["error"]
         assert "unchanged: net.0.weight." in rank["error"]
@@ -462,14 +462,14 @@ def test_weights_with_a_nan_on_one_rank_are_not_saved(results: Results, folder: 
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_first_step_without_a_loss_on_one_rank_is_explained_on_both(results: Results, engine: str) -> None:
+def test_first_step_without_a_loss_on_one_rank_is_explained_on_both(results, engine):
     first, second = results("report, None on rank 0 so far", engine)
     assert first["reports"] == second["reports"]
     assert len(first["reports"]) == 1
     assert "mul in 'net.2' (Overflow)" in first["reports"][0]
 
 
-def test_reports_name_the_layer(results: Results) -> None:
+def test_reports_name_the_layer(results):
     for name in ("report", "report, None on rank 0"):
         for rank in results(name, "fsdp"):
             (report,) = rank["reports"]
@@ -481,7 +481,7 @@ def test_reports_name_the_layer(results: Results) -> None:
         assert "net.2.weight" in rank["reports"][0]
 
 
-def test_collapse_stops_all_ranks(results: Results, folder: Path) -> None:
+def test_collapse_stops_all_ranks(results, folder):
     for rank in results("collapse", "fsdp"):
         assert rank["error"].startswith("4 optimizer steps in a row were skipped")
     saved = torch.load(folder / "collapse" / "fsdp" / "checkpoints" / "before_collapse.ckpt", weights_only=True)
@@ -489,14 +489,14 @@ def test_collapse_stops_all_ranks(results: Results, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["checkpointed blocks", "compiled"])
-def test_recomputed_and_compiled_blocks_learn_the_same(results: Results, name: str) -> None:
+def test_recomputed_and_compiled_blocks_learn_the_same(results, name):
     for found, expected in zip(results(name, "fsdp"), results("alignment", "fsdp"), strict=True):
         for key in ("weights", "buffers"):
             torch.testing.assert_close(found[key], expected[key], rtol=0, atol=1e-6 if name == "compiled" else 0)
 
 
 @pytest.mark.parametrize("name", ["EMA, skipped", "SWA"])
-def test_averages_are_parts_and_used_in_validations(results: Results, name: str) -> None:
+def test_averages_are_parts_and_used_in_validations(results, name):
     prefix = "" if name == "SWA" else "module."
     for rank in results(name, "fsdp"):
         assert rank["held"] == {f"{prefix}net.1.linear.weight": 128, f"{prefix}net.1.linear.bias": 8}
@@ -507,7 +507,7 @@ def test_averages_are_parts_and_used_in_validations(results: Results, name: str)
         assert len(gains) == (7 if name == "SWA" else 5)
 
 
-def test_parameters_unfrozen_later_equal_those_of_one_process(ranks: Ranks) -> None:
+def test_parameters_unfrozen_later_equal_those_of_one_process(ranks):
     """DDP does not average gradients of parameters that were frozen when it was created."""
     callback = BackboneFinetuning(unfreeze_backbone_at_epoch=1, backbone_initial_lr=0.01)
     arguments = {"max_epochs": 3, "callbacks": [callback]}

@@ -53,7 +53,7 @@ def trained(strategy: str, folder: Path, *callbacks: Callback) -> tuple[dict[str
 
 @pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="needs /proc")
 @pytest.mark.usefixtures("spawn_is_warm")
-def test_spawned_and_forked_ranks_equal_one_process(tmp_path: Path) -> None:
+def test_spawned_and_forked_ranks_equal_one_process(tmp_path):
     # both ranks have the same batches, so that two have the results of one; if spawned processes shared the weights,
     # each step would be taken twice
     alone = Trainer(max_epochs=1, num_sanity_val_steps=0, **QUIET)
@@ -69,7 +69,7 @@ def test_spawned_and_forked_ranks_equal_one_process(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["ddp_fork", pytest.param("ddp_spawn", marks=pytest.mark.nightly)])
-def test_process_that_has_started_them_saves_checkpoints(tmp_path: Path, strategy: str) -> None:
+def test_process_that_has_started_them_saves_checkpoints(tmp_path, strategy):
     def scenario(make_trainer: Any) -> Any:
         folder = tmp_path / make_trainer.__name__
         arguments = {**QUIET, "enable_checkpointing": True, "devices": 2, "strategy": strategy}
@@ -112,7 +112,7 @@ def fork(folder: Path, callback: Callback) -> None:
     trainer.fit(Learner(), data(24))
 
 
-def test_sigterm_is_passed_on_to_spawned_processes(tmp_path: Path) -> None:
+def test_sigterm_is_passed_on_to_spawned_processes(tmp_path):
     before = signal.getsignal(signal.SIGTERM)
     with pytest.raises(SIGTERMException) as raised:
         fork(tmp_path, Signals(signal.SIGTERM, to_parent=True))
@@ -122,6 +122,6 @@ def test_sigterm_is_passed_on_to_spawned_processes(tmp_path: Path) -> None:
     assert saved["global_step"] in (2, 3, 4)  # the step that the processes agree on
 
 
-def test_killed_spawned_process_is_named(tmp_path: Path) -> None:
+def test_killed_spawned_process_is_named(tmp_path):
     with pytest.raises(ProcessExitedException, match="process 1 terminated with signal SIGKILL"):
         fork(tmp_path, Signals(signal.SIGKILL, to_parent=False))

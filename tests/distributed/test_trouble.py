@@ -14,7 +14,6 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from tests.distributed.ranks import Ranks
 from tests.distributed.worker import Regression, samples
 from tests.support import loader_of, make_trainer, native_fp16, needs_deepspeed, needs_fsdp2
 from trainer import CheckpointFiles, DeepSpeedStrategy
@@ -83,7 +82,7 @@ def spike(folder: Path, engine: str, left_out: tuple[int, int] | None) -> tuple[
 
 
 @pytest.mark.parametrize("engine", ["ddp", pytest.param("fsdp", marks=needs_fsdp2)])
-def test_all_ranks_roll_back_when_the_loss_of_one_spikes(ranks: Ranks, tmp_path: Path, engine: str) -> None:
+def test_all_ranks_roll_back_when_the_loss_of_one_spikes(ranks, tmp_path, engine):
     """Under DDP in 16-mixed with its scaler, and under FSDP from a sharded checkpoint."""
     found = ranks.call(spike, tmp_path, engine, None)
     expected = ranks.call(spike, tmp_path, engine, (8, 12))
@@ -95,9 +94,7 @@ def test_all_ranks_roll_back_when_the_loss_of_one_spikes(ranks: Ranks, tmp_path:
 
 
 @pytest.mark.parametrize("engine", ["ddp", pytest.param("deepspeed", marks=[needs_deepspeed, pytest.mark.nightly])])
-def test_missing_rank_is_named_with_its_layer(
-    ranks: Ranks, request: pytest.FixtureRequest, tmp_path: Path, engine: str
-) -> None:
+def test_missing_rank_is_named_with_its_layer(ranks, request, tmp_path, engine):
     if engine == "deepspeed":
         request.getfixturevalue("deepspeed_loaded")
         ranks.end()  # the next call starts processes with DeepSpeed
@@ -126,7 +123,7 @@ def state_of(rank: int, **begun: int) -> RankState:
     return RankState(rank, "node", rank, 600.0, "", "", {group: (number, "") for group, number in begun.items()}, [])
 
 
-def test_blamed_rank_is_the_one_that_waits_for_no_other() -> None:
+def test_blamed_rank_is_the_one_that_waits_for_no_other():
     # rank 3 does not join its shard group with rank 2, so that rank 2 does not join its replica group with rank 0
     assert missing_ranks(
         [state_of(0, copies=6), state_of(1), state_of(2, shards=11, copies=5), state_of(3, shards=10)]

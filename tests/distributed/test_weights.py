@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.utils.data import DataLoader
 
-from tests.distributed.ranks import RankError, Ranks
+from tests.distributed.ranks import RankError
 from tests.distributed.worker import BATCH, Regression, Shard, samples, whole
 from tests.support import make_trainer, needs_fsdp2
 from trainer.checkpoint import conversion
@@ -113,9 +113,7 @@ def save(folder: Path, form: str) -> tuple[Path, dict[str, Any]]:
         ("other names", "fsdp", True),
     ],
 )
-def test_ranks_and_averages_start_with_the_weights_of_the_file(
-    ranks: Ranks, tmp_path: Path, form: str, strategy: str, late: bool
-) -> None:
+def test_ranks_and_averages_start_with_the_weights_of_the_file(ranks, tmp_path, form, strategy, late):
     file, state = save(tmp_path, form)
     found = ranks.call(fit, file, strategy, late)
     for rank in found:
@@ -126,7 +124,7 @@ def test_ranks_and_averages_start_with_the_weights_of_the_file(
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_head_of_another_size_keeps_its_weights(ranks: Ranks, tmp_path: Path, strategy: str) -> None:
+def test_head_of_another_size_keeps_its_weights(ranks, tmp_path, strategy):
     file, state = save(tmp_path, "folder")
     for rank in ranks.call(fit, file, strategy, False, 7):
         assert rank["facts"]["differing"] == {
@@ -137,7 +135,7 @@ def test_head_of_another_size_keeps_its_weights(ranks: Ranks, tmp_path: Path, st
         assert rank["start"]["net.3.weight"].shape == (7, 16)
 
 
-def test_file_without_matching_names_ends_both_ranks(ranks: Ranks, tmp_path: Path) -> None:
+def test_file_without_matching_names_ends_both_ranks(ranks, tmp_path):
     torch.save({"a": torch.ones(1)}, tmp_path / "a.pt")
     with pytest.raises(RankError) as caught:
         ranks.call(fit, tmp_path / "a.pt", "fsdp")

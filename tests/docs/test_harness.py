@@ -20,7 +20,7 @@ from tests.warm_python import WarmPython
         ("<!-- file: ../mine.yaml -->\n```yaml\n```\n", "not in the reader's folder"),
     ],
 )
-def test_blocks_that_would_not_run_are_refused(text: str, message: str):
+def test_blocks_that_would_not_run_are_refused(text, message):
     with pytest.raises(PageError) as error:
         blocks(text)
     assert message in str(error.value)
@@ -61,7 +61,7 @@ def run_page(text: str, tmp_path: Path, python: WarmPython) -> str:
         ("```bash\necho one\n```\n<!-- output -->\n```text\ntwo\n```\n", "'two', which was not printed"),
     ],
 )
-def test_notices(text: str, message: str, tmp_path: Path, python: WarmPython):
+def test_notices(text, message, tmp_path, python):
     with pytest.raises(AssertionError) as error:
         run_page(text, tmp_path, python)
     assert message in str(error.value)

@@ -10,7 +10,6 @@ import pytest
 from tests.docs.execute import run
 from tests.docs.pages import PAGES, ROOT, anchors, links, read, without_blocks
 from tests.support import needs_fsdp2
-from tests.warm_python import WarmPython
 
 pytestmark = pytest.mark.skipif(shutil.which("bash") is None, reason="the commands are written for a shell")
 
@@ -49,7 +48,7 @@ def name_of(page: Path) -> str:
     return page.relative_to(ROOT).as_posix()
 
 
-def test_number_of_unchecked_blocks() -> None:
+def test_number_of_unchecked_blocks():
     unchecked = {name_of(page): sum(not block.is_checked for block in read(page)) for page in PAGES}
     assert {page: number for page, number in unchecked.items() if number} == UNCHECKED
 
@@ -57,7 +56,7 @@ def test_number_of_unchecked_blocks() -> None:
 @pytest.mark.parametrize(
     "page", [pytest.param(page, marks=MARKS.get(name_of(page), ())) for page in PAGES], ids=name_of
 )
-def test_everything_runs(page: Path, tmp_path: Path, python: WarmPython) -> None:
+def test_everything_runs(page, tmp_path, python):
     folder = tmp_path / "folder"
     folder.mkdir()
     blocks = read(page)
@@ -66,7 +65,7 @@ def test_everything_runs(page: Path, tmp_path: Path, python: WarmPython) -> None
     run(blocks, folder, tmp_path / "tools", python, timeout=280)
 
 
-def test_links_have_targets() -> None:
+def test_links_have_targets():
     for page in PAGES:
         for link in links(page.read_text(encoding="utf-8")):
             if "://" in link:
@@ -83,7 +82,7 @@ def _anchors(page: Path) -> set[str]:
     return anchors(page.read_text(encoding="utf-8"))
 
 
-def test_search_terms_occur_in_the_guides() -> None:
+def test_search_terms_occur_in_the_guides():
     beginnings = ""
     for page in (page for page in PAGES if page.parent.name == "docs"):
         text = without_blocks(page.read_text(encoding="utf-8"))

@@ -33,7 +33,7 @@ def test_measured_comparison_is_that_of_the_benchmarks():
     assert ours in (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
 
 
-def test_each_extra_is_named() -> None:
+def test_each_extra_is_named():
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     table = README.partition("| extra | purpose |\n|---|---|\n")[2].partition("\n\n")[0]
     named = [name for row in table.splitlines() for name in re.findall(r"`(\w+)`", row.split("|")[1])]

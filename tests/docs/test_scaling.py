@@ -27,7 +27,7 @@ def table() -> dict[str, list[str]]:
 
 
 @pytest.mark.parametrize("name", table())
-def test_cells_name_existing_tests(name: str) -> None:
+def test_cells_name_existing_tests(name):
     cells = table()[name]
     assert len(cells) == len(ENGINES)
     for engine, cell in zip(ENGINES, cells, strict=True):
@@ -40,10 +40,10 @@ def test_cells_name_existing_tests(name: str) -> None:
             assert cell != "refused" or (engine == "FSDP" and name in REFUSED)
 
 
-def test_few_cells_are_not_tested() -> None:
+def test_few_cells_are_not_tested():
     for index, engine in enumerate(ENGINES):
         assert sum(cells[index] == "not tested" for cells in table().values()) == UNTESTED[engine], engine
 
 
-def test_refused_features_are_in_the_table() -> None:
+def test_refused_features_are_in_the_table():
     assert table().keys() >= REFUSED

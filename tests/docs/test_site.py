@@ -30,7 +30,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_has_all_pages_and_finds_them(site: Path) -> None:
+def test_has_all_pages_and_finds_them(site):
     index = (site / "searchindex.js").read_text(encoding="utf-8")
     found = set(json.loads(index.removeprefix("Search.setIndex(").removesuffix(")"))["docnames"])
     pages = {page.relative_to(ROOT).with_suffix("").as_posix() for page in PAGES} - {"README"}
@@ -38,7 +38,7 @@ def test_has_all_pages_and_finds_them(site: Path) -> None:
     assert all((site / f"{page}.html").is_file() for page in found)
 
 
-def test_contents_are_those_of_the_index(site: Path) -> None:
+def test_contents_are_those_of_the_index(site):
     contents = (site / "docs" / "sweeps.html").read_text(encoding="utf-8").split("sidebar-tree")[1]
     assert re.findall(r'caption-text">([^<]*)', contents)[:3] == ["Getting started", "Mixed precision", "Running"]
     assert '<a class="reference internal" href="reliability.html">Reliability</a>' in contents
@@ -46,7 +46,7 @@ def test_contents_are_those_of_the_index(site: Path) -> None:
     assert '<a class="reference internal" href="../CONTRIBUTING.html">Contributing</a>' in contents
 
 
-def test_files_are_shown(site: Path) -> None:
+def test_files_are_shown(site):
     features = (site / "docs" / "features.html").read_text(encoding="utf-8")
     assert 'href="../files/trainer/loops/fit.py.html"' in features
     assert '<span class="nc" id="FitLoop">' in (site / "files/trainer/loops/fit.py.html").read_text(encoding="utf-8")
@@ -57,7 +57,7 @@ def test_files_are_shown(site: Path) -> None:
             assert not name or f'id="{name}"' in text, f"{page.name}: {path}#{name}"
 
 
-def test_errors_in_pages_fail_the_build(tmp_path: Path) -> None:
+def test_errors_in_pages_fail_the_build(tmp_path):
     docs = tmp_path / "docs"
     docs.mkdir()
     for name in ("conf.py", "site.css"):

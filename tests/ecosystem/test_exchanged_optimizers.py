@@ -1,6 +1,5 @@
 """Optimizers that libraries exchange, step without Lightning's wrappers, or count themselves."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ from tests.parity import Learner, data, ours, run_both
 from trainer.errors import ConfigurationError
 
 
-def test_optimizer_that_evaluates_the_loss_cannot_be_set_inside_a_batch() -> None:
+def test_optimizer_that_evaluates_the_loss_cannot_be_set_inside_a_batch():
     class Switches(Learner):
         def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
             self.trainer.strategy.optimizers = [torch.optim.LBFGS(self.parameters())]
@@ -52,7 +51,7 @@ class Competitive(Learner):
 
 
 @pytest.mark.filterwarnings("ignore:The dirpath has changed")
-def test_module_that_counts_its_steps_is_resumed(tmp_path: Path) -> None:
+def test_module_that_counts_its_steps_is_resumed(tmp_path):
     def scenario(make: Any) -> Any:
         folder = tmp_path / type(make()).__module__
         saver = ModelCheckpoint(folder, save_last=True)

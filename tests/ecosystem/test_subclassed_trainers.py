@@ -28,7 +28,7 @@ class PoliteLoop(_EvaluationLoop):
 
 
 class Logging(Classifier):
-    def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+    def test_step(self, batch, batch_idx, dataloader_idx=0):
         self.log("loss", self.loss(batch))
 
 
@@ -41,7 +41,7 @@ def with_table(base: type) -> type:
     return TableTrainer
 
 
-def test_loop_with_its_own_table(capsys: pytest.CaptureFixture[str]) -> None:
+def test_loop_with_its_own_table(capsys):
     def scenario(make: Any) -> Any:
         trainer = with_table(type(make()))(**QUIET)
         results = trainer.test(Logging(), [data(4), data(6, seed=1)])
@@ -53,7 +53,7 @@ def test_loop_with_its_own_table(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("place", ["test_loop", "fit_loop"])
-def test_loop_that_would_not_run_is_refused(place: str) -> None:
+def test_loop_that_would_not_run_is_refused(place):
     class OwnFitLoop(_FitLoop):
         def advance(self) -> None:
             pass

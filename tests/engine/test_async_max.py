@@ -26,7 +26,7 @@ class Others:
         pass
 
 
-def test_answer_is_read_a_batch_later(clock: Any) -> None:
+def test_answer_is_read_a_batch_later(clock):
     others = Others()
     asked = AsyncMax(others, 2)  # type: ignore[arg-type]
     clock.now += 10.0
@@ -38,7 +38,7 @@ def test_answer_is_read_a_batch_later(clock: Any) -> None:
     assert [question[:2] for question in others.questions] == [[0, 1], [0, 0]]
 
 
-def test_exchange_happens_at_each_slow_batch_and_at_some_fast_ones(clock: Any) -> None:
+def test_exchange_happens_at_each_slow_batch_and_at_some_fast_ones(clock):
     others = Others()
     asked = AsyncMax(others, 2)  # type: ignore[arg-type]
     for seconds, questions in ((2 * SECONDS, 10), (SECONDS / 9.5, 1), (SECONDS / 1e6, 0)):
@@ -61,7 +61,7 @@ def test_exchange_happens_at_each_slow_batch_and_at_some_fast_ones(clock: Any) -
     assert len(others.questions) >= 9
 
 
-def test_request_is_answered_with_the_pending_value(clock: Any) -> None:
+def test_request_is_answered_with_the_pending_value(clock):
     others = Others()
     asked = AsyncMax(others, 2)  # type: ignore[arg-type]
     assert asked.reduce_now([0, 0]) == [0, 0]

@@ -6,7 +6,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 
@@ -14,7 +13,7 @@ from trainer.engine import child_processes as processes
 from trainer.engine.child_processes import ChildProcesses, _exit_description, deadline_after
 
 
-def test_only_processes_that_the_launcher_starts_know_their_parent() -> None:
+def test_only_processes_that_the_launcher_starts_know_their_parent():
     """A later one, such as torchrun in a subprocess of the program, has another parent, and must not exit."""
     with processes.parent_named():
         assert os.environ["AMP_TRAINER_PARENT"] == str(os.getpid())
@@ -34,13 +33,13 @@ def children(monkeypatch: pytest.MonkeyPatch) -> Iterator[ChildProcesses]:
         process.wait()
 
 
-def test_how_a_process_has_ended() -> None:
+def test_how_a_process_has_ended():
     assert _exit_description(-signal.SIGKILL) == "was killed by SIGKILL"
     assert _exit_description(-200) == "was killed by signal 200"
     assert _exit_description(3).startswith("has ended with exit status 3")
 
 
-def test_failed_rank_is_named_once(children: ChildProcesses, capfd: Any) -> None:
+def test_failed_rank_is_named_once(children, capfd):
     assert not children._any_has_failed()
     children.send(signal.SIGTERM)
     children._processes[1].wait()
@@ -54,12 +53,12 @@ def test_failed_rank_is_named_once(children: ChildProcesses, capfd: Any) -> None
     assert children._any_has_failed()
 
 
-def test_other_ranks_continue_after_a_successful_end(children: ChildProcesses) -> None:
+def test_other_ranks_continue_after_a_successful_end(children):
     children.exit()
     assert children._processes[1].poll() is None
 
 
-def test_other_ranks_end_after_a_failure(children: ChildProcesses, monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
+def test_other_ranks_end_after_a_failure(children, monkeypatch, capfd):
     left: list[int] = []
     monkeypatch.setattr(processes, "_exit", left.append)
     with deadline_after(SystemExit(7), waited_for=True):
@@ -71,7 +70,7 @@ def test_other_ranks_end_after_a_failure(children: ChildProcesses, monkeypatch: 
     assert left == [7]
 
 
-def test_last_words_have_an_end(children: ChildProcesses, monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
+def test_last_words_have_an_end(children, monkeypatch, capfd):
     left: list[int] = []
     monkeypatch.setattr(processes, "_exit", left.append)
     monkeypatch.setattr(processes, "ERROR_TIMEOUT", 0.1)

@@ -35,7 +35,7 @@ def resumed(saved: Any, first: Any, new: Any, same_buckets: bool = True) -> list
         (lambda: PowerSGDState(None), "matrix_approximation_rank"),
     ],
 )
-def test_states_of_torch_keep_their_settings_and_restore_their_step(make: Any, setting: str) -> None:
+def test_states_of_torch_keep_their_settings_and_restore_their_step(make, setting):
     state, new = make(), make()
     first = communication.numbers_of([state])
     state.iter = 7
@@ -47,7 +47,7 @@ def test_states_of_torch_keep_their_settings_and_restore_their_step(make: Any, s
     assert not has_generator or new.rng.rand() == state.rng.rand()
 
 
-def test_values_of_all_kinds() -> None:
+def test_values_of_all_kinds():
     def make(factor: int) -> Holder:
         return Holder(
             number=factor, flag=factor > 1, text="a" * factor, nothing=None, tensor=torch.full((2,), float(factor)),
@@ -84,13 +84,13 @@ def test_values_of_all_kinds() -> None:
         ({"by_parameter": {(1, 2): torch.ones(1)}}, ["Holder.by_parameter cannot be saved"]),
     ],
 )
-def test_why_a_run_is_not_exact(attributes: dict[str, Any], reasons: list[str]) -> None:
+def test_why_a_run_is_not_exact(attributes, reasons):
     new = Holder(memory={0: "untouched"})
     assert resumed(Holder(**attributes), [], new, same_buckets=False) == reasons
     assert new.memory == {0: "untouched"}
 
 
-def test_another_hook_is_not_exact() -> None:
+def test_another_hook_is_not_exact():
     states = communication.state_of([Holder(steps=1)], [])
     (reason,) = communication.load([], [], states, same_buckets=True, device=CPU)
     assert reason == "the communication hooks had Holder in the saved run, and have no state now"
@@ -98,7 +98,7 @@ def test_another_hook_is_not_exact() -> None:
     assert communication.load([Holder()], [], [], same_buckets=True, device=CPU) == []
 
 
-def test_going_back_restores_numbers_that_have_changed_since() -> None:
+def test_going_back_restores_numbers_that_have_changed_since():
     state = Holder(steps=0)
     first = communication.numbers_of([state])
     saved = communication.state_of([state], first)
@@ -107,7 +107,7 @@ def test_going_back_restores_numbers_that_have_changed_since() -> None:
     assert state.steps == 0
 
 
-def test_references_are_not_state_and_a_digest_depends_on_values() -> None:
+def test_references_are_not_state_and_a_digest_depends_on_values():
     assert communication.state_of([Holder(module=nn.Linear(1, 1))], []) == [{"kind": "Holder"}]
     assert communication.digest([{"a": torch.ones(2, dtype=torch.bfloat16)}, 1]) == communication.digest(
         [{"a": torch.ones(2, dtype=torch.bfloat16)}, 1]

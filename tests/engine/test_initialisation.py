@@ -22,7 +22,7 @@ def on_meta(make: type[nn.Module]) -> nn.Module:
         return make()
 
 
-def test_modules_are_initialized_as_by_their_constructors() -> None:
+def test_modules_are_initialized_as_by_their_constructors():
     torch.manual_seed(0)
     expected, model = build(), on_meta(build)
     torch.manual_seed(0)
@@ -30,7 +30,7 @@ def test_modules_are_initialized_as_by_their_constructors() -> None:
     assert_same_weights(model, expected)
 
 
-def test_initialized_parameters_keep_their_values() -> None:
+def test_initialized_parameters_keep_their_values():
     model = build()
     before = deepcopy(model)
     initialise(model, CPU)
@@ -45,7 +45,7 @@ class Tied(nn.Module):
         self.one.weight.requires_grad_(False)
 
 
-def test_shared_parameters_stay_shared() -> None:
+def test_shared_parameters_stay_shared():
     model = on_meta(Tied)
     initialise(model, CPU)
     assert model.one.weight is model.other.weight
@@ -60,7 +60,7 @@ class Own(nn.Module):
         self.register_buffer("mask", torch.ones(3, dtype=torch.bool))
 
 
-def test_uninitialized_parameters_are_named() -> None:
+def test_uninitialized_parameters_are_named():
     model = nn.Sequential(nn.Linear(3, 3))
     model.add_module("own", on_meta(Own))
     with pytest.raises(ConfigurationError, match=r"own\.scale \(Own\), own\.mask \(Own\).*reset_parameters\(\)"):
@@ -81,7 +81,7 @@ class Pretrained(nn.Module):
             nn.init.ones_(module.scale)
 
 
-def test_module_around_may_fill_its_parts() -> None:
+def test_module_around_may_fill_its_parts():
     model = on_meta(Pretrained)
     initialise(model, CPU)
     assert (model.layer.weight == 0.5).all()
@@ -106,7 +106,7 @@ class Whole(Own):
 
 
 @pytest.mark.parametrize("method", ["init_weights", "_init_weights"])
-def test_integers_that_no_method_fills_are_named(method: str) -> None:
+def test_integers_that_no_method_fills_are_named(method):
     class Positions(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -120,14 +120,14 @@ def test_integers_that_no_method_fills_are_named(method: str) -> None:
     assert filled.ids.tolist() == [0, 1, 2]
 
 
-def test_init_weights_has_precedence() -> None:
+def test_init_weights_has_precedence():
     model = on_meta(Whole)
     initialise(model, CPU)
     assert (model.layer.weight == 0.25).all()
     assert (model.scale == 2).all()
 
 
-def test_parameters_left_out_by_init_weights_are_named() -> None:
+def test_parameters_left_out_by_init_weights_are_named():
     with torch.device("meta"):
         model = Whole(leaves_out=True)
     with pytest.raises(ConfigurationError, match=r"without values: scale\."):
@@ -142,7 +142,7 @@ class Configured(Learner):
             self.net = nn.Sequential(nn.Linear(FEATURES, 5), nn.Tanh(), nn.Linear(5, CLASSES))
 
 
-def test_run_initializes_the_modules_of_configure_model() -> None:
+def test_run_initializes_the_modules_of_configure_model():
     nets = []
     for module in (Configured(), Learner()):
         torch.manual_seed(3)

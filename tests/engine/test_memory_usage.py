@@ -20,7 +20,7 @@ FULL = Usage(
 )
 
 
-def test_live_bytes_by_kind() -> None:
+def test_live_bytes_by_kind():
     net = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Linear(16, 3))
     net[2].bias.requires_grad_(False)
     optimizer = torch.optim.Adam([p for p in net.parameters() if p.requires_grad])
@@ -41,7 +41,7 @@ def test_live_bytes_by_kind() -> None:
     assert usage.total == machine.memory().most
 
 
-def test_shared_tensors_count_once_and_detached_ones_are_included() -> None:
+def test_shared_tensors_count_once_and_detached_ones_are_included():
     net = nn.Linear(4, 4, bias=False)
     tied = nn.ModuleList([net, nn.Linear(4, 4, bias=False)])
     tied[1].weight = net.weight
@@ -52,7 +52,7 @@ def test_shared_tensors_count_once_and_detached_ones_are_included() -> None:
     assert measure(CPU, None, [], []).kinds["weights"] == 0
 
 
-def test_derived_numbers() -> None:
+def test_derived_numbers():
     assert FULL.rest == 53 * GIBIBYTE
     assert not FULL.is_fragmented
     assert replace(FULL, unused=10 * GIBIBYTE).is_fragmented
@@ -69,7 +69,7 @@ def test_derived_numbers() -> None:
 
 
 @pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
-def test_whether_segments_expand(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_whether_segments_expand(monkeypatch, name):
     monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
     monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
     assert not expands_segments()
@@ -77,7 +77,7 @@ def test_whether_segments_expand(monkeypatch: pytest.MonkeyPatch, name: str) -> 
     assert expands_segments()
 
 
-def test_snapshot_is_torchs_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_snapshot_is_torchs_own(tmp_path, monkeypatch):
     file = tmp_path / "run" / "memory.pickle"
     monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", lambda name: Path(name).write_text("blocks"))
     assert not write_snapshot(CPU, file)

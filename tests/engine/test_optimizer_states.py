@@ -73,7 +73,7 @@ def end_of(trainer: Any, module: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_resumed_run_equals_an_uninterrupted_one(tmp_path: Path, name: str) -> None:
+def test_resumed_run_equals_an_uninterrupted_one(tmp_path, name):
     precision = "bf16-true" if name != "LBFGS" else "32-true"
     whole = end_of(*fit(tmp_path, OPTIMIZERS[name], precision, SavesAt(tmp_path / "3.ckpt", batches=3)))
     assert_identical(end_of(*fit(tmp_path, OPTIMIZERS[name], precision, ckpt=tmp_path / "3.ckpt")), whole)
@@ -83,7 +83,7 @@ def test_resumed_run_equals_an_uninterrupted_one(tmp_path: Path, name: str) -> N
     ("precision", "form"),
     [("bf16-true", "folder"), ("32-true", "folder"), ("16-mixed", "file"), ("bf16-mixed", "folder")],
 )
-def test_in_every_precision_from_files_and_folders(tmp_path: Path, precision: str, form: str) -> None:
+def test_in_every_precision_from_files_and_folders(tmp_path, precision, form):
     files = partial(CheckpointFiles, sharded=form == "folder")
     whole = end_of(*fit(tmp_path, WithoutClosure, precision, SavesAt(tmp_path / "3.ckpt", batches=3), plugins=files()))
     resumed = fit(tmp_path, WithoutClosure, precision, ckpt=tmp_path / "3.ckpt", plugins=files())
@@ -106,8 +106,8 @@ SWITCHES = [
     ],
 )
 def test_another_precision_casts_states_that_had_the_dtype_of_the_parameter(
-    tmp_path: Path, name: str, before: str, after: str, from_lightning: bool
-) -> None:
+    tmp_path, name, before, after, from_lightning
+):
     kinds = {precision: torch.bfloat16 if precision == "bf16-true" else torch.float32 for precision in PRECISIONS}
     optimizer = WithoutClosure if name == "mixed" and not from_lightning else OPTIMIZERS[name]
     if from_lightning and before != "16-mixed":  # Lightning has no such checkpoint on a CPU
@@ -128,7 +128,7 @@ def test_another_precision_casts_states_that_had_the_dtype_of_the_parameter(
     assert module.dtypes == [expected] * 6
 
 
-def test_lightnings_checkpoints_keep_their_dtypes(tmp_path: Path) -> None:
+def test_lightnings_checkpoints_keep_their_dtypes(tmp_path):
     with warnings.catch_warnings(action="ignore"):
         first = LightningTrainer(**QUIET, max_epochs=1, precision="bf16-true")
         first.fit(Half(make_net(), MixedStates), loader_of(BATCHES))
@@ -145,7 +145,7 @@ class Exports(Half):
         checkpoint["state_dict"] = {name: value.float() for name, value in checkpoint["state_dict"].items()}
 
 
-def test_weights_that_are_saved_in_another_dtype(tmp_path: Path) -> None:
+def test_weights_that_are_saved_in_another_dtype(tmp_path):
     trainer = make_trainer(tmp_path, precision="bf16-true", max_epochs=1)
     trainer.fit(Exports(make_net(), MixedStates), loader_of(BATCHES))
     trainer.save_checkpoint(tmp_path / "a.ckpt")
@@ -156,7 +156,7 @@ def test_weights_that_are_saved_in_another_dtype(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
-def test_optimizer_with_quantized_states(tmp_path: Path) -> None:
+def test_optimizer_with_quantized_states(tmp_path):
     """Its states are tensors of a subclass, which torch loads on a named device only."""
     optimizers = pytest.importorskip("torchao.optim")
 
@@ -180,9 +180,7 @@ def test_optimizer_with_quantized_states(tmp_path: Path) -> None:
 @pytest.mark.parametrize("key", ["step", "other"])
 @pytest.mark.parametrize("kind", [torch.int32, torch.float64])
 @pytest.mark.parametrize("options", [{}, {"capturable": True}, {"fused": True}])
-def test_step_is_loaded_as_torch_loads_it_and_whole_numbers_stay_that(
-    key: str, kind: torch.dtype, options: dict[str, bool]
-) -> None:
+def test_step_is_loaded_as_torch_loads_it_and_whole_numbers_stay_that(key, kind, options):
     parameter = torch.zeros(2, dtype=torch.bfloat16, requires_grad=True)
     optimizer = torch.optim.Optimizer([parameter], {"lr": 0.1, **options})
     value = torch.tensor(3, dtype=kind)
@@ -196,7 +194,7 @@ def test_step_is_loaded_as_torch_loads_it_and_whole_numbers_stay_that(
 
 
 @pytest.mark.parametrize("value", ["text", ("x", 1), frozenset("ab"), {"deep": {"er": "text"}}, None, 2.5])
-def test_states_that_are_not_tensors_are_loaded_unchanged(value: Any) -> None:
+def test_states_that_are_not_tensors_are_loaded_unchanged(value):
     parameter = torch.zeros(2, requires_grad=True)
     optimizer = torch.optim.SGD([parameter], 0.1)
     state = {"state": {0: {"mine": value}}, "param_groups": optimizer.state_dict()["param_groups"]}
@@ -205,7 +203,7 @@ def test_states_that_are_not_tensors_are_loaded_unchanged(value: Any) -> None:
     assert_identical(optimizer.state[parameter]["mine"], value)
 
 
-def test_hooks_of_the_user_see_the_saved_dtypes_and_have_the_last_word() -> None:
+def test_hooks_of_the_user_see_the_saved_dtypes_and_have_the_last_word():
     parameter = torch.zeros(2, dtype=torch.bfloat16, requires_grad=True)
     optimizer = torch.optim.SGD([parameter], 0.1)
     seen = []
@@ -229,7 +227,7 @@ def test_hooks_of_the_user_see_the_saved_dtypes_and_have_the_last_word() -> None
     assert not optimizer._optimizer_load_state_dict_post_hooks
 
 
-def test_dtype_of_a_state() -> None:
+def test_dtype_of_a_state():
     half, single, byte = torch.bfloat16, torch.float32, torch.uint8
     assert dtype_to_load(torch.zeros(1), single, half) is half
     assert dtype_to_load(torch.zeros(1), half, half) is single

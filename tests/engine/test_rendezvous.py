@@ -24,7 +24,7 @@ def start(served: Store, processes: int = 3) -> list[Store]:
     return together(*(lambda rank=rank: rendezvous(served, rank, processes, LONG) for rank in range(processes)))
 
 
-def test_each_start_has_its_own_store() -> None:
+def test_each_start_has_its_own_store():
     served = HashStore()
     first = start(served)
     first[1].set("where", "here")
@@ -35,7 +35,7 @@ def test_each_start_has_its_own_store() -> None:
     assert [store.get("where") for store in second] == [b"there"] * 3
 
 
-def test_entries_of_a_dead_process_are_ignored() -> None:
+def test_entries_of_a_dead_process_are_ignored():
     served = HashStore()
     served.set("amp_trainer/request/1", "died before it was answered")
     stores = together(lambda: rendezvous(served, 0, 2, LONG), lambda: rendezvous(served, 1, 2, LONG))
@@ -43,7 +43,7 @@ def test_entries_of_a_dead_process_are_ignored() -> None:
     assert stores[1].get("a") == b"b"
 
 
-def test_missing_ranks_are_named() -> None:
+def test_missing_ranks_are_named():
     served = HashStore()
     served.set_timeout(SHORT)
     with pytest.raises(ClusterError, match="rank 1, 2 of 3 did not join"):

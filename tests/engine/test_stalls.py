@@ -3,14 +3,13 @@
 import time
 from datetime import timedelta
 
-import pytest
 import torch.distributed as distributed
 
 from trainer.engine import stalls
 from trainer.engine.stalls import StallWatch
 
 
-def test_stall_is_reported_in_each_run_of_the_same_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stall_is_reported_in_each_run_of_the_same_processes(monkeypatch):
     """The store belongs to the processes; a run that ends during a stall leaves its entries there."""
     store, messages = distributed.HashStore(), list[str]()
     monkeypatch.setattr(distributed.distributed_c10d, "_get_default_store", lambda: store)
@@ -25,7 +24,7 @@ def test_stall_is_reported_in_each_run_of_the_same_processes(monkeypatch: pytest
             assert watch.found() == messages[-1]
 
 
-def test_stall_that_ends_during_the_exchange_is_not_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stall_that_ends_during_the_exchange_is_not_reported(monkeypatch):
     store, messages = distributed.HashStore(), list[str]()
     monkeypatch.setattr(distributed.distributed_c10d, "_get_default_store", lambda: store)
     monkeypatch.setattr(stalls, "write_stderr", messages.append)

@@ -33,7 +33,7 @@ def bench(tmp_path_factory: pytest.TempPathFactory, python: WarmPython) -> Itera
 @pytest.mark.parametrize(
     "name", [*tiered(FAST, quick=["sigkill"]), *(pytest.param(name, marks=pytest.mark.nightly) for name in SLOW)]
 )
-def test_promised_outcomes(bench: Bench, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_promised_outcomes(bench, name, monkeypatch):
     monkeypatch.setattr(cases, "EVERYTHING", cases.SMALL)  # fewer batches in `sigkill`
     outcome = run_case(CASES[name], bench, "ours")
     assert outcome.good, str(outcome)
@@ -41,19 +41,19 @@ def test_promised_outcomes(bench: Bench, name: str, monkeypatch: pytest.MonkeyPa
 
 @needs_fsdp2
 @pytest.mark.nightly  # tests/distributed/test_nodes.py kills a process of two nodes
-def test_torchrun_processes_are_killed_the_requested_number_of_times(bench: Bench) -> None:
+def test_torchrun_processes_are_killed_the_requested_number_of_times(bench):
     outcome = run_case(CASES["torchrun-kills-sharded"], bench, "ours")
     assert outcome.word == "exact", str(outcome)
     assert outcome.detail.startswith("2 kills in ")
 
 
-def test_exact_from_the_middle(bench: Bench) -> None:
+def test_exact_from_the_middle(bench):
     setup = replace(EVERYTHING, batches=8, epochs=2, overflows=(1, 3, 11), validate_every=3)
     outcome = at_each("everything", setup, every=7)(bench, "ours")
     assert outcome.word == "exact", str(outcome)
 
 
-def test_another_training_is_seen(bench: Bench) -> None:
+def test_another_training_is_seen(bench):
     setup, folder = replace(EACH, batches=3, epochs=1), bench.new_folder("other")
     reference = bench.reference("ours", setup=setup)
     assert bench.train("ours", folder, setup=replace(setup, dropout=0.3), start=None).wait(60) == 0
@@ -65,14 +65,14 @@ def test_another_training_is_seen(bench: Bench) -> None:
     assert bench.verdict(bench.new_folder("empty"), reference) == Outcome("lost", "no result")
 
 
-def test_run_that_hangs_is_an_outcome(bench: Bench) -> None:
+def test_run_that_hangs_is_an_outcome(bench):
     run = bench.train("ours", bench.new_folder("slow"), setup=Setup(batches=3, pace=60.0))
     with pytest.raises(tools.HungError):
         run.wait(2)
     assert run.status == -9
 
 
-def test_script(tmp_path: Path, python: WarmPython) -> None:
+def test_script(tmp_path, python):
     page, table = tmp_path / "page.md", tmp_path / "rows.json"
     page.write_text("<!-- fault_suite: start -->\nold\n<!-- fault_suite: end -->\n")
     words = ["--only", "unwritable", "--folder", tmp_path, "--markdown", page, "--json", table]
@@ -87,7 +87,7 @@ def test_script(tmp_path: Path, python: WarmPython) -> None:
 # --- the harness ------------------------------------------------------------------------------------------------------
 
 
-def test_differences_are_those_of_bits() -> None:
+def test_differences_are_those_of_bits():
     one = {"a": torch.tensor([1.0, torch.nan]), "b": [1, {"c": "x"}], "d": float("nan")}
     assert differences(one, {**one, "a": one["a"].clone()}) == []
     assert differences(one, {**one, "a": torch.tensor([1.0000001, torch.nan])}) == [".a"]

@@ -157,9 +157,7 @@ class Windows(Callback):
         (6, 3, 2, [3, 3]),
     ],
 )
-def test_resumed_run_accumulates_as_its_code(
-    tmp_path: Path, saved_after: int, changes_to: int | None, given: int, sizes: list[int]
-) -> None:
+def test_resumed_run_accumulates_as_its_code(tmp_path, saved_after, changes_to, given, sizes):
     data, saves, resumed = loader_of(make_batches(6)), Windows(saved_after, changes_to), Windows()
     make_trainer(tmp_path, callbacks=[saves], accumulate_grad_batches=2, max_epochs=2).fit(Regression(), data)
     trainer = make_trainer(tmp_path, callbacks=[resumed], accumulate_grad_batches=given, max_epochs=2)

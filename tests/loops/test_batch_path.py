@@ -13,7 +13,7 @@ PACKAGE = Path(trainer.__file__).parent
 LOOPS = {"trainer.loop", "self._loop", "loop", "self.loop", "self._trainer.loop"}
 
 
-def test_only_loops_assign_to_the_path_of_a_batch() -> None:
+def test_only_loops_assign_to_the_path_of_a_batch():
     names = {"path", "base_path", "wrappers", "build_path", *BatchPath.__slots__, *TrainingPath.__slots__}
     for file in PACKAGE.rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
@@ -21,7 +21,7 @@ def test_only_loops_assign_to_the_path_of_a_batch() -> None:
                 assert ast.unparse(node.value) not in LOOPS, file
 
 
-def test_wrapper_lasts_until_it_is_removed_or_the_run_ends(tmp_path: Path) -> None:
+def test_wrapper_lasts_until_it_is_removed_or_the_run_ends(tmp_path):
     class Wrapped(Regression):
         seen: list[int]
 

@@ -96,9 +96,7 @@ KINDS = [SharpnessAware, Perturbing, Insisting, Usual, Wrapper]
 @pytest.mark.parametrize("arguments", [{}, {"gradient_clip_val": 0.1}, {"accumulate_grad_batches": 3}], ids=str)
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_optimizer_of_another_library_equals_lightnings(
-    kind: type[Optimizer], precision: Any, arguments: dict[str, Any]
-) -> None:
+def test_optimizer_of_another_library_equals_lightnings(kind, precision, arguments):
     def train(make: Any) -> Any:
         module = Other(kind)
         trainer = make(precision=precision, max_epochs=2, **arguments)
@@ -111,7 +109,7 @@ def test_optimizer_of_another_library_equals_lightnings(
 
 
 @pytest.mark.parametrize("precision", ["32-true", "16-mixed"])
-def test_custom_optimizer_gets_no_closure_with_others_or_a_scaler(precision: Any) -> None:
+def test_custom_optimizer_gets_no_closure_with_others_or_a_scaler(precision):
     class Several(Other):
         def configure_optimizers(self) -> Any:
             if precision == "16-mixed":
@@ -126,7 +124,7 @@ def test_custom_optimizer_gets_no_closure_with_others_or_a_scaler(precision: Any
     assert not any(map(torch.equal, weights(module), before))
 
 
-def test_with_a_scaler_one_that_insists_is_refused() -> None:
+def test_with_a_scaler_one_that_insists_is_refused():
     with pytest.raises(ConfigurationError, match="Got the optimizer Insisting with precision='16-mixed'"):
         ours(max_epochs=1, precision="16-mixed").fit(Other(Insisting), data(6))
 
@@ -151,7 +149,7 @@ class StepsItself(Learner):
 
 
 @pytest.mark.parametrize("automatic", [True, False])
-def test_step_of_the_bare_optimizer_with_scaled_gradients_is_refused(automatic: bool) -> None:
+def test_step_of_the_bare_optimizer_with_scaled_gradients_is_refused(automatic):
     module = StepsItself()
     module.automatic_optimization = automatic
     before = weights(module)
@@ -162,7 +160,7 @@ def test_step_of_the_bare_optimizer_with_scaled_gradients_is_refused(automatic: 
     trainer.optimizers[0].step()  # after the run, nothing is refused
 
 
-def test_step_of_the_bare_optimizer_with_unscaled_gradients_is_a_warning() -> None:
+def test_step_of_the_bare_optimizer_with_unscaled_gradients_is_a_warning():
     module = StepsItself()
     module.automatic_optimization = module.scales = False
     before = weights(module)

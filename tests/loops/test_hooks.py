@@ -30,7 +30,7 @@ class TwoStageData(LightningDataModule):
     def val_dataloader(self) -> Any:
         return data(4, seed=1)
 
-    def test_dataloader(self) -> Any:
+    def test_dataloader(self):
         return [data(4, seed=2), data(2, seed=3)]
 
     def predict_dataloader(self) -> Any:
@@ -45,7 +45,7 @@ class Scheduled(Classifier):
         self.log("val_loss", loss)
         return loss
 
-    def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+    def test_step(self, batch, batch_idx, dataloader_idx=0):
         return self.loss(batch)
 
     def configure_optimizers(self) -> Any:
@@ -106,7 +106,7 @@ FITS = {
 
 
 @pytest.mark.parametrize("arguments", FITS.values(), ids=FITS.keys())
-def test_fit_calls_the_same_hooks_as_lightnings(arguments: dict[str, Any]) -> None:
+def test_fit_calls_the_same_hooks_as_lightnings(arguments):
     theirs, mine = run_both(lambda make: record(make, "fit", MODULE_HOOKS, **arguments))
     assert_same(theirs, mine)
     assert len(mine) > 40
@@ -115,13 +115,13 @@ def test_fit_calls_the_same_hooks_as_lightnings(arguments: dict[str, Any]) -> No
 @pytest.mark.parametrize("arguments", [{"max_epochs": 1, "val_check_interval": 2, "accumulate_grad_batches": 2}])
 @pytest.mark.parametrize("overridden", [[], ["training_step", "validation_step"], ["optimizer_step", *MODULE_HOOKS]],
                          ids=["callbacks only", "steps", "everything and optimizer_step"])  # fmt: skip
-def test_order_is_independent_of_the_overridden_hooks(overridden: list[str], arguments: dict[str, Any]) -> None:
+def test_order_is_independent_of_the_overridden_hooks(overridden, arguments):
     theirs, mine = run_both(lambda make: record(make, "fit", overridden, **arguments))
     assert_same(theirs, mine)
 
 
 @pytest.mark.parametrize("function", ["validate", "test", "predict"])
-def test_evaluations_call_the_same_hooks_as_lightnings(function: str) -> None:
+def test_evaluations_call_the_same_hooks_as_lightnings(function):
     theirs, mine = run_both(lambda make: record(make, function, MODULE_HOOKS))
     assert_same(theirs, mine)
     assert len(mine) > 30
@@ -130,7 +130,7 @@ def test_evaluations_call_the_same_hooks_as_lightnings(function: str) -> None:
 # --- additional hooks -------------------------------------------------------------------------------------------------
 
 
-def test_on_after_optimizer_step_receives_the_outcome() -> None:
+def test_on_after_optimizer_step_receives_the_outcome():
     seen: list[Any] = []
 
     class Watching(Learner):
@@ -171,7 +171,7 @@ NOT_IN_THE_LOOP = {
 
 
 @pytest.mark.parametrize("owner", [Callback, LightningModule, LightningDataModule])
-def test_annotated_loop_names_every_hook(owner: type) -> None:
+def test_annotated_loop_names_every_hook(owner):
     known = {Callback: CALLBACK_HOOKS, LightningModule: MODULE_HOOKS, LightningDataModule: DATAMODULE_HOOKS}[owner]
     written = set(re.findall(r"\w+", hooks.__doc__ or ""))
     as_validation = {f"{a}test{b}" for a, b in (w.split("validation") for w in written if w.count("validation") == 1)}
@@ -181,13 +181,13 @@ def test_annotated_loop_names_every_hook(owner: type) -> None:
     assert not missing
 
 
-def test_annotated_loop_names_no_hook_that_does_not_exist() -> None:
+def test_annotated_loop_names_no_hook_that_does_not_exist():
     written = set(re.findall(r"\bon_\w+", hooks.__doc__ or ""))
     known = {*CALLBACK_HOOKS, *MODULE_HOOKS, *DATAMODULE_HOOKS, "on_after_optimizer_step"}
     assert written <= known
 
 
-def test_hooks_of_the_loop_are_lightnings_and_ours() -> None:
+def test_hooks_of_the_loop_are_lightnings_and_ours():
     around_a_run = {"on_exception", "on_save_checkpoint", "on_load_checkpoint"}
     of_callbacks = {name for name in CALLBACK_HOOKS if name.startswith("on_")} - around_a_run
     assert set(hooks.CALLBACK_HOOKS) == of_callbacks | {"on_after_optimizer_step"}
@@ -196,7 +196,7 @@ def test_hooks_of_the_loop_are_lightnings_and_ours() -> None:
 # --- how hooks are called -----------------------------------------------------------------------------------------
 
 
-def test_only_overridden_hooks_are_called() -> None:
+def test_only_overridden_hooks_are_called():
     class Quiet(Callback):
         pass
 
@@ -228,7 +228,7 @@ class Director(Classifier):
 @pytest.mark.parametrize("profiler", [None, "simple"])
 @pytest.mark.parametrize("change", ["appended", "removed", "other list", "set on a callback", "set on the module"])
 @pytest.mark.parametrize("when", ["on_fit_start", "on_train_start", "on_train_epoch_start", "on_train_epoch_end"])
-def test_changes_between_epochs_are_used_as_in_lightning(when: str, change: str, profiler: Any) -> None:
+def test_changes_between_epochs_are_used_as_in_lightning(when, change, profiler):
     def scenario(make: Any) -> Calls:
         calls: Calls = []
         first, later = (recording(Callback, CALLBACK_HOOKS, name)() for name in ("first", "later"))

@@ -86,7 +86,7 @@ class ReturnsMore(Classifier):
     [(automatic, kind) for automatic in (True, False) for kind in ("tensor", "loss last", "loss first", "own class")]
     + [(False, "no loss")],
 )
-def test_outputs_of_on_train_batch_end_equal_lightnings(automatic: bool, kind: str) -> None:
+def test_outputs_of_on_train_batch_end_equal_lightnings(automatic, kind):
     """Only the loss is detached: a backward pass from another value works, and evaluation changes nothing.
 
     A mapping of another class keeps it in manual optimization.

@@ -72,9 +72,7 @@ class Records(Recording):
     ],
 )
 @pytest.mark.parametrize("fused", [False, True])
-def test_each_outcome_has_the_batches_of_its_update(
-    tmp_path: Any, late: Any, module: Any, window: int, expected: Any, fused: bool
-) -> None:
+def test_each_outcome_has_the_batches_of_its_update(tmp_path, late, module, window, expected, fused):
     """With a fused optimizer, the outcome is read after the next forward pass."""
     records = Records()
     module.make_optimizer = partial(sgd, fused=fused)
@@ -119,7 +117,7 @@ class Restores(Records):
 
 
 @pytest.mark.parametrize("keeps_batches", [True, False])
-def test_state_before_each_window(tmp_path: Any, keeps_batches: bool) -> None:
+def test_state_before_each_window(tmp_path, keeps_batches):
     records = Restores(keeps_batches)
     trainer = make_trainer(tmp_path, accumulate_grad_batches=2, callbacks=[records])
     trainer.fit(Stochastic(), loader_of(make_batches(4)))

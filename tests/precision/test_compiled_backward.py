@@ -1,6 +1,5 @@
 """Compiled modules train to the weights of eager ones, also if a part runs in float32."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +16,7 @@ pytestmark = [
 ]
 
 
-def test_gradients_of_a_part_in_float32_do_not_overflow(tmp_path: Path) -> None:
+def test_gradients_of_a_part_in_float32_do_not_overflow(tmp_path):
     """In float16 the products of this backward pass would overflow: 1e3 from the loss, times 100 from the weights."""
 
     class Steep(Regression):
@@ -37,7 +36,7 @@ def test_gradients_of_a_part_in_float32_do_not_overflow(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("users", [None, [{"device_type": "cpu"}]])
-def test_cache_setting_is_restored_after_a_run(tmp_path: Path, users: Any) -> None:
+def test_cache_setting_is_restored_after_a_run(tmp_path, users):
     seen = []
 
     class Looking(Regression):

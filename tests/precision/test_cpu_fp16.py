@@ -82,7 +82,7 @@ OPS: dict[str, tuple[Op, list[tuple[int, ...]]]] = {
 
 
 @pytest.mark.parametrize("name", OPS)
-def test_products_equal_their_definition(fast: None, name: str) -> None:
+def test_products_equal_their_definition(fast, name):
     op, shapes = OPS[name]
     inputs = [rand(*shape) for shape in shapes]
     got = values_and_gradients(under_autocast(op), inputs)
@@ -94,7 +94,7 @@ def test_products_equal_their_definition(fast: None, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["addmm", "addmv", "addbmm", "baddbmm"])
-def test_products_in_place(fast: None, name: str) -> None:
+def test_products_in_place(fast, name):
     batches = ((7, 33), (33, 17)), ((3, 7, 33), (3, 33, 17))
     left, right = ((7, 33), (33,)) if name == "addmv" else batches["b" in name]
     a, b = torch.randn(left).half(), torch.randn(right).half()
@@ -106,7 +106,7 @@ def test_products_in_place(fast: None, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["mm", "addmm", "bmm", "baddbmm"])
-def test_products_with_out(fast: None, name: str) -> None:
+def test_products_with_out(fast, name):
     # Long sums, so that torch's own fp16 kernels, which add in another order, would differ in some bit.
     batch = (2,) if "b" in name else ()
     shapes = [(*batch, 64, 64)] * name.count("add") + [(*batch, 64, 1999), (*batch, 1999, 64)]
@@ -122,7 +122,7 @@ def test_products_with_out(fast: None, name: str) -> None:
         op(*inputs, out=torch.empty(expected.shape))
 
 
-def test_tensors_that_are_fp16_already(fast: None) -> None:
+def test_tensors_that_are_fp16_already(fast):
     inputs = [torch.randn(7, 33).half().requires_grad_(), torch.randn(17, 33).half().requires_grad_()]
     expected = values_and_gradients(rounded(F.linear), inputs)
     for op in (F.linear, under_autocast(F.linear)):
@@ -140,7 +140,7 @@ CASES: dict[str, dict[str, object]] = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_attention_is_fp32_attention_of_rounded_inputs(fast: None, name: str) -> None:
+def test_attention_is_fp32_attention_of_rounded_inputs(fast, name):
     arguments = CASES[name]
     heads = 2 if name == "gqa" else 4
     inputs = [rand(2, 4, 12, 16), rand(2, heads, 12, 16), rand(2, heads, 12, 16)]
@@ -164,7 +164,7 @@ def test_attention_is_fp32_attention_of_rounded_inputs(fast: None, name: str) ->
         torch.testing.assert_close(mine, reference, rtol=2e-3, atol=1e-3)
 
 
-def test_dropout_in_attention(fast: None) -> None:
+def test_dropout_in_attention(fast):
     q = rand(2, 4, 12, 16)
     with autocast():
         without, dropped = (F.scaled_dot_product_attention(q, q, q, dropout_p=p) for p in (0.0, 0.5))
@@ -174,7 +174,7 @@ def test_dropout_in_attention(fast: None) -> None:
 
 
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
-def test_recurrent_layers(fast: None, kind: type[nn.RNNBase]) -> None:
+def test_recurrent_layers(fast, kind):
     layer = kind(8, 16, num_layers=2, bidirectional=True)
     reference = copy.deepcopy(layer)
     x = torch.randn(5, 3, 8)
@@ -189,7 +189,7 @@ def test_recurrent_layers(fast: None, kind: type[nn.RNNBase]) -> None:
         torch.testing.assert_close(got.grad, wanted.grad, rtol=2e-2, atol=2e-2)
 
 
-def test_gradient_penalty_equals_the_definition() -> None:
+def test_gradient_penalty_equals_the_definition():
     conv, linear = nn.Conv2d(3, 4, 3), nn.Linear(4 * 36, 1)
     x = rand(2, 3, 8, 8)
     parameters = [conv.weight, conv.bias, linear.weight]
@@ -210,7 +210,7 @@ def test_gradient_penalty_equals_the_definition() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # forward mode imports it
-def test_vmap_and_forward_mode(fast: None) -> None:
+def test_vmap_and_forward_mode(fast):
     x, w, tangent = (torch.randn(4, 8).half(), torch.randn(8, 5).half(), torch.randn(4, 8).half())
     assert torch.equal(torch.vmap(lambda row: row @ w)(x), (x.float() @ w.float()).half())
     _, slope = torch.func.jvp(lambda x: x @ w, (x,), (tangent,))
@@ -218,7 +218,7 @@ def test_vmap_and_forward_mode(fast: None) -> None:
 
 
 @pytest.mark.parametrize(("dtype", "enabled"), [(torch.bfloat16, True), (torch.float16, False)], ids=["bf16", "fp32"])
-def test_other_precisions_keep_their_bits(dtype: torch.dtype, enabled: bool) -> None:
+def test_other_precisions_keep_their_bits(dtype, enabled):
     net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten(), nn.Linear(8 * 36, 5))
     inputs = [rand(4, 3, 8, 8), rand(2, 4, 12, 16)]
 
@@ -240,7 +240,7 @@ def test_other_precisions_keep_their_bits(dtype: torch.dtype, enabled: bool) -> 
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.int64])
-def test_dtypes_that_autocast_does_not_cast(fast: None, dtype: torch.dtype) -> None:
+def test_dtypes_that_autocast_does_not_cast(fast, dtype):
     a, b = torch.arange(12).view(3, 4).to(dtype), torch.arange(20).view(4, 5).to(dtype)
     with autocast():
         product = a @ b
@@ -249,7 +249,7 @@ def test_dtypes_that_autocast_does_not_cast(fast: None, dtype: torch.dtype) -> N
 
 
 @pytest.mark.parametrize("op", [torch.mm, lambda a, b: torch.mv(a, b[0]), torch.dot])
-def test_errors_name_the_given_dtypes(op: Op) -> None:
+def test_errors_name_the_given_dtypes(op):
     inputs = [torch.randn(2, 2).half(), torch.ones(2, 2, dtype=torch.int64)]
     if op is torch.dot:
         inputs = [tensor[0] for tensor in inputs]
@@ -268,7 +268,7 @@ def kernels_are_fast() -> bool:
     return torch.equal(a @ b.t(), (a.float() @ b.t().float()).half())
 
 
-def test_restores_torchs_kernels_after_the_outermost_context() -> None:
+def test_restores_torchs_kernels_after_the_outermost_context():
     a, b = torch.randn(64, 999).half(), torch.randn(999, 64).half()
     x, w = torch.randn(2, 16, 9, 9).half(), torch.randn(16, 16, 3, 3).half()
 
@@ -284,7 +284,7 @@ def test_restores_torchs_kernels_after_the_outermost_context() -> None:
     assert all(map(torch.equal, native(), before))
 
 
-def test_overlaps_across_threads() -> None:
+def test_overlaps_across_threads():
     with ThreadPoolExecutor(1) as pool:
         context = fast_fp16_kernels()
         with fast_fp16_kernels():
@@ -294,7 +294,7 @@ def test_overlaps_across_threads() -> None:
     assert not kernels_are_fast()
 
 
-def test_opens_and_closes_while_another_thread_computes() -> None:
+def test_opens_and_closes_while_another_thread_computes():
     a, b = torch.randn(16, 1999).half(), torch.randn(1999, 16).half()
     native = a @ b
     with fast_fp16_kernels():
@@ -337,11 +337,11 @@ def mlp(*widths: int) -> nn.Sequential:
         (lambda: nn.LSTM(4, 4), True),  # torch cannot run it at all
     ],
 )
-def test_models_that_are_faster(build: Callable[[], nn.Module], expected: bool) -> None:
+def test_models_that_are_faster(build, expected):
     assert is_faster(build()) is expected
 
 
-def test_native_fp16_is_reported_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_native_fp16_is_reported_by_torch(monkeypatch):
     for answer in (True, False):
         monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_fp16_supported", lambda answer=answer: answer)
         assert native_fp16() is answer

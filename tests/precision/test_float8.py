@@ -99,20 +99,20 @@ def fitted(precision: Any = "fp8-mixed", module: Any = None, *callbacks: Any, **
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
-def test_weights_are_those_of_a_loop_with_torchaos_own_layers(recipe: str) -> None:
+def test_weights_are_those_of_a_loop_with_torchaos_own_layers(recipe):
     _, module = fitted(Float8Precision(recipe))
     assert module.kinds == FLOAT8
     assert_same_weights(module.net, by_hand(recipe))
 
 
-def test_windows_clipping_and_fp32_layers_equal_a_hand_written_loop() -> None:
+def test_windows_clipping_and_fp32_layers_equal_a_hand_written_loop():
     precision = Float8Precision(fp32_modules="net.blocks.0.2")
     _, module = fitted(precision, None, accumulate_grad_batches=2, gradient_clip_val=0.1)
     assert module.kinds == FLOAT8 - {"blocks.0.2"}
     assert_same_weights(module.net, by_hand("tensorwise", window=2, clip=0.1, keep=frozenset({"blocks.0.2"})))
 
 
-def test_layer_is_the_same_object_before_during_and_after_a_run() -> None:
+def test_layer_is_the_same_object_before_during_and_after_a_run():
     module, x = Classifier(), torch.randn(4, 32)
     layer, attributes = module.net.blocks[0][0], set(vars(module.net.blocks[0][0]))
 
@@ -139,12 +139,12 @@ def test_layer_is_the_same_object_before_during_and_after_a_run() -> None:
     [lambda: Compile(backend="eager"), lambda: ActivationCheckpointing(["Sequential"])],
     ids=["compiled", "recomputed"],
 )
-def test_compiled_and_checkpointed_results_are_equal(callback: Any) -> None:
+def test_compiled_and_checkpointed_results_are_equal(callback):
     _, module = fitted("fp8-mixed", None, callback())
     assert_same_weights(module.net, by_hand("tensorwise"))
 
 
-def test_checkpoints_are_those_of_bfloat16(tmp_path: Any) -> None:
+def test_checkpoints_are_those_of_bfloat16(tmp_path):
     trainer, _ = fitted()
     trainer.save_checkpoint(tmp_path / "eight.ckpt")
     whole = torch.load(tmp_path / "eight.ckpt", weights_only=True)["state_dict"]
@@ -156,7 +156,7 @@ def test_checkpoints_are_those_of_bfloat16(tmp_path: Any) -> None:
     assert resumed.kinds == set()
 
 
-def test_report_lists_converted_layers_and_reasons() -> None:
+def test_report_lists_converted_layers_and_reasons():
     net = Net()
     net.blocks[0][0].forward = net.blocks[0][0].forward
     chosen, others = Float8Precision(fp32_modules="blocks.1", modules=["blocks.*", "own", "head"]).layers(net)
@@ -178,12 +178,12 @@ def test_report_lists_converted_layers_and_reasons() -> None:
         ({"fp32_modules": "net.bloks"}, "fp32_modules: 'net.bloks' matches no module"),
     ],
 )
-def test_model_without_float8_layers_is_refused(options: dict[str, Any], expected: str) -> None:
+def test_model_without_float8_layers_is_refused(options, expected):
     with pytest.raises(PrecisionError, match=expected):
         fitted(Float8Precision(**options))
 
 
-def test_invalid_arguments_are_refused() -> None:
+def test_invalid_arguments_are_refused():
     with pytest.raises(PrecisionError, match="recipe='columnwise', expected 'tensorwise'"):
         Float8Precision("columnwise")  # type: ignore[arg-type]
     with pytest.raises(PrecisionError, match="Got modules with 3 in it"):
@@ -192,7 +192,7 @@ def test_invalid_arguments_are_refused() -> None:
         Float8Precision().check(torch.device("mps"))
 
 
-def test_old_gpu_and_a_machine_without_torchao_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_old_gpu_and_a_machine_without_torchao_are_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
     with pytest.raises(PrecisionError, match=r"compute capability 8\.6, expected 8.9 or newer"):
         Float8Precision().check(torch.device("cuda", 0))

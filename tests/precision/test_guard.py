@@ -36,19 +36,19 @@ def steps(*gradients: Tensor | None, kind: Any = torch.optim.SGD) -> bool:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("bad", [INF, -INF, NAN])
-def test_every_dtype(dtype: torch.dtype, bad: float) -> None:
+def test_every_dtype(dtype, bad):
     assert steps(torch.tensor([1.0, 0.0, torch.finfo(dtype).max], dtype=dtype))
     assert not steps(torch.tensor([1.0, bad, 0.0], dtype=dtype))
 
 
 @pytest.mark.parametrize("bad", [1.0, INF, NAN])
-def test_on_mps_nothing_is_computed_in_double_precision(bad: float) -> None:
+def test_on_mps_nothing_is_computed_in_double_precision(bad):
     gradients = [torch.tensor([1.0, bad], dtype=dtype).as_subclass(OnMPS) for dtype in (torch.float16, torch.float32)]
     assert float(_any_not_finite(gradients)) == (bad != 1.0)
 
 
 @warned_by((2, 11), message="Sparse invariant checks are implicitly disabled")  # if configured to check them, too
-def test_sparse_gradients() -> None:
+def test_sparse_gradients():
     def embedding(value: float) -> Tensor:
         return torch.sparse_coo_tensor(torch.tensor([[1]]), torch.tensor([[value, 1.0]]), (4, 2), check_invariants=True)
 
@@ -57,7 +57,7 @@ def test_sparse_gradients() -> None:
 
 
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam])
-def test_fused_optimizers(kind: Any) -> None:
+def test_fused_optimizers(kind):
     def fused(held: Any, lr: float) -> Any:
         return kind(held, lr=lr, fused=True)
 
@@ -65,7 +65,7 @@ def test_fused_optimizers(kind: Any) -> None:
     assert not steps(torch.ones(3), torch.tensor([1.0, INF]), kind=fused)
 
 
-def test_optimizer_without_gradients_is_not_skipped() -> None:
+def test_optimizer_without_gradients_is_not_skipped():
     guard = StepGuard("cpu")
     idle, busy = (torch.optim.SGD(parameters(g), lr=1.0) for g in (None, torch.tensor([NAN])))
     for optimizer in (idle, busy):
@@ -75,7 +75,7 @@ def test_optimizer_without_gradients_is_not_skipped() -> None:
     assert guard.resolve_outcome().skipped == (busy,)
 
 
-def test_guard_appears_as_a_disabled_scaler() -> None:
+def test_guard_appears_as_a_disabled_scaler():
     guard, loss = StepGuard("cpu"), torch.tensor(2.0)
     assert guard.scale(loss) is loss
     assert not guard.is_enabled()

@@ -7,7 +7,7 @@ from trainer.precision.kernels import Replaced, Replacement, own_kernel
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # of the compiler
-def test_backward_pass_between_two_graphs_calls_them_without_tracing() -> None:
+def test_backward_pass_between_two_graphs_calls_them_without_tracing():
     kernel = own_kernel("mm", "CPU")
     replacement, weight = Replacement("CPU", lambda: {"mm": Replaced(kernel, kernel)}), torch.ones(2, 2)
 

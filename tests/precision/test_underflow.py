@@ -8,7 +8,7 @@ from trainer.precision import underflow
 from trainer.precision.underflow import SMALLEST_NORMAL, Underflow, UnderflowProbe
 
 
-def test_on_mps_nothing_is_counted_in_double_precision() -> None:
+def test_on_mps_nothing_is_counted_in_double_precision():
     values = torch.tensor([0.0, 1.0, SMALLEST_NORMAL, SMALLEST_NORMAL / 2, -SMALLEST_NORMAL / 4])
     found = []
     for gradient in (values, values.as_subclass(OnMPS)):
@@ -19,7 +19,7 @@ def test_on_mps_nothing_is_counted_in_double_precision() -> None:
 
 
 @pytest.mark.parametrize("shape", [(1, 60), (60,), (7, 20), (20, 3, 1, 1)])
-def test_large_gradients_are_counted_in_parts(monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...]) -> None:
+def test_large_gradients_are_counted_in_parts(monkeypatch, shape):
     values = torch.randn(shape).mul_(1e-4)
     values[0] = 0.0
     found = []

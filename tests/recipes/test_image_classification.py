@@ -1,6 +1,5 @@
 import json
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -38,7 +37,7 @@ def loader(count: int = 8, right: int | None = None) -> DataLoader[tuple[Tensor,
     return DataLoader(TensorDataset(images, labels % CLASSES), batch_size=4)
 
 
-def test_metrics_of_an_epoch_are_over_images_and_predictions_are_probabilities(tmp_path: Path):
+def test_metrics_of_an_epoch_are_over_images_and_predictions_are_probabilities(tmp_path):
     module = ImageClassifier(FirstPixels(), SGD, num_classes=CLASSES, label_smoothing=0.3)
     module.net.weight.data.fill_(2.0)  # logits 10 for the label of the image, 0 for the others
     right, wrong = torch.tensor([10.0, 0, 0, 0]), torch.tensor([0.0, 10, 0, 0])
@@ -54,7 +53,7 @@ def test_metrics_of_an_epoch_are_over_images_and_predictions_are_probabilities(t
     assert torch.allclose(second, (torch.eye(CLASSES) * 10).softmax(dim=1)[:2])
 
 
-def test_test_leaves_a_confusion_matrix_and_samples(tmp_path: Path):
+def test_test_leaves_a_confusion_matrix_and_samples(tmp_path):
     module = ImageClassifier(FirstPixels(), SGD, num_classes=CLASSES)
     module.net.weight.data.fill_(2.0)
     tested = make_trainer(tmp_path, logger=CSVLogger(tmp_path, name="", version=""))
@@ -67,7 +66,7 @@ def test_test_leaves_a_confusion_matrix_and_samples(tmp_path: Path):
     assert (tmp_path / "figures" / "test_samples.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_training_logs_the_smoothed_loss_and_follows_a_schedule_of_the_run(tmp_path: Path):
+def test_training_logs_the_smoothed_loss_and_follows_a_schedule_of_the_run(tmp_path):
     schedule = partial(warmup_cosine, warmup=0.0)
     module = ImageClassifier(FirstPixels(), SGD, schedule, num_classes=CLASSES, label_smoothing=0.3)
     images, labels = next(iter(loader(4)))

@@ -39,7 +39,7 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.whole
-def test_folder_of_classes_is_all_that_a_training_needs(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_folder_of_classes_is_all_that_a_training_needs(root, capsys):
     weights = Path("resnet18.pth")
     pretrained = models.resnet18()
     torch.save(pretrained.state_dict(), weights)
@@ -75,7 +75,7 @@ def test_folder_of_classes_is_all_that_a_training_needs(root: Path, capsys: pyte
     assert "001.bow" in capsys.readouterr().err
 
 
-def test_number_of_classes_is_needed_unless_the_head_can_be_replaced() -> None:
+def test_number_of_classes_is_needed_unless_the_head_can_be_replaced():
     with pytest.raises(ValueError, match="num_classes"):
         ImageClassifier(models.resnet18(num_classes=3), torch.optim.SGD)
     module = ImageClassifier(TransferNet("resnet18", None), torch.optim.SGD, classes=["cat", "dog"])
@@ -84,14 +84,14 @@ def test_number_of_classes_is_needed_unless_the_head_can_be_replaced() -> None:
         ImageClassifier(TransferNet("resnet18", 2), torch.optim.SGD, num_classes=2, classes=["a", "b", "c"])
 
 
-def test_data_without_classes_are_refused_before_the_first_batch(tmp_path: Path) -> None:
+def test_data_without_classes_are_refused_before_the_first_batch(tmp_path):
     module = ImageClassifier(TransferNet("resnet18", None), torch.optim.SGD)
     data = DataLoader(TensorDataset(torch.zeros(4, 3, 32, 32), torch.zeros(4, dtype=torch.int64)))
     with pytest.raises(ValueError, match="num_classes is None, and the data module has no `classes`"):
         make_trainer(tmp_path).fit(module, data, data)
 
 
-def test_predictions_of_other_datasets_have_the_index_of_the_image(tmp_path: Path) -> None:
+def test_predictions_of_other_datasets_have_the_index_of_the_image(tmp_path):
     trainer: Any = SimpleNamespace(world_size=1, is_global_zero=True)
     table, module = PredictionTable(str(tmp_path)), LightningModule()
     probabilities, labels = torch.tensor([[0.25, 0.75], [0.5, 0.5]]), torch.ones(2)

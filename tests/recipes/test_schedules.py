@@ -73,6 +73,6 @@ def test_shortest_runs_have_a_schedule(schedule):
 
 @pytest.mark.parametrize(("schedule", "name"), [(onecycle, "pct_start"), (warmup_cosine, "warmup")])
 @pytest.mark.parametrize("fraction", [-0.1, 1.0])
-def test_fraction_out_of_range_is_refused(schedule, name: str, fraction: float):
+def test_fraction_out_of_range_is_refused(schedule, name, fraction):
     with pytest.raises(ValueError, match=f"{name} is {fraction}"):
         schedule(sgd(0.5), 10, **{name: fraction})

@@ -1,7 +1,6 @@
 import json
 from functools import partial
 from io import BytesIO
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -74,7 +73,7 @@ def test_loss_is_cross_entropy_plus_dice():
     assert loss.item() == pytest.approx(np.log(2) + 1 - 2 / 3, abs=1e-3)
 
 
-def test_metrics_are_over_the_epoch_and_a_test_leaves_a_confusion_matrix_and_samples(tmp_path: Path):
+def test_metrics_are_over_the_epoch_and_a_test_leaves_a_confusion_matrix_and_samples(tmp_path):
     module = Segmenter(Brightness(), ADAMW, num_classes=2)
     images, masks = halves(1)[0]
     wrong = masks.clone()
@@ -96,7 +95,7 @@ def test_metrics_are_over_the_epoch_and_a_test_leaves_a_confusion_matrix_and_sam
 
 
 @unknown_indices
-def test_mask_is_written_for_each_image_and_nothing_is_kept(tmp_path: Path):
+def test_mask_is_written_for_each_image_and_nothing_is_kept(tmp_path):
     writer = MaskWriter(tmp_path / "masks", overview=3)
     trainer = make_trainer(tmp_path, callbacks=[writer])
     module = Segmenter(Brightness(), ADAMW, num_classes=2)
@@ -114,7 +113,7 @@ def test_mask_is_written_for_each_image_and_nothing_is_kept(tmp_path: Path):
     assert pixels[[0, 0, 8, 8], [0, 7, 0, 7]].any(1).tolist() == [True, False, True, False]
 
 
-def test_masks_are_shown_at_each_validation(tmp_path: Path):
+def test_masks_are_shown_at_each_validation(tmp_path):
     trainer = make_trainer(
         tmp_path, logger=TensorBoardLogger(tmp_path, name="", version=""), callbacks=[MaskPictures(1)]
     )
@@ -131,7 +130,7 @@ def test_masks_are_shown_at_each_validation(tmp_path: Path):
 
 
 @unknown_indices
-def test_name_leads_out_of_no_folder(tmp_path: Path):
+def test_name_leads_out_of_no_folder(tmp_path):
     batch = (halves(1)[0][0], ["fine", "../out"])
     trainer = make_trainer(tmp_path, callbacks=[MaskWriter(tmp_path / "masks")])
     with pytest.raises(ValueError, match=r"'../out', expected a name"):

@@ -26,7 +26,7 @@ def weights(tmp_path: Path) -> Path:
     return file
 
 
-def test_weights_are_those_of_the_file_but_for_a_new_head(weights: Path):
+def test_weights_are_those_of_the_file_but_for_a_new_head(weights):
     stored = torch.load(weights, weights_only=True)
     net = TransferNet("resnet18", 5, weights=str(weights))
     loaded = net.net.state_dict()
@@ -38,7 +38,7 @@ def test_weights_are_those_of_the_file_but_for_a_new_head(weights: Path):
 
 
 @pytest.mark.parametrize(("architecture", "head"), [("resnet18", "fc"), ("mobilenet_v3_small", "classifier.3")])
-def test_head_is_the_last_linear_layer(architecture: str, head: str):
+def test_head_is_the_last_linear_layer(architecture, head):
     net = TransferNet(architecture, 5, frozen=True)
     assert net.net.get_submodule(head) is net.head
     assert {name for name, p in net.net.named_parameters() if p.requires_grad} == {f"{head}.weight", f"{head}.bias"}
@@ -54,7 +54,7 @@ def test_net_is_trained_whole_unless_it_is_frozen():
     assert free.head.weight.dtype is torch.bfloat16
 
 
-def test_frozen_net_trains_its_head_and_nothing_else(weights: Path, tmp_path: Path):
+def test_frozen_net_trains_its_head_and_nothing_else(weights, tmp_path):
     torch.manual_seed(0)
     module = transfer_classifier("resnet18", ADAM, num_classes=2, weights=str(weights), frozen=True)
     before = {name: value.clone() for name, value in module.net.state_dict().items()}
@@ -73,7 +73,7 @@ def test_frozen_net_trains_its_head_and_nothing_else(weights: Path, tmp_path: Pa
     assert trainer.callback_metrics["val_acc"] == 1.0
 
 
-def test_torchvisions_cache_is_used_without_a_network(weights: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_torchvisions_cache_is_used_without_a_network(weights, tmp_path, monkeypatch):
     monkeypatch.setattr(torch.hub, "get_dir", lambda: str(tmp_path / "hub"))
     (tmp_path / "hub" / "checkpoints").mkdir(parents=True)
     weights.rename(tmp_path / "hub" / "checkpoints" / "resnet18-f37072fd.pth")
@@ -81,7 +81,7 @@ def test_torchvisions_cache_is_used_without_a_network(weights: Path, tmp_path: P
     assert loaded["bn1.running_mean"].tolist() == [0.125] * 64
 
 
-def test_initial_weights_are_not_read_with_a_checkpoint(weights: Path, tmp_path: Path):
+def test_initial_weights_are_not_read_with_a_checkpoint(weights, tmp_path):
     gone = str(tmp_path / "gone.pth")
     for checkpoint in (weights, tmp_path):  # a sharded checkpoint is a folder
         module = transfer_classifier("resnet18", ADAM, num_classes=2, weights=gone, checkpoint=str(checkpoint))
@@ -90,7 +90,7 @@ def test_initial_weights_are_not_read_with_a_checkpoint(weights: Path, tmp_path:
         transfer_classifier("resnet18", ADAM, num_classes=2, weights=gone, checkpoint="last")
 
 
-def test_error_without_a_network_names_the_download_and_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_error_without_a_network_names_the_download_and_its_place(tmp_path, monkeypatch):
     def refuse(*arguments: object, **options: object) -> None:
         raise urllib.error.URLError("no route to host")
 
@@ -102,7 +102,7 @@ def test_error_without_a_network_names_the_download_and_its_place(tmp_path: Path
     assert str(tmp_path / "checkpoints" / "resnet50-11ad3fa6.pth") in str(caught.value)
 
 
-def test_unfit_architectures_and_weights_of_another_network_are_refused(weights: Path):
+def test_unfit_architectures_and_weights_of_another_network_are_refused(weights):
     with pytest.raises(ValueError, match=r"'resnet5', expected a name in torchvision.models: resnet50"):
         TransferNet("resnet5", 5)
     with pytest.raises(ValueError, match=r"'squeezenet1_1', which has no linear layer"):
@@ -114,7 +114,7 @@ def test_unfit_architectures_and_weights_of_another_network_are_refused(weights:
 
 
 @pytest.mark.parametrize("content", ["damaged", "code", "checkpoint"])
-def test_file_with_other_contents_is_refused(weights: Path, tmp_path: Path, content: str):
+def test_file_with_other_contents_is_refused(weights, tmp_path, content):
     if content == "damaged":
         weights.write_bytes(weights.read_bytes()[:-1000])
     elif content == "code":

@@ -26,17 +26,17 @@ from trainer.record.flops import PEAKS, FlopCounter, is_compiled, peak_flops
         ("Simulated H100", "bf16-mixed", True, None),
     ],
 )
-def test_peaks_are_those_of_dense_products(name: str, precision: str, tf32: bool, teraflops: float | None) -> None:
+def test_peaks_are_those_of_dense_products(name, precision, tf32, teraflops):
     assert peak_flops(name, precision, tf32) == (teraflops and teraflops * 1e12)
 
 
-def test_peaks_are_ordered_by_dtype() -> None:
+def test_peaks_are_ordered_by_dtype():
     for name, peak in PEAKS.items():
         assert peak.float32 <= (peak.tf32 or peak.float32) <= peak.float16, name
         assert peak.bfloat16 in (None, peak.float16), name
 
 
-def test_forward_and_backward_pass_are_counted() -> None:
+def test_forward_and_backward_pass_are_counted():
     net, x = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 3)), torch.ones(4, 6)
     with FlopCounter() as counter:
         net(x).sum().backward()
@@ -45,7 +45,7 @@ def test_forward_and_backward_pass_are_counted() -> None:
     assert counter.convolutions == 0
 
 
-def test_convolutions_are_distinguished() -> None:
+def test_convolutions_are_distinguished():
     net, x = nn.Conv2d(3, 8, 3, bias=False), torch.ones(2, 3, 6, 6)
     with FlopCounter() as counter:
         y = net(x)
@@ -55,7 +55,7 @@ def test_convolutions_are_distinguished() -> None:
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_recomputation_does_not_count(reentrant: bool) -> None:
+def test_recomputation_does_not_count(reentrant):
     net, x = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 16)), torch.ones(4, 6, requires_grad=True)
     with FlopCounter() as plain:
         net(x).sum().backward()
@@ -64,7 +64,7 @@ def test_recomputation_does_not_count(reentrant: bool) -> None:
     assert again.total == plain.total > 0
 
 
-def test_second_derivatives_count() -> None:
+def test_second_derivatives_count():
     weight, x = torch.ones(6, 3, requires_grad=True), torch.ones(4, 6, requires_grad=True)
     with FlopCounter() as counter:
         (gradient,) = torch.autograd.grad(F.softplus(x @ weight).sum(), x, create_graph=True)
@@ -72,7 +72,7 @@ def test_second_derivatives_count() -> None:
     assert counter.total > 3 * 2 * 4 * 6 * 3
 
 
-def test_flex_attention_has_no_formula_and_runs() -> None:
+def test_flex_attention_has_no_formula_and_runs():
     query = torch.randn(1, 1, 128, 16)
     with FlopCounter() as counter:
         query @ query.transpose(-1, -2)
@@ -84,14 +84,14 @@ def test_flex_attention_has_no_formula_and_runs() -> None:
     assert counter.total == 2 * 128 * 128 * 16
 
 
-def test_function_within_may_be_compiled() -> None:
+def test_function_within_may_be_compiled():
     x = torch.ones(4, 6)
     with FlopCounter():
         double = torch.compile(lambda x: x * 2, backend="eager", fullgraph=True)
         assert torch.equal(double(x), x * 2)
 
 
-def test_compiled_modules_are_counted() -> None:
+def test_compiled_modules_are_counted():
     net = nn.Sequential(nn.Linear(2, 2))
     assert not is_compiled(net)
     net[0].compile()

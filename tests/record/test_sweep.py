@@ -25,7 +25,7 @@ def write(folder: Path, job: int, value: float, **more: Any) -> None:
     RunRecord(facts | more, folder / str(job)).write()
 
 
-def test_sweep_has_a_table_and_a_best_run(tmp_path: Path) -> None:
+def test_sweep_has_a_table_and_a_best_run(tmp_path):
     for job, value in ((10, 0.5), (2, 0.25)):
         write(tmp_path, job, value)
     sweep = load_sweep(str(tmp_path))
@@ -37,7 +37,7 @@ def test_sweep_has_a_table_and_a_best_run(tmp_path: Path) -> None:
     assert load_run(str(sweep.best.folder)).metrics["val_loss"] == 0.25
 
 
-def test_folder_of_a_sweep_names_the_best_checkpoint_of_its_best_job(tmp_path: Path) -> None:
+def test_folder_of_a_sweep_names_the_best_checkpoint_of_its_best_job(tmp_path):
     for job, value in ((0, 0.5), (1, 0.25)):
         write(tmp_path, job, value, paths={"best_checkpoint": f"/moved/{job}/checkpoints/best.ckpt"})
         (tmp_path / str(job) / "checkpoints").mkdir()
@@ -48,7 +48,7 @@ def test_folder_of_a_sweep_names_the_best_checkpoint_of_its_best_job(tmp_path: P
         find(tmp_path, latest=True)
 
 
-def test_only_completed_runs_are_the_best_of_a_sweep(tmp_path: Path) -> None:
+def test_only_completed_runs_are_the_best_of_a_sweep(tmp_path):
     write(tmp_path, 0, 0.5)
     write(tmp_path, 1, 0.25, status="pruned")
     sweep = load_sweep(tmp_path)
@@ -65,7 +65,7 @@ def labels(folder: Path, *overrides: list[str]) -> list[str]:
     return [run.label for run in sweep.runs]
 
 
-def test_labels_are_the_overrides_that_differ(tmp_path: Path) -> None:
+def test_labels_are_the_overrides_that_differ(tmp_path):
     words = ["optimizer.lr=1"], ["optimizer.lr=2"], ["precision=16-mixed"]
     assert labels(tmp_path, *words) == ["optimizer.lr=1", "optimizer.lr=2", "16-mixed"]
     pruning = "++callbacks.pruning={_target_:trainer.callbacks.OptunaPruning,storage:'sqlite:///x',trial:3}"
@@ -75,7 +75,7 @@ def test_labels_are_the_overrides_that_differ(tmp_path: Path) -> None:
     assert labels(tmp_path, *words) == ["optimizer.lr=0.01331 [1]", "optimizer.lr=0.01331 [2]", "2"]
 
 
-def test_labels_that_are_equal(tmp_path: Path) -> None:
+def test_labels_that_are_equal(tmp_path):
     for name in ("a", "b"):
         write(tmp_path / name, 0, 0.5)
     sweep = Sweep([load_run(tmp_path / name / "0") for name in ("a", "b")])

@@ -27,13 +27,13 @@ def marks_of(name: str) -> Any:
     "name",
     [pytest.param(name, marks=marks_of(name)) for name, program in PROGRAMS.items() if program.verdict != "healthy"],
 )
-def test_a_program_learns_with_the_remedy_of_its_report(name: str) -> None:
+def test_a_program_learns_with_the_remedy_of_its_report(name):
     execution = execute(PROGRAMS[name])
     assert execution.is_cured, execution
 
 
 @pytest.mark.whole
-def test_a_remedy_for_code_in_a_notebook(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_remedy_for_code_in_a_notebook(capsys, monkeypatch):
     cell = textwrap.dedent("""
         import torch
         from tests.support import Regression, loader_of, make_trainer
@@ -68,13 +68,13 @@ def test_a_remedy_for_code_in_a_notebook(capsys: pytest.CaptureFixture[str], mon
     assert learns(run_cell(edited(cell, int(found[1]), found[2]), 2))
 
 
-def test_frameworks_count_skipped_steps_and_losses_that_are_not_finite() -> None:
+def test_frameworks_count_skipped_steps_and_losses_that_are_not_finite():
     outcome = frameworks.run_in("PyTorch", PROGRAMS["NanSample16"])
     assert frameworks.course(outcome, outcome) == "completes; 6 losses nan; 6 of 72 steps skipped"
     assert outcome.is_finite
 
 
-def test_frameworks_leave_out_messages_of_healthy_programs() -> None:
+def test_frameworks_leave_out_messages_of_healthy_programs():
     ordinary = frameworks.Outcome(lines=["epoch 0 step 10 loss 0.5"])
     broken = frameworks.Outcome(lines=["epoch 1 step 20 loss nan", "UserWarning: division"], losses=[0.5, math.nan])
     assert frameworks.messages(broken, ordinary) == ["UserWarning: division"]

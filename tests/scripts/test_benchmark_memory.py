@@ -1,10 +1,9 @@
 """The benchmark writes its table. The peak memory of our step is that by hand, and a copy of small weights."""
 
 import re
-from typing import Any
 
 
-def test_writes_its_table(table: Any) -> None:
+def test_writes_its_table(table):
     sizes = "--width 256 --heads 4 --layers 1 --context 64 --vocabulary 256 --sequences 2 64"
     text = table("benchmark_memory", sizes)
     rows = re.findall(r"^\| (\d+) x 64 \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|$", text, re.MULTILINE)

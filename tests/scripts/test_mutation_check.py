@@ -22,7 +22,7 @@ def name():
 '''
 
 
-def test_faults_are_drawn_from_the_bodies_of_functions() -> None:
+def test_faults_are_drawn_from_the_bodies_of_functions():
     found = [(one.kind, one.line, one.after.strip()) for one in faults.candidates(SOURCE, "sum.py")]
     assert sorted(found) == [
         ("missing call", 11, "pass"),

@@ -6,7 +6,6 @@ import pickle
 import zipfile
 from collections.abc import Iterator
 from io import BytesIO
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -244,7 +243,7 @@ class Reads(Classifier):
 
 
 @pytest.mark.filterwarnings("ignore:You defined a `validation_step`")
-def test_trainer_passes_them_over(tmp_path: Path):
+def test_trainer_passes_them_over(tmp_path):
     trainer = make_trainer(tmp_path)
     trainer.fit(Reads(), data(2))
 

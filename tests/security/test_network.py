@@ -1,9 +1,5 @@
 """Importing the package, building a Trainer and a fit on the CPU use no network."""
 
-from pathlib import Path
-
-from tests.warm_python import WarmPython
-
 PROGRAM = """
 import socket
 import warnings
@@ -46,7 +42,7 @@ print("none")
 """
 
 
-def test_no_network_access(tmp_path: Path, python_without_lightning: WarmPython) -> None:
+def test_no_network_access(tmp_path, python_without_lightning):
     done = python_without_lightning.run("-c", PROGRAM, str(tmp_path), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "none"

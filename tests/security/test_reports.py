@@ -3,7 +3,6 @@
 import json
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -108,7 +107,7 @@ def test_link_at_the_pages_path_is_replaced(given, tmp_path):
         {"seconds": "long"}, {"steps": 10**400}, {"metrics": {"val_loss": 10**400}}, {"peak_memory": {"cpu": "x"}},
     ],
 )  # fmt: skip
-def test_malformed_records_raise_a_short_error(given, capsys, entry: dict[str, Any]):
+def test_malformed_records_raise_a_short_error(given, capsys, entry):
     write(given, {"run.json": json.dumps({"command": "fit", "status": "completed", **entry})})
     assert main(["report", str(given)]) == 2
     err = capsys.readouterr().err

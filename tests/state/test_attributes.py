@@ -57,7 +57,7 @@ def through_a_file(state: Any) -> Any:
     ],
     ids=str,
 )  # fmt: skip
-def test_plain_values_are_restored(name: str, value: Any) -> None:
+def test_plain_values_are_restored(name, value):
     thing, other, watched, restored = two()
     setattr(thing, name, value)
     state = watched.read()
@@ -78,7 +78,7 @@ class Weighted(Sampler[int]):
         self.weights, self.losses = torch.zeros(100_000), dict.fromkeys(range(5000), 0.0)
 
 
-def test_weights_of_samplers_may_be_large() -> None:
+def test_weights_of_samplers_may_be_large():
     sampler, other, watched, restored = two(Weighted(), Weighted())
     sampler.weights[70_000] = 1.5  # in place
     sampler.losses[4000] = 2.5
@@ -86,7 +86,7 @@ def test_weights_of_samplers_may_be_large() -> None:
     assert (other.weights[70_000].item(), other.weights.sum().item(), other.losses[4000]) == (1.5, 1.5, 2.5)
 
 
-def test_containers_are_restored_in_place() -> None:
+def test_containers_are_restored_in_place():
     thing, _, watched, _ = two()
     before = watched.read()
     assert before == [["Thing", {}]]
@@ -102,7 +102,7 @@ def test_containers_are_restored_in_place() -> None:
 @pytest.mark.parametrize(
     "value", [object(), iter([1]), [object()], list(range(1000)), torch.ones(10_000), nested_tensor()], ids=type
 )
-def test_other_values_are_not_restored(value: Any) -> None:
+def test_other_values_are_not_restored(value):
     thing, other, watched, restored = two()
     thing.handle, thing.number = value, 2
     state = watched.read()
@@ -111,7 +111,7 @@ def test_other_values_are_not_restored(value: Any) -> None:
     assert (other.handle, other.number) == (None, 2)
 
 
-def test_attribute_that_was_another_kind_of_value_is_restored() -> None:
+def test_attribute_that_was_another_kind_of_value_is_restored():
     thing = Thing()
     thing.handle = handle = object()
     watched = AttributeChanges([thing])
@@ -122,7 +122,7 @@ def test_attribute_that_was_another_kind_of_value_is_restored() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_generators_that_were_created_later_are_restored(kind: str) -> None:
+def test_generators_that_were_created_later_are_restored(kind):
     (thing, first), (other, second) = (Thing(), Thing()), (Thing(), Thing())
     make = KINDS[kind]
     thing.number, other.number = make(), make()  # saved elsewhere, until it is replaced
@@ -137,7 +137,7 @@ def test_generators_that_were_created_later_are_restored(kind: str) -> None:
     assert draw(other.number, 3) == draw(thing.number, 3)
 
 
-def test_only_generators_of_holders_are_watched() -> None:
+def test_only_generators_of_holders_are_watched():
     thing, other = Thing(), Thing()
     thing.handle, other.handle = random.Random(1), random.Random(1)
     watched, restored = AttributeChanges([], [thing]), AttributeChanges([], [other])
@@ -146,7 +146,7 @@ def test_only_generators_of_holders_are_watched() -> None:
     assert (other.handle.random(), other.number) == (random.Random(2).random(), 1)
 
 
-def test_state_dict_is_used_if_there_is_one() -> None:
+def test_state_dict_is_used_if_there_is_one():
     thing, other, watched, restored = two(Stored(), Stored())
     thing.handle = object()
     state = through_a_file(watched.read())
@@ -156,7 +156,7 @@ def test_state_dict_is_used_if_there_is_one() -> None:
     assert other.loaded["rest"].tolist() == [1, 1]
 
 
-def test_objects_are_matched_by_class_and_number() -> None:
+def test_objects_are_matched_by_class_and_number():
     thing, stored = Thing(), Stored()
     watched = AttributeChanges([thing, stored])
     state = [["Thing", {"number": 3}], ["Thing", {}], ["Gone", {"at": 1}], ["Stored", {"handle": 4}]]
@@ -167,7 +167,7 @@ def test_objects_are_matched_by_class_and_number() -> None:
     assert watched.missing([["torch.Subset", {"indices": ["list", [1]]}]]) == ["torch.Subset"]
 
 
-def test_modules_and_parts_of_frameworks_are_not_watched() -> None:
+def test_modules_and_parts_of_frameworks_are_not_watched():
     class Holder:
         pass
 

@@ -29,7 +29,7 @@ def read(generator: Any) -> Any:
 
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("kind", [random.Random, np.random.RandomState])
-def test_state_equals_that_of_the_public_api(kind: Any, seed: int) -> None:
+def test_state_equals_that_of_the_public_api(kind, seed):
     generator, choices = kind(seed), random.Random(seed)
     reader = generator_memory.reader_of(generator)
     assert reader is not None
@@ -58,13 +58,13 @@ class Own(random.Random):
 @pytest.mark.parametrize(
     "generator", [Own(1), np.random.RandomState(np.random.PCG64(1)), type("Sub", (np.random.RandomState,), {})(1)]
 )
-def test_other_generators_use_the_public_api(generator: Any) -> None:
+def test_other_generators_use_the_public_api(generator):
     assert generator_memory.reader_of(generator) is None
     assert random_states.state_of(generator) == said_by(generator)
 
 
 @pytest.mark.parametrize("generator", [random.Random(1), np.random.RandomState(1)])
-def test_public_api_is_used_if_the_address_is_unknown(generator: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_public_api_is_used_if_the_address_is_unknown(generator, monkeypatch):
     state = random_states.state_of(generator)
     monkeypatch.setattr(generator_memory, "_PYTHON", None)
     monkeypatch.setattr(generator_memory, "_NUMPY", None)
@@ -72,7 +72,7 @@ def test_public_api_is_used_if_the_address_is_unknown(generator: Any, monkeypatc
     assert random_states.state_of(generator) == state == said_by(generator)
 
 
-def test_generator_with_a_replaced_bit_generator_uses_the_public_api() -> None:
+def test_generator_with_a_replaced_bit_generator_uses_the_public_api():
     generator = np.random.RandomState(1)
     reader = generator_memory.reader_of(generator)
     assert reader is not None

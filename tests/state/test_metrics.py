@@ -61,7 +61,7 @@ def default_dtype(request: pytest.FixtureRequest) -> Iterator[None]:
 @pytest.mark.parametrize("sizes", BATCH_SIZES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, None], ids=str)
 @pytest.mark.parametrize("reduce_fx", ["mean", "sum", "max", "min"])
-def test_epoch_reductions_equal_lightnings(reduce_fx: str, dtype: torch.dtype | None, sizes: str) -> None:
+def test_epoch_reductions_equal_lightnings(reduce_fx, dtype, sizes):
     """EarlyStopping depends on ties. None stands for dtypes that change within the epoch."""
     draws = random.Random(f"{reduce_fx} {dtype} {sizes}")
     for number in (1, 256, 257, 520):
@@ -80,7 +80,7 @@ def same(one: Tensor | None, other: Tensor) -> bool:
     return one is not None and one.dtype is other.dtype and torch.equal(one, other)
 
 
-def test_half_precision_values_are_accumulated_in_float32() -> None:
+def test_half_precision_values_are_accumulated_in_float32():
     value = LoggedValue("training_step", "x", LogOptions(reduce_fx="sum"), None, not_reduced)
     for _ in range(4096):
         value.update(torch.tensor(1.0, dtype=torch.bfloat16), 1)
@@ -91,7 +91,7 @@ def test_half_precision_values_are_accumulated_in_float32() -> None:
 
 
 @pytest.mark.parametrize(("reduce_fx", "expected"), [("mean", 1.0), ("sum", 6.0), ("max", 3.0)])
-def test_sync_dist_reduces_once_over_the_processes(reduce_fx: str, expected: float) -> None:
+def test_sync_dist_reduces_once_over_the_processes(reduce_fx, expected):
     """Further reads call no collective, so that rank 0 may read it alone."""
     calls: list[str] = []
 
@@ -112,7 +112,7 @@ def test_sync_dist_reduces_once_over_the_processes(reduce_fx: str, expected: flo
     assert value.epoch_value() is None
 
 
-def test_rank_zero_only_is_not_reduced() -> None:
+def test_rank_zero_only_is_not_reduced():
     def fail(*args: Any) -> Tensor:
         raise AssertionError("a collective that the other ranks do not join")
 
@@ -122,7 +122,7 @@ def test_rank_zero_only_is_not_reduced() -> None:
     assert value.epoch_value() == 2.0
 
 
-def test_value_of_a_metric_object_is_detached() -> None:
+def test_value_of_a_metric_object_is_detached():
     metric, value = MeanSquaredError(), LoggedValue("training_step", "mse", LogOptions(on_step=True), None, not_reduced)
     metric(torch.ones(2, requires_grad=True), torch.zeros(2))
     value.update_metric(metric)
@@ -133,7 +133,7 @@ def test_value_of_a_metric_object_is_detached() -> None:
 # --- a stage's values ---------------------------------------------------------------------------------------------
 
 
-def test_published_metrics_are_live() -> None:
+def test_published_metrics_are_live():
     published = PublishedMetrics(FitProgress())
     callback = published.callback
     published.take(StageMetrics({"a": 1}, {"b": 2}, {"c": 3}))
@@ -148,7 +148,7 @@ def test_published_metrics_are_live() -> None:
     assert (callback, published.callback) == ({"a": 5}, {"a": 6})
 
 
-def test_to_scalars() -> None:
+def test_to_scalars():
     assert to_scalars({"a": torch.tensor(2.5), "b": 3, "c": torch.tensor([4.0])}) == {"a": 2.5, "b": 3, "c": 4.0}
     values = {"a": torch.tensor(2.5), "b": torch.tensor([2**40 + 1]), "c": torch.tensor(0.5, dtype=torch.float16)}
     on_mps = {name: value.as_subclass(OnMPS) for name, value in values.items()}
@@ -157,7 +157,7 @@ def test_to_scalars() -> None:
         to_scalars({"v": torch.zeros(2)})
 
 
-def test_rows_have_the_epoch_and_a_logged_step() -> None:
+def test_rows_have_the_epoch_and_a_logged_step():
     logger, published = RecordingLogger(), PublishedMetrics(FitProgress(epoch=7))
     published.send({"a": 1.0}, 3)  # no listener
     assert published.logged == {}
@@ -173,7 +173,7 @@ def test_rows_have_the_epoch_and_a_logged_step() -> None:
 # --- valid calls of self.log ------------------------------------------------------------------------------------------
 
 
-def test_logged_values_do_not_follow_their_tensor_and_hold_no_graph() -> None:
+def test_logged_values_do_not_follow_their_tensor_and_hold_no_graph():
     class InPlace(Learner):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             value = torch.tensor(1.0, requires_grad=True) * 1
@@ -202,7 +202,7 @@ def test_values_logged_in_this_batch_are_copied_once():
     assert store.copies == []
 
 
-def test_numbers_on_a_device_are_read_exactly(cuda: Any) -> None:
+def test_numbers_on_a_device_are_read_exactly(cuda):
     numbers = {"double": 0.1, "integer": 2.0**24 + 1}
     on_device = {name: torch.tensor(number, dtype=torch.float64, device="cuda") for name, number in numbers.items()}
     assert to_scalars(on_device) == numbers

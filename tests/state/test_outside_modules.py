@@ -6,7 +6,7 @@ from torch import nn
 from trainer.state.outside_modules import OutsideModules
 
 
-def test_only_changed_tensors_are_saved_and_restored() -> None:
+def test_only_changed_tensors_are_saved_and_restored():
     modules = [nn.BatchNorm1d(2), nn.Linear(2, 1)]
     outside = OutsideModules(modules)
     assert outside.read(copies=True) == {}
@@ -22,14 +22,14 @@ def test_only_changed_tensors_are_saved_and_restored() -> None:
     assert [*resumed.read(copies=True)] == [4, 5]
 
 
-def test_tensors_that_are_saved_elsewhere_are_left_out() -> None:
+def test_tensors_that_are_saved_elsewhere_are_left_out():
     module = nn.Linear(2, 1)
     outside = OutsideModules([module], {module.weight.untyped_storage()._cdata})
     module.weight.data.zero_()
     assert outside.read(copies=True) == {}
 
 
-def test_tensors_that_are_not_restored_are_named() -> None:
+def test_tensors_that_are_not_restored_are_named():
     module = nn.Linear(2, 1)
     outside = OutsideModules([module])
     module.bias.data.add_(1)

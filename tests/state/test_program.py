@@ -6,7 +6,6 @@ from collections import Counter, UserList, deque
 from collections.abc import Callable
 from functools import cached_property
 from itertools import count, cycle
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -113,7 +112,7 @@ def carried(change: Callable[..., Any], *into: Any) -> tuple[list[str], Any]:
     return after.write(through_a_file(before.read())), others
 
 
-def test_plain_attributes_and_generators_are_restored() -> None:
+def test_plain_attributes_and_generators_are_restored():
     def change(module: Module, data: Data, callbacks: list[Counts]) -> None:
         module.blocks[2].scale, module.parts[0]["anneal"].factor = 0.5, 0.25  # type: ignore[union-attr, assignment]
         module.recent.extend([1.0, 2.0, 3.0])
@@ -137,7 +136,7 @@ def test_plain_attributes_and_generators_are_restored() -> None:
     assert [module.rng.random(), data.rng.random()] == [second for _, second in drawn]
 
 
-def test_weights_and_objects_of_other_packages_are_left_to_their_owners() -> None:
+def test_weights_and_objects_of_other_packages_are_left_to_their_owners():
     def change(module: Module, data: Data, callbacks: list[Counts]) -> None:
         with torch.no_grad():
             for parameter in module.parameters():
@@ -158,7 +157,7 @@ def test_weights_and_objects_of_other_packages_are_left_to_their_owners() -> Non
 @pytest.mark.parametrize(
     ("name", "value"), [("handle", object()), ("large", torch.zeros(2**22 + 1)), ("recent", deque([object()]))]
 )
-def test_object_with_an_attribute_that_cannot_be_saved_keeps_all_of_them(name: str, value: Any) -> None:
+def test_object_with_an_attribute_that_cannot_be_saved_keeps_all_of_them(name, value):
     def change(module: Module, data: Data, callbacks: list[Counts]) -> None:
         module.mean = 3.0
         callbacks[0].batches = 7
@@ -169,7 +168,7 @@ def test_object_with_an_attribute_that_cannot_be_saved_keeps_all_of_them(name: s
     assert (module.mean, callbacks[0].batches) == (None, 7)
 
 
-def test_large_tensor_that_changes_in_place_is_reported() -> None:
+def test_large_tensor_that_changes_in_place_is_reported():
     module = Module()
     module.large = torch.zeros(2**22 + 1)
     state = state_of(module)
@@ -194,14 +193,14 @@ class Countdown:
 @pytest.mark.parametrize(
     "make", [lambda: iter(DataLoader(range(9))), lambda: cycle([1, 2]), lambda: [count()], lambda: {"a": iter([1])}]
 )
-def test_iterator_is_reported(make: Callable[[], Any]) -> None:
+def test_iterator_is_reported(make):
     module = Module()
     module.handle = make()
     state = state_of(module)
     assert "Module.handle" in state.write(state.read())[0]
 
 
-def test_iterators_with_attributes_and_open_files_are_not_reported(tmp_path: Path) -> None:
+def test_iterators_with_attributes_and_open_files_are_not_reported(tmp_path):
     module = Module()
     module.handle = Countdown()
     with (tmp_path / "log").open("w") as module.parts[0]["log"]:
@@ -213,7 +212,7 @@ def test_iterators_with_attributes_and_open_files_are_not_reported(tmp_path: Pat
     assert module.handle.left == 8
 
 
-def test_objects_that_do_not_exist_any_more_are_left_out_and_other_numbers_are_reported() -> None:
+def test_objects_that_do_not_exist_any_more_are_left_out_and_other_numbers_are_reported():
     def change(module: Module, data: Data, callbacks: list[Counts]) -> None:
         module.mean, data.passes, callbacks[0].batches = 3.0, 2, 7
 
@@ -226,7 +225,7 @@ def test_objects_that_do_not_exist_any_more_are_left_out_and_other_numbers_are_r
     assert (module.mean, data.passes) == (3.0, 2)
 
 
-def test_subclass_of_a_stock_callback_has_attributes() -> None:
+def test_subclass_of_a_stock_callback_has_attributes():
     class Patient(EarlyStopping):
         checks = 0
 
@@ -241,7 +240,7 @@ def test_subclass_of_a_stock_callback_has_attributes() -> None:
     assert (resumed[0].checks, resumed[0].wait_count, resumed[1].shown) == (3, 0, 3)
 
 
-def test_attributes_of_metric_objects_that_are_no_states_are_restored() -> None:
+def test_attributes_of_metric_objects_that_are_no_states_are_restored():
     class Best(SumMetric):
         best = torch.inf
 
@@ -264,9 +263,7 @@ def test_attributes_of_metric_objects_that_are_no_states_are_restored() -> None:
     assert (best.sum_value.item(), best.update_count, best.best) == (3.0, 1, 3.0)
 
 
-def test_installed_package_of_the_module_is_part_of_the_program(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_installed_package_of_the_module_is_part_of_the_program(tmp_path, monkeypatch):
     folder = tmp_path / "site-packages"
     folder.mkdir()
     code = "class Anneal:\n    factor = 1.0\n    def __init__(self):\n        self.factor = 1.0\n"
@@ -291,14 +288,14 @@ def test_installed_package_of_the_module_is_part_of_the_program(
             assert (resumed.weight, resumed.anneal.factor) == (0.25, factor)
 
 
-def test_module_that_fsdp_wraps_has_the_attributes_of_its_class() -> None:
+def test_module_that_fsdp_wraps_has_the_attributes_of_its_class():
     module = Module()
     module.__class__ = type("FSDPModule", (FSDPModule, Module), {"__module__": FSDPModule.__module__})
     problems, _ = carried(lambda module, *_: setattr(module, "mean", 3.0), module, Data(), [])
     assert (problems, module.mean) == ([], 3.0)
 
 
-def test_state_of_an_older_checkpoint_changes_nothing(tmp_path: Path) -> None:
+def test_state_of_an_older_checkpoint_changes_nothing(tmp_path):
     module = Module()
     state = state_of(module)
     module.mean = 2.0

@@ -15,7 +15,7 @@ def draw() -> tuple[float, ...]:
 
 
 @pytest.mark.parametrize("device", [None, CPU])
-def test_random_states_are_restored(device: torch.device | None) -> None:
+def test_random_states_are_restored(device):
     draw()  # an odd number of normal numbers: the generators keep the other half
     state = random_states.capture(device)
     first = draw()
@@ -24,7 +24,7 @@ def test_random_states_are_restored(device: torch.device | None) -> None:
     assert draw() == first
 
 
-def test_random_numbers_inside_the_context_do_not_change_the_state() -> None:
+def test_random_numbers_inside_the_context_do_not_change_the_state():
     state = random_states.capture()
     expected = draw()
     random_states.restore(state)
@@ -34,7 +34,7 @@ def test_random_numbers_inside_the_context_do_not_change_the_state() -> None:
     assert draw() == expected
 
 
-def test_states_for_one_more_process_are_others_and_the_same_each_time() -> None:
+def test_states_for_one_more_process_are_others_and_the_same_each_time():
     state = random_states.capture()
     before, drawn = random_states.capture(), []
     for number in (2, 3, 2):
@@ -48,7 +48,7 @@ def test_states_for_one_more_process_are_others_and_the_same_each_time() -> None
 
 
 @pytest.mark.parametrize("is_read", [True, False])
-def test_watch_reports_used_generators(is_read: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_watch_reports_used_generators(is_read, monkeypatch):
     if not is_read:
         monkeypatch.setattr(generator_memory, "_PYTHON", None)
         monkeypatch.setattr(generator_memory, "_NUMPY", None)

@@ -47,7 +47,7 @@ EXPECTED = {
 
 @pytest.mark.parametrize("processes", [1, 2, 5])
 @pytest.mark.parametrize("reduce_fx", EXPECTED)
-def test_logged_values_are_shared(reduce_fx: str, processes: int) -> None:
+def test_logged_values_are_shared(reduce_fx, processes):
     state = shared_among(processes, [logged(reduce_fx, values) for values in VALUES])
     total, weight = loaded(state).accumulated()
     assert total is not None
@@ -59,7 +59,7 @@ def test_logged_values_are_shared(reduce_fx: str, processes: int) -> None:
         assert whole.item() == pytest.approx(EXPECTED[reduce_fx])
 
 
-def test_values_are_added_to_shared_ones() -> None:
+def test_values_are_added_to_shared_ones():
     entry = loaded(shared_among(1, [logged("mean", values) for values in VALUES]))
     entry.update(torch.tensor(10.0), 4)
     value = entry.epoch_value()
@@ -67,7 +67,7 @@ def test_values_are_added_to_shared_ones() -> None:
     assert value.item() == pytest.approx((EXPECTED["mean"] * 16 + 40) / 20)
 
 
-def test_values_logged_with_rank_zero_only_are_not_added() -> None:
+def test_values_logged_with_rank_zero_only_are_not_added():
     states = [logged("mean", VALUES[0], rank_zero_only=True), {"in_batch": True, "entries": []}]
     value = loaded(shared_among(3, states)).epoch_value()
     assert value is not None
@@ -109,7 +109,7 @@ SEEN = [[1.0, 4.0], [2.0, 8.0, 7.0], []]
 
 
 @pytest.mark.parametrize("processes", [1, 2, 4])
-def test_metric_objects_are_shared(processes: int) -> None:
+def test_metric_objects_are_shared(processes):
     states = []
     for values in SEEN:
         module = Module()

@@ -11,7 +11,7 @@ from trainer.state.progress import FitProgress
 from trainer.state.stopping import StoppingConditions
 
 
-def test_time_decides_when_to_validate() -> None:
+def test_time_decides_when_to_validate():
     limits = StoppingConditions(FitProgress(), max_epochs=1, val_check_seconds=5.0)
     with mock.patch("time.monotonic", side_effect=[10.0, 14.9, 15.0, 16.0, 20.0, 21.0]):
         limits.restart_validation_clock()
@@ -20,7 +20,7 @@ def test_time_decides_when_to_validate() -> None:
         assert [limits.validation_is_due(), limits.validation_is_due()] == [False, True]
 
 
-def test_decision_after_a_batch_is_kept() -> None:
+def test_decision_after_a_batch_is_kept():
     """Callbacks that save read it before the loop does; ranks agree on it once."""
     limits = StoppingConditions(FitProgress(), max_epochs=1, val_check_seconds=5.0)
     asked = []
@@ -34,7 +34,7 @@ def test_decision_after_a_batch_is_kept() -> None:
     assert asked == [False, True]
 
 
-def test_model_checkpoint_receives_the_time() -> None:
+def test_model_checkpoint_receives_the_time():
     assert ours(val_check_interval="00:00:01:00")._val_check_time_interval == 60.0
     assert ours()._val_check_time_interval is None
 

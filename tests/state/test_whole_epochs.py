@@ -43,7 +43,7 @@ def exchange(*processes: Process) -> None:
         process.store.current(on_step=False)
 
 
-def test_all_reduce_the_same_names_in_the_same_order_and_dtype() -> None:
+def test_all_reduce_the_same_names_in_the_same_order_and_dtype():
     first, second = Process(), Process()
     float32, float64 = torch.float32, torch.float64
     for process, name, value, dtype in (
@@ -56,7 +56,7 @@ def test_all_reduce_the_same_names_in_the_same_order_and_dtype() -> None:
     assert second.asked == [("sum", 5.0, float32), ("sum", 4.0, float64), ("sum", 3.0, float32)]
 
 
-def test_values_of_different_kinds_are_reduced_separately() -> None:
+def test_values_of_different_kinds_are_reduced_separately():
     first, second = Process(), Process()
     first.log("one", 1.0, rank_zero_only=True)
     first.log("group", 1.0, sync_dist_group="some of them")
@@ -70,7 +70,7 @@ def test_values_of_different_kinds_are_reduced_separately() -> None:
     assert [op for op, *_ in first.asked] == [op for op, *_ in second.asked] == ["sum", "sum"]
 
 
-def test_values_of_a_batch_are_reduced_while_all_share_it() -> None:
+def test_values_of_a_batch_are_reduced_while_all_share_it():
     process = Process()
     process.log("x", sync_dist=True, on_step=True)
     process.log("own", on_step=True)
@@ -82,7 +82,7 @@ def test_values_of_a_batch_are_reduced_while_all_share_it() -> None:
         assert len(process.asked) == shares
 
 
-def test_all_go_by_the_first_process_s_own_values() -> None:
+def test_all_go_by_the_first_process_s_own_values():
     first, second = Process(), Process()
     for process, value in ((first, 1.0), (second, 2.0)):
         process.log("epoch", value, hook="on_validation_epoch_end")
@@ -112,7 +112,7 @@ def complete(*modules: nn.Module, new: bool = False) -> None:
         one.complete(outlines, torch.device("cpu"))
 
 
-def test_metric_without_updates_has_empty_states_of_the_others_kind() -> None:
+def test_metric_without_updates_has_empty_states_of_the_others_kind():
     first, second = Metrics(), Metrics()
     first.mean.update(1.0)
     first.lists.value.append(torch.zeros(3, 4, dtype=torch.int64))
@@ -127,7 +127,7 @@ def test_metric_without_updates_has_empty_states_of_the_others_kind() -> None:
     assert second.unused.value == []
 
 
-def test_value_of_before_another_process_s_update_is_computed_again() -> None:
+def test_value_of_before_another_process_s_update_is_computed_again():
     first, second = Metrics(), Metrics()
     for module in (first, second):
         module.mean.update(1.0)
@@ -137,7 +137,7 @@ def test_value_of_before_another_process_s_update_is_computed_again() -> None:
     assert second.mean._computed is None
 
 
-def test_metrics_without_updates_in_the_pass_are_not_synchronized() -> None:
+def test_metrics_without_updates_in_the_pass_are_not_synchronized():
     """Those of the training, if a validation runs in its middle."""
     modules = Metrics(), Metrics()
     for module, count in zip(modules, (2, 1), strict=True):

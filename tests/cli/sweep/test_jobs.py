@@ -32,7 +32,7 @@ def sweep(python: WarmPython, *words: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.whole
-def test_signal_ends_parallel_jobs_and_the_same_command_completes_the_sweep(stopped: Path, python: WarmPython) -> None:
+def test_signal_ends_parallel_jobs_and_the_same_command_completes_the_sweep(stopped, python):
     places = ["hydra/launcher=joblib", "hydra.sweep.dir=jobs"]
     words = ["fit", "-m", *LINE, "model.receivers=[sweep]", "seed=1,2,3", *places]
     done = sweep(python, *words)
@@ -52,7 +52,7 @@ def test_signal_ends_parallel_jobs_and_the_same_command_completes_the_sweep(stop
 
 @pytest.mark.whole
 @pytest.mark.skipif(not hasattr(signal, "SIGUSR2"), reason="submitit tells by it that time is up")
-def test_job_requeued_by_submitit_is_resumed(stopped: Path, python: WarmPython) -> None:
+def test_job_requeued_by_submitit_is_resumed(stopped, python):
     pytest.importorskip("hydra_plugins.hydra_submitit_launcher")
     number = int(signal.SIGUSR2)
     arguments = [f"model.number={number}", "model.receivers=[parent]"]  # submitit's process
@@ -68,7 +68,7 @@ def test_job_requeued_by_submitit_is_resumed(stopped: Path, python: WarmPython) 
 
 @pytest.mark.whole
 @pytest.mark.skipif(os.name != "posix", reason="a process learns of its parent's end on POSIX only")
-def test_jobs_end_with_a_sweep_that_is_killed(stopped: Path, python: WarmPython) -> None:
+def test_jobs_end_with_a_sweep_that_is_killed(stopped, python):
     kill = [f"model.number={int(signal.SIGKILL)}", "model.receivers=[parent]"]
     words = ["fit", "-m", *LINE, *kill, "hydra.sweep.dir=jobs", "trainer.max_epochs=100000"]
     done = sweep(python, *words)

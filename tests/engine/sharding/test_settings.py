@@ -1,7 +1,6 @@
 """Arguments of ``FSDP2Strategy``, and errors for unsupported ones."""
 
 from datetime import timedelta
-from typing import Any
 
 import pytest
 import torch
@@ -15,7 +14,7 @@ from trainer.errors import ConfigurationError, UnsupportedError
 pytestmark = needs_fsdp2
 
 
-def test_defaults() -> None:
+def test_defaults():
     settings = FSDP2Strategy().settings
     assert settings.blocks is None
     assert settings.policy == MixedPrecisionPolicy()
@@ -23,18 +22,18 @@ def test_defaults() -> None:
 
 
 @pytest.mark.parametrize("blocks", [nn.Linear, [nn.Linear], {nn.Linear}])
-def test_blocks_are_classes(blocks: Any) -> None:
+def test_blocks_are_classes(blocks):
     assert FSDP2Strategy(blocks=blocks).settings.blocks == (nn.Linear,)
     assert FSDP2Strategy(blocks="Linear").settings.blocks == ("Linear",)
 
 
-def test_policy_from_a_config() -> None:
+def test_policy_from_a_config():
     given = {"param_dtype": "bfloat16", "reduce_dtype": torch.float32, "cast_forward_inputs": False}
     expected = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
     assert FSDP2Strategy(mixed_precision=given).settings.policy == expected
 
 
-def test_time_may_be_seconds() -> None:
+def test_time_may_be_seconds():
     assert FSDP2Strategy(timeout=90)._timeout == timedelta(seconds=90)
 
 
@@ -56,12 +55,12 @@ def test_time_may_be_seconds() -> None:
         ({"timeout": float("inf")}, "timeout=inf.*seconds"),
     ],
 )
-def test_mistakes(given: dict[str, Any], words: str) -> None:
+def test_mistakes(given, words):
     with pytest.raises(ConfigurationError, match=words):
         FSDP2Strategy(**given)
 
 
-def test_older_torch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_older_torch_is_refused(monkeypatch):
     monkeypatch.setattr("trainer.compat.fsdp.IS_SUPPORTED", False)
     with pytest.raises(UnsupportedError, match=r"expected 2\.13 or newer.*strategy='ddp'"):
         FSDP2Strategy()

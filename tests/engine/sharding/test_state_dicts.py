@@ -1,7 +1,6 @@
 """State dicts of sharded tensors; see also ``tests/distributed/test_checkpoints.py``."""
 
 from collections import OrderedDict, defaultdict
-from pathlib import Path
 
 import torch
 import torch.distributed as distributed
@@ -13,7 +12,7 @@ from trainer.engine.sharding.state_dicts import gathered
 from trainer.state.containers import mapped
 
 
-def test_gathered_state_dict_has_module_versions(tmp_path: Path) -> None:
+def test_gathered_state_dict_has_module_versions(tmp_path):
     """Modules such as BatchNorm detect old versions by the ``_metadata`` of a state dict."""
     distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
     try:
@@ -30,7 +29,7 @@ def test_gathered_state_dict_has_module_versions(tmp_path: Path) -> None:
     assert versions["1"] == {"version": 2}
 
 
-def test_only_sharded_parts_are_copied_with_their_places() -> None:
+def test_only_sharded_parts_are_copied_with_their_places():
     kept, ones = {"a": (1, [torch.zeros(1)])}, torch.ones(1)
     value = OrderedDict(kept=kept, more=[ones, {"b": ones}], counts=defaultdict(int, {2: ones}))
     places = []

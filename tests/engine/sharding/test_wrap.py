@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -72,17 +71,17 @@ PARTS = {"parts.0", "parts.1", "parts.2"}
         (Model(), [nn.Linear], {f"{part}.inner.{i}" for part in PARTS for i in (0, 2)}),  # without shared parameters
     ],
 )
-def test_selected_blocks(model: nn.Module, blocks: list[Any] | None, expected: set[str]) -> None:
+def test_selected_blocks(model, blocks, expected):
     assert names(model, find_blocks(model, blocks)) == expected
 
 
-def test_misspelt_class_is_refused() -> None:
+def test_misspelt_class_is_refused():
     with pytest.raises(ConfigurationError, match=r"blocks=\[Prt\].*does not contain.*Did you mean 'Part'.*Linear"):
         find_blocks(Model(), ["Prt"])
 
 
 @pytest.mark.usefixtures("one_process")
-def test_restore_returns_the_original_module() -> None:
+def test_restore_returns_the_original_module():
     model = Model()
     model.parts[0].requires_grad_(False)
     parameters, before = dict(model.named_parameters()), census.take({"model": model})
@@ -102,7 +101,7 @@ def test_restore_returns_the_original_module() -> None:
 
 
 @pytest.mark.usefixtures("one_process")
-def test_current_buffers_are_broadcast(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_current_buffers_are_broadcast(monkeypatch):
     model, sent = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), []
     model[0].register_buffer("scale", torch.ones(1), persistent=False)
     sharded = shard(model)
@@ -148,7 +147,7 @@ UNSUPPORTED = {
 @pytest.mark.usefixtures("one_process")
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
 @pytest.mark.parametrize("message", UNSUPPORTED)
-def test_unsupported_parameters_are_refused_by_name(message: str) -> None:
+def test_unsupported_parameters_are_refused_by_name(message):
     model = Model()
     model.part = UNSUPPORTED[message](model)
     parameters = list(model.parameters())
@@ -158,7 +157,7 @@ def test_unsupported_parameters_are_refused_by_name(message: str) -> None:
 
 
 @pytest.mark.usefixtures("one_process")
-def test_shards_have_the_attributes_of_the_original_parameters() -> None:
+def test_shards_have_the_attributes_of_the_original_parameters():
     model = Model()
     model.head.bias.decays = False
     sharded = shard(model)
@@ -169,7 +168,7 @@ def test_shards_have_the_attributes_of_the_original_parameters() -> None:
 
 
 @pytest.mark.usefixtures("one_process")
-def test_use_of_a_parameter_from_before_the_sharding_is_an_error() -> None:
+def test_use_of_a_parameter_from_before_the_sharding_is_an_error():
     model = Model()
     model.embedding.weight.__class__ = type("Own", (nn.Parameter,), {})
     weight, bias = model.head.weight, model.head.bias

@@ -28,7 +28,7 @@ def image_of(transform: Callable[[Any], torch.Tensor], module: Caltech256) -> An
     return Images(sorted(module.splits["train"].samples + module.splits["val"].samples), transform)[0]
 
 
-def test_splits_and_batches_are_without_clutter_and_other_files(root: Path):
+def test_splits_and_batches_are_without_clutter_and_other_files(root):
     (root / "256_ObjectCategories" / THINGS[0] / "._001_0001.jpg").write_text("what macOS leaves in archives")
     module = data(root)
     module.prepare_data()
@@ -43,7 +43,7 @@ def test_splits_and_batches_are_without_clutter_and_other_files(root: Path):
     assert module.splits["test"].samples == val.samples
 
 
-def test_images_are_squeezed_and_normalised_and_only_training_ones_changed(root: Path):
+def test_images_are_squeezed_and_normalised_and_only_training_ones_changed(root):
     flag = Image.new("RGB", (90, 30), (255, 0, 0))
     flag.paste((0, 0, 255), (0, 0, 30, 30))  # the left third
     file = root / "256_ObjectCategories" / THINGS[0] / "001_0001.jpg"
@@ -60,7 +60,7 @@ def test_images_are_squeezed_and_normalised_and_only_training_ones_changed(root:
     assert not torch.equal(image_of(module.training, module)[0], image)
 
 
-def test_archive_is_extracted_once_and_whole(root: Path, tmp_path: Path):
+def test_archive_is_extracted_once_and_whole(root, tmp_path):
     other = tmp_path / "other"
     other.mkdir()
     archive, module = other / "256_ObjectCategories.tar", data(other)
@@ -80,7 +80,7 @@ def test_archive_is_extracted_once_and_whole(root: Path, tmp_path: Path):
 
 
 @pytest.mark.parametrize("name", ["/tmp/evil2", "C:/evil2", "a/..\\..\\evil2", "256_ObjectCategories"])
-def test_archive_writes_in_its_folder_only(tmp_path: Path, name: str):
+def test_archive_writes_in_its_folder_only(tmp_path, name):
     (tmp_path / "in").mkdir()
     evil = tarfile.TarInfo(name)
     if name == "256_ObjectCategories":
@@ -92,14 +92,14 @@ def test_archive_writes_in_its_folder_only(tmp_path: Path, name: str):
     assert [file.name for file in (tmp_path / "in").iterdir()] == ["256_ObjectCategories.tar"]
 
 
-def test_error_without_the_data_names_its_place(tmp_path: Path):
+def test_error_without_the_data_names_its_place(tmp_path):
     with pytest.raises(FileNotFoundError) as caught:
         data(tmp_path).prepare_data()
     assert ADDRESS in str(caught.value)
     assert str(tmp_path / "256_ObjectCategories.tar") in str(caught.value)
 
 
-def test_classes_of_a_single_image_are_named(root: Path):
+def test_classes_of_a_single_image_are_named(root):
     folder = root / "256_ObjectCategories" / "003.backpack"
     folder.mkdir()
     shutil.copy(root / "256_ObjectCategories" / THINGS[1] / "056_0001.jpg", folder)

@@ -23,7 +23,7 @@ def data(root: Path, **options: object) -> CIFAR10:
     return CIFAR10(root, num_workers=0, check_md5=False, **options)
 
 
-def test_splits_and_batches(root: Path):
+def test_splits_and_batches(root):
     module = data(root, batch_size=16)
     module.prepare_data()
     module.setup("fit")
@@ -42,7 +42,7 @@ def test_splits_and_batches(root: Path):
     assert next(iter(module.test_dataloader()))[1].tolist() == [i % 10 for i in range(16)]
 
 
-def test_images_are_normalised_and_only_training_images_augmented(root: Path):
+def test_images_are_normalised_and_only_training_images_augmented(root):
     augmented, plain = data(root), data(root, augment=False)
     augmented.setup("fit")
     plain.setup("fit")
@@ -58,9 +58,7 @@ def test_images_are_normalised_and_only_training_images_augmented(root: Path):
 
 
 @pytest.mark.parametrize("error", [URLError("no route to host"), RuntimeError("File not found or corrupted.")])
-def test_error_without_a_network_names_the_place_of_the_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
-):
+def test_error_without_a_network_names_the_place_of_the_file(tmp_path, monkeypatch, error):
     def fail(self: datasets.CIFAR10) -> None:
         raise error
 
@@ -73,7 +71,7 @@ def test_error_without_a_network_names_the_place_of_the_file(
     assert str(tmp_path / "cifar-10-python.tar.gz") in str(caught.value)
 
 
-def test_first_images_are_trained_on_and_later_ones_validated(root: Path):
+def test_first_images_are_trained_on_and_later_ones_validated(root):
     module = data(root, limit=30, val_size=20, augment=False)
     module.setup("fit")
     train, val = module.splits["train"], module.splits["val"]
@@ -87,7 +85,7 @@ def test_first_images_are_trained_on_and_later_ones_validated(root: Path):
             data(root, **sizes).setup("fit")
 
 
-def test_file_cannot_run_code(tmp_path: Path):
+def test_file_cannot_run_code(tmp_path):
     cifar10(tmp_path)
     batch = tmp_path / "cifar-10-batches-py" / "data_batch_2"
     batch.write_bytes(pickle.dumps({"data": Payload(tmp_path / "ran"), "labels": []}))
@@ -99,7 +97,7 @@ def test_file_cannot_run_code(tmp_path: Path):
         CIFAR10(tmp_path, check_md5=False).setup("fit")
 
 
-def test_files_of_the_original_kind_are_read(tmp_path: Path):
+def test_files_of_the_original_kind_are_read(tmp_path):
     # The original was pickled by Python 2 and numpy 1, with other names, and strings instead of bytes.
     cifar10(tmp_path)
     batch = tmp_path / "cifar-10-batches-py" / "data_batch_1"

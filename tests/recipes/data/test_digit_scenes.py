@@ -42,6 +42,6 @@ def test_masks_may_have_digit_classes():
 
 
 @pytest.mark.parametrize("options", [{"num_classes": 3}, {"image_size": 16}])
-def test_invalid_settings_are_refused(options: dict[str, int]):
+def test_invalid_settings_are_refused(options):
     with pytest.raises(ValueError, match=r"expected (2|at least 32)"):
         DigitScenes(**options)

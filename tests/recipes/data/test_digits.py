@@ -14,7 +14,7 @@ def digits() -> Digits:
     return module
 
 
-def test_splits_are_fixed_disjoint_and_stratified(digits: Digits):
+def test_splits_are_fixed_disjoint_and_stratified(digits):
     other = Digits(augment=False, split_seed=1)
     other.setup("validate")
     assert not torch.equal(other.splits["val"].images, digits.splits["val"].images)
@@ -30,7 +30,7 @@ def test_splits_are_fixed_disjoint_and_stratified(digits: Digits):
     assert torch.bincount(digits.splits["val"].labels).tolist() == [27, 27, 27, 28, 27, 27, 27, 27, 26, 27]
 
 
-def test_images_are_the_scans_enlarged_and_normalised(digits: Digits):
+def test_images_are_the_scans_enlarged_and_normalised(digits):
     train = digits.splits["train"]
     assert train.images.shape == (1257, 3, 32, 32)
     assert (train.images.dtype, train.labels.dtype) == (torch.float32, torch.int64)
@@ -42,7 +42,7 @@ def test_images_are_the_scans_enlarged_and_normalised(digits: Digits):
     assert torch.allclose(raw[0, 2], torch.from_numpy(load_digits().images[0]).float(), atol=1e-4)
 
 
-def test_only_training_images_are_augmented(digits: Digits):
+def test_only_training_images_are_augmented(digits):
     module = Digits()
     module.setup("fit")
     assert not torch.equal(module.splits["train"][0][0], digits.splits["train"][0][0])

@@ -32,7 +32,7 @@ def folder(root: Path, **options: object) -> ImageFolder:
     return ImageFolder(root, **small | options)
 
 
-def test_batches(root: Path):
+def test_batches(root):
     module = folder(root)
     module.setup("fit")
     batches = list(module.train_dataloader())
@@ -49,7 +49,7 @@ def test_batches(root: Path):
     assert module.classes == ["blue", "green", "red"]
 
 
-def test_any_kind_of_image_has_three_channels_of_8_bits(tmp_path: Path):
+def test_any_kind_of_image_has_three_channels_of_8_bits(tmp_path):
     grey = np.array([[0, 256, 0x7FFF], [0x8000, 0xFF00, 0xFFFF]], dtype=np.uint16)
     Image.fromarray(grey).save(tmp_path / "grey16.png")
     Image.fromarray(grey).save(tmp_path / "grey16.tiff")
@@ -70,7 +70,7 @@ def test_any_kind_of_image_has_three_channels_of_8_bits(tmp_path: Path):
         read_image(tmp_path / "float.tiff")
 
 
-def test_evaluation_resizes_the_shorter_side_then_crops_the_centre(root: Path):
+def test_evaluation_resizes_the_shorter_side_then_crops_the_centre(root):
     flag = Image.new("RGB", (40, 20), COLOURS["red"])
     flag.paste(COLOURS["blue"], (0, 0, 16, 20))
     flag.save(root / "val" / "red" / "0.png")
@@ -83,7 +83,7 @@ def test_evaluation_resizes_the_shorter_side_then_crops_the_centre(root: Path):
     assert image[0, :, 4:].min() > 0.9
 
 
-def test_predict_needs_no_classes_and_numbers_the_images(root: Path):
+def test_predict_needs_no_classes_and_numbers_the_images(root):
     for split in ("train", "val"):
         shutil.rmtree(root / split)
     flat = root / "flat"
@@ -101,7 +101,7 @@ def test_predict_needs_no_classes_and_numbers_the_images(root: Path):
 
 
 @pytest.mark.parametrize("has_train", [True, False])
-def test_fraction_is_held_out_of_each_class(root: Path, has_train: bool):
+def test_fraction_is_held_out_of_each_class(root, has_train):
     for split in ("val", "test"):
         shutil.rmtree(root / split)
     module, again = (folder(root if has_train else root / "train", val_fraction=0.25) for _ in range(2))
@@ -119,7 +119,7 @@ def test_fraction_is_held_out_of_each_class(root: Path, has_train: bool):
         assert module.splits["test"].samples == val
 
 
-def test_class_may_have_the_name_of_a_split(root: Path):
+def test_class_may_have_the_name_of_a_split(root):
     vehicles = root / "vehicles"
     for name in ("train", "plane"):
         shutil.copytree(root / "train" / "red", vehicles / name)
@@ -128,7 +128,7 @@ def test_class_may_have_the_name_of_a_split(root: Path):
     assert module.classes == ["plane", "train"]
 
 
-def test_folders_and_settings_that_do_not_fit_are_refused(root: Path):
+def test_folders_and_settings_that_do_not_fit_are_refused(root):
     def refuses(message: str, place: Path = root, stage: str = "fit", **options: object) -> None:
         with pytest.raises((FileNotFoundError, ValueError), match=message):
             folder(place, **options).setup(stage)
@@ -160,7 +160,7 @@ BROKEN_PNG[len(BROKEN_PNG) // 2] ^= 0xFF
 
 
 @pytest.mark.parametrize("content", [CUT_SHORT, b"", TEXT, BROKEN_PNG], ids=["cut short", "empty", "text", "broken"])
-def test_unreadable_image_is_named_or_skipped(root: Path, content: bytes):
+def test_unreadable_image_is_named_or_skipped(root, content):
     bad = root / "val" / "green" / "bad.jpg"
     bad.write_bytes(content)
     module = folder(root)
@@ -173,7 +173,7 @@ def test_unreadable_image_is_named_or_skipped(root: Path, content: bytes):
     assert [labels.tolist() for _, labels in module.val_dataloader()] == [[0, 0, 1, 1], [2, 2]]
 
 
-def test_batch_of_unreadable_images_raises(root: Path):
+def test_batch_of_unreadable_images_raises(root):
     for i in range(2):
         (root / "val" / "blue" / f"{i}.png").write_bytes(TEXT)
     module = folder(root, on_error="skip", batch_size=2)
@@ -182,7 +182,7 @@ def test_batch_of_unreadable_images_raises(root: Path):
         list(module.val_dataloader())
 
 
-def test_errors_of_the_system_always_raise(root: Path):
+def test_errors_of_the_system_always_raise(root):
     module = folder(root, on_error="skip")
     module.setup("validate")
     (root / "val" / "green" / "0.png").unlink()
@@ -191,7 +191,7 @@ def test_errors_of_the_system_always_raise(root: Path):
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_run_lists_once_which_were_left_out(root: Path, num_workers: int):
+def test_run_lists_once_which_were_left_out(root, num_workers):
     bad = [root / "train" / "blue" / "3.png", root / "train" / "red" / "1.png", root / "val" / "green" / "x.jpg"]
     for path, content in zip(bad, (TEXT, TEXT, CUT_SHORT), strict=True):
         path.write_bytes(content)
