@@ -102,10 +102,10 @@ def test_gradients_set_aside_are_restored(gradients):
     assert none.grad is None
 
 
-def test_gradient_from_a_file_is_laid_out_like_its_parameter():
+def test_gradient_from_a_file_is_laid_out_like_its_parameter(gradients):
     weight = nn.Parameter(torch.zeros(2, 3, 4, 4).to(memory_format=torch.channels_last))
     gradient = torch.randn(2, 3, 4, 4)
-    Gradients(LossScaler("cpu", enabled=False)).load_state_dict([("weight", weight)], {"weight": gradient})
+    gradients.load_state_dict([("weight", weight)], {"weight": gradient})
     assert weight.grad.stride() == weight.stride() != gradient.stride()
     assert torch.equal(weight.grad, gradient)
 

@@ -68,6 +68,13 @@ def fit(folder: Path, optimizer: Any, precision: str, *more: Any, ckpt: Path | N
     return trainer, module
 
 
+def save_with_lightning(file, optimizer, precision):
+    with warnings.catch_warnings(action="ignore"):
+        trainer = LightningTrainer(**QUIET, max_epochs=1, precision=precision)
+        trainer.fit(Half(make_net(), optimizer), loader_of(BATCHES))
+        trainer.save_checkpoint(file)
+
+
 def end_of(trainer: Any, module: Any) -> dict[str, Any]:
     return {"weights": dict(module.state_dict()), "optimizers": [one.state_dict() for one in trainer.optimizers]}
 
@@ -111,10 +118,7 @@ def test_another_precision_casts_states_that_had_the_dtype_of_the_parameter(
     kinds = {precision: torch.bfloat16 if precision == "bf16-true" else torch.float32 for precision in PRECISIONS}
     optimizer = WithoutClosure if name == "mixed" and not from_lightning else OPTIMIZERS[name]
     if from_lightning and before != "16-mixed":  # Lightning has no such checkpoint on a CPU
-        with warnings.catch_warnings(action="ignore"):
-            first = LightningTrainer(**QUIET, max_epochs=1, precision=before)
-            first.fit(Half(make_net(), optimizer), loader_of(BATCHES))
-            first.save_checkpoint(tmp_path / "a.ckpt")
+        save_with_lightning(tmp_path / "a.ckpt", optimizer, before)
     else:
         fit(tmp_path, optimizer, before)[0].save_checkpoint(tmp_path / "a.ckpt")
     (state, *_) = torch.load(tmp_path / "a.ckpt", weights_only=True)["optimizer_states"][0]["state"].values()
@@ -129,10 +133,7 @@ def test_another_precision_casts_states_that_had_the_dtype_of_the_parameter(
 
 
 def test_lightnings_checkpoints_keep_their_dtypes(tmp_path):
-    with warnings.catch_warnings(action="ignore"):
-        first = LightningTrainer(**QUIET, max_epochs=1, precision="bf16-true")
-        first.fit(Half(make_net(), MixedStates), loader_of(BATCHES))
-        first.save_checkpoint(tmp_path / "a.ckpt")
+    save_with_lightning(tmp_path / "a.ckpt", MixedStates, "bf16-true")
     saved = torch.load(tmp_path / "a.ckpt", weights_only=True)["optimizer_states"]
     trainer, _ = fit(tmp_path, MixedStates, "bf16-true", ckpt=tmp_path / "a.ckpt")  # completed: trains nothing
     assert_identical([one.state_dict() for one in trainer.optimizers], saved)
@@ -146,13 +147,13 @@ class Exports(Half):
 
 
 def test_weights_that_are_saved_in_another_dtype(tmp_path):
-    trainer = make_trainer(tmp_path, precision="bf16-true", max_epochs=1)
-    trainer.fit(Exports(make_net(), MixedStates), loader_of(BATCHES))
-    trainer.save_checkpoint(tmp_path / "a.ckpt")
-    saved = end_of(trainer, trainer.lightning_module)
-    again = make_trainer(tmp_path, precision="bf16-true", max_epochs=1)
-    again.fit(Exports(make_net(), MixedStates), loader_of(BATCHES), ckpt_path=tmp_path / "a.ckpt")
-    assert_identical(end_of(again, again.lightning_module), saved)
+    ends = []
+    for ckpt_path in (None, tmp_path / "a.ckpt"):
+        trainer, module = make_trainer(tmp_path, precision="bf16-true"), Exports(make_net(), MixedStates)
+        trainer.fit(module, loader_of(BATCHES), ckpt_path=ckpt_path)
+        trainer.save_checkpoint(tmp_path / "a.ckpt")
+        ends.append(end_of(trainer, module))
+    assert_identical(*ends)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
@@ -163,9 +164,8 @@ def test_optimizer_with_quantized_states(tmp_path):
     def run(*callbacks: Any, ckpt: Path | None = None) -> dict[str, Any]:
         torch.manual_seed(0)
         net = nn.Sequential(nn.Linear(6, 64), nn.ReLU(), nn.Linear(64, 64), nn.Linear(64, 3))
-        trainer = make_trainer(
-            tmp_path, precision="bf16-true", callbacks=list(callbacks), enable_checkpointing=bool(callbacks)
-        )
+        options = {"callbacks": list(callbacks), "enable_checkpointing": bool(callbacks)}
+        trainer = make_trainer(tmp_path, precision="bf16-true", **options)
         trainer.fit(Half(net, partial(optimizers.AdamW8bit, lr=0.01)), loader_of(BATCHES), ckpt_path=ckpt)
         states = trainer.optimizers[0].state.values()
         codes = [one.codes for state in states for one in state.values() if hasattr(one, "codes")]

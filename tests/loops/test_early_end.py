@@ -134,11 +134,8 @@ def ran(folder: Path, loader: Any, module: Module, **arguments: Any) -> dict[str
     events, more = Events(), arguments.pop("callbacks", [])
     step_saver = ModelCheckpoint(folder / "steps", save_top_k=-1, every_n_train_steps=2)
     end_saver = ModelCheckpoint(folder / "ends", save_top_k=-1, monitor="val_loss")
-    trainer = make_trainer(
-        folder,
-        **{"max_epochs": 3, "enable_checkpointing": True, **arguments},
-        callbacks=[events, step_saver, end_saver, *more],
-    )
+    arguments = {"max_epochs": 3, "enable_checkpointing": True, **arguments}
+    trainer = make_trainer(folder, callbacks=[events, step_saver, end_saver, *more], **arguments)
     trainer.fit(module, loader, loader_of(make_batches(2, seed=5)))
     schedules = [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs]
     return {
@@ -171,10 +168,7 @@ class Draws(Module):
         return super().training_step(batch, batch_idx)
 
 
-def lbfgs(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.LBFGS(parameters, lr=0.1, max_iter=3)
-
-
+lbfgs = partial(torch.optim.LBFGS, lr=0.1, max_iter=3)
 plateau = partial(ReduceLROnPlateau, patience=0, threshold=1e9, factor=0.5)
 every_step = partial(StepLR, step_size=1, gamma=0.5)
 

@@ -113,22 +113,16 @@ def test_no_optimizer_at_all(tmp_path):
 
 
 def test_fit_after_an_interrupted_one_unscales_its_gradients(tmp_path):
-    optimizer = sgd(make_net().parameters())
-    norms = []
+    net, norms, batches = make_net(), [], make_batches(1) * 4
+    optimizer = sgd(net.parameters())
 
-    class Interrupted(Regression):
-        def configure_optimizers(self):
-            nonlocal optimizer
-            if norms == []:
-                optimizer = sgd(self.net.parameters())
-            return optimizer  # the same object again: its entry in the scaler would be found
+    def interrupt(_):
+        norms.append(nn.utils.get_total_norm([p.grad for p in net.parameters()]).item())
+        if len(norms) == 1:
+            raise RuntimeError("between unscale_ and step")
 
-        def on_before_optimizer_step(self, optimizer):
-            norms.append(nn.utils.get_total_norm([p.grad for p in self.net.parameters()]).item())
-            if len(norms) == 1:
-                raise RuntimeError("between unscale_ and step")
-
-    module, batches = Interrupted(), make_batches(1) * 4
+    module = Regression(net, lambda _: optimizer)  # the same object again: its entry in the scaler would be found
+    module.on_before_optimizer_step = interrupt
     trainer = make_trainer(tmp_path, precision=native_fp16(init_scale=256.0))
     with pytest.raises(RuntimeError, match="between"):
         trainer.fit(module, loader_of(batches))
@@ -140,15 +134,13 @@ def test_fit_after_an_interrupted_one_unscales_its_gradients(tmp_path):
 
 
 def test_at_most_four_own_functions_between_fit_and_training_step(tmp_path):
-    home = Path(package.__file__).parent
-    calls = []
+    home, calls = Path(package.__file__).parent, []
 
-    class Looking(Regression):
-        def training_step(self, batch, batch_idx):
-            calls[:] = [f.function for f in inspect.stack() if home in Path(f.filename).parents]
-            return super().training_step(batch, batch_idx)
+    def look(loss, batch_idx):
+        calls[:] = [f.function for f in inspect.stack() if home in Path(f.filename).parents]
+        return loss
 
-    make_trainer(tmp_path).fit(Looking(), loader_of(make_batches(1)))
+    make_trainer(tmp_path).fit(Regression(change=look), loader_of(make_batches(1)))
     assert calls[::-1] == ["fit", "__call__", "run", "train_batch"]
 
 
@@ -172,14 +164,12 @@ def test_none_leaves_a_window_to_its_other_batches(tmp_path, precision, none_in)
 
 @pytest.mark.parametrize("precision", ["32-true", "16-mixed"])
 def test_window_of_none_only_changes_nothing(tmp_path, precision):
-    module = Skipping(
-        make_net(), none_in=(0, 1, 4, 5), schedule=lambda o: torch.optim.lr_scheduler.StepLR(o, 1), interval="step"
-    )
+    schedule = partial(torch.optim.lr_scheduler.StepLR, step_size=1)
+    module = Skipping(none_in=(0, 1, 4, 5), schedule=schedule, interval="step")
     plugin = plugin_of(precision)
     trainer, trace = fit_and_watch(tmp_path, module, make_batches(6), precision=plugin, accumulate_grad_batches=2)
-    start = list(make_net().parameters())
-    assert all(torch.equal(a, b) for a, b in zip(trace.weights[1], start, strict=True))
-    assert all(torch.equal(a, b) for a, b in zip(trace.weights[3], trace.weights[5], strict=True))
+    assert all(map(torch.equal, trace.weights[1], make_net().parameters()))
+    assert all(map(torch.equal, trace.weights[3], trace.weights[5]))
     assert len(trace.skipped) == 1
     assert trainer.global_step == 3  # as in Lightning: max_steps ends a training that never learns
     assert trace.rates == pytest.approx([0.1] * 3 + [0.01] * 3)
@@ -213,9 +203,7 @@ def test_module_may_override_backward_zero_grad_clipping_and_the_schedules_step(
             calls.append(("lr_scheduler_step", metric))
             scheduler.step()
 
-    def schedule(optimizer):
-        return torch.optim.lr_scheduler.StepLR(optimizer, 2)
-
+    schedule = partial(torch.optim.lr_scheduler.StepLR, step_size=2)
     ours, theirs, batches = make_net(), make_net(), make_batches(4, gains={0: 1e30})
     plugin, scaler = plugin_of("16-mixed"), scaler_of("16-mixed")
     module, clipping = Own(ours, sgd, schedule, interval="step"), GradientClipping(max_norm=0.3)
@@ -236,13 +224,10 @@ def test_module_may_override_backward_zero_grad_clipping_and_the_schedules_step(
 )
 @pytest.mark.parametrize("precision", ["32-true", "16-mixed"])
 def test_gradients_clipped_within_a_window_are_added_to_unclipped_ones_of_the_same_scale(tmp_path, precision, clip):
-    class ClipsEach(Regression):
-        def on_after_backward(self):
-            clip(self)
-
     ours, theirs, batches = make_net(), make_net(), make_batches(4)
-    plugin, scaler = plugin_of(precision), scaler_of(precision)
-    make_trainer(tmp_path, precision=plugin, accumulate_grad_batches=2).fit(ClipsEach(ours, sgd), loader_of(batches))
+    plugin, scaler, module = plugin_of(precision), scaler_of(precision), Regression(ours)
+    module.on_after_backward = lambda: clip(module)
+    make_trainer(tmp_path, precision=plugin, accumulate_grad_batches=2).fit(module, loader_of(batches))
     optimizer = sgd(theirs.parameters())
     for index, batch in enumerate(batches):
         with forward_context(precision):
@@ -269,9 +254,8 @@ def test_overflow_is_skipped_if_on_after_backward_clears_its_gradients(tmp_path,
 
     ours, theirs, batches = make_net(), make_net(), make_batches(6, gains={2: float("inf"), 3: 1e30})
     _, trace = fit_and_watch(tmp_path, Clears(ours, OPTIMIZERS[optimizer]), batches, precision=plugin_of("16-mixed"))
-    expected = train_by_hand(
-        theirs, batches, precision="16-mixed", optimizer=OPTIMIZERS[optimizer], scaler=scaler_of("16-mixed")
-    )
+    options = {"optimizer": OPTIMIZERS[optimizer], "scaler": scaler_of("16-mixed")}
+    expected = train_by_hand(theirs, batches, precision="16-mixed", **options)
     assert trace.skipped == [False, False, True, True, False, False]
     assert_same(trace, expected)
 
@@ -333,17 +317,14 @@ def test_gradients_left_by_training_step_are_cleared(window):
     [(False, [False, True, False, True]), (True, [False, "cleared", True, True, "cleared", True])],
 )
 def test_gradients_are_freed_before_a_forward_pass_unless_a_hook_runs_at_that_point(tmp_path, overrides_hook, seen):
-    class SeesGradients(Regression):
-        def training_step(self, batch, batch_idx):
-            self.found.append(any(p.grad is not None for p in self.parameters()))
-            return super().training_step(batch, batch_idx)
-
-    module = SeesGradients()
-    module.found = []
+    found = []
+    module = Regression(
+        change=lambda loss, _: found.append(any(p.grad is not None for p in module.parameters())) or loss
+    )
     if overrides_hook:
-        module.on_before_zero_grad = lambda optimizer: module.found.append("cleared")
+        module.on_before_zero_grad = lambda optimizer: found.append("cleared")
     make_trainer(tmp_path, accumulate_grad_batches=2).fit(module, loader_of(make_batches(4)))
-    assert module.found == seen
+    assert found == seen
 
 
 def test_validation_has_the_memory_of_the_last_batch(tmp_path, monkeypatch):
@@ -366,14 +347,10 @@ def test_validation_has_the_memory_of_the_last_batch(tmp_path, monkeypatch):
 @pytest.mark.parametrize(("stop_at", "steps"), [(0, 0), (3, 1), (5, 2)])
 def test_minus_one_from_on_train_batch_start_ends_the_epoch(tmp_path, stop_at, steps):
     """Inside a window, its batches are averaged, and it counts as a step of schedules and loggers."""
-
-    class Ending(Regression):
-        def on_train_batch_start(self, batch, batch_idx):
-            return -1 if batch_idx == stop_at else None
-
     ours, theirs, batches = make_net(), make_net(), make_batches(8)
     schedule = partial(torch.optim.lr_scheduler.StepLR, step_size=1)
-    module = Ending(ours, schedule=schedule, interval="step")
+    module = Regression(ours, schedule=schedule, interval="step")
+    module.on_train_batch_start = lambda batch, batch_idx: -1 if batch_idx == stop_at else None
     trainer, trace = fit_and_watch(tmp_path, module, batches, accumulate_grad_batches=3, max_epochs=2)
     assert len(trace.losses) == 2 * stop_at
     assert (trainer.global_step, trainer.progress.updates, trainer.current_epoch) == (2 * steps, 2 * steps, 2)
@@ -437,6 +414,5 @@ def test_weighted_window_is_one_big_batch(tmp_path, precision, sized, weight):
             loss = F.mse_loss(theirs(x), y)
         loss.backward()
         optimizer.step()
-    torch.testing.assert_close(
-        [*ours.parameters()], [*theirs.parameters()], rtol=0, atol=1e-6 if precision == "32-true" else 1e-3
-    )
+    tolerance = {"rtol": 0, "atol": 1e-6 if precision == "32-true" else 1e-3}
+    torch.testing.assert_close([*ours.parameters()], [*theirs.parameters()], **tolerance)

@@ -59,8 +59,7 @@ def test_rates_are_those_of_a_hand_written_loop(tmp_path, precision, schedule, i
     assert len(set(trace.rates)) > 1
 
 
-def halve(optimizer):
-    return lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+halve = partial(lr_scheduler.StepLR, step_size=1, gamma=0.5)
 
 
 class RatesOfUpdates(Watch):
@@ -189,9 +188,8 @@ def test_plateau_schedule_with_a_frequency_reads_every_validation(tmp_path):
 @pytest.mark.parametrize(("frequency", "expected"), [(1, [4, 3, 2, 1, 0.5]), (2, [8, 4, 4, 2, 2])])
 def test_schedule_may_count_batches(tmp_path, frequency, expected):
     """``"step"`` counts optimizer steps, and ``"batch"`` batches."""
-    schedule = partial(lr_scheduler.LambdaLR, lr_lambda=lambda n: [80, 40, 30, 20, 10, 5][n])
-    if frequency == 2:
-        schedule = partial(lr_scheduler.LambdaLR, lr_lambda=lambda n: [80, 40, 20][n])
+    factors = [80, 40, 30, 20, 10, 5] if frequency == 1 else [80, 40, 20]
+    schedule = partial(lr_scheduler.LambdaLR, lr_lambda=factors.__getitem__)
     module = Regression(make_net(), schedule=schedule, interval="batch", frequency=frequency)
     _, trace = fit_and_watch(tmp_path, module, make_batches(5), accumulate_grad_batches=2)
     assert trace.rates == pytest.approx(expected)
@@ -201,36 +199,25 @@ class Plateau(Regression):
     """Logs a value that stops falling, monitored by a plateau schedule."""
 
     def __init__(self, values, **how):
-        super().__init__(make_net(), schedule=self.plateau, monitor="value", **how)
-        self.values = iter(values)
-        self.numbers = values
-
-    @staticmethod
-    def plateau(optimizer):
-        return lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
-
-    def on_train_epoch_end(self):
-        if self.how["interval"] == "epoch":
-            self.log("value", next(self.values), batch_size=4)
+        plateau = partial(lr_scheduler.ReduceLROnPlateau, factor=0.5, patience=0)
+        super().__init__(schedule=plateau, monitor="value", **how)
+        self.values = values
 
     def training_step(self, batch, batch_idx):
-        if self.how["interval"] == "step":
-            self.log("value", self.numbers[batch_idx], batch_size=4)  # a diagnosis may run a batch again
+        self.log("value", self.values[batch_idx], batch_size=4)
         return super().training_step(batch, batch_idx)
 
 
 def test_plateau_schedule_by_steps_ignores_a_skipped_step(tmp_path):
     module = Plateau([3.0, 4.0, 9.0, 2.0, 2.5], interval="step")
     _, trace = fit_and_watch(tmp_path, module, make_batches(5, gains={2: 1e30}), precision=plugin_of("16-mixed"))
-    rates = trace.rates  # recorded in on_train_batch_end: before the batch's own plateau step
     assert trace.skipped == [False, False, True, False, False]
-    assert rates == [0.1, 0.1, 0.05, 0.05, 0.05]
+    assert trace.rates == [0.1, 0.1, 0.05, 0.05, 0.05]  # before the batch's own plateau step
 
 
 def test_plateau_schedule_that_counts_batches_is_refused(tmp_path):
-    with pytest.raises(
-        ConfigurationError, match="'interval': 'batch' for the schedule ReduceLROnPlateau, expected 'step'"
-    ):
+    message = "'interval': 'batch' for the schedule ReduceLROnPlateau, expected 'step'"
+    with pytest.raises(ConfigurationError, match=message):
         make_trainer(tmp_path).fit(Plateau([1.0], interval="batch"), loader_of(make_batches(1)))
 
 
