@@ -70,9 +70,9 @@ def test_losses_and_weights_are_those_of_a_hand_written_loop(tmp_path, precision
 
 
 def test_16_mixed_by_name_with_torchs_defaults_and_a_natural_overflow(tmp_path):
-    ours, theirs, batches = make_net(), make_net(), make_batches(8)
-    trainer, trace = fit_and_watch(tmp_path, Regression(ours), batches, precision="16-mixed")
-    assert_same(trace, train_by_hand(theirs, batches, precision="16-mixed"))
+    batches = make_batches(8)
+    trainer, trace = fit_and_watch(tmp_path, Regression(), batches, precision="16-mixed")
+    assert_same(trace, train_by_hand(make_net(), batches, precision="16-mixed"))
     assert trace.scales[0] == 65536.0
     assert trainer.skipped_steps > 0  # this net overflows at 65536, so that a step is skipped without a gain
 
@@ -91,11 +91,10 @@ CLIPPING = {
 def test_clipping_and_accumulation(tmp_path, precision, clipping, optimizer, window):
     make, (callback, clip) = OPTIMIZERS[optimizer], CLIPPING[clipping]
     batches = make_batches(20, gains=POISON if precision == "16-mixed" else {})  # windows of 3: the last one has 2
-    plugin, scaler = plugin_of(precision), scaler_of(precision)
-    ours, theirs, options = make_net(), make_net(), {"callbacks": [callback], "accumulate_grad_batches": window}
-    trainer, trace = fit_and_watch(tmp_path, Regression(ours, make), batches, precision=plugin, **options)
-    options = {"scaler": scaler, "optimizer": make, "window": window, "clip": clip}
-    assert_same(trace, train_by_hand(theirs, batches, precision=precision, **options))
+    options = {"precision": plugin_of(precision), "callbacks": [callback], "accumulate_grad_batches": window}
+    trainer, trace = fit_and_watch(tmp_path, Regression(optimizer=make), batches, **options)
+    options = {"scaler": scaler_of(precision), "optimizer": make, "window": window, "clip": clip}
+    assert_same(trace, train_by_hand(make_net(), batches, precision=precision, **options))
     limit = callback.limit
     assert any(norm > limit for norm in trace.norms), "nothing was clipped: the test would not see it missing"
     assert len(trace.norms) == trainer.global_step == (20 if window == 1 else 7)
@@ -204,12 +203,11 @@ def test_module_may_override_backward_zero_grad_clipping_and_the_schedules_step(
             scheduler.step()
 
     schedule = partial(torch.optim.lr_scheduler.StepLR, step_size=2)
-    ours, theirs, batches = make_net(), make_net(), make_batches(4, gains={0: 1e30})
-    plugin, scaler = plugin_of("16-mixed"), scaler_of("16-mixed")
-    module, clipping = Own(ours, sgd, schedule, interval="step"), GradientClipping(max_norm=0.3)
-    _, trace = fit_and_watch(tmp_path, module, batches, precision=plugin, callbacks=[clipping])
-    expected = train_by_hand(theirs, batches, precision="16-mixed", scaler=scaler, clip=norm_of(0.3), schedule=schedule)
-    assert_same(trace, expected)
+    module, batches = Own(schedule=schedule, interval="step"), make_batches(4, gains={0: 1e30})
+    options = {"precision": plugin_of("16-mixed"), "callbacks": [GradientClipping(max_norm=0.3)]}
+    _, trace = fit_and_watch(tmp_path, module, batches, **options)
+    options = {"scaler": scaler_of("16-mixed"), "clip": norm_of(0.3), "schedule": schedule}
+    assert_same(trace, train_by_hand(make_net(), batches, precision="16-mixed", **options))
     step = ["backward", ("configure_gradient_clipping", 0.3, "norm"), ("lr_scheduler_step", None)]
     assert calls == [call for i in range(4) for call in (("optimizer_zero_grad", 0, i), *(step if i else step[:2]))]
 
@@ -268,11 +266,9 @@ def test_optimizer_step_may_clip_between_closure_and_step(tmp_path, precision):
             torch.nn.utils.clip_grad_norm_(self.parameters(), 0.3)
             optimizer.step()
 
-    ours, theirs = make_net(), make_net()
-    batches = make_batches(6, gains={2: 1e30} if precision == "16-mixed" else {})
-    _, trace = fit_and_watch(tmp_path, Clips(ours), batches, precision=plugin_of(precision))
-    scaler = scaler_of(precision)
-    expected = train_by_hand(theirs, batches, precision=precision, scaler=scaler, clip=norm_of(0.3))
+    batches, scaler = make_batches(6, gains={2: 1e30} if precision == "16-mixed" else {}), scaler_of(precision)
+    _, trace = fit_and_watch(tmp_path, Clips(), batches, precision=plugin_of(precision))
+    expected = train_by_hand(make_net(), batches, precision=precision, scaler=scaler, clip=norm_of(0.3))
     trace.norms = expected.norms  # unknown
     assert_same(trace, expected)
 

@@ -112,10 +112,10 @@ def test_fit_calls_the_same_hooks_as_lightnings(arguments):
     assert len(mine) > 40
 
 
-@pytest.mark.parametrize("arguments", [{"max_epochs": 1, "val_check_interval": 2, "accumulate_grad_batches": 2}])
 @pytest.mark.parametrize("overridden", [[], ["training_step", "validation_step"], ["optimizer_step", *MODULE_HOOKS]],
                          ids=["callbacks only", "steps", "everything and optimizer_step"])  # fmt: skip
-def test_order_is_independent_of_the_overridden_hooks(overridden, arguments):
+def test_order_is_independent_of_the_overridden_hooks(overridden):
+    arguments = {"max_epochs": 1, "val_check_interval": 2, "accumulate_grad_batches": 2}
     theirs, mine = run_both(lambda make: record(make, "fit", overridden, **arguments))
     assert_same(theirs, mine)
 

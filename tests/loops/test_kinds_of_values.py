@@ -80,18 +80,12 @@ def test_broken_weights_are_found_beside_a_sparse_buffer(tmp_path):
 
 def test_module_without_parameters_is_trained(tmp_path):
     """Its optimizer updates the parameters of an object that it does not own."""
-
-    class Outside(Regression):
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            return net(batch[0]).mean() * (float("nan") if batch_idx == 1 else 1.0)
-
-        def configure_optimizers(self) -> Any:
-            return sgd(net.parameters())
-
     net = nn.Linear(4, 1)
+    module = Regression(nn.Identity(), lambda _: sgd(net.parameters()))
+    module.training_step = lambda batch, batch_idx: net(batch[0]).mean() * (float("nan") if batch_idx == 1 else 1.0)
     trainer = make_trainer(tmp_path, precision="16-mixed", log_every_n_steps=2)
     before = net.weight.detach().clone()
-    trainer.fit(Outside(nn.Identity()), loader_of([[torch.ones(2, 4)]] * 8))
+    trainer.fit(module, loader_of([[torch.ones(2, 4)]] * 8))
     assert (trainer.global_step, trainer.skipped_steps) == (8, 2)
     torch.testing.assert_close(net.weight, before - 0.6)
 

@@ -12,6 +12,7 @@ from tests.support import (
     OPTIMIZERS,
     Regression,
     Skipping,
+    adam,
     assert_same,
     fit_and_watch,
     forward_context,
@@ -121,8 +122,7 @@ class Manual(Regression):
         super().__init__(*args, **how)
         self.automatic_optimization = False
 
-    def around_step(self, optimizer):
-        pass
+    def around_step(self, optimizer): ...
 
     def training_step(self, batch, batch_idx):
         optimizer = self.optimizers()
@@ -138,12 +138,9 @@ class Manual(Regression):
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_manual_equals_a_hand_written_loop(tmp_path, precision, optimizer):
     make, batches = OPTIMIZERS[optimizer], make_batches(10, gains={4: 1e30} if precision == "16-mixed" else {})
-    ours, theirs = make_net(), make_net()
-    _, trace = fit_and_watch(tmp_path, Manual(ours, make), batches, precision=plugin_of(precision), max_epochs=2)
-    expected = train_by_hand(
-        theirs, batches, precision=precision, optimizer=make, scaler=scaler_of(precision), epochs=2
-    )
-    assert_same(trace, expected)
+    _, trace = fit_and_watch(tmp_path, Manual(optimizer=make), batches, precision=plugin_of(precision), max_epochs=2)
+    options = {"optimizer": make, "scaler": scaler_of(precision), "epochs": 2}
+    assert_same(trace, train_by_hand(make_net(), batches, precision=precision, **options))
 
 
 @pytest.mark.parametrize(
@@ -168,11 +165,9 @@ def test_manual_clipping_has_unscaled_gradients(tmp_path, precision, optimizer, 
                 self.clip_gradients(optimizer, gradient_clip_val=limit, gradient_clip_algorithm=algorithm)
 
     make, batches = OPTIMIZERS[optimizer], make_batches(8, gains={3: 1e30} if precision == "16-mixed" else {})
-    ours, theirs = make_net(), make_net()
-    _, trace = fit_and_watch(tmp_path, Clipping(ours, make), batches, precision=plugin_of(precision))
-    expected = train_by_hand(
-        theirs, batches, precision=precision, optimizer=make, scaler=scaler_of(precision), clip=clip
-    )
+    _, trace = fit_and_watch(tmp_path, Clipping(optimizer=make), batches, precision=plugin_of(precision))
+    options = {"optimizer": make, "scaler": scaler_of(precision), "clip": clip}
+    expected = train_by_hand(make_net(), batches, precision=precision, **options)
     trace.norms = trace.norms or expected.norms
     assert_same(trace, expected)
 
@@ -202,10 +197,9 @@ class Closing(Manual):
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_closure_in_manual_optimization(tmp_path, precision):
     ours, theirs, batches = make_net(), make_net(), make_batches(6)
-    _, trace = fit_and_watch(tmp_path, Closing(ours, OPTIMIZERS["adam"]), batches, precision=plugin_of(precision))
-    expected = train_by_hand(
-        theirs, batches, precision=precision, optimizer=OPTIMIZERS["adam"], scaler=scaler_of(precision)
-    )
+    _, trace = fit_and_watch(tmp_path, Closing(ours, adam), batches, precision=plugin_of(precision))
+    options = {"optimizer": adam, "scaler": scaler_of(precision)}
+    expected = train_by_hand(theirs, batches, precision=precision, **options)
     assert (trace.skipped, trace.scales) == (expected.skipped, expected.scales)
     assert_same_weights(ours, theirs)
 

@@ -151,19 +151,15 @@ class TwoOfEach(Regression):
         return torch.nn.functional.mse_loss(self.net[4](hidden), y) + (hidden * (gain - 1)).sum()
 
     def configure_optimizers(self) -> Any:
-        optimizers = [self.make_optimizer(self.net[:4].parameters()), self.make_optimizer(self.net[4].parameters())]
-        schedules = [
-            {"scheduler": lr_scheduler.StepLR(o, 1, 0.5), "interval": "step", "frequency": self.how["frequency"]}
-            for o in optimizers
-        ]
-        return optimizers, schedules
+        optimizers = [self.make_optimizer(part.parameters()) for part in (self.net[:4], self.net[4])]
+        return optimizers, [{"scheduler": lr_scheduler.StepLR(one, 1, 0.5), **self.how} for one in optimizers]
 
 
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("frequency", [1, 2])
 def test_only_the_schedule_of_the_skipped_optimizer_waits(tmp_path, late, fused, frequency):
-    module = TwoOfEach(optimizer=partial(torch.optim.SGD, lr=1e-3, fused=fused), frequency=frequency)
-    watch = Outcomes()
+    make, watch = partial(torch.optim.SGD, lr=1e-3, fused=fused), Outcomes()
+    module = TwoOfEach(optimizer=make, interval="step", frequency=frequency)
     trainer = make_trainer(tmp_path, precision=plugin_of("16-mixed"), callbacks=[watch], **UNIMPORTANT)
     trainer.fit(module, loader_of(make_batches(5, gains={1: float("inf"), 3: float("inf")})))
     assert [o.skipped_optimizers for o in watch.outcomes] == [(), (0,), (), (0,), ()]

@@ -48,7 +48,7 @@ class ReturnsMore(Classifier):
         super().__init__()
         self.automatic_optimization, self.kind, self.seen = automatic, kind, []
 
-    def output(self, batch: Any) -> Any:
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss, scores = self.loss(batch), self(batch[0])
         kinds = {
             "tensor": loss,
@@ -58,11 +58,7 @@ class ReturnsMore(Classifier):
         }
         return kinds.get(self.kind, {"scores": scores})
 
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return self.output(batch)
-
-    def validation_step(self, batch: Any, batch_idx: int) -> Any:
-        return self.output(batch)
+    validation_step = training_step
 
     def on_train_batch_end(self, outputs: Any, *_: Any) -> None:
         norm = None
@@ -75,10 +71,8 @@ class ReturnsMore(Classifier):
         self.note(outputs if isinstance(outputs, dict) else {"": outputs}, None)
 
     def note(self, outputs: dict[str, Any], norm: Any) -> None:
-        items = {
-            key: (plain(value), isinstance(value, Tensor) and value.requires_grad) for key, value in outputs.items()
-        }
-        self.seen.append((list(items.items()), plain(norm)))
+        graphs = [(key, isinstance(value, Tensor) and value.requires_grad) for key, value in outputs.items()]
+        self.seen.append((plain([*outputs.values()]), graphs, plain(norm)))
 
 
 @pytest.mark.parametrize(

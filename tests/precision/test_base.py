@@ -97,15 +97,10 @@ def test_worked_example(tmp_path):
     names = {"Precision": Precision, "contextmanager": contextmanager, "torch": torch, "Trainer": lambda **kwargs: None}
     exec(textwrap.dedent(example), names)
     seen = []
-
-    class Looking(Regression):
-        def training_step(self, batch, batch_idx):
-            seen.append(torch.get_float32_matmul_precision())
-            return super().training_step(batch, batch_idx)
-
+    module = Regression(change=lambda loss, _: seen.append(torch.get_float32_matmul_precision()) or loss)
     before = torch.get_float32_matmul_precision()
     trainer = make_trainer(tmp_path, precision=names["TensorFloat32"]())
-    trainer.fit(Looking(), loader_of(make_batches(2)))
+    trainer.fit(module, loader_of(make_batches(2)))
     assert seen == ["high", "high"]
     assert torch.get_float32_matmul_precision() == before != "high"
     assert not trainer.scaler.is_enabled()

@@ -66,7 +66,8 @@ def by_hand(recipe: str, *, window: int = 1, clip: float | None = None, keep: fr
         if name in FLOAT8 - keep:
             part.register_forward_pre_hook(lambda _, inputs: (inputs[0].bfloat16(),))
         elif name in keep:
-            part.forward = in_full(part)
+            full = torch.autocast("cpu", enabled=False)
+            part.forward = full(lambda x, forward=part.forward: forward(x.float()))
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
     for index, (x, y) in enumerate(batches()):
         with torch.autocast("cpu", torch.bfloat16):
@@ -79,16 +80,6 @@ def by_hand(recipe: str, *, window: int = 1, clip: float | None = None, keep: fr
                 nn.utils.clip_grad_norm_(net.parameters(), clip)
             optimizer.step()
     return net
-
-
-def in_full(part: nn.Module) -> Any:
-    forward = part.forward
-
-    def run(x: Tensor) -> Tensor:
-        with torch.autocast("cpu", enabled=False):
-            return forward(x.float())
-
-    return run
 
 
 def fitted(precision: Any = "fp8-mixed", module: Any = None, *callbacks: Any, **options: Any) -> tuple[Any, Classifier]:

@@ -44,10 +44,7 @@ vanishing = pytest.mark.filterwarnings("ignore:precision='16-true' keeps weights
 @pytest.mark.parametrize("optimizer", ["momentum-fused", "adamw"])
 @pytest.mark.parametrize("kernels", ["native", "fast"])
 def test_weights_equal_a_hand_written_loop(tmp_path, precision, optimizer, kernels):
-    if (precision, optimizer) == ("16-true", "adamw"):
-        make = partial(OPTIMIZERS[optimizer], eps=1e-4)
-    else:
-        make = OPTIMIZERS[optimizer]
+    make = OPTIMIZERS[optimizer] if optimizer != "adamw" else partial(OPTIMIZERS[optimizer], eps=1e-4)
     batches, dtype = make_batches(6), DTYPES[precision]
     plugin = HalfPrecision(dtype, cpu_kernels=kernels)
     trainer, ours = fit_and_watch(tmp_path, Regression(optimizer=make), batches, precision=plugin)
@@ -180,11 +177,8 @@ def test_eps_that_float16_cannot_hold(tmp_path, optimizer, warns):
 def test_resuming_in_another_precision(tmp_path, saved, resumed):
     """Weights and momentum are rounded once to the dtype of the resumed run, and training continues."""
     kind, path = {**DTYPES, "64-true": torch.float64}[resumed], tmp_path / "saved.ckpt"
-    saver = SavesAt(path, batches=4)
-    fit_and_watch(
-        tmp_path, Regression(optimizer=momentum), make_batches(4), precision=saved, callbacks=[saver],
-        enable_checkpointing=True,
-    )  # fmt: skip
+    options = {"precision": saved, "callbacks": [SavesAt(path, batches=4)], "enable_checkpointing": True}
+    fit_and_watch(tmp_path, Regression(optimizer=momentum), make_batches(4), **options)
     stored = torch.load(path, weights_only=True)
 
     class Looking(Regression):

@@ -109,9 +109,8 @@ def test_current_buffers_are_broadcast(monkeypatch):
     model[1].running_var = None
     monkeypatch.setattr(wrap, "_broadcast", sent.extend)
     sharded.before_forward()
-    assert [id(one) for one in sent] == [
-        id(one) for one in (model[0].scale, model[1].running_mean, model[1].num_batches_tracked)
-    ]
+    expected = [model[0].scale, model[1].running_mean, model[1].num_batches_tracked]
+    assert [*map(id, sent)] == [*map(id, expected)]
 
 
 def shard(model: nn.Module) -> ShardedModule:
