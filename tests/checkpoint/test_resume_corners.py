@@ -4,7 +4,6 @@ import copy
 import random
 import warnings
 from collections import deque
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ import pytest
 import torch
 from _faults.training import differences
 from lightning.pytorch import Callback, LightningModule
-from lightning.pytorch.callbacks import StochasticWeightAveraging
+from lightning.pytorch.callbacks import LambdaCallback, StochasticWeightAveraging
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, Subset
 from torchmetrics import CatMetric, MeanMetric, RunningMean, RunningSum, SumMetric
@@ -46,7 +45,7 @@ class Module(LightningModule):
         self.log("val_loss", self.head(self.backbone(batch[0])).square().mean())
 
     def configure_optimizers(self) -> Any:
-        return torch.optim.Adam([p for p in self.parameters() if p.requires_grad], 0.05)
+        return torch.optim.Adam(self.parameters(), 0.05)
 
 
 class Closures(Module):
@@ -84,9 +83,6 @@ class Freezes(Module):
     def on_train_epoch_start(self) -> None:
         self.head.requires_grad_(self.current_epoch >= 1)
         self.backbone[1].train(self.current_epoch != 1)
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.Adam(self.parameters(), 0.05)
 
 
 class Measures(Module):
@@ -178,9 +174,8 @@ class DrawsAll(Module):
         self.validated = Noisy()
 
     def train_dataloader(self) -> Any:
-        return DataLoader(
-            Subset(Points(), (torch.randperm(12 - self.current_epoch)[:6] + self.current_epoch).tolist()), 2
-        )
+        indices = torch.randperm(12 - self.current_epoch)[:6] + self.current_epoch
+        return DataLoader(Subset(Points(), indices.tolist()), 2)
 
     def val_dataloader(self) -> Any:
         return DataLoader(Subset(self.validated, torch.randperm(12)[: 2 + self.current_epoch].tolist()), 2)
@@ -238,16 +233,8 @@ class LooksAhead(Module):
         return [optimizer], [{"scheduler": torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8), "interval": "step"}]
 
 
-def train(
-    make: Callable[[], Any],
-    folder: Path,
-    *,
-    seed: int = 0,
-    start: Path | None = None,
-    callbacks: list[Callback],
-    collate: Any = None,
-    **arguments: Any,
-) -> tuple[dict[str, Any], list[Any], list[tuple[Path, int]]]:
+def train(make, folder, *, seed=0, start=None, callbacks=(), collate=None, **arguments):
+    """Return the state at the end, the logged rows, and the checkpoints, each with its number of earlier rows."""
     folder.mkdir()
     torch.manual_seed(5)
     module, saver, rows = make(), SavesEverywhere(folder), RecordingLogger()
@@ -298,22 +285,19 @@ def test_resumed(make, callbacks, arguments, tmp_path):
 
 
 def test_states_of_wrapped_optimizers_are_refused_if_the_checkpoint_lacks_them(tmp_path):
-    *_, saved = train(LooksAhead, tmp_path / "whole", callbacks=[])
+    *_, saved = train(LooksAhead, tmp_path / "whole")
     checkpoint = torch.load(saved[3][0], weights_only=False)
     assert len(checkpoint["optimizer_states"][0].pop("inner_optimizers")) == 1
     torch.save(checkpoint, path := tmp_path / "older.ckpt")
     with pytest.raises(ResumeError, match=r"Lookahead.*such as the base optimizer of SAM.*Define state_dict"):
-        train(LooksAhead, tmp_path / "resumed", start=path, callbacks=[])
+        train(LooksAhead, tmp_path / "resumed", start=path)
 
 
-class Levels(Dataset[Any]):
+class Levels(Points):
     level = 0
 
-    def __len__(self) -> int:
-        return 8
-
     def __getitem__(self, index: int) -> Any:
-        return (torch.arange(4.0) * (index + self.level),)
+        return [torch.arange(4.0) * (index + self.level)]
 
 
 class Curriculum(Module):
@@ -323,9 +307,9 @@ class Curriculum(Module):
 
 def test_attribute_of_the_dataset_that_a_hook_sets_reaches_the_workers_of_a_resumed_epoch(tmp_path):
     ends = []
-    for start in (None, tmp_path / "6.ckpt"):
+    for start in (None, tmp_path / "8.ckpt"):
         torch.manual_seed(5)
-        module, savers = Curriculum(), [SavesAt(tmp_path / "6.ckpt", batches=6)] if start is None else []
+        module, savers = Curriculum(), [SavesAt(tmp_path / "8.ckpt", batches=8)] if start is None else []
         trainer = make_trainer(tmp_path, max_epochs=2, callbacks=savers, enable_checkpointing=start is None)
         trainer.fit(module, DataLoader(Levels(), 2, num_workers=1), ckpt_path=start)
         ends.append(module.state_dict())
@@ -338,9 +322,6 @@ class Step(Module):
     def __init__(self, path: Path, place: str = "") -> None:
         super().__init__()
         self.path, self.place = path, place
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), 0.1)
 
     def save(self, place: str) -> None:
         if place == self.place and self.trainer.global_step == 1 and self.trainer.fit_loop.batch_idx == 4:
@@ -374,9 +355,8 @@ class HandSteps(Step):
 )
 def test_gradients_of_a_window_are_saved_inside_a_batch(make, place, tmp_path, monkeypatch):
     path = tmp_path / "inside.ckpt"
-    arguments: dict[str, Any] = {"callbacks": [], "precision": "16-mixed", "max_epochs": 1}
-    if make is Step:
-        arguments["accumulate_grad_batches"] = 3
+    window = 3 if make is Step else 1
+    arguments = {"precision": "16-mixed", "max_epochs": 1, "accumulate_grad_batches": window}
     monkeypatch.setattr(Points, "__getitem__", lambda self, index: [torch.arange(4.0).add(index).sin()])
     whole, _, _ = train(partial(make, path, place), tmp_path / "whole", **arguments)
     state, _, _ = train(partial(make, path), tmp_path / "resumed", start=path, **arguments)
@@ -386,12 +366,12 @@ def test_gradients_of_a_window_are_saved_inside_a_batch(make, place, tmp_path, m
 def test_checkpoint_that_loses_the_gradients_of_a_window_warns(tmp_path):
     make = partial(Step, tmp_path / "inside.ckpt", "after the backward pass")
     with pytest.warns(UserWarning, match="batch 4 of epoch 0.*loses the gradients.*on_train_batch_end"):
-        train(make, tmp_path / "whole", callbacks=[], accumulate_grad_batches=3, max_epochs=1)
+        train(make, tmp_path / "whole", accumulate_grad_batches=3, max_epochs=1)
 
 
 def test_batches_that_cannot_be_saved_are_reported(tmp_path):
-    arguments: dict[str, Any] = {"callbacks": [], "accumulate_grad_batches": 3, "max_epochs": 1}
-    arguments["collate"] = lambda samples: Batch([torch.stack([sample[0] for sample in samples])])
+    collate = lambda samples: Batch([torch.stack([sample[0] for sample in samples])])  # noqa: E731
+    arguments = {"accumulate_grad_batches": 3, "max_epochs": 1, "collate": collate}
     _, _, saved = train(Closures, tmp_path / "whole", **arguments)
     with pytest.raises(ResumeError, match=r"inside an accumulation window.*exact_resume=False"):
         train(Closures, tmp_path / "refused", start=saved[0][0], **arguments)
@@ -401,11 +381,10 @@ def test_batches_that_cannot_be_saved_are_reported(tmp_path):
 
 
 def test_checkpoint_inside_the_first_batch_is_reported(tmp_path):
-    class Inside(Callback):
-        def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
-            if trainer.progress.batch_idx == 0:
-                trainer.save_checkpoint(tmp_path / f"{trainer.current_epoch}.ckpt")
+    def save(trainer, *_):
+        if trainer.progress.batch_idx == 0:
+            trainer.save_checkpoint(tmp_path / f"{trainer.current_epoch}.ckpt")
 
-    train(Module, tmp_path / "whole", callbacks=[Inside()])
+    train(Module, tmp_path / "whole", callbacks=[LambdaCallback(on_train_batch_start=save)])
     with pytest.warns(UserWarning, match="inside the first batch of epoch 1"):
-        train(Module, tmp_path / "resumed", callbacks=[], start=tmp_path / "1.ckpt")
+        train(Module, tmp_path / "resumed", start=tmp_path / "1.ckpt")
