@@ -7,9 +7,9 @@ import os
 import random
 import warnings
 from collections import UserDict
-from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -76,17 +76,8 @@ class Saver(Checkpoint):
             trainer.save_checkpoint(self.folder / f"{place}.ckpt")
 
 
-@dataclass
-class Finished:
-    """The results of a run."""
-
-    state: dict[str, Any]
-    rows: list[Any]
-    places: dict[str, int]
-    batches: list[Any] = field(default_factory=list)
-
-
-def train(setup: Setup, folder: Path, seed: int, start: Path | None) -> Finished:
+def train(setup: Setup, folder: Path, seed: int, start: Path | None) -> Any:
+    """Return the results of a run."""
     folder.mkdir()
     random.seed(seed)
     np.random.seed(seed)
@@ -99,7 +90,8 @@ def train(setup: Setup, folder: Path, seed: int, start: Path | None) -> Finished
     arguments = {"log_every_n_steps": 1, **training.arguments_of(setup)}
     trainer = make_trainer(folder, logger=rows, enable_checkpointing=True, callbacks=callbacks, **arguments)
     trainer.fit(module, training.training_data(setup), training.validation_data(setup), ckpt_path=start)
-    return Finished(training.state_of(trainer, module), rows.rows, saver.places, batches)
+    state = training.state_of(trainer, module)
+    return SimpleNamespace(state=state, rows=rows.rows, places=saver.places, batches=batches)
 
 
 def check(setup: Setup, interruptions: list[int]) -> None:

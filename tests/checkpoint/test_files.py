@@ -8,6 +8,7 @@ import zipfile
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -47,7 +48,6 @@ def test_file_is_a_valid_zip_archive_with_a_manifest(tmp_path):
         assert opened.comment.startswith(b'{"format": 1, "bytes": ')
     assert os.listdir(path.parent) == ["x.ckpt"]
     manifest = files.read_manifest(path)
-    assert manifest is not None
     assert manifest.size == len(archive())
     assert path.read_bytes()[: manifest.size - 2] == archive()[:-2]  # but for the length of the comment
     assert before <= manifest.saved_at <= time.time()
@@ -63,10 +63,8 @@ def archive() -> bytes:
 
 OTHERS = {
     "nothing": b"",
-    "a byte": b"x",
     "pickle": pickle.dumps(content()),
     "encrypted": bytes(255 - byte for byte in archive()),
-    "zeros": bytes(100),
     "an archive behind a header": b"header" + archive(),
     "an archive and a signature": archive() + b"signature",
     "an archive with a comment": archive()[:-2] + b"\4\0mine",
@@ -87,9 +85,9 @@ def test_files_of_other_formats_are_written_unchanged(tmp_path, what, piece):
     files.write(save, tmp_path / "x.ckpt")
     assert (tmp_path / "x.ckpt").read_bytes() == data
     assert os.listdir(tmp_path) == ["x.ckpt"]
-    if not data.startswith(b"PK"):
-        assert not data or files.read_manifest(tmp_path / "x.ckpt") is None
-        assert not data or not files.verify(tmp_path / "x.ckpt")
+    if data and not data.startswith(b"PK"):
+        assert files.read_manifest(tmp_path / "x.ckpt") is None
+        assert not files.verify(tmp_path / "x.ckpt")
     data = archive()  # in writes of the same size
     files.write(save, tmp_path / "x.ckpt")
     assert files.read_manifest(tmp_path / "x.ckpt") is not None
@@ -199,21 +197,17 @@ def test_old_file_is_kept_on_errors(tmp_path, monkeypatch, where, error):
     path = saved(tmp_path / "x.ckpt", 0)
     before, is_os_error = path.read_bytes(), isinstance(error, OSError)
 
-    def fail(*_: Any) -> Any:
-        raise error
-
     def save(stream: Any) -> None:
         torch.save(content(1), stream)
         if where == "in the save":
-            fail()
+            raise error
 
     if where != "in the save":
-        monkeypatch.setattr(where, fail)
+        monkeypatch.setattr(where, Mock(side_effect=error))
     message = f"The checkpoint {path} was not written: Input/output error." if is_os_error else None
     with pytest.raises(CheckpointWriteError if is_os_error else type(error), match=message) as caught:
         files.write(save, path)
     if is_os_error:
-        assert isinstance(caught.value, OSError)
         assert caught.value.errno == errno.EIO
     assert path.read_bytes() == before
     assert os.listdir(tmp_path) == ["x.ckpt"]

@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torchmetrics
 from omegaconf import OmegaConf
 
 from trainer.checkpoint.inert import StandIn, allow_stand_ins, refusal, write_without_data
@@ -34,10 +33,6 @@ class Colour(enum.Enum):
 class Sizes:
     width: int = 3
 
-    @dataclass
-    class Inner:
-        depth: int = 2
-
 
 class Entries(dict[str, Any]):
     pass
@@ -45,10 +40,6 @@ class Entries(dict[str, Any]):
 
 class Items(list[Any]):
     pass
-
-
-class Noted(Items):
-    note = ""
 
 
 class Aware(dict[str, Any]):
@@ -63,8 +54,6 @@ class Positional:
         made.width = width
         return made
 
-    width: int
-
     def __getnewargs__(self) -> tuple[int]:
         return (self.width,)
 
@@ -78,12 +67,10 @@ Point = collections.namedtuple("Point", "x y")
 
 KINDS: dict[str, Any] = {
     "loss": torch.nn.HuberLoss(delta=3.0),
-    "metric": torchmetrics.Accuracy("multiclass", num_classes=3),
     "config": OmegaConf.create({"a": [1, {"b": "${c}"}], "c": 2}),
     "structured": OmegaConf.structured(Sizes),
     "class": Sizes,
     "dataclass": Sizes(4),
-    "of an inner class": Sizes.Inner(3),
     "namespace": Namespace(a=1),
     "path": Path("a/b"),
     "enum": Colour.RED,
@@ -105,7 +92,6 @@ KINDS: dict[str, Any] = {
     "frozenset": frozenset({1, Colour.RED}),
     "network": torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3)),
     "optimizer": torch.optim.SGD([torch.zeros(1)], lr=0.1),
-    "distribution": torch.distributions.Normal(0.0, 1.0),
     "generator of numpy": np.random.default_rng(1),
     "exception": ValueError("a"),
     "type": dict[str, int],
@@ -136,15 +122,13 @@ def test_objects_in_hyperparameters_are_skipped(kind):
     assert StandIn in bases or type(it) in (list, dict, collections.OrderedDict, collections.Counter, tuple)
 
 
-def a_noted_list() -> Noted:
-    made = Noted([1])
-    made.note = "a"
-    return made
+NOTED = Items([1])
+NOTED.note = "a"
 
 
 @pytest.mark.parametrize(
     ("value", "reason"),
-    [(lambda: 1, "it cannot be pickled"), (a_noted_list(), "it could not be read again without running code")],
+    [(lambda: 1, "it cannot be pickled"), (NOTED, "it could not be read again without running code")],
 )
 def test_unsupported_objects_are_detected_before_the_save(value, reason):
     assert refusal({"it": value}).startswith(reason)
@@ -161,9 +145,7 @@ def test_safe_globals_are_created():
 
 def test_stand_in_has_the_name_of_its_class():
     it = read(file_of({"it": KINDS["loss"]}))["hyper_parameters"]["it"]
-    with pytest.raises(
-        AttributeError, match=r"no 'delta': a torch.nn.modules.loss.HuberLoss was saved among the hyper"
-    ):
+    with pytest.raises(AttributeError, match=r"no 'delta': a torch.nn.modules.loss.HuberLoss was saved among"):
         it.delta
     assert isinstance(copy.deepcopy(it), StandIn)
 

@@ -9,12 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import (
-    GradientAccumulationScheduler,
-    ModelCheckpoint,
-    OnExceptionCheckpoint,
-    StochasticWeightAveraging,
-)
+from lightning.pytorch import callbacks
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader, TensorDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
@@ -127,7 +123,7 @@ def test_both_trainers_resume_checkpoints_of_the_other(tmp_path, name):
 
 class Averaged(Diary):
     def configure_callbacks(self) -> Any:
-        return [StochasticWeightAveraging(0.05, swa_epoch_start=1)]
+        return [callbacks.StochasticWeightAveraging(0.05, swa_epoch_start=1)]
 
     def configure_optimizers(self) -> Any:
         return torch.optim.Adam(self.parameters(), lr=0.01)
@@ -135,7 +131,7 @@ class Averaged(Diary):
 
 class Scheduled(Diary):
     def configure_callbacks(self) -> Any:
-        return [GradientAccumulationScheduler({0: 2, 2: 4})]
+        return [callbacks.GradientAccumulationScheduler({0: 2, 2: 4})]
 
 
 @pytest.mark.parametrize(
@@ -154,13 +150,11 @@ def test_rest_of_a_batch_and_of_an_epoch_follows(tmp_path, module, name):
 # --- checkpoints of older versions ------------------------------------------------------------------------------------
 
 RENAMED = {
-    "epoch_loop.automatic_optimization.state_dict": "epoch_loop.batch_loop.optimizer_loop.state_dict",
-    "epoch_loop.automatic_optimization.optim_progress": "epoch_loop.batch_loop.optimizer_loop.optim_progress",
-    "epoch_loop.manual_optimization.state_dict": "epoch_loop.batch_loop.manual_loop.state_dict",
-    "epoch_loop.manual_optimization.optim_step_progress": "epoch_loop.batch_loop.manual_loop.optim_step_progress",
-    "epoch_loop.val_loop.batch_progress": "epoch_loop.val_loop.epoch_loop.batch_progress",
+    ".automatic_optimization.": ".batch_loop.optimizer_loop.",
+    ".manual_optimization.": ".batch_loop.manual_loop.",
+    "val_loop.batch_progress": "val_loop.epoch_loop.batch_progress",
 }
-"""Names of the loops since Lightning 2.0, and before."""
+"""Parts of the names of loops since Lightning 2.0, and before."""
 
 
 @pytest.mark.parametrize(
@@ -175,7 +169,9 @@ def test_run_of_an_older_lightning_is_resumed(tmp_path, version, name):
         del checkpoint["loops"]
     else:
         loop = checkpoint["loops"]["fit_loop"]
-        checkpoint["loops"]["fit_loop"] = {RENAMED.get(key, key): value for key, value in loop.items()}
+        for new, old in RENAMED.items():
+            loop = {key.replace(new, old): value for key, value in loop.items()}
+        checkpoint["loops"]["fit_loop"] = loop
     torch.save(checkpoint, tmp_path / "old.ckpt")
     expected = resume(ours, tmp_path / f"{name}.ckpt", Diary, max_epochs=3)
     resumed = resume(ours, tmp_path / "old.ckpt", Diary, max_epochs=3)
@@ -201,7 +197,7 @@ def test_run_by_steps_is_resumed_inside_its_epoch(tmp_path, loader, after_fit):
         first.save_checkpoint(file)
     fit(resumed, file, max_steps=7)
     assert resumed.entries == [("train", 1, 6), *module.entries[-2:]]
-    assert resumed.entries[-2:] == [("batch", 1, 6, 2), ("epoch end", 1, 7)]
+    assert resumed.entries[1] == ("batch", 1, 6, 2)
     assert_same_weights(module, resumed)
     fit(by_epochs, file, max_epochs=3)
     assert by_epochs.entries[:2] == [("train", 2, 6), ("epoch start", 2, 6)]
@@ -230,7 +226,7 @@ def test_validation_that_failed_is_run_again(tmp_path, writer, interval, steps):
     arguments = {"max_epochs": 2, "val_check_interval": interval, "num_sanity_val_steps": 0}
     whole, module = ours(**arguments), Diary()
     whole.fit(module, same_batches(4), same_batches(3))
-    saver = OnExceptionCheckpoint(tmp_path)
+    saver = callbacks.OnExceptionCheckpoint(tmp_path)
     failing = writer(**arguments, callbacks=[saver], enable_checkpointing=True, default_root_dir=tmp_path)
     with pytest.raises(ArithmeticError):
         failing.fit(Failing(steps), same_batches(4), same_batches(3))
@@ -249,7 +245,7 @@ def test_validation_that_failed_is_run_again(tmp_path, writer, interval, steps):
 class StatefulCounter:
     """Yields ten numbers from ``start``."""
 
-    def __init__(self, start: int = 0) -> None:
+    def __init__(self, start=0):
         self.next = start
 
     def __len__(self) -> int:

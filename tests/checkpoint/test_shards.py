@@ -6,13 +6,14 @@ import pickle
 import random
 import shutil
 from collections.abc import Callable
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
-from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 
@@ -52,13 +53,11 @@ def write(path: Path, value: float = 1.0, process: Any = None) -> dict[str, Any]
     return made
 
 
-def fit(folder: Path, *callbacks: Callback, module: Any = None, **arguments: Any) -> Any:
+def fit(folder, *callbacks, module=None, ckpt_path=None, **arguments):
     options = {"enable_checkpointing": None, "max_epochs": 2, "plugins": CheckpointFiles(sharded=True), **arguments}
-    ckpt_path = options.pop("ckpt_path", None)
     fitted = make_trainer(folder, callbacks=list(callbacks), **options)
     torch.manual_seed(0)
-    module = module or Regression(optimizer=torch.optim.AdamW)
-    fitted.fit(module, loader_of(BATCHES), ckpt_path=ckpt_path)
+    fitted.fit(module or Regression(optimizer=torch.optim.AdamW), loader_of(BATCHES), ckpt_path=ckpt_path)
     return fitted
 
 
@@ -181,11 +180,8 @@ def test_file_takes_a_folders_place_and_the_other_way_round(tmp_path):
     write(tmp_path / "a.ckpt")
     assert names(tmp_path) == ["a.ckpt"]
 
-    def fails(stream: Any) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
     with pytest.raises(CheckpointWriteError):
-        files.write(fails, tmp_path / "a.ckpt")
+        files.write(Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")), tmp_path / "a.ckpt")
     assert names(tmp_path) == ["a.ckpt"]
     assert files.verify(tmp_path / "a.ckpt")
 
@@ -295,23 +291,17 @@ def test_file_names_outside_the_folder_are_refused(tmp_path):
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_run_saves_removes_links_and_is_resumed(tmp_path, asynchronous):
-    def io() -> CheckpointFiles:
-        return CheckpointFiles(sharded=True, asynchronous=asynchronous)
-
-    def saver(folder: str) -> ModelCheckpoint:
-        return ModelCheckpoint(
-            tmp_path / folder, filename="{step}", every_n_train_steps=2, save_last="link", save_top_k=2,
-            monitor="step", mode="max",
-        )  # fmt: skip
-
+    how = {"every_n_train_steps": 2, "save_last": "link", "save_top_k": 2, "monitor": "step", "mode": "max"}
+    saver = partial(ModelCheckpoint, filename="{step}", **how)
+    io = partial(CheckpointFiles, sharded=True, asynchronous=asynchronous)
     whole, first, second = (Regression(optimizer=torch.optim.AdamW) for _ in range(3))
-    fitted = fit(tmp_path, one := saver("whole"), plugins=io(), module=whole)
+    fitted = fit(tmp_path, one := saver(tmp_path / "whole"), plugins=io(), module=whole)
     assert names(tmp_path / "whole") == ["last.ckpt", "step=6.ckpt", "step=8.ckpt"]
     assert os.path.islink(one.last_model_path)
     assert one.best_model_path == str(tmp_path / "whole" / "step=8.ckpt")
     assert files_of(fitted.strategy)._writer is None
-    fit(tmp_path, saver("c"), plugins=io(), module=first, max_epochs=1, resume="auto")
-    fit(tmp_path, saver("c"), plugins=io(), module=second, resume="auto")
+    fit(tmp_path, saver(tmp_path / "c"), plugins=io(), module=first, max_epochs=1, resume="auto")
+    fit(tmp_path, saver(tmp_path / "c"), plugins=io(), module=second, resume="auto")
     assert names(tmp_path / "c") == ["last.ckpt", "step=6.ckpt", "step=8.ckpt"]
     assert all(map(torch.equal, second.parameters(), whole.parameters()))
     shutil.rmtree(tmp_path / "c" / "step=8.ckpt")
@@ -366,10 +356,7 @@ def test_error_after_the_replacement_is_raised_and_keeps_the_new_checkpoint(tmp_
         folder.mkdir()
         (folder / sharded_files.MANIFEST).write_text(content)
 
-    def fail(folder: Path) -> None:
-        raise OSError("disk")
-
-    monkeypatch.setattr(sharded_files, "sync_folder", fail)
+    monkeypatch.setattr(sharded_files, "sync_folder", Mock(side_effect=OSError("disk")))
     with pytest.raises(OSError, match="disk"):
         sharded_files.move_into_place(part, place)
     assert (place / sharded_files.MANIFEST).read_text() == "new"

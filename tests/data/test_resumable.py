@@ -549,6 +549,7 @@ def test_reading_the_state_before_a_pass_starts_no_workers():
     batches.load_state_dict(state)
     batches.start_epoch(1, 0)
     assert batches.loaders.loader_states() == [state["loaders"][0]["state"]]
+    assert loader._iterator is None
     assert [step(1, batch_idx, batch)[:2] for batch, batch_idx, _ in batches] == [one[:2] for one in steps[number:]]
 
 
@@ -612,6 +613,7 @@ def sampled(sampler: Any, length: int = 8) -> DataLoader[Any]:
 REFUSED: dict[str, tuple[Callable[[], Any], Callable[[], Any], str]] = {
     "num_workers": (shuffled, lambda: shuffled(num_workers=1), "num_workers was 0 and is 1"),
     "batch_size": (shuffled, lambda: shuffled(batch_size=3), "batch_size was 2 and is 3; the first .* samples"),
+    "drop_last": (shuffled, lambda: shuffled(drop_last=True), "drop_last was False and is True"),
     "samples": (shuffled, lambda: shuffled(Noisy(8)), "the number of samples was 7 and is 8"),
     "order": (shuffled, lambda: shuffled(shuffle=False), r"first .* had the samples \[.*this batch has \[0, 1\]"),
     "later order": (

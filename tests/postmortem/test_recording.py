@@ -6,17 +6,7 @@ import torch
 from lightning.pytorch import Callback
 from torch import nn
 
-from tests.support import (
-    Regression,
-    Skipping,
-    loader_of,
-    loss_of,
-    make_batches,
-    make_trainer,
-    manual_step,
-    native_fp16,
-    sgd,
-)
+from tests.support import Regression, Skipping, loader_of, loss_of, make_batches, make_trainer, manual_step, sgd
 from trainer.postmortem.recording import Recorder, storage_for
 from trainer.state import random_states
 
@@ -76,7 +66,7 @@ def test_each_outcome_has_the_batches_of_its_update(tmp_path, late, module, wind
     """With a fused optimizer, the outcome is read after the next forward pass."""
     records = Records()
     module.make_optimizer = partial(sgd, fused=fused)
-    trainer = make_trainer(tmp_path, precision=native_fp16(), accumulate_grad_batches=window, callbacks=[records])
+    trainer = make_trainer(tmp_path, precision="16-mixed", accumulate_grad_batches=window, callbacks=[records])
     trainer.fit(module, loader_of(make_batches(6)))
     assert records.updates == expected
 
@@ -147,7 +137,6 @@ MIB = torch.zeros(2**20, dtype=torch.uint8)
         (torch.zeros(2**26 + 1, dtype=torch.uint8), 1),
         ([MIB, Graph()], 1),
     ],
-    ids=["arrays", "text", "sparse", "large_sparse", "large", "other_class"],
 )
 def test_stored_batches_take_limited_memory(batch, number):
     room, stored = storage_for(batch, 100)

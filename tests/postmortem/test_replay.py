@@ -1,4 +1,5 @@
 import math
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from torchmetrics import MeanSquaredError
 from tests import census
 from tests.postmortem.layers import Amplifier, sequential
 from tests.postmortem.test_recording import Recording
-from tests.support import Regression, Skipping, loader_of, make_batches, make_trainer, manual_step, native_fp16
+from tests.support import Regression, Skipping, loader_of, make_batches, make_trainer, manual_step, native_fp16, sgd
 from trainer import Trainer
 from trainer.callbacks import OverflowReport
 from trainer.postmortem.examine import examine
@@ -25,9 +26,9 @@ class Everything(LightningModule):
 
     fused = False
 
-    def __init__(self, layer: nn.Module | None = None, place: int = 0) -> None:
+    def __init__(self):
         super().__init__()
-        self.net = sequential(layer, place)
+        self.net = sequential()
         self.error = MeanSquaredError()
         self.hidden = {"error": MeanSquaredError()}
         self.losses: list[Tensor] = []
@@ -65,9 +66,7 @@ class Everything(LightningModule):
 class ByHand(Everything):
     """The same in manual optimization, with two optimizers and calls between them."""
 
-    def __init__(self, layer: nn.Module | None = None, place: int = 0) -> None:
-        super().__init__(layer, place)
-        self.automatic_optimization = False
+    automatic_optimization = False
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         schedules = self.lr_schedulers()
@@ -81,10 +80,8 @@ class ByHand(Everything):
             self.untoggle_optimizer(optimizer)
 
     def configure_optimizers(self) -> Any:
-        optimizers = [
-            torch.optim.SGD(part.parameters(), lr=0.01, momentum=0.9, fused=self.fused)
-            for part in (self.net[:4], self.net[4:])
-        ]
+        make = partial(torch.optim.SGD, lr=0.01, momentum=0.9, fused=self.fused)
+        optimizers = [make(part.parameters()) for part in (self.net[:4], self.net[4:])]
         return optimizers, [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9) for optimizer in optimizers]
 
 
@@ -125,10 +122,6 @@ def everything(folder: Any, module: LightningModule, callback: Callback, **argum
     return census.take(state, without=(Trainer,))
 
 
-def assert_equal(ours: census.Census, theirs: census.Census) -> None:
-    assert census.differences(ours, theirs) == []
-
-
 @pytest.mark.parametrize(("kind", "window", "arrives"), [(Everything, 2, "at once"), (ByHand, 1, "late")])
 def test_run_with_replays_is_the_run_without(tmp_path, kind, window, arrives, request, monkeypatch):
     """Also with late outcomes as on a GPU: after the gradients of the next batch, or inside its step."""
@@ -139,7 +132,7 @@ def test_run_with_replays_is_the_run_without(tmp_path, kind, window, arrives, re
     for name, callback in (("without", Callback()), ("with", replays)):
         torch.manual_seed(3)
         seen.append(everything(tmp_path / name, kind(), callback, accumulate_grad_batches=window))
-    assert_equal(*seen)
+    assert census.differences(*seen) == []
     assert len(replays.findings) >= 5
     assert not any(finding.error for finding in replays.findings)
     assert {finding.fails for finding in replays.findings} == {True, False}
@@ -190,19 +183,9 @@ def test_forward_is_bitwise_equal(tmp_path):
 
 
 def test_gradients_outside_the_module_are_preserved(tmp_path):
-    class Module(Regression):
-        def __init__(self) -> None:
-            super().__init__(sequential())
-            self.gain = torch.ones(1, requires_grad=True)
-
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            return super().training_step(batch, batch_idx) * self.gain.sum()
-
-        def configure_optimizers(self) -> Any:
-            return torch.optim.SGD([*self.parameters(), self.gain], 0.1)
+    gain = torch.ones(1, requires_grad=True)
 
     def look(trainer: Any, recorded: Any) -> None:
-        gain = trainer.lightning_module.gain
         before = gain.grad.clone()
         with undisturbed(trainer) as now:
             rewind(trainer, now, recorded)
@@ -210,24 +193,21 @@ def test_gradients_outside_the_module_are_preserved(tmp_path):
             assert gain.grad is not None
         assert gain.grad.equal(before)
 
-    recorded_fit(tmp_path, Module(), look)
+    optimizer = lambda parameters: sgd([*parameters, gain])  # noqa: E731
+    change = lambda loss, batch_idx: loss * gain.sum()  # noqa: E731
+    recorded_fit(tmp_path, Regression(sequential(), optimizer, change=change), look)
 
 
 def test_error_leaves_no_trace_either(tmp_path):
-    class Fails(Everything):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            output = super().training_step(batch, batch_idx)
-            if self.replaying:
-                self.net.eval()
-                raise RuntimeError("in the replay")
-            return output
+    module = Everything()
 
-        replaying = False
-
-    module = Fails()
+    def fail(batch):
+        Everything.loss(module, batch)
+        module.net.eval()
+        raise RuntimeError("in the replay")
 
     def look(trainer: Any, recorded: Any) -> None:
-        type(module).replaying = True
+        module.loss = fail
         rng = torch.get_rng_state()
         loggers, calls = trainer.loggers, trainer.engine.module_calls
         assert examine(trainer, [recorded], 1.0).error == "RuntimeError: in the replay"
@@ -245,9 +225,7 @@ def test_each_backward_of_a_manual_step_is_examined(tmp_path):
     class Gan(Regression):
         """The second loss overflows; the optimizer of the first steps, that of the second does not."""
 
-        def __init__(self) -> None:
-            super().__init__(nn.ModuleList([nn.Linear(6, 3), nn.Sequential(nn.Linear(6, 3), Amplifier())]))
-            self.automatic_optimization = False
+        automatic_optimization = False
 
         def training_step(self, batch: Any, batch_idx: int) -> None:
             x, y, _ = batch
@@ -258,20 +236,17 @@ def test_each_backward_of_a_manual_step_is_examined(tmp_path):
             return [torch.optim.SGD(net.parameters(), lr=0.1) for net in self.net]
 
     findings = []
-    recorded_fit(tmp_path, Gan(), lambda trainer, recorded: findings.append(examine(trainer, [recorded], 1024.0)))
+    gan = Gan(nn.ModuleList([nn.Linear(6, 3), nn.Sequential(nn.Linear(6, 3), Amplifier())]))
+    recorded_fit(tmp_path, gan, lambda trainer, recorded: findings.append(examine(trainer, [recorded], 1024.0)))
     (finding,) = findings
-    assert finding.fails
-    assert not finding.error
+    assert (finding.fails, finding.error) == (True, "")
     assert finding.parameters[0].startswith("net.1.0.")
     assert finding.origin.module == "net.1.1"
 
 
 def test_closures_run_once(tmp_path):
     class Closure(Regression):
-        def __init__(self) -> None:
-            super().__init__()
-            self.automatic_optimization = False
-            self.evaluated = 0
+        automatic_optimization, evaluated = False, 0
 
         def training_step(self, batch: Any) -> None:  # type: ignore[override]
             def closure() -> Tensor:
