@@ -40,12 +40,8 @@ def test_infinity_is_not_nan(tmp_path):
 
 def test_mode_of_each_precision(tmp_path):
     for precision, scales in ((native_fp16(), True), (native_fp16(loss_scaling=False), False), ("bf16-mixed", False)):
-        seen = []
-
-        class Look(Regression):
-            def on_before_backward(self, loss, seen=seen):
-                seen.append(torch.is_anomaly_enabled())
-
-        trainer, _ = fit(tmp_path, Look(), precision=precision, limit_train_batches=1)
+        seen, module = [], Regression()
+        module.on_before_backward = lambda loss, seen=seen: seen.append(torch.is_anomaly_enabled())
+        trainer, _ = fit(tmp_path, module, precision=precision, limit_train_batches=1)
         assert seen == [not scales]
         assert any(isinstance(callback, AnomalyDetection) for callback in trainer.callbacks) is scales

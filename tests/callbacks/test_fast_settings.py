@@ -17,13 +17,17 @@ from trainer.callbacks.fast_settings import missing_settings
 LAST = torch.channels_last
 
 
+def in_force():
+    return torch.get_float32_matmul_precision(), torch.backends.cudnn.benchmark
+
+
 @pytest.fixture(autouse=True)
 def settings(monkeypatch):
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         monkeypatch.delenv(name, raising=False)
-    before = torch.get_float32_matmul_precision(), torch.backends.cudnn.benchmark
+    before = in_force()
     yield
-    assert (torch.get_float32_matmul_precision(), torch.backends.cudnn.benchmark) == before
+    assert in_force() == before
 
 
 def convnet():
@@ -163,8 +167,7 @@ def on_cuda(engine=None, **arguments):
 def test_each_setting_is_on_for_the_run_unless_it_is_disabled(has_cuda, arguments, name):
     with on_cuda(**arguments) as on:
         assert on == [one for one in ALL if one != name]
-    assert torch.get_float32_matmul_precision() == "highest"
-    assert torch.backends.cudnn.benchmark is False
+    assert in_force() == ("highest", False)
     assert "PYTORCH_ALLOC_CONF" not in os.environ
 
 
@@ -199,9 +202,7 @@ def test_settings_that_do_not_fit_the_run_are_off(has_cuda, monkeypatch):
 def test_on_a_gpu(tmp_path):
     fast, module, seen = FastSettings(), Classifier(), []
     module.net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(144, 3))
-    module.on_train_batch_end = lambda *_: seen.append(
-        (torch.get_float32_matmul_precision(), torch.backends.cudnn.benchmark)
-    )
+    module.on_train_batch_end = lambda *_: seen.append(in_force())
     make_trainer(tmp_path, callbacks=[fast], accelerator="gpu", devices=1).fit(module, loader_of(images(2)))
     assert {"TF32", "cudnn.benchmark", "channels_last"} <= set(fast.on)
     assert seen == [("high", True)] * 2

@@ -39,14 +39,12 @@ def test_hooks_before_clipping_receive_unscaled_unclipped_gradients(tmp_path, pr
         def on_after_optimizer_step(self, trainer, module, optimizer, outcome):
             clipped.append(norm_of_gradients(module))
 
-    class Looking(Regression):
-        def on_before_optimizer_step(self, optimizer):
-            seen.append(("module", norm_of_gradients(self)))
-
     seen, clipped = [], []
     callbacks, make, batches = [GradientClipping(max_norm=0.3), Look()], OPTIMIZERS[optimizer], make_batches(4)
+    module = Regression(make_net(), make)
+    module.on_before_optimizer_step = lambda _: seen.append(("module", norm_of_gradients(module)))
     options = {"precision": plugin_of(precision), "callbacks": callbacks if first else callbacks[::-1]}
-    _, trace = fit_and_watch(tmp_path, Looking(make_net(), make), batches, **options)
+    _, trace = fit_and_watch(tmp_path, module, batches, **options)
     scaler = scaler_of(precision)
     expected = train_by_hand(make_net(), batches, precision=precision, optimizer=make, scaler=scaler, clip=norm_of(0.3))
     assert_same(trace, expected)
@@ -70,12 +68,11 @@ def test_norm_of_a_skipped_step_enters_neither_the_logs_nor_the_mean(tmp_path):
 def test_norm_of_several_optimizers_has_the_order_of_the_clipping(tmp_path, norm_type):
     module, expected = Regression(), []
     module.configure_optimizers = lambda: [torch.optim.SGD([p], lr=0.1) for p in module.net.parameters()]
-    look = LambdaCallback(
-        on_before_optimizer_step=lambda *_: expected.append(
-            nn.utils.get_total_norm([p.grad for p in module.net.parameters()], norm_type).item()
-        )
-    )
-    callbacks = [GradientClipping(max_norm=0.3, norm_type=norm_type), look]
+
+    def look(*_):
+        expected.append(nn.utils.get_total_norm([p.grad for p in module.net.parameters()], norm_type).item())
+
+    callbacks = [GradientClipping(max_norm=0.3, norm_type=norm_type), LambdaCallback(on_before_optimizer_step=look)]
     trainer, _ = fit_and_watch(tmp_path, module, make_batches(1), callbacks=callbacks)
     assert trainer.step_outcome.grad_norm.item() == pytest.approx(expected[0])
 

@@ -157,13 +157,12 @@ def test_more_batches_are_kept_while_steps_are_skipped(tmp_path):
 
     def look(loss, batch_idx):
         room.append(callback._fit.recent.maxlen)
-        return loss
+        return loss.mean()
 
     batches = make_batches(12, gains={2: 1e30})
     batches[0][2] = torch.ones(2**22)  # 16 MiB
     given = {"precision": native_fp16(init_scale=256.0), "accumulate_grad_batches": 4, "callbacks": [callback]}
-    module = Regression(change=lambda loss, batch_idx: look(loss.mean(), batch_idx))
-    make_trainer(tmp_path, **given).fit(module, loader_of(batches))
+    make_trainer(tmp_path, **given).fit(Regression(change=look), loader_of(batches))
     assert room == [1, 3, 3, 3, *[8] * 4, *[3] * 4]
 
 
@@ -306,14 +305,13 @@ def test_buffers_that_the_first_skip_has_broken(tmp_path):
 def test_replay_that_fails_does_not_end_the_run(tmp_path):
     seen = set()
 
-    class Once(Regression):
-        def training_step(self, batch, batch_idx):
-            if batch_idx in seen:
-                raise RuntimeError("only once")
-            seen.add(batch_idx)
-            return super().training_step(batch, batch_idx)
+    def once(loss, batch_idx):
+        if batch_idx in seen:
+            raise RuntimeError("only once")
+        seen.add(batch_idx)
+        return loss
 
-    callback, _ = report_on(tmp_path, Once(sequential(Amplifier(), 4)), 5)
+    callback, _ = report_on(tmp_path, Regression(sequential(Amplifier(), 4), change=once), 5)
     assert (callback.reports[0].kind, callback.reports[0].remedy) == ("unknown", "")
     assert "ended with RuntimeError: only once" in callback.reports[0].cause
 

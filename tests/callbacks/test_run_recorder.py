@@ -5,6 +5,7 @@ import logging
 import os
 from itertools import pairwise
 from types import SimpleNamespace
+from unittest.mock import MagicMock, Mock
 
 import pytest
 import torch
@@ -151,12 +152,8 @@ def test_fit_that_fails_after_training(tmp_path, recorder, clock):
 
 
 def test_device_that_has_failed_hides_no_exception(tmp_path, recorder, caplog):
-    class Gone:
-        def __float__(self):
-            raise RuntimeError("the device is gone")
-
     trainer = Fit(recorder, folder=tmp_path).begin()
-    trainer.callback_metrics["loss"] = Gone()
+    trainer.callback_metrics["loss"] = MagicMock(__float__=Mock(side_effect=RuntimeError("the device is gone")))
     trainer.hook("on_exception", RuntimeError("first"))
     assert "not complete" in caplog.text
     assert load_run(tmp_path).error == "RuntimeError: first"
@@ -211,8 +208,8 @@ def test_memory_is_read_once_a_second(tmp_path, recorder, monkeypatch, clock):
 )
 def test_gpu(tmp_path, recorder, monkeypatch, products, convolutions, tf32):
     calls = []
-    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: calls.append("reset"))
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: calls.append("synchronize"))
+    for name in ("reset_peak_memory_stats", "synchronize"):
+        monkeypatch.setattr(torch.cuda, name, lambda device, name=name: calls.append(name))
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 12345 + device.index)
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 5)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA X")
@@ -223,7 +220,7 @@ def test_gpu(tmp_path, recorder, monkeypatch, products, convolutions, tf32):
     run = load_run(tmp_path)
     assert (run.peak_memory, run.memory_is_the_gpus, run.devices) == (12346, True, "1 x NVIDIA X")
     assert run.gpu == {"capability": [8, 1], "tf32": tf32}
-    assert calls[0] == "reset"
+    assert calls[0] == "reset_peak_memory_stats"
     assert calls.count("synchronize") == 1 + 2 * 2 + 1  # train start, around each validation, train end
 
 
@@ -297,10 +294,6 @@ def test_training_loss_is_the_returned_loss(trainer, factor):
 
 
 class Logging(BoringModel):
-    def __init__(self):
-        super().__init__()
-        self.losses = []
-
     def training_step(self, batch, batch_idx):
         loss = self.step(batch)
         self.losses.append(loss.item())
@@ -315,6 +308,7 @@ class Logging(BoringModel):
 @BOTH_TRAINERS
 def test_real_fit(tmp_path, trainer_class):
     recorder, model = RunRecorder(), Logging()
+    model.losses = []
     data = DataLoader(RandomDataset(32, 10), batch_size=4)  # batches of 4, 4 and 2
     make_trainer(tmp_path, trainer_class, max_epochs=2, limit_val_batches=2, callbacks=recorder).fit(model, data, data)
     run = load_run(tmp_path)

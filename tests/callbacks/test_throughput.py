@@ -121,14 +121,13 @@ def test_share_of_the_peak(h100, tmp_path, precision, peak, given):
 def test_only_the_first_batch_is_counted(h100, tmp_path, monkeypatch):
     batches = []
 
-    class Counting(Regression):
-        def training_step(self, batch, batch_idx):
-            modes = torch.utils._python_dispatch._get_current_dispatch_mode_stack()
-            batches.append(any(isinstance(mode, FlopCounter) for mode in modes))
-            return super().training_step(batch, batch_idx)
+    def look(loss, batch_idx):
+        modes = torch.utils._python_dispatch._get_current_dispatch_mode_stack()
+        batches.append(any(isinstance(mode, FlopCounter) for mode in modes))
+        return loss
 
-    options = {"accelerator": "gpu", "max_epochs": 2}
-    make_trainer(tmp_path, callbacks=[Throughput()], **options).fit(Counting(), loader_of(make_batches(4)))
+    trainer = make_trainer(tmp_path, callbacks=[Throughput()], accelerator="gpu", max_epochs=2)
+    trainer.fit(Regression(change=look), loader_of(make_batches(4)))
     assert batches == [True, *[False] * 7]
 
 

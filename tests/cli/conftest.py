@@ -70,16 +70,8 @@ class Points(L.LightningDataModule):
 
 FILES = {
     "line_fit.py": MODULE,
-    "conf/model/line.yaml": """
-        _target_: line_fit.Line
-        optimizer: ${optimizer}
-        start: 0.0
-        fail_at: null
-    """,
-    "conf/data/points.yaml": """
-        _target_: line_fit.Points
-        batch_size: 4
-    """,
+    "conf/model/line.yaml": "_target_: line_fit.Line\noptimizer: ${optimizer}\nstart: 0.0\nfail_at: null\n",
+    "conf/data/points.yaml": "_target_: line_fit.Points\nbatch_size: 4\n",
     "conf/recipe/line.yaml": """
         # @package _global_
         # A straight line through sixteen points.
@@ -90,19 +82,10 @@ FILES = {
           - override /optimizer: sgd
           - override /trainer: cpu
           - override /logger: csv
-        optimizer:
-          lr: 0.1
-        trainer:
-          max_epochs: 2
-          enable_progress_bar: false
-          enable_model_summary: false
-          log_every_n_steps: 1
+        optimizer: {lr: 0.1}
+        trainer: {max_epochs: 2, enable_progress_bar: false, enable_model_summary: false, log_every_n_steps: 1}
     """,
-    "conf/recipe/other.yaml": """
-        # @package _global_
-        # Another line, steeper.
-        defaults: [line]
-    """,
+    "conf/recipe/other.yaml": "# @package _global_\n# Another line, steeper.\ndefaults: [line]\n",
 }
 
 
@@ -133,12 +116,7 @@ STOPPED = {
                     time.sleep(2.0 * (self.receivers != ["self"]))  # to be passed on
                 return super().training_step(batch, batch_idx)
     """,
-    "conf/model/stopped.yaml": """
-        _target_: stopped.Stopped
-        optimizer: ${optimizer}
-        number: 15
-        receivers: [self]
-    """,
+    "conf/model/stopped.yaml": "_target_: stopped.Stopped\noptimizer: ${optimizer}\nnumber: 15\nreceivers: [self]\n",
     "stops": "2",
     "sweep": "0",
 }
@@ -190,9 +168,8 @@ class FakeJob:
 def jobs(project: Path, monkeypatch: pytest.MonkeyPatch) -> type[FakeJob]:
     """Processes of jobs that are completed at once."""
     monkeypatch.setattr(FakeJob, "started", [])
-    monkeypatch.setattr(
-        FakeJob, "ends", lambda job: {"status": "completed", "metrics": {}, "run_dir": "."}, raising=False
-    )
+    record = {"status": "completed", "metrics": {}, "run_dir": "."}
+    monkeypatch.setattr(FakeJob, "ends", lambda job: record, raising=False)
     monkeypatch.setattr("trainer.cli.sweep.jobs.subprocess.Popen", FakeJob)
     return FakeJob
 

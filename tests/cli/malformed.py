@@ -60,7 +60,6 @@ _EARLY = {
     IT + "seed=-1": "seed is -1, expected at least 0.",
     "test +recipe=it resume=auto": "Got resume=auto with test, expected fit or compare",
     IT + "exact_resume=null": "exact_resume is null, expected true or false.",
-    IT + "ckpt_path=3": "ckpt_path is 3, expected the path or URL of a file",
     IT + "\"ckpt_path=' '\"": "ckpt_path is ' ', expected the path or URL of a file",
     IT + "ckpt_path=conf": "ckpt_path is conf, which is a folder, expected a checkpoint.",
     IT + "ckpt_path=nowhere.ckpt": "ckpt_path is nowhere.ckpt: there is no such file or folder. Expected a checkpoint.",
@@ -101,8 +100,7 @@ _LATE = {
     # signatures
     TYPED + "~model.width": "name, sizes. Set it: +model.width=VALUE",
     TYPED + "+model.widht=1": "typed.Typed has no argument 'widht'. Did you mean 'width'?",
-    IT
-    + "optimizer=adamw optimizer._target_=torch.optim.Rprop": "~optimizer.betas ~optimizer.eps ~optimizer.weight_decay",
+    IT + "optimizer=adamw optimizer._target_=torch.optim.Rprop": "~optimizer.betas ~optimizer.eps",
     # annotations
     TYPED + "model.width=1.5": "model.width is 1.5, expected a whole number.",
     TYPED + "\"model.width=${oc.env:NO_WIDTH,'4'}\"": "expected a whole number. Environment variables are text.",

@@ -16,11 +16,7 @@ def test_rewritten_form_is_read_as_the_same_command_line():
 
 
 def test_arguments_appended_by_a_launcher_are_read():
-    words = [
-        *read(["fit", "+recipe=a"]).for_hydra(),
-        'hydra.run.dir="outputs/a b"',
-        "hydra.output_subdir=null",
-    ]
+    words = [*read(["fit", "+recipe=a"]).for_hydra(), 'hydra.run.dir="outputs/a b"', "hydra.output_subdir=null"]
     arguments = read(words)
     assert arguments.command == "fit"
     assert arguments.overrides == ["+recipe=a", 'hydra.run.dir="outputs/a b"', "hydra.output_subdir=null"]

@@ -50,9 +50,7 @@ def test_target_that_does_not_exist(target, message):
 
 
 def test_module_of_the_working_directory_and_any_other_is_found(tmp_path, monkeypatch):
-    write(
-        tmp_path, {"here/own_module.py": "class Thing:\n    pass\n", "away/far_module.py": "class Thing:\n    pass\n"}
-    )
+    write(tmp_path, dict.fromkeys(["here/own_module.py", "away/far_module.py"], "class Thing:\n    pass\n"))
     monkeypatch.chdir(tmp_path / "here")
     monkeypatch.setattr(sys, "path", [str(tmp_path / "away"), *sys.path])
     search_here()

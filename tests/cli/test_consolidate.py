@@ -5,6 +5,7 @@ import re
 import shutil
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -141,9 +142,8 @@ def test_safetensors_are_the_state_dict(tmp_path, capsys):
     assert main(["export", str(saved), str(tmp_path / "net.safetensors"), "net."]) == 0
     net = make_net(seed=1)
     net.load_state_dict(load_file(tmp_path / "net.safetensors"))
-    assert_identical(
-        dict(net.state_dict()), {n.removeprefix("net."): v for n, v in fitted.items() if n.startswith("net.")}
-    )
+    expected = {n.removeprefix("net."): v for n, v in fitted.items() if n.startswith("net.")}
+    assert_identical(dict(net.state_dict()), expected)
 
 
 def test_views_are_exported_with_their_values(tmp_path):
@@ -223,14 +223,9 @@ def test_mistakes_print_one_sentence_and_change_nothing(here, capsys):
 
 
 def test_failed_write_leaves_no_file(here, capsys, monkeypatch):
-    def full(*_: Any, **__: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    def full_there(*_: Any, **__: Any) -> None:
-        raise SafetensorError("No space left on device")  # it is not an OSError
-
-    monkeypatch.setattr("os.fsync", full)
-    monkeypatch.setattr("safetensors.torch.save_file", full_there)
+    full = "No space left on device"
+    monkeypatch.setattr("os.fsync", Mock(side_effect=OSError(28, full)))
+    monkeypatch.setattr("safetensors.torch.save_file", Mock(side_effect=SafetensorError(full)))  # it is not an OSError
     before = tree(here)
     for line in ("consolidate good.ckpt new", "shard file.ckpt new", "export good.ckpt new.safetensors"):
         status, error = status_and_error(capsys, line.split())

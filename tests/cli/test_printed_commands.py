@@ -11,12 +11,12 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 
 from tests.cli.conftest import write
-from tests.warm_python import WarmPython
 from trainer.cli import main
 from trainer.cli.arguments import read
 from trainer.cli.checks import LoadedBatch, Recipe
@@ -89,14 +89,7 @@ class Shell:
 
 
 @pytest.fixture
-def shell(
-    stopped: Path,
-    python: WarmPython,
-    spawn_is_warm: None,
-    trained: Path,
-    capfd: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> Iterator[Shell]:
+def shell(stopped, python, spawn_is_warm, trained, capfd, monkeypatch) -> Iterator[Shell]:
     write(stopped, {**OTHERS, "stops": ""})
     monkeypatch.setattr(sys, "executable", str(python.executable))  # of jobs and trials
     monkeypatch.setenv("PYTHONPATH", str(PACKAGE.parent))
@@ -174,9 +167,8 @@ def continued(shell: Shell) -> None:
     two_interruptions(shell)
     Path("stops").write_text("3")
     Path("sweep").write_text(str(os.getpid()))
-    status, printed = shell.run(
-        "fit", "-m", *LINE, *STOPPED[:2], "model.receivers=[self,sweep]", "optimizer.lr=0.1,0.2"
-    )
+    stops = [*STOPPED[:2], "model.receivers=[self,sweep]"]
+    status, printed = shell.run("fit", "-m", *LINE, *stops, "optimizer.lr=0.1,0.2")
     assert status == 130, printed
     (command,) = [one.partition(": ")[2] for one in printed.splitlines() if one.startswith("To resume: ")]
     assert "hydra.sweep.dir=" in command
@@ -203,11 +195,8 @@ def compared(shell: Shell) -> None:
 
 
 def out_of_memory(shell: Shell) -> None:
-    def fail(*args: object) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.nn.functional, "mse_loss", fail)
+    error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
+    with mock.patch("torch.nn.functional.mse_loss", side_effect=error):
         status, printed = shell.run("fit", *LINE, *SHORT, "trainer.num_sanity_val_steps=0", "resume=auto")
     (command,) = [one for one in commands_in(printed) if " tune " in one]
     assert status == 1
@@ -229,8 +218,7 @@ def unpredictable(shell: Shell) -> None:
 
 
 def under_torchrun(shell: Shell) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TORCHELASTIC_RUN_ID", "1")
+    with mock.patch.dict("os.environ", TORCHELASTIC_RUN_ID="1"):
         status, printed = shell.run("fit", "-m", *LINE, "trainer.accelerator=cpu", "seed=1,2")
     (command,) = commands_in(printed)
     assert status == 2

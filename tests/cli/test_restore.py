@@ -38,18 +38,9 @@ def config() -> dict[str, Any]:
 def run(project):
     """A run's folder with empty checkpoints."""
     folder = Path("outputs/line/then")
-    write(
-        folder,
-        {
-            ".hydra/config.yaml": yaml.safe_dump(config()),
-            "run.json": json.dumps(
-                {"recipe": "line", "paths": {"best_checkpoint": "/x/checkpoints/epoch=1-step=8.ckpt"}}
-            ),
-            "checkpoints/epoch=0-step=4.ckpt": "",
-            "checkpoints/epoch=1-step=8.ckpt": "",
-            "checkpoints/last.ckpt": "",
-        },
-    )
+    record = {"recipe": "line", "paths": {"best_checkpoint": "/x/checkpoints/epoch=1-step=8.ckpt"}}
+    write(folder, {".hydra/config.yaml": yaml.safe_dump(config()), "run.json": json.dumps(record)})
+    write(folder / "checkpoints", dict.fromkeys(["epoch=0-step=4.ckpt", "epoch=1-step=8.ckpt", "last.ckpt"], ""))
     return folder
 
 
@@ -196,11 +187,7 @@ def test_run_and_later_commands(project, capsys):
     assert "the config of outputs/moved." in capsys.readouterr().out.replace("\\", "/")
     # the result is a run's folder, too; its checkpoint is the first one's
     assert main(["fit", "ckpt=outputs/moved", "trainer.max_epochs=4", "hydra.run.dir=on"]) == 0
-    assert (read_json(Path("on"))["epochs"], read_json(Path("on"))["steps"], read_json(Path("on"))["recipe"]) == (
-        4,
-        32,
-        "line",
-    )
+    assert {"epochs": 4, "steps": 32, "recipe": "line"}.items() <= read_json(Path("on")).items()
     assert main(["test", "ckpt=on/checkpoints/last.ckpt", "precision=32", "-q", "hydra.run.dir=tested"]) == 0
     assert read_json(Path("tested"))["precision"] == "32-true"
     assert read_json(Path("tested"))["metrics"]["test_loss"] < loss

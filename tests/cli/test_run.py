@@ -7,6 +7,7 @@ import signal
 import subprocess
 from contextlib import nullcontext
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -153,10 +154,8 @@ def test_last_checkpoint_has_to_exist(command, capsys):
 
 
 def test_out_of_memory_error_is_reported_and_recorded(capsys, monkeypatch):
-    def fail(*_):
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-
-    monkeypatch.setattr(torch.nn.functional, "mse_loss", fail)
+    error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+    monkeypatch.setattr(torch.nn.functional, "mse_loss", Mock(side_effect=error))
     more = ["trainer.num_sanity_val_steps=0", "logger=none", "hydra.run.dir=run"]
     assert main(["fit", *LINE, *more]) == 1
     err = capsys.readouterr().err
@@ -231,13 +230,11 @@ def test_output_without_a_terminal_is_plain(project, monkeypatch, capfd):
 def test_run_reports_a_closed_output_pipe(python):
     reads, writes = os.pipe()
     os.close(reads)
-    with python.start(
-        "-m", "trainer", "fit", *LINE, *QUIET, stdout=writes, stderr=subprocess.PIPE, text=True
-    ) as process:
+    words = ["-m", "trainer", "fit", *LINE, *QUIET]
+    with python.start(*words, stdout=writes, stderr=subprocess.PIPE, text=True) as process:
         os.close(writes)
         _, err = process.communicate(timeout=200)
     assert process.returncode == 1
-    message = "The output pipe was closed"
-    assert message in err
-    assert message in Path("run/fit.log").read_text()
+    for text in (err, Path("run/fit.log").read_text()):
+        assert "The output pipe was closed" in text
     assert result(Path("run"))["status"] == "interrupted"

@@ -149,17 +149,14 @@ def test_failed_job_of_a_sweep_has_its_group(wandb_runs):
 
 def test_secrets_are_not_logged_as_settings(monkeypatch):
     monkeypatch.setitem(redaction._values, "hush-hush", "TOKEN")
-    optimizer = {"lr": 0.1, "weight_decay": None}
     settings = {
         "data": {"password": "1234", "root": "s3/hush-hush", "limit": None},
-        "model": {"width": 3, "optimizer": optimizer},
-        "optimizer": optimizer,
+        "model": {"width": 3, "optimizer": {"lr": 0.1, "weight_decay": None}},
         "logger": {"wandb": {}},
     }
     assert tracking.settings_to_log(settings) == {
         "data": {"password": "***", "root": "s3/${oc.env:TOKEN}"},
         "model": {"width": 3, "optimizer": {"lr": 0.1}},
-        "optimizer": {"lr": 0.1},
     }
 
 

@@ -24,9 +24,8 @@ BATCHES = make_batches(4)
 
 
 def fit(folder, *callbacks, ckpt_path=None, module=None, **arguments):
-    fitted = make_trainer(
-        folder, callbacks=list(callbacks), **{"enable_checkpointing": None, "max_epochs": 2, **arguments}
-    )
+    given = {"callbacks": list(callbacks), "enable_checkpointing": None, "max_epochs": 2}
+    fitted = make_trainer(folder, **given | arguments)
     fitted.fit(module or Regression(), loader_of(BATCHES), ckpt_path=ckpt_path)
     return fitted
 

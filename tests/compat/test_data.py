@@ -116,15 +116,13 @@ def test_validations_end_and_begin_with_their_limit_during_a_fit(limits):
 
 @pytest.mark.parametrize(("every", "saved_after", "expected"), [(2, 0, [0, 2, 4]), (2, 1, [0, 2, 4]), (3, 1, [0, 3])])
 def test_resumed_run_requests_data_at_the_same_points(every, saved_after, expected, tmp_path):
-    class Saves(Reloads):
-        def on_train_epoch_end(self):
-            if self.current_epoch == saved_after:
-                self.trainer.save_checkpoint(tmp_path / "saved.ckpt")
+    def save(trainer, _):
+        if trainer.current_epoch == saved_after:
+            trainer.save_checkpoint(tmp_path / "saved.ckpt")
 
     arguments = {"reload_dataloaders_every_n_epochs": every, "max_epochs": 5, "limit_val_batches": 0}
-    ours(**arguments).fit(Saves())
-    resumed = Reloads()
-    ours(**arguments).fit(resumed, ckpt_path=tmp_path / "saved.ckpt")
+    ours(callbacks=LambdaCallback(on_train_epoch_end=save), **arguments).fit(Reloads())
+    ours(**arguments).fit(resumed := Reloads(), ckpt_path=tmp_path / "saved.ckpt")
     assert [epoch for what, epoch, *_ in resumed.seen if what == "train"] == expected
 
 

@@ -175,9 +175,8 @@ def test_unpicklable_objects_are_named_and_saves_succeed(tmp_path, caplog):
 def test_objects_unsupported_by_the_reader_are_saved_in_their_plain_form(tmp_path, caplog):
     with caplog.at_level(logging.INFO):
         file = saved(tmp_path, Many(things=a_noted_list(), loss=torch.nn.ReLU()))
-    assert lines_of(caplog)[1:] == [
-        "The hyperparameter things of Many is saved in its plain form: it could not be read again without running code."
-    ]
+    _, line = lines_of(caplog)
+    assert line.endswith("things of Many is saved in its plain form: it could not be read again without running code.")
     loaded = Many.load_from_checkpoint(file, weights_only=False)
     assert (loaded.hparams["things"], type(loaded.hparams["loss"])) == ([1], torch.nn.ReLU)
 
@@ -218,10 +217,8 @@ def test_config_with_a_secret_is_saved_as_plain_containers(tmp_path, token, capl
     config = OmegaConf.create({"width": "${more.size}", "more": {"size": 8}, "token": token})
     with caplog.at_level(logging.INFO):
         file = saved(tmp_path, ByConfig(config))
-    assert lines_of(caplog) == [
-        "The hyperparameter hparams of ByConfig is saved in its plain form: it contains the value of an environment"
-        " variable, or a password."
-    ]
+    (line,) = lines_of(caplog)
+    assert line.startswith("The hyperparameter hparams of ByConfig is saved in its plain form: it contains the value")
     saved_as = torch.load(file, weights_only=True)["hyper_parameters"]
     assert saved_as == {"width": 8, "more": {"size": 8}, "token": "${oc.env:A_TOKEN}"}
     assert ByConfig.load_from_checkpoint(file, weights_only=True).width == 8

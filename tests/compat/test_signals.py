@@ -272,20 +272,14 @@ def test_worker_ends_if_the_run_was_killed_before_its_start(monkeypatch, started
     assert called == [3] * (not ends)
 
 
-class FindsLater(LearningRateFinder):
-    """Runs the finder in the second epoch; a signal arrives during its search."""
-
-    def on_fit_start(self, trainer, module):
-        pass
-
-    def on_train_epoch_start(self, trainer, module):
+def test_signal_during_a_finder_ends_the_fit(tmp_path):
+    def find(trainer, module):
         if trainer.current_epoch == 1:
             module.training_step = lambda batch, batch_idx: (terminate(), module.loss(batch))[1]
-            self.lr_find(trainer, module)
+            finder.lr_find(trainer, module)
 
-
-def test_signal_during_a_finder_ends_the_fit(tmp_path):
-    finder = FindsLater(num_training_steps=5)
+    finder = LearningRateFinder(num_training_steps=5)
+    finder.on_fit_start, finder.on_train_epoch_start = lambda *_: None, find
     with pytest.raises(SIGTERMException):
         fit(tmp_path, finder, callbacks=[finder, ModelCheckpoint(tmp_path, save_top_k=0)])
     assert finder.trainer.global_step == 4  # the finder restored the attribute

@@ -21,9 +21,10 @@ from lightning.pytorch.callbacks import (
 )
 from torch import nn
 from torch.optim import lr_scheduler
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
 from tests.parity import FEATURES, Classifier, RecordingLogger, assert_agree, data, looks_in, ours, plain, run_both
+from tests.support import Stream
 from trainer.errors import ResumeError
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # warnings of these callbacks are not tested
@@ -64,11 +65,10 @@ class Net(Classifier):
         return self(batch[0])
 
 
-class Endless(IterableDataset):
-    def __iter__(self):
-        generator = torch.Generator().manual_seed(0)
-        while True:
-            yield torch.randn(FEATURES, generator=generator), torch.tensor(1)
+def unsized(samples):
+    """Return batches of two, without a length; ``samples`` may be None for endless data."""
+    sample = torch.ones(FEATURES), torch.tensor(1)
+    return DataLoader(Stream(itertools.repeat(sample) if samples is None else [sample] * samples), batch_size=2)
 
 
 def state_of(module):
@@ -103,7 +103,7 @@ class Looks(Callback):
 )
 def test_stochastic_weight_averaging(tmp_path, norm, endless, crashes_at):
     def scenario(make):
-        folder, loader = tmp_path / make.__name__, DataLoader(Endless(), batch_size=2) if endless else None
+        folder, loader = tmp_path / make.__name__, unsized(None) if endless else None
 
         def run(module, path=None):
             looks = Looks(swa := StochasticWeightAveraging(swa_epoch_start=1, swa_lrs=0.05))
@@ -252,7 +252,7 @@ class Writer(BasePredictionWriter):
     [
         ("batch", None, lambda: [data(2), data(8)]),
         ("epoch", False, lambda: data(8)),
-        ("batch_and_epoch", None, lambda: DataLoader(Endless(), batch_size=2)),
+        ("batch_and_epoch", None, lambda: unsized(None)),
     ],
 )
 def test_prediction_writer(interval, returns, make_loader):
@@ -267,11 +267,7 @@ def test_prediction_writer(interval, returns, make_loader):
 
 
 def test_indices_of_a_batch_are_those_of_its_dataloader():
-    class Short(Endless):
-        def __iter__(self):
-            return itertools.islice(super().__iter__(), 3)
-
-    writer, unknown = Writer("batch_and_epoch"), DataLoader(Short(), batch_size=2)
+    writer, unknown = Writer("batch_and_epoch"), unsized(3)
     ours(callbacks=[writer]).predict(Net(), [unknown, data(3), unknown])
     *batches, (_, at_the_end) = writer.written
     assert [indices for _, indices, _ in batches] == [[], [], [0, 1], [2], [], []]

@@ -122,17 +122,13 @@ RECIPE = """
 # @package _global_
 defaults:
   - override /optimizer: sgd
-model:
-  _target_: looked_at.Net
-  optimizer: ${optimizer}
-data:
-  _target_: looked_at.Data
-  kind: tuple
+model: {_target_: looked_at.Net, optimizer: "${optimizer}"}
+data: {_target_: looked_at.Data, kind: tuple}
 seed: 1
 """
 
 
-BARE = RECIPE.replace("data:\n  _target_: looked_at.Data\n  kind: tuple\n", "")
+BARE = RECIPE.replace("data: {_target_: looked_at.Data, kind: tuple}\n", "")
 
 
 @pytest.fixture(autouse=True)

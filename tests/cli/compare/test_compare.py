@@ -15,6 +15,7 @@ from trainer.cli.compare.verdict import Thresholds
 from trainer.record.run_record import RunRecord, load_run
 from trainer.terminal import QUIET
 
+BATCHES = [[1, 2], [3, 4], [5, 6]]
 LINE = ["+recipe=line", "callbacks=none", "logger=none", "trainer.enable_checkpointing=false"]
 
 
@@ -35,12 +36,7 @@ def result(job: int, precision: str, **more) -> dict:
         "metrics": {"val_acc": 0.9 + job / 1000, "val_loss": 0.1},
         "curves": {"losses": {"steps": [1, 2], "values": [2.0, 0.5]}},
         "samples_per_second": 1000.0 + 600 * job,
-        "throughput": {
-            "train_seconds": 61.25,
-            "measured_batches": 50,
-            "waiting": 0.01,
-            "batches": [[1, 2], [3, 4], [5, 6]],
-        },
+        "throughput": {"train_seconds": 61.25, "measured_batches": 50, "waiting": 0.01, "batches": BATCHES},
     }
     return usual | more
 
@@ -71,10 +67,8 @@ def test_report(folder, capsys, monkeypatch):
     )
     verdict = "val_acc within 0.1 points of 32-true, 1.60x faster, 25.0% less memory."
     assert f"- 16-mixed: {verdict}\n  - Saves less than 30% of the memory. Mixed precision keeps" in text
-    assert (
-        "- Equal in all runs: seed 42, 1 x NVIDIA A100, epochs: 3, optimizer steps: 60, the first batch of every"
-        " epoch.\n- Each setting has only one run" in text
-    )
+    assert "- Equal in all runs: seed 42, 1 x NVIDIA A100, epochs: 3, optimizer steps: 60, the first batch " in text
+    assert "\n- Each setting has only one run" in text
     out = capsys.readouterr().out
     assert f"16-mixed: {verdict}\n  - Saves less" in out
     end = f"The report is {folder / 'compare.md'}\n"
@@ -102,7 +96,8 @@ def test_missed_threshold_fails_with_strict_only(folder):
 
 NOTHING = {"throughput": None, "samples_per_second": None, "metrics": {}}
 COLLAPSE = {"status": "failed", "error": "LossScaleCollapse: [b]1[/b]"} | NOTHING
-FIRST, SECOND = result(0, "32-true"), result(1, "16-mixed")
+FIRST, SECOND, THIRD = result(0, "32-true"), result(1, "16-mixed"), result(2, "bf16-mixed")
+FAILED = FIRST | {"status": "failed", "error": "OSError: no"}
 
 
 @pytest.mark.parametrize(
@@ -111,16 +106,8 @@ FIRST, SECOND = result(0, "32-true"), result(1, "16-mixed")
         ([], 0, []),
         ([FIRST], 0, ["32-true: there is no other run to compare with."]),
         ([FIRST, SECOND | {"status": "interrupted"}], 1, ["16-mixed: interrupted: no error was recorded"]),
-        (
-            [FIRST | {"status": "failed", "error": "OSError: no"}, SECOND],
-            1,
-            ["32-true: failed: OSError: no", "16-mixed: completed, but 32-true did not."],
-        ),
-        (
-            [FIRST, SECOND | COLLAPSE, result(2, "bf16-mixed")],
-            1,
-            ["16-mixed: failed: LossScaleCollapse: [b]1[/b]\n", "bf16-mixed: val_acc within 0.2 points"],
-        ),
+        ([FAILED, SECOND], 1, ["32-true: failed: OSError: no", "16-mixed: completed, but 32-true did not."]),
+        ([FIRST, SECOND | COLLAPSE, THIRD], 1, ["failed: LossScaleCollapse: [b]1[/b]\n", "bf16-mixed: val_acc within"]),
     ],
 )
 def test_runs_that_did_not_complete(folder, capsys, jobs, status, sentences):

@@ -74,9 +74,7 @@ class Page(HTMLParser):
         return {line["name"]: line for line in self.data[self.titles.index(title)]["lines"]}
 
     def having(self, tag: str, attribute: str) -> list[str]:
-        return [
-            str(attributes[attribute]) for name, attributes in self.elements if name == tag and attribute in attributes
-        ]
+        return [str(found[attribute]) for name, found in self.elements if name == tag and attribute in found]
 
 
 def squeezed(text: str) -> str:
@@ -129,19 +127,10 @@ amp/scale,amp/skip_rate,amp/skipped_steps,epoch,grad_norm_step,lr-SGD,step,train
 
 CONFIG = """\
 seed: 42
-trainer:
-  _target_: trainer.Trainer
-  max_epochs: 2
-optimizer:
-  lr: 0.1
-logger:
-  csv:
-    _target_: lightning.pytorch.loggers.CSVLogger
-callbacks:
-  model_checkpoint:
-    _target_: lightning.pytorch.callbacks.ModelCheckpoint
-    monitor: val_acc
-    mode: max
+trainer: {_target_: trainer.Trainer, max_epochs: 2}
+optimizer: {lr: 0.1}
+logger: {csv: {_target_: lightning.pytorch.loggers.CSVLogger}}
+callbacks: {model_checkpoint: {_target_: lightning.pytorch.callbacks.ModelCheckpoint, monitor: val_acc, mode: max}}
 """
 
 DIAGNOSIS = """\

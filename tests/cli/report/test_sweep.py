@@ -63,9 +63,8 @@ def test_jobs_and_curves(sweep):
 def test_more_jobs_than_colors(sweep):
     """Gray lines are drawn below the others, and do not affect the axes."""
     rows = "\n".join(["epoch,step,val_acc", *(f"0,{step},{step % 7}" for step in range(2000)), "0,2000,0.75", ""])
-    page = report(
-        sweep(*(job(number, (11 - number) / 16 if number < 11 else -1e30) for number in range(12)), rows=rows)
-    )
+    jobs = [job(number, (11 - number) / 16 if number < 11 else -1e30) for number in range(12)]
+    page = report(sweep(*jobs, rows=rows))
     lines = page.lines("val_acc")
     assert all(48 <= len(line["x"]) <= 300 for line in lines.values())
     colors = {name: line["color"] for name, line in lines.items()}

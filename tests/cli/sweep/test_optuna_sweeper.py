@@ -155,16 +155,8 @@ def test_every_kind_of_value(trials, capsys):
 
 @pytest.mark.whole
 def test_space_in_a_config_a_grid_and_a_batch(trials, capsys):
-    write(Path(), {"conf/sweep/mine.yaml": """
-        # @package _global_
-        # My space.
-        hydra:
-          mode: MULTIRUN
-          sweeper:
-            params:
-              optimizer.lr: 0.1,0.01
-              seed: range(1,3)
-        """})  # fmt: skip
+    space = '{mode: MULTIRUN, sweeper: {params: {optimizer.lr: "0.1,0.01", seed: "range(1,3)"}}}'
+    write(Path(), {"conf/sweep/mine.yaml": f"# @package _global_\nhydra: {space}\n"})
     words = ["fit", "+recipe=line", "+sweep=mine", *SWEEP[3:], "hydra.sweeper.sampler.name=grid"]
     assert main([*words, "hydra.sweeper.n_jobs=4"]) == 0
     points = [{name: trial.params[name] for name in ("optimizer.lr", "seed")} for trial in study().get_trials()]

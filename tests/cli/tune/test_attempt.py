@@ -122,9 +122,8 @@ def test_rates_exclude_the_first_step_and_waiting_time():
     ticks = iter([0, 9, 20, 22, 30, 34, 50, 51])  # the start and the end of four batches
     meter = Meter(print, 4)
     meter.clock = lambda: next(ticks)
-    trainer = SimpleNamespace(
-        global_step=0, skipped_steps=0, should_stop=False, strategy=SimpleNamespace(root_device=torch.device("cpu"))
-    )
+    strategy = SimpleNamespace(root_device=torch.device("cpu"))
+    trainer = SimpleNamespace(global_step=0, skipped_steps=0, should_stop=False, strategy=strategy)
     for _ in range(4):
         assert not trainer.should_stop
         meter.on_train_batch_start(trainer, None, torch.zeros(8, 2), 0)

@@ -81,9 +81,8 @@ def test_loss_that_is_not_finite_is_divergence():
 def test_window_is_one_point():
     varies = Quadratic(change=lambda loss, step, batch: loss + batch % 2)
     found = sweep(varies, 1e-4, 0.4, 10, accumulate_grad_batches=2)
-    assert [loss for _, loss in found.points] == pytest.approx(
-        [loss + 0.5 for _, loss in known(1e-4, 0.4, 10)], rel=1e-3
-    )
+    expected = [loss + 0.5 for _, loss in known(1e-4, 0.4, 10)]
+    assert [loss for _, loss in found.points] == pytest.approx(expected, rel=1e-3)
 
 
 def overflowing(loss: torch.Tensor) -> torch.Tensor:

@@ -28,9 +28,8 @@ def test_defaults_are_those_of_the_config(project):
 
 
 def test_configs_of_the_processes(project):
-    write(
-        Path("conf"), {"callbacks/mine.yaml": "x: {_target_: line_fit.Line, dirpath: '${hydra:runtime.output_dir}/y'}"}
-    )
+    callback = "x: {_target_: line_fit.Line, dirpath: '${hydra:runtime.output_dir}/y'}"
+    write(Path("conf"), {"callbacks/mine.yaml": callback})
     arguments = read(
         [
             *["tune", "batch_size", *LINE, "callbacks=mine", "trainer.devices=4", "trainer.strategy=ddp"],
