@@ -17,18 +17,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from tests.distributed.setups import (
-    CLIPPING,
-    SCALER,
-    VAL_BATCHES,
-    Net,
-    Setup,
-    Trace,
-    batches_of,
-    data_rank,
-    make_schedule,
-    parallelize,
-)
+from tests.distributed import setups
+from tests.distributed.setups import Net, Setup, Trace
 
 AUTOCAST = {"16-mixed": torch.float16, "bf16-mixed": torch.bfloat16}
 
@@ -41,7 +31,7 @@ def wrap(net: Net, engine: str) -> nn.Module:
         return DistributedDataParallel(net)
     if engine == "2d":
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data_parallel", "tensor_parallel"))
-        parallelize(net.net, mesh)
+        setups.parallelize(net.net, mesh)
         return fully_shard(net, mesh=mesh["data_parallel"])
     if engine == "hsdp":
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
@@ -58,14 +48,14 @@ def clip_(parameters: list[nn.Parameter], how: str) -> Tensor:
     gradients = [p.grad for p in parameters if p.grad is not None]
     if how == "value":
         norm = torch.nn.utils.get_total_norm(gradients)
-        torch.nn.utils.clip_grad_value_(parameters, CLIPPING[how])
+        torch.nn.utils.clip_grad_value_(parameters, setups.CLIPPING[how])
     elif how == "inf" or len({g.device_mesh for g in gradients if isinstance(g, DTensor)}) > 1:
         # norm of whole gradients: torch cannot compute that of DTensors with an empty shard or on several meshes
         whole = [gradient.full_tensor() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
         norm = torch.nn.utils.get_total_norm(whole, float("inf") if how == "inf" else 2.0)
-        torch.nn.utils.clip_grads_with_norm_(parameters, CLIPPING[how], norm, foreach=False)
+        torch.nn.utils.clip_grads_with_norm_(parameters, setups.CLIPPING[how], norm, foreach=False)
     else:
-        norm = torch.nn.utils.clip_grad_norm_(parameters, CLIPPING[how])
+        norm = torch.nn.utils.clip_grad_norm_(parameters, setups.CLIPPING[how])
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
@@ -84,16 +74,16 @@ def all_finite(optimizers: list[Optimizer]) -> list[bool]:
 
 def train(setup: Setup, engine: str, world_size: int = 2) -> Trace:
     """Train the set-up on all ranks of an engine, or on ``single``."""
-    rank = data_rank(engine, world_size)
+    rank = setups.data_rank(engine, world_size)
     ranks, each, replicas = (range(world_size), world_size, 1)
     if engine != "single":
         ranks, each, replicas = range(rank, rank + 1), 1, world_size
     net, trace = Net(setup), Trace()
     model = wrap(net, engine)
     optimizers = net.make_optimizers()
-    schedules = [make_schedule(optimizer) for optimizer in optimizers] if setup.schedule else []
-    scaler = torch.amp.GradScaler("cpu", **SCALER, enabled=setup.precision == "16-mixed")
-    train, val = batches_of(ranks, setup.batches), batches_of(ranks, VAL_BATCHES, seed=2)
+    schedules = [setups.make_schedule(optimizer) for optimizer in optimizers] if setup.schedule else []
+    scaler = torch.amp.GradScaler("cpu", **setups.SCALER, enabled=setup.precision == "16-mixed")
+    train, val = setups.batches_of(ranks, setup.batches), setups.batches_of(ranks, setups.VAL_BATCHES, seed=2)
     autocast = torch.autocast("cpu", AUTOCAST.get(setup.precision), enabled=setup.precision in AUTOCAST)
     steps = skipped_steps = 0
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import signal
 import subprocess
 import sys
 import tempfile
@@ -29,6 +30,21 @@ from pathlib import Path
 from typing import Any
 
 from tests.warm_python import ROOT, WarmPython
+
+
+def run_program(python: WarmPython, *words: str, timeout: float) -> tuple[int, str]:
+    """Run a program that starts ranks. Returns its exit status, and the output of all its processes."""
+    inherited = {k: v for k, v in os.environ.items() if k not in ("LOCAL_RANK", "RANK", "WORLD_SIZE", "MASTER_PORT")}
+    with python.start(
+        *words, text=True, env=inherited | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
+    ) as process:  # fmt: skip
+        try:
+            output, _ = process.communicate(timeout=timeout)  # which ends with the last process
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)  # the other rank too
+            raise
+    return process.returncode, output
 
 
 class RankError(Exception):

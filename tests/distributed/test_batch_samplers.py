@@ -33,19 +33,17 @@ class Seen(LightningModule):
         super().__init__()
         self.net, self.seen, self.indices = nn.Linear(1, 1), [], []
 
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+    def on_after_batch_transfer(self, batch: Tensor, dataloader_idx: int) -> Tensor:
         self.seen.append(batch.flatten().tolist())
+        return batch
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         return self.net(batch).square().mean()
 
     def validation_step(self, batch: Tensor, batch_idx: int) -> None:
-        self.seen.append(batch.flatten().tolist())
         self.log("mean", batch.mean(), batch_size=len(batch), sync_dist=True)
 
-    def test_step(self, batch, batch_idx):
-        self.validation_step(batch, batch_idx)
-
     def predict_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        self.seen.append(batch.flatten().tolist())
         self.indices.append([int(index) for index in self.trainer.predict_loop.current_batch_indices])
         return batch
 
@@ -58,11 +56,6 @@ class WithDataloaders(Seen):
 
     def train_dataloader(self) -> Any:
         return make_loader("shuffled")
-
-    def val_dataloader(self) -> Any:
-        return make_loader("in order")
-
-    test_dataloader = predict_dataloader = val_dataloader
 
 
 def make_loader(kind: str) -> DataLoader[Tensor]:

@@ -3,7 +3,7 @@
 import os
 import warnings
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partialmethod
 from pathlib import Path
 from typing import Any
 
@@ -49,11 +49,8 @@ class Net(Uneven):
         clone = lambda one: one.clone() if isinstance(one, Tensor) else one  # noqa: E731
         self.at[moment] = torch.utils._pytree.tree_map(clone, state_dicts.gathered(states, keep=True))
 
-    def on_train_start(self) -> None:
-        self.record("start")
-
-    def on_train_end(self) -> None:
-        self.record("end")
+    on_train_start = partialmethod(record, "start")
+    on_train_end = partialmethod(record, "end")
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         self.calls += 1
@@ -67,9 +64,7 @@ class Net(Uneven):
         return OPTIMIZERS[self.optimizer](groups)
 
 
-def fit(
-    folder: Path, engine: str, form: str, module: Net, ckpt: Any = None, arguments: Any = (), devices: int = 2
-) -> dict[str, Any]:
+def fit(folder, engine, form, module, ckpt=None, arguments=(), devices=2) -> dict[str, Any]:
     """Fit, save every second step, and test the best checkpoint. ``arguments`` may have an ``FSDP2Strategy``."""
     saver = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=2, save_top_k=2, monitor="step", mode="max")
     arguments = {"strategy": engine, "max_epochs": 2, **dict(arguments)}

@@ -1,6 +1,7 @@
 """DDP's communication hooks: their state is restored in each process, or an exact resume is refused."""
 
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -137,10 +138,6 @@ def fit(name: str, path: Path, resumes: bool = False, **arguments: Any) -> tuple
     }, [str(one.message) for one in caught]
 
 
-def fit_inexactly(name: str, path: Path) -> tuple[dict[str, Any], list[str]]:
-    return fit(name, path, True, exact_resume=False)
-
-
 @pytest.mark.parametrize("name", EXACT)
 def test_resumed_run_equals_an_uninterrupted_one(ranks, tmp_path, name):
     """Weights of processes are saved if they differ."""
@@ -159,5 +156,5 @@ def test_memory_of_rebuilt_buckets_is_refused(ranks, tmp_path, name, memory):
         ranks.call(fit, name, tmp_path / "a.ckpt", True)
     for part in (f"{memory} may belong to DDP's buckets", "find_unused_parameters=True", "Trainer(exact_resume=False)"):
         assert str(error.value).count(part) >= 2
-    for _, warned in ranks.call(fit_inexactly, name, tmp_path / "a.ckpt"):
+    for _, warned in ranks.call(partial(fit, exact_resume=False), name, tmp_path / "a.ckpt", True):
         assert any(memory in message for message in warned)

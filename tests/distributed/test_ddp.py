@@ -1,8 +1,5 @@
 """Two ranks of DDP on the CPU: equal to one process, by each launcher."""
 
-import os
-import signal
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -13,27 +10,16 @@ from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from torch.utils.data import DataLoader
 
 from tests.distributed import worker
+from tests.distributed.ranks import run_program
 from tests.distributed.worker import AUTOMATIC, Regression, fit
-from tests.support import SavesAt, make_trainer
-from tests.warm_python import ROOT, WarmPython
-
-TIMEOUT = 150  # seconds; a hang is a failure
+from tests.support import SavesAt, assert_identical, make_trainer
+from tests.warm_python import WarmPython
 
 
 def launch(python: WarmPython, folder: Path, *torchrun: str) -> list[dict[str, Any]]:
     """Return the results of both ranks of ``worker.py``, started by torchrun or by the Trainer."""
-    inherited = {k: v for k, v in os.environ.items() if k not in ("LOCAL_RANK", "RANK", "WORLD_SIZE", "MASTER_PORT")}
-    with python.start(
-        *torchrun, str(Path(worker.__file__)), str(folder), cwd=folder, text=True,
-        env={**inherited, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
-    ) as process:  # fmt: skip
-        try:
-            output, _ = process.communicate(timeout=TIMEOUT)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)  # the other rank too
-            raise
-    assert process.returncode == 0, output[-4000:]
+    status, output = run_program(python, *torchrun, worker.__file__, str(folder), timeout=150)
+    assert status == 0, output[-4000:]
     return [torch.load(folder / f"rank_{rank}.pt", weights_only=True) for rank in range(2)]
 
 
@@ -102,11 +88,8 @@ def test_none_with_find_unused_parameters(ranks):
     arguments = {"accumulate_grad_batches": 3, "max_epochs": 1}
     unused = {"strategy": "ddp_find_unused_parameters_true"}
     none_at = {(1, 1), (0, 2)}
-    for found, expected in zip(
-        ranks.call(fit, Regression(none_at), arguments | unused), ranks.call(fit, Regression(none_at), arguments),
-        strict=True,
-    ):  # fmt: skip
-        assert_close(found, expected, 0.0)
+    found, expected = (ranks.call(fit, Regression(none_at), arguments | one) for one in (unused, {}))
+    assert_identical([rank["weights"] for rank in found], [rank["weights"] for rank in expected])
 
 
 class LogsByRank(Regression):

@@ -2,20 +2,20 @@
 
 import copy
 import os
+import re
 import shutil
 import signal
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from contextlib import suppress
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch import Callback
-from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
+from lightning.pytorch.callbacks import EMAWeightAveraging, LambdaCallback, ModelCheckpoint
 from torch.utils.data import DataLoader
 
 from tests.checkpoint.test_shards import sealed_again
@@ -58,9 +58,8 @@ def trainer_of(strategy: Any, callbacks: Any = (), **arguments: Any) -> Trainer:
 
         CPU_Accelerator.is_fp16_supported = lambda self: True  # on a slow machine any of them may
     if isinstance(strategy, Mapping):
-        strategy = DeepSpeedStrategy(
-            **strategy, **SCALING if precision == "16-mixed" and "loss_scale" not in strategy else {}
-        )
+        scaling = SCALING if precision == "16-mixed" and "loss_scale" not in strategy else {}
+        strategy = DeepSpeedStrategy(**strategy, **scaling)
     defaults: dict[str, Any] = {"num_sanity_val_steps": 0, "use_distributed_sampler": False, "max_epochs": 2}
     devices = torch.distributed.get_world_size()
     return make_trainer(None, devices=devices, strategy=strategy, callbacks=[*callbacks], **defaults | arguments)
@@ -153,11 +152,6 @@ def error_of(run: Callable[[], Any]) -> str:
     return ""
 
 
-def cannot_resume(setup: Setup, strategy: Any, arguments: Mapping[str, Any], ckpt_path: str) -> str:
-    """Return the reason that a fit cannot resume from a checkpoint."""
-    return error_of(lambda: fit_rank(setup, strategy, arguments, ckpt_path))
-
-
 def save(setup: Setup, strategy: Any, form: str, folder: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Fit, and write ``folder/batch_2.ckpt`` as a ``"file"`` or a ``"folder"``."""
     more = {"plugins": [CheckpointFiles(sharded=form == "folder")], "enable_checkpointing": True}
@@ -176,20 +170,16 @@ def evaluate(strategy: Any) -> float | str:
 def end_by_signal(folder: str) -> int:
     """End a fit by a signal in the second batch of one rank. Returns its steps."""
 
-    class Kill(Callback):
-        def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-            if batch_idx == 1 and trainer.global_rank == 1:
-                os.kill(os.getpid(), signal.SIGTERM)
-            time.sleep(0.1)  # the other rank receives the flag meanwhile
+    def kill(trainer, pl_module, outputs, batch, batch_idx):
+        if batch_idx == 1 and trainer.global_rank == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.1)  # the other rank receives the flag meanwhile
 
+    callbacks = [LambdaCallback(on_train_batch_end=kill), ModelCheckpoint(folder, every_n_epochs=5)]
     with only_these_warnings():
-        trainer = trainer_of(
-            {"stage": 2}, [Kill(), ModelCheckpoint(folder, every_n_epochs=5)], enable_checkpointing=True
-        )
-        try:
+        trainer = trainer_of({"stage": 2}, callbacks, enable_checkpointing=True)
+        with suppress(SystemExit):
             trainer.fit(Fitted(Setup()), loader(5), loader(2, seed=2))
-        except BaseException as error:
-            print(repr(error), flush=True)
     return trainer.global_step
 
 
@@ -262,6 +252,7 @@ def test_weights_are_those_of_ddp(ranks, by_ddp, number, strategy):
 def test_overflow_on_one_process_skips_on_both(ranks, strategy):
     setup = Setup(optimizer="adamw", schedule="step", overflow=(1, 0, 3))
     first, second = fit(ranks, setup, strategy, precision="16-mixed", gradient_clip_val=100.0)
+    assert_continues([second], [first])
     skipped, scales, next_scales, rates = zip(*first["outcomes"], strict=True)
     assert skipped == (False, False, False, True, *[False] * 6)
     assert scales == (1024, 1024, 1024, 2048, 1024, 1024, 1024, 2048, 2048, 4096)
@@ -269,14 +260,10 @@ def test_overflow_on_one_process_skips_on_both(ranks, strategy):
     assert rates == pytest.approx([0.01 * 0.8 ** (index - (index > 3)) for index in range(10)])  # it waits
     assert first["norms"][3] == float("inf")
     assert all(0.3 < norm < 5.0 for index, norm in enumerate(first["norms"]) if index != 3)
-    assert first["counts"] == second["counts"] == (10, 1)
+    assert first["counts"] == (10, 1)
     assert first["scale"] == 4096
-    for key in ("outcomes", "norms"):
-        assert first[key] == second[key]
-    for name, value in first["weights"].items():
-        assert value.dtype == torch.float32
-        assert torch.equal(value, second["weights"][name])
-    assert first["is_itself"]
+    assert first["norms"] == second["norms"]
+    assert first["is_itself"]  # in float32
     assert first["tested"] == pytest.approx(first["val_loss"], rel=1e-2)
 
 
@@ -300,14 +287,6 @@ def test_unsupported_features_of_deepspeed_are_refused(ranks, tmp_path):
         assert all(part in message for part, message in messages), messages
 
 
-@dataclass(frozen=True)
-class Saved:
-    """A fit that has written a checkpoint."""
-
-    path: Path
-    results: list[dict[str, Any]]
-
-
 AS_FOLDER = ("stage 2 folder", "stage 3 folder")
 PRECISE, SCALED = Setup(optimizer="adamw", schedule="step", frozen=True), Setup(optimizer="adamw", overflow=(1, 1, 2))
 
@@ -321,13 +300,14 @@ def setup_of(name: str) -> tuple[Setup, Any, dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def saved(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Saved]:
+def saved(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, list[dict[str, Any]]]]:
+    """Return checkpoints by name, and the results of the fits that wrote them."""
     made = {}
     for name in ("ddp file", "stage 2 file", "stage 3 file", *AS_FOLDER):
         folder = tmp_path_factory.mktemp(name.replace(" ", "_"))
         setup, strategy, arguments = setup_of(name)
         results = ranks.call(save, setup, strategy, name.split()[-1], str(folder), arguments)
-        made[name] = Saved(folder / "batch_2.ckpt", results)
+        made[name] = str(folder / "batch_2.ckpt"), results
     return made
 
 
@@ -342,8 +322,8 @@ def assert_continues(resumed: list[dict[str, Any]], whole: list[dict[str, Any]],
 
 @pytest.mark.parametrize("name", ["stage 3 file", "stage 2 folder"])
 def test_resumed_run_ends_as_the_whole_one(ranks, saved, name):
-    setup, strategy, arguments = setup_of(name)
-    assert_continues(fit(ranks, setup, strategy, ckpt_path=str(saved[name].path), **arguments), saved[name].results)
+    (setup, strategy, arguments), (path, whole) = setup_of(name), saved[name]
+    assert_continues(fit(ranks, setup, strategy, ckpt_path=path, **arguments), whole)
 
 
 @pytest.mark.parametrize(
@@ -351,39 +331,36 @@ def test_resumed_run_ends_as_the_whole_one(ranks, saved, name):
     [("ddp file", "stage 3 file"), ("stage 2 file", "ddp file"), ("stage 3 folder", "stage 1 folder")],
 )
 def test_other_engines_resume_from_its_checkpoint(ranks, saved, written, read):
-    setup, strategy, arguments = setup_of(read)
-    resumed = fit(ranks, setup, strategy, ckpt_path=str(saved[written].path), **arguments)
-    assert_continues(resumed, saved[written].results, 1e-3 if "folder" in read else 1e-6)
+    (setup, strategy, arguments), (path, whole) = setup_of(read), saved[written]
+    resumed = fit(ranks, setup, strategy, ckpt_path=path, **arguments)
+    assert_continues(resumed, whole, 1e-3 if "folder" in read else 1e-6)
 
 
 @pytest.mark.parametrize("name", AS_FOLDER)
 def test_folder_becomes_one_file_and_back(ranks, saved, tmp_path, name):
-    folder, file = saved[name].path, tmp_path / "whole.ckpt"
-    assert {"manifest.json", "state.ckpt", "latest", "zero_to_fp32.py"} <= {path.name for path in folder.iterdir()}
-    assert main(["consolidate", str(folder), str(file)]) == 0
+    (folder, expected), file = saved[name], str(tmp_path / "whole.ckpt")
+    assert {"manifest.json", "state.ckpt", "latest", "zero_to_fp32.py"} <= set(os.listdir(folder))
+    assert main(["consolidate", folder, file]) == 0
     whole = torch.load(file, weights_only=True)
     assert {value.dtype for value in whole["state_dict"].values()} == {torch.float32}
     assert len(whole["optimizer_states"][0]["state"]) == len(whole["state_dict"])
     setup, strategy, arguments = setup_of(name)
-    assert_continues(fit(ranks, setup, strategy, ckpt_path=str(file), **arguments), saved[name].results)
+    assert_continues(fit(ranks, setup, strategy, ckpt_path=file, **arguments), expected)
 
 
 def test_untrusted_folder_runs_no_code(ranks, saved, tmp_path):
     name = "stage 2 folder"
     folder = tmp_path / "a.ckpt"
-    shutil.copytree(saved[name].path, folder)
+    shutil.copytree(saved[name][0], folder)
     torch.save(Payload(tmp_path / "ran"), next(folder.glob("*_optim_states.pt")))
     with pytest.raises(CheckpointError, match="is damaged"):
         consolidate(folder, tmp_path / "b.ckpt")
     sealed_again(folder)
     with pytest.raises(UnsafeCheckpointError):
         consolidate(folder, tmp_path / "b.ckpt")
-    setup, strategy, arguments = setup_of(name)
-    first, second = sorted(ranks.call(cannot_resume, setup, strategy, arguments, str(folder)))
-    assert first.startswith("CheckpointError")
-    assert "see the error of another process" in first
-    assert second.startswith("UnsafeCheckpointError")
-    assert "posix.system" in second
+    first, second = sorted(ranks.call(error_of, partial(fit_rank, *setup_of(name), str(folder))))
+    assert re.match("CheckpointError: .*see the error of another process", first)
+    assert re.match("UnsafeCheckpointError: .*posix.system", second)
     assert not (tmp_path / "ran").exists()
 
 

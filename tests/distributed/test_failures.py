@@ -1,55 +1,31 @@
 """A rank fails while the other waits for it: both end soon, and report the failed rank."""
 
-import os
-import subprocess
-from pathlib import Path
+import re
 
 import pytest
 
+from tests.distributed import failing_worker
+from tests.distributed.ranks import run_program
 from tests.support import needs_deepspeed, needs_fsdp2
-from tests.warm_python import ROOT, WarmPython
 
-TIMEOUT = 100
-"""Seconds; with the time that two processes need to import torch and Lightning."""
-
-
-def run(python: WarmPython, *arguments: str) -> tuple[int, str]:
-    """Return the exit status of ``failing_worker.py`` and the output of all its processes."""
-    inherited = {k: v for k, v in os.environ.items() if k not in ("LOCAL_RANK", "RANK", "WORLD_SIZE", "MASTER_PORT")}
-    with python.start(
-        str(Path(__file__).with_name("failing_worker.py")), *arguments, text=True,
-        env=inherited | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,  # which ends with the last process
-    ) as process:  # fmt: skip
-        output, _ = process.communicate(timeout=TIMEOUT)
-    return process.returncode, output
-
-
-def test_rank_that_raises_ends_a_sleeping_rank(python):
-    status, output = run(python, "ddp", "0", "training", "raises")
-    assert status == 1
-    assert "ValueError: rank 0 has failed" in output
-    assert "has not exited, and is killed" in output
+RAISED = r"(?s)ValueError: rank 0 has failed.*has not exited, and is killed"
+KILLED = r"Rank 1 \(process .*was killed by SIGKILL\. The others end, too\."
+DIED = r"has died during the run\. Local rank 1 cannot continue without it, and exits\."
 
 
 @pytest.mark.parametrize(
-    ("strategy", "phase"),
+    ("case", "status", "message"),
     [
-        ("ddp", "setup"),
-        pytest.param("fsdp", "training", marks=needs_fsdp2),
-        pytest.param("deepspeed", "training", marks=[needs_deepspeed, pytest.mark.nightly]),
+        ("ddp 0 training raises", 1, RAISED),
+        ("ddp 0 training dies", -9, DIED),
+        ("ddp 1 setup dies", 1, KILLED),
+        pytest.param("fsdp 1 training dies", 1, KILLED, marks=needs_fsdp2),
+        pytest.param("deepspeed 1 training dies", 1, KILLED, marks=[needs_deepspeed, pytest.mark.nightly]),
     ],
 )
-def test_killed_rank_is_named_and_ends_a_sleeping_rank(python, request, strategy, phase):
-    if strategy == "deepspeed":
+def test_failed_rank_is_named_and_ends_a_sleeping_rank(python, request, case, status, message):
+    if "deepspeed" in case:
         request.getfixturevalue("deepspeed_loaded")
-    status, output = run(python, strategy, "1", phase, "dies")
-    assert status == 1
-    assert "Rank 1 (process " in output
-    assert "was killed by SIGKILL. The others end, too." in output
-
-
-def test_kill_of_rank_0_ends_a_sleeping_rank(python):
-    status, output = run(python, "ddp", "0", "training", "dies")
-    assert status == -9
-    assert "has died during the run. Local rank 1 cannot continue without it, and exits." in output
+    ended, output = run_program(python, failing_worker.__file__, *case.split(), timeout=100)
+    assert ended == status
+    assert re.search(message, output)

@@ -4,7 +4,6 @@ import os
 import signal
 import time
 import warnings
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,16 +25,13 @@ class Silent(Regression):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         return self.loss(batch)
 
-    def validation_step(self, batch: Any, batch_idx: int) -> Any:
-        return self.loss(batch)
+    validation_step = training_step
 
 
 class Signalled(Callback):
     """Sends a signal to itself at configured ranks and batches. The ranks have different speeds."""
 
-    def __init__(
-        self, positions: dict[tuple[int, int], int], seconds: float, in_validation: tuple[int, int] | None
-    ) -> None:
+    def __init__(self, positions, seconds, in_validation) -> None:
         self.positions, self.seconds, self.in_validation = positions, seconds, in_validation
         self.validated = 0
         self.steps: list[int] = []
@@ -45,9 +41,7 @@ class Signalled(Callback):
             os.kill(os.getpid(), number)
         time.sleep(self.seconds * (1 + trainer.global_rank))
 
-    def on_validation_batch_start(
-        self, trainer: Any, module: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
-    ) -> None:
+    def on_validation_batch_start(self, trainer, module, batch, batch_idx, dataloader_idx=0):
         self.validated = batch_idx + 1
         if self.in_validation == (trainer.global_rank, batch_idx):
             os.kill(os.getpid(), signal.SIGTERM)
@@ -57,21 +51,14 @@ class Signalled(Callback):
         self.steps.append(trainer.global_step)
 
 
-def interrupted(
-    folder: Path,
-    positions: dict[tuple[int, int], int],
-    seconds: float,
-    arguments: dict[str, Any] | None = None,
-    in_validation: tuple[int, int] | None = None,
-    val_batches: tuple[int, int] = (0, 0),
-) -> dict[str, Any]:
+def interrupted(folder, positions, seconds, arguments=(), in_validation=None, val_batches=(0, 0)) -> dict[str, Any]:
     """Return the results of this rank for an interrupted fit."""
     signalled = Signalled(positions, seconds, in_validation)
-    code: Any = None
+    code = None
     trainer = make_trainer(
         folder, devices=2, strategy="ddp", callbacks=[signalled, ModelCheckpoint(folder, save_top_k=0)],
         enable_checkpointing=True, num_sanity_val_steps=0, limit_train_batches=5, use_distributed_sampler=False,
-        **{"limit_val_batches": 0, "max_epochs": 40} | (arguments or {}),
+        **{"limit_val_batches": 0, "max_epochs": 40} | dict(arguments),
     )  # fmt: skip
     train, val = DataLoader(samples(), batch_size=4, sampler=Shard(2)), None
     if count := val_batches[torch.distributed.get_rank()]:
@@ -81,8 +68,7 @@ def interrupted(
             trainer.fit(Silent(), train, val)
         except SystemExit as end:
             code = end.code
-    path = folder / "interrupted.ckpt"
-    saved = torch.load(path, weights_only=True)["global_step"] if path.exists() else None
+    saved = torch.load(folder / "interrupted.ckpt", weights_only=True)["global_step"]
     return {"code": code, "steps": signalled.steps, "saved": saved, "validated": signalled.validated}
 
 

@@ -19,18 +19,16 @@ from trainer.errors import UnsupportedError
 
 
 class Core(nn.Module):
-    """A net with a part, which :attr:`use` applies to the features."""
+    """A net with a part that :attr:`make` returns, and :attr:`use` applies to the features."""
 
+    make: Callable[[], Any] = staticmethod(lambda: 1.0)
     use: Callable[[Any, Tensor], Tensor] = staticmethod(lambda part, x: x * part)
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.net = nn.Linear(4, 4)
-        self.add_part()
-
-    def add_part(self) -> None:
-        """Register ``part``."""
+        self.part = self.make()
 
     def forward(self, x: Tensor) -> Tensor:
         return type(self).use(self.part, self.net(x).tanh()).abs().square().mean()
@@ -45,14 +43,14 @@ class Core(nn.Module):
 
 
 class FrozenIntegers(Core):
-    def add_part(self) -> None:
-        self.part = nn.Parameter(torch.arange(4), requires_grad=False)
+    make = staticmethod(lambda: nn.Parameter(torch.arange(4), requires_grad=False))
 
 
 class Marked(Core):
     """Has a parameter with an attribute that selects its group."""
 
-    def add_part(self) -> None:
+    def __init__(self) -> None:
+        super().__init__()
         self.part = nn.Parameter(torch.ones(4))
         self.part.decays = False
 
@@ -60,8 +58,7 @@ class Marked(Core):
 class Running(Core):
     """Updates a non-persistent buffer by the data of each rank."""
 
-    def add_part(self) -> None:
-        self.register_buffer("part", torch.ones(4), persistent=False)
+    make = staticmethod(lambda: nn.Buffer(torch.ones(4), persistent=False))
 
     def forward(self, x: Tensor) -> Tensor:
         self.part.mul_(0.9).add_(x.mean(0) * 0.1)
@@ -71,45 +68,39 @@ class Running(Core):
 class Scripted(Core):
     use = staticmethod(lambda part, x: part(x) * torch.arange(4))
 
-    def add_part(self) -> None:
+    def make(self) -> Any:
         with warnings.catch_warnings(action="ignore"):  # deprecated
-            self.part = torch.jit.script(nn.BatchNorm1d(4))
+            return torch.jit.script(nn.BatchNorm1d(4))
 
 
 class Complex(Core):
-    def add_part(self) -> None:
-        self.part = nn.Parameter(torch.complex(torch.ones(4), torch.full((4,), 0.5)))
+    make = staticmethod(lambda: nn.Parameter(torch.complex(torch.ones(4), torch.full((4,), 0.5))))
 
 
 class Normalizing(Core):
     """Normalizes rows of its weight in each forward pass: other rows on each rank."""
 
+    make = staticmethod(lambda: nn.Embedding(3, 4, max_norm=0.5))
     use = staticmethod(lambda part, x: x * part((x[:, 0] > 0).long() + get_rank()))
-
-    def add_part(self) -> None:
-        self.part = nn.Embedding(3, 4, max_norm=0.5)
 
 
 class Flattening(Core):
     """Has an optimizer with states of all parameters together."""
-
-    def add_part(self) -> None:
-        self.part = 1.0
 
     def make_optimizer(self) -> torch.optim.Optimizer:
         return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=3)
 
 
 class SparseBuffer(Core):
-    def add_part(self) -> None:
-        self.register_buffer("part", torch.eye(4).to_sparse())
+    make = staticmethod(lambda: nn.Buffer(torch.eye(4).to_sparse()))
 
 
 class FromBefore(Core):
     """Has its parameters in a list from before the fit."""
 
-    def add_part(self) -> None:
-        self.part, self.all = 1.0, (list(self.net.parameters()),)
+    def __init__(self) -> None:
+        super().__init__()
+        self.all = (list(self.net.parameters()),)
 
     def make_optimizer(self) -> torch.optim.Optimizer:
         return torch.optim.SGD([{"params": self.all[0]}], lr=0.1)
@@ -118,10 +109,8 @@ class FromBefore(Core):
 class Outside(Core):
     """Trains a layer in a plain list."""
 
+    make = staticmethod(lambda: [nn.Linear(4, 4)])
     use = staticmethod(lambda part, x: part[0](x))
-
-    def add_part(self) -> None:
-        self.part = [nn.Linear(4, 4)]
 
     def make_optimizer(self) -> torch.optim.Optimizer:
         return torch.optim.SGD([*self.parameters(), *self.part[0].parameters()], lr=0.1)
@@ -130,10 +119,8 @@ class Outside(Core):
 class ChangesWeights(Core):
     """Moves the weights of a frozen copy in ``training_step``."""
 
+    make = staticmethod(lambda: nn.Linear(4, 4).requires_grad_(False))
     use = staticmethod(lambda part, x: x * part(x))
-
-    def add_part(self) -> None:
-        self.part = nn.Linear(4, 4).requires_grad_(False)
 
     def forward(self, x: Tensor) -> Tensor:
         self.part.weight.data.lerp_(self.net.weight.data, 0.5)
@@ -163,13 +150,10 @@ def tensors(core: Core) -> dict[str, Tensor]:
 def fit(kind: type[Core], strategy: str, folder: Path, resume: bool = False) -> dict[str, Tensor]:
     """Return the tensors after a fit, with the default callbacks of a Trainer."""
     module = Fitted(kind)
-    options: dict[str, Any] = {
-        "enable_checkpointing": True,
-        "callbacks": [Saves(str(folder), [3])],
-        "max_epochs": 2,
-        "use_distributed_sampler": False,
-    }
-    trainer = make_trainer(folder, devices=2, strategy=strategy, **options)
+    trainer = make_trainer(
+        folder, devices=2, strategy=strategy, max_epochs=2, use_distributed_sampler=False,
+        enable_checkpointing=True, callbacks=[Saves(str(folder), [3])],
+    )  # fmt: skip
     trainer.fit(module, loader_of(batches()), ckpt_path=folder / "batch_3.ckpt" if resume else None)
     return tensors(module.core)
 

@@ -13,20 +13,8 @@ from torch.distributed.algorithms.model_averaging.averagers import PeriodicModel
 from torch.distributed.optim import PostLocalSGDOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.support import (
-    OPTIMIZERS,
-    Regression,
-    assert_identical,
-    forward_context,
-    loader_of,
-    loss_of,
-    make_batches,
-    make_net,
-    make_trainer,
-    manual_step,
-    plugin_of,
-    scaler_of,
-)
+from tests import support
+from tests.support import Regression, assert_identical, loader_of, loss_of, make_batches, make_net, make_trainer
 
 BATCHES = 12
 
@@ -55,7 +43,7 @@ class LocalSGD:
 
     @property
     def optimizer(self) -> Any:
-        return OPTIMIZERS["momentum-fused" if self.fused else "momentum"]
+        return support.OPTIMIZERS["momentum-fused" if self.fused else "momentum"]
 
     @property
     def own_batches(self) -> list[Any]:
@@ -81,7 +69,7 @@ class Manual(Regression):
     automatic_optimization = False
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
-        manual_step(self, super().training_step(batch, batch_idx))
+        support.manual_step(self, super().training_step(batch, batch_idx))
 
 
 def fit(setup: LocalSGD) -> dict[str, Any]:
@@ -89,7 +77,7 @@ def fit(setup: LocalSGD) -> dict[str, Any]:
     warnings.filterwarnings("ignore", ".*does not have many workers")
     module = (Manual if setup.manual else Regression)(optimizer=setup.optimizer)
     trainer = make_trainer(
-        None, devices=2, use_distributed_sampler=False, precision=plugin_of(setup.precision),
+        None, devices=2, use_distributed_sampler=False, precision=support.plugin_of(setup.precision),
         accumulate_grad_batches=setup.window,
         strategy=OnCPU(
             ddp_comm_state=state_of(setup), ddp_comm_hook=post_localSGD_hook, model_averaging_period=setup.period
@@ -109,11 +97,11 @@ def by_hand(setup: LocalSGD) -> dict[str, Any]:
     module.register_comm_hook(state_of(setup), post_localSGD_hook)
     bare = setup.optimizer(module.parameters())
     optimizer = PostLocalSGDOptimizer(bare, PeriodicModelAverager(setup.period, setup.warmup))
-    scaler, skipped = scaler_of(setup.precision), 0
+    scaler, skipped = support.scaler_of(setup.precision), 0
     for index, batch in enumerate(setup.own_batches):
         closes = (index + 1) % setup.window == 0
         module.require_backward_grad_sync = closes
-        with forward_context(setup.precision):
+        with support.forward_context(setup.precision):
             loss = loss_of(module, batch)
         scaler.scale(loss / setup.window).backward()
         if not closes:

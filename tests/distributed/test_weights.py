@@ -57,9 +57,8 @@ class Start(Callback):
     """Records the whole weights and buffers at the start of training, and those of the average."""
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        self.average = self.weights = whole(pl_module) | {
-            name: buffer.clone() for name, buffer in pl_module.named_buffers()
-        }
+        buffers = {name: buffer.clone() for name, buffer in pl_module.named_buffers()}
+        self.average = self.weights = whole(pl_module) | buffers
         for callback in trainer.callbacks:
             if isinstance(callback, EMAWeightAveraging):
                 average = gathered(dict(callback._average_model.module.state_dict()), True)
@@ -78,10 +77,7 @@ def fit(path: Path, strategy: str, late: bool = False, outputs: int = 2) -> dict
         )  # fmt: skip
         module = Net(seed=torch.distributed.get_rank() + 5, late=late, outputs=outputs)
         trainer.fit(module, DataLoader(samples(), batch_size=BATCH // 2, sampler=Shard(2)), weights=path)
-    assert trainer.loaded_weights is not None
-    return {
-        "start": start.weights, "average": start.average, "facts": trainer.loaded_weights.facts,
-    }  # fmt: skip
+    return {"start": start.weights, "average": start.average, "facts": trainer.loaded_weights.facts}
 
 
 def save(folder: Path, form: str) -> tuple[Path, dict[str, Any]]:

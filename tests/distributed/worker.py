@@ -127,9 +127,7 @@ class Recorder(Callback):
         }  # fmt: skip
 
 
-def fit(
-    module: LightningModule, arguments: dict[str, Any], world_size: int = WORLD_SIZE, errors: Any = ()
-) -> dict[str, Any]:
+def fit(module, arguments, world_size=WORLD_SIZE, errors=()) -> dict[str, Any]:
     """Fit ``module`` on the same global batches for any number of ranks, by DDP by default.
 
     Args:
