@@ -1,6 +1,5 @@
 """Random states sent by a worker, and restored in another one."""
 
-import io
 import pickle
 import random
 from types import SimpleNamespace
@@ -11,17 +10,13 @@ import pytest
 import torch
 from torch.utils.data._utils.pin_memory import pin_memory
 
+from tests.state.test_attributes import through_a_file
 from trainer.data import worker_random
 from trainer.data.worker_random import WorkerRandom, WorkerStates
 from trainer.state import random_states
 
 OWN = random.Random(1)
-DRAWS = {
-    "python": random.random,
-    "numpy": np.random.rand,
-    "torch": lambda: torch.rand(1).item(),
-    "own": OWN.random,
-}
+DRAWS = {"python": random.random, "numpy": np.random.rand, "torch": lambda: torch.rand(1).item(), "own": OWN.random}
 
 
 @pytest.fixture(autouse=True)
@@ -37,15 +32,12 @@ def started(starts: dict[int, Any] | None = None, memory: torch.Tensor | None = 
     return worker
 
 
-workers_that_write = pytest.mark.parametrize("writers", [0, 3], ids=["sent", "in shared memory"])
-
-
 def arrived(marked: Any) -> Any:
     """Receive the states of a worker in the main process."""
     return pickle.loads(pickle.dumps(marked))
 
 
-@workers_that_write
+@pytest.mark.parametrize("writers", [0, 3], ids=["sent", "in shared memory"])
 @pytest.mark.parametrize("names", [[], ["torch"], list(DRAWS)], ids=str)
 def test_changed_states_arrive_and_are_restored_in_another_worker(names, writers):
     states = WorkerStates({}, writers, ahead=1)
@@ -66,10 +58,7 @@ def test_changed_states_arrive_and_are_restored_in_another_worker(names, writers
     worker.collate("fourth")  # is on its way
     assert states.state_dict() == after
 
-    file = io.BytesIO()
-    torch.save(after, file)
-    file.seek(0)
-    starts = torch.load(file, weights_only=True)
+    starts = through_a_file(after)
     assert starts == after
     worker = started(starts)
     assert [DRAWS[name]() for name in names] == following
@@ -78,13 +67,8 @@ def test_changed_states_arrive_and_are_restored_in_another_worker(names, writers
 
 
 def test_random_numbers_of_user_functions_are_included():
-    def init(worker: int) -> None:
-        random.seed(worker)
-
-    def collate(samples: Any) -> Any:
-        return samples, random.random()
-
-    worker, states = WorkerRandom(init, collate, {}), WorkerStates({})
+    collate = lambda samples: (samples, random.random())  # noqa: E731
+    worker, states = WorkerRandom(random.seed, collate, {}), WorkerStates({})
     worker.start(7)
     assert states.take(arrived(worker.collate("samples"))) == ("samples", random.Random(7).random())
     assert {number: list(changed) for number, changed in states.state_dict().items()} == {7: ["python"]}

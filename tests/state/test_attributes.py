@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import Dataset, Sampler
 
 from tests.state.test_generators import KINDS, draw
-from tests.support import nested_tensor
+from tests.support import assert_identical, nested_tensor
 from trainer.state.attributes import AttributeChanges, is_watched
 
 
@@ -50,10 +50,9 @@ def through_a_file(state: Any) -> Any:
     ("name", "value"),
     [
         ("number", 2), ("number", None), ("number", "text"), ("number", (1, {"a": [2.5, {3}]})),
-        ("number", np.float32(1.5)), ("items", [3]), ("items", {"a": (1, None)}), ("new", 5),
+        ("number", np.float32(1.5)), ("items", [3]), ("new", 5), ("array", np.eye(2, dtype=np.float32)),
         ("tensor", torch.tensor([1.5, 2], dtype=torch.bfloat16)), ("tensor", torch.ones(3, dtype=torch.bool)),
         ("tensor", torch.tensor([1 + 2j]).conj()), ("tensor", torch.arange(3.0)[1::2]),
-        ("array", np.eye(2, dtype=np.float32)),
     ],
     ids=str,
 )  # fmt: skip
@@ -152,8 +151,7 @@ def test_state_dict_is_used_if_there_is_one():
     state = through_a_file(watched.read())
     assert AttributeChanges.lost(state) == []
     restored.write(state)
-    assert other.loaded["at"] == 7
-    assert other.loaded["rest"].tolist() == [1, 1]
+    assert_identical(other.loaded, thing.state_dict())
 
 
 def test_objects_are_matched_by_class_and_number():
@@ -168,9 +166,6 @@ def test_objects_are_matched_by_class_and_number():
 
 
 def test_modules_and_parts_of_frameworks_are_not_watched():
-    class Holder:
-        pass
-
     assert is_watched(Thing())
-    assert is_watched(Holder())
+    assert is_watched(type("Holder", (), {"__module__": __name__})())
     assert not any(map(is_watched, [nn.Linear(1, 1), torch.optim.SGD([torch.ones(1)], 0.1), io.BytesIO(), Thing, 1]))
