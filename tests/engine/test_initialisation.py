@@ -128,10 +128,8 @@ def test_init_weights_has_precedence():
 
 
 def test_parameters_left_out_by_init_weights_are_named():
-    with torch.device("meta"):
-        model = Whole(leaves_out=True)
     with pytest.raises(ConfigurationError, match=r"without values: scale\."):
-        initialise(model, CPU)
+        initialise(on_meta(lambda: Whole(leaves_out=True)), CPU)
 
 
 class Configured(Learner):

@@ -15,6 +15,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler, TensorDataset
 
 from tests.support import (
+    SMALL,
     Regression,
     SavesEverywhere,
     assert_identical,
@@ -171,6 +172,7 @@ class Draws(Module):
 lbfgs = partial(torch.optim.LBFGS, lr=0.1, max_iter=3)
 plateau = partial(ReduceLROnPlateau, patience=0, threshold=1e9, factor=0.5)
 every_step = partial(StepLR, step_size=1, gamma=0.5)
+by_steps, WINDOW = partial(Module, interval="step"), {"accumulate_grad_batches": 4}
 
 
 @pytest.mark.parametrize(
@@ -180,16 +182,8 @@ every_step = partial(StepLR, step_size=1, gamma=0.5)
         ("batch sampler", lambda: Module(schedule=plateau, monitor="val_loss"), {"val_check_interval": 3}),
         ("min_size", lambda: Module(schedule=every_step), {"accumulate_grad_batches": 4}),
         ("iterable", lambda: Steps(schedule=every_step), {"accumulate_grad_batches": 4}),
-        (
-            "batch sampler",
-            lambda: Module(schedule=every_step, interval="step"),
-            {"accumulate_grad_batches": 4, "precision": native_fp16(init_scale=2.0**9)},
-        ),
-        (
-            "IterableDataset",
-            lambda: Module(schedule=plateau, monitor="loss", interval="step"),
-            {"accumulate_grad_batches": 4, "precision": "bf16-mixed"},
-        ),
+        ("batch sampler", lambda: by_steps(schedule=every_step), WINDOW | {"precision": native_fp16(**SMALL)}),
+        ("IterableDataset", lambda: by_steps(schedule=plateau, monitor="loss"), WINDOW | {"precision": "bf16-mixed"}),
         ("batch sampler", Module, {"check_val_every_n_epoch": 2, "limit_train_batches": 8}),
         ("IterableDataset", Module, {"max_steps": 13, "max_epochs": -1}),
         ("min_size", Module, {"check_val_every_n_epoch": None, "val_check_interval": 4}),

@@ -128,10 +128,9 @@ def test_frequency_counts_across_a_resume(tmp_path, interval, frequency):
 
     def fit(*savers, ckpt_path=None):
         watch, module = RatesOfUpdates(), Regression(schedule=halve, interval=interval, frequency=frequency)
-        trainer = make_trainer(
-            tmp_path, precision=plugin_of("16-mixed"), callbacks=[watch, *savers], max_epochs=3,
-            accumulate_grad_batches=2, log_every_n_steps=0, enable_checkpointing=bool(savers),
-        )  # fmt: skip
+        options = {"callbacks": [watch, *savers], "enable_checkpointing": bool(savers), "log_every_n_steps": 0}
+        options |= {"precision": plugin_of("16-mixed"), "max_epochs": 3, "accumulate_grad_batches": 2}
+        trainer = make_trainer(tmp_path, **options)
         trainer.fit(module, loader_of(make_batches(3, gains={2: 1e30})), ckpt_path=ckpt_path)
         return [*watch.rates, trainer.optimizers[0].param_groups[0]["lr"]]
 
@@ -172,14 +171,10 @@ def test_plateau_schedule_with_a_frequency_reads_every_validation(tmp_path):
             read.append(float(metric))
             scheduler.step(metric)
 
-    module = Validated(
-        make_net(), schedule=partial(lr_scheduler.ReduceLROnPlateau, patience=0), monitor="value",
-        interval="step", frequency=2,
-    )  # fmt: skip
-    trainer = make_trainer(
-        tmp_path, max_epochs=6, accumulate_grad_batches=2, val_check_interval=3, check_val_every_n_epoch=None,
-        num_sanity_val_steps=0,
-    )  # fmt: skip
+    plateau = partial(lr_scheduler.ReduceLROnPlateau, patience=0)
+    module = Validated(schedule=plateau, monitor="value", interval="step", frequency=2)
+    options = {"val_check_interval": 3, "check_val_every_n_epoch": None, "num_sanity_val_steps": 0}
+    trainer = make_trainer(tmp_path, max_epochs=6, accumulate_grad_batches=2, **options)
     trainer.fit(module, loader_of(make_batches(3)), loader_of(make_batches(1)))
     assert read == logged == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
 

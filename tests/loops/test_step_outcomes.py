@@ -57,9 +57,8 @@ def test_everything_but_the_moment_is_the_same(tmp_path, late, optimizer, window
 
     scaler = scaler_of("16-mixed")
     options = {"scaler": scaler, "optimizer": make, "window": window, "clip": norm_of(0.5), "before_step": remember}
-    expected = train_by_hand(
-        make_net(), batches, precision="16-mixed", epochs=2, schedule=SCHEDULES[schedule], **options
-    )
+    options |= {"precision": "16-mixed", "epochs": 2, "schedule": SCHEDULES[schedule]}
+    expected = train_by_hand(make_net(), batches, **options)
     assert [*zip(watch.rates, watch.momenta, strict=True)] == used
     trace = watch.trace
     trace.rates, expected.rates = [], []  # those between a skipped update and the next are tentative

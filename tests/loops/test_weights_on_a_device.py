@@ -21,9 +21,9 @@ from tests.support import (
     make_batches,
     make_net,
     make_trainer,
+    plugin_of,
 )
 from trainer.errors import ConfigurationError
-from trainer.precision import MixedPrecision
 
 WEIGHTS = [3.0, 0.0, 1.0, 2.0, 0.0, 0.0, 4.0, 1.0, 0.0]
 """Of nine batches. Windows of two and three include one with only zeros, and zeros at each place."""
@@ -49,15 +49,11 @@ class Masked(Regression):
 
 
 def fit(folder: Any, kind: str, precision: str, optimizer: str, window: int) -> Any:
-    plugin: Any = precision
-    if precision == "16-mixed":
-        plugin = MixedPrecision("float16", init_scale=2.0**9, growth_interval=3)
     module = Masked(OPTIMIZERS[optimizer], kind)
     data = [[x, y, torch.tensor(weight)] for (x, y, _), weight in zip(make_batches(9), WEIGHTS, strict=True)]
-    trainer, trace = fit_and_watch(
-        folder, module, data, accelerator="gpu", devices=1, precision=plugin, accumulate_grad_batches=window,
-        max_epochs=2, gradient_clip_val=0.5,
-    )  # fmt: skip
+    options = {"precision": plugin_of(precision, growth_interval=3), "accumulate_grad_batches": window}
+    options |= {"accelerator": "gpu", "devices": 1, "max_epochs": 2, "gradient_clip_val": 0.5}
+    trainer, trace = fit_and_watch(folder, module, data, **options)
     state = {
         "weights": [p.cpu().tolist() for p in module.net.parameters()],
         "outputs": [sorted(outputs) for outputs in module.outputs],
@@ -96,7 +92,6 @@ class Weighted(Regression):
 ])  # fmt: skip
 def test_how_a_weight_on_a_device_is_read(cuda, tmp_path, precision, window, waits):
     """With an event that is recorded before the backward pass, or at the next backward pass if batches accumulate."""
-    plugin: Any = MixedPrecision("float16", init_scale=2.0**9) if precision == "16-mixed" else precision
     module, found = Weighted(make_net(), OPTIMIZERS["adam-fused"]), []
 
     def look(batch: Any, batch_idx: int) -> None:
@@ -106,9 +101,8 @@ def test_how_a_weight_on_a_device_is_read(cuda, tmp_path, precision, window, wai
 
     module.on_train_batch_start = look
     module.on_train_end = lambda: setattr(DEVICE, "seen", None)
-    trainer = make_trainer(
-        tmp_path, accelerator="gpu", devices=1, precision=plugin, log_every_n_steps=0, accumulate_grad_batches=window,
-    )  # fmt: skip
+    options = {"precision": plugin_of(precision), "log_every_n_steps": 0, "accumulate_grad_batches": window}
+    trainer = make_trainer(tmp_path, accelerator="gpu", devices=1, **options)
     trainer.fit(module, loader_of([[x.cuda() for x in batch] for batch in make_batches(8)]))
     assert found[1:] == [waits] * 6
 

@@ -111,12 +111,7 @@ def test_worked_example(tmp_path):
 def test_misspelt_hook_is_refused(name, hook):
     with pytest.raises(PrecisionError, match=f"{name!r}.* Did you mean {hook!r}"):
         type("Own", (Precision,), {name: lambda self, batch: batch})
-    helper = {
-        f"_{name}": lambda self, batch: batch,
-        "round_weights": lambda self: None,
-        hook: lambda self, batch: batch,
-    }
-    own = type("Own", (Precision,), helper)
+    own = type("Own", (Precision,), dict.fromkeys((f"_{name}", "round_weights", hook), lambda self, *_: None))
     type("Derived", (own,), {"round_weights": lambda self: None})
 
 

@@ -179,9 +179,8 @@ def test_tensors_without_storage_or_version_are_accepted():
     steps = Steps(net)
     with steps.plugin.session(net, torch.device("cpu")):
         assert steps(1, step) == "watched"
-        assert steps.plugin.state_dict() == {
-            "enabled": None, "steps_left": WATCHED_STEPS - 1, "reuses_weights": True,
-        }  # fmt: skip
+        expected = {"enabled": None, "steps_left": WATCHED_STEPS - 1, "reuses_weights": True}
+        assert steps.plugin.state_dict() == expected
 
 
 def test_user_decides_across_a_resume():

@@ -12,9 +12,8 @@ def test_double_converts_parameters_buffers_and_batches():
     kinds = {name: tensor.dtype for name, tensor in net.state_dict().items()}
     assert kinds.pop("1.num_batches_tracked") is torch.int64
     assert set(kinds.values()) == {torch.float64}
-    x, nested = plugin.convert_batch(
-        [torch.ones(2), {"y": torch.ones(2, dtype=torch.float16), "n": torch.ones(2).long()}]
-    )
+    batch = [torch.ones(2), {"y": torch.ones(2, dtype=torch.float16), "n": torch.ones(2).long()}]
+    x, nested = plugin.convert_batch(batch)
     assert (x.dtype, nested["y"].dtype, nested["n"].dtype) == (torch.float64, torch.float64, torch.int64)
 
 

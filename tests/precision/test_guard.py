@@ -1,3 +1,4 @@
+from functools import partial
 from typing import Any
 
 import pytest
@@ -58,9 +59,7 @@ def test_sparse_gradients():
 
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam])
 def test_fused_optimizers(kind):
-    def fused(held: Any, lr: float) -> Any:
-        return kind(held, lr=lr, fused=True)
-
+    fused = partial(kind, fused=True)
     assert steps(torch.ones(3), torch.ones(2), kind=fused)
     assert not steps(torch.ones(3), torch.tensor([1.0, INF]), kind=fused)
 

@@ -6,14 +6,11 @@ from trainer.precision.readback import Readback
 
 def test_numbers_are_those_of_the_start():
     readback = Readback("cpu")
+    assert readback.wait() == []
     readback.start([torch.tensor([1.5]), torch.tensor(2, dtype=torch.int64)])
     assert readback.wait() == [1.5, 2.0]
     readback.start([torch.tensor(2.5)])
     assert readback.wait() == readback.wait() == [2.5]
-
-
-def test_readback_is_empty_before_the_first_step():
-    assert Readback("cpu").wait() == []
 
 
 def test_only_values_of_a_cpu_arrive_immediately():
