@@ -16,7 +16,7 @@ import torch
 from lightning.pytorch.callbacks import LambdaCallback
 from omegaconf import Container, DictConfig, OmegaConf
 
-from tests.checkpoint.test_inert import KINDS, a_noted_list
+from tests.checkpoint.test_inert import KINDS, NOTED
 from tests.parity import Classifier, data, lightning, lightnings_noise_ignored
 from tests.support import make_trainer
 from trainer import redaction
@@ -174,7 +174,7 @@ def test_unpicklable_objects_are_named_and_saves_succeed(tmp_path, caplog):
 
 def test_objects_unsupported_by_the_reader_are_saved_in_their_plain_form(tmp_path, caplog):
     with caplog.at_level(logging.INFO):
-        file = saved(tmp_path, Many(things=a_noted_list(), loss=torch.nn.ReLU()))
+        file = saved(tmp_path, Many(things=NOTED, loss=torch.nn.ReLU()))
     _, line = lines_of(caplog)
     assert line.endswith("things of Many is saved in its plain form: it could not be read again without running code.")
     loaded = Many.load_from_checkpoint(file, weights_only=False)

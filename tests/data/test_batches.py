@@ -14,7 +14,14 @@ CPU, META = torch.device("cpu"), torch.device("meta")
 class Drawing(Stream):
     """Counts the drawn samples."""
 
-    drawn = 0
+    def __init__(self, length, known):
+        super().__init__(length)
+        self.known, self.drawn = known, 0
+
+    def __len__(self):
+        if not self.known:
+            raise TypeError
+        return self.length
 
     def numbers(self):
         for number in range(self.length):

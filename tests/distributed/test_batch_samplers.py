@@ -43,6 +43,8 @@ class Seen(LightningModule):
     def validation_step(self, batch: Tensor, batch_idx: int) -> None:
         self.log("mean", batch.mean(), batch_size=len(batch), sync_dist=True)
 
+    test_step = validation_step
+
     def predict_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         self.indices.append([int(index) for index in self.trainer.predict_loop.current_batch_indices])
         return batch

@@ -23,7 +23,7 @@ def several(*words: str | Path) -> Page:
 @pytest.fixture
 def two(make_run):
     """Two runs with other recipes, settings and times; the second is better, with an even better earlier value."""
-    config = CONFIG.replace("lr: 0.1", "lr: 0.5\n  momentum: 0.9").replace("max_epochs: 2", "max_epochs: 7")
+    config = CONFIG.replace("lr: 0.1", "lr: 0.5, momentum: 0.9").replace("max_epochs: 2", "max_epochs: 7")
     there = ENVIRONMENT | {"versions": {"torch": "2.16.0"}, "started": 9e8}
     rows = ROWS.replace("0.25,2.5", "0.875,2.5")
     words = ["+recipe=scans", "precision=16-mixed", "optimizer.lr=0.5"]
