@@ -463,6 +463,7 @@ def _module_with_collectives(module: nn.Module) -> str | None:
 
 
 def _after_unscaling(loop: FitLoop, hook: Hook) -> None:
+    loop.gradients.scaler.forget_unused()  # gradients that were cleared without a step, as a second closure call does
     for optimizer in loop.optimizers:
         if not loop.gradients.are_used(optimizer):  # otherwise, this backward pass has not changed its gradients
             loop.gradients.unscale_(optimizer)

@@ -1,13 +1,14 @@
 import pytest
 
 from tests.support import Regression, loader_of, make_batches, make_trainer
-from trainer.callbacks import NonFiniteGuard, OverflowReport
+from trainer.callbacks import Compile, NonFiniteGuard, OverflowReport
 
 
 @pytest.mark.parametrize(
     ("kind", "unused", "used", "hook"),
     [
         (OverflowReport, {}, {"at_step": 1}, "on_before_optimizer_step"),
+        (Compile, {"backend": "eager"}, {"mode": "reduce-overhead"}, "on_after_backward"),
         (NonFiniteGuard, {"every_step": False}, {}, "on_after_optimizer_step"),
     ],
 )

@@ -251,11 +251,13 @@ def test_overflow_is_skipped_if_on_after_backward_clears_its_gradients(tmp_path,
     assert_same(trace, train_by_hand(make_net(), batches, precision="16-mixed", **options))
 
 
+@pytest.mark.parametrize("calls", [1, 2])
 @pytest.mark.parametrize("precision", ["32-true", "16-mixed"])
-def test_optimizer_step_may_clip_between_closure_and_step(tmp_path, precision):
+def test_optimizer_step_may_clip_between_closure_and_step(tmp_path, precision, calls):
     class Clips(Regression):
         def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure=None):
-            optimizer_closure()
+            for _ in range(calls):
+                optimizer_closure()
             torch.nn.utils.clip_grad_norm_(self.parameters(), 0.3)
             optimizer.step()
 

@@ -125,6 +125,20 @@ def test_gradients_are_unscaled_once_for_optimizers_that_unscale_them_themselves
     assert p.tolist() == [-2.0, -2.0]
 
 
+def test_gradients_of_an_optimizer_that_holds_another_are_unscaled_once():
+    class Holds(torch.optim.SGD):
+        def __init__(self, parameters):
+            super().__init__(parameters, lr=1.0)
+            self._optimizer = torch.optim.SGD(parameters, lr=1.0)
+
+    scaler, p = LossScaler("cpu", init_scale=8.0), parameter()
+    optimizer, before = Holds([p]), p.detach().clone()
+    scaler.scale(p.sum()).backward()
+    scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    assert torch.equal(p, before - 1.0)
+
+
 def test_it_is_a_grad_scaler():
     scaler = LossScaler("cpu")
     assert isinstance(scaler, torch.amp.GradScaler)

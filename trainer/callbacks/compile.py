@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
 import lightning.pytorch as pl
+import torch
 from lightning.fabric.utilities.warnings import PossibleUserWarning
 from lightning.pytorch import LightningModule
 from torch import nn
@@ -88,6 +89,8 @@ class Compile(RunCallback):
         self._watch = compilation.Compilations()
         self._undo: list[Any] = []
         self._is_on = self._marks = self._warned = False
+        if not compilation.reuses_memory(self.settings, torch.device("cuda")):  # on no device
+            self._omit(Compile.on_after_backward)
 
     @property
     def compilations(self) -> list[compilation.Compilation]:

@@ -119,9 +119,10 @@ def warn_of_eval_mode(trainer: Trainer) -> None:
 
 def warn_of_gradient_hooks(trainer: Trainer) -> None:
     """Warn of hooks on the gradients of parameters if losses are scaled: autograd calls them inside backward passes."""
+    if not (trainer.scaler.is_enabled() and trainer.engine.exposes_gradients):
+        return
     named = trainer.lightning_module.named_parameters()
-    hooked = [name for name, p in named if p._backward_hooks or p._post_accumulate_grad_hooks]
-    if hooked and trainer.scaler.is_enabled() and trainer.engine.exposes_gradients:
+    if hooked := [name for name, p in named if p._backward_hooks or p._post_accumulate_grad_hooks]:
         warn(
             f"Got hooks on the gradients of {join_first(hooked, 3)} with precision={trainer.precision!r}. Autograd"
             " calls them inside the backward pass, when gradients are multiplied by the loss scale. Hooks that multiply"

@@ -155,7 +155,8 @@ class LossScaler(torch.amp.GradScaler):
         """Divide the gradients by the scale, in place. No-op if that was done since the last ``step``."""
         if not self._enabled:
             return
-        optimizer = vars(optimizer).get("_optimizer", optimizer)  # the wrapper that a module sees
+        if "_on_before_step" in (own := vars(optimizer)):  # the wrapper that a module sees
+            optimizer = own["_optimizer"]
         state = self._per_optimizer_states[id(optimizer)]
         # a stage of STEPPED: a second step before the update; the check of the first stays in _checks
         if state["stage"] is not OptState.UNSCALED and self.has_scaled:
