@@ -64,7 +64,7 @@ START = "start.ckpt"
 
 
 def _hook_of_fit(trainer: pl.Trainer) -> str | None:
-    """Return the hook that runs if ``trainer`` is in a fit. None outside of a fit, and in its last hooks."""
+    """Return the hook that a fit of ``trainer`` is running. None outside of a fit, and in its last hooks."""
     if trainer.state.fn is not TrainerFn.FITTING or trainer.state.status is not TrainerStatus.RUNNING:
         return None
     hook = vars(trainer.lightning_module).get("_current_fx_name") or "a method"

@@ -111,7 +111,7 @@ class Trainer(TrainerBase):
     Raises:
         ConfigurationError: if an argument is out of range, if a setting is given both as an argument and as a callback,
             or if arguments exclude each other.
-        UnsupportedError: if an argument of Lightning is not supported yet.
+        UnsupportedError: if the strategy is not supported, or cannot be combined with another argument.
         PrecisionError: if the precision is unknown, not supported by the device, or one of Lightning's plugins.
     """
 

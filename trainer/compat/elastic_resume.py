@@ -80,7 +80,7 @@ def prepare(trainer: Trainer, trainer_state: dict[str, Any]) -> bool:
         trainer_state: our entries in the checkpoint.
 
     Returns:
-        True. (If this raises and the resume need not be exact, the caller continues with None.)
+        True. The caller uses None instead if this function raises and ``exact_resume`` is False.
 
     Raises:
         ResumeError: if the updates cannot get the same samples.
@@ -91,7 +91,7 @@ def prepare(trainer: Trainer, trainer_state: dict[str, Any]) -> bool:
     given, order = _given_settings(trainer), SampleOrder.from_state(saved["samples"])
     keeps_limit = saved["given"]["limit_train_batches"] == given["limit_train_batches"]
     elastic = trainer.data.elastic_state = ElasticState(order, given, keeps_limit)
-    trainer.data.resumed = {}  # so that `loaders` does not move to the saved position
+    trainer.data.resumed = {}  # `loaders` begins no training pass
     loaders = trainer.data.loaders(RunningStage.TRAINING, recreate=True)
     if loaders is None:
         raise ResumeError("limit_train_batches is 0")
@@ -118,7 +118,8 @@ def resume(trainer: Trainer, trainer_state: dict[str, Any], states: list[Any]) -
         The state of this process, for ``ProcessState.load``.
 
     Raises:
-        ResumeError: if the checkpoint is from the middle of an update, or a schedule cannot be translated.
+        ResumeError: if the checkpoint is from the middle of an update, a schedule cannot be translated, or the batches
+            of this run cannot have the samples of the saved run.
     """
     elastic, loaders = trainer.data.elastic_state, trainer.data.loaders(RunningStage.TRAINING)
     assert elastic is not None
@@ -319,7 +320,10 @@ def _frequency(config: Any, saved: int, change: _BatchConversion) -> int:
 
 
 def _validation(trainer: Trainer, change: _BatchConversion) -> tuple[int, bool] | None:
-    """Return ``ElasticState.validation`` for this run."""
+    """Return the number of this run's batches between two validations, and whether each epoch ends with a validation.
+
+    Returns None if the saved run did not count batches; ``val_check_interval`` then applies unchanged.
+    """
     interval, at_end = change.saved["validation"], change.saved["validates_at_end"]
     if interval is None:
         return None

@@ -236,7 +236,7 @@ class FitLoop:
             self.published.take(self.metrics.current())
         self.metrics.end_epoch()
         progress.epochs_trained += 1
-        self.reduce_metrics()  # the hooks of one process, such as those of its progress bar, may read them
+        self.reduce_metrics()  # before hooks that read metrics in one process only, such as those of a progress bar
         self.hooks.on_train_epoch_end()
         self.resolve_outcome()
         self.published.take(self.metrics.current())
@@ -356,7 +356,8 @@ class FitLoop:
     def share_of(self, output: Any, *, may_read_late: bool = False) -> Tensor | None:
         """Return the batch's share of the window's mean loss for the backward pass.
 
-        Returns None if the batch has no loss, or a ``window.batch_weight`` of 0.
+        Returns None if the batch has no loss. If ``window.batch_weight`` is 0, also returns None, or 0 times the loss
+        if the engine does not support uneven inputs (DeepSpeed).
 
         Args:
             output: the return value of ``training_step``.

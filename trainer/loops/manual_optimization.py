@@ -5,9 +5,11 @@ It replaces ``FitLoop.train_batch`` if the module sets ``automatic_optimization 
 
 The rules for the scaler are those of the fit loop: the scale is constant during ``training_step``, and ``update`` runs
 once at its end. Gradients are unscaled after each backward pass, because the module may change them before its step.
+Gradients that no step has used yet are scaled again before the next backward pass and at the end of the batch; if
+``update`` changes the scale, they are multiplied to match it.
+
 Steps that are taken in a hook have their own update at the end of ``on_train_batch_end`` or of the epoch. It runs
-earlier if a backward pass begins, or if the state is read or saved. If the scale changes while other optimizers
-accumulate gradients, these gradients are multiplied to match the new scale.
+earlier if a backward pass begins, or if the state is read or saved.
 """
 
 from __future__ import annotations
@@ -88,10 +90,11 @@ class ManualOptimization:
     def outputs_of(output: Any) -> Any:
         """Return the outputs that ``on_train_batch_end`` receives.
 
-        As in Lightning, only ``"loss"`` is detached, and a mapping keeps its class (``ModelOutput`` of transformers).
+        As in Lightning, only ``"loss"`` is detached. A mutable mapping (``ModelOutput`` of transformers)
+        keeps its class.
 
         Args:
-            output: a tensor, a dict, or None.
+            output: a tensor, a mapping, or None.
 
         Raises:
             ConfigurationError: if ``output`` is anything else.

@@ -1,13 +1,4 @@
-"""The loss scaler: torch's ``GradScaler`` with four additions for a Trainer.
-
-1. After ``update``, :meth:`LossScaler.resolve_outcome` returns the optimizers that skipped their step. torch's ``step``
-   returns None whether or not it skips. With a fused optimizer the outcome is computed on the device; ``update`` starts
-   to copy it to the host without waiting, and ``resolve_outcome`` may be called much later.
-2. Optimizers that have no gradients (frozen, idle in this batch) are ignored; torch raises.
-3. An optimizer may step several times before one ``update`` (an n-critic GAN); torch raises. The overflows of all steps
-   count in this update.
-4. The scale has a lower and an upper limit, and its current value is on the host without a synchronization.
-"""
+"""The loss scaler: torch's ``GradScaler`` with four additions for a Trainer."""
 
 from __future__ import annotations
 
@@ -61,7 +52,16 @@ def snapshot_loss(loss: Tensor) -> Tensor:
 
 
 class LossScaler(torch.amp.GradScaler):
-    """A ``torch.amp.GradScaler``, with the same arguments and methods except for the additions above.
+    """A ``torch.amp.GradScaler`` with the same arguments and methods, and four additions:
+
+    1. After ``update``, :meth:`resolve_outcome` returns the optimizers that skipped their step. torch's ``step``
+       returns None whether or not it skips. With a fused optimizer the outcome is computed on the device; ``update``
+       starts to copy it to the host without waiting, and ``resolve_outcome`` may be called much later.
+    2. Optimizers that have no gradients (frozen, idle in this batch) are ignored; torch raises.
+    3. An optimizer may step several times before one ``update`` (an n-critic GAN); torch raises. The overflows of all
+       steps count in this update.
+    4. The scale has a lower and an upper limit. Its value is also kept on the host: :attr:`current_scale` waits only
+       for the outcome of the last ``update``.
 
     Args:
         device: device type of the gradients, such as ``"cuda"`` or ``"cpu"``.
@@ -76,7 +76,7 @@ class LossScaler(torch.amp.GradScaler):
     Attributes:
         before_unscale: functions called with an optimizer when its gradients are complete and still scaled.
         gradients_of: returns an optimizer's gradients; with a sharded engine, their parts in this process.
-        losses: the scaled losses since the last ``update``, detached.
+        losses: the tensors that :meth:`scale` returned since the last ``update``, detached.
         all_reduce_flag: called with a tensor that is above 0 if a gradient of this process is not finite. It must
             replace the tensor in place by its maximum over all processes. Default: None, which requires the same
             gradients on all processes.
@@ -155,10 +155,10 @@ class LossScaler(torch.amp.GradScaler):
         """Divide the gradients by the scale, in place. No-op if that was done since the last ``step``."""
         if not self._enabled:
             return
-        if "_on_before_step" in (own := vars(optimizer)):  # the wrapper that a module sees
+        if "_on_before_step" in (own := vars(optimizer)):  # a LightningOptimizer
             optimizer = own["_optimizer"]
         state = self._per_optimizer_states[id(optimizer)]
-        # a stage of STEPPED: a second step before the update; the check of the first stays in _checks
+        # if the stage is STEPPED, this is another step before the update; _checks keeps the check of the first
         if state["stage"] is not OptState.UNSCALED and self.has_scaled:
             found = self._check_gradients(optimizer)
             state["found_inf_per_device"] = found
@@ -195,7 +195,7 @@ class LossScaler(torch.amp.GradScaler):
             self._expect_no_gradients(optimizer)
             del self._per_optimizer_states[id(optimizer)]  # it may have gradients the next time
             return None
-        if self.all_reduce_flag is not None:  # only here, because each process takes part in each step
+        if self.all_reduce_flag is not None:  # not in `unscale_`, which some processes may not call
             for flag in state["found_inf_per_device"].values():
                 self.all_reduce_flag(flag)
         state["stage"] = OptState.STEPPED
@@ -209,7 +209,7 @@ class LossScaler(torch.amp.GradScaler):
 
     @property
     def has_scaled(self) -> bool:
-        """Whether a loss has been scaled."""
+        """Whether a loss has ever been scaled, or scaled gradients have been restored."""
         return self._scale is not None
 
     def may_step(self, optimizer: Optimizer) -> bool:
@@ -229,13 +229,13 @@ class LossScaler(torch.amp.GradScaler):
         return check.read() if check.overflowed is None else check.overflowed
 
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
-        """Adjust the scale, once for all steps since the last ``update``. No-op if there were no steps.
+        """Adjust the scale, once for all gradients unscaled since the last ``update``. No-op without any.
 
         This happens on the device. Outcomes that the host does not know yet are copied; see :meth:`resolve_outcome`.
 
         Args:
-            new_scale: the new scale, within the limits, also if there were no steps. Then :meth:`resolve_outcome`
-                returns no skipped steps. Default: None, the scale follows from the steps.
+            new_scale: the new scale, within the limits, used even if there were no steps. If it is passed,
+                :meth:`resolve_outcome` returns no skipped steps. Default: None, to compute it from the overflows.
         """
         if not self._enabled:
             return
@@ -444,8 +444,8 @@ class LossScaler(torch.amp.GradScaler):
     def _requests_scaler(self, optimizer: Optimizer) -> bool:
         """Return whether ``step`` has torch's deprecated argument ``grad_scaler``, as apex's ``FusedAdam`` does.
 
-        If it is not passed, such an optimizer steps like others. If it were, the optimizer would unscale the gradients
-        again.
+        Such an optimizer is stepped without this argument, like one that is not fused. With the argument, it would
+        unscale the gradients again.
         """
         kind = type(optimizer)
         if kind not in self._accepts_scaler:  # torch inspects the signature at each step

@@ -673,7 +673,7 @@ def to_scalars(metrics: dict[T, Any]) -> dict[T, Any]:
 
 
 def _dtype_to_read(value: Tensor) -> torch.dtype:
-    """Return a dtype that represents the value exactly."""
+    """Return a dtype that represents the value exactly; except on MPS, integers above 2**53 are rounded."""
     if value.device.type != "mps":
         return torch.float64
     return torch.float32 if value.is_floating_point() else torch.int64  # MPS has no double precision

@@ -179,7 +179,7 @@ class Job:
             )
 
     def keep(self) -> float | None:
-        """Use the record of an earlier sweep for the summary of this one, and return the value of its objective."""
+        """Include the job's earlier record in the summary of this sweep, and return the value of its objective."""
         (self.folder / RUN).touch()
         run = load_run(self.folder)
         self.report(run, f"{run.status} in an earlier sweep")
@@ -189,7 +189,7 @@ class Job:
     def process(self) -> Iterator[subprocess.Popen[bytes]]:
         """Start the process of the job. On exit, complete its record."""
         if not self.resumes and is_first():
-            (self.folder / RUN).unlink(missing_ok=True)  # a resumed job needs it
+            (self.folder / RUN).unlink(missing_ok=True)  # of an earlier run of this job, unless it resumes
         if not (self.aside or is_quiet()):
             print(self.title, end="", flush=True)
         started = time.monotonic()
@@ -222,7 +222,7 @@ class Job:
         if status is not None and status != 0 and not facts.get("error"):
             number = -status if status < 0 else status - 128
             if recorded in (None, "running") and number in _ENDING:
-                facts["status"] = "interrupted"  # before it could write its record
+                facts["status"] = "interrupted"  # by a signal, before it could write its record
             if facts["status"] == "failed":  # other statuses need no explanation
                 message = next(iter(self._error()), "").removeprefix("trainer: ")
                 facts["error"] = _signal_error(-status) if status < 0 else message or f"exit status {status}"
@@ -242,7 +242,7 @@ def _signal_error(number: int) -> str:
 
 
 def run_job(config: DictConfig) -> float | None:
-    """Run the job that Hydra composed in a new process, and wait for it. If it fails, the sweep continues.
+    """Run the last job that Hydra composed, in a new process, and wait for it. If it fails, the sweep continues.
 
     Args:
         config: config of the job.
@@ -305,7 +305,8 @@ class StopFile:
         """Write the signals that end the sweep to the file, while a launcher waits for its jobs.
 
         Raises:
-            KeyboardInterrupt, SystemExit: if a signal was received. All jobs have saved and exited.
+            KeyboardInterrupt, SystemExit: if a signal was received: after all jobs have saved and exited, or
+                immediately at a second Ctrl-C if jobs run on other machines.
         """
 
         def receive(number: int, frame: Any) -> None:
