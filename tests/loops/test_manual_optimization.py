@@ -172,6 +172,46 @@ def test_manual_clipping_has_unscaled_gradients(tmp_path, precision, optimizer, 
     assert_same(trace, expected)
 
 
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_step_on_the_sum_of_the_gradients_of_several_losses(tmp_path, precision):
+    """As in PCGrad. The gradients of an overflow are cleared before the step, and set again."""
+
+    class Combines(Manual):
+        def training_step(self, batch, batch_idx):
+            optimizer, parameters, found = self.optimizers(), list(self.parameters()), []
+            losses = [loss_of(self.net, [*batch[:2], gain]) for gain in (batch[2], torch.tensor(0.0))]
+            for loss in losses:
+                optimizer.zero_grad()
+                self.manual_backward(loss)
+                found.append([parameter.grad for parameter in parameters])
+            for parameter, *gradients in zip(parameters, *found, strict=True):
+                parameter.grad = sum(gradients)
+            optimizer.step()
+            return losses[0]
+
+    batches = make_batches(5, gains={2: 1e30} if precision == "16-mixed" else {})
+    _, trace = fit_and_watch(tmp_path, Combines(), batches, precision=plugin_of(precision))
+    assert_same(trace, train_by_hand(make_net(), batches, precision=precision, scaler=scaler_of(precision)))
+
+
+@pytest.mark.parametrize("how", ["backward", "grad"])
+def test_only_gradients_of_manual_backward_are_unscaled(tmp_path, how):
+    class Other(Manual):
+        def manual_backward(self, loss):
+            super().manual_backward(torch.ones((), requires_grad=True) * 2)  # another loss, which is scaled
+            if how == "backward":
+                loss.backward()
+            else:
+                (self.net[0].bias.grad,) = torch.autograd.grad(loss, self.net[0].bias)
+
+    module, net, batches = Other(), make_net(), make_batches(3)
+    if how == "grad":
+        net.requires_grad_(False)[0].bias.requires_grad_()
+    make_trainer(tmp_path, precision="16-mixed").fit(module, loader_of(batches))
+    train_by_hand(net, batches, precision="16-mixed", scaler=scaler_of("32-true"))
+    assert_same_weights(module.net, net)
+
+
 class Cached(Precision):
     """A custom plugin with autocast's usual cache."""
 

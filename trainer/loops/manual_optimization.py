@@ -68,6 +68,7 @@ class ManualOptimization:
         loop.gradients.scale_again()
         with _without_autocast(loop):
             loop.run_backward(loss, partial(loop.gradients.backward_by, run))
+        loop.gradients.scaler.unscales = False
 
     def step(self, optimizer: Optimizer, closure: Closure, **kwargs: Any) -> Any:
         """Run ``optimizer.step(closure)`` for one optimizer. Return the closure's result."""

@@ -56,7 +56,7 @@ class StepGuard(LossScaler):
     def _follow(self, overflowed: bool) -> None:
         pass  # the scale stays 1
 
-    def _check_gradients(self, optimizer: Optimizer) -> dict[torch.device, Tensor]:
+    def _check_gradients(self, optimizer: Optimizer, *, unscales: bool) -> dict[torch.device, Tensor]:
         """Return a float32 flag on each device with gradients: 1 if one of its gradients is not finite, else 0."""
         gradients = self.gradients_of(optimizer)
         if not gradients:

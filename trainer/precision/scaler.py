@@ -77,6 +77,8 @@ class LossScaler(torch.amp.GradScaler):
         before_unscale: functions called with an optimizer when its gradients are complete and still scaled.
         gradients_of: returns an optimizer's gradients; with a sharded engine, their parts in this process.
         losses: the tensors that :meth:`scale` returned since the last ``update``, detached.
+        unscales: whether gradients that were not checked yet are scaled. In manual optimization they are not:
+            ``manual_backward`` unscales its own, and others come from ``loss.backward()`` or ``torch.autograd.grad``.
         all_reduce_flag: called with a tensor that is above 0 if a gradient of this process is not finite. It must
             replace the tensor in place by its maximum over all processes. Default: None, which requires the same
             gradients on all processes.
@@ -122,8 +124,10 @@ class LossScaler(torch.amp.GradScaler):
         self._host_scale = float(init_scale) if enabled else 1.0
         self._host_tracker = 0
         self._checks: list[Check] = []
+        self._unchecked: set[int] = set()  # ids of optimizers with a check that `forget_unused` dropped before a step
         self._unresolved: list[Check] = []
         self.losses: list[Tensor] = []
+        self.unscales = True
         self._unresolved_losses: list[Tensor] = []
         self._outcome: UpdateOutcome | None = None
         self._accepts_scaler: dict[type, bool] = {}
@@ -146,7 +150,7 @@ class LossScaler(torch.amp.GradScaler):
 
     def scale(self, outputs: Any) -> Any:
         """Multiply a tensor or a collection of tensors by the scale. A single tensor is also added to ``losses``."""
-        scaled = super().scale(outputs)
+        scaled, self.unscales = super().scale(outputs), True
         if self._enabled and isinstance(scaled, Tensor):
             self.losses.append(scaled.detach())
         return scaled
@@ -160,19 +164,20 @@ class LossScaler(torch.amp.GradScaler):
         state = self._per_optimizer_states[id(optimizer)]
         # if the stage is STEPPED, this is another step before the update; _checks keeps the check of the first
         if state["stage"] is not OptState.UNSCALED and self.has_scaled:
-            found = self._check_gradients(optimizer)
+            found = self._check_gradients(optimizer, unscales=self.unscales)
             state["found_inf_per_device"] = found
             if found:
                 state["stage"] = OptState.UNSCALED
                 self._checks.append(Check(optimizer, list(found.values())))
 
-    def _check_gradients(self, optimizer: Optimizer) -> dict[torch.device, Tensor]:
-        """Unscale the gradients. Return a flag on each device with gradients: above 0 if one of them is not finite."""
+    def _check_gradients(self, optimizer: Optimizer, *, unscales: bool) -> dict[torch.device, Tensor]:
+        """Return a flag on each device with gradients: above 0 if one of them is not finite. May unscale them, too."""
         assert self._scale is not None
-        for look in self.before_unscale:
-            look(optimizer)
-        found_inf = torch.zeros((), dtype=torch.float32, device=self._scale.device)
-        return self._unscale_grads_(optimizer, self._inverse_scale(self._scale), found_inf, False)
+        if unscales:
+            for look in self.before_unscale:
+                look(optimizer)
+        factor = self._inverse_scale(self._scale) if unscales else torch.ones_like(self._scale)
+        return self._unscale_grads_(optimizer, factor, torch.zeros_like(self._scale), False)
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """Call ``optimizer.step()``, unless one of its gradients is not finite, or it has no gradients.
@@ -195,6 +200,10 @@ class LossScaler(torch.amp.GradScaler):
             self._expect_no_gradients(optimizer)
             del self._per_optimizer_states[id(optimizer)]  # it may have gradients the next time
             return None
+        if id(optimizer) in self._unchecked:  # its gradients may be those of a backward pass before the last check
+            self._unchecked.remove(id(optimizer))
+            for device, flag in self._check_gradients(optimizer, unscales=False).items():
+                state["found_inf_per_device"].setdefault(device, flag).clamp_(min=flag)
         if self.all_reduce_flag is not None:  # not in `unscale_`, which some processes may not call
             for flag in state["found_inf_per_device"].values():
                 self.all_reduce_flag(flag)
@@ -287,9 +296,11 @@ class LossScaler(torch.amp.GradScaler):
             gradient was not finite, so that the next :meth:`unscale_` detects this again, even after clipping.
         """
         unused = [check for check in self._checks if not check.stepped]
+        self.unscales |= bool(unused)
         for check in unused:
             self._checks.remove(check)
             del self._per_optimizer_states[id(check.optimizer)]
+            self._unchecked.add(id(check.optimizer))
         return [
             (check.optimizer, (1.0 if self._scale is None else self._scale) / (1.0 - _any_of(check.found_inf)))
             for check in unused
@@ -343,10 +354,12 @@ class LossScaler(torch.amp.GradScaler):
         self.resolve_outcome()
         self._per_optimizer_states.clear()
         self._checks, self.losses = [], []
+        self._unchecked.clear()
         self._with_momentum.clear()
 
     def expect_scaled(self, device: torch.device) -> None:
         """Initialize the scale before a loss is scaled, because a checkpoint has restored scaled gradients."""
+        self.unscales = True
         if self._enabled and self._scale is None:
             self._lazy_init_scale_growth_tracker(device)
 
