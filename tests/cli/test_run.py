@@ -135,9 +135,17 @@ def test_missing_method_of_the_module_is_a_usage_error(project, capsys):
     assert "No `training_step()` method defined" in capsys.readouterr().err
 
 
-def test_number_from_the_environment_is_a_setting(monkeypatch):
+def test_interpolations_are_settings(monkeypatch):
     monkeypatch.setenv("RATE", "0.0123")
-    assert main(["fit", *LINE, "logger=none", 'optimizer.lr="${oc.decode:${oc.env:RATE}}"']) == 0
+    settings = [
+        "logger=none",
+        'optimizer.lr="${oc.decode:${oc.env:RATE}}"',
+        "model.start=${.fail_at}",
+        "model.fail_at=99",
+    ]
+    assert main(["fit", *LINE, "logger=none", *settings, "hydra.run.dir=run"]) == 0
+    assert set(settings) <= set(result(Path("run"))["overrides"])
+    assert main(["test", "ckpt=run", "model.start=${..data.batch_size}"]) == 0
 
 
 @pytest.mark.whole

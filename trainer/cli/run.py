@@ -27,7 +27,7 @@ from trainer.cli.processes import PARENT, end_with_parent, imports_only, is_firs
 from trainer.cli.restore import recipe_of
 from trainer.cli.run_warnings import log_warnings
 from trainer.cli.targets import Allowlist
-from trainer.cli.workdir import resume_command, words_of_run
+from trainer.cli.workdir import resume_command, unresolved_words, words_of_run
 from trainer.errors import ConfigurationError, FolderInUseError, TrainerError, memory_at
 from trainer.files import from_here
 from trainer.loggers import LoggedRun
@@ -87,7 +87,7 @@ def run(config: DictConfig) -> float | None:
         recipe=hydra.runtime.choices.get("recipe") or recipe_of(config.get("ckpt")),
         precision=hydra.runtime.choices.get("precision"),
         seed=config.seed,
-        overrides=redaction.containers(OmegaConf.to_container(hydra.overrides.task, resolve=False)),
+        overrides=redaction.containers(unresolved_words(hydra.overrides.task)),
         run_dir=str(folder),
     )
     for handler in logging.getLogger().handlers:
@@ -290,8 +290,8 @@ def _redact_dumps(folder: Path, subfolder: str | None) -> None:
 def _available_loggers(loggers: dict[str, Any]) -> dict[str, Any]:
     """Remove the TensorBoard logger if its package is missing and the user did not choose it."""
     name = "tensorboard"
-    is_chosen = HydraConfig.initialized() and any(name in word for word in HydraConfig.get().overrides.task)
-    if name not in loggers or is_chosen or (problem := packages.missing(name)) is None:
+    words = unresolved_words(HydraConfig.get().overrides.task) if HydraConfig.initialized() else []
+    if name not in loggers or any(name in word for word in words) or (problem := packages.missing(name)) is None:
         return loggers
     logging.getLogger(ADVICE).info("No TensorBoard files are written: TensorBoard needs %s", problem)
     return {key: node for key, node in loggers.items() if key != name}

@@ -32,6 +32,7 @@ from trainer import packages
 from trainer.arguments import describe
 from trainer.cli.arguments import UsageError
 from trainer.cli.walk import Entry, targets, walk
+from trainer.cli.workdir import unresolved_words
 from trainer.errors import did_you_mean
 
 PACKAGES = ("lightning", "recipes", "torch", "torchmetrics", "torchvision", "trainer")
@@ -117,11 +118,12 @@ class Allowlist:
         if checkpoint is None:
             return cls(packages)
         hydra = HydraConfig.get()
+        words = unresolved_words(hydra.overrides.task)
         folders = [Path(source.path) for source in hydra.runtime.config_sources if source.schema == "file"]
         files = [file for folder in folders for file in folder.rglob("*.yaml")]
-        texts = [*(file.read_text(encoding="utf-8", errors="replace") for file in files), *hydra.overrides.task]
+        texts = [*(file.read_text(encoding="utf-8", errors="replace") for file in files), *words]
         named = re.findall(r"_target_['\"]?\s*[:=]\s*['\"]?([\w.]+)", "\n".join(texts))
-        given = [word.lstrip("+").partition("=")[0] for word in hydra.overrides.task]
+        given = [word.lstrip("+").partition("=")[0] for word in words]
         return cls(packages, str(checkpoint), named, given)
 
     def check(self, node: Any, key: str = "") -> None:
