@@ -535,7 +535,7 @@ class Trainer(TrainerBase):
                 + ", ".join(f"`{name}`" for name in arguments.BAREBONES)
                 + ", `LightningModule.log(...)` and `LightningModule.log_dict(...)`, and the reports on overflows."
             )
-        if self.detect_anomaly:
+        if self.detect_anomaly and not self.scaler.is_enabled():  # AnomalyDetection replays skipped steps only
             rank_zero_info(
                 "You have turned on `Trainer(detect_anomaly=True)`. This will significantly slow down compute speed and"
                 " is recommended only for model debugging."

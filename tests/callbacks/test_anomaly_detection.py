@@ -38,10 +38,13 @@ def test_infinity_is_not_nan(tmp_path):
     assert all(trace.skipped)
 
 
-def test_mode_of_each_precision(tmp_path):
+def test_mode_of_each_precision(tmp_path, caplog):
     for precision, scales in ((native_fp16(), True), (native_fp16(loss_scaling=False), False), ("bf16-mixed", False)):
         seen, module = [], Regression()
+        caplog.clear()
         module.on_before_backward = lambda loss, seen=seen: seen.append(torch.is_anomaly_enabled())
-        trainer, _ = fit(tmp_path, module, precision=precision, limit_train_batches=1)
+        with caplog.at_level("INFO"):
+            trainer, _ = fit(tmp_path, module, precision=precision, limit_train_batches=1)
         assert seen == [not scales]
+        assert ("significantly slow" in caplog.text) is not scales
         assert any(isinstance(callback, AnomalyDetection) for callback in trainer.callbacks) is scales
