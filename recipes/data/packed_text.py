@@ -57,8 +57,8 @@ class PackedText(TextData):
     Raises:
         FileNotFoundError: there is no text, or no tokenizer, at the given path.
         ModuleNotFoundError: ``tokenizers`` or ``datasets`` is needed and not installed.
-        ValueError: ``context`` is below 1, ``held_out`` leaves nothing to train on, ``vocabulary`` is too small, the
-            content of a file does not match its extension, or a split has no document.
+        ValueError: ``context`` is below 1, ``held_out`` is not above 0 and below 0.5, ``vocabulary`` is too small,
+            the content of a file does not match its extension, or a split has no document.
     """
 
     def __init__(

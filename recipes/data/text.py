@@ -31,7 +31,7 @@ class TextData(SplitDataModule):
         **loader: arguments of `SplitDataModule`.
 
     Raises:
-        ValueError: ``context`` is below 1, or ``held_out`` leaves nothing to train on.
+        ValueError: ``context`` is below 1, or ``held_out`` is not above 0 and below 0.5.
     """
 
     def __init__(
@@ -79,8 +79,8 @@ class ByteText(TextData):
         prompts: one or several prompts that ``predict`` continues. Each prompt is a batch: a list of one string.
 
     Raises:
-        ValueError: ``context`` is below 1, ``held_out`` leaves nothing to train on, the file is not in UTF-8, or a
-            split has no document.
+        ValueError: ``context`` is below 1, ``held_out`` is not above 0 and below 0.5, the file is not in UTF-8, or
+            a split has no document.
     """
 
     def __init__(

@@ -129,7 +129,7 @@ class LightningEngine:
     accumulates = False
 
     module_calls: ModuleCalls = alias("adapter.calls", writable=True)
-    optimizers: list[Optimizer] = alias("strategy._optimizers")  # not Lightning's property: read at every step
+    optimizers: list[Optimizer] = alias("strategy._optimizers")  # faster than Lightning's property; read at every step
     schedules: list[LRSchedulerConfig] = alias("strategy.lr_scheduler_configs")
     device: torch.device = alias("strategy.root_device")
     model: nn.Module = alias("strategy.model")
@@ -265,8 +265,8 @@ class LightningEngine:
         """Refuse windows of several batches if DDP's graph is static.
 
         DDP records the graph in the first backward pass that averages gradients. It fails with an internal assertion if
-        a backward pass without averaging comes first (pytorch #143580). First windows of one batch
-        do not help, because a resumed run may begin with any window.
+        a backward pass without averaging comes first (pytorch #143580). A schedule that begins with windows of one
+        batch is also refused, because a resumed run may begin with a larger window.
         """
         if batches > 1 and getattr(self.strategy, "_ddp_kwargs", {}).get("static_graph"):
             given = f"{type(self.strategy).__name__}(static_graph=True)"
@@ -450,10 +450,7 @@ class LightningEngine:
 
     @contextmanager
     def forbid_collectives(self, error: Exception) -> Iterator[None]:
-        """Return a context in which ``self.all_gather``, and most other collectives of the strategy, raise ``error``.
-
-        Only ``reduce`` does not.
-        """
+        """Return a context in which the collectives of the strategy, except ``reduce``, raise ``error``."""
         names = ("all_gather", "barrier", "broadcast", "reduce_boolean_decision")
         with self._replace_methods(dict.fromkeys(names, partial(_raise, error))):
             yield
@@ -494,12 +491,12 @@ class LightningEngine:
             own.update(replaced)
 
     def replay_step(self, name: str) -> Callable[..., Any]:
-        """Return the step of the bare module for a replay in this process, with only the collectives that it needs."""
+        """Return the module's step for a replay, without DDP. If weights are sharded, the step gathers them."""
         step: Callable[..., Any] = getattr(self.module, name)
         return step
 
     def gradient_sync(self, enabled: bool) -> AbstractContextManager[object]:
-        """Return DDP's ``no_sync`` inside a window; a no-op on a single device."""
+        """Return a context with or without DDP's gradient averaging; a no-op on a single device."""
         if self._ddp is None:
             return _NULL_CONTEXT
         if not enabled:
@@ -540,7 +537,10 @@ class LightningEngine:
 
     @property
     def next_forward_syncs_buffers(self) -> bool:
-        """Whether DDP's next forward runs collectives. It does not after a forward without gradient averaging."""
+        """Whether DDP's next forward may broadcast buffers: not after a forward without gradient averaging.
+
+        True without DDP.
+        """
         return not isinstance(self.model, DistributedDataParallel) or self.model.require_forward_param_sync
 
     def skip_next_buffer_sync(self) -> None:
@@ -637,7 +637,7 @@ class LightningEngine:
 
     @property
     def communication(self) -> Communication | None:
-        """The communication of the strategy (after a run, of that run), or None if it is DDP's default."""
+        """How DDP communicates, in the current or the last run. None for its default: see ``communication_of``."""
         if isinstance(model := self.strategy.model, DistributedDataParallel):
             self._communication = communication_of(model, getattr(self._ddp, "_model_averager", None))
         return self._communication
@@ -653,7 +653,7 @@ class LightningEngine:
         """
         write: Callable[[], Any]
         if self.saves_shards:
-            write = self._files.wait  # raises on rank 0 only, if a file was not removed
+            write = self._files.wait  # may raise on rank 0 only, which removes old checkpoints
         else:
             whole = self.gathered(checkpoint)
             write = partial(self.strategy.save_checkpoint, whole, path, storage_options=storage_options)
@@ -837,7 +837,7 @@ def _run_idle_forward(model: Any) -> None:
     Outside a fit, the module is not wrapped, and this is a no-op.
     """
     if isinstance(model, DistributedDataParallel):
-        model._pre_forward(None)  # type: ignore[no-untyped-call]  # required if DDP moves inputs
+        model._pre_forward(None)  # type: ignore[no-untyped-call]  # without an input, DDP fails if it moves inputs
         model._post_forward(None)  # type: ignore[no-untyped-call]
 
 

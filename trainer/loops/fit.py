@@ -361,8 +361,9 @@ class FitLoop:
 
         Args:
             output: the return value of ``training_step``.
-            may_read_late: whether a weight on the device may be left for ``window.close`` to read, after the backward
-                pass. This avoids a host-device synchronization here. Default: False.
+            may_read_late: whether ``window.close`` may read the batch's weight after the backward pass if
+                ``training_step`` returned it on a device. This avoids a host-device synchronization here. Default:
+                False.
         """
         window = self.window
         loss, weight = loss_in(output, reads_weight=False)

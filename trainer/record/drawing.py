@@ -26,7 +26,7 @@ def plot(axes: Axes, chart: Chart, last_step: float = 0) -> list[tuple[Line, Cur
     """
     from matplotlib.ticker import EngFormatter, MaxNLocator
 
-    # More points cannot be distinguished at this width.
+    # more than 400 points cannot be distinguished at this width; with many lines, fewer keep the report's page small
     most = max(48, min(400, 3600 // max(1, len(chart.lines))))
     lines = [(line, thin(line.curve, most)) for line in chart.lines]
     axes.spines[["top", "right", "left"]].set_visible(False)
@@ -46,7 +46,7 @@ def plot(axes: Axes, chart: Chart, last_step: float = 0) -> list[tuple[Line, Cur
             marker="o" if len(curve) <= 12 and not line.steps else None,
             markersize=3.4,
         )
-    # Pale lines do not affect the axes: if one of them diverges, it would flatten the others.
+    # pale lines do not affect the y-axis: if one of them diverges, it would flatten the others
     relevant = [curve for line, curve in lines if line.color >= 0] or [curve for _, curve in lines]
     _scale(axes, chart.scale, [value for curve in relevant for value in without_spikes(curve.values)])
     end = max([*(curve.steps[-1] for _, curve in lines if curve), last_step, 1])

@@ -54,7 +54,7 @@ def load(
 ) -> LoadedBatch:
     """Load batches, and return the first one with the speed of the dataloader.
 
-    Batches that workers prefetch before the first one is returned are not timed.
+    Batches that workers prefetched before the first one was returned are not timed, up to half of the batches.
 
     Args:
         loader: return value of ``train_dataloader``. If it has several dataloaders, all are used.
