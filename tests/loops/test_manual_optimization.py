@@ -212,6 +212,41 @@ def test_only_gradients_of_manual_backward_are_unscaled(tmp_path, how):
     assert_same_weights(module.net, net)
 
 
+class Guarded(Manual):
+    """Steps on finite gradients only."""
+
+    def step_if_finite(self, optimizer, *, clears=False):
+        if nn.utils.get_total_norm([parameter.grad for parameter in self.parameters()]).isfinite():
+            optimizer.step()
+        elif clears:
+            optimizer.zero_grad()
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(loss_of(self.net, batch))
+        self.step_if_finite(optimizer, clears=self.how["clears"])
+
+    def optimizer_step(self, epoch, batch_idx, optimizer, closure):
+        closure()
+        self.step_if_finite(optimizer)
+
+
+class GuardedAutomatic(Guarded):
+    training_step = Regression.training_step
+    automatic_optimization = property(lambda _: True, lambda *_: None)
+
+
+@pytest.mark.parametrize("make", [partial(Guarded, clears=True), partial(Guarded, clears=False), GuardedAutomatic])
+def test_overflow_that_the_module_does_not_step_on_lowers_the_scale(tmp_path, make):
+    batches, scaler = make_batches(8, gains={1: 1e30, 2: 1e30, 5: 1e30}), scaler_of("16-mixed")
+    trainer, _ = fit_and_watch(tmp_path, module := make(), batches, precision=plugin_of("16-mixed"))
+    train_by_hand(net := make_net(), batches, precision="16-mixed", scaler=scaler)
+    assert_same_weights(module.net, net)
+    assert trainer.scaler.get_scale() == trainer.scaler.current_scale == scaler.get_scale()
+    assert trainer.scaler._get_growth_tracker() == scaler._get_growth_tracker()
+
+
 class Cached(Precision):
     """A custom plugin with autocast's usual cache."""
 

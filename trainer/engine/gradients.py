@@ -134,22 +134,28 @@ class Gradients:
         """Divide the gradients by the loss scale, once for each step, and check whether they are finite."""
         self.scaler.unscale_(optimizer)
 
-    def scale_again(self) -> None:
-        """Undo :meth:`unscale_` for gradients that no step has used, because scaled gradients will be added to them."""
-        for optimizer, factor in self.scaler.forget_unused():
+    def scale_again(self) -> list[tuple[Optimizer, Tensor]]:
+        """Undo :meth:`unscale_` for gradients that no step has used, because scaled gradients will be added to them.
+
+        Returns:
+            The optimizers of these gradients, with the factors, which are not finite after an overflow.
+        """
+        unused = self.scaler.forget_unused()
+        for optimizer, factor in unused:
             self.multiply_([optimizer], factor)
+        return unused
 
     def mark_used(self, optimizer: Optimizer) -> None:
         """Record that a step has used the gradients of an optimizer, so that they are not accumulated any further."""
-        if (first := self._first(optimizer)) is not None:
+        if (first := self.first(optimizer)) is not None:
             setattr(first, _USED_AT, first._version)  # noqa: SLF001 - counts in-place changes
 
     def are_used(self, optimizer: Optimizer) -> bool:
         """Return whether a step has used all existing gradients, and no backward pass has changed them since."""
-        first = self._first(optimizer)
+        first = self.first(optimizer)
         return first is None or getattr(first, _USED_AT, None) == first._version  # noqa: SLF001
 
-    def _first(self, optimizer: Optimizer) -> Tensor | None:
+    def first(self, optimizer: Optimizer) -> Tensor | None:
         """Return the first gradient, or None without gradients. Only this one is marked, so that marking is cheap."""
         for group in optimizer.param_groups:
             for parameter in group["params"]:

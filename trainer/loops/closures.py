@@ -98,7 +98,9 @@ class ClosureOptimization:
                     loop.progress.optimizer_steps += 1
         finally:
             loop.freezes_scale = False
-        loop.gradients.scale_again()  # if `optimizer_step` left a step out, so that the next gradients are unscaled
+        unused = loop.gradients.scale_again()  # if `optimizer_step` left a step out
+        if not loop.stepped:
+            lower_scale_after(loop, [factor for _, factor in unused])
         loop.finish_steps()
         self._earlier.clear()  # not evaluated again
 
@@ -244,6 +246,27 @@ def step_with_closure(loop: FitLoop, optimizer: Optimizer, closure: Closure, **k
     loop.gradients.mark_used(optimizer)
     loop.stepped.append(optimizer)
     return result
+
+
+def lower_scale_after(loop: FitLoop, unused: list[Tensor]) -> None:
+    """Lower the loss scale after an overflow in gradients that the module cleared instead of stepping on them.
+
+    Otherwise, a module that steps only if the norm of its gradients is finite would never step again.
+
+    Args:
+        loop: the fit loop.
+        unused: a number for each optimizer with such gradients. One that is not finite stands for an overflow.
+    """
+    scaler = loop.gradients.scaler
+    if not unused or not scaler.is_enabled():
+        return
+    overflowed = (~torch.stack(unused).isfinite()).any().float()
+    if scaler.all_reduce_flag is not None:
+        scaler.all_reduce_flag(overflowed)
+    if overflowed.item():  # host-device synchronization
+        loop.resolve_outcome()
+        waiting = [optimizer for optimizer in loop.optimizers if not loop.gradients.are_used(optimizer)]
+        loop.gradients.multiply_(waiting, scaler.back_off())
 
 
 @dataclass(eq=False, slots=True)

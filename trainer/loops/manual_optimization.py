@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 
 from trainer.errors import ConfigurationError
 from trainer.graphs import keep_out_of_graphs
-from trainer.loops.closures import Closure, refuse_scaled_closures, step_with_closure
+from trainer.loops.closures import Closure, lower_scale_after, refuse_scaled_closures, step_with_closure
 from trainer.loops.fit import FitLoop
 from trainer.precision.cast_cache import forget_casts
 
@@ -43,21 +43,25 @@ class ManualOptimization:
 
     def __init__(self, loop: FitLoop) -> None:
         self._loop = loop
+        self._waiting: list[tuple[Optimizer, Any, Tensor]] = []
         refuse_scaled_closures(loop)
 
     def train_batch(self, batch: Any, batch_idx: int, is_last: bool) -> None:
         """Run ``training_step``, which takes all steps; then update the scale once for all of them."""
-        loop = self._loop
+        loop, has_waiting = self._loop, self._loop.gradients.scaler.is_enabled() and not self._loop.has_updated
         batch = loop.start_batch(batch, batch_idx, is_last)
         if loop.skips_epoch:
             return
         loop.finish_steps()  # steps taken in a hook
+        self._waiting = self._unused_gradients() if has_waiting else []
         loop.freezes_scale = True
         try:
             output = loop.run_training_step(batch, batch_idx, nothing=None)
         finally:
             loop.freezes_scale = False
-        loop.gradients.scale_again()  # gradients that the next batch adds to
+        unused = loop.gradients.scale_again()  # gradients that the next batch adds to
+        if not loop.stepped:
+            lower_scale_after(loop, [factor for optimizer, factor in unused if _mark_of(loop, optimizer) is None])
         loop.finish_steps()
         loop.end_batch(None if batch is None else self.outputs_of(output), batch, batch_idx)
 
@@ -66,9 +70,21 @@ class ManualOptimization:
         loop = self._loop
         loop.finish_steps()  # steps taken in a hook
         loop.gradients.scale_again()
+        waiting, self._waiting = self._waiting, []
+        if waiting and not loop.stepped:
+            lower_scale_after(loop, [value for optimizer, mark, value in waiting if _mark_of(loop, optimizer) != mark])
         with _without_autocast(loop):
             loop.run_backward(loss, partial(loop.gradients.backward_by, run))
         loop.gradients.scaler.unscales = False
+
+    def _unused_gradients(self) -> list[tuple[Optimizer, Any, Tensor]]:
+        """Return each optimizer with gradients that no step has used, their mark, and one element of them."""
+        found = []
+        for optimizer in self._loop.optimizers:
+            first = self._loop.gradients.first(optimizer)
+            if first is not None and not first.is_sparse and not self._loop.gradients.are_used(optimizer):
+                found.append((optimizer, _mark_of(self._loop, optimizer), first.reshape(-1)[:1].sum()))
+        return found
 
     def step(self, optimizer: Optimizer, closure: Closure, **kwargs: Any) -> Any:
         """Run ``optimizer.step(closure)`` for one optimizer. Return the closure's result."""
@@ -113,6 +129,12 @@ class ManualOptimization:
             "In manual optimization, `training_step` must either return a Tensor or have no return. Got"
             f" {type(output).__name__}; a dict is also accepted, and its items are passed to `on_train_batch_end`."
         )
+
+
+def _mark_of(loop: FitLoop, optimizer: Optimizer) -> Any:
+    """Return a value that changes if gradients are cleared or replaced. None without gradients."""
+    first = loop.gradients.first(optimizer)
+    return None if first is None else (id(first), first._version)  # noqa: SLF001 - counts in-place changes
 
 
 def _without_autocast(loop: FitLoop) -> AbstractContextManager[object]:

@@ -264,6 +264,14 @@ class LossScaler(torch.amp.GradScaler):
             scale.clamp_(self.min_scale, self.max_scale)
         self._unresolved = checks
 
+    def back_off(self) -> float:
+        """Lower the scale as after a skipped step. Return the new scale divided by the old one."""
+        before = self.current_scale
+        self.update(before * self._backoff_factor)
+        self._check_scale_growth_tracker("back_off")[1].zero_()
+        self._host_tracker = 0
+        return self._host_scale / before
+
     def _close_update(self) -> list[Check]:
         """Resolve the outcome of the last update, if that was not done yet. Return the checks since that update."""
         self.resolve_outcome()
