@@ -33,6 +33,14 @@ TORCH = Version(torch.__version__).release[:2]
 """The version of torch, such as (2, 15)."""
 AUTOCAST_DTYPES = {"16-mixed": torch.float16, "bf16-mixed": torch.bfloat16}
 
+
+class Irrep(tuple):
+    """A tuple without a length, such as that of e3nn."""
+
+    def __len__(self):
+        raise NotImplementedError
+
+
 sgd = partial(torch.optim.SGD, lr=0.1)
 momentum = partial(torch.optim.SGD, lr=0.05, momentum=0.9, weight_decay=1e-3)
 adam = partial(torch.optim.Adam, lr=0.01)

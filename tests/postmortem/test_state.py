@@ -7,6 +7,7 @@ from torch import nn
 from torchmetrics import MeanMetric
 
 from tests import census
+from tests.support import Irrep
 from trainer.postmortem.state import BufferState, ObjectState
 
 
@@ -28,7 +29,7 @@ class Holder(nn.Module):
         self.average = torch.zeros(3)  # not a buffer
         self.generator = torch.Generator().manual_seed(3)
         self.rngs = np.random.default_rng(1), np.random.RandomState(1)
-        self.parts = {"replays": [Replays()]}
+        self.parts = {"replays": Irrep([Replays()])}
         self.count, self.note = 1, "before"
         self.outputs, self.seen, self.recent = [1], {1}, deque([1], maxlen=2)
         self.table = OrderedDict(b=1, a=2)

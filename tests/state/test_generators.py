@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.support import Irrep
 from trainer.state import random_states as generators
 
 KINDS = {
@@ -45,12 +46,14 @@ def test_generator_continues_from_a_saved_state(kind, drawn):
 
 
 def test_generators_are_found_in_attributes_and_containers_once():
-    first, second, third, hidden = (random.Random(i) for i in range(4))
-    inner = SimpleNamespace(rng=first, transforms=[SimpleNamespace(rng=second), deque([{"rng": third}])])
+    first, second, third, fourth, hidden = (random.Random(i) for i in range(5))
+    pair = Irrep([SimpleNamespace(rng=third)])
+    pair.rng = second
+    inner = SimpleNamespace(rng=first, transforms=[pair, deque([{"rng": fourth}])])
     others = [torch.default_generator, np.random.mtrand._rand, random, np.random]  # those of the process
     outer = SimpleNamespace(inner=inner, again=first, data=[hidden] * 1001, name="x", others=others)
     inner.outer = outer
-    assert generators.find(outer, None)[:-1] == [first, second, third]
+    assert generators.find(outer, None)[:-1] == [first, second, third, fourth]
     assert generators.find(outer, except_in=inner)[:-1] == [first]
 
 

@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric, MinMaxMetric, SumMetric
 
 from tests.state.test_attributes import through_a_file
+from tests.support import Irrep
 from trainer.compat.modules import program_state
 from trainer.state.program import ProgramState
 
@@ -45,7 +46,7 @@ class Module(LightningModule):
         super().__init__()
         self.save_hyperparameters({"rate": 0.5})
         self.blocks = nn.Sequential(Block(), nn.ReLU(), Block())
-        self.parts = [{"anneal": Anneal()}]
+        self.parts = Irrep([{"anneal": Anneal()}])
         self.recent: deque[float] = deque(maxlen=2)
         self.counts: Counter[str] = Counter()
         self.mean: Any = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable, MutableMapping
+from collections.abc import Iterable, MutableMapping
 from itertools import filterfalse
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch.utils.data import Dataset
 from trainer.module_tree import is_dense
 from trainer.packages import is_users_module
 from trainer.state import generators
+from trainer.state.containers import items_of
 
 _OWNERS = (nn.Module, LRScheduler)
 _MAX_ITEMS = 2**14
@@ -99,7 +100,7 @@ class ObjectState:
         is_new = id(value) not in self._contents
         if content is not None:
             self._contents[id(value)] = (value, content)
-        for item in _items(value) if is_new else ():
+        for item in items_of(value, _MAX_ITEMS) if is_new else ():
             self._keep(item, 0)
 
 
@@ -130,18 +131,19 @@ class BufferState:
 
 def _owners(roots: Iterable[object]) -> Iterable[object]:
     """Return the roots, and the modules, schedules and objects of the user's classes in them, at any depth."""
-    found: dict[int, object] = {}
+    found: list[object] = []
+    seen: set[int] = set()
     waiting = list(roots)
     while waiting:
         value = waiting.pop()
-        if id(value) in found:
+        if id(value) in seen:
             continue
+        seen.add(id(value))
         if isinstance(value, _OWNERS) or _is_users(value):
-            found[id(value)] = value
+            found.append(value)
             waiting += vars(value).values()
-        else:
-            waiting += _items(value)
-    return found.values()
+        waiting += items_of(value, _MAX_ITEMS)
+    return found
 
 
 def _is_users(value: object) -> bool:
@@ -149,13 +151,6 @@ def _is_users(value: object) -> bool:
     if isinstance(value, (type, Dataset)) or not is_users_module(type(value).__module__):
         return False
     return isinstance(getattr(value, "__dict__", None), dict)
-
-
-def _items(value: Any) -> Collection[Any]:
-    """Return the items of a container that is not large, or the values of a dict."""
-    if not isinstance(value, (list, tuple, deque, dict)) or len(value) > _MAX_ITEMS:
-        return ()
-    return value.values() if isinstance(value, dict) else value
 
 
 def _distinct(tensor: Tensor) -> Tensor:

@@ -1,7 +1,8 @@
-"""Walk over the tensors in nested containers."""
+"""Walk over containers, and over the tensors in nested ones."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from copy import copy
 from typing import Any
@@ -10,6 +11,21 @@ from torch import Tensor
 
 KeyPath = tuple[str, ...]
 """The keys and indices that lead to a value in nested containers."""
+
+
+CONTAINERS: tuple[Any, ...] = (dict, list, tuple, deque)
+
+
+def items_of(value: Any, max_items: int) -> list[Any]:
+    """Return the items of a list, tuple or deque, or the values of a dict.
+
+    Returns [] for other values, and for containers with more than ``max_items`` items. Methods of subclasses are not
+    called, because they may raise, as ``len`` of an ``Irrep`` of e3nn does.
+    """
+    kind = next((kind for kind in CONTAINERS if isinstance(value, kind)), None)
+    if kind is None or kind.__len__(value) > max_items:
+        return []
+    return list(dict.values(value) if kind is dict else kind.__iter__(value))
 
 
 def mapped(value: Any, change: Callable[[KeyPath, Tensor], Any], place: KeyPath = ()) -> Any:

@@ -13,6 +13,7 @@ from trainer.errors import join_first
 from trainer.packages import is_users_module
 from trainer.state import generators
 from trainer.state.attributes import ABSTRACT, AttributeChanges
+from trainer.state.containers import items_of
 from trainer.state.outside_modules import OutsideModules
 from trainer.state.plain_values import Limits, memory_of
 
@@ -65,11 +66,10 @@ class ProgramState:
             seen.add(id(value))
             if generators.is_random(value):
                 self._generators.append(value)
-            elif isinstance(value, (list, tuple, deque, dict)):
-                queue.extend((value.values() if isinstance(value, dict) else value) if len(value) <= _MAX_ITEMS else ())
             elif isinstance(value, nn.Module):
                 queue.append(vars(value).get("_modules"))  # a scripted module has none
                 outside += [value] * (id(value) not in inside)
+            queue.extend(items_of(value, _MAX_ITEMS))
             kind: type = type(value)
             if not _is_to_be_saved(kind, is_base, packages):
                 continue

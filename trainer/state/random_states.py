@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader
 from trainer.packages import is_users_module
 from trainer.state import generator_memory, generators
 from trainer.state.attributes import AttributeChanges, is_watched
+from trainer.state.containers import CONTAINERS, items_of
 
 Generator = generators.RandomGenerator | AttributeChanges
 State = dict[str, Any]
@@ -205,20 +206,17 @@ def find(*roots: Any, except_in: Any = None, unwatched: Callable[[Any], bool] = 
         if id(value) in seen or isinstance(value, _TYPES_WITHOUT_GENERATORS):
             continue
         seen.add(id(value))
-        children: list[Any] = []
+        children = items_of(value, _MAX_ITEMS)
         if generators.is_random(value):
             found.append(value)
-        elif isinstance(value, (list, tuple, deque, dict)):
-            if len(value) <= _MAX_ITEMS:
-                children = list(value.values() if isinstance(value, dict) else value)
         elif isinstance(value, FunctionType):
             children = _variables_of(value)
         elif isinstance(value, MethodType):
             children = [value.__self__, value.__func__]
         elif isinstance(value, partial):
             children = [value.func, value.args, value.keywords]
-        else:
-            children = _attributes_of(value)
+        elif type(value) not in CONTAINERS:
+            children += _attributes_of(value)
             if is_data and is_watched(value) and not unwatched(value):
                 watched.append(value)
             else:  # the objects of a module or a framework are not part of the data
