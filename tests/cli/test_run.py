@@ -137,12 +137,7 @@ def test_missing_method_of_the_module_is_a_usage_error(project, capsys):
 
 def test_interpolations_are_settings(monkeypatch):
     monkeypatch.setenv("RATE", "0.0123")
-    settings = [
-        "logger=none",
-        'optimizer.lr="${oc.decode:${oc.env:RATE}}"',
-        "model.start=${.fail_at}",
-        "model.fail_at=99",
-    ]
+    settings = ['optimizer.lr="${oc.decode:${oc.env:RATE}}"', "model.start=${.fail_at}", "model.fail_at=99"]
     assert main(["fit", *LINE, "logger=none", *settings, "hydra.run.dir=run"]) == 0
     assert set(settings) <= set(result(Path("run"))["overrides"])
     assert main(["test", "ckpt=run", "model.start=${..data.batch_size}"]) == 0

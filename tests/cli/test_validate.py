@@ -74,6 +74,7 @@ LINE = {
     "hydra.sweep.dir=a": "hydra.sweep.dir=a has no effect on a single run. Use hydra.run.dir instead, or add -m.",
     "'optimizer.lr=[1,2]'": "write them without brackets: -m optimizer.lr=1,2",
     "'model.start=${data.strat}'": "model.start: Interpolation key 'data.strat' not found.",
+    "'model.start=${half:3}'": "in ./hydra_plugins: OmegaConf.register_new_resolver('half', FUNCTION).",
     "hydra.run.dir=line_fit.py": "Cannot write to line_fit.py: it is a file, expected a folder.",
     "hydra.run.dir=/proc/nowhere/run": "Cannot create the folder /proc/nowhere/run:",
     # sweeps
@@ -225,6 +226,7 @@ def test_custom_keys_in_a_file(project, text):
         ["callbacks.model_checkpoint=null", "optimizer={lr: 1}", "++anything.at.all=1", "+data.more={a: [1]}"],
         ["callbacks=none", "+optimizer.maximize=true", "~optimizer.nesterov", "model.start=${optimizer.lr}"],
         ["callbacks=nonfinite_guard", "callbacks.nonfinite_guard.policy=go_on"],  # a deprecated value
+        ["+hydra.job.env_set.START=3", "model.start='${oc.decode:${oc.env:START}}'"],
         ["hydra.job.name=a", "hydra.verbose=[a,b]", "hydra.run.dir='my runs/${now:%Y}'", "model.fail_at=3"],
         ["trainer.strategy={_target_: lightning.pytorch.strategies.DDPStrategy}", "trainer._target_=lightning.Trainer"],
     ],

@@ -297,6 +297,10 @@ def resolution_errors() -> Iterator[None]:
         problem = _one_paragraph(str(error.msg or error).partition(chr(10))[0])
         unset = re.search(r"Environment variable '(.+?)' not found", problem)
         hint = f" Set it, or give a default: ${{oc.env:{unset[1]},VALUE}}." if unset else ""
+        if unknown := re.fullmatch(r"Unsupported interpolation type (\S+)", problem):
+            hint = (
+                f" Register it in a file in ./hydra_plugins: OmegaConf.register_new_resolver('{unknown[1]}', FUNCTION)."
+            )
         raise UsageError(f"{error.full_key}: {problem}.{hint}") from error
 
 

@@ -30,6 +30,7 @@ from trainer.cli.compose import (
 from trainer.cli.folders import packaged_conf
 from trainer.cli.keys import options
 from trainer.cli.objective import Objective
+from trainer.cli.processes import environment
 from trainer.cli.restore import recipe_of, saved_config
 from trainer.cli.schema import (
     SETTINGS,
@@ -402,7 +403,8 @@ def _check_whole(composer: Composer, config: DictConfig, overrides: Sequence[Ove
     for key, accepts in _ROOT.items():
         if (problem := mistake(key, value := job.get(key), accepts)) and not str(value).startswith("${"):
             raise UsageError(problem)
-    plain = resolve(job) if runs else unresolved(job)  # a config that is only shown may be incomplete
+    with environment(dict(config.hydra.job.env_set)):  # Hydra sets them when the run starts
+        plain = resolve(job) if runs else unresolved(job)  # a config that is only shown may be incomplete
     check_trainer(plain["trainer"])
     Allowlist.of(plain).check(plain)
     read_settings(Objective, "objective", plain["objective"])
