@@ -169,13 +169,15 @@ def test_object_with_an_attribute_that_cannot_be_saved_keeps_all_of_them(name, v
     assert (module.mean, callbacks[0].batches) == (None, 7)
 
 
-def test_large_tensor_that_changes_in_place_is_reported():
+def test_large_tensors_that_change_in_place_are_reported():
     module = Module()
     module.large = torch.zeros(2**22 + 1)
+    module.mean = {"a": {"b": torch.zeros(2**22 + 1)}, "c": torch.zeros(1)}
     state = state_of(module)
     assert state.write(state.read()) == []
-    module.large[0] = 1
-    assert "Module.large" in state.write(state.read())[0]
+    for place in ("large", "mean"):
+        {"large": module.large, "mean": module.mean["c"]}[place][0] += 1
+        assert f"Module.{place}" in state.write(state.read())[0]
 
 
 class Countdown:

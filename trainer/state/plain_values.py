@@ -27,6 +27,9 @@ _CONTAINERS: dict[str, Any] = {"list": list, "tuple": tuple, "set": set, "dict":
 _CREATED = (list, tuple, set, dict)
 """The containers that :func:`value_of` creates. It changes others in place, so that they keep their class."""
 
+_MAX_COMPARED = 2**14
+"""Largest number of items in a container of which each is compared if the container is not copied."""
+
 
 class Limits(NamedTuple):
     """Which values are copied.
@@ -70,11 +73,17 @@ class Copier:
         copied = self._of_items(kind, value, [self._limits.items]) if kind else self._of_numbers(value)
         return (id(value), self._version(value, kind)) if copied is None else copied
 
-    def _version(self, value: Any, kind: str) -> int:
-        """Return the number of items of a container, or the number of changes in place of a tensor."""
+    def _version(self, value: Any, kind: str, depth: int = 3) -> int:
+        """Return a number that differs after a change in place of a tensor, or of an item in a container.
+
+        Of large containers and those of data, only the number of items counts.
+        """
         if isinstance(value, Tensor) and not self._limits.is_data:
             return 0 if value.is_inference() or self._is_elsewhere(value) else value._version  # noqa: SLF001
-        return len(value) if kind else 0
+        if not kind or not depth or self._limits.is_data or len(value) > _MAX_COMPARED:
+            return len(value) if kind else 0
+        items = value.values() if kind == "dict" else value
+        return hash(tuple((id(item), self._version(item, _kind_of(item), depth - 1)) for item in items))
 
     def _of_items(self, kind: str, value: Any, left: list[int]) -> list[Any] | None:
         """Return a copy of a container. None if it has over ``left[0]`` items, or one that cannot be copied."""
