@@ -79,6 +79,45 @@ class LearnsFromItsAverage(Module):
         return super().training_step(batch, batch_idx) + (self.backbone(batch[0]) - target).square().mean()
 
 
+class Running:
+    """Saves its state itself, if its owner asks for it, which no owner does."""
+
+    value = 0.0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.value = state["value"]
+
+
+class StepsItself(Module):
+    """Has optimizers, schedules and a loss scaler that ``configure_optimizers`` does not return."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.own = {p: torch.optim.Adam([p], 0.05) for p in self.parameters()}
+        self.schedules = [torch.optim.lr_scheduler.ExponentialLR(one, 0.9) for one in self.own.values()]
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2)
+        self.scaler.scale(torch.zeros(()))  # creates its tensors
+        self.running = Running()
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        loss = super().training_step(batch, batch_idx) * (1 + self.running.value)
+        self.running.value += float(loss)
+        self.scaler.scale(loss).backward()
+        for optimizer in self.own.values():
+            self.scaler.step(optimizer)
+            optimizer.zero_grad()
+        self.scaler.update()
+        for schedule in self.schedules:
+            schedule.step()
+
+    def configure_optimizers(self) -> Any:
+        return []
+
+
 class Freezes(Module):
     def on_train_epoch_start(self) -> None:
         self.head.requires_grad_(self.current_epoch >= 1)
@@ -264,6 +303,7 @@ def _quiet() -> Any:
         (Closures, list, {"accumulate_grad_batches": 3}),
         (NothingAtTheEnd, list, {"accumulate_grad_batches": 2, "precision": "16-mixed"}),
         (Freezes, list, {}),
+        (StepsItself, list, {}),
         (Measures, lambda: [ScaleMonitor(), ScaleCurve()], {"precision": "16-mixed"}),
         (LooksAhead, list, {}),
         (Anneals, lambda: [Boosts()], {"accumulate_grad_batches": 2}),
@@ -291,6 +331,20 @@ def test_states_of_wrapped_optimizers_are_refused_if_the_checkpoint_lacks_them(t
     torch.save(checkpoint, path := tmp_path / "older.ckpt")
     with pytest.raises(ResumeError, match=r"Lookahead.*such as the base optimizer of SAM.*Define state_dict"):
         train(LooksAhead, tmp_path / "resumed", start=path)
+
+
+@pytest.mark.parametrize("extra", [None, object()])
+def test_states_of_own_optimizers_that_are_not_restored_are_reported(tmp_path, extra):
+    def make() -> StepsItself:
+        module = StepsItself()
+        if extra is None:
+            module.schedules.clear()
+        next(iter(module.own.values())).param_groups[0]["extra"] = extra
+        return module
+
+    *_, saved = train(StepsItself if extra is None else make, tmp_path / "whole")
+    with pytest.warns(UserWarning, match=r"in attributes are not restored: .*Adam.* return them from `configure"):
+        train(make, tmp_path / "resumed", start=saved[3][0])
 
 
 class Levels(Points):

@@ -102,7 +102,9 @@ def objects() -> tuple[Module, Data, list[Counts]]:
 
 
 def state_of(module: Module, data: Data | None = None, callbacks: Any = ()) -> ProgramState:
-    return program_state(SimpleNamespace(lightning_module=module, datamodule=data, callbacks=callbacks, optimizers=[]))
+    trainer: Any = SimpleNamespace(lightning_module=module, datamodule=data, callbacks=callbacks, optimizers=[])
+    trainer.lr_scheduler_configs = []
+    return program_state(trainer)
 
 
 def carried(change: Callable[..., Any], *into: Any) -> tuple[list[str], Any]:

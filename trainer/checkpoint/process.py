@@ -16,9 +16,11 @@ from torch import Tensor
 from torch.optim.swa_utils import AveragedModel
 
 from trainer.checkpoint import buffers, modes
+from trainer.checkpoint.plain import plain_numbers
 from trainer.checkpoint.snapshot import on_host
 from trainer.engine import communication
 from trainer.engine.gradients import Gradients
+from trainer.engine.optimizer_states import keep_dtypes
 from trainer.errors import ResumeError, join_first, refuse_inexact, warn
 from trainer.loops.closures import ClosureOptimization
 from trainer.module_tree import parameters_of
@@ -112,6 +114,7 @@ class ProcessState:
             "program": self.program.read(),
             "outside_modules": self.program.outside_modules.read(copies=engine.world_size == 1),
             "outside_parameters": [parameter.detach() for parameter in self._outside_parameters()],
+            "stateful": self._own_states(),
             **self._buffers(),
             **self._communication(),
             **before,
@@ -198,6 +201,7 @@ class ProcessState:
         engine.follow_trained_parameters()
         self._restore_buffers(state)
         self._restore_outside_parameters(state.get("outside_parameters", []))
+        self._restore_own_states(state.get("stateful", []))
         # older checkpoints do not have these
         problems = self.program.write(state.get("program", []))
         for problem in (*problems, self.program.outside_modules.write(state.get("outside_modules", {}))):
@@ -301,6 +305,38 @@ class ProcessState:
                 f" the shapes {shapes[0]}, but they have the shapes {shapes[1]} now."
             )
             refuse_inexact(f"{problem} They are not restored.", exact=self._trainer.exact_resume)
+
+    def _own_states(self) -> list[list[Any]]:
+        """Return the class and the state of each optimizer, schedule and loss scaler that the user's objects step.
+
+        A state is None if it cannot be loaded safely, or if this process has only a part of it.
+        """
+        engine = self._trainer.engine
+        own: list[list[Any]] = []
+        if not engine.exposes_gradients:  # the engine wraps the optimizers in attributes
+            return own
+        for one in self.program.stateful:
+            offences: list[tuple[str, Any]] = []
+            state = plain_numbers(one.state_dict(), "", offences)
+            own.append([type(one).__name__, None if offences or engine.gradients.are_parts else state])
+        return own
+
+    def _restore_own_states(self, saved: list[list[Any]]) -> None:
+        """Restore the result of :meth:`_own_states`. Checkpoints of older versions do not have it."""
+        objects, lost = self.program.stateful, []
+        are_same = [name for name, _ in saved] == [type(one).__name__ for one in objects]
+        for number, (name, state) in enumerate(saved):
+            if state is None or not are_same:
+                lost.append(name)
+                continue
+            with keep_dtypes([objects[number]], [state], {}):
+                objects[number].load_state_dict(state)
+        if lost:
+            warn(
+                f"The states of these objects in attributes are not restored: {join_first(lost, 5)}. If the training"
+                " depends on them, return them from `configure_optimizers`, or save and load them in"
+                " `on_save_checkpoint` and `on_load_checkpoint`."
+            )
 
     def _communication(self) -> dict[str, Any]:
         """Return the state of communication hooks and averagers, and weights that differ from those of rank 0.

@@ -24,6 +24,7 @@ from trainer.callbacks.gradient_accumulation import GradientAccumulation
 from trainer.callbacks.gradient_clipping import GradientClipping
 from trainer.compat import callback_order
 from trainer.compat.loaders import DrawnLoaderSet, LoaderSet
+from trainer.engine.optimizer_states import with_inner
 from trainer.errors import ConfigurationError, join_first, warn
 from trainer.state.metric_objects import metric_objects_in, saved_attributes
 from trainer.state.program import ProgramState, package_of
@@ -157,7 +158,8 @@ def program_state(trainer: Trainer) -> ProgramState:
         return _OF_MODULES if isinstance(value, nn.Module) else frozenset()
 
     roots = (*modules, trainer.callbacks, trainer.optimizers)
-    return ProgramState(roots, is_base=_is_base, ignored=ignored, packages=frozenset(packages))
+    saved = (*with_inner(trainer.optimizers), *(config.scheduler for config in trainer.lr_scheduler_configs))
+    return ProgramState(roots, is_base=_is_base, ignored=ignored, packages=frozenset(packages), saved=saved)
 
 
 def _is_base(kind: type) -> bool:

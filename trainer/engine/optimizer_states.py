@@ -55,7 +55,7 @@ def keep_dtypes(optimizers: Iterable[Any], states: Iterable[Any], saved: SavedDt
         def restore(optimizer: Optimizer) -> None:
             _restore(optimizer, given[optimizer], saved)
 
-        for optimizer in dict.fromkeys(_with_inner(optimizers)):
+        for optimizer in dict.fromkeys(with_inner(optimizers)):
             with suppress(AttributeError):  # its __init__ did not call torch's
                 hooks.callback(optimizer.register_load_state_dict_pre_hook(given.__setitem__).remove)
                 hooks.callback(optimizer.register_load_state_dict_post_hook(restore, prepend=True).remove)
@@ -65,7 +65,8 @@ def keep_dtypes(optimizers: Iterable[Any], states: Iterable[Any], saved: SavedDt
             _restore(optimizer, state, saved)
 
 
-def _with_inner(optimizers: Iterable[Any], depth: int = 2) -> Iterator[Optimizer]:
+def with_inner(optimizers: Iterable[Any], depth: int = 2) -> Iterator[Optimizer]:
+    """Yield the optimizers, and those in their attributes."""
     for optimizer in optimizers:
         if not isinstance(optimizer, Optimizer):
             continue
@@ -73,14 +74,14 @@ def _with_inner(optimizers: Iterable[Any], depth: int = 2) -> Iterator[Optimizer
         if depth:
             attributes = list(vars(optimizer).values())
             listed = (item for value in attributes if isinstance(value, (list, tuple)) for item in value)
-            yield from _with_inner([*attributes, *listed], depth - 1)
+            yield from with_inner([*attributes, *listed], depth - 1)
 
 
 def unsaved_inner(optimizer: Any) -> list[Optimizer]:
     """Return the inner optimizers, such as the base optimizer of SAM, that the state dict of ``optimizer`` lacks."""
     if not isinstance(optimizer, Optimizer) or type(optimizer).state_dict is not Optimizer.state_dict:
         return []
-    inner = dict.fromkeys(_with_inner([optimizer]))
+    inner = dict.fromkeys(with_inner([optimizer]))
     return [one for one in inner if one is not optimizer and one.state is not optimizer.state]
 
 
@@ -90,7 +91,7 @@ def keep_sharing(optimizer: Any) -> Iterator[None]:
 
     Only what they shared before the block is shared again.
     """
-    inner = [one for one in _with_inner([optimizer]) if one is not optimizer]
+    inner = [one for one in with_inner([optimizer]) if one is not optimizer]
     groups = [one for one in inner if list(map(id, one.param_groups)) == list(map(id, optimizer.param_groups))]
     states = [one for one in inner if one.state is optimizer.state]
     yield

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Collection, Sequence, Set
 from functools import cache
 from typing import Any
 
 from torch import Tensor, nn
+from torch.amp import GradScaler
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from trainer.errors import join_first
 from trainer.packages import is_users_module
@@ -26,7 +29,10 @@ _MAX_ITEMS = 1000
 _HOOKS = {("on_save_checkpoint", "on_load_checkpoint"), ("get_extra_state", "set_extra_state")}
 """A class of the user that defines both methods of a pair saves itself, with the objects in its attributes."""
 _STATE = ("state_dict", "load_state_dict")
-"""Another such pair, except for modules, where it saves the weights."""
+"""Another such pair, for objects that the Trainer saves. For a module, it saves the weights."""
+_STATEFUL = (Optimizer, LRScheduler, GradScaler)
+_SAVED_BY_OTHERS = ("lightning.", "trainer.", "torch.distributed.")
+"""Modules of subclasses that wrap the Trainer's objects, or have a state dict with collectives."""
 
 
 class ProgramState:
@@ -39,8 +45,10 @@ class ProgramState:
         is_base: returns whether a class of the user may have a class of another package as a base. Default: none.
         ignored: returns the attributes of an object that its bases set, or that are saved elsewhere. Default: none.
         packages: installed packages whose classes are the user's, too. Default: none.
+        saved: objects that are saved elsewhere, such as the Trainer's optimizers and schedules. Default: none.
 
     Attributes:
+        stateful: optimizers, schedules and loss scalers that were found, and are not saved elsewhere.
         outside_modules: the weights of modules that were found outside of the module's tree.
     """
 
@@ -51,8 +59,11 @@ class ProgramState:
         is_base: Callable[[type], bool] = lambda _: False,
         ignored: Callable[[Any], Set[str]] = lambda _: frozenset(),
         packages: Set[str] = frozenset(),
+        saved: Collection[Any] = (),
     ) -> None:
         self._generators: list[generators.RandomGenerator] = []
+        self.stateful: list[Any] = []
+        owned = set(map(id, saved))
         modules = [root for root in roots if isinstance(root, nn.Module)]
         inside = {id(part) for module in modules for part in module.modules()}
         watched: list[Any] = []
@@ -71,6 +82,8 @@ class ProgramState:
                 outside += [value] * (id(value) not in inside)
             queue.extend(items_of(value, _MAX_ITEMS))
             kind: type = type(value)
+            if isinstance(value, _STATEFUL) and id(value) not in owned:
+                self.stateful += [value] * (not kind.__module__.startswith(_SAVED_BY_OTHERS))
             if not _is_to_be_saved(kind, is_base, packages):
                 continue
             not_own = ignored(value)
@@ -141,7 +154,8 @@ def _is_to_be_saved(kind: type, is_base: Callable[[type], bool], packages: Set[s
     others = {base for base in kind.__mro__ if base not in own and not base.__module__.startswith("torch.distributed.")}
     if not own or not all(map(is_base, others - ABSTRACT)) or not kind.__dictoffset__:
         return False
-    pairs = _HOOKS if issubclass(kind, nn.Module) else {*_HOOKS, _STATE}
+    is_saved_by_trainer = not issubclass(kind, nn.Module) and (others - ABSTRACT or hasattr(kind, "__iter__"))
+    pairs = {*_HOOKS, _STATE} if is_saved_by_trainer else _HOOKS
     return not any(all(any(name in vars(base) for base in own) for name in pair) for pair in pairs)
 
 
