@@ -127,10 +127,14 @@ class Collective(Module):
 
 
 class GathersAtTheEnd(Module):
-    """Gathers the samples of all ranks after the last batch."""
+    """Gathers the samples of all ranks after the last batch: in one tensor, or in one for each batch."""
+
+    def __init__(self, make: Callable[[list[float]], Any]) -> None:
+        super().__init__()
+        self.make = make
 
     def on_validation_epoch_end(self) -> None:
-        self.log("gathered", self.all_gather(torch.tensor(self.seen)).float().sum())
+        self.log("gathered", torch.as_tensor(sum(self.all_gather(self.make(self.seen)))).float().sum())
 
 
 class Lists(Module):
@@ -257,7 +261,7 @@ def fit(engine, folder, counts, arguments=(), monitor="plain") -> dict[str, Any]
 PADDED = {"pad_evaluation": True}
 REMEDY = "Trainer(pad_evaluation=True)"
 UNEVEN = ("ConfigurationError: The ", "the processes have different numbers of batches (2 to 3)", REMEDY)
-SHAPES = ("different shapes or dtypes on the ranks: (3,), torch.float32; (2,), torch.float32", REMEDY)
+SHAPES = ("different tensors on the ranks: (3,), torch.float32; (2,), torch.float32", REMEDY)
 LENGTHS = ("The metric 'lists' (RetrievalMAP) keeps 'indexes' as a list of tensors, 3, 2 of them", REMEDY)
 COLLECTIVES: dict[str, tuple[Callable[[], Module], int, dict[str, Any], tuple[str, ...]]] = {
     "gather": (partial(Collective, "gather"), 5, {}, UNEVEN),
@@ -265,8 +269,11 @@ COLLECTIVES: dict[str, tuple[Callable[[], Module], int, dict[str, Any], tuple[st
     "gather in the first": (partial(Collective, "gather in the first"), 5, {}, ()),
     "gather in a sanity check": (partial(Collective, "gather"), 5, {"num_sanity_val_steps": 1}, UNEVEN),
     "gather, even": (partial(Collective, "gather"), 4, {}, ()),
-    "gather at the end": (GathersAtTheEnd, 5, {}, SHAPES),
-    "gather at the end, padded": (GathersAtTheEnd, 5, PADDED, ()),
+    "gather at the end": (partial(GathersAtTheEnd, torch.tensor), 5, {}, SHAPES),
+    "gather at the end, padded": (partial(GathersAtTheEnd, torch.tensor), 5, PADDED, ()),
+    "gather a list at the end": (partial(GathersAtTheEnd, list), 5, {}, ("the ranks: 3 tensors; 2 tensors", REMEDY)),
+    "gather an empty list at the end": (partial(GathersAtTheEnd, list), 1, {}, ("1 tensors; 0 tensors", REMEDY)),
+    "gather a list at the end, padded": (partial(GathersAtTheEnd, list), 5, PADDED, ()),
     "on step": (OnStep, 5, {}, (*UNEVEN, "'eager', with dist_sync_on_step=True")),
     "on step, padded": (OnStep, 5, PADDED, ()),
     "lists": (Lists, 5, {}, LENGTHS),

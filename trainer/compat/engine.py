@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+from lightning.fabric.utilities.apply_func import convert_to_tensors
 from lightning.pytorch import LightningModule
 from lightning.pytorch.core.optimizer import do_nothing_closure
 from lightning.pytorch.overrides.distributed import prepare_for_backward
@@ -30,6 +31,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.migration.utils import pl_legacy_patch
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from lightning.pytorch.utilities.types import LRSchedulerConfig
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.fsdp import FSDPModule
@@ -452,43 +454,48 @@ class LightningEngine:
     def forbid_collectives(self, error: Exception) -> Iterator[None]:
         """Return a context in which the collectives of the strategy, except ``reduce``, raise ``error``."""
         names = ("all_gather", "barrier", "broadcast", "reduce_boolean_decision")
-        with self._replace_methods(dict.fromkeys(names, partial(_raise, error))):
+        raises = partial(_raise, error)
+        replaced = _replaced(self.strategy, dict.fromkeys(names, raises))
+        with replaced, _replaced(LightningModule, {"all_gather": raises}):
             yield
 
     @contextmanager
     def equal_shapes(self) -> Iterator[None]:
-        """Return a context in which ``self.all_gather`` raises an error on all ranks if shapes or dtypes differ."""
-        gather = self.strategy.all_gather
+        """Return a context in which ``self.all_gather`` raises an error on all ranks if they gather different tensors.
+
+        Their number, shapes and dtypes must be equal.
+        """
+        if self.world_size == 1:
+            yield
+            return
+        gather, gather_tensor = LightningModule.all_gather, self.strategy.all_gather
         distributed = torch.distributed
 
-        def all_gather(tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        def compare(tensors: str, group: Any) -> None:
             if distributed.is_initialized() and group in (None, distributed.group.WORLD):
-                found = self.gather_if_different(f"{tuple(tensor.shape)}, {tensor.dtype}")
+                found = self.gather_if_different(tensors)
                 if len(found) > 1:
                     raise ConfigurationError(
-                        f"self.all_gather got tensors of different shapes or dtypes on the ranks: {'; '.join(found)}."
+                        f"self.all_gather got different tensors on the ranks: {'; '.join(found)}."
                         " Ranks can have different numbers of samples. Gather the tensors with"
                         " torch.distributed.all_gather_object, log a torchmetrics object instead, or use"
                         " Trainer(pad_evaluation=True): all ranks then evaluate equally many samples, and some samples"
                         " are counted twice, as in Lightning."
                     )
-            return gather(tensor, group, sync_grads)
 
-        with nullcontext() if self.world_size == 1 else self._replace_methods({"all_gather": all_gather}):
-            yield
+        def all_gather(module: LightningModule, data: Any, group: Any = None, sync_grads: bool = False) -> Any:
+            tensors: list[Tensor] = []
+            apply_to_collection(convert_to_tensors(data, self.device), Tensor, tensors.append)
+            compare(f"{len(tensors)} tensors", group)
+            return gather(module, data, group, sync_grads)
 
-    @contextmanager
-    def _replace_methods(self, methods: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
-        """Return a context in which the strategy has these methods."""
-        own = vars(self.strategy)
-        replaced = {name: own[name] for name in methods if name in own}
-        own.update(methods)
-        try:
+        def all_gather_tensor(tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+            compare(f"{tuple(tensor.shape)}, {tensor.dtype}", group)
+            return gather_tensor(tensor, group, sync_grads)
+
+        replaced = _replaced(self.strategy, {"all_gather": all_gather_tensor})
+        with replaced, _replaced(LightningModule, {"all_gather": all_gather}):
             yield
-        finally:
-            for name in methods:
-                del own[name]
-            own.update(replaced)
 
     def replay_step(self, name: str) -> Callable[..., Any]:
         """Return the module's step for a replay, without DDP. If weights are sharded, the step gathers them."""
@@ -848,6 +855,21 @@ def _all_reduce_max(flag: Tensor) -> None:
 def _average_unless_skipped(gradients: Gradients, average: Callable[[Any], None], parameters: Any) -> None:
     if not gradients.scaler.skipped_last_step():
         average(parameters)
+
+
+@contextmanager
+def _replaced(owner: Any, methods: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
+    """Return a context in which an object or a class has these methods."""
+    own = {name: vars(owner)[name] for name in methods if name in vars(owner)}
+    for name, method in methods.items():
+        setattr(owner, name, method)
+    try:
+        yield
+    finally:
+        for name in methods:
+            delattr(owner, name)
+        for name, method in own.items():
+            setattr(owner, name, method)
 
 
 def _raise(error: Exception, *_: Any, **__: Any) -> None:
