@@ -1,5 +1,7 @@
 """Weight averages that have not been updated yet: until the first update, the average is the current weights."""
 
+from functools import partial
+
 import pytest
 import torch
 from lightning.pytorch.callbacks import EMAWeightAveraging, LambdaCallback, StochasticWeightAveraging, WeightAveraging
@@ -65,9 +67,9 @@ def trained(states):
     return LambdaCallback(on_train_batch_end=lambda trainer, module, *_: states.append(copy_of(module)))
 
 
-def fit(folder, callback, *, ckpt_path=None, gains=None, saves=True, **arguments):
+def fit(folder, callback, *, kind=Module, ckpt_path=None, gains=None, saves=True, **arguments):
     folder.mkdir(exist_ok=True)
-    module, states, saver = Module(), [], SavesEverywhere(folder)
+    module, states, saver = kind(), [], SavesEverywhere(folder)
     trainer = make_trainer(
         folder, max_epochs=EPOCHS, callbacks=[trained(states), callback, *([saver] if saves else [])],
         num_sanity_val_steps=1, enable_checkpointing=saves, **arguments,
@@ -147,6 +149,34 @@ def test_resume_before_the_first_update_of_the_average_is_exact(tmp_path):
         assert_identical(module.state_dict(), whole.state_dict(), path.name)
         for mine, expected in zip(reversed(module.validated), reversed(whole.validated[1:]), strict=False):
             assert_identical(mine, expected, path.name)
+
+
+class SavesTrained(Module):
+    """Saves only the weights of its last layer, which are the only ones that it trains."""
+
+    strict_loading = False
+
+    def __init__(self):
+        super().__init__()
+        self.net[:3].requires_grad_(False)
+
+
+class RemovesOthers(SavesTrained):
+    def on_save_checkpoint(self, checkpoint):
+        checkpoint["state_dict"] = {name: value for name, value in checkpoint["state_dict"].items() if "net.3" in name}
+
+
+class KeepsOthers(SavesTrained):
+    def state_dict(self, *args, **options):
+        return {name: value for name, value in super().state_dict(*args, **options).items() if "net.3" in name}
+
+
+@pytest.mark.parametrize("kind", [RemovesOthers, KeepsOthers])
+def test_resume_with_a_part_of_the_weights_is_exact(tmp_path, kind):
+    average = partial(EMAWeightAveraging, decay=0.5)
+    _, whole, _, saver = fit(tmp_path / "whole", average(), kind=kind)
+    _, module, _, _ = fit(tmp_path / "resumed", average(), kind=kind, ckpt_path=saver.files[5], saves=False)
+    assert_identical(module.net[3].state_dict(), whole.net[3].state_dict())
 
 
 @pytest.mark.filterwarnings("ignore:Swapping scheduler")

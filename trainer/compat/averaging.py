@@ -114,6 +114,25 @@ def shard_averages(trainer: Trainer, session: ExitStack) -> None:
             _replace(session, callback, "_load_average_model_state", partial(_load_swa, callback))
 
 
+def training_state(trainer: Trainer, checkpoint: dict[str, Any]) -> dict[str, Any]:
+    """Return a checkpoint that a fit loads the module from: with the training weights instead of their average.
+
+    Without ``strict_loading``, the weights that the checkpoint lacks, such as frozen ones, are added, because
+    ``WeightAveraging.on_load_checkpoint`` requires all of them.
+    """
+    module = trainer.lightning_module
+    averages = trainer.state.fn is TrainerFn.FITTING and any(
+        isinstance(callback, WeightAveraging) for callback in trainer.callbacks
+    )
+    if not averages or "current_model_state" not in checkpoint:
+        return checkpoint
+    if not module.strict_loading:
+        every = nn.Module.state_dict(module)  # the module may override it
+        for key in ("state_dict", "current_model_state"):
+            checkpoint[key] = every | checkpoint[key]
+    return checkpoint | {"state_dict": checkpoint["current_model_state"]}
+
+
 def follow(trainer: Trainer) -> None:
     """Copy the current weights and buffers into each average that has not been updated yet."""
     for callback in trainer.callbacks:

@@ -41,8 +41,8 @@ from trainer.callbacks.traits import sees_each_save
 from trainer.checkpoint import loading as state
 from trainer.checkpoint.compact import packed
 from trainer.checkpoint.manifest import TRAINER_KEY
+from trainer.compat import averaging, horizons, hparams, loop_state, model_checkpoints, resuming
 from trainer.compat import elastic_resume as elastic
-from trainer.compat import horizons, hparams, loop_state, model_checkpoints, resuming
 
 if TYPE_CHECKING:
     from trainer.trainer import Trainer
@@ -108,7 +108,8 @@ def _weights_entry(key: str, save: Callable[[Any, Checkpoint], Any], **more: Any
 
 
 def _load_weights(trainer: Trainer, checkpoint: Checkpoint) -> None:
-    trainer.engine.load_module_state(checkpoint, strict=trainer.lightning_module.strict_loading)
+    weights = averaging.training_state(trainer, checkpoint)
+    trainer.engine.load_module_state(weights, strict=trainer.lightning_module.strict_loading)
 
 
 def _dump_datamodule(trainer: Trainer, _: Checkpoint) -> Checkpoint | None:
