@@ -247,6 +247,20 @@ def test_overflow_that_the_module_does_not_step_on_lowers_the_scale(tmp_path, ma
     assert trainer.scaler._get_growth_tracker() == scaler._get_growth_tracker()
 
 
+def test_backward_of_outputs_with_a_given_gradient(tmp_path):
+    class Given(Manual):
+        def training_step(self, batch, batch_idx):
+            self.optimizers().zero_grad()
+            outputs, (_, y, _) = self.net(batch[0]), batch
+            self.manual_backward(outputs, gradient=2 * (outputs - y).detach() / y.numel())
+            self.optimizers().step()
+            return loss_of(self.net, batch)
+
+    trainer, _ = fit_and_watch(tmp_path, Given(), make_batches(3))
+    weights = train_by_hand(make_net(), make_batches(3)).weights[-1]
+    torch.testing.assert_close([*trainer.lightning_module.parameters()], weights)
+
+
 class Cached(Precision):
     """A custom plugin with autocast's usual cache."""
 

@@ -244,7 +244,10 @@ class OverflowReport(RunCallback):
             batch, step = fit.stored(loop.metrics.batch), progress.optimizer_steps
             rates = [group["lr"] for group in fit.groups]
             fit.recent.append(RecordedBatch(batch, progress.batch_idx, step, position, {}, None, rates))
-        fit.losses.append((progress.optimizer_steps, losses[-1] if losses else snapshot_loss(loss), fit.scale))
+        value = losses[-1] if losses else snapshot_loss(loss)
+        if value.numel() != 1:  # as in `manual_backward(outputs, gradient=...)`
+            value = value.sum()
+        fit.losses.append((progress.optimizer_steps, value, fit.scale))
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         """Report on ``at_step``."""
