@@ -27,7 +27,7 @@ from trainer.compat.optimizers import with_closure
 from trainer.compat.overrides import overrides
 from trainer.compat.profiling import Profiling
 from trainer.compat.views import MonitoredMetrics
-from trainer.data.batches import NO_BATCHES, TrainingBatches, Transfer
+from trainer.data.batches import NO_BATCHES, TrainingBatches, Transfer, identity
 from trainer.data.unpadded import Span
 from trainer.engine.module_calls import ModuleCalls
 from trainer.engine.optimizer_calls import has_own_zero_grad, needs_closure, takes_closure
@@ -40,6 +40,7 @@ from trainer.loops.hooks import Hook, Hooks
 from trainer.loops.manual_optimization import ManualOptimization
 from trainer.loops.own_batches import draw_in_evaluation, draw_in_fit
 from trainer.loops.schedules import Schedules
+from trainer.module_tree import parameters_of
 
 if TYPE_CHECKING:
     from trainer.trainer import Trainer
@@ -150,6 +151,7 @@ class Preparation:
             clears_before_forward=zeroes_as_usual and not any(map(has_own_zero_grad, engine.optimizers)),
             zero_grad=zero_grad,
             add_gradients=loop.run_backward if strategy_backward is None else self._backward_by(strategy_backward),
+            scale=engine.gradients.scale if any(map(parameters_of, engine.optimizers)) else identity,
             backward=hooks.override_of("backward") or engine.gradients.backward,
             after_backward=self._after_backward(),
             clip=clip,

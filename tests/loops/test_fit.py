@@ -102,12 +102,16 @@ def test_clipping_and_accumulation(tmp_path, precision, clipping, optimizer, win
         assert sum(trace.skipped) == 3
 
 
-def test_no_optimizer_at_all(tmp_path):
-    module = Regression()
+def test_losses_are_not_scaled_without_an_optimizer(tmp_path):
+    module, batch = Regression(), make_batches(1)
     module.configure_optimizers = lambda: None
-    with pytest.warns(UserWarning, match="no optimizer"):
-        make_trainer(tmp_path, precision="16-mixed").fit(module, loader_of(make_batches(3)))
+    module.on_after_backward = lambda: norms.append(nn.utils.get_total_norm([p.grad for p in module.parameters()]))
+    norms = []
+    for precision in ("32-true", "16-mixed"):
+        with pytest.warns(UserWarning, match="no optimizer"):
+            make_trainer(tmp_path, precision=precision).fit(module, loader_of(batch))
     assert_same_weights(module.net, make_net())
+    torch.testing.assert_close(*norms, rtol=1e-2, atol=0)
 
 
 def test_fit_after_an_interrupted_one_unscales_its_gradients(tmp_path):

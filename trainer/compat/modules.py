@@ -26,6 +26,7 @@ from trainer.compat import callback_order
 from trainer.compat.loaders import DrawnLoaderSet, LoaderSet
 from trainer.engine.optimizer_states import with_inner
 from trainer.errors import ConfigurationError, join_first, warn
+from trainer.module_tree import parameters_of
 from trainer.state.metric_objects import metric_objects_in, saved_attributes
 from trainer.state.program import ProgramState, package_of
 
@@ -120,7 +121,8 @@ def warn_of_eval_mode(trainer: Trainer) -> None:
 
 def warn_of_gradient_hooks(trainer: Trainer) -> None:
     """Warn of hooks on the gradients of parameters if losses are scaled: autograd calls them inside backward passes."""
-    if not (trainer.scaler.is_enabled() and trainer.engine.exposes_gradients):
+    scales = trainer.scaler.is_enabled() and any(map(parameters_of, trainer.optimizers))
+    if not (scales and trainer.engine.exposes_gradients):
         return
     named = trainer.lightning_module.named_parameters()
     if hooked := [name for name, p in named if p._backward_hooks or p._post_accumulate_grad_hooks]:

@@ -57,6 +57,8 @@ class TrainingPath(BatchPath):
             ``zero_grad``.
         zero_grad: the module's own ``optimizer_zero_grad(epoch, batch_idx, optimizer)``. None for the usual one.
         add_gradients: runs the hooks and the backward pass of a loss, which is not scaled yet.
+        scale: multiplies a loss by the loss scale. A no-op without optimizers, because nothing would unscale
+            the gradients.
         backward: runs the backward pass of a scaled loss.
         after_backward: runs ``on_after_backward``, on unscaled gradients.
         clip: clips the gradients of one optimizer after ``on_before_optimizer_step``. None for no clipping.
@@ -69,6 +71,7 @@ class TrainingPath(BatchPath):
     clears_before_forward: bool
     zero_grad: Callable[..., Any] | None
     add_gradients: Callable[[Tensor], Any]
+    scale: Callable[[Tensor], Tensor]
     backward: Callable[[Tensor], Any]
     after_backward: Callable[[], Any]
     clip: Clip | None
@@ -81,8 +84,8 @@ TrainingWrapper = Callable[[TrainingPath], TrainingPath]
 
 NO_PATH = TrainingPath(
     identity, identity, nullcontext, identity, identity, train_batch=identity, close_window=identity,
-    clears_before_forward=False, zero_grad=None, add_gradients=identity, backward=identity,
-    after_backward=identity, clip=None, norm_type=2.0, update_weights=identity,
+    clears_before_forward=False, zero_grad=None, add_gradients=identity, scale=identity,
+    backward=identity, after_backward=identity, clip=None, norm_type=2.0, update_weights=identity,
 )  # fmt: skip
 """The path of a loop that no run has prepared yet."""
 

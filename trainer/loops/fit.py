@@ -388,7 +388,7 @@ class FitLoop:
         """
         if not self.window.is_first:
             self.gradients.scale_again()  # a no-op unless a hook has unscaled the gradients
-        scaled = self.gradients.scale(loss)
+        scaled = self.path.scale(loss)
         self.hooks.on_before_backward(scaled)
         (run or self.path.backward)(scaled)
         self.path.after_backward()
