@@ -28,7 +28,7 @@ _CREATED = (list, tuple, set, dict)
 """The containers that :func:`value_of` creates. It changes others in place, so that they keep their class."""
 
 _MAX_COMPARED = 2**14
-"""Largest number of items in a container of which each is compared if the container is not copied."""
+"""Largest number of items that are compared in a container that is not copied, with those of containers in it."""
 
 
 class Limits(NamedTuple):
@@ -71,19 +71,22 @@ class Copier:
             return value
         kind = _kind_of(value)
         copied = self._of_items(kind, value, [self._limits.items]) if kind else self._of_numbers(value)
-        return (id(value), self._version(value, kind)) if copied is None else copied
+        return (id(value), self._version(value, kind, [_MAX_COMPARED])) if copied is None else copied
 
-    def _version(self, value: Any, kind: str, depth: int = 3) -> int:
+    def _version(self, value: Any, kind: str, left: list[int], depth: int = 3) -> int:
         """Return a number that differs after a change in place of a tensor, or of an item in a container.
 
-        Of large containers and those of data, only the number of items counts.
+        Of data, and of containers with more than ``left[0]`` items, only the number of items counts.
         """
         if isinstance(value, Tensor) and not self._limits.is_data:
             return 0 if value.is_inference() or self._is_elsewhere(value) else value._version  # noqa: SLF001
-        if not kind or not depth or self._limits.is_data or len(value) > _MAX_COMPARED:
-            return len(value) if kind else 0
+        if not kind:
+            return 0
+        left[0] -= len(value)
+        if not depth or self._limits.is_data or left[0] < 0:
+            return len(value)
         items = value.values() if kind == "dict" else value
-        return hash(tuple((id(item), self._version(item, _kind_of(item), depth - 1)) for item in items))
+        return hash(tuple((id(item), self._version(item, _kind_of(item), left, depth - 1)) for item in items))
 
     def _of_items(self, kind: str, value: Any, left: list[int]) -> list[Any] | None:
         """Return a copy of a container. None if it has over ``left[0]`` items, or one that cannot be copied."""
