@@ -61,6 +61,17 @@ def test_config_of_the_run_is_restored(run):
     assert str(config.hydra.run.dir).startswith("outputs/line/")
 
 
+def test_interpolations_have_the_job_and_the_options_of_the_run(run):
+    saved = {"job": {"num": 3, "id": "3"}, "runtime": {"choices": {"data": "points", "optimizer": "sgd"}}}
+    (run / ".hydra" / "hydra.yaml").write_text(yaml.safe_dump({"hydra": saved}), encoding="utf-8")
+    keys = ["job.num", "job.id", *(f"runtime.choices.{group}" for group in ("recipe", "data", "optimizer"))]
+    written = changed(notes={"kept": [f"${{hydra:{key}}}" for key in keys]})
+    (run / ".hydra" / "config.yaml").write_text(written, encoding="utf-8")
+    config = composed("test", f"ckpt={run}", "optimizer=adam")
+    assert list(config.notes.kept) == [3, "3", "line", "points", "adam"]
+    assert str(config.hydra.run.dir).startswith("outputs/line/")
+
+
 @pytest.mark.parametrize("words", [["ckpt={}"], ["+recipe=line", "ckpt_path={}/checkpoints/last.ckpt"]])
 def test_settings_that_the_checkpoint_replaces_are_refused(run, words):
     words = [word.format(run) for word in words]

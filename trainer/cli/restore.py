@@ -28,6 +28,8 @@ from trainer.terminal import command_line, is_quiet
 
 _NOT_RESTORED = ("allowed_packages", "defaults", "hydra", "ckpt", "ckpt_path", "weights", "resume")
 """Keys of a saved config that are ignored."""
+_RECIPE = "${oc.select:hydra.runtime.choices.recipe,unnamed}"
+"""The recipe in the default folder of a run."""
 _COMMAND_GROUPS = ("checks", "compare", "tune")
 """Groups with the settings of a command. Those of a saved config are ignored, too."""
 
@@ -63,12 +65,8 @@ def apply(arguments: Arguments) -> None:
     arguments.overrides.append(f"ckpt={quoted(str(checkpoint))}")  # so that other processes use the same checkpoint
     arguments.flags["--config-name"] = RESTORED
     if is_first() and not is_quiet() and not arguments.shows:
-        remark = ""
-        # the folder in which the run was started may be unknown
-        with suppress(OSError, ValueError, KeyError, TypeError, RecursionError, yaml.YAMLError):
-            saved = yaml.safe_load((run / ".hydra" / "hydra.yaml").read_text(encoding="utf-8"))
-            if (started := saved["hydra"]["runtime"]["cwd"]) != str(Path.cwd()):
-                remark = f" The run was started in {started}."
+        started = _saved_hydra(run, "runtime").get("cwd", str(Path.cwd()))
+        remark = "" if started == str(Path.cwd()) else f" The run was started in {started}."
         print(printable(f"{arguments.command} with {checkpoint.name} and the config of {run}.{remark}"), flush=True)
 
 
@@ -119,10 +117,19 @@ def _config(run: Path, checkpoint: Path, groups: dict[str, str]) -> dict[str, An
     for group in groups:
         saved.pop(group, None)
         base.pop(group, None)
+    job, choices = _saved_hydra(run, "job"), _saved_hydra(run, "runtime").get("choices")
+    base["hydra"]["job"] |= {
+        name: job[name] for name, kind in (("num", int), ("id", str)) if isinstance(job.get(name), kind)
+    }
+    options = {str(group): option for group, option in choices.items()} if isinstance(choices, dict) else {}
+    for group in [name for name in options if name == "recipe" or name in groups or name.startswith("hydra/")]:
+        del options[group]
     recipe = recipe_of(str(checkpoint))
     if recipe is not None:
+        options["recipe"] = recipe
         for section in (base["hydra"]["run"], base["hydra"]["sweep"]):
-            section["dir"] = section["dir"].replace("unnamed", recipe.replace("/", "_"))
+            section["dir"] = section["dir"].replace(_RECIPE, recipe.replace("/", "_"))
+    base["hydra"]["runtime"] = {"choices": options}
     defaults: list[Any] = [
         "_schema/trainer@trainer",
         "_self_",
@@ -147,6 +154,14 @@ def saved_config(run: Path) -> dict[str, Any]:
     if not isinstance(saved, dict) or not isinstance(saved.get("trainer"), dict) or "model" not in saved:
         raise _damaged_error(file, "expected the settings of a run, including trainer and model")
     return {str(name): value for name, value in saved.items()}
+
+
+def _saved_hydra(run: Path, name: str) -> dict[str, Any]:
+    """Return a node of Hydra's config of the run in a folder; {} if it cannot be read."""
+    with suppress(OSError, ValueError, KeyError, TypeError, RecursionError, yaml.YAMLError):
+        node = yaml.safe_load((run / ".hydra" / "hydra.yaml").read_text(encoding="utf-8"))["hydra"][name]
+        return node if isinstance(node, dict) else {}
+    return {}
 
 
 def _damaged_error(file: Path, problem: str) -> UsageError:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from trainer import packages, redaction
 from trainer.cli import failure, tracking
@@ -237,7 +237,10 @@ def _with_tracking(settings: dict[str, Any], folder: Path, record: RunRecord) ->
     former: Any = {}
     if settings["ckpt"] and settings["command"] != "fit" and (tested := run_of(Path(settings["ckpt"]))):
         former = read_json(tested).get("tracking") or {}  # so that results are added to the run that is tested
-    is_job = not OmegaConf.is_missing(HydraConfig.get().job, "num")
+    words = unresolved_words(HydraConfig.get().overrides.hydra)
+    is_job = any(
+        word.startswith("hydra.job.num=") for word in words
+    )  # a run of ckpt=RUN has the number of its job, too
     run = LoggedRun(folder, settings.get("name") or record.facts["recipe"], folder.parent.name if is_job else None)
     loggers = tracking.complete(settings["logger"], run, former)
     return settings | {"logger": loggers}, {} if former else tracking.settings_to_log(settings)
