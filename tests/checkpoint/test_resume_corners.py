@@ -206,18 +206,28 @@ class Boosts(Callback):
 
 
 class DrawsAll(Module):
-    """Draws the samples of each dataloader, depending on the epoch, when it is created; the validation adds noise."""
+    """Draws the samples of each dataloader when it is created, depending on the epoch and on attributes that change.
+
+    The training depends on an attribute that ``train_dataloader`` sets. The validation adds noise.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.validated = Noisy()
+        self.first, self.drawn, self.order = 0, list[int](), torch.Generator().manual_seed(3)
 
     def train_dataloader(self) -> Any:
-        indices = torch.randperm(12 - self.current_epoch)[:6] + self.current_epoch
-        return DataLoader(Subset(Points(), indices.tolist()), 2)
+        indices = torch.randperm(12 - self.current_epoch, generator=self.order)[:6] + self.current_epoch + self.first
+        self.drawn = (indices % 12).tolist()
+        return DataLoader(Subset(Points(), self.drawn), 2)
 
     def val_dataloader(self) -> Any:
-        return DataLoader(Subset(self.validated, torch.randperm(12)[: 2 + self.current_epoch].tolist()), 2)
+        indices = torch.randperm(12)[: 2 + self.current_epoch] + self.first
+        return DataLoader(Subset(self.validated, (indices % 12).tolist()), 2)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.first += 1
+        return super().training_step(batch, batch_idx) * self.drawn[0]
 
 
 class ScaleCurve(Curves):

@@ -59,6 +59,7 @@ class ProcessState:
 
     def begin_fit(self) -> None:
         """Record the modes and dtypes at the beginning of the run, because a checkpoint contains only changes."""
+        self.program = ProgramState()  # without the attributes of an earlier fit
         self._first_modes = modes.modes_of(self._trainer.lightning_module)
         self._first_dtypes = buffers.dtypes_of(self._trainer.lightning_module)
         communicates = self._trainer.engine.communication

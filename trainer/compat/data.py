@@ -33,6 +33,7 @@ from lightning.pytorch.utilities.data import _is_dataloader_shuffled, has_len_al
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
 from trainer.compat.loaders import DrawnLoaderSet, LoaderSet, watch_of
+from trainer.compat.modules import program_state
 from trainer.compat.overrides import overrides
 from trainer.data.elastic import ElasticSampler, SampleOrder, not_ordered
 from trainer.data.epochs import objects_with_set_epoch
@@ -45,6 +46,7 @@ from trainer.errors import ConfigurationError, ResumeError, rank_zero_warn
 from trainer.loops.accumulation import AccumulationWindow
 from trainer.state import random_states
 from trainer.state.metrics import MetricStore
+from trainer.state.program import ProgramState
 
 if TYPE_CHECKING:
     from trainer.trainer import Trainer
@@ -260,7 +262,8 @@ class DataSource:
     def loaders(self, stage: RunningStage, recreate: bool = False) -> LoaderSet | None:
         """Return the dataloaders of ``stage``, created at the first call; None without any, or if their limit is 0.
 
-        A resumed run creates them in the epoch and from the random states in which the saved run created its own.
+        A resumed run creates them in the epoch, from the random states and with the attributes with which the saved run
+        created its own.
 
         Args:
             stage: the stage.
@@ -272,8 +275,10 @@ class DataSource:
         origin = resumed if resumed and resumed.get("made_in", -1) >= 0 else None
         if old is not None and origin is not None:  # `estimated_stepping_batches` created them before the resume
             recreate |= (old.made_in, old.made_from) != (origin["made_in"], origin.get("made_from", {}))
+            recreate |= any(origin.get("made_with", ()))
         if stage in self._ready and not recreate:
             return old
+        made_with = trainer.process.program.read() if origin is None else origin.get("made_with", [])
         timed = trainer.profiler.profile(f"setup_{stage.dataloader_prefix}_dataloader")
         with timed, warnings.catch_warnings(), self._created_as(origin) as made_from:
             # Lightning 2.6.6 calls torch's pytree in a way that torch 2.15 deprecates
@@ -286,7 +291,7 @@ class DataSource:
         if made is None:
             return None
         trainer._session.enter_context(bounded(made.combined.flattened, trainer.dataloader_timeout))
-        made.made_in = trainer.current_epoch
+        made.made_in, made.made_with = trainer.current_epoch, made_with
         # the validation of this epoch reuses the dataloaders of the sanity check; without one, they are recreated
         is_extra = trainer.sanity_checking and not trainer.loop.limits.epoch_validates()
         made.is_outdated = is_extra and bool(trainer.reload_dataloaders_every_n_epochs)
@@ -299,7 +304,7 @@ class DataSource:
 
     @contextmanager
     def _created_as(self, origin: dict[str, Any] | None) -> Iterator[random_states.State]:
-        """Return a context with the epoch and the random states of ``origin``, and these random states.
+        """Return a context with the epoch, the random states and the attributes of ``origin``, and these random states.
 
         If ``origin`` is None, it changes nothing.
         """
@@ -308,7 +313,9 @@ class DataSource:
             yield random_states.capture()
             return
         epoch = progress.epoch
-        with random_states.isolated():
+        made_with = origin.get("made_with", [])
+        program = program_state(self._trainer) if any(made_with) else ProgramState()
+        with random_states.isolated(), program.as_in(made_with):
             random_states.restore(origin.get("made_from", {}))
             progress.epoch = origin["made_in"]
             try:

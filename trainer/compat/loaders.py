@@ -58,6 +58,8 @@ class LoaderSet:
     Attributes:
         made_in: the epoch in which they were created. Set by DataSource.
         made_from: the random states from which they were created; {} if this used no random numbers. Set by DataSource.
+        made_with: the state of the user's objects when they were created, from ``ProgramState.read``; [] if this was
+            before ``on_train_start``. Set by DataSource.
         is_outdated: whether they must be created again before the next pass. Set by DataSource.
         spans: the smallest and largest number of batches on any rank, for each dataloader. A single entry if the
             dataloaders are combined, as usual in training. Empty in training if a length is unknown, or the dataloaders
@@ -82,6 +84,7 @@ class LoaderSet:
         self.has_length = has_length
         self.made_in = 0
         self.made_from: random_states.State = {}
+        self.made_with: list[Any] = []
         self.is_outdated = False
         self.spans: list[Span] = []
         self.most = limits
@@ -280,7 +283,8 @@ class LoaderSet:
 
     def _origin(self) -> dict[str, Any]:
         """Return how the dataloaders were created, so that a resumed run can create the same ones."""
-        return {"made_in": self.made_in, "made_from": self.made_from, "is_outdated": self.is_outdated}
+        names = ("made_in", "made_from", "made_with", "is_outdated")
+        return {name: getattr(self, name) for name in names}
 
     def _position_state(self) -> dict[str, Any]:
         state: dict[str, Any] = {"loaders": [loader.state_dict() for loader in self.loaders]}

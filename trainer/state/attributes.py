@@ -104,6 +104,14 @@ class AttributeChanges:
                 for place, saved in zip(places, saved_of[name], strict=True):
                     self._restore(place, saved, created)
 
+    def undo(self, written: list[Any]) -> None:
+        """Undo :meth:`write`, except for attributes that have changed since.
+
+        Args:
+            written: the result of :meth:`read` after the call of :meth:`write`.
+        """
+        self.write([[name, _newer(now, old)] for (name, now), (_, old) in zip(self.read(), written, strict=True)])
+
     def missing(self, state: list[Any]) -> list[str]:
         """Return the classes that have a changed object in ``state``, and a different number of objects now.
 
@@ -205,6 +213,13 @@ def is_watched(value: Any) -> bool:
     if isinstance(value, (nn.Module, type)) or not isinstance(getattr(value, "__dict__", None), dict):
         return False
     return all(_is_users(base) for base in type(value).__mro__)
+
+
+def _newer(now: Any, old: Any) -> Any:
+    """Return the changes of an object that leave its attributes as they are if they are not those in ``old``."""
+    if isinstance(now, list) or isinstance(old, list):
+        return now if now != old else {}
+    return {name: _LOST for name, value in now.items() if value == _LOST or value != old.get(name, _LOST)}
 
 
 def _has_iterator(value: Any) -> bool:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Sequence, Set
+from collections.abc import Callable, Collection, Iterator, Sequence, Set
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -108,6 +109,22 @@ class ProgramState:
     def read(self) -> list[Any]:
         """Return the states of the random generators and, as the last item, the changed attributes."""
         return [*map(generators.state_of, self._generators), self._attributes.read()]
+
+    @contextmanager
+    def as_in(self, state: list[Any]) -> Iterator[None]:
+        """Return a context with a state of :meth:`read`.
+
+        Its exit restores the random generators, and the attributes that have not changed inside.
+        """
+        before = [*map(generators.state_of, self._generators)]
+        self.write(state)
+        written = self._attributes.read()
+        try:
+            yield
+        finally:
+            for generator, own in zip(self._generators, before, strict=True):
+                generators.set_state(generator, own)
+            self._attributes.undo(written)
 
     def write(self, state: list[Any]) -> list[str]:
         """Restore the state that :meth:`read` returned, and return a message for each part that is not restored.
