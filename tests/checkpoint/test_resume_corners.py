@@ -118,6 +118,44 @@ class StepsItself(Module):
         return []
 
 
+class Alternates(Module):
+    """Trains one of its parts in each batch; the other moves by momentum, because its gradient is 0 and not None."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        part = self.backbone if batch_idx % 2 else self.head
+        return part(batch[0]).square().mean()
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+        optimizer.zero_grad(set_to_none=False)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), 0.05, momentum=0.9)
+
+
+class AlternatesItself(Alternates):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad(set_to_none=False)
+        self.manual_backward(super().training_step(batch, batch_idx))
+        optimizer.step()
+
+
+class AccumulatesItself(Module):
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        if batch_idx % 3 == 2:
+            optimizer.step(optimizer_closure)
+        else:
+            optimizer_closure()
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+        if batch_idx % 3 == 0:
+            optimizer.zero_grad()
+
+
 class Freezes(Module):
     def on_train_epoch_start(self) -> None:
         self.head.requires_grad_(self.current_epoch >= 1)
@@ -314,6 +352,9 @@ def _quiet() -> Any:
         (NothingAtTheEnd, list, {"accumulate_grad_batches": 2, "precision": "16-mixed"}),
         (Freezes, list, {}),
         (StepsItself, list, {}),
+        (Alternates, list, {}),
+        (AlternatesItself, list, {}),
+        (AccumulatesItself, list, {"precision": "16-mixed"}),
         (Measures, lambda: [ScaleMonitor(), ScaleCurve()], {"precision": "16-mixed"}),
         (LooksAhead, list, {}),
         (Anneals, lambda: [Boosts()], {"accumulate_grad_batches": 2}),

@@ -8,7 +8,7 @@ the compact form of :mod:`trainer.checkpoint.compact`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,6 +20,7 @@ from trainer.checkpoint.plain import plain_numbers
 from trainer.checkpoint.snapshot import on_host
 from trainer.engine import communication
 from trainer.engine.gradients import Gradients
+from trainer.engine.optimizer_calls import has_own_zero_grad
 from trainer.engine.optimizer_states import keep_dtypes
 from trainer.errors import ResumeError, join_first, refuse_inexact, warn
 from trainer.loops.closures import ClosureOptimization
@@ -123,6 +124,7 @@ class ProcessState:
         }
         is_open = "size" in state["window"]
         state["gradients"] = self._gradients(is_open)
+        state["used_gradients"] = self._used_gradients(state["gradients"])
         losses = loop.gradients.scaler.losses if state["gradients"] else []
         state["losses"] = losses[: state["window"]["backwards"]] if is_open else list(losses)
         if is_open and self.kept_batches is not None:
@@ -214,6 +216,7 @@ class ProcessState:
                 callback.load_state_dict({**own, "patience": callback.patience})
         if not state.get("next_forward_exchanges", True):
             engine.skip_next_buffer_sync()
+        self._restore_used_gradients(state.get("used_gradients", []))
         self._restore_gradients(state["gradients"])
         loop.gradients.scaler.losses = [loss.to(device) for loss in state.get("losses", ())]
         if self.kept_batches is not None and (saved_batches := state.get("kept_batches")) is not None:
@@ -409,8 +412,9 @@ class ProcessState:
     def _gradients(self, is_open: bool) -> dict[str, Tensor]:
         """Return the gradients that no optimizer step has used yet, without those of a batch that will be repeated.
 
-        In automatic optimization these are the gradients of an open window. A module that steps its optimizers itself
-        may accumulate gradients over any number of batches; those that a step has used are left out.
+        In automatic optimization these are the gradients of an open window, and all gradients if the module overrides
+        ``optimizer_zero_grad``, which may keep them. A module that steps its optimizers itself may accumulate gradients
+        over any number of batches; those that a step has used are left out.
 
         Args:
             is_open: whether the accumulation window is saved as an open one.
@@ -420,18 +424,42 @@ class ProcessState:
         if not trainer.lightning_module.automatic_optimization:
             if not window.in_batch:
                 waiting = [optimizer for optimizer in loop.optimizers if not loop.gradients.are_used(optimizer)]
-        elif is_open and window.in_batch and window.has_added_gradients:
-            progress = loop.progress
-            warn(
-                f"A checkpoint was saved inside batch {progress.batch_idx} of epoch {progress.epochs_trained}, after"
-                " its gradients were added to those of earlier batches of its accumulation window. A run that resumes"
-                " from it loses the gradients of the window's earlier batches. Save in on_train_batch_start or"
-                " on_train_batch_end instead, which keep them."
-            )
-        elif is_open and (window.backwards or loop.gradients.are_parts):
-            waiting = loop.optimizers  # parts may also be from batches of the other processes
+        elif window.in_batch and window.has_added_gradients:
+            if is_open:
+                warn(
+                    f"A checkpoint was saved inside batch {loop.progress.batch_idx} of epoch"
+                    f" {loop.progress.epochs_trained}, after its gradients were added to those of earlier batches of"
+                    " its accumulation window. A run that resumes from it loses the gradients of the window's earlier"
+                    " batches. Save in on_train_batch_start or on_train_batch_end instead, which keep them."
+                )
+        elif loop.gradients.are_parts:
+            waiting = loop.optimizers if is_open else []  # may also be from batches of the other processes
+        elif (is_open and window.backwards) or (loop.path.zero_grad is not None and trainer.engine.exposes_gradients):
+            waiting = loop.optimizers
         gradients: Gradients = loop.gradients
         return gradients.state_dict(self._named_parameters(), waiting)
+
+    def _used_gradients(self, saved: Container[str]) -> list[str]:
+        """Return the names of the other gradients that exist, if ``zero_grad`` may set them to 0 instead of None.
+
+        Optimizers leave a parameter without a gradient unchanged, but apply momentum and weight decay with one of 0.
+        """
+        loop, module = self._trainer.loop, self._trainer.lightning_module
+        keeps = not module.automatic_optimization or any(map(has_own_zero_grad, loop.optimizers))
+        is_whole = self._trainer.engine.exposes_gradients and not loop.gradients.are_parts
+        if not (keeps and is_whole) or loop.window.in_batch:
+            return []
+        found = [(name, p.dtype, p.grad) for name, p in self._named_parameters() if name not in saved]
+        kinds = [(name, dtype, g.dtype, g.layout) for name, dtype, g in found if g is not None]
+        return [name for name, dtype, own, layout in kinds if own == dtype and layout is torch.strided]
+
+    def _restore_used_gradients(self, names: list[str]) -> None:
+        """Set the gradients that :meth:`_used_gradients` returned to 0, before those that no step has used."""
+        parameters = dict(self._named_parameters())
+        for name in parameters.keys() & set(names):
+            parameters[name].grad = torch.zeros_like(parameters[name])
+        for optimizer in self._trainer.loop.optimizers:
+            self._trainer.loop.gradients.mark_used(optimizer)
 
     def _restore_gradients(self, state: dict[str, Tensor]) -> None:
         trainer, gradients = self._trainer, self._trainer.loop.gradients
