@@ -84,6 +84,15 @@ def test_settings_that_the_checkpoint_replaces_are_refused(run, words):
     assert composed("test", *words, "optimizer.lr=0.5").optimizer.lr == 0.5
 
 
+def test_interpolated_setting_that_the_checkpoint_replaces_is_refused(run):
+    written = changed(notes={"rate": 0.25}, optimizer={"lr": "${notes.rate}"})
+    (run / ".hydra" / "config.yaml").write_text(written, encoding="utf-8")
+    assert composed("fit", f"ckpt={run}", "optimizer.lr=0.25").optimizer.lr == 0.25
+    for setting in ("notes.rate=0.5", "optimizer.lr=0.5"):
+        with pytest.raises(UsageError, match=r"optimizer.lr=0.5 has no effect, because .* continues with lr=0.25"):
+            composed("fit", f"ckpt={run}", setting)
+
+
 def test_null_is_no_checkpoint(run):
     assert composed("fit", "+recipe=line", "ckpt=null").ckpt is None
 

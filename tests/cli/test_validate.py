@@ -211,11 +211,13 @@ def test_wrong_folder(tmp_path, monkeypatch, capsys):
     [
         "trainr: {max_epochs: 3}\ntrainer: {max_epochs: '${trainr.max_epochs}'}",  # used: no mistake
         "callbacks: {throughput: {anything: 1}}\nnotes: {dates: [1]}\nname: mine",  # known, not chosen
+        "lr: 0.3\noptimizer: {lr: '${lr}'}",  # used, until the command line overrides it
+        "shared: {model_checkpoint: null}\ncallbacks: ${shared}",
     ],
 )
 def test_custom_keys_in_a_file(project, text):
     write(project, {"conf/recipe/good.yaml": f"# @package _global_\ndefaults: [line]\n{text}\n"})
-    assert validate(read(["fit", "+recipe=good"])).command == "fit"
+    assert validate(read(["fit", "+recipe=good", "optimizer.lr=0.5"])).command == "fit"
 
 
 @pytest.mark.parametrize(

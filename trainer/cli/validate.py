@@ -14,6 +14,7 @@ from typing import Any
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from trainer.arguments import SWITCH, WHOLE, Kind, describe, join_alternatives
 from trainer.cli import plugins, tracking
@@ -103,21 +104,21 @@ def validate(arguments: Arguments, composer: Composer | None = None) -> DictConf
         _check_option(composer, override)
 
     first = next(_jobs(overrides))
-    config = _compose(composer, first)
+    config, before = _compose(composer, first)
     is_sweep = sweeps(arguments, config)
     if is_sweep:
         overrides = [*_sweeper_params(arguments, composer, config), *overrides]
     _check_several_values(overrides, config, is_sweep=is_sweep)
     jobs = list(islice(_jobs(overrides), _MOST_JOBS))
-    configs = [_compose(composer, job) if job != first else config for job in jobs]
+    composed = [_compose(composer, job) if job != first else (config, before) for job in jobs]
     if arguments.command == "compare":
         from trainer.cli import compare  # imported here because it is slow
 
-        compare.check(configs[0], jobs=math.prod(len(values) for values in _values(overrides)))
+        compare.check(config, jobs=math.prod(len(values) for values in _values(overrides)))
     folders: set[str] = set()
-    for config in configs:
+    for config, before in composed:
         HydraConfig.instance().set_config(config)  # for ${hydra:...}
-        if config is configs[0]:
+        if config is composed[0][0]:
             _check_hydra(config)
             if not arguments.shows:
                 _check_mode(overrides, is_sweep=is_sweep)
@@ -125,9 +126,9 @@ def validate(arguments: Arguments, composer: Composer | None = None) -> DictConf
                 plugins.prepare(config.hydra)
         if is_sweep:
             _check_folder_of_job(config, folders)
-        _check_whole(composer, config, overrides, arguments)
-    HydraConfig.instance().set_config(configs[0])
-    return configs[0]
+        _check_whole(composer, config, before, overrides, arguments)
+    HydraConfig.instance().set_config(composed[0][0])
+    return composed[0][0]
 
 
 def _values(overrides: Sequence[Override]) -> list[list[str]]:
@@ -233,15 +234,17 @@ def _hint_other_file(group: str, name: str, known: Sequence[str]) -> str:
     return ""
 
 
-def _compose(composer: Composer, job: Sequence[str]) -> DictConfig:
-    """Return the config of ``job``, after checking its settings against the config without them."""
+def _compose(composer: Composer, job: Sequence[str]) -> tuple[DictConfig, dict[str, Any]]:
+    """Return the config of ``job`` with and without its settings, after checking the settings against the latter."""
+    before = {}
 
     def check(config: dict[str, Any], chosen: dict[str, str]) -> None:
+        before.update(config)
         known = {entry.key: entry.value for entry in walk(config, into_lists=False)}
         _check_settings(composer, known, chosen, job)
         _check_replaced_options(composer, known, job)
 
-    return composer.compose(job, check)
+    return composer.compose(job, check), before
 
 
 def _check_settings(composer: Composer, known: dict[str, Any], chosen: dict[str, str], job: Sequence[str]) -> None:
@@ -394,12 +397,26 @@ def _check_value(key: str, value: Any, default: Any) -> None:
         raise UsageError(problem)
 
 
-def _check_whole(composer: Composer, config: DictConfig, overrides: Sequence[Override], arguments: Arguments) -> None:
-    """Check the whole config: missing values, model, checkpoint, allowed targets, and settings without effect."""
+def _check_whole(
+    composer: Composer,
+    config: DictConfig,
+    before: dict[str, Any],
+    overrides: Sequence[Override],
+    arguments: Arguments,
+) -> None:
+    """Check the whole config: missing values, model, checkpoint, allowed targets, and settings without effect.
+
+    Args:
+        composer: the composer of the config.
+        config: the config of a job.
+        before: the config without the settings of the command line.
+        overrides: the settings of the command line.
+        arguments: the command line.
+    """
     runs, job = not arguments.shows, OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])
     _check_complete(job)
     if composer.config_name != RESTORED:  # a restored config was checked by its own run
-        _check_ignored_keys(composer, config, overrides)
+        _check_ignored_keys(composer, config, before, overrides)
     for key, accepts in _ROOT.items():
         if (problem := mistake(key, value := job.get(key), accepts)) and not str(value).startswith("${"):
             raise UsageError(problem)
@@ -488,7 +505,9 @@ def _check_complete(job: DictConfig) -> None:
                 raise UsageError(f"{place} is {describe(node)}, expected a node with a _target_, or null.{advice}")
 
 
-def _check_ignored_keys(composer: Composer, config: DictConfig, overrides: Sequence[Override]) -> None:
+def _check_ignored_keys(
+    composer: Composer, config: DictConfig, before: dict[str, Any], overrides: Sequence[Override]
+) -> None:
     """Refuse keys without an effect in config files: misspelled ones, and those in files without ``@package``."""
     known = unresolved(config)
     for group in GROUPS_TO_ADD:
@@ -497,7 +516,7 @@ def _check_ignored_keys(composer: Composer, config: DictConfig, overrides: Seque
                 f"conf/{group}/{config.hydra.runtime.choices.get(group)}.yaml has no effect, because its settings are"
                 f" merged into the node {group!r}. Add `# @package _global_` as its first line."
             )
-    groups, text = composer.groups(), str(known)
+    groups, text = composer.groups(), f"{before} {known}"  # an override may replace the only interpolation of a key
     known_keys = {*groups, *OmegaConf.load(packaged_conf() / f"{CONFIG_NAME}.yaml")}
     keys = {entry.key for entry in walk(known, into_lists=False)}
     meant = {override.key_or_group.partition(".")[0] for override in overrides if override.is_force_add()}
@@ -511,7 +530,12 @@ def _check_ignored_keys(composer: Composer, config: DictConfig, overrides: Seque
             if hint:
                 raise UsageError(f"There is no setting {name!r}.{hint}")
     for group in ("callbacks", "logger"):
-        nodes = {name: node for name, node in (known.get(group) or {}).items() if isinstance(node, dict)}
+        entries = known.get(group)  # an interpolation is checked with the whole config
+        nodes = (
+            {name: node for name, node in entries.items() if isinstance(node, dict)}
+            if isinstance(entries, dict)
+            else {}
+        )
         names = [*composer.options(group), *(name for name, node in nodes.items() if "_target_" in node)]
         for name in nodes:  # a node of an option that was not chosen is allowed
             if name not in names and (hint := did_you_mean(name, names)):
@@ -584,19 +608,28 @@ def _check_resumed(plain: dict[str, Any], overrides: Sequence[Override]) -> None
     """Refuse settings of the optimizer on the command line that a checkpoint of a fit replaces."""
     path = plain["ckpt_path"]
     run = run_of(Path(path)) if plain["command"] == "fit" and path is not None and Path(path).exists() else None
-    saved = saved_config(run).get("optimizer") if run is not None else None
-    if not (isinstance(saved, dict) and isinstance(plain.get("optimizer"), dict)):
+    saved, now = {} if run is None else _saved_optimizer(run), plain.get("optimizer")
+    if not isinstance(now, dict) or saved.get("_target_") != now.get("_target_"):
         return
-    for override in overrides:
-        group, _, name = override.key_or_group.partition(".")
-        before, now = saved.get(name), plain["optimizer"].get(name)
-        is_restored = group == "optimizer" and name in saved and name not in _NOT_RESTORED
-        if is_restored and before != now and "${" not in str(before):
+    given = {override.key_or_group for override in overrides}
+    for name, before in saved.items():
+        is_given = plain["ckpt"] is not None or f"optimizer.{name}" in given  # other values may be those of a recipe
+        if is_given and name not in _NOT_RESTORED and before != now.get(name):
             raise UsageError(
-                f"optimizer.{name}={describe(now)} has no effect, because the optimizer in {path} continues with"
-                f" {name}={describe(before)}. Remove it, or start a new run from the weights: replace the checkpoint by"
-                f" +recipe={recipe_of(path) or 'NAME'} weights={path}."
+                f"optimizer.{name}={describe(now.get(name))} has no effect, because the optimizer in {path} continues"
+                f" with {name}={describe(before)}. Remove it, or start a new run from the weights: replace the"
+                f" checkpoint by +recipe={recipe_of(path) or 'NAME'} weights={path}."
             )
+
+
+def _saved_optimizer(run: Path) -> dict[str, Any]:
+    """Return the settings of the optimizer of the run in a folder; {} if it has none, or they cannot be resolved."""
+    config = OmegaConf.create(saved_config(run))
+    try:
+        saved = OmegaConf.to_container(config.optimizer, resolve=True) if "optimizer" in config else None
+    except OmegaConfBaseException:  # such as an environment variable that is not set any more
+        return {}
+    return {str(name): value for name, value in saved.items()} if isinstance(saved, dict) else {}
 
 
 def _check_weights(plain: dict[str, Any]) -> None:
