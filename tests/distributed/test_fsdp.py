@@ -10,6 +10,7 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 from tests.distributed.worker import Uneven, fit, whole
 from tests.support import needs_fsdp2
@@ -53,6 +54,19 @@ class OptimizerOfOneElement(Uneven):
 
     def configure_optimizers(self) -> Any:
         return [torch.optim.SGD([self.gain], lr=0.05), torch.optim.SGD(self.net.parameters(), lr=0.05)]
+
+
+class Penalized(Uneven):
+    """Has a penalty on the weights, and logs values of sharded weights and gradients."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        penalty = sum(parameter.square().sum() for parameter in self.net.parameters())
+        self.log("penalty", penalty, on_epoch=True)
+        return self.loss(batch) + 0.1 * (penalty.full_tensor() if isinstance(penalty, DTensor) else penalty)
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.log("norm", self.net[0].weight.grad.norm(), on_epoch=True, sync_dist=True)
+        self.log("largest", self.net[0].weight.grad.abs().max(), reduce_fx="max", on_epoch=True)
 
 
 class OptimizerStep(Uneven):
@@ -170,6 +184,7 @@ SCENARIOS = {
     "optimizer_step": Scenario(OptimizerStep, WINDOW),
     "manual, 16-mixed": Scenario(Adversarial, {"precision": "16-mixed"}, tolerance=1e-3, ddp=FIND_UNUSED),
     "manual, not toggled": Scenario(partial(Adversarial, toggles=False), ddp=FIND_UNUSED),
+    "penalty on weights": Scenario(Penalized),
     "tied": Scenario(Tied),
     "bf16-true": Scenario(Uneven, {"precision": "bf16-true", "gradient_clip_val": 0.3}, tolerance=2e-2),
     "64-true": Scenario(OptimizerOfOneElement, {"precision": "64-true", "gradient_clip_val": 0.3}, tolerance=1e-14),
@@ -196,6 +211,7 @@ def fit_scenario(scenario: Scenario, engine: str) -> dict[str, Any]:
         "restored": whole(module), "classes": [type(part).__name__ for part in module.modules()],
         "requires_grad": [p.requires_grad for p in module.parameters()],
         "hooks": [len(one._optimizer_step_post_hooks) for one in module.trainer.engine.optimizers],
+        "metrics": {name: value.item() for name, value in module.trainer.callback_metrics.items()},
     }  # fmt: skip
 
 
@@ -208,5 +224,6 @@ def test_fsdp_equals_ddp(ranks, scenario):
         torch.testing.assert_close(found["restored"], found["weights"], rtol=0, atol=0)
         for key in ("outcomes", "global_step", "skipped_steps", "classes", "requires_grad", "hooks"):
             assert found[key] == expected[key], key
+        assert found["metrics"] == pytest.approx(expected["metrics"], rel=max(scenario.tolerance, 1e-5))
         assert found["norms"] == pytest.approx(expected["norms"], rel=max(scenario.tolerance, 1e-6))
     torch.testing.assert_close(results[0]["weights"], results[1]["weights"], rtol=0, atol=0)

@@ -127,6 +127,13 @@ class ChangesWeights(Core):
         return super().forward(x)
 
 
+class Penalized(Core):
+    """Has a penalty on the weights of a block."""
+
+    make = staticmethod(lambda: nn.Sequential(nn.Linear(4, 4)))
+    use = staticmethod(lambda part, x: part(x).square().mean() + part[0].weight.square().sum())
+
+
 class Fitted(LightningModule):
     def __init__(self, kind: type[Core]) -> None:
         super().__init__()
@@ -162,7 +169,7 @@ def refusal(kind: type[Core], strategy: str, folder: Path) -> str:
     """Return the message of the error that refuses a fit."""
     with pytest.raises((UnsupportedError, RuntimeError)) as caught:
         fit(kind, strategy, folder)
-    return str(caught.value)
+    return "\n".join([str(caught.value), *getattr(caught.value, "__notes__", ())])
 
 
 def fit_by_hand(kind: type[Core]) -> dict[str, Tensor]:
@@ -200,6 +207,7 @@ REFUSED = {
     (Outside, "ddp"): r"not the module's, with the shapes \(4, 4\), \(4,\): .*averaged.*nn\.ModuleList",
     (Outside, "fsdp"): r"not the module's, with the shapes",
     (FromBefore, "fsdp"): r"replaced by shards",
+    (Penalized, "fsdp"): r"penalty on the weights.*full_tensor",
     (ChangesWeights, "fsdp"): r"changed core\.part\.weight in place",
 }
 

@@ -25,6 +25,7 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch import Tensor
 from torchmetrics import Metric
 
+from trainer.engine.parts import whole
 from trainer.errors import rank_zero_warn
 from trainer.graphs import keep_out_of_graphs
 from trainer.state.metrics import LoggedValue, LogOptions, MetricStore, PublishedMetrics, accumulation_dtype, to_scalars
@@ -122,7 +123,7 @@ class ModuleLog:
             entry = self._register(store, hook, name, value, LogOptions(*given), metric_attribute)
         assert store is not None
         if isinstance(value, Tensor):
-            value = value.detach()
+            value = whole(value.detach())
             if value.dtype not in _LOSSLESS_DTYPES:
                 value = value.to(accumulation_dtype())
             elif self._copies:

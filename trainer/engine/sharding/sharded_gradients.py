@@ -62,7 +62,15 @@ class ShardedGradients(Gradients):
 
     def backward(self, loss: Tensor) -> None:
         """Add the gradients of a scaled loss to those of the window's earlier batches."""
-        super().backward(loss)
+        try:
+            super().backward(loss)
+        except RuntimeError as error:
+            if isinstance(loss, DTensor):
+                error.add_note(
+                    "The loss was computed from sharded weights outside of their module's forward, such as a penalty on"
+                    " the weights. Call .full_tensor() on the penalty: it is a torch.distributed.tensor.DTensor."
+                )
+            raise
         self._sharded().idle.remember()
 
     def backward_by(self, run: Callable[[Tensor], None], loss: Tensor) -> None:
