@@ -98,7 +98,10 @@ class ClosureOptimization:
                     loop.progress.optimizer_steps += 1
         finally:
             loop.freezes_scale = False
-        unused = loop.gradients.scale_again()  # if `optimizer_step` left a step out
+        if not loop.stepped:  # `optimizer_step` left the step out
+            for optimizer in loop.optimizers:
+                loop.gradients.unscale_(optimizer)  # checks sharded gradients, which are still scaled
+        unused = loop.gradients.scale_again()
         if not loop.stepped:
             lower_scale_after(loop, [factor for _, factor in unused])
         loop.finish_steps()
