@@ -33,6 +33,7 @@ from trainer.compat.averaging import (
     resume_averaging,
     shard_averages,
 )
+from trainer.compat.base import refuse_own_parts
 from trainer.compat.checkpoint_connector import CheckpointConnector
 from trainer.compat.logging import attach_log, detach_log
 from trainer.compat.reused_callbacks import reset_results
@@ -169,10 +170,11 @@ class Run:
             weights: the argument ``weights`` of ``fit``. Default: None.
 
         Raises:
-            ConfigurationError: if both dataloaders and a datamodule are given, the checkpoint cannot be selected, or
-                the fit of another Trainer is training the module.
+            ConfigurationError: if both dataloaders and a datamodule are given, the checkpoint cannot be selected, the
+                fit of another Trainer is training the module, or the Trainer has parts that would not run.
         """
         trainer, first = self._trainer, next(iter(dataloaders.values()))
+        refuse_own_parts(trainer)
         self._refuse_module_in_training(getattr(model, "_orig_mod", model))
         module = modules.attach(trainer, model)
         arguments.refuse_other_package("datamodule", datamodule)

@@ -1,10 +1,11 @@
-"""A Trainer's subclass with its own loop, as in torch-uncertainty."""
+"""A Trainer's subclass with its own loop, as in torch-uncertainty, or its own parts, as in ptlflow."""
 
 from typing import Any
 
 import pytest
 from lightning.pytorch.loops.evaluation_loop import _EvaluationLoop
 from lightning.pytorch.loops.fit_loop import _FitLoop
+from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 
 from tests.parity import QUIET, Classifier, data, run_both
@@ -63,3 +64,20 @@ def test_loop_that_would_not_run_is_refused(place):
     loop: Any = OwnFitLoop(trainer) if place == "fit_loop" else PoliteLoop(trainer, *stage)  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match=rf"for `{place}`, expected .* not (advance|on_run_end): the loops"):
         setattr(trainer, place, loop)
+
+
+class OwnRun(Trainer):
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
+        return super()._run(*args, **kwargs)
+
+
+class OwnConnector(Trainer):
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self._checkpoint_connector: Any = _CheckpointConnector(self)
+
+
+@pytest.mark.parametrize(("kind", "name"), [(OwnRun, "_run"), (OwnConnector, "_checkpoint_connector")])
+def test_private_parts_that_would_not_run_are_refused(kind, name):
+    with pytest.raises(ConfigurationError, match=rf"Got a {kind.__name__} with its own {name}, expected"):
+        kind(**QUIET).fit(Classifier(), data(2))

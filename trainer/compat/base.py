@@ -59,6 +59,17 @@ def with_lightning_signature(method: Method) -> Method:
     return method
 
 
+_METHODS = {
+    name: method
+    for name, method in vars(LightningTrainer).items()
+    if name.startswith("_") and not name.endswith("__") and inspect.isfunction(method) and name != "_teardown"
+}
+"""The private methods of Lightning's Trainer that do not run, and their implementations."""
+_CONNECTORS = {
+    "_checkpoint_connector": CheckpointConnector, "_logger_connector": LoggerConnector, "_signal_connector": Signals
+}  # fmt: skip
+
+
 class TrainerBase(LightningTrainer):
     """Lightning's Trainer on top of our parts. ``Trainer`` assigns every attribute declared here in its constructor."""
 
@@ -159,3 +170,15 @@ class TrainerBase(LightningTrainer):
 
     def _teardown(self) -> None:
         self.engine.teardown()
+
+
+def refuse_own_parts(trainer: TrainerBase) -> None:
+    """Raise an error if the Trainer has its own private methods or connectors, which would not run."""
+    kind = type(trainer)
+    own = [name for name, method in _METHODS.items() if getattr(kind, name) is not method]
+    own += [name for name, connector in _CONNECTORS.items() if not isinstance(getattr(trainer, name), connector)]
+    if own:
+        raise ConfigurationError(
+            f"Got a {kind.__qualname__} with its own {', '.join(own)}, expected a Trainer that keeps the private"
+            " methods and connectors: Lightning's do not run. Use hooks of the module or of a callback."
+        )
