@@ -76,6 +76,18 @@ class OptimizerStep(Uneven):
         optimizer.step(closure=optimizer_closure)
 
 
+class StepsIfFinite(Uneven):
+    """Steps only if its gradients are finite: those of the first batch are not."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.loss(batch) * (1e30 if batch_idx == 0 else 1.0)
+
+    def optimizer_step(self, epoch: Any, batch_idx: Any, optimizer: Any, closure: Any) -> None:
+        closure()
+        if nn.utils.get_total_norm([parameter.grad for parameter in self.parameters()]).isfinite():
+            optimizer.step()
+
+
 class Adversarial(LightningModule):
     """Manual optimization of two networks in turn, one with blocks and one without, and a direct parameter."""
 
@@ -182,6 +194,7 @@ POLICY = partial(
 SCENARIOS = {
     "None in the middle of the forward": Scenario(PartOfForward, WINDOW),
     "optimizer_step": Scenario(OptimizerStep, WINDOW),
+    "left out, 16-mixed": Scenario(StepsIfFinite, {"precision": "16-mixed"}, tolerance=1e-3),
     "manual, 16-mixed": Scenario(Adversarial, {"precision": "16-mixed"}, tolerance=1e-3, ddp=FIND_UNUSED),
     "manual, not toggled": Scenario(partial(Adversarial, toggles=False), ddp=FIND_UNUSED),
     "penalty on weights": Scenario(Penalized),
@@ -211,6 +224,7 @@ def fit_scenario(scenario: Scenario, engine: str) -> dict[str, Any]:
         "restored": whole(module), "classes": [type(part).__name__ for part in module.modules()],
         "requires_grad": [p.requires_grad for p in module.parameters()],
         "hooks": [len(one._optimizer_step_post_hooks) for one in module.trainer.engine.optimizers],
+        "scale": module.trainer.scaler.get_scale(),
         "metrics": {name: value.item() for name, value in module.trainer.callback_metrics.items()},
     }  # fmt: skip
 
@@ -222,7 +236,7 @@ def test_fsdp_equals_ddp(ranks, scenario):
         assert all(torch.isfinite(value).all() for value in expected["weights"].values())
         torch.testing.assert_close(found["weights"], expected["weights"], rtol=0, atol=scenario.tolerance)
         torch.testing.assert_close(found["restored"], found["weights"], rtol=0, atol=0)
-        for key in ("outcomes", "global_step", "skipped_steps", "classes", "requires_grad", "hooks"):
+        for key in ("outcomes", "global_step", "skipped_steps", "classes", "requires_grad", "hooks", "scale"):
             assert found[key] == expected[key], key
         assert found["metrics"] == pytest.approx(expected["metrics"], rel=max(scenario.tolerance, 1e-5))
         assert found["norms"] == pytest.approx(expected["norms"], rel=max(scenario.tolerance, 1e-6))
