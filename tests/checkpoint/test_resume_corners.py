@@ -219,6 +219,7 @@ class Anneals(Module):
 
     def on_train_batch_end(self, *_: Any) -> None:
         self.factor *= 0.8
+        self.backbone[2].p *= 0.9  # type: ignore[operator]
 
     def on_train_epoch_end(self) -> None:
         self.factor += float(torch.stack(self.losses).mean())

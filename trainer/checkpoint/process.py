@@ -79,6 +79,7 @@ class ProcessState:
             "seen_batches": self._seen_batches(),
             "evaluation": trainer.data.evaluation_state(),
             "program": self.program.read(),
+            "module_numbers": self.program.module_numbers.read(),
         }
 
     def dump(self) -> dict[str, Any]:
@@ -114,6 +115,7 @@ class ProcessState:
             "modes": self._modes(),
             "precision": engine.precision.state_dict(),
             "program": self.program.read(),
+            "module_numbers": self.program.module_numbers.read(),
             "outside_modules": self.program.outside_modules.read(copies=engine.world_size == 1),
             "outside_parameters": [parameter.detach() for parameter in self._outside_parameters()],
             "stateful": self._own_states(),
@@ -207,7 +209,9 @@ class ProcessState:
         self._restore_own_states(state.get("stateful", []))
         # older checkpoints do not have these
         problems = self.program.write(state.get("program", []))
-        for problem in (*problems, self.program.outside_modules.write(state.get("outside_modules", {}))):
+        problems.append(self.program.module_numbers.write(state.get("module_numbers", {})))
+        problems.append(self.program.outside_modules.write(state.get("outside_modules", {})))
+        for problem in problems:
             if problem:
                 warn(problem)
         self._restore_communication(state.get("communication", {}))

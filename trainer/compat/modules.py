@@ -161,11 +161,19 @@ def program_state(trainer: Trainer) -> ProgramState:
 
     roots = (*modules, trainer.callbacks, trainer.optimizers)
     saved = (*with_inner(trainer.optimizers), *(config.scheduler for config in trainer.lr_scheduler_configs))
-    return ProgramState(roots, is_base=_is_base, ignored=ignored, packages=frozenset(packages), saved=saved)
+    return ProgramState(
+        roots,
+        is_base=_is_base,
+        ignored=ignored,
+        packages=frozenset(packages),
+        saved=saved,
+        of_modules=_OF_MODULES,
+    )
 
 
 def _is_base(kind: type) -> bool:
-    return kind in _BASES or issubclass(kind, (Callback, Optimizer))
+    is_torchs = kind.__module__.startswith("torch.nn.") and issubclass(kind, nn.Module)
+    return is_torchs or kind in _BASES or issubclass(kind, (Callback, Optimizer))
 
 
 @cache

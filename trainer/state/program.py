@@ -18,6 +18,7 @@ from trainer.packages import is_users_module
 from trainer.state import generators
 from trainer.state.attributes import ABSTRACT, AttributeChanges
 from trainer.state.containers import items_of
+from trainer.state.module_numbers import ModuleNumbers
 from trainer.state.outside_modules import OutsideModules
 from trainer.state.plain_values import Limits, memory_of
 
@@ -47,8 +48,10 @@ class ProgramState:
         ignored: returns the attributes of an object that its bases set, or that are saved elsewhere. Default: none.
         packages: installed packages whose classes are the user's, too. Default: none.
         saved: objects that are saved elsewhere, such as the Trainer's optimizers and schedules. Default: none.
+        of_modules: attributes that every module has, which are saved elsewhere. Default: none.
 
     Attributes:
+        module_numbers: the numbers in attributes of modules of other packages.
         stateful: optimizers, schedules and loss scalers that were found, and are not saved elsewhere.
         outside_modules: the weights of modules that were found outside of the module's tree.
     """
@@ -61,6 +64,7 @@ class ProgramState:
         ignored: Callable[[Any], Set[str]] = lambda _: frozenset(),
         packages: Set[str] = frozenset(),
         saved: Collection[Any] = (),
+        of_modules: Set[str] = frozenset(),
     ) -> None:
         self._generators: list[generators.RandomGenerator] = []
         self.stateful: list[Any] = []
@@ -69,6 +73,7 @@ class ProgramState:
         inside = {id(part) for module in modules for part in module.modules()}
         watched: list[Any] = []
         outside: list[nn.Module] = []
+        others: list[nn.Module] = []
         seen: set[int] = set()
         queue = deque(roots)
         while queue and len(seen) < _MAX_OBJECTS:
@@ -86,6 +91,7 @@ class ProgramState:
             if isinstance(value, _STATEFUL) and id(value) not in owned:
                 self.stateful += [value] * (not kind.__module__.startswith(_SAVED_BY_OTHERS))
             if not _is_to_be_saved(kind, is_base, packages):
+                others += [value] * (isinstance(value, nn.Module) and not _saves_itself(kind, packages))
                 continue
             not_own = ignored(value)
             queue.extend(one for name, one in vars(value).items() if name not in not_own)
@@ -95,6 +101,7 @@ class ProgramState:
             return memory_of(one for part in modules for one in (*part.parameters(), *part.buffers()))
 
         self.outside_modules = OutsideModules(outside, elsewhere() if outside else frozenset())
+        self.module_numbers = ModuleNumbers(others, of_modules)
         self._attributes = AttributeChanges(
             watched,
             limits=_LIMITS,
@@ -167,13 +174,24 @@ class ProgramState:
 @cache
 def _is_to_be_saved(kind: type, is_base: Callable[[type], bool], packages: Set[str]) -> bool:
     """Return whether a class is the user's, is not one of data, and does not save itself."""
+    own, others = _bases(kind, packages)
+    return bool(own and kind.__dictoffset__ and all(map(is_base, others)) and not _saves_itself(kind, packages))
+
+
+@cache
+def _saves_itself(kind: type, packages: Set[str]) -> bool:
+    """Return whether a class of the user defines a pair of methods that the Trainer calls to save it."""
+    own, others = _bases(kind, packages)
+    is_saved_by_trainer = not issubclass(kind, nn.Module) and (others or hasattr(kind, "__iter__"))
+    pairs = {*_HOOKS, _STATE} if is_saved_by_trainer else _HOOKS
+    return any(all(any(name in vars(base) for base in own) for name in pair) for pair in pairs)
+
+
+def _bases(kind: type, packages: Set[str]) -> tuple[list[type], set[type]]:
+    """Return the bases of a class that are the user's, and those of other packages, except the ones without a state."""
     own = [base for base in kind.__mro__ if is_users_module(base.__module__) or package_of(base) in packages]
     others = {base for base in kind.__mro__ if base not in own and not base.__module__.startswith("torch.distributed.")}
-    if not own or not all(map(is_base, others - ABSTRACT)) or not kind.__dictoffset__:
-        return False
-    is_saved_by_trainer = not issubclass(kind, nn.Module) and (others - ABSTRACT or hasattr(kind, "__iter__"))
-    pairs = {*_HOOKS, _STATE} if is_saved_by_trainer else _HOOKS
-    return not any(all(any(name in vars(base) for base in own) for name in pair) for pair in pairs)
+    return own, others - ABSTRACT
 
 
 def package_of(kind: type) -> str:
