@@ -239,12 +239,14 @@ def test_fused_momentum_is_initialized(monkeypatch, dampening, steps_at_once, la
     monkeypatch.setattr(torch, "empty_like", lambda *args, **options: fresh(*args, **options).fill_(NAN))
     assert torch.empty_like(torch.zeros(1)).isnan()
 
-    def run(slopes):
+    def run(slopes, resets_at=None):
         scaler, p = LossScaler("cpu", init_scale=8.0), parameter()
         scaler.readback.arrives_at_once = not late
         optimizer = sgd(p, momentum=0.9, dampening=dampening, fused=True)
         optimizer.state[p]  # a look makes an entry
         for i, slope in enumerate(slopes):
+            if i == resets_at:
+                optimizer.state.clear()
             p.grad = None
             backward(scaler, p, slope)
             scaler.step(optimizer)
@@ -253,6 +255,8 @@ def test_fused_momentum_is_initialized(monkeypatch, dampening, steps_at_once, la
         return p.detach(), optimizer.state[p]["momentum_buffer"]
 
     for mine, other in zip(run([INF, INF, 1.0, 0.5]), run([1.0, 0.5]), strict=True):
+        assert torch.equal(mine, other)
+    for mine, other in zip(run([1.0, 2.0, INF, 0.5], 2), run([1.0, 2.0, 0.5], 2), strict=True):
         assert torch.equal(mine, other)
 
 

@@ -477,9 +477,9 @@ class LossScaler(torch.amp.GradScaler):
         """Return the parameters that will get momentum in the next step. Does not search once all of them have it."""
         groups = [group for group in optimizer.param_groups if group["momentum"]]
         number = sum(len(group["params"]) for group in groups)
-        if self._with_momentum.get(optimizer) == number:
-            return []
         state = optimizer.state  # a defaultdict: a lookup would create an entry
+        if self._with_momentum.get(optimizer) == number <= len(state):  # the module may have cleared the state
+            return []
         without_momentum = [
             p for group in groups for p in group["params"] if p not in state or "momentum_buffer" not in state[p]
         ]
