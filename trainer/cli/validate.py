@@ -304,6 +304,7 @@ def _setting(key: str) -> str | None:
 
 def _check_new_key(composer: Composer, known: dict[str, Any], override: Override) -> None:
     key = override.key_or_group
+    _existing_part(known, override)
     name = _setting(key)
     if name is not None and name not in SETTINGS:
         hint = did_you_mean(name, SETTINGS).replace("'", "'trainer.", 1) or _nearest(key, known)
@@ -322,13 +323,8 @@ def _check_new_key(composer: Composer, known: dict[str, Any], override: Override
 def _check_unknown_key(known: dict[str, Any], chosen: dict[str, str], override: Override, composer: Composer) -> None:
     """Refuse a key that does not exist. A key under a null value or a list is not checked."""
     key = override.key_or_group
-    above, rest = key, ""
-    while above and above not in known:
-        above, _, name = above.rpartition(".")
-        rest = f".{name}{rest}"
+    above = _existing_part(known, override)
     node = known.get(above)
-    if isinstance(node, str) and node.startswith("${"):
-        raise UsageError(f"{above} is {node}: set {node.strip('${}')}{rest} instead of {key}.")
     if above and (node is None or node == "???" or isinstance(node, list)):
         return
     groups = [group for group in composer.groups() if not key.startswith(f"{group}.")]
@@ -336,6 +332,18 @@ def _check_unknown_key(known: dict[str, Any], chosen: dict[str, str], override: 
     is_new = not hint and not override.is_delete() and not key.startswith("trainer.")
     new = f" To add a new setting, write +{override.input_line}." if is_new else ""
     raise UsageError(f"There is no setting {key!r}.{hint}{new}")
+
+
+def _existing_part(known: dict[str, Any], override: Override) -> str:
+    """Return the longest part of an override's key that exists. Refuse keys below an interpolation."""
+    key = above = override.key_or_group
+    while above and above not in known:
+        above = above.rpartition(".")[0]
+    node, rest = known.get(above), key.removeprefix(above)
+    if rest and isinstance(node, str) and node.startswith("${"):  # Hydra would replace the interpolation by a new node
+        plus = "+" if override.is_add() or override.is_force_add() else ""
+        raise UsageError(f"{above} is {node}: set {plus}{node.strip('${}')}{rest} instead of {plus}{key}.")
+    return above
 
 
 def _hint_other_options(options: dict[str, str], key: str, composer: Composer) -> str:
