@@ -115,6 +115,25 @@ def test_two_optimizers_one_update_a_batch(tmp_path, late, precision, optimizer)
         assert [o.next_scale for o in watch.outcomes[:-1]] == scales[1:]
 
 
+@pytest.mark.parametrize("to_none", [True, False])
+def test_gradients_that_are_cleared_after_an_overflow_do_not_skip_the_step(tmp_path, to_none):
+    class Critic(Pair):
+        def training_step(self, batch, batch_idx):
+            generator, critic = self.optimizers()
+            generator.zero_grad()
+            both = self.nets[1](self.nets[0](batch[0]).repeat(1, 2))
+            self.manual_backward(both.square().mean() * (1e30 if batch_idx == 1 else 1.0))
+            critic.zero_grad(set_to_none=to_none)
+            self.manual_backward(loss_of(self.nets[1], batch))
+            critic.step()
+
+    trainer = make_trainer(tmp_path, precision=plugin_of("16-mixed"))
+    trainer.fit(module := Critic(), loader_of(batches := make_batches(4)))
+    assert trainer.skipped_steps == 0
+    nets, _ = train_pair(batches, "16-mixed", lambda _: (1,), sgd, {})
+    assert_same_weights(module.nets[1], nets[1])
+
+
 class Manual(Regression):
     """A Regression with manual optimization; ``around_step`` runs between backward and step."""
 

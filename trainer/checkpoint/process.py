@@ -220,7 +220,7 @@ class ProcessState:
                 callback.load_state_dict({**own, "patience": callback.patience})
         if not state.get("next_forward_exchanges", True):
             engine.skip_next_buffer_sync()
-        self._restore_used_gradients(state.get("used_gradients", []))
+        loop.gradients.load_zeros(self._named_parameters(), state.get("used_gradients", ()), loop.optimizers)
         self._restore_gradients(state["gradients"])
         loop.gradients.scaler.losses = [loss.to(device) for loss in state.get("losses", ())]
         if self.kept_batches is not None and (saved_batches := state.get("kept_batches")) is not None:
@@ -453,17 +453,7 @@ class ProcessState:
         is_whole = self._trainer.engine.exposes_gradients and not loop.gradients.are_parts
         if not (keeps and is_whole) or loop.window.in_batch:
             return []
-        found = [(name, p.dtype, p.grad) for name, p in self._named_parameters() if name not in saved]
-        kinds = [(name, dtype, g.dtype, g.layout) for name, dtype, g in found if g is not None]
-        return [name for name, dtype, own, layout in kinds if own == dtype and layout is torch.strided]
-
-    def _restore_used_gradients(self, names: list[str]) -> None:
-        """Set the gradients that :meth:`_used_gradients` returned to 0, before those that no step has used."""
-        parameters = dict(self._named_parameters())
-        for name in parameters.keys() & set(names):
-            parameters[name].grad = torch.zeros_like(parameters[name])
-        for optimizer in self._trainer.loop.optimizers:
-            self._trainer.loop.gradients.mark_used(optimizer)
+        return loop.gradients.names(p for p in self._named_parameters() if p[0] not in saved)
 
     def _restore_gradients(self, state: dict[str, Tensor]) -> None:
         trainer, gradients = self._trainer, self._trainer.loop.gradients

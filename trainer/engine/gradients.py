@@ -26,8 +26,9 @@ parameters. Our scaler finds them with ``LossScaler.gradients_of``, which also w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from math import inf
 from typing import Any
 
 import torch
@@ -142,7 +143,12 @@ class Gradients:
         """
         unused = self.scaler.forget_unused()
         for optimizer, factor in unused:
-            self.multiply_([optimizer], factor)
+            parts = [self.part(gradient) for gradient in gradients_of(optimizer)]
+            values = [part.coalesce().values() if part.is_sparse else part for part in parts]
+            if values:
+                # gradients that `zero_grad(set_to_none=False)` has cleared stay 0, although 0 times inf is NaN
+                are_cleared = torch.nn.utils.get_total_norm(values, inf).to(factor.device) == 0
+                self.multiply_([optimizer], factor.masked_fill(are_cleared, 0.0))
         return unused
 
     def mark_used(self, optimizer: Optimizer) -> None:
@@ -305,6 +311,21 @@ class Gradients:
                     gradient = torch.empty_like(parameter, dtype=gradient.dtype).copy_(gradient)
                 parameter.grad = gradient
                 self.scaler.expect_scaled(parameter.device)
+
+    def names(self, parameters: Iterable[tuple[str, Tensor]]) -> list[str]:
+        """Return the names of the parameters with a dense gradient of their dtype."""
+        found = [(name, parameter.dtype, parameter.grad) for name, parameter in parameters]
+        return [name for name, dtype, g in found if g is not None and (g.dtype, g.layout) == (dtype, torch.strided)]
+
+    def load_zeros(
+        self, parameters: Iterable[tuple[str, Tensor]], names: Container[str], optimizers: Iterable[Optimizer]
+    ) -> None:
+        """Set the gradients with these names to 0, as if the optimizers had used them."""
+        for name, parameter in parameters:
+            if name in names:
+                parameter.grad = torch.zeros_like(parameter)
+        for optimizer in optimizers:
+            self.mark_used(optimizer)
 
     @contextmanager
     def set_aside(self, parameters: Iterable[Tensor]) -> Iterator[None]:
