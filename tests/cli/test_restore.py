@@ -109,6 +109,16 @@ def test_overrides_and_other_options_still_apply(run):
     assert composed("test", f"ckpt={run}", "logger=none").logger == {}
 
 
+def test_options_of_nested_groups_and_other_packages_replace_their_nodes(run, project):
+    write(project, {"conf/model/net/small.yaml": "width: 1", "conf/model/net/deep.yaml": "depth: 2"})
+    nodes = changed(model={"net": {"width": 3}}, second={"_target_": "torch.optim.SGD", "momentum": 0.5})
+    (run / ".hydra" / "config.yaml").write_text(nodes, encoding="utf-8")
+    config = composed("test", f"ckpt={run}", "model/net=deep", "optimizer@second=adam")
+    assert (config.model.net, config.model.start) == ({"depth": 2}, 0.5)
+    assert (config.second._target_, "momentum" in config.second) == ("torch.optim.Adam", False)
+    assert config.optimizer.lr == 0.25
+
+
 def test_unknown_keys_are_named(run):
     with pytest.raises(UsageError, match=r"no setting 'data.batchsize'. Did you mean 'data.batch_size'"):
         composed("test", f"ckpt={run}", "data.batchsize=3")

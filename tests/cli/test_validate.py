@@ -270,6 +270,8 @@ REPLACED = {
         ("-m optimizer=sgd,adam", "~optimizer.nesterov ~optimizer.momentum"),
         ("model=any model.start=1 ~model.net trainer=default scheduler=none", ""),  # given again
         ("model=line optimizer=sgd", ""),  # those of the recipe
+        ("+optimizer@second=sgd optimizer=adam optimizer.momentum=0.5", "~optimizer.nesterov"),
+        ("+optimizer@second=adam", ""),
     ],
 )
 def test_settings_of_a_replaced_option_are_named_with_their_removal(project, words, left):

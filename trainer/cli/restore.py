@@ -92,13 +92,13 @@ def _refuse_contradictions(arguments: Arguments, given_ckpt: str) -> None:
 
 
 def _chosen(arguments: Arguments) -> dict[str, str]:
-    """Return the option of each config group that the command line chooses; the first one of a sweep."""
+    """Return the options on the command line, by ``GROUP`` or ``GROUP@PACKAGE``; of a sweep, the first ones."""
     composer = Composer(arguments)
     chosen = {}
     for override in composer.parse(arguments.overrides):
         if composer.chooses(override) and not (override.is_add() or override.is_delete()):
             values = override.sweep_string_iterator() if override.is_sweep_override() else iter([str(override.value())])
-            chosen[override.key_or_group] = next(values)
+            chosen[override.get_key_element()] = next(values)
     return {group: option for group, option in chosen.items() if not group.startswith("hydra")}
 
 
@@ -115,8 +115,8 @@ def _config(run: Path, checkpoint: Path, groups: dict[str, str]) -> dict[str, An
             if not (isinstance(node, dict) and node.get("_target_") == "trainer.callbacks.OptunaPruning")
         }
     for group in groups:
-        saved.pop(group, None)
-        base.pop(group, None)
+        _remove(saved, group)
+        _remove(base, group)
     job, choices = _saved_hydra(run, "job"), _saved_hydra(run, "runtime").get("choices")
     base["hydra"]["job"] |= {
         name: job[name] for name, kind in (("num", int), ("id", str)) if isinstance(job.get(name), kind)
@@ -138,6 +138,16 @@ def _config(run: Path, checkpoint: Path, groups: dict[str, str]) -> dict[str, An
         {"override hydra/hydra_logging": "none"},
     ]
     return {"defaults": defaults, **base, **saved, "ckpt_path": str(checkpoint)}
+
+
+def _remove(config: dict[str, Any], group: str) -> None:
+    """Remove the node of ``GROUP`` or ``GROUP@PACKAGE`` from a config, if it has one."""
+    *parents, name = (group.partition("@")[2] or group.replace("/", ".")).split(".")
+    node: Any = config
+    for parent in parents:
+        node = node.get(parent) if isinstance(node, dict) else None
+    if isinstance(node, dict):
+        node.pop(name, None)
 
 
 def saved_config(run: Path) -> dict[str, Any]:

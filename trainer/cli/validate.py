@@ -282,10 +282,11 @@ def _check_replaced_options(composer: Composer, known: dict[str, Any], job: Sequ
     given = {override.key_or_group for override in overrides}
     for override in overrides:
         group, option = override.key_or_group, str(override.value()).strip("'\"")
-        if group not in _REPLACEABLE or not composer.chooses(override) or override.is_delete():
-            continue
+        if group not in _REPLACEABLE or override.package or not composer.chooses(override) or override.is_delete():
+            continue  # with a package, such as optimizer@second, it is the option of another node
         others = [str(one.input_line) for one in overrides if one is not override]
-        former = [file.stem for file, option_group, _ in composer.files(others) if option_group == group][-1:]
+        files = composer.files(others)
+        former = [file.stem for file, of_group, package in files if (of_group, package) == (group, group)][-1:]
         own = composer.option(group, option)
         left = [f"{group}.{name}" for name in known.get(group) or () if own and name not in own]
         left = [key for key in left if key not in given and former not in ([], [option])]
