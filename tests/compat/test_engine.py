@@ -36,10 +36,12 @@ def test_lightnings_precision_is_refused_in_each_argument(options):
 
 
 @pytest.mark.parametrize("precision", ["64-true", "bf16-true", "bf16-mixed"])
-def test_batch_can_be_converted_by_a_callback(precision):
+def test_callback_can_convert_a_batch_and_create_weights(precision):
     def scenario(make):
-        batch = [torch.zeros(1), torch.zeros(1, dtype=torch.int32)]
-        return [tensor.dtype for tensor in make(precision=precision).precision_plugin.convert_input(batch)]
+        plugin, batch = make(precision=precision).precision_plugin, [torch.zeros(1), torch.zeros(1, dtype=torch.int32)]
+        with plugin.module_init_context():
+            weights = torch.nn.Linear(1, 1).weight
+        return [tensor.dtype for tensor in (*plugin.convert_input(batch), weights)]
 
     assert_agree(scenario)
 

@@ -62,6 +62,8 @@ class PrecisionAdapter(LightningPrecision):
         """Return the context in which the strategy creates weights."""
         return self.plugin.init_context()
 
+    module_init_context = tensor_init_context
+
     def forward_context(self) -> AbstractContextManager[Any]:
         """Return the context of the model summary's example forward."""
         return self.plugin.autocast()
