@@ -264,3 +264,22 @@ def test_loader_that_is_its_own_iterator_is_iterated_once_per_pass():
         return list(module.seen), [loader.passes for loader in loaders]
 
     assert_agree(scenario)
+
+
+@pytest.mark.filterwarnings("ignore:Your `val_dataloader`'s sampler has shuffling enabled")
+@pytest.mark.parametrize("number", [1, 2])
+def test_samplers_of_an_evaluation_are_read_to_their_ends(number):
+    class Evaluates(Sees):
+        def validation_step(self, batch, *indices):
+            self.seen.append(batch.tolist())
+
+    def make():
+        return [
+            DataLoader(range(4), 2, shuffle=True, generator=torch.Generator().manual_seed(1)) for _ in range(number)
+        ]
+
+    module, trainer, loaders = Evaluates(), ours(max_epochs=1), make()
+    for _ in range(2):
+        trainer.validate(module, loaders, verbose=False)
+    by_hand = make()
+    assert list(module.seen) == [batch.tolist() for _ in range(2) for loader in by_hand for batch in loader]

@@ -177,6 +177,14 @@ class CountsEpochs(Seven):
         return iter(order(self.epoch, 7))
 
 
+class CountsEpochsAfterwards(CountsEpochs):
+    """Counts an epoch after its last sample."""
+
+    def __iter__(self) -> Iterator[int]:
+        yield from order(self.epoch, 7)
+        self.epoch += 1
+
+
 class Epochal(Noisy):
     """Yields samples that begin with the epoch."""
 
@@ -320,6 +328,8 @@ SAMPLED: dict[str, Callable[..., Any]] = {
     "shuffled": lambda **how: DataLoader(Noisy(), 2, shuffle=True, **how),
     "unbatched": lambda **how: DataLoader(Noisy(5), None, shuffle=True, **how),
     "own generator": lambda **how: DataLoader(Noisy(), 2, shuffle=True, generator=seeded(), **how),
+    "full batches": lambda **how: DataLoader(Noisy(6), 2, shuffle=True, generator=seeded(), **how),
+    "counting sampler": lambda **how: DataLoader(Noisy(), None, sampler=CountsEpochsAfterwards(), **how),
     "with replacement": lambda **how: DataLoader(
         Noisy(), 8, sampler=RandomSampler(range(7), True, 40, generator=seeded()), **how
     ),
@@ -666,16 +676,18 @@ def test_another_number_of_workers_is_exact_without_random_numbers(dataset, befo
 
 
 def test_checkpoint_from_inside_a_batch():
-    def resumed_inside(dataset: Any) -> list[Any]:
-        _, checkpoints = trained(lambda: shuffled(dataset), 1)
-        epoch, done, state, random_state = torch.load(io.BytesIO(checkpoints[2][1]), weights_only=True)
+    def resumed_inside(dataset: Any, number: int) -> list[Any]:
+        _, checkpoints = trained(lambda: shuffled(dataset, generator=seeded()), 2)
+        epoch, done, state, random_state = torch.load(io.BytesIO(checkpoints[number][1]), weights_only=True)
         file = io.BytesIO()
         torch.save([epoch, done - 1, state, random_state], file)
-        return [batch for _, _, batch, _ in resumed(shuffled(dataset), file.getvalue(), 1)]
+        return [batch for _, _, batch, _ in resumed(shuffled(dataset, generator=seeded()), file.getvalue(), 2)]
 
-    assert resumed_inside(FIXED) == [batch for _, _, batch, _ in by_hand(lambda: shuffled(FIXED), 1)[2:]]
+    for number in (2, 3):  # the last batch of the epoch, too
+        expected = by_hand(lambda: shuffled(FIXED, generator=seeded()), 2)[number:]
+        assert resumed_inside(FIXED, number) == [batch for _, _, batch, _ in expected]
     with pytest.warns(UserWarning, match="written inside a batch"):  # an exception may have restored it
-        assert len(resumed_inside(Noisy())) == 2
+        assert len(resumed_inside(Noisy(), 2)) == 6
 
 
 def test_workers_that_need_not_keep_the_order_lose_and_repeat_nothing():

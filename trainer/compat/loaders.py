@@ -29,6 +29,7 @@ from trainer.data.resumable import (
     length_of,
     one_pass,
     resumable,
+    to_the_end,
 )
 from trainer.data.unpadded import Span
 from trainer.errors import rank_zero_warn
@@ -161,6 +162,9 @@ class LoaderSet:
         if self._persists:  # use the resumable form, because persistent workers send their states
             combined = self._limited if self.loaders else combined
             combined.limits = limits
+        if combined is self.combined:
+            combined = copy(combined)
+            combined.flattened = list(map(_Whole, combined.flattened))
         source = one_pass(combined.flattened[0]) if self._is_plain else _begin_combined(combined)
         batches = _take(iter(self._watch(LookAhead(source) if count == float("inf") else source)), count)
         return ((batch, index, 0) for index, batch in enumerate(batches)) if self._is_plain else batches
@@ -360,7 +364,10 @@ class LoaderSet:
         for loader, own in zip(self.loaders, position["loaders"], strict=True):
             if loader.replays and own.get("batches"):
                 _warn_of_replaying(loader, own["batches"])
-            inside = {"batches": batches, "inside": True} if state["inside"] and is_one and own else {}
+            inside = {}
+            if state["inside"] and is_one and own:
+                before = own.get("before_end", own["own"])
+                inside = {"batches": batches, "inside": True, "exhausted": False, "own": before}
             reasons += loader.load_state_dict({**own, **inside})
         self._resumed = position
         if "random" not in position:
@@ -387,6 +394,16 @@ class LoaderSet:
     def _drop(self, batches: int) -> None:
         assert self._pass is not None
         deque(islice(self._pass, batches), maxlen=0)
+
+
+class _Whole:
+    """A dataloader with a sampler that is read to its end in each pass."""
+
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+
+    def __iter__(self) -> Iterator[Batch]:
+        return to_the_end(one_pass(self._loader), self._loader)
 
 
 class DrawnLoaderSet(LoaderSet):

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from typing import Any
 
@@ -104,8 +104,7 @@ class SampleOrder:
 
     def is_read_to_the_end(self, samples: int) -> bool:
         """Return whether the sampler is iterated to its end, where a RandomSampler draws random numbers again."""
-        is_limited = self.drop_last or self.total(samples) < samples
-        return self.has_workers or (samples % self.batch_size > 0 and not is_limited)
+        return self.has_workers or self.batches(samples) == replace(self, limit=1.0).batches(samples)
 
     def shares(self, samples: int, epoch: int) -> list[float]:
         """Return the weight of each sample in an epoch's last update if that update is incomplete, otherwise [].

@@ -301,12 +301,45 @@ def one_pass(source: Iterable[Any]) -> Iterator[Any]:
     return map(next, repeat(iter(source)))
 
 
+def to_the_end(
+    iterator: Iterator[Batch], loader: Any, done: int = 0, before: Callable[[], Any] = lambda: None
+) -> Iterator[Batch]:
+    """Return the batches of a pass, and read the sampler to its end before the last batch.
+
+    A ``for`` loop does so after the last batch, and workers read ahead. It runs the code after the last ``yield`` of a
+    sampler, which may count epochs, and a ``RandomSampler`` draws from its generator. Other data than a map-style
+    dataset is not read beyond its length, because it may be a stream that continues in the next pass.
+
+    Args:
+        iterator: the pass.
+        loader: the dataloader.
+        done: the number of batches that the pass has yielded before. Default: 0.
+        before: called before the end is read. Default: a no-op.
+    """
+    if not _is_map_style(loader) or loader.num_workers or (left := (length_of(loader) or 0) - done) <= 0:
+        return iterator
+    return chain(islice(iterator, left - 1), _read_ahead(iterator, before))
+
+
+def _read_ahead(iterator: Iterator[Batch], before: Callable[[], Any]) -> Iterator[Batch]:
+    batches = deque(islice(iterator, 1))
+    before()
+    batches += islice(iterator, 1)  # none, unless the length is an estimate
+    while batches:
+        yield batches.popleft()
+    yield from iterator
+
+
+def _is_map_style(loader: Any) -> bool:
+    return _uses_default_iteration(loader) and not isinstance(loader.dataset, IterableDataset)
+
+
 def resumable(loader: Any, epoch: int = 0) -> ResumableLoader:
     """Return a :class:`ResumableLoader` around ``loader``, and set its epoch."""
     made: ResumableLoader
     if _has_state(loader):
         made = StatefulLoader(loader)
-    elif _uses_default_iteration(loader) and not isinstance(loader.dataset, IterableDataset):
+    elif _is_map_style(loader):
         made = MapStyleLoader(loader)
     else:
         made = ResumableLoader(loader)
@@ -462,6 +495,19 @@ class MapStyleLoader(ResumableLoader):
         # when a pass with in_order=False was resumed:
         self._late: list[int] = []  # the numbers of the batches that had been sampled, but had not arrived
         self._drawn_before = 0  # the number of batches that had been sampled
+        self._before_end: list[Any] = []  # the states of the generators before the end of the sampler was read
+
+    def __iter__(self) -> Iterator[Batch]:
+        iterator, self._before_end = super().__iter__(), []
+        return to_the_end(iterator, self.loader, self._batches, self._note_end)
+
+    def _note_end(self) -> None:
+        self._before_end = random_states.states_of(self.generators)
+
+    def state_dict(self) -> State:
+        """Return the position in the pass: tensors and plain containers. {} before the first pass."""
+        state, before = super().state_dict(), self._before_end
+        return state | {"before_end": before} if state and before not in ([], state["own"]) else state
 
     def __getstate__(self) -> dict[str, Any]:
         return super().__getstate__() | {"_running": None}
