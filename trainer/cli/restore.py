@@ -28,6 +28,8 @@ from trainer.terminal import command_line, is_quiet
 
 _NOT_RESTORED = ("allowed_packages", "defaults", "hydra", "ckpt", "ckpt_path", "weights", "resume")
 """Keys of a saved config that are ignored."""
+_OPTION = re.compile(r"\w[\w./-]*")
+"""The names of options that are read from the folder of a run, which may be from another person."""
 _RECIPE = "${oc.select:hydra.runtime.choices.recipe,unnamed}"
 """The recipe in the default folder of a run."""
 _COMMAND_GROUPS = ("checks", "compare", "tune")
@@ -74,7 +76,7 @@ def recipe_of(checkpoint: str | None) -> str | None:
     """Return the recipe of the run that wrote ``checkpoint``, or None if it is unknown."""
     run = None if checkpoint is None else run_of(Path(checkpoint))
     recipe = None if run is None else load_run(run).recipe
-    return recipe if recipe is not None and re.fullmatch(r"\w[\w./-]*", recipe) else None
+    return recipe if recipe is not None and _OPTION.fullmatch(recipe) else None
 
 
 def _refuse_contradictions(arguments: Arguments, given_ckpt: str) -> None:
@@ -121,7 +123,8 @@ def _config(run: Path, checkpoint: Path, groups: dict[str, str]) -> dict[str, An
     base["hydra"]["job"] |= {
         name: job[name] for name, kind in (("num", int), ("id", str)) if isinstance(job.get(name), kind)
     }
-    options = {str(group): option for group, option in choices.items()} if isinstance(choices, dict) else {}
+    names = choices.items() if isinstance(choices, dict) else ()
+    options = {str(group): option for group, option in names if _OPTION.fullmatch(str(option))}
     for group in [name for name in options if name == "recipe" or name in groups or name.startswith("hydra/")]:
         del options[group]
     recipe = recipe_of(str(checkpoint))
