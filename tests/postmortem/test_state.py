@@ -35,6 +35,17 @@ class Holder(nn.Module):
         self.table = OrderedDict(b=1, a=2)
         self.metrics = {"train": MeanMetric()}  # hidden from modules()
         self.hidden = [nn.BatchNorm1d(2)]
+        weight = nn.Parameter(torch.ones(2))
+        self.optimizer = torch.optim.SGD([weight], lr=torch.tensor(0.1), momentum=0.9)
+        self.step_optimizer()
+        self.schedules = [torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.5)]
+        self.scaler = torch.amp.GradScaler("cpu")
+        self.scaler.scale(torch.ones(()))
+
+    def step_optimizer(self):
+        (weight,) = self.optimizer.param_groups[0]["params"]
+        weight.grad = torch.ones(2)
+        self.optimizer.step()
 
     def disturb(self):
         self.queue += 1
@@ -47,6 +58,9 @@ class Holder(nn.Module):
         (replays,) = self.parts["replays"]
         replays.count, _ = 1, replays.rng.random()
         replays.buffer["rewards"][0].append(1.5)
+        self.step_optimizer()
+        self.schedules[0].step()
+        self.scaler.load_state_dict(self.scaler.state_dict() | {"scale": 8.0, "_growth_tracker": 3})
         self.count += 1
         self.note = "after"
         self.new = 1

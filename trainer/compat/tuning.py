@@ -171,7 +171,7 @@ def _preserve_outer_run(trainer: Trainer) -> Iterator[None]:
     owners = [*loops, trainer.loop.limits, state]
     saved = [(owner, dict(vars(owner))) for owner in owners]
     preparation, calls = trainer._runner.preparation, engine.module_calls
-    own = ObjectState([module])  # Lightning's finders restore only its state dict
+    own = ObjectState([module], without=trainer.optimizers)  # Lightning's finders restore only its state dict
     for loop in loops:
         loop.metrics = MetricStore(training=loop is trainer.loop)
     try:

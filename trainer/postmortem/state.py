@@ -9,16 +9,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.amp import GradScaler
 from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset
 
-from trainer.module_tree import is_dense
+from trainer.module_tree import is_dense, parameters_of
 from trainer.packages import is_users_module
 from trainer.state import generators
 from trainer.state.containers import items_of
 
-_OWNERS = (nn.Module, LRScheduler)
+_OWNERS = (nn.Module, LRScheduler, Optimizer, GradScaler)
 _MAX_ITEMS = 2**14
 """Containers with more items than this are copied, but the objects in them are not."""
 _MAX_ELEMENTS = 2**22
@@ -26,10 +28,10 @@ _MAX_ELEMENTS = 2**22
 
 
 class ObjectState:
-    """A copy of the attributes of modules and learning-rate schedules.
+    """A copy of the attributes of modules, learning-rate schedules, optimizers and loss scalers.
 
-    The modules, schedules and objects of the user's classes in the attributes of an object (also inside containers)
-    are copied, too, except datasets. The copy of an object consists of its attributes; the elements of its buffers and
+    Such objects and those of the user's classes in the attributes of an object (also inside containers) are copied,
+    too, except datasets. The copy of an object consists of its attributes; the elements of its buffers and
     other tensors; the states of its random generators; the items of its lists, dicts, sets and deques, at any depth;
     its parameters and their ``requires_grad``. Parameters are copied to the host, because a second model may not fit on
     the device. Thus the states of metrics, lists of outputs, counters, ``training`` flags and hooks are included.
@@ -38,20 +40,28 @@ class ObjectState:
     Args:
         roots: the objects.
         mappings: dicts that are copied in the same way, such as an optimizer's parameter groups.
+        without: objects that are not copied, such as optimizers that do not step.
     """
 
-    def __init__(self, roots: Iterable[object], mappings: Iterable[MutableMapping[str, Any]] = ()) -> None:
+    def __init__(
+        self,
+        roots: Iterable[object],
+        mappings: Iterable[MutableMapping[str, Any]] = (),
+        without: Iterable[object] = (),
+    ) -> None:
         self._attributes: list[tuple[MutableMapping[str, Any], dict[str, Any]]] = []
         self._contents: dict[int, tuple[Any, Any]] = {}
         self._trained: list[tuple[nn.Parameter, bool]] = []
-        for owner in _owners(roots):
+        for owner in _owners(roots, without):
             self._keep_attributes(vars(owner), None if isinstance(owner, _OWNERS) else _MAX_ELEMENTS)
             if isinstance(owner, nn.Module):
                 for buffer in owner.buffers(recurse=False):
                     self._keep(buffer)
-                for parameter in filterfalse(is_lazy, owner.parameters(recurse=False)):
-                    self._trained.append((parameter, parameter.requires_grad))
-                    self._contents[id(parameter)] = (parameter, parameter.detach().to("cpu", copy=True))
+                self._keep_parameters(owner.parameters(recurse=False))
+            elif isinstance(owner, Optimizer):
+                for values in (*owner.param_groups, *owner.state.values()):
+                    self._keep_attributes(values)
+                self._keep_parameters(parameters_of(owner))
         for mapping in mappings:
             self._keep_attributes(mapping)
 
@@ -74,6 +84,11 @@ class ObjectState:
             elif _identities(value) != _identities(content):
                 value.clear()
                 (value.update if isinstance(value, (dict, set)) else value.extend)(content)
+
+    def _keep_parameters(self, parameters: Iterable[Any]) -> None:
+        for parameter in filterfalse(is_lazy, parameters):
+            self._trained.append((parameter, parameter.requires_grad))
+            self._contents[id(parameter)] = (parameter, parameter.detach().to("cpu", copy=True))
 
     def _keep_attributes(self, attributes: MutableMapping[str, Any], max_elements: int | None = None) -> None:
         self._attributes.append((attributes, dict(attributes)))
@@ -129,10 +144,10 @@ class BufferState:
             buffer.copy_(buffer.where(buffer.isfinite(), saved))
 
 
-def _owners(roots: Iterable[object]) -> Iterable[object]:
-    """Return the roots, and the modules, schedules and objects of the user's classes in them, at any depth."""
+def _owners(roots: Iterable[object], without: Iterable[object]) -> Iterable[object]:
+    """Return the roots, and the objects in them that are copied, at any depth."""
     found: list[object] = []
-    seen: set[int] = set()
+    seen = set(map(id, without))
     waiting = list(roots)
     while waiting:
         value = waiting.pop()
