@@ -7,6 +7,7 @@ from lightning.pytorch import Callback
 from torch import nn
 
 from tests.support import Regression, Skipping, loader_of, loss_of, make_batches, make_trainer, manual_step, sgd
+from trainer.callbacks import OverflowReport
 from trainer.postmortem.recording import Recorder, storage_for
 from trainer.state import random_states
 
@@ -69,6 +70,21 @@ def test_each_outcome_has_the_batches_of_its_update(tmp_path, late, module, wind
     trainer = make_trainer(tmp_path, precision="16-mixed", accumulate_grad_batches=window, callbacks=[records])
     trainer.fit(module, loader_of(make_batches(6)))
     assert records.updates == expected
+
+
+class UsesWeightsTwice(Alternating):
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        self.decision = self.trainer.engine.precision.state_dict()["enabled"]
+        manual_step(self, loss_of(self.net, batch) + loss_of(self.net, batch), self.optimizers()[0])
+
+
+def test_diagnosis_inside_a_step_does_not_disable_the_autocast_cache(tmp_path, late):
+    """A manual step with a fused optimizer reads the outcome of the last one."""
+    module, report = UsesWeightsTwice(optimizer=partial(sgd, fused=True)), OverflowReport()
+    trainer = make_trainer(tmp_path, precision="16-mixed", callbacks=[report])
+    trainer.fit(module, loader_of(make_batches(6, gains=dict.fromkeys(range(4), 1e30))))
+    assert len(report.reports) == 1
+    assert module.decision is None  # after more steps
 
 
 class Stochastic(Regression):

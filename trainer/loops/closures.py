@@ -204,7 +204,8 @@ def refuse_bare_steps(loop: FitLoop) -> RemovableHandle:
 
     def check(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         nonlocal warned
-        if not any(optimizer is one for one in loop.optimizers):
+        is_replay = loop.engine.module_calls.clip is None  # its steps have unscaled gradients
+        if is_replay or not any(optimizer is one for one in loop.optimizers):
             return
         name = type(optimizer).__name__
         if not scaler.may_step(optimizer):

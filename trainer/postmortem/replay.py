@@ -29,7 +29,7 @@ from trainer.packages import is_frameworks_file
 from trainer.postmortem.recording import RecordedBatch
 from trainer.postmortem.state import ObjectState
 from trainer.precision.autocast_ops import cuda_autocast_ops
-from trainer.precision.cast_cache import forget_casts
+from trainer.precision.cast_cache import unwatched
 from trainer.precision.fp32_modules import find_modules, in_float32
 from trainer.state import random_states
 
@@ -177,6 +177,7 @@ def undisturbed(trainer: Trainer) -> Iterator[ObjectState]:
     state = ObjectState([module, *schedules], groups, without=trainer.optimizers)
     calls, loggers = engine.module_calls, trainer.loggers
     with ExitStack() as stack:
+        stack.enter_context(unwatched())  # a late outcome may be read inside a training step
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
         stack.enter_context(torch.autocast(device.type, enabled=False))
@@ -191,7 +192,6 @@ def undisturbed(trainer: Trainer) -> Iterator[ObjectState]:
             trainer.loggers = [DummyLogger()] if loggers else []
             yield state
         finally:
-            forget_casts()
             trainer.loggers, engine.module_calls = loggers, calls
             state.restore()
             random_states.restore(random_state, device)

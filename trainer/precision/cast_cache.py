@@ -22,8 +22,8 @@ directly, and custom functions. It costs some microseconds per operation, and is
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from copy import deepcopy
 from functools import cache
 from types import TracebackType
@@ -36,7 +36,7 @@ from torch.overrides import TorchFunctionMode
 
 from trainer.errors import PrecisionError
 
-__all__ = ["CastCache", "WeightWatch", "forget_casts", "loses_gradients", "with_trusted_cache"]
+__all__ = ["CastCache", "WeightWatch", "forget_casts", "loses_gradients", "unwatched", "with_trusted_cache"]
 
 WATCHED_STEPS = 16
 """Number of training steps that are watched before the decision."""
@@ -211,7 +211,8 @@ class WeightWatch(_InspectingAutocast):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if torch.compiler.is_compiling():  # compiled graphs contain their casts, and use no cache
+        # compiled graphs contain their casts, and use no cache
+        if torch.compiler.is_compiling() or self not in _watches:
             return func(*args, **kwargs)
         tensors = _leaf_tensors(args, kwargs)
         versions = list(map(_version_of, tensors))
@@ -246,6 +247,21 @@ def forget_casts(*_: Any) -> None:
     torch.clear_autocast_cache()
     for watch in _watches:
         watch.forget()
+
+
+@contextmanager
+def unwatched() -> Iterator[None]:
+    """Hide operations that do not belong to the running training step, such as a replay, from its watch.
+
+    The cache is cleared afterwards.
+    """
+    watches = _watches[:]
+    _watches.clear()
+    try:
+        yield
+    finally:
+        _watches[:] = watches
+        forget_casts()
 
 
 def _leaf_tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
