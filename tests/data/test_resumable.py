@@ -185,6 +185,16 @@ class CountsEpochsAfterwards(CountsEpochs):
         self.epoch += 1
 
 
+class CountingLoader(DataLoader[Any]):
+    """Counts its passes."""
+
+    passes = 0
+
+    def __iter__(self) -> Any:
+        self.passes += 1
+        return (batch * self.passes for batch in super().__iter__())
+
+
 class Epochal(Noisy):
     """Yields samples that begin with the epoch."""
 
@@ -449,9 +459,10 @@ def test_state_of_persistent_workers_that_cannot_be_stored_is_refused():
         lambda: DataLoader(CountsSamples(), 2, shuffle=True, num_workers=1),
         lambda: DataLoader(CountsPasses(), 2),
         lambda: StatefulDataLoader(CountsPasses(), 2),
+        lambda: CountingLoader(Noisy(), 2, shuffle=True),
     ],
 )
-def test_attributes_of_samplers_and_datasets_that_change(make):
+def test_attributes_that_change(make):
     every = 4 * (1 + make().num_workers)  # starting workers takes long
     check(make, epochs=3, only=slice(0, None, every))
     if not isinstance(make().dataset, IterableDataset):

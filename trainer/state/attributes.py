@@ -14,7 +14,7 @@ from io import IOBase
 from typing import Any, Generic, Protocol
 
 from torch import nn
-from torch.utils.data import Dataset, Sampler
+from torch.utils.data import DataLoader, Dataset, Sampler
 
 from trainer.packages import is_users_module
 from trainer.state import generators, plain_values
@@ -208,9 +208,14 @@ class AttributeChanges:
 def is_watched(value: Any) -> bool:
     """Return whether the attributes of an object are part of the state of the data.
 
-    This is true for datasets, samplers and objects of the user's classes, but not for modules and parts of a framework.
+    This is true for datasets, samplers and objects of the user's classes, including subclasses of DataLoader, but not
+    for modules and parts of a framework.
     """
-    if isinstance(value, (nn.Module, type)) or not isinstance(getattr(value, "__dict__", None), dict):
+    if (
+        isinstance(value, (nn.Module, type))
+        or type(value) is DataLoader
+        or not isinstance(getattr(value, "__dict__", None), dict)
+    ):
         return False
     return all(_is_users(base) for base in type(value).__mro__)
 
@@ -233,7 +238,7 @@ def _is_users(base: type) -> bool:
     root = base.__module__.partition(".")[0]
     if root == "trainer":  # its state is stored elsewhere
         return False
-    if issubclass(base, (Dataset, Sampler)) or base in ABSTRACT:
+    if issubclass(base, (Dataset, Sampler)) or base in ABSTRACT or base is DataLoader:
         return True
     return base.__module__ == "collections.abc" or is_users_module(base.__module__)
 

@@ -10,7 +10,7 @@ import dis
 import hashlib
 import random
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager, suppress
 from functools import cache, partial
 from types import CodeType, FunctionType, MemberDescriptorType, MethodType, ModuleType
@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 from trainer.packages import is_users_module
 from trainer.state import generator_memory, generators
@@ -39,6 +39,8 @@ _MAX_OBJECTS = 10_000
 """Largest number of objects that :func:`find` inspects."""
 _MAX_ITEMS = 1000
 """Containers with more items than this are data, and :func:`find` does not inspect them."""
+_OF_LOADERS = frozenset(vars(DataLoader[Any](Dataset())))
+"""Attributes of a DataLoader that torch sets."""
 _PLAIN = {str, bytes, int, float, bool, type(None)}
 _TYPES_WITHOUT_GENERATORS = (*_PLAIN, type, ModuleType, torch.Tensor, np.ndarray)
 _PARTS_OF_A_RUN = ("trainer", "lightning", "pytorch_lightning")
@@ -193,7 +195,7 @@ def find(*roots: Any, except_in: Any = None, unwatched: Callable[[Any], bool] = 
         roots: the objects to begin with; their order, and that of their attributes, determines the order of the result.
         except_in: an object to exclude, with its attributes. Default: None.
         unwatched: returns whether to exclude an object, and all objects in it, from the :class:`AttributeChanges`. Not
-            called for a DataLoader. Default: no object is excluded.
+            called for torch's DataLoader. Default: no object is excluded.
     """
     found: list[Generator] = []
     watched: list[Any] = []
@@ -227,7 +229,12 @@ def find(*roots: Any, except_in: Any = None, unwatched: Callable[[Any], bool] = 
                 classes.add(type(value))
                 queue.extend((child, False) for child in _attributes_of_classes(type(value)))
         queue.extend((child, is_data) for child in children if type(child) not in _PLAIN)
-    return [*found, AttributeChanges(watched, holders)] if watched or holders else found
+    return [*found, AttributeChanges(watched, holders, ignored=_of_torch)] if watched or holders else found
+
+
+def _of_torch(value: Any) -> Set[str]:
+    """Return the attributes that torch sets on an object of a user's subclass of DataLoader."""
+    return _OF_LOADERS if isinstance(value, DataLoader) and is_watched(value) else frozenset()
 
 
 def _attributes_of(value: Any) -> list[Any]:
