@@ -113,6 +113,14 @@ def test_horizon_that_the_user_has_fixed_stays(tmp_path):
         assert second.seen == whole.seen
 
 
+def test_rate_of_another_kind_of_schedule_is_restored(tmp_path):
+    """Finetuning-scheduler sets another schedule in the middle of a run."""
+    second = Scheduled(lambda o, _: LR.ExponentialLR(o, 0.9))
+    fit(tmp_path, Scheduled(lambda o, _: LR.StepLR(o, 1, 0.7)), 1)
+    fit(tmp_path, second, 2, tmp_path / "last.ckpt")
+    assert second.seen[BATCHES][0] == pytest.approx(0.1 * 0.7**BATCHES)
+
+
 def test_fixed_number_of_epochs_that_torch_cannot_exceed_is_refused(tmp_path):
     class ByEpoch(Scheduled):
         def configure_optimizers(self):

@@ -97,13 +97,18 @@ def refuse_exceeded(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
 
 
 def _horizon_differs(current: Mapping[str, Any], saved: Mapping[str, Any]) -> bool:
-    """Return whether the horizon of a schedule, or of one that it holds, differs between two of its states."""
+    """Return whether the horizon of a schedule, or of one that it holds, differs between two of its states.
+
+    A state with other settings is that of another kind of schedule, which a callback may have set during the run.
+    """
+    horizon, saved_horizon = (
+        {name: state[name] for name in filter(_HORIZON.fullmatch, state)} for state in (current, saved)
+    )
+    if horizon.keys() == saved_horizon.keys() and horizon != saved_horizon:
+        return True
     for name in current.keys() & saved.keys():
         value, saved_value = current[name], saved[name]
-        if _HORIZON.fullmatch(name):
-            if value != saved_value:
-                return True
-        elif isinstance(value, list) and isinstance(saved_value, list):
+        if isinstance(value, list) and isinstance(saved_value, list):
             parts = zip(value, saved_value, strict=False)
             if any(isinstance(a, Mapping) and isinstance(b, Mapping) and _horizon_differs(a, b) for a, b in parts):
                 return True
