@@ -24,6 +24,8 @@ class Describer:
 
     def __call__(self, value: Any) -> Any:
         """Return ``value`` in a comparable form."""
+        if isinstance(value, Tensor) and value.is_meta:
+            return f"{value.dtype} of {tuple(value.shape)} on the meta device"
         if isinstance(value, Tensor):
             return value.detach().to("cpu", copy=True).as_subclass(Tensor)
         if value is None or (isinstance(value, (bool, int, float, complex)) and type(value).__module__ == "builtins"):
