@@ -171,7 +171,8 @@ class Run:
 
         Raises:
             ConfigurationError: if both dataloaders and a datamodule are given, the checkpoint cannot be selected, the
-                fit of another Trainer is training the module, or the Trainer has parts that would not run.
+                fit of another Trainer is training the module, or a private method or connector of the Trainer was
+                replaced by one that would not run.
         """
         trainer, first = self._trainer, next(iter(dataloaders.values()))
         refuse_own_parts(trainer)

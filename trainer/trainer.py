@@ -104,7 +104,8 @@ class Trainer(TrainerBase):
 
     Attributes:
         scaler: the loss scaler, which is disabled if the precision does not scale the loss. The object stays the same
-            for the Trainer's lifetime. Exception: a ``NonFiniteGuard`` replaces a disabled scaler during a fit.
+            for the Trainer's lifetime. Exception: a ``NonFiniteGuard`` that checks each step replaces a disabled scaler
+            during a fit.
         loaded_weights: the weights that the last ``fit(weights=...)`` loaded. None before the first fit, and after a
             fit without ``weights``.
 

@@ -232,7 +232,7 @@ class FitLoop:
         self.count_update()
         if self.skips_epoch:
             self.schedules.advance("epoch")  # otherwise the last batch did this
-        if not progress.has_validated:  # training metrics must not replace validation metrics of the same names
+        if not progress.has_validated:  # hooks read a validation metric, not a training metric of its name
             self.published.take(self.metrics.current())
         self.metrics.end_epoch()
         progress.epochs_trained += 1

@@ -78,7 +78,7 @@ class Change(NamedTuple):
     edits: tuple[tuple[int, ast.NodeTransformer], ...]
 
     def __str__(self) -> str:
-        """Return the instruction; in a notebook, with the line of the cell."""
+        """Return the edits as text: "in FILE:LINE write: STATEMENT". In a notebook, the line of the cell is given."""
         path = Path(self.file)
         is_cell = self.file.startswith("<") or path.parent.name.startswith("ipykernel_")
         old = _statements(_parse_file(self.file))
@@ -105,7 +105,7 @@ class Change(NamedTuple):
 
     @contextmanager
     def applied(self, owners: Iterable[type]) -> Iterator[bool]:
-        """A context in which the new statements run; yields False if a function cannot be replaced.
+        """A context in which the new statements run; yields False if no function that contains them is found.
 
         Args:
             owners: classes that may have the functions as methods, or inherit them.
@@ -136,7 +136,10 @@ def propose(origin: Origin) -> Iterator[Change]:
 
 
 def widen(origin: Origin) -> Iterator[Change]:
-    """Yield at most eight float32 versions of statements that cast to 16 bits, the nearest to the operation first."""
+    """Yield at most eight changes of statements that cast to 16 bits: they use float32 instead.
+
+    Statements up to the line of the operation come first, from the nearest.
+    """
     file = origin.file
     casts = [change for one in _statements(_parse_file(file)) for change in _changed(file, one, _Widen())]
     yield from sorted(casts, key=lambda one: (one.edits[0][0] > origin.line, -one.edits[0][0]))[:8]
@@ -270,7 +273,7 @@ class _Guard(ast.NodeTransformer):
 
 
 def _is_root(exponent: ast.expr) -> bool:
-    """Return whether a power with this exponent is not finite, or has no finite gradient, at 0."""
+    """Return whether a power with this exponent, or its gradient, may not be finite for a base of 0 or below."""
     try:
         value = ast.literal_eval(exponent)
     except ValueError:
@@ -279,7 +282,7 @@ def _is_root(exponent: ast.expr) -> bool:
 
 
 def _limited(node: ast.expr) -> ast.expr:
-    """Return the factor of a product, or the number nearest to it if it is infinite, between -10,000 and 10,000."""
+    """Limit a factor of a product to the range from -10,000 to 10,000. Finite constants are returned unchanged."""
     text = ast.unparse(node)
     if re.fullmatch(r"-?((math|torch|np|numpy)\.)?inf|float\(.*inf.*\)", text):
         return ast.Constant(-1e4 if "-" in text else 1e4)

@@ -200,7 +200,7 @@ class LossScaler(torch.amp.GradScaler):
             self._expect_no_gradients(optimizer)
             del self._per_optimizer_states[id(optimizer)]  # it may have gradients the next time
             return None
-        if id(optimizer) in self._unchecked:  # its gradients may be those of a backward pass before the last check
+        if id(optimizer) in self._unchecked:  # the module may have set gradients again that it had cleared (PCGrad)
             self._unchecked.remove(id(optimizer))
             for device, flag in self._check_gradients(optimizer, unscales=False).items():
                 state["found_inf_per_device"].setdefault(device, flag).clamp_(min=flag)

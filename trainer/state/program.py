@@ -34,13 +34,14 @@ _STATE = ("state_dict", "load_state_dict")
 """Another such pair, for objects that the Trainer saves. For a module, it saves the weights."""
 _STATEFUL = (Optimizer, LRScheduler, GradScaler)
 _SAVED_BY_OTHERS = ("lightning.", "trainer.", "torch.distributed.")
-"""Modules of subclasses that wrap the Trainer's objects, or have a state dict with collectives."""
+"""Packages with subclasses of these types that wrap the Trainer's objects, or run collectives in ``state_dict``."""
 
 
 class ProgramState:
-    """The state of some objects since this instance was created. It is saved and restored as plain data.
+    """Random generators, and attributes of objects that changed since this instance was created.
 
-    The search for objects follows containers, submodules, and the attributes of the user's classes.
+    Their state is saved and restored as plain data. The search for objects follows containers, submodules, and the
+    attributes of the user's classes.
 
     Args:
         roots: the module, the datamodule and the callbacks. Their order determines the order of the state.
@@ -173,7 +174,10 @@ class ProgramState:
 
 @cache
 def _is_to_be_saved(kind: type, is_base: Callable[[type], bool], packages: Set[str]) -> bool:
-    """Return whether a class is the user's, is not one of data, and does not save itself."""
+    """Return whether the attributes of the objects of a class are saved.
+
+    The class must be the user's, have a ``__dict__`` and no other bases than ``is_base`` allows, and not save itself.
+    """
     own, others = _bases(kind, packages)
     return bool(own and kind.__dictoffset__ and all(map(is_base, others)) and not _saves_itself(kind, packages))
 
