@@ -1,14 +1,12 @@
 """Buffers with ``persistent=False``: a resumed run has those of the uninterrupted run."""
 
 from collections import OrderedDict
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
 
 from tests.support import Regression, SavesAt, assert_identical, loader_of, make_batches, make_trainer, momentum
@@ -22,7 +20,7 @@ BATCHES = make_batches(6)
 class Cache(nn.Module):
     """Buffers that change in many ways, most of them with an effect on the loss."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.register_buffer("count", torch.zeros((), dtype=torch.long), persistent=False)
         self.register_buffer("mean", torch.zeros(3), persistent=False)
@@ -38,7 +36,7 @@ class Cache(nn.Module):
         self.again.register_buffer("shared", self.shared, persistent=False)
         self.becomes_one = 0
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         if self.training:
             with torch.no_grad():
                 self.count += 1
@@ -62,11 +60,11 @@ class Cache(nn.Module):
 
 
 class Caching(Regression):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__(optimizer=momentum)
         self.cache = Cache()
 
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
+    def training_step(self, batch, batch_idx):
         x, y, _ = batch
         dtype = self.net[0].weight.dtype
         return F.mse_loss(self.cache(self.net(x.to(dtype))), y.to(dtype))
@@ -75,12 +73,12 @@ class Caching(Regression):
 class Compiled(Caching):
     """Its parts have the names that ``torch.compile`` gives them."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.cache = nn.Sequential(OrderedDict(_orig_mod=self.cache))
 
 
-def values_of(module: nn.Module) -> dict[str, Any]:
+def values_of(module):
     return {
         f"{path}.{name}": None if value is None else value.clone()
         for path, part in module.named_modules()
@@ -88,7 +86,7 @@ def values_of(module: nn.Module) -> dict[str, Any]:
     }
 
 
-def fit(folder: Path, seed: int, *callbacks: Any, ckpt: Any = None, kind: Any = Caching, **arguments: Any) -> Any:
+def fit(folder, seed, *callbacks, ckpt=None, kind=Caching, **arguments):
     torch.manual_seed(seed)
     module = kind()
     trainer = make_trainer(folder, callbacks=list(callbacks), **{"enable_checkpointing": bool(callbacks)} | arguments)
@@ -119,7 +117,7 @@ def test_resumed_run_equals_an_uninterrupted_one(tmp_path, steps, arguments, kin
 
 def test_run_that_is_rolled_back_has_the_buffers_of_then(tmp_path):
     class RollsBack(Callback):
-        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
             if batch_idx == 0:
                 self.then = values_of(module)
             if batch_idx == 4:
@@ -141,11 +139,11 @@ def test_buffers_follow_another_precision(tmp_path):
 
 
 class Averaged(Regression):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__(nn.Linear(6, 3))
         self.register_buffer("noise", torch.randn(3), persistent=False)
 
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
+    def training_step(self, batch, batch_idx):
         x, y, _ = batch
         self.noise.add_(x.mean())
         return F.mse_loss(self.net(x) + self.noise, y)
@@ -155,7 +153,7 @@ def test_averages_have_buffers_too(tmp_path):
     """They are averaged like weights, so that the average has its own buffers."""
 
     class Last(EMAWeightAveraging):
-        def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        def on_train_end(self, trainer, pl_module):
             self.last = values_of(self._average_model)
 
     averages = [Last(decay=0.5, use_buffers=True) for _ in range(2)]
@@ -168,7 +166,7 @@ def test_averages_have_buffers_too(tmp_path):
 class MakesMore(Averaged):
     """Creates a module in its third step."""
 
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
+    def training_step(self, batch, batch_idx):
         if batch_idx == 2:
             self.more = nn.Module()
             self.more.register_buffer("seen", torch.ones(1), persistent=False)
@@ -184,7 +182,7 @@ def test_buffer_of_a_missing_module_is_refused(tmp_path):
         fit(tmp_path, 1, kind=MakesMore, ckpt=path, exact_resume=False)
 
     class Makes(MakesMore):
-        def configure_model(self) -> None:
+        def configure_model(self):
             self.more = nn.Module()
 
     _, module = fit(tmp_path, 1, kind=Makes, ckpt=path)
@@ -209,15 +207,15 @@ def test_saved_buffers():
 class Outside(Regression):
     """Trains a module in a plain list and a tensor, which are not in its state dict."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__(nn.Linear(6, 6))
         self.heads = [nn.Linear(6, 3)]
         self.gain = torch.ones(1, requires_grad=True)
 
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
+    def training_step(self, batch, batch_idx):
         return F.mse_loss(self.heads[0](self.net(batch[0])) * self.gain, batch[1])
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         return torch.optim.Adam([*self.parameters(), *self.heads[0].parameters(), self.gain], 0.05)
 
 
@@ -234,7 +232,7 @@ def test_trained_parameters_outside_the_module_are_restored(tmp_path, batches_pe
 
 def test_other_parameters_outside_the_module_are_refused(tmp_path):
     class Other(Outside):
-        def configure_optimizers(self) -> Any:
+        def configure_optimizers(self):
             self.gain = torch.ones(3, requires_grad=True)
             return super().configure_optimizers()
 

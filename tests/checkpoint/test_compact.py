@@ -3,7 +3,6 @@
 import random
 from collections import OrderedDict
 from io import BytesIO
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +13,7 @@ from trainer.checkpoint.compact import packed, unpacked
 from trainer.state import random_states
 
 
-def written(value: Any) -> tuple[Any, int]:
+def written(value):
     """Return a value read back by torch, and its number of bytes."""
     stream = BytesIO()
     torch.save(value, stream)
@@ -23,9 +22,9 @@ def written(value: Any) -> tuple[Any, int]:
     return torch.load(stream, weights_only=True), size
 
 
-def states(seed: int, draws: int) -> dict[str, Any]:
+def states(seed, draws):
     """The states of one generator of each kind."""
-    generators: list[Any] = [
+    generators = [
         random.Random(seed), np.random.RandomState(seed), np.random.default_rng(seed),
         np.random.Generator(np.random.MT19937(seed)), np.random.Generator(np.random.Philox(seed)),
         torch.Generator().manual_seed(seed),
@@ -50,7 +49,7 @@ def test_random_states_survive(seed, draws):
 def test_anything_plain_survives():
     draw = random.Random(3)
 
-    def make(depth: int) -> Any:
+    def make(depth):
         leaves = [
             None, True, 2, 0.5, "text", "", b"", b"short", draw.randbytes(63), draw.randbytes(64), draw.randbytes(2496),
             draw.randbytes(2500), draw.randbytes(5056), bytes(5056), bytes(3000), torch.arange(3, dtype=torch.uint8),

@@ -10,7 +10,6 @@ from collections import UserDict
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -29,11 +28,11 @@ EXAMPLES = int(os.environ.get("EXACT_RESUME_EXAMPLES", "0"))
 
 
 @st.composite
-def setups(draw: Any) -> Setup:
+def setups(draw):
     """Draw any valid set-up."""
     batches, epochs = draw(st.integers(1, 6)), draw(st.integers(1, 3))
     precision = draw(st.sampled_from(["32-true", "16-mixed", "bf16-mixed"]))
-    overflows: Any = st.lists(st.integers(0, batches * epochs - 1), max_size=4, unique=True).map(sorted).map(tuple)
+    overflows = st.lists(st.integers(0, batches * epochs - 1), max_size=4, unique=True).map(sorted).map(tuple)
     manual, metrics = draw(st.booleans()), draw(st.booleans())
     validate_every = draw(st.sampled_from([0, *range(1, batches + 3)]))
     loader = draw(st.sampled_from(["map", "map", "stateful", "iterable"]))
@@ -66,23 +65,23 @@ class Saver(Checkpoint):
     ``places`` are these points in order, with the number of rows that the loggers had received.
     """
 
-    def __init__(self, folder: Path, logger: RecordingLogger) -> None:
-        self.folder, self.logger, self.places = folder, logger, UserDict[str, int]()
+    def __init__(self, folder, logger):
+        self.folder, self.logger, self.places = folder, logger, UserDict()
 
-    def look(self, hook: str, trainer: Any) -> None:
+    def look(self, hook, trainer):
         if not trainer.sanity_checking:
             place = f"{hook} {trainer.progress.batches}"
             self.places[place] = len(self.logger.rows)
             trainer.save_checkpoint(self.folder / f"{place}.ckpt")
 
 
-def train(setup: Setup, folder: Path, seed: int, start: Path | None) -> Any:
+def train(setup, folder, seed, start):
     """Return the results of a run."""
     folder.mkdir()
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
-    batches: list[Any] = []
+    batches = []
     module = training.Classifier(setup, lambda *line: batches.append((*line[:3], line[3].hex())))
     rows = RecordingLogger()
     saver = Saver(folder, rows)
@@ -94,7 +93,7 @@ def train(setup: Setup, folder: Path, seed: int, start: Path | None) -> Any:
     return SimpleNamespace(state=state, rows=rows.rows, places=saver.places, batches=batches)
 
 
-def check(setup: Setup, interruptions: list[int]) -> None:
+def check(setup, interruptions):
     """Train, then resume from a checkpoint of the first run, then from one of the second, and so on."""
     with TemporaryDirectory() as name, warnings.catch_warnings(action="ignore"):
         whole = last = train(setup, Path(name) / "whole", 0, None)
@@ -116,7 +115,7 @@ def check(setup: Setup, interruptions: list[int]) -> None:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Any:
+def _one_thread():
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

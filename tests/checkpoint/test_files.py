@@ -7,7 +7,6 @@ import time
 import zipfile
 from functools import partial
 from pathlib import Path
-from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -17,17 +16,17 @@ from trainer.checkpoint import files
 from trainer.errors import CheckpointError, CheckpointNotFoundError, CheckpointWriteError
 
 
-def content(seed: int = 0) -> dict[str, Any]:
+def content(seed=0):
     tensors = torch.randn(2, 5, generator=torch.Generator().manual_seed(seed))
     return {"state_dict": {"a": tensors[0], "b": tensors[1]}, "epoch": seed}
 
 
-def saved(path: Path, seed: int = 0, **facts: Any) -> Path:
+def saved(path, seed=0, **facts):
     files.write(partial(torch.save, content(seed)), path, facts)
     return path
 
 
-def complaint(path: Path) -> str:
+def complaint(path):
     with pytest.raises(CheckpointError) as caught:
         files.verify(path)
     assert str(path) in str(caught.value)
@@ -55,7 +54,7 @@ def test_file_is_a_valid_zip_archive_with_a_manifest(tmp_path):
     assert manifest.resumable
 
 
-def archive() -> bytes:
+def archive():
     buffer = io.BytesIO()
     torch.save(content(), buffer)
     return buffer.getvalue()
@@ -77,7 +76,7 @@ OTHERS = {
 def test_files_of_other_formats_are_written_unchanged(tmp_path, what, piece):
     data = OTHERS[what]
 
-    def save(stream: Any) -> None:
+    def save(stream):
         for start in range(0, len(data), piece):
             stream.write(data[start : start + piece])
         assert stream.tell() == len(data)
@@ -147,7 +146,7 @@ def test_without_a_manifest_the_archives_own_checksums_are_checked(tmp_path):
 
 
 def test_file_without_a_checksum_is_read_before_it_is_selected(tmp_path):
-    def read(path: Path) -> None:
+    def read(path):
         if path.read_bytes() != b"whole":
             raise CheckpointError(f"{path} cannot be read.")
 
@@ -173,12 +172,12 @@ def test_file_is_synced_before_it_is_renamed(tmp_path, monkeypatch):
     events = []
     sync, rename = os.fsync, Path.replace
 
-    def fsync(handle: int) -> None:
+    def fsync(handle):
         kind = "folder" if os.path.isdir(f"/proc/self/fd/{handle}") else "file"
         events.append(f"sync {kind}, {(tmp_path / 'x.ckpt').exists()}")
         sync(handle)
 
-    def replace(self: Path, target: Path) -> Any:
+    def replace(self, target):
         assert self.parent == target.parent
         events.append(f"rename, {self.stat().st_size}")
         return rename(self, target)
@@ -197,7 +196,7 @@ def test_old_file_is_kept_on_errors(tmp_path, monkeypatch, where, error):
     path = saved(tmp_path / "x.ckpt", 0)
     before, is_os_error = path.read_bytes(), isinstance(error, OSError)
 
-    def save(stream: Any) -> None:
+    def save(stream):
         torch.save(content(1), stream)
         if where == "in the save":
             raise error
@@ -231,7 +230,7 @@ def test_full_disk_error_has_the_bytes(tmp_path):
 # --- the newest good one ----------------------------------------------------------------------------------------------
 
 
-def aged(path: Path, seconds: float) -> Path:
+def aged(path, seconds):
     os.utime(path, (time.time() - seconds,) * 2)
     return path
 
@@ -259,11 +258,11 @@ def test_newest_that_is_good(tmp_path, recwarn):
 
 
 def test_leftovers_of_killed_saves_are_not_checkpoints(tmp_path):
-    def save(stream: Any) -> None:
+    def save(stream):
         torch.save(content(), stream)
         left.append(next(path for path in tmp_path.iterdir() if path.name.endswith(".ckpt-part")).name)
 
-    left: list[str] = []
+    left = []
     files.write(save, tmp_path / "x.ckpt")
     (tmp_path / left[0]).write_bytes(b"half of")
     assert files.newest_first([tmp_path]) == [(tmp_path / "x.ckpt").resolve()]

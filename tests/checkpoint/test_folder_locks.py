@@ -4,9 +4,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -26,14 +24,14 @@ with lock_folder(sys.argv[1]):
 """
 
 
-def holder(folder: Path) -> tuple[subprocess.Popen[str], int, int]:
+def holder(folder):
     """Start another process that holds ``folder``. Yields its id, and that of its fork."""
     process = subprocess.Popen([sys.executable, "-c", HOLDER, folder, ROOT], stdout=subprocess.PIPE, text=True)
     pid, child = process.stdout.readline().split()
     return process, int(pid), int(child)
 
 
-def lock_of(folder: Path) -> Path:
+def lock_of(folder):
     return folder.parent / f".{folder.name}{folders.LOCK}"
 
 
@@ -84,11 +82,11 @@ def test_lock_of_another_process_ends_with_its_kill(tmp_path):
     assert os.listdir(folder) == []
 
 
-def refuse(monkeypatch: pytest.MonkeyPatch, refused: Callable[[Path], bool]) -> None:
+def refuse(monkeypatch, refused):
     """Emulate folders without write permission; this process may write anywhere."""
     opened = os.open
 
-    def open_if_allowed(path: Any, *arguments: Any, **options: Any) -> int:
+    def open_if_allowed(path, *arguments, **options):
         if refused(Path(path)):
             raise PermissionError(errno.EACCES, "Permission denied")
         return opened(path, *arguments, **options)
@@ -119,7 +117,7 @@ def test_lock_removed_meanwhile_does_not_count(tmp_path, monkeypatch):
     """The other run ended after this process opened its lock file, and before it locked it."""
     locks = []
 
-    def lock(handle: int) -> bool:
+    def lock(handle):
         locks.append(handle)
         if len(locks) == 1:
             lock_of(tmp_path / "a").unlink()

@@ -11,7 +11,6 @@ from argparse import Namespace
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -34,38 +33,38 @@ class Sizes:
     width: int = 3
 
 
-class Entries(dict[str, Any]):
+class Entries(dict):
     pass
 
 
-class Items(list[Any]):
+class Items(list):
     pass
 
 
-class Aware(dict[str, Any]):
-    def __init__(self, **entries: Any) -> None:
+class Aware(dict):
+    def __init__(self, **entries):
         super().__init__(entries)
         self.__dict__ = self
 
 
 class Positional:
-    def __new__(cls, width: int) -> Positional:
+    def __new__(cls, width):
         made = object.__new__(cls)
         made.width = width
         return made
 
-    def __getnewargs__(self) -> tuple[int]:
+    def __getnewargs__(self):
         return (self.width,)
 
 
 class Named(Positional):
-    def __getnewargs_ex__(self) -> Any:
+    def __getnewargs_ex__(self):
         return (), {"width": self.width}
 
 
 Point = collections.namedtuple("Point", "x y")
 
-KINDS: dict[str, Any] = {
+KINDS = {
     "loss": torch.nn.HuberLoss(delta=3.0),
     "config": OmegaConf.create({"a": [1, {"b": "${c}"}], "c": 2}),
     "structured": OmegaConf.structured(Sizes),
@@ -98,13 +97,13 @@ KINDS: dict[str, Any] = {
 }
 
 
-def file_of(hyper_parameters: Any, **more: Any) -> BytesIO:
+def file_of(hyper_parameters, **more):
     file = BytesIO()
     torch.save({"state_dict": {"w": torch.arange(3.0)}, "hyper_parameters": hyper_parameters, **more}, file)
     return file
 
 
-def read(file: BytesIO) -> Any:
+def read(file):
     with allow_stand_ins(file):
         file.seek(0)
         return torch.load(file, weights_only=True)

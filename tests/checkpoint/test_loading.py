@@ -1,7 +1,5 @@
 """Contents of checkpoints, resuming, and conversion between Lightning and us in both directions."""
 
-from pathlib import Path
-from typing import Any
 from zipfile import ZipFile
 
 import pytest
@@ -19,7 +17,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` 
 class Fitted(Classifier):
     """Has two schedules."""
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         first = torch.optim.Adam(self.parameters(), lr=0.01)
         lr = torch.optim.lr_scheduler
         return [first], [lr.StepLR(first, 3, 0.5), lr.ExponentialLR(first, 0.9)]
@@ -31,14 +29,14 @@ class Counting(Callback):
     def __init__(self, batches=12):
         self.batches = batches
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self):
         return {"batches": self.batches}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict):
         self.batches = state_dict["batches"]
 
 
-def saved(folder: Path, max_epochs: int = 1) -> tuple[Path, Any]:
+def saved(folder, max_epochs=1):
     """Return the path of a checkpoint written by a fit, and its Trainer."""
     trainer = ours(max_epochs=max_epochs, callbacks=[Counting()])
     trainer.fit(Fitted(), data(12))
@@ -71,7 +69,7 @@ def test_state_with_the_class_as_its_key_is_restored(tmp_path):
 # --- errors -----------------------------------------------------------------------------------------------------------
 
 
-def resume(path: Any, module: Any = None, **arguments: Any) -> None:
+def resume(path, module=None, **arguments):
     trainer = ours(**{"max_epochs": 3, "callbacks": [Counting()], **arguments})
     trainer.fit(module if module is not None else Fitted(), data(12), ckpt_path=path)
 

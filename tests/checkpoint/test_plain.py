@@ -3,7 +3,6 @@
 import io
 from collections import Counter, OrderedDict, namedtuple
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +17,7 @@ from trainer.errors import CheckpointError
 Pair = namedtuple("Pair", "a b")
 
 
-def read_back(checkpoint: dict[str, Any]) -> Any:
+def read_back(checkpoint):
     buffer = io.BytesIO()
     torch.save(checkpoint, buffer)
     buffer.seek(0)
@@ -75,20 +74,20 @@ def test_safe_globals_are_accepted():
 
 
 class Adds(Callback):
-    def __init__(self, value: Any) -> None:
+    def __init__(self, value):
         self.value = value
 
-    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+    def on_save_checkpoint(self, trainer, pl_module, checkpoint):
         checkpoint["own"] = {"best": self.value}
 
 
 class Watches(Regression):
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
+    def training_step(self, batch, batch_idx):
         loss = super().training_step(batch, batch_idx)
         self.log("score", 1.0, on_epoch=True, batch_size=4)
         return loss
 
-    def on_train_epoch_end(self) -> None:
+    def on_train_epoch_end(self):
         schedule = self.lr_schedulers()
         schedule.best = np.float64(schedule.best)  # left by a metric of numpy
 

@@ -1,8 +1,6 @@
 """The state of a process in a checkpoint. Resumed runs are compared in ``test_resume_corners.py``."""
 
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -24,19 +22,19 @@ class Counts(Regression):
 
     ended = 0
 
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
+    def training_step(self, batch, batch_idx):
         loss = super().training_step(batch, batch_idx)
         self.log("largest", loss, on_step=True, on_epoch=True, reduce_fx="max", batch_size=4)
         return loss
 
-    def on_train_batch_end(self, *_: Any) -> None:
+    def on_train_batch_end(self, *_):
         self.ended += 1
 
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+    def on_save_checkpoint(self, checkpoint):
         checkpoint["ended"] = self.ended
 
 
-def fit(folder: Path, *callbacks: Any, ckpt_path: Path | None = None, **arguments: Any) -> tuple[Any, Counts]:
+def fit(folder, *callbacks, ckpt_path=None, **arguments):
     module, logger = Counts(make_net(dropout=0.3)), RecordingLogger()
     torch.manual_seed(7 if ckpt_path is None else 8)
     options = {"callbacks": list(callbacks), "enable_checkpointing": bool(callbacks), "log_every_n_steps": 1}

@@ -5,8 +5,6 @@ import random
 import warnings
 from collections import deque
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -31,32 +29,32 @@ class Batch(tuple[torch.Tensor]):
 
 
 class Module(LightningModule):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.backbone = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.3))
         self.head = nn.Linear(4, 1)
 
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
+    def training_step(self, batch, batch_idx):
         loss = self.head(self.backbone(batch[0])).square().mean()
         self.log("loss", loss, on_step=True, on_epoch=True)
         return loss
 
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
+    def validation_step(self, batch, batch_idx):
         self.log("val_loss", self.head(self.backbone(batch[0])).square().mean())
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         return torch.optim.Adam(self.parameters(), 0.05)
 
 
 class Closures(Module):
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=2)
 
 
 class NothingAtTheEnd(Module):
     """Every second window has a loss in its first batch only, so that the scaler scales no other."""
 
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
+    def training_step(self, batch, batch_idx):
         loss = super().training_step(batch, batch_idx)
         return loss if batch_idx % 4 in (0, 1, 2) and batch_idx % 2 == 0 else None
 
@@ -64,16 +62,16 @@ class NothingAtTheEnd(Module):
 class Averages(Callback):
     """Keeps an average that is no part of the module's tree."""
 
-    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+    def on_fit_start(self, trainer, pl_module):
         self.average = copy.deepcopy(pl_module.backbone)
 
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+    def on_train_batch_end(self, trainer, pl_module, *_):
         for own, new in zip(self.average.parameters(), pl_module.backbone.parameters(), strict=True):
             own.data.mul_(0.5).add_(new.data, alpha=0.5)
 
 
 class LearnsFromItsAverage(Module):
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
+    def training_step(self, batch, batch_idx):
         (callback,) = (one for one in self.trainer.callbacks if isinstance(one, Averages))
         target = callback.average(batch[0]).detach()
         return super().training_step(batch, batch_idx) + (self.backbone(batch[0]) - target).square().mean()
@@ -84,17 +82,17 @@ class Running:
 
     value = 0.0
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self):
         return {"value": self.value}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state):
         self.value = state["value"]
 
 
 class StepsItself(Module):
     """Has optimizers, schedules and a loss scaler that ``configure_optimizers`` does not return."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.automatic_optimization = False
         self.own = {p: torch.optim.Adam([p], 0.05) for p in self.parameters()}
@@ -103,7 +101,7 @@ class StepsItself(Module):
         self.scaler.scale(torch.zeros(()))  # creates its tensors
         self.running = Running()
 
-    def training_step(self, batch: Any, batch_idx: int) -> None:
+    def training_step(self, batch, batch_idx):
         loss = super().training_step(batch, batch_idx) * (1 + self.running.value)
         self.running.value += float(loss)
         self.scaler.scale(loss).backward()
@@ -114,50 +112,50 @@ class StepsItself(Module):
         for schedule in self.schedules:
             schedule.step()
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         return []
 
 
 class Alternates(Module):
     """Trains one of its parts in each batch; the other moves by momentum, because its gradient is 0 and not None."""
 
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
+    def training_step(self, batch, batch_idx):
         part = self.backbone if batch_idx % 2 else self.head
         return part(batch[0]).square().mean()
 
-    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+    def optimizer_zero_grad(self, epoch, batch_idx, optimizer):
         optimizer.zero_grad(set_to_none=False)
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), 0.05, momentum=0.9)
 
 
 class AlternatesItself(Alternates):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.automatic_optimization = False
 
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        optimizer: Any = self.optimizers()
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers()
         optimizer.zero_grad(set_to_none=False)
         self.manual_backward(super().training_step(batch, batch_idx))
         optimizer.step()
 
 
 class AccumulatesItself(Module):
-    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+    def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure=None):
         if batch_idx % 3 == 2:
             optimizer.step(optimizer_closure)
         else:
             optimizer_closure()
 
-    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+    def optimizer_zero_grad(self, epoch, batch_idx, optimizer):
         if batch_idx % 3 == 0:
             optimizer.zero_grad()
 
 
 class Freezes(Module):
-    def on_train_epoch_start(self) -> None:
+    def on_train_epoch_start(self):
         self.head.requires_grad_(self.current_epoch >= 1)
         self.backbone[1].train(self.current_epoch != 1)
 
@@ -165,16 +163,16 @@ class Freezes(Module):
 class Measures(Module):
     """Metric objects that wrap others, and metrics of validations that are never reset."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.window, self.ratio = RunningSum(window=5), MeanMetric() / SumMetric()
         self.tracker = MetricTracker(MeanMetric(), maximize=False)
         self.validations, self.values, self.last = SumMetric(), CatMetric(), RunningMean(window=4)
 
-    def on_train_epoch_start(self) -> None:
+    def on_train_epoch_start(self):
         self.tracker.increment()
 
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
+    def training_step(self, batch, batch_idx):
         loss = super().training_step(batch, batch_idx)
         self.window(loss.detach())
         for metric in (self.ratio, self.tracker):
@@ -182,15 +180,15 @@ class Measures(Module):
         self.log_dict({"window": self.window, "ratio": self.ratio}, on_step=False, on_epoch=True)
         return loss
 
-    def on_train_epoch_end(self) -> None:
+    def on_train_epoch_end(self):
         self.log("best", self.tracker.best_metric())
 
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
+    def validation_step(self, batch, batch_idx):
         super().validation_step(batch, batch_idx)
         for metric in (self.validations, self.values, self.last):
             metric.update(batch[0].mean())
 
-    def on_validation_epoch_end(self) -> None:
+    def on_validation_epoch_end(self):
         values = (self.validations.compute(), self.values.compute().sum(), self.last.compute())
         self.log_dict(dict(zip(("number", "sum", "running"), values, strict=True)))
 
@@ -198,15 +196,15 @@ class Measures(Module):
 class Anneals(Module):
     """The loss depends on plain attributes and on a random generator, which many hooks change."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.factor, self.noise = 1.0, torch.Generator().manual_seed(2)
-        self.recent: deque[float] = deque(maxlen=3)
-        self.losses: list[torch.Tensor] = []
-        self.validations: list[torch.Tensor] = []
-        self.mean: Any = None
+        self.recent = deque(maxlen=3)
+        self.losses = []
+        self.validations = []
+        self.mean = None
 
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
+    def training_step(self, batch, batch_idx):
         loss = super().training_step(batch, batch_idx)
         value = loss.detach()
         self.mean = value if self.mean is None else 0.9 * self.mean + 0.1 * value
@@ -214,21 +212,21 @@ class Anneals(Module):
         self.recent.append(float(value))
         return loss * self.factor * (1 + sum(self.recent) + torch.rand((), generator=self.noise)) / self.mean
 
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, batch, batch_idx):
         self.factor *= 1.1
 
-    def on_train_batch_end(self, *_: Any) -> None:
+    def on_train_batch_end(self, *_):
         self.factor *= 0.8
-        self.backbone[2].p *= 0.9  # type: ignore[operator]
+        self.backbone[2].p *= 0.9
 
-    def on_train_epoch_end(self) -> None:
+    def on_train_epoch_end(self):
         self.factor += float(torch.stack(self.losses).mean())
         self.losses.clear()
 
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
+    def validation_step(self, batch, batch_idx):
         self.validations.append(self.head(self.backbone(batch[0])).square().mean())
 
-    def on_validation_epoch_end(self) -> None:
+    def on_validation_epoch_end(self):
         self.factor += float(torch.stack(self.validations).mean())
         self.validations.clear()
 
@@ -236,10 +234,10 @@ class Anneals(Module):
 class Boosts(Callback):
     """Changes the module by a number that grows."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.boost = 1.0
 
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+    def on_train_batch_end(self, trainer, pl_module, *_):
         self.boost *= 1.05
         pl_module.factor *= self.boost
 
@@ -250,21 +248,21 @@ class DrawsAll(Module):
     The training depends on an attribute that ``train_dataloader`` sets. The validation adds noise.
     """
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.validated = Noisy()
-        self.first, self.drawn, self.order = 0, list[int](), torch.Generator().manual_seed(3)
+        self.first, self.drawn, self.order = 0, [], torch.Generator().manual_seed(3)
 
-    def train_dataloader(self) -> Any:
+    def train_dataloader(self):
         indices = torch.randperm(12 - self.current_epoch, generator=self.order)[:6] + self.current_epoch + self.first
         self.drawn = (indices % 12).tolist()
         return DataLoader(Subset(Points(), self.drawn), 2)
 
-    def val_dataloader(self) -> Any:
+    def val_dataloader(self):
         indices = torch.randperm(12)[: 2 + self.current_epoch] + self.first
         return DataLoader(Subset(self.validated, (indices % 12).tolist()), 2)
 
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
+    def training_step(self, batch, batch_idx):
         self.first += 1
         return super().training_step(batch, batch_idx) * self.drawn[0]
 
@@ -272,41 +270,41 @@ class DrawsAll(Module):
 class ScaleCurve(Curves):
     """Limits curves to a few points of losses and scales."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__(max_points=4)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self):
         return {**super().state_dict(), "metrics": {}}
 
 
-class Points(Dataset[list[torch.Tensor]]):
-    def __init__(self) -> None:
+class Points(Dataset):
+    def __init__(self):
         self.noise = random.Random(1)
 
-    def __len__(self) -> int:
+    def __len__(self):
         return 12
 
-    def __getitem__(self, index: int) -> list[torch.Tensor]:
+    def __getitem__(self, index):
         return [torch.arange(4.0).add(index).sin() + 0.1 * torch.randn(4) + 0.1 * self.noise.random()]
 
 
 class Noisy(Points):
-    def __init__(self) -> None:
+    def __init__(self):
         self.generator = torch.Generator().manual_seed(3)
 
-    def __getitem__(self, index: int) -> list[torch.Tensor]:
+    def __getitem__(self, index):
         return [torch.arange(4.0).add(index).sin() + torch.randn(4, generator=self.generator)]
 
 
 class Lookahead(torch.optim.Optimizer):
     """Counts in an attribute, and wraps an optimizer that its state dict does not include, like many SAMs."""
 
-    def __init__(self, inner: torch.optim.Optimizer) -> None:
+    def __init__(self, inner):
         self.inner, self.steps = inner, 0
         super().__init__(inner.param_groups, {})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
+    def step(self, closure=None):
         loss = self.inner.step(closure)
         self.steps += 1
         for parameter in self.param_groups[0]["params"]:
@@ -316,7 +314,7 @@ class Lookahead(torch.optim.Optimizer):
 
 
 class LooksAhead(Module):
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         optimizer = Lookahead(torch.optim.SGD(self.parameters(), 0.1, momentum=0.9))
         return [optimizer], [{"scheduler": torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8), "interval": "step"}]
 
@@ -327,7 +325,7 @@ def train(make, folder, *, seed=0, start=None, callbacks=(), collate=None, **arg
     torch.manual_seed(5)
     module, saver, rows = make(), SavesEverywhere(folder), RecordingLogger()
     torch.manual_seed(seed)
-    options: dict[str, Any] = {"max_epochs": 2, "val_check_interval": 3, "num_sanity_val_steps": 0, **arguments}
+    options = {"max_epochs": 2, "val_check_interval": 3, "num_sanity_val_steps": 0, **arguments}
     savers = [saver] if start is None else []
     options |= {"logger": rows, "log_every_n_steps": 1, "enable_checkpointing": bool(savers)}
     trainer = make_trainer(folder, callbacks=[*callbacks, *savers], **options)
@@ -341,7 +339,7 @@ def train(make, folder, *, seed=0, start=None, callbacks=(), collate=None, **arg
 
 
 @pytest.fixture(autouse=True)
-def _quiet() -> Any:
+def _quiet():
     with warnings.catch_warnings(action="ignore"):
         yield
 
@@ -387,7 +385,7 @@ def test_states_of_wrapped_optimizers_are_refused_if_the_checkpoint_lacks_them(t
 
 @pytest.mark.parametrize("extra", [None, object()])
 def test_states_of_own_optimizers_that_are_not_restored_are_reported(tmp_path, extra):
-    def make() -> StepsItself:
+    def make():
         module = StepsItself()
         if extra is None:
             module.schedules.clear()
@@ -402,12 +400,12 @@ def test_states_of_own_optimizers_that_are_not_restored_are_reported(tmp_path, e
 class Levels(Points):
     level = 0
 
-    def __getitem__(self, index: int) -> Any:
+    def __getitem__(self, index):
         return [torch.arange(4.0) * (index + self.level)]
 
 
 class Curriculum(Module):
-    def on_train_epoch_start(self) -> None:
+    def on_train_epoch_start(self):
         self.trainer.train_dataloader.dataset.level = self.current_epoch
 
 
@@ -425,22 +423,22 @@ def test_attribute_of_the_dataset_that_a_hook_sets_reaches_the_workers_of_a_resu
 class Step(Module):
     """Saves a checkpoint at a place in the second batch of a window; not with the place ""."""
 
-    def __init__(self, path: Path, place: str = "") -> None:
+    def __init__(self, path, place=""):
         super().__init__()
         self.path, self.place = path, place
 
-    def save(self, place: str) -> None:
+    def save(self, place):
         if place == self.place and self.trainer.global_step == 1 and self.trainer.fit_loop.batch_idx == 4:
             self.trainer.save_checkpoint(self.path)
 
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, batch, batch_idx):
         self.save("before the batch")
 
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
+    def training_step(self, batch, batch_idx):
         self.save("in the forward pass")
         return self.head(self.backbone[0](batch[0])).square().mean()
 
-    def on_after_backward(self) -> None:
+    def on_after_backward(self):
         self.save("after the backward pass")
 
 
@@ -449,7 +447,7 @@ class HandSteps(Step):
 
     automatic_optimization = False
 
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
+    def training_step(self, batch, batch_idx):
         self.manual_backward(super().training_step(batch, batch_idx) / 3)
         if batch_idx % 3 == 2:
             self.optimizers().step()

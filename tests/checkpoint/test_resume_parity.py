@@ -2,10 +2,7 @@
 
 import warnings
 from collections import UserList
-from collections.abc import Callable
 from functools import partial, partialmethod
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,11 +14,10 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from tests.parity import MAKERS, Classifier, assert_same_weights, data, lightning, ours
 from tests.support import manual_step, tiered
-from trainer import Trainer
 
 
 @pytest.fixture(autouse=True)
-def _without_noise() -> Any:
+def _without_noise():
     with warnings.catch_warnings(action="ignore"):
         yield
 
@@ -29,32 +25,32 @@ def _without_noise() -> Any:
 class Diary(Classifier):
     """Records hooks, and has schedules of each kind. All batches are equal, because Lightning repeats them."""
 
-    def __init__(self, by_hand: bool = False, watches: bool = False) -> None:
+    def __init__(self, by_hand=False, watches=False):
         super().__init__(momentum=0.9)
         self.automatic_optimization = not by_hand
         self.watches = watches
-        self.entries = UserList[Any]()  # not restored, because this class is not the user's
+        self.entries = UserList()  # not restored, because this class is not the user's
 
-    def note(self, what: str, *more: int) -> None:
+    def note(self, what, *more):
         self.entries.append((what, self.current_epoch, self.global_step, *more))
 
     on_train_start = partialmethod(note, "train")
     on_train_epoch_start = partialmethod(note, "epoch start")
     on_train_epoch_end = partialmethod(note, "epoch end")
 
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
+    def training_step(self, batch, batch_idx):
         self.note("batch", batch_idx)
         loss = self.loss(batch)
         if not self.automatic_optimization:
             manual_step(self, loss)
         return loss
 
-    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+    def validation_step(self, batch, batch_idx):
         if not self.trainer.sanity_checking:
             self.note("validation", batch_idx)
         self.log("val_loss", self.loss(batch))
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         optimizer = torch.optim.Adam(self.parameters(), lr=0.01)
         lr = torch.optim.lr_scheduler
         return [optimizer], [
@@ -64,19 +60,19 @@ class Diary(Classifier):
         ]
 
 
-def same_batches(number: int) -> DataLoader[Any]:
+def same_batches(number):
     features, labels = next(iter(data(2)))
     return DataLoader(TensorDataset(features.repeat(number, 1), labels.repeat(number)), batch_size=2)
 
 
-def write(make: Callable[..., Any], folder: Path, module: Any, options: dict[str, Any], **arguments: Any) -> None:
+def write(make, folder, module, options, **arguments):
     saver = ModelCheckpoint(folder, save_top_k=-1, filename="{epoch}-{step}", **options)
     trainer = make(callbacks=[saver], enable_checkpointing=True, default_root_dir=folder, **arguments)
     trainer.fit(module(), same_batches(4), same_batches(2))
     trainer.save_checkpoint(folder / "end.ckpt")
 
 
-def resume(make: Callable[..., Any], path: Path, module: Any, **arguments: Any) -> tuple[Any, ...]:
+def resume(make, path, module, **arguments):
     trainer, module = make(default_root_dir=path.parent, **arguments), module()
     trainer.fit(module, same_batches(4), same_batches(2), ckpt_path=path)
     rates = [config.scheduler.get_last_lr() for config in trainer.lr_scheduler_configs]
@@ -84,7 +80,7 @@ def resume(make: Callable[..., Any], path: Path, module: Any, **arguments: Any) 
     return module, (module.entries, rates, counters)
 
 
-RUNS: dict[str, tuple[Any, dict[str, Any], dict[str, Any], tuple[str, ...]]] = {
+RUNS = {
     "epoch ends": (partial(Diary, watches=True), {}, {}, ("epoch=0-step=4", "epoch=1-step=8", "end")),
     "validations": (Diary, {}, {"val_check_interval": 0.5}, ("epoch=0-step=2", "epoch=1-step=6", "epoch=1-step=8")),
     "manual": (
@@ -122,15 +118,15 @@ def test_both_trainers_resume_checkpoints_of_the_other(tmp_path, name):
 
 
 class Averaged(Diary):
-    def configure_callbacks(self) -> Any:
+    def configure_callbacks(self):
         return [callbacks.StochasticWeightAveraging(0.05, swa_epoch_start=1)]
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         return torch.optim.Adam(self.parameters(), lr=0.01)
 
 
 class Scheduled(Diary):
-    def configure_callbacks(self) -> Any:
+    def configure_callbacks(self):
         return [callbacks.GradientAccumulationScheduler({0: 2, 2: 4})]
 
 
@@ -184,7 +180,7 @@ def test_run_of_an_older_lightning_is_resumed(tmp_path, version, name):
 
 @pytest.mark.parametrize(("loader", "after_fit"), [(DataLoader, False), (DataLoader, True), (StatefulDataLoader, True)])
 def test_run_by_steps_is_resumed_inside_its_epoch(tmp_path, loader, after_fit):
-    def fit(module: Diary, path: Path | None = None, **arguments: Any) -> Trainer:
+    def fit(module, path=None, **arguments):
         trainer = ours(**{"max_epochs": -1, **arguments})
         trainer.fit(module, loader(data(8).dataset, 2), same_batches(2), ckpt_path=path)
         return trainer
@@ -209,11 +205,11 @@ def test_run_by_steps_is_resumed_inside_its_epoch(tmp_path, loader, after_fit):
 class Failing(Diary):
     """Fails once in a batch of the first validation after ``steps`` optimizer steps."""
 
-    def __init__(self, steps: int) -> None:
+    def __init__(self, steps):
         super().__init__()
         self.steps = steps
 
-    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+    def validation_step(self, batch, batch_idx):
         if self.global_step == self.steps and batch_idx == 1 and not self.trainer.sanity_checking:
             self.steps = -1
             raise ArithmeticError("in a validation")
@@ -248,27 +244,27 @@ class StatefulCounter:
     def __init__(self, start=0):
         self.next = start
 
-    def __len__(self) -> int:
+    def __len__(self):
         return 10
 
-    def __iter__(self) -> Any:
+    def __iter__(self):
         for _ in range(len(self)):
             self.next += 1
             yield torch.tensor([float(self.next)])
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self):
         return {"next": self.next}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state):
         self.next = state["next"]
 
 
 class Reader(Diary):
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
+    def training_step(self, batch, batch_idx):
         self.entries.append(([float(part) for part in torch.utils._pytree.tree_leaves(batch)], batch_idx))
         return self(torch.ones(1, 4)).sum()
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 

@@ -5,11 +5,9 @@ import os
 import pickle
 import random
 import shutil
-from collections.abc import Callable
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -28,7 +26,7 @@ from trainer.errors import CheckpointError, CheckpointWriteError, ConfigurationE
 BATCHES = make_batches(4)
 
 
-def checkpoint(value: float = 1.0) -> dict[str, Any]:
+def checkpoint(value=1.0):
     module = nn.Linear(3, 2)
     nn.init.constant_(module.weight, value)
     optimizer = torch.optim.Adam(module.parameters(), lr=0.1)
@@ -45,7 +43,7 @@ def checkpoint(value: float = 1.0) -> dict[str, Any]:
     }
 
 
-def write(path: Path, value: float = 1.0, process: Any = None) -> dict[str, Any]:
+def write(path, value=1.0, process=None):
     made = checkpoint(value)
     tree, tensors, own = shards.split_for_write(made)
     own = own if process is None else {0: process}
@@ -61,7 +59,7 @@ def fit(folder, *callbacks, module=None, ckpt_path=None, **arguments):
     return fitted
 
 
-def names(folder: Path) -> list[str]:
+def names(folder):
     return sorted(os.listdir(folder))
 
 
@@ -139,7 +137,7 @@ def test_damaged_folder_is_named_and_skipped(tmp_path):
 class Full(shards._Stream):
     """A file on a full disk."""
 
-    def write(self, data: Any) -> int:
+    def write(self, data):
         self.error = OSError(errno.ENOSPC, "No space left on device")
         return len(data)
 
@@ -150,7 +148,7 @@ def test_kill_at_any_rename_keeps_the_old_or_the_new_checkpoint(tmp_path, monkey
     write(tmp_path / "c" / "a.ckpt")
     rename, done = Path.rename, []
 
-    def may_be_killed(self: Path, target: Path) -> Any:
+    def may_be_killed(self, target):
         if len(done) == renames:
             raise Killed
         done.append(self)
@@ -189,7 +187,7 @@ def test_file_takes_a_folders_place_and_the_other_way_round(tmp_path):
 # --- malicious files --------------------------------------------------------------------------------------------------
 
 
-def sealed_again(folder: Path) -> None:
+def sealed_again(folder):
     """Write a matching manifest for a modified folder, as an attacker would."""
     facts = dict(sharded_files.read_manifest(folder).facts)
     (folder / "manifest.json").unlink()
@@ -197,7 +195,7 @@ def sealed_again(folder: Path) -> None:
     sharded_files.seal(folder, facts.pop("name"), sums, facts)
 
 
-UNUSUAL: dict[str, Callable[[Any, Any], Any]] = {
+UNUSUAL = {
     "a file elsewhere": lambda tensors, info: setattr(info, "relative_path", "../../secret"),
     "an extension": lambda tensors, info: setattr(info, "transform_descriptors", ["stream.zstd"]),
     "a part missing": lambda tensors, info: tensors["state_dict.weight"].chunks.clear(),
@@ -307,7 +305,7 @@ def test_run_saves_removes_links_and_is_resumed(tmp_path, asynchronous):
     shutil.rmtree(tmp_path / "c" / "step=8.ckpt")
     for path in ("best", "last", one.best_model_path):
         module = Regression()
-        module.test_step = module.training_step  # type: ignore[attr-defined]
+        module.test_step = module.training_step
         fitted.test(module, loader_of(BATCHES), ckpt_path=path)
         assert all(map(torch.equal, module.parameters(), whole.parameters()))
 
@@ -335,10 +333,10 @@ def test_addresses_and_parts_are_refused(tmp_path):
 @pytest.mark.filterwarnings("ignore:The dirpath has changed")
 def test_parameters_in_another_order_get_their_own_states(tmp_path):
     class Turned(Regression):
-        def configure_optimizers(self) -> Any:
+        def configure_optimizers(self):
             return torch.optim.AdamW(list(self.parameters())[::-1])
 
-        def on_train_start(self) -> None:
+        def on_train_start(self):
             (optimizer,) = self.trainer.optimizers
             self.start = {name: optimizer.state[p]["exp_avg"].clone() for name, p in self.named_parameters()}
 

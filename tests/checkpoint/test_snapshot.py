@@ -1,6 +1,5 @@
 import io
 from collections import OrderedDict
-from typing import Any
 
 import torch
 from torch import nn
@@ -8,13 +7,13 @@ from torch import nn
 from trainer.checkpoint.snapshot import on_host
 
 
-def written(value: Any) -> bytes:
+def written(value):
     buffer = io.BytesIO()
     torch.save(value, buffer)
     return buffer.getvalue()
 
 
-def state() -> dict[str, Any]:
+def state():
     net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
     net[0].bias = net[1].bias  # one tensor, two names
     optimizer = torch.optim.AdamW(net.parameters())

@@ -7,12 +7,12 @@ import torch
 from torch.utils.data import Dataset
 
 
-class Drawn(Dataset[torch.Tensor]):
+class Drawn(Dataset):
     """Random samples with their index."""
 
-    def __len__(self) -> int:
+    def __len__(self):
         return 7
 
-    def __getitem__(self, index: int) -> torch.Tensor:
+    def __getitem__(self, index):
         numbers = [index, random.gauss(0, 1), np.random.randn(), torch.randn((), dtype=torch.float64)]
         return torch.tensor(numbers, dtype=torch.float64)

@@ -4,10 +4,8 @@ Resumed runs of real ranks are in ``tests/distributed/test_elastic.py``.
 """
 
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
 
 import pytest
 import torch
@@ -19,9 +17,6 @@ from trainer.data.elastic import ElasticSampler, SampleOrder, not_ordered
 from trainer.data.resumable import MapStyleLoader
 from trainer.state import random_states
 
-Update = list[tuple[int, float]]
-"""The samples of an optimizer step, each with its share of the mean."""
-
 
 @dataclass(frozen=True)
 class Layout:
@@ -32,7 +27,7 @@ class Layout:
     accumulate: int
 
     @property
-    def together(self) -> int:
+    def together(self):
         return self.processes * self.batch_size
 
 
@@ -46,21 +41,21 @@ class Data:
     own_generator: bool = False
 
 
-def loaders_of(data: Data, layout: Layout) -> list[DataLoader[Any]]:
+def loaders_of(data, layout):
     """Return the dataloader of each rank, as built by a user and Lightning."""
     dataset, made = range(data.samples), []
     for rank in range(layout.processes):
         generator = torch.Generator().manual_seed(3) if data.own_generator else None
-        sampler: Any = RandomSampler(dataset, generator=generator) if data.shuffle else SequentialSampler(dataset)
+        sampler = RandomSampler(dataset, generator=generator) if data.shuffle else SequentialSampler(dataset)
         if layout.processes > 1:
             sampler = DistributedSampler(dataset, layout.processes, rank, shuffle=data.shuffle, seed=5)
         made.append(
-            DataLoader(dataset, layout.batch_size, sampler=sampler, drop_last=data.drop_last, generator=generator)  # type: ignore[arg-type]
+            DataLoader(dataset, layout.batch_size, sampler=sampler, drop_last=data.drop_last, generator=generator)
         )
     return made
 
 
-def ordered(data: Data, layout: Layout, order: SampleOrder) -> list[DataLoader[Any]]:
+def ordered(data, layout, order):
     """Return the dataloader of each rank of a resumed run."""
     made = []
     for rank in range(layout.processes):
@@ -72,7 +67,7 @@ def ordered(data: Data, layout: Layout, order: SampleOrder) -> list[DataLoader[A
     return made
 
 
-def order_of(data: Data, layout: Layout, limit: int | float = 1.0) -> SampleOrder:
+def order_of(data, layout, limit=1.0):
     order = SampleOrder.of(loaders_of(data, layout)[0], limit, {0: layout.accumulate}, layout.processes)
     assert isinstance(order, SampleOrder)
     return order
@@ -81,10 +76,10 @@ def order_of(data: Data, layout: Layout, limit: int | float = 1.0) -> SampleOrde
 class Run:
     """The ranks of a run in one process; each draws the random numbers of the first one."""
 
-    def __init__(self, loaders: list[DataLoader[Any]], layout: Layout) -> None:
+    def __init__(self, loaders, layout):
         self.loaders, self.layout = [MapStyleLoader(loader) for loader in loaders], layout
 
-    def updates(self, epoch: int, batches: int = 0, start: int = 0) -> Iterator[Update]:
+    def updates(self, epoch, batches=0, start=0):
         """Return the remaining optimizer steps of an epoch, with the same number of batches on each rank.
 
         Args:
@@ -92,7 +87,7 @@ class Run:
             batches: number of batches to stop after; 0 for all.
             start: number of batches already trained.
         """
-        passes, before, after = [], random_states.capture(), dict[str, Any]()
+        passes, before, after = [], random_states.capture(), {}
         for loader in self.loaders:
             random_states.restore(before)
             if hasattr(loader.loader.sampler, "set_epoch"):
@@ -102,7 +97,7 @@ class Run:
         random_states.restore(after)
         assert len({len(batches) for batches in passes}) == 1, "each process has as many batches"
         for first in range(0, len(passes[0]), self.layout.accumulate):
-            update: list[tuple[list[int], float]] = []
+            update = []
             for loader, own in zip(self.loaders, passes, strict=True):
                 for number, batch in enumerate(own[first : first + self.layout.accumulate], start + first):
                     sampler = loader.loader.sampler
@@ -112,18 +107,18 @@ class Run:
             yield [(index, w / total / len(batch)) for batch, w in update if w for index in batch]
 
 
-def counted(updates: list[Update]) -> list[Counter[int]]:
+def counted(updates):
     return [Counter(index for index, _ in update) for update in updates]
 
 
-def shares(update: Update) -> dict[int, float]:
-    found: dict[int, float] = {}
+def shares(update):
+    found = {}
     for index, share in update:
         found[index] = found.get(index, 0.0) + share
     return found
 
 
-def layouts(size: int) -> st.SearchStrategy[Layout]:
+def layouts(size):
     """Draw layouts with ``size`` samples per optimizer step."""
     divisors = [one for one in range(1, size + 1) if size % one == 0]
     pairs = [(p, b) for p in divisors for b in divisors if p <= 5 and size % (p * b) == 0]
@@ -131,7 +126,7 @@ def layouts(size: int) -> st.SearchStrategy[Layout]:
 
 
 @st.composite
-def changes(draw: Any) -> tuple[Data, list[Layout], list[int], int]:
+def changes(draw):
     """Draw data, the layouts of successive runs, the steps after which each was interrupted, and the step's size."""
     size = draw(st.sampled_from([1, 2, 4, 6, 8, 12]))
     data = Data(draw(st.integers(1, 60)), draw(st.booleans()), draw(st.booleans()), draw(st.booleans()))
@@ -139,7 +134,7 @@ def changes(draw: Any) -> tuple[Data, list[Layout], list[int], int]:
     return data, chain, draw(st.lists(st.integers(0, 9), min_size=3, max_size=3)), size
 
 
-def whole_run(data: Data, layout: Layout, epochs: int) -> list[list[Update]]:
+def whole_run(data, layout, epochs):
     torch.manual_seed(11)
     run = Run(loaders_of(data, layout), layout)
     return [list(run.updates(epoch)) for epoch in range(epochs)]
@@ -155,7 +150,7 @@ def test_each_update_gets_the_samples_that_it_would_have_got(change):
     torch.manual_seed(11)
     loaders = loaders_of(data, chain[0])
     order = SampleOrder.from_state(order_of(data, chain[0]).state_dict())
-    run, done, seen = Run(loaders, chain[0]), 0, list[Update]()
+    run, done, seen = Run(loaders, chain[0]), 0, []
     for layout, more in zip(chain[1:], stops, strict=False):
         full = sum(len(update) == size for update in whole[0])
         stop = min(done + more, full - (full == len(whole[0])))  # inside the epoch
@@ -206,16 +201,16 @@ def test_unconvertible_short_step_is_detected():
     # batches of 2 and 1 on each rank: samples of the latter have twice the share
     (whole,) = whole_run(data, first, 1)[0]
     assert shares(whole) == pytest.approx({0: 0.125, 1: 0.125, 2: 0.125, 3: 0.125, 4: 0.25, 5: 0.25})
-    assert not ordered(data, second, order)[0].sampler.keeps_shares(0)  # type: ignore[attr-defined]
-    assert ordered(data, Layout(4, 1, 2), order)[0].sampler.keeps_shares(0)  # type: ignore[attr-defined]
+    assert not ordered(data, second, order)[0].sampler.keeps_shares(0)
+    assert ordered(data, Layout(4, 1, 2), order)[0].sampler.keeps_shares(0)
 
 
 def test_rank_without_a_sample_of_the_last_step_repeats_one_with_weight_zero():
     data, first, second = Data(14, False, False), Layout(2, 6, 1), Layout(3, 4, 1)
     loaders = ordered(data, second, order_of(data, first))
     assert [[batch.tolist() for batch in loader][-1] for loader in loaders] == [[12], [13], [13]]
-    assert [loader.sampler.weight_of(1) for loader in loaders] == [1.5, 1.5, 0.0]  # type: ignore[attr-defined]
-    assert [loader.sampler.weight_of(0) for loader in loaders] == [None] * 3  # type: ignore[attr-defined]
+    assert [loader.sampler.weight_of(1) for loader in loaders] == [1.5, 1.5, 0.0]
+    assert [loader.sampler.weight_of(0) for loader in loaders] == [None] * 3
 
 
 def test_other_samples_are_noticed():
@@ -235,10 +230,10 @@ def test_other_samples_are_noticed():
     ("loader", "reason"),
     [
         ([1, 2], "a list, not a DataLoader"),
-        (DataLoader(range(4), batch_size=None), "makes no batches"),  # type: ignore[arg-type]
-        (DataLoader(range(4), sampler=[3, 1]), "the DataLoader's sampler is a list"),  # type: ignore[arg-type]
+        (DataLoader(range(4), batch_size=None), "makes no batches"),
+        (DataLoader(range(4), sampler=[3, 1]), "the DataLoader's sampler is a list"),
         (
-            DataLoader(range(4), batch_sampler=type("Own", (BatchSampler,), {})(range(4), 2, False)),  # type: ignore[arg-type]
+            DataLoader(range(4), batch_sampler=type("Own", (BatchSampler,), {})(range(4), 2, False)),
             "the DataLoader's batch sampler is a Own",
         ),
     ],
@@ -246,5 +241,5 @@ def test_other_samples_are_noticed():
 def test_unsupported_divisions(loader, reason):
     assert reason in str(not_ordered(loader))
     assert reason in str(SampleOrder.of(loader, 1.0, {0: 1}, 1))
-    loader = DataLoader(range(8), shuffle=True)  # type: ignore[arg-type]
+    loader = DataLoader(range(8), shuffle=True)
     assert SampleOrder.of(loader, 1.0, {0: 1}, 2) == "each of 2 processes has a RandomSampler over all samples"

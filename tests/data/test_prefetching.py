@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -31,12 +29,12 @@ SCALE = 2.0**10  # at which nothing overflows
 lbfgs = partial(torch.optim.LBFGS, lr=0.01, max_iter=2)
 
 
-def make_net() -> nn.Module:
+def make_net():
     torch.manual_seed(0)
     return nn.Linear(WIDTH, 2)
 
 
-def make_batches(number: int = BATCHES) -> list[list[Tensor]]:
+def make_batches(number=BATCHES):
     """Pinned; of each, the first tensor is large and the second small."""
     generator = torch.Generator().manual_seed(1)
     sizes = (ROWS, WIDTH), (ROWS, 2)
@@ -44,13 +42,13 @@ def make_batches(number: int = BATCHES) -> list[list[Tensor]]:
 
 
 @pytest.fixture(autouse=True)
-def _keep_no_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+def _keep_no_batches(monkeypatch):
     """Have OverflowReport keep no batches, which would stay alive for longer."""
     monkeypatch.setattr(OverflowReport, "on_before_backward", Callback.on_before_backward)
 
 
 @pytest.fixture(autouse=True)
-def _device_is_behind_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+def _device_is_behind_the_host(monkeypatch):
     """Have the simulated device never complete a step before the next one, so that there is something to overlap."""
     monkeypatch.setattr(Stream, "query", lambda self: False)
 
@@ -58,33 +56,33 @@ def _device_is_behind_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
 class Probe(Regression):
     """Fits ``make_net``."""
 
-    def __init__(self, optimizer: str = "adamw-fused") -> None:
+    def __init__(self, optimizer="adamw-fused"):
         super().__init__(make_net(), lbfgs if optimizer == "lbfgs" else OPTIMIZERS[optimizer])
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+    def training_step(self, batch, batch_idx):
         return F.mse_loss(self.net(batch[0]), batch[1])
 
-    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+    def predict_step(self, batch, batch_idx):
         return self.net(batch[0]).sum()
 
 
 class Validated(Probe):
     """Sums up, too."""
 
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
+    def validation_step(self, batch, batch_idx):
         self.log("sum", self.net(batch[0]).sum())
 
 
-def plugin(precision: str) -> Any:
+def plugin(precision):
     return MixedPrecision("float16", init_scale=SCALE) if precision == "16-mixed" else precision
 
 
-def make(folder: Any, *, on: bool = True, precision: str = "bf16-mixed", **options: Any) -> Any:
+def make(folder, *, on=True, precision="bf16-mixed", **options):
     fixed = {"accelerator": "gpu", "devices": 1, "precision": plugin(precision), "prefetch_batches": int(on)}
     return make_trainer(folder, **fixed | options)
 
 
-def weights(module: Any) -> list[Tensor]:
+def weights(module):
     return [parameter.detach().cpu() for parameter in module.net.parameters()]
 
 
@@ -92,38 +90,38 @@ def weights(module: Any) -> list[Tensor]:
 class Marks(Callback):
     """Numbers of kernels before and after the copy of each batch."""
 
-    def __init__(self, seen: Any) -> None:
-        self.seen, self.copied, self.issued = seen, list[int](), list[int]()
+    def __init__(self, seen):
+        self.seen, self.copied, self.issued = seen, [], []
 
-    def look(self, hook: str, trainer: Any) -> None:
+    def look(self, hook, trainer):
         (self.copied if hook == "on_train_batch_start" else self.issued).append(len(self.seen.kernels))
 
 
-def copies_of_batches(seen: Any) -> list[Any]:
+def copies_of_batches(seen):
     return [copy for copy in seen.copies if copy.nbytes == NBYTES]
 
 
 class Samples:
     """A custom batch: an object with a method ``to`` without ``non_blocking``."""
 
-    def __init__(self, x: Tensor, y: Tensor) -> None:
+    def __init__(self, x, y):
         self.x, self.y = x, y
 
-    def to(self, device: Any) -> Samples:
+    def to(self, device):
         return Samples(self.x.to(device), self.y.to(device))
 
 
 # --- what it is for -----------------------------------------------------------------------------------------------
 
 
-def prefetched_by_hand(precision: str, optimizer: str, batches: list[Any]) -> list[Tensor]:
+def prefetched_by_hand(precision, optimizer, batches):
     """The hand-written loop with a copy of the next batch."""
     net = make_net().cuda()
     stepper, dtype = OPTIMIZERS[optimizer](net.parameters()), AUTOCAST_DTYPES.get(precision)
     scaler = torch.amp.GradScaler("cuda", SCALE, enabled=precision == "16-mixed")
     usual, side, left = torch.cuda.current_stream(), torch.cuda.Stream(), iter(batches)
 
-    def copied_ahead() -> list[Tensor]:
+    def copied_ahead():
         side.wait_stream(usual)
         with torch.cuda.stream(side):
             return [part.to("cuda", non_blocking=True) for part in next(left, ())]
@@ -161,7 +159,7 @@ def test_weights_equal_those_of_a_hand_written_loop(tmp_path, precision, optimiz
 def test_batch_is_released_when_the_device_becomes_idle(cuda, tmp_path, monkeypatch):
     held = []
 
-    def look(trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+    def look(trainer, module, batch, batch_idx):
         monkeypatch.setattr(Stream, "query", lambda self: batch_idx >= 2)
         held.append(len(trainer.data.prefetching._held))
 
@@ -260,7 +258,7 @@ def test_two_batches_are_alive_however_far_the_host_is_ahead(cuda, tmp_path):
 class Dropping(Probe):
     """Frees its batch before the step is issued."""
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+    def training_step(self, batch, batch_idx):
         loss = super().training_step(batch, batch_idx)
         batch.clear()
         return loss
@@ -269,11 +267,11 @@ class Dropping(Probe):
 class Keeping(Probe):
     """Also trains on the batch before the last, and then frees it."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self.kept: list[Tensor] = []
+        self.kept = []
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+    def training_step(self, batch, batch_idx):
         loss = super().training_step(batch, batch_idx)
         self.kept.append(batch[0][1:] if batch_idx % 2 else batch[0])  # a view shares the memory
         return loss + self.net(self.kept.pop(0)).mean() if len(self.kept) > 2 else loss
@@ -287,7 +285,7 @@ def test_memory_waits_for_the_device_without_reference_counts(cuda, tmp_path, mo
     assert copies_of_batches(seen)[-1].alive == BATCHES * NBYTES
 
 
-def bytes_held() -> int:
+def bytes_held():
     return sum(block.nbytes for block in DEVICE.watched if block.is_taken(DEVICE.done))
 
 
@@ -296,7 +294,7 @@ def test_batches_are_freed_for_a_validation_and_after_a_run(cuda, tmp_path):
 
     @looks_in("on_train_batch_end", "on_validation_start")
     class Look(Callback):
-        def look(self, hook: str, trainer: Any) -> None:
+        def look(self, hook, trainer):
             held.append((hook, bytes_held()))
 
     batches = make_batches(2)
@@ -318,20 +316,20 @@ class Hooked(Probe):
         way: transfer of a batch: the default, or custom batches with non-blocking copies.
     """
 
-    def __init__(self, way: str) -> None:
+    def __init__(self, way):
         super().__init__()
         self.way = way
-        self.account: list[Any] = []
+        self.account = []
 
-    def draw(self, where: str) -> float:
+    def draw(self, where):
         number = torch.rand(()).item()
         self.account.append((where, number))
         return number
 
-    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+    def on_before_batch_transfer(self, batch, dataloader_idx):
         return Samples(batch[0] + self.draw("before"), batch[1]) if self.way != "usual" else batch
 
-    def transfer_batch_to_device(self, batch: Any, device: Any, dataloader_idx: int) -> Any:
+    def transfer_batch_to_device(self, batch, device, dataloader_idx):
         self.draw("transfer")
         if self.way != "sent":
             return super().transfer_batch_to_device(batch, device, dataloader_idx)
@@ -339,11 +337,11 @@ class Hooked(Probe):
         batch.y = batch.y.to(device=device, dtype=torch.float32)
         return batch
 
-    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+    def on_after_batch_transfer(self, batch, dataloader_idx):
         x, y = batch if self.way == "usual" else (batch.x, batch.y)
         return [x + torch.rand(x.shape, device=x.device) * self.draw("after"), y]
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+    def training_step(self, batch, batch_idx):
         return super().training_step(batch, batch_idx) * (1 + self.draw("step"))
 
 
@@ -373,7 +371,7 @@ def test_hooks_copy_on_the_side_stream_and_compute_on_the_default_stream(cuda, t
     assert len(seen.numbers) == len(seen.kernels)  # all on the default stream
 
 
-PATHS: dict[str, tuple[Any, dict[str, Any]]] = {
+PATHS = {
     "window": (Probe, {"accumulate_grad_batches": 4, "gradient_clip_val": 0.1}),
     "closures": (lambda: Probe("lbfgs"), {"precision": "32-true"}),
     "validations": (Validated, {"val_check_interval": 2, "max_epochs": 2}),
@@ -400,13 +398,13 @@ def test_every_path_of_a_batch_trains_to_the_same_weights(tmp_path, path):
 class Fetched:
     """Batches without a length that are counted when they are fetched. Fetching the last one fails."""
 
-    def __init__(self, batches: list[Any]) -> None:
+    def __init__(self, batches):
         self.batches, self.count = batches, 0
 
-    def __len__(self) -> int:
+    def __len__(self):
         return len(self.batches) + 1
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self):
         for batch in self.batches:
             self.count += 1
             yield batch

@@ -3,7 +3,7 @@
 import io
 import random
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import islice
 from math import inf
 from typing import Any
@@ -43,7 +43,7 @@ pytestmark = [
 ]
 
 
-def noise() -> list[float]:
+def noise():
     """Return a random number of each generator."""
     return [random.random(), float(np.random.rand()), float(torch.rand((), dtype=torch.float64))]
 
@@ -52,16 +52,16 @@ COUNT = torch.zeros(1, dtype=torch.int64).share_memory_()
 """Number of samples loaded by all processes, outside of dataset attributes, which a resume restores."""
 
 
-class Noisy(Dataset[torch.Tensor]):
+class Noisy(Dataset):
     """Randomly augmented samples with their index and their worker's seed."""
 
-    def __init__(self, length: int = 7) -> None:
+    def __init__(self, length=7):
         self.length = length
 
-    def __len__(self) -> int:
+    def __len__(self):
         return self.length
 
-    def __getitem__(self, index: int) -> torch.Tensor:
+    def __getitem__(self, index):
         COUNT.add_(1)
         info = get_worker_info()
         return torch.tensor([index, *noise(), info.seed % 997 if info else 0], dtype=torch.float64)
@@ -70,33 +70,33 @@ class Noisy(Dataset[torch.Tensor]):
 class Carries(Noisy):
     """Has its own generators for augmentation."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.transforms = [np.random.default_rng(1), random.Random(2), torch.Generator().manual_seed(3)]
         self.transforms.append(np.random.RandomState(4))
 
-    def __getitem__(self, index: int) -> torch.Tensor:
+    def __getitem__(self, index):
         numbers, python, tensors, old = self.transforms
         own = [numbers.random(), python.random(), torch.rand((), generator=tensors).item(), old.rand()]
         return torch.cat([super().__getitem__(index), torch.tensor(own)])
 
 
-class Numbers(IterableDataset[torch.Tensor]):
+class Numbers(IterableDataset):
     """Yields ``numbers`` with random ones."""
 
-    def __iter__(self) -> Iterator[torch.Tensor]:
+    def __iter__(self):
         for number in self.numbers():
             yield torch.tensor([number, *noise()], dtype=torch.float64)
 
-    def numbers(self) -> Iterator[int]:
+    def numbers(self):
         raise NotImplementedError
 
 
 class Stream(Numbers):
-    def __init__(self, length: int) -> None:
+    def __init__(self, length):
         self.length = length
 
-    def numbers(self) -> Iterator[int]:
+    def numbers(self):
         return iter(range(self.length))
 
 
@@ -105,20 +105,20 @@ class Bookmarked(Stream):
 
     at = 0
 
-    def numbers(self) -> Iterator[int]:
+    def numbers(self):
         while self.at < self.length:
             self.at += 1
             yield self.at
         self.at = 0
 
-    def state_dict(self) -> dict[str, int]:
+    def state_dict(self):
         return {"at": self.at}
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
+    def load_state_dict(self, state):
         self.at = state["at"]
 
 
-PLACES: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+PLACES = WeakKeyDictionary()
 
 
 class Hidden(Bookmarked):
@@ -130,10 +130,10 @@ class Hidden(Bookmarked):
 class CountsPasses(Numbers):
     """Shuffles by its own count of passes."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.passes = 0
 
-    def numbers(self) -> Iterator[int]:
+    def numbers(self):
         self.passes += 1
         return iter(order(self.passes, 6))
 
@@ -143,7 +143,7 @@ class NeverCloses(CountsPasses):
 
     source: Iterator[int]
 
-    def numbers(self) -> Iterator[int]:
+    def numbers(self):
         self.source = self.source if self.passes else iter(range(100))
         self.passes += 1
         return islice(self.source, 6)
@@ -152,27 +152,27 @@ class NeverCloses(CountsPasses):
 class CountsSamples(Noisy):
     """Yields samples that depend on the number of earlier samples."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.counts = {"samples": 0}
 
-    def __getitem__(self, index: int) -> torch.Tensor:
+    def __getitem__(self, index):
         self.counts["samples"] += 1
         return torch.cat([super().__getitem__(index), torch.tensor([self.counts["samples"]])])
 
 
-class Seven(Sampler[int]):
-    def __len__(self) -> int:
+class Seven(Sampler):
+    def __len__(self):
         return 7
 
 
 class CountsEpochs(Seven):
     """Has no ``set_epoch``, and counts epochs itself."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.epoch = 0
 
-    def __iter__(self) -> Iterator[int]:
+    def __iter__(self):
         self.epoch += 1
         return iter(order(self.epoch, 7))
 
@@ -180,17 +180,17 @@ class CountsEpochs(Seven):
 class CountsEpochsAfterwards(CountsEpochs):
     """Counts an epoch after its last sample."""
 
-    def __iter__(self) -> Iterator[int]:
+    def __iter__(self):
         yield from order(self.epoch, 7)
         self.epoch += 1
 
 
-class CountingLoader(DataLoader[Any]):
+class CountingLoader(DataLoader):
     """Counts its passes."""
 
     passes = 0
 
-    def __iter__(self) -> Any:
+    def __iter__(self):
         self.passes += 1
         return (batch * self.passes for batch in super().__iter__())
 
@@ -200,31 +200,31 @@ class Epochal(Noisy):
 
     epoch = -1
 
-    def set_epoch(self, epoch: int) -> None:
+    def set_epoch(self, epoch):
         self.epoch = epoch
 
-    def __getitem__(self, index: int) -> torch.Tensor:
+    def __getitem__(self, index):
         return torch.cat([torch.tensor([self.epoch]), super().__getitem__(index)])
 
 
 class EpochalStream(Numbers):
     """Yields samples that begin with the epoch."""
 
-    def set_epoch(self, epoch: int) -> None:
+    def set_epoch(self, epoch):
         self.epochs = [epoch] * 6
 
-    def numbers(self) -> Iterator[int]:
+    def numbers(self):
         return iter(self.epochs)
 
 
 class EagerlyShuffled(Seven):
     """Is its own iterator, which draws whenever it is iterated."""
 
-    def __iter__(self) -> Iterator[int]:
+    def __iter__(self):
         self.left = random.sample(range(7), 7)
         return self
 
-    def __next__(self) -> int:
+    def __next__(self):
         if not self.left:
             raise StopIteration
         return self.left.pop()
@@ -233,24 +233,23 @@ class EagerlyShuffled(Seven):
 class Restless(Seven):
     """Draws again for each sample."""
 
-    def __iter__(self) -> Iterator[int]:
+    def __iter__(self):
         return (random.randrange(7) for _ in range(7))
 
 
 class NoLength(BatchSampler):
-    __len__ = None  # type: ignore[assignment]
+    __len__ = None
 
 
-def seeded(seed: int = 5) -> torch.Generator:
+def seeded(seed=5):
     return torch.Generator().manual_seed(seed)
 
 
-def order(seed: int, length: int) -> list[int]:
-    indices: list[int] = torch.randperm(length, generator=seeded(seed)).tolist()
-    return indices
+def order(seed, length):
+    return torch.randperm(length, generator=seeded(seed)).tolist()
 
 
-def batches_of(loaders: Any, limit: float = inf) -> TrainingBatches:
+def batches_of(loaders, limit=inf):
     combined = loaders if isinstance(loaders, CombinedLoader) else CombinedLoader(loaders, "max_size_cycle")
     lengths = []
     for loader in combined.flattened:
@@ -261,22 +260,18 @@ def batches_of(loaders: Any, limit: float = inf) -> TrainingBatches:
     return TrainingBatches(LoaderSet(combined, [min(length, limit) for length in lengths], inf not in lengths))
 
 
-Step = tuple[int, int, list[Any], list[float]]
-"""Epoch, batch_idx, batch, and random numbers of the model."""
-
-
-def step(epoch: int, batch_idx: int, batch: Any) -> Step:
+def step(epoch, batch_idx, batch):
     leaves = [leaf.tolist() if isinstance(leaf, torch.Tensor) else leaf for leaf in tree_leaves(batch)]
     return epoch, batch_idx, leaves, noise()
 
 
-def seed_everything() -> None:
+def seed_everything():
     random.seed(1)
     np.random.seed(2)
     torch.manual_seed(3)
 
 
-def by_hand(make: Callable[[], Any], epochs: int, limit: float = inf) -> list[Step]:
+def by_hand(make, epochs, limit=inf):
     """Run a plain loop."""
     seed_everything()
     loader, steps = make(), []
@@ -291,13 +286,13 @@ def by_hand(make: Callable[[], Any], epochs: int, limit: float = inf) -> list[St
     return steps
 
 
-def saved(batches: TrainingBatches, epoch: int, trained: int) -> bytes:
+def saved(batches, epoch, trained):
     file = io.BytesIO()
     torch.save([epoch, trained, batches.state_dict(), random_states.capture()], file)
     return file.getvalue()
 
 
-def trained(make: Callable[[], Any], epochs: int, limit: float = inf) -> tuple[list[Step], list[tuple[int, bytes]]]:
+def trained(make, epochs, limit=inf):
     """Train without interruption. Returns the steps, and the checkpoints after each step and between epochs."""
     seed_everything()
     batches, steps, checkpoints = batches_of(make(), limit), [], []
@@ -311,7 +306,7 @@ def trained(make: Callable[[], Any], epochs: int, limit: float = inf) -> tuple[l
     return steps, checkpoints
 
 
-def resumed(loaders: Any, checkpoint: bytes, epochs: int, limit: float = inf, **exact: bool) -> list[Step]:
+def resumed(loaders, checkpoint, epochs, limit=inf, **exact):
     """Resume from a checkpoint in a new process."""
     first, trained, state, random_state = torch.load(io.BytesIO(checkpoint), weights_only=True)
     batches, steps = batches_of(loaders, limit), []
@@ -325,7 +320,7 @@ def resumed(loaders: Any, checkpoint: bytes, epochs: int, limit: float = inf, **
     return steps
 
 
-def check(make: Callable[[], Any], *, epochs: int = 2, limit: float = inf, only: Any = slice(None)) -> list[Step]:
+def check(make, *, epochs=2, limit=inf, only=slice(None)):
     """Compare the steps after each checkpoint with those of the uninterrupted run."""
     steps, checkpoints = trained(make, epochs, limit)
     assert len(steps) > epochs
@@ -334,7 +329,7 @@ def check(make: Callable[[], Any], *, epochs: int = 2, limit: float = inf, only:
     return steps
 
 
-SAMPLED: dict[str, Callable[..., Any]] = {
+SAMPLED = {
     "shuffled": lambda **how: DataLoader(Noisy(), 2, shuffle=True, **how),
     "unbatched": lambda **how: DataLoader(Noisy(5), None, shuffle=True, **how),
     "own generator": lambda **how: DataLoader(Noisy(), 2, shuffle=True, generator=seeded(), **how),
@@ -386,7 +381,7 @@ def test_persistent_workers_keep_their_random_states_between_epochs(kind, limit,
 
 @pytest.mark.parametrize("mode", ["min_size", "max_size", "max_size_cycle"])
 def test_several_loaders(mode):
-    def make() -> CombinedLoader:
+    def make():
         generator = seeded()
         generators = {4: None, 9: generator, 6: generator}
         return CombinedLoader([shuffled(Noisy(n), generator=own) for n, own in generators.items()], mode)
@@ -394,7 +389,7 @@ def test_several_loaders(mode):
     check(make, epochs=3)
 
 
-UNSIZED: dict[str, Callable[[], Any]] = {
+UNSIZED = {
     "iterable": lambda: DataLoader(Stream(7), 2),
     "batch sampler": lambda: DataLoader(Noisy(), batch_sampler=NoLength(RandomSampler(range(7)), 2, False)),
     "several": lambda: [DataLoader(Stream(7), 2), DataLoader(Stream(3), 2), DataLoader(Noisy(5), 2, shuffle=True)],
@@ -475,16 +470,16 @@ SHARED = np.random.default_rng(7)
 class Changes(Noisy):
     """Creates a generator at the first sample, replaces one in each epoch, and draws from a global one."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self.late: Any = None
+        self.late = None
         self.of_the_epoch = np.random.default_rng(0)
         SHARED.bit_generator.state = np.random.default_rng(7).bit_generator.state
 
-    def set_epoch(self, epoch: int) -> None:
+    def set_epoch(self, epoch):
         self.of_the_epoch = np.random.default_rng(epoch)
 
-    def __getitem__(self, index: int) -> torch.Tensor:
+    def __getitem__(self, index):
         if self.late is None:
             self.late = random.Random(1)
         own = [self.late.random(), self.of_the_epoch.random(), SHARED.random()]
@@ -504,19 +499,19 @@ class Begins(Bookmarked):
     def __len__(self):
         return self.length
 
-    def numbers(self) -> Iterator[int]:
+    def numbers(self):
         first, self.start = self.start, 0
         for number in range(first, self.length):
             self.at = number + 1
             yield number
         self.at = 0
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
+    def load_state_dict(self, state):
         self.start = state["at"]
 
 
 class BeginsSampler(Begins):
-    __iter__ = Begins.numbers  # type: ignore[assignment]
+    __iter__ = Begins.numbers
 
 
 @pytest.mark.parametrize(
@@ -598,7 +593,7 @@ def test_iteration_of_a_loader_with_persistent_workers_yields_plain_batches():
 
 
 def test_workers_started_by_the_user_are_used_without_states():
-    def make() -> Any:
+    def make():
         loader = SAMPLED["shuffled"](num_workers=1, persistent_workers=True)
         list(loader)
         return loader
@@ -623,15 +618,15 @@ def test_without_a_position_samples_are_skipped_all_the_same(workers):
 # --- errors -----------------------------------------------------------------------------------------------------------
 
 
-def shuffled(dataset: Any = None, **how: Any) -> DataLoader[Any]:
+def shuffled(dataset=None, **how):
     return DataLoader(Noisy() if dataset is None else dataset, **{"batch_size": 2, "shuffle": True, **how})
 
 
-def sampled(sampler: Any, length: int = 8) -> DataLoader[Any]:
+def sampled(sampler, length=8):
     return DataLoader(list(range(length)), 2, sampler=sampler)
 
 
-REFUSED: dict[str, tuple[Callable[[], Any], Callable[[], Any], str]] = {
+REFUSED = {
     "num_workers": (shuffled, lambda: shuffled(num_workers=1), "num_workers was 0 and is 1"),
     "batch_size": (shuffled, lambda: shuffled(batch_size=3), "batch_size was 2 and is 3; the first .* samples"),
     "drop_last": (shuffled, lambda: shuffled(drop_last=True), "drop_last was False and is True"),
@@ -687,7 +682,7 @@ def test_another_number_of_workers_is_exact_without_random_numbers(dataset, befo
 
 
 def test_checkpoint_from_inside_a_batch():
-    def resumed_inside(dataset: Any, number: int) -> list[Any]:
+    def resumed_inside(dataset, number):
         _, checkpoints = trained(lambda: shuffled(dataset, generator=seeded()), 2)
         epoch, done, state, random_state = torch.load(io.BytesIO(checkpoints[number][1]), weights_only=True)
         file = io.BytesIO()

@@ -1,7 +1,6 @@
 """Division of the samples of an evaluation among ranks."""
 
 import random
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -13,7 +12,7 @@ from trainer.errors import ConfigurationError
 from trainer.state import random_states
 
 
-def shares(sampler: Sampler[int], processes: int, epoch: int = 0) -> list[list[int]]:
+def shares(sampler, processes, epoch=0):
     samplers = [UnpaddedSampler(sampler, processes, rank) for rank in range(processes)]
     found = []
     for one in samplers:
@@ -38,19 +37,19 @@ def test_all_ranks_divide_the_same_order():
     assert shares(sampler, 2, epoch=0) != shares(sampler, 2, epoch=1)
 
 
-class Everywhere(Sampler[int]):
+class Everywhere(Sampler):
     """Draws from all of a process's generators, and asks for the epoch."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.epoch = -1
 
-    def __len__(self) -> int:
+    def __len__(self):
         return 3
 
-    def __iter__(self) -> Iterator[int]:
+    def __iter__(self):
         return iter([random.randrange(10**6), int(np.random.randint(10**6)), int(torch.randint(10**6, ()))])
 
-    def set_epoch(self, epoch: int) -> None:
+    def set_epoch(self, epoch):
         self.epoch = epoch
 
 
@@ -65,8 +64,8 @@ def test_generators_of_the_process_are_restored():
 
 
 def test_sampler_without_a_length_is_refused():
-    class Endless(Sampler[int]):
-        def __iter__(self) -> Iterator[int]:
+    class Endless(Sampler):
+        def __iter__(self):
             return iter(range(9))
 
     with pytest.raises(ConfigurationError, match=r"Endless without a length.*use_distributed_sampler=False"):

@@ -3,7 +3,6 @@
 import pickle
 import random
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -20,19 +19,19 @@ DRAWS = {"python": random.random, "numpy": np.random.rand, "torch": lambda: torc
 
 
 @pytest.fixture(autouse=True)
-def in_a_worker(monkeypatch: pytest.MonkeyPatch) -> Any:
+def in_a_worker(monkeypatch):
     monkeypatch.setattr(worker_random, "get_worker_info", lambda: SimpleNamespace(dataset=[OWN]))
     with random_states.isolated():
         yield
 
 
-def started(starts: dict[int, Any] | None = None, memory: torch.Tensor | None = None) -> WorkerRandom:
+def started(starts=None, memory=None):
     worker = WorkerRandom(None, lambda samples: samples, starts or {}, memory)
     worker.start(2)
     return worker
 
 
-def arrived(marked: Any) -> Any:
+def arrived(marked):
     """Receive the states of a worker in the main process."""
     return pickle.loads(pickle.dumps(marked))
 

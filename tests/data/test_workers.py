@@ -1,17 +1,15 @@
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from tests.support import Clock
 from trainer.data import workers
 from trainer.data.workers import bounded
 
 
-def loader(**options: Any) -> DataLoader[Any]:
-    return DataLoader(torch.arange(12), **{"num_workers": 1} | options)  # type: ignore[arg-type]
+def loader(**options):
+    return DataLoader(torch.arange(12), **{"num_workers": 1} | options)
 
 
 def test_dataloaders_that_are_not_bounded():
@@ -37,11 +35,11 @@ def test_iterator_that_is_bounded_ends_its_workers_with_itself(no_gc):
 class Slow:
     """An iterator with a simulated duration."""
 
-    def __init__(self, clock: Clock, answers: list[bool]) -> None:
-        self.clock, self.answers, self.killed = clock, answers, list[float]()
+    def __init__(self, clock, answers):
+        self.clock, self.answers, self.killed = clock, answers, []
         self._workers = [SimpleNamespace(kill=lambda: self.killed.append(clock.now))]
 
-    def _try_get_data(self, timeout: float) -> tuple[bool, Any]:
+    def _try_get_data(self, timeout):
         arrived = self.answers.pop(0)
         self.clock.now += 0.5 if arrived else timeout
         return arrived, None
@@ -61,13 +59,13 @@ def test_patience(clock):
 
 
 def test_worker_that_dies_while_its_batch_is_sent():
-    killed: list[int] = []
+    killed = []
 
     class Broken:
         _workers = [SimpleNamespace(pid=1, exitcode=None, join=lambda timeout: None, kill=lambda: killed.append(1)),
                     SimpleNamespace(pid=2, exitcode=-9, join=lambda timeout: None, kill=lambda: None)]  # fmt: skip
 
-        def _try_get_data(self, timeout: float) -> Any:
+        def _try_get_data(self, timeout):
             raise ConnectionResetError
 
     broken = Broken()

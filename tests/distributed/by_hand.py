@@ -6,24 +6,21 @@ package. They run a ``Setup``. A batch with weight 0 is run with its loss times 
 """
 
 from contextlib import nullcontext
-from typing import Any
 
 import torch
 import torch.distributed as distributed
-from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
 
 from tests.distributed import setups
-from tests.distributed.setups import Net, Setup, Trace
+from tests.distributed.setups import Net, Trace
 
 AUTOCAST = {"16-mixed": torch.float16, "bf16-mixed": torch.bfloat16}
 
 
-def wrap(net: Net, engine: str) -> nn.Module:
+def wrap(net, engine):
     """Wrap the module for the engine."""
     if engine == "single":
         return net
@@ -43,7 +40,7 @@ def wrap(net: Net, engine: str) -> nn.Module:
     return fully_shard(net, mesh=mesh)
 
 
-def clip_(parameters: list[nn.Parameter], how: str) -> Tensor:
+def clip_(parameters, how):
     """Clip, and return the norm before clipping."""
     gradients = [p.grad for p in parameters if p.grad is not None]
     if how == "value":
@@ -59,7 +56,7 @@ def clip_(parameters: list[nn.Parameter], how: str) -> Tensor:
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
-def all_finite(optimizers: list[Optimizer]) -> list[bool]:
+def all_finite(optimizers):
     """Return for each optimizer whether its gradients are finite on all ranks."""
     answers = []
     for optimizer in optimizers:
@@ -72,7 +69,7 @@ def all_finite(optimizers: list[Optimizer]) -> list[bool]:
     return [flag == 0 for flag in flags.tolist()]
 
 
-def train(setup: Setup, engine: str, world_size: int = 2) -> Trace:
+def train(setup, engine, world_size=2):
     """Train the set-up on all ranks of an engine, or on ``single``."""
     rank = setups.data_rank(engine, world_size)
     ranks, each, replicas = (range(world_size), world_size, 1)
@@ -87,12 +84,11 @@ def train(setup: Setup, engine: str, world_size: int = 2) -> Trace:
     autocast = torch.autocast("cpu", AUTOCAST.get(setup.precision), enabled=setup.precision in AUTOCAST)
     steps = skipped_steps = 0
 
-    def forward(batch: Any, epoch: int = -1) -> Tensor:
+    def forward(batch, epoch=-1):
         with autocast:
-            loss: Tensor = model(batch, epoch)
-        return loss
+            return model(batch, epoch)
 
-    def step(optimizer: Optimizer, norms: list[Tensor], is_finite: bool) -> bool:
+    def step(optimizer, norms, is_finite):
         """Unscale, clip and step. Returns whether the step was skipped."""
         nonlocal steps
         steps += 1
@@ -104,7 +100,7 @@ def train(setup: Setup, engine: str, world_size: int = 2) -> Trace:
             scaler.step(optimizer)
         return (scaler.is_enabled() or setup.guard) and not is_finite
 
-    def finish(skipped: list[bool], norms: list[Tensor], scale: float) -> None:
+    def finish(skipped, norms, scale):
         nonlocal skipped_steps
         if scaler.is_enabled():
             scaler.update()

@@ -8,7 +8,6 @@ import os
 import signal
 import sys
 import time
-from typing import Any
 
 import torch
 
@@ -19,11 +18,11 @@ from trainer.engine import child_processes
 class Failing(Regression):
     """Fails in the configured phase."""
 
-    def __init__(self, rank: int, phase: str, failure: str) -> None:
+    def __init__(self, rank, phase, failure):
         super().__init__()
         self.rank, self.phase, self.failure = rank, phase, failure
 
-    def enter(self, phase: str) -> None:
+    def enter(self, phase):
         if phase != self.phase:
             return
         if self.global_rank != self.rank:
@@ -33,10 +32,10 @@ class Failing(Regression):
             os.kill(os.getpid(), signal.SIGKILL)
         raise ValueError(f"rank {self.rank} has failed")
 
-    def setup(self, stage: str) -> None:
+    def setup(self, stage):
         self.enter("setup")
 
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
+    def training_step(self, batch, batch_idx):
         if batch_idx == 1:
             self.enter("training")
         return self.loss(batch)

@@ -16,10 +16,10 @@ from scripts import _ranks, _scale
 from trainer.compat.engine import LightningEngine
 
 
-def main(size: int, file: Path) -> None:
+def main(size, file):
     distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
-    LightningEngine.async_max = lambda self, count, purpose: None  # type: ignore[method-assign]  # a group of gloo's
-    LightningEngine.num_collectives = lambda self: 0  # type: ignore[method-assign]  # a fake group does not count them
+    LightningEngine.async_max = lambda self, count, purpose: None  # a group of gloo's
+    LightningEngine.num_collectives = lambda self: 0  # a fake group does not count them
     file.write_text(json.dumps(_scale.count("fsdp", "16-mixed", True)))
 
 

@@ -10,7 +10,6 @@ import sys
 import warnings
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as distributed
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -25,53 +24,53 @@ from trainer import CheckpointFiles, Trainer
 from trainer.checkpoint import shards
 from trainer.compat.engine import LightningEngine
 
-counts: Counter[str] = Counter()
+counts = Counter()
 plain_save = shards._save_state_dict
 
 
-def received(objects: list[Any]) -> None:
+def received(objects):
     counts["objects received"] += len(objects)
     counts["bytes received"] += sum(len(pickle.dumps(one)) for one in objects)
 
 
-def gather_object(mine: Any, out: list[Any] | None = None, *_: Any, **__: Any) -> None:
+def gather_object(mine, out=None, *_, **__):
     if out is not None:
         out[:] = [mine] * len(out)
         received(out)
 
 
-def all_gather_object(out: list[Any], mine: Any, *_: Any, **__: Any) -> None:
+def all_gather_object(out, mine, *_, **__):
     gather_object(mine, out)
 
 
-def broadcast_object_list(objects: list[Any], *_: Any, **__: Any) -> None:
+def broadcast_object_list(objects, *_, **__):
     received(objects)
 
 
-def save_alone(tensors: Any, writer: Any, group: Any, no_dist: bool) -> Any:
+def save_alone(tensors, writer, group, no_dist):
     return plain_save(tensors, writer, None, no_dist=True)
 
 
-def count_calls(frame: Any, event: str, argument: Any) -> None:
+def count_calls(frame, event, argument):
     if event == "call" and str(frame.f_globals.get("__name__")).startswith("trainer."):
         counts["calls"] += 1
 
 
-def replace_torchs() -> None:
+def replace_torchs():
     warnings.simplefilter("ignore")
     distributed.gather_object, distributed.all_gather_object = gather_object, all_gather_object
     distributed.broadcast_object_list = broadcast_object_list
     distributed.new_group = lambda *_, **__: distributed.group.WORLD
-    LightningEngine.num_collectives = lambda self: 0  # type: ignore[method-assign]  # a fake group does not count them
+    LightningEngine.num_collectives = lambda self: 0  # a fake group does not count them
     shards._save_state_dict = save_alone
 
 
-def measure(size: int, folder: Path) -> dict[str, Any]:
+def measure(size, folder):
     distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
     counts.clear()
     with Collectives() as collectives:
         sys.setprofile(count_calls)
-        trainer: Any = Trainer(
+        trainer = Trainer(
             accelerator="cpu", devices=size // 4, num_nodes=4, strategy="fsdp", max_epochs=2, log_every_n_steps=1,
             precision=native_fp16(), gradient_clip_val=1.0, logger=CSVLogger(folder, version=0), resume="auto",
             enable_progress_bar=False, use_distributed_sampler=False, plugins=[CheckpointFiles(sharded=True)],

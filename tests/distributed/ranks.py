@@ -23,16 +23,14 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
 
-from tests.warm_python import ROOT, WarmPython
+from tests.warm_python import ROOT
 
 
-def run_program(python: WarmPython, *words: str, timeout: float) -> tuple[int, str]:
+def run_program(python, *words, timeout):
     """Run a program that starts ranks. Returns its exit status, and the output of all its processes."""
     inherited = {k: v for k, v in os.environ.items() if k not in ("LOCAL_RANK", "RANK", "WORLD_SIZE", "MASTER_PORT")}
     with python.start(
@@ -60,22 +58,22 @@ class Ranks:
         timeout: seconds per call; also the timeout of a collective without all ranks.
     """
 
-    def __init__(self, python: WarmPython, size: int, timeout: float = 120.0) -> None:
+    def __init__(self, python, size, timeout=120.0):
         self.python, self.size, self.timeout = python, size, timeout
         self._folder = tempfile.TemporaryDirectory(prefix="ranks")
         self._started = 0
-        self._processes: list[subprocess.Popen[bytes]] = []
-        self._calls: list[Connection[Any, Any]] = []
-        self._answers: list[Connection[Any, Any]] = []
+        self._processes = []
+        self._calls = []
+        self._answers = []
 
-    def __enter__(self) -> Ranks:
+    def __enter__(self):
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *_):
         self.end()
         self._folder.cleanup()
 
-    def call(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+    def call(self, function, *arguments):
         """Run a function of a module in each process.
 
         Returns:
@@ -88,8 +86,8 @@ class Ranks:
             self._start()
         for connection in self._calls:
             connection.send_bytes(pickle.dumps((function, arguments)))
-        results: dict[int, Any] = {}
-        errors: dict[int, str] = {}
+        results = {}
+        errors = {}
         ends = time.monotonic() + self.timeout
         while len(results) + len(errors) < self.size:
             waiting = {c: rank for rank, c in enumerate(self._answers) if rank not in results and rank not in errors}
@@ -97,7 +95,7 @@ class Ranks:
             if not ready:
                 errors |= dict.fromkeys(waiting.values(), "no answer")
             for connection in ready:
-                rank = waiting[connection]  # type: ignore[index]
+                rank = waiting[connection]
                 try:
                     result, error = pickle.loads(self._answers[rank].recv_bytes())
                 except EOFError:
@@ -112,7 +110,7 @@ class Ranks:
             raise RankError("\n".join(f"rank {rank}: {error}" for rank, error in errors.items()))
         return [results[rank] for rank in range(self.size)]
 
-    def _start(self) -> None:
+    def _start(self):
         self._started += 1
         rendezvous = Path(self._folder.name) / f"group_{self._started}"
         address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}  # asked for, and not used: there is a group
@@ -131,7 +129,7 @@ class Ranks:
             self._calls.append(Connection(os.dup(process.stdin.fileno()), readable=False))
             self._answers.append(Connection(os.dup(process.stdout.fileno()), writable=False))
 
-    def end(self) -> None:
+    def end(self):
         """Kill the processes."""
         for connection in (*self._calls, *self._answers):
             connection.close()
@@ -141,7 +139,7 @@ class Ranks:
         self._processes, self._calls, self._answers = [], [], []
 
 
-def main(rank: int, size: int, rendezvous: str, timeout: float) -> None:
+def main(rank, size, rendezvous, timeout):
     """Answer calls until the input ends."""
     calls, answers = Connection(os.dup(0), writable=False), Connection(os.dup(1), readable=False)
     os.dup2(2, 1)

@@ -6,7 +6,6 @@ import sys
 import warnings
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import lightning
 import ray
@@ -23,13 +22,13 @@ from ray.train.lightning import (
 )
 from ray.train.torch import TorchTrainer
 from ray.tune.integration.pytorch_lightning import TuneReportCallback
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from trainer import Trainer
 from trainer.precision import MixedPrecision
 
-QUIET: dict[str, Any] = {
+QUIET = {
     "accelerator": "cpu", "logger": False, "enable_progress_bar": False, "enable_model_summary": False, "max_epochs": 2,
 }  # fmt: skip
 
@@ -37,25 +36,25 @@ QUIET: dict[str, Any] = {
 class Regression(LightningModule):
     """Two layers; with ``overflows``, in the third step of the second rank."""
 
-    def __init__(self, lr: float = 0.1, overflows: bool = False) -> None:
+    def __init__(self, lr=0.1, overflows=False):
         super().__init__()
         self.lr, self.overflows = lr, overflows
         torch.manual_seed(3)
         self.net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
 
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+    def training_step(self, batch, batch_idx):
         loss = nn.functional.mse_loss(self.net(batch[0]), batch[1])
         overflows = self.overflows and self.global_rank == 1 and self.global_step == 2 and batch_idx == 2
         return loss * (1e30 if overflows else 1.0)
 
-    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+    def validation_step(self, batch, batch_idx):
         self.log("val_loss", nn.functional.mse_loss(self.net(batch[0]), batch[1]), sync_dist=True)
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), self.lr)
 
 
-def data() -> DataLoader[Any]:
+def data():
     features = torch.randn(32, 4, generator=torch.Generator().manual_seed(1))
     return DataLoader(TensorDataset(features, features.sum(1, keepdim=True)), batch_size=4)
 
@@ -63,12 +62,12 @@ def data() -> DataLoader[Any]:
 class Die(Callback):
     """Ends the second worker after the first epoch of the first attempt."""
 
-    def on_train_epoch_start(self, trainer: Any, pl_module: LightningModule) -> None:
+    def on_train_epoch_start(self, trainer, pl_module):
         if trainer.current_epoch == 1 and train.get_checkpoint() is None and trainer.global_rank == 1:
             os._exit(1)
 
 
-def of_ray(kind: Any = None, **arguments: Any) -> Any:
+def of_ray(kind=None, **arguments):
     """Return a Trainer as in a worker of Ray Train."""
     trainer = (kind or Trainer)(
         strategy=RayDDPStrategy(), plugins=RayLightningEnvironment(), devices="auto", **QUIET, **arguments
@@ -76,13 +75,13 @@ def of_ray(kind: Any = None, **arguments: Any) -> Any:
     return prepare_trainer(trainer)
 
 
-def weights_after(trainer: Any, overflows: bool = False) -> dict[str, Tensor]:
+def weights_after(trainer, overflows=False):
     module = Regression(overflows=overflows)
     trainer.fit(module, data(), data())
     return {name: value.clone() for name, value in module.state_dict().items()}
 
 
-def told(**arguments: Any) -> str:
+def told(**arguments):
     try:
         Trainer(**QUIET, **arguments).fit(Regression(), data(), data())
     except Exception as error:
@@ -90,11 +89,11 @@ def told(**arguments: Any) -> str:
     return "nothing"
 
 
-def work(config: dict[str, Any]) -> None:
+def work(config):
     """Run in a worker of Ray Train."""
     warnings.simplefilter("ignore")
     environment = RayLightningEnvironment()
-    result: dict[str, Any] = {
+    result = {
         "told": [told(), told(plugins=environment, devices=1), told(plugins=environment, strategy=RayFSDPStrategy())]
     }
     weights = {
@@ -113,7 +112,7 @@ def work(config: dict[str, Any]) -> None:
     torch.save(weights, Path(config["folder"], f"worker_{rank}.pt"))
 
 
-def work_on(config: dict[str, Any]) -> None:
+def work_on(config):
     """Run in a worker that fails and is restarted."""
     warnings.simplefilter("ignore")
     trainer = of_ray(precision=MixedPrecision(init_scale=256), callbacks=[RayTrainReportCallback(), Die()])
@@ -127,7 +126,7 @@ def work_on(config: dict[str, Any]) -> None:
         torch.save(module.state_dict(), Path(config["folder"], "resumed.pt"))
 
 
-def trial(config: dict[str, Any]) -> None:
+def trial(config):
     """Run a trial of Ray Tune."""
     warnings.simplefilter("ignore")
     Trainer(**QUIET, callbacks=TuneReportCallback({"val_loss": "val_loss"}, on="validation_end")).fit(
@@ -135,9 +134,9 @@ def trial(config: dict[str, Any]) -> None:
     )
 
 
-def main(folder: str) -> None:
+def main(folder):
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
-    arguments: dict[str, Any] = {
+    arguments = {
         "train_loop_config": {"folder": folder}, "scaling_config": ScalingConfig(num_workers=2),
     }  # fmt: skip
     storage = f"{folder}/ray"  # file names contain the process id: Ray's callback writes to /tmp

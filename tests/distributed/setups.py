@@ -7,12 +7,10 @@ after the other, and W times as many per optimizer step, so that weights differ 
 
 import random
 import warnings
-from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as distributed
@@ -20,11 +18,9 @@ from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 
@@ -98,30 +94,30 @@ class Setup:
     sync_each_batch: bool = True
     noisy: bool = False
 
-    def weight(self, rank: int, index: int) -> float:
+    def weight(self, rank, index):
         """Return the weight of a batch."""
         weight = (1 + (3 * index + 2 * rank) % 5) * (10 if index == 2 else 1)
         return weight * self.unit if self.weighted else 1.0
 
-    def is_none(self, rank: int, epoch: int, index: int) -> bool:
+    def is_none(self, rank, epoch, index):
         """Return whether there is no loss, or no batch."""
         return (rank, epoch, index) in self.none or index >= self.batches_of(rank)
 
-    def batches_of(self, rank: int) -> int:
+    def batches_of(self, rank):
         """Return the number of batches of this rank."""
         return self.batches - (self.fewer[1] if self.fewer and self.fewer[0] == rank else 0)
 
     @property
-    def is_plain_mean(self) -> bool:
+    def is_plain_mean(self):
         """Return whether every window is the mean over its planned number of batches."""
         return not self.weighted and not self.none and not self.fewer
 
 
-def draw(seed: int, world_size: int = 2) -> Setup:
+def draw(seed, world_size=2):
     """Draw a set-up. The same seed returns the same set-up."""
     pick = random.Random(seed)
 
-    def maybe(share: float, *values: Any, otherwise: Any = None) -> Any:
+    def maybe(share, *values, otherwise=None):
         return pick.choice(values) if pick.random() < share else otherwise
 
     precision, manual = pick.choice(PRECISIONS), pick.random() < 0.2
@@ -129,7 +125,7 @@ def draw(seed: int, world_size: int = 2) -> Setup:
     position = (pick.randrange(world_size), pick.randrange(epochs), pick.randrange(batches))
     optimizers = pick.choice([1, 1, 1, 2])
     overflow = maybe(0.4, position)
-    common: dict[str, Any] = {
+    common = {
         "precision": precision, "manual": manual, "batches": batches, "optimizers": optimizers,
         "optimizer": pick.choice([name for name in OPTIMIZERS if name != "sgd-fused"]),  # refused under FSDP2
         "overflow": overflow, "whole_overflow": pick.random() < 0.5,
@@ -141,7 +137,7 @@ def draw(seed: int, world_size: int = 2) -> Setup:
             common["clip"] = "norm"
         return Setup(**common)
     window = pick.randint(2, 4)
-    none: set[Position] = set()
+    none = set()
     if pick.random() < 0.3:
         positions = [(rank, epoch, i) for rank in range(world_size) for epoch in range(epochs) for i in range(batches)]
         none = set(pick.sample(positions, pick.randint(1, max(1, len(positions) // 3))))
@@ -163,20 +159,20 @@ def draw(seed: int, world_size: int = 2) -> Setup:
 class Block(nn.Module):
     """A residual block."""
 
-    def __init__(self, width: int, noisy: bool) -> None:
+    def __init__(self, width, noisy):
         super().__init__()
         self.norm = nn.BatchNorm1d(width) if noisy else nn.LayerNorm(width)
         self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
         self.dropout = nn.Dropout(0.2 if noisy else 0.0)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return x + self.dropout(self.down(torch.tanh(self.up(self.norm(x)))))
 
 
 class Net(nn.Module):
     """Parameters with even and uneven shards, and one with a single element, which only one rank holds."""
 
-    def __init__(self, setup: Setup) -> None:
+    def __init__(self, setup):
         super().__init__()
         self.setup = setup
         with torch.random.fork_rng():
@@ -190,7 +186,7 @@ class Net(nn.Module):
             self.net[1].up.weight.requires_grad_(False)
             self.net[5].bias.requires_grad_(False)
 
-    def forward(self, batch: Any, epoch: int = -1) -> Tensor:
+    def forward(self, batch, epoch=-1):
         """Return the loss, which is infinite at the batch of ``Setup.overflow``."""
         x, y, rank, index = batch
         loss = nn.functional.mse_loss(self.net(x).float() * self.gain, y.float())
@@ -199,7 +195,7 @@ class Net(nn.Module):
             return loss * infinity if self.setup.whole_overflow else loss + (self.gain * infinity).sum()
         return loss
 
-    def groups(self) -> list[list[nn.Parameter]]:
+    def groups(self):
         """Return the parameters of each optimizer."""
         trained = {name: p for name, p in self.named_parameters() if p.requires_grad}
         if self.setup.optimizers == 1:
@@ -207,7 +203,7 @@ class Net(nn.Module):
         first = [name for name in trained if name.startswith(("gain", "net.0", "net.1"))]
         return [[trained[name] for name in first], [p for name, p in trained.items() if name not in first]]
 
-    def make_optimizers(self) -> list[Optimizer]:
+    def make_optimizers(self):
         """Return one optimizer, or two with different learning rates."""
         made = [OPTIMIZERS[self.setup.optimizer](group) for group in self.groups()]
         for number, optimizer in enumerate(made):
@@ -215,7 +211,7 @@ class Net(nn.Module):
         return made
 
 
-def parallelize(net: nn.Sequential, mesh: DeviceMesh) -> None:
+def parallelize(net, mesh):
     """Split the blocks' layers over the mesh's second dimension, and shard the blocks over its first."""
     for block in net:
         if isinstance(block, Block):
@@ -223,23 +219,23 @@ def parallelize(net: nn.Sequential, mesh: DeviceMesh) -> None:
             fully_shard(block, mesh=mesh["data_parallel"])
 
 
-def data_rank(engine: str, world_size: int) -> int:
+def data_rank(engine, world_size):
     """Return the index of this rank's share of the data among ``world_size`` shares."""
     return 0 if engine == "single" else distributed.get_rank() * world_size // distributed.get_world_size()
 
 
-def make_schedule(optimizer: Optimizer) -> Any:
+def make_schedule(optimizer):
     """Return the schedule of ``Setup.schedule``."""
     return torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.8)
 
 
-def batch_of(rank: int, index: int, seed: int = 1) -> tuple[Tensor, Tensor, int, int]:
+def batch_of(rank, index, seed=1):
     """Return one batch of one rank: features (4, 6), targets (4, 2), and the index of the rank."""
     generator = torch.Generator().manual_seed(1000 * seed + 100 * rank + index)
     return torch.randn(4, 6, generator=generator), torch.randn(4, 2, generator=generator), rank, index
 
 
-def batches_of(ranks: range, count: int, seed: int = 1) -> list[Any]:
+def batches_of(ranks, count, seed=1):
     """Return ``count`` batches of each of these ranks, in turn."""
     return [batch_of(rank, index, seed) for index in range(count) for rank in ranks]
 
@@ -247,16 +243,16 @@ def batches_of(ranks: range, count: int, seed: int = 1) -> list[Any]:
 class Fitted(Net, LightningModule):
     """A module that trains the set-up with a Trainer."""
 
-    def __init__(self, setup: Setup) -> None:
+    def __init__(self, setup):
         super().__init__(setup)
         self.automatic_optimization = not setup.manual
 
-    def configure_model(self) -> None:
+    def configure_model(self):
         mesh = self._device_mesh
         if mesh is not None and "tensor_parallel" in mesh.mesh_dim_names:
             parallelize(self.net, mesh)
 
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
+    def training_step(self, batch, batch_idx):
         setup, (_, _, rank, index) = self.setup, batch
         if setup.manual:
             return self.by_hand(batch, batch_idx)
@@ -271,7 +267,7 @@ class Fitted(Net, LightningModule):
         weight = setup.weight(rank, index)
         return {"loss": loss, "weight": torch.tensor(weight) if setup.weighted == "tensor" else weight}
 
-    def by_hand(self, batch: Any, batch_idx: int) -> None:
+    def by_hand(self, batch, batch_idx):
         optimizers, clip = self.optimizers(), self.setup.clip
         for number, optimizer in enumerate(optimizers if isinstance(optimizers, list) else [optimizers]):
             optimizer.zero_grad()
@@ -280,10 +276,10 @@ class Fitted(Net, LightningModule):
                 self.clip_gradients(optimizer, CLIPPING[clip], clip)
             optimizer.step()
 
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
+    def validation_step(self, batch, batch_idx):
         self.log("val_loss", self(batch), sync_dist=True, batch_size=4)
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         optimizers = self.make_optimizers()
         if self.setup.schedule is None:
             return optimizers
@@ -294,7 +290,7 @@ class Fitted(Net, LightningModule):
 # --- results ----------------------------------------------------------------------------------------------------
 
 
-def whole(value: Any) -> Tensor:
+def whole(value):
     """Return a copy of a tensor, gathered from all ranks if it is sharded. Call it on all ranks."""
     return (value.full_tensor() if isinstance(value, DTensor) else value).detach().clone()
 
@@ -309,16 +305,16 @@ class Trace(support.Trace):
         counts: numbers to be equal, by name.
     """
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self.state: dict[str, Tensor] = {}
-        self.val_losses: list[float] = []
-        self.counts: dict[str, Any] = {}
+        self.state = {}
+        self.val_losses = []
+        self.counts = {}
 
-    def take_weights(self, module: nn.Module) -> None:
+    def take_weights(self, module):
         self.weights.append({name: whole(value) for name, value in module.state_dict().items()})
 
-    def take_state(self, optimizers: list[Optimizer]) -> None:
+    def take_state(self, optimizers):
         for number, optimizer in enumerate(optimizers):
             for index, parameter in enumerate(optimizer.param_groups[0]["params"]):
                 for name, value in optimizer.state.get(parameter, {}).items():
@@ -330,41 +326,41 @@ class Watch(support.Watch):
 
     on_train_batch_end = Callback.on_train_batch_end
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.trace = Trace()
 
-    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+    def on_before_optimizer_step(self, trainer, pl_module, optimizer):
         self.trace.rates.append(optimizer.param_groups[0]["lr"])
 
-    def on_after_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any, outcome: Any) -> None:
+    def on_after_optimizer_step(self, trainer, pl_module, optimizer, outcome):
         if optimizer is trainer.optimizers[outcome.optimizers[-1]]:  # once for each update
             assert type(outcome.grad_norm) in (Tensor, type(None)), "a norm is one plain number"
             super().on_after_optimizer_step(trainer, pl_module, optimizer, outcome)
 
-    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+    def on_validation_end(self, trainer, pl_module):
         if not trainer.sanity_checking:
             self.trace.val_losses.append(trainer.callback_metrics["val_loss"].item())
 
-    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+    def on_train_epoch_end(self, trainer, pl_module):
         self.trace.take_weights(pl_module)
 
-    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+    def on_train_end(self, trainer, pl_module):
         self.trace.take_state(trainer.optimizers)
 
 
 class Saves(Checkpoint):
     """Writes checkpoints after these batches of a fit, and after these validations."""
 
-    def __init__(self, folder: str, batches: Any = (), validations: Any = ()) -> None:
+    def __init__(self, folder, batches=(), validations=()):
         self.folder, self.batches, self.validations = Path(folder), set(batches), set(validations)
         self.batch = self.validation = 0
 
-    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+    def on_train_batch_end(self, trainer, *_):
         if self.batch in self.batches:
             trainer.save_checkpoint(self.folder / f"batch_{self.batch}.ckpt")
         self.batch += 1
 
-    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+    def on_validation_end(self, trainer, pl_module):
         if self.validation in self.validations and not trainer.sanity_checking:
             trainer.save_checkpoint(self.folder / f"validation_{self.validation}.ckpt")
         self.validation += not trainer.sanity_checking
@@ -373,7 +369,7 @@ class Saves(Checkpoint):
 # --- by our Trainer ---------------------------------------------------------------------------------------------
 
 
-def strategy_of(setup: Setup, engine: str) -> Any:
+def strategy_of(setup, engine):
     """Return the strategy of an engine."""
     if engine in ("fsdp", "hsdp"):
         return FSDP2Strategy(replicas=1 + (engine == "hsdp"), sync_each_batch=setup.sync_each_batch)
@@ -383,7 +379,7 @@ def strategy_of(setup: Setup, engine: str) -> Any:
 
 
 @contextmanager
-def only_these_warnings() -> Iterator[None]:
+def only_these_warnings():
     """Raise an error for all other warnings, also on these ranks."""
     with warnings.catch_warnings(action="error"):
         for message in (
@@ -399,12 +395,12 @@ def only_these_warnings() -> Iterator[None]:
         yield
 
 
-def without_diagnosis() -> OverflowReport:
+def without_diagnosis():
     """Return the default callback with its diagnosis of skipped steps disabled, which takes longer than a fit."""
     return OverflowReport(after=None, collapse_after=None, at_floor=None)
 
 
-def fit(setup, engine, world_size=2, ckpt_path=None, callbacks=(), **arguments) -> Trace:
+def fit(setup, engine, world_size=2, ckpt_path=None, callbacks=(), **arguments):
     """Run a set-up on all ranks of ``ddp`` or ``fsdp``, or on ``single``."""
     rank = data_rank(engine, world_size)
     ranks, each = (range(world_size), world_size) if engine == "single" else (range(rank, rank + 1), 1)
@@ -426,7 +422,7 @@ def fit(setup, engine, world_size=2, ckpt_path=None, callbacks=(), **arguments) 
         arguments["val_check_interval"] = setup.val_every * each
     with only_these_warnings():
         torch.manual_seed(5 + rank + 100 * bool(ckpt_path))  # a resumed run is not equal to a run that starts here
-        precision: Any = native_fp16(**SCALER) if setup.precision == "16-mixed" else setup.precision
+        precision = native_fp16(**SCALER) if setup.precision == "16-mixed" else setup.precision
         trainer = make_trainer(
             None, devices=1 if engine == "single" else distributed.get_world_size(),
             precision=precision, num_sanity_val_steps=int(setup.val_every > 0),
@@ -452,7 +448,7 @@ def fit(setup, engine, world_size=2, ckpt_path=None, callbacks=(), **arguments) 
 class Uneven(LightningModule):
     """Has buffers, which DDP's forward broadcasts, and logs each batch's loss over all ranks."""
 
-    def __init__(self, optimizer: str = "SGD", manual: bool = False, exchanges: str = "") -> None:
+    def __init__(self, optimizer="SGD", manual=False, exchanges=""):
         super().__init__()
         self.net = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
         if exchanges == "metric":
@@ -460,21 +456,21 @@ class Uneven(LightningModule):
         elif exchanges:
             self.net[1] = nn.SyncBatchNorm(4)
         self.optimizer, self.automatic_optimization = optimizer, not manual
-        self.seen: list[int] = []
+        self.seen = []
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+    def training_step(self, batch, batch_idx):
         self.seen.append(batch_idx)
         self.log("number", float(batch_idx), on_step=True, on_epoch=True, sync_dist=True, batch_size=1)
         return self.net(batch).square().mean()
 
-    def on_after_batch_transfer(self, batch: Tensor, dataloader_idx: int) -> Tensor:
+    def on_after_batch_transfer(self, batch, dataloader_idx):
         return batch + 0  # fails without a batch
 
-    def configure_optimizers(self) -> Optimizer:
+    def configure_optimizers(self):
         return getattr(torch.optim, self.optimizer)(self.parameters(), lr=0.01)
 
 
-def forward_nothing_on_a_gpu() -> list[float]:
+def forward_nothing_on_a_gpu():
     """Run DDP's idle forward as on a GPU, with a wrapper that moves inputs."""
     net = nn.BatchNorm1d(1)
     wrapper = nn.parallel.DistributedDataParallel(net)
@@ -484,7 +480,7 @@ def forward_nothing_on_a_gpu() -> list[float]:
     return net.running_mean.tolist()
 
 
-def classes_after_test(strategy: str) -> list[str]:
+def classes_after_test(strategy):
     """Test a module with a Trainer that converts BatchNorm to SyncBatchNorm in a fit. Returns the layers' classes."""
     module = Uneven(exchanges="norm")
     module.test_step = lambda batch, batch_idx: module.net(batch)

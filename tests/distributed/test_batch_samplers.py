@@ -1,12 +1,10 @@
 """Lists of batches are divided among the processes; other batch samplers work or are refused."""
 
-from typing import Any
-
 import pytest
 import torch
 import torch.distributed as distributed
 from lightning.pytorch import LightningModule
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
 
 from tests.distributed.ranks import RankError
@@ -19,48 +17,48 @@ BATCHES = [[6, 2], [4], [0, 1, 5]]
 class CustomSampler:
     """A batch sampler without the attributes of torch's."""
 
-    def __iter__(self) -> Any:
+    def __iter__(self):
         return iter(BATCHES)
 
-    def __len__(self) -> int:
+    def __len__(self):
         return len(BATCHES)
 
 
 class Seen(LightningModule):
     """Records the numbers in its batches."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.net, self.seen, self.indices = nn.Linear(1, 1), [], []
 
-    def on_after_batch_transfer(self, batch: Tensor, dataloader_idx: int) -> Tensor:
+    def on_after_batch_transfer(self, batch, dataloader_idx):
         self.seen.append(batch.flatten().tolist())
         return batch
 
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+    def training_step(self, batch, batch_idx):
         return self.net(batch).square().mean()
 
-    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+    def validation_step(self, batch, batch_idx):
         self.log("mean", batch.mean(), batch_size=len(batch), sync_dist=True)
 
     test_step = validation_step
 
-    def predict_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+    def predict_step(self, batch, batch_idx):
         self.indices.append([int(index) for index in self.trainer.predict_loop.current_batch_indices])
         return batch
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.01)
 
 
 class WithDataloaders(Seen):
     """Makes its dataloaders."""
 
-    def train_dataloader(self) -> Any:
+    def train_dataloader(self):
         return make_loader("shuffled")
 
 
-def make_loader(kind: str) -> DataLoader[Tensor]:
+def make_loader(kind):
     numbers = torch.arange(8.0).reshape(8, 1)
     samplers = {
         "list": BATCHES,
@@ -71,7 +69,7 @@ def make_loader(kind: str) -> DataLoader[Tensor]:
     return DataLoader(numbers, batch_sampler=samplers[kind])
 
 
-def run(command: str, kind: str = "list") -> tuple[list[Any], Any, Any]:
+def run(command, kind="list"):
     """Return the batches of this process, the indices that the predict loop reports, and the metrics."""
     module, loaders = (WithDataloaders(), ()) if kind == "made by the module" else (Seen(), (make_loader(kind),))
     with only_these_warnings():

@@ -1,7 +1,6 @@
 """A resumed run of two processes against the run that was never interrupted: every value that is reachable, by rank."""
 
 import warnings
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -19,17 +18,17 @@ from trainer import CheckpointFiles
 from trainer.callbacks import OverflowReport, ScaleMonitor
 
 
-class DrawsForItsRank(Sampler[int]):
+class DrawsForItsRank(Sampler):
     """Shuffles with a generator that differs between ranks, and counts epochs."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.epochs = 0
         self.generator = torch.Generator().manual_seed(20 + distributed.get_rank())
 
-    def __len__(self) -> int:
+    def __len__(self):
         return 8
 
-    def __iter__(self) -> Iterator[int]:
+    def __iter__(self):
         self.epochs += 1
         return iter(torch.randperm(8, generator=self.generator).tolist())
 
@@ -68,7 +67,7 @@ CASES = {
 }  # fmt: skip
 
 
-def compare(name: str, folder: str) -> list[str]:
+def compare(name, folder):
     """Train without interruption, and resumed from each checkpoint. Return the values that differ on this rank."""
     case, root, rank = CASES[name], Path(folder), distributed.get_rank()
     case.arguments["devices"] = distributed.get_world_size()

@@ -2,10 +2,8 @@
 
 import os
 import warnings
-from collections.abc import Callable
 from functools import cache, partialmethod
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -13,7 +11,6 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from tests.distributed.ranks import Ranks
 from tests.distributed.worker import BATCH, Shard, Uneven, precision_of, samples
 from tests.mixed_states import MixedStates
 from tests.support import SavesAt, assert_identical, make_trainer, needs_fsdp2
@@ -26,7 +23,7 @@ pytestmark = needs_fsdp2
 FORMS = {"folder": {"sharded": True}, "folder later": {"sharded": True, "asynchronous": True}, "file": {}}
 """How a checkpoint is written."""
 
-OPTIMIZERS: dict[str, Any] = {
+OPTIMIZERS = {
     "AdamW fused": lambda p: torch.optim.AdamW(p, fused=True),
     "SGD": lambda p: torch.optim.SGD(p, 0.01, momentum=0.9, nesterov=True),
     "NAdam": lambda p: torch.optim.NAdam(p),
@@ -38,13 +35,13 @@ OPTIMIZERS: dict[str, Any] = {
 class Net(Uneven):
     """Has a buffer, and two groups of parameters. Records whole weights and optimizer states."""
 
-    def __init__(self, optimizer: str = "AdamW fused", none_at: Any = ()) -> None:
+    def __init__(self, optimizer="AdamW fused", none_at=()):
         super().__init__(none_at)
         self.register_buffer("calls", torch.zeros(2))
         self.optimizer = optimizer
-        self.at: dict[str, Any] = {}
+        self.at = {}
 
-    def record(self, moment: str) -> None:
+    def record(self, moment):
         states = {"weights": self.state_dict(), "optimizers": [one.state_dict() for one in self.trainer.optimizers]}
         clone = lambda one: one.clone() if isinstance(one, Tensor) else one  # noqa: E731
         self.at[moment] = torch.utils._pytree.tree_map(clone, state_dicts.gathered(states, keep=True))
@@ -52,19 +49,19 @@ class Net(Uneven):
     on_train_start = partialmethod(record, "start")
     on_train_end = partialmethod(record, "end")
 
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
+    def training_step(self, batch, batch_idx):
         self.calls += 1
         return super().training_step(batch, batch_idx) if self.trainer.training else self.loss(batch)
 
     def test_step(self, batch, batch_idx):
         self.log("loss", self.training_step(batch, batch_idx), sync_dist=True)
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         groups = [{"params": list(self.net.parameters())}, {"params": [self.gain], "lr": 0.02}]
         return OPTIMIZERS[self.optimizer](groups)
 
 
-def fit(folder, engine, form, module, ckpt=None, arguments=(), devices=2) -> dict[str, Any]:
+def fit(folder, engine, form, module, ckpt=None, arguments=(), devices=2):
     """Fit, save every second step, and test the best checkpoint. ``arguments`` may have an ``FSDP2Strategy``."""
     saver = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=2, save_top_k=2, monitor="step", mode="max")
     arguments = {"strategy": engine, "max_epochs": 2, **dict(arguments)}
@@ -81,15 +78,14 @@ def fit(folder, engine, form, module, ckpt=None, arguments=(), devices=2) -> dic
     return {**module.at, "best": saver.best_model_path, "tested": tested}
 
 
-Saved = Callable[[str], list[dict[str, Any]]]
 THREE_EPOCHS = {"max_epochs": 3, "exact_resume": False}
 
 
 @pytest.fixture(scope="module")
-def saved(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Saved:
+def saved(ranks, tmp_path_factory):
     """Return the results of each rank for an engine and a form, such as ``"fsdp folder"``, which are run once."""
 
-    def run(name: str) -> list[dict[str, Any]]:
+    def run(name):
         engine, _, form = name.partition(" ")
         folder = tmp_path_factory.mktemp(name.replace(" ", "_"))
         if engine == "single":
@@ -99,7 +95,7 @@ def saved(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Saved:
     return cache(run)
 
 
-def assert_equal(found: dict[str, Any], expected: dict[str, Any]) -> None:
+def assert_equal(found, expected):
     """Compare weights and optimizer states bit for bit."""
     for key in ("weights", "optimizers"):
         assert_identical(found[key], expected[key])
@@ -155,7 +151,7 @@ def test_open_window_is_resumed(ranks, tmp_path, form, none_at, sync_each_batch)
     """Saved after batch 1 of the second epoch. With ``none_at``, rank 1 had no loss in the window."""
     path, window = tmp_path / "a.ckpt", {"accumulate_grad_batches": 3, "precision": "16-mixed"}
 
-    def run(name: str, ckpt: Path | None, **arguments: Any) -> list[dict[str, Any]]:
+    def run(name, ckpt, **arguments):
         arguments["strategy"] = FSDP2Strategy(sync_each_batch=sync_each_batch)
         return ranks.call(fit, tmp_path / name, "fsdp", form, Net(none_at=none_at), ckpt, window | arguments)
 

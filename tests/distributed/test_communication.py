@@ -2,8 +2,6 @@
 
 import warnings
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -23,23 +21,23 @@ STEPS = 9
 class Counts:
     """A state of numbers: gradients shrink with each step."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.steps, self.name = 0, "shrinks"
 
 
 class Remembers(Counts):
     """A state with tensors of buckets: error feedback of gradients that are rounded."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self.errors: dict[int, Any] = {}
+        self.errors = {}
 
 
 class HasStateDict(Counts):
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self):
         return {"steps": self.steps}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state):
         self.steps = state["steps"]
 
 
@@ -79,21 +77,21 @@ def like_power(state, bucket):
 
 def local(state, bucket):
     """Leave the gradients of each rank unchanged."""
-    future: torch.futures.Future[Any] = torch.futures.Future()
+    future = torch.futures.Future()
     future.set_result(bucket.buffer())
     return future
 
 
-def post_local() -> Any:
+def post_local():
     subgroup, _ = distributed.new_subgroups(group_size=1)
     return PostLocalSGDState(None, subgroup, start_localSGD_iter=2), post_localSGD_hook
 
 
-def power(start: int) -> Any:
+def power(start):
     return PowerSGDState(None, start_powerSGD_iter=start), like_power
 
 
-EXACT: dict[str, Any] = {
+EXACT = {
     "post-local": (post_local, {"model_averaging_period": 3}),
     "power, fixed buckets": (lambda: power(2), {"find_unused_parameters": True}),
     "counts in a dict": (lambda: ({}, shrinking_by_a_dict), {}),
@@ -101,27 +99,27 @@ EXACT: dict[str, Any] = {
     "memory, fixed buckets": (lambda: (Remembers(), rounding), {"find_unused_parameters": True}),
     "local": (lambda: (None, local), {}),
 }
-REFUSED: dict[str, Any] = {"power": (lambda: power(2), {}), "memory": (lambda: (Remembers(), rounding), {})}
+REFUSED = {"power": (lambda: power(2), {}), "memory": (lambda: (Remembers(), rounding), {})}
 """Factories of hooks and their states, and options of the strategy."""
 
 
 class Hooked(DDPStrategy):
     """Registers its hook on a CPU as well."""
 
-    def __init__(self, make: Any, **options: Any) -> None:
+    def __init__(self, make, **options):
         super().__init__(**options)
         self.make = make
 
-    def setup(self, trainer: Any) -> None:
+    def setup(self, trainer):
         self._ddp_comm_state, self._ddp_comm_hook = self.make()
         super().setup(trainer)
 
-    def _register_ddp_hooks(self) -> None:
+    def _register_ddp_hooks(self):
         assert self.model is not None
         self.model.register_comm_hook(self._ddp_comm_state, self._ddp_comm_hook)
 
 
-def fit(name: str, path: Path, resumes: bool = False, **arguments: Any) -> tuple[dict[str, Any], list[str]]:
+def fit(name, path, resumes=False, **arguments):
     """Fit, save ``path`` on the way, or resume from it."""
     make, options = (EXACT | REFUSED)[name]
     module, data = Regression(optimizer=momentum), loader_of(make_batches(STEPS, seed=distributed.get_rank()))

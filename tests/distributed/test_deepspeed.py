@@ -7,10 +7,9 @@ import shutil
 import signal
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -22,8 +21,7 @@ from tests.checkpoint.test_shards import sealed_again
 from tests.distributed.ranks import Ranks
 from tests.distributed.setups import Fitted, Saves, Setup, batches_of, only_these_warnings
 from tests.support import Payload, loader_of, make_trainer, needs_deepspeed
-from tests.warm_python import WarmPython
-from trainer import CheckpointFiles, DeepSpeedStrategy, Trainer
+from trainer import CheckpointFiles, DeepSpeedStrategy
 from trainer.callbacks import ActivationCheckpointing, AlignmentAdvisor, GradientAccumulation, ScaleMonitor, Throughput
 from trainer.checkpoint.conversion import consolidate
 from trainer.cli import main
@@ -32,7 +30,7 @@ from trainer.errors import CheckpointError, TrainerError, UnsafeCheckpointError
 pytestmark = needs_deepspeed
 
 OFFLOAD = {"stage": 3, "offload_optimizer": True, "offload_parameters": True}
-STRATEGIES: list[dict[str, Any]] = [{"stage": 1}, {"stage": 2}, {"stage": 3}, OFFLOAD]
+STRATEGIES = [{"stage": 1}, {"stage": 2}, {"stage": 3}, OFFLOAD]
 
 
 SCALING = {"initial_scale_power": 10, "loss_scale_window": 2, "hysteresis": 1}
@@ -41,16 +39,16 @@ SCALING = {"initial_scale_power": 10, "loss_scale_window": 2, "hysteresis": 1}
 class Recorder(Callback):
     """Records each optimizer step."""
 
-    def __init__(self) -> None:
-        self.outcomes: list[tuple[bool, float, float, float]] = []
-        self.norms: list[float | None] = []
+    def __init__(self):
+        self.outcomes = []
+        self.norms = []
 
-    def on_after_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any, outcome: Any) -> None:
+    def on_after_optimizer_step(self, trainer, pl_module, optimizer, outcome):
         self.outcomes.append((outcome.skipped, outcome.scale, outcome.next_scale, optimizer.param_groups[0]["lr"]))
         self.norms.append(None if outcome.grad_norm is None else outcome.grad_norm.item())
 
 
-def trainer_of(strategy: Any, callbacks: Any = (), **arguments: Any) -> Trainer:
+def trainer_of(strategy, callbacks=(), **arguments):
     """Return a Trainer for all ranks. A mapping contains the arguments of a ``DeepSpeedStrategy``."""
     precision = arguments.get("precision")
     if precision == "16-mixed":
@@ -60,18 +58,18 @@ def trainer_of(strategy: Any, callbacks: Any = (), **arguments: Any) -> Trainer:
     if isinstance(strategy, Mapping):
         scaling = SCALING if precision == "16-mixed" and "loss_scale" not in strategy else {}
         strategy = DeepSpeedStrategy(**strategy, **scaling)
-    defaults: dict[str, Any] = {"num_sanity_val_steps": 0, "use_distributed_sampler": False, "max_epochs": 2}
+    defaults = {"num_sanity_val_steps": 0, "use_distributed_sampler": False, "max_epochs": 2}
     devices = torch.distributed.get_world_size()
     return make_trainer(None, devices=devices, strategy=strategy, callbacks=[*callbacks], **defaults | arguments)
 
 
-def loader(count: int, seed: int = 1) -> DataLoader[Any]:
+def loader(count, seed=1):
     """Return the batches of this rank."""
     rank = torch.distributed.get_rank()
     return loader_of(batches_of(range(rank, rank + 1), count, seed))
 
 
-def fit_rank(setup: Setup, strategy: Any, arguments: Mapping[str, Any], ckpt_path: str | None = None) -> dict[str, Any]:
+def fit_rank(setup, strategy, arguments, ckpt_path=None):
     """Fit, test and predict. Returns the results."""
     with only_these_warnings(), warnings.catch_warnings(record=True) as warned:
         warnings.filterwarnings("always", "The checkpoint was written inside of an accumulation window")
@@ -107,11 +105,11 @@ def fit_rank(setup: Setup, strategy: Any, arguments: Mapping[str, Any], ckpt_pat
 class Unfreeze(Callback):
     """Unfreezes parameters in the second epoch."""
 
-    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+    def on_train_epoch_start(self, trainer, pl_module):
         pl_module.requires_grad_(trainer.current_epoch > 0)
 
 
-REFUSED: dict[str, tuple[dict[str, Any], Setup, dict[str, Any]]] = {
+REFUSED = {
     "Got manual optimization with strategy='deepspeed'": ({"stage": 2}, Setup(manual=True), {}),
     "Got 2 optimizers with strategy='deepspeed'": ({"stage": 2}, Setup(optimizers=2), {}),
     "Got a batch without a loss with": ({"stage": 2}, Setup(none=frozenset({(0, 0, 1), (1, 0, 1)})), {}),
@@ -125,7 +123,7 @@ REFUSED: dict[str, tuple[dict[str, Any], Setup, dict[str, Any]]] = {
 }  # fmt: skip
 
 
-def refusals(folder: str) -> list[tuple[str, str]]:
+def refusals(folder):
     """Return the expected and the real errors of unsupported runs, each followed by a supported one."""
     messages = []
     for expected, (strategy, setup, arguments) in REFUSED.items():
@@ -143,7 +141,7 @@ def refusals(folder: str) -> list[tuple[str, str]]:
     return [*messages, ("DeepSpeed released the optimizer states at the end of the run", error)]
 
 
-def error_of(run: Callable[[], Any]) -> str:
+def error_of(run):
     """Return the message of the error."""
     try:
         run()
@@ -152,13 +150,13 @@ def error_of(run: Callable[[], Any]) -> str:
     return ""
 
 
-def save(setup: Setup, strategy: Any, form: str, folder: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+def save(setup, strategy, form, folder, arguments):
     """Fit, and write ``folder/batch_2.ckpt`` as a ``"file"`` or a ``"folder"``."""
     more = {"plugins": [CheckpointFiles(sharded=form == "folder")], "enable_checkpointing": True}
     return fit_rank(setup, strategy, {**arguments, **more, "callbacks": [Saves(folder, batches=[2])]})
 
 
-def evaluate(strategy: Any) -> float | str:
+def evaluate(strategy):
     """Return the mean loss over three batches of one rank and one batch of the other, or the error."""
     count = 1 + 2 * (torch.distributed.get_rank() == 0)
     with only_these_warnings():
@@ -167,7 +165,7 @@ def evaluate(strategy: Any) -> float | str:
     return seen[0]["val_loss"] if seen else message
 
 
-def end_by_signal(folder: str) -> int:
+def end_by_signal(folder):
     """End a fit by a signal in the second batch of one rank. Returns its steps."""
 
     def kill(trainer, pl_module, outputs, batch, batch_idx):
@@ -186,22 +184,22 @@ def end_by_signal(folder: str) -> int:
 class OnMeta(Fitted):
     """Creates its layers on the meta device."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__(Setup(optimizer="adamw"))
         self.net = None
 
-    def configure_model(self) -> None:
+    def configure_model(self):
         if self.net is None:
             with torch.device("meta"):
                 self.net = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2))
 
-    def init_weights(self) -> None:
+    def init_weights(self):
         for number, parameter in enumerate(self.parameters()):
             values = torch.arange(parameter.numel(), dtype=torch.float32).view_as(parameter)
             parameter.data.copy_(torch.sin(values + number))
 
 
-def fit_on_meta(strategy: Any) -> dict[str, Any]:
+def fit_on_meta(strategy):
     """Return the weights of a module created on the meta device."""
     with only_these_warnings():
         trainer_of(strategy, max_epochs=1).fit(module := OnMeta(), loader(4), loader(2, seed=2))
@@ -209,17 +207,17 @@ def fit_on_meta(strategy: Any) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def ranks(python: WarmPython, deepspeed_loaded: None) -> Iterator[Ranks]:
+def ranks(python, deepspeed_loaded):
     with Ranks(python, 2, timeout=120.0) as ranks:
         yield ranks
 
 
-def fit(ranks: Ranks, setup: Setup, strategy: Any, **arguments: Any) -> list[dict[str, Any]]:
+def fit(ranks, setup, strategy, **arguments):
     ckpt_path = arguments.pop("ckpt_path", None)
     return ranks.call(fit_rank, setup, strategy, arguments, ckpt_path)
 
 
-SETUPS: list[tuple[Setup, dict[str, Any]]] = [
+SETUPS = [
     (Setup(optimizer="adamw-fused", schedule="step"), {"gradient_clip_val": 0.3}),
     (
         Setup(optimizer="sgd-fused", schedule="epoch", frozen=True),
@@ -229,7 +227,7 @@ SETUPS: list[tuple[Setup, dict[str, Any]]] = [
 
 
 @pytest.fixture(scope="module")
-def by_ddp(ranks: Ranks) -> list[dict[str, Any]]:
+def by_ddp(ranks):
     return [fit(ranks, setup, "ddp", **arguments)[0] for setup, arguments in SETUPS]
 
 
@@ -291,7 +289,7 @@ AS_FOLDER = ("stage 2 folder", "stage 3 folder")
 PRECISE, SCALED = Setup(optimizer="adamw", schedule="step", frozen=True), Setup(optimizer="adamw", overflow=(1, 1, 2))
 
 
-def setup_of(name: str) -> tuple[Setup, Any, dict[str, Any]]:
+def setup_of(name):
     """Return the set-up, strategy and arguments of a name such as ``"stage 2 folder"``. Folders use float16."""
     if name.startswith("ddp"):
         return PRECISE, "ddp", {"gradient_clip_val": 0.3}
@@ -300,7 +298,7 @@ def setup_of(name: str) -> tuple[Setup, Any, dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def saved(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, list[dict[str, Any]]]]:
+def saved(ranks, tmp_path_factory):
     """Return checkpoints by name, and the results of the fits that wrote them."""
     made = {}
     for name in ("ddp file", "stage 2 file", "stage 3 file", *AS_FOLDER):
@@ -311,7 +309,7 @@ def saved(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> dict[str, t
     return made
 
 
-def assert_continues(resumed: list[dict[str, Any]], whole: list[dict[str, Any]], tolerance: float = 0.0) -> None:
+def assert_continues(resumed, whole, tolerance=0.0):
     for found, expected in zip(resumed, whole, strict=True):
         assert found["outcomes"] == expected["outcomes"]
         assert found["counts"] == expected["counts"]

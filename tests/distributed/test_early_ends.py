@@ -1,14 +1,10 @@
 """If the length of dataloaders is an estimate or unknown, all ranks end an epoch together."""
 
 import warnings
-from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as distributed
-from torch import Tensor
-from torch.optim import Optimizer
 from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -17,13 +13,13 @@ from tests.distributed.setups import Uneven, only_these_warnings
 from tests.support import assert_identical, loader_of, make_trainer, needs_fsdp2
 
 
-class Stream(IterableDataset[Tensor]):
+class Stream(IterableDataset):
     """Yields ``counts[epoch]`` batches that differ between processes."""
 
-    def __init__(self, counts: list[int]) -> None:
+    def __init__(self, counts):
         self.counts, self.epoch = counts, -1
 
-    def __iter__(self) -> Iterator[Tensor]:
+    def __iter__(self):
         self.epoch += 1
         rank = distributed.get_rank()
         for number in range(self.counts[self.epoch]):
@@ -33,11 +29,11 @@ class Stream(IterableDataset[Tensor]):
 class Estimated(Stream):
     """Reports a length."""
 
-    def __init__(self, length: int, counts: list[int]) -> None:
+    def __init__(self, length, counts):
         super().__init__(counts)
         self.length = length
 
-    def __len__(self) -> int:
+    def __len__(self):
         return self.length
 
 
@@ -49,23 +45,23 @@ class Module(Uneven):
 
     stop_after = -1
 
-    def configure_optimizers(self) -> Any:
-        self.validations: list[Any] = []
-        optimizer: Optimizer = super().configure_optimizers()
+    def configure_optimizers(self):
+        self.validations = []
+        optimizer = super().configure_optimizers()
         return [optimizer], [StepLR(optimizer, 1, 0.5)]
 
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(self, outputs, batch, batch_idx):
         self.trainer.should_stop |= batch_idx == self.stop_after
 
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
+    def validation_step(self, batch, batch_idx):
         self.log("val_loss", self.net(batch).square().mean(), sync_dist=True)
 
-    def on_validation_end(self) -> None:
+    def on_validation_end(self):
         rate = self.trainer.optimizers[0].param_groups[0]["lr"]
         self.validations.append((self.trainer.progress.batches, self.trainer.global_step, rate))
 
 
-def fit(strategy, length, counts, window=1, module=(), stop_after=-1) -> dict[str, Any]:
+def fit(strategy, length, counts, window=1, module=(), stop_after=-1):
     """Fit on ``counts[rank][epoch]`` batches in each process.
 
     Args:
@@ -82,7 +78,7 @@ def fit(strategy, length, counts, window=1, module=(), stop_after=-1) -> dict[st
     made = Module(*module)
     made.stop_after = stop_after
 
-    def exact() -> Any:
+    def exact():
         epoch = trainer.current_epoch
         counts = [0] * epoch + own[epoch : epoch + 1]
         stream = Stream(counts)

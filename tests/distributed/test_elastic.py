@@ -2,11 +2,9 @@
 
 import warnings
 from collections import Counter, UserList
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,14 +12,13 @@ import torch
 from lightning.pytorch import LightningModule, seed_everything
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.strategies import ModelParallelStrategy
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import CatMetric, MeanMetric
 
 from tests.distributed.ranks import Ranks
 from tests.support import HAS_FSDP2, make_trainer, needs_fsdp2
-from tests.warm_python import WarmPython
 from trainer import CheckpointFiles
 
 SAMPLES = 50
@@ -47,7 +44,7 @@ class Run:
     sharing: int = 1
 
 
-VALIDATES: dict[str, Any] = {"val_check_interval": 2}
+VALIDATES = {"val_check_interval": 2}
 RUNS = [
     # 12 samples per optimizer step; 5 steps per epoch, the last of 2 samples
     Run("one", 1, 12),
@@ -80,7 +77,7 @@ if not HAS_FSDP2:
     RUNS = [run for run in RUNS if "shar" not in run.name]  # neither shards nor shares
 
 
-def numbered(number: int) -> TensorDataset:
+def numbered(number):
     """Return samples with their index."""
     generator = torch.Generator().manual_seed(1)
     return TensorDataset(torch.arange(number), *(torch.randn(number, size, generator=generator) for size in (6, 2)))
@@ -89,25 +86,25 @@ def numbered(number: int) -> TensorDataset:
 class Net(LightningModule):
     """Records the samples of each optimizer step, and the logged values."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         torch.manual_seed(0)
         self.net = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 2))
         self.mean, self.all, self.numbers = MeanMetric(), MeanMetric(), CatMetric()
-        self.seen = UserList[tuple[int, list[int], float | None]]()  # not restored: the class is not the user's
-        self.validated = UserList[int]()
-        self.epochs: dict[int, dict[str, float]] = {}
+        self.seen = UserList()  # not restored: the class is not the user's
+        self.validated = UserList()
+        self.epochs = {}
 
-    def loss(self, batch: Any) -> Tensor:
+    def loss(self, batch):
         _, x, y = batch
         return nn.functional.mse_loss(self.net(x), y)
 
-    def configure_model(self) -> None:
+    def configure_model(self):
         if self.device_mesh is not None and "tensor_parallel" in self.device_mesh.mesh_dim_names:
             plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
             parallelize_module(self.net, self.device_mesh["tensor_parallel"], plan)
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+    def training_step(self, batch, batch_idx):
         numbers, loss = batch[0], self.loss(batch)
         weight = self.trainer.loop.window.batch_weight
         self.seen.append((self.trainer.progress.updates, numbers.tolist(), weight))
@@ -120,20 +117,20 @@ class Net(LightningModule):
             self.numbers.update(numbers.float())
         return loss
 
-    def on_validation_epoch_start(self) -> None:
+    def on_validation_epoch_start(self):
         if not self.trainer.sanity_checking:
             self.validated.append(self.trainer.global_step)
 
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
+    def validation_step(self, batch, batch_idx):
         self.log("val_loss", self.loss(batch), sync_dist=True)
 
-    def on_train_epoch_end(self) -> None:
+    def on_train_epoch_end(self):
         values = {name: float(value) for name, value in self.trainer.callback_metrics.items() if name != "val_loss"}
         numbers = sorted(self.numbers.compute().tolist())
         self.numbers.reset()
         self.epochs[self.trainer.current_epoch] = values | {f"number {i}": n for i, n in enumerate(numbers)}
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         optimizer = torch.optim.AdamW(self.parameters(), lr=0.05)
         return [optimizer], [{"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 4, 0.7), "interval": "step"}]
 
@@ -146,23 +143,23 @@ class Saver(Checkpoint):
         steps: numbers of steps to save at, at the end of a window.
     """
 
-    def __init__(self, folder: Path, steps: set[int]) -> None:
+    def __init__(self, folder, steps):
         self.folder, self.steps = folder, steps
 
-    def save(self, trainer: Any, *_: Any) -> None:
+    def save(self, trainer, *_):
         if trainer.global_step in self.steps and not trainer.loop.window.is_open:
             trainer.save_checkpoint(self.folder / f"{trainer.global_step}.ckpt")
 
     on_train_start = on_train_batch_end = save
 
 
-def strategy_of(run: Run) -> Any:
+def strategy_of(run):
     if run.sharing > 1:
         return ModelParallelStrategy(run.processes // run.sharing, run.sharing)
     return run.strategy if run.processes > 1 else "auto"
 
 
-def train(run: Run, folder: Path) -> dict[str, Any]:
+def train(run, folder):
     """Return the results of this rank."""
     seed_everything(7, verbose=False)
     module = Net()
@@ -192,23 +189,22 @@ RESUMED = [
     for run in RUNS
     if run.start is not None
 ]
-Results = Callable[[str], list[dict[str, Any]]]
 
 
 @pytest.fixture(scope="module")
-def three(python: WarmPython) -> Iterator[Ranks]:
+def three(python):
     with Ranks(python, 3) as ranks:
         yield ranks
 
 
 @pytest.fixture(scope="module")
-def results(ranks: Ranks, three: Ranks, deepspeed_loaded: None, tmp_path_factory: pytest.TempPathFactory) -> Results:
+def results(ranks, three, deepspeed_loaded, tmp_path_factory):
     """Return the results of each rank of a run by name. Each run, and those that it starts from, run once."""
     ranks.end()  # the next call starts processes with DeepSpeed
     folder = tmp_path_factory.mktemp("elastic")
 
     @cache
-    def result(name: str) -> list[dict[str, Any]]:
+    def result(name):
         run = BY_NAME[name]
         if run.start is not None:
             result(run.start[0])
@@ -219,14 +215,14 @@ def results(ranks: Ranks, three: Ranks, deepspeed_loaded: None, tmp_path_factory
     return result
 
 
-def origin(run: Run) -> Run:
+def origin(run):
     """Return the run that ``run`` resumes."""
     return run if run.start is None else origin(BY_NAME[run.start[0]])
 
 
-def updates(ranks: list[dict[str, Any]]) -> dict[int, Counter[int]]:
+def updates(ranks):
     """Return the samples of each optimizer step over all ranks."""
-    found: dict[int, Counter[int]] = {}
+    found = {}
     for rank in ranks:
         for update, numbers, weight in rank["seen"]:
             if weight != 0:

@@ -5,19 +5,16 @@ Some run on four ranks: FSDP2 with copies of the shards, and with tensor paralle
 """
 
 import random
-from collections.abc import Iterator
 from dataclasses import replace
 from importlib.util import find_spec
-from typing import Any
 
 import pytest
 import torch
 
 from tests.distributed import by_hand, setups
 from tests.distributed.ranks import RankError, Ranks
-from tests.distributed.setups import Setup, Trace, draw
+from tests.distributed.setups import Setup, draw
 from tests.support import needs_fsdp2
-from tests.warm_python import WarmPython
 
 TOLERANCES = {"32-true": 1e-6, "16-mixed": 1e-3, "bf16-mixed": 1e-2}
 FSDP = pytest.param("fsdp", marks=needs_fsdp2)
@@ -36,12 +33,12 @@ RESUMED = [
 
 
 @pytest.fixture(scope="module")
-def four(python: WarmPython) -> Iterator[Ranks]:
+def four(python):
     with Ranks(python, 4) as ranks:
         yield ranks
 
 
-def traces(ranks: Ranks, setup: Setup, engine: str, diagnoses: bool = False) -> tuple[list[Trace], list[Trace]]:
+def traces(ranks, setup, engine, diagnoses=False):
     """Return the traces of our Trainer and of the hand-written loop, for each rank."""
     arguments = setup, engine, 2, None, [] if diagnoses else [setups.without_diagnosis()]
     if engine == "single":
@@ -49,7 +46,7 @@ def traces(ranks: Ranks, setup: Setup, engine: str, diagnoses: bool = False) -> 
     return ranks.call(setups.fit, *arguments), ranks.call(by_hand.train, setup, engine)
 
 
-def assert_same(ours: Trace, theirs: Trace, tolerance: float, norm_tolerance: float = 0.0) -> None:
+def assert_same(ours, theirs, tolerance, norm_tolerance=0.0):
     """Compare traces, bit for bit if the tolerances are 0."""
     assert ours.counts == theirs.counts
     for name in ("skipped", "scales", "next_scales", "rates"):
@@ -62,18 +59,18 @@ def assert_same(ours: Trace, theirs: Trace, tolerance: float, norm_tolerance: fl
     close(ours.state, theirs.state, tolerance, "optimizer")
 
 
-def close(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], tolerance: float, place: str) -> None:
+def close(found, expected, tolerance, place):
     torch.testing.assert_close(
         found, expected, rtol=0, atol=tolerance, equal_nan=True, msg=lambda message: f"{place}: {message}"
     )
 
 
-def is_summed(setup: Setup, engine: str) -> bool:
+def is_summed(setup, engine):
     """Return whether norms are sums over shards: DTensors sum per parameter, our engine per rank."""
     return engine == "fsdp" and setup.clip != "inf"
 
 
-def tolerance_of(setup: Setup, engine: str) -> float:
+def tolerance_of(setup, engine):
     """Return the accepted difference from the hand-written loop: 0, unless sums have another order.
 
     That is the case in windows with unequal weights, and if a norm that clips is a sum over shards.
@@ -112,7 +109,7 @@ def test_fused_sgd_under_ddp_equals_the_hand_written_loop(ranks, precision):
         assert_same(found, expected, 0.0)
 
 
-def ranks_without_a_loss(*ranks: int) -> frozenset[Any]:
+def ranks_without_a_loss(*ranks):
     """Return the batches of the first window of 3 on these ranks."""
     return frozenset((rank, 0, index) for rank in ranks for index in range(3))
 

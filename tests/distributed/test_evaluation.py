@@ -1,10 +1,8 @@
 """Several ranks evaluate each sample once with uneven inputs, and log the values of one process."""
 
 import warnings
-from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -12,22 +10,20 @@ import torch
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, SequentialSampler
 from torchmetrics import MeanMetric, MetricCollection
 from torchmetrics.classification import BinaryAUROC, MulticlassAccuracy, MulticlassF1Score
 from torchmetrics.retrieval import RetrievalMAP
 
-from tests.distributed.ranks import Ranks
 from tests.support import Stream, make_trainer, needs_fsdp2
-from trainer import Trainer
 from trainer.engine import async_max
 
 
 class Module(LightningModule):
     """Logs in all supported ways."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         torch.manual_seed(0)
         self.net = nn.Sequential(nn.Linear(1, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
@@ -37,17 +33,17 @@ class Module(LightningModule):
         scores = {"accuracy": MulticlassAccuracy(num_classes=3), "f1": MulticlassF1Score(num_classes=3)}
         self.scores = nn.ModuleList(MetricCollection(scores).clone() for _ in range(3))
         self.unlogged = MeanMetric()
-        self.seen: list[float] = []
-        self.running: list[float] = []
-        self.hooks: list[str] = []
+        self.seen = []
+        self.running = []
+        self.hooks = []
 
-    def forward(self, batch: Tensor) -> Tensor:
+    def forward(self, batch):
         return self.net(batch.reshape(-1, 1)).sum(1)
 
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+    def training_step(self, batch, batch_idx):
         return (self(batch) - 1).square().mean()
 
-    def evaluate(self, batch: Tensor, dataloader_idx: int = 0) -> None:
+    def evaluate(self, batch, dataloader_idx=0):
         self.seen += batch.tolist()
         self.running.append(float(self.net[1].running_mean.sum()))
         epoch = {"on_step": False, "on_epoch": True}
@@ -76,22 +72,22 @@ class Module(LightningModule):
 
     test_step = validation_step
 
-    def predict_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+    def predict_step(self, batch, batch_idx):
         return batch + 0 * self(batch)
 
-    def on_validation_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+    def on_validation_batch_start(self, batch, batch_idx, dataloader_idx=0):
         self.hooks.append(f"start {dataloader_idx} {batch_idx}")
 
-    def on_validation_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+    def on_validation_batch_end(self, outputs, batch, batch_idx, dataloader_idx=0):
         self.hooks.append(f"end {dataloader_idx} {batch_idx}")
         self.log("in_hook", torch.cat([*batch]).mean() if isinstance(batch, list) else batch.mean(), on_epoch=True)
 
-    def on_validation_epoch_end(self) -> None:
+    def on_validation_epoch_end(self):
         self.log("unlogged", self.unlogged.compute(), sync_dist=True)
         self.log("of_rank", float(self.global_rank))
         self.unlogged.reset()
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         optimizer = torch.optim.SGD(self.parameters(), lr=0.01)
         plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": plateau, "monitor": "of_rank"}}
@@ -100,25 +96,25 @@ class Module(LightningModule):
 class OneBatch(Module):
     """One batch for several dataloaders side by side."""
 
-    def evaluate(self, batch: Any, dataloader_idx: int = 0) -> None:
+    def evaluate(self, batch, dataloader_idx=0):
         super().evaluate(torch.cat(batch))
 
 
 class Drawing(LightningModule):
     """Uses ``dataloader_iter``."""
 
-    def validation_step(self, dataloader_iter: Any) -> None:
+    def validation_step(self, dataloader_iter):
         self.log("mean", next(dataloader_iter)[0].mean(), batch_size=1)
 
 
 class Collective(Module):
     """Calls a collective in each batch, or in one batch: ``"gather"``, ``"gather in the first"`` or ``"raw"``."""
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kind):
         super().__init__()
         self.kind = kind
 
-    def validation_step(self, batch: Tensor, batch_idx: int, dataloader_idx: int = 0) -> None:
+    def validation_step(self, batch, batch_idx, dataloader_idx=0):
         if self.kind == "gather" or (self.kind == "gather in the first" and batch_idx == 0):
             self.all_gather(torch.ones(1))
         if self.kind == "raw":
@@ -129,59 +125,59 @@ class Collective(Module):
 class GathersAtTheEnd(Module):
     """Gathers the samples of all ranks after the last batch: in one tensor, or in one for each batch."""
 
-    def __init__(self, make: Callable[[list[float]], Any]) -> None:
+    def __init__(self, make):
         super().__init__()
         self.make = make
 
-    def on_validation_epoch_end(self) -> None:
+    def on_validation_epoch_end(self):
         self.log("gathered", torch.as_tensor(sum(self.all_gather(self.make(self.seen)))).float().sum())
 
 
 class Lists(Module):
     """A metric with lists of tensors, which are gathered one by one."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.lists = RetrievalMAP()
         self.lists._reductions = dict.fromkeys(self.lists._reductions)
 
-    def validation_step(self, batch: Tensor, batch_idx: int, dataloader_idx: int = 0) -> None:
+    def validation_step(self, batch, batch_idx, dataloader_idx=0):
         self.lists.update(batch / 10, batch.long() % 2, indexes=batch.long() % 1)
 
 
 class OnStep(Module):
     """A metric that is synchronized at each step."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.eager = MeanMetric(dist_sync_on_step=True)
 
-    def validation_step(self, batch: Tensor, batch_idx: int, dataloader_idx: int = 0) -> None:
+    def validation_step(self, batch, batch_idx, dataloader_idx=0):
         self.eager(batch)
 
 
 class Rows(Callback):
     """The per-batch values of one rank."""
 
-    def __init__(self) -> None:
-        self.each: list[float] = []
+    def __init__(self):
+        self.each = []
 
-    def on_validation_batch_end(self, trainer: Any, *_: Any, **__: Any) -> None:
+    def on_validation_batch_end(self, trainer, *_, **__):
         if not trainer.sanity_checking:
             self.each += [float(v) for name, v in trainer._results.metrics(True)["log"].items() if name == "each_step"]
 
 
-def build(engine: str, **arguments: Any) -> Trainer:
+def build(engine, **arguments):
     """Return a Trainer for all ranks, or for one process (``"auto"``)."""
     return make_trainer(None, devices=1 if engine == "auto" else 2, strategy=engine, **arguments)
 
 
-def sizes(*counts: int, batch_size: int = 1, **options: Any) -> Any:
+def sizes(*counts, batch_size=1, **options):
     loaders = [DataLoader(torch.arange(float(count)), batch_size=batch_size, **options) for count in counts]
     return loaders if len(loaders) > 1 else loaders[0]
 
 
-def stream(count: int) -> DataLoader[Any]:
+def stream(count):
     """Return a dataloader of the same samples without a length, divided among the ranks."""
     is_split = torch.distributed.is_initialized()
     rank, size = (torch.distributed.get_rank(), torch.distributed.get_world_size()) if is_split else (0, 1)
@@ -193,7 +189,7 @@ class Evens(BatchSampler):
 
 
 # name: (dataloaders, arguments of the Trainer)
-PASSES: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
+PASSES = {
     "five": (lambda: sizes(5), {}),
     "one": (lambda: sizes(1), {}),
     "seven by two": (lambda: sizes(7, batch_size=2), {}),
@@ -207,7 +203,7 @@ PASSES: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
     "streams": (lambda: [stream(1), stream(3)], {}),
     "side by side": (lambda: CombinedLoader(sizes(5, 5), "max_size"), {}),
 }
-LIMITED: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
+LIMITED = {
     "limit 1": (lambda: sizes(5), {"limit_val_batches": 1}),
     "limit 0.5 of three": (lambda: sizes(3), {"limit_val_batches": 0.5}),
     "padded": (lambda: sizes(5), {"pad_evaluation": True}),
@@ -217,7 +213,7 @@ LIMITED: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
 SHARDED = ("one", "several", "stream", "streams", "side by side")
 
 
-def validate(name: str, engine: str) -> dict[str, Any]:
+def validate(name, engine):
     make, arguments = (PASSES | LIMITED)[name]
     loaders, rows = make(), Rows()
     module = OneBatch() if isinstance(loaders, CombinedLoader) else Module()
@@ -231,9 +227,9 @@ def validate(name: str, engine: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def evaluate(engine: str) -> dict[str, Any]:
+def evaluate(engine):
     """Test, predict, and draw batches."""
-    module, found = Module(), dict[str, Any]()
+    module, found = Module(), {}
     with warnings.catch_warnings(action="ignore"):
         found["test"] = build(engine).test(module, sizes(5), verbose=False)
         found["seen"] = module.seen
@@ -244,7 +240,7 @@ def evaluate(engine: str) -> dict[str, Any]:
     return found
 
 
-def fit(engine, folder, counts, arguments=(), monitor="plain") -> dict[str, Any]:
+def fit(engine, folder, counts, arguments=(), monitor="plain"):
     """Fit three epochs, with a checkpoint of the best. Ranks agree before each batch whether to stop."""
     module, rows = Module(), Rows()
     saver = ModelCheckpoint(folder / engine, monitor=monitor, filename="{epoch}-{plain:.3f}")
@@ -263,7 +259,7 @@ REMEDY = "Trainer(pad_evaluation=True)"
 UNEVEN = ("ConfigurationError: The ", "the processes have different numbers of batches (2 to 3)", REMEDY)
 SHAPES = ("different tensors on the ranks: (3,), torch.float32; (2,), torch.float32", REMEDY)
 LENGTHS = ("The metric 'lists' (RetrievalMAP) keeps 'indexes' as a list of tensors, 3, 2 of them", REMEDY)
-COLLECTIVES: dict[str, tuple[Callable[[], Module], int, dict[str, Any], tuple[str, ...]]] = {
+COLLECTIVES = {
     "gather": (partial(Collective, "gather"), 5, {}, UNEVEN),
     "raw": (partial(Collective, "raw"), 5, {}, UNEVEN),
     "gather in the first": (partial(Collective, "gather in the first"), 5, {}, ()),
@@ -281,10 +277,10 @@ COLLECTIVES: dict[str, tuple[Callable[[], Module], int, dict[str, Any], tuple[st
 }
 
 
-def evaluate_with_collectives(name: str, engine: str) -> dict[str, Any]:
+def evaluate_with_collectives(name, engine):
     """Return the results, the error and the warnings of an evaluation with collectives in its batches."""
     make, count, arguments, _ = COLLECTIVES[name]
-    trainer, module, found = build(engine, **arguments), make(), dict[str, Any]()
+    trainer, module, found = build(engine, **arguments), make(), {}
     with warnings.catch_warnings(record=True, action="always") as caught:
         try:
             if "num_sanity_val_steps" in arguments:
@@ -296,18 +292,15 @@ def evaluate_with_collectives(name: str, engine: str) -> dict[str, Any]:
     return found | {"warned": [str(one.message) for one in caught]}
 
 
-Validate = Callable[[str, str], list[dict[str, Any]]]
-
-
 @pytest.fixture(scope="module")
-def validated(ranks: Ranks) -> Validate:
+def validated(ranks):
     """Return the results of each rank for a pass and an engine (``"auto"``: one process), which are run once."""
     return cache(
         lambda name, engine: [validate(name, engine)] if engine == "auto" else ranks.call(validate, name, engine)
     )
 
 
-def assert_same(found: list[dict[str, float]], expected: list[dict[str, float]]) -> None:
+def assert_same(found, expected):
     for one, other in zip(found, expected, strict=True):
         assert one == pytest.approx(other, abs=1e-6)
 

@@ -2,19 +2,17 @@
 
 import json
 import os
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.distributed import fake_worker, growth_worker
 from tests.support import needs_fsdp2
-from tests.warm_python import ROOT, WarmPython
+from tests.warm_python import ROOT
 
 pytestmark = needs_fsdp2
 
 
-def run(python: WarmPython, worker: Any, folder: Path, *words: str) -> None:
+def run(python, worker, folder, *words):
     names = {"LOCAL_RANK": "0", "NODE_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     environment = os.environ | names | {"PYTHONPATH": str(ROOT)}
     done = python.run(worker.__file__, *words, env=environment, cwd=folder, timeout=100)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import DDPStrategy
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -42,7 +42,7 @@ class Scenario(NamedTuple):
 class PartOfForward(Uneven):
     """Returns None after a part of its forward at some ranks and batches."""
 
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
+    def training_step(self, batch, batch_idx):
         if (self.global_rank, batch_idx) in {(1, 0), (0, 1), (1, 4)}:
             self.net[1](self.net[0](batch[0] * torch.inf))
             return None
@@ -52,19 +52,19 @@ class PartOfForward(Uneven):
 class OptimizerOfOneElement(Uneven):
     """Has a separate optimizer for a parameter with one element, so that one rank has no gradient for it."""
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         return [torch.optim.SGD([self.gain], lr=0.05), torch.optim.SGD(self.net.parameters(), lr=0.05)]
 
 
 class Penalized(Uneven):
     """Has a penalty on the weights, and logs values of sharded weights and gradients."""
 
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
+    def training_step(self, batch, batch_idx):
         penalty = sum(parameter.square().sum() for parameter in self.net.parameters())
         self.log("penalty", penalty, on_epoch=True)
         return self.loss(batch) + 0.1 * (penalty.full_tensor() if isinstance(penalty, DTensor) else penalty)
 
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
+    def on_before_optimizer_step(self, optimizer):
         self.log("norm", self.net[0].weight.grad.norm(), on_epoch=True, sync_dist=True)
         self.log("largest", self.net[0].weight.grad.abs().max(), reduce_fx="max", on_epoch=True)
 
@@ -72,17 +72,17 @@ class Penalized(Uneven):
 class OptimizerStep(Uneven):
     """Overrides ``optimizer_step``."""
 
-    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+    def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure=None):
         optimizer.step(closure=optimizer_closure)
 
 
 class StepsIfFinite(Uneven):
     """Steps only if its gradients are finite: those of the first batch are not."""
 
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
+    def training_step(self, batch, batch_idx):
         return self.loss(batch) * (1e30 if batch_idx == 0 else 1.0)
 
-    def optimizer_step(self, epoch: Any, batch_idx: Any, optimizer: Any, closure: Any) -> None:
+    def optimizer_step(self, epoch, batch_idx, optimizer, closure):
         closure()
         if nn.utils.get_total_norm([parameter.grad for parameter in self.parameters()]).isfinite():
             optimizer.step()
@@ -91,7 +91,7 @@ class StepsIfFinite(Uneven):
 class Adversarial(LightningModule):
     """Manual optimization of two networks in turn, one with blocks and one without, and a direct parameter."""
 
-    def __init__(self, toggles: bool = True) -> None:
+    def __init__(self, toggles=True):
         super().__init__()
         torch.manual_seed(0)
         self.automatic_optimization = False
@@ -100,7 +100,7 @@ class Adversarial(LightningModule):
         self.critic = Critic()
         self.gain = nn.Parameter(torch.ones(1))
 
-    def training_step(self, batch: Any, batch_idx: int) -> None:
+    def training_step(self, batch, batch_idx):
         features, target = batch
         generator, critic = self.optimizers()
         if self.toggles:
@@ -125,7 +125,7 @@ class Adversarial(LightningModule):
             self.untoggle_optimizer(critic)
             critic.zero_grad()
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         return (
             torch.optim.SGD([*self.generator.parameters(), self.gain], lr=0.05, momentum=0.9),
             torch.optim.AdamW(self.critic.parameters(), lr=0.01),
@@ -135,24 +135,24 @@ class Adversarial(LightningModule):
 class Critic(nn.Module):
     """A network without blocks."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.up, self.down = nn.Linear(2, 8), nn.Linear(8, 1)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.down(torch.tanh(self.up(x)))
 
 
 class Tied(Uneven):
     """One weight in two layers; one layer called twice."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.net = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 2))
         self.net[2].weight = self.net[0].weight
         self.repeated = nn.ModuleList([nn.Linear(6, 6)])
 
-    def loss(self, batch: Any) -> Tensor:
+    def loss(self, batch):
         features, target = batch
         return super().loss((self.repeated[0](self.repeated[0](features)), target))
 
@@ -160,7 +160,7 @@ class Tied(Uneven):
 class Meta(Uneven):
     """Created on the meta device, and initialized by its submodules with the values of rank 0."""
 
-    def configure_model(self) -> None:
+    def configure_model(self):
         with torch.device("meta"):
             self.net = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), Scaled(), nn.Linear(16, 3), nn.Linear(3, 2))
         torch.manual_seed(self.global_rank)
@@ -169,18 +169,18 @@ class Meta(Uneven):
 class Scaled(nn.Module):
     """A module with a parameter and a method to initialize it."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.scale = nn.Parameter(torch.empty(16))
 
-    def reset_parameters(self) -> None:
+    def reset_parameters(self):
         nn.init.normal_(self.scale)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return x * self.scale
 
 
-def shard_first(module: Any, mesh: Any) -> None:
+def shard_first(module, mesh):
     """A function for ``blocks``."""
     fully_shard(module.net[0], mesh=mesh)
     fully_shard([module.net[2], module.net[4]], mesh=mesh)
@@ -217,7 +217,7 @@ SCENARIOS = {
 }
 
 
-def fit_scenario(scenario: Scenario, engine: str) -> dict[str, Any]:
+def fit_scenario(scenario, engine):
     module = scenario.module()
     found = fit(module, scenario.arguments | {"strategy": getattr(scenario, engine)()})
     return found | {

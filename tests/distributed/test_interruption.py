@@ -4,7 +4,6 @@ import os
 import signal
 import time
 import warnings
-from typing import Any
 
 import pytest
 import torch
@@ -22,7 +21,7 @@ SLOW = 0.15
 class Silent(Regression):
     """Logs nothing, because logging synchronizes the ranks."""
 
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
+    def training_step(self, batch, batch_idx):
         return self.loss(batch)
 
     validation_step = training_step
@@ -31,12 +30,12 @@ class Silent(Regression):
 class Signalled(Callback):
     """Sends a signal to itself at configured ranks and batches. The ranks have different speeds."""
 
-    def __init__(self, positions, seconds, in_validation) -> None:
+    def __init__(self, positions, seconds, in_validation):
         self.positions, self.seconds, self.in_validation = positions, seconds, in_validation
         self.validated = 0
-        self.steps: list[int] = []
+        self.steps = []
 
-    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
         if (number := self.positions.get((trainer.global_rank, trainer.global_step))) is not None:
             os.kill(os.getpid(), number)
         time.sleep(self.seconds * (1 + trainer.global_rank))
@@ -47,11 +46,11 @@ class Signalled(Callback):
             os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(self.seconds * (1 + trainer.global_rank))
 
-    def on_exception(self, trainer: Any, module: Any, exception: BaseException) -> None:
+    def on_exception(self, trainer, module, exception):
         self.steps.append(trainer.global_step)
 
 
-def interrupted(folder, positions, seconds, arguments=(), in_validation=None, val_batches=(0, 0)) -> dict[str, Any]:
+def interrupted(folder, positions, seconds, arguments=(), in_validation=None, val_batches=(0, 0)):
     """Return the results of this rank for an interrupted fit."""
     signalled = Signalled(positions, seconds, in_validation)
     code = None

@@ -3,7 +3,6 @@
 import re
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,16 +23,16 @@ class Core(nn.Module):
     make: Callable[[], Any] = staticmethod(lambda: 1.0)
     use: Callable[[Any, Tensor], Tensor] = staticmethod(lambda part, x: x * part)
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         torch.manual_seed(0)
         self.net = nn.Linear(4, 4)
         self.part = self.make()
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return type(self).use(self.part, self.net(x).tanh()).abs().square().mean()
 
-    def make_optimizer(self) -> torch.optim.Optimizer:
+    def make_optimizer(self):
         groups = {True: [], False: []}
         for parameter in self.parameters():
             groups[getattr(parameter, "decays", True)].append(parameter)
@@ -49,7 +48,7 @@ class FrozenIntegers(Core):
 class Marked(Core):
     """Has a parameter with an attribute that selects its group."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.part = nn.Parameter(torch.ones(4))
         self.part.decays = False
@@ -60,7 +59,7 @@ class Running(Core):
 
     make = staticmethod(lambda: nn.Buffer(torch.ones(4), persistent=False))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         self.part.mul_(0.9).add_(x.mean(0) * 0.1)
         return super().forward(x)
 
@@ -68,7 +67,7 @@ class Running(Core):
 class Scripted(Core):
     use = staticmethod(lambda part, x: part(x) * torch.arange(4))
 
-    def make(self) -> Any:
+    def make(self):
         with warnings.catch_warnings(action="ignore"):  # deprecated
             return torch.jit.script(nn.BatchNorm1d(4))
 
@@ -87,7 +86,7 @@ class Normalizing(Core):
 class Flattening(Core):
     """Has an optimizer with states of all parameters together."""
 
-    def make_optimizer(self) -> torch.optim.Optimizer:
+    def make_optimizer(self):
         return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=3)
 
 
@@ -98,11 +97,11 @@ class SparseBuffer(Core):
 class FromBefore(Core):
     """Has its parameters in a list from before the fit."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.all = (list(self.net.parameters()),)
 
-    def make_optimizer(self) -> torch.optim.Optimizer:
+    def make_optimizer(self):
         return torch.optim.SGD([{"params": self.all[0]}], lr=0.1)
 
 
@@ -112,7 +111,7 @@ class Outside(Core):
     make = staticmethod(lambda: [nn.Linear(4, 4)])
     use = staticmethod(lambda part, x: part[0](x))
 
-    def make_optimizer(self) -> torch.optim.Optimizer:
+    def make_optimizer(self):
         return torch.optim.SGD([*self.parameters(), *self.part[0].parameters()], lr=0.1)
 
 
@@ -122,7 +121,7 @@ class ChangesWeights(Core):
     make = staticmethod(lambda: nn.Linear(4, 4).requires_grad_(False))
     use = staticmethod(lambda part, x: x * part(x))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         self.part.weight.data.lerp_(self.net.weight.data, 0.5)
         return super().forward(x)
 
@@ -135,26 +134,26 @@ class Penalized(Core):
 
 
 class Fitted(LightningModule):
-    def __init__(self, kind: type[Core]) -> None:
+    def __init__(self, kind):
         super().__init__()
         self.core = kind()
 
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
+    def training_step(self, batch, batch_idx):
         return self.core(batch)
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         return self.core.make_optimizer()
 
 
-def batches() -> list[Tensor]:
+def batches():
     return list(torch.randn(6, 3, 4, generator=torch.Generator().manual_seed(get_rank())))
 
 
-def tensors(core: Core) -> dict[str, Tensor]:
+def tensors(core):
     return {name: one.detach().clone() for name, one in (*core.named_parameters(), *core.named_buffers())}
 
 
-def fit(kind: type[Core], strategy: str, folder: Path, resume: bool = False) -> dict[str, Tensor]:
+def fit(kind, strategy, folder, resume=False):
     """Return the tensors after a fit, with the default callbacks of a Trainer."""
     module = Fitted(kind)
     trainer = make_trainer(
@@ -165,21 +164,21 @@ def fit(kind: type[Core], strategy: str, folder: Path, resume: bool = False) -> 
     return tensors(module.core)
 
 
-def refusal(kind: type[Core], strategy: str, folder: Path) -> str:
+def refusal(kind, strategy, folder):
     """Return the message of the error that refuses a fit."""
     with pytest.raises((UnsupportedError, RuntimeError)) as caught:
         fit(kind, strategy, folder)
     return "\n".join([str(caught.value), *getattr(caught.value, "__notes__", ())])
 
 
-def fit_by_hand(kind: type[Core]) -> dict[str, Tensor]:
+def fit_by_hand(kind):
     core = kind()
     model, optimizer = DistributedDataParallel(core), core.make_optimizer()
     for batch in batches() * 2:
 
-        def closure(batch: Tensor = batch) -> Tensor:
+        def closure(batch=batch):
             optimizer.zero_grad()
-            loss: Tensor = model(batch)
+            loss = model(batch)
             loss.backward()
             return loss
 

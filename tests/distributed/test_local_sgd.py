@@ -2,7 +2,6 @@
 
 import warnings
 from dataclasses import dataclass
-from typing import Any
 
 import pytest
 import torch
@@ -42,17 +41,17 @@ class LocalSGD:
     period: int = 3
 
     @property
-    def optimizer(self) -> Any:
+    def optimizer(self):
         return support.OPTIMIZERS["momentum-fused" if self.fused else "momentum"]
 
     @property
-    def own_batches(self) -> list[Any]:
+    def own_batches(self):
         """Return the batches of this rank."""
         rank = distributed.get_rank()
         return make_batches(BATCHES, seed=rank, gains={i: torch.inf for r, i in self.overflows if r == rank})
 
 
-def state_of(setup: LocalSGD) -> PostLocalSGDState:
+def state_of(setup):
     alone, _ = distributed.new_subgroups(group_size=1)
     return PostLocalSGDState(process_group=None, subgroup=alone, start_localSGD_iter=setup.warmup)
 
@@ -60,7 +59,7 @@ def state_of(setup: LocalSGD) -> PostLocalSGDState:
 class OnCPU(DDPStrategy):
     """Lightning registers communication hooks on CUDA only."""
 
-    def _register_ddp_hooks(self) -> None:
+    def _register_ddp_hooks(self):
         assert isinstance(self.model, DistributedDataParallel)
         self.model.register_comm_hook(self._ddp_comm_state, self._ddp_comm_hook)
 
@@ -68,11 +67,11 @@ class OnCPU(DDPStrategy):
 class Manual(Regression):
     automatic_optimization = False
 
-    def training_step(self, batch: Any, batch_idx: int) -> None:
+    def training_step(self, batch, batch_idx):
         support.manual_step(self, super().training_step(batch, batch_idx))
 
 
-def fit(setup: LocalSGD) -> dict[str, Any]:
+def fit(setup):
     """Train with our Trainer."""
     warnings.filterwarnings("ignore", ".*does not have many workers")
     module = (Manual if setup.manual else Regression)(optimizer=setup.optimizer)
@@ -91,7 +90,7 @@ def fit(setup: LocalSGD) -> dict[str, Any]:
     }
 
 
-def by_hand(setup: LocalSGD) -> dict[str, Any]:
+def by_hand(setup):
     """Train with torch's classes. Ranks agree on a skipped step, which torch leaves to the user."""
     module = DistributedDataParallel(make_net())
     module.register_comm_hook(state_of(setup), post_localSGD_hook)

@@ -1,12 +1,11 @@
 """Processes may log different names in training: values over the epoch are reduced as in evaluation."""
 
 import warnings
-from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch import Callback
-from torch import Tensor, distributed, nn
+from torch import distributed, nn
 from torch.utils.data import DataLoader
 
 from tests.distributed.setups import Uneven
@@ -21,12 +20,12 @@ class Names(Uneven):
         how: arguments of ``self.log``.
     """
 
-    def __init__(self, names: list[list[str]], how: dict[str, Any]) -> None:
+    def __init__(self, names, how):
         super().__init__()
         self.net = nn.Linear(6, 2)
         self.names, self.how = names[distributed.get_rank()], how
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+    def training_step(self, batch, batch_idx):
         for number, name in enumerate(self.names):
             value = 10.0 * number + batch_idx + distributed.get_rank()
             self.log(name, value, sync_dist=True, batch_size=1, **self.how)
@@ -36,11 +35,11 @@ class Names(Uneven):
 class ReadsOnRank0(Callback):
     """Reads the metrics of the epoch on one process, as a progress bar does."""
 
-    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+    def on_train_epoch_end(self, trainer, pl_module):
         assert not trainer.is_global_zero or {*trainer.callback_metrics} >= {*pl_module.names}
 
 
-def fit(names, how, kind=Names) -> tuple[dict[str, float], list[str]]:
+def fit(names, how, kind=Names):
     """Fit two epochs of two batches. Return the metrics and the warnings about names."""
     with warnings.catch_warnings(record=True, action="always") as caught:
         trainer = make_trainer(
@@ -81,17 +80,17 @@ def test_different_names_of_values_of_single_batches_are_reported(ranks, names, 
 class ReadsLate(Names):
     """Logs a value in a hook at the end of an epoch, and reads it on one process."""
 
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
+    def validation_step(self, batch, batch_idx):
         self.log("val", 1.0)
 
-    def log_and_read(self, name: str) -> None:
+    def log_and_read(self, name):
         self.log(name, float(distributed.get_rank()), sync_dist=True)
         assert not self.trainer.is_global_zero or self.trainer.callback_metrics[name] == 0.5
 
-    def on_train_epoch_end(self) -> None:
+    def on_train_epoch_end(self):
         self.log_and_read("late")
 
-    def on_validation_epoch_end(self) -> None:
+    def on_validation_epoch_end(self):
         self.log_and_read("late_val")
 
 

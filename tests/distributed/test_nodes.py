@@ -1,6 +1,5 @@
 """Several nodes, by torchrun and by stand-ins for Slurm: cases of ``scripts/fault_suite``, made short."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -8,13 +7,12 @@ from _faults.bench import Bench
 from _faults.cases import CASES, ELASTIC, TWO, node_killed, node_lost, run_case, sigterm_one_rank
 
 from tests.support import needs_deepspeed, needs_fsdp2
-from tests.warm_python import WarmPython
 
 SHORT = replace(TWO, batches=8, epochs=1, workers=0, pace=0.0, validate_every=3)
 
 
 @pytest.fixture(scope="module")
-def bench(tmp_path_factory: pytest.TempPathFactory, python: WarmPython) -> Iterator[Bench]:
+def bench(tmp_path_factory, python):
     bench = Bench(tmp_path_factory.mktemp("nodes"), python=str(python.executable))
     yield bench
     bench.close()

@@ -6,7 +6,6 @@ import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -18,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ray")
     quiet = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_TRAIN_ENABLE_V2_MIGRATION_WARNINGS": "0", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
@@ -29,16 +28,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def read(folder: Path, name: str) -> Any:
+def read(folder, name):
     return json.loads((folder / name).read_text())
 
 
-def weights_of(folder: Path, rank: int) -> dict[str, dict[str, torch.Tensor]]:
-    weights: dict[str, dict[str, torch.Tensor]] = torch.load(folder / f"worker_{rank}.pt", weights_only=True)
-    return weights
+def weights_of(folder, rank):
+    return torch.load(folder / f"worker_{rank}.pt", weights_only=True)
 
 
-def assert_equal(weights: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) -> None:
+def assert_equal(weights, others):
     torch.testing.assert_close(weights, others, rtol=0, atol=0)
 
 

@@ -4,22 +4,18 @@ In float32 they differ by the order of a few sums: at most 1e-5 in weights of ab
 """
 
 import warnings
-from collections.abc import Callable
 from functools import cache, partial
 from importlib.util import find_spec
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule, seed_everything
+from lightning.pytorch import seed_everything
 from torch.utils.data import DataLoader, TensorDataset
 
 from recipes.data.text import NO_TARGET
 from recipes.finetune import FineTuner
 from recipes.language_model import LanguageModel, TextSamples
 from recipes.schedules import warmup_cosine
-from tests.distributed.ranks import Ranks
 from tests.distributed.worker import Recorder, Shard
 from tests.recipes.samples import tiny_llama
 from tests.support import make_trainer, needs_fsdp2
@@ -30,7 +26,7 @@ ADAMW = partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1, eps=1e-3)  # the s
 SCHEDULE = partial(warmup_cosine, warmup=0.2)
 
 
-def sequences() -> TensorDataset:
+def sequences():
     """Random tokens below 256, in sequences of very different lengths."""
     draw = torch.Generator().manual_seed(1)
     tokens, targets = (torch.randint(0, 256, (48, 16), generator=draw) for _ in range(2))
@@ -38,7 +34,7 @@ def sequences() -> TensorDataset:
     return TensorDataset(tokens, targets.masked_fill(torch.arange(16) >= lengths, NO_TARGET))
 
 
-def make_module(name: str, folder: Path) -> LightningModule:
+def make_module(name, folder):
     """Return the module of a recipe. ``folder / "model"`` is the model to fine-tune."""
     if name == "gpt":
         sizes = {"context": 16, "width": 16, "heads": 2, "layers": 2, "sample_length": 3}
@@ -46,11 +42,11 @@ def make_module(name: str, folder: Path) -> LightningModule:
     return FineTuner(ADAMW, SCHEDULE, folder=str(folder / "model"), lora_rank=4 if name == "finetune, lora" else None)
 
 
-def fit(name: str, folder: Path, strategy: str, processes: int) -> dict[str, Any]:
+def fit(name, folder, strategy, processes):
     """One fit of nine windows of two batches."""
     seed_everything(7, verbose=False)
     module, recorder, output = make_module(name, folder), Recorder(), folder / strategy / name
-    callbacks: list[Any] = [recorder]
+    callbacks = [recorder]
     if isinstance(module, FineTuner):
         module.save_to = str(output)
     else:
@@ -73,11 +69,10 @@ def fit(name: str, folder: Path, strategy: str, processes: int) -> dict[str, Any
 
 
 NEEDS_EXTRA = pytest.mark.skipif(not HAS_EXTRA, reason="needs transformers")
-Results = Callable[[str, str], list[dict[str, Any]]]
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("recipes")
     if HAS_EXTRA:
         tiny_llama(folder / "model")
@@ -85,10 +80,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def results(ranks: Ranks, folder: Path) -> Results:
+def results(ranks, folder):
     """Return the results of each rank for a module and an engine (``"auto"``: one process), which are run once."""
 
-    def run(name: str, engine: str) -> list[dict[str, Any]]:
+    def run(name, engine):
         if engine == "auto":
             return [fit(name, folder, engine, 1)]
         return ranks.call(fit, name, folder, engine, 2)

@@ -5,11 +5,9 @@ With two ranks a sum has one order, so that weights are bitwise equal, except af
 
 import re
 import time
-from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
 from types import FunctionType
-from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -18,10 +16,9 @@ from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch import callbacks as stock
 from lightning.pytorch.loggers import CSVLogger
-from torch import Tensor, distributed, nn
+from torch import distributed, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from tests.distributed.ranks import Ranks
 from tests.distributed.worker import fit, whole
 from tests.support import needs_fsdp2
 from trainer import FSDP2Strategy
@@ -41,15 +38,15 @@ class Overflow(nn.Module):
         reduces: whether the forward and backward passes use a collective, as those of SyncBatchNorm.
     """
 
-    def __init__(self, reduces: bool) -> None:
+    def __init__(self, reduces):
         super().__init__()
         self.weight, self.reduces = nn.Parameter(torch.ones(16)), reduces
         self.overflows_in = ""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         x = x * self.weight
         if self.reduces:
-            x = x + distributed.nn.functional.all_reduce(x.mean(0)) / 2  # type: ignore[no-untyped-call]
+            x = x + distributed.nn.functional.all_reduce(x.mean(0)) / 2
         if self.overflows_in == "forward":
             return (x.half() * 1e6).to(x.dtype)
         if self.overflows_in == "backward":  # the gradient of a root at 0 is inf times 0
@@ -60,13 +57,13 @@ class Overflow(nn.Module):
 class Block(nn.Module):
     """Two layers, a buffer that counts, and random numbers."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.linear = nn.Linear(16, 16)
         self.dropout = nn.Dropout(0.1)
         self.register_buffer("calls", torch.zeros(()))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         self.calls += 1
         return torch.tanh(self.dropout(self.linear(x)))
 
@@ -82,17 +79,17 @@ class Net(LightningModule):
 
     lr = 0.01
 
-    def __init__(self, bad: Any = (), none_at: Any = (), reduces: bool = False) -> None:
+    def __init__(self, bad=(), none_at=(), reduces=False):
         super().__init__()
         torch.manual_seed(0)
         self.bad, self.none_at = dict(bad), set(none_at)
         self.net = nn.Sequential(nn.Linear(6, 16), Block(), Overflow(reduces), Block(), nn.Linear(16, 2))
         self.gain = nn.Parameter(torch.ones(1))
 
-    def outputs(self, x: Tensor) -> Tensor:
+    def outputs(self, x):
         return self.net(x) * self.gain
 
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
+    def training_step(self, batch, batch_idx):
         position = (self.global_rank, batch_idx)
         if position in self.none_at:
             return None
@@ -101,14 +98,14 @@ class Net(LightningModule):
         self.log("loss", loss)
         return loss * float("nan") if self.bad.get(position) == "loss" else loss
 
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
+    def validation_step(self, batch, batch_idx):
         self.log("val_loss", nn.functional.mse_loss(self.outputs(batch[0]).float(), batch[1]), sync_dist=True)
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=self.lr)
 
 
-def train(engine, folder, callbacks=(), module=None, net=None, **arguments) -> dict[str, Any]:
+def train(engine, folder, callbacks=(), module=None, net=None, **arguments):
     """Fit a module, by default ``Net(**net)``. Functions among the callbacks create callbacks."""
     made = [one() if isinstance(one, partial | FunctionType) else one for one in callbacks]
     usual = {"strategy": engine, "callbacks": made, "default_root_dir": folder, "max_epochs": 1}
@@ -118,7 +115,7 @@ def train(engine, folder, callbacks=(), module=None, net=None, **arguments) -> d
 # --- values that are not finite --------------------------------------------------------------------------------
 
 
-def train_with_reports(engine: str, folder: Path, **arguments: Any) -> dict[str, Any]:
+def train_with_reports(engine, folder, **arguments):
     report = ours.OverflowReport()
     found = train(engine, folder, [report], precision="16-mixed", **arguments)
     return found | {"reports": [one.markdown() for one in report.reports]}
@@ -127,7 +124,7 @@ def train_with_reports(engine: str, folder: Path, **arguments: Any) -> dict[str,
 class Poison(Callback):
     """Sets an element of the first weight to NaN. On a sharded engine the last rank holds it."""
 
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
         if batch_idx == 2:
             gradients = trainer.engine.gradients
             weight = gradients.part(pl_module.net[0].weight.data)
@@ -139,16 +136,16 @@ class Poison(Callback):
 class Underflow(Net):
     """The first feature is always 0, so that the gradient of its 16 weights is 0; small gradients underflow."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         with torch.no_grad():
             self.gain.mul_(1e-3)
 
-    def outputs(self, x: Tensor) -> Tensor:
+    def outputs(self, x):
         return super().outputs(x * torch.tensor([0.0, 1.0, 1.0, 1.0, 1.0, 1.0]))
 
 
-def train_with_monitors(engine: str, folder: Path) -> dict[str, Any]:
+def train_with_monitors(engine, folder):
     monitor, norms = ours.ScaleMonitor(every_n_steps=2), ours.LayerNorms(every_n_steps=2)
     precision = MixedPrecision("float16", init_scale=1.0)  # gradients are as large before they are unscaled
     found = train(engine, folder, [monitor, norms], Underflow(), precision=precision, max_epochs=2)
@@ -161,23 +158,23 @@ def train_with_monitors(engine: str, folder: Path) -> dict[str, Any]:
 class Dtypes(Callback):
     """Records the dtypes of layer outputs, and of the weights used for them."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.outputs, self.weights = {}, {}
 
-    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+    def on_train_start(self, trainer, pl_module):
         for name, part in pl_module.net.named_modules():
             if isinstance(part, nn.Linear):
                 part.register_forward_pre_hook(partial(self._record_weight, name))
                 part.register_forward_hook(partial(self._record_output, name))
 
-    def _record_weight(self, name: str, module: Any, args: Any) -> None:
+    def _record_weight(self, name, module, args):
         self.weights[name] = str(module.weight.dtype)
 
-    def _record_output(self, name: str, module: Any, args: Any, output: Any) -> None:
+    def _record_output(self, name, module, args, output):
         self.outputs[name] = str(output.dtype)
 
 
-def train_in_float32(engine: str, folder: Path, precision: Any, policy: Any = None) -> dict[str, Any]:
+def train_in_float32(engine, folder, precision, policy=None):
     """Run modules in float32. Below a policy, DDP's autocast is the comparison."""
     dtypes = Dtypes()
     sharded = policy is not None and engine == "fsdp"
@@ -188,19 +185,19 @@ def train_in_float32(engine: str, folder: Path, precision: Any, policy: Any = No
     return found | {"dtypes": dtypes.outputs, "computed": dtypes.weights}
 
 
-def train_with_advice(engine: str, folder: Path) -> dict[str, Any]:
+def train_with_advice(engine, folder):
     advisor = ours.AlignmentAdvisor(everywhere=True)
     return train(engine, folder, [advisor]) | {"message": advisor._message_logged}
 
 
-def train_to_an_anomaly(engine: str, folder: Path) -> dict[str, Any]:
+def train_to_an_anomaly(engine, folder):
     net = {"bad": dict.fromkeys([(0, 2), (1, 2)], "backward")}
     with pytest.raises(RuntimeError) as error:
         train(engine, folder, net=net, precision="16-mixed", detect_anomaly=True)
     return {"error": str(error.value).split(" returned nan")[0]}
 
 
-def train_compiled(engine: str, folder: Path) -> dict[str, Any]:
+def train_compiled(engine, folder):
     callback = ours.Compile(backend="aot_eager")
     found = train(engine, folder, [callback])
     torch.compiler.reset()
@@ -212,7 +209,7 @@ def train_compiled(engine: str, folder: Path) -> dict[str, Any]:
     return found
 
 
-def train_measured(engine: str, folder: Path) -> dict[str, Any]:
+def train_measured(engine, folder):
     throughput, summary = ours.Throughput(warmup_batches=1), ours.RunSummary()
     found = train(engine, folder, [throughput, summary], gradient_clip_val=0.3)
     facts = {name: summary.summary.get(name) for name in ("status", "steps", "samples", "samples_per_step", "devices")}
@@ -225,14 +222,14 @@ def train_measured(engine: str, folder: Path) -> dict[str, Any]:
 class Values(Callback):
     """Records the weights of a validation, and whether each rank holds only a part of the average."""
 
-    def __init__(self) -> None:
-        self.gains: list[float] = []
-        self.held: dict[str, int] = {}
+    def __init__(self):
+        self.gains = []
+        self.held = {}
 
-    def on_validation_batch_end(self, trainer: Any, pl_module: Any, *args: Any, **kwargs: Any) -> None:
+    def on_validation_batch_end(self, trainer, pl_module, *args, **kwargs):
         self.gains.append(round(float(whole(pl_module)["gain"]), 6))
 
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
         for callback in trainer.callbacks:
             average = getattr(callback, "_average_model", None)
             if average is not None:
@@ -243,7 +240,7 @@ class Values(Callback):
 VALIDATES = {"limit_val_batches": 2, "num_sanity_val_steps": 1}
 
 
-def train_averaged(engine: str, folder: Path, make: Callable[[], Callback], **arguments: Any) -> dict[str, Any]:
+def train_averaged(engine, folder, make, **arguments):
     values = Values()
     found = train(engine, folder, [make, values], **VALIDATES, **{"max_epochs": 2, **arguments})
     return found | {"gains": values.gains, "held": values.held}
@@ -252,7 +249,7 @@ def train_averaged(engine: str, folder: Path, make: Callable[[], Callback], **ar
 # --- Lightning's -----------------------------------------------------------------------------------------------
 
 
-def train_with_stock_callbacks(engine: str, folder: Path) -> dict[str, Any]:
+def train_with_stock_callbacks(engine, folder):
     """Run callbacks that only observe, or end a fit, all in one fit."""
     saver = stock.ModelCheckpoint(folder / "stock", monitor="val_loss", save_last=True)
     callbacks = [
@@ -277,11 +274,11 @@ def train_with_stock_callbacks(engine: str, folder: Path) -> dict[str, Any]:
     return found | {"saved": best}
 
 
-def find_the_learning_rate(engine: str, folder: Path) -> dict[str, Any]:
+def find_the_learning_rate(engine, folder):
     """The rank that removes the finder's file is ahead of the other, which must read it."""
     load = TorchCheckpointIO.load_checkpoint
 
-    def load_later(*args: Any, **kwargs: Any) -> Any:
+    def load_later(*args, **kwargs):
         time.sleep(0.3 * distributed.get_rank())
         return load(*args, **kwargs)
 
@@ -294,13 +291,13 @@ def find_the_learning_rate(engine: str, folder: Path) -> dict[str, Any]:
 class Backbone(Net):
     """Has a frozen part, and no random numbers."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.backbone = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
         for index in (1, 3):
             self.net[index].dropout = nn.Identity()
 
-    def outputs(self, x: Tensor) -> Tensor:
+    def outputs(self, x):
         return super().outputs(self.backbone(x))
 
 
@@ -312,7 +309,7 @@ FP32 = ["net.1.linear", "net.4"]
 EMA = partial(stock.EMAWeightAveraging, decay=0.8)
 SWA = partial(stock.StochasticWeightAveraging, swa_lrs=0.01, swa_epoch_start=1)
 
-SCENARIOS: dict[str, Callable[..., dict[str, Any]]] = {
+SCENARIOS = {
     "guard skips a gradient": partial(train, callbacks=[NonFiniteGuard("skip")], net={"bad": {(0, 2): "backward"}}),
     "guard stops at a loss": partial(train, callbacks=[NonFiniteGuard("stop")], net={"bad": {(1, 2): "loss"}}),
     "guard, no loss on the other rank": partial(
@@ -355,16 +352,15 @@ SCENARIOS: dict[str, Callable[..., dict[str, Any]]] = {
 }  # fmt: skip
 ROUNDED = ("measured", "stock")
 """Scenarios with a division by a norm, or by the sizes of windows."""
-Results = Callable[[str, str], list[dict[str, Any]]]
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("callbacks")
 
 
 @pytest.fixture(scope="module")
-def results(ranks: Ranks, folder: Path) -> Results:
+def results(ranks, folder):
     """Return the results of each rank for a scenario and an engine, which is run once."""
     return cache(lambda name, engine="fsdp": ranks.call(SCENARIOS[name], engine, folder / name / engine))
 
@@ -388,7 +384,7 @@ def test_fsdp_equals_ddp(results, folder, name):
 _FROM_FLOAT32 = r"\| (loss|loss scale|incoming gradient|gradients not finite) \| [^|]* \|"
 
 
-def comparable(found: Any, folder: Path) -> str:
+def comparable(found, folder):
     """Return a text without paths, and without the parts of a report from a replay in float32, which FSDP lacks."""
     text = str(found).replace(str(folder / "fsdp"), str(folder / "ddp"))
     return re.sub(_FROM_FLOAT32, "", text.replace("Not finite in float32 either", "Not finite"))

@@ -5,14 +5,12 @@ import os
 import signal
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
-from torch import Tensor
 from torch.multiprocessing import ProcessExitedException
 
 from tests.parity import QUIET, Classifier, Learner, data, lightning, lightnings_noise_ignored, ours
@@ -20,26 +18,26 @@ from trainer import Trainer
 
 
 class Validated(Classifier):
-    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+    def validation_step(self, batch, batch_idx):
         self.log("val_loss", self.loss(batch), sync_dist=True)
 
 
 class Threads(Callback):
     """Records gloo's threads at the end of a process."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder):
         self.folder = folder
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state):
         vars(self).update(state)
         atexit.register(self._write)  # registered first, so that it runs last
 
-    def _write(self) -> None:
+    def _write(self):
         names = [task.joinpath("comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
         (self.folder / f"{os.getpid()}.txt").write_text("\n".join(name for name in names if "gloo" in name))
 
 
-def trained(strategy: str, folder: Path, *callbacks: Callback) -> tuple[dict[str, Tensor], float, bool]:
+def trained(strategy, folder, *callbacks):
     best = ModelCheckpoint(folder / strategy, monitor="val_loss")
     arguments = {**QUIET, "enable_checkpointing": True, "devices": 2, "strategy": strategy}
     trainer = Trainer(
@@ -70,7 +68,7 @@ def test_spawned_and_forked_ranks_equal_one_process(tmp_path):
 
 @pytest.mark.parametrize("strategy", ["ddp_fork", pytest.param("ddp_spawn", marks=pytest.mark.nightly)])
 def test_process_that_has_started_them_saves_checkpoints(tmp_path, strategy):
-    def scenario(make_trainer: Any) -> Any:
+    def scenario(make_trainer):
         folder = tmp_path / make_trainer.__name__
         arguments = {**QUIET, "enable_checkpointing": True, "devices": 2, "strategy": strategy}
         trainer = make_trainer(max_epochs=1, default_root_dir=folder, **arguments)
@@ -97,16 +95,16 @@ def test_process_that_has_started_them_saves_checkpoints(tmp_path, strategy):
 class Signals(Callback):
     """Sends a signal to the parent process, or kills a child."""
 
-    def __init__(self, number: int, *, to_parent: bool) -> None:
+    def __init__(self, number, *, to_parent):
         self.number, self.to_parent = number, to_parent
 
-    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
         if (trainer.global_rank, trainer.global_step) == (1, 1):
             os.kill(os.getppid() if self.to_parent else os.getpid(), self.number)
         time.sleep(0.25)
 
 
-def fork(folder: Path, callback: Callback) -> None:
+def fork(folder, callback):
     arguments = {**QUIET, "enable_checkpointing": True, "devices": 2, "strategy": "ddp_fork"}
     trainer = Trainer(max_epochs=5, callbacks=[callback, ModelCheckpoint(folder, save_top_k=0)], **arguments)
     trainer.fit(Learner(), data(24))

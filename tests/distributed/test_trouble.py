@@ -4,14 +4,12 @@ import re
 import time
 import warnings
 from datetime import timedelta
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import DataLoader
 
 from tests.distributed.worker import Regression, samples
@@ -26,11 +24,11 @@ from trainer.engine.stalls import RankState, missing_ranks
 class Stuck(nn.Module):
     """Blocks once, on one rank, until the file reports its position."""
 
-    def __init__(self, rank: int, file: Path) -> None:
+    def __init__(self, rank, file):
         super().__init__()
         self.rank, self.file, self.calls = rank, file, 0
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         self.calls += 1
         if self.calls == 3 and torch.distributed.get_rank() == self.rank:
             for _ in range(600):
@@ -40,13 +38,13 @@ class Stuck(nn.Module):
         return x
 
 
-def stall(folder: Path, engine: str, rank: int, timeout: float) -> tuple[list[str], float]:
+def stall(folder, engine, rank, timeout):
     """Return the output of this rank, and a weight at the end."""
-    output: list[str] = []
+    output = []
     before, stalls.write_stderr = stalls.write_stderr, output.append
     module = Regression()
     module.net.insert(1, Stuck(rank, folder / "stall.txt"))
-    strategy: Any = DDPStrategy if engine == "ddp" else DeepSpeedStrategy
+    strategy = DDPStrategy if engine == "ddp" else DeepSpeedStrategy
     try:
         trainer = make_trainer(
             folder, devices=torch.distributed.get_world_size(), strategy=strategy(timeout=timedelta(seconds=timeout)),
@@ -58,9 +56,9 @@ def stall(folder: Path, engine: str, rank: int, timeout: float) -> tuple[list[st
     return output, float(module.net[0].weight[0, 0].detach())
 
 
-def spike(folder: Path, engine: str, left_out: tuple[int, int] | None) -> tuple[list[Any], list[Tensor], int]:
+def spike(folder, engine, left_out):
     """Return the roll-back, and the weights and the step at the end. ``left_out`` omits these batches and the spike."""
-    rank, callbacks = torch.distributed.get_rank(), list[Any]()
+    rank, callbacks = torch.distributed.get_rank(), []
     generator = torch.Generator().manual_seed(rank)
     batches = [[torch.randn(4, 6, generator=generator), torch.randn(4, 2, generator=generator)] for _ in range(16)]
     if left_out is None:
@@ -116,7 +114,7 @@ def test_missing_rank_is_named_with_its_layer(ranks, request, tmp_path, engine):
     assert weight == other_weight
 
 
-def state_of(rank: int, **begun: int) -> RankState:
+def state_of(rank, **begun):
     return RankState(rank, "node", rank, 600.0, "", "", {group: (number, "") for group, number in begun.items()}, [])
 
 

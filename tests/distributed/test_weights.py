@@ -1,8 +1,6 @@
 """``fit(weights=...)`` on two ranks, sharded and unsharded, starts with the weights of the file."""
 
 import warnings
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -30,25 +28,25 @@ class Net(Regression):
         late: whether ``configure_model`` makes the layers, on the meta device.
     """
 
-    def __init__(self, seed: int = 0, outputs: int = 2, late: bool = False) -> None:
+    def __init__(self, seed=0, outputs=2, late=False):
         super().__init__()
         self.seed, self.outputs = seed, outputs
-        self.net: Any = None
+        self.net = None
         if not late:
             self._make()
 
-    def _make(self) -> None:
+    def _make(self):
         torch.manual_seed(self.seed)
         self.net = nn.Sequential(
             nn.Linear(6, 16), nn.Tanh(), nn.BatchNorm1d(16, momentum=0.0), nn.Linear(16, self.outputs)
         )
 
-    def configure_model(self) -> None:
+    def configure_model(self):
         if self.net is None:
             with torch.device("meta"):
                 self._make()
 
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
+    def training_step(self, batch, batch_idx):
         features, target = batch
         return nn.functional.mse_loss(self.net(features).mean(1, keepdim=True), target[:, :1])
 
@@ -56,7 +54,7 @@ class Net(Regression):
 class Start(Callback):
     """Records the whole weights and buffers at the start of training, and those of the average."""
 
-    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+    def on_train_start(self, trainer, pl_module):
         buffers = {name: buffer.clone() for name, buffer in pl_module.named_buffers()}
         self.average = self.weights = whole(pl_module) | buffers
         for callback in trainer.callbacks:
@@ -65,7 +63,7 @@ class Start(Callback):
                 self.average = {name: value.clone() for name, value in average.items()}
 
 
-def fit(path: Path, strategy: str, late: bool = False, outputs: int = 2) -> dict[str, Any]:
+def fit(path, strategy, late=False, outputs=2):
     """Return the weights at the start, and the report on loading."""
     start = Start()
     averages = strategy == "fsdp" or not late  # under DDP, `setup` copies the weights, which must exist
@@ -80,7 +78,7 @@ def fit(path: Path, strategy: str, late: bool = False, outputs: int = 2) -> dict
     return {"start": start.weights, "average": start.average, "facts": trainer.loaded_weights.facts}
 
 
-def save(folder: Path, form: str) -> tuple[Path, dict[str, Any]]:
+def save(folder, form):
     """Return a file or folder of weights, and its contents."""
     module = Net(seed=3)
     module.net[2].running_mean.fill_(0.5)

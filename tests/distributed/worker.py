@@ -7,11 +7,10 @@ import os
 import sys
 import warnings
 from pathlib import Path
-from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, Sampler, TensorDataset
 
@@ -23,17 +22,17 @@ BATCH = 8
 """Samples in a batch over all processes."""
 
 
-def precision_of(precision: Any) -> Any:
+def precision_of(precision):
     """Return the precision, with a low loss scale in ``"16-mixed"``."""
     return MixedPrecision("float16", init_scale=1024.0) if precision == "16-mixed" else precision
 
 
-def samples(number: int = 40) -> TensorDataset:
+def samples(number=40):
     generator = torch.Generator().manual_seed(1)
     return TensorDataset(torch.randn(number, 6, generator=generator), torch.randn(number, 2, generator=generator))
 
 
-class Shard(Sampler[int]):
+class Shard(Sampler):
     """This rank's part of each global batch, so that any number of processes sees the same global batches.
 
     Args:
@@ -41,18 +40,18 @@ class Shard(Sampler[int]):
         number: samples in the dataset.
     """
 
-    def __init__(self, world_size: int, number: int = 40) -> None:
+    def __init__(self, world_size, number=40):
         rank, size = int(os.environ.get("LOCAL_RANK", "0")), BATCH // world_size
         self.order = [i for start in range(0, number, BATCH) for i in range(number)[start + rank * size :][:size]]
 
-    def __len__(self) -> int:
+    def __len__(self):
         return len(self.order)
 
-    def __iter__(self) -> Any:
+    def __iter__(self):
         return iter(self.order)
 
 
-def whole(module: nn.Module) -> dict[str, Tensor]:
+def whole(module):
     """Return the module's parameters, gathered from all ranks if they are sharded. Call it on all ranks."""
     parameters = {name: p.full_tensor() if isinstance(p, DTensor) else p for name, p in module.named_parameters()}
     return {name: parameter.detach().clone() for name, parameter in parameters.items()}
@@ -61,17 +60,17 @@ def whole(module: nn.Module) -> dict[str, Tensor]:
 class Regression(LightningModule):
     """Returns None at configured ranks and batches."""
 
-    def __init__(self, none_at: Any = ()) -> None:
+    def __init__(self, none_at=()):
         super().__init__()
         torch.manual_seed(0)
         self.net = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 2))
         self.none_at = set(none_at)
 
-    def loss(self, batch: Any) -> Tensor:
+    def loss(self, batch):
         features, target = batch
         return nn.functional.mse_loss(self.net(features), target)
 
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
+    def training_step(self, batch, batch_idx):
         if (self.global_rank, batch_idx) in self.none_at:
             return None
         loss = self.loss(batch)
@@ -79,55 +78,55 @@ class Regression(LightningModule):
             self.log("train_loss", loss, on_step=True, on_epoch=True, sync_dist=True)
         return loss
 
-    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+    def validation_step(self, batch, batch_idx):
         self.log("val_loss", self.loss(batch), sync_dist=True)
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
 
 
 class Uneven(Regression):
     """Has parameters with uneven shards: of 16 and 3 rows, and of a single element, which only one rank holds."""
 
-    def __init__(self, none_at: Any = ()) -> None:
+    def __init__(self, none_at=()):
         super().__init__(none_at)
         torch.manual_seed(0)
         self.net = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3), nn.Tanh(), nn.Linear(3, 2))
         self.gain = nn.Parameter(torch.ones(1))
 
-    def loss(self, batch: Any) -> Tensor:
+    def loss(self, batch):
         features, target = batch
         return nn.functional.mse_loss(self.net(features).float() * self.gain, target)
 
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
+    def training_step(self, batch, batch_idx):
         return None if (self.global_rank, batch_idx) in self.none_at else self.loss(batch)
 
 
 class Recorder(Callback):
     """Records outcomes, norms, DDP's reductions, and the whole weights at the end of training."""
 
-    def __init__(self) -> None:
-        self.outcomes: list[bool] = []
-        self.norms: list[float] = []
-        self.reduced: list[bool] = []
-        self.state: dict[str, Any] = {}
+    def __init__(self):
+        self.outcomes = []
+        self.norms = []
+        self.reduced = []
+        self.state = {}
 
-    def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
+    def on_after_backward(self, trainer, pl_module):
         self.reduced.append(getattr(trainer.model, "require_backward_grad_sync", True))
 
-    def on_after_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any, outcome: Any) -> None:
+    def on_after_optimizer_step(self, trainer, pl_module, optimizer, outcome):
         self.outcomes.append(outcome.skipped)
         if outcome.grad_norm is not None:
             self.norms.append(float(outcome.grad_norm))
 
-    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+    def on_train_end(self, trainer, pl_module):
         self.state = {
             "weights": whole(pl_module), "random": torch.get_rng_state(),
             "buffers": {name: value.clone() for name, value in pl_module.named_buffers()},
         }  # fmt: skip
 
 
-def fit(module, arguments, world_size=WORLD_SIZE, errors=()) -> dict[str, Any]:
+def fit(module, arguments, world_size=WORLD_SIZE, errors=()):
     """Fit ``module`` on the same global batches for any number of ranks, by DDP by default.
 
     Args:
@@ -164,10 +163,10 @@ def fit(module, arguments, world_size=WORLD_SIZE, errors=()) -> dict[str, Any]:
     }  # fmt: skip
 
 
-AUTOMATIC: dict[str, Any] = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5, "limit_val_batches": 1.0}
+AUTOMATIC = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5, "limit_val_batches": 1.0}
 
 
-def main() -> None:
+def main():
     torch.set_num_threads(1)
     torch.save(fit(Regression(), AUTOMATIC), Path(sys.argv[1]) / f"rank_{torch.distributed.get_rank()}.pt")
     torch.distributed.barrier()

@@ -3,7 +3,6 @@
 from collections import UserList
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -130,20 +129,20 @@ def test_weights_on_some_ranks_only_are_refused_on_all(weight):
 class Windows(Callback):
     """Records the size of each window, saves after some batches, and may change the number of batches at the first."""
 
-    def __init__(self, saves: int | None = None, changes_to: int | None = None) -> None:
-        self.saves, self.changes_to, self.sizes = saves, changes_to, UserList[int]()  # not restored
+    def __init__(self, saves=None, changes_to=None):
+        self.saves, self.changes_to, self.sizes = saves, changes_to, UserList()  # not restored
 
-    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
         if self.changes_to is not None:
             trainer.accumulate_grad_batches = self.changes_to
         if batch_idx:
             self.on_train_epoch_end(trainer, pl_module)
 
-    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+    def on_train_epoch_end(self, trainer, pl_module):
         if trainer.progress.batches == self.saves:
             trainer.save_checkpoint(Path(trainer.default_root_dir) / "saved.ckpt")
 
-    def on_before_optimizer_step(self, trainer: Any, *_: Any) -> None:
+    def on_before_optimizer_step(self, trainer, *_):
         self.sizes.append(trainer.loop.window.size)
 
 

@@ -3,7 +3,6 @@
 import ast
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import trainer
 from tests.support import Regression, loader_of, make_batches, make_trainer
@@ -25,14 +24,14 @@ def test_wrapper_lasts_until_it_is_removed_or_the_run_ends(tmp_path):
     class Wrapped(Regression):
         seen: list[int]
 
-        def watch(self, path: TrainingPath) -> TrainingPath:
-            def step(batch: Any, batch_idx: int) -> Any:
+        def watch(self, path):
+            def step(batch, batch_idx):
                 self.seen.append(batch_idx)
                 return path.step(batch, batch_idx)
 
             return replace(path, step=step)
 
-        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        def on_train_batch_start(self, batch, batch_idx):
             if batch_idx == 1:
                 self.trainer.loop.wrap(self.watch)
             if batch_idx == self.removed_at:

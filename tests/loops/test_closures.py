@@ -1,8 +1,6 @@
 """Optimizers of other libraries get a closure that trains, with the results of Lightning's Trainer bit for bit."""
 
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import pytest
 import torch
@@ -15,7 +13,7 @@ from trainer.errors import ConfigurationError
 
 
 @contextmanager
-def moved(optimizer: Optimizer, direction: Callable[[Tensor], Tensor]) -> Iterator[None]:
+def moved(optimizer, direction):
     """Move the parameters along their gradients, and back."""
     parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     offsets = [0.05 * direction(p.grad) for p in parameters]
@@ -29,7 +27,7 @@ def moved(optimizer: Optimizer, direction: Callable[[Tensor], Tensor]) -> Iterat
 class SharpnessAware(SGD):
     """Sharpness-aware minimization: steps with the gradients of a nearby point, where it evaluates the loss again."""
 
-    def step(self, closure: Any = None) -> Any:
+    def step(self, closure=None):
         loss = closure()
         with moved(self, torch.sign):
             closure()
@@ -40,7 +38,7 @@ class SharpnessAware(SGD):
 class Perturbing(SGD):
     """Moves along the existing gradients first, and evaluates once."""
 
-    def step(self, closure: Any = None) -> Any:
+    def step(self, closure=None):
         with moved(self, torch.clone):
             loss = closure()
         super().step()
@@ -50,25 +48,25 @@ class Perturbing(SGD):
 class Insisting(Adam):
     """Requires a closure."""
 
-    def step(self, closure: Any) -> Any:
+    def step(self, closure):
         return super().step(closure)
 
 
 class Usual(SGD):
     """Calls the closure once, and first, as most libraries do."""
 
-    def step(self, closure: Any = None) -> Any:
+    def step(self, closure=None):
         return super().step(closure)
 
 
 class Wrapper(Optimizer):
     """Calls another optimizer, and averages afterwards (Lookahead)."""
 
-    def __init__(self, params: Any, lr: float) -> None:
+    def __init__(self, params, lr):
         self.inner = SharpnessAware(params, lr=lr)
         super().__init__(self.inner.param_groups, {"lr": lr})
 
-    def step(self, *args: Any, **kwargs: Any) -> Any:
+    def step(self, *args, **kwargs):
         loss = self.inner.step(*args, **kwargs)
         with torch.no_grad():
             for p in self.param_groups[0]["params"]:
@@ -77,15 +75,15 @@ class Wrapper(Optimizer):
 
 
 class Other(Learner):
-    def __init__(self, kind: Any) -> None:
+    def __init__(self, kind):
         super().__init__()
         self.kind, self.evaluations = kind, 0
 
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
+    def training_step(self, batch, batch_idx):
         self.evaluations += 1
         return super().training_step(batch, batch_idx)
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         optimizer = self.kind(self.parameters(), lr=0.1)
         return [optimizer], [StepLR(optimizer, 1, 0.9)]
 
@@ -97,7 +95,7 @@ KINDS = [SharpnessAware, Perturbing, Insisting, Usual, Wrapper]
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_optimizer_of_another_library_equals_lightnings(kind, precision, arguments):
-    def train(make: Any) -> Any:
+    def train(make):
         module = Other(kind)
         trainer = make(precision=precision, max_epochs=2, **arguments)
         trainer.fit(module, data(12))
@@ -111,7 +109,7 @@ def test_optimizer_of_another_library_equals_lightnings(kind, precision, argumen
 @pytest.mark.parametrize("precision", ["32-true", "16-mixed"])
 def test_custom_optimizer_gets_no_closure_with_others_or_a_scaler(precision):
     class Several(Other):
-        def configure_optimizers(self) -> Any:
+        def configure_optimizers(self):
             if precision == "16-mixed":
                 return Usual(self.parameters(), lr=0.1)
             return [Usual(self.net[0].parameters(), lr=0.1), SGD(self.net[2].parameters(), lr=0.1)]
@@ -134,16 +132,16 @@ class StepsItself(Learner):
 
     scales = True
 
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
+    def training_step(self, batch, batch_idx):
         loss = super().training_step(batch, batch_idx)
         if self.automatic_optimization:
             return loss
-        optimizer: Any = self.optimizers(use_pl_optimizer=False)
+        optimizer = self.optimizers(use_pl_optimizer=False)
         optimizer.zero_grad()
         (self.manual_backward if self.scales else Tensor.backward)(loss)
         return optimizer.step()
 
-    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+    def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure=None):
         optimizer_closure()
         optimizer.optimizer.step()
 

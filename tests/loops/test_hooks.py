@@ -20,27 +20,25 @@ from tests.parity import (
 )
 from trainer.loops import hooks
 
-Calls = list[tuple[str, dict[str, Any], dict[str, Any]]]
-
 
 class TwoStageData(LightningDataModule):
-    def train_dataloader(self) -> Any:
+    def train_dataloader(self):
         return data(8)
 
-    def val_dataloader(self) -> Any:
+    def val_dataloader(self):
         return data(4, seed=1)
 
     def test_dataloader(self):
         return [data(4, seed=2), data(2, seed=3)]
 
-    def predict_dataloader(self) -> Any:
+    def predict_dataloader(self):
         return data(4, seed=4)
 
 
 class Scheduled(Classifier):
     """With one schedule for each way to step schedules."""
 
-    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+    def validation_step(self, batch, batch_idx):
         loss = self.loss(batch)
         self.log("val_loss", loss)
         return loss
@@ -48,14 +46,14 @@ class Scheduled(Classifier):
     def test_step(self, batch, batch_idx, dataloader_idx=0):
         return self.loss(batch)
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
         schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
-def record(make: Any, function: str, hooks_of_module: list[str], *, base: type = Scheduled, **arguments: Any) -> Calls:
-    calls: Calls = []
+def record(make, function, hooks_of_module, *, base=Scheduled, **arguments):
+    calls = []
     module = recording(base, hooks_of_module, "module")()
     datamodule = recording(TwoStageData, DATAMODULE_HOOKS, "datamodule")()
     callback = recording(Callback, CALLBACK_HOOKS, "callback")()
@@ -68,7 +66,7 @@ def record(make: Any, function: str, hooks_of_module: list[str], *, base: type =
 # --- differences on purpose ---------------------------------------------------------------------------------------
 
 
-def without_known_differences(call: tuple[str, dict[str, Any], dict[str, Any]]) -> tuple[str, Any, Any]:
+def without_known_differences(call):
     """Return ``call`` without the known differences from Lightning.
 
     - Lightning requests evaluation data under ``no_grad``, and validation data with the stage VALIDATING even without
@@ -83,7 +81,7 @@ def without_known_differences(call: tuple[str, dict[str, Any], dict[str, Any]]) 
     return call
 
 
-def assert_same(theirs: Calls, mine: Calls) -> None:
+def assert_same(theirs, mine):
     assert [name for name, *_ in theirs] == [name for name, *_ in mine]
     pairs = [(without_known_differences(a), without_known_differences(b)) for a, b in zip(theirs, mine, strict=True)]
     differences = [pair for pair in pairs if pair[0] != pair[1]]
@@ -131,22 +129,22 @@ def test_evaluations_call_the_same_hooks_as_lightnings(function):
 
 
 def test_on_after_optimizer_step_receives_the_outcome():
-    seen: list[Any] = []
+    seen = []
 
     class Watching(Learner):
-        def on_after_optimizer_step(self, optimizer: Any, outcome: Any) -> None:
+        def on_after_optimizer_step(self, optimizer, outcome):
             seen.append(("module", outcome.skipped))
 
     class Watch(Callback):
-        def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        def on_before_optimizer_step(self, trainer, pl_module, optimizer):
             seen.append(("before", trainer.global_step))
 
-        def on_after_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any, outcome: Any) -> None:
+        def on_after_optimizer_step(self, trainer, pl_module, optimizer, outcome):
             assert optimizer is trainer.optimizers[0]
             assert outcome is trainer.step_outcome
             seen.append(("after", trainer.global_step, outcome.skipped, outcome.scale, outcome.optimizers))
 
-        def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        def on_train_batch_end(self, trainer, *args):
             seen.append(("batch end", trainer.global_step))
 
     ours(max_epochs=1, callbacks=[Watch()], accumulate_grad_batches=2).fit(Watching(), data(4))
@@ -200,7 +198,7 @@ def test_only_overridden_hooks_are_called():
         pass
 
     class Loud(Callback):
-        def on_train_start(self, *args: Any) -> None: ...
+        def on_train_start(self, *args): ...
 
     scope, callbacks = hooks.NO_HOOKS.scope, [Quiet(), Loud()]
     made = hooks.Hooks(None, Classifier(), callbacks, scope, lambda o, n: n in vars(type(o)), lambda callback: False)
@@ -215,12 +213,12 @@ class Director(Classifier):
 
     change: Any = None
 
-    def direct(self) -> None:
+    def direct(self):
         change, self.change = self.change, None
         if change is not None:
             change(self)
 
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
+    def validation_step(self, batch, batch_idx):
         self.log("val_loss", self.loss(batch))
 
 
@@ -228,13 +226,13 @@ class Director(Classifier):
 @pytest.mark.parametrize("change", ["appended", "removed", "other list", "set on a callback", "set on the module"])
 @pytest.mark.parametrize("when", ["on_fit_start", "on_train_start", "on_train_epoch_start", "on_train_epoch_end"])
 def test_changes_between_epochs_are_used_as_in_lightning(when, change, profiler):
-    def scenario(make: Any) -> Calls:
-        calls: Calls = []
+    def scenario(make):
+        calls = []
         first, later = (recording(Callback, CALLBACK_HOOKS, name)() for name in ("first", "later"))
         silent = Callback()
         vars(first)["calls"] = vars(later)["calls"] = calls
 
-        def do(module: LightningModule) -> None:
+        def do(module):
             trainer = module.trainer
             if change == "appended":
                 trainer.callbacks.append(later)
@@ -243,7 +241,7 @@ def test_changes_between_epochs_are_used_as_in_lightning(when, change, profiler)
             elif change == "other list":
                 trainer.callbacks = [later, *trainer.callbacks]
             else:
-                owner: Any = silent if change == "set on a callback" else module
+                owner = silent if change == "set on a callback" else module
                 owner.on_train_batch_end = owner.on_validation_batch_end = lambda *_: calls.append(("set", {}, {}))
 
         trainer = make(max_epochs=3, callbacks=[first, silent], profiler=profiler)

@@ -1,25 +1,23 @@
 """A fit accepts parameters, buffers and batches of all kinds, whatever its default callbacks do with them."""
 
 import warnings
-from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from tests.support import Regression, loader_of, make_trainer, nested_tensor, sgd
 from trainer.callbacks import RunRecorder, SyncDetector, Throughput
 from trainer.errors import NonFiniteError
 
 
-def quantized() -> Tensor:
+def quantized():
     with warnings.catch_warnings(action="ignore"):  # deprecated
         return torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8)
 
 
-KINDS: dict[str, Callable[[], Tensor | nn.Module]] = {
+KINDS = {
     "sparse": lambda: torch.eye(3).to_sparse(),
     "nested": nested_tensor,
     "quantized": quantized,
@@ -37,7 +35,7 @@ KINDS: dict[str, Callable[[], Tensor | nn.Module]] = {
 class Unusual(Regression):
     """Has a part that it does not use. Its loss is NaN in batch 1, if ``breaks``."""
 
-    def __init__(self, part: Tensor | nn.Module, breaks: bool) -> None:
+    def __init__(self, part, breaks):
         super().__init__(nn.Linear(4, 1))
         self.breaks = breaks
         if isinstance(part, nn.Module):
@@ -45,7 +43,7 @@ class Unusual(Regression):
         else:
             self.register_buffer("part", part)
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+    def training_step(self, batch, batch_idx):
         return self.net(batch[0]).mean() * (float("nan") if self.breaks and batch_idx == 1 else 1.0)
 
 
@@ -93,18 +91,18 @@ def test_module_without_parameters_is_trained(tmp_path):
 class Graph:
     """A batch of a class that cannot be looked into."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.edges = torch.eye(3)
 
 
 class Constant(Unusual):
     """Ignores its batches. If it breaks, its loss is NaN in batch 1, so that the batches are examined."""
 
-    def __init__(self, breaks: bool = True) -> None:
+    def __init__(self, breaks=True):
         super().__init__(torch.ones(1), breaks)
         self.batches = []
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+    def training_step(self, batch, batch_idx):
         self.batches.append(batch)
         return super().training_step([torch.ones(2, 4)], batch_idx)
 

@@ -2,7 +2,6 @@
 
 import math
 from collections import OrderedDict
-from typing import Any
 
 import numpy as np
 import pytest
@@ -35,7 +34,7 @@ def test_something_else(output, message):
         loss_in(output)
 
 
-class Outputs(OrderedDict[str, Any]):
+class Outputs(OrderedDict):
     """A dict with attributes, as ``ModelOutput`` of transformers."""
 
     __getattr__ = OrderedDict.__getitem__
@@ -44,11 +43,11 @@ class Outputs(OrderedDict[str, Any]):
 class ReturnsMore(Classifier):
     """Returns its loss in one of several forms, with values that have a graph."""
 
-    def __init__(self, automatic: bool, kind: str) -> None:
+    def __init__(self, automatic, kind):
         super().__init__()
         self.automatic_optimization, self.kind, self.seen = automatic, kind, []
 
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
+    def training_step(self, batch, batch_idx):
         loss, scores = self.loss(batch), self(batch[0])
         kinds = {
             "tensor": loss,
@@ -60,17 +59,17 @@ class ReturnsMore(Classifier):
 
     validation_step = training_step
 
-    def on_train_batch_end(self, outputs: Any, *_: Any) -> None:
+    def on_train_batch_end(self, outputs, *_):
         norm = None
         if "scores" in outputs and not self.automatic_optimization:  # an optimizer step changes saved tensors
             outputs["scores"].sum().backward()
             norm = self.net[0].weight.grad.norm()
         self.note(outputs, (norm, type(outputs).__name__))
 
-    def on_validation_batch_end(self, outputs: Any, *_: Any) -> None:
+    def on_validation_batch_end(self, outputs, *_):
         self.note(outputs if isinstance(outputs, dict) else {"": outputs}, None)
 
-    def note(self, outputs: dict[str, Any], norm: Any) -> None:
+    def note(self, outputs, norm):
         graphs = [(key, isinstance(value, Tensor) and value.requires_grad) for key, value in outputs.items()]
         self.seen.append((plain([*outputs.values()]), graphs, plain(norm)))
 
@@ -86,7 +85,7 @@ def test_outputs_of_on_train_batch_end_equal_lightnings(automatic, kind):
     A mapping of another class keeps it in manual optimization.
     """
 
-    def scenario(make: Any) -> Any:
+    def scenario(make):
         module = ReturnsMore(automatic, kind)
         make(max_epochs=1).fit(module, data(6), data(4))
         return module.seen

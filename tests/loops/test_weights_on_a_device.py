@@ -3,11 +3,8 @@
 The loss of such a batch is a masked mean over nothing. Its gradients are 0 * inf = NaN.
 """
 
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor
 
 from tests.parity import assert_same_weights
 from tests.simulated_cuda.device import DEVICE, Seen
@@ -32,11 +29,11 @@ WEIGHTS = [3.0, 0.0, 1.0, 2.0, 0.0, 0.0, 4.0, 1.0, 0.0]
 class Masked(Regression):
     """The mean over the unmasked rows of a batch, and their number as its weight: on the device or as a float."""
 
-    def __init__(self, optimizer: Any, kind: str) -> None:
+    def __init__(self, optimizer, kind):
         super().__init__(make_net(), optimizer, lambda o: torch.optim.lr_scheduler.StepLR(o, 1, 0.9), interval="step")
         self.kind, self.outputs = kind, []
 
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
+    def training_step(self, batch, batch_idx):
         x, y, rows = batch
         mask = torch.arange(len(x), device=x.device) < rows
         loss = ((self.net(x) - y).square().mean(1) * mask).sum() / mask.sum()
@@ -44,11 +41,11 @@ class Masked(Regression):
         weight = mask.sum() if self.kind == "tensor" else WEIGHTS[batch_idx]
         return {"loss": loss, "weight": weight}
 
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(self, outputs, batch, batch_idx):
         self.outputs.append({key: float(value) for key, value in outputs.items()})
 
 
-def fit(folder: Any, kind: str, precision: str, optimizer: str, window: int) -> Any:
+def fit(folder, kind, precision, optimizer, window):
     module = Masked(OPTIMIZERS[optimizer], kind)
     data = [[x, y, torch.tensor(weight)] for (x, y, _), weight in zip(make_batches(9), WEIGHTS, strict=True)]
     options = {"precision": plugin_of(precision, growth_interval=3), "accumulate_grad_batches": window}
@@ -82,8 +79,8 @@ def test_weight_on_a_device_equals_one_on_the_host(cuda, tmp_path, precision, op
 class Weighted(Regression):
     """Returns a weight on the device, without reading anything."""
 
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        loss: Tensor = super().training_step(batch, batch_idx)
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
         return {"loss": loss, "weight": batch[2] * 2}
 
 
@@ -94,7 +91,7 @@ def test_how_a_weight_on_a_device_is_read(cuda, tmp_path, precision, window, wai
     """With an event that is recorded before the backward pass, or at the next backward pass if batches accumulate."""
     module, found = Weighted(make_net(), OPTIMIZERS["adam-fused"]), []
 
-    def look(batch: Any, batch_idx: int) -> None:
+    def look(batch, batch_idx):
         if DEVICE.seen is not None:
             found.append([wait.what for wait in DEVICE.seen.waits])
         DEVICE.seen = Seen()
@@ -124,7 +121,7 @@ def test_batch_that_an_elastic_order_leaves_out_contributes_nothing(tmp_path, mo
     trainer = make_trainer(tmp_path, accumulate_grad_batches=2)
     window, advance = trainer.loop.window, trainer.loop.window.advance
 
-    def weigh(*args: Any) -> None:
+    def weigh(*args):
         advance(*args)
         window.batch_weight = float(trainer.progress.batch_idx != 1)
 

@@ -2,7 +2,6 @@
 
 import io
 import random
-from typing import Any
 
 import numpy as np
 import pytest
@@ -15,31 +14,31 @@ from tests.support import assert_identical, nested_tensor
 from trainer.state.attributes import AttributeChanges, is_watched
 
 
-class Thing(Dataset[int]):
-    def __init__(self) -> None:
-        self.number: Any = 1
-        self.items: Any = [1, 2]
+class Thing(Dataset):
+    def __init__(self):
+        self.number = 1
+        self.items = [1, 2]
         self.shared = self.items
         self.tensor = torch.zeros(2, dtype=torch.bfloat16)
         self.array = np.zeros((2, 2), dtype=np.float32)
-        self.handle: Any = None
+        self.handle = None
 
 
-def two(*things: Any) -> tuple[Any, Any, AttributeChanges, AttributeChanges]:
+def two(*things):
     """Return two things of a class, and the recorders of their attributes."""
     thing, other = things or (Thing(), Thing())
     return thing, other, AttributeChanges([thing]), AttributeChanges([other])
 
 
 class Stored(Thing):
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self):
         return {"at": 7, "rest": torch.ones(2)}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state):
         self.loaded = state
 
 
-def through_a_file(state: Any) -> Any:
+def through_a_file(state):
     file = io.BytesIO()
     torch.save(state, file)
     file.seek(0)
@@ -72,8 +71,8 @@ def test_plain_values_are_restored(name, value):
     assert restored.read() == state
 
 
-class Weighted(Sampler[int]):
-    def __init__(self) -> None:
+class Weighted(Sampler):
+    def __init__(self):
         self.weights, self.losses = torch.zeros(100_000), dict.fromkeys(range(5000), 0.0)
 
 

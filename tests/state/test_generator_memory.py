@@ -2,7 +2,6 @@
 
 import random
 from array import array
-from typing import Any
 
 import numpy as np
 import pytest
@@ -10,7 +9,7 @@ import pytest
 from trainer.state import generator_memory, random_states
 
 
-def said_by(generator: Any) -> Any:
+def said_by(generator):
     """Return the state by the public API."""
     if isinstance(generator, random.Random):
         version, numbers, gauss = generator.getstate()
@@ -20,7 +19,7 @@ def said_by(generator: Any) -> Any:
     return {**state, "state": numbers}
 
 
-def read(generator: Any) -> Any:
+def read(generator):
     """Return the state from memory."""
     reader = generator_memory.reader_of(generator)
     assert reader is not None
@@ -50,7 +49,7 @@ def test_state_equals_that_of_the_public_api(kind, seed):
 
 
 class Own(random.Random):
-    def getstate(self) -> Any:
+    def getstate(self):
         version, numbers, _ = super().getstate()
         return version, numbers, "of its own"
 

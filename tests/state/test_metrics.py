@@ -2,14 +2,11 @@
 
 import copy
 import random
-from collections.abc import Callable, Iterator
-from typing import Any
 from unittest.mock import Mock
 
 import pytest
 import torch
 from lightning.pytorch.trainer.connectors.logger_connector.result import _Metadata, _ResultMetric, _Sync
-from torch import Tensor
 from torchmetrics import MeanSquaredError
 
 from tests.parity import Learner, RecordingLogger, data, ours
@@ -19,14 +16,14 @@ from trainer.state.metrics import LoggedValue, LogOptions, MetricStore, Publishe
 from trainer.state.progress import FitProgress
 
 
-def not_reduced(tensor: Tensor, op: str = "mean", group: Any = None) -> Tensor:
+def not_reduced(tensor, op="mean", group=None):
     return tensor
 
 
 # --- one value ----------------------------------------------------------------------------------------------------
 
 
-def lightnings(values: list[Tensor], weights: list[Any], reduce_fx: str) -> Tensor:
+def lightnings(values, weights, reduce_fx):
     """Return the values logged by Lightning's Trainer."""
     metadata = _Metadata("training_step", "x", on_epoch=True, reduce_fx=getattr(torch, reduce_fx))
     metadata.sync = _Sync()
@@ -36,7 +33,7 @@ def lightnings(values: list[Tensor], weights: list[Any], reduce_fx: str) -> Tens
     return result.compute()
 
 
-BATCH_SIZES: dict[str, Callable[[random.Random], Any]] = {
+BATCH_SIZES = {
     "all the same": lambda draws: 8,
     "different": lambda draws: draws.randint(1, 99),
     "weights": lambda draws: draws.random() + 0.1,
@@ -45,7 +42,7 @@ BATCH_SIZES: dict[str, Callable[[random.Random], Any]] = {
 
 
 @pytest.fixture(params=[torch.float32, torch.float64], ids=str)
-def default_dtype(request: pytest.FixtureRequest) -> Iterator[None]:
+def default_dtype(request):
     torch.set_default_dtype(request.param)
     yield
     torch.set_default_dtype(torch.float32)
@@ -70,7 +67,7 @@ def test_epoch_reductions_equal_lightnings(reduce_fx, dtype, sizes):
         assert same(entry.epoch_value(), lightnings(values, weights, reduce_fx)), number
 
 
-def same(one: Tensor | None, other: Tensor) -> bool:
+def same(one, other):
     return one is not None and one.dtype is other.dtype and torch.equal(one, other)
 
 
@@ -84,9 +81,9 @@ def test_half_precision_values_are_accumulated_in_float32():
 @pytest.mark.parametrize(("reduce_fx", "expected"), [("mean", 1.0), ("sum", 6.0), ("max", 3.0)])
 def test_sync_dist_reduces_once_over_the_processes(reduce_fx, expected):
     """Further reads call no collective, so that rank 0 may read it alone."""
-    calls: list[str] = []
+    calls = []
 
-    def double(tensor: Tensor, op: str = "mean", group: Any = None) -> Tensor:
+    def double(tensor, op="mean", group=None):
         calls.append(op)
         return tensor * (2 if op == "sum" else 1)
 
@@ -164,7 +161,7 @@ def test_rows_have_the_epoch_and_a_logged_step():
 
 def test_logged_values_do_not_follow_their_tensor_and_hold_no_graph():
     class InPlace(Learner):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
+        def training_step(self, batch, batch_idx):
             value = torch.tensor(1.0, requires_grad=True) * 1
             self.log("x", value, on_step=True, on_epoch=True)
             value += 5

@@ -6,7 +6,7 @@ from torch import nn
 from trainer.state.module_numbers import ModuleNumbers
 
 
-def modules() -> list[nn.Module]:
+def modules():
     return [nn.Dropout(0.5), nn.BatchNorm1d(2), nn.CrossEntropyLoss()]
 
 
@@ -14,10 +14,10 @@ def test_only_changed_numbers_are_saved_and_restored():
     changed, new = modules(), modules()
     before, after = ModuleNumbers(changed), ModuleNumbers(new, {"training"})
     assert before.read() == {}
-    changed[0].p, changed[1].momentum, changed[1].cache = 0.25, None, torch.ones(1)  # type: ignore[assignment]
+    changed[0].p, changed[1].momentum, changed[1].cache = 0.25, None, torch.ones(1)
     saved = before.read()
     assert saved == {0: ["Dropout", {"p": 0.25}], 1: ["BatchNorm1d", {"momentum": None}]}
-    new[0].p = 0.25  # type: ignore[assignment]
+    new[0].p = 0.25
     new[0].training = False
     assert after.read() == {0: ["Dropout", {"p": 0.25}]}
     assert after.write(saved) == ""

@@ -3,11 +3,9 @@
 import importlib
 import random
 from collections import Counter, UserList, deque
-from collections.abc import Callable
 from functools import cached_property
 from itertools import count, cycle
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -22,20 +20,19 @@ from torchmetrics import MeanMetric, MinMaxMetric, SumMetric
 from tests.state.test_attributes import through_a_file
 from tests.support import Irrep
 from trainer.compat.modules import program_state
-from trainer.state.program import ProgramState
 
 
 class Anneal:
     """An object of the user's class that is no module."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.factor = 1.0
 
 
 class Block(nn.Identity):
     """A class of the user with a base of torch."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.linear = nn.Linear(2, 2)
         self.scale = 1.0
@@ -44,72 +41,72 @@ class Block(nn.Identity):
 class Module(LightningModule):
     """Saves only a part of its weights."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.save_hyperparameters({"rate": 0.5})
         self.blocks = nn.Sequential(Block(), nn.ReLU(), Block())
         self.parts = Irrep([{"anneal": Anneal()}])
-        self.recent: deque[float] = deque(maxlen=2)
-        self.counts: Counter[str] = Counter()
-        self.mean: Any = None
+        self.recent = deque(maxlen=2)
+        self.counts = Counter()
+        self.mean = None
         self.large = torch.zeros(3)
         self.views = [parameter.data.view(-1) for parameter in self.parameters()]
         self.rng = np.random.default_rng(0)
-        self.handle: Any = None
-        self.events: UserList[int] = UserList()
+        self.handle = None
+        self.events = UserList()
 
     @cached_property
-    def tokenizer(self) -> Any:
+    def tokenizer(self):
         return object()
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+    def state_dict(self, *args, **kwargs):
         return {name: value for name, value in super().state_dict(*args, **kwargs).items() if "0" in name}
 
-    def load_state_dict(self, state_dict: Any, *_: Any, **__: Any) -> Any:
+    def load_state_dict(self, state_dict, *_, **__):
         return super().load_state_dict(state_dict, strict=False)
 
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+    def on_save_checkpoint(self, checkpoint):
         checkpoint["note"] = "hello"
 
 
 class Data(LightningDataModule):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.rng = random.Random(0)
         self.passes = 0
 
 
 class Counts(Callback):
-    def __init__(self) -> None:
+    def __init__(self):
         self.batches = 0
 
 
 class SavesItself(Counts):
     """Saves its own attributes, but not those of an object in them."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.anneal = Anneal()
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self):
         return {"batches": self.batches}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict):
         self.batches = state_dict["batches"]
 
 
-def objects() -> tuple[Module, Data, list[Counts]]:
+def objects():
     torch.manual_seed(0)
     return Module(), Data(), [Counts(), SavesItself()]
 
 
-def state_of(module: Module, data: Data | None = None, callbacks: Any = ()) -> ProgramState:
-    trainer: Any = SimpleNamespace(lightning_module=module, datamodule=data, callbacks=callbacks, optimizers=[])
+def state_of(module, data=None, callbacks=()):
+    trainer = SimpleNamespace(lightning_module=module, datamodule=data, callbacks=callbacks, optimizers=[])
     trainer.lr_scheduler_configs = []
     return program_state(trainer)
 
 
-def carried(change: Callable[..., Any], *into: Any) -> tuple[list[str], Any]:
+def carried(change, *into):
     """Return the messages, and the objects after the state of changed ones was restored to them."""
     given, others = objects(), into or objects()
     before, after = state_of(*given), state_of(*others)
@@ -118,14 +115,14 @@ def carried(change: Callable[..., Any], *into: Any) -> tuple[list[str], Any]:
 
 
 def test_plain_attributes_and_generators_are_restored():
-    def change(module: Module, data: Data, callbacks: list[Counts]) -> None:
-        module.blocks[2].scale, module.parts[0]["anneal"].factor = 0.5, 0.25  # type: ignore[union-attr, assignment]
+    def change(module, data, callbacks):
+        module.blocks[2].scale, module.parts[0]["anneal"].factor = 0.5, 0.25
         module.recent.extend([1.0, 2.0, 3.0])
         module.counts["a"] += 2
         module.mean = torch.tensor(2.0, dtype=torch.float16)
         module.hparams["rate"] = 0.1
         data.passes, callbacks[0].batches, callbacks[1].batches = 3, 7, 9
-        callbacks[1].anneal.factor = 0.5  # type: ignore[attr-defined]
+        callbacks[1].anneal.factor = 0.5
         module.rng.random()
         data.rng.random()
 
@@ -136,18 +133,18 @@ def test_plain_attributes_and_generators_are_restored():
     assert type(module.counts) is Counter
     assert (module.mean.item(), module.mean.dtype, module.hparams.rate) == (2.0, torch.float16, 0.1)
     assert (data.passes, callbacks[0].batches) == (3, 7)
-    assert (callbacks[1].batches, callbacks[1].anneal.factor) == (0, 1.0)  # type: ignore[attr-defined]
+    assert (callbacks[1].batches, callbacks[1].anneal.factor) == (0, 1.0)
     drawn = [[one.rng.random() for _ in range(2)] for one in objects()[:2]]
     assert [module.rng.random(), data.rng.random()] == [second for _, second in drawn]
 
 
 def test_weights_and_objects_of_other_packages_are_left_to_their_owners():
-    def change(module: Module, data: Data, callbacks: list[Counts]) -> None:
+    def change(module, data, callbacks):
         with torch.no_grad():
             for parameter in module.parameters():
                 parameter.add_(1)
         module.events.append(3)
-        module.forward = lambda x: x  # type: ignore[method-assign]  # as strategies replace it during a step
+        module.forward = lambda x: x  # as strategies replace it during a step
         module.train(False)
         _ = module.tokenizer
 
@@ -163,7 +160,7 @@ def test_weights_and_objects_of_other_packages_are_left_to_their_owners():
     ("name", "value"), [("handle", object()), ("large", torch.zeros(2**22 + 1)), ("recent", deque([object()]))]
 )
 def test_object_with_an_attribute_that_cannot_be_saved_keeps_all_of_them(name, value):
-    def change(module: Module, data: Data, callbacks: list[Counts]) -> None:
+    def change(module, data, callbacks):
         module.mean = 3.0
         callbacks[0].batches = 7
         setattr(module, name, value)
@@ -189,11 +186,11 @@ class Countdown:
 
     left = 9
 
-    def __next__(self) -> int:
+    def __next__(self):
         self.left -= 1
         return self.left
 
-    def __iter__(self) -> Any:
+    def __iter__(self):
         return self
 
 
@@ -220,7 +217,7 @@ def test_iterators_with_attributes_and_open_files_are_not_reported(tmp_path):
 
 
 def test_objects_that_do_not_exist_any_more_are_left_out_and_other_numbers_are_reported():
-    def change(module: Module, data: Data, callbacks: list[Counts]) -> None:
+    def change(module, data, callbacks):
         module.mean, data.passes, callbacks[0].batches = 3.0, 2, 7
 
     assert carried(change, Module(), None, [])[0] == [
@@ -239,7 +236,7 @@ def test_subclass_of_a_stock_callback_has_attributes():
     class Bar(TQDMProgressBar):
         shown = 0
 
-    changed, resumed = ([Patient("loss"), Bar()] for _ in range(2))  # type: ignore[var-annotated]
+    changed, resumed = ([Patient("loss"), Bar()] for _ in range(2))
     before, after = state_of(Module(), None, changed), state_of(Module(), None, resumed)
     changed[0].checks, changed[0].wait_count = 3, 2
     changed[1].shown, changed[1].train_progress_bar = 3, object()
@@ -251,7 +248,7 @@ def test_attributes_of_metric_objects_that_are_no_states_are_restored():
     class Best(SumMetric):
         best = torch.inf
 
-        def compute(self) -> Any:
+        def compute(self):
             self.best = min(self.best, super().compute().item())
 
     changed, resumed = Module(), Module()
@@ -259,11 +256,11 @@ def test_attributes_of_metric_objects_that_are_no_states_are_restored():
         module.metrics = nn.ModuleList([MinMaxMetric(MeanMetric()), Best()])
         module.plain = [Best()]
     before, after = state_of(changed), state_of(resumed)
-    for metric in (*changed.metrics, *changed.plain):  # type: ignore[union-attr]
+    for metric in (*changed.metrics, *changed.plain):
         metric.update(3.0)
         metric.compute()
     assert after.write(through_a_file(before.read())) == []
-    extremes, best = resumed.metrics  # type: ignore[misc]
+    extremes, best = resumed.metrics
     assert (extremes.min_val.item(), extremes.max_val.item(), best.best) == (3.0, 3.0, 3.0)
     assert (best.sum_value.item(), best.update_count) == (0.0, 0)  # `MetricObjects` restores states of submodules
     (best,) = resumed.plain
@@ -280,8 +277,8 @@ def test_installed_package_of_the_module_is_part_of_the_program(tmp_path, monkey
     monkeypatch.syspath_prepend(folder)
     project, library = map(importlib.import_module, ("installed_project", "installed_library"))
 
-    class Mine(project.Net):  # type: ignore[misc, name-defined]
-        def __init__(self, make: Any) -> None:
+    class Mine(project.Net):
+        def __init__(self, make):
             super().__init__()
             self.anneal = make()
 

@@ -10,7 +10,7 @@ from trainer.state import generator_memory, random_states
 CPU = torch.device("cpu")
 
 
-def draw() -> tuple[float, ...]:
+def draw():
     return random.random(), random.gauss(0, 1), np.random.rand(), np.random.randn(), torch.rand(()).item()
 
 

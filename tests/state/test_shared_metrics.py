@@ -1,7 +1,5 @@
 """Logged values of some ranks, distributed to another number of ranks: an epoch's values stay correct."""
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -16,7 +14,7 @@ VALUES = [[(1.0, 2), (4.0, 3)], [(2.0, 1), (8.0, 1), (0.5, 5)], [(3.0, 4)]]
 CPU = torch.device("cpu")
 
 
-def logged(reduce_fx: str, values: list[tuple[float, int]], **options: Any) -> dict[str, Any]:
+def logged(reduce_fx, values, **options):
     """Return the state of a rank that has logged ``values``."""
     store = MetricStore(training=True)
     entry = LoggedValue("training_step", "x", LogOptions(reduce_fx=reduce_fx, **options), None, torch.as_tensor)
@@ -26,7 +24,7 @@ def logged(reduce_fx: str, values: list[tuple[float, int]], **options: Any) -> d
     return store.state_dict(lambda _: None)
 
 
-def loaded(state: dict[str, Any]) -> LoggedValue:
+def loaded(state):
     store = MetricStore(training=True)
     store.load_state_dict(state, lambda _: None, torch.as_tensor, CPU)
     (entry,) = store.entries.values()
@@ -65,25 +63,25 @@ class Seen(Metric):
 
     seen: Tensor
 
-    def __init__(self, reduce: Any) -> None:
+    def __init__(self, reduce):
         super().__init__()
         self.add_state("seen", torch.tensor(0.0), dist_reduce_fx=reduce)
 
-    def update(self, value: Tensor) -> None:
+    def update(self, value):
         self.seen = value
 
-    def compute(self) -> Tensor:
+    def compute(self):
         return self.seen
 
 
 class Module(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.sum, self.mean, self.max, self.min = SumMetric(), MeanMetric(), MaxMetric(), MinMetric()
         self.cat = CatMetric()
         self.accuracy, self.averages, self.own = MulticlassAccuracy(3, average="micro"), Seen("mean"), Seen(torch.prod)
 
-    def update(self, values: list[float]) -> None:
+    def update(self, values):
         for value in values:
             for metric in (self.sum, self.mean, self.max, self.min, self.cat, self.averages, self.own):
                 metric.update(torch.tensor(value))

@@ -1,9 +1,7 @@
 """Reduction of the logged values of several ranks: the stores and metric objects of each, without processes."""
 
-from typing import Any
-
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torchmetrics import CatMetric, MeanMetric, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
 from torchmetrics.utilities import dim_zero_cat
@@ -17,26 +15,26 @@ STEP = "validation_step"
 class Process:
     """One rank's store; ``asked`` are the exchanged values, in order."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.store = MetricStore(training=False)
         self.store.shared_hooks = {STEP}
-        self.asked: list[tuple[str, float, torch.dtype]] = []
+        self.asked = []
 
-    def reduce(self, tensor: Tensor, op: str = "mean", group: Any = None) -> Tensor:
+    def reduce(self, tensor, op="mean", group=None):
         self.asked.append((op, float(tensor), tensor.dtype))
         return tensor
 
-    def log(self, name: str, *values: float, hook: str = STEP, dtype: Any = torch.float32, **options: Any) -> None:
+    def log(self, name, *values, hook=STEP, dtype=torch.float32, **options):
         entry = LoggedValue(hook, name, LogOptions(**options), None, self.reduce)
         for value in values:
             entry.update(torch.tensor(value, dtype=dtype), 2)
         self.store.entries[hook, name, None] = entry
 
-    def outline(self) -> Any:
+    def outline(self):
         return self.store.outline(lambda metric: None)
 
 
-def exchange(*processes: Process) -> None:
+def exchange(*processes):
     outlines = [process.outline() for process in processes]
     for process in processes:
         process.store.complete(outlines, lambda name: None, process.reduce)
@@ -87,7 +85,7 @@ def test_all_go_by_the_first_process_s_own_values():
     for process, value in ((first, 1.0), (second, 2.0)):
         process.log("epoch", value, hook="on_validation_epoch_end")
         process.log("kept", value, hook="on_validation_epoch_end", rank_zero_only=True)
-    said: list[Any] = []
+    said = []
     first.store.take_first(lambda value: said.append(value) or value)
     second.store.take_first(lambda value: said[0])
     assert second.store.current(on_step=False).callback == {"epoch": 1.0, "kept": 2.0}
@@ -98,13 +96,13 @@ def test_all_go_by_the_first_process_s_own_values():
 
 
 class Metrics(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.mean, self.lists, self.unused = MeanMetric(), CatMetric(), CatMetric()
         self.scores = MetricCollection({"accuracy": MulticlassAccuracy(2), "f1": MulticlassF1Score(2)})
 
 
-def complete(*modules: nn.Module, new: bool = False) -> None:
+def complete(*modules, new=False):
     """Exchange the outlines of the metric objects of each rank, which are ``new`` in this pass or have all updates."""
     objects = [MetricObjects(module) for module in modules]
     outlines = [one.outline(one.counts() if new else {}) for one in objects]
