@@ -45,16 +45,8 @@ sgd = partial(torch.optim.SGD, lr=0.1)
 momentum = partial(torch.optim.SGD, lr=0.05, momentum=0.9, weight_decay=1e-3)
 adam = partial(torch.optim.Adam, lr=0.01)
 adamw = partial(torch.optim.AdamW, lr=0.01)
-OPTIMIZERS = {
-    "sgd": sgd,
-    "sgd-fused": partial(sgd, fused=True),
-    "momentum": momentum,
-    "momentum-fused": partial(momentum, fused=True),
-    "adam": adam,
-    "adam-fused": partial(adam, fused=True),
-    "adamw": adamw,
-    "adamw-fused": partial(adamw, fused=True),
-}
+OPTIMIZERS = {"sgd": sgd, "momentum": momentum, "adam": adam, "adamw": adamw}
+OPTIMIZERS |= {f"{name}-fused": partial(make, fused=True) for name, make in OPTIMIZERS.items()}
 
 
 def warned_by(*versions: tuple[int, int], message: str) -> pytest.MarkDecorator:

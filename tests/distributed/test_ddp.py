@@ -1,8 +1,5 @@
 """Two ranks of DDP on the CPU: equal to one process, by each launcher."""
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 from lightning.pytorch import Callback
@@ -13,17 +10,16 @@ from tests.distributed import worker
 from tests.distributed.ranks import run_program
 from tests.distributed.worker import AUTOMATIC, Regression, fit
 from tests.support import SavesAt, assert_identical, make_trainer
-from tests.warm_python import WarmPython
 
 
-def launch(python: WarmPython, folder: Path, *torchrun: str) -> list[dict[str, Any]]:
+def launch(python, folder, *torchrun):
     """Return the results of both ranks of ``worker.py``, started by torchrun or by the Trainer."""
     status, output = run_program(python, *torchrun, worker.__file__, str(folder), timeout=150)
     assert status == 0, output[-4000:]
     return [torch.load(folder / f"rank_{rank}.pt", weights_only=True) for rank in range(2)]
 
 
-def assert_close(found: dict[str, Any], expected: dict[str, Any], tolerance: float) -> None:
+def assert_close(found, expected, tolerance):
     torch.testing.assert_close(found["weights"], expected["weights"], rtol=0, atol=tolerance)
 
 
@@ -54,18 +50,18 @@ class Unfreeze(Callback):
         inside: whether it is the third batch.
     """
 
-    def __init__(self, inside: bool) -> None:
+    def __init__(self, inside):
         self.inside = inside
 
-    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+    def setup(self, trainer, pl_module, stage):
         pl_module.net[0].weight.requires_grad_(False)
 
-    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+    def on_train_epoch_start(self, trainer, pl_module):
         if not self.inside:
             pl_module.net[0].weight.requires_grad_(trainer.current_epoch > 0)
             pl_module.net[2].weight.requires_grad_(trainer.current_epoch == 0)
 
-    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
         if self.inside:
             pl_module.net[0].weight.requires_grad_(trainer.progress.batches >= 2)
 
@@ -95,38 +91,27 @@ def test_none_with_find_unused_parameters(ranks):
 class LogsByRank(Regression):
     """Logs other values of a training metric on each rank, which are not reduced."""
 
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
+    def training_step(self, batch, batch_idx):
         values = [[3.0, 1.0, 2.0, 0.0], [1.0, 2.0, 3.0, 4.0]][self.global_rank]
         self.log("loss_of_rank", values[self.current_epoch], on_step=False, on_epoch=True, batch_size=4)
         return super().training_step(batch, batch_idx)
 
 
-def select_best(folder: Path) -> tuple[str, float, str, int]:
-    module, saver = LogsByRank(), ModelCheckpoint(folder, "{epoch}-{loss_of_rank:.0f}", monitor="loss_of_rank")
-    arguments = {"max_epochs": 3, "enable_checkpointing": True, "callbacks": [saver]}
-    trainer = make_trainer(folder, devices=2, strategy="ddp", **arguments)
-    data = DataLoader(worker.samples(), batch_size=20)
-    trainer.fit(module, data)
-    trainer.validate(module, data, ckpt_path="best", verbose=False)
-    assert saver.best_model_score is not None
-    return Path(saver.best_model_path).name, saver.best_model_score.item(), str(trainer.ckpt_path), trainer.global_step
-
-
-def test_checkpoint_is_selected_by_the_metric_of_rank_0(ranks, tmp_path):
-    name = "epoch=1-loss_of_rank=1.ckpt"
-    assert ranks.call(select_best, tmp_path) == [(name, 1.0, str(tmp_path / name), 3)] * 2
-    assert [path.name for path in tmp_path.iterdir()] == [name]
-
-
-def stop_early(folder: Path, start: Path | None) -> tuple[int, dict[str, Any]]:
-    stops, saver = EarlyStopping("loss_of_rank", patience=2), ModelCheckpoint(folder, "{epoch}", save_top_k=-1)
+def select_best(folder, start):
+    """Return the best checkpoint, and the state of an early stop."""
+    module, stops = LogsByRank(), EarlyStopping("loss_of_rank", patience=2)
+    saver = ModelCheckpoint(folder, "{epoch}-{loss_of_rank:.0f}", monitor="loss_of_rank")
     arguments = {"max_epochs": 4, "enable_checkpointing": True, "callbacks": [stops, saver]}
     trainer = make_trainer(folder, devices=2, strategy="ddp", **arguments)
-    trainer.fit(LogsByRank(), DataLoader(worker.samples(), batch_size=20), ckpt_path=start)
-    return trainer.current_epoch, stops.state_dict()
+    data = DataLoader(worker.samples(), batch_size=20)
+    trainer.fit(module, data, ckpt_path=start)
+    trainer.validate(module, data, ckpt_path="best", verbose=False)
+    return str(trainer.ckpt_path), saver.best_model_score.item(), trainer.current_epoch, stops.state_dict()
 
 
-def test_early_stop_by_a_metric_of_one_rank_is_resumed(ranks, tmp_path):
-    whole = ranks.call(stop_early, tmp_path, None)
-    assert [(epochs, state["wait_count"]) for epochs, state in whole] == [(3, 1), (3, 2)]
-    assert ranks.call(stop_early, tmp_path, tmp_path / "epoch=1.ckpt") == whole
+def test_checkpoint_is_selected_by_the_metric_of_rank_0_and_an_early_stop_of_one_rank_is_resumed(ranks, tmp_path):
+    path = tmp_path / "epoch=1-loss_of_rank=1.ckpt"
+    whole = ranks.call(select_best, tmp_path, None)
+    assert [(*best, state["wait_count"]) for *best, state in whole] == [(str(path), 1.0, 3, n) for n in (1, 2)]
+    assert [*tmp_path.iterdir()] == [path]
+    assert ranks.call(select_best, tmp_path, path) == whole

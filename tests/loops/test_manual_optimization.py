@@ -12,7 +12,6 @@ from tests.support import (
     OPTIMIZERS,
     Regression,
     Skipping,
-    adam,
     assert_same,
     fit_and_watch,
     forward_context,
@@ -153,11 +152,31 @@ class Manual(Regression):
         return loss
 
 
-@pytest.mark.parametrize("optimizer", ["momentum", "adamw", "adamw-fused"])
+class Closing(Manual):
+    """Steps with a closure."""
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers()
+
+        def closure():
+            optimizer.zero_grad()
+            loss = loss_of(self.net, batch)
+            self.manual_backward(loss)
+            losses.append(loss)
+            return loss
+
+        losses = []
+        optimizer.step(closure=closure)
+        return losses[0]
+
+
+@pytest.mark.parametrize(
+    ("kind", "optimizer"), [(Manual, "momentum"), (Manual, "adamw"), (Manual, "adamw-fused"), (Closing, "adam")]
+)
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_manual_equals_a_hand_written_loop(tmp_path, precision, optimizer):
+def test_manual_equals_a_hand_written_loop(tmp_path, precision, kind, optimizer):
     make, batches = OPTIMIZERS[optimizer], make_batches(10, gains={4: 1e30} if precision == "16-mixed" else {})
-    _, trace = fit_and_watch(tmp_path, Manual(optimizer=make), batches, precision=plugin_of(precision), max_epochs=2)
+    _, trace = fit_and_watch(tmp_path, kind(optimizer=make), batches, precision=plugin_of(precision), max_epochs=2)
     options = {"optimizer": make, "scaler": scaler_of(precision), "epochs": 2}
     assert_same(trace, train_by_hand(make_net(), batches, precision=precision, **options))
 
@@ -285,31 +304,6 @@ class Cached(Precision):
 
     def autocast(self):
         return forward_context("bf16-mixed")
-
-
-class Closing(Manual):
-    """Steps with a closure."""
-
-    def training_step(self, batch, batch_idx):
-        optimizer = self.optimizers()
-
-        def closure():
-            optimizer.zero_grad()
-            loss = loss_of(self.net, batch)
-            self.manual_backward(loss)
-            return loss
-
-        return optimizer.step(closure=closure)
-
-
-@pytest.mark.parametrize("precision", PRECISIONS)
-def test_closure_in_manual_optimization(tmp_path, precision):
-    ours, theirs, batches = make_net(), make_net(), make_batches(6)
-    _, trace = fit_and_watch(tmp_path, Closing(ours, adam), batches, precision=plugin_of(precision))
-    options = {"optimizer": adam, "scaler": scaler_of(precision)}
-    expected = train_by_hand(theirs, batches, precision=precision, **options)
-    assert (trace.skipped, trace.scales) == (expected.skipped, expected.scales)
-    assert_same_weights(ours, theirs)
 
 
 @pytest.mark.parametrize("kind", [Manual, Closing])

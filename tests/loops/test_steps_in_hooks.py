@@ -4,8 +4,6 @@ A step in any hook is completed (scale, outcome, averages) before the next backw
 the end of the run.
 """
 
-from typing import Any
-
 import pytest
 import torch
 from lightning.pytorch import Callback
@@ -30,7 +28,6 @@ from tests.support import (
     norm_of,
     plugin_of,
     scaler_of,
-    sgd,
     train_by_hand,
 )
 from trainer import Trainer
@@ -59,35 +56,35 @@ HOOKS = [
 class StepsIn(Regression):
     """Runs backward passes in ``training_step``, and steps in a hook of the module or of a callback."""
 
-    def __init__(self, hook: str, *args: Any, gains: dict[int, float] | None = None, **how: Any) -> None:
+    def __init__(self, hook, *args, gains=None, **how):
         super().__init__(*args, **how)
         self.automatic_optimization = False
         self.hook, self.gains = hook, gains or {}
-        self.moments: list[int] = []  # numbers of batches after which it has stepped
+        self.moments = []  # numbers of batches after which it has stepped
         owner, name = hook.split(".")
         if owner == "module":
             setattr(self, name, self.step_if_due)
 
-    def training_step(self, batch: Any, batch_idx: int) -> None:
+    def training_step(self, batch, batch_idx):
         self.manual_backward(loss_of(self.net, batch) * self.gains.get(self.trainer.progress.batches, 1.0) / 2)
 
-    def validation_step(self, batch: Any, batch_idx: int) -> None: ...
+    def validation_step(self, batch, batch_idx): ...
 
-    def step_if_due(self, *_: Any) -> None:
+    def step_if_due(self, *_):
         batches = self.trainer.progress.batches
         if batches and not ("batch" in self.hook and batches % 2):  # hooks of batches do so every second time
             self.optimizers().step()
             self.optimizers().zero_grad()
             self.moments.append(batches)
 
-    def configure_callbacks(self) -> list[Callback]:
+    def configure_callbacks(self):
         owner, name = self.hook.split(".")
         if owner == "module":
             return []
         return [type("Steps", (Callback,), {name: lambda _, trainer, module, *more: module.step_if_due()})()]
 
 
-def train_in_moments(moments: list[int], precision: str, optimizer: Any, gains: dict[int, float]) -> Any:
+def train_in_moments(moments, precision, optimizer, gains):
     """Train with a hand-written loop and one ``update`` per step. Return the net, the scaler and the skipped steps."""
     net, scaler, batches = make_net(), scaler_of(precision), make_batches(BATCHES)
     stepper, skips = optimizer(net.parameters()), 0
@@ -104,19 +101,25 @@ def train_in_moments(moments: list[int], precision: str, optimizer: Any, gains: 
     return net, scaler, skips
 
 
+def fit(folder, hook, *callbacks, optimizer, precision="16-mixed", ckpt_path=None, **arguments):
+    """Fit with validations every second batch, and with three overflows in 16-mixed."""
+    module = StepsIn(hook, make_net(), optimizer, gains=POISON if precision == "16-mixed" else {})
+    options = {"max_epochs": EPOCHS, "val_check_interval": 2, "num_sanity_val_steps": 0}
+    options["enable_checkpointing"] = any(isinstance(callback, Checkpoint) for callback in callbacks)
+    trainer = make_trainer(folder, precision=plugin_of(precision), callbacks=list(callbacks), **(options | arguments))
+    trainer.fit(module, loader_of(make_batches(BATCHES)), loader_of(make_batches(1)), ckpt_path=ckpt_path)
+    return trainer, module
+
+
 @pytest.mark.parametrize("optimizer", ["sgd", "adam-fused"])
 @pytest.mark.parametrize(("precision", "hook"), [
     *(("16-mixed", hook) for hook in HOOKS),
     *((precision, hook) for precision in PRECISIONS[:2] for hook in HOOKS[::4]),
 ])  # fmt: skip
 def test_step_in_any_hook_equals_a_hand_written_loop(tmp_path, precision, hook, optimizer):
-    gains = POISON if precision == "16-mixed" else {}
     make, outcomes = OPTIMIZERS[optimizer], Outcomes()
-    module = StepsIn(hook, make_net(), make, gains=gains)
-    arguments: dict[str, Any] = {"max_epochs": EPOCHS, "callbacks": [outcomes], "precision": plugin_of(precision)}
-    trainer = make_trainer(tmp_path, val_check_interval=2, num_sanity_val_steps=1, **arguments)
-    trainer.fit(module, loader_of(make_batches(BATCHES)), loader_of(make_batches(1)))
-    net, scaler, skips = train_in_moments(module.moments, precision, make, gains)
+    trainer, module = fit(tmp_path, hook, outcomes, optimizer=make, precision=precision, num_sanity_val_steps=1)
+    net, scaler, skips = train_in_moments(module.moments, precision, make, module.gains)
     assert_same_weights(module.net, net)
     assert trainer.scaler.get_scale() == trainer.scaler.current_scale == scaler.get_scale()
     if scaler.is_enabled():
@@ -128,22 +131,6 @@ def test_step_in_any_hook_equals_a_hand_written_loop(tmp_path, precision, hook, 
 # --- averages, checkpoints, readers ---------------------------------------------------------------------------------
 
 
-def fit(folder: Any, hook: str, *callbacks: Any, optimizer: Any = sgd, **arguments: Any) -> tuple[Any, StepsIn]:
-    """Fit in 16-mixed with three overflows, and with validations every second batch if a hook needs them."""
-    module = StepsIn(hook, make_net(), optimizer, gains=POISON)
-    options: dict[str, Any] = {"max_epochs": EPOCHS, "val_check_interval": 2, "num_sanity_val_steps": 0}
-    options["enable_checkpointing"] = any(isinstance(callback, Checkpoint) for callback in callbacks)
-    ckpt_path = arguments.pop("ckpt_path", None)
-    trainer = make_trainer(folder, precision=plugin_of("16-mixed"), callbacks=list(callbacks), **(options | arguments))
-    trainer.fit(module, loader_of(make_batches(BATCHES)), loader_of(make_batches(1)), ckpt_path=ckpt_path)
-    return trainer, module
-
-
-def all_state(trainer: Any, module: StepsIn) -> census.Census:
-    states = [one.state_dict() for one in (*trainer.optimizers, trainer.scaler)]
-    return census.take({"module": module, "states": states, "progress": trainer.progress}, without=(Trainer,))
-
-
 @pytest.mark.whole
 @pytest.mark.parametrize("hook", [
     *AFTER_BATCH, "module.on_train_batch_start", "module.on_train_epoch_end", "callback.on_train_epoch_end",
@@ -152,9 +139,11 @@ def all_state(trainer: Any, module: StepsIn) -> census.Census:
 def test_each_checkpoint_resumes_exactly(tmp_path, hook):
     """Also after an overflow, and inside an accumulation window. The average is compared, too."""
 
-    def run(*callbacks: Callback, **arguments: Any) -> Any:
+    def run(*callbacks, **arguments):
         average = EMAWeightAveraging(decay=0.5)
-        return all_state(*fit(tmp_path, hook, average, *callbacks, optimizer=adam, **arguments))
+        trainer, module = fit(tmp_path, hook, average, *callbacks, optimizer=adam, **arguments)
+        states = [one.state_dict() for one in (*trainer.optimizers, trainer.scaler)]
+        return census.take({"module": module, "states": states, "progress": trainer.progress}, without=(Trainer,))
 
     saver = SavesEverywhere(tmp_path / "saved")
     expected = run(saver)
@@ -166,7 +155,7 @@ def test_each_checkpoint_resumes_exactly(tmp_path, hook):
 # --- several optimizers, one scale ----------------------------------------------------------------------------------
 
 
-def true_gradients(net: nn.Module, batch: Any, scale: float, gain: float) -> list[torch.Tensor]:
+def true_gradients(net, batch, scale, gain):
     """Return the unscaled gradients of one loss."""
     with forward_context("16-mixed"):
         loss = loss_of(net, batch) * gain
@@ -177,11 +166,11 @@ def true_gradients(net: nn.Module, batch: Any, scale: float, gain: float) -> lis
 class Accumulates(Pair):
     """The first net accumulates over three batches, the second one steps at each, in the hook ``where``."""
 
-    def __init__(self, where: str, clips: bool, optimizer: Any, gains: Any) -> None:
+    def __init__(self, where, clips, optimizer, gains):
         super().__init__(optimizer=optimizer, gains=gains)
         self.where, self.clips = where, clips
 
-    def training_step(self, batch: Any, batch_idx: int) -> None:
+    def training_step(self, batch, batch_idx):
         first, second = self.optimizers()
         if batch_idx % 3 == 0:
             first.zero_grad()
@@ -193,11 +182,11 @@ class Accumulates(Pair):
         if self.where == "training_step":
             self.steps(batch_idx)
 
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(self, outputs, batch, batch_idx):
         if self.where == "on_train_batch_end":
             self.steps(batch_idx)
 
-    def steps(self, batch_idx: int) -> None:
+    def steps(self, batch_idx):
         first, second = self.optimizers()
         second.step()
         if batch_idx % 3 == 2:
@@ -247,7 +236,7 @@ def test_clipped_gradient_without_a_step_is_unscaled_again(tmp_path, precision):
     """The module skips steps with a large norm. The next gradients must be unscaled again."""
 
     class LeavesOut(Manual):
-        def training_step(self, batch: Any, batch_idx: int) -> None:
+        def training_step(self, batch, batch_idx):
             optimizer = self.optimizers()
             optimizer.zero_grad()
             self.manual_backward(loss_of(self.net, batch))
@@ -267,14 +256,14 @@ def test_backward_pass_in_a_hook_has_the_scale_of_after_the_step(tmp_path, optim
     """The hook ``on_train_batch_end`` of a GAN trains its second net after the first one's step."""
 
     class TrainsInHook(Pair):
-        def training_step(self, batch: Any, batch_idx: int) -> None:
+        def training_step(self, batch, batch_idx):
             self.train_one(0, batch, batch_idx)
 
-        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        def on_train_batch_end(self, outputs, batch, batch_idx):
             for _ in range(2):
                 self.train_one(1, batch, batch_idx)
 
-        def train_one(self, which: int, batch: Any, batch_idx: int) -> None:
+        def train_one(self, which, batch, batch_idx):
             optimizer = self.optimizers()[which]
             manual_step(self, loss_of(self.nets[which], batch) * self.gains.get((batch_idx, which), 1.0), optimizer)
 
