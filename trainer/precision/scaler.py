@@ -43,8 +43,13 @@ _UNSCALED = UpdateOutcome((), 1.0, 1.0)
 
 
 def snapshot_loss(loss: Tensor) -> Tensor:
-    """Return a detached loss to read later. It is a copy if the replay of a CUDA graph may overwrite its memory."""
+    """Return a detached loss to read later. It is a copy if the replay of a CUDA graph may overwrite its memory.
+
+    Of a ``DTensor``, as in ``loss_parallel``, it is the whole tensor; this may be a collective.
+    """
     own = loss.detach()
+    if type(own) is not Tensor and hasattr(own, "full_tensor"):
+        own = own.full_tensor()
     if not loss.is_cuda:
         return own
     is_view = loss._is_view()  # noqa: SLF001 - no public API reports it
@@ -152,7 +157,7 @@ class LossScaler(torch.amp.GradScaler):
         """Multiply a tensor or a collection of tensors by the scale. A single tensor is also added to ``losses``."""
         scaled, self.unscales = super().scale(outputs), True
         if self._enabled and isinstance(scaled, Tensor):
-            self.losses.append(scaled.detach())
+            self.losses.append(snapshot_loss(scaled))
         return scaled
 
     def unscale_(self, optimizer: Optimizer) -> None:

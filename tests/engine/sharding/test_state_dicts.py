@@ -6,9 +6,10 @@ import torch
 import torch.distributed as distributed
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from trainer.engine.sharding.state_dicts import gathered
+from trainer.precision.scaler import LossScaler, snapshot_loss
 from trainer.state.containers import mapped
 
 
@@ -27,6 +28,20 @@ def test_gathered_state_dict_has_module_versions(tmp_path):
     assert torch.equal(whole["0.weight"], weight)
     assert whole._metadata == versions
     assert versions["1"] == {"version": 2}
+
+
+def test_recorded_loss_is_no_dtensor(tmp_path):
+    """A list of recorded losses is read with ``tolist``, which a ``DTensor`` does not support."""
+    distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    try:
+        mesh, scaler = init_device_mesh("cpu", (1,)), LossScaler("cpu", init_scale=4.0)
+        for placement in (Replicate(), Partial()):
+            loss = DTensor.from_local(torch.tensor(3.0, requires_grad=True), mesh, [placement])
+            scaler.scale(loss)
+            assert snapshot_loss(loss).tolist() == 3.0
+    finally:
+        distributed.destroy_process_group()
+    assert torch.stack(scaler.losses).tolist() == [12.0, 12.0]
 
 
 def test_only_sharded_parts_are_copied_with_their_places():
