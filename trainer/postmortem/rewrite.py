@@ -105,7 +105,7 @@ class Change(NamedTuple):
 
     @contextmanager
     def applied(self, owners: Iterable[type]) -> Iterator[bool]:
-        """A context in which the new statements run; yields False if no function that contains them is found.
+        """A context in which the new statements run; yields False if a function that contains them is not found.
 
         Args:
             owners: classes that may have the functions as methods, or inherit them.
@@ -120,7 +120,7 @@ class Change(NamedTuple):
         try:
             for function in functions:
                 function.__code__ = by_key[_key(function.__code__)]
-            yield bool(functions)
+            yield wanted <= {n for function in functions for *_, n in function.__code__.co_lines()}
         finally:
             for function, own in zip(functions, before, strict=True):
                 function.__code__ = own
@@ -142,7 +142,7 @@ def widen(origin: Origin) -> Iterator[Change]:
     """
     file = origin.file
     casts = [change for one in _statements(_parse_file(file)) for change in _changed(file, one, _Widen())]
-    yield from sorted(casts, key=lambda one: (one.edits[0][0] > origin.line, -one.edits[0][0]))[:8]
+    yield from sorted(casts, key=lambda one: (one.edits[0][0] > origin.line, abs(one.edits[0][0] - origin.line)))[:8]
 
 
 def _parse_file(file: str) -> ast.Module:
@@ -154,7 +154,11 @@ def _parse_file(file: str) -> ast.Module:
 
 def _statements(tree: ast.Module) -> list[ast.stmt]:
     """Return the statements that contain no other statement."""
-    return [one for one in ast.walk(tree) if isinstance(one, ast.stmt) and not hasattr(one, "body")]
+    return [
+        one
+        for one in ast.walk(tree)
+        if isinstance(one, ast.stmt) and not hasattr(one, "body") and not isinstance(one, ast.Match)
+    ]
 
 
 def _changed(file: str, statement: ast.stmt, transformer: ast.NodeTransformer) -> Iterator[Change]:
