@@ -100,7 +100,6 @@ def shared_python(config: pytest.Config, name: str, imported: tuple[str, ...] = 
     def fill(folder: Path) -> None:
         with (config.stash[SHARED] / "alive").open() as alive:
             server = start_server(folder, config.stash[SHARED], alive, imported)
-        assert server.stdout is not None
         server.stdout.close()
         server.returncode = 0  # it runs longer than the process that started it, which is no mistake
 

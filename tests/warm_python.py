@@ -116,7 +116,6 @@ def start_server(
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
     command = [sys.executable, str(Path(__file__).resolve()), str(folder / "socket"), str(configs), *imported]
     server = subprocess.Popen(command, stdin=stdin, stdout=subprocess.PIPE, text=True, env=environment)
-    assert server.stdout is not None
     assert server.stdout.readline() == "ready\n", "the server did not start"
     return server
 

@@ -68,9 +68,7 @@ def ordered(data, layout, order):
 
 
 def order_of(data, layout, limit=1.0):
-    order = SampleOrder.of(loaders_of(data, layout)[0], limit, {0: layout.accumulate}, layout.processes)
-    assert isinstance(order, SampleOrder)
-    return order
+    return SampleOrder.of(loaders_of(data, layout)[0], limit, {0: layout.accumulate}, layout.processes)
 
 
 class Run:

@@ -123,8 +123,6 @@ class Ranks:
             process = self.python.start(
                 *words, env=environment, cwd=self._folder.name, stdin=subprocess.PIPE, stdout=subprocess.PIPE
             )
-            assert process.stdin is not None
-            assert process.stdout is not None
             self._processes.append(process)
             self._calls.append(Connection(os.dup(process.stdin.fileno()), readable=False))
             self._answers.append(Connection(os.dup(process.stdout.fileno()), writable=False))

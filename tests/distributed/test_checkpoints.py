@@ -134,7 +134,6 @@ def test_states_of_all_optimizers(ranks, tmp_path, name):
 def test_sharded_checkpoint_is_a_folder_of_all_ranks(saved):
     path = Path(saved("fsdp folder later")[0]["best"])
     manifest = files.read_manifest(path)
-    assert manifest is not None
     assert sorted(manifest.files) == [".metadata", "__0_0.distcp", "__1_0.distcp", "state.ckpt"]
     assert {"epoch": 1, "step": 10, "weights_only": False}.items() <= manifest.facts.items()
     assert sorted(os.listdir(path.parent)) == ["step=10.ckpt", "step=8.ckpt"]

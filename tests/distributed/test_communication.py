@@ -115,7 +115,6 @@ class Hooked(DDPStrategy):
         super().setup(trainer)
 
     def _register_ddp_hooks(self):
-        assert self.model is not None
         self.model.register_comm_hook(self._ddp_comm_state, self._ddp_comm_hook)
 
 

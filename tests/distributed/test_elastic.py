@@ -233,7 +233,6 @@ def updates(ranks):
 @pytest.mark.parametrize("run", RESUMED)
 def test_resumed_run_equals_the_uninterrupted_run(results, run):
     """Compares the samples of each step, weights, counters, metrics, validations, and the accumulation."""
-    assert run.start is not None
     first, ranks = origin(run), results(run.name)
     whole, *_ = wholes = results(first.name)
     expected = updates(wholes[:: first.sharing])

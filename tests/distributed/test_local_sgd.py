@@ -60,7 +60,6 @@ class OnCPU(DDPStrategy):
     """Lightning registers communication hooks on CUDA only."""
 
     def _register_ddp_hooks(self):
-        assert isinstance(self.model, DistributedDataParallel)
         self.model.register_comm_hook(self._ddp_comm_state, self._ddp_comm_hook)
 
 

@@ -78,7 +78,6 @@ def blocks(text: str, name: str = "page") -> list[Block]:
     comment = ""
     for token in MarkdownIt("commonmark").parse(text):
         if token.type in ("fence", "code_block"):
-            assert token.map is not None
             where = f"{name}:{token.map[0] + 1}"
             if token.type == "code_block":
                 raise PageError(f"{where}: an indented block, which no test runs. Write it between ``` lines.")

@@ -25,7 +25,6 @@ def loaded(name: str) -> Iterator[Any]:
         patch.setenv("AMP_BENCH", "1")  # stay in this process
         loader = SourceFileLoader(name, str(SCRIPTS / name))
         spec = spec_from_loader(name, loader)
-        assert spec is not None
         module = module_from_spec(spec)
         patch.setitem(sys.modules, name, module)
         loader.exec_module(module)

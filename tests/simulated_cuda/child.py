@@ -49,8 +49,6 @@ class Child:
             self._start()
         if self.refuses is not None:
             return Outcome("skipped", self.refuses)
-        assert self._process is not None
-        assert self._process.stdin is not None
         try:
             print(nodeid, file=self._process.stdin, flush=True)
             return self._answer()
@@ -66,8 +64,6 @@ class Child:
 
     def _end(self) -> str:
         """Release a crashed process. Returns its last output."""
-        assert self._process is not None
-        assert self._errors is not None
         self._process.communicate()
         with self._errors as errors:
             errors.seek(0)
@@ -96,8 +92,6 @@ class Child:
 
     def _answer(self) -> Outcome:
         """Return the answer of the process."""
-        assert self._process is not None
-        assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if line:
             return Outcome(*json.loads(line))

@@ -412,7 +412,6 @@ def _issue(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], 
 
 
 def _note_kernel(name: str, number: int) -> None:
-    assert DEVICE.seen is not None
     DEVICE.seen.kernels.append(name)
     if DEVICE.stream is DEVICE.default_stream:
         DEVICE.seen.numbers.append(number)
@@ -481,7 +480,6 @@ def _copy(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], i
 
 def _note_copy(nbytes: int) -> None:
     seen, stream = DEVICE.seen, DEVICE.stream.number
-    assert seen is not None
     known = DEVICE.orders[stream].get(0, 0)
     alive = sum(b.nbytes for b in DEVICE.watched if b.stream == stream and b.is_taken(DEVICE.done))
     seen.to_device.append(nbytes)
