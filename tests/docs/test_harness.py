@@ -1,14 +1,12 @@
 """The runner of pages detects errors in a page."""
 
 import shutil
-from pathlib import Path
 
 import pytest
 
 from tests.docs.execute import run
 from tests.docs.output import missing_line
 from tests.docs.pages import PageError, anchors, blocks, links
-from tests.warm_python import WarmPython
 
 
 @pytest.mark.parametrize(
@@ -43,7 +41,7 @@ def test_compares_outputs():
 needs_bash = pytest.mark.skipif(shutil.which("bash") is None, reason="the commands are written for a shell")
 
 
-def run_page(text: str, tmp_path: Path, python: WarmPython) -> str:
+def run_page(text, tmp_path, python):
     folder = tmp_path / "folder"
     folder.mkdir()
     return run(blocks(text), folder, tmp_path / "tools", python, timeout=60.0)

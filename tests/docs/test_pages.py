@@ -3,7 +3,6 @@
 import re
 import shutil
 from functools import cache
-from pathlib import Path
 
 import pytest
 
@@ -44,7 +43,7 @@ SEARCHED = (
 """Search terms that must occur in a heading of a guide, or in the paragraph below it."""
 
 
-def name_of(page: Path) -> str:
+def name_of(page):
     return page.relative_to(ROOT).as_posix()
 
 
@@ -78,7 +77,7 @@ def test_links_have_targets():
 
 
 @cache
-def _anchors(page: Path) -> set[str]:
+def _anchors(page):
     return anchors(page.read_text(encoding="utf-8"))
 
 

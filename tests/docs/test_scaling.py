@@ -18,7 +18,7 @@ UNTESTED = {"one device": 0, "DDP": 0, "FSDP": 0, "DeepSpeed": 0}
 """Number of cells without a test. It may only decrease."""
 
 
-def table() -> dict[str, list[str]]:
+def table():
     """Return the cells of each feature."""
     lines = PAGE.read_text(encoding="utf-8").split("## Feature support by engine")[1].splitlines()
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|")]

@@ -5,7 +5,6 @@ import re
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -14,7 +13,7 @@ from tests.docs.pages import PAGES, ROOT
 pytestmark = pytest.mark.whole
 
 
-def build(folder: Path, site: Path) -> str:
+def build(folder, site):
     """Build the site as `scripts/docs` does, and return the output."""
     script = (ROOT / "scripts" / "docs").read_text(encoding="utf-8")
     (command,) = re.findall(r"^\.venv/bin/python (.*) \"\$@\" \. build/docs$", script, re.MULTILINE)
@@ -24,7 +23,7 @@ def build(folder: Path, site: Path) -> str:
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def site(tmp_path_factory):
     folder = tmp_path_factory.mktemp("site")
     assert build(ROOT, folder) == "status 0"
     return folder

@@ -1,7 +1,5 @@
 """Optimizers that libraries exchange, step without Lightning's wrappers, or count themselves."""
 
-from typing import Any
-
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -12,7 +10,7 @@ from trainer.errors import ConfigurationError
 
 def test_optimizer_that_evaluates_the_loss_cannot_be_set_inside_a_batch():
     class Switches(Learner):
-        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        def on_train_batch_start(self, batch, batch_idx):
             self.trainer.strategy.optimizers = [torch.optim.LBFGS(self.parameters())]
 
     with pytest.raises(ConfigurationError, match=r"replaced by LBFGS, .* Replace them in `on_train_epoch_start`"):
@@ -22,20 +20,20 @@ def test_optimizer_that_evaluates_the_loss_cannot_be_set_inside_a_batch():
 class Competitive(Learner):
     """Two models against each other; steps plain optimizers and schedules, and updates Lightning's count itself."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.automatic_optimization = False
         torch.manual_seed(4)
         self.discriminator = torch.nn.Linear(4, 1)
-        self.pairs: list[Any] = []
+        self.pairs = []
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         optimizers = [torch.optim.Adam(part.parameters(), lr=0.01) for part in (self.net, self.discriminator)]
         schedules = [torch.optim.lr_scheduler.StepLR(optimizer, 3, gamma=0.5) for optimizer in optimizers]
         self.pairs = list(zip(optimizers, schedules, strict=True))
         return optimizers, schedules
 
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
+    def training_step(self, batch, batch_idx):
         for sign, (optimizer, schedule) in zip((1, -1), self.pairs, strict=True):
             optimizer.zero_grad()
             loss = self.loss(batch) * self.discriminator(batch[0]).square().mean()
@@ -45,14 +43,14 @@ class Competitive(Learner):
         self.log("train_loss", loss.item(), on_epoch=True)
         return loss
 
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(self, outputs, batch, batch_idx):
         epoch_loop = self.trainer.fit_loop.epoch_loop
         epoch_loop.manual_optimization.optim_step_progress.total.completed += 1
 
 
 @pytest.mark.filterwarnings("ignore:The dirpath has changed")
 def test_module_that_counts_its_steps_is_resumed(tmp_path):
-    def scenario(make: Any) -> Any:
+    def scenario(make):
         folder = tmp_path / type(make()).__module__
         saver = ModelCheckpoint(folder, save_last=True)
         trainer, module = make(max_epochs=2, callbacks=[saver], enable_checkpointing=True), Competitive()

@@ -1,7 +1,5 @@
 """A Trainer's subclass with its own loop, as in torch-uncertainty, or its own parts, as in ptlflow."""
 
-from typing import Any
-
 import pytest
 from lightning.pytorch.loops.evaluation_loop import _EvaluationLoop
 from lightning.pytorch.loops.fit_loop import _FitLoop
@@ -19,12 +17,12 @@ class TableLoop(_EvaluationLoop):
     verbose: bool
 
     @staticmethod
-    def _print_results(results: Any, stage: str) -> None:
+    def _print_results(results, stage):
         print(stage, [sorted((name, f"{value.item():.3%}") for name, value in result.items()) for result in results])
 
 
 class PoliteLoop(_EvaluationLoop):
-    def on_run_end(self) -> Any:
+    def on_run_end(self):
         return super().on_run_end()
 
 
@@ -33,9 +31,9 @@ class Logging(Classifier):
         self.log("loss", self.loss(batch))
 
 
-def with_table(base: type) -> type:
-    class TableTrainer(base):  # type: ignore[misc]
-        def __init__(self, inference_mode: bool = True, **kwargs: Any) -> None:
+def with_table(base):
+    class TableTrainer(base):
+        def __init__(self, inference_mode=True, **kwargs):
             super().__init__(inference_mode=inference_mode, **kwargs)
             self.test_loop = TableLoop(self, TrainerFn.TESTING, RunningStage.TESTING, inference_mode=inference_mode)
 
@@ -43,7 +41,7 @@ def with_table(base: type) -> type:
 
 
 def test_loop_with_its_own_table(capsys):
-    def scenario(make: Any) -> Any:
+    def scenario(make):
         trainer = with_table(type(make()))(**QUIET)
         results = trainer.test(Logging(), [data(4), data(6, seed=1)])
         return results, capsys.readouterr().out, trainer.test_loop.verbose
@@ -56,25 +54,25 @@ def test_loop_with_its_own_table(capsys):
 @pytest.mark.parametrize("place", ["test_loop", "fit_loop"])
 def test_loop_that_would_not_run_is_refused(place):
     class OwnFitLoop(_FitLoop):
-        def advance(self) -> None:
+        def advance(self):
             pass
 
     trainer = Trainer(**QUIET)
     stage = (TrainerFn.TESTING, RunningStage.TESTING)
-    loop: Any = OwnFitLoop(trainer) if place == "fit_loop" else PoliteLoop(trainer, *stage)  # type: ignore[arg-type]
+    loop = OwnFitLoop(trainer) if place == "fit_loop" else PoliteLoop(trainer, *stage)
     with pytest.raises(ConfigurationError, match=rf"for `{place}`, expected .* not (advance|on_run_end): the loops"):
         setattr(trainer, place, loop)
 
 
 class OwnRun(Trainer):
-    def _run(self, *args: Any, **kwargs: Any) -> Any:
+    def _run(self, *args, **kwargs):
         return super()._run(*args, **kwargs)
 
 
 class OwnConnector(Trainer):
-    def __init__(self, **kwargs: Any) -> None:
+    def __init__(self, **kwargs):
         super().__init__(**kwargs)
-        self._checkpoint_connector: Any = _CheckpointConnector(self)
+        self._checkpoint_connector = _CheckpointConnector(self)
 
 
 @pytest.mark.parametrize(("kind", "name"), [(OwnRun, "_run"), (OwnConnector, "_checkpoint_connector")])

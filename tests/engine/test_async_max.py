@@ -2,33 +2,29 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from torch import Tensor
-
 from trainer.engine.async_max import MOST_BATCHES, SECONDS, AsyncMax
 
 
 class Others:
     """A stand-in for the group with one other rank and its position."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.numbers = [0, 0, -MOST_BATCHES]
-        self.questions: list[list[int]] = []
+        self.questions = []
 
-    def allreduce(self, tensors: list[Tensor], options: Any) -> Others:
+    def allreduce(self, tensors, options):
         (tensor,) = tensors
         self.questions.append(tensor.tolist())
         tensor.copy_(tensor.new_tensor([max(pair) for pair in zip(tensor.tolist(), self.numbers, strict=True)]))
         return self
 
-    def wait(self) -> None:
+    def wait(self):
         pass
 
 
 def test_answer_is_read_a_batch_later(clock):
     others = Others()
-    asked = AsyncMax(others, 2)  # type: ignore[arg-type]
+    asked = AsyncMax(others, 2)
     clock.now += 10.0
     assert asked.reduce([0, 1]) == [0, 0]
     others.numbers = [3, 0, 0]
@@ -40,7 +36,7 @@ def test_answer_is_read_a_batch_later(clock):
 
 def test_exchange_happens_at_each_slow_batch_and_at_some_fast_ones(clock):
     others = Others()
-    asked = AsyncMax(others, 2)  # type: ignore[arg-type]
+    asked = AsyncMax(others, 2)
     for seconds, questions in ((2 * SECONDS, 10), (SECONDS / 9.5, 1), (SECONDS / 1e6, 0)):
         del others.questions[:]
         for _ in range(10):
@@ -63,7 +59,7 @@ def test_exchange_happens_at_each_slow_batch_and_at_some_fast_ones(clock):
 
 def test_request_is_answered_with_the_pending_value(clock):
     others = Others()
-    asked = AsyncMax(others, 2)  # type: ignore[arg-type]
+    asked = AsyncMax(others, 2)
     assert asked.reduce_now([0, 0]) == [0, 0]
     clock.now += 10.0
     asked.reduce_now([0, 0])

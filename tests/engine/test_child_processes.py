@@ -5,7 +5,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 
 import pytest
 
@@ -21,7 +20,7 @@ def test_only_processes_that_the_launcher_starts_know_their_parent():
 
 
 @pytest.fixture
-def children(monkeypatch: pytest.MonkeyPatch) -> Iterator[ChildProcesses]:
+def children(monkeypatch):
     """Rank 1 sleeps; rank 2 has ended successfully."""
     monkeypatch.setattr(processes, "GRACE", 0.2)
     monkeypatch.setattr(processes, "children", found := ChildProcesses())
@@ -59,7 +58,7 @@ def test_other_ranks_continue_after_a_successful_end(children):
 
 
 def test_other_ranks_end_after_a_failure(children, monkeypatch, capfd):
-    left: list[int] = []
+    left = []
     monkeypatch.setattr(processes, "_exit", left.append)
     with deadline_after(SystemExit(7), waited_for=True):
         pass
@@ -71,7 +70,7 @@ def test_other_ranks_end_after_a_failure(children, monkeypatch, capfd):
 
 
 def test_last_words_have_an_end(children, monkeypatch, capfd):
-    left: list[int] = []
+    left = []
     monkeypatch.setattr(processes, "_exit", left.append)
     monkeypatch.setattr(processes, "ERROR_TIMEOUT", 0.1)
     with deadline_after(ValueError("too much"), waited_for=False):

@@ -2,7 +2,6 @@
 
 import random
 from collections import defaultdict, deque
-from typing import Any
 
 import numpy as np
 import pytest
@@ -18,11 +17,11 @@ CPU = torch.device("cpu")
 
 
 class Holder:
-    def __init__(self, **attributes: Any) -> None:
+    def __init__(self, **attributes):
         vars(self).update(attributes)
 
 
-def resumed(saved: Any, first: Any, new: Any, same_buckets: bool = True) -> list[str]:
+def resumed(saved, first, new, same_buckets=True):
     """Save one holder, and load its state into a new one through a file that torch reads."""
     states = communication.state_of([saved], first)
     return communication.load([new], communication.numbers_of([new]), states, same_buckets=same_buckets, device=CPU)
@@ -48,7 +47,7 @@ def test_states_of_torch_keep_their_settings_and_restore_their_step(make, settin
 
 
 def test_values_of_all_kinds():
-    def make(factor: int) -> Holder:
+    def make(factor):
         return Holder(
             number=factor, flag=factor > 1, text="a" * factor, nothing=None, tensor=torch.full((2,), float(factor)),
             table=defaultdict(list, {factor: [torch.ones(factor)]}), past=deque([factor], 3), pair=(factor, [factor]),

@@ -13,11 +13,11 @@ from trainer.errors import ConfigurationError
 CPU = torch.device("cpu")
 
 
-def build() -> nn.Module:
+def build():
     return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.LayerNorm(4), nn.Linear(4, 2))
 
 
-def on_meta(make: type[nn.Module]) -> nn.Module:
+def on_meta(make):
     with torch.device("meta"):
         return make()
 
@@ -38,7 +38,7 @@ def test_initialized_parameters_keep_their_values():
 
 
 class Tied(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.one, self.other = nn.Linear(3, 3), nn.Linear(3, 3)
         self.other.weight = self.one.weight
@@ -54,7 +54,7 @@ def test_shared_parameters_stay_shared():
 
 
 class Own(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.scale = nn.Parameter(torch.empty(3))
         self.register_buffer("mask", torch.ones(3, dtype=torch.bool))
@@ -70,11 +70,11 @@ def test_uninitialized_parameters_are_named():
 class Pretrained(nn.Module):
     """As in Hugging Face's models, a method of the parent initializes its parts."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.layer, self.own = nn.Linear(3, 3), Own()
 
-    def _init_weights(self, module: nn.Module) -> None:
+    def _init_weights(self, module):
         if isinstance(module, nn.Linear):
             nn.init.constant_(module.weight, 0.5)
         elif isinstance(module, Own):
@@ -91,12 +91,12 @@ def test_module_around_may_fill_its_parts():
 class Whole(Own):
     """Initializes all parameters itself."""
 
-    def __init__(self, leaves_out: bool = False) -> None:
+    def __init__(self, leaves_out=False):
         super().__init__()
         self.layer = nn.Linear(3, 3)
         self.leaves_out = leaves_out
 
-    def init_weights(self) -> None:
+    def init_weights(self):
         with torch.no_grad():
             for parameter in self.layer.parameters():
                 parameter.fill_(0.25)
@@ -108,7 +108,7 @@ class Whole(Own):
 @pytest.mark.parametrize("method", ["init_weights", "_init_weights"])
 def test_integers_that_no_method_fills_are_named(method):
     class Positions(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.register_buffer("ids", torch.arange(3))
 
@@ -135,7 +135,7 @@ def test_parameters_left_out_by_init_weights_are_named():
 class Configured(Learner):
     """A module created on the meta device for any engine."""
 
-    def configure_model(self) -> None:
+    def configure_model(self):
         with torch.device("meta"):
             self.net = nn.Sequential(nn.Linear(FEATURES, 5), nn.Tanh(), nn.Linear(5, CLASSES))
 

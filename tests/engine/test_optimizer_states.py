@@ -2,8 +2,6 @@
 
 import warnings
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -27,7 +25,7 @@ from trainer.engine.optimizer_states import dtype_to_load, keep_dtypes
 
 BATCHES = make_batches(6)
 
-OPTIMIZERS: dict[str, Any] = {
+OPTIMIZERS = {
     "AdamW": partial(torch.optim.AdamW, lr=0.01, amsgrad=True, foreach=False),
     "AdamW fused": partial(torch.optim.AdamW, lr=0.01, fused=True),
     "AdamW, lr is a tensor": lambda params: torch.optim.AdamW(params, lr=torch.tensor(0.01), foreach=False),
@@ -46,21 +44,21 @@ PRECISIONS = ("bf16-true", "32-true", "16-mixed", "bf16-mixed")
 class Half(Regression):
     """Batches with the dtype of the weights. Records the dtypes of the optimizer's states at the start of training."""
 
-    def on_train_start(self) -> None:
+    def on_train_start(self):
         self.dtypes = [
             {key: value.dtype for key, value in state.items() if isinstance(value, Tensor)}
             for state in self.trainer.optimizers[0].state.values()
         ]
 
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
+    def training_step(self, batch, batch_idx):
         return super().training_step([one.to(self.net[0].weight.dtype) for one in batch], batch_idx)
 
 
-def plugin(precision: str) -> Any:
+def plugin(precision):
     return native_fp16(init_scale=64.0) if precision == "16-mixed" else precision
 
 
-def fit(folder: Path, optimizer: Any, precision: str, *more: Any, ckpt: Path | None = None, **arguments: Any) -> Any:
+def fit(folder, optimizer, precision, *more, ckpt=None, **arguments):
     module = Half(make_net(), optimizer)
     arguments |= {"callbacks": list(more), "enable_checkpointing": bool(more)}
     trainer = make_trainer(folder, precision=plugin(precision), **arguments)
@@ -75,7 +73,7 @@ def save_with_lightning(file, optimizer, precision):
         trainer.save_checkpoint(file)
 
 
-def end_of(trainer: Any, module: Any) -> dict[str, Any]:
+def end_of(trainer, module):
     return {"weights": dict(module.state_dict()), "optimizers": [one.state_dict() for one in trainer.optimizers]}
 
 
@@ -142,7 +140,7 @@ def test_lightnings_checkpoints_keep_their_dtypes(tmp_path):
 class Exports(Half):
     """Exports weights in another dtype than the run's in its checkpoints."""
 
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+    def on_save_checkpoint(self, checkpoint):
         checkpoint["state_dict"] = {name: value.float() for name, value in checkpoint["state_dict"].items()}
 
 
@@ -161,7 +159,7 @@ def test_optimizer_with_quantized_states(tmp_path):
     """Its states are tensors of a subclass, which torch loads on a named device only."""
     optimizers = pytest.importorskip("torchao.optim")
 
-    def run(*callbacks: Any, ckpt: Path | None = None) -> dict[str, Any]:
+    def run(*callbacks, ckpt=None):
         torch.manual_seed(0)
         net = nn.Sequential(nn.Linear(6, 64), nn.ReLU(), nn.Linear(64, 64), nn.Linear(64, 3))
         options = {"callbacks": list(callbacks), "enable_checkpointing": bool(callbacks)}
@@ -208,11 +206,11 @@ def test_hooks_of_the_user_see_the_saved_dtypes_and_have_the_last_word():
     optimizer = torch.optim.SGD([parameter], 0.1)
     seen = []
 
-    def after(optimizer: Any) -> None:
+    def after(optimizer):
         seen.append(optimizer.state[parameter]["new"].dtype)
         optimizer.state[parameter]["new"] = optimizer.state[parameter]["new"].half()
 
-    def before(optimizer: Any, state: Any) -> Any:
+    def before(optimizer, state):
         return {**state, "state": {0: {"new": state["state"][0]["old"]}}}
 
     hooks = [optimizer.register_load_state_dict_pre_hook(before), optimizer.register_load_state_dict_post_hook(after)]

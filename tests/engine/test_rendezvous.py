@@ -1,12 +1,10 @@
 """Processes find those of the same start, regardless of entries of an earlier start in the store."""
 
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from typing import Any
 
 import pytest
-from torch.distributed import HashStore, Store
+from torch.distributed import HashStore
 
 from trainer.engine.rendezvous import rendezvous
 from trainer.errors import ClusterError
@@ -14,13 +12,13 @@ from trainer.errors import ClusterError
 LONG, SHORT = timedelta(seconds=30), timedelta(seconds=0.3)
 
 
-def together(*functions: Callable[[], Any]) -> list[Any]:
+def together(*functions):
     """Return the results of concurrent calls."""
     with ThreadPoolExecutor(len(functions)) as threads:
         return [future.result() for future in [threads.submit(function) for function in functions]]
 
 
-def start(served: Store, processes: int = 3) -> list[Store]:
+def start(served, processes=3):
     return together(*(lambda rank=rank: rendezvous(served, rank, processes, LONG) for rank in range(processes)))
 
 

@@ -11,7 +11,7 @@ from trainer.engine.stalls import StallWatch
 
 def test_stall_is_reported_in_each_run_of_the_same_processes(monkeypatch):
     """The store belongs to the processes; a run that ends during a stall leaves its entries there."""
-    store, messages = distributed.HashStore(), list[str]()
+    store, messages = distributed.HashStore(), []
     monkeypatch.setattr(distributed.distributed_c10d, "_get_default_store", lambda: store)
     monkeypatch.setattr(stalls, "write_stderr", messages.append)
     for run in (1, 2):
@@ -25,12 +25,12 @@ def test_stall_is_reported_in_each_run_of_the_same_processes(monkeypatch):
 
 
 def test_stall_that_ends_during_the_exchange_is_not_reported(monkeypatch):
-    store, messages = distributed.HashStore(), list[str]()
+    store, messages = distributed.HashStore(), []
     monkeypatch.setattr(distributed.distributed_c10d, "_get_default_store", lambda: store)
     monkeypatch.setattr(stalls, "write_stderr", messages.append)
-    counted: list[int] = []
+    counted = []
 
-    def counters() -> bool:
+    def counters():
         counted.append(asks := store.num_keys() > 0)
         return bool(asks)  # it continues after this rank has reported its position
 

@@ -1,7 +1,5 @@
 """Parts of ``ZeroModule`` that need no process group. Whole runs: tests/distributed/test_deepspeed.py."""
 
-from typing import Any
-
 import pytest
 import torch
 from torch import nn
@@ -9,21 +7,21 @@ from torch import nn
 from trainer.engine.zero import ZeroModule
 
 
-def zero_module(module: nn.Module) -> ZeroModule:
+def zero_module(module):
     zero = ZeroModule.__new__(ZeroModule)
     zero.module = module
     return zero
 
 
 class Counts(nn.Module):
-    def __init__(self, steps: Any) -> None:
+    def __init__(self, steps):
         super().__init__()
         self.steps = steps
 
-    def get_extra_state(self) -> Any:
+    def get_extra_state(self):
         return self.steps
 
-    def set_extra_state(self, state: Any) -> None:
+    def set_extra_state(self, state):
         self.steps = state
 
 

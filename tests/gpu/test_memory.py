@@ -4,12 +4,10 @@ Measured on the simulated device by counting the bytes of all live tensors. CUDA
 each up to 512 bytes, and workspaces of kernels are not counted; both are equal in both loops.
 """
 
-from typing import Any
-
 import pytest
 import torch
 from lightning.pytorch import Callback
-from torch import Tensor, nn
+from torch import nn
 
 from tests.gpu.test_steps import LIMIT, OPTIMIZERS, PRECISIONS, SCALE, ByHand
 from tests.simulated_cuda.device import Simulated
@@ -31,27 +29,27 @@ SIZES = {"activations": (256, 16), "weights": (2, 128)}
 class OnDevice(LiveMemory):
     """Counts the bytes on the simulated device."""
 
-    def storage_of(self, tensor: Tensor) -> torch.UntypedStorage | None:
+    def storage_of(self, tensor):
         return tensor.held.untyped_storage() if isinstance(tensor, Simulated) else None
 
 
 @pytest.fixture(autouse=True)
-def _keep_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def _keep_nothing(monkeypatch):
     """Have OverflowReport keep no batches and no weights, which it does up to 64 MiB."""
     monkeypatch.setattr(OverflowReport, "on_before_backward", Callback.on_before_backward)
 
 
-def make_net(width: int) -> nn.Sequential:
+def make_net(width):
     return nn.Sequential(
         nn.Linear(6, width), nn.LayerNorm(width), nn.GELU(), nn.Linear(width, width), nn.Linear(width, 3)
     )
 
 
-def batches_of(samples: int) -> list[list[Tensor]]:
+def batches_of(samples):
     return [[torch.ones(samples, 6), torch.zeros(samples, 3), torch.tensor(1.0)]] * BATCHES
 
 
-def peak_by_hand(samples: int, width: int, precision: str, kind: str, clips: bool, window: int) -> int:
+def peak_by_hand(samples, width, precision, kind, clips, window):
     with OnDevice() as living:
         loop = ByHand(make_net(width).cuda(), precision, kind, clips, window)
         for number, batch in enumerate(batches_of(samples)):
@@ -64,19 +62,19 @@ def peak_by_hand(samples: int, width: int, precision: str, kind: str, clips: boo
 class Watch(Callback):
     """Measures between two batches: from the end of the first to the end of the last."""
 
-    def __init__(self, living: OnDevice) -> None:
+    def __init__(self, living):
         self.living = living
         self.peak = 0
 
-    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
         if batch_idx == FIRST:
             self.living.peak = 0
 
-    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
         self.peak = self.living.peak
 
 
-def peak_of_fit(folder: Any, samples: int, module: Regression, precision: Any, **options: Any) -> int:
+def peak_of_fit(folder, samples, module, precision, **options):
     if precision == "16-mixed":
         precision = MixedPrecision("float16", init_scale=SCALE)
     with OnDevice() as living:
@@ -109,10 +107,10 @@ def test_validation_has_the_memory_for_itself(cuda, tmp_path):
     class Validates(Regression):
         now: list[int] = []
 
-        def validation_step(self, batch: Any, batch_idx: int) -> None:
+        def validation_step(self, batch, batch_idx):
             pass
 
-        def on_validation_start(self) -> None:
+        def on_validation_start(self):
             self.now.append(living.current)
 
     with OnDevice() as living:

@@ -1,7 +1,5 @@
 """With a fused optimizer, a steady-state step makes no host-device synchronization."""
 
-from typing import Any
-
 import pytest
 import torch
 from lightning.pytorch import Callback
@@ -19,7 +17,7 @@ FIRST, LAST = 20, 290
 class Logging(Regression):
     """Logs its loss, as most modules do."""
 
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
+    def training_step(self, batch, batch_idx):
         loss = super().training_step(batch, batch_idx)
         self.log("loss", loss, on_step=True, on_epoch=True, batch_size=4)
         return loss
@@ -28,28 +26,28 @@ class Logging(Regression):
 class ForbidSynchronization(Callback):
     """Make torch raise at any synchronization, from the start of a batch to the end of another."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.watched = 0
         self.is_on = False
 
-    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
         if batch_idx == FIRST:
             self.switch(True)
 
-    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
         self.watched += self.is_on
         if batch_idx == LAST:
             self.switch(False)
 
-    def on_exception(self, trainer: Any, module: Any, exception: BaseException) -> None:
+    def on_exception(self, trainer, module, exception):
         self.switch(False)
 
-    def switch(self, on: bool) -> None:
+    def switch(self, on):
         self.is_on = on
         torch.cuda.set_sync_debug_mode("error" if on else "default")
 
 
-def fit(folder: Any, optimizer: str, watch: Callback) -> None:
+def fit(folder, optimizer, watch):
     """16-mixed with clipping, accumulation, a schedule and ScaleMonitor, on batches that are on the device."""
     module = Logging(None, OPTIMIZERS[optimizer], lambda o: LambdaLR(o, lambda step: 0.99**step), interval="step")
     trainer = make_trainer(

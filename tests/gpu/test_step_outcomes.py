@@ -1,7 +1,5 @@
 """A step with a late outcome is bitwise equal to the hand-written loop."""
 
-from typing import Any
-
 import pytest
 import torch
 from lightning.pytorch import Callback
@@ -31,35 +29,35 @@ class Recorder(Callback):
         asks: read the outcome at the end of each batch, which completes the step.
     """
 
-    def __init__(self, asks: bool = False) -> None:
+    def __init__(self, asks=False):
         self.asks = asks
-        self.outcomes: list[Any] = []
-        self.weights: list[list[torch.Tensor]] = []
-        self.order: list[str] = []
-        self.rates_after_asking: list[float] = []
+        self.outcomes = []
+        self.weights = []
+        self.order = []
+        self.rates_after_asking = []
 
-    def on_after_backward(self, trainer: Any, module: Any) -> None:
+    def on_after_backward(self, trainer, module):
         self.order.append("backward")
 
-    def on_after_optimizer_step(self, trainer: Any, module: Any, optimizer: Any, outcome: Any) -> None:
+    def on_after_optimizer_step(self, trainer, module, optimizer, outcome):
         self.order.append("outcome")
         self.outcomes.append(outcome)
         self.weights.append([p.detach().clone() for p in module.net.parameters()])
 
-    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
         if self.asks:
             if self.order.count("step"):
                 assert trainer.step_outcome is self.outcomes[-1]
             self.rates_after_asking.append(trainer.optimizers[0].param_groups[0]["lr"])
 
 
-def recording(make: Any, rates: list[float], order: list[str] | None = None) -> Any:
+def recording(make, rates, order=None):
     """Return ``make`` for an optimizer that records the learning rate of each step."""
 
-    def build(parameters: Any) -> torch.optim.Optimizer:
+    def build(parameters):
         optimizer = make(parameters)
 
-        def note(stepping: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        def note(stepping, args, kwargs):
             rates.append(stepping.param_groups[0]["lr"])
             if order is not None:
                 order.append("step")
@@ -70,15 +68,15 @@ def recording(make: Any, rates: list[float], order: list[str] | None = None) -> 
     return build
 
 
-def decay(optimizer: torch.optim.Optimizer) -> LambdaLR:
+def decay(optimizer):
     return LambdaLR(optimizer, lambda step: 0.8**step)
 
 
-def on_cuda(batches: list[Any]) -> list[Any]:
+def on_cuda(batches):
     return [[part.cuda() for part in batch] for batch in batches]
 
 
-def fit(folder: Any, optimizer: str, batches: list[Any], recorder: Recorder, rates: list[float], **more: Any) -> Any:
+def fit(folder, optimizer, batches, recorder, rates, **more):
     trainer = make_trainer(
         folder,
         accelerator="gpu",

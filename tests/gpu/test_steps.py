@@ -5,12 +5,11 @@ Measured on the simulated device, per batch, against the shortest correct loop.
 
 from collections import Counter
 from functools import cache, partial
-from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch import Callback
-from torch import Tensor, nn
+from torch import nn
 
 from tests.simulated_cuda.device import DEVICE, Seen
 from tests.support import AUTOCAST_DTYPES, Regression, loader_of, loss_of, make_batches, make_net, make_trainer
@@ -41,21 +40,21 @@ None if the loss is logged, because logging copies it.
 """
 
 
-def on_device() -> list[list[Tensor]]:
+def on_device():
     return [[part.cuda() for part in batch] for batch in make_batches(BATCHES)]
 
 
 class Watch(Callback):
     """Records the operations from each batch's start to the next one's."""
 
-    def __init__(self) -> None:
-        self.seen: list[Seen] = []
+    def __init__(self):
+        self.seen = []
 
-    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
         DEVICE.seen = Seen()
         self.seen.append(DEVICE.seen)
 
-    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
         if batch_idx == BATCHES - 1:
             DEVICE.seen = None
 
@@ -63,7 +62,7 @@ class Watch(Callback):
 class Logging(Regression):
     """Logs nothing, then its loss, then a loss that all readers use."""
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+    def training_step(self, batch, batch_idx):
         loss = loss_of(self.net, batch)
         if batch_idx >= WARM_UP + 2 * PHASE:
             self.log("loss", loss, on_step=True, on_epoch=True, prog_bar=True, batch_size=4)
@@ -72,7 +71,7 @@ class Logging(Regression):
         return loss
 
 
-def step_by_hand(optimizer: Any, found_inf: Tensor | None) -> None:
+def step_by_hand(optimizer, found_inf):
     """Skip the step if a gradient is not finite."""
     if found_inf is None:
         optimizer.step()
@@ -86,7 +85,7 @@ def step_by_hand(optimizer: Any, found_inf: Tensor | None) -> None:
 class ByHand:
     """The shortest correct loop, which keeps no tensor that it does not need."""
 
-    def __init__(self, net: nn.Module, precision: str, kind: str, clips: bool, window: int) -> None:
+    def __init__(self, net, precision, kind, clips, window):
         self.net = net
         self.optimizer, self.dtype = OPTIMIZERS[kind](self.net.parameters()), AUTOCAST_DTYPES.get(precision)
         self.scales, self.clips, self.window = precision == "16-mixed", clips, window
@@ -94,7 +93,7 @@ class ByHand:
             self.scale, self.tracker = torch.tensor(SCALE).cuda(), torch.zeros((), dtype=torch.int32).cuda()
             self.inverse = self.scale.reciprocal()
 
-    def step(self, number: int, batch: list[Tensor]) -> None:
+    def step(self, number, batch):
         batch = [part.cuda() for part in batch]
         if number % self.window == 0:
             self.optimizer.zero_grad()
@@ -106,7 +105,7 @@ class ByHand:
         if number % self.window == self.window - 1:
             self.update()
 
-    def update(self) -> None:
+    def update(self):
         found_inf = torch.zeros((), device="cuda") if self.scales else None
         if self.scales:
             gradients = [parameter.grad for parameter in self.net.parameters()]
@@ -119,7 +118,7 @@ class ByHand:
 
 
 @cache
-def by_hand(precision: str, kind: str, clips: bool, window: int) -> list[Seen]:
+def by_hand(precision, kind, clips, window):
     """Return the operations of each batch of the shortest correct loop, without logs."""
     loop, seen = ByHand(make_net().cuda(), precision, kind, clips, window), []
     for number, batch in enumerate(on_device()):
@@ -129,7 +128,7 @@ def by_hand(precision: str, kind: str, clips: bool, window: int) -> list[Seen]:
     return seen
 
 
-def fit(folder: Any, precision: Any, optimizer: str, **options: Any) -> list[Seen]:
+def fit(folder, precision, optimizer, **options):
     """Return the operations of each batch of a fit, except the end of the last: the end of an epoch may synchronize."""
     watch = Watch()
     if precision == "16-mixed":
@@ -143,7 +142,7 @@ def fit(folder: Any, precision: Any, optimizer: str, **options: Any) -> list[See
     return watch.seen
 
 
-def added(ours: Seen, theirs: Seen) -> Counter[str]:
+def added(ours, theirs):
     """Return the additional kernels. The other loop must have none that this one lacks."""
     assert not Counter(theirs.kernels) - Counter(ours.kernels)
     return Counter(ours.kernels) - Counter(theirs.kernels)
@@ -182,11 +181,11 @@ class Graphed(torch.autograd.Function):
     """Stands for a compiled function, whose output may be in the memory of a CUDA graph."""
 
     @staticmethod
-    def forward(ctx: Any, loss: Any) -> Any:
+    def forward(ctx, loss):
         return loss * 1.0
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
+    def backward(ctx, *gradients):
         return gradients
 
 

@@ -1,13 +1,9 @@
 """An index that is out of range on a GPU, which reports it later and can then no longer be read."""
 
-from collections.abc import Container
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 from lightning import LightningModule
-from torch import Tensor, nn
+from torch import nn
 from torchmetrics import MeanMetric
 
 from tests.support import loader_of, make_trainer
@@ -20,15 +16,15 @@ ROWS, LATE = 5, 2
 class Tokens(LightningModule):
     """Embeds tokens. A GPU raises ``LATE`` batches after the batch with the index, as a real one does."""
 
-    def __init__(self, fails_on_cpu: Container[int] = ()) -> None:
+    def __init__(self, fails_on_cpu=()):
         super().__init__()
         self.embed, self.seen, self.mean = nn.Embedding(ROWS, 3), 0, MeanMetric()
         self.tied, self.fails_on_cpu = self.embed.weight, fails_on_cpu
 
-    def on_train_start(self) -> None:
+    def on_train_start(self):
         self.offset = torch.zeros(3, device=self.device)  # no parameter, and no buffer
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+    def training_step(self, batch, batch_idx):
         tokens = batch[0]
         if tokens.is_cuda:
             self.seen += bool(self.seen or (tokens >= ROWS).any())
@@ -44,11 +40,11 @@ class Tokens(LightningModule):
         self.log("mean", self.mean)
         return loss
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def fit(folder: Path, module: Tokens, bad: tuple[int, ...] = (3,)) -> OverflowReport:
+def fit(folder, module, bad=(3,)):
     """Train on batches of 4 tokens. The batches ``bad`` have a 7 as sample 2."""
     batches = [[torch.tensor([0, 1, 7 if index in bad else 2, 4])] for index in range(8)]
     report = OverflowReport()

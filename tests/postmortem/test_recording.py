@@ -1,5 +1,4 @@
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -17,35 +16,35 @@ class Alternating(Regression):
 
     automatic_optimization = False
 
-    def training_step(self, batch: Any, batch_idx: int) -> None:
+    def training_step(self, batch, batch_idx):
         for optimizer in self.optimizers():
             manual_step(self, loss_of(self.net, batch), optimizer)
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         return [self.make_optimizer(self.net[0].parameters()), self.make_optimizer(self.net[2:].parameters())]
 
 
 class Recording(Callback):
     """Records the batches of each update."""
 
-    def __init__(self, keeps_batches: bool = True) -> None:
+    def __init__(self, keeps_batches=True):
         self.keeps_batches = keeps_batches
 
-    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+    def on_train_start(self, trainer, pl_module):
         self.recorder = Recorder(trainer, keeps_batches=self.keeps_batches)
 
-    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+    def on_before_optimizer_step(self, trainer, pl_module, optimizer):
         self.recorder.close()
 
 
 class Records(Recording):
     """By the step of each update, the indices of its batches."""
 
-    def __init__(self, keeps_batches: bool = True) -> None:
+    def __init__(self, keeps_batches=True):
         super().__init__(keeps_batches)
-        self.updates: dict[int, Any] = {}
+        self.updates = {}
 
-    def on_after_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any, outcome: Any) -> None:
+    def on_after_optimizer_step(self, trainer, pl_module, optimizer, outcome):
         if optimizer is trainer.optimizers[outcome.optimizers[0]]:
             step = trainer.global_step - len(outcome.optimizers)
             self.updates[step] = [recorded.batch_idx for recorded in self.recorder.closed]
@@ -73,7 +72,7 @@ def test_each_outcome_has_the_batches_of_its_update(tmp_path, late, module, wind
 
 
 class UsesWeightsTwice(Alternating):
-    def training_step(self, batch: Any, batch_idx: int) -> None:
+    def training_step(self, batch, batch_idx):
         self.decision = self.trainer.engine.precision.state_dict()["enabled"]
         manual_step(self, loss_of(self.net, batch) + loss_of(self.net, batch), self.optimizers()[0])
 
@@ -90,11 +89,11 @@ def test_diagnosis_inside_a_step_does_not_disable_the_autocast_cache(tmp_path, l
 class Stochastic(Regression):
     """Has buffers that a batch changes, and draws random numbers."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__(nn.Sequential(nn.BatchNorm1d(6), nn.Dropout(), nn.Linear(6, 3)))
-        self.means: list[Any] = []
+        self.means = []
 
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
+    def training_step(self, batch, batch_idx):
         self.means.append(self.net[0].running_mean.clone())
         loss = super().training_step(batch, batch_idx)
         self.random_state = torch.get_rng_state()
@@ -104,7 +103,7 @@ class Stochastic(Regression):
 class Restores(Records):
     """Restores the state before each update, and compares it."""
 
-    def on_after_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any, outcome: Any) -> None:
+    def on_after_optimizer_step(self, trainer, pl_module, optimizer, outcome):
         first, second = self.recorder.closed
         self.updates[first.step] = (first.window.is_first, second.window.is_first, second.buffers)
         mean = pl_module.net[0].running_mean
@@ -136,7 +135,7 @@ def test_state_before_each_window(tmp_path, keeps_batches):
 class Graph:
     """A batch of a class that cannot be looked into."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.x = torch.ones(4)
 
 

@@ -5,7 +5,6 @@ import math
 import re
 import textwrap
 from pathlib import Path
-from typing import Any
 
 import pytest
 from _diagnosis import frameworks
@@ -19,7 +18,7 @@ REPRESENTATIVES = (
 )  # fmt: skip
 
 
-def marks_of(name: str) -> Any:
+def marks_of(name):
     return pytest.mark.whole if name in REPRESENTATIVES else pytest.mark.nightly
 
 
@@ -53,13 +52,12 @@ def test_a_remedy_for_code_in_a_notebook(capsys, monkeypatch):
         make_trainer(None, precision="16-mixed", max_epochs=4).fit(module, loader_of(batches))
     """)
 
-    def run_cell(text: str, number: int) -> list[float]:
+    def run_cell(text, number):
         name = f"/tmp/ipykernel_1/{number}.py"  # as a notebook names the code of a cell
         monkeypatch.setitem(linecache.cache, name, (len(text), None, text.splitlines(keepends=True), name))
-        space: dict[str, Any] = {"__name__": "cell"}
+        space = {"__name__": "cell"}
         exec(compile(text, name, "exec"), space)
-        losses: list[float] = space["module"].losses
-        return losses
+        return space["module"].losses
 
     assert not all(map(math.isfinite, run_cell(cell, 1)))
     printed = "".join(capsys.readouterr())

@@ -9,7 +9,7 @@ from trainer import callbacks, errors
 
 
 @pytest.fixture(scope="module")
-def pages() -> dict[str, str]:
+def pages():
     return reference.pages()
 
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import pickle
 import zipfile
-from collections.abc import Iterator
 from io import BytesIO
-from typing import Any
 
 import pytest
 import torch
@@ -16,10 +14,10 @@ from tests.support import make_trainer
 from trainer.checkpoint import inert as module_of_inert
 from trainer.checkpoint.inert import StandIn, allow_stand_ins
 
-ran: list[Any] = []
+ran = []
 
 
-def boom(*arguments: Any, **named: Any) -> Any:
+def boom(*arguments, **named):
     ran.append(arguments)
     return {}
 
@@ -27,30 +25,30 @@ def boom(*arguments: Any, **named: Any) -> Any:
 class Evil:
     """Records every operation on it."""
 
-    def __new__(cls, *arguments: Any) -> Evil:
+    def __new__(cls, *arguments):
         ran.append("__new__")
         return object.__new__(cls)
 
-    def __setstate__(self, state: Any) -> None:
+    def __setstate__(self, state):
         ran.append("__setstate__")
 
-    def __setitem__(self, key: Any, value: Any) -> None:
+    def __setitem__(self, key, value):
         ran.append("__setitem__")
 
-    def append(self, item: Any) -> None:
+    def append(self, item):
         ran.append("append")
 
-    def __hash__(self) -> int:
+    def __hash__(self):
         ran.append("__hash__")
         return 1
 
-    def __eq__(self, other: object) -> bool:
+    def __eq__(self, other):
         ran.append("__eq__")
         return True
 
 
 @pytest.fixture(autouse=True)
-def nothing_ran() -> Iterator[None]:
+def nothing_ran():
     ran.clear()
     before = set(torch.serialization.get_safe_globals())
     yield
@@ -62,22 +60,22 @@ HERE = __name__.encode()
 BOOM, EVIL = b"c" + HERE + b"\nboom\n", b"c" + HERE + b"\nEvil\n"
 
 
-def text(value: str) -> bytes:
+def text(value):
     return b"X" + len(value).to_bytes(4, "little") + value.encode()
 
 
-def name(where: str, what: str) -> bytes:
+def name(where, what):
     return f"c{where}\n{what}\n".encode()
 
 
-def reduced(function: bytes, *arguments: bytes) -> bytes:
+def reduced(function, *arguments):
     return function + b"(" + b"".join(arguments) + b"tR"
 
 
 STORAGE = b"(" + text("storage") + name("torch", "FloatStorage") + text("0") + text("cpu") + b"K\x03tQ"
 TENSOR = STORAGE + b"K\x00(K\x03t(K\x01t\x89" + reduced(name("collections", "OrderedDict"))
 
-ATTACKS: dict[str, bytes] = {
+ATTACKS = {
     "a call": reduced(BOOM, text("x")),
     "eval": reduced(name("builtins", "eval"), text(f"__import__('{__name__}', fromlist='boom').boom()")),
     "a name in a module that is not loaded": name("antigravity", "fly"),
@@ -124,12 +122,12 @@ ATTACKS: dict[str, bytes] = {
 }  # fmt: skip
 
 
-def pickled(hyper_parameters: bytes, state_dict: bytes = b"}") -> bytes:
+def pickled(hyper_parameters, state_dict=b"}"):
     entries = text("state_dict") + state_dict + text("hyper_parameters") + hyper_parameters
     return b"\x80\x02}(" + entries + b"u."
 
 
-def archive(data: bytes, *others: tuple[str, bytes]) -> BytesIO:
+def archive(data, *others):
     good, evil = BytesIO(), BytesIO()
     torch.save({"a": torch.ones(3)}, good)
     with zipfile.ZipFile(good) as source, zipfile.ZipFile(evil, "w", zipfile.ZIP_STORED) as target:
@@ -140,7 +138,7 @@ def archive(data: bytes, *others: tuple[str, bytes]) -> BytesIO:
     return evil
 
 
-def attempt(file: BytesIO) -> Any:
+def attempt(file):
     """Return the result of our reader, or None if it raises."""
     try:
         with allow_stand_ins(file):
@@ -170,7 +168,7 @@ def test_pickles_of_each_protocol_run_no_code(protocol):
     file = BytesIO()
 
     class Called:
-        def __reduce__(self) -> Any:
+        def __reduce__(self):
             return boom, ("x",), {"a": 1}, iter([1]), iter([("k", 1)])
 
     torch.save({"state_dict": {}, "hyper_parameters": {"it": Called()}}, file, pickle_protocol=protocol)
@@ -208,11 +206,11 @@ def test_every_kind_of_archive(file):
     assert checkpoint is None or set(checkpoint) == {"state_dict", "hyper_parameters"}
 
 
-def legacy() -> BytesIO:
+def legacy():
     file = BytesIO()
 
     class Called:
-        def __reduce__(self) -> Any:
+        def __reduce__(self):
             return boom, ()
 
     torch.save({"hyper_parameters": Called()}, file, _use_new_zipfile_serialization=False)
@@ -223,7 +221,7 @@ def test_outline_that_is_wrong_does_no_harm(monkeypatch):
     """A malicious file shows the scan another content than torch; all names are replaced by stand-ins."""
     outline = module_of_inert._Outline.__init__
 
-    def wrong(self: Any, file: Any) -> None:
+    def wrong(self, file):
         outline(self, file)
         names = [f"{__name__}.boom", f"{__name__}.Evil", "builtins.eval", "os.system", "builtins.getattr"]
         self._calls = {
@@ -238,7 +236,7 @@ def test_outline_that_is_wrong_does_no_harm(monkeypatch):
 
 
 class Reads(Classifier):
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+    def on_load_checkpoint(self, checkpoint):
         self.read = checkpoint["hyper_parameters"]
 
 
@@ -248,7 +246,7 @@ def test_trainer_passes_them_over(tmp_path):
     trainer.fit(Reads(), data(2))
 
     class Called:
-        def __reduce__(self) -> Any:
+        def __reduce__(self):
             return boom, ("x",), {"a": 1}
 
     file = tmp_path / "evil.ckpt"

@@ -2,16 +2,14 @@
 
 import pickle
 import tarfile
-from collections.abc import Iterator
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
-from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningDataModule, LightningModule
+from lightning.pytorch import LightningDataModule
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.trainer.connectors import checkpoint_connector
 from lightning.pytorch.tuner import Tuner
@@ -26,25 +24,25 @@ pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step`"
 
 
 @pytest.fixture(autouse=True)
-def careless(monkeypatch: pytest.MonkeyPatch) -> None:
+def careless(monkeypatch):
     """Set the variable that changes torch's default to weights_only=False, so that each call must pass True."""
     monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
 
 
 @pytest.fixture
-def proof(tmp_path: Path) -> Path:
+def proof(tmp_path):
     return tmp_path / "pwned"
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def checkpoint(tmp_path_factory):
     """Write a good checkpoint."""
     trainer = make_trainer(tmp_path_factory.mktemp("good"))
     trainer.fit(Classifier(), data(2), data(2))
     return trainer._checkpoint_connector.dump_checkpoint()
 
 
-def with_payload(checkpoint: dict[str, Any], place: list[str], payload: Any) -> Any:
+def with_payload(checkpoint, place, payload):
     if not place:
         return payload
     name, *inner = place
@@ -65,7 +63,7 @@ def test_every_place_in_a_checkpoint(tmp_path, checkpoint, proof, place):
     assert not proof.exists()
 
 
-def oldest_format(file: Path, content: Any) -> None:
+def oldest_format(file, content):
     names = ["storages", "tensors", "pickle"]
     for name in names:
         (file.parent / name).write_bytes(pickle.dumps(content))
@@ -91,7 +89,7 @@ def test_every_kind_of_file(tmp_path, checkpoint, proof, write):
 
 
 @pytest.fixture
-def evil(tmp_path: Path, checkpoint: dict[str, Any], proof: Path) -> Path:
+def evil(tmp_path, checkpoint, proof):
     file = tmp_path / "hpc_ckpt_1.ckpt"
     torch.save({**checkpoint, "more": Payload(proof)}, file)
     return file
@@ -105,11 +103,11 @@ def test_every_loader(tmp_path, evil, proof, function):
 
 
 @pytest.fixture
-def served(tmp_path: Path) -> Iterator[str]:
+def served(tmp_path):
     """Serve ``tmp_path`` on this machine, and return its address."""
 
     class Quiet(SimpleHTTPRequestHandler):
-        def log_message(self, *message: Any) -> None:
+        def log_message(self, *message):
             pass
 
     with ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(tmp_path))) as server:
@@ -152,7 +150,7 @@ class Tuned(Classifier):
 
 
 class Batches(LightningDataModule):
-    def train_dataloader(self) -> Any:
+    def train_dataloader(self):
         return data(2)
 
 
@@ -162,7 +160,7 @@ def test_files_of_the_tuner(tmp_path, evil, proof, monkeypatch):
     """The file is replaced meanwhile."""
     save = Trainer.save_checkpoint
 
-    def swapped(self: Trainer, filepath: Any, *more: Any, **options: Any) -> None:
+    def swapped(self, filepath, *more, **options):
         save(self, filepath, *more, **options)
         Path(filepath).write_bytes(evil.read_bytes())
 
@@ -198,14 +196,14 @@ def test_hyper_parameters_in_yaml(tmp_path, checkpoint, proof):
 class Own:
     """A trusted class of the user."""
 
-    def __eq__(self, other: object) -> bool:
+    def __eq__(self, other):
         return isinstance(other, Own)
 
     __hash__ = object.__hash__
 
 
 class Reads(Classifier):
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+    def on_load_checkpoint(self, checkpoint):
         self.read = checkpoint["own"]
 
 
@@ -214,7 +212,7 @@ def test_safe_globals_of_the_user_are_loaded(tmp_path, checkpoint):
     torch.save({**checkpoint, "own": Own()}, file)
     with pytest.raises(UnsafeCheckpointError, match="Own"):
         make_trainer(tmp_path).validate(Reads(), data(2), ckpt_path=file)
-    module: LightningModule = Reads()
+    module = Reads()
     with torch.serialization.safe_globals([Own]):
         make_trainer(tmp_path).validate(module, data(2), ckpt_path=file, verbose=False)
     assert module.read == Own()

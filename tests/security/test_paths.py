@@ -1,8 +1,6 @@
 """Checkpoints, and their configs, use no paths outside the working directory."""
 
 import re
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -78,7 +76,7 @@ def test_config_of_the_user_writes_anywhere(project, tmp_path):
     assert config.callbacks.model_checkpoint.dirpath == "/x"
 
 
-def checkpoint_of(folder: Path, change: Any) -> Path:
+def checkpoint_of(folder, change):
     """Return a checkpoint of a fit with the state of its ModelCheckpoint changed by ``change``."""
     saver = ModelCheckpoint(folder, save_top_k=1)
     trainer = make_trainer(folder, callbacks=[saver], enable_checkpointing=True)
@@ -111,7 +109,7 @@ def test_best_model_path_of_a_checkpoint_is_not_read(tmp_path):
 def test_old_paths_of_a_checkpoint_are_not_removed(tmp_path):
     victims = [tmp_path / "elsewhere" / name for name in ("a.ckpt", "b.ckpt", "c.ckpt")]
 
-    def change(state: dict[str, Any]) -> None:
+    def change(state):
         a, b, c = map(str, victims)
         state.update(best_model_path=a, last_model_path=b, kth_best_model_path=c, best_k_models={c: torch.tensor(0.0)})
 

@@ -2,7 +2,6 @@
 
 import json
 import os
-from pathlib import Path
 
 import pytest
 
@@ -14,7 +13,7 @@ EVIL = '"><img src=x onerror=alert(1)></script></pre><script>alert(2)</script>'
 
 
 @pytest.fixture
-def given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def given(tmp_path, monkeypatch):
     """The folder of a run."""
     monkeypatch.chdir(tmp_path)
     write(
@@ -29,7 +28,7 @@ def given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "given"
 
 
-def page_of(folder: Path) -> str:
+def page_of(folder):
     assert main(["report", str(folder)]) == 0
     return (folder / "report.html").read_text(encoding="utf-8")
 

@@ -4,7 +4,6 @@ import os
 import pickle
 import shutil
 import sys
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -20,12 +19,12 @@ from trainer.cli.targets import Allowlist
 
 
 @pytest.fixture
-def proof(tmp_path: Path) -> Path:
+def proof(tmp_path):
     """File that exists if a payload has run."""
     return tmp_path / "pwned"
 
 
-def allowlist(packages: tuple[str, ...] = (), named: tuple[str, ...] = ()) -> Allowlist:
+def allowlist(packages=(), named=()):
     """Return the allowlist for a config that comes with a checkpoint."""
     return Allowlist(packages, "given/last.ckpt", named)
 
@@ -168,7 +167,7 @@ from line_fit import Line
 
 
 @pytest.fixture
-def run_of_a_stranger(project: Path, proof: Path, trained: Path) -> Iterator[Path]:
+def run_of_a_stranger(project, proof, trained):
     """Return the folder of another person's run, with a module that its config uses as model."""
     folder = Path(shutil.copytree(trained, project / "given/run"))
     config = (folder / ".hydra/config.yaml").read_text()

@@ -49,7 +49,7 @@ def test_only_sharded_parts_are_copied_with_their_places():
     value = OrderedDict(kept=kept, more=[ones, {"b": ones}], counts=defaultdict(int, {2: ones}))
     places = []
 
-    def change(place: tuple[str, ...], tensor: torch.Tensor) -> torch.Tensor:
+    def change(place, tensor):
         places.append(place)
         return tensor * 2 if tensor is ones else tensor
 

@@ -1,12 +1,9 @@
 """Selection of the modules to shard, and restoring a module."""
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 import torch
 import torch.distributed as distributed
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
@@ -22,25 +19,25 @@ pytestmark = needs_fsdp2
 class Part(nn.Module):
     """A block with a list in it."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.inner = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return x + self.inner(x)
 
 
 class Model(nn.Module):
     """Blocks in a list; a head that shares the embedding's weight."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.embedding = nn.Linear(4, 4, bias=False)
         self.parts = nn.ModuleList(Part() for _ in range(3))
         self.head = nn.Linear(4, 4)
         self.head.weight = self.embedding.weight
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         x = self.embedding(x)
         for part in self.parts:
             x = part(x)
@@ -48,13 +45,13 @@ class Model(nn.Module):
 
 
 @pytest.fixture
-def one_process(tmp_path: Path) -> Iterator[None]:
+def one_process(tmp_path):
     distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
     yield
     distributed.destroy_process_group()
 
 
-def names(module: nn.Module, blocks: list[nn.Module]) -> set[str]:
+def names(module, blocks):
     return {name for name, part in module.named_modules() if part in blocks}
 
 
@@ -113,17 +110,17 @@ def test_current_buffers_are_broadcast(monkeypatch):
     assert [*map(id, sent)] == [*map(id, expected)]
 
 
-def shard(model: nn.Module) -> ShardedModule:
+def shard(model):
     return ShardedModule(model, init_device_mesh("cpu", (1,)), torch.device("cpu"), Sharding())
 
 
-def with_hook() -> nn.Parameter:
+def with_hook():
     parameter = nn.Parameter(torch.ones(4))
     parameter.register_hook(lambda gradient: gradient * 2)
     return parameter
 
 
-def tied_by_memory(model: Model) -> nn.Module:
+def tied_by_memory(model):
     head = nn.Linear(4, 4)
     head.weight.data = model.embedding.weight.data
     return head
