@@ -3,15 +3,13 @@
 The reference is the loop of torch's AMP examples (``by_hand``); results are bitwise equal.
 """
 
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch import Callback
 from packaging.version import Version
-from torch import Tensor, nn
+from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -30,7 +28,7 @@ DTYPES = {"32-true": None, "bf16-mixed": torch.bfloat16, "16-mixed": torch.float
 every_precision = pytest.mark.parametrize("precision", PRECISIONS)
 
 
-def ours(name: Any) -> Any:
+def ours(name):
     """Arguments of ``Trainer(precision=...)``; float16 with torch's own kernels, and with the fast ones."""
     if not str(name).startswith("16"):
         return name
@@ -38,7 +36,7 @@ def ours(name: Any) -> Any:
 
 
 @contextmanager
-def session(name: str, device: str = "cpu") -> Iterator[tuple[Callable[[], Any], torch.amp.GradScaler]]:
+def session(name, device="cpu"):
     """Return the factory of an autocast context, and a scaler, for the hand-written loop."""
     dtype, scaled = DTYPES[name], name.startswith("16")
     scaler = torch.amp.GradScaler(device, init_scale=SCALE, enabled=scaled)
@@ -46,9 +44,7 @@ def session(name: str, device: str = "cpu") -> Iterator[tuple[Callable[[], Any],
         yield lambda: torch.autocast(device, dtype or torch.bfloat16, enabled=dtype is not None), scaler
 
 
-def by_hand(
-    net: nn.Module, loss_of: Callable[..., Tensor], batches: Any, name: str, window: int = 1, device: str = "cpu"
-) -> None:
+def by_hand(net, loss_of, batches, name, window=1, device="cpu"):
     """Train ``net`` on ``loss_of(net, batch)``."""
     optimizer = torch.optim.SGD(net.to(device).parameters(), lr=0.1)
     with session(name, device) as (autocast, scaler):
@@ -65,18 +61,18 @@ def by_hand(
 class Stepping(Regression):
     """Trains on ``loss_of(net, batch)``."""
 
-    def __init__(self, net: nn.Module, loss_of: Callable[..., Tensor]) -> None:
+    def __init__(self, net, loss_of):
         super().__init__(net)
         self.loss_of = loss_of
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.net(x)
 
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
+    def training_step(self, batch, batch_idx):
         return self.loss_of(self.net, batch)
 
 
-def make(build: Callable[[], nn.Module]) -> tuple[nn.Module, nn.Module]:
+def make(build):
     """Return two equal nets."""
     nets = []
     for _ in range(2):
@@ -85,11 +81,11 @@ def make(build: Callable[[], nn.Module]) -> tuple[nn.Module, nn.Module]:
     return nets[0], nets[1]
 
 
-def error_of(net: Callable[[Tensor], Tensor], batch: Any) -> Tensor:
+def error_of(net, batch):
     return F.mse_loss(net(batch[0]), batch[1])
 
 
-def assert_equal(mine: nn.Module, theirs: nn.Module, start: nn.Module | None = None) -> None:
+def assert_equal(mine, theirs, start=None):
     """Compare weights and buffers bit for bit, and check that they differ from ``start``."""
     assert_same_weights(mine, theirs)
     if start is not None:
@@ -97,7 +93,7 @@ def assert_equal(mine: nn.Module, theirs: nn.Module, start: nn.Module | None = N
             assert not torch.equal(a, b), f"{name} has not been trained"
 
 
-def fit(folder: Any, module: Regression, batches: Any, name: Any, **arguments: Any) -> Any:
+def fit(folder, module, batches, name, **arguments):
     trainer = make_trainer(folder, precision=ours(name), **arguments)
     torch.manual_seed(5)
     trainer.fit(module, loader_of(batches))
@@ -177,7 +173,7 @@ def test_evaluation_runs_under_autocast_without_the_scaler(tmp_path, precision, 
 class Casts(TorchDispatchMode):
     """Counts the casts of a tensor."""
 
-    def __init__(self, tensor: Tensor) -> None:
+    def __init__(self, tensor):
         super().__init__()
         self.tensor, self.count = tensor, 0
 
@@ -207,7 +203,7 @@ def test_weight_used_three_times_is_cast_once_a_forward(tmp_path, precision):
     assert_equal(mine, theirs, start)
 
 
-def casts_of_its_own(context: Any, function: Callable[[], Tensor]) -> Tensor:
+def casts_of_its_own(context, function):
     """Run ``function()`` in ``context`` without leftovers in autocast's cache, as the reference."""
     torch.clear_autocast_cache()
     with context:
@@ -216,12 +212,12 @@ def casts_of_its_own(context: Any, function: Callable[[], Tensor]) -> Tensor:
     return result
 
 
-def as_it_comes(context: Any, function: Callable[[], Tensor]) -> Tensor:
+def as_it_comes(context, function):
     with context:
         return function()
 
 
-def cube(cast_inputs: torch.dtype | None = None) -> tuple[Any, list[Any]]:
+def cube(cast_inputs=None):
     """A custom function as in torch's AMP guide, and the dtypes in it."""
     seen = []
 
@@ -244,26 +240,26 @@ def cube(cast_inputs: torch.dtype | None = None) -> tuple[Any, list[Any]]:
     return Cube.apply, seen
 
 
-def self_distillation(net: nn.Module, batch: Any, run: Any, off: Any) -> Tensor:
+def self_distillation(net, batch, run, off):
     target = run(off(), lambda: net(batch[0])).float()
     return F.mse_loss(net(batch[0] * 0.9), target.clone())
 
 
-def refinement(net: nn.Module, batch: Any, run: Any, off: Any) -> Tensor:
+def refinement(net, batch, run, off):
     x = batch[0]
     for _ in range(2):
         x = run(off(), lambda x=x: x + net(x).mean()).clone()
     return F.mse_loss(net(x), batch[1])
 
 
-def weight_used_directly(net: nn.Module, batch: Any, run: Any, off: Any) -> Tensor:
+def weight_used_directly(net, batch, run, off):
     codes = run(off(), lambda: F.linear(batch[0], net[0].weight).argmax(1)).clone()
     return F.linear(batch[0], net[0].weight).float().pow(2).mean() + F.cross_entropy(
         F.linear(batch[0], net[0].weight, net[0].bias).float(), codes
     )
 
 
-def gradients_before_and_after(net: nn.Module, batch: Any, run: Any, off: Any) -> Tensor:
+def gradients_before_and_after(net, batch, run, off):
     first = net(batch[0])
     run(off(), lambda: net(batch[0]))
     return F.mse_loss(first, batch[1]) + F.mse_loss(net(-batch[0]), batch[1])
@@ -356,7 +352,7 @@ def test_activation_checkpointing_changes_no_bit(tmp_path, precision):
 # --- gradient penalty -----------------------------------------------------------------------------------------------
 
 
-def penalized(net: nn.Module, batch: Any, scaled: Callable[[Tensor], Tensor], scale: float) -> Tensor:
+def penalized(net, batch, scaled, scale):
     """https://docs.pytorch.org/docs/stable/notes/amp_examples.html#gradient-penalty"""
     loss = error_of(net, batch)
     with torch.autocast("cpu", enabled=False):  # backward passes run outside of autocast
@@ -386,18 +382,18 @@ def test_gradient_penalty(tmp_path, precision):
 # --- torch.compile --------------------------------------------------------------------------------------------------
 
 
-def in_place(module: Any, backend: Any) -> Any:
+def in_place(module, backend):
     module.compile(backend=backend)  # called by `self(x)`
     module.loss_of = lambda net, batch: error_of(module, batch)
     return module
 
 
-def a_part(module: Any, backend: Any) -> Any:
+def a_part(module, backend):
     module.net = torch.compile(module.net, backend=backend)
     return module
 
 
-def a_part_in_place(module: Any, backend: Any) -> Any:
+def a_part_in_place(module, backend):
     module.net.compile(backend=backend)
     return module
 

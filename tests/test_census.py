@@ -8,7 +8,6 @@ from collections import UserDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -45,24 +44,24 @@ EPOCHS, BATCHES = 3, 4
 class Points(Dataset[Tensor]):
     """Augmented at random with the global generators and its own generator."""
 
-    def __init__(self, number: int = 8) -> None:
+    def __init__(self, number=8):
         self.number, self.loaded = number, 0
         self.noise = np.random.default_rng(3)
 
-    def __len__(self) -> int:
+    def __len__(self):
         return self.number
 
-    def __getitem__(self, index: int) -> Tensor:
+    def __getitem__(self, index):
         self.loaded += 1
         shift = random.random() + np.random.rand() + self.noise.random()
         return torch.arange(4.0).add(index).sin() + 0.1 * torch.rand(4) + 0.01 * shift
 
 
 class Stream(IterableDataset[Tensor]):
-    def __init__(self) -> None:
+    def __init__(self):
         self.passes = 0
 
-    def __iter__(self) -> Any:
+    def __iter__(self):
         self.passes += 1
         for index in range(8):
             yield torch.arange(4.0).add(index + self.passes).cos() + 0.1 * torch.rand(4)
@@ -71,10 +70,10 @@ class Stream(IterableDataset[Tensor]):
 class CountsEpochs(Sampler[int]):
     epochs = 0
 
-    def __len__(self) -> int:
+    def __len__(self):
         return 8
 
-    def __iter__(self) -> Any:
+    def __iter__(self):
         self.epochs += 1
         return iter(torch.randperm(8, generator=torch.Generator().manual_seed(self.epochs)).tolist())
 
@@ -82,7 +81,7 @@ class CountsEpochs(Sampler[int]):
 class Net(LightningModule):
     """Has batch norm, dropout, a metric, a schedule, and batches that overflow."""
 
-    def __init__(self, case: Case) -> None:
+    def __init__(self, case):
         super().__init__()
         self.case = case
         self.backbone = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.2))
@@ -91,14 +90,14 @@ class Net(LightningModule):
         self.register_buffer("seen", torch.zeros(4), persistent=False)  # differs between ranks
         self.automatic_optimization = not case.manual
 
-    def loss(self, batch: Any) -> Tensor:
+    def loss(self, batch):
         return self.head(self.backbone(self.rows(batch))).float().square().mean()
 
-    def rows(self, batch: Any) -> Tensor:
+    def rows(self, batch):
         rows = torch.cat([one for one in torch.utils._pytree.tree_leaves(batch) if one is not None])
         return rows.to(self.head.weight.dtype)
 
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
+    def training_step(self, batch, batch_idx):
         loss = self.loss(batch)
         self.seen += self.rows(batch).mean(0)
         if self.trainer.progress.batches in self.case.overflows:
@@ -111,25 +110,25 @@ class Net(LightningModule):
         manual_step(self, loss)
         return None
 
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
+    def validation_step(self, batch, batch_idx):
         self.log("val_loss", self.loss(batch))
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         parameters = [one for one in self.parameters() if one.requires_grad]
         return self.case.optimizer(parameters)
 
 
-def plain(parameters: Any) -> Any:
+def plain(parameters):
     return torch.optim.AdamW(parameters, 0.01)
 
 
-def plateau(parameters: Any) -> Any:
+def plateau(parameters):
     optimizer = torch.optim.SGD(parameters, 0.01, momentum=0.9)
     schedule = lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
     return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "monitor": "val_loss"}}
 
 
-def nested(parameters: Any) -> Any:
+def nested(parameters):
     optimizer = torch.optim.AdamW(parameters, 0.01, fused=True)
     warmup = lr_scheduler.LinearLR(optimizer, 0.1, total_iters=3)
     decay = lr_scheduler.LambdaLR(optimizer, lambda number: 1 / (number + 1))
@@ -163,11 +162,11 @@ MOMENTS = {
 class Probe(Checkpoint):
     """Saves at each place, and takes the census before some batches."""
 
-    def __init__(self, folder: Path, places: tuple[str, ...], probes: tuple[str, ...]) -> None:
+    def __init__(self, folder, places, probes):
         self.folder, self.places, self.probes = folder, places, probes
         self.taken = UserDict[str, census.Census]()
 
-    def look(self, hook: str, trainer: Any) -> None:
+    def look(self, hook, trainer):
         place = f"{MOMENTS[hook]} {trainer.progress.batches}"
         if place in self.probes:
             self.taken[place] = take(trainer, trainer.lightning_module)
@@ -175,7 +174,7 @@ class Probe(Checkpoint):
             trainer.save_checkpoint(self.folder / f"{place}.ckpt")
 
 
-def take(trainer: Any, module: Any) -> census.Census:
+def take(trainer, module):
     loop = trainer.loop
     published = [trainer.callback_metrics, trainer.logged_metrics, trainer.progress_bar_metrics]  # brought up to date
     return census.take({
@@ -197,14 +196,14 @@ def take(trainer: Any, module: Any) -> census.Census:
     }, without=(Probe, RunRecorder, Curves))  # fmt: skip  # these have times
 
 
-def train(case: Case, folder: Path, seed: int, start: Path | None = None) -> dict[str, census.Census]:
+def train(case, folder, seed, start=None):
     folder.mkdir(exist_ok=True)
     torch.manual_seed(5)
     module = Net(case)
     for seeded in (random.seed, np.random.seed, torch.manual_seed):
         seeded(seed)
     probe = Probe(folder, () if start else case.places, ("before batch 5", "before batch 9"))
-    options: dict[str, Any] = {"max_epochs": EPOCHS, "enable_checkpointing": True, "log_every_n_steps": 1}
+    options = {"max_epochs": EPOCHS, "enable_checkpointing": True, "log_every_n_steps": 1}
     for name, value in case.arguments.items():
         options[name] = value() if isinstance(value, partial) else value
     trainer = make_trainer(folder, callbacks=[*case.callbacks(), probe], num_sanity_val_steps=0, **options)
@@ -276,7 +275,7 @@ def test_census_sees_everything():
     class Slots:
         __slots__ = ("number",)
 
-    def state(number: int) -> dict[str, Any]:
+    def state(number):
         slots = Slots()
         slots.number = number
         tensor = nn.Parameter(torch.full((2,), 1.0))

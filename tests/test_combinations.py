@@ -18,10 +18,10 @@ SAMPLES = [torch.full((2,), float(i)) for i in range(BATCHES)]
 
 
 class Net(LightningModule):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.layer = torch.nn.Linear(2, 1)
-        self.seen: list[float] = []
+        self.seen = []
 
     def training_step(self, batch, batch_idx):
         self.seen.append(float(batch[0, 0]))

@@ -4,10 +4,8 @@ import re
 import signal
 import time
 import weakref
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -24,13 +22,13 @@ from trainer.errors import ConfigurationError, DataLoaderError, is_out_of_memory
 class Numbers(Dataset[Tensor]):
     """Twelve samples, with a function called before the seventh."""
 
-    def __init__(self, happens: Callable[[], object]) -> None:
+    def __init__(self, happens):
         self.happens = happens
 
-    def __len__(self) -> int:
+    def __len__(self):
         return 12
 
-    def __getitem__(self, index: int) -> list[Tensor]:
+    def __getitem__(self, index):
         if index == 6:
             self.happens()
         return [torch.ones(6), torch.ones(3), torch.tensor(1.0)]
@@ -40,16 +38,16 @@ class MistakeError(Exception):
     pass
 
 
-def kill() -> None:
+def kill():
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def raise_mistake() -> None:
+def raise_mistake():
     raise MistakeError("in the dataset")
 
 
 class Module(Regression):
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
+    def training_step(self, batch, batch_idx):
         time.sleep(0.02)  # workers may also die between batches
         x, y, gain = batch
         return super().training_step([x, y, gain.mean()], batch_idx)
@@ -57,13 +55,13 @@ class Module(Regression):
     validation_step = training_step
 
 
-def loader(happens: Callable[[], object], **options: Any) -> DataLoader[Any]:
+def loader(happens, **options):
     # one batch ahead of the one that is trained
     return DataLoader(Numbers(happens), batch_size=2, **{"num_workers": 1, "prefetch_factor": 1} | options)
 
 
 @pytest.fixture
-def trainer(tmp_path: Any) -> Any:
+def trainer(tmp_path):
     return make_trainer(tmp_path, num_sanity_val_steps=0)
 
 
@@ -92,7 +90,7 @@ def test_workers_that_die_or_hang(tmp_path, happens, stage, message, workers):
 
 def test_error_about_shapes_before_there_was_a_batch_blames_none(trainer):
     class Refused(Regression):
-        def configure_optimizers(self) -> Any:
+        def configure_optimizers(self):
             raise ValueError("this parameter has the wrong shape")
 
     with pytest.raises(ValueError, match="wrong shape") as caught:
@@ -115,7 +113,7 @@ def test_error_about_shapes_before_there_was_a_batch_blames_none(trainer):
 )
 def test_loss_without_a_gradient_is_explained(trainer, returned, note):
     class Losing(Regression):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
+        def training_step(self, batch, batch_idx):
             return returned(self, super().training_step(batch, batch_idx))
 
     module = Losing()
@@ -137,11 +135,11 @@ def test_invalid_time(tmp_path, given):
         make_trainer(tmp_path, dataloader_timeout=given)
 
 
-def cuda_error() -> Exception:
+def cuda_error():
     return torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
 
-def cpu_error() -> Exception:
+def cpu_error():
     try:
         torch.empty(2**62, dtype=torch.uint8)
     except RuntimeError as error:
@@ -149,16 +147,16 @@ def cpu_error() -> Exception:
     raise AssertionError
 
 
-def fail(*_: Any) -> None:
+def fail(*_):
     raise cuda_error()
 
 
-def in_backward(module: Any, loss: Tensor) -> Tensor:
+def in_backward(module, loss):
     loss.register_hook(fail)
     return loss
 
 
-def in_step(module: Any, loss: Tensor) -> Tensor:
+def in_step(module, loss):
     module.trainer.engine.optimizers[0].register_step_pre_hook(fail)
     return loss
 
@@ -166,11 +164,11 @@ def in_step(module: Any, loss: Tensor) -> Tensor:
 class Failing(Regression):
     """Runs out of memory in its third batch if configured."""
 
-    def __init__(self, fail: Callable[[Any, Tensor], Tensor]) -> None:
+    def __init__(self, fail):
         super().__init__(optimizer=OPTIMIZERS["adam"])
         self.fail = fail
 
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
+    def training_step(self, batch, batch_idx):
         loss = super().training_step(batch, batch_idx)
         return self.fail(self, loss) if batch_idx == 2 else loss
 
@@ -179,12 +177,12 @@ class Failing(Regression):
     ("make_error", "samples", "smaller"), [(cuda_error, 4, "batches of 2 with {}=2"), (cpu_error, 3, "1 with {}=3")]
 )
 def test_memory_that_runs_out(trainer, make_error, samples, smaller, no_gc):
-    def in_forward(module: Any, loss: Tensor) -> Tensor:
+    def in_forward(module, loss):
         activations = loss * torch.ones(3)
         held.append(weakref.ref(activations))
         raise make_error()
 
-    held: list[Any] = []
+    held = []
     try:
         trainer.fit(
             Failing(in_forward), loader_of([[x[:samples], y[:samples], gain] for x, y, gain in make_batches(4)])
@@ -209,7 +207,7 @@ def test_report_has_the_phase(trainer, fail, moment, gradients):
     with pytest.raises(torch.OutOfMemoryError) as caught:
         trainer.fit(Failing(fail), loader_of(make_batches(4)))
     assert f", in {moment}.\n" in caught.value.__notes__[0]
-    kinds = caught.value.memory.kinds  # type: ignore[attr-defined]
+    kinds = caught.value.memory.kinds
     assert kinds == {"weights": 780, "gradients": gradients, "optimizer": 2 * 780 + 6 * 4, "buffers": 0, "batch": 148}
 
 
@@ -217,7 +215,7 @@ GIBIBYTE = 2**30
 
 
 @pytest.fixture
-def full(cuda: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def full(cuda, monkeypatch):
     """A simulated GPU with little free memory."""
     sizes = {"memory_allocated": 60, "memory_reserved": 76, "max_memory_allocated": 70}
     for name, size in sizes.items():
@@ -227,7 +225,7 @@ def full(cuda: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", lambda name: Path(name).write_text("blocks"))
 
 
-def fail_on_gpu(folder: Path, **options: Any) -> Any:
+def fail_on_gpu(folder, **options):
     with pytest.raises(torch.OutOfMemoryError) as caught:
         make_trainer(folder, accelerator="gpu", **options).fit(Failing(in_step), loader_of(make_batches(4)))
     return caught.value

@@ -2,7 +2,6 @@ import pickle
 import re
 import warnings
 from pathlib import Path
-from typing import Any
 
 import pytest
 from lightning.pytorch import Callback
@@ -38,9 +37,9 @@ def test_did_you_mean(given, expected):
 # --- warnings ---------------------------------------------------------------------------------------------------------
 
 
-def of_module(name: str, call: Any) -> Any:
+def of_module(name, call):
     """Return a function of the module ``name`` that calls ``call``."""
-    namespace: dict[str, Any] = {"__name__": name, "call": call}
+    namespace = {"__name__": name, "call": call}
     exec(compile("def function():\n    call()", f"/{name}.py", "exec"), namespace)
     return namespace["function"]
 
@@ -48,10 +47,10 @@ def of_module(name: str, call: Any) -> Any:
 @pytest.mark.parametrize("issue", [warn, rank_zero_warn])
 @pytest.mark.parametrize("through", [(), ("trainer.loops.fit", "contextlib", "lightning.pytorch.core", "torch.nn")])
 def test_warning_points_to_the_innermost_line_of_the_user(issue, through):
-    def call() -> None:
+    def call():
         issue("text", RuntimeWarning)
 
-    def call_by_user() -> None:
+    def call_by_user():
         inner()
 
     inner = of_module("trainer.x", lambda: issue("text", RuntimeWarning))
@@ -90,12 +89,12 @@ def test_all_warnings_of_the_package_are_given_by_these_functions():
         assert not re.search(r"from lightning.*import.*\brank_zero_warn\b", text), path
 
 
-def without(name: str) -> Any:
+def without(name):
     return type("Without", (Learner,), {name: lambda *_: None})()
 
 
-def scenarios() -> dict[str, Any]:
-    def resumed(folder: Path, **arguments: Any) -> None:
+def scenarios():
+    def resumed(folder, **arguments):
         ours(max_epochs=1, callbacks=[EarlyStopping("loss", strict=False)]).fit(Learner(), data(4))
         first = ours(max_epochs=1, callbacks=[Keeps()])
         first.fit(Learner(), data(4))
@@ -116,7 +115,7 @@ stops = LambdaCallback(on_train_batch_end=lambda trainer, *_: setattr(trainer, "
 
 
 class Keeps(Callback):
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self):
         return {"kept": 1}
 
 

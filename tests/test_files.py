@@ -18,7 +18,7 @@ def test_failed_write_keeps_the_old_file(tmp_path, durable):
     path = tmp_path / "file"
     path.write_bytes(b"old")
 
-    def write_a_part() -> None:
+    def write_a_part():
         with replacing(path, part=".unfinished", durable=durable) as file:
             file.write(b"new, and cut sho")
             assert [one.name.endswith(".unfinished") for one in tmp_path.glob(".*")] == [True]

@@ -1,7 +1,6 @@
 """Images in TensorBoard, W&B and MLflow, with the real packages."""
 
 from io import BytesIO
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -23,11 +22,11 @@ class Shows(BoringModel):
 
     images = IMAGES
 
-    def on_validation_epoch_end(self) -> None:
+    def on_validation_epoch_end(self):
         log_images(self.trainer, "val_samples", self.images)
 
 
-def fit(loggers: list, folder: Path, model: BoringModel) -> None:
+def fit(loggers, folder, model):
     limits = {"max_steps": 2, "limit_val_batches": 1, "val_check_interval": 2, "num_sanity_val_steps": 1}
     make_trainer(folder, logger=loggers, **limits).fit(model)
 

@@ -3,7 +3,6 @@
 import re
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -19,7 +18,7 @@ ROWS = [line for line in PAGE.splitlines() if line.startswith("| [")]
 
 
 class Validates(Regression):
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
+    def validation_step(self, batch, batch_idx):
         self.log("val_loss", self.net(batch[0]).square().mean(), batch_size=4)
 
 
@@ -49,21 +48,21 @@ def test_fit_after_an_early_stop_trains(tmp_path):  # 18727
 class Shares(Regression):
     """Logs the values 1, 1, 1 in training and the index of the dataloader in validation, as metric objects."""
 
-    def __init__(self, training: str, validation: str, resets: bool) -> None:
+    def __init__(self, training, validation, resets):
         super().__init__()
         self.a, self.b = MeanMetric(), MeanMetric()
         self.metrics, self.resets = {"train": training, "val": validation}, resets
 
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
+    def training_step(self, batch, batch_idx):
         self.log_metric("train", 1.0)
         return super().training_step(batch, batch_idx)
 
-    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+    def validation_step(self, batch, batch_idx, dataloader_idx=0):
         if self.resets and batch_idx == 0:
             self.b.reset()
         self.log_metric("val", dataloader_idx)
 
-    def log_metric(self, name: str, value: float) -> None:
+    def log_metric(self, name, value):
         metric = getattr(self, self.metrics[name][0])
         number = metric(value)
         logged = number if "number" in self.metrics[name] else metric
@@ -99,7 +98,7 @@ def test_metric_object_of_two_stages_or_dataloaders_is_refused(
 class ResetsItsState(SumMetric):
     """Overrides `reset` without calling that of its base."""
 
-    def reset(self) -> None:
+    def reset(self):
         self.sum_value = torch.tensor(0.0)
 
 
@@ -113,15 +112,15 @@ class ResetsItsState(SumMetric):
 )  # fmt: skip
 def test_metric_object_may_be_logged_in_several_validations(tmp_path, make, value):
     class Module(Regression):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.metric, self.values = make(), list[float]()
 
-        def validation_step(self, batch: Any, batch_idx: int) -> None:
+        def validation_step(self, batch, batch_idx):
             self.metric.update(float(batch_idx))
             self.log("val", self.metric)
 
-        def on_train_epoch_end(self) -> None:
+        def on_train_epoch_end(self):
             self.values.append(self.trainer.callback_metrics["val"].item())
 
     module, data = Module(), loader_of(make_batches(3))

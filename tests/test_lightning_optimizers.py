@@ -1,7 +1,5 @@
 """Optimizers, schedules and steps under Lightning's Trainer and ours: results, warnings, errors and counters."""
 
-from collections.abc import Callable
-from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -27,27 +25,27 @@ pytestmark = [
 class Configured(Classifier):
     """``configure(module)`` returns the value of ``configure_optimizers``."""
 
-    def __init__(self, configure: Callable[[Any], Any] | None = None, automatic: bool = True) -> None:
+    def __init__(self, configure=None, automatic=True):
         super().__init__()
         self.configure = configure
         self.automatic_optimization = automatic
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         return super().configure_optimizers() if self.configure is None else self.configure(self)
 
 
-def assert_same_outcome(scenario: Callable[..., Any]) -> Any:
+def assert_same_outcome(scenario):
     """Compare results or errors, and warnings. Returns the result."""
     return assert_agree(lambda make: outcome(scenario, make))[0]
 
 
-def fitted(make: Callable[..., Any], module: Any, loader: Any = None, **arguments: Any) -> Any:
+def fitted(make, module, loader=None, **arguments):
     trainer = make(**{"max_epochs": 1, **arguments})
     trainer.fit(module, data(8) if loader is None else loader)
     return trainer
 
 
-def state_of(trainer: Any) -> Any:
+def state_of(trainer):
     """Return counters, rates, and the schedules with their states."""
     configs = trainer.lr_scheduler_configs
     about = [(c.interval, c.frequency, c.reduce_on_plateau, c.monitor, c.strict, c.name) for c in configs]
@@ -59,20 +57,20 @@ def state_of(trainer: Any) -> Any:
 # --- return values of configure_optimizers ----------------------------------------------------------------------------
 
 
-def sgd(module: Any) -> optim.Optimizer:
+def sgd(module):
     return optim.SGD(module.parameters(), lr=0.1)
 
 
-def scheduled(make: Callable[[optim.Optimizer], Any], **how: Any) -> Callable[[Any], Any]:
-    def configure(module: Any) -> Any:
+def scheduled(make, **how):
+    def configure(module):
         optimizer = sgd(module)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": make(optimizer), **how}}
 
     return configure
 
 
-def form(shape: Callable[[Any, Any], Any]) -> Callable[[Any], Any]:
-    def configure(module: Any) -> Any:
+def form(shape):
+    def configure(module):
         optimizer = sgd(module)
         return shape(optimizer, lr_scheduler.StepLR(optimizer, 1))
 
@@ -82,28 +80,28 @@ def form(shape: Callable[[Any, Any], Any]) -> Callable[[Any], Any]:
 class Foreign:
     """A schedule that is not torch's."""
 
-    def __init__(self, optimizer: Any) -> None:
+    def __init__(self, optimizer):
         self.optimizer = optimizer
-        self.epochs: list[int] = []
+        self.epochs = []
 
-    def step(self, epoch: int) -> None:
+    def step(self, epoch):
         self.epochs.append(epoch)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self):
         return {}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+    def load_state_dict(self, state): ...
 
 
 class Stateless:
-    def __init__(self, optimizer: Any) -> None: ...
+    def __init__(self, optimizer): ...
 
 
-def step_lr(optimizer: Any) -> Any:
+def step_lr(optimizer):
     return lr_scheduler.StepLR(optimizer, 1)
 
 
-CONFIGURATIONS: dict[str, Callable[[Any], Any]] = {
+CONFIGURATIONS = {
     "one": form(lambda o, s: o),
     "two lists": form(lambda o, s: ([o], [s])),
     "list of dicts": form(lambda o, s: [{"optimizer": o, "lr_scheduler": s}]),
@@ -127,7 +125,7 @@ CONFIGURATIONS: dict[str, Callable[[Any], Any]] = {
 
 
 class Logs(Configured):
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
+    def training_step(self, batch, batch_idx):
         loss = self.loss(batch)
         self.log("loss", loss)
         return loss
@@ -169,12 +167,12 @@ def test_plateau_schedule_steps_after_complete_epochs_only(arguments, strict):
 class OwnScheduleStep(Configured):
     """Has two schedules, one of them with a custom step."""
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         optimizer = sgd(self)
         self.foreign = Foreign(optimizer)
         return [optimizer], [{"scheduler": step_lr(optimizer), "interval": "step"}, self.foreign]
 
-    def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
+    def lr_scheduler_step(self, scheduler, metric):
         if scheduler is self.foreign:
             scheduler.step(epoch=self.current_epoch)
         else:
@@ -182,7 +180,7 @@ class OwnScheduleStep(Configured):
 
 
 def test_module_steps_schedules_that_are_not_torchs():
-    def scenario(make: Callable[..., Any]) -> Any:
+    def scenario(make):
         module = OwnScheduleStep()
         return state_of(fitted(make, module, max_epochs=3)), module.foreign.epochs
 
@@ -195,18 +193,18 @@ def test_module_steps_schedules_that_are_not_torchs():
 class OwnStep(Configured):
     """``plan(closure, optimizer, batch_idx)`` replaces its ``optimizer_step``."""
 
-    def __init__(self, plan: Callable[..., Any], configure: Any = None) -> None:
+    def __init__(self, plan, configure=None):
         super().__init__(configure)
         self.plan = plan
-        self.seen: list[Any] = []
+        self.seen = []
 
-    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any) -> None:
+    def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure):
         kinds = isinstance(optimizer_closure, Closure), isinstance(optimizer, (LightningOptimizer, optim.SGD))
         loss = self.plan(optimizer_closure, optimizer, batch_idx)
         self.seen.append((kinds, None if loss is None else (round(loss.item(), 5), loss.requires_grad)))
 
 
-PLANS: dict[str, Callable[..., Any]] = {
+PLANS = {
     "hands it over": lambda closure, optimizer, i: optimizer.step(closure=closure),
     "calls it first": lambda closure, optimizer, i: (closure(), optimizer.step())[0],
     "steps now and then": lambda closure, optimizer, i: (closure(), optimizer.step() if i % 2 else None)[0],
@@ -220,7 +218,7 @@ PLANS: dict[str, Callable[..., Any]] = {
     [("calls it first", 1), ("hands it over", 3), ("steps now and then", 3), ("forgets it", 1), ("steps without", 3)],
 )
 def test_closure_of_optimizer_step(plan, window):
-    def scenario(make: Callable[..., Any]) -> Any:
+    def scenario(make):
         module = OwnStep(PLANS[plan])
         trainer = fitted(make, module, data(12), accumulate_grad_batches=window)
         return trainer.global_step, module.seen
@@ -231,7 +229,7 @@ def test_closure_of_optimizer_step(plan, window):
 # --- manual optimization ---------------------------------------------------------------------------------------------
 
 
-def two(module: Any) -> Any:
+def two(module):
     return optim.SGD(module.parameters(), lr=0.1), optim.Adam(module.parameters())
 
 
@@ -241,31 +239,31 @@ class ByHand(Configured):
     Records the values in its hooks.
     """
 
-    def __init__(self, turn: Callable[..., Any], configure: Any = two) -> None:
+    def __init__(self, turn, configure=two):
         super().__init__(configure, automatic=False)
         self.turn = turn
-        self.seen: list[Any] = []
+        self.seen = []
 
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
+    def training_step(self, batch, batch_idx):
         return self.turn(self, self.optimizers(), batch)
 
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
+    def on_before_optimizer_step(self, optimizer):
         self.seen.append(type(optimizer).__name__)
 
-    def on_before_zero_grad(self, optimizer: Any) -> None:
+    def on_before_zero_grad(self, optimizer):
         self.seen.append("zero_grad")
 
-    def on_after_backward(self) -> None:
+    def on_after_backward(self):
         self.seen.append("backward")
 
 
-def both_in_turn(module: Any, optimizers: Any, batch: Any) -> None:
+def both_in_turn(module, optimizers, batch):
     for optimizer in optimizers:
         manual_step(module, module.loss(batch), optimizer)
 
 
-def with_closure(module: Any, optimizers: Any, batch: Any) -> None:
-    def closure() -> Any:
+def with_closure(module, optimizers, batch):
+    def closure():
         optimizers[0].zero_grad()
         loss = module.loss(batch)
         module.manual_backward(loss, retain_graph=True)
@@ -275,7 +273,7 @@ def with_closure(module: Any, optimizers: Any, batch: Any) -> None:
     module.seen.append(round(optimizers[0].step(closure=closure).item(), 5))
 
 
-def toggled(module: Any, optimizers: Any, batch: Any) -> None:
+def toggled(module, optimizers, batch):
     frozen = module.net[2].weight
     optimizers[1].param_groups[0]["params"] = [p for p in module.parameters() if p is not frozen]
     for sync in (True, False):
@@ -287,7 +285,7 @@ def toggled(module: Any, optimizers: Any, batch: Any) -> None:
     module.seen.append(frozen.requires_grad)
 
 
-def unwrapped(module: Any, optimizers: Any, batch: Any) -> None:
+def unwrapped(module, optimizers, batch):
     bare = module.optimizers(use_pl_optimizer=False)
     module.seen.append(
         [(type(a).__name__, a.optimizer is b, str(a).split()[0]) for a, b in zip(optimizers, bare, strict=True)]
@@ -295,13 +293,13 @@ def unwrapped(module: Any, optimizers: Any, batch: Any) -> None:
     both_in_turn(module, bare, batch)  # no hook is called for these steps
 
 
-def not_callable(module: Any, optimizers: Any, batch: Any) -> None:
+def not_callable(module, optimizers, batch):
     optimizers[0].step("closure")
 
 
 @pytest.mark.parametrize("turn", [both_in_turn, with_closure, toggled, unwrapped, not_callable])
 def test_by_hand(turn):
-    def scenario(make: Callable[..., Any]) -> Any:
+    def scenario(make):
         module = ByHand(turn)
         trainer = make(max_epochs=1)
         with patch.object(Strategy, "backward", wraps=trainer.strategy.backward) as backward:
@@ -312,10 +310,10 @@ def test_by_hand(turn):
 
 
 def test_manual_step_forwards_its_arguments():
-    def turn(module: Any, optimizers: Any, batch: Any) -> None:
+    def turn(module, optimizers, batch):
         module.seen.append(optimizers[0].step(closure=lambda: None, extra="mine"))
 
-    def scenario(make: Callable[..., Any]) -> Any:
+    def scenario(make):
         module = ByHand(turn)
         with patch("torch.optim.SGD.step", return_value="result") as step:
             module.on_train_start = step.reset_mock
@@ -328,37 +326,37 @@ def test_manual_step_forwards_its_arguments():
 # --- exchanged in the middle of a run --------------------------------------------------------------------------------
 
 
-def another(module: Any) -> list[Any]:
+def another(module):
     return [optim.Adam(module.parameters(), lr=0.03)]
 
 
-def by_the_trainer(trainer: Any, module: Any) -> None:
+def by_the_trainer(trainer, module):
     trainer.optimizers = another(module)
 
 
-def by_the_strategy(trainer: Any, module: Any) -> None:
+def by_the_strategy(trainer, module):
     trainer.strategy.optimizers = another(module)
 
 
-def by_one_that_evaluates_the_loss(trainer: Any, module: Any) -> None:
+def by_one_that_evaluates_the_loss(trainer, module):
     trainer.strategy.optimizers = [optim.LBFGS(module.parameters(), lr=0.1, max_iter=3)]
 
 
-def made_anew(trainer: Any, module: Any) -> None:
+def made_anew(trainer, module):
     trainer.strategy.setup_optimizers(trainer)
 
 
-def schedules_alone(trainer: Any, module: Any) -> None:
+def schedules_alone(trainer, module):
     schedule = lr_scheduler.StepLR(trainer.optimizers[0], 1, gamma=0.5)
     trainer.strategy.lr_scheduler_configs = [LRSchedulerConfig(schedule, interval="step")]
 
 
-def falling(module: Any) -> Any:
+def falling(module):
     optimizer = optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
     return [optimizer], [{"scheduler": lr_scheduler.StepLR(optimizer, 1, gamma=0.7), "interval": "step"}]
 
 
-KINDS: dict[str, Callable[[], Any]] = {
+KINDS = {
     "automatic": lambda: Configured(falling),
     "closures": lambda: Configured(lambda module: optim.LBFGS(module.parameters(), lr=0.1, max_iter=3)),
     "own step": lambda: OwnStep(PLANS["hands it over"], falling),
@@ -385,14 +383,14 @@ def test_optimizers_that_are_exchanged_in_the_middle_of_a_run(exchange, kind, ho
     class Exchange(Callback):
         called = 0
 
-    def exchange_once(self: Any, trainer: Any, module: Any, *args: Any) -> None:
+    def exchange_once(self, trainer, module, *args):
         self.called += 1
         if self.called == (1 if hook == "on_train_start" else 2):
             exchange(trainer, module)
 
     setattr(Exchange, hook, exchange_once)
 
-    def scenario(make: Callable[..., Any]) -> Any:
+    def scenario(make):
         module = KINDS[kind]()
         trainer = make(max_epochs=3, callbacks=Exchange(), num_sanity_val_steps=0)
         trainer.fit(module, data(8), data(4, seed=5))
@@ -405,7 +403,7 @@ def test_optimizers_that_are_exchanged_in_the_middle_of_a_run(exchange, kind, ho
 
 
 class OwnZeroGrad(Configured):
-    def optimizer_zero_grad(self, *args: Any) -> None:
+    def optimizer_zero_grad(self, *args):
         super().optimizer_zero_grad(*args)
 
 
@@ -419,7 +417,7 @@ class OwnZeroGrad(Configured):
     ],
 )
 def test_gradient_accumulation_scheduler(module, arguments):
-    def scenario(make: Callable[..., Any]) -> Any:
+    def scenario(make):
         trainer = make(max_epochs=4, callbacks=GradientAccumulationScheduler({1: 2, 3: 4}), **arguments)
         first = trainer.accumulate_grad_batches
         trainer.fit(module(), data(8))
@@ -432,10 +430,10 @@ def test_gradient_accumulation_scheduler(module, arguments):
 
 
 class Asks(Configured):
-    def setup(self, stage: str) -> None:
+    def setup(self, stage):
         self.seen = [self.trainer.estimated_stepping_batches]
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         self.seen.append(self.trainer.estimated_stepping_batches)
         return super().configure_optimizers()
 
@@ -453,7 +451,7 @@ class Asks(Configured):
     ],
 )
 def test_estimated_stepping_batches(arguments):
-    def scenario(make: Callable[..., Any]) -> Any:
+    def scenario(make):
         module, options = Asks(), dict(arguments)
         loader = stream_of(data(10)) if options.pop("stream", False) else None
         trainer = fitted(make, module, loader, **options)

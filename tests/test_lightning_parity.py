@@ -5,8 +5,6 @@ differences, which are in ``docs`` and in other tests.
 """
 
 from collections import UserList
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -23,14 +21,14 @@ from tests.support import stream_of
 class Logging(Classifier):
     """Logs by step and by epoch; tests/compat/test_logging_parity.py has other options."""
 
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
+    def training_step(self, batch, batch_idx):
         loss = self.loss(batch)
         self.log("both", loss, on_step=True, on_epoch=True, prog_bar=True)
         self.log("bar", 0.5 * batch_idx, prog_bar=True, logger=False)
         self.log("weighted", loss, on_step=False, on_epoch=True, batch_size=batch_idx + 1)
         return loss
 
-    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+    def validation_step(self, batch, batch_idx):
         loss = self.loss(batch)
         self.log("val_loss", loss, prog_bar=True)
         self.log("val_both", loss, on_step=True, on_epoch=True)
@@ -43,7 +41,7 @@ class Logging(Classifier):
 class SeveralLoaders(Classifier):
     """Logs with several evaluation dataloaders, with and without their index."""
 
-    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int) -> Any:
+    def validation_step(self, batch, batch_idx, dataloader_idx):
         loss = self.loss(batch)
         self.log("loss", loss, on_step=True, on_epoch=True)
         self.log(f"own_{dataloader_idx}", loss, add_dataloader_idx=False)
@@ -51,17 +49,17 @@ class SeveralLoaders(Classifier):
 
     test_step = validation_step
 
-    def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int) -> Any:
+    def predict_step(self, batch, batch_idx, dataloader_idx):
         return self(batch[0]) + dataloader_idx
 
-    def on_validation_epoch_end(self) -> None:
+    def on_validation_epoch_end(self):
         self.log("at_the_end", 3.0)
 
 
 class Dict(Learner):
     """A dict from the training step; a dict as a batch."""
 
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
+    def training_step(self, batch, batch_idx):
         loss = self.loss(batch["one"]) + self.loss(batch["two"])
         self.log("loss", loss)
         return {"loss": loss, "extra": batch_idx}
@@ -71,21 +69,19 @@ class Dict(Learner):
 class MetricsSeen(Callback):
     """Records the metrics dictionaries in callbacks."""
 
-    def __init__(self) -> None:
-        self.seen: list[Any] = []
+    def __init__(self):
+        self.seen = []
 
-    def look(self, hook: str, trainer: Any) -> None:
+    def look(self, hook, trainer):
         place = "sanity check" if trainer.sanity_checking else hook
         self.seen.append((place, numbers(trainer.callback_metrics), numbers(trainer.progress_bar_metrics)))
 
 
-def numbers(metrics: Any) -> dict[str, float]:
+def numbers(metrics):
     return {name: float(value) for name, value in metrics.items()}
 
 
-def results_of(
-    make: Any, module: Any, loaders: Any, arguments: Any, folder: Path, *callbacks: Any, **fit: Any
-) -> dict[str, Any]:
+def results_of(make, module, loaders, arguments, folder, *callbacks, **fit):
     """Return all public results of a fit; of one that fails, the hooks and the rows."""
     hooks, logger = recording(Callback, CALLBACK_HOOKS, "callback")(), RecordingLogger()
     metrics, losses = MetricsSeen(), list[float]()
@@ -111,7 +107,7 @@ def results_of(
     }
 
 
-def shape(checkpoint: Any) -> Any:
+def shape(checkpoint):
     """Return the keys of a checkpoint at every depth, with the counts under ``loops``, except our own form."""
     keys = {key: sorted(value) if isinstance(value, dict) else len(value) if isinstance(value, list) else value
             for key, value in checkpoint.items()}  # fmt: skip
@@ -119,7 +115,7 @@ def shape(checkpoint: Any) -> Any:
     return keys
 
 
-def assert_close(theirs: Any, ours: Any, place: str = "") -> None:
+def assert_close(theirs, ours, place=""):
     """Compare keys exactly, and numbers approximately."""
     assert type(theirs) is type(ours), place
     if isinstance(theirs, dict):
@@ -138,7 +134,7 @@ def assert_close(theirs: Any, ours: Any, place: str = "") -> None:
 
 BATCHES, VAL, OTHERS = data(8), data(6, seed=1), data(4, seed=2)
 TWO = {"one": BATCHES, "two": OTHERS}
-SCENARIOS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+SCENARIOS = {
     "logging, overfit": (Logging, (BATCHES, VAL), {"overfit_batches": 2}),
     "several dataloaders": (SeveralLoaders, (BATCHES, [VAL, OTHERS]), {}),
     "clipping by value":
@@ -155,7 +151,7 @@ SCENARIOS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
 def test_same_run(name, tmp_path):
     module, loaders, arguments = SCENARIOS[name]
 
-    def scenario(make: Any) -> Any:
+    def scenario(make):
         usual, model = {"max_epochs": 2, "log_every_n_steps": 1}, module()
         seen = results_of(make, model, loaders, usual | arguments, tmp_path)
         for evaluate in ("validate", "test")[: 2 * (len(loaders) > 1)]:
@@ -167,7 +163,7 @@ def test_same_run(name, tmp_path):
     assert_close(theirs, mine)
 
 
-def assert_same_metrics(theirs: Any, mine: Any) -> None:
+def assert_same_metrics(theirs, mine):
     """Compare the metrics in hooks; remove the norm logged by GradientClipping, which Lightning does not have."""
     places = [row for _, row in mine["rows"]] + mine.get("after fit", [])
     places += [metrics for _, *both in mine.get("metrics", ()) for metrics in both]
@@ -180,6 +176,6 @@ def assert_same_metrics(theirs: Any, mine: Any) -> None:
         assert_close(a, common(a, b) if place == "sanity check" else b, "metrics")
 
 
-def common(theirs: Any, mine: Any) -> Any:
+def common(theirs, mine):
     """Return the metrics of ``mine`` that are also in ``theirs``."""
     return [{k: v for k, v in b.items() if k in a} for a, b in zip(theirs, mine, strict=True)]

@@ -1,9 +1,8 @@
 """An adapter from outside the package, for a logger of another package."""
 
-from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import pytest
 import torch
@@ -25,17 +24,17 @@ from trainer.record.run_record import RunRecord, load_run
 class Memory(RecordingLogger):
     """A logger that keeps everything in memory."""
 
-    def __init__(self, title: str | None = None) -> None:
+    def __init__(self, title=None):
         super().__init__()
         self.title = title
-        self.images: list[tuple[str, Any, int]] = []
+        self.images = []
 
 
 NODE = {"_target_": f"{__name__}.Memory", "title": None}
 
 
 @pytest.fixture(autouse=True)
-def registered() -> Iterator[None]:
+def registered():
     adapter(None)  # the built-in adapters come first
     before = dict(loggers._ADAPTERS)
 
@@ -46,18 +45,18 @@ def registered() -> Iterator[None]:
         is_tracker: ClassVar[bool] = True
 
         @classmethod
-        def check(cls, key: str, node: Mapping[str, Any], checkpoint_files: Any) -> None:
+        def check(cls, key, node, checkpoint_files):
             if node["title"] == "":
                 raise ConfigurationError(f"{key}.title is empty.")
 
         @classmethod
-        def complete(cls, node: Any, run: LoggedRun) -> Any:
+        def complete(cls, node, run):
             return loggers.fill(node, title=run.title)
 
-        def log_images(self, name: str, images: Any, step: int) -> None:
+        def log_images(self, name, images, step):
             self.logger.images.append((name, images, step))
 
-        def log_settings(self, settings: Mapping[str, Any]) -> str | None:
+        def log_settings(self, settings):
             self.logger.log_hyperparams(dict(settings))
             return str(self.logger.version)
 
@@ -80,7 +79,7 @@ def test_adapter_logs_images_and_the_settings_of_the_run(tmp_path):
     recorder = RunRecorder(record, settings={"seed": 3})
 
     class Model(Regression):
-        def on_train_end(self) -> None:
+        def on_train_end(self):
             log_images(self.trainer, "samples", torch.zeros(1, 3, 2, 2))
 
     make_trainer(tmp_path, logger=[rows, memory], callbacks=[recorder]).fit(Model(), loader_of(make_batches(2)))

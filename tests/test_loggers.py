@@ -1,9 +1,7 @@
 """The calls of loggers are those of Lightning's Trainer."""
 
 import pickle
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,33 +14,33 @@ from tests.parity import Classifier, Learner, RecordingLogger, assert_agree, dat
 METHODS = ["log_metrics", "log_hyperparams", "log_graph", "save", "finalize", "after_save_checkpoint"]
 
 
-class Diary(recording(RecordingLogger, METHODS, "logger")):  # type: ignore[misc]
+class Diary(recording(RecordingLogger, METHODS, "logger")):
     """Records its calls."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self.calls: list[Any] = []
+        self.calls = []
 
     @property
-    def experiment(self) -> object:
+    def experiment(self):
         if self.calls[-1:] != ["experiment"]:  # Lightning looks twice
             self.calls.append("experiment")
         return object()
 
 
 class LogsEverywhere(Classifier):
-    def setup(self, stage: str) -> None:
+    def setup(self, stage):
         for logger in self.loggers:
             logger.calls.append("setup")
 
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
+    def training_step(self, batch, batch_idx):
         self.log("loss", float(batch_idx), on_step=True, on_epoch=True)
         return super().training_step(batch, batch_idx)
 
-    def on_train_epoch_end(self) -> None:
+    def on_train_epoch_end(self):
         self.log_dict({"step": 100.0 + self.current_epoch, "at the end": 1.0})
 
-    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+    def validation_step(self, batch, batch_idx):
         self.log("val", float(batch_idx), on_step=True, on_epoch=True)
 
     def test_step(self, batch, batch_idx):
@@ -61,7 +59,7 @@ class LogsEverywhere(Classifier):
     ids=str,
 )
 def test_loggers_diary(arguments, tmp_path):
-    def scenario(make: Callable[..., Any]) -> Any:
+    def scenario(make):
         loggers = [Diary(), Diary()]
         trainer = make(
             max_epochs=2, logger=loggers, default_root_dir=tmp_path / make.__name__,
@@ -85,13 +83,13 @@ def test_loggers_diary(arguments, tmp_path):
 
 
 def test_setters_and_getters(tmp_path):
-    def scenario(make: Callable[..., Any]) -> Any:
+    def scenario(make):
         folder = tmp_path / make.__name__
         first, second = TensorBoardLogger(folder, name="a"), CSVLogger(folder, name="b")
         trainer = make(logger=first, default_root_dir=folder)
-        seen: list[Any] = []
+        seen = []
 
-        def look() -> None:
+        def look():
             names = [logger.name for logger in trainer.loggers]
             seen.append((names, trainer.logger is None, type(trainer.loggers), Path(trainer.log_dir).name))
 
@@ -113,16 +111,16 @@ def test_setters_and_getters(tmp_path):
 
 
 class Settings(LightningDataModule):
-    def __init__(self, settings: dict[str, Any]) -> None:
+    def __init__(self, settings):
         super().__init__()
         self.save_hyperparameters(settings)
 
-    def train_dataloader(self) -> Any:
+    def train_dataloader(self):
         return data(2)
 
 
 class Configured(Learner):
-    def __init__(self, settings: dict[str, Any]) -> None:
+    def __init__(self, settings):
         super().__init__()
         self.hparams.clear()
         self.save_hyperparameters(settings)
@@ -137,7 +135,7 @@ class Configured(Learner):
     ],
 )
 def test_hyper_parameters_of_module_and_data(of_module, of_data):
-    def scenario(make: Callable[..., Any]) -> Any:
+    def scenario(make):
         diary = Diary()
         trainer = make(max_epochs=1, logger=diary)
         try:

@@ -2,7 +2,6 @@
 
 import os
 import resource
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +10,7 @@ from trainer import machine
 from trainer.machine import Cores, Memory
 
 
-def tree(root: Path, group: str, files: dict[str, str]) -> Path:
+def tree(root, group, files):
     files = {"proc/self/cgroup": f"{group}\n", **{f"sys/fs/cgroup/{name}": text for name, text in files.items()}}
     for name, text in files.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
@@ -87,7 +86,7 @@ def test_disk_that_one_can_write_to(tmp_path):
 
 
 def test_full_disk(tmp_path, monkeypatch):
-    def full(descriptor: int) -> None:
+    def full(descriptor):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)

@@ -12,14 +12,14 @@ from tests.parity import lightning, ours
 GUIDE = (Path(__file__).parents[1] / "docs" / "migrating-from-lightning.md").read_text()
 
 
-def named_in(section: str) -> set[str]:
+def named_in(section):
     """Return the names in the first columns of a section's table."""
     (text,) = re.findall(rf"^## {section}\n(.*?)(?=^## |\Z)", GUIDE, re.MULTILINE | re.DOTALL)
     firsts = re.findall(r"^\| (`.*?) \|", text, re.MULTILINE)
     return {name for first in firsts for name in re.findall(r"`(\w+)`", first)}
 
 
-def classes_of(module: object) -> set[str]:
+def classes_of(module):
     return {name for name, value in vars(module).items() if inspect.isclass(value)}
 
 

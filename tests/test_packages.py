@@ -20,13 +20,13 @@ OF_OTHERS = {"datasets", "mlflow", "timm"}
 """Packages that a page names and the project does not use."""
 
 
-def name_of(requirement: str) -> str:
+def name_of(requirement):
     return re.split(r"[<>=~! ]", requirement)[0]
 
 
 def test_code_is_the_users_unless_it_is_installed_or_a_dependency(tmp_path):
     installed = [tmp_path / folder / "package" / "code.py" for folder in ("site-packages", "dist-packages")]
-    dependencies = [Path(str(find_spec(name).origin)) for name in ("torch", "hydra", "json", "trainer")]  # type: ignore[union-attr]
+    dependencies = [Path(str(find_spec(name).origin)) for name in ("torch", "hydra", "json", "trainer")]
     assert not any(packages.is_users_file(str(file)) for file in (*installed, *dependencies))
     assert packages.is_users_file(str(tmp_path / "code.py"))
     assert packages.is_users_module(__name__)
@@ -67,9 +67,9 @@ def test_missing_package_error_has_the_install_command(monkeypatch, arguments, e
     assert packages.missing(*arguments) is None
 
 
-def closure(names: list[str]) -> set[str]:
+def closure(names):
     """Names of the distributions that installing ``names`` installs, in this environment."""
-    found: set[str] = set()
+    found = set()
     queue = [(Requirement(name).name, Requirement(name).extras) for name in names]
     while queue:
         name, extras = queue.pop()
@@ -83,7 +83,7 @@ def closure(names: list[str]) -> set[str]:
 
 
 @pytest.fixture
-def bare(tmp_path: Path) -> Path:
+def bare(tmp_path):
     """A folder with links to the required dependencies and theirs; nothing else can be imported from it."""
     folder = tmp_path / "site"
     folder.mkdir()
@@ -93,7 +93,7 @@ def bare(tmp_path: Path) -> Path:
     return folder
 
 
-def link(folder: Path, names: list[str]) -> None:
+def link(folder, names):
     for name in closure(names):
         distribution = metadata.distribution(name)
         for top in {file.parts[0] for file in distribution.files or () if file.parts[0] not in ("..", "__pycache__")}:

@@ -16,13 +16,12 @@ import torch
 
 from tests.test_lightning_parity import assert_close
 from tests.test_programs import PROGRAMS
-from tests.warm_python import WarmPython
 
 ROOT = Path(__file__).parent.parent
 LINE = "write `import trainer.pytorch_lightning` as the first import of the program"
 
 
-def check(code: str, folder: Path, python: WarmPython | None = None) -> None:
+def check(code, folder, python=None):
     """Run ``code`` without a file, by default in a new Python."""
     words = ["-c", textwrap.dedent(code)]
     if python is not None:

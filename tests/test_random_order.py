@@ -5,7 +5,6 @@ Each hook draws, too, so that additional draws before or after it are detected.
 
 import inspect
 import random
-from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -40,24 +39,24 @@ pytestmark = [
 Trace = list[tuple[str, int]]
 
 
-def states() -> int:
+def states():
     """Return a digest of the states of the generators of the process."""
     return hash(repr(random_states.capture()))
 
 
-def drawing(base: type, names: list[str], owner: str) -> type:
+def drawing(base, names, owner):
     """Return a subclass of ``base`` with methods that append the generators' states to ``instance.trace``, and draw."""
 
-    def make(name: str) -> Callable[..., Any]:
+    def make(name):
         original = getattr(base, name)
 
-        def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        def method(self, *args, **kwargs):
             self.trace.append((f"{owner}.{name}", states()))
             torch.rand(1), np.random.rand(), random.random()
             return original(self, *args, **kwargs)
 
         method.__name__ = name
-        method.__signature__ = inspect.signature(original)  # type: ignore[attr-defined]
+        method.__signature__ = inspect.signature(original)
         return method
 
     return type(f"Drawing{base.__name__}", (base,), {name: make(name) for name in names if hasattr(base, name)})
@@ -66,57 +65,57 @@ def drawing(base: type, names: list[str], owner: str) -> type:
 class Samples(Dataset[Any]):
     """Random samples."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count):
         self.count = count
 
-    def __len__(self) -> int:
+    def __len__(self):
         return self.count
 
-    def __getitem__(self, index: int) -> Any:
+    def __getitem__(self, index):
         return torch.rand(FEATURES) + np.random.rand() + random.random() + index, index % CLASSES
 
 
 class Stream(IterableDataset[Any]):
     """The same samples without a length, with a draw at the start of the iteration."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count):
         self.samples = Samples(count)
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self):
         start = torch.randint(100, ()).item()
         for index in range(len(self.samples)):
             yield self.samples[start + index]
 
 
-def loader(count: int = 6, **options: Any) -> DataLoader[Any]:
+def loader(count=6, **options):
     return DataLoader(Samples(count), batch_size=2, **options)
 
 
-def stream(count: int = 6, **options: Any) -> DataLoader[Any]:
+def stream(count=6, **options):
     return DataLoader(Stream(count), batch_size=2, **options)
 
 
 class Several(Classifier):
     """Accepts several evaluation dataloaders."""
 
-    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+    def validation_step(self, batch, batch_idx, dataloader_idx=0):
         return self.loss(batch)
 
     test_step = predict_step = validation_step
 
 
-class Model(drawing(Several, MODULE_HOOKS, "module")):  # type: ignore[misc]
+class Model(drawing(Several, MODULE_HOOKS, "module")):
     """Draws in every hook; optionally uses ``dataloader_iter``, and reads the estimated length of the fit."""
 
-    def __init__(self, trace: Trace, estimates: bool = False) -> None:
+    def __init__(self, trace, estimates=False):
         super().__init__()
         self.trace, self.estimates = trace, estimates
 
-    def loss(self, batch: Any) -> Any:
+    def loss(self, batch):
         parts = [*batch.values()] if isinstance(batch, dict) else batch if isinstance(batch[0], list) else [batch]
         return sum(super(Model, self).loss(part) for part in parts if part is not None)
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         if self.estimates:
             assert self.trainer.estimated_stepping_batches
         return super().configure_optimizers()
@@ -125,22 +124,22 @@ class Model(drawing(Several, MODULE_HOOKS, "module")):  # type: ignore[misc]
 class Drawer(Model):
     """Uses ``dataloader_iter`` in its steps."""
 
-    def training_step(self, dataloader_iter: Any) -> Any:
+    def training_step(self, dataloader_iter):
         batch, batch_idx, _ = next(dataloader_iter)
         return super().training_step(batch, batch_idx)
 
-    def validation_step(self, dataloader_iter: Any) -> Any:
+    def validation_step(self, dataloader_iter):
         batch, batch_idx, _ = next(dataloader_iter)
         return super().validation_step(batch, batch_idx)
 
 
-def check(run: Callable[[Any, Any], Any], kind: type = Model, **module: Any) -> None:
+def check(run, kind=Model, **module):
     """Check that ``run(make_trainer, model)`` draws the same numbers at the same points under both Trainers."""
 
-    def scenario(make: Callable[..., Any]) -> Any:
+    def scenario(make):
         random.seed(1)
         np.random.seed(1)
-        trace: Trace = []
+        trace = []
         callback = drawing(Callback, CALLBACK_HOOKS, "callback")()
         callback.trace = trace
         model = kind(trace, **module)
@@ -154,7 +153,7 @@ def check(run: Callable[[Any, Any], Any], kind: type = Model, **module: Any) -> 
     assert all(map(torch.equal, their_weights, my_weights))
 
 
-TRAIN: dict[str, Callable[[], Any]] = {
+TRAIN = {
     "in order": loader,
     "shuffled": lambda: loader(shuffle=True),
     "its own generator": lambda: loader(shuffle=True, generator=torch.Generator().manual_seed(5)),
@@ -167,7 +166,7 @@ TRAIN: dict[str, Callable[[], Any]] = {
     "the shorter of two": lambda: CombinedLoader({"a": loader(shuffle=True), "b": loader(8)}, "min_size"),
 }
 
-FIT: dict[str, dict[str, Any]] = {
+FIT = {
     "plain": {},
     "sanity check of all": {"num_sanity_val_steps": -1},
     "reloading": {"reload_dataloaders_every_n_epochs": 1},
@@ -181,26 +180,26 @@ FIT: dict[str, dict[str, Any]] = {
 class Data(LightningDataModule):
     """Creates its dataloaders at each request, and draws then."""
 
-    def __init__(self, train: Any, val: Any = lambda: loader(4, shuffle=True)) -> None:
+    def __init__(self, train, val=lambda: loader(4, shuffle=True)):
         super().__init__()
         self.train, self.val = train, val
 
-    def train_dataloader(self) -> Any:
+    def train_dataloader(self):
         torch.rand(1)
         return self.train()
 
-    def val_dataloader(self) -> Any:
+    def val_dataloader(self):
         torch.rand(1)
         return self.val()
 
     test_dataloader = predict_dataloader = val_dataloader
 
 
-def fit_of(data: str, **arguments: Any) -> Callable[[Any, Any], None]:
+def fit_of(data, **arguments):
     return lambda make, model: make(**{"max_epochs": 2, **arguments}).fit(model, datamodule=Data(TRAIN[data]))
 
 
-def kinds(names: Iterable[str]) -> pytest.MarkDecorator:
+def kinds(names):
     """Parametrize a test by kinds of data; workers are processes, which ``scripts/test`` does not start."""
     names = list(names)
     return pytest.mark.parametrize("data", tiered(names, quick=[name for name in names if "worker" not in name]))
@@ -216,7 +215,7 @@ def test_any_fit(setting):
     check(fit_of("two", **FIT[setting]))
 
 
-VAL: dict[str, Callable[[], Any]] = {
+VAL = {
     "workers": lambda: loader(4, shuffle=True, num_workers=1),
     "stream": lambda: stream(4),
     "several": lambda: [loader(4, shuffle=True), loader(2), loader(6, shuffle=True)],
@@ -233,7 +232,7 @@ VAL: dict[str, Callable[[], Any]] = {
     ],
 )  # fmt: skip
 def test_evaluation(data, command):
-    def run(make: Any, model: Any) -> None:
+    def run(make, model):
         trainer = make(max_epochs=2, val_check_interval=2 if command == "fit" else None)
         getattr(trainer, command)(model, datamodule=Data(TRAIN["shuffled"], VAL[data]))
 
@@ -249,7 +248,7 @@ def test_steps_that_draw_their_own_batches(data):
 
 
 def test_second_fit_opens_another_pass():
-    def run(make: Any, model: Any) -> None:
+    def run(make, model):
         trainer, source = make(max_epochs=1), Data(TRAIN["shuffled"])
         trainer.fit(model, datamodule=source)
         trainer.fit_loop.max_epochs = 3
@@ -270,7 +269,7 @@ def test_resuming_a_checkpoint_of_lightning(data, tmp_path):
         first.fit(Model([]), datamodule=Data(TRAIN[data]))
     first.save_checkpoint(tmp_path / "first.ckpt")
 
-    def run(make: Any, model: Any) -> None:
+    def run(make, model):
         make(max_epochs=3).fit(model, datamodule=Data(TRAIN[data]), ckpt_path=tmp_path / "first.ckpt")
 
     check(run)

@@ -6,8 +6,6 @@ windows, stops inside of one, data without a length that ends before its limit, 
 """
 
 import random
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -32,14 +30,14 @@ pytestmark = [
 class Drawn(Classifier):
     """Stops, skips, schedules and logs as configured."""
 
-    def __init__(self, how: dict[str, Any]) -> None:
+    def __init__(self, how):
         super().__init__(momentum=0.9)
         self.how = how
 
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+    def on_train_batch_start(self, batch, batch_idx):
         return -1 if self.how["skips"] == (self.current_epoch, batch_idx) else None
 
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
+    def training_step(self, batch, batch_idx):
         loss = self.loss(batch)
         self.log("loss", loss, on_step=self.how["on_step"], on_epoch=True, prog_bar=True)
         self.log("index", float(batch_idx))
@@ -47,18 +45,18 @@ class Drawn(Classifier):
             self.trainer.should_stop = True
         return {"loss": loss, "more": 1} if self.how["returns_dict"] else loss
 
-    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+    def validation_step(self, batch, batch_idx, dataloader_idx=0):
         loss = self.loss(batch)
         self.log("val", loss, prog_bar=True)
         self.log("val_both", loss, on_step=True, on_epoch=True)
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
         interval = self.how["schedule"]
         if interval is None:
             return optimizer
         if interval == "plateau":
-            schedule: Any = {"scheduler": ReduceLROnPlateau(optimizer, patience=0), "monitor": self.how["monitor"]}
+            schedule = {"scheduler": ReduceLROnPlateau(optimizer, patience=0), "monitor": self.how["monitor"]}
         else:
             # with interval="step", Lightning counts batches of the epoch, not updates
             frequency = self.how["frequency"] if interval == "epoch" else 1
@@ -66,11 +64,11 @@ class Drawn(Classifier):
         return {"optimizer": optimizer, "lr_scheduler": schedule}
 
 
-def draw(seed: int) -> dict[str, Any]:
+def draw(seed):
     """Draw a set-up."""
     pick = random.Random(seed)
 
-    def maybe(share: float, *values: Any, otherwise: Any = None) -> Any:
+    def maybe(share, *values, otherwise=None):
         return pick.choice(values) if pick.random() < share else otherwise
 
     window = pick.choice([1, 1, 1, 2, 3])
@@ -109,7 +107,7 @@ def draw(seed: int) -> dict[str, Any]:
         {"every_n_train_steps": 2, "save_top_k": -1}, {"save_last": True, "every_n_epochs": 2},
         {"save_top_k": -1, "save_on_train_epoch_end": True},
     )  # fmt: skip
-    callbacks: list[Any] = [(ModelCheckpoint, saving)] if saving is not None else []
+    callbacks = [(ModelCheckpoint, saving)] if saving is not None else []
     callbacks += maybe(0.2, [(EarlyStopping, {"monitor": monitor, "patience": pick.randint(0, 1)})], otherwise=[])
     callbacks += maybe(0.15, [(LearningRateMonitor, {})], otherwise=[])
     if isinstance(interval, int) and interval == 1 and any("monitor" in options for _, options in callbacks):
@@ -126,8 +124,8 @@ def draw(seed: int) -> dict[str, Any]:
     return setup
 
 
-def loaders(setup: dict[str, Any]) -> tuple[Any, Any]:
-    def stream(batches: int) -> Any:
+def loaders(setup):
+    def stream(batches):
         return stream_of(data(2 * batches))
 
     train = data(2 * setup["batches"], shuffle=setup["shuffles"]) if setup["sized"] else stream(setup["batches"])
@@ -137,9 +135,9 @@ def loaders(setup: dict[str, Any]) -> tuple[Any, Any]:
     return train, val[0] if len(val) == 1 else val
 
 
-def everything_of(make: Any, setup: dict[str, Any], folder: Path) -> list[Any]:
+def everything_of(make, setup, folder):
     """Return the public results of a run, and of a resumed run if the set-up has one."""
-    seen: list[Any] = []
+    seen = []
     saves = any(kind is ModelCheckpoint for kind, _ in setup["callbacks"])
     for resuming in (False, True)[: 1 + setup["resumes"]]:
         torch.manual_seed(1)
@@ -149,7 +147,7 @@ def everything_of(make: Any, setup: dict[str, Any], folder: Path) -> list[Any]:
         ]
         arguments = {**setup["arguments"], "enable_checkpointing": saves}
         arguments["max_epochs"] += resuming
-        fit: dict[str, Any] = {"ckpt_path": folder / "last.ckpt"} if resuming else {}
+        fit = {"ckpt_path": folder / "last.ckpt"} if resuming else {}
         if resuming and make is lightning:  # ours passes objects over by itself
             fit["weights_only"] = False
         seen.append(results_of(make, Drawn(setup["how"]), loaders(setup), arguments, folder, *callbacks, **fit))
@@ -176,14 +174,14 @@ def test_run_drawn_at_random(seed, tmp_path):
 SAVED = {"hooks", "files", "checkpoint"}
 
 
-def saves_again(setup: dict[str, Any]) -> bool:
+def saves_again(setup):
     """Return whether Lightning's resumed run may save the last step again: after a batch, inside a window."""
     by_steps = any(options.get("every_n_train_steps") for _, options in setup["callbacks"])
     after_batches = by_steps or setup["arguments"]["val_check_interval"] is not None
     return after_batches and setup["arguments"]["accumulate_grad_batches"] > 1
 
 
-def forget_what_came_before(theirs: dict[str, Any], mine: dict[str, Any]) -> bool:
+def forget_what_came_before(theirs, mine):
     """Remove the values that only our resumed run restores.
 
     These are earlier metrics, and the number of logged evaluation batches. Returns whether there is anything to

@@ -1,7 +1,6 @@
 """Values that a config takes from the environment are not written."""
 
 import logging
-from collections.abc import Iterator
 
 import pytest
 from omegaconf import OmegaConf
@@ -10,7 +9,7 @@ from trainer import redaction
 
 
 @pytest.fixture(autouse=True)
-def nothing_else() -> Iterator[None]:
+def nothing_else():
     redaction.forget()
     yield
     redaction.forget()

@@ -3,9 +3,7 @@
 import copy
 import io
 import itertools
-from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any
 
 import pytest
 import torch
@@ -25,16 +23,16 @@ FUNCTIONS = ("fit", "validate", "test", "predict")
 class Ends(Callback):
     """Records the end of a run."""
 
-    def __init__(self) -> None:
-        self.seen: list[Any] = []
+    def __init__(self):
+        self.seen = []
 
-    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+    def on_exception(self, trainer, pl_module, exception):
         self.seen.append(("exception", type(exception), str(trainer.state)))
 
-    def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
+    def on_fit_end(self, trainer, pl_module):
         self.seen.append("fit end")
 
-    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+    def teardown(self, trainer, pl_module, stage):
         self.seen.append(("teardown", stage, str(trainer.state)))
 
 
@@ -42,21 +40,21 @@ class Ends(Callback):
 
 
 class WithData(Classifier):
-    def train_dataloader(self) -> Any:
+    def train_dataloader(self):
         return data(4)
 
     val_dataloader = test_dataloader = predict_dataloader = train_dataloader
 
 
-def without(name: str) -> type:
+def without(name):
     return type(f"Without_{name}", (WithData,), {name: None})
 
 
-def having(name: str) -> type:
+def having(name):
     return type(f"Having_{name}", (WithData,), {name: lambda self, *args: None})
 
 
-LACKING: dict[str, list[type]] = {
+LACKING = {
     "fit": [
         *map(without, ("training_step", "configure_optimizers", "train_dataloader", "val_dataloader")),
         *map(having, ("training_epoch_end", "validation_epoch_end", "configure_sharded_model")),
@@ -77,7 +75,7 @@ def test_errors_about_missing_methods_equal_lightnings(function, module):
 
 @pytest.mark.parametrize("evaluating", [[], ["net.0", "net.2"], [""]])
 def test_warning_about_parts_in_eval_mode_equals_lightnings(evaluating):
-    def scenario(make: Any) -> Any:
+    def scenario(make):
         module = Classifier()
         for name in evaluating:
             module.get_submodule(name).eval()
@@ -94,10 +92,10 @@ def test_warning_about_parts_in_eval_mode_equals_lightnings(evaluating):
 class Raises(Classifier):
     """Raises in one of its methods."""
 
-    def __init__(self, name: str, error: type[BaseException]) -> None:
+    def __init__(self, name, error):
         super().__init__()
 
-        def method(*args: Any, **kwargs: Any) -> None:
+        def method(*args, **kwargs):
             raise error
 
         vars(self)[name] = method
@@ -116,7 +114,7 @@ class Raises(Classifier):
     ],
 )
 def test_run_that_fails_leaves_the_trainer_as_lightnings_is(function, method, error):
-    def scenario(make: Any) -> Any:
+    def scenario(make):
         ends, logger, module = Ends(), RecordingLogger(), Raises(method, error)
         trainer = make(max_epochs=1, callbacks=[ends], logger=logger)
         raised = outcome(getattr(trainer, function), module, data(4), *[data(2)] * (function == "fit"))
@@ -136,17 +134,17 @@ def test_run_that_fails_leaves_the_trainer_as_lightnings_is(function, method, er
 class Runs(Callback):
     """Calls ``run(trainer, module)`` once, in one hook."""
 
-    def __init__(self, hook: str, run: Callable[..., Any]) -> None:
+    def __init__(self, hook, run):
         self.calls = 0
         setattr(self, hook, lambda *given: self.call(run, *given[:2]))
 
-    def call(self, run: Callable[..., Any], *given: Any) -> None:
+    def call(self, run, *given):
         self.calls += 1
         if self.calls == 1:
             run(*given)
 
 
-def start(trainer: Any, function: str, module: Any) -> None:
+def start(trainer, function, module):
     getattr(trainer, function)(module, *[data(2)] * (1 + (function == "fit")))
 
 
@@ -170,7 +168,7 @@ def test_run_inside_a_fit_is_refused_except_at_its_end(tmp_path, function, hook,
     [("on_train_batch_end", False, True), ("on_train_batch_end", True, False), ("on_fit_end", False, False)],
 )
 def test_another_trainer_needs_a_copy_of_the_module_during_a_fit(tmp_path, function, hook, copies, refused):
-    def run(trainer: Any, module: Any) -> None:
+    def run(trainer, module):
         start(make_trainer(tmp_path), function, copy.deepcopy(module) if copies else module)
 
     module, trainer = Classifier(), make_trainer(tmp_path, callbacks=[Runs(hook, run)])
@@ -184,9 +182,9 @@ def test_another_trainer_needs_a_copy_of_the_module_during_a_fit(tmp_path, funct
 
 
 def test_tuner_ends_the_run_successfully():
-    def scenario(make: Any) -> Any:
+    def scenario(make):
         class Tunes(Callback):
-            def on_fit_start(self, *args: Any) -> None:
+            def on_fit_start(self, *args):
                 raise TunerExit
 
         ends = Ends()
@@ -197,11 +195,11 @@ def test_tuner_ends_the_run_successfully():
     assert mine == theirs
 
 
-def overflowing(steps: int) -> LightningModule:
+def overflowing(steps):
     """Fits two columns; the gradients of its first ``steps`` batches are infinite."""
 
     class Overflowing(Regression):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
+        def training_step(self, batch, batch_idx):
             return super().training_step(batch, batch_idx) * (float("inf") if self.trainer.global_step < steps else 1.0)
 
     return Overflowing()
@@ -243,7 +241,7 @@ def test_steps_that_are_skipped_in_float32_count_as_well(tmp_path, caplog):
 
 
 class Echo(Classifier):
-    def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+    def predict_step(self, batch, batch_idx, dataloader_idx=0):
         return batch, batch_idx, dataloader_idx
 
 
@@ -260,7 +258,7 @@ class Echo(Classifier):
     ids=["one", "not returned", "a list of one", "unequal", "named", "none"],
 )
 def test_predictions_have_lightnings_shape(loaders, return_predictions):
-    def scenario(make: Any) -> Any:
+    def scenario(make):
         trainer = make(limit_predict_batches=3)
         returned = outcome(trainer.predict, Echo(), loaders(), return_predictions=return_predictions)
         return returned, trainer.predict_loop.predictions
@@ -274,19 +272,19 @@ def test_predictions_have_lightnings_shape(loaders, return_predictions):
 
 def test_frozen_parts_keep_their_mode_in_every_stage():
     class PartlyFrozen(WithData):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.frozen = nn.Linear(2, 2).eval().requires_grad_(False)
-            self.seen: list[Any] = []
+            self.seen = []
 
-        def forward(self, features: Any) -> Any:
+        def forward(self, features):
             self.seen.append((str(self.trainer.state.stage), self.training, self.net.training, self.frozen.training))
             return super().forward(features)
 
-        def on_test_model_train(self) -> None:
+        def on_test_model_train(self):
             """Leave the modes as they are in the test."""
 
-    def scenario(make: Any) -> Any:
+    def scenario(make):
         trainer, module = make(max_epochs=1, val_check_interval=1), PartlyFrozen()
         for function in FUNCTIONS:
             outcome(getattr(trainer, function), module)

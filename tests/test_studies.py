@@ -4,7 +4,6 @@ import os
 import pickle
 import sys
 import types
-from typing import Any
 
 import numpy as np
 import pytest
@@ -19,20 +18,20 @@ optuna = pytest.importorskip("optuna")
 class CMA:
     """A stand-in for the class of the package cmaes."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.mean, self.sigma = np.zeros(3), np.float64(0.5)
 
 
 @pytest.fixture
-def cmaes(monkeypatch: pytest.MonkeyPatch) -> None:
+def cmaes(monkeypatch):
     for name in ("cmaes", "cmaes._cma"):
         module = types.ModuleType(name)
-        module.CMA, module.os = CMA, os  # type: ignore[attr-defined]
+        module.CMA, module.os = CMA, os
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setattr(CMA, "__module__", "cmaes._cma")
 
 
-def study_with(pickled: bytes) -> Any:
+def study_with(pickled):
     """Return a study as CmaEsSampler writes it: a pickle in pieces, in the attributes of a trial."""
     study = optuna.create_study(study_name="theirs")
     trial = study.ask()

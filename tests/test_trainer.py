@@ -4,7 +4,6 @@ import inspect
 import pickle
 from collections import Counter
 from copy import deepcopy
-from typing import Any
 
 import pytest
 import torch
@@ -28,17 +27,17 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers")
 class Calls(Callback):
     """Counts the calls of hooks, except those of the sanity check."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.number = Counter[str]()
 
-    def look(self, hook: str, trainer: Any) -> None:
+    def look(self, hook, trainer):
         self.number[hook] += not trainer.sanity_checking
 
-    def of(self, *hooks: str) -> list[int]:
+    def of(self, *hooks):
         return [self.number[f"on_{hook}_end"] for hook in hooks]
 
 
-def count(train: Any = None, val: Any = None, **arguments: Any) -> Calls:
+def count(train=None, val=None, **arguments):
     """Count the calls in a fit, with 8 training and 6 validation batches by default."""
     calls = Calls()
     trainer = ours(callbacks=[calls, *arguments.pop("callbacks", [])], **{"max_epochs": 1, **arguments})
@@ -49,7 +48,7 @@ def count(train: Any = None, val: Any = None, **arguments: Any) -> Calls:
 # --- arguments ----------------------------------------------------------------------------------------------------
 
 
-def parameters(function: Any) -> list[Any]:
+def parameters(function):
     return [(one.name, one.default, one.kind) for one in inspect.signature(function).parameters.values()]
 
 
@@ -153,7 +152,7 @@ def test_no_module_at_all():
 
 
 class Data(LightningDataModule):
-    def train_dataloader(self) -> Any:
+    def train_dataloader(self):
         return data(8)
 
     val_dataloader = test_dataloader = predict_dataloader = train_dataloader
@@ -210,9 +209,9 @@ def test_deterministic_and_benchmark(given, monkeypatch):
 
 @pytest.mark.parametrize("given", [True, False])
 def test_inference_mode(given):
-    seen: dict[str, Any] = {}
+    seen = {}
 
-    def look(*_: Any) -> None:
+    def look(*_):
         modes = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
         seen[f"{trainer.state.fn.value} {trainer.state.stage.value}"] = modes
 
@@ -234,7 +233,7 @@ def test_predict_step_has_a_dataloader_idx_for_several_dataloaders_only():
     trainer, module = ours(), Classifier()
 
     class Several(Classifier):
-        def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int) -> Any:
+        def predict_step(self, batch, batch_idx, dataloader_idx):
             return dataloader_idx
 
     with pytest.raises(RuntimeError, match="multiple `predict_dataloader`, but no `dataloader_idx` argument in"):
@@ -246,20 +245,20 @@ def test_predict_step_has_a_dataloader_idx_for_several_dataloaders_only():
 class Counting(torch.utils.data.Dataset[torch.Tensor]):
     loaded = 0
 
-    def __len__(self) -> int:
+    def __len__(self):
         return 40
 
-    def __getitem__(self, index: int) -> torch.Tensor:
+    def __getitem__(self, index):
         self.loaded += 1
         return torch.zeros(1)
 
 
 def test_sanity_check_loads_no_more_than_it_runs():
     class Module(Learner):
-        def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        def validation_step(self, batch, batch_idx, dataloader_idx=0):
             pass
 
-        def on_train_start(self) -> None:
+        def on_train_start(self):
             assert [one.loaded for one in sets] == [2, 2]
 
     sets = [Counting() for _ in range(2)]
@@ -280,12 +279,12 @@ def test_trainer_can_be_copied_before_and_after_a_run(copied, tmp_path):
     assert_same_weights(other.lightning_module, trainer.lightning_module)
 
 
-def test_trainer_can_be_copied_during_a_fit() -> None:
+def test_trainer_can_be_copied_during_a_fit():
     class Pairs(Classifier):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
+        def training_step(self, batch, batch_idx):
             return super().training_step(batch[0], batch_idx)
 
-    copies: list[Any] = []
+    copies = []
     copying = LambdaCallback(on_train_batch_end=lambda trainer, *_: copies.append(deepcopy(trainer)))
     ours(max_epochs=1, callbacks=[copying]).fit(Pairs(), [data(4), stream_of(data(4))], data(4))
     assert [trainer.global_step for trainer in copies] == [1, 2]
@@ -295,8 +294,8 @@ def test_trainer_can_be_copied_during_a_fit() -> None:
 def test_fit_without_validation_has_no_validation_batches():
     """ModelCheckpoint reads the number of validation batches to save after the epoch if there are no batches."""
 
-    def scenario(make: Any) -> Any:
-        seen: list[Any] = []
+    def scenario(make):
+        seen = []
         looks = LambdaCallback(on_train_epoch_end=lambda trainer, module: seen.append(trainer.num_val_batches))
         trainer, module = make(max_epochs=1, callbacks=[looks]), Classifier()
         trainer.validate(module, data(4), verbose=False)

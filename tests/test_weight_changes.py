@@ -5,11 +5,10 @@ The oracle is the loop of torch's AMP examples in which the step clears the cach
 
 from collections.abc import Callable
 from copy import deepcopy
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
@@ -27,7 +26,7 @@ LATE = WATCHED_STEPS + 2
 class Pair(nn.Module):
     """A net, others with weights to replace its weights, and aliases of its weights."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         torch.manual_seed(0)
         self.net = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
@@ -39,29 +38,29 @@ class Pair(nn.Module):
 Change = Callable[[nn.Module, nn.Module], object]
 
 
-def each(change: Callable[[nn.Parameter, nn.Parameter], object]) -> Change:
+def each(change):
     """Return a function that calls ``change`` with each parameter of the net and that of the other net."""
     return lambda net, other: [*map(change, net.parameters(), other.parameters())]
 
 
-def swap_by_copy(p: nn.Parameter, q: nn.Parameter) -> None:
+def swap_by_copy(p, q):
     kept = p.data.clone()
     p.data.copy_(q.data)
     q.data.copy_(kept)
 
 
-def swap_memory(p: nn.Parameter, q: nn.Parameter) -> None:
+def swap_memory(p, q):
     p.data, q.data = q.data, p.data
 
 
-def swap_state_dicts(net: nn.Module, other: nn.Module) -> None:
+def swap_state_dicts(net, other):
     kept = deepcopy(net.state_dict())
     net.load_state_dict(other.state_dict())
     other.load_state_dict(kept)
 
 
 clamp = each(lambda p, q: p.data.clamp_(-0.05, 0.05))
-CHANGES: dict[str, Change] = {
+CHANGES = {
     "swap_by_copy": each(swap_by_copy),
     "swap_memory": each(swap_memory),
     "swap_state_dicts": swap_state_dicts,
@@ -74,10 +73,10 @@ CHANGES: dict[str, Change] = {
 }
 
 
-def twice(change: Change) -> Callable[..., Tensor]:
+def twice(change):
     """A step that uses the net, changes it, uses it, and changes it again."""
 
-    def step(pair: Pair, batch: Any, clear: Callable[[], None]) -> Tensor:
+    def step(pair, batch, clear):
         before = pair.net(batch[0])
         change(pair.net, pair.other)
         clear()
@@ -89,7 +88,7 @@ def twice(change: Change) -> Callable[..., Tensor]:
     return step
 
 
-def through_an_alias(pair: Pair, batch: Any, clear: Callable[[], None]) -> Tensor:
+def through_an_alias(pair, batch, clear):
     before = pair.net(batch[0]).float().pow(2).mean()
     for alias in pair.aliases:
         alias.mul_(0.9)
@@ -97,7 +96,7 @@ def through_an_alias(pair: Pair, batch: Any, clear: Callable[[], None]) -> Tenso
     return before + F.mse_loss(pair.net(batch[0]), batch[1])
 
 
-def of_an_embedding(pair: Pair, batch: Any, clear: Callable[[], None]) -> Tensor:
+def of_an_embedding(pair, batch, clear):
     """An embedding's ``max_norm`` changes weights in its forward pass, and the head shares them."""
     hidden = pair.net(batch[0])[:, :1] * pair.tied(torch.tensor([0, 1, 2, 3]))
     first = F.linear(hidden, pair.tied.weight).float().pow(2).mean()
@@ -108,7 +107,7 @@ def of_an_embedding(pair: Pair, batch: Any, clear: Callable[[], None]) -> Tensor
     return first + F.linear(drawn.clone(), pair.tied.weight).float().pow(2).mean()
 
 
-def inner_loop(pair: Pair, batch: Any, clear: Callable[[], None]) -> Tensor:
+def inner_loop(pair, batch, clear):
     """A copy of the net takes optimizer steps inside the step (meta-learning)."""
     learner = deepcopy(pair.net)
     optimizer = torch.optim.SGD(learner.parameters(), lr=0.5)
@@ -122,31 +121,31 @@ def inner_loop(pair: Pair, batch: Any, clear: Callable[[], None]) -> Tensor:
     return F.mse_loss(pair.net(batch[0]), learner(batch[0]).detach())
 
 
-def checkpointed(pair: Pair, batch: Any, clear: Callable[[], None]) -> Tensor:
+def checkpointed(pair, batch, clear):
     with torch.no_grad():
         target = pair.net(batch[0]).float()
     CHANGES["negate_data"](pair.net, pair.other)
     clear()
-    output: Any = checkpoint(pair.net, batch[0], use_reentrant=False)
+    output = checkpoint(pair.net, batch[0], use_reentrant=False)
     return F.mse_loss(output, batch[1]) + (output.float() - target.clone()).pow(2).mean()
 
 
-STEPS: dict[str, Callable[..., Tensor]] = {
+STEPS = {
     **{name: twice(change) for name, change in CHANGES.items()},
     **{step.__name__: step for step in (through_an_alias, of_an_embedding, inner_loop, checkpointed)},
 }
 
 
-def nothing() -> None:
+def nothing():
     """Leave the cache to the Trainer."""
 
 
-def stepping(step: Callable[..., Tensor]) -> Stepping:
+def stepping(step):
     """Return a module that trains on ``step(pair, batch, clear)``, and leaves the cache to the Trainer."""
     return Stepping(Pair(), lambda pair, batch: step(pair, batch, nothing))
 
 
-def expected_of(step: Callable[..., Tensor], batches: Any, precision: str, **options: Any) -> Pair:
+def expected_of(step, batches, precision, **options):
     pair = Pair()
     torch.manual_seed(5)
     by_hand(pair, lambda net, batch: step(net, batch, torch.clear_autocast_cache), batches, precision, **options)
@@ -173,19 +172,19 @@ def test_step_without_the_cache_uses_changed_weights_from_the_first_step(tmp_pat
 class CountsBatches:
     """Trains as ``early`` does, and from batch ``LATE`` on as ``late`` does."""
 
-    def __init__(self, early: Callable[..., Tensor], late: Callable[..., Tensor]) -> None:
+    def __init__(self, early, late):
         self.early, self.late, self.batches = early, late, 0
 
-    def __call__(self, pair: Pair, batch: Any, clear: Callable[[], None]) -> Tensor:
+    def __call__(self, pair, batch, clear):
         self.batches += 1
         return (self.early if self.batches <= LATE else self.late)(pair, batch, clear)
 
 
-def once(pair: Pair, batch: Any, clear: Callable[[], None]) -> Tensor:
+def once(pair, batch, clear):
     return F.mse_loss(pair.net(batch[0]), batch[1])
 
 
-def shared(pair: Pair, batch: Any, clear: Callable[[], None]) -> Tensor:
+def shared(pair, batch, clear):
     return F.mse_loss(pair.net(batch[0]), batch[1]) + pair.net(-batch[0]).float().pow(2).mean()
 
 
@@ -221,7 +220,7 @@ def test_late_changes_of_other_kinds_end_the_run_at_the_next_check(tmp_path, dty
 def test_how_often_a_weight_that_is_used_twice_is_cast(tmp_path, enabled, expected):
     counts = []
 
-    def counting(pair: Pair, batch: Any, clear: Callable[[], None]) -> Tensor:
+    def counting(pair, batch, clear):
         with Casts(pair.net[0].weight) as casts:
             loss = shared(pair, batch, clear)
         counts.append(casts.count)
@@ -234,7 +233,7 @@ def test_how_often_a_weight_that_is_used_twice_is_cast(tmp_path, enabled, expect
 def test_weights_that_change_after_their_last_use_keep_the_cache(tmp_path):
     """A target network that follows at the end of a step, and weights that are clipped there."""
 
-    def following(pair: Pair, batch: Any, clear: Callable[[], None]) -> Tensor:
+    def following(pair, batch, clear):
         loss = shared(pair, batch, clear) + F.mse_loss(pair.net(batch[0]), pair.other(batch[0]))
         with torch.no_grad():
             for q, p in zip(pair.other.parameters(), pair.net.parameters(), strict=True):
@@ -256,10 +255,10 @@ def test_weights_that_change_after_their_last_use_keep_the_cache(tmp_path):
 
 @pytest.mark.parametrize(("stage", "precision"), [*zip(("fit", "validate", "test", "predict"), MIXED * 2, strict=True)])
 def test_evaluation_step_uses_the_weights_that_it_has_changed(tmp_path, precision, stage):
-    seen: list[Tensor] = []
+    seen = []
 
     class Evaluating(Stepping):
-        def validation_step(self, batch: Any, batch_idx: int) -> Tensor:
+        def validation_step(self, batch, batch_idx):
             for _ in range(2):
                 seen.append(self.net.net(batch[0]).float().clone())
                 CHANGES["swap_by_copy"](self.net.net, self.net.other)
@@ -282,7 +281,7 @@ def test_evaluation_step_uses_the_weights_that_it_has_changed(tmp_path, precisio
 # --- resuming -------------------------------------------------------------------------------------------------------
 
 
-def irregular(pair: Pair, batch: Any, clear: Callable[[], None]) -> Tensor:
+def irregular(pair, batch, clear):
     """Uses weights several times at some batches only."""
     return shared(pair, batch, clear) if batch[2] == 1 else once(pair, batch, clear)
 

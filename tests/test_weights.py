@@ -2,8 +2,6 @@
 
 import logging
 import sys
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -22,25 +20,25 @@ BATCHES = make_batches(3)
 class Small(nn.Module):
     """A body, a batch normalization and a head."""
 
-    def __init__(self, classes: int = 3) -> None:
+    def __init__(self, classes=3):
         super().__init__()
         self.body = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5))
         self.head = nn.Linear(5, classes)
 
 
-def small(seed: int, classes: int = 3) -> Small:
+def small(seed, classes=3):
     torch.manual_seed(seed)
     made = Small(classes)
     made.body[1].running_mean.fill_(float(seed))
     return made
 
 
-def saved(folder: Path, state: Any) -> Path:
+def saved(folder, state):
     torch.save(state, folder / "a.pt")
     return folder / "a.pt"
 
 
-def same(one: Any, other: Any) -> bool:
+def same(one, other):
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
@@ -200,7 +198,7 @@ def test_values_are_converted(tmp_path):
 
 
 def test_tied_weights_are_counted_once_and_lazy_ones_take_the_shape_of_the_file(tmp_path):
-    def tied() -> nn.ModuleDict:
+    def tied():
         made = nn.ModuleDict({"embedding": nn.Embedding(6, 4), "head": nn.Linear(4, 6, bias=False)})
         made["head"].weight = made["embedding"].weight
         return made
@@ -234,14 +232,14 @@ def test_weights_without_a_match_are_an_error(tmp_path):
 class Seen(Regression):
     """Records the weights at the start of training."""
 
-    def on_train_start(self) -> None:
+    def on_train_start(self):
         self.first = {name: value.clone() for name, value in self.state_dict().items()}
 
 
 class Checked(Seen):
     """Also records those of the sanity check."""
 
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
+    def validation_step(self, batch, batch_idx):
         if self.trainer.sanity_checking:
             self.on_train_start()
             self.checked = self.first
@@ -250,17 +248,17 @@ class Checked(Seen):
 class Late(Checked):
     """Creates its layers in ``configure_model`` on the meta device."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         del self.net
 
-    def configure_model(self) -> None:
+    def configure_model(self):
         if not hasattr(self, "net"):
             with torch.device("meta"):
                 self.net = make_net()
 
 
-def weights_file(folder: Path) -> tuple[Path, dict[str, torch.Tensor]]:
+def weights_file(folder):
     state = Regression(make_net(7)).state_dict()
     return saved(folder, state), state
 
@@ -325,7 +323,7 @@ def test_weights_and_a_checkpoint_are_refused(tmp_path):
 def test_resumed_run_does_not_load_them_again(tmp_path):
     file, state = weights_file(tmp_path)
 
-    def fit(epochs: int) -> tuple[Any, Any]:
+    def fit(epochs):
         saver = ModelCheckpoint(tmp_path / "saved", save_last=True)
         options = {"callbacks": [saver], "enable_checkpointing": True, "max_epochs": epochs, "resume": "auto"}
         trainer, module = make_trainer(tmp_path, **options), Seen()

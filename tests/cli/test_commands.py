@@ -1,7 +1,6 @@
 """Commands: those of this package are its modules, those of other packages are entry points."""
 
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -26,7 +25,7 @@ ENTRIES = "[trainer.commands]\nprune = pruning:PRUNE\nfit = pruning:PRUNE\n"
 
 
 @pytest.fixture
-def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def installed(tmp_path, monkeypatch):
     """Another package, as an installer leaves it."""
     info = "pruning-1.0.dist-info"
     metadata = "Metadata-Version: 2.1\nName: pruning\nVersion: 1.0\n"

@@ -2,7 +2,6 @@
 
 import inspect
 import re
-from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -27,13 +26,13 @@ DESCRIBED = ("precision", "trainer", "callbacks", "logger", "optimizer", "schedu
 OTHERS = ("compare", "debug", "model", "sweep")
 
 
-def shown(capsys, *argv: str):
+def shown(capsys, *argv):
     """The config that --cfg job prints."""
     assert main([*argv, "--cfg", "job"]) == 0
     return yaml.safe_load(capsys.readouterr().out)
 
 
-def without_meaning(composer: Composer, words: list[str], config: Any) -> list[str]:
+def without_meaning(composer, words, config):
     """Return the lines of a composed config that have no comment, without Hydra's keys such as ``_target_``."""
     shown = {name: value for name, value in config.items() if name != "hydra"}
     lines = list(annotated(shown, meanings(composer, words)[0]))

@@ -4,7 +4,6 @@ import pickle
 import re
 import shutil
 from pathlib import Path
-from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -31,20 +30,20 @@ class Activation:
 class Tied(Regression):
     """Two layers share one weight; the hyperparameters contain an object."""
 
-    def __init__(self, width: int = 6, activation: Any = None) -> None:
+    def __init__(self, width=6, activation=None):
         super().__init__(make_net(), optimizer=adamw)
         self.save_hyperparameters()
         self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
         self.second.weight = self.first.weight
 
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
+    def training_step(self, batch, batch_idx):
         return super().training_step([self.second(self.first(batch[0])), *batch[1:]], batch_idx)
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         return self.make_optimizer(self.parameters())
 
 
-def fit(folder: Path, *, sharded: bool, epochs: int = 2, ckpt: Path | None = None, module: Any = None) -> Any:
+def fit(folder, *, sharded, epochs=2, ckpt=None, module=None):
     """Save in the middle of each epoch. Returns the newest checkpoint and the module. All runs have the same paths."""
     run = folder.parent / "run"
     saver = ModelCheckpoint(run, every_n_train_steps=3, filename="{epoch}-{step}", save_top_k=-1)
@@ -57,17 +56,17 @@ def fit(folder: Path, *, sharded: bool, epochs: int = 2, ckpt: Path | None = Non
     return run.rename(folder) / Path(saver.best_model_path).name, module
 
 
-def status_and_error(capsys: Any, words: list[Any]) -> tuple[int, str]:
+def status_and_error(capsys, words):
     """Return the exit status, and the error without the path of the traceback."""
     status = main([str(word) for word in words])
     return status, " ".join(capsys.readouterr().err.replace("--debug prints the full traceback.", "").split())
 
 
-def tree(folder: Path) -> dict[str, bytes]:
+def tree(folder):
     return {str(path): path.read_bytes() if path.is_file() else b"" for path in sorted(folder.rglob("*"))}
 
 
-def load(file: Path) -> Any:
+def load(file):
     return torch.load(file, weights_only=True)
 
 
@@ -98,7 +97,7 @@ def test_folder_of_a_run_is_the_file_of_that_run(tmp_path, capsys):
 SAME = ("epoch", "global_step", "state_dict", "optimizer_states", "lr_schedulers", "loops")
 
 
-def with_object(file: Path) -> Any:
+def with_object(file):
     """Return a file with an object among its hyperparameters."""
     with torch.serialization.safe_globals([Activation]):
         return load(file)
@@ -165,7 +164,7 @@ def test_views_are_exported_with_their_values(tmp_path):
 
 
 @pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def here(tmp_path, monkeypatch):
     """A folder with valid and invalid checkpoints."""
     monkeypatch.chdir(tmp_path)
     write(Path("good.ckpt"))
@@ -237,7 +236,7 @@ def test_hyperparameters_that_are_one_object_are_left_out(tmp_path):
     """As those of a module that saves a DictConfig."""
 
     class Configured(Regression):
-        def __init__(self, config: Any = None) -> None:
+        def __init__(self, config=None):
             super().__init__()
             self.save_hyperparameters(config)
 

@@ -3,9 +3,7 @@
 import re
 import shutil
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -35,13 +33,13 @@ for name, code in FORWARD.items():
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def trained(tmp_path_factory):
     """The folder of a run of ``Net``."""
     return train(tmp_path_factory.mktemp("trained"), FILES | {"nets.py": MODULE}, "model._target_=nets.Net")
 
 
 @pytest.fixture(autouse=True)
-def state(project: Path, trained: Path) -> Iterator[Any]:
+def state(project, trained):
     """The weights of the run in the folder ``run``."""
     (project / "nets.py").write_text(MODULE)
     for kind in re.findall(r"class (\w+)", MODULE):  # a checkpoint's config may use names of the project's configs
@@ -51,22 +49,22 @@ def state(project: Path, trained: Path) -> Iterator[Any]:
     sys.modules.pop("nets", None)
 
 
-def line(state: Any, points: torch.Tensor) -> torch.Tensor:
+def line(state, points):
     return points @ state["net.weight"].T + state["net.bias"]
 
 
-def export(capfd: Any, *words: str) -> tuple[int, str, str]:
+def export(capfd, *words):
     capfd.readouterr()
     status = main(["export", *words])
     out, err = capfd.readouterr()
     return status, out, " ".join(err.split())
 
 
-def export_of(kind: str, capfd: Any) -> tuple[int, str, str]:
+def export_of(kind, capfd):
     return export(capfd, "ckpt=run", f"model._target_=nets.{kind}", "to=out/model.pt2")
 
 
-def files(folder: Path) -> list[str]:
+def files(folder):
     return sorted(path.name for path in folder.iterdir())
 
 
@@ -156,12 +154,12 @@ def test_mistakes(project, capfd, monkeypatch):
 
 
 class Taking(nn.Module):
-    def forward(self, a: Any, b: Any, c: Any = None) -> Any:
+    def forward(self, a, b, c=None):
         return a["x"] if isinstance(a, dict) else a + b
 
 
 class TakingOne(nn.Module):
-    def forward(self, batch: Any) -> Any:
+    def forward(self, batch):
         return batch["x"] if isinstance(batch, dict) else batch
 
 

@@ -12,7 +12,7 @@ from trainer.cli import failure
 from trainer.errors import FolderInUseError, ResumeError
 
 
-def raised(function, *args) -> Exception:
+def raised(function, *args):
     try:
         function(*args)
     except Exception as error:

@@ -18,7 +18,7 @@ def malformed_project(project, monkeypatch):
     return project
 
 
-def refused(argv, expected, capsys) -> str:
+def refused(argv, expected, capsys):
     status = main(argv)
     out, err = capsys.readouterr()
     assert status == 2, err

@@ -8,7 +8,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from unittest import mock
@@ -65,7 +64,7 @@ class Shell:
     capfd: pytest.CaptureFixture[str]
     trained: Path
 
-    def run(self, *words: str) -> tuple[int, str]:
+    def run(self, *words):
         """Run a command; return its exit status and output, after all paths in the output were found to exist."""
         self.capfd.readouterr()
         status = main(words)
@@ -77,19 +76,19 @@ class Shell:
             assert status == 2 or Path(path).exists() or is_template, (path, printed)  # 2: it may be the mistake
         return status, printed
 
-    def follow(self, command: str) -> None:
+    def follow(self, command):
         """Run a printed command as it is printed."""
         assert command.startswith("python -m trainer ")
         status, printed = self.run(*(PLACEHOLDERS.get(word, word) for word in shlex.split(command)[3:]))
         assert status == 0, (command, printed)
 
-    def check(self, command: str) -> None:
+    def check(self, command):
         """Check the settings of a printed command that would take long."""
         validate(read(shlex.split(command.removeprefix("python -m trainer "))))
 
 
 @pytest.fixture
-def shell(stopped, python, spawn_is_warm, trained, capfd, monkeypatch) -> Iterator[Shell]:
+def shell(stopped, python, spawn_is_warm, trained, capfd, monkeypatch):
     write(stopped, {**OTHERS, "stops": ""})
     monkeypatch.setattr(sys, "executable", str(python.executable))  # of jobs and trials
     monkeypatch.setenv("PYTHONPATH", str(PACKAGE.parent))
@@ -98,7 +97,7 @@ def shell(stopped, python, spawn_is_warm, trained, capfd, monkeypatch) -> Iterat
     sys.modules.pop("others", None)
 
 
-def commands_in(text: str) -> list[str]:
+def commands_in(text):
     """The commands in an output: in backticks, or to the end of a line."""
     quoted = re.findall(r"`(python -m trainer [^`]+)`", text)
     rest = re.sub(r"`[^`]*`", "", text)
@@ -108,13 +107,13 @@ def commands_in(text: str) -> list[str]:
 # --- scenarios -----------------------------------------------------------------------------------------------------
 
 
-def has_run(shell: Shell) -> None:
+def has_run(shell):
     """Write the files that stand for those of the user."""
     shutil.copytree(shell.trained, "run", dirs_exist_ok=True)
     shutil.copy("run/checkpoints/last.ckpt", "loose.ckpt")
 
 
-def printed_by(*words: str, status: int = 2, count: int = 1) -> Callable[[Shell], None]:
+def printed_by(*words, status=2, count=1):
     """Return a scenario that follows the commands that a command prints.
 
     Args:
@@ -123,7 +122,7 @@ def printed_by(*words: str, status: int = 2, count: int = 1) -> Callable[[Shell]
         count: number of printed commands.
     """
 
-    def scenario(shell: Shell) -> None:
+    def scenario(shell):
         has_run(shell)
         found, printed = shell.run(*words)
         commands = commands_in(printed)
@@ -134,12 +133,12 @@ def printed_by(*words: str, status: int = 2, count: int = 1) -> Callable[[Shell]
     return scenario
 
 
-def no_model(shell: Shell) -> None:
+def no_model(shell):
     for words, count in ((["test", "seed=2"], 3), (["fit", "weights=run"], 2)):
         printed_by(*words, count=count)(shell)
 
 
-def two_interruptions(shell: Shell) -> None:
+def two_interruptions(shell):
     """The folder stays that of the first run for each start, and the recipe is in another folder."""
     shutil.copytree(shell.trained, "run")
     write(Path.cwd(), FAR)
@@ -163,7 +162,7 @@ def two_interruptions(shell: Shell) -> None:
         assert f'"steps": {steps}' in record.read_text()
 
 
-def continued(shell: Shell) -> None:
+def continued(shell):
     two_interruptions(shell)
     Path("stops").write_text("3")
     Path("sweep").write_text(str(os.getpid()))
@@ -175,7 +174,7 @@ def continued(shell: Shell) -> None:
     shell.follow(command)
 
 
-def best_of_a_sweep(shell: Shell) -> None:
+def best_of_a_sweep(shell):
     """Its values depend on its number, and its recipe is in another folder."""
     write(Path.cwd(), FAR)
     words = ["+recipe=far", *LINE[1:], "seed=${hydra:job.num}", "optimizer.lr=0.1,0.2", "hydra.sweep.dir=jobs"]
@@ -188,13 +187,13 @@ def best_of_a_sweep(shell: Shell) -> None:
     assert (record["metrics"], record["seed"]) == (best["metrics"], best["job"])
 
 
-def compared(shell: Shell) -> None:
+def compared(shell):
     assert shell.run("compare", *LINE, "optimizer.lr=0.1,0.2", "precision=32", "hydra.sweep.dir=jobs")[0] == 0
     (command,) = commands_in(Path("jobs/compare.md").read_text())
     shell.check(command)
 
 
-def out_of_memory(shell: Shell) -> None:
+def out_of_memory(shell):
     error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
     with mock.patch("torch.nn.functional.mse_loss", side_effect=error):
         status, printed = shell.run("fit", *LINE, *SHORT, "trainer.num_sanity_val_steps=0", "resume=auto")
@@ -203,13 +202,13 @@ def out_of_memory(shell: Shell) -> None:
     shell.follow(command)
 
 
-def slow_step(shell: Shell) -> None:
+def slow_step(shell):
     recipe = Recipe("line", {}, loaded=LoadedBatch(None, 0.0, 1e-6, 1, 0), words=["+recipe=line", *SHORT])
     (command,) = commands_in(bottleneck(recipe, recipe.loaded, StepTime(1.0, 1, "32-true", "cpu"), 0))
     shell.check(command)
 
 
-def unpredictable(shell: Shell) -> None:
+def unpredictable(shell):
     _, printed = shell.run("checks", *LINE, "model=masked", *SHORT)
     commands = commands_in(" ".join(printed.split()))  # another if the step is the bottleneck
     assert commands
@@ -217,7 +216,7 @@ def unpredictable(shell: Shell) -> None:
         shell.check(command)
 
 
-def under_torchrun(shell: Shell) -> None:
+def under_torchrun(shell):
     with mock.patch.dict("os.environ", TORCHELASTIC_RUN_ID="1"):
         status, printed = shell.run("fit", "-m", *LINE, "trainer.accelerator=cpu", "seed=1,2")
     (command,) = commands_in(printed)
@@ -225,13 +224,13 @@ def under_torchrun(shell: Shell) -> None:
     shell.check(command)
 
 
-def helped(shell: Shell) -> None:
+def helped(shell):
     status, printed = shell.run("test", "--help")
     assert (status, commands_in(printed)[0]) == (0, "python -m trainer fit --help")
     shell.follow("python -m trainer fit --help")
 
 
-def first_screen(shell: Shell) -> None:
+def first_screen(shell):
     has_run(shell)
     status, printed = shell.run("--help")
     begin = printed.partition("First steps:\n")[2].partition("\n\n")[0]
@@ -243,7 +242,7 @@ def first_screen(shell: Shell) -> None:
         shell.follow(command + (limits if " fit " in command else ""))
 
 
-SCENARIOS: dict[str, Callable[[Shell], None]] = {
+SCENARIOS = {
     "callbacks/run_summary.py:_paths": printed_by("fit", *LINE, "hydra.run.dir=new", status=0),
     "cli/__init__.py:_dispatch": printed_by(*LINE),
     "cli/arguments.py:_read_flag": printed_by("fit", *LINE, "--lr", "1"),

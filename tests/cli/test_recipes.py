@@ -36,12 +36,12 @@ def listed(project):
     return project
 
 
-def lines_of(capsys, *argv: str) -> list[str]:
+def lines_of(capsys, *argv):
     assert main(["recipes", *argv]) == 0
     return capsys.readouterr().out.splitlines()
 
 
-def line_of(lines: list[str], start: str) -> list[str]:
+def line_of(lines, start):
     (found,) = [line for line in lines if line.strip().startswith(start)]
     return [part.strip() for part in found.rsplit("  # ", 1)]
 

@@ -4,7 +4,6 @@ import json
 import shutil
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -27,7 +26,7 @@ OPTIONS = ["precision=16", "callbacks=none", "logger=none", "resume=auto"]
 
 
 @cache
-def config() -> dict[str, Any]:
+def config():
     """Return the config of an old run, in which some settings did not exist."""
     composed = OmegaConf.to_container(validate(read(["fit", "+recipe=line", *SETTINGS, *OPTIONS])))
     old = {name: value for name, value in composed.items() if name not in ("hydra", "objective", "checks")}
@@ -44,7 +43,7 @@ def run(project):
     return folder
 
 
-def composed(*argv: str):
+def composed(*argv):
     arguments = read(argv)
     restore.apply(arguments)
     return validate(arguments)
@@ -181,7 +180,7 @@ def test_mistakes(run, argv, message, capsys):
     assert message in capsys.readouterr().err
 
 
-def changed(**changes) -> str:
+def changed(**changes):
     merged = {key: config().get(key, {}) | change for key, change in changes.items()}
     return yaml.safe_dump(config() | merged)
 
@@ -244,7 +243,7 @@ def test_an_evaluation_is_below_the_run_that_it_uses(given, monkeypatch, capsys)
     assert choose_subject([str(run)]).runs == [run]
     assert choose_subject([str(run / "test")]).runs == [below]
 
-    def folder(*argv: str) -> Path:
+    def folder(*argv):
         arguments = read(argv)
         restore.apply(arguments)
         return claim(arguments, validate(arguments))

@@ -18,7 +18,7 @@ FIT = ["fit", "+recipe=line", "resume=auto"]
 SHORT = ["callbacks.learning_rate_monitor=null", "callbacks.model_checkpoint.every_n_epochs=1"]
 
 
-def folder_of(*words: str) -> str:
+def folder_of(*words):
     arguments = read(words)
     return str(claim(arguments, validate(arguments)))
 
@@ -62,7 +62,7 @@ def test_run_is_resumed_until_it_is_completed(capsys, monkeypatch):
     words = [*FIT, *SHORT, "trainer.max_epochs=3"]
     assert main(["fit", "+recipe=line", *SHORT, "trainer.max_epochs=3", "hydra.run.dir=whole"]) == 0
 
-    def stop(self, *_, original=Trainer.save_checkpoint, saves=[]) -> None:  # noqa: B006
+    def stop(self, *_, original=Trainer.save_checkpoint, saves=[]):  # noqa: B006
         saves.append(original(self, *_))
         if len(saves) == 3:  # of the first epoch's two, and the second's two
             raise KeyboardInterrupt

@@ -25,12 +25,12 @@ pytestmark = [
 LINE = ["+recipe=line", "callbacks.learning_rate_monitor=null"]
 
 
-def only(pattern: str) -> Path:
+def only(pattern):
     (found,) = Path().glob(pattern)
     return found
 
 
-def result(folder: Path | None = None) -> dict:
+def result(folder=None):
     return json.loads(((folder or only("outputs/*/*")) / "run.json").read_text())
 
 

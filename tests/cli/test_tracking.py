@@ -5,10 +5,8 @@ import shutil
 import sqlite3
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -26,7 +24,7 @@ BOTH = ["logger=[csv,wandb,mlflow]", "logger.wandb.offline=true"]
 
 
 @pytest.fixture(autouse=True)
-def alone(project: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def alone(project, monkeypatch):
     for name in ("WANDB_MODE", "WANDB_PROJECT", "WANDB_API_KEY", "MLFLOW_TRACKING_URI"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("WANDB_SILENT", "true")
@@ -40,24 +38,24 @@ def alone(project: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 class Wandb:
     """A run of W&B, with the arguments of its calls."""
 
-    def __init__(self, run: Any) -> None:
+    def __init__(self, run):
         self.run, self.rows, self.artifacts, self.exit_code = run, [], [], None
 
-    def values(self, name: str) -> list[tuple[int, float]]:
+    def values(self, name):
         return [(row["trainer/global_step"], row[name]) for row in self.rows if name in row]
 
 
 @pytest.fixture
-def wandb_runs(monkeypatch: pytest.MonkeyPatch) -> list[Wandb]:
+def wandb_runs(monkeypatch):
     """All runs of W&B."""
     from wandb.sdk.wandb_run import Run
 
-    runs: list[Wandb] = []
+    runs = []
 
-    def watch(method: str, note: Callable[[Wandb, Any], None]) -> None:
+    def watch(method, note):
         original = getattr(Run, method)
 
-        def call(run: Any, *args: Any, **options: Any) -> Any:
+        def call(run, *args, **options):
             if not runs or runs[-1].run is not run:
                 runs.append(Wandb(run))
             note(runs[-1], args[0] if args else options.get("exit_code"))
@@ -74,7 +72,7 @@ def wandb_runs(monkeypatch: pytest.MonkeyPatch) -> list[Wandb]:
 class Mlflow:
     """Return the content of the database, which has one run."""
 
-    def __init__(self, experiment: str = "line", store: str = "outputs/mlflow.db") -> None:
+    def __init__(self, experiment="line", store="outputs/mlflow.db"):
         from mlflow.tracking import MlflowClient
 
         client = MlflowClient(f"sqlite:///{Path(store).absolute()}")
@@ -86,18 +84,18 @@ class Mlflow:
 
 
 @pytest.fixture
-def database(mlflow_database: Path) -> Path:
+def database(mlflow_database):
     """The default database, without runs."""
     Path("outputs").mkdir()
     return Path(shutil.copy(mlflow_database, "outputs"))
 
 
-def rows() -> list[tuple[int, float]]:
+def rows():
     with Path("run/csv/metrics.csv").open() as file:
         return [(int(row["step"]), float(row["val_loss"])) for row in csv.DictReader(file) if row["val_loss"]]
 
 
-def approximately(points: list[tuple[int, float]]) -> list[tuple[int, Any]]:
+def approximately(points):
     return [(step, pytest.approx(value)) for step, value in points]
 
 

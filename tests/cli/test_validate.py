@@ -15,7 +15,7 @@ from trainer.cli.arguments import UsageError, read
 from trainer.cli.validate import validate
 
 
-def complaint(argv, capsys) -> str:
+def complaint(argv, capsys):
     assert main(argv) == 2
     out, err = capsys.readouterr()
     assert out == ""

@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -13,14 +12,13 @@ from trainer.record.find_checkpoint import find
 pytestmark = pytest.mark.filterwarnings("default")
 
 
-def fit(folder: str, *words: str) -> dict[str, Any]:
+def fit(folder, *words):
     assert main(["fit", "+recipe=line", f"hydra.run.dir={folder}", *words]) == 0
     return json.loads(Path(folder, "run.json").read_text())
 
 
-def weights(file: str | Path) -> dict[str, torch.Tensor]:
-    state: dict[str, torch.Tensor] = torch.load(file, weights_only=True)["state_dict"]
-    return state
+def weights(file):
+    return torch.load(file, weights_only=True)["state_dict"]
 
 
 def test_run_starts_with_the_weights_of_another(given, capfd):

@@ -102,7 +102,7 @@ def test_data_is_requested_at_the_same_points_as_in_lightning(sanity, arguments)
 @pytest.mark.parametrize("limits", [(1, 0, 0, 1, 2), (0, 1, 0, 2, 1)])
 def test_validations_end_and_begin_with_their_limit_during_a_fit(limits):
     def scenario(make):
-        def set_limit(trainer, *_) -> None:
+        def set_limit(trainer, *_):
             trainer.limit_val_batches = limits[trainer.current_epoch]
 
         trainer = make(max_epochs=5, callbacks=[LambdaCallback(on_train_epoch_start=set_limit)])

@@ -17,7 +17,7 @@ LOGGER = "lightning.pytorch.utilities.rank_zero"
 def hardware(monkeypatch):
     """Simulate a device with bfloat16, Tensor Cores, both or neither."""
 
-    def give(bfloat16: bool, cores: bool) -> None:
+    def give(bfloat16, cores):
         monkeypatch.setattr(auto, "native_bfloat16", lambda device: bfloat16)
         monkeypatch.setattr(auto, "tensor_cores", lambda device: cores)
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Some GPU")

@@ -1,11 +1,9 @@
 """CUDA's autocast lists on a CPU: compared to torch's own, operation by operation, and in a run."""
 
 import re
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -25,14 +23,14 @@ OF_CUDA_ALONE = {"_thnn_fused_lstm_cell", "_thnn_fused_gru_cell", "_scaled_dot_p
 aten = torch.ops.aten
 
 
-def rand(*shape: int, dtype: torch.dtype = HALF) -> Tensor:
+def rand(*shape, dtype=HALF):
     return (torch.rand(shape, generator=torch.Generator().manual_seed(len(shape))) * 0.5 + 0.25).to(dtype)
 
 
-def arguments(dtype: torch.dtype) -> dict[str, tuple[Any, ...]]:
+def arguments(dtype):
     """Return floating-point arguments of this dtype for operations of each of CUDA's lists."""
 
-    def r(*shape: int) -> Tensor:
+    def r(*shape):
         return rand(*shape, dtype=dtype)
 
     x, y, m = r(4, 6), r(4, 6), r(6, 6)
@@ -64,10 +62,10 @@ def arguments(dtype: torch.dtype) -> dict[str, tuple[Any, ...]]:
     }
 
 
-def left_alone(dtype: torch.dtype) -> dict[str, tuple[Any, ...]]:
+def left_alone(dtype):
     """Operations in the CPU's list only, which CUDA's autocast does not cast."""
 
-    def r(*shape: int) -> Tensor:
+    def r(*shape):
         return rand(*shape, dtype=dtype)
 
     im, vol, x = r(2, 3, 8, 8), r(2, 3, 4, 8, 8), r(4, 4)
@@ -89,7 +87,7 @@ ARGUMENTS = tuple(arguments(HALF))
 
 
 @contextmanager
-def cuda_autocast(dtype: torch.dtype) -> Iterator[None]:
+def cuda_autocast(dtype):
     """Autocast for CUDA, which `torch.autocast` does not enable on a machine without it."""
     torch.set_autocast_dtype("cuda", dtype)
     torch.set_autocast_enabled("cuda", True)
@@ -100,12 +98,12 @@ def cuda_autocast(dtype: torch.dtype) -> Iterator[None]:
         torch.set_autocast_dtype("cuda", HALF)
 
 
-def overload(name: str) -> Any:
+def overload(name):
     packet, _, which = name.partition(".")
     return getattr(getattr(aten, packet), which or "default")
 
 
-def dtype_of(name: str, args: tuple[Any, ...]) -> torch.dtype | str:
+def dtype_of(name, args):
     """Return the dtype of the result, or the error."""
     try:
         result = overload(name)(*args)
@@ -114,13 +112,13 @@ def dtype_of(name: str, args: tuple[Any, ...]) -> torch.dtype | str:
     return (result if isinstance(result, Tensor) else result[0]).dtype
 
 
-def each(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+def each(value, change):
     if isinstance(value, (list, tuple)):
         return type(value)(each(one, change) for one in value)
     return change(value) if isinstance(value, Tensor) else value
 
 
-def on_cuda(name: str, args: tuple[Any, ...], dtype: torch.dtype) -> torch.dtype | str:
+def on_cuda(name, args, dtype):
     """Return the same for torch's CUDA autocast kernels, with tensors without values and without a GPU."""
     with FakeTensorMode(), cuda_autocast(dtype):
         found = dtype_of(name, each(args, lambda one: torch.empty(one.shape, dtype=one.dtype, device="cuda")))
@@ -177,7 +175,7 @@ def test_mixture_becomes_float32(name):
 
 
 x16 = rand(8, 16)
-VALUES: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
+VALUES = {
     "sum": (lambda x: x.sum(), lambda x: x.sum(dtype=FLOAT)),
     "layer_norm": (lambda x: F.layer_norm(x, (16,)), lambda x: F.layer_norm(x.float(), (16,))),
     "norm": (lambda x: x.norm(dim=1), lambda x: x.norm(dim=1, dtype=FLOAT)),
@@ -203,7 +201,7 @@ def test_values_equal_those_of_explicit_casts(name):
 
 
 def test_in_force_inside_the_context_and_under_autocast_only():
-    def dtypes() -> list[torch.dtype]:
+    def dtypes():
         return [x16.exp().dtype, x16.sum().dtype, F.layer_norm(x16, (16,)).dtype, torch.cat([x16, x16.float()]).dtype]
 
     autocast, native = torch.autocast("cpu", HALF), [HALF, HALF, HALF, FLOAT]
@@ -217,7 +215,7 @@ def test_in_force_inside_the_context_and_under_autocast_only():
         assert dtypes() == native
 
 
-def loss_of_weight(weight: Tensor) -> Tensor:
+def loss_of_weight(weight):
     return F.layer_norm((weight @ weight).softmax(1), (16,)).exp()
 
 
@@ -225,7 +223,7 @@ def loss_of_weight(weight: Tensor) -> Tensor:
 def test_activation_checkpointing_changes_no_bit(use_reentrant):
     weight = rand(16, 16, dtype=FLOAT).requires_grad_()
 
-    def gradient(run: Callable[[Tensor], Tensor]) -> Tensor:
+    def gradient(run):
         weight.grad = None
         with torch.autocast("cpu", HALF):
             loss = run(weight).sum()
@@ -292,16 +290,16 @@ def test_every_thread_sees_them():
 class Squares(nn.Module):
     """A net with a custom loss: in 16 bits on a CPU, in float32 on CUDA."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.net = make_net()
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         out = self.net(x)
         return out.pow(2).cumsum(1) + out.softmax(1)
 
 
-def plugin(**options: Any) -> MixedPrecision:
+def plugin(**options):
     return MixedPrecision("float16", autocast_ops="cuda", cpu_kernels="native", **options)
 
 

@@ -3,9 +3,6 @@
 See also test_autocast, test_weight_changes.
 """
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 import torch.optim.optimizer as optimizers
@@ -17,15 +14,15 @@ from trainer.precision import MixedPrecision, cast_cache
 from trainer.precision.cast_cache import WATCHED_STEPS, WeightWatch, loses_gradients, with_trusted_cache
 
 
-def autocast() -> torch.autocast:
+def autocast():
     return torch.autocast("cpu", dtype=torch.bfloat16)
 
 
 @pytest.fixture
-def clearings(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def clearings(monkeypatch):
     """Count the clearings of the cache as on a torch with the bug."""
     monkeypatch.setattr(cast_cache, "loses_gradients", lambda: True)
-    counted: list[int] = []
+    counted = []
     clear = torch.clear_autocast_cache
     monkeypatch.setattr(torch, "clear_autocast_cache", lambda: (counted.append(1), clear()))
     return counted
@@ -76,10 +73,10 @@ def test_cache_is_cleared_when_gradients_are_enabled(clearings):
 class Steps:
     """A plugin in a session, its steps, and its observations of the last one."""
 
-    def __init__(self, net: nn.Module, **arguments: Any) -> None:
+    def __init__(self, net, **arguments):
         self.plugin, self.net = MixedPrecision("bfloat16", **arguments), net
 
-    def __call__(self, uses: int = 1, change: Callable[[nn.Module], Any] | None = None) -> str:
+    def __call__(self, uses=1, change=None):
         """Run a step; return "watched", or whether autocast's cache was enabled."""
         context = self.plugin.autocast()
         with context:
@@ -92,7 +89,7 @@ class Steps:
         return "watched" if isinstance(context, WeightWatch) else "cached" if cached else "uncached"
 
 
-def negate(net: nn.Module) -> None:
+def negate(net):
     for p in net.parameters():
         p.data.neg_()
 
@@ -120,7 +117,7 @@ def test_first_steps_decide(uses, change, watched, then):
         assert steps() == then
 
 
-READS: dict[str, Callable[[nn.Linear], Any]] = {
+READS = {
     "shape": lambda net: net.weight.shape,
     "number of elements": lambda net: net.weight.numel(),
     "clone": lambda net: net.weight.clone(),
@@ -169,7 +166,7 @@ def test_tensors_without_storage_or_version_are_accepted():
     with torch.inference_mode():
         made = torch.ones(2, 2)
 
-    def step(net: nn.Module) -> None:
+    def step(net):
         torch.func.vmap(net)(torch.ones(3, 2, 2))
         weights = dict(net.named_parameters())
         torch.func.grad(lambda w: torch.func.functional_call(net, w, made.clone()).float().sum())(weights)
@@ -205,7 +202,7 @@ def test_user_decides_across_a_resume():
 def test_compiled_code_does_not_see_it():
     net, graphs = nn.Sequential(nn.Linear(2, 2), nn.ReLU()), []
 
-    def backend(graph: Any, inputs: Any) -> Any:
+    def backend(graph, inputs):
         graphs.append(graph)
         return graph.forward
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from lightning.pytorch.callbacks import EMAWeightAveraging
-from torch import Tensor, nn
+from torch import nn
 
 from tests.parity import assert_same_weights
 from tests.support import (
@@ -29,7 +29,7 @@ PRECISIONS = ["32-true", "bf16-mixed", "16-mixed"]
 class SpectralNet(nn.Module):
     """Multiplies a Fourier transform by weights, complex ones or, if ``pairs``, pairs of real ones."""
 
-    def __init__(self, *, pairs: bool = False) -> None:
+    def __init__(self, *, pairs=False):
         super().__init__()
         torch.manual_seed(0)
         self.first, self.last = nn.Linear(6, 8), nn.Linear(5, 3)
@@ -37,7 +37,7 @@ class SpectralNet(nn.Module):
         self.weights = nn.Parameter(torch.view_as_real(weights) if pairs else weights)
         self.bias = nn.Parameter(torch.view_as_real(bias) if pairs else bias)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         hidden = self.first(x).float()
         weights, bias = (p if p.is_complex() else torch.view_as_complex(p) for p in (self.weights, self.bias))
         with torch.autocast(x.device.type, enabled=False):
@@ -45,7 +45,7 @@ class SpectralNet(nn.Module):
         return self.last(found.abs())
 
 
-def as_pairs(net: nn.Module) -> list[Tensor]:
+def as_pairs(net):
     return [torch.view_as_real(p) if p.is_complex() else p for p in net.parameters()]
 
 

@@ -2,7 +2,7 @@
 
 import copy
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 
@@ -16,46 +16,46 @@ from trainer.precision.cpu_fp16 import fast_fp16_kernels, is_faster, native_fp16
 Op = Callable[..., Tensor]
 
 
-def rand(*shape: int) -> Tensor:
+def rand(*shape):
     return torch.randn(*shape, requires_grad=True)
 
 
-def autocast(dtype: torch.dtype = torch.float16, enabled: bool = True) -> torch.autocast:
+def autocast(dtype=torch.float16, enabled=True):
     return torch.autocast("cpu", dtype, enabled=enabled)
 
 
-def rounded(op: Op) -> Op:
+def rounded(op):
     """The definition: inputs rounded to fp16, ``op`` in fp32, output rounded to fp16; autograd rounds the gradients."""
     return lambda *inputs: op(*(tensor.half().float() for tensor in inputs)).half()
 
 
-def under_autocast(op: Op) -> Op:
-    def run(*inputs: Tensor) -> Tensor:
+def under_autocast(op):
+    def run(*inputs):
         with autocast():
             return op(*inputs)
 
     return run
 
 
-def values_and_gradients(op: Op, inputs: list[Tensor]) -> list[Tensor]:
+def values_and_gradients(op, inputs):
     output = op(*inputs)
     torch.manual_seed(1)
     return [output.detach(), *torch.autograd.grad(output, inputs, torch.randn(output.shape).to(output.dtype))]
 
 
 @pytest.fixture(autouse=True)
-def seed() -> None:
+def seed():
     torch.manual_seed(0)
 
 
 @pytest.fixture
-def fast() -> Iterator[None]:
+def fast():
     with fast_fp16_kernels():
         yield
 
 
 # Factors are powers of two, so that the order of scaling and rounding does not show.
-OPS: dict[str, tuple[Op, list[tuple[int, ...]]]] = {
+OPS = {
     "linear": (F.linear, [(7, 33), (17, 33)]),
     "linear_bias": (F.linear, [(2, 7, 33), (17, 33), (17,)]),
     "mm_strided": (lambda a, b: torch.mm(a[::2], b.t()), [(14, 33), (17, 33)]),
@@ -129,7 +129,7 @@ def test_tensors_that_are_fp16_already(fast):
         assert all(map(torch.equal, values_and_gradients(op, inputs), expected))
 
 
-CASES: dict[str, dict[str, object]] = {
+CASES = {
     "plain": {},
     "causal": {"is_causal": True},
     "scale": {"scale": 0.3},
@@ -145,10 +145,10 @@ def test_attention_is_fp32_attention_of_rounded_inputs(fast, name):
     heads = 2 if name == "gqa" else 4
     inputs = [rand(2, 4, 12, 16), rand(2, heads, 12, 16), rand(2, heads, 12, 16)]
 
-    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def attend(query, key, value):
         return F.scaled_dot_product_attention(query, key, value, **arguments)
 
-    def definition(*tensors: Tensor) -> Tensor:
+    def definition(*tensors):
         halves = [tensor.half().float() for tensor in tensors]
         mask = arguments.get("attn_mask")
         if isinstance(mask, Tensor) and mask.is_floating_point():
@@ -194,7 +194,7 @@ def test_gradient_penalty_equals_the_definition():
     x = rand(2, 3, 8, 8)
     parameters = [conv.weight, conv.bias, linear.weight]
 
-    def penalty(convolve: Op, apply: Op) -> list[Tensor]:
+    def penalty(convolve, apply):
         y = apply(torch.tanh(convolve(x, conv.weight, conv.bias)).flatten(1), linear.weight)
         (slope,) = torch.autograd.grad(y.float().sum(), x, create_graph=True)
         return list(torch.autograd.grad((slope.flatten(1).norm(dim=1) - 1).square().sum(), parameters[::2]))
@@ -222,12 +222,12 @@ def test_other_precisions_keep_their_bits(dtype, enabled):
     net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten(), nn.Linear(8 * 36, 5))
     inputs = [rand(4, 3, 8, 8), rand(2, 4, 12, 16)]
 
-    def forward() -> Tensor:
+    def forward():
         x, q = inputs
         with autocast(dtype, enabled):
             return net(x).float().square().sum() + F.scaled_dot_product_attention(q, q, q).float().square().sum()
 
-    def values(output: Tensor) -> list[Tensor]:
+    def values(output):
         return [output.detach(), *torch.autograd.grad(output, [*inputs, *net.parameters()])]
 
     expected = values(forward())
@@ -261,7 +261,7 @@ def test_errors_name_the_given_dtypes(op):
     assert "Half" in str(within.value)
 
 
-def kernels_are_fast() -> bool:
+def kernels_are_fast():
     """Return whether fp16 products use our kernels: torch's own add in another order, visible in long sums."""
     generator = torch.Generator().manual_seed(0)
     a, b = (torch.randn(64, 1999, generator=generator).half() for _ in range(2))
@@ -272,7 +272,7 @@ def test_restores_torchs_kernels_after_the_outermost_context():
     a, b = torch.randn(64, 999).half(), torch.randn(999, 64).half()
     x, w = torch.randn(2, 16, 9, 9).half(), torch.randn(16, 16, 3, 3).half()
 
-    def native() -> list[Tensor]:
+    def native():
         return [a @ b, F.conv2d(x, w), a[0] @ a[1], torch.addmm(a[:, :64], a, b)]
 
     before = native()
@@ -301,7 +301,7 @@ def test_opens_and_closes_while_another_thread_computes():
         fast = a @ b
     stop = threading.Event()
 
-    def compute() -> bool:
+    def compute():
         while not stop.is_set():
             product = a @ b
             if not (torch.equal(product, native) or torch.equal(product, fast)):
@@ -318,7 +318,7 @@ def test_opens_and_closes_while_another_thread_computes():
     assert torch.equal(a @ b, native)
 
 
-def mlp(*widths: int) -> nn.Sequential:
+def mlp(*widths):
     return nn.Sequential(*(nn.Linear(a, b) for a, b in pairwise(widths)))
 
 

@@ -17,7 +17,7 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda:1")
 def gpu(monkeypatch):
     """Make ``cuda:1`` a GPU with a name and compute capability."""
 
-    def make(name: str, capability: tuple[int, int], hip: str | None = None) -> torch.device:
+    def make(name, capability, hip=None):
         def only(value):
             def of(device):
                 assert device == CUDA  # and not the current device

@@ -1,11 +1,10 @@
 """fp8-mixed equals torchao's float8 layers in a hand-written loop."""
 
 import copy
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from tests.parity import assert_same_weights
 from tests.support import Regression, adamw, loader_of, make_trainer
@@ -21,7 +20,7 @@ class Projection(nn.Linear):
 
 
 class Net(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         torch.manual_seed(0)
         self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(32, 48), nn.GELU(), nn.Linear(48, 32)) for _ in range(2))
@@ -29,18 +28,18 @@ class Net(nn.Module):
         self.own = Projection(32, 32)
         self.head = nn.Linear(32, 10)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         for block in self.blocks:
             x = self.norm(x + block(x))
         return self.head(self.own(x))
 
 
 class Classifier(Regression):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__(Net(), adamw)
-        self.kinds: set[str] = set()
+        self.kinds = set()
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+    def training_step(self, batch, batch_idx):
         self.kinds = {name for name, part in self.net.named_modules() if "_in_float8" in vars(part)}
         x, y = batch
         return nn.functional.cross_entropy(self.net(x).float(), y)
@@ -50,13 +49,13 @@ FLOAT8 = {"blocks.0.0", "blocks.0.2", "blocks.1.0", "blocks.1.2"}
 """The layers of Net with suitable sizes."""
 
 
-def batches() -> list[Any]:
+def batches():
     """Return batches with a size that is not a multiple of 16."""
     draw = torch.Generator().manual_seed(1)
     return [(torch.randn(10, 32, generator=draw), torch.randint(10, (10,), generator=draw)) for _ in range(6)]
 
 
-def by_hand(recipe: str, *, window: int = 1, clip: float | None = None, keep: frozenset[str] = frozenset()) -> Net:
+def by_hand(recipe, *, window=1, clip=None, keep=frozenset()):
     """Convert with torchao, which requires bfloat16 on a CPU."""
     net = Net()
     config = torchao.Float8LinearConfig.from_recipe_name(recipe)
@@ -82,7 +81,7 @@ def by_hand(recipe: str, *, window: int = 1, clip: float | None = None, keep: fr
     return net
 
 
-def fitted(precision: Any = "fp8-mixed", module: Any = None, *callbacks: Any, **options: Any) -> tuple[Any, Classifier]:
+def fitted(precision="fp8-mixed", module=None, *callbacks, **options):
     module = module or Classifier()
     trainer = make_trainer(None, precision=precision, callbacks=list(callbacks), max_epochs=1, **options)
     trainer.fit(module, loader_of(batches()))
@@ -107,7 +106,7 @@ def test_layer_is_the_same_object_before_during_and_after_a_run():
     module, x = Classifier(), torch.randn(4, 32)
     layer, attributes = module.net.blocks[0][0], set(vars(module.net.blocks[0][0]))
 
-    def look(*_: Any) -> None:
+    def look(*_):
         assert module.net.blocks[0][0] is layer
         copied = copy.deepcopy(module.net)
         nn.init.zeros_(copied.head.weight)
@@ -115,7 +114,7 @@ def test_layer_is_the_same_object_before_during_and_after_a_run():
             rows = copied(x)
         assert torch.equal(rows, rows[:1].expand_as(rows))  # a copy computes with its own weights
 
-    module.on_train_batch_end = look  # type: ignore[method-assign]
+    module.on_train_batch_end = look
     trainer, _ = fitted("fp8-mixed", module)
     assert trainer.global_step == 6
     assert type(layer) is nn.Linear
@@ -172,9 +171,9 @@ def test_model_without_float8_layers_is_refused(options, expected):
 
 def test_invalid_arguments_are_refused():
     with pytest.raises(PrecisionError, match="recipe='columnwise', expected 'tensorwise'"):
-        Float8Precision("columnwise")  # type: ignore[arg-type]
+        Float8Precision("columnwise")
     with pytest.raises(PrecisionError, match="Got modules with 3 in it"):
-        Float8Precision(modules=[3])  # type: ignore[list-item]
+        Float8Precision(modules=[3])
     with pytest.raises(PrecisionError, match="on a device of type 'mps', expected cuda, or cpu"):
         Float8Precision().check(torch.device("mps"))
 

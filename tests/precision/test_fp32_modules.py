@@ -4,12 +4,11 @@ import copy
 import io
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch.strategies import SingleDeviceStrategy
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 
 from tests.support import (
@@ -37,11 +36,11 @@ BOTH = {"16-mixed": torch.float16, "bf16-mixed": torch.bfloat16}
 class ByHand(nn.Sequential):
     """``make_net`` with some layers in float32, written by hand; with ``dtype``, the others have it."""
 
-    def __init__(self, chosen: tuple[int, ...], dtype: torch.dtype | None = None) -> None:
+    def __init__(self, chosen, dtype=None):
         super().__init__(*(part if i in chosen else part.to(dtype) for i, part in enumerate(make_net())))
         self.chosen, self.dtype = chosen, dtype
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         for i, layer in enumerate(self):
             if i in self.chosen:
                 with torch.autocast("cpu", enabled=False):
@@ -52,7 +51,7 @@ class ByHand(nn.Sequential):
 
 
 @contextmanager
-def session(net: nn.Module, *patterns: str, dtype: torch.dtype = torch.bfloat16):
+def session(net, *patterns, dtype=torch.bfloat16):
     """Enter a run's session and one forward's autocast."""
     plugin = MixedPrecision(dtype, fp32_modules=patterns, cpu_kernels="native")
     with plugin.session(net, CPU), plugin.autocast():
@@ -62,11 +61,11 @@ def session(net: nn.Module, *patterns: str, dtype: torch.dtype = torch.bfloat16)
 class Look(nn.Linear):
     """A linear layer that records its input, and returns its output unchanged."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__(4, 4)
-        self.seen: list[Any] = []
+        self.seen = []
 
-    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+    def forward(self, *args, **kwargs):
         self.seen.append((args, kwargs, torch.is_autocast_enabled("cpu"), torch.zeros(1).dtype))
         return super().forward(args[0])
 
@@ -74,17 +73,17 @@ class Look(nn.Linear):
 class Net(nn.Module):
     """Three layers; returns the output, and the output of ``head``."""
 
-    def __init__(self, head: nn.Module | None = None) -> None:
+    def __init__(self, head=None):
         super().__init__()
         torch.manual_seed(0)
         self.before, self.head, self.after = nn.Linear(4, 4), head or nn.Linear(4, 4), nn.Linear(4, 4)
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, x):
         inside = self.head(self.before(x))
         return self.after(inside), inside
 
 
-def head_dtype(net: nn.Module) -> torch.dtype:
+def head_dtype(net):
     return net(torch.ones(2, 4))[1].dtype
 
 
@@ -269,11 +268,11 @@ def test_compiled_blocks_share_a_graph(patterns):
         return graph.forward
 
     class Block(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.norm, self.linear = nn.LayerNorm(4), nn.Linear(4, 4)
 
-        def forward(self, x: Tensor) -> Tensor:
+        def forward(self, x):
             return self.linear(self.norm(x))
 
     net = nn.Sequential(*(Block() for _ in range(12)))
@@ -289,7 +288,7 @@ def test_short_cuts_of_transformer_layers_are_off(tmp_path):
     called = []
 
     class Norm(nn.LayerNorm):
-        def forward(self, x: Tensor) -> Tensor:
+        def forward(self, x):
             called.append(x.dtype)
             return super().forward(x)
 
@@ -308,7 +307,7 @@ def test_short_cuts_of_transformer_layers_are_off(tmp_path):
 
 
 class Model(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.blocks = nn.ModuleList(
             nn.ModuleDict({"norm": nn.LayerNorm(4), "attention": nn.MultiheadAttention(4, 2)}) for _ in range(2)
@@ -319,7 +318,7 @@ class Model(nn.Module):
         self.end = nn.Identity()
 
 
-def found(model: nn.Module, *patterns: str) -> list[str]:
+def found(model, *patterns):
     names = {module: plain_name(name) for name, module in model.named_modules()}
     return [names[module] for module in find_modules(model, patterns)]
 

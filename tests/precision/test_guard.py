@@ -1,9 +1,8 @@
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from tests.support import OnMPS, warned_by
 from trainer.precision.guard import StepGuard, _any_not_finite
@@ -11,7 +10,7 @@ from trainer.precision.guard import StepGuard, _any_not_finite
 INF, NAN = float("inf"), float("nan")
 
 
-def parameters(*gradients: Tensor | None) -> list[nn.Parameter]:
+def parameters(*gradients):
     made = []
     for gradient in gradients:
         dtype, size = (torch.float32, 3) if gradient is None else (gradient.dtype, gradient.shape)
@@ -20,7 +19,7 @@ def parameters(*gradients: Tensor | None) -> list[nn.Parameter]:
     return made
 
 
-def steps(*gradients: Tensor | None, kind: Any = torch.optim.SGD) -> bool:
+def steps(*gradients, kind=torch.optim.SGD):
     """Return whether an optimizer steps on these gradients, by the guard and by the weights."""
     guard = StepGuard("cpu")
     held = parameters(*gradients)
@@ -50,7 +49,7 @@ def test_on_mps_nothing_is_computed_in_double_precision(bad):
 
 @warned_by((2, 11), message="Sparse invariant checks are implicitly disabled")  # if configured to check them, too
 def test_sparse_gradients():
-    def embedding(value: float) -> Tensor:
+    def embedding(value):
         return torch.sparse_coo_tensor(torch.tensor([[1]]), torch.tensor([[value, 1.0]]), (4, 2), check_invariants=True)
 
     assert steps(embedding(1.0), torch.ones(3))

@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 from lightning.pytorch import LightningModule
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torchmetrics import MeanMetric
 from torchmetrics.classification import BinaryPrecisionRecallCurve
@@ -84,7 +84,7 @@ def test_new_tensors_have_the_dtype_inside_the_forward_only(tmp_path, precision)
 class Mixture(LightningModule):
     """A module with parameters and buffers of many dtypes, and metrics."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.net = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
         self.register_buffer("mask", torch.tensor([True, False]))
@@ -120,7 +120,7 @@ def test_floating_point_parameters_and_buffers_are_converted(precision):
 @pytest.mark.parametrize("recomputes", [False, True])
 def test_fp32_modules_equal_a_hand_written_loop(tmp_path, precision, recomputes):
     class Recomputed(nn.Sequential):
-        def forward(self, x: Tensor) -> Tensor:
+        def forward(self, x):
             return checkpoint(super().forward, x, use_reentrant=False) if recomputes else super().forward(x)
 
     batches, dtype = make_batches(5), DTYPES[precision]

@@ -24,7 +24,7 @@ def folder(tmp_path_factory):
     return tiny_llama(tmp_path_factory.mktemp("llama"))
 
 
-def tuner(folder, **options) -> FineTuner:
+def tuner(folder, **options):
     torch.manual_seed(0)
     module = FineTuner(ADAMW, folder=str(folder), **options)
     module.configure_model()

@@ -18,7 +18,7 @@ ADAM = partial(torch.optim.Adam, lr=2e-3, betas=(0.5, 0.999))
 
 
 @pytest.fixture(scope="module")
-def scans() -> DigitScans:
+def scans():
     data = DigitScans()
     data.setup("fit")
     return data

@@ -4,7 +4,7 @@ from functools import partial
 import pytest
 import torch
 from lightning.pytorch.loggers import CSVLogger
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from torchvision.models import resnet18
 
@@ -19,16 +19,16 @@ SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.01)
 class FirstPixels(nn.Module):
     """Returns the first pixels of the image, times a weight, as logits."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(1, 1))
         self.bias = nn.Parameter(torch.zeros(1))
 
-    def forward(self, images: Tensor) -> Tensor:
+    def forward(self, images):
         return images[:, 0, 0, :CLASSES] * self.weight + self.bias
 
 
-def loader(count: int = 8, right: int | None = None) -> DataLoader[tuple[Tensor, ...]]:
+def loader(count=8, right=None):
     """Return images with the label at the largest first pixel; after the first ``right``, labels are one too high."""
     labels = torch.arange(count) % CLASSES
     images = torch.zeros(count, 3, 32, 32)

@@ -5,7 +5,6 @@ import json
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -28,7 +27,7 @@ SMALL = [
 
 
 @pytest.fixture
-def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def root(tmp_path, monkeypatch):
     """Four classes of 12 images, one of them gray and one with an alpha channel, and an empty file."""
     monkeypatch.chdir(tmp_path)
     folder = caltech256(tmp_path / "sample") / "256_ObjectCategories"
@@ -92,7 +91,7 @@ def test_data_without_classes_are_refused_before_the_first_batch(tmp_path):
 
 
 def test_predictions_of_other_datasets_have_the_index_of_the_image(tmp_path):
-    trainer: Any = SimpleNamespace(world_size=1, is_global_zero=True)
+    trainer = SimpleNamespace(world_size=1, is_global_zero=True)
     table, module = PredictionTable(str(tmp_path)), LightningModule()
     probabilities, labels = torch.tensor([[0.25, 0.75], [0.5, 0.5]]), torch.ones(2)
     table.on_predict_start(trainer, module)

@@ -19,12 +19,12 @@ ADAMW = partial(torch.optim.AdamW, lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1)
 TINY = {"context": 16, "width": 16, "heads": 2, "layers": 2}
 
 
-def model(optimizer=ADAMW, **options) -> LanguageModel:
+def model(optimizer=ADAMW, **options):
     torch.manual_seed(0)
     return built(LanguageModel(optimizer, **TINY | options))
 
 
-def built(module: LanguageModel) -> LanguageModel:
+def built(module):
     module.configure_model()
     return module
 

@@ -12,7 +12,7 @@ SGD = partial(torch.optim.SGD, lr=0.1)
 SIZES = {"in_features": 16, "out_features": 8, "width": 32, "layers": 3}
 
 
-def data(**options) -> RandomVectors:
+def data(**options):
     return RandomVectors(batch_size=12, num_batches=5, in_features=16, out_features=8, **options)
 
 

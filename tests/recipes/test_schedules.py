@@ -3,18 +3,16 @@ import pickle
 
 import pytest
 import torch
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
 from recipes.schedules import cosine, onecycle, warmup_cosine
 
 
-def sgd(*rates: float) -> Optimizer:
+def sgd(*rates):
     groups = [{"params": [torch.zeros(1, requires_grad=True)], "lr": rate} for rate in rates]
     return torch.optim.SGD(groups, lr=1.0, momentum=0.9)
 
 
-def rates_of(optimizer: Optimizer, scheduler: LRScheduler, steps: int) -> list[float]:
+def rates_of(optimizer, scheduler, steps):
     """The first group's learning rate at each step, and after the last."""
     rates = [optimizer.param_groups[0]["lr"]]
     for _ in range(steps):

@@ -1,7 +1,6 @@
 import json
 from functools import partial
 from io import BytesIO
-from typing import Any
 
 import numpy as np
 import pytest
@@ -9,7 +8,7 @@ import torch
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from torch import Tensor, nn
+from torch import nn
 
 from recipes.schedules import onecycle
 from recipes.segmentation import MaskPictures, MaskWriter, Segmenter, UNet, coloured, segmentation_loss
@@ -21,11 +20,11 @@ ADAMW = partial(torch.optim.AdamW, lr=0.01)
 class Brightness(nn.Module):
     """Predicts class 1 for images above 0."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(1))
 
-    def forward(self, images: Tensor) -> Tensor:
+    def forward(self, images):
         return torch.cat([-images[:, :1], images[:, :1]], dim=1) * self.weight
 
 
@@ -33,7 +32,7 @@ class Brightness(nn.Module):
 unknown_indices = pytest.mark.filterwarnings("ignore:Couldn't infer the batch indices")
 
 
-def halves(count: int, names: bool = False) -> list[Any]:
+def halves(count, names=False):
     """Batches of two images, bright on the left or on the right half; with masks or with names."""
     batches = []
     for number in range(count):

@@ -18,12 +18,12 @@ TABLES = {"breast_cancer": (30, 2), "wine": (13, 3), "diabetes": (10, None)}
 EXAMPLE = Path(__file__).parents[2] / "docs" / "examples" / "tabular.py"
 
 
-def table(name: str, **options) -> Tabular:
+def table(name, **options):
     features, classes = TABLES[name]
     return Tabular(name, num_features=features, num_classes=classes, **options)
 
 
-def model(name: str, **options) -> TabularMLP:
+def model(name, **options):
     features, classes = TABLES[name]
     return TabularMLP(ADAMW, num_features=features, num_classes=classes, width=32, **options)
 

@@ -1,6 +1,5 @@
 import urllib.error
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ ADAM = partial(torch.optim.Adam, lr=0.01)
 
 
 @pytest.fixture
-def weights(tmp_path: Path) -> Path:
+def weights(tmp_path):
     """Write a file of resnet18's weights with unusual statistics."""
     torch.manual_seed(7)
     net = models.resnet18()
@@ -59,7 +58,7 @@ def test_frozen_net_trains_its_head_and_nothing_else(weights, tmp_path):
     module = transfer_classifier("resnet18", ADAM, num_classes=2, weights=str(weights), frozen=True)
     before = {name: value.clone() for name, value in module.net.state_dict().items()}
     batches = [(torch.randn(4, 3, 32, 32) + 2.0 * label, torch.full((4,), label)) for label in (0, 1)] * 8
-    modes: set[str] = set()
+    modes = set()
     module.on_train_batch_start = lambda *_: modes.update(
         name for name, part in module.net.net.named_modules() if part.training
     )
@@ -91,7 +90,7 @@ def test_initial_weights_are_not_read_with_a_checkpoint(weights, tmp_path):
 
 
 def test_error_without_a_network_names_the_download_and_its_place(tmp_path, monkeypatch):
-    def refuse(*arguments: object, **options: object) -> None:
+    def refuse(*arguments, **options):
         raise urllib.error.URLError("no route to host")
 
     monkeypatch.setattr(torch.hub, "get_dir", lambda: str(tmp_path))

@@ -11,7 +11,7 @@ CPU, CUDA, MPS = torch.device("cpu"), torch.device("cuda", 0), torch.device("mps
 
 @pytest.fixture
 def gpu(monkeypatch):
-    def make(name: str, capability: tuple[int, int]) -> None:
+    def make(name, capability):
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: name)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
         monkeypatch.setattr(torch.version, "hip", None)
@@ -22,7 +22,7 @@ def gpu(monkeypatch):
 pytest.importorskip("torchao", reason="needs torchao")
 
 
-def words(device: torch.device) -> dict[str, str]:
+def words(device):
     return {precision: precision_support(precision, device).how for precision in PRECISIONS}
 
 

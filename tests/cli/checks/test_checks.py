@@ -30,7 +30,7 @@ def measured(monkeypatch, tmp_path):
     return rows
 
 
-def facts(capsys) -> dict:
+def facts(capsys):
     main(["checks", "json"])
     return json.loads(capsys.readouterr().out)
 

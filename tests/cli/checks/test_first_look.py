@@ -4,10 +4,7 @@ import json
 import os
 import random
 import sys
-from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -132,16 +129,15 @@ BARE = RECIPE.replace("data: {_target_: looked_at.Data, kind: tuple}\n", "")
 
 
 @pytest.fixture(autouse=True)
-def looked_at(project: Path) -> Iterator[None]:
+def looked_at(project):
     write(project, {"looked_at.py": MODULE, "conf/recipe/mine.yaml": RECIPE, "conf/recipe/bare.yaml": BARE})
     yield
     sys.modules.pop("looked_at", None)
 
 
-def look(capsys: Any, *settings: str, status: int = 0) -> dict[str, Any]:
+def look(capsys, *settings, status=0):
     assert main(["checks", "json", "+recipe=mine", *settings]) == status
-    found: dict[str, Any] = json.loads(capsys.readouterr().out)
-    return found
+    return json.loads(capsys.readouterr().out)
 
 
 def test_shown_report(capsys):
@@ -345,7 +341,7 @@ def test_predicted_effects_of_float16():
     assert scales == [None, 2.0**15, SCALE]
 
 
-def recipe(batch: Any, **known: Any) -> Recipe:
+def recipe(batch, **known):
     return Recipe("mine", {"data": {}}, loaded=LoadedBatch(batch, 0.0, None, 0, 0), **known)
 
 
@@ -369,10 +365,10 @@ class Slow:
 
     num_workers, prefetch_factor = 1, 2
 
-    def __init__(self, clock: Any, number: int) -> None:
+    def __init__(self, clock, number):
         self.clock, self.number = clock, number
 
-    def __iter__(self) -> Any:
+    def __iter__(self):
         for index in range(self.number):
             self.clock.time += 5.0 if index == 0 else 0.0 if index < 3 else 1.0
             yield index

@@ -2,8 +2,6 @@
 
 import json
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -18,31 +16,31 @@ from trainer.cli.fused import fused_on_cuda
 from trainer.precision import MixedPrecision, Precision
 
 BF16 = MixedPrecision(dtype=torch.bfloat16, loss_scaling=False)
-SIZES: dict[str, Any] = {"context": 1024, "vocabulary": 32_000, "width": 2048, "heads": 16, "layers": 2}
+SIZES = {"context": 1024, "vocabulary": 32_000, "width": 2048, "heads": 16, "layers": 2}
 
 
 @pytest.fixture(autouse=True)
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-def gpt(kind: type[LanguageModel] = LanguageModel, **sizes: Any) -> LanguageModel:
+def gpt(kind=LanguageModel, **sizes):
     adamw = partial(torch.optim.AdamW, lr=1e-3, fused=True)
     return kind(adamw, tokenizer="none is needed", **SIZES | sizes)
 
 
-def tokens(batch: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+def tokens(batch, length):
     return torch.zeros(batch, length, dtype=torch.int64), torch.zeros(batch, length, dtype=torch.int64)
 
 
-def parameters(**sizes: Any) -> int:
+def parameters(**sizes):
     with torch.device("meta"):
         module = gpt(**sizes)
         module.configure_model()
     return sum(parameter.numel() for parameter in module.parameters())
 
 
-def nothing(module: Any) -> None:
+def nothing(module):
     """Do nothing."""
 
 
@@ -56,7 +54,7 @@ def test_peak_on_one_device():
 class Watching(LanguageModel):
     """Reads gradients before they are cleared."""
 
-    def on_before_zero_grad(self, optimizer: Any) -> None:
+    def on_before_zero_grad(self, optimizer):
         pass
 
 
@@ -74,7 +72,7 @@ def test_recomputed_activations_take_no_memory():
     sizes = {"width": 64, "heads": 4, "layers": 4, "vocabulary": 256}
     from trainer.callbacks import ActivationCheckpointing
 
-    def prepare(module: Any) -> None:
+    def prepare(module):
         callback = ActivationCheckpointing("Block")
         callback.on_fit_start(None, module)
         callback.on_train_start(None, module)
@@ -104,7 +102,7 @@ def test_counted_tensors():
 class Synchronizing(Regression):
     """Reads its custom loss."""
 
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
+    def training_step(self, batch, batch_idx):
         loss = self.net(batch[0]).pow(2).mean()
         if loss > 1:
             self.seen = loss.item()
@@ -114,7 +112,7 @@ class Synchronizing(Regression):
 @pytest.mark.parametrize("precision", [BF16, MixedPrecision("float16")])
 def test_differences_of_a_step_on_a_gpu(precision):
     (batch,) = make_batches(1)
-    found: dict[Any, Any] = {}
+    found = {}
     here = str(precision.dtype).removeprefix("torch.")
     assert look(Synchronizing, batch, precision, found) == {"layer_norm": (here, "float32"), "pow": (here, "float32")}
     assert {(one.file, one.code, one.cause, one.count) for one in found.values()} == {
@@ -176,11 +174,11 @@ def test_modules_that_torch_cannot_shard_are_left_out(capsys, alone):
 def test_step_is_fused_if_that_of_fit_is():
     """A step with foreach has temporary copies. torch has no fused SGD of sharded parameters."""
 
-    def peak(kind: Any, shards: int | None, **options: Any) -> int:
+    def peak(kind, shards, **options):
         make = fused_on_cuda(partial(kind, lr=0.1, weight_decay=0.1, **options), "cpu")
         batch = [torch.zeros(1, 64), torch.zeros(1, 64), torch.tensor(1.0)]
 
-        def build() -> Regression:
+        def build():
             return Regression(nn.Sequential(*(nn.Linear(64, 64) for _ in range(10))), make)
 
         return measure(build, batch, Precision(), nothing, shards).peak
@@ -208,7 +206,7 @@ def test_unused_settings_of_a_run(capsys, monkeypatch, alone):
 class Counting(Regression):
     """Reads counters of the Trainer. Its step takes no index."""
 
-    def training_step(self, batch: Any) -> Any:  # type: ignore[override]
+    def training_step(self, batch):
         if self.trainer.is_global_zero and self.logger is None and self.local_rank == 0:
             self.print("a step")
         return super().training_step(batch, 0) * (1 + self.global_step + self.current_epoch)

@@ -14,7 +14,7 @@ CPU = torch.device("cpu")
 class Machine:
     """A clock that advances with the operations by the dtype's rate, without computation."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, rates: dict[torch.dtype, float]) -> None:
+    def __init__(self, monkeypatch, rates):
         self.now, self.rates = 0.0, rates
 
         def mm(a, b):
@@ -26,16 +26,16 @@ class Machine:
         monkeypatch.setattr(torch, "mm", mm)
         monkeypatch.setattr(speed.F, "conv2d", conv2d)
 
-    def work(self, dtype: torch.dtype, operations: float) -> None:
+    def work(self, dtype, operations):
         if self.rates[dtype] == 0:
             raise RuntimeError("not implemented for this dtype")
         self.now += operations / self.rates[dtype]
 
-    def clock(self) -> float:
+    def clock(self):
         return self.now
 
 
-def rows(found: list[speed.Speed]) -> dict[str, speed.Speed]:
+def rows(found):
     return {row.name: row for row in found}
 
 

@@ -12,14 +12,14 @@ from tests.cli.conftest import write
 from trainer.cli import main
 from trainer.cli.compare import Comparison, condition_differences, read_runs, report
 from trainer.cli.compare.verdict import Thresholds
-from trainer.record.run_record import RunRecord, load_run
+from trainer.record.run_record import load_run
 from trainer.terminal import QUIET
 
 BATCHES = [[1, 2], [3, 4], [5, 6]]
 LINE = ["+recipe=line", "callbacks=none", "logger=none", "trainer.enable_checkpointing=false"]
 
 
-def result(job: int, precision: str, **more) -> dict:
+def result(job, precision, **more):
     usual = {
         "job": job,
         "overrides": ["+recipe=a", f"precision={precision}", "command=compare"],
@@ -47,7 +47,7 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-def leave(*results: dict) -> list[RunRecord]:
+def leave(*results):
     for each in results:
         write(Path(each["run_dir"]), {"run.json": json.dumps(each)})
     return read_runs(Path())
@@ -126,7 +126,7 @@ def test_runs_of_a_comparison(folder):
     assert [run.label for run in read_runs(folder, since=2000.0)] == ["32-true"]
 
 
-def runs(**of_second) -> list[RunRecord]:
+def runs(**of_second):
     first, second = result(0, "32-true"), result(1, "16-mixed", **of_second)
     return [labeled(label, facts) for label, facts in (("32-true", first), ("16-mixed", second))]
 

@@ -17,19 +17,19 @@ from trainer.record.run_record import load_run
 COUNTS = [[8, 2, 0], [1, 9, 0], [0, 0, 0]]
 
 
-def png(shade: int = 7) -> bytes:
+def png(shade=7):
     file = io.BytesIO()
     Image.fromarray(np.full((4, 4, 3), shade, dtype=np.uint8)).save(file, format="PNG")
     return file.getvalue()
 
 
-def put(folder: Path, name: str, content: object) -> None:
+def put(folder, name, content):
     file = folder / "figures" / name
     file.parent.mkdir(exist_ok=True)
     file.write_bytes(content if isinstance(content, bytes) else json.dumps(content).encode())
 
 
-def matrix(counts: object = COUNTS, **more: object) -> dict[str, object]:
+def matrix(counts=COUNTS, **more):
     return {"kind": "confusion matrix", "classes": ["cat", "dog", "<owl>"], "counts": counts} | more
 
 

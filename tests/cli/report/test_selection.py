@@ -8,12 +8,12 @@ from trainer.cli import main
 from trainer.cli.report.selection import choose_subject
 
 
-def error_of(capsys, *words) -> str:
+def error_of(capsys, *words):
     assert main(["report", *words]) == 2
     return capsys.readouterr().err
 
 
-def changed_at(moment: float, folder: Path) -> None:
+def changed_at(moment, folder):
     for file in folder.rglob("*"):
         os.utime(file, (moment, moment))
 

@@ -13,7 +13,7 @@ from trainer.record.run_record import load_run
 NO_CURVES = {"record": facts(curves={}), "files": {"csv/metrics.csv": None}}
 
 
-def several(*words: str | Path) -> Page:
+def several(*words):
     """Return the page of the command in the working directory, or in the only given folder."""
     assert main(["report", *map(str, words)]) == 0
     place = Path(words[0]) if len(words) == 1 else Path()

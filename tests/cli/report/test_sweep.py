@@ -10,7 +10,7 @@ from tests.cli.report.conftest import ROWS, facts, report
 FOLDER = Path("multirun/digits/one")
 
 
-def job(number: int, accuracy: float, **more):
+def job(number, accuracy, **more):
     overrides = ["+recipe=digits", f"optimizer.lr={number / 10}", "precision=16-mixed", "command=fit"]
     metrics = {"val_acc": accuracy, "val_loss": 1.5}
     objective = {"metric": "val_acc", "mode": "max", "value": accuracy}

@@ -12,17 +12,16 @@ import pytest
 from _faults.bench import wait_until
 
 from tests.cli.conftest import write
-from tests.warm_python import WarmPython
 from trainer.cli import main
 
 LINE = ["+recipe=line", "model=stopped", "callbacks=none", "logger=none", "resume=auto"]
 
 
-def results(folder: str = "jobs") -> list[dict]:
+def results(folder="jobs"):
     return json.loads(Path(folder, "summary.json").read_text())
 
 
-def sweep(python: WarmPython, *words: str) -> subprocess.CompletedProcess[str]:
+def sweep(python, *words):
     """Run a sweep; its process id is in the file ``sweep``."""
     pipe = subprocess.PIPE
     with python.start("-m", "trainer", *words, stdout=pipe, stderr=pipe, text=True) as process:

@@ -5,11 +5,10 @@ import math
 import re
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.cli.conftest import FakeJob, write
+from tests.cli.conftest import write
 from trainer.cli import main
 from trainer.record.run_record import read_json
 
@@ -23,11 +22,11 @@ LR = "optimizer.lr=tag(log,interval(1e-4,1))"
 class Trials:
     """Jobs with a loss that depends on the learning rate: the best is 0.01."""
 
-    def __init__(self, started: list[FakeJob]) -> None:
+    def __init__(self, started):
         self.started = started
-        self.ends: dict[int, str] = {}  # unusual ones, by number
+        self.ends = {}  # unusual ones, by number
 
-    def end(self, job: FakeJob) -> Any:
+    def end(self, job):
         ends = self.ends.pop(int(job.value("hydra.job.num")), "completed")
         if ends == "interrupted":
             job.returncode = 130
@@ -39,12 +38,12 @@ class Trials:
         return {"status": status, "metrics": {"val_loss": loss}, "run_dir": str(job.folder), "objective": objective}
 
     @property
-    def rates(self) -> list[float]:
+    def rates(self):
         return [float(job.value("optimizer.lr")) for job in self.started]
 
 
 @pytest.fixture(scope="module")
-def database(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def database(tmp_path_factory):
     """A database without studies, because Optuna takes seconds to create one."""
     file = tmp_path_factory.mktemp("optuna") / "study.db"
     optuna.storages.RDBStorage(f"sqlite:///{file}").engine.dispose()
@@ -52,7 +51,7 @@ def database(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def trials(jobs: type[FakeJob], database: Path, monkeypatch: pytest.MonkeyPatch) -> Trials:
+def trials(jobs, database, monkeypatch):
     trials = Trials(jobs.started)
     Path("jobs").mkdir()
     shutil.copy(database, "jobs")
@@ -60,7 +59,7 @@ def trials(jobs: type[FakeJob], database: Path, monkeypatch: pytest.MonkeyPatch)
     return trials
 
 
-def study(storage: str = "sqlite:///jobs/study.db", name: str = "line"):
+def study(storage="sqlite:///jobs/study.db", name="line"):
     return optuna.load_study(study_name=name, storage=storage)
 
 

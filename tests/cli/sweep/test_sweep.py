@@ -42,7 +42,7 @@ def test_sweep_loses_only_the_job_that_fails(project, python, monkeypatch):
     assert "fit completed" not in done.stdout
 
 
-def result(job: int, **more) -> dict:
+def result(job, **more):
     usual = {
         "job": job,
         "overrides": ["+recipe=a", f"optimizer.lr={job}", "command=fit"],
@@ -58,7 +58,7 @@ def result(job: int, **more) -> dict:
     return usual | more
 
 
-def left(folder: Path, *jobs: dict) -> Path:
+def left(folder, *jobs):
     write(folder, {f"{job['job']}/run.json": json.dumps(job) for job in jobs})
     return folder
 
@@ -81,7 +81,7 @@ def test_table_has_the_differences_and_results(tmp_path, capsys):
     assert "Job 10 failed: Oops: no" in out
 
 
-def reached(job: int, value: float | None, mode: str = "min", metric: str = "loss", **more) -> dict:
+def reached(job, value, mode="min", metric="loss", **more):
     """A job and its value."""
     metrics = more.pop("metrics", {}) | ({} if value is None else {metric: value})
     return result(job, objective={"metric": metric, "mode": mode}, metrics=metrics, **more)

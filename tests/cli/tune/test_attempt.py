@@ -4,7 +4,6 @@ import json
 import threading
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -21,15 +20,15 @@ from trainer.cli.tune.attempt import Meter, train, watch_memory
 
 @pytest.fixture
 def settings(project):
-    def compose(*words: str) -> dict[str, Any]:
+    def compose(*words):
         config, _ = tune.composed(read(["tune", "batch_size", "+recipe=line", *words]))
         return tune.plain(config, Path("run"))
 
     return compose
 
 
-def tried(settings: dict[str, Any], memory: int | None = None) -> dict[str, Any]:
-    messages: list[dict[str, Any]] = []
+def tried(settings, memory=None):
+    messages = []
     train(messages.append, Path("scratch"), settings, limits={"steps": 3, "memory": memory})
     (message,) = messages
     json.dumps(message)

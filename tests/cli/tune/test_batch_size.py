@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -11,16 +10,16 @@ from trainer.cli import main
 from trainer.cli.arguments import UsageError, read
 from trainer.cli.tune import Settings, TuneError
 from trainer.cli.tune import batch_size as tune_batch_size
-from trainer.cli.tune.batch_size import Finding, find, precisions_in
+from trainer.cli.tune.batch_size import find, precisions_in
 
 OK = {"status": "ok", "device": "CPU", "precision": "32-true", "memory": 2**20, "skipped": 0, "samples": 1000}
 
 
-def answer(size: int, **changes: Any) -> dict[str, Any]:
+def answer(size, **changes):
     return {**OK, "batch": size, "samples_per_second": 100.0 + size, "memory": size * 2**20, **changes}
 
 
-def out_of_memory(size: int) -> dict[str, Any]:
+def out_of_memory(size):
     return {"status": "out of memory", "error": f"OutOfMemoryError: tried to allocate {size} GiB", "memory": None}
 
 
@@ -28,16 +27,16 @@ def run(attempt, start=64, are_given=True, folder=Path("run"), **settings):
     return find("32-true", attempt, start, Settings(**settings), are_given=are_given, folder=folder)
 
 
-def search(capacity: int, start: int = 64, samples: int = 10**9, **settings: int) -> Finding:
+def search(capacity, start=64, samples=10**9, **settings):
     """Search with this largest size that fits."""
 
-    def attempt(size: int) -> dict[str, Any]:
+    def attempt(size):
         return answer(size, samples=samples) if size <= capacity else out_of_memory(size)
 
     return run(attempt, start, **{"multiple_of": 1} | settings)
 
 
-def sizes(found: Finding) -> list[int]:
+def sizes(found):
     return [one["size"] for one in found.tried]
 
 
@@ -53,7 +52,7 @@ def test_setting_that_is_not_the_batch_size():
 
 @pytest.mark.parametrize("is_usage", [True, False])
 def test_another_failure_ends_it_with_its_message(is_usage):
-    def attempt(size: int) -> dict[str, Any]:
+    def attempt(size):
         message = {"status": "failed", "error": "ValueError: no labels", "is_usage": is_usage, "is_precision": False}
         return answer(size) if size < 128 else message
 
@@ -136,12 +135,12 @@ def hungry(project, spawn_is_warm):
     return ["tune", "batch_size", "+recipe=line", "model=hungry", "callbacks=default", "tune.multiple_of=1"]
 
 
-def tune_json() -> dict[str, Any]:
+def tune_json():
     (file,) = Path("outputs").rglob("tune.json")
     return json.loads(file.read_text())
 
 
-def left() -> set[str]:
+def left():
     return {file.name for file in Path("outputs").rglob("*") if file.is_file()}
 
 
@@ -163,7 +162,7 @@ def test_out_of_memory_above_ten_samples_finds_ten(hungry, capfd):
 def test_table(project, capsys, monkeypatch):
     answers = {"32-true": 10, "16-mixed": 14, "bf16-mixed": 0}
 
-    def attempt(config, settings, folder, limits, size: int) -> dict[str, Any]:
+    def attempt(config, settings, folder, limits, size):
         capacity = answers[config.hydra.runtime.choices.precision]
         return answer(size, samples=16) if size <= capacity else out_of_memory(size)
 

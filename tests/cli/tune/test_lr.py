@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -17,7 +16,7 @@ def config(project):
     return tune.composed(read(["tune", "lr", "+recipe=line"]))
 
 
-def message(points: list[tuple[float, float]], **changes: Any) -> dict[str, Any]:
+def message(points, **changes):
     usual = {"precision": "16-mixed", "ended_by": "divergence", "skipped": 2, "first_loss": 2.3}
     usual["own_rates"] = [0.1]
     return {"status": "ok", "points": points, **usual, **changes}

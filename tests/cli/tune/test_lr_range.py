@@ -1,7 +1,6 @@
 """The range test inside a fit: rates, losses, disabled features and refusals."""
 
 import math
-from typing import Any
 
 import lightning as L
 import pytest
@@ -19,31 +18,31 @@ class Quadratic(L.LightningModule):
     ``change`` changes the loss of a step and a batch.
     """
 
-    def __init__(self, configure: Any = None, change: Any = lambda loss, step, batch: loss) -> None:
+    def __init__(self, configure=None, change=lambda loss, step, batch: loss):
         super().__init__()
         self.change = change
         self.w = torch.nn.Parameter(torch.tensor([3.0]))
         self.other = torch.nn.Parameter(torch.tensor([1.0]))
         self.configure = configure or (lambda module: torch.optim.SGD([module.w], lr=0.1))
 
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+    def training_step(self, batch, batch_idx):
         loss = (2 * self.w**2 + 0.0 * self.other).sum()
         return self.change(loss, self.trainer.global_step, batch_idx)
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         return self.configure(self)
 
 
 BATCHES = loader_of(torch.zeros(8, 1))
 
 
-def sweep(module: L.LightningModule, *arguments: float, **options: Any) -> LearningRateSweep:
+def sweep(module, *arguments, **options):
     callback = LearningRateSweep(*arguments)
     make_trainer(None, callbacks=[callback], max_epochs=1000, **options).fit(module, BATCHES)
     return callback
 
 
-def known(first: float, last: float, steps: int) -> list[tuple[float, float]]:
+def known(first, last, steps):
     w, curve = 3.0, []
     for step in range(steps):
         rate = first * (last / first) ** (step / (steps - 1))
@@ -85,7 +84,7 @@ def test_window_is_one_point():
     assert [loss for _, loss in found.points] == pytest.approx(expected, rel=1e-3)
 
 
-def overflowing(loss: torch.Tensor) -> torch.Tensor:
+def overflowing(loss):
     loss.register_hook(lambda gradient: gradient * math.inf)
     return loss
 
@@ -110,13 +109,13 @@ def test_only_overflows():
 def test_groups_keep_their_proportions_and_schedules_are_gone():
     rates = []
 
-    def configure(module: Quadratic) -> Any:
+    def configure(module):
         optimizer = torch.optim.SGD([{"params": [module.w], "lr": 0.01}, {"params": [module.other]}], lr=0.1)
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: step / 5)  # begins at 0
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     class Watches(Quadratic):
-        def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, closure: Any) -> None:
+        def optimizer_step(self, epoch, batch_idx, optimizer, closure):
             super().optimizer_step(epoch, batch_idx, optimizer, closure)
             rates.append([group["lr"] for group in optimizer.param_groups])
 

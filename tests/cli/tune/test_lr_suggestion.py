@@ -10,7 +10,7 @@ from trainer.cli.tune.lr import suggest
 RATES = [1e-6 * 10 ** (7 * step / 99) for step in range(100)]
 
 
-def sigmoid(steepest: float, noise: float = 0.0, seed: int = 0) -> list[tuple[float, float]]:
+def sigmoid(steepest, noise=0.0, seed=0):
     """Falls from 2.3 to 0.3, steepest at ``steepest``, and rises from a hundred times that on."""
     draw = random.Random(seed)
     curve = []

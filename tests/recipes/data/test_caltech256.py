@@ -1,8 +1,5 @@
 import shutil
 import tarfile
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,15 +12,15 @@ from tests.recipes.samples import THINGS, caltech256
 
 
 @pytest.fixture
-def root(tmp_path: Path) -> Path:
+def root(tmp_path):
     return caltech256(tmp_path)
 
 
-def data(root: Path, **options: object) -> Caltech256:
+def data(root, **options):
     return Caltech256(root, **{"num_classes": 4, "num_workers": 0, "batch_size": 8, "image_size": 32, **options})
 
 
-def image_of(transform: Callable[[Any], torch.Tensor], module: Caltech256) -> Any:
+def image_of(transform, module):
     """Return the first image of all splits and its label."""
     return Images(sorted(module.splits["train"].samples + module.splits["val"].samples), transform)[0]
 

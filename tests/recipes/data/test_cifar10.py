@@ -1,5 +1,4 @@
 import pickle
-from pathlib import Path
 from urllib.error import URLError
 
 import numpy as np
@@ -14,12 +13,12 @@ from tests.support import Payload
 
 
 @pytest.fixture
-def root(tmp_path: Path) -> Path:
+def root(tmp_path):
     """A folder with 100 training and 20 test images in the format of CIFAR-10."""
     return cifar10(tmp_path, images=20)
 
 
-def data(root: Path, **options: object) -> CIFAR10:
+def data(root, **options):
     return CIFAR10(root, num_workers=0, check_md5=False, **options)
 
 
@@ -59,7 +58,7 @@ def test_images_are_normalised_and_only_training_images_augmented(root):
 
 @pytest.mark.parametrize("error", [URLError("no route to host"), RuntimeError("File not found or corrupted.")])
 def test_error_without_a_network_names_the_place_of_the_file(tmp_path, monkeypatch, error):
-    def fail(self: datasets.CIFAR10) -> None:
+    def fail(self):
         raise error
 
     monkeypatch.setattr(datasets.CIFAR10, "download", fail)

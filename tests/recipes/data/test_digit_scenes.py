@@ -7,7 +7,7 @@ from recipes.data.digit_scenes import MEAN, STD
 SMALL = {"train_size": 20, "val_size": 6, "test_size": 5, "image_size": 32, "batch_size": 4}
 
 
-def scenes(**options: object) -> DigitScenes:
+def scenes(**options):
     module = DigitScenes(**{**SMALL, **options})
     module.setup("fit")
     return module

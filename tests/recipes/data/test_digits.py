@@ -8,7 +8,7 @@ from recipes.data.digits import MEAN, STD, random_affine
 
 
 @pytest.fixture(scope="module")
-def digits() -> Digits:
+def digits():
     module = Digits(augment=False)
     module.setup("fit")
     return module

@@ -1,5 +1,4 @@
 import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -8,7 +7,7 @@ from recipes.data import Examples
 from recipes.data.text import NO_TARGET
 
 
-def examples(tmp_path: Path, rows: list, **options) -> Examples:
+def examples(tmp_path, rows, **options):
     file = tmp_path / "rows.jsonl"
     file.write_text("\n".join(json.dumps(row) for row in rows))
     data = Examples(str(file), **{"held_out": 0.3, "batch_size": 2} | options)

@@ -1,6 +1,5 @@
 import shutil
 from io import BytesIO
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,7 +15,7 @@ COLOURS = {"blue": (0, 0, 255), "green": (0, 255, 0), "red": (255, 0, 0)}
 
 
 @pytest.fixture
-def root(tmp_path: Path) -> Path:
+def root(tmp_path):
     """PNG files of one colour: four a class to train on, two to validate, one to test; wider than high."""
     for split, count in (("train", 4), ("val", 2), ("test", 1)):
         for name, colour in COLOURS.items():
@@ -27,7 +26,7 @@ def root(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def folder(root: Path, **options: object) -> ImageFolder:
+def folder(root, **options):
     small = {"num_classes": 3, "batch_size": 4, "num_workers": 0, "resize_size": 24, "crop_size": 16}
     return ImageFolder(root, **small | options)
 
@@ -129,7 +128,7 @@ def test_class_may_have_the_name_of_a_split(root):
 
 
 def test_folders_and_settings_that_do_not_fit_are_refused(root):
-    def refuses(message: str, place: Path = root, stage: str = "fit", **options: object) -> None:
+    def refuses(message, place=root, stage="fit", **options):
         with pytest.raises((FileNotFoundError, ValueError), match=message):
             folder(place, **options).setup(stage)
 
@@ -149,7 +148,7 @@ def test_folders_and_settings_that_do_not_fit_are_refused(root):
 # --- files that are no images ---------------------------------------------------------------------------------
 
 
-def noise(kind: str) -> bytearray:
+def noise(kind):
     file = BytesIO()
     Image.effect_noise((40, 30), 50).convert("RGB").save(file, kind, quality=95)
     return bytearray(file.getvalue())
@@ -195,7 +194,7 @@ def test_run_lists_once_which_were_left_out(root, num_workers):
     bad = [root / "train" / "blue" / "3.png", root / "train" / "red" / "1.png", root / "val" / "green" / "x.jpg"]
     for path, content in zip(bad, (TEXT, TEXT, CUT_SHORT), strict=True):
         path.write_bytes(content)
-    sizes: list[int] = []
+    sizes = []
     module = Classifier()
     module.loss = lambda batch: sizes.append(len(batch[1])) or module.net[0].weight.sum()
     trainer = make_trainer(root, max_epochs=2, num_sanity_val_steps=0)

@@ -21,14 +21,14 @@ def here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-def ready(path=None, **options) -> PackedText:
+def ready(path=None, **options):
     data = PackedText(path, **{"context": 8, "held_out": 0.25} | options)
     data.prepare_data()
     data.setup("fit")
     return data
 
 
-def targets_of(data: PackedText, split: str) -> list[int]:
+def targets_of(data, split):
     """All targets, in order."""
     return [int(t) for _, targets in data.splits[split] for t in targets if t != NO_TARGET]
 

@@ -8,7 +8,7 @@ from recipes.data import ByteText
 from recipes.data.text import END, NO_TARGET, cut, split_documents
 
 
-def bytes_of(tokens: torch.Tensor, targets: torch.Tensor) -> list[tuple[bytes, bytes]]:
+def bytes_of(tokens, targets):
     lengths = (targets != NO_TARGET).sum(1).tolist()
     rows = zip(tokens.tolist(), targets.tolist(), lengths, strict=True)
     return [(bytes(row[:length]), bytes(following[:length])) for row, following, length in rows]
