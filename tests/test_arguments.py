@@ -180,11 +180,7 @@ def test_time_between_validations(given, seconds):
         ({"accelerator": "cuda"}, MisconfigurationException, "(?i)cuda|gpu"),
         ({"accelerator": "cpu", "devices": 0}, MisconfigurationException, "devices"),
         ({"accumulate_grad_batches": 2, "callbacks": GradientAccumulation(2)}, ConfigurationError, "expected one"),
-        (
-            {"gradient_clip_val": 1.0, "callbacks": GradientClipping(max_norm=1.0)},
-            ConfigurationError,
-            "expected one of",
-        ),
+        ({"gradient_clip_val": 1.0, "callbacks": GradientClipping(max_norm=1.0)}, ConfigurationError, "expected one"),
         ({"enable_checkpointing": False, "callbacks": ModelCheckpoint()}, ConfigurationError, "but found `ModelCh"),
         ({"enable_progress_bar": False, "callbacks": RichProgressBar()}, ConfigurationError, "but found `RichPro"),
         ({"enable_progress_bar": True, "callbacks": BARS}, ConfigurationError, "multiple progress bar callbacks"),
@@ -211,8 +207,7 @@ def test_trainer_refuses(tmp_path, arguments, kind, message):
     ids=str,
 )
 def test_converted_arguments_equal_lightnings(tmp_path, arguments, name, value):
-    mine = make_trainer(tmp_path, **arguments)
-    assert getattr(mine, name) == value
+    assert getattr(make_trainer(tmp_path, **arguments), name) == value
     theirs = LightningTrainer(**{"logger": False, "enable_progress_bar": False} | arguments)
     assert getattr(theirs, name) == value or getattr(theirs, name) is None
 
@@ -233,12 +228,11 @@ def test_assigned_accumulation_is_checked_like_the_argument(tmp_path, batches):
 
 
 def test_short_forms_become_callbacks_and_attributes(tmp_path):
-    trainer = make_trainer(tmp_path, gradient_clip_val=0.5, gradient_clip_algorithm="value", accumulate_grad_batches=4)
-    assert (trainer.gradient_clip_val, trainer.gradient_clip_algorithm) == (0.5, "value")
-    assert trainer.accumulate_grad_batches == 4
-    trainer = make_trainer(tmp_path, callbacks=[GradientAccumulation(3), GradientClipping(max_norm=2.0)])
-    assert (trainer.gradient_clip_val, trainer.gradient_clip_algorithm) == (2.0, "norm")
-    assert trainer.accumulate_grad_batches == 3
+    short = {"gradient_clip_val": 0.5, "gradient_clip_algorithm": "value", "accumulate_grad_batches": 4}
+    long = {"callbacks": [GradientAccumulation(3), GradientClipping(max_norm=2.0)]}
+    for arguments, expected in ((short, [*short.values()]), (long, [2.0, "norm", 3])):
+        trainer = make_trainer(tmp_path, **arguments)
+        assert [getattr(trainer, name) for name in short] == expected
 
 
 @pytest.mark.filterwarnings("ignore:Total length of `list` across ranks is zero")
@@ -253,8 +247,7 @@ def test_short_forms_become_callbacks_and_attributes(tmp_path):
 )
 def test_defaults_are_set_at_the_start_of_a_fit(tmp_path, arguments, epochs, least):
     trainer = make_trainer(tmp_path, **arguments)
-    warns = pytest.warns(PossibleUserWarning, match="`max_epochs` was not set") if epochs == 1000 else nullcontext()
-    with warns:
+    with pytest.warns(PossibleUserWarning, match="`max_epochs` was not set") if epochs == 1000 else nullcontext():
         trainer.fit(Regression(), [])  # no data, no training
     assert (trainer.max_epochs, trainer.min_epochs) == (epochs, least)
 
@@ -282,18 +275,16 @@ def test_barebones_is_bare(caplog):
 
 
 def test_barebones_logs_nothing(tmp_path, caplog):
-    class Logs(Regression):
-        def training_step(self, batch, batch_idx):
-            self.log("loss", 1.0)
-            self.log_dict({"other": 2.0})
-            return super().training_step(batch, batch_idx)
+    def change(loss, batch_idx):
+        module.log("loss", 1.0)
+        module.log_dict({"other": 2.0})
+        return loss
 
+    caplog.set_level(logging.INFO)
+    module = Regression(change=change)
     trainer = Trainer(barebones=True, accelerator="cpu", max_steps=2, default_root_dir=tmp_path)
-    with (
-        caplog.at_level(logging.INFO),
-        pytest.warns(UserWarning, match=r"trying to `self.log\(\)` but `Trainer\(barebones=True\)`"),
-    ):
-        trainer.fit(Logs(), loader_of(make_batches(3)))
+    with pytest.warns(UserWarning, match=r"trying to `self.log\(\)` but `Trainer\(barebones=True\)`"):
+        trainer.fit(module, loader_of(make_batches(3)))
     assert "`Trainer(barebones=True)` started running" in caplog.text
     assert (trainer.global_step, trainer.callback_metrics) == (2, {})
     assert not list(tmp_path.iterdir())

@@ -3,6 +3,7 @@
 The reference is the loop of torch's AMP examples (``by_hand``); results are bitwise equal.
 """
 
+import copy
 from contextlib import contextmanager, nullcontext
 
 import pytest
@@ -74,11 +75,9 @@ class Stepping(Regression):
 
 def make(build):
     """Return two equal nets."""
-    nets = []
-    for _ in range(2):
-        torch.manual_seed(0)
-        nets.append(build())
-    return nets[0], nets[1]
+    torch.manual_seed(0)
+    net = build()
+    return net, copy.deepcopy(net)
 
 
 def error_of(net, batch):
@@ -275,8 +274,6 @@ NO_GRADIENTS = {"no_grad": torch.no_grad, "inference_mode": torch.inference_mode
         (self_distillation, "16-mixed-fast", "inference_mode"),
         (refinement, "16-mixed", "no_grad"),
         (weight_used_directly, "bf16-mixed", "inference_mode"),
-        (weight_used_directly, "16-mixed-fast", "no_grad"),
-        (gradients_before_and_after, "bf16-mixed", "no_grad"),
         (gradients_before_and_after, "16-mixed", "inference_mode"),
     ],
 )

@@ -68,11 +68,8 @@ def test_every_kind_of_file(tmp_path, form):
 @pytest.mark.parametrize("sharded", [False, True])
 def test_run(tmp_path, sharded):
     saver = ModelCheckpoint(tmp_path / "run" / "checkpoints", save_last=True)
-    plugins = CheckpointFiles(sharded=sharded)
-    trained = Regression(make_net())
-    make_trainer(tmp_path, callbacks=[saver], enable_checkpointing=True, max_epochs=1, plugins=plugins).fit(
-        trained, loader_of(BATCHES)
-    )
+    options = {"callbacks": [saver], "enable_checkpointing": True, "plugins": CheckpointFiles(sharded=sharded)}
+    make_trainer(tmp_path, **options).fit(trained := Regression(), loader_of(BATCHES))
     assert (tmp_path / "run" / "checkpoints" / "last.ckpt").is_dir() == sharded
     for path in ("run", "run/checkpoints", "run/checkpoints/last.ckpt"):
         module = Regression(make_net(5))
@@ -166,8 +163,7 @@ def test_names_that_begin_differently(tmp_path, in_file, in_module, expected):
     assert loaded.prefixes == (in_file, in_module)
     assert expected in str(loaded)
     assert loaded.unused == ("other",)
-    found = module.state_dict()
-    assert all(torch.equal(found[f"{in_module}{name}"], value) for name, value in source.items())
+    assert all(torch.equal(module.state_dict()[f"{in_module}{name}"], value) for name, value in source.items())
 
 
 def test_same_names_come_first():
@@ -277,9 +273,8 @@ def test_first_steps_of_any_run_have_the_weights(tmp_path, arguments, kind, dtyp
     file, state = weights_file(tmp_path)
     trainer, module = make_trainer(tmp_path, num_sanity_val_steps=1, **arguments), kind()
     trainer.fit(module, loader_of(BATCHES), loader_of(BATCHES), weights=file)
-    expected = {name: value.to(dtype) for name, value in state.items()}
-    assert same(module.first, expected)
-    assert same(module.checked, expected)
+    for weights in (module.first, module.checked):
+        assert same(weights, {name: value.to(dtype) for name, value in state.items()})
 
 
 def test_fit_starts_with_the_weights(tmp_path, caplog):

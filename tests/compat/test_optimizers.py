@@ -64,11 +64,7 @@ def module_with(make):
     [
         (lambda net: [sgd(net.parameters()), adam(net[4].parameters())], False, "'net.4.weight' in optimizers 0 and 1"),
         (halves, True, "Got 2 optimizers, with an `optimizer_step`"),
-        (
-            lambda net: [*halves(net)[:1], torch.optim.LBFGS(net[2:].parameters())],
-            False,
-            "evaluates the loss itself, ex",
-        ),
+        (lambda net: [*halves(net)[:1], torch.optim.LBFGS(net[2:].parameters())], False, "evaluates the loss itself"),
     ],
 )
 def test_settings_unsupported_with_several_optimizers(tmp_path, make, closure, message):

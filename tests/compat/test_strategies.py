@@ -45,7 +45,7 @@ def test_model_parallel_is_accepted_with_its_settings():
         ({"sharding_strategy": "NO_SHARD"}, "strategy='ddp'"),
         (
             {"mixed_precision": MixedPrecision(torch.bfloat16)},
-            r"FSDP2Strategy\(mixed_precision=\{'param_dtype': 'bfloa",
+            r"FSDP2Strategy\(mixed_precision=\{'param_dtype': 'bfl",
         ),
         ({"activation_checkpointing_policy": {nn.Linear}}, "ActivationCheckpointing"),
     ],

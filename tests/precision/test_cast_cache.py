@@ -22,8 +22,7 @@ def autocast():
 def clearings(monkeypatch):
     """Count the clearings of the cache as on a torch with the bug."""
     monkeypatch.setattr(cast_cache, "loses_gradients", lambda: True)
-    counted = []
-    clear = torch.clear_autocast_cache
+    counted, clear = [], torch.clear_autocast_cache
     monkeypatch.setattr(torch, "clear_autocast_cache", lambda: (counted.append(1), clear()))
     return counted
 
@@ -54,15 +53,11 @@ def test_cache_is_cleared_when_gradients_are_enabled(clearings):
         clearings.clear()
         with context:
             assert torch.is_autocast_enabled("cpu")
-            F.linear(x, weight)
-            F.linear(x, weight)
-            with torch.no_grad():
-                F.linear(x, weight)
-                F.linear(x, weight)
-            assert clearings == []
-            F.linear(x, weight)
-            F.linear(x, weight)
-            assert clearings == [1]
+            for enabled, cleared in ((True, []), (False, []), (True, [1])):
+                with torch.set_grad_enabled(enabled):
+                    F.linear(x, weight)
+                    F.linear(x, weight)
+                assert clearings == cleared
             with torch.inference_mode():
                 F.linear(x, weight)
             assert F.linear(x, weight).requires_grad
@@ -176,8 +171,8 @@ def test_tensors_without_storage_or_version_are_accepted():
     steps = Steps(net)
     with steps.plugin.session(net, torch.device("cpu")):
         assert steps(1, step) == "watched"
-        expected = {"enabled": None, "steps_left": WATCHED_STEPS - 1, "reuses_weights": True}
-        assert steps.plugin.state_dict() == expected
+        left = WATCHED_STEPS - 1
+        assert steps.plugin.state_dict() == {"enabled": None, "steps_left": left, "reuses_weights": True}
 
 
 def test_user_decides_across_a_resume():

@@ -2,7 +2,6 @@
 
 import copy
 import threading
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 
@@ -12,8 +11,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trainer.precision.cpu_fp16 import fast_fp16_kernels, is_faster, native_fp16
-
-Op = Callable[..., Tensor]
 
 
 def rand(*shape):
@@ -100,8 +97,7 @@ def test_products_in_place(fast, name):
     a, b = torch.randn(left).half(), torch.randn(right).half()
     c = torch.randn((a[0] @ b[0] if name == "addbmm" else a @ b).shape).half()
     expected = getattr(c.float(), f"{name}_")(a.float(), b.float(), beta=0.3, alpha=1.7).half()
-    result = getattr(c, f"{name}_")(a, b, beta=0.3, alpha=1.7)
-    assert result is c
+    assert getattr(c, f"{name}_")(a, b, beta=0.3, alpha=1.7) is c
     assert torch.equal(c, expected)
 
 

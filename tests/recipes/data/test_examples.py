@@ -61,10 +61,7 @@ def test_classes(tmp_path):
         ([{"text": None}], "text of example 1 is None, expected text"),
         ([{"text": "a", "label": True}], "the label of example 1 is True, expected 0, 1"),
         ([{"text": "a", "label": 1}, {"text": "a"}], "line 2 has 'text', expected an object with 'label'"),
-        (
-            [{"text": "a"}, {"text": "a", "label": 1}],
-            r"example 2 has \['text', 'label'\], and example 1 has ",
-        ),
+        ([{"text": "a"}, {"text": "a", "label": 1}], r"example 2 has \['text', 'label'\], and example 1 has "),
     ],
 )
 def test_invalid_examples(tmp_path, rows, expected):
