@@ -4,10 +4,12 @@ import copy
 import io
 import itertools
 from contextlib import nullcontext
+from unittest.mock import Mock
 
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.callbacks import LambdaCallback
 from rich.console import Console
 from torch import nn
 
@@ -89,18 +91,6 @@ def test_warning_about_parts_in_eval_mode_equals_lightnings(evaluating):
 # --- ends ---------------------------------------------------------------------------------------------------------
 
 
-class Raises(Classifier):
-    """Raises in one of its methods."""
-
-    def __init__(self, name, error):
-        super().__init__()
-
-        def method(*args, **kwargs):
-            raise error
-
-        vars(self)[name] = method
-
-
 @pytest.mark.parametrize(
     ("function", "method", "error"),
     [
@@ -115,7 +105,8 @@ class Raises(Classifier):
 )
 def test_run_that_fails_leaves_the_trainer_as_lightnings_is(function, method, error):
     def scenario(make):
-        ends, logger, module = Ends(), RecordingLogger(), Raises(method, error)
+        ends, logger, module = Ends(), RecordingLogger(), Classifier()
+        vars(module)[method] = Mock(side_effect=error)
         trainer = make(max_epochs=1, callbacks=[ends], logger=logger)
         raised = outcome(getattr(trainer, function), module, data(4), *[data(2)] * (function == "fit"))
         stages = (trainer.training, trainer.validating, trainer.testing, trainer.predicting, trainer.sanity_checking)
@@ -135,13 +126,8 @@ class Runs(Callback):
     """Calls ``run(trainer, module)`` once, in one hook."""
 
     def __init__(self, hook, run):
-        self.calls = 0
-        setattr(self, hook, lambda *given: self.call(run, *given[:2]))
-
-    def call(self, run, *given):
-        self.calls += 1
-        if self.calls == 1:
-            run(*given)
+        self.calls = itertools.count()
+        setattr(self, hook, lambda *given: next(self.calls) or run(*given[:2]))
 
 
 def start(trainer, function, module):
@@ -158,7 +144,7 @@ def test_run_inside_a_fit_is_refused_except_at_its_end(tmp_path, function, hook,
     message = rf"`trainer.{function}` was called in {hook} .* in on_fit_end"
     with pytest.raises(ConfigurationError, match=message) if refused else nullcontext():
         trainer.fit(Classifier(), data(4), data(2))
-    assert runs.calls
+    assert next(runs.calls)
     assert (trainer.interrupted, trainer.state.finished) == (refused, not refused)
 
 
@@ -183,12 +169,8 @@ def test_another_trainer_needs_a_copy_of_the_module_during_a_fit(tmp_path, funct
 
 def test_tuner_ends_the_run_successfully():
     def scenario(make):
-        class Tunes(Callback):
-            def on_fit_start(self, *args):
-                raise TunerExit
-
-        ends = Ends()
-        trainer = make(max_epochs=1, callbacks=[ends, Tunes()])
+        ends, tunes = Ends(), LambdaCallback(on_fit_start=Mock(side_effect=TunerExit))
+        trainer = make(max_epochs=1, callbacks=[ends, tunes])
         return trainer.fit(WithData()), str(trainer.state), ends.seen, trainer.global_step
 
     theirs, mine = run_both(scenario)

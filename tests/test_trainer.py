@@ -83,8 +83,7 @@ def test_methods_have_lightnings_signatures(method):
     ids=str,
 )
 def test_how_many_batches_run(arguments, train, val, validations):
-    seen = count(**arguments).of("train_batch", "validation_batch", "validation")
-    assert seen == [train, val, validations]
+    assert count(**arguments).of("train_batch", "validation_batch", "validation") == [train, val, validations]
 
 
 @pytest.mark.parametrize(
@@ -115,10 +114,10 @@ def test_max_time_with_a_timer_is_ignored_with_a_warning(caplog):
 
 @pytest.mark.parametrize("epoch", [0, 1])
 def test_should_stop_at_the_start_of_an_epoch_trains_no_batch(epoch):
-    stop = LambdaCallback(
-        on_train_epoch_start=lambda trainer, *_: setattr(trainer, "should_stop", trainer.current_epoch == epoch)
-    )
-    seen = count(callbacks=[stop], max_epochs=5)
+    def stop(trainer, module):
+        trainer.should_stop = trainer.current_epoch == epoch
+
+    seen = count(callbacks=[LambdaCallback(on_train_epoch_start=stop)], max_epochs=5)
     assert seen.of("train_batch", "validation_batch", "train_epoch") == [8 * epoch, 12 * epoch, epoch + 1]
 
 
@@ -129,12 +128,10 @@ def test_second_fit_continues_counters_and_scaler():
     trainer, module = ours(max_epochs=1, precision="16-mixed"), Learner()
     scaler = trainer.scaler
     trainer.fit(module, data(8))
-    assert (trainer.current_epoch, trainer.global_step) == (1, 4)
-    trainer.fit(module, data(8))  # max_epochs is reached
-    assert (trainer.current_epoch, trainer.global_step) == (1, 4)
-    trainer.fit_loop.max_epochs = 3
-    trainer.fit(module, data(8))
-    assert (trainer.current_epoch, trainer.global_step) == (3, 12)
+    for max_epochs, steps in ((1, 4), (1, 4), (3, 12)):
+        trainer.fit_loop.max_epochs = max_epochs
+        trainer.fit(module, data(8))
+        assert (trainer.current_epoch, trainer.global_step) == (max_epochs, steps)
     assert trainer.scaler is scaler
     assert scaler.state_dict()["_growth_tracker"] == 12
 

@@ -15,16 +15,10 @@ from torch.utils._pytree import tree_leaves
 
 from tests.parity import assert_same_weights
 from tests.support import TORCH, Regression, assert_same, fit_and_watch, loader_of, make_batches, make_trainer
+from tests.test_autocast import ours as autocast_plugin
 from trainer.callbacks import ActivationCheckpointing
 from trainer.callbacks.activation_checkpointing import _CheckpointedForward
 from trainer.errors import ConfigurationError
-from trainer.precision import MixedPrecision
-
-
-def precision_of(name):
-    if not name.startswith("16"):
-        return name
-    return MixedPrecision("float16", init_scale=2.0**9, cpu_kernels="fast" if name.endswith("fast") else "native")
 
 
 class Block(nn.Module):
@@ -64,7 +58,7 @@ def make(**how):
 
 def fit(folder, module, *callbacks, batches=6, seed=5, **arguments):
     torch.manual_seed(seed)
-    arguments["precision"] = precision_of(arguments.get("precision", "32-true"))
+    arguments["precision"] = autocast_plugin(arguments.get("precision", "32-true"))
     return fit_and_watch(folder, module, make_batches(batches), callbacks=list(callbacks), **arguments)
 
 
@@ -232,19 +226,18 @@ def test_keys_copies_and_weights_are_the_modules_own(tmp_path):
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_modules_are_restored(tmp_path, fails):
-    class Failing(Regression):
-        def training_step(self, batch, batch_idx):
-            assert "forward" in vars(self.net.blocks[0])
-            if fails:
-                raise KeyError("in the forward")
-            return super().training_step(batch, batch_idx)
+    def change(loss, batch_idx):
+        assert "forward" in vars(net.blocks[0])
+        if fails:
+            raise KeyError("in the step")
+        return loss
 
     net = make()
     theirs = net.blocks[1].forward = lambda x, slope: Block.forward(net.blocks[1], x, slope=slope)
     trainer = make_trainer(tmp_path, callbacks=[ActivationCheckpointing(Block)])
     for _ in range(2):  # and again
         with pytest.raises(KeyError) if fails else nullcontext():
-            trainer.fit(Failing(net), loader_of(make_batches(1)))
+            trainer.fit(Regression(net, change=change), loader_of(make_batches(1)))
         assert ["forward" in vars(block) for block in net.blocks] == [False, True, False]
         assert net.blocks[1].forward is theirs
 

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from lightning.pytorch import LightningModule
+from lightning.pytorch.callbacks import LambdaCallback
 from torch import nn
 from torch.nn import functional as F
 
@@ -90,25 +91,24 @@ def test_weights_equal_those_of_a_hand_written_loop(tmp_path, precision, lazily)
 def test_checkpoints_equal_those_of_any_run(tmp_path, first):
     """Resumed with the other layout. A fused optimizer requires states with the layout of their weights."""
 
-    class Saving(Classifier):
-        def on_train_batch_end(self, outputs, batch, batch_idx):
-            self.assert_same_layouts()
-            if batch_idx == 2:
-                self.trainer.save_checkpoint(tmp_path / "inside a window.ckpt")
-                self.trainer.save_checkpoint(tmp_path / "weights.ckpt", weights_only=True)
+    def assert_same_layouts(trainer):
+        for weight, state in trainer.optimizers[0].state.items():
+            assert state["momentum_buffer"].stride() == weight.stride()
 
-        def assert_same_layouts(self):
-            for weight, state in self.trainer.optimizers[0].state.items():
-                assert state["momentum_buffer"].stride() == weight.stride()
+    def save(trainer, module, outputs, batch, batch_idx):
+        assert_same_layouts(trainer)
+        if batch_idx == 2:
+            trainer.save_checkpoint(tmp_path / "inside a window.ckpt")
+            trainer.save_checkpoint(tmp_path / "weights.ckpt", weights_only=True)
 
-    def fit(module, fast, epochs, ckpt=None):
-        callbacks = [FastSettings()] if fast else []
+    def fit(module, fast, epochs, ckpt=None, **hooks):
+        callbacks = [LambdaCallback(**hooks), *[FastSettings()] * fast]
         trainer = make_trainer(tmp_path, callbacks=callbacks, max_epochs=epochs, accumulate_grad_batches=2)
         trainer.fit(module, loader_of(images(4)), ckpt_path=ckpt)
         return trainer
 
-    trainer = fit(module := Saving(fused=True), first, 1)
-    module.assert_same_layouts()
+    trainer = fit(Classifier(fused=True), first, 1, on_train_batch_end=save)
+    assert_same_layouts(trainer)
     trainer.save_checkpoint(tmp_path / "after the run.ckpt")
     fit(whole := Classifier(fused=True), False, 2)
     for file in tmp_path.glob("*.ckpt"):
@@ -154,19 +154,11 @@ def on_cuda(engine=None, **arguments):
     fast.teardown(trainer, module, "fit")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "name"),
-    [
-        ({}, None),
-        ({"tf32": False}, "TF32"),
-        ({"cudnn_benchmark": False}, "cudnn.benchmark"),
-        ({"channels_last": False}, "channels_last"),
-        ({"expandable_segments": False}, "expandable segments"),
-    ],
-)
-def test_each_setting_is_on_for_the_run_unless_it_is_disabled(has_cuda, arguments, name):
+@pytest.mark.parametrize("disabled", [None, *ALL])
+def test_each_setting_is_on_for_the_run_unless_it_is_disabled(has_cuda, disabled):
+    arguments = {} if disabled is None else {disabled.lower().replace(".", "_").replace(" ", "_"): False}
     with on_cuda(**arguments) as on:
-        assert on == [one for one in ALL if one != name]
+        assert on == [one for one in ALL if one != disabled]
     assert in_force() == ("highest", False)
     assert "PYTORCH_ALLOC_CONF" not in os.environ
 

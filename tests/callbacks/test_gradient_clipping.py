@@ -32,15 +32,10 @@ def norm_of_gradients(module):
 def test_hooks_before_clipping_receive_unscaled_unclipped_gradients(tmp_path, precision, optimizer, first):
     """At any position among the callbacks, and with any scale."""
 
-    class Look(Callback):
-        def on_before_optimizer_step(self, trainer, module, optimizer):
-            seen.append(("callback", norm_of_gradients(module)))
-
-        def on_after_optimizer_step(self, trainer, module, optimizer, outcome):
-            clipped.append(norm_of_gradients(module))
-
-    seen, clipped = [], []
-    callbacks, make, batches = [GradientClipping(max_norm=0.3), Look()], OPTIMIZERS[optimizer], make_batches(4)
+    seen, clipped, look = [], [], Callback()
+    look.on_before_optimizer_step = lambda *_: seen.append(("callback", norm_of_gradients(module)))
+    look.on_after_optimizer_step = lambda *_: clipped.append(norm_of_gradients(module))
+    callbacks, make, batches = [GradientClipping(max_norm=0.3), look], OPTIMIZERS[optimizer], make_batches(4)
     module = Regression(make_net(), make)
     module.on_before_optimizer_step = lambda _: seen.append(("module", norm_of_gradients(module)))
     options = {"precision": plugin_of(precision), "callbacks": callbacks if first else callbacks[::-1]}

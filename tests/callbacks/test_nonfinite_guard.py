@@ -113,26 +113,11 @@ def test_skipping_ends_after_consecutive_skips(tmp_path):
         trainer.fit(Regression(), loader_of(make_batches(9, gains=gains)))
 
 
-class ByHand(Regression):
-    """Manual optimization, or an overridden ``optimizer_step``."""
-
-    def __init__(self, manual):
-        super().__init__()
-        self.automatic_optimization = not manual
-
-    def training_step(self, batch, batch_idx):
-        loss = super().training_step(batch, batch_idx)
-        if not self.automatic_optimization:
-            manual_step(self, loss)
-        return loss
-
-    def optimizer_step(self, epoch, batch_idx, optimizer, closure):
-        optimizer.step(closure)
-
-
 @pytest.mark.parametrize("manual", [True, False])
 def test_modules_that_step_by_themselves(tmp_path, manual):
-    module = ByHand(manual)
+    module = Regression(change=lambda loss, _: manual_step(module, loss) if manual else loss)
+    module.automatic_optimization = not manual
+    module.optimizer_step = lambda epoch, batch_idx, optimizer, closure: optimizer.step(closure)
     with pytest.warns(UserWarning, match="was skipped"):
         trainer, _ = fit_and_watch(tmp_path, module, with_a_bad_one(), callbacks=[NonFiniteGuard("skip")])
     train_by_hand(net := make_net(), without_it())
@@ -186,8 +171,7 @@ def test_large_weights_are_finite(tmp_path):
 
 
 def test_only_checkpoints_are_checked_by_default(tmp_path):
-    own = NonFiniteGuard("skip")
-    for given, expected in ((None, ("stop", False)), (own, ("skip", True))):
+    for given, expected in ((None, ("stop", False)), (NonFiniteGuard("skip"), ("skip", True))):
         trainer = make_trainer(tmp_path, callbacks=given)
         (guard,) = (one for one in trainer.callbacks if isinstance(one, NonFiniteGuard))
         assert (guard.policy, guard.every_step) == expected

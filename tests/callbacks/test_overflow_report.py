@@ -285,16 +285,14 @@ def test_checkpoint_is_the_one_from_before(tmp_path):
 
 
 def test_buffers_that_the_first_skip_has_broken(tmp_path):
-    class Grows(Regression):
-        """From the third step on, large weights overflow the input of the normalization."""
+    def step(batch, batch_idx):
+        factor = 1.0 if batch_idx < 3 else 1e6  # then it overflows the input of the normalization
+        return nn.functional.mse_loss(module.net[1:](module.net[0](batch[0]) * factor), batch[1])
 
-        def training_step(self, batch, batch_idx):
-            factor = 1.0 if batch_idx < 3 else 1e6
-            return nn.functional.mse_loss(self.net[1:](self.net[0](batch[0]) * factor), batch[1])
-
-    folder = tmp_path / "checkpoints"
+    folder, module = tmp_path / "checkpoints", Regression(sequential())
+    module.training_step = step
     saver = ModelCheckpoint(folder, every_n_train_steps=3, save_top_k=-1, filename="{step}")
-    message, _ = collapse(tmp_path, Grows(sequential()), callbacks=[saver], enable_checkpointing=True)
+    message, _ = collapse(tmp_path, module, callbacks=[saver], enable_checkpointing=True)
     assert "These buffers were already non-finite after step 3: net.1.running_mean, net.1.running_var." in message
     assert f"The newest checkpoint from before the first skipped step: {folder / 'step=3.ckpt'}." in message
     assert "Verdict: forward pass overflows in 16 bits" in message

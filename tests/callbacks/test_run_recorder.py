@@ -44,8 +44,7 @@ class Fit(FakeTrainer):
     def train_epoch(self, *_, **options):
         self.hook("on_train_epoch_start")
         for batch_idx, size in enumerate((8, 8, 8, 3)):
-            third = self.global_step == 2
-            self.train(1 / (self.global_step + 1), size, batch_idx, skipped=third, **options)
+            self.train(1 / (self.global_step + 1), size, batch_idx, skipped=self.global_step == 2, **options)
 
     def fit(self, error=None, epochs=2, **options):
         self.begin()
@@ -195,11 +194,10 @@ def test_points_are_thinned_out(tmp_path, clock):
 
 
 def test_memory_is_read_once_a_second(tmp_path, recorder, monkeypatch, clock):
-    readings = iter([7, 8, 9])
-    monkeypatch.setattr(module, "memory_in_use", lambda device: next(readings))
+    monkeypatch.setattr(module, "memory_in_use", Mock(side_effect=[7, 8, 9]))
     trainer = Fit(recorder, folder=tmp_path, clock=clock).begin()
-    for seconds in (0.1, 0.4, 0.4, 0.4, 0.4, 0.4):
-        trainer.train(seconds=seconds)
+    for _ in range(6):
+        trainer.train(seconds=0.4)
     assert points(recorder.memory) == {1: 7, 4: 8}
 
 

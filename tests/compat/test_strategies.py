@@ -43,10 +43,7 @@ def test_model_parallel_is_accepted_with_its_settings():
         ({"sharding_strategy": "SHARD_GRAD_OP"}, r"FSDP2Strategy\(reshard_after_forward=False\)"),
         ({"sharding_strategy": "HYBRID_SHARD", "device_mesh": (2, 4)}, r"FSDP2Strategy\(replicas=2\)"),
         ({"sharding_strategy": "NO_SHARD"}, "strategy='ddp'"),
-        (
-            {"mixed_precision": MixedPrecision(torch.bfloat16)},
-            r"FSDP2Strategy\(mixed_precision=\{'param_dtype': 'bfl",
-        ),
+        ({"mixed_precision": MixedPrecision(torch.bfloat16)}, r"FSDP2Strategy\(mixed_precision=\{'param_dtype': 'b"),
         ({"activation_checkpointing_policy": {nn.Linear}}, "ActivationCheckpointing"),
     ],
 )
