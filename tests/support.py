@@ -3,7 +3,6 @@
 import os
 import warnings
 from collections import UserList
-from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from importlib.util import find_spec
@@ -49,12 +48,12 @@ OPTIMIZERS = {"sgd": sgd, "momentum": momentum, "adam": adam, "adamw": adamw}
 OPTIMIZERS |= {f"{name}-fused": partial(make, fused=True) for name, make in OPTIMIZERS.items()}
 
 
-def warned_by(*versions: tuple[int, int], message: str) -> pytest.MarkDecorator:
+def warned_by(*versions, message):
     """Expect a warning of torch about itself in these versions, and an error in others."""
     return pytest.mark.filterwarnings(*([f"ignore:{message}"] if TORCH in versions else []))
 
 
-def seeds(number: int, *, quick: int | None = None, nightly: int = 0) -> list[Any]:
+def seeds(number, *, quick=None, nightly=0):
     """Return seeds for random set-ups, sorted into tiers.
 
     Args:
@@ -67,7 +66,7 @@ def seeds(number: int, *, quick: int | None = None, nightly: int = 0) -> list[An
     return [pytest.param(seed, marks=() if seed < quick else marks[seed >= number]) for seed in range(number + nightly)]
 
 
-def tiered(values: Iterable[Any], *, quick: Sequence[Any]) -> list[Any]:
+def tiered(values, *, quick):
     """Return parameters: ``scripts/test`` runs those in ``quick``, and ``scripts/test --all`` the others, too."""
     marks = {True: pytest.mark.representative, False: pytest.mark.whole}
     return [pytest.param(value, marks=marks[value in quick]) for value in values]
@@ -76,9 +75,9 @@ def tiered(values: Iterable[Any], *, quick: Sequence[Any]) -> list[Any]:
 imports_inductor = warned_by((2, 10), (2, 11), message="`torch.jit.script_method` is deprecated")
 
 
-def make_trainer(folder: Any, kind: Any = Trainer, **arguments: Any) -> Trainer:
+def make_trainer(folder, kind=Trainer, **arguments):
     """Return a Trainer on the CPU without output, for one epoch by default; with another ``kind``, Lightning's."""
-    quiet: dict[str, Any] = {
+    quiet = {
         "accelerator": "cpu",
         "logger": False,
         "enable_progress_bar": False,
@@ -87,8 +86,7 @@ def make_trainer(folder: Any, kind: Any = Trainer, **arguments: Any) -> Trainer:
         "default_root_dir": folder,
         "max_epochs": 1,
     }
-    trainer: Trainer = kind(**(quiet | arguments))
-    return trainer
+    return kind(**(quiet | arguments))
 
 
 BOTH_TRAINERS = pytest.mark.parametrize(
@@ -96,20 +94,20 @@ BOTH_TRAINERS = pytest.mark.parametrize(
 )
 
 
-def make_net(seed: int = 0, dropout: float = 0.0) -> nn.Sequential:
+def make_net(seed=0, dropout=0.0):
     """Return a small regression net with a normalization; with ``dropout``, one that draws random numbers."""
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(6, 16), nn.LayerNorm(16), nn.ReLU(), nn.Dropout(dropout), nn.Linear(16, 3))
 
 
-def make_batches(number: int, seed: int = 1, gains: dict[int, float] | None = None) -> list[list[Tensor]]:
+def make_batches(number, seed=1, gains=None):
     """Return batches (x, y, gain). A loss is multiplied by its gain, which is 1 unless ``gains`` has its index."""
     generator = torch.Generator().manual_seed(seed)
     draw = partial(torch.randn, generator=generator)
     return [[draw(4, 6), draw(4, 3), torch.tensor((gains or {}).get(i, 1.0))] for i in range(number)]
 
 
-def loader_of(batches: Iterable[Any], **options: Any) -> DataLoader[Any]:
+def loader_of(batches, **options):
     """Return a dataloader that yields the batches unchanged."""
     return DataLoader(list(batches), batch_size=None, **options)
 
@@ -117,31 +115,31 @@ def loader_of(batches: Iterable[Any], **options: Any) -> DataLoader[Any]:
 class Stream(IterableDataset[Any]):
     """A dataset without a length."""
 
-    def __init__(self, samples: Iterable[Any]) -> None:
+    def __init__(self, samples):
         self.samples = samples
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self):
         return iter(self.samples)
 
 
-def nested_tensor() -> Tensor:
+def nested_tensor():
     """Return a nested tensor of the strided layout, which has neither a shape nor a length."""
     with warnings.catch_warnings(action="ignore"):  # a prototype
         return torch.nested.nested_tensor([torch.ones(2, 4), torch.ones(3, 4)])
 
 
-def stream_of(batches: Iterable[Any]) -> DataLoader[Any]:
+def stream_of(batches):
     """Return a dataloader without a length that yields the batches unchanged."""
     return DataLoader(Stream(batches), batch_size=None)
 
 
-def loss_of(net: nn.Module, batch: list[Tensor]) -> Tensor:
+def loss_of(net, batch):
     """Return the loss of one batch."""
     x, y, gain = batch
     return F.mse_loss(net(x), y) * gain
 
 
-def manual_step(module: LightningModule, loss: Tensor, optimizer: Any = None) -> None:
+def manual_step(module, loss, optimizer=None):
     """Take one step of manual optimization, with the only optimizer by default."""
     optimizer = module.optimizers() if optimizer is None else optimizer
     optimizer.zero_grad()
@@ -160,23 +158,16 @@ class Regression(LightningModule):
         **how: further keys of the schedule (interval, frequency, monitor).
     """
 
-    def __init__(
-        self,
-        net: nn.Module | None = None,
-        optimizer: Callable[..., Any] = sgd,
-        schedule: Callable[..., Any] | None = None,
-        change: Callable[[Tensor, int], Any] | None = None,
-        **how: Any,
-    ) -> None:
+    def __init__(self, net=None, optimizer=sgd, schedule=None, change=None, **how):
         super().__init__()
         self.net = make_net() if net is None else net
         self.make_optimizer, self.make_schedule, self.how, self.change = optimizer, schedule, how, change
 
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
+    def training_step(self, batch, batch_idx):
         loss = loss_of(self.net, batch)
         return loss if self.change is None else self.change(loss, batch_idx)
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         optimizer = self.make_optimizer(self.net.parameters())
         if self.make_schedule is None:
             return optimizer
@@ -186,11 +177,11 @@ class Regression(LightningModule):
 class Skipping(Regression):
     """Returns None in the batches ``none_in``, and otherwise its loss, with the ``weights`` of all batches if given."""
 
-    def __init__(self, *args: Any, none_in: Iterable[int] = (), weights: Any = None, **options: Any) -> None:
+    def __init__(self, *args, none_in=(), weights=None, **options):
         super().__init__(*args, **options)
         self.none_in, self.weights = none_in, weights
 
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
+    def training_step(self, batch, batch_idx):
         if batch_idx in self.none_in:
             return None
         loss = super().training_step(batch, batch_idx)
@@ -209,7 +200,7 @@ class Trace:
     next_scales: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
 
-    def after_batch(self, loss: Tensor, net: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    def after_batch(self, loss, net, optimizer):
         self.losses.append(loss.item())
         self.weights.append([p.detach().clone() for p in net.parameters()])
         self.rates.append(optimizer.param_groups[0]["lr"])
@@ -218,10 +209,10 @@ class Trace:
 class Watch(Callback):
     """Records a :class:`Trace` of a fit of a :class:`Regression`."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.trace = Trace()
 
-    def on_after_optimizer_step(self, trainer: Any, module: Any, optimizer: Any, outcome: Any) -> None:
+    def on_after_optimizer_step(self, trainer, module, optimizer, outcome):
         assert outcome is trainer.step_outcome
         self.trace.skipped.append(outcome.skipped)
         self.trace.scales.append(outcome.scale)
@@ -229,7 +220,7 @@ class Watch(Callback):
         if outcome.grad_norm is not None:
             self.trace.norms.append(outcome.grad_norm.item())
 
-    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
         self.trace.after_batch(outputs.get("loss", torch.tensor(torch.nan)), module.net, trainer.optimizers[0])
 
 
@@ -239,10 +230,10 @@ class SavesEverywhere(Checkpoint):
     Their paths are in ``files``, and in ``rows`` how many rows a ``RecordingLogger`` had then.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder):
         self.folder, self.files, self.rows = folder, UserList[Path](), UserList[int]()  # not restored by a resume
 
-    def save(self, trainer: Any, *_: Any) -> None:
+    def save(self, trainer, *_):
         if not trainer.sanity_checking:
             self.files.append(self.folder / f"{len(self.files):02}.ckpt")
             trainer.save_checkpoint(self.files[-1])
@@ -254,10 +245,10 @@ class SavesEverywhere(Checkpoint):
 class SavesAt(Checkpoint):
     """Writes a checkpoint after the batch with this number of optimizer steps, or of trained batches."""
 
-    def __init__(self, path: Path, steps: int = -1, *, batches: int = -1) -> None:
+    def __init__(self, path, steps=-1, *, batches=-1):
         self.path, self.steps, self.batches = path, steps, batches
 
-    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+    def on_train_batch_end(self, trainer, *_):
         if trainer.global_step == self.steps or trainer.progress.batches == self.batches:
             trainer.save_checkpoint(self.path)
 
@@ -269,28 +260,28 @@ class Killed(BaseException):
 class KilledAt(Callback):
     """Raises :class:`Killed` after this number of trained batches."""
 
-    def __init__(self, batches: int | None) -> None:
+    def __init__(self, batches):
         self.batches = batches
 
-    def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+    def on_train_batch_start(self, trainer, *_):
         if trainer.progress.batches == self.batches:
             raise Killed
 
 
 def train_by_hand(
-    net: nn.Module,
-    batches: Iterable[Any],
+    net,
+    batches,
     *,
-    precision: str = "32-true",
-    optimizer: Callable[..., Any] = sgd,
-    scaler: torch.amp.GradScaler | None = None,
-    epochs: int = 1,
-    window: int = 1,
-    clip: Callable[[Iterable[Tensor]], Tensor | None] | None = None,
-    schedule: Callable[..., Any] | None = None,
-    interval: str = "step",
-    before_step: Callable[[Any], None] = lambda optimizer: None,
-) -> Trace:
+    precision="32-true",
+    optimizer=sgd,
+    scaler=None,
+    epochs=1,
+    window=1,
+    clip=None,
+    schedule=None,
+    interval="step",
+    before_step=lambda optimizer: None,
+):
     """Train with the reference loop, written by hand with ``torch.amp``. Returns its trace.
 
     It runs on the device of ``net`` and ``batches``.
@@ -301,7 +292,7 @@ def train_by_hand(
     stepper = optimizer(net.parameters())
     scheduler = None if schedule is None else schedule(stepper)
     for _ in range(epochs):
-        number = len(batches)  # type: ignore[arg-type]
+        number = len(batches)
         for i, batch in enumerate(batches):
             if i % window == 0:
                 stepper.zero_grad()
@@ -311,8 +302,7 @@ def train_by_hand(
             if size > 1:
                 loss = loss / size
             scaler.scale(loss).backward()
-            closes = i % window == size - 1
-            if closes:
+            if i % window == size - 1:
                 scaler.unscale_(stepper)
                 before_step(stepper)
                 norm = None if clip is None else clip(net.parameters())
@@ -333,7 +323,7 @@ def train_by_hand(
     return trace
 
 
-def fit_and_watch(folder: Any, module: LightningModule, batches: Any, **arguments: Any) -> tuple[Trainer, Trace]:
+def fit_and_watch(folder, module, batches, **arguments):
     """Fit ``module`` on ``batches`` (a list or a dataloader). Returns the Trainer and the trace."""
     watch = Watch()
     trainer = make_trainer(folder, **arguments | {"callbacks": [*arguments.get("callbacks", ()), watch]})
@@ -341,7 +331,7 @@ def fit_and_watch(folder: Any, module: LightningModule, batches: Any, **argument
     return trainer, watch.trace
 
 
-def assert_same(ours: Trace, theirs: Trace) -> None:
+def assert_same(ours, theirs):
     """Compare bit for bit, with NaN equal to NaN."""
     for name in ("losses", "rates", "skipped", "scales", "next_scales", "norms"):
         mine, other = getattr(ours, name), getattr(theirs, name)
@@ -353,7 +343,7 @@ def assert_same(ours: Trace, theirs: Trace) -> None:
             assert torch.equal(a, b), f"weights differ after batch {step}"
 
 
-def assert_identical(found: Any, expected: Any, place: str = "") -> None:
+def assert_identical(found, expected, place=""):
     """Check that nested containers are equal: types, dtypes, and values bit for bit.
 
     Args:
@@ -378,7 +368,7 @@ def assert_identical(found: Any, expected: Any, place: str = "") -> None:
             assert found == expected, place
 
 
-def native_fp16(**options: Any) -> MixedPrecision:
+def native_fp16(**options):
     """Return 16-mixed on torch's own CPU kernels for models of any size."""
     return MixedPrecision("float16", cpu_kernels="native", **options)
 
@@ -387,30 +377,30 @@ SMALL = {"init_scale": 2.0**9, "growth_interval": 5}
 """Options of a scaler with a scale that does not overflow by itself, and grows soon."""
 
 
-def plugin_of(precision: str, **options: Any) -> Any:
+def plugin_of(precision, **options):
     """Return ``precision``, or its plugin with a small scale if it scales losses."""
     return native_fp16(**SMALL | options) if precision == "16-mixed" else precision
 
 
-def scaler_of(precision: str, **options: Any) -> torch.amp.GradScaler:
+def scaler_of(precision, **options):
     """Return the scaler of a hand-written loop with the settings of :func:`plugin_of`."""
     return torch.amp.GradScaler("cpu", enabled=precision == "16-mixed", **SMALL | options)
 
 
-def forward_context(precision: str) -> torch.autocast:
+def forward_context(precision):
     """Return the context of the forward passes of a hand-written loop."""
     return torch.autocast("cpu", AUTOCAST_DTYPES.get(precision, torch.bfloat16), enabled=precision in AUTOCAST_DTYPES)
 
 
-def norm_of(limit: float, kind: float = 2.0) -> Callable[[Iterable[Tensor]], Tensor]:
+def norm_of(limit, kind=2.0):
     """Return a function that clips gradients by their norm, and returns the norm."""
     return lambda parameters: nn.utils.clip_grad_norm_(parameters, limit, kind)
 
 
-def value_of(limit: float) -> Callable[[Iterable[Tensor]], Tensor]:
+def value_of(limit):
     """Return a function that clips gradients by value, and returns their norm before."""
 
-    def clip(parameters: Iterable[Tensor]) -> Tensor:
+    def clip(parameters):
         parameters = list(parameters)
         norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
         nn.utils.clip_grad_value_(parameters, limit)
@@ -423,7 +413,7 @@ class OnMPS(Tensor):
     """A tensor that reports an MPS device, and has no double precision, as on MPS."""
 
     @classmethod
-    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
         if function == Tensor.device.__get__:  # created at each access
             return torch.device("mps", 0)
         given = (*args, *(kwargs or {}).values())
@@ -435,20 +425,20 @@ class OnMPS(Tensor):
 class Payload:
     """Creates a file when it is unpickled."""
 
-    def __init__(self, file: Path) -> None:
+    def __init__(self, file):
         self.file = file
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self):
         return os.system, (f"touch {self.file}",)
 
 
 class Clock:
     """A clock that advances on request. A call returns its seconds."""
 
-    def __init__(self, now: float = 100.0) -> None:
+    def __init__(self, now=100.0):
         self.now = now
 
-    def __call__(self) -> float:
+    def __call__(self):
         return self.now
 
 
@@ -472,16 +462,16 @@ class FakeTrainer:
 
     def __init__(
         self,
-        *callbacks: Any,
-        folder: Any = None,
-        clock: Clock | None = None,
-        seconds: float = 1.0,
-        batches: float = 4,
-        max_epochs: int = 2,
-        scale: float | None = 65536.0,
-        device: str = "cpu",
-        **values: Any,
-    ) -> None:
+        *callbacks,
+        folder=None,
+        clock=None,
+        seconds=1.0,
+        batches=4,
+        max_epochs=2,
+        scale=65536.0,
+        device="cpu",
+        **values,
+    ):
         self.callbacks, self.default_root_dir = list(callbacks), folder
         self.clock, self.seconds, self.scale = clock or Clock(), seconds, scale
         self.num_training_batches, self.num_sanity_val_batches = batches, [1]
@@ -492,35 +482,25 @@ class FakeTrainer:
         self.scaler = SimpleNamespace(is_enabled=lambda: self.scale is not None, get_scale=lambda: self.scale)
         self.strategy, self.world_size = SimpleNamespace(root_device=torch.device(device), broadcast=bool), 1
         self.is_global_zero, self.sanity_checking = True, False
-        self.loggers: list[Any] = []
+        self.loggers = []
         self.checkpoint_callback = self.lightning_module = self.settled_outcome = None
-        self.callback_metrics: dict[str, Any] = {}
-        self.progress_bar_metrics: dict[str, Any] = {}
+        self.callback_metrics, self.progress_bar_metrics = {}, {}
         self.progress = SimpleNamespace(skipped_steps=0, nonfinite_losses=0, has_learned=True)
         self.state = SimpleNamespace(fn=TrainerFn.FITTING)
-        for name, value in values.items():
-            setattr(self, name, value)
+        vars(self).update(values)
 
-    def hook(self, name: str, *arguments: Any) -> None:
+    def hook(self, name, *arguments):
         """Call a hook of all callbacks."""
         for callback in self.callbacks:
             getattr(callback, name, lambda *_: None)(self, self.lightning_module, *arguments)
 
-    def log(self, **metrics: float) -> None:
+    def log(self, **metrics):
         """Log a metric like the module, and on the progress bar."""
         tensors = {name: torch.tensor(value) for name, value in metrics.items()}
         self.callback_metrics |= tensors
         self.progress_bar_metrics |= tensors
 
-    def train_batch(
-        self,
-        batch_idx: int = 0,
-        batch: Any = None,
-        outputs: Any = None,
-        seconds: float | None = None,
-        skipped: bool = False,
-        optimizers: Iterable[Any] = (None,),
-    ) -> None:
+    def train_batch(self, batch_idx=0, batch=None, outputs=None, seconds=None, skipped=False, optimizers=(None,)):
         """Run the hooks of a batch with its optimizer step; a ``skipped`` step halves the scale."""
         self.hook("on_train_batch_start", batch, batch_idx)
         self.clock.now += self.seconds if seconds is None else seconds
@@ -533,27 +513,19 @@ class FakeTrainer:
             self.hook("on_after_optimizer_step", optimizer, self.settled_outcome)
         self.hook("on_train_batch_end", {} if outputs is None else outputs, batch, batch_idx)
 
-    def train_epoch(self, first: int = 0, last: int | None = None, **options: Any) -> None:
+    def train_epoch(self, first=0, last=None, **options):
         """Run the batches from ``first`` to ``last``. Call :meth:`end_epoch` for the end of the epoch."""
         self.hook("on_train_epoch_start")
         for batch_idx in range(first, int(self.num_training_batches) if last is None else last):
             self.train_batch(batch_idx, **options)
 
-    def end_epoch(self, **metrics: float) -> None:
+    def end_epoch(self, **metrics):
         """Log, and end the epoch."""
         self.log(**metrics)
         self.hook("on_train_epoch_end")
         self.current_epoch += 1
 
-    def evaluate(
-        self,
-        stage: str = "validation",
-        batches: int = 4,
-        dataloader_idx: int = 0,
-        seconds: float | None = None,
-        ends: bool = True,
-        **metrics: float,
-    ) -> None:
+    def evaluate(self, stage="validation", batches=4, dataloader_idx=0, seconds=None, ends=True, **metrics):
         """Run a validation, test or predict over one dataloader; the last hook is left out unless it ``ends``."""
         self.hook(f"on_{stage}_start")
         for batch_idx in range(batches):
@@ -564,7 +536,7 @@ class FakeTrainer:
         if ends:
             self.hook(f"on_{stage}_end")
 
-    def fit(self, error: BaseException | None = None, **metrics: float) -> None:
+    def fit(self, error=None, **metrics):
         """Run all epochs, each with a validation that logs ``metrics``. ``error`` is raised before the first one."""
         self.hook("on_fit_start")
         self.sanity_checking = True

@@ -34,7 +34,7 @@ from torchmetrics import MeanMetric
 
 from tests import census
 from tests.parity import looks_in
-from tests.support import make_trainer, manual_step, tiered
+from tests.support import adamw, make_trainer, manual_step, tiered
 from trainer.callbacks import Curves, NonFiniteGuard, OverflowReport, ScaleMonitor
 from trainer.callbacks.run_recorder import RunRecorder
 
@@ -114,12 +114,7 @@ class Net(LightningModule):
         self.log("val_loss", self.loss(batch))
 
     def configure_optimizers(self):
-        parameters = [one for one in self.parameters() if one.requires_grad]
-        return self.case.optimizer(parameters)
-
-
-def plain(parameters):
-    return torch.optim.AdamW(parameters, 0.01)
+        return self.case.optimizer([one for one in self.parameters() if one.requires_grad])
 
 
 def plateau(parameters):
@@ -141,7 +136,7 @@ class Case:
 
     loader: Callable[[], Any] = lambda: DataLoader(Points(), 2, shuffle=True)
     validation: Callable[[], Any] = lambda: DataLoader(Points(4), 2)
-    optimizer: Callable[[Any], Any] = plain
+    optimizer: Callable[[Any], Any] = adamw
     callbacks: Callable[[], list[Callback]] = list
     manual: bool = False
     overflows: tuple[int, ...] = ()

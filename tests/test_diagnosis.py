@@ -252,8 +252,7 @@ def test_missing_figures_raise_nothing(full, tmp_path, monkeypatch):
 @pytest.mark.parametrize("taken", [63, 62])
 def test_advice_for_large_states_is_sharding(full, tmp_path, monkeypatch, taken):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (0, taken * 100))
-    told = fail_on_gpu(tmp_path).__notes__[0]
-    assert ("Try strategy='fsdp'" in told) == (taken * 50 < 780 + 780 + 1584)
+    assert ("Try strategy='fsdp'" in fail_on_gpu(tmp_path).__notes__[0]) == (taken * 50 < 780 + 780 + 1584)
 
 
 @pytest.mark.parametrize(

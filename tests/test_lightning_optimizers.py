@@ -1,5 +1,6 @@
 """Optimizers, schedules and steps under Lightning's Trainer and ours: results, warnings, errors and counters."""
 
+import itertools
 from unittest.mock import patch
 
 import pytest
@@ -220,8 +221,7 @@ PLANS = {
 def test_closure_of_optimizer_step(plan, window):
     def scenario(make):
         module = OwnStep(PLANS[plan])
-        trainer = fitted(make, module, data(12), accumulate_grad_batches=window)
-        return trainer.global_step, module.seen
+        return fitted(make, module, data(12), accumulate_grad_batches=window).global_step, module.seen
 
     assert_same_outcome(scenario)
 
@@ -380,19 +380,12 @@ KINDS = {
     ],
 )
 def test_optimizers_that_are_exchanged_in_the_middle_of_a_run(exchange, kind, hook):
-    class Exchange(Callback):
-        called = 0
-
-    def exchange_once(self, trainer, module, *args):
-        self.called += 1
-        if self.called == (1 if hook == "on_train_start" else 2):
-            exchange(trainer, module)
-
-    setattr(Exchange, hook, exchange_once)
+    turn = 1 if hook == "on_train_start" else 2
 
     def scenario(make):
-        module = KINDS[kind]()
-        trainer = make(max_epochs=3, callbacks=Exchange(), num_sanity_val_steps=0)
+        module, calls, callback = KINDS[kind](), itertools.count(1), Callback()
+        setattr(callback, hook, lambda *given: next(calls) == turn and exchange(*given[:2]))
+        trainer = make(max_epochs=3, callbacks=callback, num_sanity_val_steps=0)
         trainer.fit(module, data(8), data(4, seed=5))
         return [p.tolist() for p in module.parameters()], trainer.optimizers[0].param_groups[0]["lr"]
 

@@ -2,7 +2,6 @@
 
 from pathlib import Path
 from types import SimpleNamespace
-from typing import ClassVar
 
 import pytest
 import torch
@@ -39,10 +38,10 @@ def registered():
     before = dict(loggers._ADAPTERS)
 
     class MemoryAdapter(LoggerAdapter):
-        target: ClassVar[str] = f"{__name__}.Memory"
-        opening_order: ClassVar[int] = 0
-        logs_images: ClassVar[bool] = True
-        is_tracker: ClassVar[bool] = True
+        target = f"{__name__}.Memory"
+        opening_order = 0
+        logs_images = True
+        is_tracker = True
 
         @classmethod
         def check(cls, key, node, checkpoint_files):
@@ -75,28 +74,21 @@ def test_settings_of_an_adapter_are_checked_and_completed():
 
 def test_adapter_logs_images_and_the_settings_of_the_run(tmp_path):
     memory, rows = Memory(), CSVLogger(tmp_path, name="csv")
-    record = RunRecord.begin(tmp_path / "run", command="fit")
-    recorder = RunRecorder(record, settings={"seed": 3})
+    recorder = RunRecorder(RunRecord.begin(tmp_path / "run", command="fit"), settings={"seed": 3})
 
-    class Model(Regression):
-        def on_train_end(self):
-            log_images(self.trainer, "samples", torch.zeros(1, 3, 2, 2))
-
-    make_trainer(tmp_path, logger=[rows, memory], callbacks=[recorder]).fit(Model(), loader_of(make_batches(2)))
+    module = Regression()
+    module.on_train_end = lambda: log_images(module.trainer, "samples", torch.zeros(1, 3, 2, 2))
+    make_trainer(tmp_path, logger=[rows, memory], callbacks=[recorder]).fit(module, loader_of(make_batches(2)))
     assert memory.hyper_parameters["seed"] == 3
     assert [(name, images.shape, step) for name, images, step in memory.images] == [("samples", (1, 2, 2, 3), 2)]
     assert load_run(tmp_path / "run").facts["tracking"] == {"memoryadapter": "0"}
 
 
 def test_adapter_is_found_by_the_class_of_the_logger_and_its_bases(tmp_path):
-    class Derived(Memory):
-        pass
-
-    assert type(adapter(Derived())).__name__ == "MemoryAdapter"
+    assert type(adapter(type("Derived", (Memory,), {})())).__name__ == "MemoryAdapter"
     assert type(adapter(object())) is LoggerAdapter
-    assert (
-        adapter_class({"_target_": "lightning.pytorch.loggers.tensorboard.TensorBoardLogger"}).__name__ == "TensorBoard"
-    )
+    board = "lightning.pytorch.loggers.tensorboard.TensorBoardLogger"
+    assert adapter_class({"_target_": board}).__name__ == "TensorBoard"
     assert adapter_class({"_target_": "pytorch_lightning.loggers.WandbLogger"}).__name__ == "Wandb"
     one, other, memory = TensorBoardLogger(tmp_path), CSVLogger(tmp_path), Memory()
     wandb = object.__new__(WandbLogger)

@@ -24,8 +24,7 @@ def classes_of(module):
 
 
 def test_every_argument():
-    theirs = inspect.signature(LightningTrainer.__init__).parameters
-    assert named_in("Arguments") == theirs.keys() - {"self"}
+    assert named_in("Arguments") == inspect.signature(LightningTrainer.__init__).parameters.keys() - {"self"}
 
 
 def test_every_attribute():

@@ -3,7 +3,6 @@
 The oracle is the loop of torch's AMP examples in which the step clears the cache by hand; equality is to the bit.
 """
 
-from collections.abc import Callable
 from copy import deepcopy
 
 import pytest
@@ -33,9 +32,6 @@ class Pair(nn.Module):
         self.other = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3)).requires_grad_(False)
         self.tied = nn.Embedding(7, 6, max_norm=0.5)
         self.aliases = [p.data.view(-1) for p in self.net.parameters()]
-
-
-Change = Callable[[nn.Module, nn.Module], object]
 
 
 def each(change):
@@ -293,8 +289,7 @@ def irregular(pair, batch, clear):
 )
 def test_resumed_run_decides_as_the_uninterrupted_one(tmp_path, step, at):
     """In the first half of the watched steps no weight is used twice; in the last steps none is, either."""
-    gains = {i: 1.0 if 6 < i < 20 else 2.0 for i in range(LATE + 8)}
-    batches = make_batches(LATE + 8, gains=gains)
+    batches = make_batches(LATE + 8, gains={i: 1.0 if 6 < i < 20 else 2.0 for i in range(LATE + 8)})
     whole = stepping(step)
     saving = {"callbacks": [SavesAt(tmp_path / "half.ckpt", at)], "enable_checkpointing": True}
     fit(tmp_path, whole, batches, "bf16-mixed", **saving)

@@ -5,8 +5,7 @@ from trainer.cli.arguments import UsageError, canonical_precisions, read
 
 def test_overrides_go_first_then_the_command_then_the_flags():
     arguments = read(["fit", "-m", "+recipe=a", "--config-dir", "here", "seed=1,2"])
-    expected = ["+recipe=a", "seed=1,2", "command=fit", "--multirun", "--config-dir", "here"]
-    assert arguments.for_hydra() == expected
+    assert arguments.for_hydra() == ["+recipe=a", "seed=1,2", "command=fit", "--multirun", "--config-dir", "here"]
 
 
 def test_rewritten_form_is_read_as_the_same_command_line():

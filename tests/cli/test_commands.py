@@ -29,8 +29,7 @@ def installed(tmp_path, monkeypatch):
     """Another package, as an installer leaves it."""
     info = "pruning-1.0.dist-info"
     metadata = "Metadata-Version: 2.1\nName: pruning\nVersion: 1.0\n"
-    files = {"pruning.py": MODULE, f"{info}/METADATA": metadata, f"{info}/entry_points.txt": ENTRIES}
-    write(tmp_path, files)
+    write(tmp_path, {"pruning.py": MODULE, f"{info}/METADATA": metadata, f"{info}/entry_points.txt": ENTRIES})
     monkeypatch.syspath_prepend(tmp_path)
     yield
     sys.modules.pop("pruning", None)

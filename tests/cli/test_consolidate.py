@@ -15,6 +15,7 @@ from safetensors import SafetensorError
 from torch import nn
 
 from tests.checkpoint.test_shards import sealed_again, write
+from tests.compat.test_checkpoint_io import flip
 from tests.support import Payload, Regression, adamw, assert_identical, loader_of, make_batches, make_net, make_trainer
 from trainer import CheckpointFiles
 from trainer.checkpoint import conversion, files, shards
@@ -147,8 +148,7 @@ def test_safetensors_are_the_state_dict(tmp_path, capsys):
 
 def test_views_are_exported_with_their_values(tmp_path):
     load_file = pytest.importorskip("safetensors.torch").load_file
-    complex_ = torch.tensor([1 + 2j, 3 - 1j])
-    other = complex_.clone()
+    complex_, other = (torch.tensor([1 + 2j, 3 - 1j]) for _ in range(2))
     weights = {
         "conj": complex_.conj(), "neg": other.conj().imag, "rows": torch.arange(8.0).view(4, 2)[1:3],
         "columns": torch.arange(8.0).view(4, 2)[:, 1], "empty": torch.empty(0, 2), "number": torch.tensor(3),
@@ -156,8 +156,7 @@ def test_views_are_exported_with_their_values(tmp_path):
     }  # fmt: skip
     torch.save({"state_dict": {**weights, "_extra_state": {"a": 1}}}, tmp_path / "w.ckpt")
     assert main(["export", str(tmp_path / "w.ckpt"), str(tmp_path / "w.safetensors")]) == 0
-    found = load_file(tmp_path / "w.safetensors")
-    assert_identical(dict(sorted(found.items())), dict(sorted(weights.items())))
+    assert_identical(dict(sorted(load_file(tmp_path / "w.safetensors").items())), dict(sorted(weights.items())))
 
 
 # --- errors -----------------------------------------------------------------------------------------------------------
@@ -172,12 +171,9 @@ def here(tmp_path, monkeypatch):
     for name in ("torn", "flipped", "evil", "pickle"):
         shutil.copytree("good.ckpt", f"{name}.ckpt")
     Path("torn.ckpt/manifest.json").unlink()
-    data = bytearray(Path("file.ckpt").read_bytes())
-    data[len(data) // 2] ^= 1
-    Path("bit.ckpt").write_bytes(data)
-    data = bytearray(Path("good.ckpt/__0_0.distcp").read_bytes())
-    data[len(data) // 2] ^= 1
-    Path("flipped.ckpt/__0_0.distcp").write_bytes(data)
+    shutil.copy("file.ckpt", "bit.ckpt")
+    for damaged in ("bit.ckpt", "flipped.ckpt/__0_0.distcp"):
+        flip(damaged)
     torch.save({"state_dict": {}, "loops": {}, "evil": Payload(tmp_path / "ran")}, "evil.ckpt/state.ckpt")
     Path("pickle.ckpt/.metadata").write_bytes(pickle.dumps(Payload(tmp_path / "ran")))
     sealed_again(Path("evil.ckpt"))
@@ -243,6 +239,5 @@ def test_hyperparameters_that_are_one_object_are_left_out(tmp_path):
     trainer = make_trainer(tmp_path)
     trainer.fit(Configured(DictConfig({"width": 6})), loader_of(BATCHES))
     trainer.save_checkpoint(tmp_path / "a.ckpt")
-    left_out = conversion.split(tmp_path / "a.ckpt", tmp_path / "b.ckpt")
-    assert sorted(left_out) == ["hparams_type", "hyper_parameters"]
+    assert sorted(conversion.split(tmp_path / "a.ckpt", tmp_path / "b.ckpt")) == ["hparams_type", "hyper_parameters"]
     assert "hyper_parameters" not in shards.read_whole(tmp_path / "b.ckpt")

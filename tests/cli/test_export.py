@@ -97,8 +97,7 @@ def test_checkpoint_with_a_config_and_settings(capfd):
 
 def test_weights_of_a_run(state, capfd):
     assert export(capfd, "to=a.safetensors", "ckpt=run")[0] == 0
-    found = load_file("a.safetensors")
-    torch.testing.assert_close(found, dict(state), rtol=0, atol=0)
+    torch.testing.assert_close(load_file("a.safetensors"), dict(state), rtol=0, atol=0)
 
 
 def test_forward_of_one_size(capfd):

@@ -143,8 +143,7 @@ def two_interruptions(shell):
     shutil.copytree(shell.trained, "run")
     write(Path.cwd(), FAR)
     line = ["--config-dir", "far", "+recipe=far", *LINE[1:], "+name=at-${now:%f}", "hydra.run.dir=run dir"]
-    restored = ["ckpt=run", "trainer.max_epochs=4"]
-    for words, stops, steps in ((line, ["1", "3"], 8), (restored, ["9"], 16)):
+    for words, stops, steps in ((line, ["1", "3"], 8), (["ckpt=run", "trainer.max_epochs=4"], ["9"], 16)):
         Path("stops").write_text(" ".join(stops))
         before = set(Path().rglob("run.json"))
         command = shlex.join(["python", "-m", "trainer", "fit", *STOPPED, *words])

@@ -76,8 +76,7 @@ def test_recipes_lists_all_recipes_with_a_line_each(project, capsys):
 
 
 def test_copy_has_its_own_name_and_runs(listed, capsys):
-    lines = lines_of(capsys, "copy", "noted", "mine")
-    assert lines == [
+    assert lines_of(capsys, "copy", "noted", "mine") == [
         f"Wrote {Path('conf', 'recipe', 'mine.yaml')}, a copy of conf/recipe/noted.yaml. Edit it, then run:",
         "  python -m trainer fit +recipe=mine precision=16 data.batch_size=2",
     ]

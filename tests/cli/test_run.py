@@ -151,16 +151,14 @@ def test_last_checkpoint_has_to_exist(command, capsys):
     assert re.search(r"ckpt_path is last, and there is no last checkpoint in \S*run/checkpoints\. ", err)
     assert f"python -m trainer {command} ckpt=RUN" in err
     assert main(["fit", *LINE, "logger=none", "hydra.run.dir=run"]) == 0
-    warns = pytest.warns(UserWarning, match="exists and is not empty") if command == "fit" else nullcontext()
-    with warns:
+    with pytest.warns(UserWarning, match="exists and is not empty") if command == "fit" else nullcontext():
         assert main([command, *LINE, "logger=none", "ckpt_path=last", "hydra.run.dir=run"]) == 0
 
 
 def test_out_of_memory_error_is_reported_and_recorded(capsys, monkeypatch):
     error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
     monkeypatch.setattr(torch.nn.functional, "mse_loss", Mock(side_effect=error))
-    more = ["trainer.num_sanity_val_steps=0", "logger=none", "hydra.run.dir=run"]
-    assert main(["fit", *LINE, *more]) == 1
+    assert main(["fit", *LINE, "trainer.num_sanity_val_steps=0", "logger=none", "hydra.run.dir=run"]) == 1
     err = capsys.readouterr().err
     assert err.count("Memory ran out") == err.count("Live tensors: weights 8 bytes, ") == 1
     assert "in the forward pass." in err

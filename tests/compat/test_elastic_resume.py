@@ -151,9 +151,8 @@ def test_inexact_resume_is_refused_with_the_fix(tmp_path, name):
 
 def test_inexact_resume_works_with_exact_resume_false(tmp_path):
     path = written(tmp_path)
-    with pytest.warns(
-        UserWarning, match=r"with world size 2, but this run has world size 1: .*The run resumes, but not exactly"
-    ):
+    message = "with world size 2, but this run has world size 1: .*The run resumes, but not exactly"
+    with pytest.warns(UserWarning, match=message):
         trainer, module = resumed(path, loader(3), exact_resume=False)
     assert trainer.accumulate_grad_batches == 1
     assert module.seen[0] == (2, [6.0, 7.0, 8.0])  # after 2 batches on each of its ranks

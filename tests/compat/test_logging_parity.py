@@ -98,8 +98,7 @@ def values_and_types_without_a_logger(make):
 
     trainer, module = make(max_epochs=1), Logs(training, evaluation)
     trainer.fit(module, data(6), data(4))
-    after_fit = everything(trainer)
-    return after_fit, trainer.test(module, data(4), verbose=False), everything(trainer)
+    return everything(trainer), trainer.test(module, data(4), verbose=False), everything(trainer)
 
 
 def batch_sizes_found_in_batches(make):

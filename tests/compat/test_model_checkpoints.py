@@ -12,7 +12,7 @@ import pytest
 import torch
 from _faults.training import differences
 from lightning.pytorch import Callback
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
 
 from tests.support import Killed, KilledAt, Regression, loader_of, make_batches, make_net, make_trainer, manual_step
@@ -20,22 +20,21 @@ from tests.support import Killed, KilledAt, Regression, loader_of, make_batches,
 BATCHES = make_batches(4)
 
 
-class Interrupted(Callback):
-    """Ends the run in the batch with this number by SIGTERM, before a validation that is due."""
+def interrupted(batch):
+    """Return a callback that ends the run in the batch with this number by SIGTERM, before a validation that is due."""
 
-    def __init__(self, batch):
-        self.batch = batch
-
-    def on_train_batch_end(self, trainer, *_):
-        if trainer.progress.batches == self.batch:
+    def end(trainer, *_):
+        if trainer.progress.batches == batch:
             signal.raise_signal(signal.SIGTERM)
+
+    return LambdaCallback(on_train_batch_end=end)
 
 
 @pytest.mark.parametrize(
     ("options", "end", "arguments"),
     [
-        ({"monitor": "val_loss", "save_top_k": 2}, Interrupted(8), {"val_check_interval": 2}),
-        ({"save_top_k": -1}, Interrupted(5), {"accumulate_grad_batches": 3}),
+        ({"monitor": "val_loss", "save_top_k": 2}, interrupted(8), {"val_check_interval": 2}),
+        ({"save_top_k": -1}, interrupted(5), {"accumulate_grad_batches": 3}),
         ({}, KilledAt(3), {}),
         ({"save_last": "link"}, KilledAt(7), {}),
     ],

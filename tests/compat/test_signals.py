@@ -10,6 +10,7 @@ import time
 import warnings
 from collections import UserList
 from contextlib import nullcontext
+from functools import partial
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -66,14 +67,10 @@ def send(*numbers):
         os.kill(os.getpid(), number)
 
 
-def terminate():
-    send(signal.SIGTERM)
+terminate = partial(send, signal.SIGTERM)
 
 
-def interrupt():
-    raise KeyboardInterrupt
-
-
+interrupt = Mock(side_effect=KeyboardInterrupt)
 ENDS = [
     (signal.SIGTERM, SIGTERMException, 143),
     (signal.SIGUSR1, SIGTERMException, 138),
@@ -88,8 +85,7 @@ def fit(folder, does, *, path=None, **arguments):
     trainer, module = ours(**usual | arguments), Classifier(momentum=0.9)
     does.trainer = trainer
     with warnings.catch_warnings():
-        expected = ("Checkpoint directory .* exists", ".*The last model of", ".*no last checkpoint", "Be aware that")
-        for message in expected:
+        for message in ("Checkpoint directory .* exists", ".*The last model of", ".*no last checkpoint", "Be aware"):
             warnings.filterwarnings("ignore", message)
         trainer.fit(module, data(8), data(8), ckpt_path=path)
     return trainer, module

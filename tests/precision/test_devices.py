@@ -18,15 +18,8 @@ def gpu(monkeypatch):
     """Make ``cuda:1`` a GPU with a name and compute capability."""
 
     def make(name, capability, hip=None):
-        def only(value):
-            def of(device):
-                assert device == CUDA  # and not the current device
-                return value
-
-            return of
-
-        monkeypatch.setattr(torch.cuda, "get_device_name", only(name))
-        monkeypatch.setattr(torch.cuda, "get_device_capability", only(capability))
+        monkeypatch.setattr(torch.cuda, "get_device_name", {CUDA: name}.__getitem__)  # not of the current device
+        monkeypatch.setattr(torch.cuda, "get_device_capability", {CUDA: capability}.__getitem__)
         monkeypatch.setattr(torch.version, "hip", hip)
         return CUDA
 

@@ -137,8 +137,7 @@ def test_it_is_a_grad_scaler():
     assert isinstance(scaler, torch.amp.GradScaler)
     assert scaler.is_enabled()
     assert scaler.state_dict() == torch.amp.GradScaler("cpu").state_dict() | {"min_scale": 1.0, "max_scale": INF}
-    other = torch.amp.GradScaler("cpu")
-    other.load_state_dict(scaler.state_dict())  # and torch's reads ours
+    torch.amp.GradScaler("cpu").load_state_dict(scaler.state_dict())  # and torch's reads ours
 
 
 def test_copies_and_pickles():

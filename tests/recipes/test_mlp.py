@@ -18,8 +18,7 @@ def data(**options):
 
 def test_net_is_linear_layers_with_relu_between():
     net = mlp(5, 2, width=7, layers=3, dropout=0.5)
-    kinds = [nn.Linear, nn.ReLU, nn.Dropout, nn.Linear, nn.ReLU, nn.Dropout, nn.Linear]
-    assert [type(part) for part in net] == kinds
+    assert [type(part) for part in net] == [*[nn.Linear, nn.ReLU, nn.Dropout] * 2, nn.Linear]
     assert [tuple(part.weight.shape) for part in net[::3]] == [(7, 5), (7, 7), (2, 7)]
     with pytest.raises(ValueError, match="layers is 0, expected at least 1"):
         mlp(5, 2, width=7, layers=0)

@@ -62,8 +62,7 @@ def test_onecycle_uses_each_groups_peak_and_keeps_the_momentum():
 def test_shortest_runs_have_a_schedule(schedule):
     for steps in (1, 2, 3):
         optimizer = sgd(0.5)
-        rates = rates_of(optimizer, schedule(optimizer, steps), steps)
-        assert all(0.0 <= rate <= 0.5 for rate in rates)
+        assert all(0.0 <= rate <= 0.5 for rate in rates_of(optimizer, schedule(optimizer, steps), steps))
     pickle.loads(pickle.dumps(schedule(optimizer, 20)))
     with pytest.raises(ValueError, match="total_steps is 0, expected at least 1"):
         schedule(optimizer, 0)

@@ -116,14 +116,12 @@ def test_masks_are_shown_at_each_validation(tmp_path):
     trainer = make_trainer(
         tmp_path, logger=TensorBoardLogger(tmp_path, name="", version=""), callbacks=[MaskPictures(1)]
     )
-    module = Segmenter(Brightness(), ADAMW, onecycle, num_classes=2)
-    trainer.fit(module, loader_of(halves(3)), loader_of(halves(2)))
+    trainer.fit(Segmenter(Brightness(), ADAMW, onecycle, num_classes=2), loader_of(halves(3)), loader_of(halves(2)))
     assert trainer.lr_scheduler_configs[0].scheduler.total_steps == 3
     events = EventAccumulator(str(tmp_path))
     events.Reload()
     (shown,) = events.Images("val_masks")
-    picture = np.asarray(Image.open(BytesIO(shown.encoded_image_string)))
-    image, true, found = picture.reshape(3, 8, 8, 3)
+    image, true, found = np.asarray(Image.open(BytesIO(shown.encoded_image_string))).reshape(3, 8, 8, 3)
     assert shown.step == 3
     assert true.tolist() == found.tolist() == np.asarray(coloured(np.uint8(image[..., 0] > 0)).convert("RGB")).tolist()
 

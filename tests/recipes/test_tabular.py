@@ -35,8 +35,7 @@ def test_splits_are_disjoint_complete_and_stratified():
     features, _ = data.splits["train"].tensors
     assert torch.allclose(features.mean(0), torch.zeros(13), atol=1e-5)  # and so not of all rows
     assert torch.allclose(features.std(0, correction=0), torch.ones(13), atol=1e-5)
-    sizes = [len(data.splits[name]) for name in ("train", "val", "test")]
-    assert sizes == [124, 27, 27]
+    assert [len(data.splits[name]) for name in ("train", "val", "test")] == [124, 27, 27]
     shares = [data.splits[name].tensors[1].bincount() / len(data.splits[name]) for name in ("train", "val")]
     assert torch.allclose(shares[0], shares[1], atol=0.02)
     rows = torch.cat([data.splits[name].tensors[0] for name in ("train", "val", "test")])
@@ -129,5 +128,4 @@ def test_example_for_newcomers_runs_and_is_right(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     runpy.run_path(str(EXAMPLE), run_name="__main__")  # warnings are errors here
     line = capsys.readouterr().out.splitlines()[-1]
-    accuracy = float(re.fullmatch(r"accuracy (0\.\d\d\d), 0 skipped steps", line)[1])
-    assert accuracy >= 0.94
+    assert float(re.fullmatch(r"accuracy (0\.\d\d\d), 0 skipped steps", line)[1]) >= 0.94

@@ -76,8 +76,7 @@ def test_torchvisions_cache_is_used_without_a_network(weights, tmp_path, monkeyp
     monkeypatch.setattr(torch.hub, "get_dir", lambda: str(tmp_path / "hub"))
     (tmp_path / "hub" / "checkpoints").mkdir(parents=True)
     weights.rename(tmp_path / "hub" / "checkpoints" / "resnet18-f37072fd.pth")
-    loaded = load_weights("resnet18", "IMAGENET1K_V1")
-    assert loaded["bn1.running_mean"].tolist() == [0.125] * 64
+    assert load_weights("resnet18", "IMAGENET1K_V1")["bn1.running_mean"].tolist() == [0.125] * 64
 
 
 def test_initial_weights_are_not_read_with_a_checkpoint(weights, tmp_path):

@@ -211,16 +211,15 @@ def test_anomalies_are_reported(settings, status, problem, remark, capsys):
 @pytest.mark.parametrize(
     ("settings", "status", "expected"),
     [
-        (["data.kind=empty"], 2, "Got 0 batches from the training data"),
-        (["data.kind=none"], 2, "train_dataloader of Data returns null, expected a DataLoader."),
-        (["data.kind=raises"], 1, "ValueError: sample 3 is not readable Raised in looked_at.py:"),
+        (["+recipe=mine", "data.kind=empty"], 2, "Got 0 batches from the training data"),
+        (["+recipe=mine", "data.kind=none"], 2, "train_dataloader of Data returns null, expected a DataLoader."),
+        (["+recipe=mine", "data.kind=raises"], 1, "ValueError: sample 3 is not readable Raised in looked_at.py:"),
         (["+recipe=bare"], 2, "`train_dataloader` must be implemented"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
 def test_unavailable_data(settings, status, expected, capsys):
-    given = settings if "+recipe=bare" in settings else ["+recipe=mine", *settings]
-    assert main(["checks", *given]) == status
+    assert main(["checks", *settings]) == status
     printed, errors = capsys.readouterr()
     assert expected in " ".join(errors.split())
     assert "Traceback" not in errors
@@ -252,9 +251,7 @@ def test_contents_of_tensors():
         "long": "x" * 100,
         "several": [torch.tensor([3]), ["a", "b"]],
     }
-    found = {entry.name.removeprefix("batch"): entry[1:] for entry in describe(batch)}
-    found = {name.removeprefix("['").removesuffix("']"): entry for name, entry in found.items()}
-    assert found == {
+    assert {entry.name[len("batch['") :].removesuffix("']"): entry[1:] for entry in describe(batch)} == {
         "mask": ("3", "bool", "", "false: 1, true: 2", ""),
         "scores": ("4", "bfloat16", "1 to 3", "mean 2, std 1", "1 NaN and 1 inf"),
         "nothing": ("0 x 3", "float32", "", "", ""),
@@ -335,10 +332,8 @@ def test_predicted_effects_of_float16():
     assert overflow.startswith("float16 overflows in Net itself: ")
     assert overflow.endswith(" Use bf16-mixed, which has float32's range.")
     layers = [Layer(str(number), "Linear", 10 * number, outputs=1, activation=1.0) for number in range(10)]
-    scales = []
-    for layers[0].gradient in (0.0, 1.0, 1e-9):
-        scales.append(largest_scale(layers))
-    assert scales == [None, 2.0**15, SCALE]
+    for layers[0].gradient, scale in ((0.0, None), (1.0, 2.0**15), (1e-9, SCALE)):
+        assert largest_scale(layers) == scale
 
 
 def recipe(batch, **known):

@@ -25,8 +25,7 @@ def here(tmp_path, monkeypatch):
 
 
 def gpt(kind=LanguageModel, **sizes):
-    adamw = partial(torch.optim.AdamW, lr=1e-3, fused=True)
-    return kind(adamw, tokenizer="none is needed", **SIZES | sizes)
+    return kind(partial(torch.optim.AdamW, lr=1e-3, fused=True), tokenizer="none is needed", **SIZES | sizes)
 
 
 def tokens(batch, length):
@@ -51,17 +50,13 @@ def test_peak_on_one_device():
     assert single.peak == pytest.approx(single.after, rel=0.005)
 
 
-class Watching(LanguageModel):
-    """Reads gradients before they are cleared."""
-
-    def on_before_zero_grad(self, optimizer):
-        pass
+READS = {"on_before_zero_grad": lambda self, optimizer: None}  # gradients before they are cleared
 
 
 @pytest.mark.whole
 def test_gradients_read_by_the_module_are_alive_during_the_forward():
     sizes = {"width": 256, "heads": 4, "vocabulary": 256, "context": 64}
-    makers = (partial(gpt, kind, **sizes) for kind in (LanguageModel, Watching))
+    makers = (partial(gpt, kind, **sizes) for kind in (LanguageModel, type("Reads", (LanguageModel,), READS)))
     early, late = (measure(make, tokens(8, 64), Precision(), nothing, None) for make in makers)
     assert late.after == early.after
     assert 0.5 < (late.peak - early.peak) / (4 * parameters(**sizes)) <= 1
@@ -147,8 +142,7 @@ def test_command(capsys, monkeypatch):
     assert facts["speed"] is None  # only the required facts of the machine are read
 
     assert main(["checks", *TINY, "checks.gpu_memory=1GiB"]) == 0
-    out = capsys.readouterr().out
-    lines = [" ".join(line.split()) for line in out.splitlines()]
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
     assert any(line.startswith("fsdp 8 ") and line.endswith(" no") for line in lines)
     assert "Note: DDP and FSDP use 8 devices. Set checks.devices for another number." in lines
     assert lines[-1].startswith("No strategy fits into 1.0 GiB (with 1.0 GiB reserved for CUDA). Try a smaller")

@@ -55,8 +55,7 @@ def leave(*results):
 
 def test_report(folder, capsys, monkeypatch):
     leave(result(0, "32-true"), result(1, "16-mixed"))
-    words = ["+recipe=a", "precision=32-true,16-mixed", "hydra.sweep.dir='x y'"]
-    assert report(folder, Thresholds(), words) == 0
+    assert report(folder, Thresholds(), ["+recipe=a", "precision=32-true,16-mixed", "hydra.sweep.dir='x y'"]) == 0
     text = (folder / "compare.md").read_text()
     assert text.startswith(
         "# a: 32-true, 16-mixed\n\n    python -m trainer compare +recipe=a precision=32-true,16-mixed\n\n"
@@ -183,6 +182,5 @@ def test_real_trainings_on_a_gpu(project, python):
     numbers = json.loads(Path("jobs/compare.json").read_text())
     assert [list(run["peak_memory"]) for run in numbers["runs"]] == [["gpu"], ["gpu"]]
     assert numbers["runs"][1]["verdict"]["met"] is False  # a line has nothing for Tensor Cores to do
-    known = load_run(Path("jobs/0")).gpu
-    assert tuple(known["capability"]) == torch.cuda.get_device_capability()
+    assert tuple(load_run(Path("jobs/0")).gpu["capability"]) == torch.cuda.get_device_capability()
     assert "memory" in numbers["runs"][1]["verdict"]["text"]

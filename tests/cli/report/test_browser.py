@@ -68,5 +68,4 @@ def test_pages_in_a_browser(make_run, tmp_path):
         assert page["plots"] >= 9
         assert page["after"] == 0
         assert page["loaded"] == []
-    shown = [["step", "4", "1", "train", "1.5", "val_loss"], 2]
-    assert [page["shown"] for page in found].count(shown) == 2
+    assert [page["shown"] for page in found].count([["step", "4", "1", "train", "1.5", "val_loss"], 2]) == 2

@@ -92,6 +92,5 @@ def test_comparison(sweep):
 
 def test_sweep_without_jobs_and_without_curves(sweep, make_run):
     assert "Sweep of 0 jobs" in report(sweep()).text
-    record = job(0, 0.5, curves={}, skipped_steps=0)
-    make_run(str(FOLDER / "0"), record=record, files={"csv/metrics.csv": None})
+    make_run(str(FOLDER / "0"), record=job(0, 0.5, curves={}, skipped_steps=0), files={"csv/metrics.csv": None})
     assert "No job has curves" in report(FOLDER).sections["curves"]

@@ -70,8 +70,7 @@ def test_job_requeued_by_submitit_is_resumed(stopped, python):
 def test_jobs_end_with_a_sweep_that_is_killed(stopped, python):
     kill = [f"model.number={int(signal.SIGKILL)}", "model.receivers=[parent]"]
     words = ["fit", "-m", *LINE, *kill, "hydra.sweep.dir=jobs", "trainer.max_epochs=100000"]
-    done = sweep(python, *words)
-    assert done.returncode == -9
+    assert sweep(python, *words).returncode == -9
     wait_until(lambda: json.loads(Path("jobs/0/run.json").read_text())["status"] != "running", 120)
     assert json.loads(Path("jobs/0/run.json").read_text())["status"] == "interrupted"
     assert Path("jobs/0/checkpoints/interrupted.ckpt").is_file()

@@ -137,8 +137,7 @@ def test_every_kind_of_value(trials, capsys):
     ]  # fmt: skip
     assert main([*SWEEP, *space, "hydra.sweeper.n_trials=1"]) == 0
     (trial,) = study().get_trials()
-    found = {name: repr(values) for name, values in trial.distributions.items()}
-    assert found == {
+    assert {name: repr(values) for name, values in trial.distributions.items()} == {
         "optimizer.lr": "FloatDistribution(high=1.0, log=True, low=0.0001, step=None)",
         "data.batch_size": "IntDistribution(high=64, log=True, low=2, step=1)",
         "seed": "IntDistribution(high=7, log=False, low=1, step=3)",

@@ -98,8 +98,7 @@ def test_best_job_is_reported_and_has_a_value(tmp_path, capsys):
         reached(5, 0.2),
     )
     assert report(tmp_path) == 1  # a job that was pruned has not failed
-    numbers = json.loads((tmp_path / "summary.json").read_text())
-    assert [job["job"] for job in numbers if job["best"]] == [1]
+    assert [job["job"] for job in json.loads((tmp_path / "summary.json").read_text()) if job["best"]] == [1]
     header, _, *rows, _, sentence, _, command = (tmp_path / "summary.md").read_text().splitlines()
     assert header.startswith("| job | overrides | status | epochs | time | loss | test_acc | val_acc |")
     assert [row.split(" | ")[0] for row in rows if "best" in row] == ["| 1 (best)"]

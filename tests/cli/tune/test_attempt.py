@@ -99,8 +99,7 @@ def test_watch_ends_the_process_while_it_grows(monkeypatch):
 
 def test_budget_of_a_gpu_is_its_allocators(monkeypatch):
     given = []
-    total = SimpleNamespace(total_memory=80 * 2**30)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: total)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=80 * 2**30))
     monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda share, device: given.append(share))
     before = threading.active_count()
     trainer = SimpleNamespace(strategy=SimpleNamespace(root_device=torch.device("cuda", 0)))

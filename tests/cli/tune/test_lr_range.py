@@ -26,8 +26,7 @@ class Quadratic(L.LightningModule):
         self.configure = configure or (lambda module: torch.optim.SGD([module.w], lr=0.1))
 
     def training_step(self, batch, batch_idx):
-        loss = (2 * self.w**2 + 0.0 * self.other).sum()
-        return self.change(loss, self.trainer.global_step, batch_idx)
+        return self.change((2 * self.w**2 + 0.0 * self.other).sum(), self.trainer.global_step, batch_idx)
 
     def configure_optimizers(self):
         return self.configure(self)
@@ -58,8 +57,7 @@ def test_curve_of_a_quadratic():
     assert [loss for _, loss in found.points] == pytest.approx([loss for _, loss in expected], rel=1e-3)
     assert (found.first_loss, found.ended_by) == (18.0, "the last rate")
     falls = {rate: before - after for (rate, after), (_, before) in zip(expected[1:], expected, strict=False)}
-    steepest = max(falls, key=falls.__getitem__)
-    assert suggest(found.points).lr == pytest.approx(steepest, rel=0.35)
+    assert suggest(found.points).lr == pytest.approx(max(falls, key=falls.__getitem__), rel=0.35)
 
 
 def test_range_test_ends_when_the_loss_diverges():

@@ -43,8 +43,7 @@ def test_splits_and_batches_are_without_clutter_and_other_files(root):
 def test_images_are_squeezed_and_normalised_and_only_training_ones_changed(root):
     flag = Image.new("RGB", (90, 30), (255, 0, 0))
     flag.paste((0, 0, 255), (0, 0, 30, 30))  # the left third
-    file = root / "256_ObjectCategories" / THINGS[0] / "001_0001.jpg"
-    flag.save(file, quality=100)
+    flag.save(root / "256_ObjectCategories" / THINGS[0] / "001_0001.jpg", quality=100)
     module, plain = data(root), data(root, augment=False)
     module.setup("fit")
     plain.setup("fit")

@@ -1,4 +1,5 @@
 import pickle
+from unittest.mock import Mock
 from urllib.error import URLError
 
 import numpy as np
@@ -58,10 +59,7 @@ def test_images_are_normalised_and_only_training_images_augmented(root):
 
 @pytest.mark.parametrize("error", [URLError("no route to host"), RuntimeError("File not found or corrupted.")])
 def test_error_without_a_network_names_the_place_of_the_file(tmp_path, monkeypatch, error):
-    def fail(self):
-        raise error
-
-    monkeypatch.setattr(datasets.CIFAR10, "download", fail)
+    monkeypatch.setattr(datasets.CIFAR10, "download", Mock(side_effect=error))
     with pytest.raises(FileNotFoundError, match=r"no file .*data_batch_1. Set data.root"):
         data(tmp_path).prepare_data()  # asks for no network
     with pytest.raises(FileNotFoundError) as caught:

@@ -9,8 +9,7 @@ from recipes.data.text import END, NO_TARGET, cut, split_documents
 
 
 def bytes_of(tokens, targets):
-    lengths = (targets != NO_TARGET).sum(1).tolist()
-    rows = zip(tokens.tolist(), targets.tolist(), lengths, strict=True)
+    rows = zip(tokens.tolist(), targets.tolist(), (targets != NO_TARGET).sum(1).tolist(), strict=True)
     return [(bytes(row[:length]), bytes(following[:length])) for row, following, length in rows]
 
 
