@@ -65,8 +65,7 @@ class Shares(Regression):
     def log_metric(self, name, value):
         metric = getattr(self, self.metrics[name][0])
         number = metric(value)
-        logged = number if "number" in self.metrics[name] else metric
-        self.log(name, logged, on_step=False, on_epoch=True, batch_size=4)
+        self.log(name, number if "number" in self.metrics[name] else metric, on_step=False, on_epoch=True, batch_size=4)
 
 
 @pytest.mark.parametrize(
@@ -111,21 +110,15 @@ class ResetsItsState(SumMetric):
     ],
 )  # fmt: skip
 def test_metric_object_may_be_logged_in_several_validations(tmp_path, make, value):
-    class Module(Regression):
-        def __init__(self):
-            super().__init__()
-            self.metric, self.values = make(), list[float]()
+    def validation_step(batch, batch_idx):
+        module.metric.update(float(batch_idx))
+        module.log("val", module.metric)
 
-        def validation_step(self, batch, batch_idx):
-            self.metric.update(float(batch_idx))
-            self.log("val", self.metric)
-
-        def on_train_epoch_end(self):
-            self.values.append(self.trainer.callback_metrics["val"].item())
-
-    module, data = Module(), loader_of(make_batches(3))
+    module, values, data = Regression(), [], loader_of(make_batches(3))
+    module.metric, module.validation_step = make(), validation_step
+    module.on_train_epoch_end = lambda: values.append(module.trainer.callback_metrics["val"].item())
     make_trainer(tmp_path, max_epochs=3, num_sanity_val_steps=2).fit(module, data, data)
-    assert module.values == [value] * 3
+    assert values == [value] * 3
 
 
 def test_page_has_at_least_thirty_issues_each_once():

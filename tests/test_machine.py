@@ -3,6 +3,7 @@
 import os
 import resource
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 
@@ -116,10 +117,7 @@ def test_workers(usable, gpus, workers):
 
 @pytest.mark.parametrize(("platform", "unit"), [("freebsd", 1024), ("darwin", 1)])
 def test_unit_of_the_peak_memory_without_proc(monkeypatch, platform, unit):
-    def no_proc(*_, **__):
-        raise FileNotFoundError
-
-    monkeypatch.setattr(machine.Path, "read_text", no_proc)
+    monkeypatch.setattr(machine.Path, "read_text", Mock(side_effect=FileNotFoundError))
     monkeypatch.setattr(machine.sys, "platform", platform)
     monkeypatch.setattr(resource, "getrusage", lambda who: SimpleNamespace(ru_maxrss=1000))
     assert machine.peak_memory() == 1000 * unit

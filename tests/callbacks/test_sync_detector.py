@@ -140,9 +140,7 @@ def names_of(device):
 @pytest.mark.parametrize(("line", "cause"), [*SYNCHRONIZING.items(), *((line, None) for line in QUIET)])
 def test_synchronizing_lines(monkeypatch, line, cause):
     monkeypatch.setattr("trainer.callbacks.sync_detector._LOOPS", ("_pytest",))
-    found = {}
-    names = names_of("cpu")
-    from_numpy = torch.from_numpy
+    found, names, from_numpy = {}, names_of("cpu"), torch.from_numpy
     with SyncWatch("cpu", found):
         eval(line, names | {"__name__": "mine"})
     assert [(one.cause, one.count) for one in found.values()] == ([] if cause is None else [(cause, 1)])

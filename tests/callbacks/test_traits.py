@@ -1,5 +1,7 @@
 """The attributes of a callback from outside the package, and their values for Lightning's own callbacks."""
 
+from unittest.mock import Mock
+
 import pytest
 from lightning.pytorch import Callback
 from lightning.pytorch import Trainer as LightningTrainer
@@ -50,19 +52,15 @@ def test_trial_run_leaves_a_foreign_callback_out():
 
 
 def test_save_of_weights_only_is_seen_by_callbacks_that_ask_for_it(tmp_path):
-    class Sees(Callback):
-        def __init__(self, each):
-            self.sees_each_save, self.saves = each, 0
-
-        def on_save_checkpoint(self, *_):
-            self.saves += 1
-
-    callbacks = [Sees(False), Sees(True)]
+    callbacks = [Callback(), Callback()]
+    callbacks[1].sees_each_save = True
+    for callback in callbacks:
+        callback.on_save_checkpoint = Mock()
     trainer = make_trainer(tmp_path, callbacks=callbacks)
     trainer.fit(Regression(), loader_of(make_batches(1)))
     for weights_only in (False, True):
         trainer.save_checkpoint(tmp_path / "a.ckpt", weights_only=weights_only)
-    assert [callback.saves for callback in callbacks] == [1, 2]
+    assert [callback.on_save_checkpoint.call_count for callback in callbacks] == [1, 2]
 
 
 @pytest.mark.parametrize(

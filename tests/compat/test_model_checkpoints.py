@@ -7,6 +7,7 @@ from datetime import timedelta
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -105,16 +106,11 @@ class Counts(ModelCheckpoint):
         super().on_validation_end(*args)
 
 
-class KilledIn(Callback):
-    """Simulates a kill in the validation with this number, counted from 1."""
-
-    def __init__(self, number):
-        self.left = number
-
-    def on_validation_batch_start(self, trainer, *_):
-        self.left -= not trainer.sanity_checking
-        if self.left == 0:
-            raise Killed
+def killed_in(number):
+    """Return a callback that simulates a kill in the validation with this number, counted from 1."""
+    run, callback = Mock(side_effect=[*[None] * (number - 1), Killed]), Callback()
+    callback.on_validation_batch_start = lambda trainer, *_: trainer.sanity_checking or run()
+    return callback
 
 
 def fit(folder, *callbacks, manual=False, batches=5, **arguments):
@@ -236,7 +232,7 @@ def test_kill_in_a_validation_changes_no_file(tmp_path, order, manual, killed, a
         return events, [contents(tmp_path / name / "kept" / kind) for kind in order]
 
     whole, expected = run("whole")
-    run("run", KilledIn(killed))
+    run("run", killed_in(killed))
     resumed, files = run("run")
     assert whole[-len(resumed) :] == resumed
     assert [list(kept) for kept in files] == [list(kept) for kept in expected]

@@ -125,17 +125,16 @@ def test_stochastic_weight_averaging(tmp_path, norm, endless, crashes_at):
 
 
 def test_extra_epoch_for_batch_norm_changes_no_weight():
-    class Watch(Callback):
-        def on_train_epoch_start(self, trainer, module):
-            self.before = [p.detach().clone() for p in module.parameters()], trainer.global_step
+    def start(trainer, module):
+        before[:] = [p.detach().clone() for p in module.parameters()], trainer.global_step
 
-        def on_train_epoch_end(self, trainer, module):
-            weights, steps = self.before
-            changed = not all(map(torch.equal, weights, module.parameters()))
-            assert changed == (steps != trainer.global_step) == (trainer.current_epoch < 3)
+    def end(trainer, module):
+        changed = not all(map(torch.equal, before[0], module.parameters()))
+        assert changed == (before[1] != trainer.global_step) == (trainer.current_epoch < 3)
 
-    module = Net()
-    ours(max_epochs=3, callbacks=[StochasticWeightAveraging(0.05, swa_epoch_start=1), Watch()]).fit(module)
+    module, before = Net(), []
+    watch = LambdaCallback(on_train_epoch_start=start, on_train_epoch_end=end)
+    ours(max_epochs=3, callbacks=[StochasticWeightAveraging(0.05, swa_epoch_start=1), watch]).fit(module)
     assert module.backbone[1].num_batches_tracked == 4
 
 

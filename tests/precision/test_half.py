@@ -48,8 +48,7 @@ def test_weights_equal_a_hand_written_loop(tmp_path, precision, optimizer, kerne
     batches, dtype = make_batches(6), DTYPES[precision]
     plugin = HalfPrecision(dtype, cpu_kernels=kernels)
     trainer, ours = fit_and_watch(tmp_path, Regression(optimizer=make), batches, precision=plugin)
-    fast = kernels == "fast" and precision == "16-true"
-    with cpu_fp16.fast_fp16_kernels() if fast else torch.enable_grad():
+    with cpu_fp16.fast_fp16_kernels() if (kernels, precision) == ("fast", "16-true") else torch.enable_grad():
         theirs = train_by_hand(make_net().to(dtype), cast(batches, dtype), optimizer=make)
     assert_same(ours, theirs)
     assert (trainer.precision, trainer.scaler.is_enabled()) == (precision, False)

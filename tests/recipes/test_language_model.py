@@ -130,8 +130,7 @@ def test_predict_writes_a_file(tmp_path, capsys):
     (first,), (second,) = trainer.predict(module, datamodule=data)
     assert first == "Das Öl" + module.eval().write("Das Öl", seed=0)
     assert second == "x" + module.write("x", seed=1)
-    written = (tmp_path / "run" / "samples.txt").read_text(encoding="utf-8")
-    assert written == f"{first}\n\n{'-' * 80}\n{second}\n"
+    assert (tmp_path / "run" / "samples.txt").read_text("utf-8") == f"{first}\n\n{'-' * 80}\n{second}\n"
     assert capsys.readouterr().out.startswith(f"{printable(first)}\n")
     assert printable("a\tb\x1b[31m\nö") == "a?b?[31m\nö"  # no control characters for a terminal
 

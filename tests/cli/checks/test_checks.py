@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -62,12 +63,9 @@ def test_measurement_slower_than_the_hardware_suggests(measured, monkeypatch):
 def test_gpu(capsys, monkeypatch, measured):
     measured[1].ratios = {"matmul": 3.9, "convolution": 3.1}
 
-    class Properties:
-        name, total_memory = "Tesla T4", 16 * 2**30
-
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Properties)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=2**34))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     monkeypatch.setattr(torch.version, "hip", None)
@@ -100,10 +98,8 @@ def test_version_of_the_driver(tmp_path, monkeypatch):
 
 
 def test_full_disk_is_a_problem(capsys, monkeypatch):
-    real = machine.disk
-    monkeypatch.setattr(
-        machine, "disk", lambda folder: machine.Disk(real(folder).folder, 0, 2**30, "No space left on device")
-    )
+    disk = machine.Disk(machine.disk(Path.cwd()).folder, 0, 2**30, "No space left on device")
+    monkeypatch.setattr(machine, "disk", lambda folder: disk)
     assert main(["checks"]) == 1
     out = " ".join(capsys.readouterr().out.split())
     assert f"Broken: {Path.cwd()} cannot be written: No space left on device (0 bytes of 1.0 GiB free)." in out

@@ -140,10 +140,6 @@ def tune_json():
     return json.loads(file.read_text())
 
 
-def left():
-    return {file.name for file in Path("outputs").rglob("*") if file.is_file()}
-
-
 @pytest.mark.whole
 def test_out_of_memory_above_ten_samples_finds_ten(hungry, capfd):
     assert main([*hungry, "precision=16"]) == 0
@@ -155,7 +151,7 @@ def test_out_of_memory_above_ten_samples_finds_ten(hungry, capfd):
     out = capfd.readouterr().out
     assert "data.batch_size=16 in precision=16-mixed: out of memory. OutOfMemoryError: CUDA out of memory." in out
     assert "\nprecision=16-mixed data.batch_size=10\n" in out
-    assert left() == {"tune.json", "tune.log"}
+    assert {file.name for file in Path("outputs").rglob("*") if file.is_file()} == {"tune.json", "tune.log"}
     assert {file.name for file in Path().iterdir()} - {"__pycache__"} == {"conf", "hungry.py", "line_fit.py", "outputs"}
 
 

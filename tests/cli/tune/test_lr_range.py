@@ -70,8 +70,7 @@ def test_range_test_ends_when_the_loss_diverges():
 
 
 def test_loss_that_is_not_finite_is_divergence():
-    breaks = Quadratic(change=lambda loss, step, batch: loss * math.nan if step == 5 else loss)
-    found = sweep(breaks, 1e-4, 0.4, 40)
+    found = sweep(Quadratic(change=lambda loss, step, _: loss * math.nan if step == 5 else loss), 1e-4, 0.4, 40)
     assert (found.ended_by, len(found.points)) == ("divergence", 4)
 
 
