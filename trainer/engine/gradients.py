@@ -145,6 +145,7 @@ class Gradients:
         for optimizer, factor in unused:
             parts = [self.part(gradient) for gradient in gradients_of(optimizer)]
             values = [part.coalesce().values() if part.is_sparse else part for part in parts]
+            values = [one for one in values if one.numel()]  # torch raises for the norm of an empty shard
             if values:
                 # gradients that `zero_grad(set_to_none=False)` has cleared stay 0, although 0 times inf is NaN
                 are_cleared = torch.nn.utils.get_total_norm(values, inf).to(factor.device) == 0
