@@ -26,8 +26,7 @@ def test_failed_write_keeps_the_old_file(tmp_path, durable):
 
     with pytest.raises(OSError, match="No space"):
         write_a_part()
-    assert path.read_bytes() == b"old"
-    assert list(tmp_path.iterdir()) == [path]
+    assert (path.read_bytes(), list(tmp_path.iterdir())) == (b"old", [path])
     with replacing(path, durable=durable) as file:
         file.write(b"new")
         assert path.read_bytes() == b"old"

@@ -373,7 +373,6 @@ KINDS = {
         (made_anew, "own step", "on_validation_end"),
         (made_anew, "by hand", "on_train_batch_start"),
         (schedules_alone, "automatic", "on_train_batch_start"),
-        (schedules_alone, "own step", "on_train_start"),
     ],
 )
 def test_optimizers_that_are_exchanged_in_the_middle_of_a_run(exchange, kind, hook):

@@ -228,8 +228,7 @@ def test_on_cuda_torchs_warnings_become_lines(monkeypatch):
         for _ in range(3):
             warnings.warn("called a synchronizing CUDA operation (Triggered internally)", stacklevel=1)  # here
         warnings.warn("another", stacklevel=1)
-    assert modes == ["warn", 0]
-    assert shown == ["another"]
+    assert (modes, shown) == (["warn", 0], ["another"])
     line = line_of(test_on_cuda_torchs_warnings_become_lines, "here")
     assert [(one.line, one.count) for one in found.values()] == [(line, 3)]
 

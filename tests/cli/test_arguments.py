@@ -42,8 +42,7 @@ def test_comparison_sweeps_over_all_precisions_by_default():
 )
 def test_flags_may_be_anywhere(argv):
     arguments = read(argv)
-    assert arguments.command == "fit"
-    assert arguments.overrides == ["seed=1"]
+    assert (arguments.command, arguments.overrides) == ("fit", ["seed=1"])
     assert arguments.flags == {"--cfg": "job", "--resolve": ""}
 
 

@@ -129,8 +129,7 @@ def test_selected_checkpoint(run):
     assert find(run / "checkpoints/epoch=0-step=4.ckpt").name == "epoch=0-step=4.ckpt"
     assert find(run, latest=True).name == "last.ckpt"
     (run / "checkpoints" / "interrupted.ckpt").write_bytes(b"")
-    assert find(run, latest=True).name == "interrupted.ckpt"
-    assert find(run).name == "epoch=1-step=8.ckpt"
+    assert (find(run, latest=True).name, find(run).name) == ("interrupted.ckpt", "epoch=1-step=8.ckpt")
     (run / "checkpoints" / "interrupted.ckpt").unlink()
     (run / "run.json").write_text("{")
     assert find(run).name == "last.ckpt"

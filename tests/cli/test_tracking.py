@@ -112,8 +112,7 @@ def test_run_its_resume_and_its_test_are_one_run_in_each_logger(monkeypatch, wan
     assert mlflow.artifacts("last") == ["last/aliases.txt", "last/last.ckpt", "last/metadata.yaml"]
     sent = [(artifact.type, artifact.name) for artifact in wandb.artifacts]
     assert sent == [("model", f"model-{wandb.run.id}")] * len(saved)
-    assert wandb.run.config["optimizer"]["lr"] == 0.1
-    assert mlflow.parameters["optimizer/lr"] == "0.1"
+    assert (wandb.run.config["optimizer"]["lr"], mlflow.parameters["optimizer/lr"]) == (0.1, "0.1")
     assert (wandb.exit_code, mlflow.status) == (0, "FINISHED")
     assert (wandb.run.project, wandb.run.name, wandb.run.group) == ("line", "run", "")
     assert mlflow.name == "run"

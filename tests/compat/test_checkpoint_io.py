@@ -177,8 +177,7 @@ def test_files_outside_the_runs_folders_are_not_removed(tmp_path, io):
     kept(io, tmp_path / "c" / "folder", "it is a folder")
     io.remove_checkpoint(tmp_path / "c" / "link")  # removes the link, not its target
     io.remove_checkpoint(tmp_path / "c" / "not there")
-    assert names(tmp_path / "precious") == ["file"]
-    assert names(tmp_path / "c") == ["1.ckpt", "folder"]
+    assert (names(tmp_path / "precious"), names(tmp_path / "c")) == (["file"], ["1.ckpt", "folder"])
 
 
 # --- ownership of folders ---------------------------------------------------------------------------------------------

@@ -77,15 +77,13 @@ EVAL = ["convert_batch", "autocast in", "validation_step", "autocast out"]
 def test_order_of_a_fit(tmp_path):
     plugin, batches = Noting(), loader_of(make_batches(2))
     trainer = make_trainer(tmp_path, precision=plugin, num_sanity_val_steps=1)
-    assert plugin.calls == ["for_device", "check", "build_scaler"]
-    assert trainer.scaler.get_scale() == 16.0
+    assert (plugin.calls, trainer.scaler.get_scale()) == (["for_device", "check", "build_scaler"], 16.0)
     plugin.calls.clear()
     module = Stepping(plugin.calls)
     trainer.fit(module, batches, batches)
     assert plugin.calls[:3] == ["convert_module", "session in", "check_optimizers"]
     assert plugin.calls[3:-1] == EVAL + BATCH * 2 + EVAL * 2
-    assert plugin.calls[-1] == "session out"
-    assert trainer.precision == "noting"
+    assert (plugin.calls[-1], trainer.precision) == ("session out", "noting")
     plugin.calls.clear()
     trainer.validate(module, batches, verbose=False)
     assert plugin.calls == ["convert_module", "session in", *EVAL * 2, "session out"]
@@ -103,8 +101,7 @@ def test_worked_example(tmp_path):
     trainer.fit(module, loader_of(make_batches(2)))
     assert seen == ["high", "high"]
     assert torch.get_float32_matmul_precision() == before != "high"
-    assert not trainer.scaler.is_enabled()
-    assert trainer.precision == "tf32"
+    assert (trainer.scaler.is_enabled(), trainer.precision) == (False, "tf32")
 
 
 @pytest.mark.parametrize(("name", "hook"), [("convert_bach", "convert_batch"), ("build_scalar", "build_scaler")])
@@ -118,8 +115,7 @@ def test_misspelt_hook_is_refused(name, hook):
 def test_base_class_is_32_bit_training():
     plugin, device = Precision(), torch.device("cpu")
     assert plugin.for_device(device) is plugin
-    assert plugin.name == "32-true"
-    assert not plugin.build_scaler(device).is_enabled()
+    assert (plugin.name, plugin.build_scaler(device).is_enabled()) == ("32-true", False)
     batch, module = object(), torch.nn.Linear(1, 1)
     assert plugin.convert_batch(batch) is batch
     assert plugin.convert_module(module) is module

@@ -322,7 +322,6 @@ def mlp(*widths):
         (lambda: mlp(64, 64, 64, 10), False),
         (lambda: nn.Conv2d(1, 4, 3), False),
         (lambda: nn.Embedding(10_000, 64), False),
-        (lambda: nn.LayerNorm([256, 256]), False),
         (lambda: nn.Sequential(nn.LazyLinear(512)), False),
         (lambda: nn.GRU(32, 32), False),
         (lambda: mlp(784, 128, 10), True),

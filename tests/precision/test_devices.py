@@ -41,8 +41,7 @@ GPUS = [
 @pytest.mark.parametrize(("name", "capability", "bfloat16", "cores"), GPUS, ids=lambda value: str(value))
 def test_nvidia(gpu, name, capability, bfloat16, cores):
     device = gpu(name, capability)
-    assert native_bfloat16(device) is bfloat16
-    assert tensor_cores(device) is cores
+    assert (native_bfloat16(device), tensor_cores(device)) == (bfloat16, cores)
 
 
 def test_amd(gpu):
@@ -85,8 +84,7 @@ def test_xpu(monkeypatch, native):
 
 
 def test_mps_is_unknown():
-    assert native_bfloat16(torch.device("mps")) is False
-    assert tensor_cores(torch.device("mps")) is False
+    assert (native_bfloat16(torch.device("mps")), tensor_cores(torch.device("mps"))) == (False, False)
 
 
 @pytest.mark.parametrize("kind", [MixedPrecision, HalfPrecision])

@@ -137,5 +137,4 @@ def test_name_leads_out_of_no_folder(tmp_path):
 
 def test_classes_have_distinct_colors():
     colours = np.asarray(coloured(np.arange(12, dtype=np.uint8).reshape(3, 4)).convert("RGB")).reshape(-1, 3).tolist()
-    assert colours[0] == [0, 0, 0]
-    assert len({tuple(colour) for colour in colours}) == 12
+    assert (colours[0], len({tuple(colour) for colour in colours})) == ([0, 0, 0], 12)

@@ -38,8 +38,7 @@ def test_splits_are_disjoint_complete_and_stratified():
     assert [len(data.splits[name]) for name in ("train", "val", "test")] == [124, 27, 27]
     shares = [data.splits[name].tensors[1].bincount() / len(data.splits[name]) for name in ("train", "val")]
     assert torch.allclose(shares[0], shares[1], atol=0.02)
-    rows = torch.cat([data.splits[name].tensors[0] for name in ("train", "val", "test")])
-    assert len(rows.unique(dim=0)) == 178
+    assert len(torch.cat([data.splits[name].tensors[0] for name in ("train", "val", "test")]).unique(dim=0)) == 178
     assert not torch.equal(data.splits["test"].tensors[0], other.splits["test"].tensors[0])
 
 

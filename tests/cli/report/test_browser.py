@@ -66,6 +66,5 @@ def test_pages_in_a_browser(make_run, tmp_path):
     assert sorted(page["width"] for page in found) == [390] * 3 + [1280] * 3
     for page in found:
         assert page["plots"] >= 9
-        assert page["after"] == 0
-        assert page["loaded"] == []
+        assert (page["after"], page["loaded"]) == (0, [])
     assert [page["shown"] for page in found].count([["step", "4", "1", "train", "1.5", "val_loss"], 2]) == 2

@@ -87,8 +87,7 @@ def test_newest_version_with_matching_files(tmp_path):
         (folder / name).parent.mkdir(parents=True)
         (folder / name).touch()
     csv, board = CSVLogger(tmp_path), TensorBoardLogger(tmp_path)
-    assert adapter(csv).newest_version("checkpoints/*.ckpt") == 10
-    assert adapter(csv).newest_version() == 11
+    assert (adapter(csv).newest_version("checkpoints/*.ckpt"), adapter(csv).newest_version()) == (10, 11)
     assert adapter(board).newest_version() is None
     assert adapter(CSVLogger(tmp_path / "none")).newest_version() is None
     assert adapter(csv).is_numbered

@@ -18,8 +18,7 @@ def examples(tmp_path, rows, **options):
 def test_completions_are_learned_and_prompts_are_not(tmp_path):
     data = examples(tmp_path, [{"prompt": "ab", "completion": letter} for letter in "cdefgh"])
     tokens, mask, targets = data.splits["train"][0][0], *next(iter(data.val_dataloader()))[1:]
-    assert tokens[:3] == [0, *b"ab"]
-    assert targets[0].tolist()[:2] == [NO_TARGET, NO_TARGET]
+    assert (tokens[:3], targets[0].tolist()[:2]) == ([0, *b"ab"], [NO_TARGET, NO_TARGET])
     assert targets[0, 2] in b"cdefgh"
     assert targets[0, 3] == 0  # and that it ends
     assert mask.all()
