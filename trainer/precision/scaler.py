@@ -182,7 +182,8 @@ class LossScaler(torch.amp.GradScaler):
             for look in self.before_unscale:
                 look(optimizer)
         factor = self._inverse_scale(self._scale) if unscales else torch.ones_like(self._scale)
-        return self._unscale_grads_(optimizer, factor, torch.zeros_like(self._scale), False)
+        found_inf = torch.zeros((), dtype=torch.float32, device=self._scale.device)
+        return self._unscale_grads_(optimizer, factor, found_inf, False)
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """Call ``optimizer.step()``, unless one of its gradients is not finite, or it has no gradients.
