@@ -106,8 +106,9 @@ class Trainer(TrainerBase):
         scaler: the loss scaler, which is disabled if the precision does not scale the loss. The object stays the same
             for the Trainer's lifetime. Exception: a ``NonFiniteGuard`` that checks each step replaces a disabled scaler
             during a fit.
-        loaded_weights: the weights that the last ``fit(weights=...)`` loaded. None before the first fit, and after a
-            fit without ``weights``.
+        loaded_weights: a :class:`~trainer.weights.LoadedWeights`, which names the weights that the last
+            ``fit(weights=...)`` loaded, and those that were missing or differed. None before the first fit, and after a
+            fit that did not load ``weights``.
 
     Raises:
         ConfigurationError: if an argument is out of range, if a setting is given both as an argument and as a callback,

@@ -30,8 +30,9 @@ class LayerNorms(RunCallback):
     measured after ``unscale_`` and before clipping. Skipped steps are also logged: their inf and NaN values show which
     layers the overflow has reached. ``python -m trainer report`` draws the norms as a heat map.
 
-    The norms are computed on the device in one call (``torch._foreach_norm``), in float32 or wider, and copied to the
-    host without a synchronization. Between two measurements a step costs two comparisons of numbers.
+    The norms of an optimizer are computed on the device with one call of ``torch._foreach_norm`` for each dtype, in
+    float32 or wider. With loss scaling, reading them adds no host-device synchronization; without it, each measurement
+    on a GPU is one. Between two measurements a step costs two comparisons of numbers.
 
     If processes hold shards of the gradients (FSDP2, tensor parallelism), a measurement takes one collective.
 
@@ -83,7 +84,7 @@ class LayerNorms(RunCallback):
     def on_after_optimizer_step(
         self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer, outcome: StepOutcome
     ) -> None:
-        """Log the measurement. The outcome of the step is on the host now, and so are the norms."""
+        """Log the measurement. With loss scaling the norms are on the host, like the outcome; otherwise, wait."""
         if not self._numbers or self._readback is None:
             return
         numbers, seen = self._readback.wait(), self._seen

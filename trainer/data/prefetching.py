@@ -28,8 +28,9 @@ _COPIES = frozenset({Tensor.to, Tensor.cuda})
 class Prefetching(TorchFunctionMode):
     """A context that copies tensors from host memory to a GPU on a separate stream.
 
-    Use it for one batch, between two steps. It redirects all calls of ``Tensor.to`` and ``Tensor.cuda``. The default
-    stream waits for each copy; all other operations stay on their streams, and no host-device synchronization is added.
+    Use it for one batch, between two steps. It redirects calls of ``Tensor.to`` and ``Tensor.cuda`` on dense tensors in
+    host memory that have at least ``MIN_BYTES`` bytes and do not require gradients. The default stream waits
+    for each copy; all other operations stay on their streams, and no host-device synchronization is added.
 
     The caching allocator reuses freed memory for later operations of the same stream. Thus a copy must not begin before
     the device has finished with the previous content of its memory: it begins when the device has completed everything

@@ -169,7 +169,7 @@ class _Step:
                     self._changes.append((group, key, before.get(key), after))
 
     def take_back(self) -> None:
-        """Restore the schedule and the values it changed, except for values that were changed again since."""
+        """Restore the schedule and the values that it changed, except for numbers that were changed again since."""
         self.config.scheduler.load_state_dict(self._state)
         for group, key, before, after in self._changes:
             if isinstance(before, Tensor):

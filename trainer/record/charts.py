@@ -30,7 +30,7 @@ class Line(NamedTuple):
         faint: whether it is drawn in the background of another line, without an entry in the legend.
         steps: whether the value is constant until the next point.
         name: title of the chart in which :func:`overlay` draws this line of each run. Default: the title of the line's
-            own chart, or the label if that chart has several lines.
+            own chart, or the label if :func:`overlay` draws several lines of that chart.
         is_detail: whether charts of several runs leave it out.
     """
 
