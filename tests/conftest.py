@@ -40,6 +40,7 @@ from tests.warm_python import (
     start_server,
     write_without_waiting,
 )
+from trainer import redaction
 from trainer.precision.readback import Readback
 
 if TYPE_CHECKING:
@@ -259,9 +260,13 @@ def logging_as_before() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def environment_as_before() -> Iterator[None]:
-    """Undo changes of the environment: a launch of DDP in this process leaves ``MASTER_PORT``, ``LOCAL_RANK``, ..."""
+    """Undo changes of the environment: a launch of DDP in this process leaves ``MASTER_PORT``, ``LOCAL_RANK``, ...
+
+    Values of variables that a config has used are forgotten: they would be redacted in other tests.
+    """
     before = dict(os.environ)
     yield
+    redaction.forget()
     after = dict(os.environ)
     for name in after.keys() - before.keys():
         if name != "PYTEST_CURRENT_TEST":

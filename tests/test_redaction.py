@@ -8,13 +8,6 @@ from omegaconf import OmegaConf
 from trainer import redaction
 
 
-@pytest.fixture(autouse=True)
-def nothing_else():
-    redaction.forget()
-    yield
-    redaction.forget()
-
-
 def test_texts():
     redaction.remember("TOKEN", "hunter2")
     redaction.remember("LONGER", "hunter2000")

@@ -195,8 +195,7 @@ def token(monkeypatch):
     """The value of an environment variable, which a config uses."""
     monkeypatch.setenv("A_TOKEN", "very-secret")
     redaction.register()
-    yield str(OmegaConf.create({"token": "${oc.env:A_TOKEN}"}).token)
-    redaction.forget()
+    return str(OmegaConf.create({"token": "${oc.env:A_TOKEN}"}).token)
 
 
 def test_config_of_omegaconf_comes_back_unresolved(tmp_path, token):
