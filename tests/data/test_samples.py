@@ -68,7 +68,7 @@ def test_values_that_cannot_be_changed():
     ("batch", "size"),
     [
         (torch.zeros(5, 2), 5),
-        (torch.tensor(1.0), 1),
+        ([torch.tensor(1.0), torch.tensor(2.0)], 1),
         (["name", {"a": None, "b": (torch.zeros(7), torch.zeros(3))}], 7),
         ([{"name": ["a"], "scale": torch.tensor(1.0), "image": torch.ones(3, 2)}, torch.ones(7)], 3),
         (Sample(torch.zeros(4), "name"), 4),
