@@ -474,7 +474,9 @@ def test_checkpoint_that_loses_the_gradients_of_a_window_warns(tmp_path):
 
 
 def test_batches_that_cannot_be_saved_are_reported(tmp_path):
-    collate = lambda samples: Batch([torch.stack([sample[0] for sample in samples])])  # noqa: E731
+    def collate(samples):
+        return Batch([torch.stack([sample[0] for sample in samples])])
+
     arguments = {"accumulate_grad_batches": 3, "max_epochs": 1, "collate": collate}
     _, _, saved = train(Closures, tmp_path / "whole", **arguments)
     with pytest.raises(ResumeError, match=r"inside an accumulation window.*exact_resume=False"):

@@ -62,8 +62,10 @@ def test_run_is_resumed_until_it_is_completed(capsys, monkeypatch):
     words = [*FIT, *SHORT, "trainer.max_epochs=3"]
     assert main(["fit", "+recipe=line", *SHORT, "trainer.max_epochs=3", "hydra.run.dir=whole"]) == 0
 
-    def stop(self, *_, original=Trainer.save_checkpoint, saves=[]):  # noqa: B006
-        saves.append(original(self, *_))
+    save, saves = Trainer.save_checkpoint, []
+
+    def stop(self, *arguments):
+        saves.append(save(self, *arguments))
         if len(saves) == 3:  # of the first epoch's two, and the second's two
             raise KeyboardInterrupt
 

@@ -4,6 +4,7 @@ import io
 import random
 import warnings
 from collections.abc import Iterator
+from functools import partial
 from itertools import islice
 from math import inf
 from typing import Any
@@ -372,7 +373,7 @@ def test_workers_that_are_spawned():
 )
 def test_persistent_workers_keep_their_random_states_between_epochs(kind, limit, stay):
     """Includes numbers drawn for batches beyond a limit."""
-    make = lambda: SAMPLED[kind](num_workers=2, persistent_workers=stay, prefetch_factor=1)  # noqa: E731
+    make = partial(SAMPLED[kind], num_workers=2, persistent_workers=stay, prefetch_factor=1)
     assert check(make, epochs=3, limit=limit, only=slice(2, 12, 5)) == by_hand(make, 3, limit)
 
 

@@ -66,7 +66,9 @@ def test_changed_states_arrive_and_are_restored_in_another_worker(names, writers
 
 
 def test_random_numbers_of_user_functions_are_included():
-    collate = lambda samples: (samples, random.random())  # noqa: E731
+    def collate(samples):
+        return samples, random.random()
+
     worker, states = WorkerRandom(random.seed, collate, {}), WorkerStates({})
     worker.start(7)
     assert states.take(arrived(worker.collate("samples"))) == ("samples", random.Random(7).random())

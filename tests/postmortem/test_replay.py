@@ -191,8 +191,12 @@ def test_gradients_outside_the_module_are_preserved(tmp_path):
             run(trainer, recorded, lambda loss: loss.backward())
         assert gain.grad.equal(before)
 
-    optimizer = lambda parameters: sgd([*parameters, gain])  # noqa: E731
-    change = lambda loss, batch_idx: loss * gain.sum()  # noqa: E731
+    def optimizer(parameters):
+        return sgd([*parameters, gain])
+
+    def change(loss, batch_idx):
+        return loss * gain.sum()
+
     recorded_fit(tmp_path, Regression(sequential(), optimizer, change=change), look)
 
 

@@ -539,12 +539,10 @@ def _check_ignored_keys(
             if hint:
                 raise UsageError(f"There is no setting {name!r}.{hint}")
     for group in ("callbacks", "logger"):
-        entries = known.get(group)  # an interpolation is checked with the whole config
-        nodes = (
-            {name: node for name, node in entries.items() if isinstance(node, dict)}
-            if isinstance(entries, dict)
-            else {}
-        )
+        entries = known.get(group)
+        if not isinstance(entries, dict):  # an interpolation is checked with the whole config
+            continue
+        nodes = {name: node for name, node in entries.items() if isinstance(node, dict)}
         names = [*composer.options(group), *(name for name, node in nodes.items() if "_target_" in node)]
         for name in nodes:  # a node of an option that was not chosen is allowed
             if name not in names and (hint := did_you_mean(name, names)):

@@ -22,8 +22,10 @@ def items_of(value: Any, max_items: int) -> list[Any]:
     Returns [] for other values, and for containers with more than ``max_items`` items. Methods of subclasses are not
     called, because they may raise, as ``len`` of an ``Irrep`` of e3nn does.
     """
-    kind = next((kind for kind in CONTAINERS if isinstance(value, kind)), None)
-    if kind is None or kind.__len__(value) > max_items:
+    if not isinstance(value, CONTAINERS):
+        return []
+    kind = next(kind for kind in CONTAINERS if isinstance(value, kind))
+    if kind.__len__(value) > max_items:
         return []
     return list(dict.values(value) if kind is dict else kind.__iter__(value))
 

@@ -56,5 +56,5 @@ class ModuleNumbers:
         return f"These attributes are not restored, because the program has other modules now: {join_first(lost, 5)}."
 
     def _numbers(self, module: nn.Module) -> dict[str, Any]:
-        values = vars(module).items()
-        return {name: value for name, value in values if type(value) in NUMBERS and name not in self._ignored}
+        own = vars(module)
+        return {name: own[name] for name in sorted(own.keys() - self._ignored) if type(own[name]) in NUMBERS}
