@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, IterableDataset
 
 from trainer import Trainer
-from trainer.precision import MixedPrecision
+from trainer.precision import MixedPrecision, cpu_fp16
 
 HAS_FSDP2 = hasattr(FSDPModule, "set_reduce_scatter_unused_params")
 needs_fsdp2 = pytest.mark.skipif(not HAS_FSDP2, reason="of torch 2.13")
@@ -371,6 +371,18 @@ def assert_identical(found, expected, place=""):
 def native_fp16(**options):
     """Return 16-mixed on torch's own CPU kernels for models of any size."""
     return MixedPrecision("float16", cpu_kernels="native", **options)
+
+
+def on_machine(monkeypatch, ratios, other=1.0):
+    """Replace the measured ratios of torch's float16 kernels on a CPU. Returns the list of measured families."""
+    measured = []
+    monkeypatch.setattr(cpu_fp16, "measured_ratio", lambda family: measured.append(family) or ratios.get(family, other))
+    return measured
+
+
+def replaced_kernels():
+    """Return the families of float16 operations that our kernels compute on a CPU now."""
+    return [family for family, replacement in cpu_fp16._replacements.items() if replacement.users]
 
 
 SMALL = {"init_scale": 2.0**9, "growth_interval": 5}

@@ -295,6 +295,9 @@ class Run:
         shard_averages(trainer, self.session)
         # after the setup, which may replace modules (sync_batchnorm)
         self.session.enter_context(engine.precision.session(module, engine.device))
+        if engine.world_size > 1 and engine.device.type == "cpu" and engine.precision.dtype is torch.float16:
+            # each rank has measured which float16 kernels are faster
+            engine.precision.load_state_dict(engine.broadcast(engine.precision.state_dict()))
         if fitting:
             engine.precision.check_optimizers(engine.optimizers)
         if trainer.prefetch_batches and engine.device.type == "cuda":  # other devices have no streams for copies

@@ -3,6 +3,7 @@
 import copy
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from itertools import pairwise
 
 import pytest
@@ -10,7 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trainer.precision.cpu_fp16 import fast_fp16_kernels, is_faster, native_fp16
+from tests.support import on_machine, replaced_kernels
+from trainer.precision import cpu_fp16
+from trainer.precision.cpu_fp16 import FAMILIES, Float16Kernels, fast_fp16_kernels, is_faster, measured_ratio
 
 
 def rand(*shape):
@@ -327,19 +330,176 @@ def mlp(*widths):
         (lambda: mlp(784, 128, 10), True),
         (lambda: nn.Sequential(nn.Conv2d(3, 64, 3), nn.BatchNorm2d(64), nn.Conv2d(64, 64, 3)), True),
         (lambda: nn.MultiheadAttention(256, 4), True),
-        (lambda: nn.LSTM(4, 4), True),  # torch cannot run it at all
+        (lambda: nn.LSTM(4, 4), True),  # torch cannot train it on most CPUs
     ],
 )
 def test_models_that_are_faster(build, expected):
     assert is_faster(build()) is expected
 
 
-def test_native_fp16_is_reported_by_torch(monkeypatch):
-    for answer in (True, False):
-        monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_fp16_supported", lambda answer=answer: answer)
-        assert native_fp16() is answer
-    monkeypatch.setattr(torch.ops, "mkldnn", None)
-    assert native_fp16() is False
+def test_each_family_is_replaced_alone(monkeypatch):
+    seen, widen = [], cpu_fp16._widen
+    monkeypatch.setattr(cpu_fp16, "_widen", lambda value: seen.append(value) or widen(value))
+
+    def replaced(family):
+        seen.clear()
+        with suppress(RuntimeError):  # torch may have no kernel
+            cpu_fp16._sample(family)(lambda name, *args: getattr(torch.ops.aten, name)(*args))
+        return bool(seen)
+
+    for chosen in FAMILIES:
+        with fast_fp16_kernels([chosen]):
+            assert replaced_kernels() == [chosen]
+            assert [family for family in FAMILIES if replaced(family)] == [chosen]
+    with fast_fp16_kernels(["attention"]), fast_fp16_kernels(["attention", "convolution"]):
+        assert replaced_kernels() == ["attention", "convolution"]
+    assert [family for family in FAMILIES if replaced(family)] == replaced_kernels() == []
+
+
+MEASURED_FIRST = """
+import torch
+from trainer.precision import cpu_fp16
+
+for family in cpu_fp16.FAMILIES:
+    cpu_fp16.measured_ratio(family)
+widened, widen = [], cpu_fp16._widen
+cpu_fp16._widen = lambda value: widened.append(value) or widen(value)
+with cpu_fp16.fast_fp16_kernels():
+    for family in cpu_fp16.FAMILIES:
+        widened.clear()
+        cpu_fp16._sample(family)(lambda name, *args: getattr(torch.ops.aten, name)(*args))
+        assert widened, family
+"""
+
+
+def test_families_of_one_operation_are_replaced_together_after_a_measurement(python):
+    """Convolutions and transposed ones share an operation: the second replacement calls the first."""
+    assert python.run("-c", MEASURED_FIRST).returncode == 0
+
+
+class Stopwatch:
+    """A clock, and kernels that take the given times at their calls."""
+
+    def __init__(self, monkeypatch, torchs, ours=1.0):
+        self.now, self.torchs, self.conditions = 0.0, iter(torchs), set()
+        kernels = {"convolution": cpu_fp16.Replaced(self.torch, lambda *_: self.wait(ours))}
+        monkeypatch.setattr(cpu_fp16._replacements["convolution"], "_registered", kernels)
+        monkeypatch.setattr(cpu_fp16, "_clock", lambda: self.now)
+
+    def wait(self, seconds):
+        if isinstance(seconds, Exception):
+            raise seconds
+        self.conditions.add((torch.get_num_threads(), torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")))
+        self.now += seconds
+
+    def torch(self, *_):
+        self.wait(next(self.torchs))
+
+
+@pytest.mark.parametrize(
+    ("torchs", "ratio"),
+    [
+        ([1.9], 1.9),
+        ([60.0, 1.2], 1.2),  # the first call compiled a kernel
+        ([60.0, 2.5, 2.1, 0.5], 0.5),
+        ([9.0, 40.0], 9.0),
+        ([60.0, 5.0, 4.0, 4.5], 4.0),
+        ([RuntimeError("could not create a primitive descriptor")], float("inf")),
+    ],
+)
+def test_ratio_is_measured_until_it_is_clear(monkeypatch, torchs, ratio):
+    threads = torch.get_num_threads()
+    watch = Stopwatch(monkeypatch, torchs)
+    with autocast(), torch.inference_mode():
+        assert measured_ratio.__wrapped__("convolution") == pytest.approx(ratio)
+    assert list(watch.torchs) == []
+    assert watch.conditions <= {(1, True, False)}
+    assert torch.get_num_threads() == threads
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_both_kernels_of_a_family_are_measured(family):
+    """On this machine: the sample fits the operations, and ours always work."""
+    calls = []
+
+    def call(name, *args):
+        calls.append(name)
+        return getattr(torch.ops.aten, name)(*map(cpu_fp16._widen, args))
+
+    cpu_fp16._sample(family)(call)
+    assert set(calls) <= cpu_fp16._replacements[family].kernels.keys()
+    draws = torch.get_rng_state()
+    assert measured_ratio(family) > 0
+    assert torch.equal(torch.get_rng_state(), draws)
+
+
+WITHOUT_FLOAT16, WITH_FLOAT16, RAISING = (
+    dict.fromkeys(FAMILIES, 20.0),
+    {"convolution backward": 30.0, "transposed convolution backward": 25.0, "attention": 1.9, "matrix product": 1.4},
+    {"recurrent": float("inf"), "attention": 2.0},
+)
+
+
+class Functional(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight, self.projection = nn.Parameter(torch.ones(4, 4, 3)), nn.Linear(256, 256)
+
+
+ALWAYS = ["matrix product", "attention"]
+CONVOLUTION = ["convolution", "convolution backward"]
+TRANSPOSED = ["transposed convolution", "transposed convolution backward"]
+
+
+@pytest.mark.parametrize(
+    ("choice", "build", "machine", "measured", "fast"),
+    [
+        ("auto", lambda: nn.Conv2d(64, 64, 3), WITHOUT_FLOAT16, [*ALWAYS, *CONVOLUTION], [*ALWAYS, *CONVOLUTION]),
+        ("auto", lambda: nn.Conv2d(64, 64, 3), WITH_FLOAT16, [*ALWAYS, *CONVOLUTION], ["convolution backward"]),
+        (
+            "auto", lambda: nn.ConvTranspose1d(64, 64, 3), WITH_FLOAT16, [*ALWAYS, *CONVOLUTION, *TRANSPOSED],
+            ["convolution backward", "transposed convolution backward"],
+        ),
+        ("auto", Functional, WITH_FLOAT16, [*ALWAYS, *CONVOLUTION], ["convolution backward"]),
+        ("auto", lambda: nn.LSTM(4, 4), RAISING, [*ALWAYS, "recurrent"], ["attention", "recurrent"]),
+        ("auto", lambda: nn.LSTM(4, 4), {}, [*ALWAYS, "recurrent"], []),
+        ("auto", lambda: mlp(64, 64), WITHOUT_FLOAT16, [], []),
+        ("fast", lambda: mlp(64, 64), WITH_FLOAT16, [], FAMILIES),
+        ("native", lambda: nn.LSTM(4, 4), RAISING, [], []),
+    ],
+)  # fmt: skip
+def test_kernels_of_a_run(monkeypatch, choice, build, machine, measured, fast):
+    """Only families that the module may use are measured, and nothing if the choice needs no measurement."""
+    seen = on_machine(monkeypatch, machine)
+    kernels = Float16Kernels(choice, build())
+    assert (seen, list(kernels.ratios)) == (measured, measured)
+    with kernels:
+        assert replaced_kernels() == list(kernels.fast) == list(fast)
+    assert replaced_kernels() == []
+
+
+def test_saved_choice_is_used_instead_of_the_measured_one(monkeypatch):
+    on_machine(monkeypatch, WITH_FLOAT16)
+    net = nn.Conv2d(64, 64, 3)
+    saved = Float16Kernels("auto", net).state_dict()
+    assert saved == {"fast_kernels": ["convolution backward"]}
+    on_machine(monkeypatch, WITHOUT_FLOAT16)
+    with Float16Kernels("auto", net) as kernels:
+        with pytest.warns(UserWarning, match="for matrix product, attention, convolution, as .* slow on this CPU"):
+            kernels.load_state_dict(saved)
+        assert replaced_kernels() == ["convolution backward"]
+        assert (kernels.state_dict(), copy.deepcopy(kernels).fast) == (saved, ("convolution backward",))
+    on_machine(monkeypatch, {})
+    with Float16Kernels("auto", net) as kernels:
+        kernels.load_state_dict(saved)  # keeps the speed, so there is no warning
+        assert replaced_kernels() == ["convolution backward"]
+        kernels.load_state_dict({})  # of an older version
+        assert replaced_kernels() == ["convolution backward"]
+    for choice, fast in (("native", []), ("fast", [*FAMILIES])):
+        with Float16Kernels(choice, net) as kernels:
+            kernels.load_state_dict(saved)
+            assert (replaced_kernels(), kernels.state_dict()) == (fast, {})
+    assert replaced_kernels() == []
 
 
 PARALLEL = """
@@ -348,7 +508,7 @@ from trainer.precision import cpu_fp16
 
 faulthandler.dump_traceback_later(60, exit=True)
 torch.set_num_threads(2)
-with cpu_fp16._replacement.used():
+with cpu_fp16.fast_fp16_kernels():
     pass
 net = torch.nn.Sequential(torch.nn.Linear(4, 392), torch.nn.Unflatten(1, (8, 7, 7)), torch.nn.ConvTranspose2d(8, 8, 4))
 with torch.autograd.set_detect_anomaly(True):

@@ -6,8 +6,9 @@ from types import MappingProxyType
 import pytest
 import torch
 
-from tests.support import make_net
-from trainer.precision import HalfPrecision, MixedPrecision, cpu_fp16
+from tests.support import on_machine, replaced_kernels
+from trainer.precision import HalfPrecision, MixedPrecision
+from trainer.precision.cpu_fp16 import FAMILIES
 from trainer.precision.devices import float16_kernels, native_bfloat16, tensor_cores
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda:1")
@@ -99,20 +100,19 @@ def test_emulation_of_bfloat16_is_warned_of_on_gpus_only(gpu, kind):
 
 
 @pytest.mark.parametrize(
-    ("choice", "dtype", "device", "native", "pays", "fast"),
+    ("choice", "dtype", "device", "fast"),
     [
-        ("auto", torch.float16, "cpu", False, True, True),
-        ("auto", torch.float16, "cpu", False, False, False),
-        ("auto", torch.float16, "cpu", True, True, False),
-        ("fast", torch.float16, "cpu", True, False, True),
-        ("native", torch.float16, "cpu", False, True, False),
-        ("fast", torch.bfloat16, "cpu", False, True, False),
-        ("fast", torch.float16, "cuda", False, True, False),
+        ("auto", torch.float16, "cpu", ["attention"]),
+        ("fast", torch.float16, "cpu", list(FAMILIES)),
+        ("auto", torch.bfloat16, "cpu", []),
+        ("fast", torch.bfloat16, "cpu", []),
+        ("auto", torch.float16, "cuda", []),
+        ("fast", torch.float16, "cuda", []),
     ],
 )
-def test_which_kernels(monkeypatch, choice, dtype, device, native, pays, fast):
-    monkeypatch.setattr(cpu_fp16, "native_fp16", lambda: native)
-    monkeypatch.setattr(cpu_fp16, "is_faster", lambda module: pays)
-    with float16_kernels(choice, dtype, make_net(), torch.device(device)):
-        assert (cpu_fp16._replacement.users > 0) is fast
-    assert cpu_fp16._replacement.users == 0
+def test_float16_kernels_are_measured_for_float16_on_a_cpu_only(monkeypatch, choice, dtype, device, fast):
+    measured = on_machine(monkeypatch, {"attention": 5.0})
+    with float16_kernels(choice, dtype, torch.nn.Linear(256, 256), torch.device(device)) as kernels:
+        assert replaced_kernels() == fast
+        assert (kernels.state_dict() != {}) is bool(measured) is (fast == ["attention"])
+    assert replaced_kernels() == []

@@ -2,9 +2,11 @@ import pytest
 import torch
 from torch import nn
 
-from tests.support import Regression, loader_of, make_batches, make_trainer
+from tests.support import Regression, loader_of, make_batches, make_trainer, on_machine, replaced_kernels
 from trainer.errors import PrecisionError
 from trainer.precision import HalfPrecision, MixedPrecision, cpu_fp16
+from trainer.precision.cpu_fp16 import FAMILIES
+from trainer.record.measures import facts_of
 
 CPU = torch.device("cpu")
 BOTH = [MixedPrecision, HalfPrecision]
@@ -70,15 +72,49 @@ def test_fp16_on_a_cpu_is_fp16_and_never_bf16(tmp_path):
 
     class Looking(Regression):
         def training_step(self, batch, batch_idx):
-            seen.append((self.net[0](batch[0]).dtype, cpu_fp16._replacement.users))
+            seen.append((self.net[0](batch[0]).dtype, len(replaced_kernels())))
             raise KeyError("in the forward")
 
     for kernels in ("fast", "native"):
         trainer = make_trainer(tmp_path, precision=MixedPrecision("float16", cpu_kernels=kernels))
         with pytest.raises(KeyError):
             trainer.fit(Looking(), loader_of(make_batches(1)))
-        assert cpu_fp16._replacement.users == 0
-    assert seen == [(torch.float16, 1), (torch.float16, 0)]
+        assert replaced_kernels() == []
+    assert seen == [(torch.float16, len(FAMILIES)), (torch.float16, 0)]
+
+
+@pytest.mark.filterwarnings("ignore:precision='16-true' keeps")
+@pytest.mark.parametrize("options", [{}, {"autocast_cache": True}, None])
+def test_resumed_run_uses_the_kernels_of_the_saved_run(tmp_path, monkeypatch, options):
+    """In 16-mixed, also if autocast's cache has no state, and in 16-true. The run's record has the kernels."""
+    used = []
+
+    class Looking(Regression):
+        def training_step(self, batch, batch_idx):
+            used.append(replaced_kernels())
+            return super().training_step(batch, batch_idx)
+
+    def fit(epochs, ratios, ckpt_path=None, **kernels):
+        on_machine(monkeypatch, ratios)
+        plugin = HalfPrecision("float16") if options is None else MixedPrecision("float16", **options, **kernels)
+        trainer = make_trainer(tmp_path, precision=plugin, max_epochs=epochs)
+        trainer.fit(Looking(), loader_of(make_batches(1)), ckpt_path=ckpt_path)
+        return trainer
+
+    monkeypatch.setattr(cpu_fp16, "is_faster", lambda module: True)
+    first = fit(1, {"attention": 7.3, "recurrent": 9.0})
+    measured = {"attention": {"kernels": "fast", "ratio": 7.3}, "matrix product": {"kernels": "native", "ratio": 1.0}}
+    assert facts_of(first)["float16_kernels"] == measured
+    first.save_checkpoint(path := tmp_path / "one.ckpt")
+    second = fit(2, {}, path)
+    assert facts_of(second)["float16_kernels"]["attention"] == {"kernels": "fast", "ratio": 1.0}
+    second.save_checkpoint(path)
+    third = fit(3, {}, path)
+    monkeypatch.setattr(cpu_fp16.Float16Kernels, "state_dict", lambda self: {})  # as in older versions
+    third.save_checkpoint(path)
+    fit(4, {"matrix product": float("inf")}, path)
+    assert used == [["attention"]] * 3 + [["matrix product"]]
+    assert replaced_kernels() == []
 
 
 def test_float16_weights_cannot_be_trained_with_loss_scaling(tmp_path):

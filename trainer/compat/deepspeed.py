@@ -390,7 +390,7 @@ class ZeroPrecision(Precision):
             )
         if isinstance(given, MixedPrecision):
             usual = vars(MixedPrecision(given.dtype))
-            if changed := [name for name, value in vars(given).items() if value != usual[name]]:
+            if changed := [name for name, value in vars(given).items() if value != usual[name] and name != "kernels"]:
                 raise PrecisionError(
                     f"Got MixedPrecision({', '.join(f'{name}={getattr(given, name)!r}' for name in changed)}) with"
                     " strategy='deepspeed', which has its own loss scaling and no autocast. Use"

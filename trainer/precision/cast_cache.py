@@ -109,7 +109,7 @@ class CastCache:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the state that :meth:`state_dict` returned, unless the user decides in this run or the saved run."""
-        if self._decides and state:
+        if self._decides and "enabled" in state:
             self._steps_left, self._reuses_weights = state["steps_left"], state["reuses_weights"]
             self._decide(state["enabled"])
 

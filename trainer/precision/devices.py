@@ -5,14 +5,13 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import nn
 
 from trainer import machine
 from trainer.errors import PrecisionError, expect, warn
-from trainer.precision import cpu_fp16
+from trainer.precision.cpu_fp16 import Float16Kernels
 
 CPU_BFLOAT16 = ("avx512_bf16", "amx_bf16", "sve_bf16", "bf16")
 """Names of instructions in ``torch.cpu.get_capabilities()``; the last two are ARM's."""
@@ -93,24 +92,17 @@ def check_kernels(choice: str) -> None:
     expect(choice in ("auto", "fast", "native"), known, PrecisionError, cpu_kernels=choice)
 
 
-def float16_kernels(
-    choice: str, dtype: torch.dtype, module: nn.Module, device: torch.device
-) -> AbstractContextManager[None]:
-    """Return a context with the kernels to compute ``module`` in ``dtype`` on ``device``: ours, or torch's own.
+def float16_kernels(choice: str, dtype: torch.dtype, module: nn.Module, device: torch.device) -> Float16Kernels:
+    """Return the kernels to compute ``module`` in ``dtype`` on ``device``: ours, or torch's own.
 
     Args:
-        choice: ``"fast"``, ``"native"`` or ``"auto"``. The last one means ``"fast"`` on a CPU without float16
-            instructions if the module is large enough to gain, otherwise ``"native"``. Has an effect only for float16
-            on a CPU.
+        choice: ``"fast"``, ``"native"`` or ``"auto"``, as in :class:`~trainer.precision.cpu_fp16.Float16Kernels`. Has
+            an effect only for float16 on a CPU.
         dtype: dtype of the products.
         module: the module to run.
         device: the device.
     """
-    if device.type != "cpu" or dtype is not torch.float16 or choice == "native":
-        return nullcontext()
-    if choice == "fast" or (not cpu_fp16.native_fp16() and cpu_fp16.is_faster(module)):
-        return cpu_fp16.fast_fp16_kernels()
-    return nullcontext()
+    return Float16Kernels(choice if device.type == "cpu" and dtype is torch.float16 else "native", module)
 
 
 def cpu_instructions(names: Iterable[str]) -> list[str] | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal
 
@@ -16,6 +16,7 @@ from torchmetrics import Metric
 from trainer.errors import warn
 from trainer.module_tree import all_modules, owned_buffers, owned_parameters, owned_tensors
 from trainer.precision.base import Precision
+from trainer.precision.cpu_fp16 import Float16Kernels
 from trainer.precision.devices import check_kernels, float16_kernels, warn_of_emulation
 from trainer.precision.dtypes import DefaultDtype, cast, half_dtype
 from trainer.precision.fp32_modules import check_patterns, find_modules, in_float32
@@ -36,6 +37,9 @@ class HalfPrecision(Precision):
             Default: none.
         cpu_kernels: how float16 is computed on a CPU, as in :class:`~trainer.precision.MixedPrecision`.
 
+    Attributes:
+        kernels: the float16 kernels of the current or the last run; None before the first.
+
     Raises:
         PrecisionError: if the dtype or the type of kernels is unknown, or a pattern is not a string.
     """
@@ -54,6 +58,7 @@ class HalfPrecision(Precision):
         self.fp32_modules = check_patterns(fp32_modules)
         self.cpu_kernels = cpu_kernels
         self._default_dtype = DefaultDtype(self.dtype)
+        self.kernels: Float16Kernels | None = None
 
     def check(self, device: torch.device) -> None:
         """Warn about small gradients with float16 weights, and about GPUs that only emulate bfloat16."""
@@ -135,9 +140,18 @@ class HalfPrecision(Precision):
             PrecisionError: if a pattern of ``fp32_modules`` matches no module.
         """
         in_full = find_modules(module, self.fp32_modules)
-        kernels = float16_kernels(self.cpu_kernels, self.dtype, module, device)
+        kernels = self.kernels = float16_kernels(self.cpu_kernels, self.dtype, module, device)
         with kernels, in_float32(in_full, device.type, back_to=self.dtype):
             yield
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the float16 kernels of a CPU."""
+        return {} if self.kernels is None else self.kernels.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Use the float16 kernels of the saved run, unless ``cpu_kernels`` is set."""
+        if self.kernels is not None:
+            self.kernels.load_state_dict(state)
 
     def convert_batch(self, batch: Any) -> Any:
         """Return the batch with all floating-point tensors in ``dtype``."""

@@ -43,7 +43,8 @@ class Replacement:
 
     Args:
         key: the dispatch key.
-        make: returns the kernels by the names of their operations (``mm``, ``sum.dim_IntList``).
+        make: returns the kernels by the names of their operations (``mm``, ``sum.dim_IntList``). If another replacement
+            is registered for an operation, its kernel counts as torch's own.
     """
 
     def __init__(self, key: str, make: Callable[[], Mapping[str, Replaced]]) -> None:
@@ -52,6 +53,12 @@ class Replacement:
         self._make = make
         self._lock = threading.Lock()
         self._library: Library | None = None
+        self._registered: Mapping[str, Replaced] | None = None
+
+    @property
+    def kernels(self) -> Mapping[str, Replaced]:
+        """The kernels by the names of their operations: the registered ones, or new ones before the first use."""
+        return self._registered or self._make()
 
     @contextmanager
     def used(self) -> Iterator[None]:
@@ -68,10 +75,11 @@ class Replacement:
 
     def _install(self) -> Library:
         library = Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+        self._registered = self._make()  # now, because another replacement may be registered since `kernels` was read
         with warnings.catch_warnings():
             # torch warns once per process that a kernel is overridden, which is intended here.
             warnings.filterwarnings("ignore", message="(?s).*[Oo]verrid", category=UserWarning)
-            for name, replaced in self._make().items():
+            for name, replaced in self._registered.items():
                 library.impl(name, self._switch(*replaced), self._key, with_keyset=True)  # type: ignore[no-untyped-call]
         return library
 

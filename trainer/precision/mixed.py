@@ -15,6 +15,7 @@ from trainer.precision import compiled_backward
 from trainer.precision.autocast_ops import cuda_autocast_ops
 from trainer.precision.base import Precision
 from trainer.precision.cast_cache import CastCache
+from trainer.precision.cpu_fp16 import Float16Kernels
 from trainer.precision.devices import check_kernels, float16_kernels, scales_losses, warn_of_emulation
 from trainer.precision.dtypes import half_dtype
 from trainer.precision.fp32_modules import check_patterns, find_modules, in_float32
@@ -36,10 +37,12 @@ class MixedPrecision(Precision):
         min_scale: lower limit of the scale. Default: 1, because with a smaller scale a gradient can be finite while
             scaled and overflow when unscaled, which no check would detect.
         max_scale: upper limit of the scale. Default: None, no limit.
-        cpu_kernels: how float16 is computed on a CPU. ``"native"`` uses torch's own kernels, which are 30 to 80 times
-            slower than float32 if the CPU has no float16 instructions. ``"fast"`` computes products in float32 on
-            values rounded to float16 (as Tensor Cores do). ``"auto"`` decides at the start of a run, and chooses
-            ``"fast"`` if the CPU lacks the instructions and the model is large enough to gain. Default: ``"auto"``.
+        cpu_kernels: how float16 is computed on a CPU. ``"native"`` uses torch's own kernels, some or all of which are
+            many times slower than float32 on most CPUs. ``"fast"`` computes products in float32 on values rounded to
+            float16 (as Tensor Cores do). ``"auto"`` measures both once per process, in at most 50 ms, and uses
+            ``"fast"`` for the operations with kernels of torch that raise an error or take at least twice the time, if
+            the model is large enough to gain. All ranks use the choice of rank 0, and a resumed run that of the saved
+            run. Default: ``"auto"``.
         fp32_modules: modules that run in float32, by name or pattern (``("head", "*.norm")``; names as in
             ``module.named_modules()``, patterns as in ``fnmatch``). Autocast is disabled in them, and their inputs are
             cast to float32. They must exist when a run starts, and their ``forward`` must be called. If other modules
@@ -53,6 +56,9 @@ class MixedPrecision(Precision):
             cache if a step used a weight several times, and no step changed a weight between two uses. Evaluation runs
             without it. True enables it everywhere, as in plain torch; steps must then not change weights, except by
             optimizers and ``load_state_dict``. False disables it.
+
+    Attributes:
+        kernels: the float16 kernels of the current or the last run; None before the first.
 
     Raises:
         PrecisionError: if the dtype is unknown, a scaling factor is out of range, a pattern is not a string, or
@@ -94,6 +100,7 @@ class MixedPrecision(Precision):
         self.autocast_ops = autocast_ops
         self.autocast_cache = autocast_cache
         self._cast_cache: CastCache | None = None
+        self.kernels: Float16Kernels | None = None
         self.build_scaler(torch.device("cpu"))  # raise for invalid factors here, not at the first overflow
 
     @property
@@ -148,7 +155,7 @@ class MixedPrecision(Precision):
             PrecisionError: if a pattern of ``fp32_modules`` matches no module.
         """
         in_full = find_modules(module, self.fp32_modules)
-        kernels = float16_kernels(self.cpu_kernels, self.dtype, module, device)
+        kernels = self.kernels = float16_kernels(self.cpu_kernels, self.dtype, module, device)
         ops = cuda_autocast_ops() if self.autocast_ops == "cuda" and device.type == "cpu" else nullcontext()
         cast_cache = self._cast_cache = CastCache(
             device.type, self.dtype, module, self.autocast_cache, self._advice.format("autocast_cache=False")
@@ -184,13 +191,15 @@ class MixedPrecision(Precision):
             self._cast_cache.watch()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return whether the run has enabled autocast's cache."""
-        return {} if self._cast_cache is None else self._cast_cache.state_dict()
+        """Return whether the run has enabled autocast's cache, and its float16 kernels on a CPU."""
+        parts = (self._cast_cache, self.kernels)
+        return {key: value for part in parts if part is not None for key, value in part.state_dict().items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Enable or disable autocast's cache as the saved run did, unless ``autocast_cache`` is set."""
-        if self._cast_cache is not None:
-            self._cast_cache.load_state_dict(state)
+        """Enable or disable autocast's cache and use kernels as the saved run did, unless these are set."""
+        for part in (self._cast_cache, self.kernels):
+            if part is not None:
+                part.load_state_dict(state)
 
     def autocast(self) -> AbstractContextManager[object]:
         """Return the context of one forward. It is reused, because creating ``torch.autocast`` costs a microsecond.

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from trainer import machine
 from trainer.loggers import adapter
+from trainer.precision.cpu_fp16 import kernel_facts
 from trainer.precision.devices import peak_memory
 
 if TYPE_CHECKING:
@@ -51,6 +52,9 @@ def facts_of(trainer: Trainer) -> dict[str, Any]:
             "pinned memory" if prefetching.from_pinned else "memory that is not pinned: DataLoader(pin_memory=True)"
         )
         facts["prefetching"] = f"1 batch, from {pinned}"
+    kernels = getattr(getattr(getattr(trainer, "engine", None), "precision", None), "kernels", None)
+    if kernels is not None and (described := kernel_facts(kernels.fast, kernels.ratios)):
+        facts["float16_kernels"] = described
     if (loaded := getattr(trainer, "loaded_weights", None)) is not None:
         facts["weights"] = loaded.facts
     for callback in trainer.callbacks:

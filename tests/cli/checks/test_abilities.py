@@ -3,8 +3,9 @@
 import pytest
 import torch
 
+from tests.support import on_machine
 from trainer.cli.checks.abilities import PRECISIONS, instructions, precision_support
-from trainer.precision import cpu_fp16, devices
+from trainer.precision import devices
 
 CPU, CUDA, MPS = torch.device("cpu"), torch.device("cuda", 0), torch.device("mps")
 
@@ -48,13 +49,17 @@ def test_mps_has_no_loss_scaling_and_no_float64():
 @pytest.mark.parametrize("float16", [True, False])
 @pytest.mark.parametrize("bfloat16", [True, False])
 def test_cpus(monkeypatch, float16, bfloat16):
-    monkeypatch.setattr(cpu_fp16, "native_fp16", lambda: float16)
+    on_machine(monkeypatch, {} if float16 else {"recurrent": float("inf")})
     monkeypatch.setattr(devices, "_cpu_has_bfloat16", lambda: bfloat16)
     found = words(CPU)
     assert (found["16-mixed"], found["16-true"]) == (("native",) * 2 if float16 else ("emulated",) * 2)
     assert (found["bf16-mixed"], found["bf16-true"]) == (("native",) * 2 if bfloat16 else ("emulated",) * 2)
     assert found["32-true"] == found["64-true"] == "native"
     assert found["fp8-mixed"] == "emulated"
+    reason = precision_support("16-mixed", CPU).why
+    assert (
+        "slow for 1 of 7 kinds of operations: rounded to float16 and multiplied in float32" in reason
+    ) is not float16
 
 
 def test_instructions(monkeypatch):

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from tests.support import on_machine
 from trainer import machine
 from trainer.cli import checks, main
 from trainer.cli.checks import speed
@@ -20,6 +21,7 @@ from trainer.precision import devices
 @pytest.fixture(autouse=True)
 def measured(monkeypatch, tmp_path):
     """Replace the measured speeds."""
+    on_machine(monkeypatch, {"convolution backward": 31.52, "recurrent": float("inf")}, other=0.8)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(os, "getloadavg", lambda: (0.1, 0.1, 0.1), raising=False)
     rows = [
@@ -46,6 +48,9 @@ def test_printed_report(capsys, monkeypatch):
     assert "bf16-mixed native instructions or units that torch uses" in lines
     assert "float32 100.0 GFLOP/s 1.00x 80.0 GFLOP/s 1.00x" in lines
     assert "float16 90.0 GFLOP/s 0.90x - -" in lines
+    assert "convolution backward fast 31.5x" in lines
+    assert "matrix product native 0.8x" in lines
+    assert "recurrent fast no kernel" in lines
     assert "bfloat16 4.1 TFLOP/s 41.00x 160.0 GFLOP/s 2.00x" in lines
     assert "measured 41.0x in matrix products and 2.0x in convolutions against float32." in lines[-1]
     assert list(Path().iterdir()) == []

@@ -5,6 +5,7 @@ from itertools import count
 import pytest
 import torch
 
+from tests.support import on_machine, replaced_kernels
 from trainer.cli.checks import speed
 from trainer.precision import cpu_fp16
 
@@ -40,7 +41,7 @@ def rows(found):
 
 
 def test_rates_of_a_cpu_with_float16_instructions(monkeypatch):
-    monkeypatch.setattr(cpu_fp16, "native_fp16", lambda: True)
+    on_machine(monkeypatch, {"convolution backward": 20.0})
     machine = Machine(monkeypatch, {torch.float32: 1e11, torch.float16: 4e11, torch.bfloat16: 2e9})
     found = rows(speed.measure(CPU, 2.0, machine.clock))
     assert list(found) == ["float32", "float16", "bfloat16"]
@@ -52,19 +53,19 @@ def test_rates_of_a_cpu_with_float16_instructions(monkeypatch):
 
 
 def test_unsupported_operation_has_no_rate(monkeypatch):
-    monkeypatch.setattr(cpu_fp16, "native_fp16", lambda: True)
+    on_machine(monkeypatch, {})
     machine = Machine(monkeypatch, {torch.float32: 1e11, torch.float16: 0.0, torch.bfloat16: 1e11})
     found = rows(speed.measure(CPU, 1.0, machine.clock))
     assert (found["float16"].matmul, found["float16"].ratios) == (None, {})
     assert found["bfloat16"].ratios["matmul"] == pytest.approx(1.0)
 
 
-def test_without_float16_instructions_the_trainers_and_torchs_own_are_measured(monkeypatch):
-    monkeypatch.setattr(cpu_fp16, "native_fp16", lambda: False)
+def test_if_torchs_float16_is_slow_both_kernels_are_measured(monkeypatch):
+    on_machine(monkeypatch, {"matrix product": 20.0, "attention": 4.0})
     used, original = [], cpu_fp16.fast_fp16_kernels
-    monkeypatch.setattr(cpu_fp16, "fast_fp16_kernels", lambda: used.append(1) or original())
+    monkeypatch.setattr(cpu_fp16, "fast_fp16_kernels", lambda families: used.append(families) or original(families))
     ticks = count()
     found = rows(speed.measure(CPU, 0.01, lambda: next(ticks) * 1e-3))  # every read of the clock takes a millisecond
     assert list(found) == ["float32", "float16", "bfloat16", "float16 (torch's own)"]
     assert all(row.matmul and row.convolution for row in found.values())
-    assert (used, cpu_fp16._replacement.users) == ([1], 0)
+    assert (used, replaced_kernels()) == ([(), ("matrix product", "attention"), (), ()], [])

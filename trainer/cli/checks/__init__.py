@@ -100,7 +100,7 @@ class Findings:
         default_factory=lambda: {
             "versions": {}, "problems": [], "remarks": [], "devices": [], "precisions": {}, "speed": None,
             "batch": None, "loading": None, "layers": None, "float16": None, "memory_of_recipe": None, "missed": {},
-            "synchronizations": [], "autocast_ops": {}, "verdict": None,
+            "synchronizations": [], "autocast_ops": {}, "float16_kernels": {}, "verdict": None,
         }
     )  # fmt: skip
     tables: list[Table] = field(default_factory=list)
@@ -212,6 +212,7 @@ def check_speed(found: Findings) -> None:
     import torch
 
     from trainer.cli.checks.speed import measure
+    from trainer.precision import cpu_fp16
 
     device, cores, threads, load = found.devices[0], machine.cores().usable, torch.get_num_threads(), _load()
     name, speeds = _name(device), measure(device)
@@ -228,6 +229,20 @@ def check_speed(found: Findings) -> None:
     header = ["arithmetic", *(text for words in _OPERATIONS.values() for text in (words, "against float32"))]
     rows = [[row.name, *(text for one in _OPERATIONS for text in _rate(row, one))] for row in speeds]
     found.tables.append(Table(f"Measured speed of {name}{on_cpu}", header, rows))
+    if device.type == "cpu":
+        ratios = {family: cpu_fp16.measured_ratio(family) for family in cpu_fp16.FAMILIES}
+        kernels = cpu_fp16.kernel_facts(cpu_fp16.slow_families(), ratios)
+        found.facts["float16_kernels"] = kernels
+        found.tables.append(
+            Table(
+                "float16 kernels with cpu_kernels=auto",
+                ("operations", "kernels", "time of torch's kernels against ours"),
+                [
+                    (family, one["kernels"], "no kernel" if one["ratio"] is None else f"{one['ratio']:.1f}x")
+                    for family, one in kernels.items()
+                ],
+            )
+        )
 
 
 def check_host(found: Findings) -> None:

@@ -53,8 +53,9 @@ def precision_support(precision: str, device: torch.device) -> PrecisionSupport:
     elif plugin.dtype is torch.bfloat16 and not native_bfloat16(device):
         how = "unknown" if device.type == "mps" else "emulated"  # torch does not report the units of an MPS device
         why = "torch reports no bfloat16 instructions or units: probably slower than float32"
-    elif plugin.dtype is torch.float16 and is_cpu and not cpu_fp16.native_fp16():
-        how, why = "emulated", "no float16 instructions: numbers are rounded to float16 and multiplied in float32"
+    elif plugin.dtype is torch.float16 and is_cpu and (slow := cpu_fp16.slow_families()):
+        share = f"{len(slow)} of {len(cpu_fp16.FAMILIES)} kinds of operations"
+        how, why = "emulated", f"torch's kernels are slow for {share}: rounded to float16 and multiplied in float32"
     elif device.type == "cuda" and not torch.version.hip and not tensor_cores(device):
         why = "no Tensor Cores: saves memory, but hardly any time"
     else:

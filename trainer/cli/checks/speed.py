@@ -5,7 +5,6 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -46,19 +45,19 @@ class Speed:
 def measure(device: torch.device, seconds: float = 2.0, clock: Callable[[], float] = time.perf_counter) -> list[Speed]:
     """Measure the speed of forward products in float32, float16 and bfloat16.
 
-    On a CPU without float16 instructions, the row float16 measures the Trainer's implementation: float32 products of
-    numbers rounded to float16. An additional row measures torch's own implementation. The rates are medians.
+    On a CPU with slow float16 kernels, the row float16 measures the Trainer's: float32 products of numbers rounded to
+    float16. An additional row measures torch's own. The rates are medians.
 
     Args:
         device: the device. A GPU is synchronized around every measurement.
         seconds: time for all measurements. A slow device takes longer.
         clock: returns seconds.
     """
-    is_emulated = device.type == "cpu" and not cpu_fp16.native_fp16()
+    slow = cpu_fp16.slow_families() if device.type == "cpu" else ()
+    is_emulated = "matrix product" in slow or "convolution" in slow
     speeds = [Speed(name) for name in _DTYPES if name != FLOAT16_OF_TORCH or is_emulated]
     for speed in speeds:
-        kernels = cpu_fp16.fast_fp16_kernels if speed.name == FLOAT16 and is_emulated else nullcontext
-        with torch.inference_mode(), kernels():
+        with torch.inference_mode(), cpu_fp16.fast_fp16_kernels(slow if speed.name == FLOAT16 else ()):
             for operation, make in (("matmul", _matmul), ("convolution", _convolution)):
                 try:
                     call, operations = make(device, _DTYPES[speed.name])
