@@ -15,7 +15,7 @@
 ``watch_weights()``              when an epoch begins, and after each row for the loggers: may check
                                  whether the next training step changes weights.
 ``state_dict()``                 in every checkpoint, for each process; ``load_state_dict(state)`` when a fit is
-                                 resumed.
+                                 resumed. For float16 on CPUs, all ranks also load rank 0's state in a session.
 ``autocast()``                   every forward (train, validate, test, predict): a context around the
                                  step function only; never around a backward.
 ===============================  ======================================================================
