@@ -4,9 +4,11 @@ import gc
 import re
 
 import pytest
+import torch
 
 from tests.scripts.conftest import loaded
 
+CPU = torch.device("cpu")
 PRECISIONS = ("32-true", "16-unscaled", "16-mixed", "bf16-mixed")
 
 
@@ -20,7 +22,7 @@ def benchmark():
 
 
 def test_writes_its_tables(table):
-    sizes = "--batch 8 --width 16 --layers 2 --batches 3 --epochs 1 --rounds 2 --square 32"
+    sizes = "--batch 8 --width 16 --layers 2 --batches 3 --epochs 1 --rounds 2 --square 32 --resnet50 0"
     text = table("benchmark_amp", f"--device cpu {sizes}", "benchmark_amp cpu")
     time, change = r"[\d.]+ ± [\d.]+", r"[+-][\d.]+% ± [\d.]+%"
     for precision in PRECISIONS:
@@ -45,6 +47,21 @@ def test_flops_are_those_of_the_products(benchmark):
 )
 def test_verdicts(benchmark, ratios, expected):
     assert benchmark.verdict(ratios, 0.05 + 1e-9) == expected
+
+
+def test_float16_on_a_cpu_is_compared_with_float32(benchmark, monkeypatch):
+    """In interleaved rounds of ResNet-50, on this CPU."""
+    given = benchmark.parse(
+        ["--device", "cpu", "--rounds", "1", "--resnet50", "3", "--precision", "32-true", "--fused", "no"]
+    )
+    sizes, order, seconds = benchmark.Sizes(2, 4, 1, 1, 1), [], {"32-true": 2.0, "16-mixed": 3.2}
+    monkeypatch.setattr(benchmark, "resnet50_seconds", lambda n, name, _: order.append((n, name)) or seconds[name])
+    results = benchmark.measure(
+        [benchmark.Variant("32-true", False, 2, loop) for loop in ("hand-written", "ours")], sizes, given, CPU
+    )
+    assert order == [(3, name) for name in ("32-true", "16-mixed", "16-mixed", "32-true", "32-true", "16-mixed")]
+    row = ["16-mixed over 32-true, ResNet-50 on the digits, this CPU", "+50%", "+60.0% ± 0.0%", "missed"]
+    assert benchmark.targets(results, sizes, given)[-1] == row
 
 
 def test_ratios_are_taken_within_a_round(benchmark):
