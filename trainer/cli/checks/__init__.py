@@ -15,6 +15,7 @@ import subprocess
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -272,7 +273,7 @@ def devices() -> list[torch.device]:
 
 
 def verdict(device: torch.device, ratios: dict[str, dict[str, float]]) -> str:
-    """Return a recommendation for ``device``: the choice of ``precision=auto``, or 32 if this choice was slower.
+    """Return a recommendation for ``device``: the choice of ``precision=auto``, or 32 if it was slower on average.
 
     Args:
         device: the device.
@@ -289,10 +290,10 @@ def verdict(device: torch.device, ratios: dict[str, dict[str, float]]) -> str:
             " shows problems of float16 without a GPU."
         )
     rates = " and ".join(f"{ratio:.1f}x in {_OPERATIONS[operation]}" for operation, ratio in measured.items())
-    if measured and max(measured.values()) < 1:
+    if measured and prod(measured.values()) < 1:
         return (
             f"Use precision=32 here: precision=auto takes {name}, because {reason}, but it was measured to be slower"
-            f" than float32: {rates}."
+            f" than float32 on average: {rates}."
         )
     return f"Use precision={name} here: {reason}{f'; measured {rates} against float32' if rates else ''}."
 
