@@ -157,14 +157,14 @@ def test_more_batches_are_kept_while_steps_are_skipped(tmp_path):
     room, callback = [], OverflowReport(console=Console(file=io.StringIO()))
 
     def look(loss, batch_idx):
-        room.append(callback._fit.recent.maxlen)
+        room.append(callback._fit.evidence._recent.maxlen)
         return loss.mean()
 
     batches = make_batches(12, gains={2: 1e30})
     batches[0][2] = torch.ones(2**22)  # 16 MiB
     given = {"precision": native_fp16(init_scale=256.0), "accumulate_grad_batches": 4, "callbacks": [callback]}
     make_trainer(tmp_path, **given).fit(Regression(change=look), loader_of(batches))
-    assert room == [1, 3, 3, 3, *[8] * 4, *[3] * 4]
+    assert room == [0, 3, 3, 3, *[8] * 4, *[3] * 4]
 
 
 @pytest.mark.parametrize("killed", [None, 2])

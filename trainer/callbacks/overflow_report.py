@@ -8,8 +8,8 @@ import os
 import statistics
 import sys
 import time
-from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass, field
@@ -27,18 +27,16 @@ from torch.optim import Optimizer
 
 from trainer import terminal
 from trainer.callbacks.run_callback import RunCallback, refuse_other_trainers
-from trainer.data.batches import identity
 from trainer.errors import LossScaleCollapse, expect, is_out_of_memory, warn
 from trainer.files import from_here, write_text
 from trainer.module_tree import is_dense, is_measurable
 from trainer.postmortem.diagnose import MAX_UNDERFLOW, Case, are_finite, diagnose
 from trainer.postmortem.host_batches import HostBatches, is_device_assert
 from trainer.postmortem.out_of_range import OutOfRange
-from trainer.postmortem.recording import RecordedBatch, storage_for
+from trainer.postmortem.recording import Evidence, RecordedBatch
 from trainer.postmortem.report import Diagnosis
 from trainer.postmortem.state import BufferState
-from trainer.precision.scaler import snapshot_loss
-from trainer.precision.underflow import UnderflowProbe
+from trainer.precision.underflow import Underflow, UnderflowProbe
 from trainer.record.measures import folder_of_reports
 from trainer.state.outcome import StepOutcome
 
@@ -65,24 +63,17 @@ class _Fit:
 
     Attributes:
         loop: the fit loop.
-        every: number of updates between two checks of the losses.
+        evidence: the recent batches and their losses.
         first_buffers: the largest value of each buffer when the fit began.
-        scale: the loss scale of the next loss.
-        recent: the latest batches.
-        room: maximum length of ``recent`` while no step is skipped; 0 before the first batch.
-        stored: the function to apply to a batch before it is stored in ``recent``.
-        latest_batch: ``batches_started`` of the newest batch in ``recent``.
-        losses: the losses since the last check, each with its step and loss scale; still scaled.
         growth: the largest of the last losses before one that was not finite, if the losses grew without bound
             (positive) or fell without bound (negative). Otherwise 0.
-        groups: the parameter groups, if their learning rates are numbers. Tensors change in place.
         skipped: the skipped steps since the last check.
         weights: copy of the weights at a step at which all values were finite. {} if they are large, or with several
             processes.
         weights_step: the step of ``weights``.
+        parameters: the parameters to copy to ``weights``, by name. None until they are looked up in an epoch.
         known: the last step at which all values were finite.
         first_norm: norm of the weights when the fit began. None if they are copied, and before the first loss.
-        updates: number of updates since the last check at the end of an update.
         checks: number of checks at the end of an update.
         lowest: the lowest median of the losses between two checks.
         is_broken: whether a loss was not finite without loss scaling, so that weights are not finite either.
@@ -98,22 +89,15 @@ class _Fit:
     """
 
     loop: Any
-    every: int
+    evidence: Evidence
     first_buffers: dict[str, Tensor]
-    scale: float
-    recent: deque[RecordedBatch] = field(default_factory=lambda: deque(maxlen=1))
-    room: int = 0
-    stored: Callable[[Any], Any] = identity
-    latest_batch: int = 0
-    losses: list[tuple[int, Tensor, float]] = field(default_factory=list)
     growth: float = 0.0
-    groups: list[dict[str, Any]] = field(default_factory=list)
     skipped: set[int] = field(default_factory=set)
     weights: dict[str, Tensor] = field(default_factory=dict)
     weights_step: int = 0
+    parameters: dict[str, Tensor] | None = None
     known: int = 0
     first_norm: Tensor | None = None
-    updates: int = 0
     checks: int = 0
     lowest: float = math.inf
     is_broken: bool = False
@@ -125,11 +109,6 @@ class _Fit:
     occurrences: Counter[str] = field(default_factory=Counter)
     latest: dict[str, Diagnosis] = field(default_factory=dict)
     host_batches: HostBatches | None = None
-
-    def batches_of(self, step: int) -> list[RecordedBatch]:
-        """Return the recent batches of this step. A batch with several steps is recorded with its first step."""
-        first = max((one.step for one in self.recent if one.step <= step), default=step)
-        return [recorded for recorded in self.recent if recorded.step == first]
 
 
 class OverflowReport(RunCallback):
@@ -213,7 +192,10 @@ class OverflowReport(RunCallback):
         real = {name: b for name, b in pl_module.named_buffers() if is_measurable(b) and not b.is_complex()}
         parts = {name: part(buffer.detach()) for name, buffer in real.items()}
         buffers = {name: buffer.max() for name, buffer in parts.items() if buffer.numel()}
-        self._fit = _Fit(trainer.loop, trainer.log_every_n_steps or 50, buffers, scaler.current_scale)
+        examine, begin = partial(self._examine, trainer), partial(self._begin, trainer)
+        every = trainer.log_every_n_steps or 50
+        evidence = Evidence(trainer.loop, trainer.optimizers, every, _KEEP_EVERY + every, begin, examine)
+        self._fit = _Fit(trainer.loop, evidence, buffers)
         self._fit.occurrences["step"] = int(self.at_step is None or trainer.global_step > self.at_step)
         if scaler.is_enabled():
             self._probe = UnderflowProbe(trainer.engine.device.type)
@@ -221,64 +203,46 @@ class OverflowReport(RunCallback):
         if trainer.engine.device.type == "cuda" and trainer.world_size == 1:
             self._fit.host_batches = HostBatches(trainer)
 
-    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
-        """Store the batch and its loss. Reads no value from the device."""
+    def _begin(self, trainer: Trainer) -> None:
+        """Copy the weights before the first batch, or keep their norm. Reads no value from the device."""
         fit = self._fit
         assert fit is not None
-        loop = fit.loop
-        window, progress, losses = loop.window, loop.progress, loop.gradients.scaler.losses
-        if not fit.room:  # the first batch
-            self._keep_weights(trainer, fit)
-            if not fit.weights:
-                part = trainer.engine.gradients.part
-                measurable = filter(is_measurable, pl_module.parameters())
-                fit.first_norm = get_total_norm([part(parameter.detach()) for parameter in measurable])
-            most = (_KEEP_EVERY + fit.every) * window.size  # all batches since the copy of the weights
-            fit.room, fit.stored = storage_for(loop.metrics.batch, most)
-            fit.recent = deque(maxlen=fit.room)
-            groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
-            fit.groups = [] if any(isinstance(group["lr"], Tensor) for group in groups) else groups
-        if progress.batches_started != fit.latest_batch:  # a closure or a manual step may have several losses
-            fit.latest_batch = progress.batches_started
-            position = window if window.batches == 1 else copy(window)
-            batch, step = fit.stored(loop.metrics.batch), progress.optimizer_steps
-            rates = [group["lr"] for group in fit.groups]
-            fit.recent.append(RecordedBatch(batch, progress.batch_idx, step, position, {}, None, rates))
-        value = losses[-1] if losses else snapshot_loss(loss)
-        if value.numel() != 1:  # as in `manual_backward(outputs, gradient=...)`
-            value = value.sum()
-        fit.losses.append((progress.optimizer_steps, value, fit.scale))
+        self._keep_weights(trainer, fit)
+        if not fit.weights:
+            part = trainer.engine.gradients.part
+            measurable = filter(is_measurable, trainer.lightning_module.parameters())
+            fit.first_norm = get_total_norm([part(parameter.detach()) for parameter in measurable])
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Look the parameters up again, because a callback may have replaced some."""
+        if self._fit is not None:
+            self._fit.parameters = None
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         """Report on ``at_step``."""
         fit, step = self._fit, trainer.global_step
         if fit is not None and not fit.occurrences["step"] and step >= (self.at_step or 0):
-            self._explain(trainer, fit, "step", fit.batches_of(step), step, trainer.scaler.current_scale)
+            self._explain(trainer, fit, "step", fit.evidence.batches_of(step), step, trainer.scaler.current_scale)
 
-    def on_after_optimizer_step(
-        self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer, outcome: StepOutcome
-    ) -> None:
-        """Process a skipped step, and check the losses every ``log_every_n_steps`` updates."""
+    def _examine(self, trainer: Trainer, outcome: StepOutcome, is_due: bool) -> None:
+        """Process a skipped step or a change of the loss scale, and check the losses if that is due."""
         fit = self._fit
-        if fit is None or optimizer is not trainer.optimizers[outcome.optimizers[0]]:  # an update is processed once
+        if fit is None:
             return
         if outcome.skipped:
             self._process_skip(trainer, fit, trainer.global_step - len(outcome.optimizers), outcome)
         elif fit.skips:
             fit.skips = fit.skips_at_floor = 0
-            fit.first_skip, fit.recent = None, deque(fit.recent, fit.room)
+            fit.first_skip = None
+            fit.evidence.resize()
         if outcome.scale != outcome.next_scale:
-            fit.scale = outcome.next_scale
             fit.raised_at = trainer.global_step if outcome.next_scale > outcome.scale else -1
-        fit.updates += 1
-        if fit.updates >= fit.every:
-            fit.updates = 0
+        if is_due:
             self._check_losses(trainer)
-            fit.checks += 1
-            found = self._probe.finish() if self._probe is not None else []
+            found = [] if self._probe is None else self._finish_probe(trainer, fit, self._probe)
             if found and not outcome.skipped and (found[0].subnormal > MAX_UNDERFLOW or found[0].zeros == 1.0):
                 step = trainer.global_step - len(outcome.optimizers)
-                self._explain(trainer, fit, "underflow", fit.batches_of(step), step, outcome.scale)
+                self._explain(trainer, fit, "underflow", fit.evidence.batches_of(step), step, outcome.scale)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Check the losses so far."""
@@ -302,7 +266,7 @@ class OverflowReport(RunCallback):
             fit.first_norm = None  # on the device, which can no longer be read
             with suppress(Exception):  # the module cannot be copied, or does not run on the CPU
                 if (found := fit.host_batches.failing()) is not None:
-                    self._explain(trainer, fit, "error", [found[0]], found[0].step, fit.scale, found[1])
+                    self._explain(trainer, fit, "error", [found[0]], found[0].step, fit.evidence.scale, found[1])
         elif fit is not None and trainer.world_size == 1 and is_examined and not is_out_of_memory(exception):
             with suppress(Exception):  # the run ends with `exception`
                 self._check_losses(trainer)
@@ -342,7 +306,7 @@ class OverflowReport(RunCallback):
                 latest.count += 1
             return
         first = min((batch.step for batch in batches), default=step)
-        recent = [recorded for recorded in fit.recent if recorded.step < first]
+        recent = [recorded for recorded in fit.evidence.batches() if recorded.step < first]
         try:
             norm = fit.first_norm  # reading it is a host-device synchronization; None on a rank without a loss so far
             since = fit.known if norm is None or norm.isfinite() else -1
@@ -367,39 +331,38 @@ class OverflowReport(RunCallback):
 
     def _check_losses(self, trainer: Trainer) -> None:
         """Read the losses since the last check. A host-device synchronization."""
-        fit, engine, scaled, is_alone = self._fit, trainer.engine, trainer.scaler.skips_steps, trainer.world_size == 1
+        fit, engine, scaled = self._fit, trainer.engine, trainer.scaler.skips_steps
         if fit is None:
             return
+        is_alone, step = engine.world_size == 1, fit.loop.progress.optimizer_steps
         # with loss scaling, only the losses of steps with a known outcome
-        due = [one for one in fit.losses if not scaled or one[0] < trainer.global_step]
-        fit.losses = fit.losses[len(due) :]
+        due = fit.evidence.take_losses(step if scaled else sys.maxsize)
         if fit.is_broken or not (due or not is_alone):
             return
-        values = _values_of([loss for _, loss, _ in due])
-        steps = [step for (step, *_), value in zip(due, values, strict=True) if not math.isfinite(value)]
-        broken = [step for step in steps if step not in fit.skipped]
+        values = _values_of([loss for _, loss in due])
+        finite = list(filter(math.isfinite, values))
+        steps = [at for (at, _), value in zip(due, values, strict=True) if not math.isfinite(value)]
+        broken = [at for at in steps if at not in fit.skipped]
         fit.skipped.clear()
-        scale = trainer.scaler.current_scale
         if engine.any_rank(bool(broken)):
+            scale = trainer.scaler.current_scale
             fit.is_broken = not scaled
             local = torch.tensor(broken[0] if broken else sys.maxsize, device=engine.device)
             step = int(engine.reduce(local, "min"))  # the first step on any rank
             self._note_growth(fit, due, step)
-            self._explain(trainer, fit, "loss", fit.batches_of(step), step, scale)
+            self._explain(trainer, fit, "loss", fit.evidence.batches_of(step), step, scale)
             return
-        finite = [value / one[-1] for one, value in zip(due, values, strict=True) if math.isfinite(value)]
-        is_comparable = is_alone and trainer.lightning_module.automatic_optimization
+        is_comparable = is_alone and engine.module.automatic_optimization
         if is_comparable and len(finite) >= 6 and _has_grown(fit, finite):
             fit.growth = 0.0
-            self._explain(trainer, fit, "growth", list(fit.recent)[-1:], trainer.global_step, scale)
+            batches = fit.evidence.batches()[-1:]
+            self._explain(trainer, fit, "growth", batches, step, trainer.scaler.current_scale)
         elif not steps:
             self._keep_weights(trainer, fit)
 
-    def _note_growth(self, fit: _Fit, losses: list[tuple[int, Tensor, float]], step: int) -> None:
+    def _note_growth(self, fit: _Fit, losses: list[tuple[int, float | Tensor]], step: int) -> None:
         """Note whether these losses grew or fell without bound before a step. A host-device synchronization."""
-        earlier = [one for one in losses if one[0] < step]
-        values = _values_of([loss for _, loss, _ in earlier])
-        finite = [v / scale for v, (*_, scale) in zip(values, earlier, strict=True) if math.isfinite(v)]
+        finite = list(filter(math.isfinite, _values_of([loss for at, loss in losses if at < step])))
         fit.growth = 0.0
         if not finite:
             return
@@ -410,23 +373,38 @@ class OverflowReport(RunCallback):
             fit.growth = latest
 
     def _keep_weights(self, trainer: Trainer, fit: _Fit) -> None:
-        fit.known = trainer.global_step
+        fit.known = fit.loop.progress.optimizer_steps
         if fit.weights and fit.known - fit.weights_step < _KEEP_EVERY:
             return
-        named = {name: p for name, p in trainer.lightning_module.named_parameters() if is_dense(p)}
         fit.weights_step = fit.known
-        is_small = sum(parameter.nbytes for parameter in named.values()) <= _BYTES
-        if trainer.world_size > 1 or trainer.engine.gradients.are_parts or not is_small:
-            return
-        if named and fit.weights.keys() == named.keys():
-            torch._foreach_copy_(list(fit.weights.values()), [parameter.detach() for parameter in named.values()])
+        if fit.parameters is None:
+            named: dict[str, Tensor] = dict(trainer.lightning_module.named_parameters())
+            named = {name: parameter for name, parameter in named.items() if is_dense(parameter)}
+            is_small = sum(parameter.nbytes for parameter in named.values()) <= _BYTES
+            is_whole = trainer.world_size == 1 and not trainer.engine.gradients.are_parts
+            fit.parameters = named if is_whole and is_small else {}
+        if fit.parameters and fit.weights.keys() == fit.parameters.keys():
+            with torch.no_grad():
+                torch._foreach_copy_(list(fit.weights.values()), list(fit.parameters.values()))
         else:
-            fit.weights = {name: parameter.detach().clone() for name, parameter in named.items()}
+            fit.weights = {name: parameter.detach().clone() for name, parameter in fit.parameters.items()}
+
+    def _finish_probe(self, trainer: Trainer, fit: _Fit, probe: UnderflowProbe) -> list[Underflow]:
+        """Return the counts before this check. The next counts are due before the 1st, 2nd, 4th check and so on."""
+        fit.checks += 1
+        self._stop_probe(trainer)
+        if not fit.checks & (fit.checks + 1):
+            trainer.scaler.before_unscale.append(self._count_small)
+        return probe.finish()
+
+    def _stop_probe(self, trainer: Trainer) -> None:
+        if self._count_small in trainer.scaler.before_unscale:
+            trainer.scaler.before_unscale.remove(self._count_small)
 
     def _count_small(self, optimizer: Optimizer) -> None:
-        """Count gradient elements that are subnormal in float16, before the 1st, 2nd, 4th check and so on."""
+        """Count gradient elements that are subnormal in float16, in the last update before a check."""
         fit = self._fit
-        if fit is None or fit.updates + 1 < fit.every or fit.checks & (fit.checks + 1) or self._probe is None:
+        if fit is None or self._probe is None or not fit.evidence.is_due_next:
             return
         gradients = fit.loop.gradients
         local = gradients.local(optimizer)
@@ -443,7 +421,7 @@ class OverflowReport(RunCallback):
             buffers = BufferState(buffer.detach() for buffer in trainer.lightning_module.buffers() if is_dense(buffer))
             fit.first_skip = (step, time.time(), outcome.scale, buffers)
             # the outcome of a step may be known after the forward passes of the next one
-            fit.recent = deque(fit.recent, max(fit.room, 2 * fit.loop.window.size))
+            fit.evidence.resize(2 * fit.loop.window.size)
         fit.skipped.update(range(step, trainer.global_step))
         collapses = fit.skips == self.collapse_after or fit.skips_at_floor == self.at_floor
         # with manual optimization, a replay would all-reduce gradients, which changes the state of communication hooks
@@ -456,17 +434,18 @@ class OverflowReport(RunCallback):
         elif collapses or (self.after is not None and fit.skips >= self.after):
             trigger = "skips"
         if trigger:
-            self._note_growth(fit, fit.losses, step)
-            self._explain(trainer, fit, trigger, fit.batches_of(step), step, outcome.scale)
+            self._note_growth(fit, fit.evidence.losses, step)
+            self._explain(trainer, fit, trigger, fit.evidence.batches_of(step), step, outcome.scale)
         if collapses:
             self._collapse_error(trainer, fit, fit.first_skip, step)
 
     def _clean_up(self, trainer: Trainer) -> None:
         """Drop the recorded batches and weights."""
-        if self._fit is not None and self._fit.host_batches is not None:
-            self._fit.host_batches.stop()
-        if self._probe is not None and self._count_small in trainer.scaler.before_unscale:
-            trainer.scaler.before_unscale.remove(self._count_small)
+        if self._fit is not None:
+            self._fit.evidence.stop()
+            if self._fit.host_batches is not None:
+                self._fit.host_batches.stop()
+        self._stop_probe(trainer)
         self._fit = self._probe = None
 
     # --- output ---------------------------------------------------------------------------------------------------
@@ -530,11 +509,15 @@ class OverflowReport(RunCallback):
         raise LossScaleCollapse("\n".join(lines))
 
 
-def _values_of(losses: list[Tensor]) -> list[float]:
-    """Return the values of losses with one element each. A host-device synchronization."""
-    if len({(loss.dtype, loss.device, loss.shape) for loss in losses}) > 1:
-        losses = [loss.to(losses[0].device).double().reshape(()) for loss in losses]
-    return torch.stack(losses).flatten().tolist() if losses else []
+def _values_of(losses: list[float | Tensor]) -> list[float]:
+    """Return the losses as numbers. A host-device synchronization if some are on a device."""
+    on_device = [loss.reshape(()) for loss in losses if isinstance(loss, Tensor)]
+    if not on_device:
+        return [float(loss) for loss in losses]
+    if len({(loss.dtype, loss.device) for loss in on_device}) > 1:
+        on_device = [loss.to(on_device[0].device).double() for loss in on_device]
+    read = iter(torch.stack(on_device).tolist())
+    return [next(read) if isinstance(loss, Tensor) else loss for loss in losses]
 
 
 def _has_grown(fit: _Fit, losses: list[float]) -> bool:
@@ -550,7 +533,9 @@ def _has_grown(fit: _Fit, losses: list[float]) -> bool:
         return False
     peak = max((statistics.median(third[at : at + 3]) for at in range(len(third) - 2)), default=last)
     was_higher = any(
-        rate > 2 * group["lr"] for batch in fit.recent for rate, group in zip(batch.rates, fit.groups, strict=True)
+        rate > 2 * group["lr"]
+        for batch in fit.evidence.batches()
+        for rate, group in zip(batch.rates, fit.evidence.groups, strict=True)
     )
     return not (was_higher and statistics.median(third[-3:]) < peak / 2)
 

@@ -159,7 +159,11 @@ class TrainerBase(LightningTrainer):
             return self.loop.metrics
         if stage is None or stage is _PREDICTING:
             return None
-        return self.eval_loops[stage].metrics
+        # not `eval_loops[stage]`: a RunningStage computes its hash in Python
+        for evaluated, loop in self.eval_loops.items():
+            if evaluated is stage:
+                return loop.metrics
+        return None
 
     @property
     def is_out_of_time(self) -> bool:

@@ -575,7 +575,7 @@ class LightningEngine:
 
     def any_rank(self, decision: bool) -> bool:
         """Return whether ``decision`` is True on any process."""
-        return self.strategy.reduce_boolean_decision(decision, all=False)
+        return decision if self.world_size == 1 else self.strategy.reduce_boolean_decision(decision, all=False)
 
     def any_rank_on_host(self, *flags: bool) -> list[bool]:
         """Return whether each of the flags is true on any process. Waits for the processes, but not for a device."""

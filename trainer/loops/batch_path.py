@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from trainer.data.batches import identity
+from trainer.state.outcome import StepOutcome
 
 Clip = Callable[[Optimizer], Tensor | None]
 """Clips the gradients of one optimizer in place. Returns their norm before clipping, or None if it is not computed."""
@@ -64,6 +65,7 @@ class TrainingPath(BatchPath):
         clip: clips the gradients of one optimizer after ``on_before_optimizer_step``. None for no clipping.
         norm_type: the order of the norms that ``clip`` returns.
         update_weights: steps all optimizers at the end of an accumulation window.
+        follow_outcome: called with the outcome of each update when it is known, after the hooks. Default: a no-op.
     """
 
     train_batch: Callable[[Any, int, bool], None]
@@ -77,6 +79,7 @@ class TrainingPath(BatchPath):
     clip: Clip | None
     norm_type: float
     update_weights: Callable[[], None]
+    follow_outcome: Callable[[StepOutcome], Any] = identity
 
 
 Path = TypeVar("Path", bound=BatchPath)

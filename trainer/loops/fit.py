@@ -533,6 +533,7 @@ class FitLoop:
         if not self.hooks.on_after_optimizer_step.is_empty:
             for index in stepped:
                 self.hooks.on_after_optimizer_step(self.optimizers[index], outcome)
+        self.path.follow_outcome(outcome)
 
     def advance_schedules(self) -> None:
         """Step the schedules that are due after this batch."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
 from functools import partial
@@ -12,6 +13,7 @@ import numpy as np
 import torch
 from lightning_utilities import apply_to_collection
 from torch import Tensor
+from torch.optim import Optimizer
 
 from trainer.data.batches import identity
 from trainer.data.samples import PLAIN, leaves_in, nbytes
@@ -19,9 +21,12 @@ from trainer.loops.accumulation import AccumulationWindow
 from trainer.loops.batch_path import TrainingPath
 from trainer.module_tree import is_dense
 from trainer.postmortem.state import BufferState
+from trainer.precision.scaler import snapshot_loss
 from trainer.state import random_states
+from trainer.state.outcome import StepOutcome
 
 if TYPE_CHECKING:
+    from trainer.loops.fit import FitLoop
     from trainer.trainer import Trainer
 
 _BYTES = 2**26
@@ -72,6 +77,125 @@ class RecordedBatch(NamedTuple):
     random_state: dict[str, Any]
     buffers: BufferState | None = None
     rates: Sequence[Any] = ()
+
+
+class Evidence:
+    """The recent batches of a fit and their losses, for a diagnosis.
+
+    It wraps the path of a batch, and adds to a step one append per batch, one per loss, and a comparison. It reads no
+    value from the device.
+
+    Args:
+        loop: the fit loop.
+        optimizers: the optimizers with the learning rates to record.
+        every: number of updates between two examinations that are due.
+        most: maximum number of updates with recorded batches.
+        begin: called before the first batch is recorded.
+        examine: called with the outcome of an update and whether an examination is due. It is called if an examination
+            is due, if the update or the one before was skipped, or if the loss scale has changed.
+
+    Attributes:
+        losses: the unscaled losses that were not taken yet, each with the step of its batch.
+        groups: the parameter groups with recorded learning rates. [] if a learning rate is a tensor, which changes in
+            place.
+        scale: the loss scale after the last known outcome.
+    """
+
+    def __init__(
+        self,
+        loop: FitLoop,
+        optimizers: Iterable[Optimizer],
+        every: int,
+        most: int,
+        begin: Callable[[], None],
+        examine: Callable[[StepOutcome, bool], None],
+    ) -> None:
+        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+        self.groups = [] if any(isinstance(group["lr"], Tensor) for group in groups) else groups
+        self.losses: list[tuple[int, float | Tensor]] = []
+        self.scale = loop.gradients.scaler.current_scale
+        self._loop = loop
+        self._every = every
+        self._most = most
+        self._begin = begin
+        self._examine = examine
+        self._updates = 0  # since the last examination that was due
+        self._follows_skip = False
+        self._latest = 0  # `batches_started` of the newest batch
+        self._room = 0  # usual maximum of recorded batches; 0 before the first batch
+        self._recent: deque[tuple[Any, int, int, AccumulationWindow, list[Any]]] = deque(maxlen=0)
+        self._stored: Callable[[Any], Any] = identity
+        self._rates = [None] * len(self.groups)  # the current learning rates
+        self._is_on_host = loop.engine.device.type == "cpu"
+        loop.wrap(self)
+
+    def stop(self) -> None:
+        """Record no more batches, and drop the recorded ones."""
+        self._loop.unwrap(self)
+        self._recent.clear()
+        self.losses.clear()
+
+    def __call__(self, path: TrainingPath) -> TrainingPath:
+        """Wrap the path of a batch: record each loss before it is scaled, and follow the outcomes of the updates."""
+        return replace(path, scale=partial(self._record, path.scale), follow_outcome=self._follow)
+
+    def _record(self, scale: Callable[[Tensor], Tensor], loss: Tensor) -> Tensor:
+        progress = self._loop.progress
+        if progress.batches_started != self._latest:  # a closure or a manual step may have several losses
+            self._latest = progress.batches_started
+            if not self._room:
+                self._begin()
+                self._room, self._stored = storage_for(self._loop.metrics.batch, self._most * self._loop.window.size)
+                self.resize()
+            for group, rate in zip(self.groups, self._rates, strict=True):
+                if group["lr"] is not rate:
+                    self._rates = [group["lr"] for group in self.groups]
+                    break
+            window, batch = self._loop.window, self._stored(self._loop.metrics.batch)
+            position = window if window.batches == 1 else copy(window)
+            self._recent.append((batch, progress.batch_idx, progress.optimizer_steps, position, self._rates))
+        self.losses.append((progress.optimizer_steps, self._value_of(loss)))
+        return scale(loss)
+
+    def _value_of(self, loss: Tensor) -> float | Tensor:
+        """Return the loss as a number if it is in host memory, or else as a tensor to read later."""
+        if self._is_on_host and type(loss) is Tensor and loss.numel() == 1:
+            return loss.item()
+        own = snapshot_loss(loss)
+        return own if own.numel() == 1 else own.sum()  # several, as in `manual_backward(outputs, gradient=...)`
+
+    def _follow(self, outcome: StepOutcome) -> None:
+        self._updates += 1
+        is_due = self._updates >= self._every
+        if is_due or outcome.skipped or self._follows_skip or outcome.scale != outcome.next_scale:
+            self._updates = 0 if is_due else self._updates
+            self._follows_skip, self.scale = outcome.skipped, outcome.next_scale
+            self._examine(outcome, is_due)
+
+    @property
+    def is_due_next(self) -> bool:
+        """Whether an examination is due after the next update."""
+        return self._updates + 1 >= self._every
+
+    def take_losses(self, end: int) -> list[tuple[int, float | Tensor]]:
+        """Remove and return the losses of the batches before this step."""
+        due = [one for one in self.losses if one[0] < end]
+        del self.losses[: len(due)]
+        return due
+
+    def resize(self, least: int = 0) -> None:
+        """Record the usual number of batches, but at least ``least``."""
+        self._recent = deque(self._recent, max(self._room, least))
+
+    def batches(self) -> list[RecordedBatch]:
+        """Return the recent batches, oldest first."""
+        return [RecordedBatch(*recorded[:4], {}, rates=recorded[4]) for recorded in self._recent]
+
+    def batches_of(self, step: int) -> list[RecordedBatch]:
+        """Return the recent batches of this step. A batch with several steps is recorded with its first step."""
+        recent = self.batches()
+        first = max((one.step for one in recent if one.step <= step), default=step)
+        return [recorded for recorded in recent if recorded.step == first]
 
 
 class Recorder:
