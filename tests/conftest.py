@@ -9,6 +9,7 @@ import logging
 import multiprocessing.resource_tracker
 import multiprocessing.spawn
 import os
+import random
 import shutil
 import signal
 import subprocess
@@ -47,6 +48,9 @@ if TYPE_CHECKING:
     from tests.support import Clock
 
 ROOT = Path(__file__).parent.parent
+
+ORDER = "TEST_ORDER"
+"""Environment variable with a seed, of any text, for the order of tests: ``TEST_ORDER=1 scripts/test --all``."""
 
 
 SHARED = pytest.StashKey[Path]()
@@ -122,7 +126,7 @@ def pytest_collection() -> Iterator[None]:
 WHOLE = ("distributed/", "security/test_network.py", "test_start_up.py")
 """Folders and modules that ``scripts/test`` leaves out, relative to ``tests``."""
 
-PROCESSES = {"python", "python_without_lightning", "wheel", "installed"}
+PROCESSES = {"python", "python_without_lightning", "python_with_deepspeed", "wheel", "installed"}
 """Fixtures that start processes: a test that uses one is left out, too."""
 
 
@@ -180,13 +184,33 @@ def sort_combinations(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.nightly)
 
 
+def shuffle(items: list[pytest.Item], seed: str) -> None:
+    """Shuffle the modules, and the tests of each module."""
+    generator = random.Random(seed)
+    modules = defaultdict[Path, list[pytest.Item]](list)
+    for item in items:
+        modules[item.path].append(item)
+    groups = list(modules.values())
+    generator.shuffle(groups)
+    for group in groups:
+        generator.shuffle(group)
+    items[:] = itertools.chain.from_iterable(groups)
+
+
+def pytest_report_header() -> str | None:
+    """Print the seed of the order of tests, if there is one."""
+    return f"order: {ORDER}={os.environ[ORDER]}" if ORDER in os.environ else None
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Sort the tests into tiers, and skip those that need a GPU if there is none.
+    """Sort the tests into tiers, shuffle them on request, and skip those that need a GPU if there is none.
 
     ``scripts/test`` runs tests without ``nightly`` and ``whole``, and those marked ``representative``;
     ``scripts/test --all`` runs all that are not marked ``nightly``.
     """
+    if ORDER in os.environ:
+        shuffle(items, os.environ[ORDER])
     for item in items:
         if is_whole(item):
             item.add_marker(pytest.mark.whole)
@@ -320,9 +344,16 @@ def ranks(python: WarmPython) -> Iterator[Ranks]:
 
 
 @pytest.fixture(scope="session")
-def deepspeed_loaded(python: WarmPython) -> None:
-    """Import DeepSpeed once for all processes that start later, because this takes seconds in each."""
-    python.load("deepspeed")
+def python_with_deepspeed(pytestconfig: pytest.Config) -> WarmPython:
+    """Like ``python``, with DeepSpeed imported, too, because this takes seconds in each process."""
+    return shared_python(pytestconfig, "python_with_deepspeed", imported=(*IMPORTED, "deepspeed"))
+
+
+@pytest.fixture(scope="session")
+def ranks_with_deepspeed(python_with_deepspeed: WarmPython) -> Iterator[Ranks]:
+    """Like ``ranks``, with DeepSpeed imported."""
+    with Ranks(python_with_deepspeed, 2, timeout=120.0) as ranks:
+        yield ranks
 
 
 @pytest.fixture(scope="session")
@@ -343,6 +374,12 @@ def spawn_is_warm(python: WarmPython, monkeypatch: pytest.MonkeyPatch) -> None:
     """Start processes of multiprocessing's methods "spawn" and "forkserver" by the warm Python."""
     multiprocessing.resource_tracker.ensure_running()  # by a normal Python, because it must not end before this process
     monkeypatch.setattr(multiprocessing.spawn, "_python_exe", os.fsencode(python.executable))
+
+
+@pytest.fixture
+def executable_is_warm(python: WarmPython, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Start processes that use `sys.executable`, such as jobs of sweeps and attempts of ``tune``, warm."""
+    monkeypatch.setattr(sys, "executable", str(python.executable))
 
 
 @pytest.fixture(scope="session")

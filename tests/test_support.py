@@ -1,10 +1,12 @@
 import itertools
+import os
 from types import SimpleNamespace
 
 import pytest
 
-from tests.conftest import ROOT, covering, is_whole, values_of
+from tests.conftest import ROOT, covering, is_whole, shuffle, values_of
 from tests.support import seeds, tiered
+from tests.warm_python import WarmPython, start_server
 
 
 def test_covering_keeps_every_value_and_every_pair_of_values():
@@ -50,6 +52,33 @@ def test_ci_runs_all_tests():
     assert (ROOT / ".ci" / "run").read_text().splitlines()[-1] == "exec scripts/test --all"
 
 
-def test_loaded_modules_are_in_later_programs(python):
-    python.load("not_installed", "tabnanny")
-    assert python.run("-c", "import sys; print('tabnanny' in sys.modules)").stdout == "True\n"
+def test_order_depends_on_the_seed_and_keeps_modules_together():
+    tests = [SimpleNamespace(path=path, name=name) for path in "abc" for name in range(5)]
+    orders = []
+    for seed in ("1", "1", "2"):
+        shuffle(order := list(tests), seed)
+        orders.append(order)
+    assert orders[0] == orders[1] != orders[2]
+    assert sorted(orders[2], key=tests.index) == tests
+    for order in orders:
+        assert len(list(itertools.groupby(order, lambda test: test.path))) == 3
+
+
+@pytest.mark.whole
+def test_programs_do_not_inherit_the_output_of_imports(tmp_path, monkeypatch):
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
+    alive, owner = os.pipe()
+    server = start_server(tmp_path, tmp_path, alive, imported=("this",))  # prints a poem
+    python = WarmPython(tmp_path)
+    outputs = [python.run("-c", "import this; print('program')").stdout for _ in range(2)]
+    os.close(owner)
+    server.communicate()
+    os.close(alive)
+    assert outputs == ["program\n"] * 2
+
+
+def test_programs_have_only_the_files_that_their_client_has(python, tmp_path):
+    program = "import os; print(*sorted({*map(int, os.listdir('/proc/self/fd'))} - {3}))"  # 3 is that of the listing
+    with (tmp_path / "file").open("w") as file:
+        found = [python.run("-c", program, pass_fds=numbers).stdout for numbers in ((), (file.fileno(),))]
+        assert found == ["0 1 2\n", f"0 1 2 {file.fileno()}\n"]

@@ -30,16 +30,19 @@ def run(socket_path: str, words: list[str]) -> int:
     """
     descriptors = [number for number in range(MAX_DESCRIPTORS) if number < 3 or _is_open(number)]
     given = {"words": words, "folder": os.getcwd(), "environment": dict(os.environ), "parent": os.getppid()}
-    request = marshal.dumps({**given, "descriptors": descriptors})
+    ignored = [int(number) for number in signal.valid_signals() if signal.getsignal(number) == signal.SIG_IGN]
+    request = marshal.dumps({**given, "descriptors": descriptors, "own_session": True, "ignored": ignored})
     connection = socket.socket(socket.AF_UNIX)
     connection.connect(socket_path)
     streams = b"".join(number.to_bytes(4, sys.byteorder) for number in descriptors)
     connection.sendmsg([len(request).to_bytes(4, "big")], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, streams)])
     connection.sendall(request)
-    group = _number(connection)
     for name in _PASSED_ON:
-        signal.signal(getattr(signal, name), lambda number, _: os.kill(group, number))
-    status = _number(connection)
+        signal.signal(getattr(signal, name), lambda number, _: connection.send(bytes([number])))
+    sent = connection.recv(4)
+    if not sent:
+        raise ConnectionError("The warm Python is gone.")
+    status = int.from_bytes(sent, "big", signed=True)
     connection.close()
     if status < 0:
         if -status != signal.SIGKILL:
@@ -56,18 +59,11 @@ def _is_open(number: int) -> bool:
     return True
 
 
-def _number(connection: socket.socket) -> int:
-    sent = connection.recv(4)
-    if not sent:
-        raise ConnectionError("The warm Python is gone.")
-    return int.from_bytes(sent, "big", signed=True)
-
-
 def main(python: str, socket_path: str, words: list[str]) -> int:
     """Run a program. Other uses of Python, and a program that names files after its process, get a normal one."""
     while words[:1] in (["-u"], ["-B"]):
         words = words[1:]
-    is_option = not words or (words[0].startswith("-") and words[0] not in ("-m", "-c", "--import"))
+    is_option = not words or (words[0].startswith("-") and words[0] not in ("-m", "-c"))
     if is_option or words[:2] == ["-m", "submitit.local._local"]:
         os.execv(python, [python, *words])
     return run(socket_path, words)

@@ -6,33 +6,27 @@ Imports of torch and Lightning take most of the time of a short program; tests a
 As a script: ``warm_python.py SOCKET CONFIGS MODULES...`` imports, and waits for programs from ``warm_client.py``.
 """
 
-import array
 import contextlib
-import fcntl
-import gc
 import hashlib
 import importlib
 import importlib.metadata
 import logging
-import marshal
 import multiprocessing.util
 import os
 import pickle
 import runpy
-import selectors
 import shlex
 import signal
 import socket
 import sqlite3
-import struct
 import subprocess
 import sys
-import traceback
-import weakref
 from collections.abc import Callable, Iterable
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
+
+from trainer.cli.warm_process import Server, shared_imports
 
 ROOT = Path(__file__).parents[1]
 
@@ -46,10 +40,6 @@ IMPORTED = (
 
 BELOW_LIGHTNING = tuple(name for name in IMPORTED if not name.startswith(("lightning", "trainer", "recipes")))
 """Modules for programs that depend on the order of the imports of Lightning and the project."""
-
-
-MAX_DESCRIPTORS = 100
-"""Maximum number of open files of a program when it starts; the same as in ``warm_client.py``."""
 
 
 class WarmPython:
@@ -91,10 +81,6 @@ class WarmPython:
     def trainer(self, *words: str, **options: Any) -> subprocess.CompletedProcess[str]:
         """Run the command line: ``python -m trainer WORDS...``."""
         return self.run("-m", "trainer", *words, **options)
-
-    def load(self, *modules: str) -> None:
-        """Import further modules, if they are installed, for all programs that start later."""
-        subprocess.run([str(self.executable), "--import", *modules], check=True)
 
 
 def start_server(
@@ -232,10 +218,23 @@ def cache_compositions(folder: Path) -> None:
 def serve(socket_path: str, configs: Path, imported: list[str]) -> None:
     """Import, listen, and run programs until standard input ends."""
     sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != Path(__file__).resolve().parent]
-    gc.disable()  # imported modules stay
+    owner = os.dup(1)
+    with open(os.devnull, "w") as nowhere:
+        os.dup2(nowhere.fileno(), 1)  # imports may print
+    with shared_imports():
+        prepare(configs, imported)
+    server = WarmServer(socket_path)
+    os.write(owner, b"ready\n")
+    os.close(owner)
+    server.loop()
+
+
+def prepare(configs: Path, imported: list[str]) -> None:
+    """Import, and cache the results of functions that many programs call."""
     cache_entry_points()
     for name in imported:
-        import_if_installed(name)
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
     for module in [module for name, module in sys.modules.items() if name.startswith(("trainer.", "recipes."))]:
         for public in getattr(module, "__all__", ()):
             with contextlib.suppress(ImportError):  # of a package that is not installed
@@ -247,21 +246,9 @@ def serve(socket_path: str, configs: Path, imported: list[str]) -> None:
         parser = importlib.import_module("hydra.core.override_parser.overrides_parser").OverridesParser.create()
         parser.parse_overrides(["+a/b@c=d", "~a.b", "a=[1,b]", "a={b:2.5,c:'d e'}", "a=1e-3,null", "a=${b}"])
     importlib.metadata.entry_points()
-    for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
-        finalizer.atexit = False  # torch would remove each of its operators at the end of each program
     write_without_waiting()
     figure = importlib.import_module("matplotlib.figure").Figure
     figure.savefig = save_empty_pictures(figure.savefig)
-    gc.freeze()
-    gc.enable()
-    Server(socket_path).loop()
-
-
-def import_if_installed(name: str) -> None:
-    """Import a module, and exempt it from garbage collection, which would copy its memory in each program."""
-    with contextlib.suppress(ImportError):
-        importlib.import_module(name)
-    gc.freeze()
 
 
 def cache_entry_points() -> None:
@@ -277,90 +264,57 @@ def cache_entry_points() -> None:
     importlib.metadata.PathDistribution.entry_points = property(entry_points)  # type: ignore[method-assign,assignment]
 
 
-class Server:
-    """Forks programs, and reports their exit status to the clients."""
+class WarmServer(Server):
+    """Forks programs for the clients that connect to a socket, until standard input ends."""
 
     def __init__(self, socket_path: str) -> None:
-        self.selector = selectors.DefaultSelector()
-        self.asked: dict[int, socket.socket] = {}  # by the program's process
-        self.listener = socket.socket(socket.AF_UNIX)
-        self.listener.bind(socket_path)
-        self.listener.listen(16)
-        self.wake_up, woken = socket.socketpair()
-        woken.setblocking(False)
-        signal.set_wakeup_fd(woken.fileno(), warn_on_full_buffer=False)
-        signal.signal(signal.SIGCHLD, lambda *_: None)
-        self.woken = woken
-        for source in (self.listener, self.wake_up, sys.stdin):
-            self.selector.register(source, selectors.EVENT_READ)
-        print("ready", flush=True)
+        listener = socket.socket(socket.AF_UNIX)
+        listener.bind(socket_path)
+        listener.listen(16)
+        super().__init__(listener)
+        self.listen(sys.stdin, self._end)
 
-    def loop(self) -> None:
-        """Run until the owner has ended."""
-        while True:
-            for key, _ in self.selector.select():
-                source: Any = key.fileobj
-                if source is sys.stdin:
-                    for process in list(self.asked):
-                        self._kill(process)
-                    return
-                if source is self.listener:
-                    self._start()
-                elif source is self.wake_up:
-                    self.wake_up.recv(4096)
-                    self._reap()
-                else:  # a client sends no data: it was killed, unless the program has just ended
-                    for process in [process for process, asker in self.asked.items() if asker is source]:
-                        self.selector.unregister(source)
-                        self._kill(process)
+    def accept(self, listener: socket.socket) -> None:
+        """Accept a client, and start its program."""
+        self.start(listener.accept()[0])
 
-    def _start(self) -> None:
-        connection, _ = self.listener.accept()
-        streams = array.array("i")
-        try:
-            head, ancillary, _, _ = connection.recvmsg(4, socket.CMSG_SPACE(MAX_DESCRIPTORS * streams.itemsize))
-            for _, _, numbers in ancillary:
-                streams.frombytes(numbers)
-            with connection.makefile("rb") as sent:
-                request = marshal.loads(sent.read(*struct.unpack("!I", head)))
-            if request["words"][:1] == ["--import"]:
-                for name in request["words"][1:]:
-                    import_if_installed(name)
-                connection.sendall(struct.pack("!ii", 0, 0))
-                raise ValueError("no program")
-            process = os.fork()
-        # the client was killed during the request; or there is no program, or no resources for another process
-        except (OSError, ValueError, EOFError, struct.error):
-            for stream in streams:
-                os.close(stream)
-            connection.close()
-            return
-        if process == 0:
-            self.listener.close()
-            _become(request, list(streams))
-        for stream in streams:
-            os.close(stream)
-        self.asked[process] = connection
-        self.selector.register(connection, selectors.EVENT_READ)
-        with contextlib.suppress(OSError):  # the client was killed, as the selector will report
-            connection.sendall(struct.pack("!i", process))
+    def _end(self, stdin: Any) -> None:
+        for process in self.connections:
+            self.abandon(process)
+        self.is_running = False
 
-    def _reap(self) -> None:
-        for process in list(self.asked):
-            ended, status = os.waitpid(process, os.WNOHANG)
-            if not ended:
-                continue
-            connection = self.asked.pop(process)
-            with contextlib.suppress(KeyError):
-                self.selector.unregister(connection)
-            with contextlib.suppress(OSError):
-                connection.sendall(struct.pack("!i", os.waitstatus_to_exitcode(status)))
-            connection.close()
-
-    @staticmethod
-    def _kill(process: int) -> None:
+    def abandon(self, process: int) -> None:
+        """Kill the program, because its client was killed."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process, signal.SIGKILL)
+
+    def enter(self, request: dict[str, Any]) -> None:
+        """Make the program a child of the client's parent, with warm child processes."""
+        super().enter(request)
+        os.getppid = partial(_parent, request["parent"])
+        sys.executable = os.environ.get("WARM_PYTHON_AGAIN", sys.executable)
+        fork_fork_servers()
+        named = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
+        sys.path[:0] = [entry for entry in named if entry not in sys.path]
+        if "lightning" not in sys.modules:  # the program may import another copy of the project
+            for name in [name for name in sys.modules if name.partition(".")[0] == "trainer"]:
+                del sys.modules[name]
+
+    def execute(self, request: dict[str, Any]) -> None:
+        """Run ``-m MODULE ...``, ``-c CODE ...`` or ``FILE ...``."""
+        words = request["words"]
+        sys.argv = words
+        if words[0] == "-m":
+            _log_to_the_root()
+            sys.path.insert(0, "")  # replaced
+            super().execute(request)
+        elif words[0] == "-c":
+            sys.argv = ["-c", *words[2:]]
+            sys.path.insert(0, "")
+            exec(compile(words[1], "<string>", "exec"), {"__name__": "__main__", "__builtins__": __builtins__})
+        else:
+            sys.path.insert(0, str(Path(words[0]).resolve().parent))
+            runpy.run_path(words[0], run_name="__main__")
 
 
 def _parent(process: int) -> int:
@@ -370,48 +324,6 @@ def _parent(process: int) -> int:
     except ProcessLookupError:
         return 1
     return process
-
-
-def _become(request: dict[str, Any], streams: list[int]) -> None:
-    """Run the requested program. Does not return."""
-    status = 1
-    try:
-        os.setsid()
-        signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        # above all descriptors of the program, so that none is overwritten before its turn
-        streams = [fcntl.fcntl(stream, fcntl.F_DUPFD, 2 * MAX_DESCRIPTORS) for stream in streams]
-        for number, stream in zip(request["descriptors"], streams, strict=True):
-            os.dup2(stream, number)
-            os.close(stream)
-        os.getppid = partial(_parent, request["parent"])
-        os.chdir(request["folder"])
-        os.environ.clear()
-        os.environ.update(request["environment"])
-        sys.executable = os.environ.get("WARM_PYTHON_AGAIN", sys.executable)
-        fork_fork_servers()
-        named = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
-        sys.path[:0] = [entry for entry in named if entry not in sys.path]
-        status = _execute(request["words"])
-    except SystemExit as end:
-        if isinstance(end.code, str):
-            print(end.code, file=sys.stderr)
-        status = end.code if isinstance(end.code, int) else int(end.code is not None)
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        try:
-            import atexit
-            import threading
-
-            for thread in threading.enumerate():
-                if thread is not threading.current_thread() and not thread.daemon:
-                    thread.join()
-            atexit._run_exitfuncs()
-            sys.stdout.flush()
-            sys.stderr.flush()
-        finally:
-            os._exit(status)
 
 
 def fork_fork_servers() -> None:
@@ -432,23 +344,6 @@ def fork_fork_servers() -> None:
             os._exit(1)
 
     multiprocessing.util.spawnv_passfds = fork
-
-
-def _execute(words: list[str]) -> int:
-    if words[0] == "-m":
-        sys.argv = words[1:]
-        _log_to_the_root()
-        sys.path.insert(0, os.getcwd())
-        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
-    elif words[0] == "-c":
-        sys.argv = ["-c", *words[2:]]
-        sys.path.insert(0, "")
-        exec(compile(words[1], "<string>", "exec"), {"__name__": "__main__", "__builtins__": __builtins__})
-    else:
-        sys.argv = words
-        sys.path.insert(0, str(Path(words[0]).resolve().parent))
-        runpy.run_path(words[0], run_name="__main__")
-    return 0
 
 
 def _log_to_the_root() -> None:

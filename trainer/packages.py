@@ -14,7 +14,6 @@ EXTRAS: dict[str, dict[str, str]] = {
     "report": {"jinja2": "jinja2", "matplotlib": "matplotlib"},
     "plots": {"matplotlib": "matplotlib"},
     "tensorboard": {"tensorboard": "tensorboard"},
-    "joblib": {"joblib": "joblib"},
     "slurm": {"hydra_plugins.hydra_submitit_launcher": "hydra-submitit-launcher", "submitit": "submitit"},
     "optuna": {"optuna": "optuna"},
     "safetensors": {"safetensors": "safetensors"},

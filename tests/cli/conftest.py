@@ -146,8 +146,8 @@ class FakeJob:
     ends: Callable[[FakeJob], Any]
     returncode: int | None = None
 
-    def __init__(self, command: list[str], *, cwd: str, env: dict[str, str], **options: Any) -> None:
-        self.command, self.env, self.options = command, env, options
+    def __init__(self, words: list[str], *, environment: dict[str, str], **options: Any) -> None:
+        self.command, self.environment, self.options = words, environment, options
         self.folder = Path(self.value("hydra.run.dir"))
         FakeJob.started.append(self)
 
@@ -170,7 +170,7 @@ def jobs(project: Path, monkeypatch: pytest.MonkeyPatch) -> type[FakeJob]:
     monkeypatch.setattr(FakeJob, "started", [])
     record = {"status": "completed", "metrics": {}, "run_dir": "."}
     monkeypatch.setattr(FakeJob, "ends", lambda job: record, raising=False)
-    monkeypatch.setattr("trainer.cli.sweep.jobs.subprocess.Popen", FakeJob)
+    monkeypatch.setattr("trainer.cli.sweep.jobs.start_process", FakeJob)
     return FakeJob
 
 

@@ -88,9 +88,8 @@ class Shell:
 
 
 @pytest.fixture
-def shell(stopped, python, spawn_is_warm, trained, capfd, monkeypatch):
+def shell(stopped, executable_is_warm, trained, capfd, monkeypatch):
     write(stopped, {**OTHERS, "stops": ""})
-    monkeypatch.setattr(sys, "executable", str(python.executable))  # of jobs and trials
     monkeypatch.setenv("PYTHONPATH", str(PACKAGE.parent))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     yield Shell(capfd, trained)

@@ -53,7 +53,7 @@ def test_trainer_of_lightning_is_refused(given, capfd):
 
 
 @pytest.mark.whole
-def test_range_test_starts_with_the_weights(project, spawn_is_warm):
+def test_range_test_starts_with_the_weights(project, executable_is_warm):
     fit("first", "trainer.max_epochs=30")
     words = ["+recipe=line", "tune.steps=10", "tune.min_lr=1e-9", "tune.max_lr=1e-8", "weights=first"]
     assert main(["tune", "lr", *words, "hydra.run.dir=tuned"]) in (0, 1)

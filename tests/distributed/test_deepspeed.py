@@ -18,7 +18,6 @@ from lightning.pytorch.callbacks import EMAWeightAveraging, LambdaCallback, Mode
 from torch.utils.data import DataLoader
 
 from tests.checkpoint.test_shards import sealed_again
-from tests.distributed.ranks import Ranks
 from tests.distributed.setups import Fitted, Saves, Setup, batches_of, only_these_warnings
 from tests.support import Payload, loader_of, make_trainer, needs_deepspeed
 from trainer import CheckpointFiles, DeepSpeedStrategy
@@ -206,10 +205,9 @@ def fit_on_meta(strategy):
     return {name: value.clone() for name, value in module.state_dict().items()}
 
 
-@pytest.fixture(scope="module")
-def ranks(python, deepspeed_loaded):
-    with Ranks(python, 2, timeout=120.0) as ranks:
-        yield ranks
+@pytest.fixture
+def ranks(ranks_with_deepspeed):
+    return ranks_with_deepspeed
 
 
 def fit(ranks, setup, strategy, **arguments):

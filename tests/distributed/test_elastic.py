@@ -192,15 +192,14 @@ RESUMED = [
 
 
 @pytest.fixture(scope="module")
-def three(python):
-    with Ranks(python, 3) as ranks:
+def three(python_with_deepspeed):
+    with Ranks(python_with_deepspeed, 3) as ranks:
         yield ranks
 
 
 @pytest.fixture(scope="module")
-def results(ranks, three, deepspeed_loaded, tmp_path_factory):
+def results(ranks_with_deepspeed, three, tmp_path_factory):
     """Return the results of each rank of a run by name. Each run, and those that it starts from, run once."""
-    ranks.end()  # the next call starts processes with DeepSpeed
     folder = tmp_path_factory.mktemp("elastic")
 
     @cache
@@ -210,7 +209,7 @@ def results(ranks, three, deepspeed_loaded, tmp_path_factory):
             result(run.start[0])
         if run.processes == 1:
             return [train(run, folder)]
-        return {2: ranks, 3: three}[run.processes].call(train, run, folder)
+        return {2: ranks_with_deepspeed, 3: three}[run.processes].call(train, run, folder)
 
     return result
 

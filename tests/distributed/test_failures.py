@@ -23,9 +23,8 @@ DIED = r"has died during the run\. Local rank 1 cannot continue without it, and 
         pytest.param("deepspeed 1 training dies", 1, KILLED, marks=[needs_deepspeed, pytest.mark.nightly]),
     ],
 )
-def test_failed_rank_is_named_and_ends_a_sleeping_rank(python, request, case, status, message):
-    if "deepspeed" in case:
-        request.getfixturevalue("deepspeed_loaded")
+def test_failed_rank_is_named_and_ends_a_sleeping_rank(request, case, status, message):
+    python = request.getfixturevalue("python_with_deepspeed" if "deepspeed" in case else "python")
     ended, output = run_program(python, failing_worker.__file__, *case.split(), timeout=100)
     assert ended == status
     assert re.search(message, output)

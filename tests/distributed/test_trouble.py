@@ -92,10 +92,8 @@ def test_all_ranks_roll_back_when_the_loss_of_one_spikes(ranks, tmp_path, engine
 
 
 @pytest.mark.parametrize("engine", ["ddp", pytest.param("deepspeed", marks=[needs_deepspeed, pytest.mark.nightly])])
-def test_missing_rank_is_named_with_its_layer(ranks, request, tmp_path, engine):
-    if engine == "deepspeed":
-        request.getfixturevalue("deepspeed_loaded")
-        ranks.end()  # the next call starts processes with DeepSpeed
+def test_missing_rank_is_named_with_its_layer(request, tmp_path, engine):
+    ranks = request.getfixturevalue("ranks_with_deepspeed" if engine == "deepspeed" else "ranks")
     (output, weight), (other_output, other_weight) = ranks.call(stall, tmp_path, engine, 1, 9.0)
     # the set-up may take longer than the timeout, too
     (text,) = [one for one in output + other_output if "net.1" in one]

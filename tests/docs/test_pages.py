@@ -55,12 +55,12 @@ def test_number_of_unchecked_blocks():
 @pytest.mark.parametrize(
     "page", [pytest.param(page, marks=MARKS.get(name_of(page), ())) for page in PAGES], ids=name_of
 )
-def test_everything_runs(page, tmp_path, python):
+def test_everything_runs(page, tmp_path, request):
     folder = tmp_path / "folder"
     folder.mkdir()
     blocks = read(page)
-    if any("trainer=deepspeed" in block.text for block in blocks):
-        python.load("deepspeed")  # once instead of in each process
+    has_deepspeed = any("trainer=deepspeed" in block.text for block in blocks)
+    python = request.getfixturevalue("python_with_deepspeed" if has_deepspeed else "python")
     run(blocks, folder, tmp_path / "tools", python, timeout=280)
 
 

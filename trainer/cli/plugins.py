@@ -18,12 +18,15 @@ from trainer.cli.folders import packaged_conf
 SUBMITIT_PREFIX = "hydra_plugins.hydra_submitit_launcher."
 """Prefix of the targets of launchers that run jobs on other machines."""
 
+PARALLEL = "hydra_plugins.amp_trainer.ParallelLauncher"
+"""Target of the launcher that runs several jobs at a time on this machine."""
+
 _NEEDS = {
-    "hydra_plugins.amp_trainer.JoblibLauncher": ("joblib", "trainer.cli.sweep.joblib_launcher"),
+    PARALLEL: (None, "trainer.cli.sweep.parallel_launcher"),
     "hydra_plugins.amp_trainer.OptunaSweeper": ("optuna", "trainer.cli.sweep.optuna_sweeper"),
     SUBMITIT_PREFIX: ("slurm", None),
 }
-"""By prefix of a target: the extra that it needs, and the module of the class if it is in this package.
+"""By prefix of a target: the extra that it needs, or None, and the module of the class if it is in this package.
 
 Hydra requires targets in the package ``hydra_plugins``, but uses only the name: there is no module
 ``hydra_plugins.amp_trainer``.
@@ -49,7 +52,7 @@ def prepare(hydra: Any) -> None:
     for kind in ("launcher", "sweeper"):
         target = str(hydra[kind]["_target_"])
         for start, (extra, module) in _NEEDS.items():
-            if target.startswith(start) and (problem := packages.missing(extra)):
+            if target.startswith(start) and extra and (problem := packages.missing(extra)):
                 raise UsageError(f"hydra/{kind}={hydra.runtime.choices.get(f'hydra/{kind}')} needs {problem}")
             if target == start and module:  # a class of this package; Hydra finds it under its name in the config
                 Plugins.instance().register(plugin := getattr(import_module(module), target.rpartition(".")[2]))

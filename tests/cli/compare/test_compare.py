@@ -170,7 +170,7 @@ def test_one_job_for_each_precision(jobs, monkeypatch, capsys):
     out = capsys.readouterr().out
     assert "Job 1: +recipe=line compare.min_memory_saving=null optimizer.lr=0.2 precision=16-mixed, " in out
     # the command line of a job is valid
-    assert main([*jobs.started[1].command[3:], "--cfg", "job"]) == 0
+    assert main([*jobs.started[1].command[1:], "--cfg", "job"]) == 0
     assert main(["compare", "+recipe=line", "precision=32,16", "compare.strict=true"]) == 1  # as fast, as much memory
 
 

@@ -13,6 +13,8 @@ from _faults.bench import wait_until
 
 from tests.cli.conftest import write
 from trainer.cli import main
+from trainer.cli.sweep.parallel_launcher import ParallelLauncher
+from trainer.machine import Cores
 
 LINE = ["+recipe=line", "model=stopped", "callbacks=none", "logger=none", "resume=auto"]
 
@@ -32,7 +34,7 @@ def sweep(python, *words):
 
 @pytest.mark.whole
 def test_signal_ends_parallel_jobs_and_the_same_command_completes_the_sweep(stopped, python):
-    places = ["hydra/launcher=joblib", "hydra.sweep.dir=jobs"]
+    places = ["hydra/launcher=parallel", "hydra.sweep.dir=jobs"]
     words = ["fit", "-m", *LINE, "model.receivers=[sweep]", "seed=1,2,3", *places]
     done = sweep(python, *words)
     assert done.returncode == 143, done.stderr
@@ -83,27 +85,28 @@ def parallel(jobs, monkeypatch):
     return jobs.started
 
 
-SIDE_BY_SIDE = ["fit", "-m", "+recipe=line", "hydra/launcher=joblib", "hydra.sweep.dir=jobs"]
+SIDE_BY_SIDE = ["fit", "-m", "+recipe=line", "hydra/launcher=parallel", "hydra.sweep.dir=jobs"]
 
 
 @pytest.mark.whole
 def test_parallel_jobs_share_cores_and_gpus(parallel, monkeypatch):
-    monkeypatch.setattr("joblib.cpu_count", lambda: 13)
+    monkeypatch.setattr("trainer.machine.cores", lambda: Cores(total=16, allowed=13))
     assert main([*SIDE_BY_SIDE, "seed=1,2,3", "hydra.launcher.n_jobs=3", "hydra.launcher.gpus_per_job=1"]) == 0
-    assert {job.env["OMP_NUM_THREADS"] for job in parallel} == {"4"}
-    assert {job.env["CUDA_VISIBLE_DEVICES"] for job in parallel} <= {"4", "5", "7"}
-    assert all(job.options["start_new_session"] for job in parallel)
+    assert {job.environment["OMP_NUM_THREADS"] for job in parallel} == {"4"}
+    assert {job.environment["CUDA_VISIBLE_DEVICES"] for job in parallel} <= {"4", "5", "7"}
+    assert all(job.options["own_session"] for job in parallel)
     assert sorted(job.value("seed") for job in parallel) == ["1", "2", "3"]
-    from trainer.cli.sweep.joblib_launcher import JoblibLauncher  # imports joblib
-
-    launcher = JoblibLauncher(n_jobs=3, gpus_per_job=1)
+    launcher = ParallelLauncher(n_jobs=3, gpus_per_job=1)
     launcher.setup(hydra_context=None, task_function=None, config=None)
     assert [place["CUDA_VISIBLE_DEVICES"] for place in launcher.places] == ["4", "5", "7"]
     monkeypatch.setenv("OMP_NUM_THREADS", "7")  # of the user
-    assert main([*SIDE_BY_SIDE, "seed=1"]) == 0
-    assert (parallel[3].env["OMP_NUM_THREADS"], parallel[3].env["CUDA_VISIBLE_DEVICES"]) == ("7", "4,5,7")
+    assert main(["hydra/launcher=joblib" if "launcher" in word else word for word in [*SIDE_BY_SIDE, "seed=1"]]) == 0
+    assert (parallel[3].environment["OMP_NUM_THREADS"], parallel[3].environment["CUDA_VISIBLE_DEVICES"]) == (
+        "7",
+        "4,5,7",
+    )
     assert main([*SIDE_BY_SIDE, "seed=1", "hydra.launcher.threads_per_job=2"]) == 0
-    assert parallel[4].env["OMP_NUM_THREADS"] == "2"
+    assert parallel[4].environment["OMP_NUM_THREADS"] == "2"
 
 
 def test_launcher_that_cannot_run(parallel, capsys, monkeypatch):
@@ -116,7 +119,6 @@ def test_launcher_that_cannot_run(parallel, capsys, monkeypatch):
         ("", ["gpus_per_job=0"], "gpus_per_job is 0, expected a whole number of at least 1, or null."),
         ("", ["n_jobs=0"], "n_jobs is 0, expected a whole number of at least 1, or -1 for all cores."),
         ("", ["n_jobs=null"], "n_jobs is null, expected a whole number of at least 1, or -1 for all cores."),
-        ("joblib", [], "hydra/launcher=joblib needs joblib, which is not installed: pip install joblib"),
     ):
         assert main([*SIDE_BY_SIDE, "seed=1", *(f"hydra.launcher.{word}" for word in words)]) == 2
         assert complaint in capsys.readouterr().err

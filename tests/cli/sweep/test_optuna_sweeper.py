@@ -78,7 +78,7 @@ def test_trials_are_jobs_and_the_study_has_their_results(trials, capsys):
     out = capsys.readouterr().out
     assert f"fit +recipe=line objective.metric=val_loss optimizer.lr={best.params['optimizer.lr']}\n" in out
     assert "OptunaPruning" not in out
-    words = [word for word in trials.started[0].command[3:] if not word.startswith("hydra.")]
+    words = [word for word in trials.started[0].command[1:] if not word.startswith("hydra.")]
     assert main([*words, "--cfg", "job"]) == 0
 
 

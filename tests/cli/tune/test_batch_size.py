@@ -130,7 +130,7 @@ MODEL = "_target_: hungry.Hungry\noptimizer: ${optimizer}\n"
 
 
 @pytest.fixture
-def hungry(project, spawn_is_warm):
+def hungry(project, executable_is_warm):
     write(project, {"hungry.py": HUNGRY, "conf/model/hungry.yaml": MODEL})
     return ["tune", "batch_size", "+recipe=line", "model=hungry", "callbacks=default", "tune.multiple_of=1"]
 

@@ -42,7 +42,7 @@ def raises(report, folder):
 
 @pytest.mark.whole
 @pytest.mark.skipif(sys.platform == "win32", reason="signals")
-def test_results_and_exit_status_of_processes(spawn_is_warm, tmp_path):
+def test_results_and_exit_status_of_processes(executable_is_warm, tmp_path):
     log = tmp_path / "log"
     begun = time.monotonic()
     message = run_in_child(f"{HERE}:reports_ok", log, number=21)
@@ -68,10 +68,12 @@ def test_processes_end_with_their_parent(tmp_path):
     from _faults.bench import wait_until  # not above: the processes do not find it
 
     code = (
-        "from pathlib import Path; from trainer.cli.tune import child; child._PRELOADED = 'json';"
-        f"child.run_in_child('{HERE}:leaves_its_number', Path('{tmp_path}/log'), file=Path('{tmp_path}/number'))"
+        "from pathlib import Path; from trainer.cli.tune.child import run_in_child\n"
+        "from trainer.cli.warm_process import warm_processes\n"
+        f"with warm_processes(): run_in_child('{HERE}:leaves_its_number', Path('log'), file=Path('{tmp_path}/number'))"
     )
-    with subprocess.Popen([sys.executable, "-c", code], cwd=Path(__file__).parents[3]) as parent:
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
+    with subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path, env=environment) as parent:
         file = tmp_path / "number"
         wait_until(lambda: file.exists() and file.read_text() != "", 60)
         parent.kill()

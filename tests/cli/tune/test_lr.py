@@ -49,7 +49,7 @@ def test_no_suggestion(config, tmp_path, capsys):
 
 
 @pytest.mark.whole
-def test_whole_run(project, spawn_is_warm, capfd):
+def test_whole_run(project, executable_is_warm, capfd):
     plain = ["optimizer.momentum=0", "data.batch_size=16", "callbacks=default"]
     assert main(["tune", "lr", "+recipe=line", *plain, "tune.min_lr=1e-3", "tune.max_lr=100"]) == 0
     (file,) = Path("outputs").rglob("tune.json")

@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,8 +26,10 @@ from omegaconf import DictConfig, OmegaConf
 
 from trainer import redaction
 from trainer.cli.arguments import UsageError
-from trainer.cli.plugins import SUBMITIT_PREFIX
-from trainer.cli.processes import PARENT, clean_environment, is_first
+from trainer.cli.plugins import PARALLEL, SUBMITIT_PREFIX
+from trainer.cli.processes import clean_environment, is_first
+from trainer.cli.walk import targets
+from trainer.cli.warm_process import Process, start_process, warm_processes
 from trainer.cli.workdir import config_flags, quoted, unresolved_words
 from trainer.files import from_here
 from trainer.record.find_checkpoint import checkpoints_in
@@ -42,6 +44,11 @@ SWEPT = "TRAINER_SWEPT"
 
 _BASIC = "hydra._internal.core_plugins."
 _STOP = ".stop"
+_IMPORTED = (
+    "trainer.cli.run", "trainer.cli.validate", "trainer.cli.fused", "trainer.trainer", "trainer.callbacks",
+    "torch.utils.tensorboard",
+)  # fmt: skip
+"""Modules that each job imports, in addition to those that its config names."""
 _MAX_LINES = 20
 """Largest number of lines of a job's error message."""
 _ENDING = {getattr(signal, name, -1) for name in ("SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP")}
@@ -75,6 +82,7 @@ class Job:
         own_session: whether it runs in a new session, so that Ctrl-C does not reach it. The sweep then passes signals
             on.
         swept: the names of the settings that differ between jobs.
+        names: the modules, classes and functions that it imports.
     """
 
     number: int
@@ -89,6 +97,7 @@ class Job:
     environment: dict[str, str] = field(default_factory=dict)
     own_session: bool = False
     swept: tuple[str, ...] = ()
+    names: tuple[str, ...] = ()
 
     @classmethod
     def composed(cls, config: DictConfig) -> Job:
@@ -121,6 +130,7 @@ class Job:
             resumes=resumes or is_requeued,
             aside=not str(hydra.launcher["_target_"]).startswith(_BASIC),
             swept=tuple(os.environ.get(SWEPT, "").split()),
+            names=(*_IMPORTED, *(str(name) for _, name in targets(OmegaConf.to_container(config)))),
         )
 
     @property
@@ -186,7 +196,7 @@ class Job:
         return run.result
 
     @contextmanager
-    def process(self) -> Iterator[subprocess.Popen[bytes]]:
+    def process(self) -> Iterator[Process]:
         """Start the process of the job. On exit, complete its record."""
         if not self.resumes and is_first():
             (self.folder / RUN).unlink(missing_ok=True)  # of an earlier run of this job, unless it resumes
@@ -197,14 +207,13 @@ class Job:
         # Slurm sends SIGUSR2 to all processes, and it would kill a job that does not ignore it
         ignored = handled(["SIGUSR2"] if _requeues() else [], signal.SIG_IGN)
         with (self.folder / CONSOLE).open("ab" if self.resumes else "wb") as console, ignored:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "trainer", *self.words, *self.flags],
-                cwd=self.cwd,
-                env=clean_environment(os.environ) | self.environment | {PARENT: str(os.getpid())},
-                stdin=subprocess.DEVNULL,
-                stdout=console,
-                stderr=subprocess.STDOUT,
-                start_new_session=self.own_session,
+            process = start_process(
+                ["trainer", *self.words, *self.flags],
+                folder=self.cwd,
+                environment=clean_environment(os.environ) | self.environment,
+                output=console,
+                own_session=self.own_session,
+                names=self.names,
             )
         try:
             yield process
@@ -327,8 +336,9 @@ class StopFile:
             raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
 
 
-def waiting_for(hydra: Any, folder: Path) -> AbstractContextManager[None]:
-    """Return the context to run a sweep in. Inside, the sweep waits for its jobs, and signals are passed on to them.
+@contextmanager
+def waiting_for(hydra: Any, folder: Path) -> Iterator[None]:
+    """Inside the context, a sweep waits for its jobs, and signals are passed on to them.
 
     Args:
         hydra: the config's node ``hydra``.
@@ -341,7 +351,12 @@ def waiting_for(hydra: Any, folder: Path) -> AbstractContextManager[None]:
         place = "run on other machines and " if target.startswith(SUBMITIT_PREFIX) else ""
         print(f"The jobs {place}write their output to {CONSOLE} in their folders in {folder}. Ctrl-C stops them.")
         sys.stdout.flush()
-    return nullcontext() if target.startswith(_BASIC) else stop.signals()
+    with ExitStack() as stack:
+        if not target.startswith(_BASIC):
+            stack.enter_context(stop.signals())
+        if target.startswith((_BASIC, PARALLEL)):
+            stack.enter_context(warm_processes())
+        yield
 
 
 @contextmanager
@@ -363,7 +378,7 @@ def handled(names: Iterable[str], handler: Callable[[int, Any], None] | int) -> 
 
 
 @contextmanager
-def _forward_signals(process: subprocess.Popen[bytes]) -> Iterator[list[tuple[int, Any]]]:
+def _forward_signals(process: Process) -> Iterator[list[tuple[int, Any]]]:
     """Pass on to a job the signals after which a run saves and exits.
 
     Yields:

@@ -26,6 +26,7 @@ from trainer.cli.compose import resolve
 from trainer.cli.processes import under_torchrun
 from trainer.cli.schema import read_settings, setting
 from trainer.cli.validate import validate
+from trainer.cli.warm_process import warm_processes
 from trainer.errors import TrainerError, did_you_mean
 from trainer.files import from_here
 from trainer.terminal import command_line, is_quiet
@@ -115,7 +116,8 @@ def command(arguments: Arguments) -> int:
     if under_torchrun():
         raise UsageError("Got tune under torchrun, but tune uses one device. Run it without torchrun.")
     try:
-        status: int = import_module(_MODULES[words[0]]).run(arguments)
+        with warm_processes():
+            status: int = import_module(_MODULES[words[0]]).run(arguments)
     except TuneError as error:
         print(f"trainer: {error}", file=sys.stderr)
         return 1

@@ -1,7 +1,7 @@
-"""``hydra/launcher=joblib``: run several jobs of a sweep at a time on this machine. Imports no torch.
+"""``hydra/launcher=parallel``: run several jobs of a sweep at a time on this machine. Imports no torch.
 
-Each job is a separate process (`trainer.cli.sweep.jobs`), and joblib only waits for them in threads. The sweep starts
-all processes itself, so that it can pass signals to them and assign devices and threads to each.
+Each job is a separate process (`trainer.cli.sweep.jobs`), and a thread waits for it. The sweep passes signals to all
+processes, and assigns devices and threads to each.
 """
 
 from __future__ import annotations
@@ -9,17 +9,18 @@ from __future__ import annotations
 import os
 import subprocess
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
-import joblib  # type: ignore[import-untyped]
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.utils import JobReturn, JobStatus, setup_globals
 from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
+from trainer import machine
 from trainer.arguments import describe
 from trainer.cli.arguments import UsageError
 from trainer.cli.sweep.jobs import Job, StopFile, execute
@@ -28,11 +29,11 @@ from trainer.record.run_record import load_run
 _THREADS = "OMP_NUM_THREADS"
 
 
-class JoblibLauncher(Launcher):
+class ParallelLauncher(Launcher):
     """Run up to ``n_jobs`` jobs at a time.
 
     Args:
-        n_jobs: number of jobs at a time; -1 for the number of CPU cores, as in joblib.
+        n_jobs: number of jobs at a time; -1 for the number of CPU cores.
         gpus_per_job: number of GPUs of each job, which other jobs do not see. Default: None, all jobs see all GPUs.
         threads_per_job: CPU threads of each job. Default: None, the cores divided by the number of jobs, unless the
             environment sets ``OMP_NUM_THREADS``.
@@ -60,7 +61,7 @@ class JoblibLauncher(Launcher):
                     f"hydra.launcher.{name} is {describe(value)}, expected a whole number of at least 1"
                     f"{', or -1 for all cores' if least == -1 else ', or null'}."
                 )
-        self.n_jobs = max(joblib.effective_n_jobs(n_jobs), 1)
+        self.n_jobs = machine.cores().usable if n_jobs == -1 else n_jobs
         self.places = _places(self.n_jobs, gpus, threads)
         self.config, self.hydra_context = config, hydra_context
 
@@ -83,9 +84,8 @@ class JoblibLauncher(Launcher):
             finally:
                 free.put(place)
 
-        joblib.Parallel(n_jobs=self.n_jobs, backend="threading", batch_size=1)(
-            joblib.delayed(run)(job) for job, _ in composed
-        )
+        with ThreadPoolExecutor(self.n_jobs) as threads:
+            list(threads.map(run, (job for job, _ in composed)))  # raises the first error after all jobs have ended
         stop.end()
         for job, returned in composed:
             returned.return_value, returned.status = load_run(job.folder).result, JobStatus.COMPLETED
@@ -118,7 +118,7 @@ def _places(count: int, gpus: int | None, threads: int | None) -> list[dict[str,
     places: list[dict[str, str]] = [{} for _ in range(count)]
     if threads is not None or _THREADS not in os.environ:
         for place in places:
-            place[_THREADS] = str(threads or max(joblib.cpu_count() // count, 1))
+            place[_THREADS] = str(threads or max(machine.cores().usable // count, 1))
     if gpus is not None:
         known = _gpus()
         if len(known) < count * gpus:
