@@ -199,6 +199,9 @@ def test_signals_are_passed_on_and_programs_end_with_the_server(run, tmp_path):
         process.send_signal(signal.SIGTERM)
         assert (process.wait(), process.returncode) == (7, 7)
         process.send_signal(signal.SIGTERM)  # has no effect
+        early = run.start()
+        early.send_signal(signal.SIGTERM)
+        assert early.wait() in (-signal.SIGTERM, 7)
         orphan = run.start()
         wait_until(lambda: log.read_text() != "", 60)
     assert orphan.wait() == -signal.SIGTERM

@@ -29,7 +29,6 @@ from __future__ import annotations
 
 import atexit
 import ctypes
-import fcntl
 import gc
 import io
 import marshal
@@ -95,9 +94,18 @@ def start_process(
         names: modules, classes and functions that the server imports before, unless they are in the user's files.
     """
     environment = {**environment, PARENT: str(os.getpid())}
-    with suppress(OSError):  # the server cannot be started
-        if _server is not None:
-            return _server.start(words, folder, environment, output, own_session, names)
+    if _server is not None:
+        request = {
+            "words": ["-m", *words],
+            "folder": folder,
+            "environment": environment,
+            "descriptors": [0, 1, 2],
+            "own_session": own_session,
+            "ignored": [int(each) for each in signal.valid_signals() if signal.getsignal(each) is signal.SIG_IGN],
+            "names": list(names),
+        }
+        with suppress(OSError):  # the server cannot be started
+            return _server.start(request, output.fileno())
     return subprocess.Popen(
         [sys.executable, "-m", *words],
         cwd=folder,
@@ -132,33 +140,7 @@ class _ServerHandle:
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
 
-    def start(
-        self,
-        words: Sequence[str],
-        folder: str,
-        environment: dict[str, str],
-        output: IO[bytes],
-        own_session: bool,
-        names: Iterable[str],
-    ) -> _WarmProcess:
-        control, server = self._connected(folder, environment)
-        request = {
-            "words": ["-m", *words],
-            "folder": folder,
-            "environment": environment,
-            "descriptors": [0, 1, 2],
-            "own_session": own_session,
-            "ignored": [int(each) for each in signal.valid_signals() if signal.getsignal(each) is signal.SIG_IGN],
-            "names": list(names),
-        }
-        ours, theirs = socket.socketpair()
-        with theirs, open(os.devnull, "rb") as nothing:
-            socket.send_fds(control, [b"\0"], [theirs.fileno()])
-            send_request(ours, request, [nothing.fileno(), output.fileno(), output.fileno()])
-        return _WarmProcess(ours, server)
-
-    def _connected(self, folder: str, environment: dict[str, str]) -> tuple[socket.socket, Process]:
-        """Return the connection to the server, and start it if it does not run."""
+    def start(self, request: dict[str, Any], output: int) -> _WarmProcess:
         with self._lock:
             if self._control is None or self._process is None or self._process.poll() is not None:
                 self.close()
@@ -166,13 +148,19 @@ class _ServerHandle:
                 with theirs:
                     self._process = subprocess.Popen(
                         [sys.executable, "-m", __name__],
-                        cwd=folder,
-                        env=environment,
+                        cwd=request["folder"],
+                        env=request["environment"],
                         stdin=theirs.fileno(),
                         stdout=subprocess.DEVNULL,
                         stderr=subprocess.DEVNULL,
                     )
-            return self._control, self._process
+        ours, theirs = socket.socketpair()
+        with theirs, open(os.devnull, "rb") as nothing:
+            socket.send_fds(self._control, [b"\0"], [theirs.fileno()])
+            text = marshal.dumps(request)
+            socket.send_fds(ours, [struct.pack("!I", len(text))], [nothing.fileno(), output, output])
+            ours.sendall(text)
+        return _WarmProcess(ours, self._process)
 
     def close(self) -> None:
         """End the server."""
@@ -211,13 +199,6 @@ class _WarmProcess:
             self._connection.send(bytes([sig]))
 
 
-def send_request(connection: socket.socket, request: dict[str, Any], descriptors: Sequence[int]) -> None:
-    """Send a request and open files to the server."""
-    text = marshal.dumps(request)
-    socket.send_fds(connection, [struct.pack("!I", len(text))], descriptors)
-    connection.sendall(text)
-
-
 class Server:
     """Forks programs, passes signals on to them, and reports their exit status.
 
@@ -229,7 +210,7 @@ class Server:
         self.is_running = True
         self.connections: dict[int, socket.socket] = {}  # by the process of the program
         self.selector = selectors.DefaultSelector()
-        self._threads = os.environ.get(_THREADS)
+        self._python, self._threads = sys.executable, os.environ.get(_THREADS)
         self._is_forkable = True
         self._null = os.open(os.devnull, os.O_RDWR)
         self._woken, self._wake_up = socket.socketpair()
@@ -264,19 +245,23 @@ class Server:
         streams: list[int] = []
         try:
             head, streams, _, _ = socket.recv_fds(connection, 4, MAX_DESCRIPTORS)
-            with connection.makefile("rb") as file:
-                request = marshal.loads(file.read(*struct.unpack("!I", head)))
+            (size,), text = struct.unpack("!I", head), b""
+            while len(text) < size and (part := connection.recv(size - len(text))):  # without the signals that follow
+                text += part
+            request = marshal.loads(text)
             if request.get("names"):
                 self._import(request["names"], streams)
             flush()
             self._is_forkable = is_forkable()
-            process = os.fork()
+            unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+            process = os.fork()  # which keeps signals until it has its own handlers
         except (OSError, ValueError, EOFError, struct.error):  # the client was killed, or there are no resources
             connection.close()
         else:
             if process == 0:
                 connection.close()
-                self._become(request, streams)
+                self._become(request, streams, unblocked)
+            signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
             self.connections[process] = connection
             self.listen(connection, self._pass_on)
         for stream in streams:
@@ -323,7 +308,7 @@ class Server:
                 connection.sendall(struct.pack("!i", os.waitstatus_to_exitcode(status)))
             connection.close()
 
-    def _become(self, request: dict[str, Any], streams: Sequence[int]) -> NoReturn:
+    def _become(self, request: dict[str, Any], streams: Sequence[int], unblocked: Iterable[int]) -> NoReturn:
         """Run the requested program in a fork, and end the process."""
         try:
             sources = [key.fileobj for key in self.selector.get_map().values()]
@@ -335,8 +320,9 @@ class Server:
             if request["own_session"]:
                 os.setsid()
             reset_signals(request["ignored"])
+            signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
             # first above all descriptors of the program, so that none is overwritten before its turn
-            copies = [fcntl.fcntl(stream, fcntl.F_DUPFD, 2 * MAX_DESCRIPTORS) for stream in streams]
+            copies = [os.dup2(stream, 2 * MAX_DESCRIPTORS + place) for place, stream in enumerate(streams)]
             for stream in streams:
                 os.close(stream)
             for number, copy in zip(request["descriptors"], copies, strict=True):
@@ -346,7 +332,7 @@ class Server:
             if PARENT in os.environ:
                 os.environ[PARENT] = str(os.getppid())
             if not self._is_forkable:
-                os.execve(sys.executable, [sys.executable, *request["words"]], os.environ)
+                os.execve(self._python, [self._python, *request["words"]], os.environ)
             if "numpy.random" in sys.modules:
                 sys.modules["numpy.random"].seed()
             threads = os.environ.get(_THREADS, "")
