@@ -19,7 +19,7 @@ from pathlib import Path
 from trainer._lazy import garbage_collection_paused
 
 PARENT = "TRAINER_PARENT"
-"""Environment variable with the id of the process of a sweep. A job exits when that process exits."""
+"""Environment variable with the id of the process that started a job. A job exits when that process exits."""
 
 DEBUG = "TRAINER_DEBUG"
 """Environment variable that passes ``--debug`` to all processes of a command."""

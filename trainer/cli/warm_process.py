@@ -41,6 +41,7 @@ import struct
 import subprocess
 import sys
 import threading
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -254,7 +255,8 @@ class Server:
             flush()
             self._is_forkable = is_forkable()
             unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
-            process = os.fork()  # which keeps signals until it has its own handlers
+            with warnings.catch_warnings(action="ignore", category=DeprecationWarning):  # of the threads of libraries
+                process = os.fork()  # which keeps signals until it has its own handlers
         except (OSError, ValueError, EOFError, struct.error):  # the client was killed, or there are no resources
             connection.close()
         else:
