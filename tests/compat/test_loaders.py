@@ -1,6 +1,5 @@
 """Steps that draw their own batches, and dataloaders that keep their place, under both Trainers."""
 
-import re
 from collections import UserList
 
 import pytest
@@ -8,7 +7,7 @@ import torch
 from lightning.fabric.utilities.warnings import PossibleUserWarning
 from lightning.pytorch import Callback
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, get_worker_info
 
 from tests.parity import FEATURES, Classifier, assert_agree, data, ours, plain, weights
 from tests.support import SavesAt, Stream, manual_step, stream_of
@@ -197,19 +196,91 @@ def test_resume_is_exact_or_reports_the_batches_it_cannot_skip(tmp_path):
             resumed(loader, forget=True)
 
 
-@pytest.mark.filterwarnings("always:Resuming after an epoch")
-@pytest.mark.parametrize(("persists", "warnings"), [(True, 1), (False, 0)])
-def test_resume_after_an_epoch_reports_batches_that_are_loaded_again(persists, warnings, tmp_path, recwarn):
-    def loader(persists):
-        return DataLoader(Stream(torch.rand(2, 1)), num_workers=1, persistent_workers=persists)
+def test_user_objects_keep_their_classes_and_identities_with_workers():
+    class Looks(Sees):
+        def training_step(self, batch, batch_idx):
+            (loader,), (rows,) = self.trainer.train_dataloader, batch
+            seen.append((loader is given, loader.dataset is dataset, type(dataset) is Own, rows.tolist()))
+            return super().training_step(batch, batch_idx)
 
-    (first := ours(max_epochs=1)).fit(Sees(), loader(persists=True))
-    first.save_checkpoint(path := tmp_path / "saved.ckpt")
-    ours(max_epochs=2).fit(module := Sees(), loader(persists), ckpt_path=path)
-    assert len(module.seen) == 2
-    messages = [str(warning.message) for warning in recwarn]
-    found = [m for m in messages if re.search("after an epoch.* its 2 batches .*persistent_workers=False", m)]
-    assert (len(found), len([m for m in messages if "loaded" in m])) == (warnings, warnings)
+    dataset, seen = Own(), []
+    given = DataLoader(dataset, 1, num_workers=1, persistent_workers=True, worker_init_fn=sees_its_dataset)
+    ours(max_epochs=2).fit(Looks(), [given])
+    assert seen == [(True, True, True, [[index, 1, 1]]) for index in [0, 1] * 2]
+
+
+class Own(Stream):
+    """Yields whether a worker has this class, and its ``worker_init_fn`` got it."""
+
+    epoch = is_known = 0
+
+    def __init__(self):
+        super().__init__(range(2))
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __iter__(self):
+        for index in self.samples:
+            yield torch.tensor(
+                [index, float(type(self) is Own and type(get_worker_info().dataset) is Own), self.is_known]
+            )
+
+
+def sees_its_dataset(worker):
+    get_worker_info().dataset.is_known = 1
+
+
+class Streaming(Stream):
+    """Has a state that needs arguments, and an attribute that is not saved, as litdata's ``StreamingDataset``."""
+
+    at, cache = 0, None
+
+    def __len__(self):
+        return len(self.samples)
+
+    def __iter__(self):
+        self.cache = object()
+        yield from self.samples[self.at :]
+
+    def state_dict(self, num_samples_yielded, num_workers):
+        return {"at": num_samples_yielded}
+
+    def load_state_dict(self, state):
+        self.at = state["at"]
+
+
+class StreamingLoader(DataLoader):
+    """Is iterated by a generator, as litdata's ``StreamingDataLoader``."""
+
+    at = 0
+
+    def __iter__(self):
+        self.at = self.dataset.at
+        for batch in super().__iter__():
+            self.at += len(batch)
+            yield batch
+        self.dataset.at = 0
+
+    def state_dict(self):
+        return {"dataset": self.dataset.state_dict(self.at, self.num_workers)}
+
+    def load_state_dict(self, state):
+        self.dataset.load_state_dict(state["dataset"])
+
+
+@pytest.mark.filterwarnings("ignore:Resuming inside an epoch")  # of the plain DataLoader
+@pytest.mark.filterwarnings("ignore:Your `IterableDataset` has `__len__` defined")
+@pytest.mark.parametrize(("kind", "workers"), [(DataLoader, 0), (StreamingLoader, 1)])
+def test_datasets_and_loaders_as_those_of_litdata_are_resumed(kind, workers, tmp_path):
+    def make():
+        return kind(Streaming(torch.arange(8.0)[:, None]), 2, num_workers=workers)
+
+    module, again, path = Sees(), Sees(), tmp_path / "saved.ckpt"
+    ours(max_epochs=2, callbacks=[SavesAt(path, 2)], enable_checkpointing=True).fit(module, make())
+    ours(max_epochs=2).fit(again, make(), ckpt_path=path)
+    assert list(again.seen) == module.seen[2:]
+    assert len(again.seen) == 6
 
 
 class Notes(Draws):

@@ -3,9 +3,7 @@
 import io
 import random
 import warnings
-from collections.abc import Iterator
 from functools import partial
-from itertools import islice
 from math import inf
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -137,17 +135,6 @@ class CountsPasses(Numbers):
     def numbers(self):
         self.passes += 1
         return iter(order(self.passes, 6))
-
-
-class NeverCloses(CountsPasses):
-    """Keeps an iterator from pass to pass."""
-
-    source: Iterator[int]
-
-    def numbers(self):
-        self.source = self.source if self.passes else iter(range(100))
-        self.passes += 1
-        return islice(self.source, 6)
 
 
 class CountsSamples(Noisy):
@@ -417,34 +404,145 @@ def test_workers_of_other_loaders(make):
     check(make, only=slice(2, 3))  # the next batch is not that of the first worker
 
 
+FIXED = TensorDataset(torch.arange(8))
 STAY = {"num_workers": 2, "persistent_workers": True}
 
 
+def test_persistent_workers_continue_in_every_epoch():
+    """With their random states and the attributes of their datasets."""
+    make = lambda: DataLoader(CountsSamples(), 2, shuffle=True, **STAY)  # noqa: E731
+    steps, checkpoints = trained(make, 3, 2)
+    number, checkpoint = checkpoints[2]  # between the first two epochs
+    assert resumed(make(), checkpoint, 3, 2) == steps[number:]
+
+
+class Constant(Numbers):
+    """Yields the same numbers in each pass, without random ones."""
+
+    def __iter__(self):
+        return iter([1, 2, 3, 4])
+
+
 @pytest.mark.parametrize(
-    ("make", "limit"),
+    "make",
     [
-        (lambda: StatefulDataLoader(Noisy(), 2, shuffle=True, **STAY), 2),
-        (lambda: StatefulDataLoader(TensorDataset(torch.arange(7)), 2, sampler=RandomSampler(range(7)), **STAY), inf),
-        (lambda: StatefulDataLoader(CountsPasses(), 2, **STAY), inf),
-        (lambda: DataLoader(Bookmarked(6), 2, num_workers=1, persistent_workers=True), 2),
-        (lambda: DataLoader(CountsSamples(), 2, shuffle=True, **STAY), 2),
+        lambda: DataLoader(Constant(), 1, **STAY),
+        lambda: StatefulDataLoader(TensorDataset(torch.arange(7)), 2, sampler=RandomSampler(range(7)), **STAY),
     ],
 )
-def test_persistent_workers_continue_in_every_epoch(make, limit):
-    """With their random states and the attributes of their datasets."""
-    steps, checkpoints = trained(make, 3, limit)
-    end = len(checkpoints) // 3 - 1  # between the first two epochs
-    for number, checkpoint in checkpoints[end : end + (3 if limit == inf else 1) : 2]:
-        assert resumed(make(), checkpoint, 3, limit) == steps[number:]
+def test_persistent_workers_that_never_change_continue_between_epochs(make):
+    steps, checkpoints = trained(make, 2)
+    number, checkpoint = checkpoints[len(checkpoints) // 2 - 1]
+    assert resumed(make(), checkpoint, 2) == steps[number:]
 
 
-def test_state_of_persistent_workers_that_cannot_be_stored_is_refused():
-    make = lambda: DataLoader(NeverCloses(), 2, num_workers=1, persistent_workers=True)  # noqa: E731
-    checkpoint = trained(make, 2)[1][-1][1]
-    with pytest.raises(ResumeError, match=r"NeverCloses.source changed in the persistent workers.*=False.*state_dict"):
-        resumed(make(), checkpoint, 3)
-    with pytest.warns(UserWarning, match="NeverCloses.source changed"):
-        resumed(make(), checkpoint, 3, exact=False)
+class EndsLate(Constant):
+    """Changes after its last sample."""
+
+    first = 1
+
+    def __iter__(self):
+        yield from range(self.first, 5)
+        self.first += 1
+
+
+@pytest.mark.parametrize(
+    ("make", "at"),
+    [
+        (lambda: DataLoader(Stream(4), 1, num_workers=1, persistent_workers=True), -2),
+        (lambda: DataLoader(EndsLate(), 1, num_workers=1, persistent_workers=True), 4),
+        (lambda: StatefulDataLoader(Noisy(), 2, num_workers=1, persistent_workers=True), 4),
+        (lambda: StatefulDataLoader(FIXED, 2, num_workers=1, persistent_workers=True), 6),
+    ],
+)
+def test_states_of_persistent_workers_that_are_not_saved_are_refused(make, at):
+    checkpoint = trained(make, 2)[1][at][1]
+    with pytest.raises(ResumeError, match=r"persistent.*use persistent_workers=False.*exact_resume"):
+        resumed(make(), checkpoint, 2)
+    with pytest.warns(UserWarning, match="use persistent_workers=False"):
+        resumed(make(), checkpoint, 2, exact=False)
+
+
+class Streamed(IterableDataset):
+    """Shuffles by the epoch, and has a state that needs arguments, as litdata's ``StreamingDataset``."""
+
+    epoch = skipped = 0
+
+    def __len__(self):
+        return 6
+
+    def __iter__(self):
+        return iter(order(self.epoch, 6)[self.skipped :])
+
+    def state_dict(self, num_samples_yielded):
+        return {"epoch": self.epoch, "skipped": num_samples_yielded}
+
+    def load_state_dict(self, state):
+        self.epoch, self.skipped = state.values()
+
+
+class StreamedLoader(DataLoader):
+    """Counts its passes and samples, and is iterated by a generator, as litdata's ``StreamingDataLoader``."""
+
+    restores, yielded = False, 0
+
+    def __iter__(self):
+        if not self.restores:
+            self.yielded = self.dataset.skipped = 0
+            self.dataset.epoch += 1
+        for batch in super().__iter__():
+            self.yielded += len(batch)
+            yield batch
+        self.restores = False
+
+    def state_dict(self):
+        return {"dataset": self.dataset.state_dict(self.yielded)}
+
+    def load_state_dict(self, state):
+        self.dataset.load_state_dict(state["dataset"])
+        self.yielded, self.restores = self.dataset.skipped, True
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_loader_with_a_state_and_a_generator(workers):
+    check(lambda: StreamedLoader(Streamed(), 2, num_workers=workers), epochs=3)
+
+
+class Grain:
+    """Has a position in its iterators only, as a ``DataLoader`` of grain."""
+
+    def __iter__(self):
+        return GrainIterator()
+
+
+class GrainIterator:
+    at = 0
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        if self.at == 5:
+            raise StopIteration
+        COUNT.add_(1)
+        self.at += 1
+        return torch.tensor(self.at)
+
+    def get_state(self):
+        return str(self.at).encode()
+
+    def set_state(self, state):
+        self.at = int(state)
+
+
+def test_iterator_with_a_state():
+    check(Grain)
+    _, checkpoints = trained(Grain, 1)
+    COUNT.zero_()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="Resuming inside")  # nothing is loaded again
+        assert [batch_idx for _, batch_idx, *_ in resumed(Grain(), checkpoints[3][1], 1)] == [4]
+    assert COUNT == 1
 
 
 @pytest.mark.parametrize(
@@ -520,7 +618,7 @@ class BeginsSampler(Begins):
     [
         lambda: Begins(6),
         lambda: StatefulDataLoader(Begins(6), 2),
-        lambda: StatefulDataLoader(Begins(6), 2, num_workers=1, persistent_workers=True),
+        lambda: StatefulDataLoader(Begins(6), 2, num_workers=1),
         lambda: StatefulDataLoader(Noisy(6), 2, sampler=BeginsSampler(6)),
     ],
 )
@@ -542,7 +640,7 @@ def test_sampler_iterated_too_often_by_a_stateful_dataloader_is_refused_inside_a
         lambda: DataLoader(Subset(Epochal(), range(6)), 2, num_workers=1),
         lambda: DataLoader(Epochal(), 2, shuffle=True, **STAY),
         lambda: DataLoader(EpochalStream(), 2),
-        lambda: StatefulDataLoader(EpochalStream(), 2, num_workers=1, persistent_workers=True),
+        lambda: DataLoader(EpochalStream(), 2, num_workers=1),
     ],
 )
 def test_epochs_reach_datasets_in_workers_and_after_a_resume(make):
@@ -669,9 +767,6 @@ def test_inexact_loaders_are_refused_inside_an_epoch_only(change):
         assert resumed(make(), checkpoints[-1][1], 2)
 
 
-FIXED = TensorDataset(torch.arange(8))
-
-
 @pytest.mark.parametrize(
     ("dataset", "before", "after"),
     [(Subset(FIXED, range(7)), 0, 1), (FIXED, 1, 2), (ConcatDataset([FIXED, FIXED]), 1, 0)],
@@ -697,17 +792,8 @@ def test_checkpoint_from_inside_a_batch():
         assert len(resumed_inside(Noisy(), 2)) == 6
 
 
-def test_workers_that_need_not_keep_the_order_lose_and_repeat_nothing():
+def test_workers_that_need_not_keep_the_order_are_refused():
     make = lambda: shuffled(Noisy(20), num_workers=2, in_order=False)  # noqa: E731
-    seed_everything()
-    batches = batches_of(make())
-    batches.start_epoch(0, 0)
-    iterator = iter(batches)
-    seen = [int(sample) for batch, *_ in islice(iterator, 3) for sample in batch[:, 0]]
-    checkpoint = saved(batches, 0, 3)
-    del iterator
+    _, checkpoints = trained(make, 1)
     with pytest.raises(ResumeError, match="in_order=False"):
-        resumed(make(), checkpoint, 1)
-    with pytest.warns(UserWarning, match="in_order=False"):
-        rest = resumed(make(), checkpoint, 1, exact=False)
-    assert sorted(seen + [int(sample[0]) for _, _, (batch,), _ in rest for sample in batch]) == list(range(20))
+        resumed(make(), checkpoints[2][1], 1)

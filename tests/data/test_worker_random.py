@@ -1,4 +1,4 @@
-"""Random states sent by a worker, and restored in another one."""
+"""Random states written by a worker, and restored in another one."""
 
 import pickle
 import random
@@ -7,11 +7,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from torch.utils.data._utils.pin_memory import pin_memory
 
 from tests.state.test_attributes import through_a_file
 from trainer.data import worker_random
-from trainer.data.worker_random import WorkerRandom, WorkerStates
+from trainer.data.worker_random import PLACE, WorkerRandom, WorkerStates
 from trainer.state import random_states
 
 OWN = random.Random(1)
@@ -25,76 +24,89 @@ def in_a_worker(monkeypatch):
         yield
 
 
-def started(starts=None, memory=None):
-    worker = WorkerRandom(None, lambda samples: samples, starts or {}, memory)
-    worker.start(2)
+def made(states, starts=None, number=0, init=None, collate=list):
+    """Return a started worker."""
+    worker = WorkerRandom(SimpleNamespace(worker_init_fn=init, collate_fn=collate), starts or {}, states.memory)
+    worker.start(number)
     return worker
 
 
-def arrived(marked):
-    """Receive the states of a worker in the main process."""
-    return pickle.loads(pickle.dumps(marked))
-
-
-@pytest.mark.parametrize("writers", [0, 3], ids=["sent", "in shared memory"])
 @pytest.mark.parametrize("names", [[], ["torch"], list(DRAWS)], ids=str)
-def test_changed_states_arrive_and_are_restored_in_another_worker(names, writers):
-    states = WorkerStates({}, writers, ahead=1)
-    worker = started(memory=states.memory)
-    assert states.take(arrived(worker.collate("first"))) == "first"
-    assert states.state_dict() == {}
+def test_changed_states_arrive_and_are_restored_in_another_worker(names):
+    states = WorkerStates({}, 1, ahead=1)
+    worker = made(states)
+    assert worker.collate("ab") == ["a", "b"]
+    assert (states.state_dict(0, 1), states.have_changed) == ({}, False)
     for name in names:
         DRAWS[name]()
-    assert states.take(arrived(worker.collate("second"))) == "second"
-    after = states.state_dict()
-    assert {number: list(changed) for number, changed in after.items()} == ({2: names} if names else {})
-    third = worker.collate("third")
-    assert len(pickle.dumps(third)) < 100  # unchanged states are not sent
-    batch, *mark = arrived(third)
-    assert states.take(pin_memory(([batch], *mark))) == ["third"]  # as the thread of a DataLoader does it
-    assert states.state_dict() == after
+    worker.collate("second")
+    current = states.state_dict(0, 2)
+    assert {number: list(changed) for number, changed in current.items()} == ({0: names} if names else {})
+    assert states.have_changed is bool(names)
+    worker.collate("third")
+    assert states.state_dict(0, 3) == current
     following = [DRAWS[name]() for name in names]
     worker.collate("fourth")  # is on its way
-    assert states.state_dict() == after
+    assert states.state_dict(0, 3) == current
 
-    starts = through_a_file(after)
-    assert starts == after
-    worker = started(starts)
+    starts = through_a_file(current)
+    assert starts == current
+    made(states, starts)
     assert [DRAWS[name]() for name in names] == following
-    started({1: starts.get(2, {})})  # of another worker
+    made(states, {1: starts.get(0, {})})  # of another worker
     assert [DRAWS[name]() for name in names] != following or not names
+    assert WorkerStates(starts, 1, ahead=1).state_dict(0, 0) == starts
 
 
 def test_random_numbers_of_user_functions_are_included():
     def collate(samples):
         return samples, random.random()
 
-    worker, states = WorkerRandom(random.seed, collate, {}), WorkerStates({})
-    worker.start(7)
-    assert states.take(arrived(worker.collate("samples"))) == ("samples", random.Random(7).random())
-    assert {number: list(changed) for number, changed in states.state_dict().items()} == {7: ["python"]}
+    states = WorkerStates({}, 1, 1)
+    worker = made(states, init=random.seed, collate=collate)
+    assert worker.collate("samples") == ("samples", random.Random(0).random())
+    assert {number: list(changed) for number, changed in states.state_dict(0, 1).items()} == {0: ["python"]}
 
 
 @pytest.mark.parametrize("ahead", [1, 4])
 def test_worker_that_is_ahead_keeps_the_last_taken_states(ahead):
-    states = WorkerStates({}, 3, ahead)
-    worker = started(memory=states.memory)
-    for _ in range(2 * ahead + 3):
+    states = WorkerStates({}, 1, ahead)
+    worker = made(states)
+    expected = []
+    for _ in range(3 * ahead + 6):
         random.random()
-        states.take(arrived(worker.collate("taken")))
-        now = {2: {"python": random_states.capture()["python"]}}
-        for on_its_way in ["lost to an error", *range(ahead)]:
+        worker.collate("a")
+        expected.append({0: {"python": random_states.capture()["python"]}})
+        taken = len(expected) - ahead - 1  # and one is lost to an error
+        if taken > 0:
+            assert states.state_dict(0, taken) == expected[taken - 1]
+    assert states.state_dict(0, len(expected) - ahead - 2) is None  # the worker has written over it
+
+
+def test_batches_of_workers_that_take_turns():
+    """A pass that begins with the last of three workers, after one of five batches that began with the first."""
+    states, places = WorkerStates({}, 3, ahead=9), []
+    states.end_pass(0, 5)
+    for number in range(3):
+        worker = made(states, number=number)
+        random.seed(number)
+        for _ in range(4):
             random.random()
-            worker.collate(on_its_way)
-            assert states.state_dict() == now
+            worker.collate("a")
+            places.append({"python": random_states.capture()["python"]})
+    counts = [2, 2, 1]
+    for batches in range(5):
+        found = states.state_dict(2, batches)
+        assert [places.index(found[number]) for number in range(3)] == [4 * n + counts[n] - 1 for n in range(3)]
+        counts[(2 + batches) % 3] += 1
 
 
-def test_states_that_are_too_large_for_the_memory_are_sent(monkeypatch):
-    own = [random.Random(number) for number in range(8)]
+def test_states_that_are_too_large_are_unknown(monkeypatch):
+    own = [random.Random(number) for number in range(40)]
     monkeypatch.setattr(worker_random, "get_worker_info", lambda: SimpleNamespace(dataset=own))
-    states = WorkerStates({}, 3, ahead=1)
-    worker = started(memory=states.memory)
-    for _ in range(3):
-        own[0].random()
-        states.take(arrived(worker.collate(0)))
-        assert states.state_dict() == {2: {"own": random_states.states_of(own)}}
+    states = WorkerStates({}, 1, ahead=1)
+    worker = made(states)
+    own[0].random()
+    assert len(pickle.dumps(random_states.states_of(own))) > PLACE
+    worker.collate("a")
+    assert states.state_dict(0, 1) is None

@@ -275,8 +275,7 @@ class LoaderSet:
     def close(self) -> None:
         """Drop the pass, and shut down the workers. The position in the pass can still be read."""
         for loader in self._loaders:
-            if isinstance(loader, StatefulLoader):
-                loader.keep_position()
+            loader.close()
         self._pass = self._look_ahead = None
         self._limited.reset()
         self.combined.reset()
@@ -352,8 +351,6 @@ class LoaderSet:
             return self._resume(state, state["ahead"] or state)
         reasons = []
         for loader, own in zip(loaders, states, strict=True):
-            if loader.replays and own.get("workers") and loader.restarts_workers(own):
-                _warn_of_replaying(loader, own["batches"], is_over=True)
             reasons += loader.load_state_dict({**own, "is_over": True} if own else {})
         return reasons
 
@@ -362,7 +359,7 @@ class LoaderSet:
         if state["inside"] and not is_one:
             reasons.append("the checkpoint was written inside a batch")
         for loader, own in zip(self.loaders, position["loaders"], strict=True):
-            if loader.replays and own.get("batches"):
+            if own and own["kind"] == loader.kind and loader.replays(own):
                 _warn_of_replaying(loader, own["batches"])
             inside = {}
             if state["inside"] and is_one and own:
@@ -538,20 +535,12 @@ def _warn_of_skipping() -> None:
     )
 
 
-def _warn_of_replaying(loader: ResumableLoader, count: int, *, is_over: bool = False) -> None:
-    kind = type(loader.loader).__name__
-    if is_over:
-        text = (
-            f"Resuming after an epoch: the persistent workers of a {kind} may keep values from that epoch, so its"
-            f" {count} batches are loaded again and dropped."
-        )
-        remedy = "Nothing is loaded again with persistent_workers=False,"
-    else:
-        text = f"Resuming inside an epoch: a {kind} cannot skip batches, so the first {count} are loaded and dropped."
-        remedy = "Skipping costs nothing"
+def _warn_of_replaying(loader: ResumableLoader, count: int) -> None:
     rank_zero_warn(
-        f"{text} The resume is exact if it yields the same batches in the same order again. {remedy} with a map-style"
-        " dataset, or with a dataloader that has `state_dict` and `load_state_dict` (torchdata's StatefulDataLoader).",
+        f"Resuming inside an epoch: a {type(loader.loader).__name__} cannot skip batches, so the first {count} are"
+        " loaded and dropped. The resume is exact if it yields the same batches in the same order again. Skipping costs"
+        " nothing with a map-style dataset, or with a dataloader that has `state_dict` and `load_state_dict`"
+        " (torchdata's StatefulDataLoader).",
         category=PossibleUserWarning,
     )
 

@@ -23,10 +23,9 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import weakref
+import inspect
 from collections import deque
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
-from functools import cache, partial
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, cycle, islice, repeat
 from typing import Any
 
@@ -39,7 +38,7 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from trainer.data.elastic import ElasticSampler
 from trainer.data.epochs import objects_with_set_epoch
-from trainer.data.worker_random import Marked, WorkerRandom, WorkerStates
+from trainer.data.worker_random import WorkerRandom, WorkerStates, recorded
 from trainer.data.workers import bounded_like
 from trainer.state import random_states
 from trainer.state.attributes import AttributeChanges
@@ -51,16 +50,13 @@ Batch = Any
 class ResumableLoader:
     """A dataloader, or any other iterable of batches, and the position in its pass.
 
-    Iterating it draws the same random numbers as iterating the dataloader. A resume loads the earlier batches again;
-    subclasses avoid this. Worker processes that persist (``persistent_workers=True``) are started again as they were at
-    the beginning of the pass: with their random states, and with the changed attributes of their datasets.
+    Iterating it draws the same random numbers as iterating the dataloader. If its iterator has ``get_state`` and
+    ``set_state`` (grain's), a resume uses them; otherwise it loads the earlier batches again. Subclasses avoid this.
 
     Args:
         loader: the dataloader.
         generators: the random generators that it holds. Default: None, they are searched for.
 
-    Attributes:
-        replays: whether a resume loads the trained batches again.
     """
 
     kind = "replayed"
@@ -68,15 +64,14 @@ class ResumableLoader:
     def __init__(self, loader: Any, generators: list[Generator] | None = None) -> None:
         self.loader = loader
         self.generators = random_states.find(loader) if generators is None else generators
-        self.replays = not isinstance(loader, Sequence)  # a list has its batches in memory
         self._persists = isinstance(loader, DataLoader) and loader.num_workers > 0 and loader.persistent_workers
-        # whether its iterators can be made to send the random states of workers
-        self._can_have_worker_states = self._persists and _uses_default_iteration(loader)
-        self._has_worker_states = False  # whether batches come with these states
+        self._records_workers = self._persists and _uses_default_iteration(loader)
         self._begun: State = {}  # the random states when the pass began
         self._started: State = {}  # the random states when the workers were started: in this pass, or an earlier one
+        self._first = 0  # number of batches of the pass that an earlier process has yielded
         self._batches = 0  # number of batches that the pass has yielded
-        self._workers = WorkerStates({})  # the random states of the workers after these batches
+        self._workers: WorkerStates | None = None  # None if the states of the workers are not recorded
+        self._iterator: Any = None  # that of the pass, if it has a state; or the one that persists
         self._resumed: Iterator[Batch] | None = None  # the pass of the next iteration
         self._finished: State = {}  # the state of a pass that was over, until the next one begins
         self.epoch = 0
@@ -88,17 +83,9 @@ class ResumableLoader:
         if self._shared_epoch is not None:
             self._shared_epoch[0] = epoch
 
-    def _share_epoch(self) -> torch.Tensor | None:
-        """Return the number of the epoch in shared memory, if workers persist and the dataset has ``set_epoch``."""
-        self._shared_epoch = None
-        if self._persists and objects_with_set_epoch(self.loader.dataset):
-            self._shared_epoch = torch.tensor([self.epoch])
-            self._shared_epoch.share_memory_()  # type: ignore[no-untyped-call]
-        return self._shared_epoch
-
     def __getstate__(self) -> dict[str, Any]:
         """Leave the current pass out of copies."""
-        return vars(self) | {"_resumed": None}
+        return vars(self) | {"_resumed": None, "_iterator": None}
 
     def __len__(self) -> int:
         return len(self.loader)
@@ -111,6 +98,16 @@ class ResumableLoader:
     def __iter__(self) -> Iterator[Batch]:
         resumed, self._resumed, self._finished = self._resumed, None, {}
         return self._begin() if resumed is None else resumed
+
+    def replays(self, state: State) -> bool:
+        """Return whether a resume inside the pass in ``state`` loads the trained batches again."""
+        is_in_memory = isinstance(self.loader, Sequence)
+        return bool(state.get("batches")) and not is_in_memory and ("iterator" not in state or self._persists)
+
+    def close(self) -> None:
+        """Drop the pass. Its position can still be read."""
+        self._finished = self._finished or (self._position_state() if self._begun else {})
+        self._resumed = self._iterator = None
 
     def state_dict(self) -> State:
         """Return the position in the pass: tensors and plain containers. {} before the first pass."""
@@ -156,14 +153,9 @@ class ResumableLoader:
 
     def begin_pass(self, *, with_old_workers: bool = False) -> None:
         """Record that a pass begins, with new workers or those of the last pass."""
-        self._begun, self._batches = random_states.capture(own=self.generators), 0
+        self._begun, self._first, self._batches = random_states.capture(own=self.generators), 0, 0
         if not with_old_workers:
-            self._started = self._begun
-
-    def take(self, marked: Marked) -> Batch:
-        """Return the batch that a worker has sent, and record the worker's state."""
-        self._batches += 1
-        return self._workers.take(marked)
+            self._started, self._workers = self._begun, None
 
     @property
     def _prefetch_factor(self) -> int | None:
@@ -171,55 +163,52 @@ class ResumableLoader:
 
     def _begin(self) -> Iterator[Batch]:
         """Return an iterator over a new pass, with new workers or those of the last pass."""
-        running = self.loader._iterator if self._persists else None
-        self._has_worker_states = self._can_have_worker_states and (running is None or _owner_of(running) is self)
-        if running is None or not self._has_worker_states:
-            self.begin_pass(with_old_workers=running is not None)
-        if not self._has_worker_states:  # not supported, or other code started the persistent workers
-            return self._count_batches(one_pass(self.loader))
-        return self._open({}) if running is None else iter(self.loader)
+        is_running = self._persists and self.loader._iterator is not None
+        self.begin_pass(with_old_workers=is_running)
+        return self._count_batches(iter(self.loader) if is_running else self._start({}))
 
-    def _open(self, starts: dict[int, State]) -> Iterator[Batch]:
+    def _start(self, starts: dict[int, State] | None) -> Iterator[Batch]:
         """Return an iterator of the dataloader with new workers, which start from the random states ``starts``."""
-        iterator: Iterator[Batch] = iter(self._start_workers(starts, iter))
+        iterator: Iterator[Batch]
+        if not self._records_workers:
+            iterator = iter(self.loader)
+        else:
+            worker = self._record_workers(starts or {})
+            with recorded(self.loader, worker, wraps_dataset=_uses_default_iteration(self.loader)):
+                iterator = iter(self.loader)
+        self._iterator = iterator if self._keeps(iterator) else None
         return iterator
 
-    def _start_workers(self, starts: dict[int, State], make: Callable[[Any], Any]) -> Any:
-        """Return an iterator of the dataloader with new workers.
+    def _keeps(self, iterator: Iterator[Batch]) -> bool:
+        """Return whether to keep the iterator of a pass."""
+        return _has_methods(iterator, "get_state", "set_state")
 
-        Args:
-            starts: the states that the workers start from.
-            make: makes the iterator.
-        """
-        loader, own = self.loader, (self.loader.worker_init_fn, self.loader.collate_fn)
-        in_worker = WorkerRandom(*own, starts, epoch=self._share_epoch())
-        self._workers = WorkerStates(starts)
-        loader.worker_init_fn, loader.collate_fn = in_worker.start, in_worker.collate
-        try:
-            iterator = make(loader)
-        finally:
-            loader.worker_init_fn, loader.collate_fn = own
-        kind: Any = type(iterator)
-        iterator.__class__ = _with_owner(kind)
-        iterator.owner = weakref.ref(self)
-        return iterator
+    def _record_workers(self, starts: dict[int, State]) -> WorkerRandom:
+        """Return the functions for new workers, which start from the random states ``starts``."""
+        loader, self._shared_epoch = self.loader, None
+        self._workers = WorkerStates(starts, loader.num_workers, loader.prefetch_factor)
+        if self._persists and objects_with_set_epoch(loader.dataset):
+            self._shared_epoch = torch.tensor([self.epoch])
+            self._shared_epoch.share_memory_()  # type: ignore[no-untyped-call]
+        return WorkerRandom(loader, starts, self._workers.memory, self._shared_epoch)
 
     def _resume(self, state: State, reasons: list[str]) -> Iterator[Batch]:
         """Return an iterator over the rest of the pass in ``state``. Appends to ``reasons`` why it may differ."""
-        reasons += self._unknown_worker_states(state, "at_start")
-        random_states.restore(state.get("started") or state["begun"], own=self.generators)
-        iterator = self._skip(state["batches"], state.get("at_start"))
-        self._begun, self._started = state["begun"], state.get("started", {})
+        if not state["is_first"]:
+            reasons += self._lost_by_workers(state)
+        random_states.restore(state["started"], own=self.generators)
+        iterator = self._begin()
+        if self._iterator is not None and "iterator" in state:
+            self._iterator.set_state(state["iterator"])
+            self._batches = state["batches"]
+        else:
+            deque(islice(iterator, state["batches"]), maxlen=0)
+        self._begun, self._started = state["begun"], state["started"]
         return iterator
 
-    def _skip(self, batches: int, starts: dict[int, State] | None = None) -> Iterator[Batch]:
+    def _skip(self, batches: int) -> Iterator[Batch]:
         """Return an iterator over a new pass without its first ``batches``."""
-        if starts and self._can_have_worker_states:
-            self._has_worker_states = True
-            self.begin_pass()
-            iterator = self._open(starts)
-        else:
-            iterator = self._begin()
+        iterator = self._begin()
         deque(islice(iterator, batches), maxlen=0)
         return iterator
 
@@ -229,53 +218,28 @@ class ResumableLoader:
         Returns:
             The reasons why that pass may be different; empty if it is the same.
         """
-        reasons: list[str] = []
-        if self.restarts_workers(state):
-            self._restart_workers(state, reasons)
-        return reasons
-
-    def restarts_workers(self, state: State) -> bool:
-        """Return whether persistent workers are started as they were at the end of the pass in ``state``."""
-        return self._persists and self.loader._iterator is None and not _changes(state["set_up"], self.loader)
-
-    def _restart_workers(self, state: State, reasons: list[str]) -> None:
-        """Start persistent workers, which the loader keeps, as they were at the end of a pass.
-
-        Batches that they had prepared, and that were not used, are prepared again.
-        """
-        if not (unknown := self._unknown_worker_states(state, "at_start")):
-            self._resume(state, reasons)
-        reasons += unknown
-
-    def _unknown_worker_states(self, state: State, key: str) -> list[str]:
-        """Return why the states of persistent workers cannot be restored; empty if they can be.
-
-        Args:
-            state: the state of the loader.
-            key: the states of the workers that are needed: ``"workers"``, the current ones, or ``"at_start"``, those at
-                the start of the pass.
-        """
-        if not self._persists or _is_deterministic(self.loader):
+        if not self._persists or self.loader._iterator is not None or _changes(state["set_up"], self.loader):
             return []
-        if not self._can_have_worker_states or state.get(key) is None:
-            is_first = key == "at_start" and state.get("is_first")
-            return [] if is_first else ["the position of the persistent workers is unknown"]
-        own = (worker.get("own", [[]])[-1] for worker in state[key].values())
-        lost = sorted({name for states in own for name in AttributeChanges.lost(states)})
-        if not lost or not isinstance(self.loader.dataset, IterableDataset):
+        random_states.restore(state["started"], own=self.generators)
+        self._start({})  # the loader keeps these workers for the next pass
+        self._begun, self._started = state["begun"], state["started"]
+        return self._lost_by_workers(state)
+
+    def _lost_by_workers(self, state: State) -> list[str]:
+        """Return the reason why persistent workers cannot be started as they were; empty if they can be."""
+        if not self._persists or not state.get("have_changed", True) or _is_deterministic(self.loader):
             return []
         return [
-            f"{', '.join(lost)} changed in the persistent workers and cannot be stored: use persistent_workers=False,"
-            " or give the dataset `state_dict` and `load_state_dict`"
+            "the random states and attributes of the dataset in persistent workers, which have changed, are not saved"
+            " for this kind of dataloader: use persistent_workers=False, or a map-style dataset with torch's DataLoader"
         ]
 
     def _position_state(self) -> State:
         state = self._common_state()
-        if self._persists:
-            state["is_first"] = self._started == self._begun  # the workers were started for this pass
-        if self._has_worker_states:
-            workers = self._workers.state_dict()
-            state.update(workers=workers, at_start=WorkerStates.at_start_of_pass(workers), started=self._started)
+        if self._workers is not None:
+            state["have_changed"] = self._workers.have_changed
+        if _has_methods(self._iterator, "get_state", "set_state"):
+            state["iterator"] = self._iterator.get_state()
         return state
 
     def _common_state(self) -> State:
@@ -283,12 +247,20 @@ class ResumableLoader:
             "kind": self.kind,
             "batches": self._batches,
             "begun": self._begun,
+            "started": self._started,
+            "is_first": self._started == self._begun,  # the workers, if any, were started for this pass
             "set_up": _settings_of(self.loader) if isinstance(self.loader, DataLoader) else {},
             "prefetch_factor": self._prefetch_factor,
         }
 
+    def _worker_states(self) -> dict[int, State] | None:
+        """Return the states of the workers that take turns in a pass; None if they are unknown."""
+        if self._workers is None:
+            return None
+        return self._workers.state_dict(self._first % self.loader.num_workers, self._batches - self._first)
+
     def _count_batches(self, iterator: Iterator[Any]) -> Iterator[Batch]:
-        for batch in iterator:
+        for batch in map(next, repeat(iterator)):  # not `in iterator`: see `one_pass`
             self._batches += 1
             yield batch
 
@@ -363,81 +335,120 @@ def _uses_default_iteration(loader: Any) -> bool:
     )
 
 
+def _has_methods(value: Any, *names: str) -> bool:
+    return all(callable(getattr(value, name, None)) for name in names)
+
+
+def _has_position(value: Any) -> bool:
+    return _has_methods(value, "state_dict", "load_state_dict")
+
+
 def _has_state(value: Any) -> bool:
-    return all(callable(getattr(value, name, None)) for name in ("state_dict", "load_state_dict"))
+    """Return whether an object has ``load_state_dict``, and a ``state_dict`` that needs no arguments."""
+    if not _has_position(value):
+        return False
+    try:
+        inspect.signature(value.state_dict).bind()
+    except (TypeError, ValueError):
+        return False
+    return True
 
 
 class StatefulLoader(ResumableLoader):
     """A loader that has ``state_dict`` and ``load_state_dict``, such as torchdata's ``StatefulDataLoader``.
 
-    Such a loader does not save the random states of its workers, so this class saves them.
+    Its position is read and restored through these methods only. The ``StatefulDataLoader`` does not save the random
+    states of its workers; for a map-style dataset, this class does.
     """
 
     kind = "stateful"
 
     def __init__(self, loader: Any) -> None:
-        super().__init__(loader)
-        is_torchs = isinstance(loader, DataLoader)
         # without objects that have `load_state_dict`: inside a pass, it sets their attributes for the next iteration
-        is_torchdatas = is_torchs and type(loader).load_state_dict.__module__.startswith("torchdata.")
-        find = partial(random_states.find, unwatched=_has_state if is_torchdatas else lambda _: True)
-        self._attributes = [generator for generator in self.generators if isinstance(generator, AttributeChanges)]
-        self.generators = find(loader)
-        self.replays = False
-        self._can_have_worker_states = is_torchs and loader.num_workers > 0
-        # a DataLoader begins each pass from the start, but without workers its dataset may continue where it was
-        lasting: Any = loader.dataset if isinstance(loader, DataLoader) else loader
-        self._lasting: Any = None if self._can_have_worker_states or not _has_state(lasting) else lasting
-        samplers, dataset = ((loader.sampler, loader.batch_sampler), loader.dataset) if is_torchs else ((), None)
-        found = find(*samplers, except_in=dataset)
+        super().__init__(loader, random_states.find(loader, unwatched=_has_position))
+        is_loader = isinstance(loader, DataLoader)
+        is_torchdatas = is_loader and type(loader).load_state_dict.__module__.startswith("torchdata.")
+        self._records_workers = is_loader and loader.num_workers > 0 and (is_torchdatas or self._records_workers)
+        self._is_generator = is_loader and inspect.isgeneratorfunction(type(loader).__iter__)
+        found = random_states.find(loader) if is_torchdatas or not is_loader else []
+        self._attributes = [one for one in found if isinstance(one, AttributeChanges)]
+        # begins each pass from the start, but without workers its dataset may continue where it was
+        own = (loader.dataset if not loader.num_workers else None) if is_torchdatas else loader
+        self._lasting: Any = own if _has_state(own) else None
+        samplers, dataset = ((loader.sampler, loader.batch_sampler), loader.dataset) if is_loader else ((), None)
+        found = random_states.find(*samplers, unwatched=_has_position, except_in=dataset)
         self._sampler_attributes = [one for one in found if isinstance(one, AttributeChanges)]
 
-    def keep_position(self) -> None:
-        """Record the position before the iterator of the dataloader is dropped, because only the iterator knows it."""
-        if self._begun and isinstance(self.loader, DataLoader) and self.loader._iterator is not None:
-            self._finished = self._finished or self._position_state()
+    def replays(self, state: State) -> bool:
+        """Return whether a resume loads the trained batches again, as its ``state_dict`` lacks states of workers."""
+        changed = self._records_workers and state.get("have_changed", True) and not _is_deterministic(self.loader)
+        if not changed or not state.get("batches"):
+            return False
+        return state.get("workers") is None or state["state"].get("_steps_since_snapshot", 0) > 0
 
     def _resume(self, state: State, reasons: list[str]) -> Iterator[Batch]:
-        starts = self._load(state, reasons)
-        random_states.restore(state["begun"], own=self.generators)
-        if self._can_have_worker_states:
-            self._has_worker_states = True
-            iterator = self._start_workers(starts, partial(_attributes_of_later_pass(state), iter))
-        else:
-            iterator = self._begin()
-        self._continue_from(state)
-        if "sampler" in state and random_states.states_of(self._sampler_attributes) != state["sampler"]:
-            reasons.append("the sampler changes whenever it is iterated, and resuming iterates it more often")
-        return iter(iterator)
-
-    def _load(self, state: State, reasons: list[str]) -> dict[int, State]:
-        """Load the state into the loader. Returns the states that the workers are to start from."""
+        if self._persists and not state["is_first"]:
+            reasons.append("it is not the first pass of persistent workers: use persistent_workers=False")
+        elif self.replays(state):
+            return super()._resume(state, reasons)
         if state.get("inside"):
             reasons.append(_INSIDE_A_BATCH)
-        replayed, is_from_start = _replayed_by_workers(state["state"])
-        reasons += self._unknown_worker_states(state, "at_start" if is_from_start else "workers")
-        if self._can_have_worker_states and replayed and not is_from_start and not _is_deterministic(self.loader):
-            reasons.append(f"snapshot_every_n_steps makes workers prepare {replayed} batches again; set it to 1")
         self.loader.load_state_dict(state["state"])
-        starts: dict[int, State] = state.get("at_start" if is_from_start else "workers") or {}
-        return starts
-
-    def _continue_from(self, state: State) -> None:
-        self._begun, self._batches = state["begun"], state["batches"]
-        self._started = state.get("started", {})
-        self._workers = WorkerStates(state.get("workers", {}))
-
-    def _restart_workers(self, state: State, reasons: list[str]) -> None:
-        loader, starts = self.loader, self._load(state, reasons)
         random_states.restore(state["begun"], own=self.generators)
-        make = partial(_attributes_of_later_pass(state), type(loader)._get_iterator)
-        loader._iterator = bounded_like(loader, self._start_workers(starts, make))
-        self._continue_from(state)
+        self.begin_pass()
+        if self._is_generator:
+            iterator = self._iterator = self._late_start(state["begun"])
+        else:
+            iterator = self._start(state.get("workers"))
+        self._begun, self._started = state["begun"], state["started"]
+        self._first = self._batches = state["batches"]
+        if "sampler" in state and random_states.states_of(self._sampler_attributes) != state["sampler"]:
+            reasons.append("the sampler changes whenever it is iterated, and resuming iterates it more often")
+        return self._count_batches(iterator)
+
+    def _begin(self) -> Iterator[Batch]:
+        if self._is_generator and self._iterator is not None and (self._first or self._left <= 0):
+            with random_states.isolated():
+                self._read_to_the_end(self._iterator)
+        return super()._begin()
+
+    def _keeps(self, iterator: Iterator[Batch]) -> bool:
+        return self._is_generator
+
+    @property
+    def _left(self) -> int:
+        return (length_of(self.loader) or 0) - self._batches
+
+    def _read_to_the_end(self, iterator: Iterator[Batch]) -> None:
+        """Execute the last lines of a generator, which follow its last ``yield``, as a ``for`` loop does.
+
+        A loader that resumes a position may do so in each pass until these lines. The batches that a limit excludes are
+        loaded for this in the pass that was resumed.
+        """
+        deque(islice(iterator, max(self._left, 0) + 1), maxlen=0)
+
+    def _late_start(self, begun: State) -> Iterator[Batch]:
+        """Yield the batches of a generator. Its DataLoader draws the seed that it drew after ``begun``.
+
+        It draws this number when the first batch is requested, which must not change the current random states.
+        """
+        loader, own = self.loader, self.loader.generator
+        loader.generator = torch.Generator()
+        random_states.set_state(loader.generator, begun["own"][self.generators.index(own)] if own else begun["torch"])
+        try:
+            iterator = iter(loader)
+            first = list(islice(iterator, 1))
+        finally:
+            loader.generator = own
+        yield from chain(first, iterator)
 
     def _follow(self, state: State) -> list[str]:
+        reasons = super()._follow(state)
         if self._lasting is not None and "lasting" in state:
             self._lasting.load_state_dict(state["lasting"])
-        reasons = super()._follow(state)
+            if self._is_generator:
+                self._batches = state["batches"]
+                self._read_to_the_end(iter(self._lasting))
         random_states.set_states(self._attributes, state.get("attributes", []))
         return reasons
 
@@ -447,36 +458,9 @@ class StatefulLoader(ResumableLoader):
         state["attributes"] = random_states.states_of(self._attributes)
         if self._lasting is not None:
             state["lasting"] = state["state"] if self._lasting is self.loader else self._lasting.state_dict()
+        if state["is_first"] and self._records_workers and not isinstance(self.loader.dataset, IterableDataset):
+            state["workers"] = self._worker_states()
         return state
-
-
-def _attributes_of_later_pass(state: State) -> Callable[[Callable[[Any], Any], Any], Any]:
-    """Return a function that makes an iterator of a loader as in the pass of ``state``.
-
-    An iterator that starts workers draws their seed, and a later pass of persistent workers draws no seed. For a later
-    pass, a temporary seed is drawn from a separate generator, so that the loader's generator does not advance. The
-    saved seed then replaces the temporary one.
-    """
-
-    def make(begin: Callable[[Any], Any], loader: Any) -> Any:
-        generator = loader.generator
-        if not state.get("is_first", True):
-            loader.generator = torch.Generator()
-        try:
-            return begin(loader)
-        finally:
-            loader.generator = generator
-
-    return make
-
-
-def _replayed_by_workers(state: State) -> tuple[int, bool]:
-    """Return how many batches the workers of a StatefulDataLoader load again, and whether from the beginning."""
-    snapshot = state.get("_snapshot", {})
-    workers = snapshot.get("_worker_snapshots", {}).values()
-    fetchers = [worker.get("fetcher_state") for worker in workers if worker.get("dataset_state") is None]
-    is_from_start = any(fetcher is not None and fetcher.get("dataset_iter_state") is None for fetcher in fetchers)
-    return state.get("_steps_since_snapshot", 0), is_from_start
 
 
 class MapStyleLoader(ResumableLoader):
@@ -484,17 +468,15 @@ class MapStyleLoader(ResumableLoader):
 
     kind = "map-style"
 
+    def replays(self, state: State) -> bool:
+        """Return False: no sample is loaded again."""
+        return False
+
     def __init__(self, loader: DataLoader[Any]) -> None:
         super().__init__(loader, generators_of(loader))
-        self.replays = False
         sampler: Any = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
         max_recent = (loader.prefetch_factor or 0) * loader.num_workers + 2
         self._sampler = _RecordedSampler(sampler, max_recent, self.generators)
-        self._can_have_worker_states = self._has_worker_states = True
-        self._running: weakref.ref[_WorkerIterator] | None = None
-        # when a pass with in_order=False was resumed:
-        self._late: list[int] = []  # the numbers of the batches that had been sampled, but had not arrived
-        self._drawn_before = 0  # the number of batches that had been sampled
         self._before_end: list[Any] = []  # the states of the generators before the end of the sampler was read
 
     def __iter__(self) -> Iterator[Batch]:
@@ -508,9 +490,6 @@ class MapStyleLoader(ResumableLoader):
         """Return the position in the pass: tensors and plain containers. {} before the first pass."""
         state, before = super().state_dict(), self._before_end
         return state | {"before_end": before} if state and before not in ([], state["own"]) else state
-
-    def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {"_running": None}
 
     @property
     def has_begun(self) -> bool:
@@ -541,10 +520,21 @@ class MapStyleLoader(ResumableLoader):
             "former": [{name: state[name] for name in ("set_up", "batches", "first", "last")} for state in states],
         }
 
-    def begin_pass(self, *, with_old_workers: bool = False) -> None:
-        """Record that a pass begins, with new workers or those of the last pass."""
-        super().begin_pass(with_old_workers=with_old_workers)
-        self._late, self._drawn_before = [], 0
+    def _begin(self) -> Iterator[Batch]:
+        running = self.loader._iterator if self._persists else None
+        if running is not None and running is self._iterator:
+            assert self._workers is not None
+            self._workers.end_pass(self._first % self.loader.num_workers, self._sampler.drawn - self._first)
+        self.begin_pass(with_old_workers=running is not None)
+        if running is None:
+            return self._count(self._open({}))
+        if running is not self._iterator:  # other code started these workers, with its own sampler
+            self._workers = None
+        return self._count_batches(iter(self.loader))
+
+    def _count(self, iterator: Iterator[Batch]) -> Iterator[Batch]:
+        """Count the batches of workers. Without workers, the sampler does so."""
+        return self._count_batches(iterator) if self.loader.num_workers else iterator
 
     def _open(self, starts: dict[int, State], *, silent: bool = False) -> Iterator[Batch]:
         """Return an iterator of the dataloader that uses the recorded sampler. The dataloader keeps its own sampler.
@@ -554,21 +544,17 @@ class MapStyleLoader(ResumableLoader):
             silent: whether to send no indices to the workers yet. Default: False.
         """
         loader, view = self.loader, copy.copy(self.loader)
-
         vars(view)["sampler" if loader.batch_sampler is None else "batch_sampler"] = self._sampler
         if not loader.num_workers:
             return iter(view)
-        self._workers = WorkerStates(starts, loader.num_workers, loader.prefetch_factor)
-        own = (loader.worker_init_fn, loader.collate_fn)
-        in_worker = WorkerRandom(*own, starts, self._workers.memory, self._share_epoch())
-        vars(view).update(collate_fn=in_worker.collate, worker_init_fn=in_worker.start)
+        worker = self._record_workers(starts)
         loader.check_worker_number_rationality()
         self._sampler.is_silent = silent
-        iterator: _WorkerIterator = bounded_like(loader, _WorkerIterator(view, self))
+        with recorded(view, worker, wraps_dataset=self._shared_epoch is not None):
+            iterator: _WorkerIterator = bounded_like(loader, _WorkerIterator(view))
         self._sampler.is_silent = False
-        self._running = weakref.ref(iterator)
         if self._persists:
-            loader._iterator = iterator
+            loader._iterator = self._iterator = iterator
         return iterator
 
     def _position_state(self) -> State:
@@ -577,36 +563,20 @@ class MapStyleLoader(ResumableLoader):
             self._batches = sampler.drawn
         state = {
             **self._common_state(),
-            "started": self._started,
             "asked": sampler.initial_states,
             "first": sampler.proof_of(0),
             "last": sampler.proof_of(self._batches - 1) if loader.in_order else None,
         }
-        if not loader.num_workers:
-            state["exhausted"] = sampler.exhausted
-        elif self._has_worker_states:
-            state["workers"] = self._workers.state_dict()
-        if loader.num_workers and not loader.in_order:
-            state["drawn"], state["late"] = self._out_of_order()
-        return state
-
-    def _out_of_order(self) -> tuple[int, list[int]]:
-        """Return the number of sampled batches, and the numbers of those that have not arrived."""
-        iterator = None if self._running is None else self._running()
-        if iterator is None:
-            return self._batches, []
-        late, before = self._late, self._drawn_before
-        numbers = [late[i] if i < len(late) else before + i - len(late) for i in iterator._task_info]
-        return self._sampler.drawn, sorted(numbers)
+        return state | ({"workers": self._worker_states()} if loader.num_workers else {"exhausted": sampler.exhausted})
 
     def _resume(self, state: State, reasons: list[str]) -> Iterator[Batch]:
-        loader, workers, is_fixed = self.loader, state.get("workers"), _is_deterministic(self.loader)
+        loader, workers, batches, is_fixed = self.loader, state.get("workers"), state["batches"], None
+        is_fixed = _is_deterministic(loader)
         if not reasons:
             reasons += random_states.differences(self.generators, state["own"])
         if state.get("inside") and not is_fixed:
             reasons.append(_INSIDE_A_BATCH)
-        self._has_worker_states = not loader.num_workers or workers is not None or is_fixed
-        if not self._has_worker_states:
+        if loader.num_workers and workers is None and not is_fixed:
             reasons.append("the position of the worker processes is unknown")
         random_states.restore(state["started"], own=self.generators)
         iterator = self._open(workers or {}, silent=True)
@@ -615,8 +585,7 @@ class MapStyleLoader(ResumableLoader):
             iter(self._sampler)
         self._begun, self._started = state["begun"], state["started"]
         random_states.restore(state["asked"], own=self.generators)
-        late, batches = state.get("late", []), state["batches"]
-        if self._advance(iterator, batches, state["drawn"] if late else batches, late, state.get("exhausted", False)):
+        if self._advance(iterator, batches, exhausted=state.get("exhausted", False)):
             reasons.append("the sampler draws from the global random state during the epoch, and so does other code")
         for ordinal, number in {"first": 0, "last": batches - 1}.items() if batches else ():
             saved, current = state[ordinal], self._sampler.proof_of(number)
@@ -626,33 +595,31 @@ class MapStyleLoader(ResumableLoader):
         reasons += _order_differences(loader, state.get("former", []))[:1]
         if not loader.in_order and loader.num_workers > 1:
             reasons.append("with in_order=False the order of batches depends on how fast the workers are")
-        return iterator
+        return self._count(iterator)
 
-    def _advance(self, iterator: Iterator[Batch], batches: int, drawn: int, late: list[int], exhausted: bool) -> bool:
-        """Skip the batches that were sampled before, in a pass that was just opened.
+    def _advance(self, iterator: Iterator[Batch], batches: int, *, exhausted: bool) -> bool:
+        """Skip the first ``batches`` in a pass that was just opened.
 
         Args:
             iterator: the iterator of the pass.
             batches: the number of yielded batches.
-            drawn: the number of sampled batches; more than ``batches`` if batches arrive out of order.
-            late: the numbers of sampled batches that were not yielded.
             exhausted: whether a batch was requested after the sampler's last one. A RandomSampler then draws random
                 numbers.
 
         Returns:
             Whether the sampler drew from the global random state after the first batch.
         """
-        left, draws = self._sampler.skip(drawn + exhausted, late)
-        self._batches, self._late, self._drawn_before = batches, list(late), drawn
+        draws = self._sampler.skip(batches + exhausted)
+        self._first = self._batches = batches
         if isinstance(iterator, _WorkerIterator):
-            iterator.send_indices(chain(left, self._sampler.rest()), batches % self.loader.num_workers)
+            iterator.send_indices(self._sampler.rest(), batches % self.loader.num_workers)
         return draws
 
-    def _skip(self, batches: int, starts: dict[int, State] | None = None) -> Iterator[Batch]:
+    def _skip(self, batches: int) -> Iterator[Batch]:
         self.begin_pass()
         iterator = self._open({}, silent=True)
-        self._advance(iterator, batches, batches, [], exhausted=False)
-        return iterator
+        self._advance(iterator, batches, exhausted=False)
+        return self._count(iterator)
 
     def _follow(self, state: State) -> list[str]:
         is_stopped = self._persists and self.loader._iterator is None
@@ -710,20 +677,13 @@ class _RecordedSampler:
             yield indices
         self.exhausted = True
 
-    def skip(self, count: int, except_of: Container[int]) -> tuple[list[Any], bool]:
-        """Draw ``count`` batches.
-
-        Returns:
-            The batches with numbers in ``except_of``, and whether the sampler drew from the global random state after
-            the first batch.
-        """
-        batches, before = [], None
-        for number, indices in enumerate(islice(self.rest(), count)):
-            if number == 0:
-                before = random_states.capture()
-            if number in except_of:
-                batches.append(indices)
-        return batches, before is not None and before != random_states.capture()
+    def skip(self, count: int) -> bool:
+        """Draw ``count`` batches. Return whether the sampler drew global random numbers after the first one."""
+        batches = islice(self.rest(), count)
+        next(batches, None)
+        before = random_states.capture()
+        deque(batches, maxlen=0)
+        return before != random_states.capture()
 
     def proof_of(self, number: int) -> State | None:
         """Return the fingerprint of batch ``number``; None if it was not drawn, or is no longer kept."""
@@ -733,65 +693,8 @@ class _RecordedSampler:
         return _fingerprint(self._recent[-distance]) if number > 0 and 0 < distance <= len(self._recent) else None
 
 
-class _OwnedIterator:
-    """A mixin for a pass with workers that send their states with each batch. It yields the batches without states.
-
-    Attributes:
-        owner: a weak reference to the loader that receives the states. With a strong one, the two would refer to each
-            other, and the garbage collector could free this iterator in a forked worker.
-    """
-
-    owner: weakref.ref[ResumableLoader]
-
-    def _next_data(self) -> Batch:
-        marked: Marked = super()._next_data()  # type: ignore[misc]
-        owner = self.owner()
-        return marked[0] if owner is None else owner.take(marked)
-
-    def _reset(self, loader: DataLoader[Any], first_iter: bool = False, **options: Any) -> None:
-        owner = self.owner()
-        if not first_iter and owner is not None:
-            self._drain(owner)
-            owner.begin_pass(with_old_workers=True)
-        super()._reset(loader, first_iter, **options)  # type: ignore[misc]
-
-    def _drain(self: Any, owner: ResumableLoader) -> None:
-        """Receive the prepared, unused batches of a pass that ends: they have changed the states of workers, too."""
-        self._sampler_iter = iter(())
-        interval = vars(self).get("_snapshot_interval")
-        self._snapshot_interval = 0  # torchdata's: take no snapshots of these batches
-        for _ in range(len(self._task_info)):
-            try:
-                owner.take(super()._next_data())  # type: ignore[misc]
-            except StopIteration:
-                break
-            except Exception:  # an error in a batch that is not used is not raised
-                continue
-        self._snapshot_interval = interval
-
-
-def _owner_of(iterator: Any) -> Any:
-    """Return the loader that receives the states of an iterator's workers, or None."""
-    return iterator.owner() if isinstance(iterator, _OwnedIterator) else None
-
-
-@cache
-def _with_owner(kind: Any) -> type:
-    """Return a subclass of an iterator class that is also an :class:`_OwnedIterator`."""
-    return type(kind.__name__, (_OwnedIterator, kind), {})
-
-
-class _WorkerIterator(_OwnedIterator, _MultiProcessingDataLoaderIter):
-    """A pass with worker processes over a map-style dataset.
-
-    Args:
-        loader: the dataloader, with methods of a :class:`WorkerRandom` as ``worker_init_fn`` and ``collate_fn``.
-        owner: the loader that receives the states.
-    """
-
-    def __init__(self, loader: DataLoader[Any], owner: MapStyleLoader) -> None:
-        self.owner = weakref.ref(owner)
-        super().__init__(loader)
+class _WorkerIterator(_MultiProcessingDataLoaderIter):
+    """A pass with worker processes over a map-style dataset."""
 
     def send_indices(self, indices: Iterator[Any], worker: int) -> None:
         """Send ``indices`` to the workers, the first one to ``worker``. Requires that nothing was sent before."""

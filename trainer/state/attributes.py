@@ -261,5 +261,8 @@ def _own_state(value: Any, copier: Copier) -> list[Any] | None:
     """Return the state of an object that has ``state_dict`` and ``load_state_dict``, if it is plain."""
     if not all(callable(getattr(value, name, None)) for name in ("state_dict", "load_state_dict")):
         return None
-    state = copier.copy(value.state_dict())
+    try:
+        state = copier.copy(value.state_dict())
+    except Exception:  # it needs arguments, or is not ready
+        return None
     return state if isinstance(state, list) else None
