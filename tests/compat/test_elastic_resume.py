@@ -121,7 +121,13 @@ REFUSED = {
     "a step that draws": ({"module": DrawsItself}, {}, "the training_step drew its own batches"),
     "a step that draws now": ({}, {"module": DrawsItself}, "the training_step draws its own batches"),
     "a scheduler of Lightning's": (
-        {"callbacks": [GradientAccumulationScheduler({0: 1})]}, {}, "expected GradientAccumulation"
+        {"callbacks": [GradientAccumulationScheduler({0: 1})]}, {}, "accumulation changed with the epochs"
+    ),
+    "accumulation by epochs": (
+        {"callbacks": [GradientAccumulation(schedule={0: 1, 1: 2})]}, {}, r"expected Trainer\(accumulate_grad_batches"
+    ),
+    "accumulation by epochs now": (
+        {}, {"callbacks": [GradientAccumulation(schedule={0: 1, 1: 2})]}, "got accumulate_grad_batches=a schedule"
     ),
     "by hand": (
         {"module": lambda: Net(by_hand=True)}, {"module": lambda: Net(by_hand=True), "data": lambda: loader(2)},
@@ -201,14 +207,6 @@ def test_with_workers(tmp_path):
                 for one in (module, whole)
             )
             assert seen == expected
-
-
-def test_accumulation_that_changes_with_the_epochs(tmp_path):
-    first, second = (GradientAccumulation(schedule={0: 1, 1: 2}) for _ in range(2))
-    _, module = resumed(written(tmp_path, callbacks=[first]), loader(2), callbacks=[second])
-    sizes = [sum(len(batch) for update, batch in module.seen if update == number) for number in range(2, 11)]
-    assert sizes == [4, 4, 4, 4, 2, 8, 8, 8, 2]
-    assert second.schedule == {0: 1, 1: 2}
 
 
 def test_elastic_job_has_a_checkpoint_before_it_trains(tmp_path):

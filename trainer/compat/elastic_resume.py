@@ -8,8 +8,7 @@ settings that are counted in batches are translated, the settings only if the us
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
@@ -45,7 +44,7 @@ def order_to_save(trainer: Trainer, _: dict[str, Any]) -> dict[str, Any] | None:
     if interval == float("inf"):
         interval = None
     return saved | {
-        "samples": order.state_dict(),
+        "samples": asdict(order),
         "processes": processes,
         "batch_size": batch_size,
         "validation": None if interval is None else int(interval),
@@ -88,7 +87,7 @@ def prepare(trainer: Trainer, trainer_state: dict[str, Any]) -> bool:
     saved = trainer_state.get(_KEY, {"problem": "the version that wrote it did not record the sample order"})
     if "problem" in saved:
         raise ResumeError(saved["problem"])
-    given, order = _given_settings(trainer), SampleOrder.from_state(saved["samples"])
+    given, order = _given_settings(trainer), SampleOrder(**saved["samples"])
     keeps_limit = saved["given"]["limit_train_batches"] == given["limit_train_batches"]
     elastic = trainer.data.elastic_state = ElasticState(order, given, keeps_limit)
     trainer.data.resumed = {}  # `loaders` begins no training pass
@@ -148,9 +147,8 @@ def resume(trainer: Trainer, trainer_state: dict[str, Any], states: list[Any]) -
     states = states[:: len(states) // saved["processes"]]  # one state for each group of processes with the same samples
     state, lost = trainer.process.convert_states(states)
     if state["data"]:
-        state["data"] = loaders.convert_states([one["data"] for one in states], done, state["rng"])
-    batches = change.accumulated(trainer.progress.epochs_trained)
-    state["window"] = {**state["window"], "batches": batches, "given": trainer.loop.window.batches}
+        state["data"] = loaders.convert_state(states[0]["data"], done, state["rng"])
+    state["window"] = {**state["window"], "batches": change.accumulated, "given": trainer.loop.window.batches}
     rank_zero_info(_summary(trainer, change, lost))
     return state
 
@@ -177,9 +175,10 @@ class _BatchConversion:
         self.saved_batches, self.batches = math.ceil(sampler.total / self.saved_samples), int(loaders.num_batches())
         self.remainder = sampler.total % math.lcm(self.saved_samples, self.samples)
 
-    def accumulated(self, epoch: int) -> int:
-        """Return the number of batches in an update of ``epoch``."""
-        return self.order.update_size(epoch) // self.samples
+    @property
+    def accumulated(self) -> int:
+        """The number of batches in an update."""
+        return self.order.update_size // self.samples
 
     def convert(self, count: int, subject: str, advice: str) -> int:
         """Convert a number of batches of the saved run to this run.
@@ -217,7 +216,7 @@ def _given_settings(trainer: Trainer) -> dict[str, Any]:
     if isinstance(interval, int):
         interval = int(interval)  # a checkpoint holds plain numbers
     return {
-        "accumulate_grad_batches": [list(pair) for pair in sorted(accumulation_schedule(trainer).items())],
+        "accumulate_grad_batches": _constant_accumulation(trainer),
         "limit_train_batches": trainer.limit_train_batches,
         "val_check_interval": interval if isinstance(interval, (int, float)) else str(interval),
     }
@@ -235,44 +234,40 @@ def _order_of(trainer: Trainer, loaders: LoaderSet, given: dict[str, Any]) -> Sa
         return "the training_step drew its own batches"
     if len(loaders.combined.flattened) != 1:
         return f"there were {len(loaders.combined.flattened)} training dataloaders, expected one"
-    if find_callback(trainer.callbacks, GradientAccumulationScheduler) is not None:
-        return (
-            "the accumulation was set by a GradientAccumulationScheduler, expected GradientAccumulation(schedule=...)"
-        )
-    (loader,), accumulate = loaders.combined.flattened, dict(given["accumulate_grad_batches"])
+    (loader,), accumulate = loaders.combined.flattened, given["accumulate_grad_batches"]
+    if not accumulate:
+        return "the accumulation changed with the epochs, expected Trainer(accumulate_grad_batches=...)"
     return SampleOrder.of(loader, trainer.limit_train_batches, accumulate, _replicas(trainer))
 
 
-def _accumulation(trainer: Trainer, change: _BatchConversion, before: dict[str, Any]) -> dict[int, int]:
-    """Return the ``accumulate_grad_batches`` that give each update the samples of the saved run.
+def _constant_accumulation(trainer: Trainer) -> int:
+    """Return ``accumulate_grad_batches``; 0 if it changes with the epochs."""
+    schedule = accumulation_schedule(trainer)
+    is_lightnings = find_callback(trainer.callbacks, GradientAccumulationScheduler) is not None
+    return 0 if is_lightnings or len(schedule) > 1 else schedule.get(0, 1)
 
-    The keys are epochs, and a value applies from its epoch on.
+
+def _accumulation(trainer: Trainer, change: _BatchConversion, before: dict[str, Any]) -> int:
+    """Return the ``accumulate_grad_batches`` that gives each update the samples of the saved run.
 
     Raises:
         ResumeError: if this is not possible, or the user has set another value.
     """
-    order, sampler = change.order, change.sampler
-    needed = {}
-    for epoch in dict.fromkeys((0, *(first for first, _ in order.accumulate))):
-        size, accumulated = order.update_size(epoch), order.accumulated(epoch)
-        if size % change.samples:
-            raise ResumeError(
-                f"an update had {size} samples ({order.processes} x {order.batch_size} x {accumulated}: processes x"
-                f" batch size x accumulate_grad_batches), which is no multiple of {sampler.num_replicas} x"
-                f" {sampler.batch_size} = {change.samples}; {_batch_size_advice(size, sampler.num_replicas)}"
-            )
-        needed[epoch] = size // change.samples
-    given = _given_settings(trainer)["accumulate_grad_batches"]
-    known = needed.items(), before["accumulate_grad_batches"], order.accumulate
-    if _schedule(given) not in map(_schedule, known):
+    order, sampler, size = change.order, change.sampler, change.order.update_size
+    if size % change.samples:
         raise ResumeError(
-            f"got accumulate_grad_batches={_format_schedule(_schedule(given))}, expected {_format_schedule(needed)},"
-            f" because an update has {order.update_size(0)} samples, and a batch has {change.samples}"
-            f" ({sampler.num_replicas} x {sampler.batch_size}: processes x batch size); set the expected value, or that"
-            " of the saved run"
+            f"an update had {size} samples ({order.processes} x {order.batch_size} x {order.accumulate}: processes x"
+            f" batch size x accumulate_grad_batches), which is no multiple of {sampler.num_replicas} x"
+            f" {sampler.batch_size} = {change.samples}; {_batch_size_advice(size, sampler.num_replicas)}"
         )
-    by_hand = not trainer.lightning_module.automatic_optimization
-    if by_hand and set(needed.values()) != {1}:
+    needed, given = change.accumulated, _given_settings(trainer)["accumulate_grad_batches"]
+    if given not in (needed, before["accumulate_grad_batches"], order.accumulate):
+        raise ResumeError(
+            f"got accumulate_grad_batches={given or 'a schedule'}, expected {needed}, because an update has {size}"
+            f" samples, and a batch has {change.samples} ({sampler.num_replicas} x {sampler.batch_size}: processes x"
+            " batch size); set the expected value, or that of the saved run"
+        )
+    if not trainer.lightning_module.automatic_optimization and needed != 1:
         raise ResumeError(
             "with manual optimization, an optimizer step is assumed for each batch, so that a batch of all processes"
             f" must have {change.saved_samples} samples, and in this run it has {change.samples}"
@@ -290,23 +285,15 @@ def _batch_size_advice(size: int, processes: int) -> str:
     return f"set a batch size of {', '.join(map(str, sizes[-4:]))}"
 
 
-def _format_schedule(schedule: dict[int, int]) -> str:
-    return str(schedule if len(schedule) > 1 else schedule[0])
-
-
-def _schedule(pairs: Iterable[Any]) -> dict[int, int]:
-    return {0: 1, **{int(epoch): int(batches) for epoch, batches in pairs}}
-
-
-def _accumulate(trainer: Trainer, needed: dict[int, int]) -> None:
+def _accumulate(trainer: Trainer, needed: int) -> None:
     """Set the accumulation of this run to ``needed``, until the end of the run."""
     window, session = trainer.loop.window, trainer._session
     accumulation = find_callback(trainer.callbacks, GradientAccumulation)
     if accumulation is not None:
         session.callback(setattr, accumulation, "schedule", accumulation.schedule)
-        accumulation.schedule = needed
+        accumulation.schedule = {0: needed}
     session.callback(setattr, window, "batches", window.batches)
-    window.batches = needed[0]
+    window.batches = needed
 
 
 def _frequency(config: Any, saved: int, change: _BatchConversion) -> int:
@@ -353,7 +340,7 @@ def _position(state: dict[str, Any], progress: FitProgress, change: _BatchConver
     is_its_epoch = bool(data) and data["epoch"] == progress.epochs_trained
     if not done or (is_its_epoch and data["is_over"]):
         return change.batches if done else 0
-    size = change.order.update_size(progress.epochs_trained)
+    size = change.order.update_size
     if done * change.saved_samples % size or not is_its_epoch or data["batches"] != done:
         raise ResumeError(
             f"the checkpoint is from the middle of an update: after {done} batches of {change.saved_samples} samples,"
@@ -364,10 +351,9 @@ def _position(state: dict[str, Any], progress: FitProgress, change: _BatchConver
 
 def _summary(trainer: Trainer, change: _BatchConversion, lost: set[str]) -> str:
     """Return a message about the parts of the resume that are exact and those that are not."""
-    order, sampler, saved, epoch = change.order, change.sampler, change.saved, trainer.progress.epochs_trained
-    size = order.update_size(epoch)
+    order, sampler, saved, size = change.order, change.sampler, change.saved, change.order.update_size
     text = (
-        f"Resuming with {sampler.num_replicas} x {sampler.batch_size} x {change.accumulated(epoch)} after"
+        f"Resuming with {sampler.num_replicas} x {sampler.batch_size} x {change.accumulated} after"
         f" {saved['processes']} x {saved['batch_size']} x {size // change.saved_samples} (processes x batch size x"
         f" accumulate_grad_batches): each update gets the {size} samples that it would have got. The following"
         " differ: random numbers (dropout, augmentation)"
@@ -376,7 +362,7 @@ def _summary(trainer: Trainer, change: _BatchConversion, lost: set[str]) -> str:
         text += ", the order of the samples in later epochs if training draws from torch's CPU generator"
     text += ", statistics of a batch (BatchNorm), losses that compare the samples of a batch"
     by_hand = not trainer.lightning_module.automatic_optimization
-    if not sampler.keeps_shares(epoch) or (by_hand and change.remainder):
+    if not sampler.keeps_shares or (by_hand and change.remainder):
         text += ", the weights of the samples in an epoch's last, short update"
     if lost:
         text += f", the metrics {', '.join(sorted(lost))} (a part of them is lost)"

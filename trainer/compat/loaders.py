@@ -295,21 +295,21 @@ class LoaderSet:
             state["index"], state["exhausted"] = iterator._idx, list(getattr(iterator, "_consumed", ()))
         return state
 
-    def convert_states(self, states: list[dict[str, Any]], batches: int, random: random_states.State) -> dict[str, Any]:
+    def convert_state(self, first: dict[str, Any], batches: int, random: random_states.State) -> dict[str, Any]:
         """Return the state of a pass that other processes have begun, for :meth:`load_state_dict`.
 
         Args:
-            states: the ``TrainingBatches`` states of these processes, each with one map-style dataloader.
+            first: the ``TrainingBatches`` state of the first of these processes, with one map-style dataloader.
             batches: the number of batches that this process would have trained.
             random: the random states that workers start from.
         """
         (loader,) = self.loaders
         assert isinstance(loader, MapStyleLoader)
-        owns = [state["loaders"][0] for state in states]
-        own = loader.convert_states(owns, batches, random) if owns[0] else {}
-        if own and states[0]["is_over"]:
-            own["workers"] = None  # the workers of the next pass start from the beginning
-        return {**states[0], "batches": batches, "loaders": [own], "ahead": {}}
+        (own,) = first["loaders"]
+        if own:
+            own = loader.convert_state(own, batches, random)
+            own["workers"] = None if first["is_over"] else {}  # those of the next pass start from the beginning
+        return {**first, "batches": batches, "loaders": [own], "ahead": {}}
 
     def loader_states(self) -> list[dict[str, Any]]:
         """Return the states of loaders that have a ``state_dict``, in Lightning's format."""

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
@@ -35,7 +35,7 @@ class SampleOrder:
         batch_size: samples in a batch of one process.
         drop_last: whether the dataloader drops an incomplete last batch.
         limit: ``limit_train_batches``: batches of one process (int), or a fraction of the epoch (float).
-        accumulate: pairs of an epoch and ``accumulate_grad_batches`` from that epoch on.
+        accumulate: ``accumulate_grad_batches``.
         has_workers: whether the dataloader has worker processes.
         shuffle, seed, cuts: settings of a DistributedSampler, which shuffles by seed and epoch. ``cuts``: whether it
             drops the samples that do not divide evenly, instead of repeating some.
@@ -46,14 +46,14 @@ class SampleOrder:
     batch_size: int
     drop_last: bool
     limit: int | float
-    accumulate: tuple[tuple[int, int], ...]
+    accumulate: int
     has_workers: bool = False
     shuffle: bool = False
     seed: int = 0
     cuts: bool = False
 
     @classmethod
-    def of(cls, loader: Any, limit: int | float, accumulate: Mapping[int, int], processes: int) -> SampleOrder | str:
+    def of(cls, loader: Any, limit: int | float, accumulate: int, processes: int) -> SampleOrder | str:
         """Return the order of a run with this dataloader and number of processes, or the reason why it has none."""
         if (reason := not_ordered(loader)) is not None:
             return reason
@@ -70,27 +70,15 @@ class SampleOrder:
             loader.batch_size,
             loader.drop_last,
             limit,
-            tuple(sorted(accumulate.items())),
+            accumulate,
             loader.num_workers > 0,
             **own,
         )
 
-    @classmethod
-    def from_state(cls, state: dict[str, Any]) -> SampleOrder:
-        """Return the order from the value of :meth:`state_dict`."""
-        return cls(**{**state, "accumulate": tuple(map(tuple, state["accumulate"]))})
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the order as plain data."""
-        return {**asdict(self), "accumulate": [list(pair) for pair in self.accumulate]}
-
-    def accumulated(self, epoch: int) -> int:
-        """Return the number of batches of one process in an update of ``epoch``."""
-        return next((batches for first, batches in reversed(self.accumulate) if first <= epoch), 1)
-
-    def update_size(self, epoch: int) -> int:
-        """Return the number of samples of all processes in an update of ``epoch``."""
-        return self.processes * self.batch_size * self.accumulated(epoch)
+    @property
+    def update_size(self) -> int:
+        """The number of samples of all processes in an update."""
+        return self.processes * self.batch_size * self.accumulate
 
     def batches(self, samples: int) -> int:
         """Return the number of batches of one process in an epoch of ``samples`` samples, with the limit."""
@@ -106,12 +94,12 @@ class SampleOrder:
         """Return whether the sampler is iterated to its end, where a RandomSampler draws random numbers again."""
         return self.has_workers or self.batches(samples) == replace(self, limit=1.0).batches(samples)
 
-    def shares(self, samples: int, epoch: int) -> list[float]:
+    def shares(self, samples: int) -> list[float]:
         """Return the weight of each sample in an epoch's last update if that update is incomplete, otherwise [].
 
         Each batch's loss is a mean, and an update is the mean over its batches: a sample in a short batch weighs more.
         """
-        total, size = self.total(samples), self.update_size(epoch)
+        total, size = self.total(samples), self.update_size
         start = total - total % size
         own, batches = total // self.processes, self.batches(samples) - start // (self.processes * self.batch_size)
 
@@ -161,7 +149,6 @@ class ElasticSampler(Sampler[int]):
 
     Attributes:
         epoch: the epoch, which determines the order of a DistributedSampler.
-        row: the indices of the epoch's samples, of all processes.
     """
 
     def __init__(
@@ -177,7 +164,6 @@ class ElasticSampler(Sampler[int]):
         self.order = order
         self.num_replicas, self.rank, self.batch_size = processes, rank, batch_size
         self.epoch = 0
-        self.row = torch.empty(0, dtype=torch.int64)
         self._source = source
         self._dataset = dataset
         self._share = share
@@ -208,14 +194,7 @@ class ElasticSampler(Sampler[int]):
     def __iter__(self) -> Iterator[int]:
         row, count = self._next_row(), len(self)
         own = row[self.rank :: self.num_replicas]
-        self.row = row
         return iter([*own.tolist(), *row[-1:].tolist() * (count - len(own))])
-
-    def batch_of(self, number: int, rank: int, processes: int, batch_size: int) -> list[int]:
-        """Return the samples of batch ``number`` in this epoch on ``rank`` of ``processes``."""
-        own = self.row[rank::processes]
-        batch: list[int] = own[number * batch_size : (number + 1) * batch_size].tolist()
-        return batch
 
     def weight_of(self, number: int) -> float | None:
         """Return the weight of batch ``number`` of this process in its update; None for 1.
@@ -223,18 +202,19 @@ class ElasticSampler(Sampler[int]):
         In an incomplete last update, each sample has the weight that it had in the original run, if all samples of a
         batch had the same weight there.
         """
-        total, size = self.total, self.order.update_size(self.epoch)
+        total, size = self.total, self.order.update_size
         global_batch_size = self.num_replicas * self.batch_size
         if number * global_batch_size < (start := total - total % size):
             return None
-        shares = self.order.shares(self.samples, self.epoch)
+        shares = self.order.shares(self.samples)
         batch_shares = shares[number * global_batch_size - start : (number + 1) * global_batch_size - start]
         batches = self.batches - start // global_batch_size
         return sum(batch_shares[self.rank :: self.num_replicas], 0.0) * self.num_replicas * batches  # 1 on average
 
-    def keeps_shares(self, epoch: int) -> bool:
-        """Return whether each sample of the epoch's last update has the weight that it had in the original run."""
-        shares, global_batch_size = self.order.shares(self.samples, epoch), self.num_replicas * self.batch_size
+    @property
+    def keeps_shares(self) -> bool:
+        """Whether each sample of an epoch's last update has the weight that it had in the original run."""
+        shares, global_batch_size = self.order.shares(self.samples), self.num_replicas * self.batch_size
         for first in range(0, len(shares), global_batch_size):
             for rank in range(self.num_replicas):
                 own = shares[first : first + global_batch_size][rank :: self.num_replicas]

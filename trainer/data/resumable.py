@@ -15,7 +15,7 @@ the next iteration is the following pass. There are three kinds:
 
 A state belongs to one process. It contains the number of trained batches and, in ``set_up``, the batch size and the
 number of processes that shared the samples. Together they determine how many samples of the epoch were used. A run with
-a different number of processes converts the states (:meth:`MapStyleLoader.convert_states`), if the samples come from an
+a different number of processes converts the states (:meth:`MapStyleLoader.convert_state`), if the samples come from an
 :class:`~trainer.data.elastic.ElasticSampler`.
 """
 
@@ -31,12 +31,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import ConcatDataset, DataLoader, IterableDataset, StackDataset, Subset, TensorDataset
-from torch.utils.data import default_collate as _collate
-from torch.utils.data import default_convert as _convert
+from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
-from trainer.data.elastic import ElasticSampler
 from trainer.data.epochs import objects_with_set_epoch
 from trainer.data.worker_random import WorkerRandom, WorkerStates, recorded
 from trainer.data.workers import bounded_like
@@ -145,7 +142,7 @@ class ResumableLoader:
             self._resumed = self._skip(state["batches"])
             kind = type(self.loader).__name__
             return [f"the dataloader is of another kind than the one that was saved: it is now a {kind}"]
-        reasons = _changes(state["set_up"], self.loader)
+        reasons = _changes(state, self.loader)
         self._resumed = self._resume(state, reasons)
         if state["prefetch_factor"] == self._prefetch_factor:  # otherwise the sampler is ahead by more or fewer batches
             random_states.set_states(self.generators, state["own"])
@@ -218,7 +215,7 @@ class ResumableLoader:
         Returns:
             The reasons why that pass may be different; empty if it is the same.
         """
-        if not self._persists or self.loader._iterator is not None or _changes(state["set_up"], self.loader):
+        if not self._persists or self.loader._iterator is not None or _changes(state, self.loader):
             return []
         random_states.restore(state["started"], own=self.generators)
         self._start({})  # the loader keeps these workers for the next pass
@@ -227,7 +224,7 @@ class ResumableLoader:
 
     def _lost_by_workers(self, state: State) -> list[str]:
         """Return the reason why persistent workers cannot be started as they were; empty if they can be."""
-        if not self._persists or not state.get("have_changed", True) or _is_deterministic(self.loader):
+        if not self._persists or not state.get("have_changed", True):
             return []
         return [
             "the random states and attributes of the dataset in persistent workers, which have changed, are not saved"
@@ -235,15 +232,7 @@ class ResumableLoader:
         ]
 
     def _position_state(self) -> State:
-        state = self._common_state()
-        if self._workers is not None:
-            state["have_changed"] = self._workers.have_changed
-        if _has_methods(self._iterator, "get_state", "set_state"):
-            state["iterator"] = self._iterator.get_state()
-        return state
-
-    def _common_state(self) -> State:
-        return {
+        state = {
             "kind": self.kind,
             "batches": self._batches,
             "begun": self._begun,
@@ -252,6 +241,11 @@ class ResumableLoader:
             "set_up": _settings_of(self.loader) if isinstance(self.loader, DataLoader) else {},
             "prefetch_factor": self._prefetch_factor,
         }
+        if self._workers is not None:
+            state["have_changed"] = self._workers.have_changed
+        if _has_methods(self._iterator, "get_state", "set_state"):
+            state["iterator"] = self._iterator.get_state()
+        return state
 
     def _worker_states(self) -> dict[int, State] | None:
         """Return the states of the workers that take turns in a pass; None if they are unknown."""
@@ -381,8 +375,7 @@ class StatefulLoader(ResumableLoader):
 
     def replays(self, state: State) -> bool:
         """Return whether a resume loads the trained batches again, as its ``state_dict`` lacks states of workers."""
-        changed = self._records_workers and state.get("have_changed", True) and not _is_deterministic(self.loader)
-        if not changed or not state.get("batches"):
+        if not self._records_workers or not state.get("have_changed", True) or not state.get("batches"):
             return False
         return state.get("workers") is None or state["state"].get("_steps_since_snapshot", 0) > 0
 
@@ -496,15 +489,14 @@ class MapStyleLoader(ResumableLoader):
         """Whether the sampler has yielded the indices of a batch."""
         return self._sampler.drawn > 0
 
-    def convert_states(self, states: Sequence[State], batches: int, random: State) -> State:
+    def convert_state(self, first: State, batches: int, random: State) -> State:
         """Return the state of this process for a pass that was begun by a different number of processes.
 
         Args:
-            states: the states of those processes.
+            first: the state of the first of these processes.
             batches: the number of batches of this process that correspond to their trained batches.
             random: the random states that its workers start from.
         """
-        first = states[0]
         return {
             "kind": self.kind,
             "batches": batches,
@@ -517,7 +509,6 @@ class MapStyleLoader(ResumableLoader):
             "workers": {},
             "first": None,
             "last": None,
-            "former": [{name: state[name] for name in ("set_up", "batches", "first", "last")} for state in states],
         }
 
     def _begin(self) -> Iterator[Batch]:
@@ -562,7 +553,7 @@ class MapStyleLoader(ResumableLoader):
         if not loader.num_workers:
             self._batches = sampler.drawn
         state = {
-            **self._common_state(),
+            **super()._position_state(),
             "asked": sampler.initial_states,
             "first": sampler.proof_of(0),
             "last": sampler.proof_of(self._batches - 1) if loader.in_order else None,
@@ -570,14 +561,14 @@ class MapStyleLoader(ResumableLoader):
         return state | ({"workers": self._worker_states()} if loader.num_workers else {"exhausted": sampler.exhausted})
 
     def _resume(self, state: State, reasons: list[str]) -> Iterator[Batch]:
-        loader, workers, batches, is_fixed = self.loader, state.get("workers"), state["batches"], None
-        is_fixed = _is_deterministic(loader)
+        loader, workers, batches = self.loader, state.get("workers"), state["batches"]
+        may_have_changed = state.get("have_changed", True)
         if not reasons:
             reasons += random_states.differences(self.generators, state["own"])
-        if state.get("inside") and not is_fixed:
+        if state.get("inside") and may_have_changed:
             reasons.append(_INSIDE_A_BATCH)
-        if loader.num_workers and workers is None and not is_fixed:
-            reasons.append("the position of the worker processes is unknown")
+        if loader.num_workers and workers is None and may_have_changed:
+            reasons.append("the states of its workers are unknown: other code started them, or they exceed 64 KiB")
         random_states.restore(state["started"], own=self.generators)
         iterator = self._open(workers or {}, silent=True)
         if state["begun"] != state["started"]:
@@ -592,7 +583,6 @@ class MapStyleLoader(ResumableLoader):
             if saved is not None and saved != current and not (ordinal == "last" and state.get("inside")):
                 reasons.append(_order_message(ordinal, saved, current))
                 break
-        reasons += _order_differences(loader, state.get("former", []))[:1]
         if not loader.in_order and loader.num_workers > 1:
             reasons.append("with in_order=False the order of batches depends on how fast the workers are")
         return self._count(iterator)
@@ -623,7 +613,7 @@ class MapStyleLoader(ResumableLoader):
 
     def _follow(self, state: State) -> list[str]:
         is_stopped = self._persists and self.loader._iterator is None
-        if is_stopped and state.get("workers") is not None and not _changes(state["set_up"], self.loader):
+        if is_stopped and state.get("workers") is not None and not _changes(state, self.loader):
             self._resume(state, [])  # starts persistent workers
         return []
 
@@ -719,20 +709,6 @@ def _order_message(ordinal: str, saved: State, current: State | None) -> str:
     )
 
 
-def _order_differences(loader: DataLoader[Any], former: list[State]) -> list[str]:
-    """Return why an epoch begun by a different number of processes had other samples; empty if it had the same."""
-    sampler, reasons = getattr(loader.batch_sampler, "sampler", None), []
-    for rank, state in enumerate(former):
-        batch_size, processes = state["set_up"]["batch_size"], state["set_up"]["world_size"]
-        if not isinstance(sampler, ElasticSampler) or processes != len(former):
-            break  # several processes had the same samples
-        for ordinal, number in ("first", 0), ("last", state["batches"] - 1):
-            saved, current = state[ordinal], _fingerprint(sampler.batch_of(number, rank, processes, batch_size))
-            if saved is not None and saved != current:
-                reasons.append(_order_message(ordinal, saved, current))
-    return reasons
-
-
 def _settings_of(loader: DataLoader[Any]) -> State:
     """Return the settings that determine the order and content of batches."""
     dataset: Any = loader.dataset
@@ -756,34 +732,18 @@ def length_of(dataset: Any) -> int | None:
         return None
 
 
-def _changes(saved: State, loader: Any) -> list[str]:
-    """Return the changed settings that lead to other batches."""
+def _changes(state: State, loader: Any) -> list[str]:
+    """Return the changed settings that lead to other batches than those that follow the position in ``state``."""
     if not isinstance(loader, DataLoader):
         return []
-    current = _settings_of(loader)
+    saved, current = state["set_up"], _settings_of(loader)
     names = {"samples": "the number of samples", "world_size": "the world size"}
-    harmless = {"num_workers", "in_order"} if _is_deterministic(loader) else set()
+    harmless = set() if state.get("have_changed", True) else {"num_workers", "in_order"}  # nothing is random
     return [
         f"{names.get(name, name)} was {saved[name]} and is {current[name]}"
         for name in current
         if saved.get(name) != current[name] and name not in harmless
     ]
-
-
-def _is_deterministic(loader: DataLoader[Any]) -> bool:
-    """Return whether the datasets and ``collate_fn`` are plain ones of torch, which draw no random numbers."""
-
-    def is_fixed(dataset: Any) -> bool:
-        if type(dataset) is Subset:
-            return is_fixed(dataset.dataset)
-        if type(dataset) is ConcatDataset:
-            return all(map(is_fixed, dataset.datasets))
-        if type(dataset) is StackDataset:
-            parts = dataset.datasets
-            return all(map(is_fixed, parts.values() if isinstance(parts, dict) else parts))
-        return type(dataset) in (TensorDataset, list, tuple, range)
-
-    return loader.collate_fn in (_collate, _convert) and is_fixed(loader.dataset)
 
 
 def _fingerprint(indices: Any) -> State:
