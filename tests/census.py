@@ -44,7 +44,7 @@ NOT_COMPARED: dict[str, str] = {
     r"_before_validation|\._training_modes|\._limits\b|limits\._decided|cast_cache": "written before it is read",
     r"_forward_cache|scaler\.(_inverse|readback|_accepts_scaler)|\._reduce\b": "written before it is read",
     r"\.(first_options|initial_states)": "written before it is read",
-    r"loaders\._epoch\b|_drawn_before|_loaders\[\d+\]\._batches": "written before it is read",
+    r"loaders\._epoch\b|_loaders\[\d+\]\._batches": "written before it is read",
     r"scaler\._init_": "read before the first loss is scaled",
     r"batches\._has_batches|_opt_called$": "only read before the first step of a process",
     r"(training_step|'NonFiniteGuard'\]\._recorder)\.(_resolved|_update)$": "counts the batches of a process",
@@ -62,7 +62,7 @@ NOT_COMPARED: dict[str, str] = {
     r"checkpoint_io\.maps_files$|engine\._groups\['saves'\]": "set by the first checkpoint that is read, or written",
     r"idle\._known\['validation_step'\]": "recorded by the first validation step of a process",
     r"_handles?(\[#?\d+\])?\.id$|_orig_(param_)?uid$": "numbers of hooks and parameters in this process",
-    r"_iterator\b|_workers\._?(marks|starts|memory)|\._running|\.owner": "processes; their states are compared below",
+    r"_iterator\b|_workers\._?(starts|memory|earlier)": "processes; their states are compared below",
 }
 """Regular expressions of paths, and why they may differ."""
 

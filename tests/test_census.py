@@ -182,7 +182,7 @@ def take(trainer, module):
         "scaler": trainer.scaler,
         "window": loop.window,
         "metrics": {key: one for key, one in loop.metrics.entries.items() if one.has_value or one._weight},
-        "workers": [one._workers.state_dict() for one in getattr(loop.batches.loaders, "_loaders", ())],
+        "workers": [one.state_dict().get("workers") for one in getattr(loop.batches.loaders, "_loaders", ())],
         "batches": loop.batches,
         "loop": loop,
         "eval_loops": trainer.eval_loops,

@@ -562,12 +562,11 @@ class MapStyleLoader(ResumableLoader):
 
     def _resume(self, state: State, reasons: list[str]) -> Iterator[Batch]:
         loader, workers, batches = self.loader, state.get("workers"), state["batches"]
-        may_have_changed = state.get("have_changed", True)
         if not reasons:
             reasons += random_states.differences(self.generators, state["own"])
-        if state.get("inside") and may_have_changed:
+        if state.get("inside"):
             reasons.append(_INSIDE_A_BATCH)
-        if loader.num_workers and workers is None and may_have_changed:
+        if loader.num_workers and workers is None and state.get("have_changed", True):
             reasons.append("the states of its workers are unknown: other code started them, or they exceed 64 KiB")
         random_states.restore(state["started"], own=self.generators)
         iterator = self._open(workers or {}, silent=True)

@@ -53,7 +53,17 @@ def storage_for(batch: Any, most: int) -> tuple[int, Callable[[Any], Any]]:
     host = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_cpu and is_dense(leaf)]
     if number == 1 or not any(leaf.is_shared() for leaf in host):  # type: ignore[no-untyped-call]
         return number, identity
-    return number, partial(apply_to_collection, dtype=Tensor, function=torch.clone, allow_frozen=True)
+    return number, _copy
+
+
+def _copy(batch: Any) -> Any:
+    """Return a batch with copies of its tensors."""
+    if type(batch) not in (list, tuple):
+        return apply_to_collection(batch, Tensor, torch.clone, allow_frozen=True)
+    for part in batch:  # the usual case takes a fourth of the calls
+        if type(part) is not Tensor:
+            return apply_to_collection(batch, Tensor, torch.clone, allow_frozen=True)
+    return type(batch)([part.clone() for part in batch])
 
 
 class RecordedBatch(NamedTuple):
