@@ -9,9 +9,10 @@ the next iteration is the following pass. There are three kinds:
     A ``DataLoader`` with a map-style dataset. Its sampler is iterated again from its initial random state. The indices
     of trained batches are compared with the saved ones and dropped: no sample is loaded.
 ``StatefulLoader``
-    A loader that has ``state_dict`` and ``load_state_dict`` resumes itself.
+    A loader that has ``state_dict`` and ``load_state_dict`` resumes itself, unless its workers drew random numbers that
+    are in no state: then its trained batches are loaded again, too.
 ``ResumableLoader``
-    Anything else: the trained batches are loaded again, and dropped.
+    Anything else: the trained batches are loaded again, and dropped, unless its iterator has a state.
 
 A state belongs to one process. It contains the number of trained batches and, in ``set_up``, the batch size and the
 number of processes that shared the samples. Together they determine how many samples of the epoch were used. A run with
