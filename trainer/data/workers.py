@@ -91,7 +91,9 @@ class _BoundedGet:
         self._has_warned = False
 
     def __call__(self, timeout: float = MP_STATUS_CHECK_INTERVAL) -> Any:
-        iterator, timeout = self._iterator(), min(timeout, self._seconds)
+        iterator = self._iterator()
+        if timeout > self._seconds:
+            timeout = self._seconds
         try:
             found: tuple[bool, Any] = self._look(iterator, timeout)
         except (RuntimeError, ConnectionError, EOFError, FileNotFoundError) as error:
