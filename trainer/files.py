@@ -27,7 +27,7 @@ def replacing(path: Path, *, part: str = ".part", durable: bool = False) -> Iter
     """
     unfinished = path.parent / f".{os.getpid()}-{secrets.token_hex(6)}{part}"  # short, for any length of `path.name`
     try:
-        with unfinished.open("xb") as file:
+        with unfinished.open("x+b") as file:
             yield file
             if durable:
                 file.flush()

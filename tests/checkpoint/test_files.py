@@ -11,6 +11,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from torch.serialization import set_crc32_options
 
 from trainer.checkpoint import files
 from trainer.errors import CheckpointError, CheckpointNotFoundError, CheckpointWriteError
@@ -44,7 +45,7 @@ def test_file_is_a_valid_zip_archive_with_a_manifest(tmp_path):
         assert torch.equal(loaded["state_dict"]["b"], content()["state_dict"]["b"])
     with zipfile.ZipFile(path) as opened:
         assert opened.testzip() is None
-        assert opened.comment.startswith(b'{"format": 1, "bytes": ')
+        assert opened.comment.startswith(b'{"format": 2, "bytes": ')
     assert os.listdir(path.parent) == ["x.ckpt"]
     manifest = files.read_manifest(path)
     assert manifest.size == len(archive())
@@ -96,8 +97,25 @@ def test_files_of_other_formats_are_written_unchanged(tmp_path, what, piece):
 # --- verify -----------------------------------------------------------------------------------------------------------
 
 
-def test_one_flipped_bit_is_detected_at_each_place(tmp_path):
-    path = saved(tmp_path / "x.ckpt")
+def save_compressed(stream):
+    with zipfile.ZipFile(io.BytesIO(archive())) as old, zipfile.ZipFile(buffer := io.BytesIO(), "w", 8) as new:
+        for name in old.namelist():
+            new.writestr(name, old.read(name))
+    stream.write(buffer.getvalue())
+
+
+def save_without_checksums(stream):
+    set_crc32_options(False)
+    try:
+        torch.save(content(), stream)
+    finally:
+        set_crc32_options(True)
+
+
+@pytest.mark.parametrize("save", [partial(torch.save, content()), save_compressed, save_without_checksums])
+def test_one_flipped_bit_is_detected_at_each_place(tmp_path, save):
+    path = tmp_path / "x.ckpt"
+    files.write(save, path)
     data = path.read_bytes()
     with path.open("r+b", buffering=0) as file:
         for place in [*range(0, len(data) - 300, 7), *range(len(data) - 300, len(data))]:
@@ -126,6 +144,12 @@ def test_damage_behind_the_archive_is_detected(tmp_path, monkeypatch):
     cut = one.rindex(b'{"format"')
     path.write_bytes(one[:cut] + other[cut:])
     assert "SHA-256" in complaint(path)
+
+
+def test_file_of_another_version_is_refused(tmp_path):
+    path = saved(tmp_path / "x.ckpt")
+    path.write_bytes(path.read_bytes().replace(b'{"format": 2,', b'{"format": 1,'))
+    assert "was written by another version of this package" in complaint(path)
 
 
 def test_without_a_manifest_the_archives_own_checksums_are_checked(tmp_path):

@@ -200,7 +200,7 @@ REFUSED = [
     ("shard stranger.ckpt new", "stranger.ckpt contains more than tensors and plain containers, "),
     ("export run new.safetensors", "ckpt is run, a folder without checkpoints."),
     ("export flipped.ckpt new.safetensors", "flipped.ckpt is damaged: the bytes of __0_0.distcp"),
-    ("export bit.ckpt new.safetensors", r"bit.ckpt is damaged: its bytes are not those that were written \(SHA-256\)."),
+    ("export bit.ckpt new.safetensors", r"bit.ckpt is damaged: .* bytes .*are not those that were written"),
     ("export wide.ckpt new.safetensors", r"safetensors does not support wide \(complex128, strided\). Leave it out"),
     ("export good.ckpt new.safetensors net.", "good.ckpt has no weights .* start with 'net.'; it has weight"),
 ]  # fmt: skip

@@ -1,10 +1,13 @@
 """Write checkpoint files to disk, and verify that they are complete.
 
 A checkpoint is one file, a zip archive written by ``torch.save``. The comment of the archive is its manifest: a line of
-JSON with the archive's length, the time, and a SHA-256 of the archive and of the manifest itself. Readers of zip
-archives ignore the comment. It stays with a file that is moved. It is written last, so a file with a manifest is
-complete. A file in another form (if ``torch.save`` is replaced, for example by a function that encrypts) gets no
-manifest, and is passed to its reader unverified.
+JSON with the archive's length, the time, and a SHA-256. Readers of zip archives ignore the comment. It stays with a
+file that is moved. It is written last, so a file with a manifest is complete. A file in another form (if ``torch.save``
+is replaced, for example by a function that encrypts) gets no manifest, and is passed to its reader unverified.
+
+The contents of each member, such as a tensor, are verified by the CRC-32 that ``torch.save`` has computed and stored in
+the archive's directory. The SHA-256 is that of all other bytes: the directory, the members' headers and the manifest.
+So a save does not read the tensors a second time.
 
 A file is written under a temporary name in the same folder, flushed to disk, and renamed. So at any time the
 checkpoint's name refers to the old file or to the new one, never to an incomplete one.
@@ -20,7 +23,8 @@ import shutil
 import struct
 import time
 import zipfile
-from collections.abc import Callable, Iterable, Mapping
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -37,11 +41,13 @@ FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _CHUNK = 1 << 20
 _END = b"PK\x05\x06"  # begins the last record of a zip archive: 22 bytes that end with the length of the comment
 _END_SIZE = 22
-_START = b"PK\x03\x04"  # begins a zip archive
+_START = b"PK\x03\x04"  # begins a zip archive, and each of its members
+_LENGTHS_AT = 26  # in a member's header: the lengths of its name and of additional values, two bytes each
+_HASH = "sha256_without_contents"  # the manifest's last key
 
 
-class HashingStream:
-    """A stream that counts and hashes the bytes written to it.
+class CountingStream:
+    """A stream that counts the bytes written to it.
 
     If the underlying file raises an error, the error is stored and the remaining bytes are only counted. Therefore a
     writer that cannot handle an exception continues to its end, and the required space is known.
@@ -51,20 +57,17 @@ class HashingStream:
 
     Attributes:
         size: number of bytes written.
-        hash: SHA-256 of these bytes.
         error: the error that the file raised, or None.
     """
 
     def __init__(self, file: Any) -> None:
         self.file = file
         self.size = 0
-        self.hash = hashlib.sha256()
         self.error: OSError | None = None
 
     def write(self, data: Any) -> int:
         """Write bytes."""
         view = memoryview(data).cast("B")
-        self.hash.update(view)
         self.size += len(view)
         self._write(view)
         return len(view)
@@ -84,13 +87,13 @@ class HashingStream:
                 self.error = error
 
 
-class SealingStream(HashingStream):
+class SealingStream(CountingStream):
     """A stream for writing an archive. `seal` appends a manifest.
 
     Any data other than a zip archive without a comment is written unchanged.
 
     Args:
-        file: the file that the bytes are written to. `seal` raises its error.
+        file: the file that the bytes are written to, which can also be read. `seal` raises its error.
         facts: additional plain values for the manifest. Default: none.
     """
 
@@ -113,21 +116,20 @@ class SealingStream(HashingStream):
         Raises:
             OSError: if the file raised an error.
         """
+        if self.error is not None:
+            raise self.error
         is_ended = len(self._end) == _END_SIZE and self._end.startswith(_END) and self._end.endswith(b"\0\0")
         if is_ended and self._start == _START:
             self._seal()
-        if self.error is not None:
-            raise self.error
 
     def _seal(self) -> None:
         header = {"format": FORMAT, "bytes": self.size, "saved_at": time.time(), **self._facts}
-        text = f'{json.dumps(header)[:-1]}, "sha256": "'.encode()
-        self.hash.update(text)
-        comment = text + f'{self.hash.hexdigest()}"}}'.encode()
-        if self.error is None:
-            self.file.seek(-2, os.SEEK_CUR)  # overwrites the last record's comment length, which was 0
-        self._write(struct.pack("<H", len(comment)) + comment)
-        self.size += len(comment)
+        text = f'{json.dumps(header)[:-1]}, "{_HASH}": "'.encode()
+        digest = _hash_without_contents(self.file, self.size)
+        digest.update(text)
+        comment = text + f'{digest.hexdigest()}"}}'.encode()
+        self.file.seek(self.size - 2)  # overwrites the last record's comment length, which was 0
+        self.file.write(struct.pack("<H", len(comment)) + comment)
 
 
 def write(save: Callable[[BinaryIO], None], path: str | Path, facts: Mapping[str, Any] | None = None) -> None:
@@ -216,8 +218,9 @@ def _parse(path: Path, size: int, tail: bytes) -> Manifest | None:
         raise CheckpointError(f"{path} is damaged: {len(comment) - length:,} bytes follow its end.")
     try:
         header = json.loads(comment)
-        del header["format"]
-        manifest = Manifest(float(header.pop("saved_at")), int(header.pop("bytes")), str(header.pop("sha256")), header)
+        if header.pop("format") != FORMAT:
+            raise CheckpointError(f"{path} was written by another version of this package, which reads it.")
+        manifest = Manifest(float(header.pop("saved_at")), int(header.pop("bytes")), str(header.pop(_HASH)), header)
     except (ValueError, TypeError, KeyError, AttributeError):
         raise CheckpointError(f"{path} is damaged: its manifest cannot be read.") from None
     if manifest.size + length != size:
@@ -243,12 +246,9 @@ def verify(path: str | Path) -> bool:
             sharded_files.verify(path)
             return True
         manifest = read_manifest(path)
-        if manifest is not None:
-            _check_hash(path, manifest)
-        elif _is_archive(path):
-            _check_members(path)
-        else:
+        if manifest is None and not _is_archive(path):
             return False
+        _check_archive(path, manifest)
     except OSError as error:
         kind = CheckpointNotFoundError if isinstance(error, FileNotFoundError) else CheckpointError
         raise kind(f"{path} cannot be read: {error.strerror or error}.") from error
@@ -303,14 +303,18 @@ def remove_leftovers(folder: str | Path) -> None:
         sharded_files.discard(path)
 
 
-def _check_hash(path: Path, manifest: Manifest) -> None:
-    digest, left = hashlib.sha256(), manifest.size - 2
-    with path.open("rb", buffering=0) as file:
-        while left > 0 and (chunk := file.read(min(left, _CHUNK))):
-            digest.update(chunk)
-            left -= len(chunk)
-        file.seek(manifest.size)
-        comment = file.read()
+def _check_archive(path: Path, manifest: Manifest | None) -> None:
+    size = path.stat().st_size if manifest is None else manifest.size - 2
+    try:
+        with path.open("rb") as file:
+            digest = _hash_without_contents(file, size, verifies_contents=True)
+            comment = file.read()[2:]
+    except (OSError, CheckpointError):
+        raise
+    except Exception as error:  # a damaged archive can raise any exception in the reader
+        raise CheckpointError(f"{path} is damaged: it cannot be read as a zip archive ({error}).") from error
+    if manifest is None:
+        return
     digest.update(b"\0\0")  # the comment length before the manifest was appended
     end = f'{manifest.sha256}"}}'.encode()
     digest.update(comment.removesuffix(end))
@@ -318,16 +322,50 @@ def _check_hash(path: Path, manifest: Manifest) -> None:
         raise CheckpointError(f"{path} is damaged: its bytes are not those that were written (SHA-256).")
 
 
-def _check_members(path: Path) -> None:
-    try:
-        with zipfile.ZipFile(path) as archive:
-            damaged = archive.testzip()
-    except OSError:
-        raise
-    except Exception as error:  # a damaged archive can raise any exception in the reader
-        raise CheckpointError(f"{path} is damaged: it cannot be read as a zip archive ({error}).") from error
-    if damaged is not None:
-        raise CheckpointError(f"{path} is damaged: the bytes of {damaged} are not those that were written (CRC-32).")
+def _hash_without_contents(file: BinaryIO, size: int, *, verifies_contents: bool = False) -> Any:
+    """Return a SHA-256 of the first ``size`` bytes of an archive, without the contents of its members.
+
+    The contents of members without a CRC-32 (``torch.serialization.set_crc32_options(False)``), and of compressed and
+    encrypted ones are included. Afterwards, the position in the file is ``size``.
+
+    Args:
+        file: the archive.
+        size: number of bytes.
+        verifies_contents: whether to verify the CRC-32 of the contents, which reads the whole file. Default: False.
+
+    Raises:
+        CheckpointError: if the CRC-32 of a member is wrong.
+    """
+    digest, position = hashlib.sha256(), 0
+    with zipfile.ZipFile(file) as archive:
+        members = sorted(archive.infolist(), key=lambda member: member.header_offset)
+    for member in members:
+        if not member.CRC or member.compress_type != zipfile.ZIP_STORED or member.flag_bits & 1:
+            continue
+        file.seek(member.header_offset + _LENGTHS_AT)
+        start = file.tell() + 4 + sum(struct.unpack("<HH", file.read(4)))  # the name and additional values follow
+        for chunk in _chunks(file, position, start):
+            digest.update(chunk)
+        position = start + member.file_size
+        if verifies_contents:
+            checksum = 0
+            for chunk in _chunks(file, start, position):
+                checksum = zlib.crc32(chunk, checksum)
+            if checksum != member.CRC:
+                raise CheckpointError(
+                    f"{file.name} is damaged: the bytes of {member.filename} are not those that were written (CRC-32)."
+                )
+    for chunk in _chunks(file, position, size):
+        digest.update(chunk)
+    return digest
+
+
+def _chunks(file: BinaryIO, start: int, end: int) -> Iterator[bytes]:
+    """Read the bytes from ``start`` to ``end``."""
+    file.seek(start)
+    while start < end and (chunk := file.read(min(end - start, _CHUNK))):
+        start += len(chunk)
+        yield chunk
 
 
 def _is_archive(path: Path) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-FORMAT = 1
+FORMAT = 2
 """Version of the manifest."""
 
 TRAINER_KEY = "amp_trainer"
@@ -32,8 +32,9 @@ class Manifest:
     Args:
         saved_at: seconds since 1970.
         size: size in bytes. Of a file: without the manifest. Of a folder: of all its files.
-        sha256: of a file: one hash of the archive without the manifest, followed by the manifest's text up to the hash.
-            Of a folder: the hash of the manifest's text up to the hash. This text contains the hash of each file.
+        sha256: of a file: one hash of the archive without the manifest and the contents of its members, followed by the
+            manifest's text up to the hash. Of a folder: the hash of the manifest's text up to the hash. This text
+            contains the hash of each file.
         facts: additional values, such as the epoch.
         files: of a folder: size in bytes and SHA-256 of each file, by name.
     """

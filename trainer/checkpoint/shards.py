@@ -45,7 +45,7 @@ from torch.distributed.tensor import DTensor
 
 from trainer.checkpoint import sharded_files
 from trainer.checkpoint import zero_files as zero
-from trainer.checkpoint.files import HashingStream, make_folder
+from trainer.checkpoint.files import CountingStream, make_folder
 from trainer.checkpoint.inert import load_inert
 from trainer.checkpoint.manifest import TRAINER_KEY, Manifest
 from trainer.checkpoint.sharded_files import MANIFEST, STATE
@@ -281,8 +281,16 @@ def _run_dcp(work: Callable[[], Any]) -> None:
         raise next(iter(error.failures.values()))[0] from None
 
 
-class _Stream(HashingStream):
-    """The stream of a file that can be flushed to disk."""
+class _Stream(CountingStream):
+    """A stream that hashes the bytes, and can be flushed to disk."""
+
+    def __init__(self, file: Any) -> None:
+        super().__init__(file)
+        self.hash = hashlib.sha256()
+
+    def write(self, data: Any) -> int:
+        self.hash.update(memoryview(data).cast("B"))
+        return super().write(data)
 
     def fileno(self) -> int:
         if self.error is not None:

@@ -40,7 +40,7 @@ class CheckpointFiles(TorchCheckpointIO):
     """Writes, reads and removes checkpoints. The default of a Trainer without another checkpoint IO plugin.
 
     A local file is written to a temporary file in the same folder, synchronized to disk and renamed. The manifest at
-    the end of the file (:mod:`trainer.checkpoint.files`) contains a SHA-256, which is verified before the file is read.
+    the end of the file (:mod:`trainer.checkpoint.files`) is used to verify the file before it is read.
     Only checkpoints of this run are removed, except the last good one. Remote files (``s3://...``) are written as in
     Lightning, with the manifest.
 
