@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[1]
 
 pytestmark = pytest.mark.whole
 
-MODULES_OF_A_TRAINER = 175
+MODULES_OF_A_TRAINER = 176
 """The largest number of the project's modules that ``from trainer import Trainer`` may import."""
 
 PROGRAM = """

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,15 +35,18 @@ from trainer.compat.averaging import (
 )
 from trainer.compat.base import refuse_own_parts
 from trainer.compat.checkpoint_connector import CheckpointConnector
-from trainer.compat.logging import attach_log, detach_log
+from trainer.compat.checkpoint_io import order_removals
+from trainer.compat.logging import attach_log
 from trainer.compat.reused_callbacks import reset_results
 from trainer.compat.signals import Signals
 from trainer.data.prefetching import Prefetching
 from trainer.engine.stalls import StallWatch
 from trainer.errors import ConfigurationError, rank_zero_warn
 from trainer.loops.closures import refuse_bare_steps
+from trainer.precision.cast_cache import forget_casts
 from trainer.preparation import Preparation
 from trainer.record.measures import folder_of_reports, reason_without_updates
+from trainer.session import Session
 from trainer.state.metric_objects import update_counts
 from trainer.state.metrics import to_scalars
 
@@ -81,7 +84,7 @@ class Run:
         connector: selects and restores checkpoints.
 
     Attributes:
-        session: an exit stack, which releases locks and restores replaced methods at the end of a run.
+        session: releases locks and restores replaced methods at the end of a run.
         preparation: the prepared loops of the current or the last run. None before the first run.
         process_state: the state of this process from the checkpoint, until it is restored. None without a checkpoint.
         stalls: detects processes that wait for another one. None in a run of a single process.
@@ -91,14 +94,14 @@ class Run:
         self._trainer = trainer
         self._signals = signals
         self._connector = connector
-        self.session = ExitStack()
+        self.session = Session()
         self.preparation: Preparation | None = None
         self.process_state: dict[str, Any] | None = None
         self.stalls: StallWatch | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave the resources of the current run out of copies of the Trainer."""
-        return vars(self) | {"session": ExitStack(), "stalls": None}
+        return vars(self) | {"stalls": None}
 
     # --- in the process that calls fit, validate, test or predict ---------------------------------------------
 
@@ -270,8 +273,7 @@ class Run:
         modules.verify(trainer, module)
         if fitting:
             reset_results(trainer)
-        attach_log(module, trainer)
-        self.session.callback(detach_log, module, trainer.callbacks)
+        attach_log(module, trainer, self.session)
         engine.setup_environment()
         self.stalls = self._watch_for_stalls()
         if fitting and trainer.resume and not trainer.fast_dev_run:
@@ -293,6 +295,7 @@ class Run:
         attach_averaging(trainer, self.session)
         engine.setup(fitting=fitting)
         shard_averages(trainer, self.session)
+        order_removals(trainer.strategy, self.session)
         # after the setup, which may replace modules (sync_batchnorm)
         self.session.enter_context(engine.precision.session(module, engine.device))
         if engine.world_size > 1 and engine.device.type == "cpu" and engine.precision.dtype is torch.float16:
@@ -302,9 +305,12 @@ class Run:
             engine.precision.check_optimizers(engine.optimizers)
         if trainer.prefetch_batches and engine.device.type == "cuda":  # other devices have no streams for copies
             trainer.data.prefetching = Prefetching(engine.device)
+        if fitting:
+            model_checkpoints.attach_savers(trainer, self.session)
         preparation = self.preparation = Preparation(trainer)
         if fitting:
             preparation.hooks.on_fit_start()
+            model_checkpoints.attach_savers(trainer, self.session)  # of callbacks that were added
             preparation.hooks.follow(trainer.callbacks)
         if trainer.enable_autolog_hparams:
             hparams.log_hyper_parameters(trainer)
@@ -384,9 +390,11 @@ class Run:
             begin=self._begin_training,
             resumes=self.process_state is not None,
         )
-        overridden = preparation.hooks.override_of("optimizer_step") is not None
-        if trainer.scaler.is_enabled() and (overridden or not trainer.lightning_module.automatic_optimization):
-            self.session.callback(refuse_bare_steps(trainer.loop).remove)
+        is_manual = not trainer.lightning_module.automatic_optimization
+        if is_manual:
+            self.session.watch_steps(after=forget_casts)  # a training step may enter autocast itself
+        if trainer.scaler.is_enabled() and (is_manual or preparation.hooks.override_of("optimizer_step") is not None):
+            refuse_bare_steps(trainer.loop, self.session)
 
     def _validate(self) -> None:
         """Run the validation inside a fit."""

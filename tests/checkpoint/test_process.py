@@ -7,7 +7,7 @@ import torch
 from lightning.pytorch.callbacks import EarlyStopping
 from torch import nn
 
-from tests.parity import RecordingLogger, assert_same_weights
+from tests.parity import RecordingLogger
 from tests.support import Regression, SavesEverywhere, loader_of, make_batches, make_net, make_trainer
 from trainer.checkpoint.loading import process_states_in
 from trainer.checkpoint.process import ProcessState
@@ -50,7 +50,7 @@ def test_checkpoint_is_written_when_all_about_a_batch_is_over(tmp_path):
     checkpoints = [torch.load(path, weights_only=True) for path in saver.files]
     assert [checkpoint["ended"] for checkpoint in checkpoints] == [1, 2, 3, 4, 5, 5]
     assert list(saver.rows) == [0, 1, 1, 2, 3, 4]  # one for each optimizer step, and one for the epoch
-    states = [state for checkpoint in checkpoints for state in process_states_in(checkpoint, exact=True)]
+    states = [state for checkpoint in checkpoints for state in process_states_in(checkpoint)]
     assert [len(state["gradients"]) for state in states] == [6, 0, 6, 0, 0, 0]  # saved in open windows only
 
 
@@ -61,22 +61,19 @@ def test_checkpoint_without_communication_is_resumed_with_fixed_buckets():
 
 def test_states_of_another_number_of_processes_or_version(tmp_path):
     saver = SavesEverywhere(tmp_path)
-    _, whole = fit(tmp_path, saver)
+    fit(tmp_path, saver)
     checkpoint = torch.load(saver.files[0], weights_only=True)
     ours, changed = checkpoint["loops"]["amp_trainer"], tmp_path / "changed.ckpt"
-    for change, reason in (
-        ({"processes": ours["processes"] * 2}, r"world size 2"),
-        ({"format": 1}, r"another version of this package \(format 1, "),
-    ):
-        torch.save({**checkpoint, "loops": {**checkpoint["loops"], "amp_trainer": {**ours, **change}}}, changed)
-        with pytest.raises(ResumeError, match=f"{reason}.*exact_resume=False"):
-            fit(tmp_path, ckpt_path=changed)
-        with pytest.warns(UserWarning, match="not exactly"):
-            fit(tmp_path, ckpt_path=changed, exact_resume=False)
-    ours |= {"format": 2, "processes": process_states_in(checkpoint, exact=True)}  # of the version before
-    assert isinstance(ours["processes"][0]["rng"]["torch"], bytes)
+    ours["processes"] *= 2
     torch.save(checkpoint, changed)
-    assert_same_weights(fit(tmp_path, ckpt_path=changed)[1], whole)
+    with pytest.raises(ResumeError, match=r"world size 2.*exact_resume=False"):
+        fit(tmp_path, ckpt_path=changed)
+    with pytest.warns(UserWarning, match="not exactly"):
+        fit(tmp_path, ckpt_path=changed, exact_resume=False)
+    ours |= {"format": 2, "processes": ours["processes"][:1]}
+    torch.save(checkpoint, changed)
+    with pytest.raises(ResumeError, match=r"another version of this package \(format 2, expected 3\)"):
+        fit(tmp_path, ckpt_path=changed, exact_resume=False)
 
 
 @pytest.mark.parametrize(

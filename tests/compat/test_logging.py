@@ -10,6 +10,7 @@ from lightning.pytorch import LightningModule
 
 from tests.parity import Learner
 from trainer.compat.logging import ModuleLog, attach_log
+from trainer.session import Session
 from trainer.state.metrics import MetricStore
 
 
@@ -46,10 +47,12 @@ def test_parts_with_their_own_log_keep_it():
 
     module = Learner()
     module.child, module.other = Learner(), Overrides()
-    attach_log(module, stand_in(module))
-    assert isinstance(vars(module)["log"], ModuleLog)
-    assert vars(module.child)["log"] is vars(module)["log"]
-    assert "log" not in vars(module.other)
+    with Session() as session:
+        attach_log(module, stand_in(module), session)
+        assert isinstance(vars(module)["log"], ModuleLog)
+        assert vars(module.child)["log"] is vars(module)["log"]
+        assert "log" not in vars(module.other)
+    assert not any("log" in vars(part) for part in (module, module.child))
 
 
 @pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, lambda log: pickle.loads(pickle.dumps(log))])

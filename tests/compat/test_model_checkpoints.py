@@ -9,6 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 from unittest.mock import Mock
 
+import lightning
 import pytest
 import torch
 from _faults.training import differences
@@ -17,6 +18,7 @@ from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
 
 from tests.support import Killed, KilledAt, Regression, loader_of, make_batches, make_net, make_trainer, manual_step
+from trainer import Trainer
 
 BATCHES = make_batches(4)
 
@@ -97,13 +99,13 @@ class Scored(Regression):
 
 
 class Counts(ModelCheckpoint):
-    """Overrides the hooks and calls those of the base class."""
-
-    def on_train_batch_end(self, *args):
-        super().on_train_batch_end(*args)
+    """Overrides hooks and calls those of the base class."""
 
     def on_validation_end(self, *args):
         super().on_validation_end(*args)
+
+    def on_train_epoch_end(self, *args):
+        super().on_train_epoch_end(*args)
 
 
 def killed_in(number):
@@ -184,6 +186,53 @@ def test_only_monitored_saves_by_steps_are_postponed(tmp_path, options, waits, m
     saved = [before for before, event in pairwise(events) if event[0] == "save"]
     steps = range(1, 9) if "train_time_interval" in options else range(2, 9, 2)
     assert saved == [("validation" if waits else "batch", step) for step in steps]
+
+
+METHODS = ("_monitor_candidates", "on_train_batch_end", "on_train_epoch_end", "on_validation_end")
+
+
+@pytest.mark.parametrize("error", [None, RuntimeError])
+def test_methods_are_replaced_on_the_savers_of_the_run_until_its_end(tmp_path, error):
+    def end(*_):
+        replaced.append([sorted(set(vars(one)) & set(METHODS)) for one in (saver, other)])
+        if error is not None:
+            raise error
+
+    def add(trainer, _):
+        trainer.callbacks.append(other)  # in a hook
+
+    saver, other, stranger = (ModelCheckpoint(tmp_path / name, every_n_train_steps=1) for name in "abc")
+    given, replaced = [vars(ModelCheckpoint)[name] for name in METHODS], []
+    with suppress(RuntimeError):
+        fit(tmp_path, saver, LambdaCallback(on_fit_start=add, on_train_end=end, on_train_batch_end=error and end))
+    assert replaced == [[sorted(METHODS)] * 2]
+    assert not any(set(vars(one)) & set(METHODS) for one in (saver, other, stranger))
+    assert all(given[i].__module__ == ModelCheckpoint.__module__ for i in range(4))
+    assert [vars(ModelCheckpoint)[name] for name in METHODS] == given
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("manual", [False, True])
+def test_lightnings_trainer_saves_as_without_ours(tmp_path, manual):
+    """So does a subclass that overrides ``on_train_batch_end``, with our Trainer, too."""
+
+    class Overrides(ModelCheckpoint):
+        def on_train_batch_end(self, *args):
+            super().on_train_batch_end(*args)
+
+    def save(make, kind):
+        saver = kind(
+            tmp_path / make.__module__ / kind.__name__, monitor="val_loss", save_top_k=-1, every_n_train_steps=2
+        )
+        options = {"val_check_interval": 2, "max_epochs": 1, "logger": False, "enable_progress_bar": False}
+        trainer = make(accelerator="cpu", callbacks=[saver], enable_model_summary=False, **options)
+        trainer.fit(Scored(manual), loader_of(make_batches(5)), loader_of(BATCHES[:1]))
+        return [value.item() for value in saver.best_k_models.values()]
+
+    stale = [score(2)] * 2  # the weights of step 4 with the metric of step 2
+    assert save(Trainer, ModelCheckpoint) == [score(2), score(4)]
+    assert save(lightning.Trainer, ModelCheckpoint) == stale
+    assert save(Trainer, Overrides) == stale
 
 
 def test_score_of_a_training_metric_is_that_of_its_batch(tmp_path):

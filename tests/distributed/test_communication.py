@@ -142,7 +142,7 @@ def test_resumed_run_equals_an_uninterrupted_one(ranks, tmp_path, name):
     whole, resumed = (ranks.call(fit, name, path, resumes) for resumes in (False, True))
     for rank in range(2):
         assert_identical(resumed[rank][0], whole[rank][0])
-    processes = process_states_in(torch.load(path, weights_only=True), exact=True)
+    processes = process_states_in(torch.load(path, weights_only=True))
     assert ["weights" in one["communication"] for one in processes] == [False, name in ("post-local", "local")]
 
 

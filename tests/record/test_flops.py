@@ -9,6 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from trainer.engine.compilation import CompiledForward
 from trainer.record.flops import PEAKS, FlopCounter, is_compiled, peak_flops
+from trainer.session import Session
 
 
 @pytest.mark.parametrize(
@@ -98,7 +99,7 @@ def test_compiled_modules_are_counted():
     assert is_compiled(net)
     assert is_compiled(nn.Sequential(torch.compile(nn.Linear(2, 2))))
     whole = nn.Linear(2, 2)
-    undo = CompiledForward(whole, {"backend": "eager"}, reuses_memory=False).undo
-    assert is_compiled(whole)
-    undo()
+    with Session() as session:
+        session.replace(whole, "forward", CompiledForward(whole, {"backend": "eager"}, reuses_memory=False))
+        assert is_compiled(whole)
     assert not is_compiled(whole)

@@ -12,7 +12,7 @@ import torch
 from tests.parity import Classifier, data
 from tests.support import make_trainer
 from trainer.checkpoint import inert as module_of_inert
-from trainer.checkpoint.inert import StandIn, allow_stand_ins
+from trainer.checkpoint.inert import StandIn, allow_stand_ins, load_inert
 
 ran = []
 
@@ -215,6 +215,15 @@ def legacy():
 
     torch.save({"hyper_parameters": Called()}, file, _use_new_zipfile_serialization=False)
     return file
+
+
+def test_legacy_format_is_read_by_torchs_rules(tmp_path):
+    """A file of torch before 1.6 gets no stand-ins."""
+    (tmp_path / "evil.ckpt").write_bytes(legacy().getvalue())
+    with pytest.raises(pickle.UnpicklingError, match="boom was not an allowed global"):
+        load_inert(tmp_path / "evil.ckpt")
+    torch.save({"a": torch.ones(2)}, tmp_path / "good.ckpt", _use_new_zipfile_serialization=False)
+    assert load_inert(tmp_path / "good.ckpt")["a"].tolist() == [1, 1]
 
 
 def test_outline_that_is_wrong_does_no_harm(monkeypatch):

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from trainer.callbacks.module_selection import ModulePattern, as_patterns, select_modules
 from trainer.callbacks.run_callback import RunCallback
-from trainer.engine.forwards import OwnForward
+from trainer.session import OwnForward, Session
 
 
 class ActivationCheckpointing(RunCallback):
@@ -45,7 +45,7 @@ class ActivationCheckpointing(RunCallback):
     def __init__(self, modules: ModulePattern | Sequence[ModulePattern]) -> None:
         self.modules = as_patterns(modules)
         self._chosen: list[nn.Module] = []
-        self._checkpointed: list[_CheckpointedForward] = []
+        self._session = Session()
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: LightningModule) -> None:
         """Choose the modules early, so that a wrong name is refused before the run starts."""
@@ -53,16 +53,15 @@ class ActivationCheckpointing(RunCallback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: LightningModule) -> None:
         """Replace the forward of the chosen modules."""
-        self._checkpointed = [_CheckpointedForward(module) for module in self._chosen]
+        for module in self._chosen:
+            self._session.replace(module, "forward", _CheckpointedForward(module))
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: LightningModule) -> None:
         """Restore the modules, before the precision plugin restores forwards that it replaced earlier."""
         self._clean_up(trainer)
 
     def _clean_up(self, trainer: pl.Trainer) -> None:
-        for checkpointed in self._checkpointed:
-            checkpointed.undo()
-        self._checkpointed = []
+        self._session.close()
         self._chosen = []
 
 

@@ -49,16 +49,6 @@ class BestCheckpoint(ModelCheckpoint):
         intervals = {"every_n_train_steps": self._every_n_train_steps, "every_n_epochs": self._every_n_epochs}
         return self._generate_state_key(monitor=AUTO, **intervals, train_time_interval=self._train_time_interval)
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        """Save if a checkpoint is due."""
-        was_deferred, self._defer_save_until_validation = self._defer_save_until_validation, False
-        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
-        if self._defer_save_until_validation and not trainer.is_last_batch and not trainer.loop.validation_is_due():
-            self._save_last(trainer)
-        self._defer_save_until_validation |= was_deferred
-
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Store the metrics, to recognize those that the validation logs."""
         self._known = dict(trainer.callback_metrics)
@@ -87,6 +77,11 @@ class BestCheckpoint(ModelCheckpoint):
         if self._chooses and state_dict["monitor"] is not None:
             self._monitor(state_dict["monitor"], state_dict["mode"])
         super().load_state_dict(state_dict)
+
+    def save_last_before_validation(self, trainer: Trainer) -> None:
+        """Write the last checkpoint if a save waits for a validation that does not follow this batch."""
+        if not trainer.is_last_batch and not trainer.loop.validation_is_due():
+            self._save_last(trainer)
 
     def _save_last(self, trainer: Trainer) -> None:
         """Write the last checkpoint, unless Lightning has just written it."""

@@ -18,6 +18,7 @@ from trainer.callbacks.run_callback import RunCallback
 from trainer.engine import compilation
 from trainer.errors import ConfigurationError, expect, warn
 from trainer.module_tree import has_forward, plain_class
+from trainer.session import Session
 
 _USUAL_RECOMPILATIONS = 4
 """Usual number of recompilations of a function: with and without gradients, and when a size first varies."""
@@ -68,7 +69,7 @@ class Compile(RunCallback):
     unsupported_with: ClassVar = {
         "deepspeed": "makes graphs of forward passes, which DeepSpeed's hooks break. Use strategy='fsdp'."
     }
-    reset_in_copies: ClassVar = {"_undo": [], "_is_on": False}  # only the original compiles and restores the module
+    reset_in_copies: ClassVar = {"_is_on": False}  # only the original compiles and restores the module
 
     def __init__(
         self,
@@ -87,7 +88,7 @@ class Compile(RunCallback):
         expect(not are_too_many, "one of them, because torch.compile does not accept both", mode=mode, options=options)
         self.compiled: list[str] = []
         self._watch = compilation.Compilations()
-        self._undo: list[Any] = []
+        self._session = Session()
         self._is_on = self._marks = self._warned = False
         if not compilation.reuses_memory(self.settings, torch.device("cuda")):  # on no device
             self._omit(Compile.on_after_backward)
@@ -131,10 +132,10 @@ class Compile(RunCallback):
             )
         self.compiled = [*parts, *(["forward"] if whole else [])]
         if whole:
-            self._undo.append(compilation.CompiledForward(module, **options).undo)
+            self._session.replace(module, "forward", compilation.CompiledForward(module, **options))
         for part in parts.values():
             if not compilation.is_compiled(part):
-                self._undo.append(compilation.compile_in_place(part, **options))
+                compilation.compile_in_place(self._session, part, **options)
         self._is_on = True
         self._watch.start()
 
@@ -182,8 +183,7 @@ class Compile(RunCallback):
 
     def _clean_up(self, trainer: pl.Trainer) -> None:
         """Restore the module."""
-        while self._undo:
-            self._undo.pop()()
+        self._session.close()
         self._is_on = False
         self._watch.stop()
 

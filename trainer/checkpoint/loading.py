@@ -27,6 +27,7 @@ from trainer.errors import (
     CheckpointError,
     CheckpointNotFoundError,
     IncompleteCheckpointError,
+    ResumeError,
     UnsafeCheckpointError,
     join_first,
     refuse_inexact,
@@ -39,10 +40,7 @@ if TYPE_CHECKING:
     from trainer.trainer import Trainer
 
 FORMAT = 3
-"""Version of the entries under ``amp_trainer``."""
-
-_SUPPORTED = (2, FORMAT)
-"""Versions that can be resumed. Since version 3, the states of processes are in compact form."""
+"""Version of the entries under ``amp_trainer``. A checkpoint with another one cannot be resumed."""
 
 _INNER = "inner_optimizers"
 """Key of the states of optimizers inside of one, in its state dict. ``load_state_dict`` ignores it."""
@@ -153,13 +151,19 @@ def restore_progress(trainer: Trainer, checkpoint: dict[str, Any], progress_from
         trainer: the Trainer.
         checkpoint: the result of :func:`read`.
         progress_from: sets the counters from those of Lightning's fit loop.
+
+    Raises:
+        ResumeError: if another version of this package wrote the checkpoint.
     """
     trainer_state, loops = _trainer_state(checkpoint), checkpoint.get("loops", {})
     if trainer_state:
-        state = {
-            "completed_steps": _split_completed_steps(trainer_state["progress"], len(trainer.engine.optimizers)),
-            **trainer_state["progress"],
-        }
+        if trainer_state["format"] != FORMAT:
+            raise ResumeError(
+                "The checkpoint was written by another version of this package (format"
+                f" {trainer_state['format']}, expected {FORMAT}). Resume with that version, or start a new run with the"
+                " weights of the checkpoint: Trainer.fit(weights=PATH)."
+            )
+        state = trainer_state["progress"]
         trainer.progress.load_state_dict(state, finish_epoch=trainer.max_steps > state["optimizer_steps"])
     elif loops:
         progress_from(loops["fit_loop"], trainer.progress, finish_epoch=trainer.max_steps != -1)
@@ -312,27 +316,9 @@ def roll_back(
     progress.updates += not loop.window.is_last  # the checkpoint's window is open
 
 
-def process_states_in(checkpoint: dict[str, Any], *, exact: bool) -> list[dict[str, Any]]:
-    """Return the state of each process in a checkpoint, or [] if it has none.
-
-    Args:
-        checkpoint: the result of :func:`read`.
-        exact: whether to raise if another version of this package wrote them. If False, they are ignored with a
-            warning.
-
-    Raises:
-        ResumeError: if another version wrote them, and ``exact`` is set.
-    """
-    trainer_state = _trainer_state(checkpoint)
-    processes: list[dict[str, Any]] = trainer_state.get("processes", [])
-    if not processes or trainer_state["format"] in _SUPPORTED:
-        return [unpacked(process) for process in processes]
-    problem = (
-        f"The checkpoint was written by another version of this package (format {trainer_state['format']}, expected"
-        f" {FORMAT}): its random states and its place in the data cannot be read."
-    )
-    refuse_inexact(problem, "Resume with that version.", exact=exact)
-    return []
+def process_states_in(checkpoint: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the state of each process in a checkpoint, the result of :func:`read`, or [] if it has none."""
+    return [unpacked(process) for process in _trainer_state(checkpoint).get("processes", [])]
 
 
 def parameter_names(module: nn.Module, optimizers: Iterable[Optimizer]) -> list[list[str]]:
@@ -342,20 +328,14 @@ def parameter_names(module: nn.Module, optimizers: Iterable[Optimizer]) -> list[
     return [[names[one] for one in ids] if names.keys() >= set(ids) else [] for ids in held]
 
 
-def _split_completed_steps(progress: dict[str, Any], optimizers: int) -> dict[int, int]:
-    """Return ``completed_steps`` for a checkpoint of an older version, which counted all optimizers together."""
-    steps = progress["optimizer_steps"] // max(optimizers, 1) - progress.get("skipped_steps", 0)
-    return dict.fromkeys(range(optimizers), max(steps, 0))
-
-
 def parameter_dtypes(trainer: Trainer, _: dict[str, Any]) -> list[list[torch.dtype]]:
     """Return the dtypes of each optimizer's parameters."""
     return [[parameter.dtype for parameter in parameters_of(optimizer)] for optimizer in trainer.engine.optimizers]
 
 
 def _trainer_state(checkpoint: dict[str, Any]) -> dict[str, Any]:
-    """Return the entries that are not Lightning's, or {}. Older versions stored them next to `loops`."""
-    trainer_state: dict[str, Any] = checkpoint.get("loops", {}).get(TRAINER_KEY) or checkpoint.get(TRAINER_KEY) or {}
+    """Return the entries that are not Lightning's, or {}."""
+    trainer_state: dict[str, Any] = checkpoint.get("loops", {}).get(TRAINER_KEY, {})
     return trainer_state
 
 
@@ -364,7 +344,7 @@ def _saved_dtypes(
 ) -> dict[Tensor, torch.dtype]:
     """Return the dtype of each optimizer parameter when the checkpoint was saved.
 
-    Checkpoints of Lightning and of older versions do not record it. For these, it is the dtype of the saved weight.
+    Checkpoints of Lightning do not record it. For these, it is the dtype of the saved weight.
 
     Args:
         checkpoint: the checkpoint.

@@ -20,7 +20,7 @@ weights. No process has a full copy. ``WeightAveraging(device=...)`` is ignored 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from copy import deepcopy
 from functools import partial
 from itertools import chain
@@ -35,6 +35,7 @@ from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
 from trainer.engine.sharding.state_dicts import load_module_state, spread
+from trainer.session import Session
 from trainer.state.outcome import StepOutcome
 
 if TYPE_CHECKING:
@@ -51,17 +52,17 @@ def follows_outcomes(callback: Any) -> bool:
     return isinstance(callback, WeightAveraging) and _HOOK in vars(callback)
 
 
-def defer_copies(trainer: Trainer, session: ExitStack) -> None:
+def defer_copies(trainer: Trainer, session: Session) -> None:
     """Prevent averaging callbacks from copying weights in ``setup`` if the weights will be sharded."""
     if not trainer.engine.gradients.are_parts:
         return
     for callback in trainer.callbacks:
         for kind in (WeightAveraging, StochasticWeightAveraging):
             if isinstance(callback, kind) and _is_default(callback, kind, "setup"):
-                _replace(session, callback, "setup", _skip_copy)
+                session.replace(callback, "setup", _skip_copy)
 
 
-def hide_averages(trainer: Trainer, session: ExitStack) -> None:
+def hide_averages(trainer: Trainer, session: Session) -> None:
     """Hide the averages of an earlier fit from a run that does not train, until ``session`` closes.
 
     Otherwise, Lightning's callback would validate its average instead of the module's weights, and load the training
@@ -73,14 +74,14 @@ def hide_averages(trainer: Trainer, session: ExitStack) -> None:
             callback._average_model = None
 
 
-def attach_averaging(trainer: Trainer, session: ExitStack) -> None:
+def attach_averaging(trainer: Trainer, session: Session) -> None:
     """Make averaging callbacks ignore skipped steps, and make their averages follow the weights until the first update.
 
     If the weights will be sharded, create the averages. The methods that are replaced are restored when ``session``
     closes.
     """
     for callback in trainer.callbacks:
-        replace = partial(_replace, session, callback)
+        replace = partial(session.replace, callback)
         if trainer.engine.gradients.are_parts and trainer.training:
             _make_average(callback, trainer.lightning_module)
         if isinstance(callback, StochasticWeightAveraging):
@@ -95,7 +96,7 @@ def attach_averaging(trainer: Trainer, session: ExitStack) -> None:
             replace(_QUESTION, partial(_unless_skipped, trainer, callback.should_update))
 
 
-def shard_averages(trainer: Trainer, session: ExitStack) -> None:
+def shard_averages(trainer: Trainer, session: Session) -> None:
     """Copy the weights of the module, which has been sharded, into the averages."""
     if not (trainer.engine.gradients.are_parts and trainer.training):
         return
@@ -105,13 +106,13 @@ def shard_averages(trainer: Trainer, session: ExitStack) -> None:
             average: Any = callback._average_model
             _fill(average.module, module)
             average.n_averaged = average.n_averaged.to(trainer.engine.device)
-            _replace(session, average, "update_parameters", partial(_update, average, part))
-            _replace(session, callback, "on_load_checkpoint", partial(_load, callback.on_load_checkpoint))
+            session.replace(average, "update_parameters", partial(_update, average, part))
+            session.replace(callback, "on_load_checkpoint", partial(_load, callback.on_load_checkpoint))
         elif isinstance(callback, StochasticWeightAveraging):
             assert callback._average_model is not None
             _fill(callback._average_model, module)
-            _replace(session, callback, "update_parameters", partial(_update_swa, callback.update_parameters, part))
-            _replace(session, callback, "_load_average_model_state", partial(_load_swa, callback))
+            session.replace(callback, "update_parameters", partial(_update_swa, callback.update_parameters, part))
+            session.replace(callback, "_load_average_model_state", partial(_load_swa, callback))
 
 
 def training_state(trainer: Trainer, checkpoint: dict[str, Any]) -> dict[str, Any]:
@@ -181,16 +182,6 @@ def training_weights(callbacks: Iterable[Any], module: LightningModule) -> Itera
 def _is_default(callback: Any, kind: type, name: str) -> bool:
     """Return whether neither a subclass of ``kind`` nor the callback itself overrides the method ``name``."""
     return name not in vars(callback) and getattr(type(callback), name) is getattr(kind, name)
-
-
-def _replace(session: ExitStack, owner: Any, name: str, method: Callable[..., Any]) -> None:
-    """Replace a method of an object until ``session`` closes."""
-    own = vars(owner)
-    if name in own:
-        session.callback(own.__setitem__, name, own[name])
-    else:
-        session.callback(own.pop, name, None)
-    own[name] = method
 
 
 class _Swap:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from contextlib import ExitStack
 from typing import Any, TypeVar
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -35,6 +34,7 @@ from trainer.errors import ConfigurationError
 from trainer.loops.evaluation import EvalLoop
 from trainer.loops.fit import FitLoop
 from trainer.precision.scaler import LossScaler
+from trainer.session import Session
 from trainer.state.metrics import MetricStore, PublishedMetrics
 from trainer.state.progress import FitProgress
 
@@ -104,7 +104,7 @@ class TrainerBase(LightningTrainer):
     _logger_connector: LoggerConnector
     _accelerator_connector: Any = alias("engine.connector")
     _data_connector: Any = alias("data.connector")
-    _session: ExitStack = alias("_runner.session")
+    _session: Session = alias("_runner.session")
     _loggers: list[Any] = alias("published.loggers", writable=True)
 
     # attributes of Lightning's Trainer that our parts hold

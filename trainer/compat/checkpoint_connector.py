@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -29,6 +29,7 @@ from trainer.compat.checkpoint_io import local_path, wait_for_saves
 from trainer.compat.logging import ModuleScope
 from trainer.errors import CheckpointError, ConfigurationError, ResumeError, refuse_inexact
 from trainer.record.find_checkpoint import find_weights
+from trainer.session import Session
 from trainer.weights import load_into
 
 if TYPE_CHECKING:
@@ -116,7 +117,7 @@ class CheckpointConnector(_CheckpointConnector):
             self._refuse_foreign(str(path))
         self._ckpt_path, self._is_chosen = path, bool(given) or is_assigned
 
-    def find_newest(self, session: ExitStack) -> None:
+    def find_newest(self, session: Session) -> None:
         """Choose the newest good checkpoint of this run (``resume="auto"``), unless the user has chosen one.
 
         A newer checkpoint of a requeued Slurm job takes precedence.
@@ -219,7 +220,7 @@ class CheckpointConnector(_CheckpointConnector):
             ResumeError: if it cannot be translated and ``exact_resume`` is True.
         """
         trainer = self.trainer
-        states = checkpoints.process_states_in(checkpoint, exact=trainer.exact_resume)
+        states = checkpoints.process_states_in(checkpoint)
         if not states or not elastic.is_elastic(trainer, self._trainer_state):
             return states[trainer.global_rank] if states else None
         if self._has_order and trainer.data.elastic_state is None:  # `prepare_order` could not read the file in parts
@@ -246,7 +247,7 @@ class CheckpointConnector(_CheckpointConnector):
         if to is None:
             return None
         checkpoint = checkpoints.read(trainer.engine.load, to.path, None)
-        states = checkpoints.process_states_in(checkpoint, exact=True)
+        states = checkpoints.process_states_in(checkpoint)
         apart = (Checkpoint, Timer)  # they count written files and time, which are not rolled back
         callbacks = [callback for callback in trainer.callbacks if not isinstance(callback, apart)]
         state = states[trainer.global_rank]

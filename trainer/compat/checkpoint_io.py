@@ -26,6 +26,7 @@ from trainer.checkpoint.inert import allow_stand_ins
 from trainer.checkpoint.manifest import facts_of
 from trainer.checkpoint.snapshot import on_host
 from trainer.errors import CheckpointError, CheckpointWriteError, ConfigurationError, expect, rank_zero_warn
+from trainer.session import Session
 
 _LAUNCHER_FILE = ".temp.ckpt"  # file that Lightning's launchers use to return weights to the main process
 
@@ -358,11 +359,16 @@ def adopt(strategy: Strategy) -> None:
         strategy.checkpoint_io = CheckpointFiles()
     elif isinstance(given, _WrappingCheckpointIO) and given.checkpoint_io is None:
         given.checkpoint_io = CheckpointFiles()  # AsyncCheckpointIO() without an argument
-    while isinstance(given, _WrappingCheckpointIO):
-        own = vars(given).get("remove_checkpoint") or type(given).remove_checkpoint
-        if isinstance(given, AsyncCheckpointIO) and own is _WrappingCheckpointIO.remove_checkpoint:
-            vars(given)["remove_checkpoint"] = partial(_remove_after_saves, given)
-        given = given.checkpoint_io
+
+
+def order_removals(strategy: Strategy, session: Session) -> None:
+    """Make Lightning's ``AsyncCheckpointIO`` remove checkpoints after earlier saves, until ``session`` closes."""
+    io: Any = strategy.checkpoint_io
+    while isinstance(io, _WrappingCheckpointIO):
+        own = vars(io).get("remove_checkpoint") or type(io).remove_checkpoint
+        if isinstance(io, AsyncCheckpointIO) and own is _WrappingCheckpointIO.remove_checkpoint:
+            session.replace(io, "remove_checkpoint", partial(_remove_after_saves, io))
+        io = io.checkpoint_io
 
 
 def _remove_after_saves(io: AsyncCheckpointIO, path: str | Path) -> None:

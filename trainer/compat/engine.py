@@ -70,6 +70,7 @@ from trainer.loops.step_output import Weight
 from trainer.module_tree import is_dense, parameters_of
 from trainer.precision.base import Precision
 from trainer.precision.scaler import LossScaler
+from trainer.session import Session
 
 if TYPE_CHECKING:
     from trainer.trainer import Trainer
@@ -187,17 +188,9 @@ class LightningEngine:
         return _StrategyGradients(scaler, self.strategy)
 
     def _take_strategy(self) -> None:
-        """Refuse overrides that are never called, and make the strategy use the adapter and ``set_up_optimizers``.
-
-        An override of ``setup_optimizers`` is kept.
-        """
+        """Refuse overrides that are never called, and make the strategy use the adapter."""
         self._refuse_overrides()
         self.strategy.precision_plugin = self.adapter
-        own = vars(self.strategy)
-        if getattr(own.get("setup_optimizers"), "func", None) is set_up_optimizers:
-            del own["setup_optimizers"]
-        if not overrides(self.strategy, "setup_optimizers"):
-            own["setup_optimizers"] = partial(set_up_optimizers, self.strategy)
 
     @property
     def wrapped_optimizers(self) -> list[Any]:
@@ -355,6 +348,9 @@ class LightningEngine:
 
     def setup(self, *, fitting: bool) -> None:
         """Move and wrap the module; in a fit, create the optimizers."""
+        if not overrides(self.strategy, "setup_optimizers"):
+            set_up = partial(set_up_optimizers, self.strategy)
+            self._trainer._session.replace(self.strategy, "setup_optimizers", set_up)
         try:
             self.strategy.setup(self._trainer)
         except ConfigurationError:
@@ -380,7 +376,7 @@ class LightningEngine:
             self.gradients.reduce_skips(averager is not None)
         if averager is not None:
             average = partial(_average_unless_skipped, self.gradients, averager.average_parameters)
-            vars(averager)["average_parameters"] = average
+            self._trainer._session.replace(averager, "average_parameters", average)
 
     def follow_trained_parameters(self) -> None:
         """Wrap the module in DDP again if the trained parameters have changed.
@@ -454,9 +450,9 @@ class LightningEngine:
     def forbid_collectives(self, error: Exception) -> Iterator[None]:
         """Return a context in which the collectives of the strategy, except ``reduce``, raise ``error``."""
         names = ("all_gather", "barrier", "broadcast", "reduce_boolean_decision")
-        raises = partial(_raise, error)
-        replaced = _replaced(self.strategy, dict.fromkeys(names, raises))
-        with replaced, _replaced(LightningModule, {"all_gather": raises}):
+        with Session() as session:
+            for name in names:
+                session.replace(self.strategy, name, partial(_raise, error))
             yield
 
     @contextmanager
@@ -468,7 +464,7 @@ class LightningEngine:
         if self.world_size == 1:
             yield
             return
-        gather, gather_tensor = LightningModule.all_gather, self.strategy.all_gather
+        gather_tensor = self.strategy.all_gather
         distributed = torch.distributed
 
         def compare(tensors: str, group: Any) -> None:
@@ -483,18 +479,21 @@ class LightningEngine:
                         " are counted twice, as in Lightning."
                     )
 
-        def all_gather(module: LightningModule, data: Any, group: Any = None, sync_grads: bool = False) -> Any:
+        def all_gather(gather: Any, data: Any, group: Any = None, sync_grads: bool = False) -> Any:
             tensors: list[Tensor] = []
             apply_to_collection(convert_to_tensors(data, self.device), Tensor, tensors.append)
             compare(f"{len(tensors)} tensors", group)
-            return gather(module, data, group, sync_grads)
+            return gather(data, group, sync_grads)
 
         def all_gather_tensor(tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
             compare(f"{tuple(tensor.shape)}, {tensor.dtype}", group)
             return gather_tensor(tensor, group, sync_grads)
 
-        replaced = _replaced(self.strategy, {"all_gather": all_gather_tensor})
-        with replaced, _replaced(LightningModule, {"all_gather": all_gather}):
+        with Session() as session:
+            session.replace(self.strategy, "all_gather", all_gather_tensor)
+            for module in self.module.modules():
+                if isinstance(module, LightningModule):
+                    session.replace(module, "all_gather", partial(all_gather, module.all_gather))
             yield
 
     def replay_step(self, name: str) -> Callable[..., Any]:
@@ -855,21 +854,6 @@ def _all_reduce_max(flag: Tensor) -> None:
 def _average_unless_skipped(gradients: Gradients, average: Callable[[Any], None], parameters: Any) -> None:
     if not gradients.scaler.skipped_last_step():
         average(parameters)
-
-
-@contextmanager
-def _replaced(owner: Any, methods: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
-    """Return a context in which an object or a class has these methods."""
-    own = {name: vars(owner)[name] for name in methods if name in vars(owner)}
-    for name, method in methods.items():
-        setattr(owner, name, method)
-    try:
-        yield
-    finally:
-        for name in methods:
-            delattr(owner, name)
-        for name, method in own.items():
-            setattr(owner, name, method)
 
 
 def _raise(error: Exception, *_: Any, **__: Any) -> None:

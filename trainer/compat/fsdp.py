@@ -428,8 +428,7 @@ class ShardedEngine(LightningEngine):
         module = self.module
         if name == "training_step" and not module.automatic_optimization:
             renew = self._sharded().prepare_manual()
-            for optimizer in self.optimizers:
-                self._sharded().handles.append(optimizer.register_step_post_hook(renew))
+            self._trainer._session.watch_steps(lambda: self.optimizers, after=renew)
         return super().step_function(name)
 
     def _through_wrapper(self, name: str, *args: Any) -> Any:

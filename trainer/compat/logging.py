@@ -8,7 +8,7 @@ metrics through :class:`ResultsView`.
 from __future__ import annotations
 
 import numbers
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from types import FunctionType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from zlib import crc32
@@ -28,6 +28,7 @@ from torchmetrics import Metric
 from trainer.engine.parts import whole
 from trainer.errors import rank_zero_warn
 from trainer.graphs import keep_out_of_graphs
+from trainer.session import Session
 from trainer.state.metrics import LoggedValue, LogOptions, MetricStore, PublishedMetrics, accumulation_dtype, to_scalars
 
 if TYPE_CHECKING:
@@ -377,7 +378,7 @@ class LoggerConnector(_LoggerConnector):
         self.trainer.published.send(metrics, at, exact_step=step is not None)
 
 
-def attach_log(module: LightningModule, trainer: Trainer) -> None:
+def attach_log(module: LightningModule, trainer: Trainer, session: Session) -> None:
     """Replace ``module.log`` by a :class:`ModuleLog`, unless it is overridden in a class or on an instance.
 
     Callbacks get the module's ``log`` and ``log_dict``; ours use ``trainer.log_metric``, which bypasses overrides and
@@ -389,13 +390,14 @@ def attach_log(module: LightningModule, trainer: Trainer) -> None:
         if not isinstance(part, LightningModule):
             continue
         if type(part).log is _LOG and _is_module_log(vars(part).get("log", log)):
-            vars(part)["log"] = log  # a child module logs through its parent's trainer
+            session.replace(part, "log", log)  # a child module logs through its parent's trainer
         for method in (part.log, part.log_dict):
             function = getattr(method, "__func__", method)
             if isinstance(function, FunctionType):
                 keep_out_of_graphs(function)
     for callback in trainer.callbacks:
-        callback.log, callback.log_dict = module.log, module.log_dict
+        session.replace(callback, "log", module.log)
+        session.replace(callback, "log_dict", module.log_dict)
 
 
 def no_log(name: str, value: Any, **options: Any) -> None:
@@ -404,16 +406,6 @@ def no_log(name: str, value: Any, **options: Any) -> None:
 
 def _is_module_log(log: Any) -> bool:
     return isinstance(log, (ModuleLog, _DetachedLog))
-
-
-def detach_log(module: LightningModule, callbacks: Iterable[Any] = ()) -> None:
-    """Undo :func:`attach_log`."""
-    for callback in callbacks:
-        vars(callback).pop("log", None)
-        vars(callback).pop("log_dict", None)
-    for part in module.modules():
-        if isinstance(vars(part).get("log"), ModuleLog):
-            del vars(part)["log"]
 
 
 def _batch_size(store: MetricStore) -> int:

@@ -15,10 +15,10 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial, wraps
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn
@@ -29,11 +29,9 @@ from trainer.checkpoint.folder_locks import LOCK, describe_owner, lock_folder
 from trainer.checkpoint.loading import TRAINER_KEY
 from trainer.compat import cluster
 from trainer.compat.checkpoint_io import files_of, local_path
-from trainer.loops.fit import FitLoop
+from trainer.session import Session
 
 if TYPE_CHECKING:
-    import lightning.pytorch as pl
-
     from trainer.trainer import Trainer
 
 T = TypeVar("T")
@@ -61,78 +59,74 @@ def are_written(trainer: Trainer) -> bool:
 
 # --- when they save ---------------------------------------------------------------------------------------------------
 
-_on_train_batch_end = ModelCheckpoint.on_train_batch_end
-_on_validation_end = ModelCheckpoint.on_validation_end
-_on_train_epoch_end = ModelCheckpoint.on_train_epoch_end
-_monitor_candidates = ModelCheckpoint._monitor_candidates
+
+def attach_savers(trainer: Trainer, session: Session) -> None:
+    """Make each ModelCheckpoint save as described above until ``session`` closes.
+
+    A subclass that overrides ``on_train_batch_end`` keeps its method. Called twice, because hooks may add callbacks.
+    """
+    for saver in model_checkpoints_of(trainer):
+        if "_monitor_candidates" in vars(saver):
+            continue
+        session.replace(saver, "_monitor_candidates", partial(_candidates_of_rank_0, saver._monitor_candidates))
+        session.replace(saver, "on_validation_end", partial(_save_after_validation, saver, saver.on_validation_end))
+        session.replace(saver, "on_train_epoch_end", partial(_save_after_epoch, saver, saver.on_train_epoch_end))
+        if _waits_for_validations(saver):
+            session.replace(saver, "on_train_batch_end", partial(_save_after_batch, saver))
 
 
-@wraps(_on_train_batch_end)
-def _save_after_batch(
-    self: ModelCheckpoint, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
-) -> None:
+def _waits_for_validations(saver: ModelCheckpoint) -> bool:
+    return type(saver).on_train_batch_end is ModelCheckpoint.on_train_batch_end
+
+
+def _save_after_batch(saver: ModelCheckpoint, trainer: Trainer, *_: Any) -> None:
     """Save if ``every_n_train_steps`` or ``train_time_interval`` is due, in automatic and in manual optimization.
 
     Lightning's method ignores ``train_time_interval`` in manual optimization, and ranks weights by the metrics of an
     older validation unless the batch is the last of its epoch.
     """
-    if not _is_our_trainer(trainer):
-        _on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx)
+    is_due = _time_is_up(saver, trainer) or _steps_are_due(saver, trainer)
+    if not is_due or saver._should_skip_saving_checkpoint(trainer):
         return
-    is_due = _time_is_up(self, trainer) or _steps_are_due(self, trainer)
-    if not is_due or self._should_skip_saving_checkpoint(trainer):
+    if not _must_wait(saver, trainer):
+        _save(saver, trainer)
         return
-    if _must_wait(self, trainer):
-        self._defer_save_until_validation = True
-    else:
-        _save(self, trainer)
+    saver._defer_save_until_validation = True
+    if (save_last := getattr(saver, "save_last_before_validation", None)) is not None:  # our BestCheckpoint
+        save_last(trainer)
 
 
-@wraps(_on_validation_end)
-def _save_after_validation(self: ModelCheckpoint, trainer: pl.Trainer, pl_module: Any) -> None:
-    """Save if a save waits for this validation; otherwise, call Lightning's method.
+def _save_after_validation(saver: ModelCheckpoint, method: Callable[..., None], trainer: Trainer, module: Any) -> None:
+    """Save if a save waits for this validation, then call the saver's method.
 
     Lightning's method never makes such a save if validations run at the ends of epochs.
     """
-    waits = self._defer_save_until_validation and _has_metric(self, trainer)
-    if _is_our_trainer(trainer) and waits and not self._should_skip_saving_checkpoint(trainer):
-        self._defer_save_until_validation = False
-        _save(self, trainer)
-    else:
-        _on_validation_end(self, trainer, pl_module)
+    waits = saver._defer_save_until_validation and _has_metric(saver, trainer)
+    if waits and not saver._should_skip_saving_checkpoint(trainer):
+        saver._defer_save_until_validation = False
+        _save(saver, trainer)
+    method(trainer, module)
 
 
-@wraps(_on_train_epoch_end)
-def _save_after_epoch(self: ModelCheckpoint, trainer: pl.Trainer, pl_module: Any) -> None:
-    """Call Lightning's method. Report a save that waits for a metric that neither the epoch nor a validation logged.
+def _save_after_epoch(saver: ModelCheckpoint, method: Callable[..., None], trainer: Trainer, module: Any) -> None:
+    """Call the saver's method. Report a save that waits for a metric that neither the epoch nor a validation logged.
 
     In Lightning, a ModelCheckpoint with ``every_n_train_steps`` waits until the end of the fit, and saves nothing.
     """
-    _on_train_epoch_end(self, trainer, pl_module)
-    if not (_is_our_trainer(trainer) and self._defer_save_until_validation) or _has_metric(self, trainer):
+    method(trainer, module)
+    if not saver._defer_save_until_validation or _has_metric(saver, trainer):
         return
     if trainer.fit_loop.epoch_loop.val_loop._has_run or not any(trainer.num_val_batches):
-        self._save_topk_checkpoint(trainer, self._monitor_candidates(trainer))
+        saver._save_topk_checkpoint(trainer, saver._monitor_candidates(trainer))
 
 
-@wraps(_monitor_candidates)
-def _candidates_of_rank_0(self: ModelCheckpoint, trainer: pl.Trainer) -> dict[str, Tensor]:
+def _candidates_of_rank_0(method: Callable[..., dict[str, Tensor]], trainer: Trainer) -> dict[str, Tensor]:
     """Return the metrics of rank 0, so that all ranks select the same checkpoint, with the name of its file."""
-    candidates = _monitor_candidates(self, trainer)
+    candidates = method(trainer)
     # only one rank may have raised an exception, and then the others do not join a broadcast
-    if not _is_our_trainer(trainer) or trainer.world_size == 1 or trainer.interrupted:
+    if trainer.world_size == 1 or trainer.interrupted:
         return candidates
     return trainer.engine.broadcast({name: value.cpu() for name, value in candidates.items()})
-
-
-ModelCheckpoint._monitor_candidates = _candidates_of_rank_0  # type: ignore[method-assign]
-ModelCheckpoint.on_train_epoch_end = _save_after_epoch  # type: ignore[method-assign]
-ModelCheckpoint.on_train_batch_end = _save_after_batch  # type: ignore[method-assign]
-ModelCheckpoint.on_validation_end = _save_after_validation  # type: ignore[method-assign]
-
-
-def _is_our_trainer(trainer: pl.Trainer) -> TypeGuard[Trainer]:
-    return isinstance(getattr(trainer, "loop", None), FitLoop)
 
 
 def _save(saver: ModelCheckpoint, trainer: Trainer) -> None:
@@ -157,7 +151,7 @@ def _time_is_up(saver: ModelCheckpoint, trainer: Trainer) -> bool:
     return bool(is_up)
 
 
-def _has_metric(saver: ModelCheckpoint, trainer: pl.Trainer) -> bool:
+def _has_metric(saver: ModelCheckpoint, trainer: Trainer) -> bool:
     return saver.monitor in _COUNTERS or saver.monitor in trainer.callback_metrics
 
 
@@ -300,7 +294,7 @@ def states_to_save(trainer: Trainer, _: dict[str, Any]) -> dict[str, Any] | None
     for saver in model_checkpoints_of(trainer):
         step, waits = saver._last_global_step_saved, saver._defer_save_until_validation
         is_due = ends_batch and _steps_are_due(saver, trainer) and not saver._should_skip_saving_checkpoint(trainer)
-        waits = waits or (is_due and _must_wait(saver, trainer))
+        waits = waits or (is_due and _waits_for_validations(saver) and _must_wait(saver, trainer))
         if path in (saver.best_model_path, saver.last_model_path, *saver.best_k_models):
             step, waits = trainer.global_step, False
         states[saver.state_key] = {"dirpath": str(saver.dirpath), "step": step, "waits": waits}
@@ -321,14 +315,13 @@ def restore_states(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
             saver.last_model_path = saver.last_model_path or _link_to(str(trainer.ckpt_path), str(saver.dirpath))
 
 
-def allow_removal(trainer: Trainer, session: ExitStack) -> None:
+def allow_removal(trainer: Trainer, session: Session) -> None:
     """Let ModelCheckpoint remove the checkpoint that the run was resumed from, until ``session`` closes.
 
     ModelCheckpoint keeps the file of ``trainer.ckpt_path``, because usually the user has given it.
     """
     for saver in model_checkpoints_of(trainer):
-        vars(saver)["_should_remove_checkpoint"] = partial(_should_remove, saver)
-        session.callback(vars(saver).pop, "_should_remove_checkpoint", None)
+        session.replace(saver, "_should_remove_checkpoint", partial(_should_remove, saver))
 
 
 def _should_remove(saver: ModelCheckpoint, trainer: Trainer, previous: str, current: str) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +20,7 @@ from trainer.compat.checkpoint_io import local_path, wait_for_saves
 from trainer.compat.model_checkpoints import allow_removal, folders_of, folders_with_files, on_first_rank
 from trainer.errors import ConfigurationError, rank_zero_warn
 from trainer.loggers import adapter
+from trainer.session import Session
 
 if TYPE_CHECKING:
     from trainer.trainer import Trainer
@@ -28,7 +29,7 @@ _ROWS = "rows"
 _CHECKPOINTS = "checkpoints/**/*.ckpt"  # below the folder of a logger: the default of ModelCheckpoint
 
 
-def newest_checkpoint(trainer: Trainer, session: ExitStack, extra: Any = None) -> str | None:
+def newest_checkpoint(trainer: Trainer, session: Session, extra: Any = None) -> str | None:
     """Return the newest good checkpoint in the folders of this run or at the local path ``extra``, or None.
 
     The result is the same on all ranks.
@@ -53,7 +54,7 @@ def newest_checkpoint(trainer: Trainer, session: ExitStack, extra: Any = None) -
     return path
 
 
-def _choose_checkpoint(trainer: Trainer, session: ExitStack, extra: Any) -> tuple[str | None, dict[int, Any]]:
+def _choose_checkpoint(trainer: Trainer, session: Session, extra: Any) -> tuple[str | None, dict[int, Any]]:
     """Return the checkpoint, and the version of each numbered logger."""
     numbered = {index: one for index, one in enumerate(map(adapter, trainer.loggers)) if one.is_numbered}
     former = None

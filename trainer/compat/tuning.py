@@ -13,7 +13,7 @@ rate at its next step. Here the fit continues as if the optimizer had been confi
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +28,7 @@ from trainer.callbacks.gradient_clipping import GradientClipping
 from trainer.data.batches import TrainingBatches
 from trainer.errors import rank_zero_warn
 from trainer.postmortem.state import ObjectState
+from trainer.session import Session
 from trainer.state.metrics import MetricStore
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ TunerExit = _TunerExitException
 """Raised by Lightning's BatchSizeFinder and LearningRateFinder to end the run once they have a result."""
 
 
-def attach_finders(trainer: Trainer, session: ExitStack) -> None:
+def attach_finders(trainer: Trainer, session: Session) -> None:
     """Make the fit use the rate that a ``LearningRateFinder`` finds as the configured rate.
 
     Before the first batch, ``configure_optimizers`` is called again, with the module's attribute set. Later, or if the
@@ -53,8 +54,7 @@ def attach_finders(trainer: Trainer, session: ExitStack) -> None:
     for callback in trainer.callbacks:
         if isinstance(callback, LearningRateFinder):
             find, begun = callback.lr_find, trainer.progress.batches_started
-            vars(callback)["lr_find"] = partial(_find_rate, callback, find, begun)
-            session.callback(vars(callback).pop, "lr_find", None)
+            session.replace(callback, "lr_find", partial(_find_rate, callback, find, begun))
 
 
 def rerun(trainer: Trainer, stage: RunningStage) -> None:

@@ -21,7 +21,7 @@ import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
-from trainer.engine.forwards import OwnForward
+from trainer.session import OwnForward, Session
 
 _IN_PLACE = "_compiled_call_impl"
 _GRAPHS = ("reduce-overhead", "max-autotune")
@@ -37,25 +37,19 @@ def is_compiled(module: nn.Module) -> bool:
     return getattr(module, _IN_PLACE, None) is not None
 
 
-def compile_in_place(module: nn.Module, settings: Mapping[str, Any], *, reuses_memory: bool) -> Callable[[], None]:
-    """Compile calls of ``module``. Returns a function that undoes this.
+def compile_in_place(session: Session, module: nn.Module, settings: Mapping[str, Any], *, reuses_memory: bool) -> None:
+    """Compile calls of ``module`` until ``session`` closes.
 
     Args:
+        session: restores the module.
         module: a module that is not compiled yet.
         settings: the arguments of ``torch.compile``.
         reuses_memory: whether the next call overwrites the output of the previous one: see :class:`CopiedOutputs`.
     """
-    if type(module).forward.__module__.startswith("torch."):
-        compiled: Any = torch.compile(_call_of(module), **settings)
-    else:
-        module.compile(**settings)
-        compiled = getattr(module, _IN_PLACE)
-    setattr(module, _IN_PLACE, CopiedOutputs(compiled) if reuses_memory else compiled)
-
-    def undo() -> None:
-        vars(module).pop(_IN_PLACE, None)
-
-    return undo
+    is_torchs = type(module).forward.__module__.startswith("torch.")
+    call = _call_of(module) if is_torchs else module._call_impl  # noqa: SLF001 - as `nn.Module.compile` does
+    compiled = torch.compile(call, **settings)
+    session.replace(module, _IN_PLACE, CopiedOutputs(compiled) if reuses_memory else compiled)
 
 
 class CompiledForward(OwnForward):

@@ -18,14 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_map_only
-from torch.utils.hooks import RemovableHandle
 
 from trainer.engine.optimizer_calls import needs_closure
 from trainer.errors import ConfigurationError, refuse_inexact, warn
 from trainer.loops.fit import FitLoop
 from trainer.loops.step_output import outputs_of
+from trainer.session import Session
 
 Closure = Callable[[], Any]
 
@@ -190,22 +189,18 @@ def refuse_scaled_closures(loop: FitLoop) -> None:
         )
 
 
-def refuse_bare_steps(loop: FitLoop) -> RemovableHandle:
-    """Register a check that raises if the module steps a torch optimizer, not its wrapper, while losses are scaled.
+def refuse_bare_steps(loop: FitLoop, session: Session) -> None:
+    """Refuse steps of a torch optimizer, not of its wrapper, while losses are scaled, until ``session`` closes.
 
     Such a step uses scaled gradients, and is not skipped after an overflow. If no loss was scaled, the module may scale
     its losses itself, so the first such step with gradients only causes a warning.
-
-    Returns:
-        A handle that removes the check.
     """
     scaler, precision = loop.gradients.scaler, f"precision={loop.precision.name!r}"
     warned = False
 
-    def check(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def check(optimizer: Optimizer, *_: Any) -> None:
         nonlocal warned
-        is_replay = loop.engine.module_calls.clip is None  # its steps have unscaled gradients
-        if is_replay or not any(optimizer is one for one in loop.optimizers):
+        if loop.engine.module_calls.clip is None:  # a replay, with unscaled gradients
             return
         name = type(optimizer).__name__
         if not scaler.may_step(optimizer):
@@ -225,7 +220,7 @@ def refuse_bare_steps(loop: FitLoop) -> RemovableHandle:
                 " own GradScaler."
             )
 
-    return register_optimizer_step_pre_hook(check)
+    session.watch_steps(lambda: loop.optimizers, before=check)
 
 
 def step_with_closure(loop: FitLoop, optimizer: Optimizer, closure: Closure, **kwargs: Any) -> Any:

@@ -99,7 +99,6 @@ class ManualOptimization:
 
         with _without_autocast(self._loop):
             result = step_with_closure(self._loop, optimizer, forward, **kwargs)
-        forget_casts()
         self._loop.progress.optimizer_steps += self._loop.engine.counts_steps_of(optimizer)
         return result
 

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from copy import deepcopy
 from functools import cache
 from types import TracebackType
@@ -31,10 +31,10 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.overrides import TorchFunctionMode
 
 from trainer.errors import PrecisionError
+from trainer.session import Session
 
 __all__ = ["CastCache", "WeightWatch", "forget_casts", "loses_gradients", "unwatched", "with_trusted_cache"]
 
@@ -82,7 +82,7 @@ class CastCache:
         self._decides = enabled is None
         self._steps_left = WATCHED_STEPS
         self._reuses_weights = False
-        self._hooks = ExitStack()
+        self._hooks = Session()
         self.enabled: bool | None = enabled
         self.training: AbstractContextManager[object] = self._cached
         self.evaluation: AbstractContextManager[object] = self._cached if enabled else self._uncached
@@ -118,7 +118,7 @@ class CastCache:
         self.training = self._uncached if enabled is False else self._cached
         self._hooks.close()
         if enabled is not False:
-            self._hooks.callback(register_optimizer_step_post_hook(forget_casts).remove)
+            self._hooks.watch_steps(after=forget_casts)
         if enabled:
             for part in self.module.modules():
                 handle = part.register_load_state_dict_post_hook(forget_casts)  # type: ignore[no-untyped-call]

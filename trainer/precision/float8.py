@@ -23,6 +23,7 @@ from trainer.errors import PrecisionError, expect
 from trainer.module_tree import all_modules, plain_class, plain_name
 from trainer.precision.fp32_modules import check_patterns, find_modules
 from trainer.precision.mixed import MixedPrecision
+from trainer.session import Session
 
 MULTIPLE = 16
 """Required divisor of a layer's sizes, from ``torch._scaled_mm``, which computes the products on a GPU."""
@@ -178,21 +179,15 @@ def _quiet() -> Iterator[None]:
 @contextmanager
 def in_float8(layers: Iterable[nn.Linear], settings: Mapping[str, Any]) -> Iterator[None]:
     """Run the forward of each layer in float8 while the context is open."""
-    layers = list(layers)
-    fastpath = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)  # it uses the weights of layers without calling them
-    for layer in layers:
-        vars(layer).update(settings)
-        layer.forward = MethodType(forward, layer)  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(fastpath)
+    with Session() as session:
+        session.callback(torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled())
+        torch.backends.mha.set_fastpath_enabled(False)  # it uses the weights of layers without calling them
         for layer in layers:
+            vars(layer).update(settings)
             for name in settings:
-                vars(layer).pop(name, None)
-            if getattr(vars(layer).get("forward"), "__func__", None) is forward:  # it was not wrapped
-                del layer.forward
+                session.callback(vars(layer).pop, name, None)
+            session.replace(layer, "forward", MethodType(forward, layer))
+        yield
 
 
 def forward(self: nn.Linear, input: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ Therefore other code may wrap the method during a run and keep its wrapper after
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from functools import partial
 from types import MethodType
@@ -34,6 +34,7 @@ from torch import nn
 from trainer.errors import PrecisionError, did_you_mean, join_first
 from trainer.module_tree import all_modules, has_forward, modules_by_name
 from trainer.precision.dtypes import DefaultDtype, cast, widen
+from trainer.session import Session
 
 _MAX_NAMES = 12  # names in an error message
 _SETTING = "_in_float32"
@@ -108,18 +109,18 @@ def in_float32(modules: Iterable[nn.Module], device_type: str, back_to: torch.dt
     """
     modules = list(modules)
     inner = {part for module in modules for part in module.modules() if part is not module}
-    with ExitStack() as stack:
+    with Session() as session:
         if modules:
             # In evaluation, torch's transformer layers use the weights of their submodules without calling them.
-            stack.callback(torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled())
+            session.callback(torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled())
             torch.backends.mha.set_fastpath_enabled(False)
         for module in modules:
             earlier: Any = vars(module).get("forward")  # its own forward, as compiled LightningModules have
-            earlier_how = vars(module).get(_SETTING)
+            session.callback(_restore_setting, module, vars(module).get(_SETTING))
             plain = earlier is None or getattr(earlier, "__func__", None) is forward
             setattr(module, _SETTING, (device_type, None if module in inner else back_to))
-            module.forward = MethodType(forward, module) if plain else partial(_run, module, earlier, ())
-            stack.callback(_restore, module, module.forward, earlier, earlier_how)
+            own_forward = MethodType(forward, module) if plain else partial(_run, module, earlier, ())
+            session.replace(module, "forward", own_forward)
         yield
 
 
@@ -143,17 +144,11 @@ def _run(module: nn.Module, own: Callable[..., Any], first: tuple[Any, ...], /, 
     return output if output_dtype is None else cast(output, output_dtype)
 
 
-def _restore(module: nn.Module, replacement: Any, earlier: Any, earlier_setting: Any) -> None:
-    _restore_attribute(module, _SETTING, earlier_setting)
-    if vars(module).get("forward") is replacement:  # it was not wrapped in the meantime
-        _restore_attribute(module, "forward", earlier)
-
-
-def _restore_attribute(module: nn.Module, name: str, value: Any) -> None:
-    if value is None:
-        delattr(module, name)
+def _restore_setting(module: nn.Module, earlier: Any) -> None:
+    if earlier is None:
+        delattr(module, _SETTING)
     else:
-        setattr(module, name, value)
+        setattr(module, _SETTING, earlier)
 
 
 def _called(name: str, named: dict[str, nn.Module]) -> list[nn.Module]:

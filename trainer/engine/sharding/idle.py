@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_leaves
 
+from trainer.session import Session
+
 try:  # FSDP's own function, which also searches dataclasses
     from torch.distributed.fsdp._common_utils import collect_grad_tensors
 except ImportError:  # FSDP of an older torch searches only pytrees
@@ -208,16 +210,9 @@ def _backward(calls: list[ForwardCall], gradient: Tensor) -> None:
 
 def call_with_hooks(module: Any, forward: Callable[[], R]) -> R:
     """Call ``forward()``, without arguments, instead of the module's forward, and run only FSDP's hooks around it."""
-    before = vars(module).get("forward")
-    with _fsdp_hooks_only(module):
-        module.forward = forward
-        try:
-            result: R = module._call_impl()
-        finally:
-            if before is None:
-                del module.forward
-            else:
-                module.forward = before
+    with _fsdp_hooks_only(module), Session() as session:
+        session.replace(module, "forward", forward)
+        result: R = module._call_impl()
     return result
 
 
