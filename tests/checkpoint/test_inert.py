@@ -84,7 +84,6 @@ KINDS = {
     "of list": Items([1, Colour.RED]),
     "point": Point(1, Path("a")),
     "positional": Positional(3),
-    "named": Named(3),
     "function": torch.nn.functional.gelu,
     "builtin": print,
     "method": Sizes(4).__repr__,
@@ -127,7 +126,11 @@ NOTED.note = "a"
 
 @pytest.mark.parametrize(
     ("value", "reason"),
-    [(lambda: 1, "it cannot be pickled"), (NOTED, "it could not be read again without running code")],
+    [
+        (lambda: 1, "it cannot be pickled"),
+        (NOTED, "it could not be read again without running code"),
+        (Named(3), "it could not be read again without running code"),
+    ],
 )
 def test_unsupported_objects_are_detected_before_the_save(value, reason):
     assert refusal({"it": value}).startswith(reason)

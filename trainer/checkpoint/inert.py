@@ -73,8 +73,6 @@ class _ObjectCall:
     """In an outline: an object that the file would create by calling a name. It records all arguments."""
 
     names: ClassVar[tuple[str, ...]] = ()
-    owner: ClassVar[Any] = None
-    """If the file calls the result of another call to create the object: that call. Otherwise None."""
     made: ClassVar[Any] = None
     """Makes the list or dict that torch requires if the file appends to the object, or sets its items."""
 
@@ -97,29 +95,6 @@ class _ObjectCall:
         self.parts.append((key, value))
 
 
-class _Result(_ObjectCall):
-    """In an outline: the result of a `_CallableCall`. ``owner`` contains that call, and the states of its results."""
-
-    owner: ClassVar[list[Any]]
-
-    @classmethod
-    def __setstate__(cls, state: Any) -> None:
-        cls.owner.append(state)
-
-
-class _CallableCall(_ObjectCall):
-    """In an outline: a call with a result that may be called.
-
-    Pickles contain ``getattr`` for an attribute of a class, and ``functools.partial`` for a class with
-    ``__getnewargs_ex__``.
-    """
-
-    made = staticmethod(lambda: StandIn)  # it may be called
-
-    def __new__(cls, *arguments: Any, **named: Any) -> Any:
-        return type("_ObjectCall", (_Result,), {"owner": [cls, arguments]})
-
-
 class _Outliner(pickle._Unpickler):  # not the C class, because its operations cannot be removed
     """Read a pickle as containers, strings, numbers and `_ObjectCall`s."""
 
@@ -136,8 +111,7 @@ class _Outliner(pickle._Unpickler):  # not the C class, because its operations c
         saved_name = f"{module}.{name}"
         if saved_name not in self._classes:
             current_name = ".".join(NAME_MAPPING.get((module, name), (IMPORT_MAPPING.get(module, module), name)))
-            base = _CallableCall if current_name in ("builtins.getattr", "functools.partial") else _ObjectCall
-            self._classes[saved_name] = type("_ObjectCall", (base,), {"names": (saved_name, current_name)})
+            self._classes[saved_name] = type("_ObjectCall", (_ObjectCall,), {"names": (saved_name, current_name)})
         return self._classes[saved_name]
 
     def persistent_load(self, pid: Any) -> Any:
@@ -182,7 +156,6 @@ def _collect(tree: Any) -> tuple[set[type[_ObjectCall]], set[str]]:
         seen.add(id(value))
         if isinstance(value, type) and issubclass(value, _ObjectCall):
             calls.add(value)
-            queue.append(value.owner)
         elif isinstance(value, _ObjectCall):
             queue += [type(value), *value.parts]
         elif isinstance(value, dict):
