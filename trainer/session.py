@@ -1,4 +1,4 @@
-"""What a run changes outside of itself, and undoes at its end: methods of objects, and hooks of optimizer steps."""
+"""Replace methods of objects, and watch optimizer steps, until the end of a run."""
 
 from __future__ import annotations
 

@@ -214,11 +214,16 @@ def test_methods_are_replaced_on_the_savers_of_the_run_until_its_end(tmp_path, e
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("manual", [False, True])
 def test_lightnings_trainer_saves_as_without_ours(tmp_path, manual):
-    """So does a subclass that overrides ``on_train_batch_end``, with our Trainer, too."""
+    """So does a saver with its own ``on_train_batch_end``, with our Trainer, too."""
 
     class Overrides(ModelCheckpoint):
         def on_train_batch_end(self, *args):
             super().on_train_batch_end(*args)
+
+    class OnTheInstance(ModelCheckpoint):
+        def __init__(self, *args, **options):
+            super().__init__(*args, **options)
+            self.on_train_batch_end = partial(ModelCheckpoint.on_train_batch_end, self)
 
     def save(make, kind):
         saver = kind(
@@ -232,7 +237,7 @@ def test_lightnings_trainer_saves_as_without_ours(tmp_path, manual):
     stale = [score(2)] * 2  # the weights of step 4 with the metric of step 2
     assert save(Trainer, ModelCheckpoint) == [score(2), score(4)]
     assert save(lightning.Trainer, ModelCheckpoint) == stale
-    assert save(Trainer, Overrides) == stale
+    assert save(Trainer, Overrides) == save(Trainer, OnTheInstance) == stale
 
 
 def test_score_of_a_training_metric_is_that_of_its_batch(tmp_path):

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
+from types import MethodType, SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 _STATES = "savers"
 _RESOLVE = "_ModelCheckpoint__resolve_ckpt_dir"
+_LIGHTNINGS_METHOD = ModelCheckpoint.on_train_batch_end
 _COUNTERS = (None, "epoch", "step")  # values of `monitor` that need no metric
 
 
@@ -63,7 +64,7 @@ def are_written(trainer: Trainer) -> bool:
 def attach_savers(trainer: Trainer, session: Session) -> None:
     """Make each ModelCheckpoint save as described above until ``session`` closes.
 
-    A subclass that overrides ``on_train_batch_end`` keeps its method. Called twice, because hooks may add callbacks.
+    A ``on_train_batch_end`` that is overridden stays. Called twice, because hooks may add callbacks.
     """
     for saver in model_checkpoints_of(trainer):
         if "_monitor_candidates" in vars(saver):
@@ -71,12 +72,12 @@ def attach_savers(trainer: Trainer, session: Session) -> None:
         session.replace(saver, "_monitor_candidates", partial(_candidates_of_rank_0, saver._monitor_candidates))
         session.replace(saver, "on_validation_end", partial(_save_after_validation, saver, saver.on_validation_end))
         session.replace(saver, "on_train_epoch_end", partial(_save_after_epoch, saver, saver.on_train_epoch_end))
-        if _waits_for_validations(saver):
+        if saver.on_train_batch_end == MethodType(_LIGHTNINGS_METHOD, saver):
             session.replace(saver, "on_train_batch_end", partial(_save_after_batch, saver))
 
 
 def _waits_for_validations(saver: ModelCheckpoint) -> bool:
-    return type(saver).on_train_batch_end is ModelCheckpoint.on_train_batch_end
+    return isinstance(method := saver.on_train_batch_end, partial) and method.func is _save_after_batch
 
 
 def _save_after_batch(saver: ModelCheckpoint, trainer: Trainer, *_: Any) -> None:
