@@ -139,7 +139,7 @@ class Preparation:
         optimization = self._optimization = self._choose_optimization()
         zero_grad, strategy_backward = hooks.override_of("optimizer_zero_grad"), engine.override_of("backward")
         clip, norm_type = self._clipping()
-        zeroes_as_usual = zero_grad is None and hooks.on_before_zero_grad.is_empty
+        zeroes_as_usual = zero_grad is None and hooks.of("on_before_zero_grad").is_empty
         path = TrainingPath(
             transfer=transfer,
             on_batch_start=hooks.on_train_batch_start,
@@ -178,11 +178,13 @@ class Preparation:
         automatic optimization with sharded gradients, because a process without a loss does not run the hook, and
         unscaling may take part in collectives.
         """
-        trainer, hook = self._trainer, self.hooks.on_after_backward
+        trainer, hook = self._trainer, self.hooks.of("on_after_backward")
         is_read = not self._module.automatic_optimization
         if not (is_read or trainer.engine.gradients.are_parts):
             is_read = not hook.is_empty or self.hooks.override_of("optimizer_step") is not None
-        return partial(_after_unscaling, trainer.loop, hook) if is_read and trainer.scaler.is_enabled() else hook
+        if is_read and trainer.scaler.is_enabled():
+            return partial(_after_unscaling, trainer.loop, hook)
+        return self.hooks.on_after_backward
 
     def _choose_optimization(self) -> FitLoop | ManualOptimization | ClosureOptimization:
         """Choose the object that runs the batches, for the current optimizers.

@@ -528,11 +528,10 @@ class FitLoop:
         if self.grad_norms:
             norm, self.grad_norms = total_norm(self.grad_norms, self.path.norm_type), {}
         values = bool(self.skipped), scale, next_scale, norm, stepped, skipping, nonfinite_loss
-        outcome = self.outcome = StepOutcome(*values)
+        outcome = self.outcome = StepOutcome._make(values)
         self.progress.has_learned |= len(skipping) < len(stepped)
-        if not self.hooks.on_after_optimizer_step.is_empty:
-            for index in stepped:
-                self.hooks.on_after_optimizer_step(self.optimizers[index], outcome)
+        for index in stepped:
+            self.hooks.on_after_optimizer_step(self.optimizers[index], outcome)
         self.path.follow_outcome(outcome)
 
     def advance_schedules(self) -> None:

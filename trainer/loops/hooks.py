@@ -134,7 +134,7 @@ _SAVING = {"on_train_batch_end": "save_after_batch", "on_train_epoch_end": "save
 
 
 class Hooks:
-    """The hooks of one run, each as an attribute: ``hooks.on_train_start()``.
+    """The hooks of one run, each as an attribute: ``hooks.on_train_start()``. :meth:`follow` may replace attributes.
 
     Args:
         trainer: the first argument of the callbacks' hooks.
@@ -154,23 +154,23 @@ class Hooks:
         callbacks: the current callbacks.
     """
 
-    on_fit_start: Hook
-    on_fit_end: Hook
-    on_sanity_check_start: Hook
-    on_sanity_check_end: Hook
-    on_train_start: Hook
-    on_train_end: Hook
-    on_train_epoch_start: Hook
-    on_train_epoch_end: Hook
-    on_train_batch_start: Hook
-    on_train_batch_end: Hook
-    on_before_zero_grad: Hook
-    on_before_backward: Hook
-    on_after_backward: Hook
-    on_before_optimizer_step: Hook
-    on_after_optimizer_step: Hook
-    save_after_batch: Hook
-    save_after_epoch: Hook
+    on_fit_start: Call
+    on_fit_end: Call
+    on_sanity_check_start: Call
+    on_sanity_check_end: Call
+    on_train_start: Call
+    on_train_end: Call
+    on_train_epoch_start: Call
+    on_train_epoch_end: Call
+    on_train_batch_start: Call
+    on_train_batch_end: Call
+    on_before_zero_grad: Call
+    on_before_backward: Call
+    on_after_backward: Call
+    on_before_optimizer_step: Call
+    on_after_optimizer_step: Call
+    save_after_batch: Call
+    save_after_epoch: Call
 
     def __init__(
         self,
@@ -194,10 +194,8 @@ class Hooks:
         self._saves = saves
         self.callbacks: list[Any] = []
         self._known: list[tuple[int, dict[str, Any]]] = []
-        for name in CALLBACK_HOOKS:
-            setattr(self, name, Hook(name, scope))
-        for name, saving in _SAVING.items():
-            setattr(self, saving, Hook(name, scope))
+        self._hooks = {name: Hook(name, scope) for name in CALLBACK_HOOKS}
+        self._hooks |= {saving: Hook(name, scope) for name, saving in _SAVING.items()}
         self.follow(callbacks)
 
     def follow(self, callbacks: Iterable[Any]) -> bool:
@@ -225,12 +223,13 @@ class Hooks:
                 None if name in CALLBACK_ONLY_HOOKS else self._part_of(self._module, name),
                 [*([] if own is None else [own]), *(call for c, call in calls if late(c))],
             )
+        # calling an empty Hook takes ten times as long as calling a function
+        vars(self).update((name, _nothing if hook.is_empty else hook) for name, hook in self._hooks.items())
         return True
 
     def of(self, name: str) -> Hook:
-        """Return the hook called ``name``; the evaluation loop forms names from its stage."""
-        hook: Hook = getattr(self, name)
-        return hook
+        """Return the hook called ``name``, which stays the same; the evaluation loop forms names from its stage."""
+        return self._hooks[name]
 
     def of_module(self, name: str) -> Hook:
         """Return a hook that only the module has, such as ``on_validation_model_eval``.

@@ -155,8 +155,10 @@ class LossScaler(torch.amp.GradScaler):
 
     def scale(self, outputs: Any) -> Any:
         """Multiply a tensor or a collection of tensors by the scale. A single tensor is also added to ``losses``."""
+        if not self._enabled:
+            return outputs
         scaled, self.unscales = super().scale(outputs), True
-        if self._enabled and isinstance(scaled, Tensor):
+        if isinstance(scaled, Tensor):
             self.losses.append(snapshot_loss(scaled))
         return scaled
 
