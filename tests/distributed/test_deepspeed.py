@@ -205,7 +205,7 @@ def fit_on_meta(strategy):
     return {name: value.clone() for name, value in module.state_dict().items()}
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def ranks(ranks_with_deepspeed):
     return ranks_with_deepspeed
 

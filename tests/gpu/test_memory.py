@@ -12,8 +12,8 @@ from torch import nn
 from tests.gpu.test_steps import LIMIT, OPTIMIZERS, PRECISIONS, SCALE, ByHand
 from tests.simulated_cuda.device import Simulated
 from tests.support import Regression, loader_of, make_trainer
-from trainer.callbacks import OverflowReport
 from trainer.cli.checks.fake_step import LiveMemory
+from trainer.postmortem.recording import Evidence
 from trainer.precision import MixedPrecision
 
 pytestmark = pytest.mark.usefixtures("no_gc")  # memory must be freed by reference counts
@@ -36,7 +36,7 @@ class OnDevice(LiveMemory):
 @pytest.fixture(autouse=True)
 def _keep_nothing(monkeypatch):
     """Have OverflowReport keep no batches and no weights, which it does up to 64 MiB."""
-    monkeypatch.setattr(OverflowReport, "on_before_backward", Callback.on_before_backward)
+    monkeypatch.setattr(Evidence, "_record", lambda evidence, scale, loss: scale(loss))
 
 
 def make_net(width):

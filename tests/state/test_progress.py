@@ -72,5 +72,6 @@ def test_batch_that_failed_is_trained_again_after_a_resume(tmp_path):
         trainer.fit(module, batches)
     trainer.save_checkpoint(tmp_path / "failed.ckpt")
     module.fails = False
-    make_trainer(tmp_path).fit(module, batches, ckpt_path=tmp_path / "failed.ckpt")
+    with pytest.warns(UserWarning, match="written inside a batch"):
+        make_trainer(tmp_path).fit(module, batches, ckpt_path=tmp_path / "failed.ckpt")
     assert trained == [0, 1, 2, 3, 4, 5]

@@ -445,7 +445,8 @@ class OverflowReport(RunCallback):
             self._fit.evidence.stop()
             if self._fit.host_batches is not None:
                 self._fit.host_batches.stop()
-        self._stop_probe(trainer)
+        if self._probe is not None:
+            self._stop_probe(trainer)
         self._fit = self._probe = None
 
     # --- output ---------------------------------------------------------------------------------------------------
