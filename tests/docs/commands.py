@@ -45,7 +45,7 @@ def limits(words: list[str], given: str | None = None) -> list[str]:
     if command != "tune" and any((ROOT / "conf" / "recipe" / f"{recipe}.yaml").is_file() for recipe in recipes):
         chosen.append("data.batch_size=4")
     if "resnet50" in recipes:
-        small = {"model": "+model.net.width_per_group=1", "data": "data.image_size=16"}
+        small = {"model": "+model.net.width_per_group=1", "data": "data.image_size=32"}
         chosen += [limit for part, limit in small.items() if not any(word.startswith(part) for word in words)]
     swept = {word.partition("=")[0] for word in words if "," in word.partition("=")[2]}
     return [limit for limit in chosen if limit.partition("=")[0] not in swept]
