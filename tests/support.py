@@ -1,5 +1,6 @@
 """Shared parts of tests: a quiet Trainer, a small module, a hand-written loop, and a fake Trainer."""
 
+import io
 import os
 import warnings
 from collections import UserList
@@ -126,6 +127,14 @@ def nested_tensor():
     """Return a nested tensor of the strided layout, which has neither a shape nor a length."""
     with warnings.catch_warnings(action="ignore"):  # a prototype
         return torch.nested.nested_tensor([torch.ones(2, 4), torch.ones(3, 4)])
+
+
+def through_a_file(state):
+    """Return a state after it was written and read by torch."""
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
 
 
 def stream_of(batches):

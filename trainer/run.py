@@ -434,7 +434,7 @@ class Run:
         """
         trainer, state = self._trainer, self.process_state
         self.process_state = None
-        trainer.process.program = modules.program_state(trainer)
+        trainer.process.program = modules.snapshot_of(trainer)
         is_elastic = trainer.resume == "auto" and trainer.engine.may_change_world_size
         if trainer.ckpt_path is not None:
             resume_averaging(trainer)

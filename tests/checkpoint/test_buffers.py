@@ -11,7 +11,6 @@ from torch.nn import functional as F
 
 from tests.support import Regression, SavesAt, assert_identical, loader_of, make_batches, make_trainer, momentum
 from trainer import CheckpointFiles
-from trainer.checkpoint import buffers
 from trainer.errors import ResumeError
 
 BATCHES = make_batches(6)
@@ -176,9 +175,9 @@ class MakesMore(Averaged):
 def test_buffer_of_a_missing_module_is_refused(tmp_path):
     path = tmp_path / "a.ckpt"
     fit(tmp_path, 1, SavesAt(path, 3), kind=MakesMore)
-    with pytest.raises(ResumeError, match=r"buffers more\.seen, but MakesMore .*configure_model.*exact_resume=False"):
+    with pytest.raises(ResumeError, match=r"Module\.seen cannot be .*configure_model.*exact_resume=False"):
         fit(tmp_path, 1, kind=MakesMore, ckpt=path)
-    with pytest.warns(UserWarning, match=r"buffers more\.seen"):
+    with pytest.warns(UserWarning, match=r"Module\.seen"):
         fit(tmp_path, 1, kind=MakesMore, ckpt=path, exact_resume=False)
 
     class Makes(MakesMore):
@@ -187,21 +186,6 @@ def test_buffer_of_a_missing_module_is_refused(tmp_path):
 
     _, module = fit(tmp_path, 1, kind=Makes, ckpt=path)
     assert module.more.seen == 1
-
-
-def test_saved_buffers():
-    module = nn.Module()
-    module.register_buffer("kept", torch.ones(1))
-    module.register_buffer("own", torch.ones(1), persistent=False)
-    module.register_buffer("none", None, persistent=False)
-    module.register_buffer("kept_none", None)
-    module.register_buffer("empty", torch.ones(1, device="meta"), persistent=False)
-    module.register_buffer("unknown", nn.UninitializedBuffer(), persistent=False)
-    assert buffers.buffers_of(module, persistent=False).keys() == {"own", "none"}
-    assert buffers.buffers_of(module, persistent=True).keys() == {"own", "none", "kept"}
-    saved = {"unknown": torch.ones(2), "own": torch.zeros(1), "none": None, "empty": torch.ones(1)}
-    assert buffers.restore(module, saved, {}, buffers.dtypes_of(module), torch.device("cpu")) == []
-    assert_identical({name: module._buffers[name] for name in saved}, saved)
 
 
 class Outside(Regression):

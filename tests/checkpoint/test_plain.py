@@ -92,6 +92,7 @@ class Watches(Regression):
         schedule.best = np.float64(schedule.best)  # left by a metric of numpy
 
 
+@pytest.mark.filterwarnings("ignore:The checkpoint lacks values")
 def test_fit_saves_loadable_values(tmp_path):
     module = Watches(schedule=ReduceLROnPlateau, monitor="score")
     trainer, _ = fit_and_watch(tmp_path, module, make_batches(3), callbacks=[Adds(np.float64(0.25))])

@@ -152,6 +152,7 @@ class Broken:
         raise ValueError("not now")
 
 
+@pytest.mark.filterwarnings("ignore:The checkpoint lacks values")
 @pytest.mark.filterwarnings("ignore:Attribute 'make' removed from hparams because it cannot be pickled")
 @pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
 def test_unpicklable_objects_are_named_and_saves_succeed(tmp_path, caplog):
@@ -169,7 +170,8 @@ def test_unpicklable_objects_are_named_and_saves_succeed(tmp_path, caplog):
     loaded = Many.load_from_checkpoint(path, weights_only=False)
     assert loaded.hparams["things"] == {"path": "a", "broken": [{"width": 2}]}
     assert isinstance(loaded.hparams["loss"], torch.nn.ReLU)
-    make_trainer(tmp_path, max_epochs=2).fit(Many(), data(2), ckpt_path=path)
+    with pytest.warns(UserWarning, match=r"not restored: Sizes\.more"):
+        make_trainer(tmp_path, max_epochs=2).fit(Many(), data(2), ckpt_path=path)
 
 
 def test_objects_unsupported_by_the_reader_are_saved_in_their_plain_form(tmp_path, caplog):

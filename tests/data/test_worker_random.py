@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.state.test_attributes import through_a_file
+from tests.support import through_a_file
 from trainer.data import worker_random
 from trainer.data.worker_random import PLACE, WorkerRandom, WorkerStates
 from trainer.state import random_states

@@ -35,11 +35,12 @@ from trainer.errors import (
 )
 from trainer.module_tree import parameters_of, plain_name
 from trainer.state.metric_objects import MetricObjects, reset
+from trainer.state.snapshot import without_attributes
 
 if TYPE_CHECKING:
     from trainer.trainer import Trainer
 
-FORMAT = 3
+FORMAT = 4
 """Version of the entries under ``amp_trainer``. A checkpoint with another one cannot be resumed."""
 
 _INNER = "inner_optimizers"
@@ -305,8 +306,8 @@ def roll_back(
     for metric in MetricObjects(module).by_name.values():
         reset(metric)
     # keep the batch counts, and the attributes of modules and callbacks, which may count the calls of this function
-    process = {**process, "seen_batches": {}, "program": []}
-    process["has_updated"] = process["has_updated"] and closing
+    process = {**process, "seen_batches": {}, "program": without_attributes(process["program"])}
+    process["outcome"] = [process["outcome"][0], process["outcome"][1] and closing]
     if not is_same_epoch:  # drop the values logged in an epoch that has ended
         logged = {one["metric"] for one in process["metrics"]["entries"]}
         objects = {name: state for name, state in process["metric_objects"].items() if name not in logged}

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch.serialization import load, save
 
+from trainer.checkpoint.host_copy import is_sharded
 from trainer.checkpoint.inert import PLACES, declared_safe, write_without_data
-from trainer.checkpoint.snapshot import is_sharded
 from trainer.errors import CheckpointError, join_first
 from trainer.errors import warn as issue_warning
 

@@ -2,38 +2,63 @@
 
 It consists of the random states, the position in the data, the gradients of an open accumulation window, the values
 logged in an unfinished epoch, and metric objects. Lightning's format does not contain any of this state. A checkpoint
-stores it under ``loops["amp_trainer"]["processes"]``, one entry for each process, in plain containers and tensors, in
+stores it under ``loops["amp_trainer"]["processes"]``, one dict for each process, in plain containers and tensors, in
 the compact form of :mod:`trainer.checkpoint.compact`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
-from trainer.checkpoint import buffers, modes
-from trainer.checkpoint.plain import plain_numbers
-from trainer.checkpoint.snapshot import on_host
+from trainer.checkpoint.host_copy import on_host
 from trainer.engine import communication
 from trainer.engine.gradients import Gradients
 from trainer.engine.optimizer_calls import has_own_zero_grad
-from trainer.engine.optimizer_states import keep_dtypes
-from trainer.errors import ResumeError, join_first, refuse_inexact, warn
+from trainer.errors import ResumeError, join_first, rank_zero_warn, refuse_inexact, warn
 from trainer.loops.closures import ClosureOptimization
 from trainer.module_tree import parameters_of
 from trainer.state import random_states
 from trainer.state.metric_objects import MetricObjects
 from trainer.state.metrics import MetricStore, shared_among
 from trainer.state.outcome import StepOutcome
-from trainer.state.program import ProgramState
 from trainer.state.random_states import State
+from trainer.state.snapshot import Lost, Snapshot, lost_in
 
 if TYPE_CHECKING:
     from trainer.trainer import Trainer
+
+_LOST_AT_SAVE = (
+    "The checkpoint lacks values that the run has changed and that cannot be saved: {names}. If the training depends on"
+    " them, save and load them in `on_save_checkpoint` and `on_load_checkpoint`; register large tensors as buffers."
+)
+_REFUSED = {
+    "iterator": "The position of an iterator cannot be saved: pass a second dataloader to `fit` in a `CombinedLoader`.",
+    "generator": "Create the random generator on the CPU before the training begins.",
+    "buffer": "Create the modules of these buffers before the training begins, such as in configure_model.",
+}
+"""Reasons why a resume is refused, and their remedies."""
+
+
+class Part(NamedTuple):
+    """A part of the state of a process.
+
+    Attributes:
+        key: its key.
+        save: returns it, from the parts before it. None leaves the part out.
+        load: restores it. Default: None, :meth:`ProcessState.load` or its caller reads it.
+        is_repeated: whether a run that resumes inside a validation, and repeats it, gets the part from before it.
+    """
+
+    key: str
+    save: Callable[[State], Any]
+    load: Callable[[Any], None] | None = None
+    is_repeated: bool = False
 
 
 class ProcessState:
@@ -43,7 +68,8 @@ class ProcessState:
         trainer: the Trainer.
 
     Attributes:
-        program: the attributes of modules and callbacks, since ``on_train_start``, which a resumed run calls, too.
+        program: the user's objects since ``on_train_start``, which a resumed run calls, too.
+        set_by_hooks: the values of these objects that hooks have set in :meth:`restored_for_hooks`, by path and name.
         kept_batches: stores the batches of an open window for an optimizer that evaluates them again; otherwise None.
     """
 
@@ -52,92 +78,107 @@ class ProcessState:
         self.kept_batches: ClosureOptimization | None = None
         # parts of the state, and the counts of updates of the metric objects; {} before the first validation
         self._before_validation: State = {}
-        self._first_modes: modes.Modes = {}
-        self._first_dtypes: buffers.Dtypes = {}  # dtypes of buffers
+        self._training_modes: dict[nn.Module, bool] = {}
         self._first_numbers: list[communication.State] = []
-        self.program = ProgramState()
-        self._training_modes: modes.Modes = {}
+        self.program = Snapshot()
+        self.set_by_hooks: set[tuple[str, str]] = set()
+        self._reported: set[Lost] = set()
+
+    def _parts(self) -> tuple[Part, ...]:
+        """Return the parts in the order in which they are saved and loaded."""
+        trainer, loop, engine = self._trainer, self._trainer.loop, self._trainer.engine
+        is_alone, metrics = engine.world_size == 1, MetricObjects(trainer.lightning_module)
+        return (
+            Part("rng", lambda _: random_states.capture(engine.device), is_repeated=True),  # loaded last
+            Part("data", lambda _: loop.batches.state_dict(), is_repeated=True),  # datasets may share generators
+            Part("metric_objects", self._metric_objects, lambda state: metrics.load_state_dict(state, engine.device)),
+            Part("metrics", self._logged, self._restore_logged),
+            Part("published", self._published, self._restore_published),
+            Part("seen_batches", self._seen_batches, self._restore_seen_batches, is_repeated=True),
+            Part("evaluation", lambda _: trainer.data.evaluation_state(), trainer.data.load_evaluation_state, True),
+            Part("outcome", self._outcome, self._restore_outcome),
+            # a resumed run may have more time
+            Part("should_stop", lambda _: loop.limits.should_stop and not trainer.is_out_of_time),
+            Part("window", self._window, self._restore_window),
+            Part("precision", lambda _: engine.precision.state_dict(), engine.precision.load_state_dict),
+            Part("program", self._program, self._restore_program, is_repeated=True),
+            Part("outside_parameters", self._values_outside, self._restore_outside_parameters),
+            Part("communication", self._communication, self._restore_communication),
+            Part("early_stopping", self._early_stopping, self._restore_early_stopping),
+            Part("next_forward", lambda _: None if is_alone else engine.next_forward_syncs_buffers, self._restore_next),
+            Part("gradients", self._gradients),
+            Part("used_gradients", self._used_gradients, self._load_zeros),
+            Part("gradients", lambda state: state["gradients"], self._restore_gradients),
+            Part("losses", self._losses, self._restore_losses),
+            Part("kept_batches", self._kept_batches, self._restore_kept_batches),
+        )
 
     def begin_fit(self) -> None:
-        """Record the modes and dtypes at the beginning of the run, because a checkpoint contains only changes."""
-        self.program = ProgramState()  # without the attributes of an earlier fit
-        self._first_modes = modes.modes_of(self._trainer.lightning_module)
-        self._first_dtypes = buffers.dtypes_of(self._trainer.lightning_module)
+        """Record the numbers of communication hooks, because a checkpoint contains only changes."""
+        self.program = Snapshot()  # without the objects of an earlier fit
+        self._reported = set()
         communicates = self._trainer.engine.communication
         self._first_numbers = [] if communicates is None else communication.numbers_of(communicates.holders)
 
+    @contextmanager
+    def restored_for_hooks(self, program: Snapshot, state: State) -> Iterator[None]:
+        """Return a context in which the user's objects are restored, for the hooks that load a checkpoint.
+
+        The values that a hook sets are not restored again by :meth:`load`. All others are reset at the exit, because
+        the set-up continues with the initial values.
+
+        Args:
+            program: the user's objects.
+            state: the checkpoint's state of this process.
+        """
+        # what `configure_optimizers` and the strategy read is restored after them
+        saved = {
+            path: [kind, {name: value for name, value in values.items() if name != ":requires_grad"}]
+            for path, (kind, values) in state.get("program", {}).items()
+        }
+        with program.as_in(saved, rewinds=False) as changed:
+            yield
+        self.set_by_hooks = changed
+
     def begin_validation(self) -> None:
         """Record the state before a validation inside a fit. A run that resumes inside the validation repeats it."""
-        trainer = self._trainer
-        self._training_modes = modes.modes_of(trainer.lightning_module)
-        metrics = MetricObjects(trainer.lightning_module)
-        self._before_validation = {
-            "counts": metrics.counts(),
-            "rng": random_states.capture(trainer.engine.device),
-            "data": trainer.loop.batches.state_dict(),  # the datasets may share generators
-            "metric_objects": metrics.state_dict(copies=True),
-            "seen_batches": self._seen_batches(),
-            "evaluation": trainer.data.evaluation_state(),
-            "program": self.program.read(),
-            "module_numbers": self.program.module_numbers.read(),
-        }
+        module = self._trainer.lightning_module
+        self._training_modes = {part: part.training for part in module.modules()}
+        metrics = MetricObjects(module)
+        self._before_validation = {part.key: part.save({}) for part in self._parts() if part.is_repeated}
+        self._before_validation |= {"counts": metrics.counts(), "metric_objects": metrics.state_dict(copies=True)}
 
     def dump(self) -> dict[str, Any]:
         """Return the state of this process, as it is between two batches."""
-        trainer, loop = self._trainer, self._trainer.loop
-        engine = trainer.engine
-        progress, window = loop.progress, loop.window
-        metrics = MetricObjects(trainer.lightning_module)
-        is_over = progress.epochs_trained > progress.epoch  # the values logged in the epoch are about to be reset
-        loops = [one for _, one in self._eval_loops()] + [loop] * is_over
-        logged = [metrics.name_of(entry.metric) for one in loops for entry in one.metrics.entries.values()]
-        unfinished = {name for name in logged if name is not None}  # reset together with the other logged values
-        before = dict(self._before_validation) if progress.owes_validation else {}
-        updates = before.pop("counts", metrics.counts())
-        changed = {name for name, count in metrics.counts().items() if count != updates.get(name)}
-        objects = metrics.state_dict(without=unfinished | changed)
-        objects |= {name: own for name, own in before.get("metric_objects", {}).items() if name in changed - unfinished}
-        outcome = loop.outcome
-        state: dict[str, Any] = {
-            "rng": random_states.capture(engine.device),
-            "data": loop.batches.state_dict(),
-            "metrics": (MetricStore(training=True) if is_over else loop.metrics).state_dict(metrics.name_of),
-            "published": {
-                name: {k: v for k, v in getattr(trainer.published, name).items() if isinstance(v, (Tensor, int, float))}
-                for name in ("callback", "logged", "progress_bar")
-            },
-            "seen_batches": self._seen_batches(),
-            "evaluation": trainer.data.evaluation_state(),
-            "has_updated": loop.has_updated,
-            "outcome": None if outcome is None else list(outcome),
-            "should_stop": loop.limits.should_stop and not trainer.is_out_of_time,  # a resumed run may have more time
-            "window": window.state_dict(before_batch=window.in_batch and not loop.has_updated),
-            "modes": self._modes(),
-            "precision": engine.precision.state_dict(),
-            "program": self.program.read(),
-            "module_numbers": self.program.module_numbers.read(),
-            "outside_modules": self.program.outside_modules.read(copies=engine.world_size == 1),
-            "outside_parameters": [parameter.detach() for parameter in self._outside_parameters()],
-            "stateful": self._own_states(),
-            **self._buffers(),
-            **self._communication(),
-            **before,
-            "metric_objects": objects,
-        }
-        is_open = "size" in state["window"]
-        state["gradients"] = self._gradients(is_open)
-        state["used_gradients"] = self._used_gradients(state["gradients"])
-        losses = loop.gradients.scaler.losses if state["gradients"] else []
-        state["losses"] = losses[: state["window"]["backwards"]] if is_open else list(losses)
-        if is_open and self.kept_batches is not None:
-            state["kept_batches"] = self.kept_batches.state_dict()
-        if engine.world_size == 1:
+        state: dict[str, Any] = {}
+        before = self._before_validation if self._trainer.progress.owes_validation else {}
+        for part in self._parts():
+            value = before[part.key] if part.is_repeated and before else part.save(state)
+            if value is not None:
+                state[part.key] = value
+        self._report_lost(state["program"])
+        if self._trainer.engine.world_size == 1:
             return state
-        state["next_forward_exchanges"] = engine.next_forward_syncs_buffers
-        # a training metric may differ between processes, and the checkpoint otherwise has the callbacks of rank 0
-        state["early_stopping"] = {one.state_key: one.state_dict() for one in trainer.early_stopping_callbacks}
         copied: dict[str, Any] = on_host(state)  # so that another process can read it
         return copied
+
+    def load(self, state: dict[str, Any], *, stops: bool) -> None:
+        """Restore the state that :meth:`dump` returned, after setup and after all ``on_train_start`` hooks.
+
+        The position in the data is not restored here, because the training batches were moved to it when the run began.
+
+        Args:
+            state: the state of this process.
+            stops: whether to restore a decision to stop if ``min_epochs`` and ``min_steps`` are met. A decision that
+                waits for them is always restored.
+        """
+        limits = self._trainer.loop.limits
+        for part in self._parts():
+            if part.load is not None and part.key in state:
+                part.load(state[part.key])
+        # a stop that waits for `min_epochs` or `min_steps` stays pending
+        limits.should_stop |= state["should_stop"] and (stops or not limits.may_stop())
+        random_states.restore(state["rng"], self._trainer.engine.device)
 
     def convert_states(self, states: list[dict[str, Any]]) -> tuple[dict[str, Any], set[str]]:
         """Convert the states of a run with another number of processes to the state of this process.
@@ -174,108 +215,141 @@ class ProcessState:
             "window": window,
         }, lost
 
-    def load(self, state: dict[str, Any], *, stops: bool) -> None:
-        """Restore the state that :meth:`dump` returned, after setup and after all ``on_train_start`` hooks.
+    # --- the user's objects -----------------------------------------------------------------------------------
 
-        The position in the data is not restored here, because the training batches were moved to it when the run began.
-
-        Args:
-            state: the state of this process.
-            stops: whether to restore a decision to stop if ``min_epochs`` and ``min_steps`` are met. A decision that
-                waits for them is always restored.
-        """
-        trainer, loop = self._trainer, self._trainer.loop
-        engine = trainer.engine
-        device, metrics = engine.device, MetricObjects(trainer.lightning_module)
-        metrics.load_state_dict(state["metric_objects"], device)
-        loop.metrics.load_state_dict(state["metrics"], metrics.by_name.get, engine.reduce, device)
-        for name, values in state["published"].items():
-            published = getattr(trainer.published, name)
-            published.update({k: v.to(device) if isinstance(v, Tensor) else v for k, v in values.items()})
-        for name, one in self._eval_loops():
-            one.progress.seen_batches.update(state["seen_batches"].get(name, {}))
-        trainer.data.load_evaluation_state(state.get("evaluation", {}))
-        outcome = state["outcome"]
-        loop.restore_outcome(None if outcome is None else StepOutcome(*outcome), state["has_updated"])
-        # a stop that waits for `min_epochs` or `min_steps` stays pending
-        loop.limits.should_stop |= state["should_stop"] and (stops or not loop.limits.may_stop())
-        loop.window.load_state_dict(state["window"], device)
-        engine.check_accumulation(loop.window.batches)
-        engine.precision.load_state_dict(state.get("precision", {}))
-        modes.restore(trainer.lightning_module, state.get("modes", {}))
-        engine.follow_trained_parameters()
-        self._restore_buffers(state)
-        self._restore_outside_parameters(state.get("outside_parameters", []))
-        self._restore_own_states(state.get("stateful", []))
-        # older checkpoints do not have these
-        problems = self.program.write(state.get("program", []))
-        problems.append(self.program.module_numbers.write(state.get("module_numbers", {})))
-        problems.append(self.program.outside_modules.write(state.get("outside_modules", {})))
-        for problem in problems:
-            if problem:
-                warn(problem)
-        self._restore_communication(state.get("communication", {}))
-        for callback in trainer.early_stopping_callbacks:
-            if (own := state.get("early_stopping", {}).get(callback.state_key)) is not None:
-                callback.load_state_dict({**own, "patience": callback.patience})
-        if not state.get("next_forward_exchanges", True):
-            engine.skip_next_buffer_sync()
-        loop.gradients.load_zeros(self._named_parameters(), state.get("used_gradients", ()), loop.optimizers)
-        self._restore_gradients(state["gradients"])
-        loop.gradients.scaler.losses = [loss.to(device) for loss in state.get("losses", ())]
-        if self.kept_batches is not None and (saved_batches := state.get("kept_batches")) is not None:
-            self.kept_batches.load_state_dict(saved_batches, device, exact=trainer.exact_resume)
-        random_states.restore(state["rng"], device)
-
-    def _modes(self) -> modes.Modes:
-        """Return the changes of the module's modes, as they are between two batches."""
-        module, progress = self._trainer.lightning_module, self._trainer.loop.progress
-        if not self._first_modes:
-            return {}
+    def _program(self, _: State) -> State:
+        progress = self._trainer.progress
         validates = not progress.is_followed_up and (progress.owes_validation or progress.has_validated)
-        changed = modes.changes(self._training_modes if validates else modes.modes_of(module), self._first_modes)
-        if not progress.is_trained and not module.automatic_optimization:
-            changed["requires_grad"] = {}  # `toggle_optimizer` has changed it only for this batch
-        return changed
+        state = self.program.read(modes=self._training_modes if validates else None)
+        if not progress.is_trained and not self._trainer.lightning_module.automatic_optimization:
+            for _, values in state.values():
+                values.pop(":requires_grad", None)  # `toggle_optimizer` has changed it only for this batch
+        return state
 
-    def _buffers(self) -> dict[str, Any]:
-        """Return the buffers of this process that are not elsewhere in the checkpoint.
+    def _report_lost(self, program: State) -> None:
+        """Warn of values that a checkpoint lacks, once for each."""
+        if lost := [one for one in lost_in(program) if one not in self._reported]:
+            self._reported.update(lost)
+            rank_zero_warn(_LOST_AT_SAVE.format(names=join_first(dict.fromkeys(one.name for one in lost), 5)))
 
-        The state dict in the checkpoint is that of rank 0, without non-persistent buffers. The state dicts of weight
-        averages do not have them either.
-        """
-        trainer = self._trainer
-        own = buffers.buffers_of(trainer.lightning_module, persistent=trainer.engine.global_rank > 0)
-        averages = {place: buffers.buffers_of(average, persistent=False) for place, average in self._averages()}
-        return {
-            "buffers": own,
-            "buffer_dtypes": buffers.changed_dtypes(own, self._first_dtypes),
-            "average_buffers": {place: values for place, values in averages.items() if values},
-        }
-
-    def _restore_buffers(self, state: dict[str, Any]) -> None:
-        """Restore the result of :meth:`_buffers`. Checkpoints of older versions have only a part of it, or nothing.
+    def _restore_program(self, state: State) -> None:
+        """Restore the user's objects, except what hooks have set.
 
         Raises:
-            ResumeError: if the module that owns a buffer does not exist, and the resume must be exact.
+            ResumeError: if an iterator or a random generator was not saved, or a buffer has no module, and the resume
+                must be exact.
         """
         trainer = self._trainer
-        module, device = trainer.lightning_module, trainer.engine.device
-        if "buffers" not in state:
-            return
-        missing = buffers.restore(module, state["buffers"], state.get("buffer_dtypes", {}), self._first_dtypes, device)
-        averages = state.get("average_buffers", {})
-        for place, average in self._averages():
-            if place in averages:
-                buffers.restore(average, averages[place], {}, buffers.dtypes_of(average), device)
-        if not missing:
-            return
-        problem = (
-            f"The checkpoint has the non-persistent buffers {join_first(missing, 5)}, but {type(module).__name__} does"
-            " not have the modules that own them: the run would not continue exactly."
-        )
-        advice = "Create these modules before training begins, such as in configure_model."
-        refuse_inexact(problem, advice, exact=trainer.exact_resume)
+        lost, self.set_by_hooks = self.program.write(state, skip=self.set_by_hooks), set()
+        trainer.engine.follow_trained_parameters()
+        others = [one for one in lost if one.reason not in _REFUSED]
+        if others:
+            names = join_first(dict.fromkeys(one.name for one in others), 5)
+            warn(
+                f"These values of the program are not restored: {names}. All others are. The checkpoint does not have"
+                " them, or the program has other objects now. If the training depends on them, save and load them in"
+                " `on_save_checkpoint` and `on_load_checkpoint`; register large tensors as buffers."
+            )
+        for reason, remedy in _REFUSED.items():
+            if names := join_first(dict.fromkeys(one.name for one in lost if one.reason == reason), 5):
+                problem = f"The run would not continue exactly: {names} cannot be restored."
+                refuse_inexact(problem, remedy, exact=trainer.exact_resume)
+
+    # --- metrics, counters, the accumulation window -----------------------------------------------------------
+
+    @property
+    def _metrics(self) -> MetricObjects:
+        return MetricObjects(self._trainer.lightning_module)
+
+    @property
+    def _ends_epoch(self) -> bool:
+        """Whether the values logged in the epoch are about to be reset."""
+        return self._trainer.progress.epochs_trained > self._trainer.progress.epoch
+
+    def _metric_objects(self, _: State) -> State:
+        trainer, metrics = self._trainer, self._metrics
+        loops = [one for _, one in self._eval_loops()] + [trainer.loop] * self._ends_epoch
+        logged = [metrics.name_of(entry.metric) for one in loops for entry in one.metrics.entries.values()]
+        unfinished = {name for name in logged if name is not None}  # reset together with the other logged values
+        before = self._before_validation if trainer.progress.owes_validation else {}
+        updates = before.get("counts", metrics.counts())
+        changed = {name for name, count in metrics.counts().items() if count != updates.get(name)}
+        objects = metrics.state_dict(without=unfinished | changed)
+        return objects | {n: v for n, v in before.get("metric_objects", {}).items() if n in changed - unfinished}
+
+    def _logged(self, _: State) -> State:
+        store = MetricStore(training=True) if self._ends_epoch else self._trainer.loop.metrics
+        return store.state_dict(self._metrics.name_of)
+
+    def _restore_logged(self, state: State) -> None:
+        engine = self._trainer.engine
+        metrics = self._metrics.by_name.get
+        self._trainer.loop.metrics.load_state_dict(state, metrics, engine.reduce, engine.device)
+
+    def _published(self, _: State) -> State:
+        return {
+            name: {
+                k: v for k, v in getattr(self._trainer.published, name).items() if isinstance(v, (Tensor, int, float))
+            }
+            for name in ("callback", "logged", "progress_bar")
+        }
+
+    def _restore_published(self, state: State) -> None:
+        for name, values in state.items():
+            moved = {k: v.to(self._trainer.engine.device) if isinstance(v, Tensor) else v for k, v in values.items()}
+            getattr(self._trainer.published, name).update(moved)
+
+    def _restore_seen_batches(self, state: State) -> None:
+        for name, one in self._eval_loops():
+            one.progress.seen_batches.update(state.get(name, {}))
+
+    def _outcome(self, _: State) -> list[Any]:
+        loop = self._trainer.loop
+        return [None if loop.outcome is None else list(loop.outcome), loop.has_updated]
+
+    def _restore_outcome(self, state: list[Any]) -> None:
+        outcome, has_updated = state
+        self._trainer.loop.restore_outcome(None if outcome is None else StepOutcome(*outcome), has_updated)
+
+    def _window(self, _: State) -> State:
+        loop = self._trainer.loop
+        return loop.window.state_dict(before_batch=loop.window.in_batch and not loop.has_updated)
+
+    def _restore_window(self, state: State) -> None:
+        trainer = self._trainer
+        trainer.loop.window.load_state_dict(state, trainer.engine.device)
+        trainer.engine.check_accumulation(trainer.loop.window.batches)
+
+    def _losses(self, state: State) -> list[Tensor]:
+        losses: list[Tensor] = self._trainer.loop.gradients.scaler.losses if state["gradients"] else []
+        return losses[: state["window"]["backwards"]] if "size" in state["window"] else list(losses)
+
+    def _restore_losses(self, state: list[Tensor]) -> None:
+        self._trainer.loop.gradients.scaler.losses = [loss.to(self._trainer.engine.device) for loss in state]
+
+    def _kept_batches(self, state: State) -> Any:
+        return None if self.kept_batches is None or "size" not in state["window"] else self.kept_batches.state_dict()
+
+    def _restore_kept_batches(self, state: Any) -> None:
+        if self.kept_batches is not None:
+            trainer = self._trainer
+            self.kept_batches.load_state_dict(state, trainer.engine.device, exact=trainer.exact_resume)
+
+    def _early_stopping(self, _: State) -> State | None:
+        """Return the states of the callbacks, because a training metric may differ between processes."""
+        callbacks = self._trainer.early_stopping_callbacks if self._trainer.engine.world_size > 1 else []
+        return {one.state_key: one.state_dict() for one in callbacks} or None
+
+    def _restore_early_stopping(self, state: State) -> None:
+        for callback in self._trainer.early_stopping_callbacks:
+            if (own := state.get(callback.state_key)) is not None:
+                callback.load_state_dict({**own, "patience": callback.patience})
+
+    def _restore_next(self, exchanges: bool) -> None:
+        if not exchanges:
+            self._trainer.engine.skip_next_buffer_sync()
+
+    # --- parameters and gradients -----------------------------------------------------------------------------
 
     def _named_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Yield all parameters that may have gradients, with the names of their gradients in a checkpoint."""
@@ -295,8 +369,11 @@ class ProcessState:
         held = (parameter for optimizer in engine.optimizers for parameter in parameters_of(optimizer))
         return [parameter for parameter in held if id(parameter) not in own]
 
+    def _values_outside(self, _: State) -> list[Tensor]:
+        return [parameter.detach() for parameter in self._outside_parameters()]
+
     def _restore_outside_parameters(self, saved: list[Tensor]) -> None:
-        """Restore the result of :meth:`_outside_parameters`. Checkpoints of older versions do not have it.
+        """Restore the result of :meth:`_values_outside`.
 
         Raises:
             ResumeError: if the shapes of these parameters have changed, and the resume must be exact.
@@ -314,39 +391,7 @@ class ProcessState:
             )
             refuse_inexact(f"{problem} They are not restored.", exact=self._trainer.exact_resume)
 
-    def _own_states(self) -> list[list[Any]]:
-        """Return the class and the state of each optimizer, schedule and loss scaler that the user's objects step.
-
-        A state is None if it cannot be loaded safely, or if this process has only a part of it.
-        """
-        engine = self._trainer.engine
-        own: list[list[Any]] = []
-        if not engine.exposes_gradients:  # the engine wraps the optimizers in attributes
-            return own
-        for one in self.program.stateful:
-            offences: list[tuple[str, Any]] = []
-            state = plain_numbers(one.state_dict(), "", offences)
-            own.append([type(one).__name__, None if offences or engine.gradients.are_parts else state])
-        return own
-
-    def _restore_own_states(self, saved: list[list[Any]]) -> None:
-        """Restore the result of :meth:`_own_states`. Checkpoints of older versions do not have it."""
-        objects, lost = self.program.stateful, []
-        are_same = [name for name, _ in saved] == [type(one).__name__ for one in objects]
-        for number, (name, state) in enumerate(saved):
-            if state is None or not are_same:
-                lost.append(name)
-                continue
-            with keep_dtypes([objects[number]], [state], {}):
-                objects[number].load_state_dict(state)
-        if lost:
-            warn(
-                f"The states of these objects in attributes are not restored: {join_first(lost, 5)}. If the training"
-                " depends on them, return them from `configure_optimizers`, or save and load them in"
-                " `on_save_checkpoint` and `on_load_checkpoint`."
-            )
-
-    def _communication(self) -> dict[str, Any]:
+    def _communication(self, _: State) -> dict[str, Any] | None:
         """Return the state of communication hooks and averagers, and weights that differ from those of rank 0.
 
         With post-local SGD, the weights of processes differ between two averaging steps.
@@ -354,7 +399,7 @@ class ProcessState:
         trainer, engine = self._trainer, self._trainer.engine
         communicates = engine.communication
         if communicates is None:
-            return {}
+            return None
         state: dict[str, Any] = {
             "states": communication.state_of(communicates.holders, self._first_numbers),
             "keeps_buckets": communicates.keeps_buckets,
@@ -367,7 +412,7 @@ class ProcessState:
             }
             differ = len(engine.gather_if_different(communication.digest([own]))) > 1
             state |= own if differ and engine.global_rank else {}
-        return {"communication": state}
+        return state
 
     def _restore_communication(self, state: dict[str, Any]) -> None:
         """Restore the result of :meth:`_communication`.
@@ -413,18 +458,15 @@ class ProcessState:
                 if isinstance(value, AveragedModel):
                     yield f"{callback.state_key}.{name}", value
 
-    def _gradients(self, is_open: bool) -> dict[str, Tensor]:
+    def _gradients(self, state: State) -> dict[str, Tensor]:
         """Return the gradients that no optimizer step has used yet, without those of a batch that will be repeated.
 
         In automatic optimization these are the gradients of an open window, and all gradients if the module overrides
         ``optimizer_zero_grad``, which may keep them. A module that steps its optimizers itself may accumulate gradients
         over any number of batches; those that a step has used are left out.
-
-        Args:
-            is_open: whether the accumulation window is saved as an open one.
         """
         trainer, loop = self._trainer, self._trainer.loop
-        window, waiting = loop.window, []
+        window, waiting, is_open = loop.window, [], "size" in state["window"]
         if not trainer.lightning_module.automatic_optimization:
             if not window.in_batch:
                 waiting = [optimizer for optimizer in loop.optimizers if not loop.gradients.are_used(optimizer)]
@@ -443,7 +485,11 @@ class ProcessState:
         gradients: Gradients = loop.gradients
         return gradients.state_dict(self._named_parameters(), waiting)
 
-    def _used_gradients(self, saved: Container[str]) -> list[str]:
+    def _load_zeros(self, names: list[str]) -> None:
+        loop = self._trainer.loop
+        loop.gradients.load_zeros(self._named_parameters(), names, loop.optimizers)
+
+    def _used_gradients(self, state: State) -> list[str]:
         """Return the names of the other gradients that exist, if ``zero_grad`` may set them to 0 instead of None.
 
         Optimizers leave a parameter without a gradient unchanged, but apply momentum and weight decay with one of 0.
@@ -453,7 +499,7 @@ class ProcessState:
         is_whole = self._trainer.engine.exposes_gradients and not loop.gradients.are_parts
         if not (keeps and is_whole) or loop.window.in_batch:
             return []
-        return loop.gradients.names(p for p in self._named_parameters() if p[0] not in saved)
+        return loop.gradients.names(p for p in self._named_parameters() if p[0] not in state["gradients"])
 
     def _restore_gradients(self, state: dict[str, Tensor]) -> None:
         trainer, gradients = self._trainer, self._trainer.loop.gradients
@@ -467,7 +513,7 @@ class ProcessState:
             state = {}
         gradients.load_state_dict(parameters, state)
 
-    def _seen_batches(self) -> dict[str, dict[int, int]]:
+    def _seen_batches(self, _: State) -> dict[str, dict[int, int]]:
         return {name: dict(one.progress.seen_batches) for name, one in self._eval_loops()}
 
     def _eval_loops(self) -> Iterator[tuple[str, Any]]:

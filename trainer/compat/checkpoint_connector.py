@@ -27,6 +27,7 @@ from trainer.compat import averaging, cluster, contents, loop_state, model_check
 from trainer.compat import elastic_resume as elastic
 from trainer.compat.checkpoint_io import local_path, wait_for_saves
 from trainer.compat.logging import ModuleScope
+from trainer.compat.modules import snapshot_of
 from trainer.errors import CheckpointError, ConfigurationError, ResumeError, refuse_inexact
 from trainer.record.find_checkpoint import find_weights
 from trainer.session import Session
@@ -75,6 +76,7 @@ class CheckpointConnector(_CheckpointConnector):
         self._is_chosen = False  # by the user
         self._foreign: dict[str, str] = {}  # by `best_model_path`: the checkpoint that contains it
         self._weights: Path | None = None  # of another run, to start with
+        self._states: list[dict[str, Any]] = []  # of the processes that saved the loaded checkpoint
         self.destination: str | None = None  # of the checkpoint that is being saved
 
     def select(self, given: str | Path | None, *, model_given: bool, weights: str | Path | None = None) -> None:
@@ -141,8 +143,21 @@ class CheckpointConnector(_CheckpointConnector):
             subject = f"The run resumes from the checkpoint {redaction.text(str(path))}, which every process reads"
             cluster.check_shared(self.trainer.engine, path.exists, subject)
         self.resume_start(self._ckpt_path, weights_only)
-        contents.load(self.trainer, self._loaded_checkpoint, "set-up")
+        with self._program_restored():
+            contents.load(self.trainer, self._loaded_checkpoint, "set-up")
         self._note_foreign()
+
+    @contextmanager
+    def _program_restored(self) -> Iterator[None]:
+        """Return a context in which the user's objects are restored, because what a hook sets in it is kept."""
+        trainer = self.trainer
+        if trainer.state.fn is not TrainerFn.FITTING:
+            yield
+            return
+        self._states = checkpoints.process_states_in(self._loaded_checkpoint)
+        state = (self._states[trainer.global_rank :] or self._states or [{}])[0]
+        with trainer.process.restored_for_hooks(snapshot_of(trainer), state):
+            yield
 
     def _begin_with_weights(self, weights_only: bool | None) -> None:
         """Load the weights of another run that a fit starts with, and report the loaded and the missing ones."""
@@ -220,7 +235,7 @@ class CheckpointConnector(_CheckpointConnector):
             ResumeError: if it cannot be translated and ``exact_resume`` is True.
         """
         trainer = self.trainer
-        states = checkpoints.process_states_in(checkpoint)
+        states = self._states
         if not states or not elastic.is_elastic(trainer, self._trainer_state):
             return states[trainer.global_rank] if states else None
         if self._has_order and trainer.data.elastic_state is None:  # `prepare_order` could not read the file in parts
@@ -280,7 +295,7 @@ class CheckpointConnector(_CheckpointConnector):
                 f"Restored all states from the checkpoint at {path}: epoch {trainer.current_epoch}, step"
                 f" {trainer.global_step}"
             )
-        self._loaded_checkpoint = {}
+        self._loaded_checkpoint, self._states = {}, []
 
     def _note_foreign(self) -> None:
         """Record each ``best_model_path`` of a restored callback that is outside the folders of the run.

@@ -22,9 +22,9 @@ from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning.pytorch.strategies import Strategy
 
 from trainer.checkpoint import files, sharded_files
+from trainer.checkpoint.host_copy import on_host
 from trainer.checkpoint.inert import allow_stand_ins
 from trainer.checkpoint.manifest import facts_of
-from trainer.checkpoint.snapshot import on_host
 from trainer.errors import CheckpointError, CheckpointWriteError, ConfigurationError, expect, rank_zero_warn
 from trainer.session import Session
 

@@ -33,7 +33,7 @@ from lightning.pytorch.utilities.data import _is_dataloader_shuffled, has_len_al
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
 from trainer.compat.loaders import DrawnLoaderSet, LoaderSet, watch_of
-from trainer.compat.modules import program_state
+from trainer.compat.modules import snapshot_of
 from trainer.compat.overrides import overrides
 from trainer.data.elastic import ElasticSampler, SampleOrder, not_ordered
 from trainer.data.epochs import objects_with_set_epoch
@@ -46,7 +46,7 @@ from trainer.errors import ConfigurationError, ResumeError, rank_zero_warn
 from trainer.loops.accumulation import AccumulationWindow
 from trainer.state import random_states
 from trainer.state.metrics import MetricStore
-from trainer.state.program import ProgramState
+from trainer.state.snapshot import Snapshot
 
 if TYPE_CHECKING:
     from trainer.trainer import Trainer
@@ -275,10 +275,12 @@ class DataSource:
         origin = resumed if resumed and resumed.get("made_in", -1) >= 0 else None
         if old is not None and origin is not None:  # `estimated_stepping_batches` created them before the resume
             recreate |= (old.made_in, old.made_from) != (origin["made_in"], origin.get("made_from", {}))
-            recreate |= any(origin.get("made_with", ()))
+            recreate |= bool(origin.get("made_with"))
         if stage in self._ready and not recreate:
             return old
-        made_with = trainer.process.program.read() if origin is None else origin.get("made_with", [])
+        made_with = (
+            trainer.process.program.read(attributes_only=True) if origin is None else origin.get("made_with", {})
+        )
         timed = trainer.profiler.profile(f"setup_{stage.dataloader_prefix}_dataloader")
         with timed, warnings.catch_warnings(), self._created_as(origin) as made_from:
             # Lightning 2.6.6 calls torch's pytree in a way that torch 2.15 deprecates
@@ -313,8 +315,8 @@ class DataSource:
             yield random_states.capture()
             return
         epoch = progress.epoch
-        made_with = origin.get("made_with", [])
-        program = program_state(self._trainer) if any(made_with) else ProgramState()
+        made_with = origin.get("made_with", {})
+        program = snapshot_of(self._trainer) if made_with else Snapshot()
         with random_states.isolated(), program.as_in(made_with):
             random_states.restore(origin.get("made_from", {}))
             progress.epoch = origin["made_in"]

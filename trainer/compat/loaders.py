@@ -59,7 +59,7 @@ class LoaderSet:
     Attributes:
         made_in: the epoch in which they were created. Set by DataSource.
         made_from: the random states from which they were created; {} if this used no random numbers. Set by DataSource.
-        made_with: the state of the user's objects when they were created, from ``ProgramState.read``; [] if this was
+        made_with: the state of the user's objects when they were created, from ``Snapshot.read``; {} if this was
             before ``on_train_start``. Set by DataSource.
         is_outdated: whether they must be created again before the next pass. Set by DataSource.
         spans: the smallest and largest number of batches on any rank, for each dataloader. A single entry if the
@@ -85,7 +85,7 @@ class LoaderSet:
         self.has_length = has_length
         self.made_in = 0
         self.made_from: random_states.State = {}
-        self.made_with: list[Any] = []
+        self.made_with: dict[str, Any] = {}
         self.is_outdated = False
         self.spans: list[Span] = []
         self.most = limits

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import re
 import sys
-from collections.abc import Set
-from dis import get_instructions
+from collections.abc import Container, Iterable, Set
+from contextlib import nullcontext
 from functools import cache
-from types import FunctionType
+from inspect import getsource
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch import Callback, LightningDataModule, LightningModule
+from lightning.pytorch.callbacks.weight_averaging import WeightAveraging
 from lightning.pytorch.loops.utilities import _verify_dataloader_idx_requirement
 from lightning.pytorch.trainer.call import _call_configure_model, _call_setup_hook, _call_teardown_hook
 from lightning.pytorch.trainer.configuration_validator import _verify_loop_configurations
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from lightning.pytorch.utilities.compile import _maybe_unwrap_optimized, _verify_strategy_supports_compile
 from torch import Tensor, nn
+from torch.amp import GradScaler
 from torch.optim import SGD, Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.swa_utils import AveragedModel
+from torch.utils.data import DataLoader
 from torchmetrics import SumMetric
 
 from trainer.arguments import refuse_other_package
@@ -24,17 +31,22 @@ from trainer.callbacks.gradient_accumulation import GradientAccumulation
 from trainer.callbacks.gradient_clipping import GradientClipping
 from trainer.compat import callback_order
 from trainer.compat.loaders import DrawnLoaderSet, LoaderSet
-from trainer.engine.optimizer_states import with_inner
+from trainer.engine.optimizer_states import keep_dtypes, with_inner
+from trainer.engine.parts import local
 from trainer.errors import ConfigurationError, join_first, warn
 from trainer.module_tree import parameters_of
+from trainer.packages import is_users_module
 from trainer.state.metric_objects import metric_objects_in, saved_attributes
-from trainer.state.program import ProgramState, package_of
+from trainer.state.snapshot import STATELESS, Rules, Snapshot, memory_of
 
 if TYPE_CHECKING:
     from trainer.trainer import Trainer
 
 _BASES = {*LightningModule.__mro__, *LightningDataModule.__mro__}
 _FRAMEWORKS = sys.stdlib_module_names | {"lightning", "pytorch_lightning", "torch", "trainer"}
+_STATE = ("state_dict", "load_state_dict")
+_SAVED_BY_OTHERS = ("lightning.", "trainer.", "torch.distributed.")
+"""Packages with optimizers and schedules that wrap the Trainer's, or run collectives in ``state_dict``."""
 _OF_MODULES = frozenset(vars(LightningModule()))
 """Attributes of a module that Lightning and torch set."""
 _OF_OPTIMIZERS = frozenset(vars(SGD([Tensor()])))
@@ -142,33 +154,108 @@ def set_up_profiler(trainer: Trainer, module: LightningModule) -> None:
     profiler.setup(stage=trainer.state.fn, local_rank=rank, log_dir=trainer.log_dir)
 
 
-def program_state(trainer: Trainer) -> ProgramState:
-    """Return the state of the user's objects that changes from now on."""
-    modules = (trainer.lightning_module, trainer.datamodule)
-    packages = {package_of(base) for module in modules for base in type(module).__mro__} - _FRAMEWORKS
-    packages.add("torchmetrics")
-    metrics = set(map(id, metric_objects_in(trainer.lightning_module)))
+def snapshot_of(trainer: Trainer) -> Snapshot:
+    """Return the snapshot of the user's objects: changes from now on are part of a checkpoint."""
+    engine, module, datamodule = trainer.engine, trainer.lightning_module, trainer.datamodule
+    packages = {package_of(base) for one in (module, datamodule) for base in type(one).__mro__} - _FRAMEWORKS
+    users = frozenset({*packages, "torchmetrics"})
+    metrics = set(map(id, metric_objects_in(module)))
+    elsewhere = {*map(id, with_inner(trainer.optimizers)), *(id(one.scheduler) for one in trainer.lr_scheduler_configs)}
 
-    def ignored(value: Any) -> Set[str]:
+    def ignored(value: Any) -> Container[str] | None:
+        kind: type = type(value)
+        if value is trainer:
+            return set(vars(trainer))
+        if not _is_searched(kind, users):
+            return None
         if id(value) in metrics:  # their states are saved by `MetricObjects`
             return _OF_METRICS | saved_attributes(value)
         if isinstance(value, Callback):
-            kind: type = type(value)
             return _assigned_by_bases(kind)
         if isinstance(value, Optimizer):
-            return _OF_OPTIMIZERS
+            return None if _defines(kind, _STATE, users) else _OF_OPTIMIZERS
         return _OF_MODULES if isinstance(value, nn.Module) else frozenset()
 
-    roots = (*modules, trainer.callbacks, trainer.optimizers)
-    saved = (*with_inner(trainer.optimizers), *(config.scheduler for config in trainer.lr_scheduler_configs))
-    return ProgramState(
-        roots,
-        is_base=_is_base,
-        ignored=ignored,
-        packages=frozenset(packages),
-        saved=saved,
-        of_modules=_OF_MODULES,
+    def saves_itself(value: Any) -> bool:
+        kind: type = type(value)
+        is_torchs = isinstance(value, (Optimizer, LRScheduler, GradScaler))
+        if id(value) in elsewhere or isinstance(value, (Callback, LightningDataModule, DataLoader)):
+            return False
+        if is_torchs:
+            return engine.exposes_gradients and not kind.__module__.startswith(_SAVED_BY_OTHERS)
+        return _defines(kind, _STATE, users)
+
+    def load(value: Any, state: Any) -> None:
+        with keep_dtypes([value], [state], {}) if isinstance(value, Optimizer) else nullcontext():
+            value.load_state_dict(state)
+
+    averages = {
+        f"{callback.state_key}.{name}": value
+        for callback in trainer.callbacks
+        for name, value in vars(callback).items()
+        if isinstance(callback, WeightAveraging) and isinstance(value, AveragedModel)
+    }
+
+    def saved_elsewhere() -> Set[int]:
+        saved = [part for one in (module, *averages.values()) for part in (*one.parameters(), *one.buffers())]
+        return memory_of(map(local, saved))
+
+    rules = Rules(
+        ignored,
+        saves_itself,
+        load,
+        elsewhere=saved_elsewhere,
+        saves_states=not engine.gradients.are_parts,
+        saves_weights=engine.world_size == 1,
+        saves_buffers=engine.global_rank > 0,
     )
+    roots: dict[str, Any] = {
+        "trainer": trainer,
+        "module": module,
+        "datamodule": datamodule,
+        **_by_key(trainer.callbacks),
+        **averages,
+    }
+    roots |= {f"optimizers.{number}": optimizer for number, optimizer in enumerate(trainer.optimizers)}
+    return Snapshot(roots, rules)
+
+
+def _by_key(callbacks: Iterable[Callback]) -> dict[str, Callback]:
+    """Return the callbacks by their keys, with a number if several have the same."""
+    keys = [callback.state_key for callback in callbacks]
+    count = {key: keys.count(key) for key in keys}
+    names = (f"{key} {keys[:place].count(key)} of {count[key]}" for place, key in enumerate(keys))
+    return dict(zip((n if count[k] > 1 else k for n, k in zip(names, keys, strict=True)), callbacks, strict=True))
+
+
+@cache
+def _is_searched(kind: type, packages: Set[str]) -> bool:
+    """Return whether the attributes of the objects of a class are part of a snapshot.
+
+    The class must be the user's, have a ``__dict__``, and have no bases in other packages with a state that the
+    framework does not know.
+    """
+    own, others = _bases(kind, packages)
+    return bool(own and kind.__dictoffset__ and all(map(_is_base, others)))
+
+
+@cache
+def _defines(kind: type, names: tuple[str, ...], packages: Set[str]) -> bool:
+    """Return whether the user's bases of a class define all methods."""
+    own, _ = _bases(kind, packages)
+    return all(any(name in vars(base) for base in own) for name in names)
+
+
+def _bases(kind: type, packages: Set[str]) -> tuple[list[type], set[type]]:
+    """Return the bases of a class that are the user's, and those of other packages, except the ones without a state."""
+    own = [base for base in kind.__mro__ if is_users_module(base.__module__) or package_of(base) in packages]
+    others = {base for base in kind.__mro__ if base not in own and not base.__module__.startswith("torch.distributed.")}
+    return own, others - STATELESS
+
+
+def package_of(kind: type) -> str:
+    """Return the top-level package of a class."""
+    return kind.__module__.partition(".")[0]
 
 
 def _is_base(kind: type) -> bool:
@@ -178,8 +265,7 @@ def _is_base(kind: type) -> bool:
 
 @cache
 def _assigned_by_bases(kind: type) -> Set[str]:
-    """Return the attributes of a callback that methods of its bases in Lightning and in this package assign."""
+    """Return the attributes of a callback that its bases in Lightning and in this package assign, by their source."""
     bases = [base for base in kind.__mro__ if package_of(base) in ("lightning", "pytorch_lightning", "trainer")]
-    methods = [getattr(value, "fset", value) for base in bases for value in vars(base).values()]
-    steps = [step for method in methods if isinstance(method, FunctionType) for step in get_instructions(method)]
-    return frozenset(step.argval for step in steps if step.opname == "STORE_ATTR")
+    targets = [re.findall(r"^ *(self\.[^=\n]*?) [-+*/|]?= ", getsource(base), re.MULTILINE) for base in bases]
+    return frozenset(name for target in chain(*targets) for name in re.findall(r"self\.(\w+)", target))

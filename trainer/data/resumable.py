@@ -39,7 +39,6 @@ from trainer.data.epochs import objects_with_set_epoch
 from trainer.data.worker_random import WorkerRandom, WorkerStates, recorded
 from trainer.data.workers import bounded_like
 from trainer.state import random_states
-from trainer.state.attributes import AttributeChanges
 from trainer.state.random_states import Generator, State
 
 Batch = Any
@@ -365,14 +364,15 @@ class StatefulLoader(ResumableLoader):
         is_torchdatas = is_loader and type(loader).load_state_dict.__module__.startswith("torchdata.")
         self._records_workers = is_loader and loader.num_workers > 0 and (is_torchdatas or self._records_workers)
         self._is_generator = is_loader and inspect.isgeneratorfunction(type(loader).__iter__)
-        found = random_states.find(loader) if is_torchdatas or not is_loader else []
-        self._attributes = [one for one in found if isinstance(one, AttributeChanges)]
+        self._attributes = random_states.find(loader) if is_torchdatas or not is_loader else []
         # begins each pass from the start, but without workers its dataset may continue where it was
         own = (loader.dataset if not loader.num_workers else None) if is_torchdatas else loader
         self._lasting: Any = own if _has_state(own) else None
         samplers, dataset = ((loader.sampler, loader.batch_sampler), loader.dataset) if is_loader else ((), None)
-        found = random_states.find(*samplers, unwatched=_has_position, except_in=dataset)
-        self._sampler_attributes = [one for one in found if isinstance(one, AttributeChanges)]
+        self._samplers = random_states.find(*samplers, unwatched=_has_position, except_in=dataset)
+
+    def _sampler_attributes(self) -> list[Any]:
+        return [one for one in map(random_states.without_generators, random_states.states_of(self._samplers)) if one]
 
     def replays(self, state: State) -> bool:
         """Return whether a resume loads the trained batches again, as its ``state_dict`` lacks states of workers."""
@@ -396,7 +396,7 @@ class StatefulLoader(ResumableLoader):
             iterator = self._start(state.get("workers"))
         self._begun, self._started = state["begun"], state["started"]
         self._first = self._batches = state["batches"]
-        if "sampler" in state and random_states.states_of(self._sampler_attributes) != state["sampler"]:
+        if "sampler" in state and self._sampler_attributes() != state["sampler"]:
             reasons.append("the sampler changes whenever it is iterated, and resuming iterates it more often")
         return self._count_batches(iterator)
 
@@ -448,7 +448,7 @@ class StatefulLoader(ResumableLoader):
 
     def _position_state(self) -> State:
         state = {**super()._position_state(), "state": self.loader.state_dict()}
-        state["sampler"] = random_states.states_of(self._sampler_attributes)
+        state["sampler"] = self._sampler_attributes()
         state["attributes"] = random_states.states_of(self._attributes)
         if self._lasting is not None:
             state["lasting"] = state["state"] if self._lasting is self.loader else self._lasting.state_dict()

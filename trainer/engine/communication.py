@@ -19,18 +19,18 @@ from enum import Enum
 from functools import partial
 from itertools import chain
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from trainer.module_tree import bytes_of
-from trainer.state import random_states
+from trainer.state import generators
 
 State = dict[str, Any]
 _SCALARS = (type(None), bool, int, float, complex, str, bytes)
-_GENERATORS = get_args(random_states.Generator)
+_GENERATORS = generators.KINDS
 _REFERENCES = (
     distributed.ProcessGroup, nn.Module, nn.Parameter, torch.device, torch.dtype, type, FunctionType,
     BuiltinFunctionType, MethodType, ModuleType, partial, Enum,
@@ -158,7 +158,7 @@ def load(
             if name not in memory:
                 _set_item(holder, name, value, device)
         for name, value in state.get("generators", {}).items():
-            random_states.set_state(_items(holder)[name], value)
+            generators.set_state(_items(holder)[name], value)
     return problems
 
 
@@ -172,7 +172,7 @@ def _state_of(holder: Any, first: State) -> State:
             if name not in first or type(first[name]) is not type(value) or first[name] != value:
                 parts["values"][name] = value
         elif isinstance(value, _GENERATORS):
-            parts["generators"][name] = random_states.state_of(value)
+            parts["generators"][name] = generators.state_of(value)
         else:
             tensors: list[Tensor] = []
             try:

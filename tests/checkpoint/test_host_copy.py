@@ -4,7 +4,7 @@ from collections import OrderedDict
 import torch
 from torch import nn
 
-from trainer.checkpoint.snapshot import on_host
+from trainer.checkpoint.host_copy import on_host
 
 
 def written(value):

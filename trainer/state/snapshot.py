@@ -1,0 +1,671 @@
+"""The snapshot: one walk finds the objects of the user's program, and reads and writes their state as plain data.
+
+Each object is known by its path from a root, such as ``module.encoder.dropout`` or ``Counts.history``. The path is the
+same in each process that runs the same program. The state of an object is a dict of its values by name. Names with a
+colon are not attributes: ``:training``, ``:requires_grad`` and ``:tensor NAME`` of a module, and ``:state`` of a random
+generator, or of an object that saves itself. A value is stored as follows:
+
+===========================================  ===============================================================
+value                                        stored
+===========================================  ===============================================================
+number, string, None                         itself
+list, tuple, set, dict, deque                ``[kind, items]``; the items of a dict are its keys and values
+tensor                                       ``["tensor", dtype, shape, bytes, device]``
+NumPy array or scalar                        ``["array", dtype, shape, bytes]``
+an object of the walk                        ``["object", path]``
+a random generator that was created later    ``["generator", number, state]``
+``:tensor NAME`` of a module                 ``["weights", tensor, is_initial_dtype]``
+anything else: *held*                        ``["held", reason]``
+===========================================  ===============================================================
+"""
+
+from __future__ import annotations
+
+import zlib
+from abc import ABC
+from collections import deque
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Set
+from contextlib import contextmanager, suppress
+from copy import deepcopy
+from functools import cache, cached_property, partial
+from io import IOBase
+from itertools import chain
+from types import MemberDescriptorType, MethodType, ModuleType
+from typing import Any, Generic, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from trainer.module_tree import bytes_of, is_dense, plain_name
+from trainer.state import generators
+from trainer.state.containers import items_of
+
+State = dict[str, list[Any]]
+"""The name of the class, and the values by name, of each object by path."""
+
+STATELESS: set[Any] = {object, ABC, Generic, Protocol}
+"""Base classes without a state."""
+NUMBERS = (bool, int, float, complex, str, bytes, type(None))
+MAX_NUMBERS = 2**22
+"""Containers, tensors and arrays with more numbers than this are held."""
+_UNLIMITED = 2**62
+"""Of an object that saves itself."""
+_MAX_OBJECTS = 20_000
+_MAX_ITEMS = 1000
+"""Containers with more items than this are not searched for objects."""
+_MAX_COMPARED = 2**14
+"""Largest number of items that are compared in a container that is held."""
+_CONTAINERS: dict[str, Any] = {"list": list, "tuple": tuple, "set": set, "dict": dict, "deque": deque}
+_CREATED = (list, tuple, set, dict)
+"""The containers that are created again. Others are changed in place, so that they keep their class."""
+_LEAVES = {*NUMBERS, Tensor, nn.Parameter, np.ndarray, type, ModuleType}
+OF_MODULES = frozenset(vars(nn.Module()))
+"""Attributes of a module that torch sets."""
+
+
+class Lost(NamedTuple):
+    """A value that is not restored.
+
+    Attributes:
+        name: the class of the object, and the name of the value.
+        reason: ``"iterator"``, ``"generator"`` or ``"value"`` if it was held; ``"buffer"`` or ``"missing"`` if this
+            process has no such object.
+    """
+
+    name: str
+    reason: str
+
+
+class _Held(NamedTuple):
+    """A value that only this process can restore. Two are equal if the value has not changed in between."""
+
+    mark: Any
+    reason: str = "value"
+
+
+class Rules(NamedTuple):
+    """The objects of the walk, and the limits of their values.
+
+    Attributes:
+        ignored: returns the attributes of an object that are not part of its state, or None if it is not searched. Of
+            modules that are not searched, the numbers, strings and flags are read.
+        saves_itself: returns whether an object is saved by its ``state_dict`` and ``load_state_dict`` instead. Default:
+            no object is.
+        load: calls ``load_state_dict`` of such an object.
+        limit: returns the largest number of numbers in an attribute of an object. Default: 4 million.
+        elsewhere: returns the storages (:func:`memory_of`) of tensors that are saved elsewhere. Default: none.
+        of_data: whether the objects belong to a dataloader: the walk follows attributes of all objects to find random
+            generators, iterators count as unchanged, and an object saves itself only if it has a held value. Default:
+            False.
+        saves_states: whether objects that save themselves have whole states. Default: True. If False, they are held.
+        saves_weights: whether changed weights of modules outside of the roots are saved. Default: True. If False, they
+            are held.
+        saves_buffers: whether the roots' persistent buffers are saved, too. Default: False.
+    """
+
+    ignored: Callable[[Any], Container[str] | None]
+    saves_itself: Callable[[Any], bool] = lambda _: False
+    load: Callable[[Any, Any], Any] = lambda one, state: one.load_state_dict(state)
+    limit: Callable[[Any], int] = lambda _: MAX_NUMBERS
+    elsewhere: Callable[[], Set[int]] = frozenset[int]
+    of_data: bool = False
+    saves_states: bool = True
+    saves_weights: bool = True
+    saves_buffers: bool = False
+
+
+NO_RULES = Rules(lambda _: None)
+
+
+class Snapshot:
+    """The objects that can be reached from ``roots``, and the changes of their state since this instance was created.
+
+    A state contains the values that have changed, and always the states of random generators, of objects that save
+    themselves, and non-persistent buffers of modules among the roots.
+
+    Args:
+        roots: the objects to begin with, by the first part of their paths. Default: none.
+        rules: which objects and values are read.
+        without: objects that are not entered. Default: none.
+
+    Attributes:
+        objects: the objects, by path.
+    """
+
+    def __init__(
+        self, roots: Mapping[str, Any] | None = None, rules: Rules = NO_RULES, without: Iterable[Any] = ()
+    ) -> None:
+        self._rules = rules
+        self._roots = {path: root for path, root in (roots or {}).items() if root is not None}
+        self._memory: Set[int] | None = None  # the result of `elsewhere`, if it was needed
+        self._tensors: dict[int, Tensor] = {}  # the tensors of modules in a state, by `id`
+        modules = [root for root in self._roots.values() if isinstance(root, nn.Module)]
+        self._inside = {id(part) for root in modules for part in root.modules()}
+        self._ignored: dict[str, Container[str] | None] = {}
+        self._itself: set[str] = set()  # the paths of objects that save themselves
+        self._paths: dict[int, str] = {}
+        self.objects = self._walk({*map(id, without)})
+        self._paths = {id(one): path for path, one in self.objects.items()}
+        self._given = {path: dict(vars(one)) for path, one in self.objects.items() if path in self._ignored}
+        self._first = {
+            path: {name: _first_of(name, value) for name, value in self._values(path, one, {}) if name != ":state"}
+            for path, one in self.objects.items()
+        }
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        return Snapshot, ()  # a spawned process begins its own
+
+    def __bool__(self) -> bool:
+        return bool(self.objects)
+
+    # --- read and write ---------------------------------------------------------------------------------------
+
+    def read(self, *, attributes_only: bool = False, modes: Mapping[nn.Module, bool] | None = None) -> State:
+        """Return the changes of the objects.
+
+        Args:
+            attributes_only: whether to leave out tensors and flags of modules, and the states of objects that save
+                themselves. Default: False.
+            modes: the ``training`` flags of modules to read instead of the current ones. Default: None.
+        """
+        self._memory, self._tensors = None, {}
+        numbers: dict[int, int] = {}  # of the random generators that were created later
+        state: State = {}
+        for path, one in chain(self.objects.items(), self._new_modules()):
+            if attributes_only and path in self._itself:
+                continue
+            values, first = {}, self._first.get(path, {})
+            for name, value in self._values(path, one, numbers):
+                if name == ":training":
+                    value = (modes or {}).get(one, value)
+                is_left_out = attributes_only and name[0] == ":" and not generators.is_random(one)
+                if not is_left_out and not (name in first and value == first[name]):
+                    values[name] = self._stored(path, one, name, value)
+            if self._rules.of_data and any(value[:1] == ["held"] for value in values.values() if type(value) is list):
+                with suppress(Exception):  # its method may need arguments
+                    own = self._encode(one.state_dict(), MAX_NUMBERS, {})
+                    values = values if isinstance(own, _Held) else {":state": own}
+            if values:
+                state[path] = [class_name(one), values]
+        return state
+
+    def current(self, state: State) -> State:
+        """Return copies of the current values of the objects and names in ``state``."""
+        self._memory, self._tensors, memo = None, {}, dict[int, Any]()
+        numbers, found = dict[int, int](), State()
+        for path, (kind, names) in state.items():
+            if self._has(path, kind):
+                one = self.objects[path]
+                values = {n: self._stored("", one, n, v) for n, v in self._values(path, one, numbers) if n in names}
+                found[path] = [kind, {n: deepcopy(v, memo) if n[0] == ":" else v for n, v in values.items()}]
+        return found
+
+    def write(self, state: State, *, skip: Container[tuple[str, str]] = (), resets: bool = False) -> list[Lost]:
+        """Restore a state that :meth:`read` returned. Return the values that are not restored.
+
+        Values of roots that do not exist any more are left out.
+
+        Args:
+            state: the state.
+            skip: paths and names of values to leave unchanged. Default: none.
+            resets: whether attributes that are not in the state get their first value. Default: False.
+        """
+        lost: list[Lost] = []
+        created: dict[Any, Any] = {}  # generators by number, and tensors by the id of those in the state
+        kinds = set(map(class_name, self.objects.values()))
+        for path, one in self.objects.items():
+            saved = state.get(path, ["", {}])[1]
+            if resets and path in self._given:
+                self._reset(path, one, saved)
+            if id(one) in self._inside:  # buffers that were registered after the state was read
+                known = saved.keys() | self._first[path].keys()
+                for name in [n for n in one._non_persistent_buffers_set if f":tensor {n}" not in known]:
+                    delattr(one, name)
+        for path, (kind, values) in state.items():
+            is_known = kind in kinds or any(path.startswith(f"{root}.") for root in self._roots)
+            for name, value in values.items():
+                reason = "buffer" if name.startswith(":tensor ") else "missing" if is_known else ""
+                if self._has(path, kind):
+                    reason = "" if (path, name) in skip else self._set(path, self.objects[path], name, value, created)
+                if reason:
+                    lost.append(Lost(_shown(kind, name), reason))
+        return lost
+
+    @contextmanager
+    def as_in(self, state: State, *, rewinds: bool = True) -> Iterator[set[tuple[str, str]]]:
+        """Return a context with the state. Its exit restores the values that have not changed inside.
+
+        Args:
+            state: the state.
+            rewinds: whether random generators are restored even if they were used inside. Default: True.
+
+        Returns:
+            A set that gets the paths and names of the values in ``state`` that have changed inside.
+        """
+        before = self.current(state)
+        self.write(state)
+        written, changed = self.current(state), set[tuple[str, str]]()
+        try:
+            yield changed
+        finally:
+            changed |= differences(written, self.current(state))
+            kept = {(path, ":state") for path, one in self.objects.items() if rewinds and generators.is_random(one)}
+            self.write(before, skip=changed - kept)
+            for path, name in differences(written, before) - changed:
+                if name not in before[path][1]:
+                    vars(self.objects[path]).pop(name, None)
+
+    def missing(self, state: State) -> list[str]:
+        """Return the classes of the objects in ``state`` that this process does not have."""
+        return list(dict.fromkeys(kind for path, (kind, _) in state.items() if not self._has(path, kind)))
+
+    def _has(self, path: str, kind: str) -> bool:
+        return path in self.objects and (path in self._roots or class_name(self.objects[path]) == kind)
+
+    # --- the walk ---------------------------------------------------------------------------------------------
+
+    def _walk(self, seen: set[int]) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        queue = deque((root, path, True) for path, root in self._roots.items())
+        while queue and len(seen) < _MAX_OBJECTS:
+            value, path, may_search = queue.popleft()
+            if id(value) in seen or isinstance(value, (Tensor, np.ndarray, type, ModuleType)):
+                continue
+            seen.add(id(value))
+            if generators.is_random(value):
+                found[path] = value
+                continue
+            items = items_of(value, _MAX_ITEMS)
+            keys = dict.keys(value) if isinstance(value, dict) and items else range(len(items))
+            children: list[tuple[Any, Any]] = [
+                (key if type(key) in (str, int) else place, one)
+                for place, (key, one) in enumerate(zip(keys, items, strict=True))
+            ]
+            if type(value) not in _CONTAINERS.values():
+                path, is_module = plain_name(path), isinstance(value, nn.Module)
+                if not is_module and self._rules.saves_itself(value) and self._can_save(value):
+                    found[path] = value
+                    self._itself.add(path)
+                    continue
+                ignored = self._rules.ignored(value) if may_search else None
+                own = _attributes_of(value) if ignored is not None or self._rules.of_data else []
+                children += vars(value).get("_modules", {}).items() if is_module else ()  # a scripted one has none
+                children += [one for one in own if self._rules.of_data or one[0] not in (ignored or ())]
+                holds = ignored is not None or (is_module and not self._rules.of_data)
+                if self._rules.of_data:  # the objects in objects that are not searched are not part of the data
+                    may_search = ignored is not None
+                    holds |= any(generators.is_random(one) for _, one in own)
+                if holds and type(value).__dictoffset__ and isinstance(vars(value), dict):
+                    found[path], self._ignored[path] = value, ignored
+            queue.extend((one, f"{path}.{name}", may_search) for name, one in children if type(one) not in _LEAVES)
+        return found
+
+    def _can_save(self, value: Any) -> bool:
+        """Return whether an object saves itself. If its attributes are not searched, it is held otherwise."""
+        with suppress(Exception):  # its method may need arguments
+            is_plain = not isinstance(self._encode(value.state_dict(), _UNLIMITED, {}), _Held)
+            return is_plain or self._rules.ignored(value) is None
+        return False
+
+    def _new_modules(self) -> Iterator[tuple[str, nn.Module]]:
+        """Yield the submodules of the roots that were created during the run. Their buffers are saved, too."""
+        for root, one in self._roots.items():
+            for name, part in one.named_modules() if isinstance(one, nn.Module) else ():
+                if id(part) not in self._inside:
+                    yield plain_name(f"{root}.{name}"), part
+
+    # --- values -----------------------------------------------------------------------------------------------
+
+    def _values(self, path: str, one: Any, numbers: dict[int, int]) -> Iterator[tuple[str, Any]]:
+        """Yield the names and the encoded values of an object."""
+        if generators.is_random(one):
+            yield ":state", generators.state_of(one)
+        elif path in self._itself:
+            own: Any = _Held(None)
+            with suppress(Exception):
+                own = self._encode(one.state_dict() if self._rules.saves_states else one, _UNLIMITED, numbers)
+            yield ":state", own
+        elif path in self._ignored:
+            limit = self._rules.limit(one)
+            for name, value in _state_of(one, self._ignored[path]):
+                yield name, self._encode(value, limit, numbers)
+            if isinstance(one, nn.Module):
+                yield from self._of_module(one, is_inside=id(one) in self._inside)
+        else:  # a module that was created during the run
+            tensors = self._of_module(one, is_inside=True)
+            yield from ((name, value) for name, value in tensors if name.startswith(":tensor "))
+
+    def _of_module(self, module: nn.Module, *, is_inside: bool) -> Iterator[tuple[str, Any]]:
+        """Yield the flags and tensors of a module; of a tensor outside of the roots, the checksum."""
+        yield ":training", module.training
+        parameters = list(module.named_parameters(recurse=False))
+        if parameters:
+            yield ":requires_grad", {name: one.requires_grad for name, one in parameters}
+        own = module._non_persistent_buffers_set
+        for name, buffer in module._buffers.items() if is_inside else ():
+            if name in own or (buffer is not None and self._rules.saves_buffers):
+                if buffer is None:
+                    yield f":tensor {name}", None
+                elif not (is_lazy(buffer) or buffer.is_meta):
+                    yield f":tensor {name}", ["weights", self._shared(buffer)]
+        for name, one in () if is_inside else (*parameters, *module.named_buffers(recurse=False)):
+            is_plain = type(one) in (Tensor, nn.Parameter) and is_dense(one) and not one.is_meta
+            if is_plain and not self._is_elsewhere(one):
+                yield f":tensor {name}", ["checksum", zlib.crc32(bytes_of(one).data)]
+
+    def _shared(self, tensor: Tensor) -> Tensor:
+        """Return one tensor for those in a state that are the same; of a DTensor, the part of this process."""
+        own = tensor.detach()
+        return self._tensors.setdefault(id(tensor), getattr(own, "_local_tensor", own))
+
+    def _stored(self, path: str, one: Any, name: str, value: Any) -> Any:
+        """Return the encoded value as it is stored. With a path, mark containers and tensors that were replaced."""
+        if isinstance(value, list) and value[0] == "weights" and name.startswith(":tensor "):
+            return [*value, self._first.get(path, {}).get(name) == value[1].dtype]
+        if isinstance(value, list) and value[0] == "checksum":
+            own = ["weights", self._shared(getattr(one, name.partition(" ")[2])), True]
+            return own if self._rules.saves_weights else ["held", "value"]
+        if path and name[0] != ":" and type(value) is list and value[0] in (*_CONTAINERS, "tensor", "array"):
+            now = vars(one)[name]
+            if now is not self._given[path].get(name):
+                value = ["new", value] if type(now) in _CREATED or not _kind_of(now) else _Held(None)
+        return ["held", value.reason] if isinstance(value, _Held) else value
+
+    def _encode(self, value: Any, limit: int, numbers: dict[int, int]) -> Any:
+        return self._encoded(value, [limit], numbers, is_item=False)
+
+    def _encoded(self, value: Any, left: list[int], numbers: dict[int, int], *, is_item: bool) -> Any:
+        """Encode a value with at most ``left[0]`` numbers, and subtract its numbers from them."""
+        kind = type(value)
+        if kind in NUMBERS:
+            return value
+        if (path := self._paths.get(id(value))) is not None:
+            return ["object", path]
+        if name := _kind_of(value):
+            if kind in _CREATED or not is_item or left[0] > MAX_NUMBERS:
+                return self._encoded_items(name, value, left, numbers)
+        elif isinstance(value, (Tensor, np.ndarray, np.generic)):
+            count = value.numel() if isinstance(value, Tensor) else value.size
+            if count <= left[0] and (encoded := self._encoded_numbers(value, left[0])) is not None:
+                left[0] -= count
+                return encoded
+        elif generators.is_random(value):
+            if generators.can_create(value):
+                return ["generator", numbers.setdefault(id(value), len(numbers)), generators.state_of(value)]
+            return _Held(id(value), "generator")
+        elif isinstance(value, Iterator) and not isinstance(value, IOBase) and not self._rules.of_data:
+            return _Held(object(), "iterator")  # its position cannot be read: it counts as changed
+        return _Held((id(value), self._version(value)))
+
+    def _encoded_items(self, name: str, value: Any, left: list[int], numbers: dict[int, int]) -> Any:
+        left[0] -= 2 * len(value) if name == "dict" else len(value)
+        if left[0] < 0:
+            return _Held((id(value), self._version(value)))
+        items = [one for pair in value.items() for one in pair] if name == "dict" else list(value)
+        encoded = [one if type(one) in NUMBERS else self._encoded(one, left, numbers, is_item=True) for one in items]
+        reasons = {one.reason for one in encoded if type(one) is _Held}
+        if not reasons:
+            return [name, encoded]
+        mark = object() if "iterator" in reasons else (id(value), self._version(value))
+        return _Held(mark, next(iter(reasons - {"value"}), "value"))
+
+    def _encoded_numbers(self, value: Any, left: int) -> list[Any] | None:
+        if not isinstance(value, Tensor):
+            is_plain = type(value) is np.ndarray or isinstance(value, np.generic)
+            if not is_plain or value.dtype.hasobject or value.dtype.names:
+                return None
+            return ["array", value.dtype.str, list(value.shape), value.tobytes()]
+        if left > MAX_NUMBERS:  # in the state of an object that saves itself
+            return ["weights", value.detach().clone() if value.numel() <= MAX_NUMBERS else value.detach()]
+        device = value.device.type
+        is_excluded = type(value) is not Tensor or device == "meta" or (device != "cpu" and self._rules.of_data)
+        if is_excluded or not is_dense(value) or self._is_elsewhere(value):
+            return None
+        return ["tensor", str(value.dtype).removeprefix("torch."), list(value.shape), bytes_of(value).tobytes(), device]
+
+    def _version(self, value: Any, depth: int = 3) -> int:
+        """Return a number that changes if a tensor, or an item of a container, is changed in place."""
+        if isinstance(value, Tensor):
+            is_fixed = self._rules.of_data or value.is_inference() or self._is_elsewhere(value)
+            return 0 if is_fixed else value._version
+        if not _kind_of(value):
+            return 0
+        items = items_of(value, 0 if self._rules.of_data or not depth else _MAX_COMPARED)
+        return hash((len(value), *((id(item), self._version(item, depth - 1)) for item in items)))
+
+    def _is_elsewhere(self, tensor: Tensor) -> bool:
+        if self._memory is None:
+            self._memory = self._rules.elsewhere()
+        return bool(memory_of([tensor]) & self._memory)
+
+    # --- restoring --------------------------------------------------------------------------------------------
+
+    def _reset(self, path: str, one: Any, saved: Container[str]) -> None:
+        first, given, own = self._first[path], self._given[path], vars(one)
+        for name, value in list(self._values(path, one, {})):
+            if name in first and name not in saved and name[0] != ":" and value != first[name]:
+                is_held = isinstance(first[name], _Held)
+                own[name] = given[name] if is_held else self._decoded(first[name], own.get(name), {})
+
+    def _set(self, path: str, one: Any, name: str, value: Any, created: dict[Any, Any]) -> str:
+        """Restore one value, and return why it cannot be restored, or ""."""
+        if type(value) is list and value[:1] == ["held"]:
+            return str(value[1])
+        if not self._rules.of_data and not name.startswith(":tensor "):
+            self._first[path].pop(name, None)  # it counts as changed: the next process may begin with another value
+        try:
+            if generators.is_random(one):
+                generators.set_state(one, value)
+            elif name == ":state":
+                self._rules.load(one, self._decoded(value, None, created))
+            elif name.startswith(":tensor "):
+                return _set_tensor(one, name.partition(" ")[2], value, self._first[path].get(name), created)
+            elif name == ":training":
+                one.training = value
+            elif name == ":requires_grad":
+                for own in value.keys() & one._parameters.keys():
+                    one._parameters[own].requires_grad_(value[own])
+            else:
+                vars(one)[name] = self._decoded(value, vars(one).get(name), created)
+        except LookupError:  # it refers to an object that this process does not have
+            return "missing"
+        return ""
+
+    def _decoded(self, value: Any, current: Any, created: dict[Any, Any]) -> Any:
+        """Return the stored value. If possible, ``current`` is changed to it in place and returned."""
+        if type(value) is not list:
+            return value
+        kind, content = value[:2]
+        if kind == "object":
+            return self.objects[content]
+        if kind == "weights":
+            return content
+        if kind == "new":  # the attribute was set to another object during the run
+            return self._decoded(content, None, created)
+        if kind == "generator":
+            if content not in created:
+                created[content] = generators.create(value[2])
+            return created[content]
+        if kind in ("tensor", "array"):
+            return _numbers_of(value, current)
+        items = [self._decoded(one, None, created) for one in content]
+        made: Any = dict(zip(items[::2], items[1::2], strict=True)) if kind == "dict" else _CONTAINERS[kind](items)
+        if kind == "tuple" or not isinstance(current, type(made)):
+            return made
+        current.clear()
+        current.extend(made) if kind in ("list", "deque") else current.update(made)
+        return current
+
+
+def differences(one: State, other: State) -> set[tuple[str, str]]:
+    """Return the paths and names of the values in ``one`` that differ from those in ``other``."""
+    return {
+        (path, name)
+        for path, (_, values) in one.items()
+        for name, value in values.items()
+        if path not in other or name not in other[path][1] or not _is_same(value, other[path][1][name])
+    }
+
+
+def without_attributes(state: State) -> State:
+    """Return only the tensors and flags of modules, and the states of objects that save themselves."""
+    return {
+        path: [kind, {name: value for name, value in values.items() if name.startswith(":")}]
+        for path, (kind, values) in state.items()
+    }
+
+
+def lost_in(state: Any) -> list[Lost]:
+    """Return the held values in a state of :meth:`Snapshot.read`."""
+    return [
+        Lost(_shown(kind, name), value[1])
+        for kind, values in state.values()
+        for name, value in values.items()
+        if type(value) is list and value[:1] == ["held"]
+    ]
+
+
+def _shown(kind: str, name: str) -> str:
+    """Return the name of a value for messages."""
+    kind = kind.removeprefix("torch.")
+    return kind if name == ":state" else f"{kind}.{name.rpartition(' ')[2]}"
+
+
+def memory_of(tensors: Iterable[Tensor]) -> set[int]:
+    """Return numbers for the memory of tensors: one for those that share it."""
+    return {tensor.untyped_storage()._cdata for tensor in tensors if is_dense(tensor)}
+
+
+def class_name(value: Any) -> str:
+    """Return a name that stays the same if the class moves to another module, or FSDP wraps it."""
+    kind = next(base for base in type(value).__mro__ if not base.__module__.startswith("torch.distributed."))
+    return f"torch.{kind.__qualname__}" if kind.__module__.startswith("torch.") else kind.__qualname__
+
+
+def _first_of(name: str, value: Any) -> Any:
+    """Return what a value is compared with later. Tensors inside the roots are always saved: only dtypes are kept."""
+    if not name.startswith(":tensor ") or (value is not None and value[0] == "checksum"):
+        return value
+    return (None,) if value is None else value[1].dtype
+
+
+def _state_of(one: Any, ignored: Container[str] | None) -> Iterator[tuple[str, Any]]:
+    """Yield the attributes that belong to the state of an object: numbers or generators if it is not searched."""
+    kind = type(one)
+    for name, value in vars(one).items():
+        if ignored is None:
+            is_state = generators.is_random(value) if not isinstance(one, nn.Module) else type(value) in NUMBERS
+            if is_state and name not in OF_MODULES:
+                yield name, value
+        elif name not in ignored:
+            of_class = getattr(kind, name, None)
+            is_method = callable(value) and (callable(of_class) or _is_of_trainer(value))
+            if not is_method and not isinstance(of_class, cached_property):
+                yield name, value
+
+
+def _is_of_trainer(function: Any) -> bool:
+    """Return whether a function is one that the Trainer sets on an object during a run, such as ``log``."""
+    function = function.func if isinstance(function, partial) else function
+    return str(getattr(function, "__module__", "")).startswith(("trainer.", "lightning."))
+
+
+def _kind_of(value: Any) -> str:
+    """Return the kind of a container; "" for other values, and for named tuples, which cannot be created by items."""
+    kind = next((name for name, kind in _CONTAINERS.items() if isinstance(value, kind)), "")
+    return "" if kind == "tuple" and type(value) is not tuple else kind
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return (one.shape, one.dtype) == (other.shape, other.dtype) and bytes_of(one).tobytes() == bytes_of(
+            other
+        ).tobytes()
+    if isinstance(one, (list, tuple)) and type(one) is type(other):
+        return len(one) == len(other) and all(map(_is_same, one, other))
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(_is_same(value, other[name]) for name, value in one.items())
+    return type(one) is type(other) and bool(one == other or one is other or (one != one and other != other))
+
+
+def _attributes_of(value: Any) -> list[tuple[str, Any]]:
+    """Return what the walk follows in an object that holds random generators of a dataloader."""
+    if isinstance(value, partial):
+        return [("func", value.func), ("args", value.args), ("keywords", value.keywords)]
+    if isinstance(value, MethodType):
+        return [("self", value.__self__)]
+    try:
+        attributes = object.__getattribute__(value, "__dict__")  # bypasses a proxy's attribute access
+    except AttributeError:
+        attributes = {}
+    found = list(attributes.items()) if isinstance(attributes, dict) else []
+    kind: Any = type(value)
+    for slot in _slots_of(kind):
+        with suppress(AttributeError):
+            found.append((slot.__name__, slot.__get__(value)))
+    return found
+
+
+@cache
+def _slots_of(kind: type) -> list[Any]:
+    slotted = [vars(base) for base in kind.__mro__ if "__slots__" in vars(base)]
+    return [slot for own in slotted for slot in own.values() if isinstance(slot, MemberDescriptorType)]
+
+
+def _numbers_of(value: list[Any], current: Any) -> Any:
+    """Return a tensor, an array or a NumPy scalar: ``current`` with its values, if shape and dtype are the same."""
+    if value[0] == "array":
+        array = np.frombuffer(value[3], dtype=value[1]).reshape(value[2]).copy()
+        if not isinstance(current, np.ndarray):
+            return array[()]
+        if (array.dtype, array.shape) != (current.dtype, current.shape):
+            return array
+        np.copyto(current, array)
+        return current
+    dtype, shape, numbers, device = getattr(torch, value[1]), value[2], bytearray(value[3]), value[4]
+    tensor = torch.frombuffer(numbers, dtype=torch.uint8).view(dtype) if numbers else torch.empty(0, dtype=dtype)
+    tensor = tensor.view(shape)
+    if type(current) is not Tensor or (dtype, tensor.shape) != (current.dtype, current.shape):
+        return tensor.to(device)
+    current.detach().copy_(tensor)
+    return current
+
+
+def _set_tensor(module: nn.Module, name: str, value: Any, first: Any, created: dict[Any, Any]) -> str:
+    """Restore a tensor of a module, and return why it cannot be restored, or ""."""
+    if value is None:
+        _set_buffer(module, name, None)
+        return ""
+    _, tensor, is_initial = value
+    current: Any = module._parameters[name] if name in module._parameters else module._buffers.get(name)
+    is_cast = is_initial and isinstance(first, torch.dtype) and tensor.is_floating_point()
+    dtype = first if is_cast else tensor.dtype  # of the precision of this run
+    if current is not None and _fits(current, tensor.shape, dtype):
+        with torch.no_grad():
+            getattr(current, "_local_tensor", current).copy_(tensor)
+    elif name in module._parameters or isinstance(first, list):
+        return "missing"
+    else:
+        device = "cpu" if current is None or current.is_meta else current.device
+        _set_buffer(module, name, created.setdefault(id(tensor), tensor.to(device, dtype)))
+    return ""
+
+
+def _fits(buffer: Tensor, shape: torch.Size, dtype: torch.dtype) -> bool:
+    """Return whether values of this shape and dtype can be copied into the buffer."""
+    if is_lazy(buffer) or buffer.is_meta or buffer.is_inference() or buffer.dtype != dtype:
+        return False
+    part = getattr(buffer, "_local_tensor", buffer)
+    overlaps = part.layout is torch.strided and any(
+        stride == 0 and size > 1 for stride, size in zip(part.stride(), part.shape, strict=True)
+    )
+    return part.shape == shape and not overlaps
+
+
+def _set_buffer(owner: nn.Module, name: str, value: Tensor | None) -> None:
+    if name not in owner._buffers:
+        vars(owner).pop(name, None)  # a plain attribute that the run has turned into a buffer
+        owner._non_persistent_buffers_set.add(name)
+    owner._buffers[name] = value
