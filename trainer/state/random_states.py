@@ -169,7 +169,7 @@ def differences(own: Sequence[Generator], states: Sequence[Any]) -> list[str]:
 
 
 def find(*roots: Any, except_in: Any = None, unwatched: Callable[[Any], bool] = lambda _: False) -> list[Generator]:
-    """Return the snapshot of the objects of a dataloader, which includes random generators; [] if there are none.
+    """Return the snapshot of the objects of a dataloader, which includes random generators, or [] if it has no objects.
 
     The walk follows attributes, containers, bound methods and ``functools.partial``. The attributes of datasets,
     samplers and objects of the user's classes are part of the state. Of other objects, only the generators are.
