@@ -38,7 +38,7 @@ NOT_COMPARED: dict[str, str] = {
     r"eval_loops\[[^]]*\]\.predictions": "empty in a fit",
     r"eval_loops\[[^]]*\]\.progress\.has_run$": "only read by Lightning's own loops, which do not run",
     r"loop.*metrics\.entries": "values of the epoch are compared below; the others are empty",
-    r"\.(_first|_given|_paths|_inside|_outside|_first_modules|_tensors)\b": "identities of objects",
+    r"\.(_first|_given|_paths|_inside|_outside|_tensors|_memory)\b": "identities of objects",
     r"hooks\._known|'ScaleMonitor'\]\._names": "identities of objects",
     r"\.validated_at|\w_time$|\w_at$|'Timer'\]\._(offset|start)": "times",
     r"loop\.resume|resumed_epoch|_is_chosen|_first_batch": "that the run was resumed, and when",

@@ -113,7 +113,7 @@ def test_schedules_and_parameter_groups():
     schedule = torch.optim.lr_scheduler.SequentialLR(optimizer, inner, milestones=[2])
     optimizer.step()
     before = str(schedule.state_dict()), str(optimizer.param_groups)
-    state = ObjectState([schedule], optimizer.param_groups)
+    state = ObjectState([schedule, *optimizer.param_groups])
     for _ in range(3):
         schedule.step()
     assert str(optimizer.param_groups) != before[1]

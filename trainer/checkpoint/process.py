@@ -132,11 +132,7 @@ class ProcessState:
             state: the checkpoint's state of this process.
         """
         # what `configure_optimizers` and the strategy read is restored after them
-        saved = {
-            path: [kind, {name: value for name, value in values.items() if name != ":requires_grad"}]
-            for path, (kind, values) in state.get("program", {}).items()
-        }
-        with program.as_in(saved, rewinds=False) as changed:
+        with program.as_in(program.for_hooks(state.get("program", {})), rewinds=False) as changed:
             yield
         self.set_by_hooks = changed
 

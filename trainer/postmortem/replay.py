@@ -174,7 +174,7 @@ def undisturbed(trainer: Trainer) -> Iterator[ObjectState]:
     random_state = random_states.capture(device)
     schedules = [config.scheduler for config in trainer.lr_scheduler_configs]
     groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
-    state = ObjectState([module, *schedules], groups, without=trainer.optimizers)
+    state = ObjectState([module, *schedules, *groups], without=trainer.optimizers)
     calls, loggers = engine.module_calls, trainer.loggers
     with ExitStack() as stack:
         stack.enter_context(unwatched())  # a late outcome may be read inside a training step

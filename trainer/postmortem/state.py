@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, MutableMapping
-from itertools import filterfalse
+from collections.abc import Iterable
+from math import inf
 from typing import Any
 
 import torch
@@ -15,12 +15,14 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset
 
-from trainer.module_tree import is_dense, parameters_of
+from trainer.module_tree import is_dense
 from trainer.packages import is_users_module
 from trainer.state import generators
 from trainer.state.containers import items_of
 
 _OWNERS = (nn.Module, LRScheduler, Optimizer, GradScaler)
+_HOLD_TENSORS = ("_buffers", "param_groups", "state")
+"""Containers in attributes of these classes whose tensors are copied, too."""
 _MAX_ITEMS = 2**14
 """Containers with more items than this are copied, but the objects in them are not."""
 _MAX_ELEMENTS = 2**22
@@ -35,88 +37,57 @@ class ObjectState:
     other tensors; the states of its random generators; the items of its lists, dicts, sets and deques, at any depth;
     its parameters and their ``requires_grad``. Parameters are copied to the host, because a second model may not fit on
     the device. Thus the states of metrics, lists of outputs, counters, ``training`` flags and hooks are included.
-    Tensors inside of containers, and large ones of objects that are no modules, are not copied.
+    Tensors inside of other containers, and large ones of objects that are no modules, are not copied.
 
     Args:
-        roots: the objects.
-        mappings: dicts that are copied in the same way, such as an optimizer's parameter groups.
+        roots: the objects, or dicts with tensors, such as an optimizer's parameter groups.
         without: objects that are not copied, such as optimizers that do not step.
     """
 
-    def __init__(
-        self,
-        roots: Iterable[object],
-        mappings: Iterable[MutableMapping[str, Any]] = (),
-        without: Iterable[object] = (),
-    ) -> None:
-        self._attributes: list[tuple[MutableMapping[str, Any], dict[str, Any]]] = []
-        self._contents: dict[int, tuple[Any, Any]] = {}
-        self._trained: list[tuple[nn.Parameter, bool]] = []
-        for owner in _owners(roots, without):
-            self._keep_attributes(vars(owner), None if isinstance(owner, _OWNERS) else _MAX_ELEMENTS)
-            if isinstance(owner, nn.Module):
-                for buffer in owner.buffers(recurse=False):
-                    self._keep(buffer)
-                self._keep_parameters(owner.parameters(recurse=False))
-            elif isinstance(owner, Optimizer):
-                for values in (*owner.param_groups, *owner.state.values()):
-                    self._keep_attributes(values)
-                self._keep_parameters(parameters_of(owner))
-        for mapping in mappings:
-            self._keep_attributes(mapping)
+    def __init__(self, roots: Iterable[object], without: Iterable[object] = ()) -> None:
+        self._contents: list[tuple[Any, Any]] = []
+        seen = set(map(id, without))
+        # with the largest number of elements of a tensor, and of those in containers
+        waiting: deque[tuple[Any, float, float]] = deque((root, inf, inf) for root in roots)
+        while waiting:
+            value, largest, inner = waiting.popleft()
+            is_parameter = isinstance(value, nn.Parameter)
+            is_left_out = isinstance(value, Tensor) and (value.numel() > largest or value.is_inference())
+            if id(value) in seen or is_lazy(value) or (is_left_out and not is_parameter):
+                continue
+            seen.add(id(value))
+            waiting += [(item, inner, inner) for item in items_of(value, _MAX_ITEMS)]
+            if is_parameter:
+                content: Any = value.requires_grad, value.detach().to("cpu", copy=True)
+            elif isinstance(value, Tensor):
+                content = _distinct(value.detach()).clone()
+            elif generators.is_random(value):
+                content = generators.state_of(value)
+            elif isinstance(value, (dict, list, set, deque)):
+                content = value.copy()
+            else:
+                content = None
+                if (is_owner := isinstance(value, _OWNERS)) or _is_users(value):
+                    value, content = vars(value), dict(vars(value))
+                    for name, one in content.items():
+                        holds = is_owner and name in _HOLD_TENSORS
+                        waiting.append((one, inf if is_owner else _MAX_ELEMENTS, inf if holds else 0))
+            if content is not None:
+                self._contents.append((value, content))
 
     def restore(self) -> None:
         """Restore the same objects with the same contents."""
-        for current, saved in self._attributes:
-            for name in current.keys() - saved.keys():
-                del current[name]
-            for name, value in saved.items():
-                if name not in current or current[name] is not value:
-                    current[name] = value
-        for parameter, is_trained in self._trained:
-            parameter.requires_grad_(is_trained)
-        for value, content in self._contents.values():
+        for value, content in self._contents:
+            if isinstance(value, nn.Parameter):
+                value.requires_grad_(content[0])
             if isinstance(value, Tensor):
                 # .data: a graph that has saved this tensor must not see a modification
-                _distinct(value.data).copy_(content)
+                _distinct(value.data).copy_(content[1] if isinstance(content, tuple) else content)
             elif generators.is_random(value):
                 generators.set_state(value, content)
             elif _identities(value) != _identities(content):
                 value.clear()
                 (value.update if isinstance(value, (dict, set)) else value.extend)(content)
-
-    def _keep_parameters(self, parameters: Iterable[Any]) -> None:
-        for parameter in filterfalse(is_lazy, parameters):
-            self._trained.append((parameter, parameter.requires_grad))
-            self._contents[id(parameter)] = (parameter, parameter.detach().to("cpu", copy=True))
-
-    def _keep_attributes(self, attributes: MutableMapping[str, Any], max_elements: int | None = None) -> None:
-        self._attributes.append((attributes, dict(attributes)))
-        for value in attributes.values():
-            self._keep(value, max_elements)
-
-    def _keep(self, value: Any, max_elements: int | None = None) -> None:
-        """Copy the content of a value, unless it is a tensor with more elements than ``max_elements``."""
-        content: Any
-        if isinstance(value, Tensor):
-            if isinstance(value, nn.Parameter) or is_lazy(value) or value.is_inference():
-                return
-            if max_elements is not None and value.numel() > max_elements:
-                return
-            content = _distinct(value.detach()).clone()
-        elif generators.is_random(value):
-            content = generators.state_of(value)
-        elif isinstance(value, (list, deque)):
-            content = list(value)
-        elif isinstance(value, (dict, set)):
-            content = value.copy()
-        else:
-            content = None
-        is_new = id(value) not in self._contents
-        if content is not None:
-            self._contents[id(value)] = (value, content)
-        for item in items_of(value, _MAX_ITEMS) if is_new else ():
-            self._keep(item, 0)
 
 
 class BufferState:
@@ -142,23 +113,6 @@ class BufferState:
         """Restore the elements that are not finite."""
         for buffer, saved in zip(self._buffers, self._saved, strict=True):
             buffer.copy_(buffer.where(buffer.isfinite(), saved))
-
-
-def _owners(roots: Iterable[object], without: Iterable[object]) -> Iterable[object]:
-    """Return the roots, and the objects in them that are copied, at any depth."""
-    found: list[object] = []
-    seen = set(map(id, without))
-    waiting = list(roots)
-    while waiting:
-        value = waiting.pop()
-        if id(value) in seen:
-            continue
-        seen.add(id(value))
-        if isinstance(value, _OWNERS) or _is_users(value):
-            found.append(value)
-            waiting += vars(value).values()
-        waiting += items_of(value, _MAX_ITEMS)
-    return found
 
 
 def _is_users(value: object) -> bool:

@@ -257,6 +257,24 @@ class Snapshot:
                 if name not in before[path][1]:
                     vars(self.objects[path]).pop(name, None)
 
+    def for_hooks(self, state: State) -> State:
+        """Return the values in a state that hooks may change when they load a checkpoint.
+
+        These exclude ``requires_grad``, which ``configure_optimizers`` reads, and the persistent buffers of the roots,
+        which their state dicts restore.
+        """
+
+        def may_change(path: str, name: str) -> bool:
+            one = self.objects.get(path)
+            if not name.startswith(":tensor ") or id(one) not in self._inside:
+                return name != ":requires_grad"
+            return name.partition(" ")[2] in getattr(one, "_non_persistent_buffers_set", ())
+
+        return {
+            path: [kind, {name: value for name, value in values.items() if may_change(path, name)}]
+            for path, (kind, values) in state.items()
+        }
+
     def missing(self, state: State) -> list[str]:
         """Return the classes of the objects in ``state`` that this process does not have."""
         return list(dict.fromkeys(kind for path, (kind, _) in state.items() if not self._has(path, kind)))
