@@ -272,7 +272,7 @@ class Run:
         callback_order.attach_model_callbacks(trainer)
         modules.verify(trainer, module)
         if fitting:
-            reset_results(trainer)
+            reset_results(trainer, self.session)
         attach_log(module, trainer, self.session)
         engine.setup_environment()
         self.stalls = self._watch_for_stalls()

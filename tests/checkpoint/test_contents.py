@@ -84,6 +84,7 @@ class ByHook(Counts):
 class ByReplacedBuffer(Counts):
     def on_load_checkpoint(self, checkpoint):
         self.count, self.seen = 70, torch.tensor([50.0, 2.0])
+        self.register_buffer("later", torch.ones(1), persistent=False)
 
 
 class ByExtraState(Counts):
@@ -119,6 +120,7 @@ def test_values_that_a_hook_of_the_module_sets_are_kept(make, saved, tmp_path):
     path, module = saved(make()), make()
     assert resumed(path, tmp_path, module) == (70, [50, 2])
     assert (module.count, module.initial, module.loaded) == (71, 2, 2)
+    assert hasattr(module, "later") is (make is ByReplacedBuffer)
 
 
 @pytest.mark.parametrize(("make", "expected"), [(NotesByHook, (70, [50, 2])), (NotesByStateDict, (2, [2, 2]))])

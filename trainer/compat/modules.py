@@ -171,7 +171,7 @@ def snapshot_of(trainer: Trainer) -> Snapshot:
         if id(value) in metrics:  # their states are saved by `MetricObjects`
             return _OF_METRICS | saved_attributes(value)
         if isinstance(value, Callback):
-            return _assigned_by_bases(kind)
+            return assigned_by_bases(kind)
         if isinstance(value, Optimizer):
             return None if _defines(kind, _STATE, users) else _OF_OPTIMIZERS
         return _OF_MODULES if isinstance(value, nn.Module) else frozenset()
@@ -198,6 +198,8 @@ def snapshot_of(trainer: Trainer) -> Snapshot:
 
     def saved_elsewhere() -> Set[int]:
         saved = [part for one in (module, *averages.values()) for part in (*one.parameters(), *one.buffers())]
+        if engine.exposes_gradients:
+            saved += chain.from_iterable(map(parameters_of, trainer.optimizers))  # may be outside of the module
         return memory_of(map(local, saved))
 
     rules = Rules(
@@ -264,7 +266,7 @@ def _is_base(kind: type) -> bool:
 
 
 @cache
-def _assigned_by_bases(kind: type) -> Set[str]:
+def assigned_by_bases(kind: type) -> Set[str]:
     """Return the attributes of a callback that its bases in Lightning and in this package assign, by their source."""
     bases = [base for base in kind.__mro__ if package_of(base) in ("lightning", "pytorch_lightning", "trainer")]
     targets = [re.findall(r"^ *(self\.[^=\n]*?) [-+*/|]?= ", getsource(base), re.MULTILINE) for base in bases]

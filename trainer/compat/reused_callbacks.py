@@ -6,7 +6,9 @@ cross-validation. Otherwise, an ``EarlyStopping`` would compare the scores with 
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from copy import deepcopy
+from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, ref
 
@@ -19,43 +21,35 @@ from lightning.pytorch.callbacks import (
     WeightAveraging,
 )
 
+from trainer.compat.modules import assigned_by_bases
+
 if TYPE_CHECKING:
     from trainer.trainer import Trainer
 
-_RESULTS: dict[type[Callback], tuple[str, ...]] = {
-    EarlyStopping: (
-        "wait_count", "stopped_epoch", "best_score", "stopping_reason", "stopping_reason_message",
-        "_check_on_train_epoch_end",
-    ),
-    ModelCheckpoint: (
-        "dirpath", "current_score", "best_k_models", "kth_best_model_path", "kth_value", "best_model_score",
-        "best_model_path", "last_model_path", "_last_global_step_saved", "_last_checkpoint_saved",
-        "_defer_save_until_validation",
-    ),
-    StochasticWeightAveraging: (
-        "n_averaged", "_init_n_averaged", "_initialized", "_latest_update_epoch", "_scheduler_state",
-        "_swa_epoch_start", "_swa_lrs",
-    ),
-    Timer: ("_start_time", "_end_time", "_offset"),
-    WeightAveraging: ("_latest_update_step", "_latest_update_epoch"),
-}  # fmt: skip
-"""The attributes that a fit sets."""
-
-_FIRST: WeakKeyDictionary[Callback, tuple[ref[Trainer], dict[str, Any]]] = WeakKeyDictionary()
-"""The Trainer of the last fit with a callback, and the values of its attributes before the first fit."""
+_KINDS = (EarlyStopping, ModelCheckpoint, StochasticWeightAveraging, Timer, WeightAveraging)
+_FITS: WeakKeyDictionary[Callback, tuple[ref[Trainer], dict[str, Any], dict[str, Any]]] = WeakKeyDictionary()
+"""The Trainer of the last fit, and the attributes before the first fit and after the last one."""
 
 
-def reset_results(trainer: Trainer) -> None:
-    """Reset the results of callbacks that the fit of another Trainer has used. Called when a fit starts."""
+def reset_results(trainer: Trainer, session: ExitStack) -> None:
+    """Reset the results of callbacks that the fit of another Trainer has used. Called when a fit starts.
+
+    Attributes that the user has set after that fit are kept.
+    """
     for callback in trainer.callbacks:
-        names = next((names for kind, names in _RESULTS.items() if isinstance(callback, kind)), ())
-        if not names:
+        if not isinstance(callback, _KINDS):
             continue
-        owner, first = _FIRST.get(callback, (None, {}))
+        kind: type = type(callback)
+        own, names = vars(callback), assigned_by_bases(kind)
+        owner, first, last = _FITS.get(callback, (None, {}, {}))
         if owner is None:
-            first = {name: deepcopy(value) for name, value in vars(callback).items() if name in names}
-            if first.get("dirpath") is not None:
-                del first["dirpath"]  # not set by the fit
-        elif owner() is not trainer or isinstance(callback, Timer):  # each fit has its own time
-            vars(callback).update(deepcopy(first))
-        _FIRST[callback] = ref(trainer), first
+            first = {name: deepcopy(value) for name, value in own.items() if name in names}
+        elif (is_timer := isinstance(callback, Timer)) or owner() is not trainer:  # each fit has its own time
+            changed = {name for name in first if is_timer or own.get(name) is last.get(name)}
+            own.update({name: deepcopy(first[name]) for name in changed})
+        _FITS[callback] = ref(trainer), first, {}
+        session.callback(partial(_note, callback, ref(trainer), first))
+
+
+def _note(callback: Callback, owner: ref[Trainer], first: dict[str, Any]) -> None:
+    _FITS[callback] = owner, first, dict(vars(callback))

@@ -202,7 +202,14 @@ class Snapshot:
                 found[path] = [kind, {n: deepcopy(v, memo) if n[0] == ":" else v for n, v in values.items()}]
         return found
 
-    def write(self, state: State, *, skip: Container[tuple[str, str]] = (), resets: bool = False) -> list[Lost]:
+    def write(
+        self,
+        state: State,
+        *,
+        skip: Container[tuple[str, str]] = (),
+        resets: bool = False,
+        removes: bool = True,
+    ) -> list[Lost]:
         """Restore a state that :meth:`read` returned. Return the values that are not restored.
 
         Values of roots that do not exist any more are left out.
@@ -211,6 +218,8 @@ class Snapshot:
             state: the state.
             skip: paths and names of values to leave unchanged. Default: none.
             resets: whether attributes that are not in the state get their first value. Default: False.
+            removes: whether non-persistent buffers that are neither in the state, nor existed at first, are removed:
+                they were registered after the state was read. Default: True.
         """
         lost: list[Lost] = []
         created: dict[Any, Any] = {}  # generators by number, and tensors by the id of those in the state
@@ -219,7 +228,7 @@ class Snapshot:
             saved = state.get(path, ["", {}])[1]
             if resets and path in self._given:
                 self._reset(path, one, saved)
-            if id(one) in self._inside:  # buffers that were registered after the state was read
+            if removes and id(one) in self._inside:
                 known = saved.keys() | self._first[path].keys()
                 for name in [n for n in one._non_persistent_buffers_set if f":tensor {n}" not in known]:
                     delattr(one, name)
@@ -245,14 +254,14 @@ class Snapshot:
             A set that gets the paths and names of the values in ``state`` that have changed inside.
         """
         before = self.current(state)
-        self.write(state)
+        self.write(state, removes=False)
         written, changed = self.current(state), set[tuple[str, str]]()
         try:
             yield changed
         finally:
             changed |= differences(written, self.current(state))
             kept = {(path, ":state") for path, one in self.objects.items() if rewinds and generators.is_random(one)}
-            self.write(before, skip=changed - kept)
+            self.write(before, skip=changed - kept, removes=False)
             for path, name in differences(written, before) - changed:
                 if name not in before[path][1]:
                     vars(self.objects[path]).pop(name, None)
@@ -471,7 +480,8 @@ class Snapshot:
         """Restore one value, and return why it cannot be restored, or ""."""
         if type(value) is list and value[:1] == ["held"]:
             return str(value[1])
-        if not self._rules.of_data and not name.startswith(":tensor "):
+        first = self._first[path].get(name)
+        if not self._rules.of_data and not isinstance(first, torch.dtype):
             self._first[path].pop(name, None)  # it counts as changed: the next process may begin with another value
         try:
             if generators.is_random(one):
@@ -479,7 +489,7 @@ class Snapshot:
             elif name == ":state":
                 self._rules.load(one, self._decoded(value, None, created))
             elif name.startswith(":tensor "):
-                return _set_tensor(one, name.partition(" ")[2], value, self._first[path].get(name), created)
+                return _set_tensor(one, name.partition(" ")[2], value, first, created)
             elif name == ":training":
                 one.training = value
             elif name == ":requires_grad":
@@ -598,9 +608,8 @@ def _kind_of(value: Any) -> str:
 
 def _is_same(one: Any, other: Any) -> bool:
     if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return (one.shape, one.dtype) == (other.shape, other.dtype) and bytes_of(one).tobytes() == bytes_of(
-            other
-        ).tobytes()
+        is_like = (one.shape, one.dtype, is_dense(one)) == (other.shape, other.dtype, True)
+        return is_like and bytes_of(one).tobytes() == bytes_of(other).tobytes()
     if isinstance(one, (list, tuple)) and type(one) is type(other):
         return len(one) == len(other) and all(map(_is_same, one, other))
     if isinstance(one, dict) and isinstance(other, dict):
