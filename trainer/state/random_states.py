@@ -177,14 +177,17 @@ def find(*roots: Any, except_in: Any = None, unwatched: Callable[[Any], bool] = 
     Args:
         roots: the objects to begin with. Their order is part of the paths.
         except_in: an object to exclude, with its attributes. Default: None.
-        unwatched: returns whether the attributes of an object, and of all objects in it, are not part of the state. Not
-            called for torch's DataLoader. Default: no object is excluded.
+        unwatched: returns whether the attributes of an object, and of all objects in it, are not part of the state. The
+            objects in a DataLoader are. Default: no object is excluded.
     """
+
+    def is_part(value: Any) -> bool:
+        return is_watched(value) and not unwatched(value)
 
     def ignored(value: Any) -> Set[str] | None:
         if isinstance(value, DataLoader):
-            return _OF_LOADERS if is_watched(value) else vars(value).keys()
-        return frozenset() if is_watched(value) and not unwatched(value) else None
+            return _OF_LOADERS if is_part(value) else vars(value).keys()
+        return frozenset() if is_part(value) else None
 
     rules = Rules(ignored, limit=lambda one: _SAMPLERS if isinstance(one, Sampler) else _DATASETS, of_data=True)
     objects = {str(number): root for number, root in enumerate(roots)}
