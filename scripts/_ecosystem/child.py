@@ -51,6 +51,13 @@ class Run:
         self.part: str | None = None
         self.random: dict[Any, Any] = {}
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return nothing, because the records of a run are not part of its checkpoints."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Keep the records of this run."""
+
     def Trainer(self, **arguments: Any) -> Any:  # noqa: N802
         """Return a quiet Trainer on the CPU that writes into the folder."""
         quiet = {"accelerator": "cpu", "devices": 1, "enable_progress_bar": False, "enable_model_summary": False}

@@ -148,6 +148,7 @@ def added(ours, theirs):
     return Counter(ours.kernels) - Counter(theirs.kernels)
 
 
+@pytest.mark.filterwarnings("ignore:The checkpoint lacks values")  # the records of the callback
 @pytest.mark.parametrize("window", [1, 2])
 @pytest.mark.parametrize("clips", [False, True])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)

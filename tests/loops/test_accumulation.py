@@ -146,6 +146,7 @@ class Windows(Callback):
         self.sizes.append(trainer.loop.window.size)
 
 
+@pytest.mark.filterwarnings("ignore:.*written inside a batch")
 @pytest.mark.parametrize(
     ("saved_after", "changes_to", "given", "sizes"),
     [

@@ -666,7 +666,8 @@ def _set_tensor(module: nn.Module, name: str, value: Any, first: Any, created: d
         _set_buffer(module, name, None)
         return ""
     _, tensor, is_initial = value
-    current: Any = module._parameters[name] if name in module._parameters else module._buffers.get(name)
+    owner: Any = module._parameters if name in module._parameters else module._buffers
+    current: Any = owner[name] if name in owner else None  # noqa: SIM401 - that of a scripted module has no `get`
     is_cast = is_initial and isinstance(first, torch.dtype) and tensor.is_floating_point()
     dtype = first if is_cast else tensor.dtype  # of the precision of this run
     if current is not None and _fits(current, tensor.shape, dtype):
