@@ -168,3 +168,26 @@ def test_stored_batches_hold_no_shared_memory():
     assert copied["shared"].equal(shared)
     assert copied["sparse"].to_dense().equal(shared)
     assert copied["name"] == "a"
+
+
+def test_evidence_has_the_learning_rates_of_groups_that_on_train_start_replaced(tmp_path):
+    """``load_state_dict`` of an optimizer creates new groups."""
+    used, found = [], []
+
+    class Loads(Regression):
+        def on_train_start(self):
+            optimizer = self.optimizers().optimizer
+            optimizer.load_state_dict(optimizer.state_dict())
+
+        def training_step(self, batch, batch_idx):
+            used.append(self.optimizers().param_groups[0]["lr"])
+            return super().training_step(batch, batch_idx)
+
+        def on_train_end(self):
+            report = next(one for one in self.trainer.callbacks if isinstance(one, OverflowReport))
+            found.extend(batch.rates for batch in report._fit.evidence.batches())
+
+    schedule = partial(torch.optim.lr_scheduler.StepLR, step_size=1)
+    make_trainer(tmp_path).fit(Loads(schedule=schedule, interval="step"), loader_of(make_batches(3)))
+    assert len(set(used)) == 3
+    assert found == [[rate] for rate in used]

@@ -194,7 +194,7 @@ class OverflowReport(RunCallback):
         buffers = {name: buffer.max() for name, buffer in parts.items() if buffer.numel()}
         examine, begin = partial(self._examine, trainer), partial(self._begin, trainer)
         every = trainer.log_every_n_steps or 50
-        evidence = Evidence(trainer.loop, trainer.optimizers, every, _KEEP_EVERY + every, begin, examine)
+        evidence = Evidence(trainer.loop, every, _KEEP_EVERY + every, begin, examine)
         self._fit = _Fit(trainer.loop, evidence, buffers)
         self._fit.occurrences["step"] = int(self.at_step is None or trainer.global_step > self.at_step)
         if scaler.is_enabled():

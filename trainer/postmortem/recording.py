@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
 from functools import partial
@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from lightning_utilities import apply_to_collection
 from torch import Tensor
-from torch.optim import Optimizer
 
 from trainer.data.batches import identity
 from trainer.data.samples import PLAIN, leaves_in, nbytes
@@ -97,7 +96,6 @@ class Evidence:
 
     Args:
         loop: the fit loop.
-        optimizers: the optimizers with the learning rates to record.
         every: number of updates between two examinations that are due.
         most: maximum number of updates with recorded batches.
         begin: called before the first batch is recorded.
@@ -106,22 +104,20 @@ class Evidence:
 
     Attributes:
         losses: the unscaled losses that were not taken yet, each with the step of its batch.
-        groups: the parameter groups with recorded learning rates. [] if a learning rate is a tensor, which changes in
-            place.
+        groups: the parameter groups with recorded learning rates, from the first batch on. [] if a learning rate is a
+            tensor, which changes in place.
         scale: the loss scale after the last known outcome.
     """
 
     def __init__(
         self,
         loop: FitLoop,
-        optimizers: Iterable[Optimizer],
         every: int,
         most: int,
         begin: Callable[[], None],
         examine: Callable[[StepOutcome, bool], None],
     ) -> None:
-        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-        self.groups = [] if any(isinstance(group["lr"], Tensor) for group in groups) else groups
+        self.groups: list[dict[str, Any]] = []
         self.losses: list[tuple[int, float | Tensor]] = []
         self.scale = loop.gradients.scaler.current_scale
         self._loop = loop
@@ -135,7 +131,7 @@ class Evidence:
         self._room = 0  # usual maximum of recorded batches; 0 before the first batch
         self._recent: deque[tuple[Any, int, int, AccumulationWindow, list[Any]]] = deque(maxlen=0)
         self._stored: Callable[[Any], Any] = identity
-        self._rates = [None] * len(self.groups)  # the current learning rates
+        self._rates: list[Any] = []  # the current learning rates
         self._is_on_host = loop.engine.device.type == "cpu"
         loop.wrap(self)
 
@@ -157,6 +153,9 @@ class Evidence:
                 self._begin()
                 self._room, self._stored = storage_for(self._loop.metrics.batch, self._most * self._loop.window.size)
                 self.resize()
+                groups = [group for optimizer in self._loop.optimizers for group in optimizer.param_groups]
+                self.groups = [] if any(isinstance(group["lr"], Tensor) for group in groups) else groups
+                self._rates = [group["lr"] for group in self.groups]
             for group, rate in zip(self.groups, self._rates, strict=True):
                 if group["lr"] is not rate:
                     self._rates = [group["lr"] for group in self.groups]
