@@ -127,6 +127,8 @@ class Preparation:
         self._trainer.loop.validate = validate if self._trainer.enable_validation else None
         if self.hooks.follow(self._trainer.callbacks):
             self._trainer.loop.take_optimizers()
+            loop = self._trainer.eval_loops[RunningStage.VALIDATING]
+            loop.path = NO_PATH if loop.loaders is None else self._build_evaluation_path(loop, loop.loaders)
 
     def _build_path(self, transfer: Transfer, step: Callable[..., Any]) -> TrainingPath:
         """Build the path of a training batch: our functions or their overrides, and the wrappers around them.
@@ -363,10 +365,10 @@ class Preparation:
         engine, hooks = self._trainer.engine, self.hooks
         path = BatchPath(
             transfer=self._transfer(),
-            on_batch_start=hooks.of(f"on_{loop.stage}_batch_start"),
+            on_batch_start=getattr(hooks, f"on_{loop.stage}_batch_start"),
             forward_context=engine.forward_context(loop.step_name),
             step=engine.step_function(loop.step_name),
-            on_batch_end=hooks.of(f"on_{loop.stage}_batch_end"),
+            on_batch_end=getattr(hooks, f"on_{loop.stage}_batch_end"),
         )
         wrappers: list[Callable[[BatchPath], BatchPath]] = []
         if isinstance(loaders, DrawnLoaderSet):

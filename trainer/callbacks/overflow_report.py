@@ -15,7 +15,7 @@ from copy import copy
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 from lightning.pytorch import LightningModule
@@ -341,8 +341,10 @@ class OverflowReport(RunCallback):
             return
         values = _values_of([loss for _, loss in due])
         finite = list(filter(math.isfinite, values))
-        steps = [at for (at, _), value in zip(due, values, strict=True) if not math.isfinite(value)]
-        broken = [at for at in steps if at not in fit.skipped]
+        broken: list[int] = []
+        if len(finite) < len(values):
+            steps = (at for (at, _), value in zip(due, values, strict=True) if not math.isfinite(value))
+            broken = [at for at in steps if at not in fit.skipped]
         fit.skipped.clear()
         if engine.any_rank(bool(broken)):
             scale = trainer.scaler.current_scale
@@ -357,7 +359,7 @@ class OverflowReport(RunCallback):
             fit.growth = 0.0
             batches = fit.evidence.batches()[-1:]
             self._explain(trainer, fit, "growth", batches, step, trainer.scaler.current_scale)
-        elif not steps:
+        elif len(finite) == len(values):
             self._keep_weights(trainer, fit)
 
     def _note_growth(self, fit: _Fit, losses: list[tuple[int, float | Tensor]], step: int) -> None:
@@ -512,9 +514,9 @@ class OverflowReport(RunCallback):
 
 def _values_of(losses: list[float | Tensor]) -> list[float]:
     """Return the losses as numbers. A host-device synchronization if some are on a device."""
+    if set(map(type, losses)) <= {float, int}:
+        return cast("list[float]", losses)
     on_device = [loss.reshape(()) for loss in losses if isinstance(loss, Tensor)]
-    if not on_device:
-        return [float(loss) for loss in losses]
     if len({(loss.dtype, loss.device) for loss in on_device}) > 1:
         on_device = [loss.to(on_device[0].device).double() for loss in on_device]
     read = iter(torch.stack(on_device).tolist())

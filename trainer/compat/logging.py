@@ -139,7 +139,7 @@ class ModuleLog:
                         f" You can try doing `self.log({name}, {value}.mean())`"
                     )
                 value = value.reshape(())
-        elif isinstance(value, Metric):
+        elif (entry.metric is not None and value is entry.metric) or isinstance(value, Metric):  # the second is slow
             entry.update_metric(value)
             return
         elif isinstance(value, numbers.Number):

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
 from functools import partial
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 
 _BYTES = 2**26
 """Maximum size of stored batches."""
+_RATE = itemgetter("lr")
+"""Returns the learning rate of a parameter group."""
 
 
 def storage_for(batch: Any, most: int) -> tuple[int, Callable[[Any], Any]]:
@@ -147,31 +150,28 @@ class Evidence:
 
     def _record(self, scale: Callable[[Tensor], Tensor], loss: Tensor) -> Tensor:
         progress = self._loop.progress
+        step = progress.optimizer_steps
         if progress.batches_started != self._latest:  # a closure or a manual step may have several losses
             self._latest = progress.batches_started
             if not self._room:
-                self._begin()
-                self._room, self._stored = storage_for(self._loop.metrics.batch, self._most * self._loop.window.size)
-                self.resize()
-                groups = [group for optimizer in self._loop.optimizers for group in optimizer.param_groups]
-                self.groups = [] if any(isinstance(group["lr"], Tensor) for group in groups) else groups
-                self._rates = [group["lr"] for group in self.groups]
-            for group, rate in zip(self.groups, self._rates, strict=True):
-                if group["lr"] is not rate:
-                    self._rates = [group["lr"] for group in self.groups]
-                    break
-            window, batch = self._loop.window, self._stored(self._loop.metrics.batch)
+                self._prepare()
+            rates = list(map(_RATE, self.groups))
+            if rates != self._rates:
+                self._rates = rates
+            window, batch = self._loop.window, self._loop.metrics.batch
             position = window if window.batches == 1 else copy(window)
-            self._recent.append((batch, progress.batch_idx, progress.optimizer_steps, position, self._rates))
-        self.losses.append((progress.optimizer_steps, self._value_of(loss)))
+            self._recent.append((self._stored(batch), progress.batch_idx, step, position, self._rates))
+        is_number = self._is_on_host and type(loss) is Tensor and loss.numel() == 1
+        self.losses.append((step, loss.item() if is_number else _to_read(loss)))
         return scale(loss)
 
-    def _value_of(self, loss: Tensor) -> float | Tensor:
-        """Return the loss as a number if it is in host memory, or else as a tensor to read later."""
-        if self._is_on_host and type(loss) is Tensor and loss.numel() == 1:
-            return loss.item()
-        own = snapshot_loss(loss)
-        return own if own.numel() == 1 else own.sum()  # several, as in `manual_backward(outputs, gradient=...)`
+    def _prepare(self) -> None:
+        """Set the number of recorded batches and the parameter groups, at the first batch."""
+        self._begin()
+        self._room, self._stored = storage_for(self._loop.metrics.batch, self._most * self._loop.window.size)
+        self.resize()
+        groups = [group for optimizer in self._loop.optimizers for group in optimizer.param_groups]
+        self.groups = [] if any(isinstance(group["lr"], Tensor) for group in groups) else groups
 
     def _follow(self, outcome: StepOutcome) -> None:
         self._updates += 1
@@ -188,8 +188,10 @@ class Evidence:
 
     def take_losses(self, end: int) -> list[tuple[int, float | Tensor]]:
         """Remove and return the losses of the batches before this step."""
-        due = [one for one in self.losses if one[0] < end]
-        del self.losses[: len(due)]
+        count = len(self.losses)
+        while count and self.losses[count - 1][0] >= end:
+            count -= 1
+        due, self.losses = self.losses[:count], self.losses[count:]
         return due
 
     def resize(self, least: int = 0) -> None:
@@ -205,6 +207,12 @@ class Evidence:
         recent = self.batches()
         first = max((one.step for one in recent if one.step <= step), default=step)
         return [recorded for recorded in recent if recorded.step == first]
+
+
+def _to_read(loss: Tensor) -> Tensor:
+    """Return a loss as a tensor with one element, to read later."""
+    own = snapshot_loss(loss)
+    return own if own.numel() == 1 else own.sum()  # several, as in `manual_backward(outputs, gradient=...)`
 
 
 class Recorder:

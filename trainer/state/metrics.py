@@ -96,7 +96,8 @@ class LoggedValue:
         """Add a metric object, which accumulates by itself."""
         self.has_value = True
         self.metric = metric
-        self.step_value = _without_graph(metric._forward_cache)
+        value = metric._forward_cache
+        self.step_value = None if value is None else _without_graph(value)
 
     def epoch_value(self) -> Tensor | None:
         """Return the reduction of all values since the last reset.
