@@ -92,6 +92,19 @@ def test_norm_of_sparse_gradients(gradients):
     assert gradients.norm(torch.optim.SGD(table.parameters(), lr=0.1)).item() == pytest.approx(5**0.5)  # 2 and 1
 
 
+@pytest.mark.parametrize("algorithm", ["norm", "value"])
+def test_norm_of_float16_gradients_may_exceed_float16(gradients, algorithm):
+    """A norm of inf would clip finite gradients to zero."""
+    half, wide = (nn.Parameter(torch.zeros(2, dtype=dtype)) for dtype in (torch.float16, torch.float32))
+    half.grad, wide.grad = torch.tensor([6e4, 6e4]).half(), torch.tensor([8e4, 0.0])
+    expected = torch.cat([half.grad.float(), wide.grad]).norm()
+    norm = gradients.clip_(sgd([half], [wide]), 1e3, algorithm)
+    assert norm.dtype is torch.float32
+    torch.testing.assert_close(norm, expected)
+    scale = 1e3 / expected if algorithm == "norm" else 1 / 60
+    torch.testing.assert_close(half.grad.float(), scale * torch.tensor([6e4, 6e4]), rtol=1e-3, atol=0)
+
+
 def test_gradients_set_aside_are_restored(gradients):
     one, none = parameters_with([1.0], None)
     before = one.grad

@@ -22,11 +22,11 @@ from lightning.pytorch import LightningModule
 from rich.console import Console
 from rich.text import Text
 from torch import Tensor
-from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
 from trainer import terminal
 from trainer.callbacks.run_callback import RunCallback, refuse_other_trainers
+from trainer.engine.gradients import norm_of
 from trainer.errors import LossScaleCollapse, expect, is_out_of_memory, warn
 from trainer.files import from_here, write_text
 from trainer.module_tree import is_dense, is_measurable
@@ -211,7 +211,7 @@ class OverflowReport(RunCallback):
         if not fit.weights:
             part = trainer.engine.gradients.part
             measurable = filter(is_measurable, trainer.lightning_module.parameters())
-            fit.first_norm = get_total_norm([part(parameter.detach()) for parameter in measurable])
+            fit.first_norm = norm_of([part(parameter.detach()) for parameter in measurable])
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Look the parameters up again, because a callback may have replaced some."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from copy import copy
@@ -159,7 +158,7 @@ class LoaderSet:
         """Begin an evaluation pass: yield (batch, batch_idx, dataloader_idx), at most ``limit`` of each dataloader."""
         self.combined.limits = limits = [min(own, limit) for own in self.limits]
         self._note_generators()
-        most, combined = self._count(limits), self.combined
+        count, combined = self._count(limits), self.combined
         if self._persists:  # use the resumable form, because persistent workers send their states
             combined = self._limited if self.loaders else combined
             combined.limits = limits
@@ -167,8 +166,8 @@ class LoaderSet:
             combined = copy(combined)
             combined.flattened = list(map(_Whole, combined.flattened))
         source = one_pass(combined.flattened[0]) if self._is_plain else _begin_combined(combined)
-        batches = _take(iter(self._watch(LookAhead(source) if most == float("inf") else source)), most)
-        return zip(batches, itertools.count(), repeat(0), strict=False) if self._is_plain else batches
+        batches = _take(iter(self._watch(LookAhead(source) if count == float("inf") else source)), count)
+        return ((batch, index, 0) for index, batch in enumerate(batches)) if self._is_plain else batches
 
     @property
     def _persists(self) -> bool:

@@ -173,7 +173,7 @@ class Gradients:
     def norm(self, optimizer: Optimizer, norm_type: float = 2.0) -> Tensor | None:
         """Return the total norm of an optimizer's gradients as a plain 0-dim tensor, or None without gradients."""
         gradients = [g.coalesce().values() if g.is_sparse else g for g in gradients_of(optimizer)]
-        return torch.nn.utils.get_total_norm(gradients, norm_type) if gradients else None
+        return norm_of(gradients, norm_type) if gradients else None
 
     def norms(self, optimizer: Optimizer) -> list[tuple[Tensor, Tensor]]:
         """Return each parameter that has a gradient, with the gradient's L2 norm: 0-dim, in float32 or higher.
@@ -202,6 +202,11 @@ class Gradients:
         parameters = [p for p in parameters_of(optimizer) if p.grad is not None]
         if not parameters:
             return None
+        if algorithm == "norm" and any(p.grad.dtype is torch.float16 for p in parameters):
+            norm = self.norm(optimizer, norm_type)
+            assert norm is not None
+            torch.nn.utils.clip_grads_with_norm_(parameters, limit, norm)
+            return norm
         if algorithm == "norm":
             total = torch.nn.utils.clip_grad_norm_(parameters, limit, norm_type)
             return total if isinstance(total, Tensor) else None  # users' tests replace it with a mock
@@ -346,6 +351,26 @@ def clamp_(tensors: list[Tensor], limit: float) -> None:
     if tensors:
         torch._foreach_clamp_min_(tensors, -limit)
         torch._foreach_clamp_max_(tensors, limit)
+
+
+def norm_of(tensors: Sequence[Tensor], norm_type: float = 2.0) -> Tensor:
+    """Return the total norm of dense tensors as torch's ``get_total_norm``, but that of float16 tensors in float32.
+
+    In float16, a norm above 65504 is inf, even if all elements are finite.
+
+    Args:
+        tensors: the tensors; at least one.
+        norm_type: order of the norm. Default: 2.
+    """
+    half = [tensor for tensor in tensors if tensor.dtype is torch.float16]
+    if not half:
+        return torch.nn.utils.get_total_norm(tensors, norm_type)
+    norms = torch._foreach_norm(half, norm_type, dtype=torch.float32)  # noqa: SLF001 - one kernel for all
+    if len(half) < len(tensors):
+        others = [tensor for tensor in tensors if tensor.dtype is not torch.float16]
+        norms = (*norms, torch.nn.utils.get_total_norm(others, norm_type))
+    total: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(half[0].device) for norm in norms]), norm_type)
+    return total
 
 
 def each_norm(tensors: Sequence[Tensor]) -> list[Tensor]:
