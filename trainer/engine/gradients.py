@@ -3,8 +3,8 @@
 In a training step, in this order::
 
     clear(optimizer)                   at the first batch of an accumulation window, for each optimizer
-    forward_without_loss(has_run)      each batch for which this process has no loss: completes the forward pass
-    backward_without_loss(...)         each batch for which this process has no loss: instead of the backward pass
+    forward_without_loss(has_run)      each batch without a loss in this process: completes the forward pass
+    backward_without_loss(...)         each batch without a loss in this process: instead of the backward pass
     backward(scale(loss))              each other batch
     keep(optimizer)                    only if a compiled backward pass (CUDA graphs) would overwrite the gradients
     multiply_(optimizers, factor)      at a window's end, if the losses were not multiplied by their exact weights
