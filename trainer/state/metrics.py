@@ -425,7 +425,8 @@ class MetricStore:
 
     def end_batch(self) -> None:
         """End a batch: release the references to it and to the values logged in it."""
-        self.copies.clear()
+        if self.copies:
+            self.copies.clear()
         self.batch = None
         self.batch_size = None
 
