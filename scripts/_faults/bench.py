@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -171,9 +172,12 @@ class Bench:
     def warm_python(self) -> str:
         """Return the path of a Python with torch and Lightning already imported, so that torchrun starts it fast."""
         if self._warm_python == sys.executable:
-            from tests.warm_python import warm_python
+            from tests.warm_python import WarmPython, start_server
 
-            self._warm_python = str(self._warm.enter_context(warm_python()).executable)
+            folder = Path(self._warm.enter_context(tempfile.TemporaryDirectory(prefix="faults")))  # has a short path
+            server = self._warm.enter_context(start_server(folder, folder, subprocess.PIPE))
+            self._warm.callback(server.kill)
+            self._warm_python = str(WarmPython(folder).executable)
         return self._warm_python
 
     def close(self) -> None:

@@ -169,6 +169,8 @@ def continued(shell):
     assert status == 130, printed
     (command,) = [one.partition(": ")[2] for one in printed.splitlines() if one.startswith("To resume: ")]
     assert "hydra.sweep.dir=" in command
+    (log,) = Path("multirun").rglob("console.log")
+    assert "To resume" not in log.read_text()  # the sweep prints the command for all jobs
     shell.follow(command)
 
 

@@ -63,11 +63,15 @@ def clean_environment(environment: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in environment.items() if not _RUN_SPECIFIC.fullmatch(name)}
 
 
-def end_with_parent() -> None:
-    """When the sweep that started this process is killed, send SIGTERM to this process, so that it saves and exits."""
+def end_with_parent() -> bool:
+    """When the sweep that started this process is killed, send SIGTERM to this process, so that it saves and exits.
+
+    Returns:
+        Whether a sweep started this process.
+    """
     parent = int(os.environ.pop(PARENT, 0))
     if parent != os.getppid() or os.name != "posix":
-        return  # only POSIX reports a new parent
+        return bool(parent)  # only POSIX reports a new parent
 
     def watch() -> None:
         while os.getppid() == parent:
@@ -75,6 +79,7 @@ def end_with_parent() -> None:
         os.kill(os.getpid(), signal.SIGTERM)
 
     threading.Thread(target=watch, name="end_with_parent", daemon=True).start()
+    return True
 
 
 @contextmanager

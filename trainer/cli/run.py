@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import sys
 import time
 import warnings
@@ -23,7 +22,7 @@ from trainer.cli.build import check, make
 from trainer.cli.compose import resolve
 from trainer.cli.folders import merge_recipes
 from trainer.cli.objective import choose, monitored, not_logged
-from trainer.cli.processes import PARENT, end_with_parent, imports_only, is_first
+from trainer.cli.processes import end_with_parent, imports_only, is_first
 from trainer.cli.restore import recipe_of
 from trainer.cli.run_warnings import log_warnings
 from trainer.cli.targets import Allowlist
@@ -92,7 +91,7 @@ def run(config: DictConfig) -> float | None:
     )
     for handler in logging.getLogger().handlers:
         handler.addFilter(redaction.Filter())
-    end_with_parent()
+    is_job = end_with_parent()
     trainer, settings, is_ours = None, dict[str, Any](), True
     started = time.monotonic()
     outer, is_running = is_running, True
@@ -109,7 +108,8 @@ def run(config: DictConfig) -> float | None:
         _complete(record, trainer, started, "completed")
     except (KeyboardInterrupt, SystemExit) as error:
         _complete(record, trainer, started, "interrupted")
-        _print_resume_command(folder, config, trainer)
+        if not is_job:  # the sweep prints the command for all its jobs
+            _print_resume_command(folder, config, trainer)
         if isinstance(error.__context__, BrokenPipeError):  # rich raises SystemExit
             log.error("The output pipe was closed (for example by `| head`); stopping. -q prints less.")
         if isinstance(error.__context__, KeyboardInterrupt):  # the Trainer raises SystemExit
@@ -247,10 +247,10 @@ def _with_tracking(settings: dict[str, Any], folder: Path, record: RunRecord) ->
 
 
 def _print_resume_command(folder: Path, config: DictConfig, trainer: Trainer | None) -> None:
-    """Print the command that resumes an interrupted fit. For the jobs of a sweep, the sweep prints it."""
+    """Print the command that resumes an interrupted fit."""
     has_saved = bool(checkpoints_in(folder)) and not getattr(trainer, "fast_dev_run", False)
     words = words_of_run()
-    if config.command != "fit" or not is_first() or PARENT in os.environ or not has_saved:
+    if config.command != "fit" or not is_first() or not has_saved:
         return
     command = resume_command("fit", words, from_here(folder), "hydra.run.dir")
     print(f"To resume: {command}", file=sys.stderr, flush=True)
