@@ -25,7 +25,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from tests.parity import Classifier, Learner, assert_same_weights, data, ours
 from trainer import CheckpointFiles
-from trainer.data.worker_signals import SurviveSignals
+from trainer.data.workers import SurviveSignals
 from trainer.errors import RequeueError
 
 

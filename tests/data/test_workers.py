@@ -5,25 +5,30 @@ import torch
 from torch.utils.data import DataLoader
 
 from trainer.data import workers
-from trainer.data.workers import bounded
+from trainer.data.workers import SurviveSignals, guard_workers
+from trainer.session import Session
 
 
 def loader(**options):
     return DataLoader(torch.arange(12), **{"num_workers": 1} | options)
 
 
-def test_dataloaders_that_are_not_bounded():
-    free, alone, own = loader(), loader(num_workers=0), loader(timeout=7)
-    with bounded([free, alone, own, range(3)], 5), bounded([free], 9):
-        assert "_get_iterator" in vars(free)
-        assert not {"_get_iterator"} & (vars(alone).keys() | vars(own).keys())
-    with bounded([free], 0):
-        assert "_get_iterator" not in vars(free)
+def test_methods_of_dataloaders_are_replaced_until_the_session_closes():
+    free, alone, own, unlimited = loader(), loader(num_workers=0), loader(timeout=7), loader(worker_init_fn=int)
+    with Session() as session:
+        for each, seconds in ((free, 5), (alone, 5), (own, 5), (range(3), 5), (free, 9), (unlimited, 0)):
+            guard_workers(session, each, seconds)
+        assert ["_get_iterator" in vars(each) for each in (free, alone, own, unlimited)] == [True, *[False] * 3]
+        inits = [each.worker_init_fn for each in (free, alone, own, unlimited)]
+        assert [type(init) is SurviveSignals and init.init for init in inits] == [None, False, None, int]
+    assert [each.worker_init_fn for each in (free, alone, own, unlimited)] == [None, None, None, int]
+    assert "_get_iterator" not in vars(free)
 
 
 def test_iterator_that_is_bounded_ends_its_workers_with_itself(no_gc):
     data = loader()
-    with bounded([data], 5):
+    with Session() as session:
+        guard_workers(session, data, 5)
         iterator = iter(data)
         next(iterator)
     (worker,) = iterator._workers

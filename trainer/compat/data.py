@@ -40,8 +40,7 @@ from trainer.data.epochs import objects_with_set_epoch
 from trainer.data.lengths import has_exact_length, is_trusted
 from trainer.data.prefetching import Prefetching
 from trainer.data.unpadded import BatchShare, Span, UnpaddedSampler
-from trainer.data.worker_signals import outlive_signals
-from trainer.data.workers import bounded
+from trainer.data.workers import guard_workers
 from trainer.errors import ConfigurationError, ResumeError, rank_zero_warn
 from trainer.loops.accumulation import AccumulationWindow
 from trainer.state import random_states
@@ -292,7 +291,6 @@ class DataSource:
             old.close()
         if made is None:
             return None
-        trainer._session.enter_context(bounded(made.combined.flattened, trainer.dataloader_timeout))
         made.made_in, made.made_with = trainer.current_epoch, made_with
         # the validation of this epoch reuses the dataloaders of the sanity check; without one, they are recreated
         is_extra = trainer.sanity_checking and not trainer.loop.limits.epoch_validates()
@@ -377,7 +375,6 @@ class DataSource:
         for loader in combined.flattened:
             _check_dataloader_iterable(loader, source, function)
         unprepared, combined.flattened = combined.flattened, [self._prepare(one, stage) for one in combined.flattened]
-        self._separate_workers(combined, stage)
         samplers = self._put_in_order(combined, unprepared) if training and self.elastic_state is not None else []
         made = self._limited(stage, combined, samplers)
         if not all(map(is_trusted, objects_with_set_epoch(*combined.flattened))):  # the length may depend on the epoch
@@ -406,11 +403,11 @@ class DataSource:
         most = [_parse_num_batches(stage, span.most, limit) for span in spans]
         limits = [min(pair) for pair in zip(lengths, most, strict=True)]
         if made is None:
-            fetcher = _select_data_fetcher(trainer, stage)
+            fetcher, watch = _select_data_fetcher(trainer, stage), watch_of(trainer.profiler, stage)
             made = (
                 DrawnLoaderSet(combined, limits, fetcher, trainer.profiler, stage)
                 if isinstance(fetcher, _DataLoaderIterDataFetcher)
-                else LoaderSet(combined, limits, float("inf") not in lengths, watch_of(trainer.profiler, stage))
+                else LoaderSet(combined, limits, float("inf") not in lengths, watch, trains=training)
             )
         made.limits, made.most, made.idle, made.announce = limits, most, 0, None
         unknown = [span.most == float("inf") for span in spans]  # unknown, whatever the limit
@@ -428,22 +425,6 @@ class DataSource:
         if samplers and type(made) is LoaderSet:
             made.announce = partial(_set_batch_weight, trainer.loop.window, samplers[0])
         return made
-
-    def _separate_workers(self, combined: CombinedLoader, stage: RunningStage) -> None:
-        """Replace dataloaders that are in use already by copies, if their workers persist.
-
-        Such a dataloader has one iterator: a validation inside an epoch of the same dataloader would end the epoch.
-        """
-        others = [ready for other, ready in self._ready.items() if ready is not None and other is not stage]
-        used = {id(one) for ready in others for one in ready.combined.flattened}
-        loaders = combined.flattened
-        for place, loader in enumerate(loaders):
-            if id(loader) in used and getattr(loader, "persistent_workers", False):
-                loaders[place] = view = copy(loader)
-                vars(view)["_iterator"] = None
-                vars(view).pop("_get_iterator", None)  # the time limit of the other one's iterators
-            used.add(id(loader))
-        combined.flattened = loaders
 
     def _lengths(self, combined: CombinedLoader, training: bool) -> list[float]:
         """Return the number of batches of each dataloader in this process; inf for one without a length.
@@ -520,7 +501,7 @@ class DataSource:
     def _prepare(self, loader: Any, stage: RunningStage) -> Any:
         # as in a fit, because all passes set the epochs of samplers when they start
         loader = _process_dataloader(self._trainer, TrainerFn.FITTING, stage, loader)
-        outlive_signals(loader)
+        guard_workers(self._trainer._session, loader, self._trainer.dataloader_timeout)
         return loader
 
 

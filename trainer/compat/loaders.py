@@ -25,11 +25,8 @@ from trainer.data.resumable import (
     MapStyleLoader,
     ResumableLoader,
     StatefulLoader,
-    generators_of,
     length_of,
-    one_pass,
     resumable,
-    to_the_end,
 )
 from trainer.data.unpadded import Span
 from trainer.errors import rank_zero_warn
@@ -55,6 +52,7 @@ class LoaderSet:
         limits: the number of batches to run of each; inf for one without a length.
         has_length: whether the lengths of all are known. If not, a limit may exceed the number of batches.
         watch: wraps a source of batches, so that a profiler times the fetching of each batch. Default: a no-op.
+        trains: whether a ``state_dict`` of a dataloader is used, because a pass may be resumed inside. Default: True.
 
     Attributes:
         made_in: the epoch in which they were created. Set by DataSource.
@@ -78,7 +76,13 @@ class LoaderSet:
     """
 
     def __init__(
-        self, combined: CombinedLoader, limits: list[float], has_length: bool, watch: Callable[..., Any] = identity
+        self,
+        combined: CombinedLoader,
+        limits: list[float],
+        has_length: bool,
+        watch: Callable[..., Any] = identity,
+        *,
+        trains: bool = True,
     ) -> None:
         self.combined = combined
         self.limits = limits
@@ -94,9 +98,8 @@ class LoaderSet:
         self.any_rank_on_host: Callable[..., list[bool]] | None = None
         self.on_batch: Callable[[bool], Any] = identity
         self.limit_again: Callable[[], Any] | None = None
-        self._watch = watch
+        self._watch, self._trains = watch, trains
         self._epoch = 0
-        self._generators: list[list[random_states.Generator]] | None = None
         self._loaders: list[ResumableLoader] = []
         self._limited = combined
         self._pass: Iterator[Any] | None = None
@@ -156,53 +159,30 @@ class LoaderSet:
 
     def batches(self, limit: float = float("inf")) -> Iterator[tuple[Batch, int, int]]:
         """Begin an evaluation pass: yield (batch, batch_idx, dataloader_idx), at most ``limit`` of each dataloader."""
-        self.combined.limits = limits = [min(own, limit) for own in self.limits]
-        self._note_generators()
-        count, combined = self._count(limits), self.combined
-        if self._persists:  # use the resumable form, because persistent workers send their states
-            combined = self._limited if self.loaders else combined
-            combined.limits = limits
-        if combined is self.combined:
-            combined = copy(combined)
-            combined.flattened = list(map(_Whole, combined.flattened))
-        source = one_pass(combined.flattened[0]) if self._is_plain else _begin_combined(combined)
+        loaders, limits = self.loaders, [min(own, limit) for own in self.limits]
+        self._limited.limits, count = limits, self._count(limits)
+        source = iter(loaders[0]) if self._is_plain else _begin_combined(self._limited)
         batches = _take(iter(self._watch(LookAhead(source) if count == float("inf") else source)), count)
         return ((batch, index, 0) for index, batch in enumerate(batches)) if self._is_plain else batches
 
-    @property
-    def _persists(self) -> bool:
-        """Whether a dataloader has workers that persist from pass to pass."""
-        return any(getattr(loader, "persistent_workers", False) for loader in self.combined.flattened)
-
-    def _note_generators(self) -> list[list[random_states.Generator]]:
-        """Return the random generators, and changing attributes, of each dataloader, as found before the first pass."""
-        if self._generators is None:
-            self._generators = [generators_of(loader) for loader in self.combined.flattened]
-        return self._generators
-
     def evaluation_state(self) -> dict[str, Any]:
         """Return the state between two passes of evaluation: tensors and plain containers."""
-        own = list(map(random_states.states_of, self._note_generators()))
-        state: dict[str, Any] = {**self._origin(), "own": own}
-        if self._persists:
-            state["loaders"] = [loader.state_dict() for loader in self.loaders]
-        return state
+        own = [random_states.states_of(loader.generators) for loader in self.loaders]
+        workers = [loader.state_dict() if loader.persists else {} for loader in self.loaders]
+        return {**self._origin(), "own": own, "loaders": workers}
 
     def load_evaluation_state(self, state: dict[str, Any]) -> None:
         """Restore a state of :meth:`evaluation_state` for the next pass. Changes the random states of this process.
 
         A no-op if the number of dataloaders has changed.
         """
-        generators = self._note_generators()
-        if len(generators) != len(state["own"]):
+        if len(self.loaders) != len(state["own"]):
             return
         self.made_in, self.is_outdated = state["made_in"], state.get("is_outdated", False)
-        if "loaders" in state:
-            self.close()  # the workers of a sanity check
-        for loader, own in zip(self.loaders if "loaders" in state else (), state.get("loaders", ()), strict=False):
-            loader.load_state_dict({**own, "is_over": True} if own else {})
-        for found, own in zip(generators, state["own"], strict=True):
-            random_states.set_states(found, own)
+        self.close()  # the workers of a sanity check
+        for loader, workers, own in zip(self.loaders, state["loaders"], state["own"], strict=True):
+            loader.load_state_dict({**workers, "is_over": True} if workers else {})
+            random_states.set_states(loader.generators, own)
 
     # --- training, with passes that can be resumed ---
 
@@ -210,7 +190,9 @@ class LoaderSet:
     def loaders(self) -> list[ResumableLoader]:
         """The dataloaders in resumable form."""
         if not self._loaders:
-            self._loaders = [resumable(loader, self._epoch) for loader in self.combined.flattened]
+            self._loaders = [
+                resumable(loader, self._epoch, uses_state=self._trains) for loader in self.combined.flattened
+            ]
             self._limited = copy(self.combined)
             self._limited.limits, self._limited.flattened = self.limits, list(self._loaders)
         return self._loaders
@@ -355,17 +337,15 @@ class LoaderSet:
         return reasons
 
     def _resume(self, state: dict[str, Any], position: dict[str, Any]) -> list[str]:
-        reasons, batches, is_one = [], state["batches"], len(self.loaders) == 1
-        if state["inside"] and not is_one:
-            reasons.append("the checkpoint was written inside a batch")
+        reasons, batches = [], state["batches"]
         for loader, own in zip(self.loaders, position["loaders"], strict=True):
             if own and own["kind"] == loader.kind and loader.replays(own):
                 _warn_of_replaying(loader, own["batches"])
-            inside = {}
-            if state["inside"] and is_one and own:
-                before = own.get("before_end", own["own"])
-                inside = {"batches": batches, "inside": True, "exhausted": False, "own": before}
-            reasons += loader.load_state_dict({**own, **inside})
+            if state["inside"] and own and len(self.loaders) == 1:
+                own = {**own, "batches": batches, "exhausted": False, "own": [], "last": None}
+            reasons += loader.load_state_dict(own)
+        if state["inside"]:
+            reasons.append("the checkpoint was written inside a batch, which had been prepared already")
         self._resumed = position
         if "random" not in position:
             self.open(batches)
@@ -391,16 +371,6 @@ class LoaderSet:
     def _drop(self, batches: int) -> None:
         assert self._pass is not None
         deque(islice(self._pass, batches), maxlen=0)
-
-
-class _Whole:
-    """A dataloader with a sampler that is read to its end in each pass."""
-
-    def __init__(self, loader: Any) -> None:
-        self._loader = loader
-
-    def __iter__(self) -> Iterator[Batch]:
-        return to_the_end(one_pass(self._loader), self._loader)
 
 
 class DrawnLoaderSet(LoaderSet):
@@ -443,8 +413,9 @@ class DrawnLoaderSet(LoaderSet):
 
     def batches(self, limit: float = float("inf")) -> Iterator[tuple[Batch, int, int]]:
         """Begin a pass that yields, for each step, the batch that the previous step drew last."""
-        self.combined.limits = [min(own, limit) for own in self.limits]
-        self.fetcher.setup(self.combined)
+        assert len(self.loaders) == len(self.limits)
+        self._limited.limits = [min(own, limit) for own in self.limits]
+        self.fetcher.setup(self._limited)
         iter(self.fetcher)
         return self._steps()
 

@@ -7,10 +7,10 @@ the next iteration is the following pass. There are three kinds:
 
 ``MapStyleLoader``
     A ``DataLoader`` with a map-style dataset. Its sampler is iterated again from its initial random state. The indices
-    of trained batches are compared with the saved ones and dropped: no sample is loaded.
+    of the last trained batch are compared with the saved ones: no sample is loaded.
 ``StatefulLoader``
-    A loader that has ``state_dict`` and ``load_state_dict`` resumes itself, unless its workers drew random numbers that
-    are in no state: then its trained batches are loaded again, too.
+    A loader that has ``state_dict`` and ``load_state_dict`` resumes itself, unless its workers have changed: they are
+    in no state, so its trained batches are loaded again.
 ``ResumableLoader``
     Anything else: the trained batches are loaded again, and dropped, unless its iterator has a state.
 
@@ -26,17 +26,16 @@ import copy
 import hashlib
 import inspect
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, cycle, islice, repeat
 from typing import Any
 
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset
-from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from trainer.data.epochs import objects_with_set_epoch
-from trainer.data.worker_random import WorkerRandom, WorkerStates, recorded
+from trainer.data.worker_random import WorkerRandom, recorded, states_of
 from trainer.data.workers import bounded_like
 from trainer.state import random_states
 from trainer.state.random_states import Generator, State
@@ -53,36 +52,39 @@ class ResumableLoader:
     Args:
         loader: the dataloader.
         generators: the random generators that it holds. Default: None, they are searched for.
-
+        shares_iterator: whether a DataLoader with persistent workers shares its iterator with other code that iterates
+            it. Default: False, a copy of the DataLoader is iterated.
     """
 
     kind = "replayed"
 
-    def __init__(self, loader: Any, generators: list[Generator] | None = None) -> None:
+    def __init__(
+        self, loader: Any, generators: list[Generator] | None = None, *, shares_iterator: bool = False
+    ) -> None:
         self.loader = loader
         self.generators = random_states.find(loader) if generators is None else generators
-        self._persists = isinstance(loader, DataLoader) and loader.num_workers > 0 and loader.persistent_workers
-        self._records_workers = self._persists and _uses_default_iteration(loader)
+        self.persists = isinstance(loader, DataLoader) and loader.num_workers > 0 and loader.persistent_workers
+        self._records_workers = self.persists and _uses_default_iteration(loader)
         self._begun: State = {}  # the random states when the pass began
         self._started: State = {}  # the random states when the workers were started: in this pass, or an earlier one
-        self._first = 0  # number of batches of the pass that an earlier process has yielded
         self._batches = 0  # number of batches that the pass has yielded
-        self._workers: WorkerStates | None = None  # None if the states of the workers are not recorded
-        self._iterator: Any = None  # that of the pass, if it has a state; or the one that persists
+        self._worker: WorkerRandom | None = None  # None if the states of the workers are not recorded
+        self._is_copied = self.persists and not shares_iterator
+        self._running: Any = _copied(loader) if self._is_copied else loader  # it has the persistent workers
+        self._iterator: Any = None  # that of the pass, if it is needed
         self._resumed: Iterator[Batch] | None = None  # the pass of the next iteration
         self._finished: State = {}  # the state of a pass that was over, until the next one begins
         self.epoch = 0
-        self._shared_epoch: torch.Tensor | None = None  # for persistent workers
 
     def start_epoch(self, epoch: int) -> None:
         """Set the epoch, also for persistent workers, which have copies of the dataset."""
         self.epoch = epoch
-        if self._shared_epoch is not None:
-            self._shared_epoch[0] = epoch
+        if self._worker is not None:
+            self._worker.set_epoch(epoch)
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave the current pass out of copies."""
-        return vars(self) | {"_resumed": None, "_iterator": None}
+        return vars(self) | {"_resumed": None, "_iterator": None, "_running": self.loader, "_late": None}
 
     def __len__(self) -> int:
         return len(self.loader)
@@ -94,17 +96,19 @@ class ResumableLoader:
 
     def __iter__(self) -> Iterator[Batch]:
         resumed, self._resumed, self._finished = self._resumed, None, {}
-        return self._begin() if resumed is None else resumed
+        return to_the_end(self._begin() if resumed is None else resumed, self.loader, self._batches)
 
     def replays(self, state: State) -> bool:
         """Return whether a resume inside the pass in ``state`` loads the trained batches again."""
         is_in_memory = isinstance(self.loader, Sequence)
-        return bool(state.get("batches")) and not is_in_memory and ("iterator" not in state or self._persists)
+        return bool(state.get("batches")) and not is_in_memory and ("iterator" not in state or self.persists)
 
     def close(self) -> None:
         """Drop the pass. Its position can still be read."""
         self._finished = self._finished or (self._position_state() if self._begun else {})
         self._resumed = self._iterator = None
+        if self.persists:
+            vars(self._running)["_iterator"] = None
 
     def state_dict(self) -> State:
         """Return the position in the pass: tensors and plain containers. {} before the first pass."""
@@ -115,84 +119,64 @@ class ResumableLoader:
         """Restore a position: the next iteration yields the rest of its pass. Changes this process's random states.
 
         Args:
-            state: the return value of :meth:`state_dict`, with two optional keys: ``is_over``, whether the pass was
-                over; ``inside``, whether the state was saved in the middle of the batch that follows the trained ones.
-                If the state is of another kind of loader, ``batches`` batches are skipped, and nothing else is
-                restored.
+            state: the return value of :meth:`state_dict`, with an optional key ``is_over``, whether the pass was over.
+                Without ``own``, random generators of the dataloader are not restored. If the state is of another kind
+                of loader, ``batches`` batches are skipped, and nothing else is restored.
 
         Returns:
             The reasons why the following batches may differ from those of an uninterrupted run; empty if they do not.
             If the pass was over, changed settings are no reason, because data may change between two epochs.
         """
-        self._resumed, self._finished = None, {}
+        self._resumed, self._finished, reasons = None, {}, list[str]()
         if not state:
             return []
         if state.get("is_over"):
             self._finished = state
             if state["kind"] != self.kind:
                 return []
-            if self._persists and "epoch" in state:
+            if self.persists and "epoch" in state:
                 for part in objects_with_set_epoch(self.loader.dataset):  # new workers copy the dataset, with its epoch
                     part.set_epoch(state["epoch"])
                 self.epoch = state["epoch"]
             reasons = self._follow(state)
-            random_states.set_states(self.generators, state["own"])
-            return reasons
-        if state["kind"] != self.kind:
+        elif state["kind"] != self.kind:
             self._resumed = self._skip(state["batches"])
             kind = type(self.loader).__name__
             return [f"the dataloader is of another kind than the one that was saved: it is now a {kind}"]
-        reasons = _changes(state, self.loader)
-        self._resumed = self._resume(state, reasons)
-        if state["prefetch_factor"] == self._prefetch_factor:  # otherwise the sampler is ahead by more or fewer batches
-            random_states.set_states(self.generators, state["own"])
+        else:
+            reasons = _changes(state, self.loader)
+            self._resumed = self._resume(state, reasons)
+        random_states.set_states(self.generators, state.get("own", []))
         return reasons
-
-    def begin_pass(self, *, with_old_workers: bool = False) -> None:
-        """Record that a pass begins, with new workers or those of the last pass."""
-        self._begun, self._first, self._batches = random_states.capture(own=self.generators), 0, 0
-        if not with_old_workers:
-            self._started, self._workers = self._begun, None
-
-    @property
-    def _prefetch_factor(self) -> int | None:
-        return getattr(self.loader, "prefetch_factor", None)
 
     def _begin(self) -> Iterator[Batch]:
         """Return an iterator over a new pass, with new workers or those of the last pass."""
-        is_running = self._persists and self.loader._iterator is not None
-        self.begin_pass(with_old_workers=is_running)
-        return self._count_batches(iter(self.loader) if is_running else self._start({}))
+        is_running = self.persists and self._running._iterator is not None
+        self._begun, self._batches = random_states.capture(own=self.generators), 0
+        if is_running:
+            return self._count_batches(iter(self._running))
+        self._started = self._begun
+        return self._count_batches(self._start({}))
 
-    def _start(self, starts: dict[int, State] | None) -> Iterator[Batch]:
+    def _start(self, starts: dict[int, State]) -> Iterator[Batch]:
         """Return an iterator of the dataloader with new workers, which start from the random states ``starts``."""
         iterator: Iterator[Batch]
+        if self._is_copied:
+            self._running = _copied(self.loader)
         if not self._records_workers:
-            iterator = iter(self.loader)
+            iterator = iter(self._running)
         else:
-            worker = self._record_workers(starts or {})
-            with recorded(self.loader, worker, wraps_dataset=_uses_default_iteration(self.loader)):
-                iterator = iter(self.loader)
-        self._iterator = iterator if self._keeps(iterator) else None
+            self._worker = WorkerRandom(self.loader, starts, self.epoch, sends=False)
+            with recorded(self._running, self._worker, wraps=_uses_default_iteration(self.loader)):
+                iterator = iter(self._running)
+        if self._is_copied:
+            iterator = bounded_like(self.loader, iterator)
+        self._iterator = iterator if _has_methods(iterator, "get_state", "set_state") else None
         return iterator
-
-    def _keeps(self, iterator: Iterator[Batch]) -> bool:
-        """Return whether to keep the iterator of a pass."""
-        return _has_methods(iterator, "get_state", "set_state")
-
-    def _record_workers(self, starts: dict[int, State]) -> WorkerRandom:
-        """Return the functions for new workers, which start from the random states ``starts``."""
-        loader, self._shared_epoch = self.loader, None
-        self._workers = WorkerStates(starts, loader.num_workers, loader.prefetch_factor)
-        if self._persists and objects_with_set_epoch(loader.dataset):
-            self._shared_epoch = torch.tensor([self.epoch])
-            self._shared_epoch.share_memory_()  # type: ignore[no-untyped-call]
-        return WorkerRandom(loader, starts, self._workers.memory, self._shared_epoch)
 
     def _resume(self, state: State, reasons: list[str]) -> Iterator[Batch]:
         """Return an iterator over the rest of the pass in ``state``. Appends to ``reasons`` why it may differ."""
-        if not state["is_first"]:
-            reasons += self._lost_by_workers(state)
+        reasons += self._lost_by_workers(state)
         random_states.restore(state["started"], own=self.generators)
         iterator = self._begin()
         if self._iterator is not None and "iterator" in state:
@@ -215,16 +199,16 @@ class ResumableLoader:
         Returns:
             The reasons why that pass may be different; empty if it is the same.
         """
-        if not self._persists or self.loader._iterator is not None or _changes(state, self.loader):
+        if not self.persists or self._running._iterator is not None or _changes(state, self.loader):
             return []
         random_states.restore(state["started"], own=self.generators)
-        self._start({})  # the loader keeps these workers for the next pass
+        self._start({})  # these workers stay for the next pass
         self._begun, self._started = state["begun"], state["started"]
-        return self._lost_by_workers(state)
+        return self._lost_by_workers({**state, "is_first": False})
 
     def _lost_by_workers(self, state: State) -> list[str]:
         """Return the reason why persistent workers cannot be started as they were; empty if they can be."""
-        if not self._persists or not state.get("have_changed", True):
+        if not self.persists or state["is_first"] or not state.get("have_changed", True):
             return []
         return [
             "the random states and attributes of the dataset in persistent workers, which have changed, are not saved"
@@ -238,25 +222,26 @@ class ResumableLoader:
             "begun": self._begun,
             "started": self._started,
             "is_first": self._started == self._begun,  # the workers, if any, were started for this pass
-            "set_up": _settings_of(self.loader) if isinstance(self.loader, DataLoader) else {},
-            "prefetch_factor": self._prefetch_factor,
+            "set_up": _settings_of(self.loader),
         }
-        if self._workers is not None:
-            state["have_changed"] = self._workers.have_changed
-        if _has_methods(self._iterator, "get_state", "set_state"):
+        if self._worker is not None:
+            state["have_changed"] = self._worker.have_changed
+        if self._iterator is not None:
             state["iterator"] = self._iterator.get_state()
         return state
-
-    def _worker_states(self) -> dict[int, State] | None:
-        """Return the states of the workers that take turns in a pass; None if they are unknown."""
-        if self._workers is None:
-            return None
-        return self._workers.state_dict(self._first % self.loader.num_workers, self._batches - self._first)
 
     def _count_batches(self, iterator: Iterator[Any]) -> Iterator[Batch]:
         for batch in map(next, repeat(iterator)):  # not `in iterator`: see `one_pass`
             self._batches += 1
             yield batch
+
+
+def _copied(loader: DataLoader[Any]) -> DataLoader[Any]:
+    """Return a copy of a dataloader with a separate iterator."""
+    view = copy.copy(loader)
+    vars(view)["_iterator"] = None
+    vars(view).pop("_get_iterator", None)  # creates the iterators of the other one
+    return view
 
 
 def one_pass(source: Iterable[Any]) -> Iterator[Any]:
@@ -267,30 +252,25 @@ def one_pass(source: Iterable[Any]) -> Iterator[Any]:
     return map(next, repeat(iter(source)))
 
 
-def to_the_end(
-    iterator: Iterator[Batch], loader: Any, done: int = 0, before: Callable[[], Any] = lambda: None
-) -> Iterator[Batch]:
-    """Return the batches of a pass, and read the sampler to its end before the last batch.
+def to_the_end(iterator: Iterator[Batch], loader: Any, done: int = 0) -> Iterator[Batch]:
+    """Return the batches of a pass. Before the last one, read a generator, or a DataLoader without workers, to its end.
 
-    A ``for`` loop does so after the last batch, and workers read ahead. It runs the code after the last ``yield`` of a
-    sampler, which may count epochs, and a ``RandomSampler`` draws from its generator. Other data than a map-style
-    dataset is not read beyond its length, because it may be a stream that continues in the next pass.
+    A ``for`` loop does so after the last batch, and workers read ahead. It runs the code after the last ``yield``,
+    which may count epochs, and a ``RandomSampler`` draws from its generator. Other iterators are not read beyond their
+    length, because they may be streams that continue in the next pass.
 
     Args:
         iterator: the pass.
         loader: the dataloader.
         done: the number of batches that the pass has yielded before. Default: 0.
-        before: called before the end is read. Default: a no-op.
     """
-    if not _is_map_style(loader) or loader.num_workers or (left := (length_of(loader) or 0) - done) <= 0:
-        return iterator
-    return chain(islice(iterator, left - 1), _read_ahead(iterator, before))
+    has_end = inspect.isgeneratorfunction(type(loader).__iter__) or getattr(loader, "num_workers", 1) == 0
+    left = (length_of(loader) or 0) - done
+    return chain(islice(iterator, left - 1), _read_ahead(iterator)) if has_end and left > 0 else iterator
 
 
-def _read_ahead(iterator: Iterator[Batch], before: Callable[[], Any]) -> Iterator[Batch]:
-    batches = deque(islice(iterator, 1))
-    before()
-    batches += islice(iterator, 1)  # none, unless the length is an estimate
+def _read_ahead(iterator: Iterator[Batch]) -> Iterator[Batch]:
+    batches = deque(islice(iterator, 2))  # one, unless the length is an estimate
     while batches:
         yield batches.popleft()
     yield from iterator
@@ -300,25 +280,23 @@ def _is_map_style(loader: Any) -> bool:
     return _uses_default_iteration(loader) and not isinstance(loader.dataset, IterableDataset)
 
 
-def resumable(loader: Any, epoch: int = 0) -> ResumableLoader:
-    """Return a :class:`ResumableLoader` around ``loader``, and set its epoch."""
+def resumable(loader: Any, epoch: int = 0, *, uses_state: bool = True) -> ResumableLoader:
+    """Return a :class:`ResumableLoader` around ``loader``, and set its epoch.
+
+    Args:
+        loader: the dataloader.
+        epoch: the epoch. Default: 0.
+        uses_state: whether a ``state_dict`` of the dataloader is used. Default: True.
+    """
     made: ResumableLoader
-    if _has_state(loader):
+    if uses_state and _has_state(loader):
         made = StatefulLoader(loader)
     elif _is_map_style(loader):
         made = MapStyleLoader(loader)
     else:
-        made = ResumableLoader(loader)
+        made = ResumableLoader(loader, shares_iterator=uses_state and not _uses_default_iteration(loader))
     made.start_epoch(epoch)
     return made
-
-
-def generators_of(loader: Any) -> list[Generator]:
-    """Return the random generators and attributes that a dataloader keeps in this process from pass to pass."""
-    if not isinstance(loader, DataLoader):
-        return random_states.find(loader)
-    samplers = loader.generator, loader.sampler, loader.batch_sampler
-    return random_states.find(*samplers, loader.dataset, loader.collate_fn)
 
 
 def _uses_default_iteration(loader: Any) -> bool:
@@ -351,23 +329,22 @@ def _has_state(value: Any) -> bool:
 class StatefulLoader(ResumableLoader):
     """A loader that has ``state_dict`` and ``load_state_dict``, such as torchdata's ``StatefulDataLoader``.
 
-    Its position is read and restored through these methods only. The ``StatefulDataLoader`` does not save the random
-    states of its workers; for a map-style dataset, this class does.
+    Its position is read and restored through these methods only.
     """
 
     kind = "stateful"
 
     def __init__(self, loader: Any) -> None:
         # without objects that have `load_state_dict`: inside a pass, it sets their attributes for the next iteration
-        super().__init__(loader, random_states.find(loader, unwatched=_has_position))
+        super().__init__(loader, random_states.find(loader, unwatched=_has_position), shares_iterator=True)
         is_loader = isinstance(loader, DataLoader)
         is_torchdatas = is_loader and type(loader).load_state_dict.__module__.startswith("torchdata.")
-        self._records_workers = is_loader and loader.num_workers > 0 and (is_torchdatas or self._records_workers)
+        self._records_workers = is_torchdatas and loader.num_workers > 0
         self._is_generator = is_loader and inspect.isgeneratorfunction(type(loader).__iter__)
-        self._attributes = random_states.find(loader) if is_torchdatas or not is_loader else []
         # begins each pass from the start, but without workers its dataset may continue where it was
         own = (loader.dataset if not loader.num_workers else None) if is_torchdatas else loader
         self._lasting: Any = own if _has_state(own) else None
+        self._late: Iterator[Batch] | None = None  # the pass that a generator has resumed
         samplers, dataset = ((loader.sampler, loader.batch_sampler), loader.dataset) if is_loader else ((), None)
         self._samplers = random_states.find(*samplers, unwatched=_has_position, except_in=dataset)
 
@@ -376,50 +353,37 @@ class StatefulLoader(ResumableLoader):
 
     def replays(self, state: State) -> bool:
         """Return whether a resume loads the trained batches again, as its ``state_dict`` lacks states of workers."""
-        if not self._records_workers or not state.get("have_changed", True) or not state.get("batches"):
-            return False
-        return state.get("workers") is None or state["state"].get("_steps_since_snapshot", 0) > 0
+        return bool(state.get("batches") and state.get("have_changed"))
 
     def _resume(self, state: State, reasons: list[str]) -> Iterator[Batch]:
-        if self._persists and not state["is_first"]:
-            reasons.append("it is not the first pass of persistent workers: use persistent_workers=False")
-        elif self.replays(state):
+        if self.replays(state):
             return super()._resume(state, reasons)
-        if state.get("inside"):
-            reasons.append(_INSIDE_A_BATCH)
+        if self.persists and not state["is_first"]:
+            reasons.append("it is not the first pass of persistent workers: use persistent_workers=False")
         self.loader.load_state_dict(state["state"])
         random_states.restore(state["begun"], own=self.generators)
-        self.begin_pass()
         if self._is_generator:
-            iterator = self._iterator = self._late_start(state["begun"])
+            iterator = self._late = self._late_start(state["begun"])
         else:
-            iterator = self._start(state.get("workers"))
-        self._begun, self._started = state["begun"], state["started"]
-        self._first = self._batches = state["batches"]
-        if "sampler" in state and self._sampler_attributes() != state["sampler"]:
+            iterator = self._start({})
+        self._begun, self._started, self._batches = state["begun"], state["started"], state["batches"]
+        if self._sampler_attributes() != state["sampler"]:
             reasons.append("the sampler changes whenever it is iterated, and resuming iterates it more often")
         return self._count_batches(iterator)
 
     def _begin(self) -> Iterator[Batch]:
-        if self._is_generator and self._iterator is not None and (self._first or self._left <= 0):
+        if self._late is not None:
+            late, self._late = self._late, None
             with random_states.isolated():
-                self._read_to_the_end(self._iterator)
+                self._read_to_the_end(late)
         return super()._begin()
 
-    def _keeps(self, iterator: Iterator[Batch]) -> bool:
-        return self._is_generator
-
-    @property
-    def _left(self) -> int:
-        return (length_of(self.loader) or 0) - self._batches
-
     def _read_to_the_end(self, iterator: Iterator[Batch]) -> None:
-        """Execute the last lines of a generator, which follow its last ``yield``, as a ``for`` loop does.
+        """Execute the last lines of a generator, which follow its last ``yield``, in a pass that a limit has cut.
 
-        A loader that resumes a position may do so in each pass until these lines. The batches that a limit excludes are
-        loaded for this in the pass that was resumed.
+        A loader that resumes a position may do so in each pass until these lines.
         """
-        deque(islice(iterator, max(self._left, 0) + 1), maxlen=0)
+        deque(islice(iterator, max((length_of(self.loader) or 0) - self._batches, 0) + 1), maxlen=0)
 
     def _late_start(self, begun: State) -> Iterator[Batch]:
         """Yield the batches of a generator. Its DataLoader draws the seed that it drew after ``begun``.
@@ -428,7 +392,7 @@ class StatefulLoader(ResumableLoader):
         """
         loader, own = self.loader, self.loader.generator
         loader.generator = torch.Generator()
-        random_states.set_state(loader.generator, begun["own"][self.generators.index(own)] if own else begun["torch"])
+        random_states.set_state(loader.generator, begun["torch"])
         try:
             iterator = iter(loader)
             first = list(islice(iterator, 1))
@@ -443,17 +407,12 @@ class StatefulLoader(ResumableLoader):
             if self._is_generator:
                 self._batches = state["batches"]
                 self._read_to_the_end(iter(self._lasting))
-        random_states.set_states(self._attributes, state.get("attributes", []))
         return reasons
 
     def _position_state(self) -> State:
-        state = {**super()._position_state(), "state": self.loader.state_dict()}
-        state["sampler"] = self._sampler_attributes()
-        state["attributes"] = random_states.states_of(self._attributes)
+        state = {**super()._position_state(), "state": self.loader.state_dict(), "sampler": self._sampler_attributes()}
         if self._lasting is not None:
             state["lasting"] = state["state"] if self._lasting is self.loader else self._lasting.state_dict()
-        if state["is_first"] and self._records_workers and not isinstance(self.loader.dataset, IterableDataset):
-            state["workers"] = self._worker_states()
         return state
 
 
@@ -467,23 +426,11 @@ class MapStyleLoader(ResumableLoader):
         return False
 
     def __init__(self, loader: DataLoader[Any]) -> None:
-        super().__init__(loader, generators_of(loader))
+        super().__init__(loader)
         sampler: Any = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
         max_recent = (loader.prefetch_factor or 0) * loader.num_workers + 2
         self._sampler = _RecordedSampler(sampler, max_recent, self.generators)
-        self._before_end: list[Any] = []  # the states of the generators before the end of the sampler was read
-
-    def __iter__(self) -> Iterator[Batch]:
-        iterator, self._before_end = super().__iter__(), []
-        return to_the_end(iterator, self.loader, self._batches, self._note_end)
-
-    def _note_end(self) -> None:
-        self._before_end = random_states.states_of(self.generators)
-
-    def state_dict(self) -> State:
-        """Return the position in the pass: tensors and plain containers. {} before the first pass."""
-        state, before = super().state_dict(), self._before_end
-        return state | {"before_end": before} if state and before not in ([], state["own"]) else state
+        self._received: dict[int, Any] = {}  # the states of the workers after the last batch
 
     @property
     def has_begun(self) -> bool:
@@ -504,73 +451,59 @@ class MapStyleLoader(ResumableLoader):
             "begun": random,
             "started": random,
             "asked": first["asked"],  # the first process draws the order
-            "own": first["own"],
-            "prefetch_factor": -1,  # equals that of no loader, so that generators are not restored
             "set_up": {**_settings_of(self.loader), "samples": first["set_up"]["samples"]},
             "workers": {},
-            "first": None,
             "last": None,
         }
 
-    def _begin(self) -> Iterator[Batch]:
-        running = self.loader._iterator if self._persists else None
-        if running is not None and running is self._iterator:
-            assert self._workers is not None
-            self._workers.end_pass(self._first % self.loader.num_workers, self._sampler.drawn - self._first)
-        self.begin_pass(with_old_workers=running is not None)
-        if running is None:
-            return self._count(self._open({}))
-        if running is not self._iterator:  # other code started these workers, with its own sampler
-            self._workers = None
-        return self._count_batches(iter(self.loader))
-
-    def _count(self, iterator: Iterator[Batch]) -> Iterator[Batch]:
-        """Count the batches of workers. Without workers, the sampler does so."""
-        return self._count_batches(iterator) if self.loader.num_workers else iterator
-
-    def _open(self, starts: dict[int, State], *, silent: bool = False) -> Iterator[Batch]:
-        """Return an iterator of the dataloader that uses the recorded sampler. The dataloader keeps its own sampler.
+    def _start(self, starts: dict[int, State], *, silent: bool = False) -> Iterator[Batch]:
+        """Return an iterator of a copy of the dataloader that uses the recorded sampler.
 
         Args:
             starts: initial random states of the workers.
             silent: whether to send no indices to the workers yet. Default: False.
         """
-        loader, view = self.loader, copy.copy(self.loader)
+        loader, view = self.loader, _copied(self.loader)
         vars(view)["sampler" if loader.batch_sampler is None else "batch_sampler"] = self._sampler
         if not loader.num_workers:
             return iter(view)
-        worker = self._record_workers(starts)
-        loader.check_worker_number_rationality()
+        self._received, self._worker = dict(starts), WorkerRandom(loader, starts, self.epoch, sends=True)
+        wraps = self.persists and bool(objects_with_set_epoch(loader.dataset))
+        vars(view).update(self._worker.attributes(loader.dataset, wraps=wraps))
+        self._running = view
         self._sampler.is_silent = silent
-        with recorded(view, worker, wraps_dataset=self._shared_epoch is not None):
-            iterator: _WorkerIterator = bounded_like(loader, _WorkerIterator(view))
+        iterator: Iterator[Batch] = bounded_like(loader, iter(view))
         self._sampler.is_silent = False
-        if self._persists:
-            loader._iterator = self._iterator = iterator
         return iterator
 
+    def _count_batches(self, iterator: Iterator[Any]) -> Iterator[Batch]:
+        return self._receive(iterator) if self.loader.num_workers else iterator  # otherwise, the sampler counts
+
+    def _receive(self, iterator: Iterator[Any]) -> Iterator[Batch]:
+        for batch, worker, states in iterator:
+            self._batches += 1
+            if states is not None:
+                self._received[worker] = states
+            yield batch
+
     def _position_state(self) -> State:
-        sampler, loader = self._sampler, self.loader
-        if not loader.num_workers:
+        sampler, has_workers = self._sampler, bool(self.loader.num_workers)
+        if not has_workers:
             self._batches = sampler.drawn
-        state = {
+        return {
             **super()._position_state(),
             "asked": sampler.initial_states,
-            "first": sampler.proof_of(0),
-            "last": sampler.proof_of(self._batches - 1) if loader.in_order else None,
+            "last": sampler.fingerprint_of(self._batches - 1) if self.loader.in_order else None,
+            "workers": states_of(self._received),
+            "exhausted": sampler.exhausted and not has_workers,
         }
-        return state | ({"workers": self._worker_states()} if loader.num_workers else {"exhausted": sampler.exhausted})
 
     def _resume(self, state: State, reasons: list[str]) -> Iterator[Batch]:
-        loader, workers, batches = self.loader, state.get("workers"), state["batches"]
+        loader, batches = self.loader, state["batches"]
         if not reasons:
-            reasons += random_states.differences(self.generators, state["own"])
-        if state.get("inside"):
-            reasons.append(_INSIDE_A_BATCH)
-        if loader.num_workers and workers is None and state.get("have_changed", True):
-            reasons.append("the states of its workers are unknown: other code started them, or they exceed 64 KiB")
+            reasons += random_states.differences(self.generators, state.get("own", []))
         random_states.restore(state["started"], own=self.generators)
-        iterator = self._open(workers or {}, silent=True)
+        iterator = self._start(state["workers"], silent=True)
         if state["begun"] != state["started"]:
             random_states.restore(state["begun"], own=self.generators)
             iter(self._sampler)
@@ -578,42 +511,42 @@ class MapStyleLoader(ResumableLoader):
         random_states.restore(state["asked"], own=self.generators)
         if self._advance(iterator, batches, exhausted=state.get("exhausted", False)):
             reasons.append("the sampler draws from the global random state during the epoch, and so does other code")
-        for ordinal, number in {"first": 0, "last": batches - 1}.items() if batches else ():
-            saved, current = state[ordinal], self._sampler.proof_of(number)
-            if saved is not None and saved != current and not (ordinal == "last" and state.get("inside")):
-                reasons.append(_order_message(ordinal, saved, current))
-                break
+        saved, current = state["last"], self._sampler.fingerprint_of(batches - 1)
+        if saved is not None and saved != current:
+            reasons.append(_order_message(saved, current))
         if not loader.in_order and loader.num_workers > 1:
             reasons.append("with in_order=False the order of batches depends on how fast the workers are")
-        return self._count(iterator)
+        return self._count_batches(iterator)
 
-    def _advance(self, iterator: Iterator[Batch], batches: int, *, exhausted: bool) -> bool:
-        """Skip the first ``batches`` in a pass that was just opened.
+    def _advance(self, iterator: Any, batches: int, *, exhausted: bool = False) -> bool:
+        """Skip the first ``batches`` in a pass that was just opened, and send the others to its workers.
 
         Args:
             iterator: the iterator of the pass.
             batches: the number of yielded batches.
             exhausted: whether a batch was requested after the sampler's last one. A RandomSampler then draws random
-                numbers.
+                numbers. Default: False.
 
         Returns:
             Whether the sampler drew from the global random state after the first batch.
         """
-        draws = self._sampler.skip(batches + exhausted)
-        self._first = self._batches = batches
-        if isinstance(iterator, _WorkerIterator):
-            iterator.send_indices(self._sampler.rest(), batches % self.loader.num_workers)
+        draws, workers = self._sampler.skip(batches + exhausted), self.loader.num_workers
+        self._batches = batches
+        if workers:
+            iterator._sampler_iter = self._sampler.rest()
+            iterator._worker_queue_idx_cycle = cycle([*range(batches % workers, workers), *range(batches % workers)])
+            for _ in range(self.loader.prefetch_factor * workers):
+                iterator._try_put_index()
         return draws
 
     def _skip(self, batches: int) -> Iterator[Batch]:
-        self.begin_pass()
-        iterator = self._open({}, silent=True)
-        self._advance(iterator, batches, exhausted=False)
-        return self._count(iterator)
+        self._begun = self._started = random_states.capture(own=self.generators)
+        iterator = self._start({}, silent=True)
+        self._advance(iterator, batches)
+        return self._count_batches(iterator)
 
     def _follow(self, state: State) -> list[str]:
-        is_stopped = self._persists and self.loader._iterator is None
-        if is_stopped and state.get("workers") is not None and not _changes(state, self.loader):
+        if self.persists and self._running._iterator is None and not _changes(state, self.loader):
             self._resume(state, [])  # starts persistent workers
         return []
 
@@ -637,7 +570,6 @@ class _RecordedSampler:
         self._sampler = sampler
         self._generators = generators
         self._recent: deque[Any] = deque(maxlen=max_recent)
-        self._first: State | None = None
         self._indices: Iterator[Any] = iter(())
         self.drawn = 0
         self.initial_states: State = {}
@@ -650,7 +582,7 @@ class _RecordedSampler:
         return len(self._sampler)
 
     def __iter__(self) -> Iterator[Any]:
-        self.drawn, self.initial_states, self.exhausted, self._first = 0, {}, False, None
+        self.drawn, self.initial_states, self.exhausted = 0, {}, False
         self._recent.clear()
         self._indices = one_pass(self._sampler)
         return iter(()) if self.is_silent else self.rest()
@@ -660,8 +592,6 @@ class _RecordedSampler:
         if not self.drawn:
             self.initial_states = random_states.capture(own=self._generators)
         for indices in self._indices:
-            if not self.drawn:
-                self._first = _fingerprint(indices)
             self.drawn += 1
             self._recent.append(indices)
             yield indices
@@ -675,42 +605,28 @@ class _RecordedSampler:
         deque(batches, maxlen=0)
         return before != random_states.capture()
 
-    def proof_of(self, number: int) -> State | None:
+    def fingerprint_of(self, number: int) -> State | None:
         """Return the fingerprint of batch ``number``; None if it was not drawn, or is no longer kept."""
-        if number == 0:
-            return self._first
         distance = self.drawn - number
-        return _fingerprint(self._recent[-distance]) if number > 0 and 0 < distance <= len(self._recent) else None
+        return _fingerprint(self._recent[-distance]) if number >= 0 and 0 < distance <= len(self._recent) else None
 
 
-class _WorkerIterator(_MultiProcessingDataLoaderIter):
-    """A pass with worker processes over a map-style dataset."""
-
-    def send_indices(self, indices: Iterator[Any], worker: int) -> None:
-        """Send ``indices`` to the workers, the first one to ``worker``. Requires that nothing was sent before."""
-        self._sampler_iter = indices
-        self._worker_queue_idx_cycle = cycle([*range(worker, self._num_workers), *range(worker)])
-        for _ in range(self._prefetch_factor * self._num_workers):
-            self._try_put_index()
-
-
-_INSIDE_A_BATCH = "the checkpoint was written inside a batch, which had been prepared already"
-
-
-def _order_message(ordinal: str, saved: State, current: State | None) -> str:
-    def text(proof: State) -> str:
-        rest = proof["count"] - len(proof["head"])
-        return f"{proof['head']}" + (f" and {rest} more" if rest > 0 else "")
+def _order_message(saved: State, current: State | None) -> str:
+    def text(batch: State) -> str:
+        rest = batch["count"] - len(batch["head"])
+        return f"{batch['head']}" + (f" and {rest} more" if rest > 0 else "")
 
     given = "nothing" if current is None else text(current)
     return (
-        f"the {ordinal} trained batch of this epoch had the samples {text(saved)}; the same dataset, sampler and seed"
-        f" would give them again, but now this batch has {given}"
+        f"the last trained batch had the samples {text(saved)}; the same dataset, sampler and seed would give them"
+        f" again, but now this batch has {given}"
     )
 
 
-def _settings_of(loader: DataLoader[Any]) -> State:
-    """Return the settings that determine the order and content of batches."""
+def _settings_of(loader: Any) -> State:
+    """Return the settings of a DataLoader that determine the order and content of batches; {} of another loader."""
+    if not isinstance(loader, DataLoader):
+        return {}
     dataset: Any = loader.dataset
     sampler = loader.sampler if loader.batch_sampler is None else getattr(loader.batch_sampler, "sampler", None)
     return {
@@ -721,6 +637,7 @@ def _settings_of(loader: DataLoader[Any]) -> State:
         "samples": None if isinstance(dataset, IterableDataset) else length_of(dataset),
         "world_size": getattr(sampler, "num_replicas", 1),
         "in_order": loader.in_order,
+        "prefetch_factor": loader.prefetch_factor,  # the sampler is ahead by as many batches
     }
 
 
@@ -734,11 +651,9 @@ def length_of(dataset: Any) -> int | None:
 
 def _changes(state: State, loader: Any) -> list[str]:
     """Return the changed settings that lead to other batches than those that follow the position in ``state``."""
-    if not isinstance(loader, DataLoader):
-        return []
     saved, current = state["set_up"], _settings_of(loader)
     names = {"samples": "the number of samples", "world_size": "the world size"}
-    harmless = set() if state.get("have_changed", True) else {"num_workers", "in_order"}  # nothing is random
+    harmless = set() if state.get("have_changed", True) else {"num_workers", "prefetch_factor", "in_order"}
     return [
         f"{names.get(name, name)} was {saved[name]} and is {current[name]}"
         for name in current

@@ -1,19 +1,25 @@
-"""Time limits for dataloader workers, and errors if they die."""
+"""Time limits for dataloader workers, errors if they die, and survival of signals.
+
+A terminal sends Ctrl-C to all its processes, and a cluster sends SIGTERM to every process of the job. The run finishes
+its step first, and needs its workers for that.
+"""
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import re
 import signal
 import time
 import weakref
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 from torch.utils.data import DataLoader
 from torch.utils.data._utils import MP_STATUS_CHECK_INTERVAL, signal_handling
 
 from trainer.errors import warn
+from trainer.session import Session
 
 DEAD_WORKER = re.compile(
     r"DataLoader worker \(pid(?:\(s\))? (?P<pids>[\d, ]+)\) (?P<how>is killed by signal: [\w ]+|exited unexpectedly)"
@@ -21,38 +27,33 @@ DEAD_WORKER = re.compile(
 """Torch's error message for a worker that has died."""
 _EXIT_TIMEOUT = 2.0
 """Seconds to wait, at most, for the exit codes of workers that have died."""
+_SIGTERM_TIMEOUT = 120
+"""Seconds that a worker survives SIGTERM: a step and a save take less, and clusters allow less."""
 
 
-@contextmanager
-def bounded(loaders: Iterable[Any], seconds: float) -> Iterator[None]:
-    """Limit the time that iterators created in a ``with`` block wait for a batch from their workers.
+def guard_workers(session: Session, loader: Any, seconds: float) -> None:
+    """Let workers survive the signals that ask the run to stop, and limit the time to wait for a batch from them.
 
     By default, torch waits forever. With a ``timeout``, it does not check whether the workers are alive. It then
     detects dead workers only through a signal, which threads and programs with a custom handler do not receive.
 
     Args:
-        loaders: iterables of any kind. Those without workers, and those with a ``timeout``, stay unchanged.
-        seconds: the limit; 0 for no limit.
+        session: ends with the run. The methods of the loader are replaced until then.
+        loader: an iterable of any kind. One without workers stays unchanged.
+        seconds: the limit; 0 for no limit. It does not apply to a loader with a ``timeout``.
     """
-    chosen = [loader for loader in loaders if seconds and _can_be_bounded(loader)]
-    for loader in chosen:
-        vars(loader)["_get_iterator"] = _BoundedIterators(loader, seconds)
-    try:
-        yield
-    finally:
-        for loader in chosen:
-            vars(loader).pop("_get_iterator", None)
+    if not isinstance(loader, DataLoader) or not loader.num_workers:
+        return
+    if not isinstance(loader.worker_init_fn, SurviveSignals):
+        session.replace(loader, "worker_init_fn", SurviveSignals(loader.worker_init_fn))
+    if seconds and not loader.timeout and "_get_iterator" not in vars(loader):
+        session.replace(loader, "_get_iterator", _BoundedIterators(loader, seconds))
 
 
 def bounded_like(loader: Any, iterator: Any) -> Any:
     """Limit the waiting time of ``iterator`` as for the iterators that ``loader`` creates. Return it."""
-    make = vars(loader).get("_get_iterator")
+    make = getattr(loader, "_get_iterator", None)
     return make.bound(iterator) if isinstance(make, _BoundedIterators) else iterator
-
-
-def _can_be_bounded(loader: Any) -> bool:
-    is_one = isinstance(loader, DataLoader) and loader.num_workers > 0 and not loader.timeout
-    return is_one and hasattr(loader, "_get_iterator") and "_get_iterator" not in vars(loader)
 
 
 class _BoundedIterators:
@@ -143,3 +144,49 @@ def _signals_of(iterator: Any) -> str:
         return ""
     pids = ", ".join(str(pid) for pid, _ in killed)
     return f"DataLoader worker (pid(s) {pids}) is killed by signal: {signal.strsignal(killed[0][1])}."
+
+
+class SurviveSignals:
+    """A ``worker_init_fn`` that lets workers survive the signals, and end with the run.
+
+    Args:
+        init: the ``worker_init_fn`` of the dataloader, which is called, too; None if the dataloader has none.
+    """
+
+    def __init__(self, init: Callable[[int], Any] | None) -> None:
+        self.init = init
+
+    def __call__(self, worker: int) -> None:
+        """Set the signal handlers at the start of the worker. End it if the run has been killed since."""
+        if _is_orphan():  # torch's check of the parent process begins later, and would accept the new parent
+            os._exit(1)
+        for name in ("SIGINT", "SIGUSR1", "SIGUSR2"):
+            if (number := getattr(signal, name, None)) is not None:
+                signal.signal(number, _do_nothing)  # SIG_IGN would be inherited by subprocesses of the worker
+        signal.signal(signal.SIGTERM, _do_nothing_once)
+        if self.init is not None:
+            self.init(worker)
+
+
+def _is_orphan() -> bool:
+    """Return whether the process that requested this one has ended. The parent may be another one: a fork server."""
+    started_by, parent = multiprocessing.parent_process(), os.getppid()
+    if started_by is None or started_by.pid == parent:
+        return False
+    try:
+        os.kill(started_by.pid or 0, 0)
+    except ProcessLookupError:
+        return True
+    return parent == 1  # it has ended, but its own parent has not read its exit status
+
+
+def _do_nothing(number: int, frame: Any) -> None:
+    pass
+
+
+def _do_nothing_once(number: int, frame: Any) -> None:
+    """Ignore this SIGTERM, but let the next one end the worker. Without a next one, an alarm ends it."""
+    signal.signal(number, signal.SIG_DFL)
+    if hasattr(signal, "alarm"):
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(_SIGTERM_TIMEOUT)
