@@ -42,7 +42,8 @@ NOT_COMPARED: dict[str, str] = {
     r"hooks\._known|'ScaleMonitor'\]\._names": "identities of objects",
     r"\.validated_at|\w_time$|\w_at$|'Timer'\]\._(offset|start)": "times",
     r"loop\.resume|resumed_epoch|_is_chosen|_first_batch": "that the run was resumed, and when",
-    r"(batches|_loaders\[\d+\])\._first\b": "that the run was resumed, and when",
+    r"batches\._first\b": "that the run was resumed, and when",
+    r"eval_loops.*_loaders\[\d+\]\.(_begun|_started|_sampler|epoch)\b": "set when a validation begins",
     r"_before_validation|\._training_modes|\._limits\b|limits\._decided|cast_cache": "written before it is read",
     r"_forward_cache|scaler\.(_inverse|readback|_accepts_scaler)|\._reduce\b": "written before it is read",
     r"\.(first_options|initial_states)": "written before it is read",
@@ -64,7 +65,7 @@ NOT_COMPARED: dict[str, str] = {
     r"checkpoint_io\.maps_files$|engine\._groups\['saves'\]": "set by the first checkpoint that is read, or written",
     r"idle\._known\['validation_step'\]": "recorded by the first validation step of a process",
     r"_handles?(\[#?\d+\])?\.id$|_orig_(param_)?uid$": "numbers of hooks and parameters in this process",
-    r"_iterator\b|_workers\._?(starts|memory|earlier)": "processes; their states are compared below",
+    r"_iterator\b|_loaders\[\d+\]\._(worker|running|received)\b": "processes; their states are compared below",
 }
 """Regular expressions of paths, and why they may differ."""
 

@@ -310,7 +310,7 @@ class Preparation:
         trainer = self._trainer
         draws = isinstance(loaders, DrawnLoaderSet)
         elastic = trainer.data.elastic_state
-        interval, at_end = (elastic and elastic.validation) or (trainer.val_check_interval, False)
+        interval, at_end = (elastic and elastic.interval) or (trainer.val_check_interval, False)
         trainer.loop.limits.validates_at_end = at_end or draws  # as in Lightning: the interval counts steps
         trainer.loop.limits.schedule_validation(
             interval,

@@ -106,14 +106,14 @@ REFUSED = {
     "validations that do not divide": (
         {"batch_size": 2, "val_check_interval": 1, "accumulate_grad_batches": 2},
         {"val_check_interval": 1, "accumulate_grad_batches": 2},
-        r"between two validations, there were 1 x 2 samples \(.*\), which is not a multiple of 4"
-        " samples: set another val_check_interval",
+        "there were 2 samples between two validations, and in this run a batch over all processes has 4: set another",
     ),
     "a schedule by batches": (
-        {"module": lambda: Net(3, "batch"), "batch_size": 2, "accumulate_grad_batches": 2, "limit_train_batches": 12},
-        {"module": lambda: Net(3, "batch"), "limit_train_batches": 12},
-        "between two steps of the schedule StepLR, there were 3 x ",
+        {"module": lambda: Net(3, "batch"), "batch_size": 2, "accumulate_grad_batches": 2},
+        {"module": lambda: Net(3, "batch")}, "the schedule StepLR counts batches: use interval 'step'",
     ),
+    "a limit": ({"limit_train_batches": 6}, {}, "limit_train_batches was 6, expected 1.0"),
+    "a limit now": ({}, {"limit_train_batches": 6}, "limit_train_batches is 6, expected 1.0"),
     "a sampler of the user's own now": (
         {}, {"data": lambda: loader(sampler=SubsetRandomSampler(range(20)))}, "sampler is a SubsetRandomSampler",
     ),
@@ -135,7 +135,8 @@ REFUSED = {
     ),
     "windows over epochs": (
         {"callbacks": [GradientAccumulation(2, straddles_epochs=True)]},
-        {"callbacks": [GradientAccumulation(2, straddles_epochs=True)]}, "straddles_epochs=True",
+        {"callbacks": [GradientAccumulation(2, straddles_epochs=True)], "data": lambda: loader(2)},
+        "straddles_epochs=True",
     ),
     "other samples": (
         {}, {"data": lambda: DataLoader(DATA[:20], 4)}, "the number of samples was 26 and is 20",
@@ -165,22 +166,23 @@ def test_inexact_resume_works_with_exact_resume_false(tmp_path):
     assert trainer.train_dataloader.drop_last is False
 
 
-def test_settings_in_batches_are_converted(tmp_path):
+@pytest.mark.parametrize(("interval", "expected"), [(2, [4, 6, 9, 11, 13]), (1, [11, 12, 13, 14])])
+def test_settings_in_batches_are_converted(interval, expected, tmp_path):
     """26 samples, 4 per step: 7 batches before (one of them short), 13 of 2 samples now."""
-    path = written(tmp_path, module=Net(2), val_check_interval=2, limit_train_batches=6)
-    trainer = make_trainer(path.parent, max_epochs=2, val_check_interval=2, limit_train_batches=6)
+    path = written(tmp_path, module=Net(2), val_check_interval=interval)
+    trainer = make_trainer(path.parent, max_epochs=2, val_check_interval=interval)
     module, validated, rates = Net(2), [], set()
     module.on_validation_start = lambda: validated.append(trainer.global_step)
     module.on_train_batch_end = lambda *_: rates.add(trainer.optimizers[0].param_groups[0]["lr"])
     trainer.fit(module, loader(2), loader(), ckpt_path=path)
-    assert [step for step in validated if step > 0][-5:] == [4, 6, 8, 10, 12]
-    assert len(rates) == 6  # the schedule steps every second update
-    assert (trainer.global_step, trainer.progress.batches, len(module.seen)) == (12, 24, 2 * (12 - 2))
+    assert validated[-len(expected) :] == expected
+    assert len(rates) == 7  # the schedule steps every second update
+    assert (trainer.global_step, trainer.progress.batches, len(module.seen)) == (14, 26, 26 - 4)
 
 
 def test_batches_of_a_later_epoch_are_converted(tmp_path):
-    trainer, module = resumed(written(tmp_path, after=8, limit_train_batches=6), loader(2), limit_train_batches=6)
-    assert (trainer.global_step, trainer.progress.batches, len(module.seen)) == (12, 24, 2 * (12 - 8))
+    trainer, module = resumed(written(tmp_path, after=9), loader(2))
+    assert (trainer.global_step, trainer.progress.batches, len(module.seen)) == (14, 26, 26 - 13 - 4)
 
 
 class Asks(Net):

@@ -67,8 +67,8 @@ def ordered(data, layout, order):
     return made
 
 
-def order_of(data, layout, limit=1.0):
-    return SampleOrder.of(loaders_of(data, layout)[0], limit, layout.accumulate, layout.processes)
+def order_of(data, layout):
+    return SampleOrder.of(loaders_of(data, layout)[0], layout.accumulate, layout.processes)
 
 
 class Run:
@@ -178,21 +178,6 @@ def test_each_update_gets_the_samples_that_it_would_have_got(change):
                 assert shares(own) == pytest.approx(shares(other))
 
 
-@settings(deadline=None, max_examples=60)
-@given(changes(), st.one_of(st.integers(1, 9), st.floats(0.2, 1.0)))
-def test_limits_count_the_batches_of_the_run_that_was_begun(change, limit):
-    data, (first, second, *_), _, _ = change
-    loaders = loaders_of(data, first)
-    own = len(loaders[0])
-    batches = min(limit, own) if isinstance(limit, int) else int(own * limit)
-    order = order_of(data, first, limit)
-    assert order.batches(data.samples) == batches
-    torch.manual_seed(1)
-    whole = list(Run(loaders, first).updates(0, batches)) if batches else []
-    torch.manual_seed(1)
-    assert counted(list(Run(ordered(data, second, order), second).updates(0))) == counted(whole)
-
-
 def test_unconvertible_short_step_is_detected():
     data, first, second = Data(6, False, False), Layout(2, 2, 2), Layout(1, 8, 1)
     order = order_of(data, first)
@@ -236,6 +221,6 @@ def test_other_number_of_samples_is_noticed():
 )
 def test_unsupported_divisions(loader, reason):
     assert reason in str(not_ordered(loader))
-    assert reason in str(SampleOrder.of(loader, 1.0, 1, 1))
+    assert reason in str(SampleOrder.of(loader, 1, 1))
     loader = DataLoader(range(8), shuffle=True)
-    assert SampleOrder.of(loader, 1.0, 1, 2) == "each of 2 processes has a RandomSampler over all samples"
+    assert SampleOrder.of(loader, 1, 2) == "each of 2 processes has a RandomSampler over all samples"

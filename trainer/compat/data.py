@@ -162,15 +162,13 @@ class ElasticState:
     Attributes:
         order: the order of the training samples.
         given: the settings that are counted in batches, as they were given to this run.
-        keeps_limit: whether ``limit_train_batches`` is unchanged. If so, the order already includes it.
-        validation: the number of batches of this run between two validations, and whether each epoch ends with a
+        interval: the number of batches of this run between two validations, and whether each epoch ends with a
             validation. Default: None, ``val_check_interval`` applies.
     """
 
     order: SampleOrder
     given: dict[str, Any]
-    keeps_limit: bool
-    validation: tuple[int, bool] | None = None
+    interval: tuple[int, bool] | None = None
 
 
 class DataSource:
@@ -398,8 +396,6 @@ class DataSource:
         is_exact = not training or all(map(has_exact_length, combined.flattened))
         *spans, exact = self._spans_over_ranks([*lengths, float(is_exact)])
         are_exact = exact.fewest > 0 or trainer.engine.world_size == 1
-        if self.elastic_state is not None and samplers and self.elastic_state.keeps_limit:
-            limit = 1.0
         most = [_parse_num_batches(stage, span.most, limit) for span in spans]
         limits = [min(pair) for pair in zip(lengths, most, strict=True)]
         if made is None:

@@ -2,7 +2,7 @@
 
 Each weight update gets the samples that it would have got without the interruption (``trainer.data.elastic``): the
 number of batches in an update is chosen so that processes x batch size x accumulation is unchanged. Counters and
-settings that are counted in batches are translated, the settings only if the user has not changed them.
+``val_check_interval`` are converted, the latter only if the user has not changed it.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from trainer.trainer import Trainer
 
 _KEY = "order"
+_LIMITED = "limit_train_batches {}, expected 1.0"
 
 
 def order_to_save(trainer: Trainer, _: dict[str, Any]) -> dict[str, Any] | None:
@@ -34,22 +35,18 @@ def order_to_save(trainer: Trainer, _: dict[str, Any]) -> dict[str, Any] | None:
     loaders = trainer.data.ready(RunningStage.TRAINING)
     if loaders is None:
         return None
-    given, processes, limits = _given_settings(trainer), _replicas(trainer), trainer.loop.limits
+    given = _given_settings(trainer)
     order = _order_of(trainer, loaders, given)
     is_resized, world_size = trainer.data.elastic_state is not None, trainer.engine.world_size
     saved = {"given": given, "carried": is_resized, "world_size": world_size}
     if isinstance(order, str):
         return {**saved, "problem": order}
-    batch_size, interval = loaders.loaders[0].loader.batch_size, limits.val_check_batch
-    if interval == float("inf"):
-        interval = None
+    batch_size = loaders.loaders[0].loader.batch_size
     return saved | {
         "samples": asdict(order),
-        "processes": processes,
+        "processes": _replicas(trainer),
         "batch_size": batch_size,
-        "validation": None if interval is None else int(interval),
-        "validates_at_end": limits.validates_at_end or (interval is not None and loaders.num_batches() % interval == 0),
-        "frequencies": [config.frequency for config in trainer.engine.schedules],
+        "interval": _interval(trainer, _replicas(trainer) * batch_size),
     }
 
 
@@ -87,19 +84,18 @@ def prepare(trainer: Trainer, trainer_state: dict[str, Any]) -> bool:
     saved = trainer_state.get(_KEY, {"problem": "the version that wrote it did not record the sample order"})
     if "problem" in saved:
         raise ResumeError(saved["problem"])
-    given, order = _given_settings(trainer), SampleOrder(**saved["samples"])
-    keeps_limit = saved["given"]["limit_train_batches"] == given["limit_train_batches"]
-    elastic = trainer.data.elastic_state = ElasticState(order, given, keeps_limit)
+    if (limit := trainer.limit_train_batches) != 1.0:
+        raise ResumeError(_LIMITED.format(f"is {limit}"))
+    order = SampleOrder(**saved["samples"])
+    elastic = trainer.data.elastic_state = ElasticState(order, _given_settings(trainer))
     trainer.data.resumed = {}  # `loaders` begins no training pass
     loaders = trainer.data.loaders(RunningStage.TRAINING, recreate=True)
-    if loaders is None:
-        raise ResumeError("limit_train_batches is 0")
+    assert loaders is not None
     if isinstance(loaders, DrawnLoaderSet):
         raise ResumeError("the training_step draws its own batches")
     change = _BatchConversion(saved, order, loaders)
     needed = _accumulation(trainer, change, saved["given"])
-    if trainer.enable_validation and saved["given"]["val_check_interval"] == given["val_check_interval"]:
-        elastic.validation = _validation(trainer, change)
+    elastic.interval = change.validation(trainer)
     _accumulate(trainer, needed)
     return True
 
@@ -117,17 +113,18 @@ def resume(trainer: Trainer, trainer_state: dict[str, Any], states: list[Any]) -
         The state of this process, for ``ProcessState.load``.
 
     Raises:
-        ResumeError: if the checkpoint is from the middle of an update, a schedule cannot be translated, or the batches
-            of this run cannot have the samples of the saved run.
+        ResumeError: if the checkpoint is from the middle of an update, a schedule counts batches of another size, or
+            the batches of this run cannot have the samples of the saved run.
     """
     elastic, loaders = trainer.data.elastic_state, trainer.data.loaders(RunningStage.TRAINING)
     assert elastic is not None
     assert loaders is not None
-    saved, schedules = trainer_state[_KEY], trainer.engine.schedules
+    saved = trainer_state[_KEY]
     change = _BatchConversion(saved, elastic.order, loaders)
-    frequencies = [
-        _frequency(config, number, change) for config, number in zip(schedules, saved["frequencies"], strict=False)
-    ]
+    for config in trainer.engine.schedules:
+        if config.interval == "batch" and change.saved_samples != change.samples:
+            name = type(config.scheduler).__name__
+            raise ResumeError(f"the schedule {name} counts batches: use interval 'step' with frequency 1")
     is_same = len(states) == trainer.engine.world_size
     if is_same and change.saved_samples != change.samples:
         raise ResumeError(
@@ -136,9 +133,6 @@ def resume(trainer: Trainer, trainer_state: dict[str, Any], states: list[Any]) -
     if not is_same and trainer.engine.data_parallel_size != trainer.engine.world_size:
         raise ResumeError("some processes of this run share their samples with others (tensor parallelism)")
     done = 0 if is_same else _position(states[0], trainer.progress, change)
-    # no error is raised from here on
-    for config, frequency in zip(schedules, frequencies, strict=False):
-        config.frequency = frequency
     if is_same:
         own: dict[str, Any] = states[trainer.global_rank]
         return own
@@ -164,7 +158,6 @@ class _BatchConversion:
     Attributes:
         saved_samples, samples: the number of samples in a batch over all processes, in the saved run and in this run.
         saved_batches, batches: the number of batches in an epoch, in the saved run and in this run.
-        remainder: 0 if the last batch of an epoch over all processes is full in both runs, otherwise a positive number.
     """
 
     def __init__(self, saved: dict[str, Any], order: SampleOrder, loaders: LoaderSet) -> None:
@@ -173,25 +166,35 @@ class _BatchConversion:
         self.saved_samples = int(saved["processes"] * saved["batch_size"])
         self.samples = sampler.num_replicas * sampler.batch_size
         self.saved_batches, self.batches = math.ceil(sampler.total / self.saved_samples), int(loaders.num_batches())
-        self.remainder = sampler.total % math.lcm(self.saved_samples, self.samples)
 
     @property
     def accumulated(self) -> int:
         """The number of batches in an update."""
         return self.order.update_size // self.samples
 
-    def convert(self, count: int, subject: str, advice: str) -> int:
-        """Convert a number of batches of the saved run to this run.
+    def validation(self, trainer: Trainer) -> tuple[int, bool] | None:
+        """Return the number of batches between two validations, and whether each epoch ends with one.
+
+        Returns:
+            None if ``val_check_interval`` applies unchanged: it counts no batches, or the user has changed it.
 
         Raises:
-            ResumeError: if the result is not a whole number.
+            ResumeError: if it cannot be converted.
         """
-        if count * self.saved_samples % self.samples:
+        samples, size = self.saved["interval"], self.samples
+        is_given = _given_settings(trainer)["val_check_interval"] == self.saved["given"]["val_check_interval"]
+        if samples is None or not is_given or not trainer.enable_validation:
+            return None
+        if samples % size or (trainer.check_val_every_n_epoch is None and size != self.saved_samples):
             raise ResumeError(
-                f"{subject}, there were {count} x {self.saved_samples} samples (batches x samples in a batch over all"
-                f" processes), which is not a multiple of {self.samples} samples: {advice}"
+                f"there were {samples} samples between two validations, and in this run a batch over all processes has"
+                f" {size}: set another val_check_interval, a multiple, and not check_val_every_n_epoch=None"
             )
-        return count * self.saved_samples // self.samples
+        if trainer.check_val_every_n_epoch is None:
+            return samples // size, False
+        order = self.order
+        epoch = order.batches(self.sampler.samples) * order.processes * order.batch_size
+        return min(samples // size, self.batches), epoch % samples == 0
 
     def translate(self, progress: FitProgress, done: int) -> None:
         """Convert the counters of batches to this run.
@@ -213,13 +216,18 @@ def _given_settings(trainer: Trainer) -> dict[str, Any]:
     if trainer.data.elastic_state is not None:
         return trainer.data.elastic_state.given
     interval = trainer.val_check_interval
-    if isinstance(interval, int):
-        interval = int(interval)  # a checkpoint holds plain numbers
     return {
         "accumulate_grad_batches": _constant_accumulation(trainer),
-        "limit_train_batches": trainer.limit_train_batches,
-        "val_check_interval": interval if isinstance(interval, (int, float)) else str(interval),
+        "val_check_interval": int(interval) if isinstance(interval, int) else None,  # a checkpoint holds plain numbers
     }
+
+
+def _interval(trainer: Trainer, size: int) -> int | None:
+    """Return the number of samples between two validations, with ``size`` in a batch; None if they count no batches."""
+    interval = trainer.val_check_interval
+    if (elastic := trainer.data.elastic_state) is not None and elastic.interval is not None:
+        interval = elastic.interval[0]
+    return int(interval) * size if isinstance(interval, int) else None
 
 
 def _replicas(trainer: Trainer) -> int:
@@ -237,7 +245,9 @@ def _order_of(trainer: Trainer, loaders: LoaderSet, given: dict[str, Any]) -> Sa
     (loader,), accumulate = loaders.combined.flattened, given["accumulate_grad_batches"]
     if not accumulate:
         return "the accumulation changed with the epochs, expected Trainer(accumulate_grad_batches=...)"
-    return SampleOrder.of(loader, trainer.limit_train_batches, accumulate, _replicas(trainer))
+    if (limit := trainer.limit_train_batches) != 1.0:
+        return _LIMITED.format(f"was {limit}")
+    return SampleOrder.of(loader, accumulate, _replicas(trainer))
 
 
 def _constant_accumulation(trainer: Trainer) -> int:
@@ -272,7 +282,7 @@ def _accumulation(trainer: Trainer, change: _BatchConversion, before: dict[str, 
             "with manual optimization, an optimizer step is assumed for each batch, so that a batch of all processes"
             f" must have {change.saved_samples} samples, and in this run it has {change.samples}"
         )
-    if trainer.loop.window.straddles_epochs and change.remainder:
+    if trainer.loop.window.straddles_epochs and change.saved_samples != change.samples:
         raise ResumeError("straddles_epochs=True counts the short last batch of an epoch like a full one")
     return needed
 
@@ -294,35 +304,6 @@ def _accumulate(trainer: Trainer, needed: int) -> None:
         accumulation.schedule = {0: needed}
     session.callback(setattr, window, "batches", window.batches)
     window.batches = needed
-
-
-def _frequency(config: Any, saved: int, change: _BatchConversion) -> int:
-    """Return the frequency of a schedule in this run, translated if the schedule counts batches."""
-    if config.interval != "batch":
-        return int(config.frequency)
-    name = type(config.scheduler).__name__
-    if change.remainder and change.saved_samples != change.samples:
-        raise ResumeError(f"the schedule {name} counts batches, and an epoch's last one is short")
-    return change.convert(saved, f"between two steps of the schedule {name}", "use interval 'step' with frequency 1")
-
-
-def _validation(trainer: Trainer, change: _BatchConversion) -> tuple[int, bool] | None:
-    """Return the number of this run's batches between two validations, and whether each epoch ends with a validation.
-
-    Returns None if the saved run did not count batches; ``val_check_interval`` then applies unchanged.
-    """
-    interval, at_end = change.saved["validation"], change.saved["validates_at_end"]
-    if interval is None:
-        return None
-    if trainer.check_val_every_n_epoch is None and change.remainder and change.saved_samples != change.samples:
-        raise ResumeError(
-            "val_check_interval counts batches across epochs (check_val_every_n_epoch=None), and an epoch's last batch"
-            " is short: set another val_check_interval"
-        )
-    if interval >= change.saved_batches and trainer.check_val_every_n_epoch is not None:
-        return change.batches, True
-    subject, advice = "between two validations", "set another val_check_interval"
-    return change.convert(interval, subject, advice), at_end and trainer.check_val_every_n_epoch is not None
 
 
 def _position(state: dict[str, Any], progress: FitProgress, change: _BatchConversion) -> int:
@@ -362,7 +343,7 @@ def _summary(trainer: Trainer, change: _BatchConversion, lost: set[str]) -> str:
         text += ", the order of the samples in later epochs if training draws from torch's CPU generator"
     text += ", statistics of a batch (BatchNorm), losses that compare the samples of a batch"
     by_hand = not trainer.lightning_module.automatic_optimization
-    if not sampler.keeps_shares or (by_hand and change.remainder):
+    if not sampler.keeps_shares or by_hand:
         text += ", the weights of the samples in an epoch's last, short update"
     if lost:
         text += f", the metrics {', '.join(sorted(lost))} (a part of them is lost)"

@@ -10,10 +10,8 @@ in checkpoints.
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from itertools import islice
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -34,9 +32,7 @@ class SampleOrder:
         processes: number of processes that share the samples.
         batch_size: samples in a batch of one process.
         drop_last: whether the dataloader drops an incomplete last batch.
-        limit: ``limit_train_batches``: batches of one process (int), or a fraction of the epoch (float).
         accumulate: ``accumulate_grad_batches``.
-        has_workers: whether the dataloader has worker processes.
         shuffle, seed, cuts: settings of a DistributedSampler, which shuffles by seed and epoch. ``cuts``: whether it
             drops the samples that do not divide evenly, instead of repeating some.
     """
@@ -45,15 +41,13 @@ class SampleOrder:
     processes: int
     batch_size: int
     drop_last: bool
-    limit: int | float
     accumulate: int
-    has_workers: bool = False
     shuffle: bool = False
     seed: int = 0
     cuts: bool = False
 
     @classmethod
-    def of(cls, loader: Any, limit: int | float, accumulate: int, processes: int) -> SampleOrder | str:
+    def of(cls, loader: Any, accumulate: int, processes: int) -> SampleOrder | str:
         """Return the order of a run with this dataloader and number of processes, or the reason why it has none."""
         if (reason := not_ordered(loader)) is not None:
             return reason
@@ -64,16 +58,7 @@ class SampleOrder:
         if (sampler.num_replicas if shared else 1) != processes:
             return f"each of {processes} processes has a {type(sampler).__name__} over all samples"
         own = {"shuffle": sampler.shuffle, "seed": sampler.seed, "cuts": sampler.drop_last} if shared else {}
-        return cls(
-            type(sampler).__name__,
-            processes,
-            loader.batch_size,
-            loader.drop_last,
-            limit,
-            accumulate,
-            loader.num_workers > 0,
-            **own,
-        )
+        return cls(type(sampler).__name__, processes, loader.batch_size, loader.drop_last, accumulate, **own)
 
     @property
     def update_size(self) -> int:
@@ -81,18 +66,13 @@ class SampleOrder:
         return self.processes * self.batch_size * self.accumulate
 
     def batches(self, samples: int) -> int:
-        """Return the number of batches of one process in an epoch of ``samples`` samples, with the limit."""
+        """Return the number of batches of one process in an epoch of ``samples`` samples."""
         own = self._row(samples) // self.processes
-        count = own // self.batch_size if self.drop_last else math.ceil(own / self.batch_size)
-        return min(count, self.limit) if isinstance(self.limit, int) else int(count * self.limit)
+        return own // self.batch_size if self.drop_last else math.ceil(own / self.batch_size)
 
     def total(self, samples: int) -> int:
         """Return the number of samples that all processes train in an epoch, including repeated ones."""
         return min(self._row(samples), self.batches(samples) * self.batch_size * self.processes)
-
-    def is_read_to_the_end(self, samples: int) -> bool:
-        """Return whether the sampler is iterated to its end, where a RandomSampler draws random numbers again."""
-        return self.has_workers or self.batches(samples) == replace(self, limit=1.0).batches(samples)
 
     def shares(self, samples: int) -> list[float]:
         """Return the weight of each sample in an epoch's last update if that update is incomplete, otherwise [].
@@ -225,26 +205,19 @@ class ElasticSampler(Sampler[int]):
     def _next_row(self) -> Tensor:
         order, samples = self.order, self.samples
         if order.sampler == "RandomSampler":
-            return torch.tensor(self._draw_together(samples), dtype=torch.int64)
+            return torch.tensor(self._draw_together(), dtype=torch.int64)
         if order.shuffle:
             row = torch.randperm(samples, generator=torch.Generator().manual_seed(order.seed + self.epoch))
         else:
             row = torch.arange(samples)
         return row[torch.arange(self.total) % max(samples, 1)]
 
-    def _draw_together(self, samples: int) -> list[int]:
+    def _draw_together(self) -> list[int]:
         """Draw the order on the first process, and repeat this on the others without changing their random states."""
         generators = random_states.find(self._source)
         state = self._share(random_states.capture(own=generators))
         if self.rank == 0:
-            return self._draw(samples)
+            return list(self._source)[: self.total]
         with random_states.isolated():
             random_states.restore(state, own=generators)
-            return self._draw(samples)
-
-    def _draw(self, samples: int) -> list[int]:
-        indices = iter(self._source)
-        drawn = list(islice(indices, self.total))
-        if self.order.is_read_to_the_end(samples):
-            deque(indices, maxlen=0)
-        return drawn
+            return list(self._source)[: self.total]
