@@ -109,13 +109,6 @@ def counted(updates):
     return [Counter(index for index, _ in update) for update in updates]
 
 
-def shares(update):
-    found = {}
-    for index, share in update:
-        found[index] = found.get(index, 0.0) + share
-    return found
-
-
 def layouts(size):
     """Draw layouts with ``size`` samples per optimizer step."""
     divisors = [one for one in range(1, size + 1) if size % one == 0]
@@ -171,21 +164,16 @@ def test_each_update_gets_the_samples_that_it_would_have_got(change):
     found = [seen, *(list(run.updates(epoch)) for epoch in (1, 2))]
     for mine, theirs in zip(found, whole, strict=True):
         assert counted(mine) == counted(theirs)
-    sampler = run.loaders[0].loader.sampler
-    if isinstance(sampler, ElasticSampler) and sampler.keeps_shares:
-        for mine, theirs in zip(found, whole, strict=True):
-            for own, other in zip(mine, theirs, strict=True):
-                assert shares(own) == pytest.approx(shares(other))
+    if isinstance(run.loaders[0].loader.sampler, ElasticSampler):
+        for update in found[1] + found[2]:
+            assert [share for _, share in update] == pytest.approx([1 / len(update)] * len(update))
 
 
-def test_unconvertible_short_step_is_detected():
-    data, first, second = Data(6, False, False), Layout(2, 2, 2), Layout(1, 8, 1)
-    order = order_of(data, first)
-    # batches of 2 and 1 on each rank: samples of the latter have twice the share
-    (whole,) = whole_run(data, first, 1)[0]
-    assert shares(whole) == pytest.approx({0: 0.125, 1: 0.125, 2: 0.125, 3: 0.125, 4: 0.25, 5: 0.25})
-    assert not ordered(data, second, order)[0].sampler.keeps_shares
-    assert ordered(data, Layout(4, 1, 2), order)[0].sampler.keeps_shares
+def test_samples_of_a_short_last_step_have_the_same_weight():
+    data, layout = Data(14, False, False), Layout(1, 4, 2)  # the last step has batches of 4 and 2
+    (loader,) = ordered(data, layout, order_of(data, Layout(1, 8, 1)))
+    weights = [loader.sampler.weight_of(number) for number in range(4)]
+    assert weights == [None, None, pytest.approx(4 / 3), pytest.approx(2 / 3)]
 
 
 def test_rank_without_a_sample_of_the_last_step_repeats_one_with_weight_zero():

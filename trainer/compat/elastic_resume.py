@@ -125,17 +125,16 @@ def resume(trainer: Trainer, trainer_state: dict[str, Any], states: list[Any]) -
         if config.interval == "batch" and change.saved_samples != change.samples:
             name = type(config.scheduler).__name__
             raise ResumeError(f"the schedule {name} counts batches: use interval 'step' with frequency 1")
-    is_same = len(states) == trainer.engine.world_size
-    if is_same and change.saved_samples != change.samples:
-        raise ResumeError(
-            f"a batch of all processes had {change.saved_samples} samples, and in this run it has {change.samples}"
-        )
-    if not is_same and trainer.engine.data_parallel_size != trainer.engine.world_size:
-        raise ResumeError("some processes of this run share their samples with others (tensor parallelism)")
-    done = 0 if is_same else _position(states[0], trainer.progress, change)
-    if is_same:
+    if len(states) == trainer.engine.world_size:
+        if change.saved_samples != change.samples:
+            raise ResumeError(
+                f"a batch of all processes had {change.saved_samples} samples, and in this run it has {change.samples}"
+            )
         own: dict[str, Any] = states[trainer.global_rank]
         return own
+    if trainer.engine.data_parallel_size != trainer.engine.world_size:
+        raise ResumeError("some processes of this run share their samples with others (tensor parallelism)")
+    done = _position(states[0], trainer.progress, change)
     change.translate(trainer.progress, done)
     state: dict[str, Any]
     states = states[:: len(states) // saved["processes"]]  # one state for each group of processes with the same samples
@@ -342,9 +341,8 @@ def _summary(trainer: Trainer, change: _BatchConversion, lost: set[str]) -> str:
     if order.sampler == "RandomSampler":
         text += ", the order of the samples in later epochs if training draws from torch's CPU generator"
     text += ", statistics of a batch (BatchNorm), losses that compare the samples of a batch"
-    by_hand = not trainer.lightning_module.automatic_optimization
-    if not sampler.keeps_shares or by_hand:
-        text += ", the weights of the samples in an epoch's last, short update"
+    if sampler.last_update:
+        text += ", the weights of the samples in an epoch's last, short update, if its batches had different sizes"
     if lost:
         text += f", the metrics {', '.join(sorted(lost))} (a part of them is lost)"
     return f"{text}, the order of sums."

@@ -3,7 +3,7 @@
 The samples of an epoch form one row for all processes. Of W processes, process r takes the samples r, r + W, r + 2W and
 so on, in batches of B. Thus batch k of all processes together has the samples from kWB to (k+1)WB, and an update over A
 batches has WBA of them. A run with the same product WBA and the same row has the same samples in each update. The
-original run determines the row (how it is shuffled, padded and cut): a :class:`SampleOrder` describes it, and is stored
+original run determines the row (how it is shuffled and padded): a :class:`SampleOrder` describes it, and is stored
 in checkpoints.
 """
 
@@ -33,8 +33,7 @@ class SampleOrder:
         batch_size: samples in a batch of one process.
         drop_last: whether the dataloader drops an incomplete last batch.
         accumulate: ``accumulate_grad_batches``.
-        shuffle, seed, cuts: settings of a DistributedSampler, which shuffles by seed and epoch. ``cuts``: whether it
-            drops the samples that do not divide evenly, instead of repeating some.
+        shuffle, seed: settings of a DistributedSampler, which shuffles by seed and epoch.
     """
 
     sampler: str
@@ -44,7 +43,6 @@ class SampleOrder:
     accumulate: int
     shuffle: bool = False
     seed: int = 0
-    cuts: bool = False
 
     @classmethod
     def of(cls, loader: Any, accumulate: int, processes: int) -> SampleOrder | str:
@@ -57,7 +55,9 @@ class SampleOrder:
         shared = type(sampler) is Distributed
         if (sampler.num_replicas if shared else 1) != processes:
             return f"each of {processes} processes has a {type(sampler).__name__} over all samples"
-        own = {"shuffle": sampler.shuffle, "seed": sampler.seed, "cuts": sampler.drop_last} if shared else {}
+        if shared and sampler.drop_last:
+            return "the DistributedSampler drops samples (drop_last=True)"
+        own = {"shuffle": sampler.shuffle, "seed": sampler.seed} if shared else {}
         return cls(type(sampler).__name__, processes, loader.batch_size, loader.drop_last, accumulate, **own)
 
     @property
@@ -74,25 +74,8 @@ class SampleOrder:
         """Return the number of samples that all processes train in an epoch, including repeated ones."""
         return min(self._row(samples), self.batches(samples) * self.batch_size * self.processes)
 
-    def shares(self, samples: int) -> list[float]:
-        """Return the weight of each sample in an epoch's last update if that update is incomplete, otherwise [].
-
-        Each batch's loss is a mean, and an update is the mean over its batches: a sample in a short batch weighs more.
-        """
-        total, size = self.total(samples), self.update_size
-        start = total - total % size
-        own, batches = total // self.processes, self.batches(samples) - start // (self.processes * self.batch_size)
-
-        def share(place: int) -> float:
-            first = place // self.processes // self.batch_size * self.batch_size
-            return 1 / (self.processes * batches * min(self.batch_size, own - first))
-
-        return [share(place) for place in range(start, total)]
-
     def _row(self, samples: int) -> int:
-        """Return the number of samples in a row: padded or cut to a multiple of the number of processes."""
-        if self.cuts:
-            return samples // self.processes * self.processes
+        """Return the number of samples in a row: padded to a multiple of the number of processes."""
         return math.ceil(samples / self.processes) * self.processes
 
 
@@ -176,31 +159,23 @@ class ElasticSampler(Sampler[int]):
         own = row[self.rank :: self.num_replicas]
         return iter([*own.tolist(), *row[-1:].tolist() * (count - len(own))])
 
+    @property
+    def last_update(self) -> int:
+        """The number of samples in an epoch's last update if that update is incomplete, otherwise 0."""
+        return self.total % self.order.update_size
+
     def weight_of(self, number: int) -> float | None:
         """Return the weight of batch ``number`` of this process in its update; None for 1.
 
-        In an incomplete last update, each sample has the weight that it had in the original run, if all samples of a
-        batch had the same weight there.
+        In an incomplete last update, all samples have the same weight, also if batches have different sizes.
         """
-        total, size = self.total, self.order.update_size
-        global_batch_size = self.num_replicas * self.batch_size
-        if number * global_batch_size < (start := total - total % size):
+        first = number * self.num_replicas * self.batch_size
+        start = self.total - self.last_update
+        if first < start:
             return None
-        shares = self.order.shares(self.samples)
-        batch_shares = shares[number * global_batch_size - start : (number + 1) * global_batch_size - start]
-        batches = self.batches - start // global_batch_size
-        return sum(batch_shares[self.rank :: self.num_replicas], 0.0) * self.num_replicas * batches  # 1 on average
-
-    @property
-    def keeps_shares(self) -> bool:
-        """Whether each sample of an epoch's last update has the weight that it had in the original run."""
-        shares, global_batch_size = self.order.shares(self.samples), self.num_replicas * self.batch_size
-        for first in range(0, len(shares), global_batch_size):
-            for rank in range(self.num_replicas):
-                own = shares[first : first + global_batch_size][rank :: self.num_replicas]
-                if own and max(own) > min(own) * (1 + 1e-9):
-                    return False
-        return True
+        own = range(first + self.rank, min(first + self.num_replicas * self.batch_size, self.total), self.num_replicas)
+        batches = self.batches - start // (self.num_replicas * self.batch_size)
+        return len(own) * self.num_replicas * batches / self.last_update  # 1 on average
 
     def _next_row(self) -> Tensor:
         order, samples = self.order, self.samples
