@@ -7,7 +7,7 @@ import torch
 from lightning.fabric.utilities.warnings import PossibleUserWarning
 from lightning.pytorch import Callback
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from torch.utils.data import DataLoader, get_worker_info
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from tests.parity import FEATURES, Classifier, assert_agree, data, ours, plain, weights
 from tests.support import SavesAt, Stream, manual_step, stream_of
@@ -319,22 +319,76 @@ class OwnIterator:
         return self.at
 
 
-def test_loader_that_is_its_own_iterator_is_iterated_once_per_pass():
-    class Evaluates(Sees):
-        def validation_step(self, batch, batch_idx):
-            self.seen.append(("validation", batch_idx, batch))
-            return torch.ones(1)
+class Evaluates(Sees):
+    def validation_step(self, batch, batch_idx):
+        self.seen.append(("validation", batch_idx, batch))
+        return torch.ones(1)
 
-        predict_step = validation_step
+    predict_step = validation_step
+
+
+def test_loader_that_is_its_own_iterator_is_iterated_once_per_pass():
+    loaders = [OwnIterator(3), OwnIterator(4), OwnIterator(2)]
 
     def scenario(make):
-        module, loaders = Evaluates(), [OwnIterator(3), OwnIterator(4), OwnIterator(2)]
+        module = Evaluates()
         trainer = make(max_epochs=2)
         trainer.fit(module, *loaders[:2])
         trainer.predict(module, loaders[2])
-        return list(module.seen), [loader.passes for loader in loaders]
+        return list(module.seen)
 
     assert_agree(scenario)
+    for loader in loaders:
+        loader.passes = 0
+    scenario(ours)
+    assert [loader.passes for loader in loaders] == [2, 3, 1]  # Lightning begins another one to check the type
+
+
+class Once(UserList):
+    """Can be iterated once."""
+
+    is_used = False
+
+    def __iter__(self):
+        assert not self.is_used
+        self.is_used = True
+        return iter(self.data)
+
+
+def test_stream_that_can_be_read_once_is_read_once():
+    class Asks(Evaluates):
+        def configure_optimizers(self):
+            assert self.trainer.estimated_stepping_batches == 4
+            return super().configure_optimizers()
+
+    module = Asks()
+    ours(max_epochs=1, max_steps=4, num_sanity_val_steps=0).fit(module, Once([1, 2, 3, 4]), Once([5, 6]))
+    assert [batch for *_, batch in module.seen] == [1, 2, 3, 4, 5, 6]
+
+
+class Ends:
+    """Counts the passes that have ended, after their last items."""
+
+    ended = 0
+
+    def __len__(self):
+        return 2
+
+    def __iter__(self):
+        yield from [1, 2]
+        self.ended += 1
+
+
+class EndsSamples(Ends, IterableDataset):
+    pass
+
+
+@pytest.mark.filterwarnings("ignore:Your `IterableDataset` has `__len__` defined")
+@pytest.mark.parametrize("make", [Ends, lambda: DataLoader(EndsSamples(), None)])
+def test_code_after_the_last_item_is_reached(make):
+    loaders = [make() for _ in range(2)]
+    ours(max_epochs=3, num_sanity_val_steps=0).fit(Evaluates(), *loaders)
+    assert [getattr(loader, "dataset", loader).ended for loader in loaders] == [3, 3]
 
 
 @pytest.mark.filterwarnings("ignore:Your `val_dataloader`'s sampler has shuffling enabled")

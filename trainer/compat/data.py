@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass
@@ -371,7 +371,8 @@ class DataSource:
             _resolve_overfit_batches(combined, stage)
         function = trainer.state.fn or TrainerFn.FITTING  # None outside a run
         for loader in combined.flattened:
-            _check_dataloader_iterable(loader, source, function)
+            if not isinstance(loader, Iterable) and not hasattr(loader, "__getitem__"):
+                _check_dataloader_iterable(loader, source, function)  # raises; it would begin a pass of other loaders
         unprepared, combined.flattened = combined.flattened, [self._prepare(one, stage) for one in combined.flattened]
         samplers = self._put_in_order(combined, unprepared) if training and self.elastic_state is not None else []
         made = self._limited(stage, combined, samplers)
