@@ -197,11 +197,12 @@ def test_estimated_stepping_batches_are_equal_after_an_elastic_resume(tmp_path):
     assert module.updates == first.updates == trainer.global_step == 14
 
 
-def test_with_workers(tmp_path):
+@pytest.mark.parametrize(("after", "later", "update"), [(2, 8, 4), (7, 15, 8)])
+def test_with_workers(after, later, update, tmp_path):
     options = {"num_workers": 1, "persistent_workers": True}
-    written(tmp_path, loader(**options), whole := Net())
-    for start, first in (("two", 2), ("again", 4)):  # "again": from a checkpoint of the resumed run
-        saving = {"callbacks": [SavesAt(tmp_path / "again.ckpt", batches=8)], "enable_checkpointing": True}
+    written(tmp_path, loader(**options), whole := Net(), after=after)
+    for start, first in (("two", after), ("again", update)):  # "again": from a checkpoint of the resumed run
+        saving = {"callbacks": [SavesAt(tmp_path / "again.ckpt", batches=later)], "enable_checkpointing": True}
         _, module = resumed(tmp_path / f"{start}.ckpt", loader(2, **options), **saving)
         for update in range(first, 14):
             seen, expected = (
@@ -209,6 +210,25 @@ def test_with_workers(tmp_path):
                 for one in (module, whole)
             )
             assert seen == expected
+
+
+def test_order_of_later_epochs_after_an_epoch_is_that_of_the_first_run(tmp_path):
+    """The sampler draws from a generator of the dataloader."""
+
+    def make(batch_size=4):
+        return loader(batch_size, shuffle=True, generator=torch.Generator().manual_seed(1))
+
+    path, whole = tmp_path / "one.ckpt", Net()
+    make_trainer(tmp_path, max_epochs=2, callbacks=[SavesAt(path, 7)], enable_checkpointing=True).fit(whole, make())
+    checkpoint = torch.load(path, weights_only=True)
+    checkpoint["loops"]["amp_trainer"]["processes"] *= 2
+    torch.save(checkpoint, path)
+    _, module = resumed(path, make(2))
+    for update in range(7, 14):
+        seen, expected = (
+            sorted(number for at, numbers in one.seen if at == update for number in numbers) for one in (module, whole)
+        )
+        assert seen == expected
 
 
 def test_elastic_job_has_a_checkpoint_before_it_trains(tmp_path):

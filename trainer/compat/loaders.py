@@ -288,9 +288,9 @@ class LoaderSet:
         (loader,) = self.loaders
         assert isinstance(loader, MapStyleLoader)
         (own,) = first["loaders"]
-        if own:
-            own = loader.convert_state(own, batches, random)
-            own["workers"] = None if first["is_over"] else {}  # those of the next pass start from the beginning
+        if own:  # if the pass is over, workers of the next one start from the beginning
+            between = {"own": own["own"], "workers": None} if first["is_over"] else {}
+            own = {**loader.convert_state(own, batches, random), **between}
         return {**first, "batches": batches, "loaders": [own], "ahead": {}}
 
     def loader_states(self) -> list[dict[str, Any]]:
@@ -342,7 +342,7 @@ class LoaderSet:
             if own and own["kind"] == loader.kind and loader.replays(own):
                 _warn_of_replaying(loader, own["batches"])
             if state["inside"] and own and len(self.loaders) == 1:
-                own = {**own, "batches": batches, "exhausted": False, "own": [], "last": None}
+                own = {**own, "batches": batches, "exhausted": False, "own": [], "last": ""}
             reasons += loader.load_state_dict(own)
         if state["inside"]:
             reasons.append("the checkpoint was written inside a batch, which had been prepared already")

@@ -42,6 +42,9 @@ from trainer.state.random_states import Generator, State
 
 Batch = Any
 
+_LONG = 40
+"""Number of characters of the samples in a message."""
+
 
 class ResumableLoader:
     """A dataloader, or any other iterable of batches, and the position in its pass.
@@ -453,7 +456,7 @@ class MapStyleLoader(ResumableLoader):
             "asked": first["asked"],  # the first process draws the order
             "set_up": {**_settings_of(self.loader), "samples": first["set_up"]["samples"]},
             "workers": {},
-            "last": None,
+            "last": "",
         }
 
     def _start(self, starts: dict[int, State], *, silent: bool = False) -> Iterator[Batch]:
@@ -493,7 +496,7 @@ class MapStyleLoader(ResumableLoader):
         return {
             **super()._position_state(),
             "asked": sampler.initial_states,
-            "last": sampler.fingerprint_of(self._batches - 1) if self.loader.in_order else None,
+            "last": sampler.describe(self._batches - 1) if self.loader.in_order else "",
             "workers": states_of(self._received),
             "exhausted": sampler.exhausted and not has_workers,
         }
@@ -511,9 +514,12 @@ class MapStyleLoader(ResumableLoader):
         random_states.restore(state["asked"], own=self.generators)
         if self._advance(iterator, batches, exhausted=state.get("exhausted", False)):
             reasons.append("the sampler draws from the global random state during the epoch, and so does other code")
-        saved, current = state["last"], self._sampler.fingerprint_of(batches - 1)
-        if saved is not None and saved != current:
-            reasons.append(_order_message(saved, current))
+        saved, current = state["last"], self._sampler.describe(batches - 1)
+        if saved and saved != current:
+            reasons.append(
+                f"the last trained batch had the samples {saved}; the same dataset, sampler and seed would give them"
+                f" again, but now this batch has {current or 'nothing'}"
+            )
         if not loader.in_order and loader.num_workers > 1:
             reasons.append("with in_order=False the order of batches depends on how fast the workers are")
         return self._count_batches(iterator)
@@ -546,7 +552,8 @@ class MapStyleLoader(ResumableLoader):
         return self._count_batches(iterator)
 
     def _follow(self, state: State) -> list[str]:
-        if self.persists and self._running._iterator is None and not _changes(state, self.loader):
+        is_stopped = self.persists and self._running._iterator is None
+        if is_stopped and state["workers"] is not None and not _changes(state, self.loader):
             self._resume(state, [])  # starts persistent workers
         return []
 
@@ -605,22 +612,13 @@ class _RecordedSampler:
         deque(batches, maxlen=0)
         return before != random_states.capture()
 
-    def fingerprint_of(self, number: int) -> State | None:
-        """Return the fingerprint of batch ``number``; None if it was not drawn, or is no longer kept."""
+    def describe(self, number: int) -> str:
+        """Return the samples of batch ``number`` as a short text; "" if it was not drawn, or is no longer kept."""
         distance = self.drawn - number
-        return _fingerprint(self._recent[-distance]) if number >= 0 and 0 < distance <= len(self._recent) else None
-
-
-def _order_message(saved: State, current: State | None) -> str:
-    def text(batch: State) -> str:
-        rest = batch["count"] - len(batch["head"])
-        return f"{batch['head']}" + (f" and {rest} more" if rest > 0 else "")
-
-    given = "nothing" if current is None else text(current)
-    return (
-        f"the last trained batch had the samples {text(saved)}; the same dataset, sampler and seed would give them"
-        f" again, but now this batch has {given}"
-    )
+        if number < 0 or not 0 < distance <= len(self._recent):
+            return ""
+        text = repr(_to_plain(self._recent[-distance]))
+        return text if len(text) <= _LONG else f"{text[:_LONG]}... ({hashlib.sha256(text.encode()).hexdigest()})"
 
 
 def _settings_of(loader: Any) -> State:
@@ -659,14 +657,6 @@ def _changes(state: State, loader: Any) -> list[str]:
         for name in current
         if saved.get(name) != current[name] and name not in harmless
     ]
-
-
-def _fingerprint(indices: Any) -> State:
-    """Return a fingerprint of a batch's indices."""
-    plain = _to_plain(indices)
-    flat = plain if isinstance(plain, list) else [plain]
-    head = [index if isinstance(index, int) else repr(index)[:40] for index in flat[:4]]
-    return {"head": head, "count": len(flat), "digest": hashlib.sha256(repr(plain).encode()).hexdigest()}
 
 
 def _to_plain(indices: Any) -> Any:
