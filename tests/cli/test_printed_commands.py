@@ -137,6 +137,19 @@ def no_model(shell):
         printed_by(*words, count=count)(shell)
 
 
+def paths_with_special_characters(shell):
+    """A space, and a comma, which separates the jobs of a sweep."""
+    has_run(shell)
+    shutil.copytree("run", "my run, 2")
+    status, printed = shell.run("test", *LINE, "weights='my run, 2'")
+    (command,) = commands_in(printed)
+    assert (status, shlex.split(command)[-1]) == (2, "ckpt='my run, 2'")
+    shell.follow(command)
+    status, printed = shell.run("checks", "ckpt='my run, 2'")
+    words = printed.partition("replace it by ")[2].rpartition(".")[0]
+    assert (status, shlex.split(words)) == (2, ["+recipe=line", "weights='my run, 2'"])
+
+
 def two_interruptions(shell):
     """The folder stays that of the first run for each start, and the recipe is in another folder."""
     shutil.copytree(shell.trained, "run")
@@ -264,7 +277,7 @@ SCENARIOS = {
     "cli/sweep/__init__.py:_best": best_of_a_sweep,
     "cli/tune/__init__.py:command": printed_by("tune", "batchsize", *LINE, *SHORT),
     "cli/validate.py:_check_model": no_model,
-    "cli/validate.py:_check_weights": printed_by("test", *LINE, "weights=run"),
+    "cli/validate.py:_check_weights": paths_with_special_characters,
     "cli/workdir.py:claim": under_torchrun,
     "cli/workdir.py:resume_command": continued,
 }

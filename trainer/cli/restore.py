@@ -21,7 +21,7 @@ from trainer.cli.compose import CONFIG_NAME, RESTORED, Composer
 from trainer.cli.failure import printable
 from trainer.cli.folders import packaged_conf
 from trainer.cli.processes import is_first
-from trainer.cli.workdir import quoted
+from trainer.cli.workdir import path_override, quoted
 from trainer.record.find_checkpoint import CONFIG, find, run_of
 from trainer.record.run_record import load_run
 from trainer.terminal import command_line, is_quiet
@@ -58,7 +58,7 @@ def apply(arguments: Arguments) -> None:
         raise UsageError(
             f"ckpt is {given_ckpt}, expected a checkpoint in the folder of a run: there is no {CONFIG} in the folders"
             " above it. Choose its config:"
-            f" `{command_line(arguments.command, '+recipe=NAME', f'ckpt_path={checkpoint}')}`"
+            f" `{command_line(arguments.command, '+recipe=NAME', path_override('ckpt_path', checkpoint))}`"
         )
     arguments.overrides = [word for word in arguments.overrides if word not in given]
     groups = _chosen(arguments)

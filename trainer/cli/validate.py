@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import math
 import re
+import shlex
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -44,7 +45,7 @@ from trainer.cli.schema import (
 )
 from trainer.cli.targets import Allowlist
 from trainer.cli.walk import walk
-from trainer.cli.workdir import quoted, sweeps
+from trainer.cli.workdir import path_override, quoted, sweeps
 from trainer.errors import did_you_mean
 from trainer.record.find_checkpoint import find, find_weights, is_checkpoint_folder, run_of
 from trainer.terminal import command_line
@@ -607,7 +608,7 @@ def _check_no_checkpoint(plain: dict[str, Any]) -> None:
     recipe = recipe_of(f"{checkpoint}/file") or "NAME"  # also if it is the folder of a run
     raise UsageError(
         f"Got {given} with {plain['command']}, which does not resume. To start from the weights of a run, replace it by"
-        f" +recipe={recipe} weights={checkpoint}."
+        f" +recipe={recipe} {shlex.quote(path_override('weights', checkpoint))}."
     )
 
 
@@ -625,7 +626,7 @@ def _check_resumed(plain: dict[str, Any], overrides: Sequence[Override]) -> None
             raise UsageError(
                 f"optimizer.{name}={describe(now.get(name))} has no effect, because the optimizer in {path} continues"
                 f" with {name}={describe(before)}. Remove it, or start a new run from the weights: replace the"
-                f" checkpoint by +recipe={recipe_of(path) or 'NAME'} weights={path}."
+                f" checkpoint by +recipe={recipe_of(path) or 'NAME'} {shlex.quote(path_override('weights', path))}."
             )
 
 
@@ -647,8 +648,8 @@ def _check_weights(plain: dict[str, Any]) -> None:
     if command not in ("fit", "compare", "tune", "checks"):
         raise UsageError(
             f"Got weights={weights} with {command}, expected a command that trains, because weights initializes"
-            f" training. To use the weights of a run: `{command_line(command, f'ckpt={weights}')}`; with another"
-            " config: +recipe=NAME ckpt_path=FILE."
+            f" training. To use the weights of a run: `{command_line(command, path_override('ckpt', weights))}`; with"
+            " another config: +recipe=NAME ckpt_path=FILE."
         )
     if checkpoint is not None:
         raise UsageError(

@@ -108,13 +108,11 @@ def resume_command(command: str | None, words: Sequence[str], folder: Path | str
         folder: folder of the run or the sweep.
         key: the setting of that folder.
     """
-    place = str(folder)
-    value = place if re.fullmatch(r"[a-zA-Z0-9_./-]+", place) else quoted(place)
     own = ("ckpt", "ckpt_path", "resume", "trainer.resume", key)
     others = [word for word in words if word.lstrip("+").partition("=")[0] not in own]
     has_config = any(word.lstrip("+").startswith("ckpt=") for word in words)  # a config of another run
-    config = [f"ckpt={value}"] if has_config else []
-    return command_line(command, *others, *config, "resume=auto", f"{key}={value}")
+    config = [path_override("ckpt", folder)] if has_config else []
+    return command_line(command, *others, *config, "resume=auto", path_override(key, folder))
 
 
 def words_of_run() -> list[str]:
@@ -196,6 +194,12 @@ def _is_about_devices(word: str) -> bool:
     if name == "trainer":
         return (packaged_conf() / "trainer" / f"{value}.yaml").is_file()
     return any(name == setting or name.startswith(f"{setting}.") for setting in _DEVICE_SETTINGS)
+
+
+def path_override(key: str, path: Path | str) -> str:
+    """Return the override that sets ``key`` to a path, which is quoted if it has special characters."""
+    place = str(path)
+    return f"{key}={place if re.fullmatch(r'[a-zA-Z0-9_./-]+', place) else quoted(place)}"
 
 
 def quoted(text: str) -> str:
