@@ -366,6 +366,22 @@ def test_stream_that_can_be_read_once_is_read_once():
     assert [batch for *_, batch in module.seen] == [1, 2, 3, 4, 5, 6]
 
 
+class Indexed:
+    """Has no ``__iter__``."""
+
+    def __len__(self):
+        return 2
+
+    def __getitem__(self, index):
+        return [1, 2][index]
+
+
+def test_loader_without_an_iter_method_is_read():
+    module = Evaluates()
+    ours(max_epochs=1, num_sanity_val_steps=0).fit(module, Indexed(), Indexed())
+    assert [batch for *_, batch in module.seen] == [1, 2, 1, 2]
+
+
 class Ends:
     """Counts the passes that have ended, after their last items."""
 

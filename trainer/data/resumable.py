@@ -267,7 +267,8 @@ def to_the_end(iterator: Iterator[Batch], loader: Any, done: int = 0) -> Iterato
         loader: the dataloader.
         done: the number of batches that the pass has yielded before. Default: 0.
     """
-    has_end = inspect.isgeneratorfunction(type(loader).__iter__) or getattr(loader, "num_workers", 1) == 0
+    is_generator = inspect.isgeneratorfunction(getattr(type(loader), "__iter__", None))
+    has_end = is_generator or getattr(loader, "num_workers", 1) == 0
     left = (length_of(loader) or 0) - done
     return chain(islice(iterator, left - 1), _read_ahead(iterator)) if has_end and left > 0 else iterator
 
