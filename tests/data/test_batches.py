@@ -33,7 +33,7 @@ class Drawing(Stream):
 def test_limit_draws_no_batch_too_many(known):
     stream = Drawing(5, known)
     batches = batches_of(DataLoader(stream, None), limit=2)
-    assert (batches.num_batches, batches.has_length) == (2, known)
+    assert (batches.num_batches, batches.loaders.has_length) == (2, known)
     batches.start_epoch(0, skip=0)
     assert [(int(sample[0]), *more) for sample, *more in batches] == [(0, 0, False), (1, 1, True)]
     assert stream.drawn == 2

@@ -71,7 +71,6 @@ class TrainingBatches:
         self.loaders = loaders
         self.num_batches: float = loaders.num_batches() if loaders is not None else 0
         self._length, self._resized = self.num_batches, resized
-        self.has_length = loaders is None or loaders.has_length
         self._renew = renew
         self._watch = watch
         # the current or last pass
@@ -120,7 +119,7 @@ class TrainingBatches:
         state, self._loaded = self._loaded, {}
         renewed = self._renew() if self._renew is not None and not skip else None
         if renewed is not None:
-            self.loaders, self.num_batches, self.has_length = renewed, renewed.num_batches(), renewed.has_length
+            self.loaders, self.num_batches = renewed, renewed.num_batches()
         assert self.loaders is not None
         if self.loaders.is_sequential:
             raise ConfigurationError(

@@ -13,6 +13,7 @@ import signal
 import time
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from torch.utils.data import DataLoader
@@ -47,30 +48,25 @@ def guard_workers(session: Session, loader: Any, seconds: float) -> None:
     if not isinstance(loader.worker_init_fn, SurviveSignals):
         session.replace(loader, "worker_init_fn", SurviveSignals(loader.worker_init_fn))
     if seconds and not loader.timeout and "_get_iterator" not in vars(loader):
-        session.replace(loader, "_get_iterator", _BoundedIterators(loader, seconds))
+        session.replace(loader, "_get_iterator", partial(_bounded_iterator, loader, seconds))
 
 
 def bounded_like(loader: Any, iterator: Any) -> Any:
     """Limit the waiting time of ``iterator`` as for the iterators that ``loader`` creates. Return it."""
-    make = getattr(loader, "_get_iterator", None)
-    return make.bound(iterator) if isinstance(make, _BoundedIterators) else iterator
+    make = vars(loader).get("_get_iterator")
+    is_bounded = isinstance(make, partial) and make.func is _bounded_iterator
+    return _bounded(iterator, make.args[1]) if is_bounded else iterator
 
 
-class _BoundedIterators:
-    """Replaces ``_get_iterator`` of a dataloader, which creates its iterators."""
+def _bounded_iterator(loader: DataLoader[Any], seconds: float) -> Any:
+    """Create an iterator of a dataloader, and limit its waiting time."""
+    return _bounded(type(loader)._get_iterator(loader), seconds)
 
-    def __init__(self, loader: DataLoader[Any], seconds: float) -> None:
-        self._loader = loader
-        self._seconds = seconds
 
-    def __call__(self) -> Any:
-        return self.bound(type(self._loader)._get_iterator(self._loader))
-
-    def bound(self, iterator: Any) -> Any:
-        """Limit the waiting time of ``iterator``. Return it."""
-        if hasattr(iterator, "_try_get_data") and not iterator._timeout:
-            vars(iterator)["_try_get_data"] = _BoundedGet(iterator, self._seconds)
-        return iterator
+def _bounded(iterator: Any, seconds: float) -> Any:
+    if hasattr(iterator, "_try_get_data") and not iterator._timeout:
+        vars(iterator)["_try_get_data"] = _BoundedGet(iterator, seconds)
+    return iterator
 
 
 class _BoundedGet:
