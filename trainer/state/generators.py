@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import random
 from array import array
-from collections.abc import Callable
-from functools import partial
 from typing import Any, get_args
 
 import numpy as np
 import torch
-
-from trainer.state import generator_memory
 
 RandomGenerator = torch.Generator | random.Random | np.random.Generator | np.random.RandomState
 KINDS = get_args(RandomGenerator)
@@ -22,17 +18,16 @@ def is_random(value: Any) -> bool:
     return isinstance(value, KINDS) and not isinstance(value, random.SystemRandom)
 
 
-def reader_of(generator: RandomGenerator) -> Callable[[], Any]:
-    """Return a function that reads the state of a generator for ``generator_memory.decoded``."""
-    read = None
-    if isinstance(generator, random.Random | np.random.RandomState):
-        read = generator_memory.reader_of(generator)
-    return read or partial(_state_of, generator)
-
-
 def state_of(generator: RandomGenerator) -> Any:
     """Return the state of a generator: numbers, bytes, lists and dicts."""
-    return generator_memory.decoded(reader_of(generator)())
+    if isinstance(generator, torch.Generator):
+        return generator.get_state().numpy().tobytes()
+    if isinstance(generator, random.Random):
+        version, numbers, gauss = generator.getstate()
+        return [version, array("I", numbers).tobytes(), gauss]
+    if isinstance(generator, np.random.RandomState):
+        return _with_bytes(generator.get_state(legacy=False))
+    return _with_bytes(generator.bit_generator.state)
 
 
 def set_state(generator: RandomGenerator, state: Any) -> None:
@@ -67,20 +62,17 @@ def create(state: Any) -> RandomGenerator:
     return generator
 
 
-def _state_of(generator: RandomGenerator) -> Any:
-    """Return the state of a generator that cannot be read from memory."""
-    if isinstance(generator, torch.Generator):
-        return generator.get_state().numpy().tobytes()
-    if isinstance(generator, random.Random):
-        version, numbers, gauss = generator.getstate()
-        return [version, array("I", numbers).tobytes(), gauss]
-    if isinstance(generator, np.random.RandomState):
-        return generator_memory.numpy_as_bytes(generator.get_state(legacy=False))
-    return generator_memory.numpy_as_bytes(generator.bit_generator.state)
+def _with_bytes(state: Any) -> Any:
+    """Return a NumPy state with bytes instead of arrays."""
+    if isinstance(state, dict):
+        return {key: _with_bytes(value) for key, value in state.items()}
+    if isinstance(state, np.ndarray):
+        return state.tobytes()
+    return state.item() if isinstance(state, np.generic) else state
 
 
 def _with_arrays(state: dict[str, Any]) -> dict[str, Any]:
-    """Invert ``numpy_as_bytes``."""
+    """Invert :func:`_with_bytes`."""
     kind = np.uint32 if state["bit_generator"] == "MT19937" else np.uint64
 
     def array_of(value: Any) -> Any:
