@@ -1,17 +1,12 @@
 """The state of a process in a checkpoint. Resumed runs are compared in ``test_resume_corners.py``."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from lightning.pytorch.callbacks import EarlyStopping
-from torch import nn
 
 from tests.parity import RecordingLogger
 from tests.support import Regression, SavesEverywhere, loader_of, make_batches, make_net, make_trainer
 from trainer.checkpoint.loading import process_states_in
-from trainer.checkpoint.process import ProcessState
-from trainer.engine.communication import Communication
 from trainer.errors import ResumeError
 
 pytestmark = pytest.mark.filterwarnings("ignore:resume='auto', but there is no ModelCheckpoint")
@@ -52,11 +47,6 @@ def test_checkpoint_is_written_when_all_about_a_batch_is_over(tmp_path):
     assert list(saver.rows) == [0, 1, 1, 2, 3, 4]  # one for each optimizer step, and one for the epoch
     states = [state for checkpoint in checkpoints for state in process_states_in(checkpoint)]
     assert [len(state["gradients"]) for state in states] == [6, 0, 6, 0, 0, 0]  # saved in open windows only
-
-
-def test_checkpoint_without_communication_is_resumed_with_fixed_buckets():
-    engine = SimpleNamespace(communication=Communication([], keeps_buckets=True, may_diverge=True), device=None)
-    ProcessState(SimpleNamespace(engine=engine, lightning_module=nn.Linear(1, 1)))._restore_communication({})
 
 
 def test_states_of_another_number_of_processes_or_version(tmp_path):

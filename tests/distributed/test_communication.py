@@ -8,7 +8,6 @@ import torch
 from lightning.pytorch.strategies import DDPStrategy
 from torch import distributed
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
-from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
 
 from tests.distributed.ranks import RankError
 from tests.support import Regression, SavesAt, assert_identical, loader_of, make_batches, make_trainer, momentum
@@ -51,28 +50,11 @@ def shrinking(state, bucket):
     return averaged(state, bucket, 1 / (1 + state.steps))
 
 
-def shrinking_by_a_dict(state, bucket):
-    state["steps"] = state.get("steps", 0) + bucket.is_last()
-    return averaged(state, bucket, 1 / (1 + state["steps"]))
-
-
 def rounding(state, bucket):
-    return rounded(state, bucket, state.errors, 64)
-
-
-def rounded(state, bucket, errors, steps):
-    exact = bucket.buffer() + errors.get(bucket.index(), 0)
-    bucket.buffer().copy_((exact * steps).round() / steps)
-    errors[bucket.index()] = exact - bucket.buffer()
+    exact = bucket.buffer() + state.errors.get(bucket.index(), 0)
+    bucket.buffer().copy_((exact * 64).round() / 64)
+    state.errors[bucket.index()] = exact - bucket.buffer()
     return averaged(state, bucket, 1.0)
-
-
-def like_power(state, bucket):
-    """Return torch's state with a hook like PowerSGD, because nested collectives sometimes abort on gloo."""
-    state.maybe_increase_iter(bucket)
-    if state.iter <= state.start_powerSGD_iter:
-        return averaged(state, bucket, 1.0)
-    return rounded(state, bucket, state.error_dict, 32 * (1 + state.rng.rand()))
 
 
 def local(state, bucket):
@@ -87,19 +69,24 @@ def post_local():
     return PostLocalSGDState(None, subgroup, start_localSGD_iter=2), post_localSGD_hook
 
 
-def power(start):
-    return PowerSGDState(None, start_powerSGD_iter=start), like_power
+class CountsAsHook(Counts):
+    """Has the hook as a method."""
+
+    def hook(self, _, bucket):
+        return shrinking(self, bucket)
 
 
 EXACT = {
-    "post-local": (post_local, {"model_averaging_period": 3}),
-    "power, fixed buckets": (lambda: power(2), {"find_unused_parameters": True}),
-    "counts in a dict": (lambda: ({}, shrinking_by_a_dict), {}),
+    "counts": (lambda: (Counts(), shrinking), {}),
+    "method": (lambda: (None, CountsAsHook().hook), {}),
     "state_dict": (lambda: (HasStateDict(), shrinking), {}),
     "memory, fixed buckets": (lambda: (Remembers(), rounding), {"find_unused_parameters": True}),
     "local": (lambda: (None, local), {}),
 }
-REFUSED = {"power": (lambda: power(2), {}), "memory": (lambda: (Remembers(), rounding), {})}
+REFUSED = {
+    "memory": (lambda: (Remembers(), rounding), {}),
+    "post-local": (post_local, {"model_averaging_period": 3}),
+}
 """Factories of hooks and their states, and options of the strategy."""
 
 
@@ -143,15 +130,15 @@ def test_resumed_run_equals_an_uninterrupted_one(ranks, tmp_path, name):
     for rank in range(2):
         assert_identical(resumed[rank][0], whole[rank][0])
     processes = process_states_in(torch.load(path, weights_only=True))
-    assert ["weights" in one["communication"] for one in processes] == [False, name in ("post-local", "local")]
+    assert ["own_weights" in one for one in processes] == [False, name == "local"]
 
 
-@pytest.mark.parametrize(("name", "memory"), [("power", "PowerSGDState.error_dict"), ("memory", "Remembers.errors")])
-def test_memory_of_rebuilt_buckets_is_refused(ranks, tmp_path, name, memory):
+@pytest.mark.parametrize(("name", "lost"), [("memory", "Remembers.errors"), ("post-local", "PostLocalSGDState")])
+def test_states_of_torchs_hooks_and_tensors_of_rebuilt_buckets_are_refused(ranks, tmp_path, name, lost):
     ranks.call(fit, name, tmp_path / "a.ckpt")
     with pytest.raises(RankError) as error:
         ranks.call(fit, name, tmp_path / "a.ckpt", True)
-    for part in (f"{memory} may belong to DDP's buckets", "find_unused_parameters=True", "Trainer(exact_resume=False)"):
+    for part in (f"{lost} cannot be restored", "find_unused_parameters=True", "Trainer(exact_resume=False)"):
         assert str(error.value).count(part) >= 2
     for _, warned in ranks.call(partial(fit, exact_resume=False), name, tmp_path / "a.ckpt", True):
-        assert any(memory in message for message in warned)
+        assert any(lost in message for message in warned)

@@ -104,7 +104,7 @@ def objects():
 
 
 def state_of(module, data=None, callbacks=(), **engine):
-    engine = {"exposes_gradients": True, "world_size": 1, "global_rank": 0} | engine
+    engine = {"exposes_gradients": True, "world_size": 1, "global_rank": 0, "communication": None} | engine
     engine = SimpleNamespace(gradients=SimpleNamespace(are_parts=False), **engine)
     trainer = SimpleNamespace(lightning_module=module, datamodule=data, callbacks=callbacks, optimizers=[])
     trainer.lr_scheduler_configs, trainer.engine = [], engine

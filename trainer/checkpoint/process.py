@@ -40,6 +40,8 @@ _LOST_AT_SAVE = (
 _REFUSED = {
     "iterator": "The position of an iterator cannot be saved: pass a second dataloader to `fit` in a `CombinedLoader`.",
     "generator": "Create the random generator on the CPU before the training begins.",
+    "hook": "The state of a communication hook is saved if its class is yours; its tensors only with"
+    " DDPStrategy(find_unused_parameters=True), which keeps the buckets of gradients.",
     "buffer": "Create the modules of these buffers before the training begins, such as in configure_model.",
 }
 """Reasons why a resume is refused, and their remedies."""
@@ -79,7 +81,6 @@ class ProcessState:
         # parts of the state, and the counts of updates of the metric objects; {} before the first validation
         self._before_validation: State = {}
         self._training_modes: dict[nn.Module, bool] = {}
-        self._first_numbers: list[communication.State] = []
         self.program = Snapshot()
         self.set_by_hooks: set[tuple[str, str]] = set()
         self._reported: set[Lost] = set()
@@ -103,7 +104,7 @@ class ProcessState:
             Part("precision", lambda _: engine.precision.state_dict(), engine.precision.load_state_dict),
             Part("program", self._program, self._restore_program, is_repeated=True),
             Part("outside_parameters", self._values_outside, self._restore_outside_parameters),
-            Part("communication", self._communication, self._restore_communication),
+            Part("own_weights", self._own_weights, self._restore_own_weights),
             Part("early_stopping", self._early_stopping, self._restore_early_stopping),
             Part("next_forward", lambda _: None if is_alone else engine.next_forward_syncs_buffers, self._restore_next),
             Part("gradients", self._gradients),
@@ -114,11 +115,8 @@ class ProcessState:
         )
 
     def begin_fit(self) -> None:
-        """Record the numbers of communication hooks, because a checkpoint contains only changes."""
-        self.program = Snapshot()  # without the objects of an earlier fit
-        self._reported = set()
-        communicates = self._trainer.engine.communication
-        self._first_numbers = [] if communicates is None else communication.numbers_of(communicates.holders)
+        """Forget the objects of an earlier fit."""
+        self.program, self._reported = Snapshot(), set()
 
     @contextmanager
     def restored_for_hooks(self, program: Snapshot, state: State) -> Iterator[None]:
@@ -190,8 +188,8 @@ class ProcessState:
             The state for :meth:`load`, and the names of metric objects that lose a part of their state.
         """
         engine, first = self._trainer.engine, states[0]
-        if any("weights" in state.get("communication", {}) for state in states):
-            raise ResumeError("each process had its own weights: save after they are averaged")
+        if any("own_weights" in state for state in states):
+            raise ResumeError("each process had its own weights")
         rank, number = engine.global_rank, engine.world_size
         objects, lost = MetricObjects(self._trainer.lightning_module).shared(
             [state["metric_objects"] for state in states], rank, number
@@ -206,7 +204,6 @@ class ProcessState:
             "rng": own,
             "metrics": shared_among(number, [state["metrics"] for state in states]),
             "metric_objects": objects,
-            "communication": {**first.get("communication", {}), "keeps_buckets": False},
             "should_stop": any(state["should_stop"] for state in states),
             "window": window,
         }, lost
@@ -235,8 +232,10 @@ class ProcessState:
             ResumeError: if an iterator or a random generator was not saved, or a buffer has no module, and the resume
                 must be exact.
         """
-        trainer = self._trainer
-        lost, self.set_by_hooks = self.program.write(state, skip=self.set_by_hooks), set()
+        trainer, of_buckets = self._trainer, self._values_of_buckets(state)
+        lost = self.program.write(state, skip=self.set_by_hooks | of_buckets.keys())
+        lost += of_buckets.values()
+        self.set_by_hooks = set()
         trainer.engine.follow_trained_parameters()
         others = [one for one in lost if one.reason not in _REFUSED]
         if others:
@@ -250,6 +249,18 @@ class ProcessState:
             if names := join_first(dict.fromkeys(one.name for one in lost if one.reason == reason), 5):
                 problem = f"The run would not continue exactly: {names} cannot be restored."
                 refuse_inexact(problem, remedy, exact=trainer.exact_resume)
+
+    def _values_of_buckets(self, state: State) -> dict[tuple[str, str], Lost]:
+        """Return the values of DDP's communication hooks that are not restored, by path and name."""
+        found, communicates = dict[tuple[str, str], Lost](), self._trainer.engine.communication
+        for number, holder in enumerate([] if communicates is None else communicates.holders):
+            path, kind = f"hooks.{number}", type(holder).__name__
+            if path not in self.program.objects:
+                found[path, ""] = Lost(kind, "hook")
+            elif communicates is not None and not communicates.keeps_buckets:
+                values = state.get(path, ["", {}])[1]
+                found |= {(path, n): Lost(f"{kind}.{n}", "hook") for n, value in values.items() if _has_tensor(value)}
+        return found
 
     # --- metrics, counters, the accumulation window -----------------------------------------------------------
 
@@ -387,72 +398,27 @@ class ProcessState:
             )
             refuse_inexact(f"{problem} They are not restored.", exact=self._trainer.exact_resume)
 
-    def _communication(self, _: State) -> dict[str, Any] | None:
-        """Return the state of communication hooks and averagers, and weights that differ from those of rank 0.
-
-        With post-local SGD, the weights of processes differ between two averaging steps.
-        """
-        trainer, engine = self._trainer, self._trainer.engine
-        communicates = engine.communication
-        if communicates is None:
+    def _own_weights(self, _: State) -> list[Any] | None:
+        """Return the weights and optimizer states if processes have different ones, and this is not the first."""
+        engine = self._trainer.engine
+        if engine.world_size == 1 or engine.communication is None or not engine.communication.may_diverge:
             return None
-        state: dict[str, Any] = {
-            "states": communication.state_of(communicates.holders, self._first_numbers),
-            "keeps_buckets": communicates.keeps_buckets,
-        }
-        if communicates.may_diverge and engine.world_size > 1:
-            own = {
-                "weights": dict(trainer.lightning_module.named_parameters()),
-                "optimizers": [optimizer.state_dict() for optimizer in engine.optimizers],
-                "averages": {place: average.state_dict() for place, average in self._averages()},
-            }
-            differ = len(engine.gather_if_different(communication.digest([own]))) > 1
-            state |= own if differ and engine.global_rank else {}
-        return state
+        own = [self._weights(), [optimizer.state_dict() for optimizer in engine.optimizers]]
+        differ = len(engine.gather_if_different(communication.digest(own))) > 1
+        return own if differ and engine.global_rank else None
 
-    def _restore_communication(self, state: dict[str, Any]) -> None:
-        """Restore the result of :meth:`_communication`.
+    def _restore_own_weights(self, saved: list[Any]) -> None:
+        weights, optimizer_states = saved
+        with torch.no_grad():
+            for parameter, value in zip(self._weights(), weights, strict=True):
+                parameter.copy_(value)
+        self._trainer.engine.load_optimizer_states({"optimizer_states": optimizer_states}, {})
 
-        Raises:
-            ResumeError: if the run would not continue exactly, although the resume must be exact.
-        """
-        trainer, engine = self._trainer, self._trainer.engine
-        module, communicates = trainer.lightning_module, engine.communication
-        if "weights" in state:
-            parameters, weights = dict(module.named_parameters()), state["weights"]
-            with torch.no_grad():
-                for name in parameters.keys() & weights.keys():
-                    parameters[name].copy_(weights[name])
-            saved: dict[Tensor, torch.dtype] = {
-                parameters[name]: value.dtype for name, value in weights.items() if name in parameters
-            }
-            engine.load_optimizer_states({"optimizer_states": state["optimizers"]}, saved)
-            for place, average in self._averages():
-                if place in state["averages"]:
-                    average.load_state_dict(state["averages"][place])
-        problems = communication.load(
-            [] if communicates is None else communicates.holders,
-            self._first_numbers,
-            state.get("states", []),
-            same_buckets=communicates is not None and communicates.keeps_buckets and state.get("keeps_buckets", False),
-            device=engine.device,
-        )
-        if not problems:
-            return
-        problem = f"The run would not continue exactly: {join_first(problems, 3, separator='; ')}."
-        advice = (
-            "DDP rebuilds its buckets after the first backward pass, unless the run trains from the beginning with"
-            " DDPStrategy(find_unused_parameters=True). A value is saved if its state has a state_dict() and a"
-            " load_state_dict()."
-        )
-        refuse_inexact(problem, advice, exact=trainer.exact_resume)
-
-    def _averages(self) -> Iterator[tuple[str, AveragedModel]]:
-        """Yield the weight averages of callbacks, each with a name."""
-        for callback in self._trainer.callbacks:
-            for name, value in vars(callback).items():
-                if isinstance(value, AveragedModel):
-                    yield f"{callback.state_key}.{name}", value
+    def _weights(self) -> list[Tensor]:
+        """Return the weights of the module, and those of callbacks that average them."""
+        attributes = [value for callback in self._trainer.callbacks for value in vars(callback).values()]
+        averages = [value for value in attributes if isinstance(value, AveragedModel)]
+        return [one.detach() for module in (self._trainer.lightning_module, *averages) for one in module.parameters()]
 
     def _gradients(self, state: State) -> dict[str, Tensor]:
         """Return the gradients that no optimizer step has used yet, without those of a batch that will be repeated.
@@ -514,3 +480,8 @@ class ProcessState:
 
     def _eval_loops(self) -> Iterator[tuple[str, Any]]:
         return ((loop.stage, loop) for loop in set(self._trainer.eval_loops.values()))
+
+
+def _has_tensor(value: Any) -> bool:
+    """Return whether an encoded value contains a tensor."""
+    return type(value) is list and (value[:1] == ["tensor"] or any(map(_has_tensor, value)))

@@ -645,7 +645,7 @@ class LightningEngine:
     def communication(self) -> Communication | None:
         """How DDP communicates, in the current or the last run. None for its default: see ``communication_of``."""
         if isinstance(model := self.strategy.model, DistributedDataParallel):
-            self._communication = communication_of(model, getattr(self._ddp, "_model_averager", None))
+            self._communication = communication_of(model)
         return self._communication
 
     def save(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:

@@ -219,6 +219,8 @@ def snapshot_of(trainer: Trainer) -> Snapshot:
         **averages,
     }
     roots |= {f"optimizers.{number}": optimizer for number, optimizer in enumerate(trainer.optimizers)}
+    if engine.communication is not None:
+        roots |= {f"hooks.{number}": holder for number, holder in enumerate(engine.communication.holders)}
     return Snapshot(roots, rules)
 
 
