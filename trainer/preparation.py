@@ -219,7 +219,6 @@ class Preparation:
             backward = chosen.backward
             step = chosen.step if self._profiling is None else self._profiling.action("optimizer_step", chosen.step)
         engine.module_calls = ModuleCalls(backward, step, loop.clip_for_module)
-        trainer.process.kept_batches = chosen if isinstance(chosen, ClosureOptimization) else None
         return chosen
 
     @property

@@ -24,10 +24,6 @@ from trainer.callbacks import Curves, GradientAccumulation, ScaleMonitor
 from trainer.errors import ResumeError
 
 
-class Batch(tuple[torch.Tensor]):
-    """A batch that is not a plain container."""
-
-
 class Module(LightningModule):
     def __init__(self):
         super().__init__()
@@ -347,7 +343,7 @@ def _quiet():
 @pytest.mark.parametrize(
     ("make", "callbacks", "arguments"),
     [
-        (Closures, list, {"accumulate_grad_batches": 3}),
+        (Closures, list, {}),
         (NothingAtTheEnd, list, {"accumulate_grad_batches": 2, "precision": "16-mixed"}),
         (Freezes, list, {}),
         (StepsItself, list, {}),
@@ -473,17 +469,17 @@ def test_checkpoint_that_loses_the_gradients_of_a_window_warns(tmp_path):
         train(make, tmp_path / "whole", accumulate_grad_batches=3, max_epochs=1)
 
 
-def test_batches_that_cannot_be_saved_are_reported(tmp_path):
-    def collate(samples):
-        return Batch([torch.stack([sample[0] for sample in samples])])
-
-    arguments = {"accumulate_grad_batches": 3, "max_epochs": 1, "collate": collate}
-    _, _, saved = train(Closures, tmp_path / "whole", **arguments)
+def test_resume_inside_a_window_that_is_evaluated_again_is_refused(tmp_path):
+    arguments = {"accumulate_grad_batches": 3, "max_epochs": 1}
+    whole, rows, saved = train(Closures, tmp_path / "whole", **arguments)
     with pytest.raises(ResumeError, match=r"inside an accumulation window.*exact_resume=False"):
         train(Closures, tmp_path / "refused", start=saved[0][0], **arguments)
-    with pytest.warns(UserWarning, match=r"could not be saved.*The run resumes, but not exactly"):
+    with pytest.warns(UserWarning, match=r"They are not saved.*The run resumes, but not exactly"):
         train(Closures, tmp_path / "resumed", start=saved[0][0], exact_resume=False, **arguments)
-    train(Closures, tmp_path / "between", start=saved[2][0], **arguments)
+    path, logged = saved[2]
+    state, own_rows, _ = train(Closures, tmp_path / "between", start=path, **arguments)
+    assert census.differences(state, whole) == []
+    assert differences(own_rows, rows[logged:]) == []
 
 
 def test_checkpoint_inside_the_first_batch_is_reported(tmp_path):

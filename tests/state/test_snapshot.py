@@ -518,7 +518,7 @@ def test_changed_tensors_of_modules_outside_of_the_module_are_restored():
     module.hidden[1].weight.data.mul_(2)  # does not change the tensor's version
     saved = before.read()
     tensors = [value for _, values in saved.values() for name, value in values.items() if name.startswith(":tensor")]
-    assert [tensor.data_ptr() for _, tensor, _ in tensors] == [  # no copies
+    assert [tensor.data_ptr() for _, tensor in tensors] == [  # no copies
         module.hidden[0].num_batches_tracked.data_ptr(), module.hidden[1].weight.data_ptr()
     ]  # fmt: skip
     other, after = outside()
@@ -558,6 +558,6 @@ def test_buffers_that_are_saved():
     assert names() == {"own", "none"}
     assert names(saves_buffers=True) == {"own", "none", "kept"}
     saved = {"unknown": torch.ones(2), "own": torch.zeros(1), "none": None, "empty": torch.ones(1)}
-    values = {f":tensor {n}": None if value is None else ["weights", value, True] for n, value in saved.items()}
+    values = {f":tensor {n}": None if value is None else ["weights", value] for n, value in saved.items()}
     assert Snapshot({"module": module}, Rules(lambda _: None)).write({"module": ["torch.Module", values]}) == []
     assert_identical({name: module._buffers[name] for name in saved}, saved)

@@ -19,9 +19,8 @@ from torch.optim.swa_utils import AveragedModel
 from trainer.checkpoint.host_copy import on_host
 from trainer.engine import communication
 from trainer.engine.gradients import Gradients
-from trainer.engine.optimizer_calls import has_own_zero_grad
+from trainer.engine.optimizer_calls import has_own_zero_grad, needs_closure
 from trainer.errors import ResumeError, join_first, rank_zero_warn, refuse_inexact, warn
-from trainer.loops.closures import ClosureOptimization
 from trainer.module_tree import parameters_of
 from trainer.state import random_states
 from trainer.state.metric_objects import MetricObjects
@@ -72,12 +71,10 @@ class ProcessState:
     Attributes:
         program: the user's objects since ``on_train_start``, which a resumed run calls, too.
         set_by_hooks: the values of these objects that hooks have set in :meth:`restored_for_hooks`, by path and name.
-        kept_batches: stores the batches of an open window for an optimizer that evaluates them again; otherwise None.
     """
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
-        self.kept_batches: ClosureOptimization | None = None
         # parts of the state, and the counts of updates of the metric objects; {} before the first validation
         self._before_validation: State = {}
         self._training_modes: dict[nn.Module, bool] = {}
@@ -111,7 +108,6 @@ class ProcessState:
             Part("used_gradients", self._used_gradients, self._load_zeros),
             Part("gradients", lambda state: state["gradients"], self._restore_gradients),
             Part("losses", self._losses, self._restore_losses),
-            Part("kept_batches", self._kept_batches, self._restore_kept_batches),
         )
 
     def begin_fit(self) -> None:
@@ -323,7 +319,19 @@ class ProcessState:
         return loop.window.state_dict(before_batch=loop.window.in_batch and not loop.has_updated)
 
     def _restore_window(self, state: State) -> None:
+        """Restore the window.
+
+        Raises:
+            ResumeError: if an optimizer evaluates its earlier batches again (LBFGS), and the resume must be exact.
+        """
         trainer = self._trainer
+        if "size" in state and any(map(needs_closure, trainer.loop.optimizers)):
+            refuse_inexact(
+                "The checkpoint was written inside an accumulation window, and the optimizer evaluates the earlier"
+                " batches of the window again. They are not saved.",
+                "Resume from a checkpoint that was written between two windows.",
+                exact=trainer.exact_resume,
+            )
         trainer.loop.window.load_state_dict(state, trainer.engine.device)
         trainer.engine.check_accumulation(trainer.loop.window.batches)
 
@@ -333,14 +341,6 @@ class ProcessState:
 
     def _restore_losses(self, state: list[Tensor]) -> None:
         self._trainer.loop.gradients.scaler.losses = [loss.to(self._trainer.engine.device) for loss in state]
-
-    def _kept_batches(self, state: State) -> Any:
-        return None if self.kept_batches is None or "size" not in state["window"] else self.kept_batches.state_dict()
-
-    def _restore_kept_batches(self, state: Any) -> None:
-        if self.kept_batches is not None:
-            trainer = self._trainer
-            self.kept_batches.load_state_dict(state, trainer.engine.device, exact=trainer.exact_resume)
 
     def _early_stopping(self, _: State) -> State | None:
         """Return the states of the callbacks, because a training metric may differ between processes."""

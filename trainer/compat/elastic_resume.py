@@ -312,7 +312,7 @@ def _position(state: dict[str, Any], progress: FitProgress, change: _BatchConver
         ResumeError: if the checkpoint is from the middle of an update.
     """
     done, data = progress.batches_this_epoch, state["data"]
-    if "size" in state["window"] or state["gradients"] or "kept_batches" in state:
+    if "size" in state["window"] or state["gradients"]:
         raise ResumeError(
             "the checkpoint is from the middle of an accumulation window, after batch"
             f" {done} of epoch {progress.epochs_trained}; take one from the end of a window"

@@ -18,10 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map_only
 
 from trainer.engine.optimizer_calls import needs_closure
-from trainer.errors import ConfigurationError, refuse_inexact, warn
+from trainer.errors import ConfigurationError, warn
 from trainer.loops.fit import FitLoop
 from trainer.loops.step_output import outputs_of
 from trainer.session import Session
@@ -105,34 +104,6 @@ class ClosureOptimization:
             lower_scale_after(loop, [factor for _, factor in unused])
         loop.finish_steps()
         self._earlier.clear()  # not evaluated again
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the kept batches, for a checkpoint inside a window.
-
-        They are None if ``torch.load(weights_only=True)`` would refuse them, because they hold more than tensors,
-        numbers, strings and plain containers of those.
-        """
-        if not all(_is_plain(one.batch) for one in self._earlier):
-            return {"batches": None}
-        return {"batches": [[one.batch, one.batch_idx, one.mark, one.share] for one in self._earlier]}
-
-    def load_state_dict(self, state: dict[str, Any], device: torch.device, *, exact: bool) -> None:
-        """Keep the batches that :meth:`state_dict` returned.
-
-        Raises:
-            ResumeError: if the batches could not be saved, and ``exact`` is True. If it is False, the window continues
-                without them, with a warning.
-        """
-        if state["batches"] is None:
-            problem = (
-                "The checkpoint was written inside an accumulation window with batches that the optimizer evaluates"
-                " again, and they could not be saved, because they contain more than tensors, numbers, strings and"
-                " plain containers."
-            )
-            refuse_inexact(problem, "Resume from a checkpoint that was written between two windows.", exact=exact)
-        batches = tree_map_only(Tensor, lambda tensor: tensor.to(device), state["batches"] or [])
-        for batch, batch_idx, mark, share in batches:
-            self._earlier.append(_Pass(batch, batch_idx, mark, share))
 
     def _evaluate(self, current: _Pass) -> Tensor | None:
         """Run forward and backward of one batch. Return its share of the window's mean loss."""
@@ -288,11 +259,3 @@ class _Pass:
     share: Tensor | None = None
     outputs: dict[str, Any] | None = field(default_factory=dict)
     is_evaluated: bool = False
-
-
-def _is_plain(value: Any) -> bool:
-    if type(value) is dict:
-        return all(type(key) in (str, int) and _is_plain(one) for key, one in value.items())
-    if type(value) in (list, tuple):
-        return all(map(_is_plain, value))
-    return value is None or type(value) in (Tensor, str, bytes, bool, int, float)

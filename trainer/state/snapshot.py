@@ -14,7 +14,7 @@ tensor                                       ``["tensor", dtype, shape, bytes, d
 NumPy array or scalar                        ``["array", dtype, shape, bytes]``
 an object of the walk                        ``["object", path]``
 a random generator that was created later    ``["generator", number, state]``
-``:tensor NAME`` of a module                 ``["weights", tensor, is_initial_dtype]``
+``:tensor NAME`` of a module                 ``["weights", tensor]``
 anything else: *held*                        ``["held", reason]``
 ===========================================  ===============================================================
 """
@@ -27,10 +27,10 @@ from collections import deque
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Set
 from contextlib import contextmanager, suppress
 from copy import deepcopy
-from functools import cache, cached_property, partial
+from functools import cached_property, partial
 from io import IOBase
 from itertools import chain
-from types import MemberDescriptorType, MethodType, ModuleType
+from types import MethodType, ModuleType
 from typing import Any, Generic, NamedTuple, Protocol
 
 import numpy as np
@@ -140,7 +140,6 @@ class Snapshot:
         self._rules = rules
         self._roots = {path: root for path, root in (roots or {}).items() if root is not None}
         self._memory: Set[int] | None = None  # the result of `elsewhere`, if it was needed
-        self._tensors: dict[int, Tensor] = {}  # the tensors of modules in a state, by `id`
         modules = [root for root in self._roots.values() if isinstance(root, nn.Module)]
         self._inside = {id(part) for root in modules for part in root.modules()}
         self._ignored: dict[str, Container[str] | None] = {}
@@ -170,7 +169,7 @@ class Snapshot:
                 themselves. Default: False.
             modes: the ``training`` flags of modules to read instead of the current ones. Default: None.
         """
-        self._memory, self._tensors = None, {}
+        self._memory = None
         numbers: dict[int, int] = {}  # of the random generators that were created later
         state: State = {}
         for path, one in chain(self.objects.items(), self._new_modules()):
@@ -193,7 +192,7 @@ class Snapshot:
 
     def current(self, state: State) -> State:
         """Return copies of the current values of the objects and names in ``state``."""
-        self._memory, self._tensors, memo = None, {}, dict[int, Any]()
+        self._memory, memo = None, dict[int, Any]()
         numbers, found = dict[int, int](), State()
         for path, (kind, names) in state.items():
             if self._has(path, kind):
@@ -222,7 +221,7 @@ class Snapshot:
                 they were registered after the state was read. Default: True.
         """
         lost: list[Lost] = []
-        created: dict[Any, Any] = {}  # generators by number, and tensors by the id of those in the state
+        created: dict[int, Any] = {}  # generators by number
         kinds = set(map(class_name, self.objects.values()))
         for path, one in self.objects.items():
             saved = state.get(path, ["", {}])[1]
@@ -376,24 +375,17 @@ class Snapshot:
                 if buffer is None:
                     yield f":tensor {name}", None
                 elif not (is_lazy(buffer) or buffer.is_meta):
-                    yield f":tensor {name}", ["weights", self._shared(buffer)]
+                    yield f":tensor {name}", ["weights", _local(buffer)]
         for name, one in () if is_inside else (*parameters, *module.named_buffers(recurse=False)):
             is_plain = type(one) in (Tensor, nn.Parameter) and is_dense(one) and not one.is_meta
             if is_plain and not self._is_elsewhere(one):
                 yield f":tensor {name}", ["checksum", zlib.crc32(bytes_of(one).data)]
 
-    def _shared(self, tensor: Tensor) -> Tensor:
-        """Return one tensor for those in a state that are the same; of a DTensor, the part of this process."""
-        own = tensor.detach()
-        return self._tensors.setdefault(id(tensor), getattr(own, "_local_tensor", own))
-
     def _stored(self, path: str, one: Any, name: str, value: Any) -> Any:
         """Return the encoded value as it is stored. With a path, mark containers and tensors that were replaced."""
-        if isinstance(value, list) and value[0] == "weights" and name.startswith(":tensor "):
-            return [*value, self._first.get(path, {}).get(name) == value[1].dtype]
         if isinstance(value, list) and value[0] == "checksum":
-            own = ["weights", self._shared(getattr(one, name.partition(" ")[2])), True]
-            return own if self._rules.saves_weights else ["held", "value"]
+            own = getattr(one, name.partition(" ")[2])
+            return ["weights", _local(own)] if self._rules.saves_weights else ["held", "value"]
         if path and name[0] != ":" and type(value) is list and value[0] in (*_CONTAINERS, "tensor", "array"):
             now = vars(one)[name]
             if now is not self._given[path].get(name):
@@ -476,12 +468,11 @@ class Snapshot:
                 is_held = isinstance(first[name], _Held)
                 own[name] = given[name] if is_held else self._decoded(first[name], own.get(name), {})
 
-    def _set(self, path: str, one: Any, name: str, value: Any, created: dict[Any, Any]) -> str:
+    def _set(self, path: str, one: Any, name: str, value: Any, created: dict[int, Any]) -> str:
         """Restore one value, and return why it cannot be restored, or ""."""
         if type(value) is list and value[:1] == ["held"]:
             return str(value[1])
-        first = self._first[path].get(name)
-        if not self._rules.of_data and not isinstance(first, torch.dtype):
+        if not self._rules.of_data:
             self._first[path].pop(name, None)  # it counts as changed: the next process may begin with another value
         try:
             if generators.is_random(one):
@@ -489,7 +480,7 @@ class Snapshot:
             elif name == ":state":
                 self._rules.load(one, self._decoded(value, None, created))
             elif name.startswith(":tensor "):
-                return _set_tensor(one, name.partition(" ")[2], value, first, created)
+                return _set_tensor(one, name.partition(" ")[2], value, may_create=id(one) in self._inside)
             elif name == ":training":
                 one.training = value
             elif name == ":requires_grad":
@@ -501,7 +492,7 @@ class Snapshot:
             return "missing"
         return ""
 
-    def _decoded(self, value: Any, current: Any, created: dict[Any, Any]) -> Any:
+    def _decoded(self, value: Any, current: Any, created: dict[int, Any]) -> Any:
         """Return the stored value. If possible, ``current`` is changed to it in place and returned."""
         if type(value) is not list:
             return value
@@ -573,10 +564,9 @@ def class_name(value: Any) -> str:
 
 
 def _first_of(name: str, value: Any) -> Any:
-    """Return what a value is compared with later. Tensors inside the roots are always saved: only dtypes are kept."""
-    if not name.startswith(":tensor ") or (value is not None and value[0] == "checksum"):
-        return value
-    return (None,) if value is None else value[1].dtype
+    """Return what a value is compared with later. Tensors inside the roots are always saved."""
+    is_saved = name.startswith(":tensor ") and (value is None or value[0] == "weights")
+    return () if is_saved else value
 
 
 def _state_of(one: Any, ignored: Container[str] | None) -> Iterator[tuple[str, Any]]:
@@ -623,22 +613,8 @@ def _attributes_of(value: Any) -> list[tuple[str, Any]]:
         return [("func", value.func), ("args", value.args), ("keywords", value.keywords)]
     if isinstance(value, MethodType):
         return [("self", value.__self__)]
-    try:
-        attributes = object.__getattribute__(value, "__dict__")  # bypasses a proxy's attribute access
-    except AttributeError:
-        attributes = {}
-    found = list(attributes.items()) if isinstance(attributes, dict) else []
-    kind: Any = type(value)
-    for slot in _slots_of(kind):
-        with suppress(AttributeError):
-            found.append((slot.__name__, slot.__get__(value)))
-    return found
-
-
-@cache
-def _slots_of(kind: type) -> list[Any]:
-    slotted = [vars(base) for base in kind.__mro__ if "__slots__" in vars(base)]
-    return [slot for own in slotted for slot in own.values() if isinstance(slot, MemberDescriptorType)]
+    attributes = object.__getattribute__(value, "__dict__") if type(value).__dictoffset__ else None
+    return list(attributes.items()) if isinstance(attributes, dict) else []
 
 
 def _numbers_of(value: list[Any], current: Any) -> Any:
@@ -660,40 +636,26 @@ def _numbers_of(value: list[Any], current: Any) -> Any:
     return current
 
 
-def _set_tensor(module: nn.Module, name: str, value: Any, first: Any, created: dict[Any, Any]) -> str:
+def _local(tensor: Tensor) -> Tensor:
+    """Return a detached tensor; of a DTensor, the part of this process."""
+    own = tensor.detach()
+    return getattr(own, "_local_tensor", own)
+
+
+def _set_tensor(module: nn.Module, name: str, value: list[Any] | None, *, may_create: bool) -> str:
     """Restore a tensor of a module, and return why it cannot be restored, or ""."""
-    if value is None:
-        _set_buffer(module, name, None)
-        return ""
-    _, tensor, is_initial = value
     owner: Any = module._parameters if name in module._parameters else module._buffers
     current: Any = owner[name] if name in owner else None  # noqa: SIM401 - that of a scripted module has no `get`
-    is_cast = is_initial and isinstance(first, torch.dtype) and tensor.is_floating_point()
-    dtype = first if is_cast else tensor.dtype  # of the precision of this run
-    if current is not None and _fits(current, tensor.shape, dtype):
-        with torch.no_grad():
-            getattr(current, "_local_tensor", current).copy_(tensor)
-    elif name in module._parameters or isinstance(first, list):
+    if not (value is None or current is None or is_lazy(current) or current.is_meta):
+        with suppress(RuntimeError):  # it is expanded, or an inference tensor
+            if (own := _local(current)).shape == value[1].shape:
+                own.copy_(value[1])
+                return ""
+    if owner is module._parameters or not may_create:
         return "missing"
-    else:
-        device = "cpu" if current is None or current.is_meta else current.device
-        _set_buffer(module, name, created.setdefault(id(tensor), tensor.to(device, dtype)))
+    if name not in owner:
+        vars(module).pop(name, None)  # a plain attribute that the run has turned into a buffer
+        module._non_persistent_buffers_set.add(name)
+    is_on_device = current is not None and not current.is_meta
+    owner[name] = None if value is None else value[1].to(current.device if is_on_device else "cpu")
     return ""
-
-
-def _fits(buffer: Tensor, shape: torch.Size, dtype: torch.dtype) -> bool:
-    """Return whether values of this shape and dtype can be copied into the buffer."""
-    if is_lazy(buffer) or buffer.is_meta or buffer.is_inference() or buffer.dtype != dtype:
-        return False
-    part = getattr(buffer, "_local_tensor", buffer)
-    overlaps = part.layout is torch.strided and any(
-        stride == 0 and size > 1 for stride, size in zip(part.stride(), part.shape, strict=True)
-    )
-    return part.shape == shape and not overlaps
-
-
-def _set_buffer(owner: nn.Module, name: str, value: Tensor | None) -> None:
-    if name not in owner._buffers:
-        vars(owner).pop(name, None)  # a plain attribute that the run has turned into a buffer
-        owner._non_persistent_buffers_set.add(name)
-    owner._buffers[name] = value
