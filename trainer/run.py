@@ -47,7 +47,7 @@ from trainer.precision.cast_cache import forget_casts
 from trainer.preparation import Preparation
 from trainer.record.measures import folder_of_reports, reason_without_updates
 from trainer.session import Session
-from trainer.state.metric_objects import update_counts
+from trainer.state.metric_objects import add_tracked, update_counts
 from trainer.state.metrics import to_scalars
 
 if TYPE_CHECKING:
@@ -434,6 +434,8 @@ class Run:
         """
         trainer, state = self._trainer, self.process_state
         self.process_state = None
+        if state is not None:
+            add_tracked(trainer.lightning_module, state["tracked"])
         trainer.process.program = modules.snapshot_of(trainer)
         is_elastic = trainer.resume == "auto" and trainer.engine.may_change_world_size
         if trainer.ckpt_path is not None:

@@ -7,6 +7,7 @@ import torch
 from lightning.pytorch import Callback
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
+from torchmetrics import SumMetric
 
 from tests.support import Regression, SavesAt, loader_of, make_batches, make_trainer
 from trainer.errors import ResumeError
@@ -17,6 +18,7 @@ class Counts(Regression):
 
     def __init__(self):
         super().__init__(nn.Linear(6, 3))
+        self.sum = SumMetric()
         self.count, self.loaded, self.initial = 0, 0, 0
         self.register_buffer("seen", torch.zeros(2), persistent=False)
 
@@ -25,6 +27,7 @@ class Counts(Regression):
 
     def on_train_batch_end(self, *_):
         self.count += 1
+        self.sum.update(1)
         self.loaded += 1
         self.initial += 1
         self.seen += 1
@@ -63,6 +66,7 @@ class Restored(Callback):
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
         if not hasattr(self, "values"):
             noted = [(one.count, one.other) for one in trainer.callbacks if isinstance(one, Notes)]
+            assert pl_module.sum.sum_value == pl_module.count
             self.values = (pl_module.count, pl_module.seen.tolist(), *noted)
 
 
@@ -77,13 +81,13 @@ def resumed(path, tmp_path, module, *callbacks, **options):
 
 class ByHook(Counts):
     def on_load_checkpoint(self, checkpoint):
-        assert (self.count, self.seen.tolist()) == (2, [2, 2])  # was restored before
-        self.count, self.seen[0] = 70, 50
+        assert (self.count, self.seen.tolist(), self.sum.compute()) == (2, [2, 2], 2)  # was restored before
+        self.count, self.seen[0], self.sum.sum_value = 70, 50, torch.tensor(70.0)
 
 
 class ByReplacedBuffer(Counts):
     def on_load_checkpoint(self, checkpoint):
-        self.count, self.seen = 70, torch.tensor([50.0, 2.0])
+        self.count, self.seen, self.sum.sum_value = 70, torch.tensor([50.0, 2.0]), torch.tensor(70.0)
         self.register_buffer("later", torch.ones(1), persistent=False)
 
 
@@ -92,12 +96,12 @@ class ByExtraState(Counts):
         return {"any": 1}
 
     def set_extra_state(self, state):
-        self.count, self.seen[0] = 70, 50
+        self.count, self.seen[0], self.sum.sum_value = 70, 50, torch.tensor(70.0)
 
 
 class ByStateDict(Counts):
     def load_state_dict(self, *args, **kwargs):
-        self.count, self.seen[0] = 70, 50
+        self.count, self.seen[0], self.sum.sum_value = 70, 50, torch.tensor(70.0)
         return super().load_state_dict(*args, **kwargs)
 
 
@@ -105,6 +109,7 @@ class NotesByHook(Notes):
     def on_load_checkpoint(self, trainer, pl_module, checkpoint):
         assert self.count == 2
         self.count, pl_module.count, pl_module.seen[0] = 30, 70, 50
+        pl_module.sum.sum_value = torch.tensor(70.0)
 
 
 class NotesByStateDict(Notes):
@@ -134,6 +139,7 @@ def test_values_that_the_set_up_sets_are_initial(saved, tmp_path):
     class SetsUp(Counts):
         def setup(self, stage):
             self.count = -7
+            self.sum.sum_value = torch.tensor(-7.0)
 
         def configure_optimizers(self):
             self.configured = self.count

@@ -6,6 +6,7 @@ from torch import Tensor, nn
 from torchmetrics import CatMetric, MaxMetric, MeanMetric, Metric, MinMetric, SumMetric
 from torchmetrics.classification import MulticlassAccuracy
 
+from tests.state.test_snapshot import state_of
 from trainer.state.metric_objects import MetricObjects
 from trainer.state.metrics import LoggedValue, LogOptions, MetricStore, shared_among
 
@@ -96,14 +97,14 @@ def test_metric_objects_are_shared(processes):
     states = []
     for values in SEEN:
         module = Module()
+        snapshot = state_of(module)
         module.update(values)
-        states.append(MetricObjects(module).state_dict())
+        states.append(snapshot.read())
     found = []
     for rank in range(processes):
         module = Module()
-        metrics = MetricObjects(module)
-        state, lost = metrics.shared(states, rank, processes)
-        metrics.load_state_dict(state, CPU)
+        state, lost = MetricObjects(module).shared(states, rank, processes)
+        assert state_of(module).write(state) == []
         assert lost == ({"own"} if processes < len(SEEN) else set())
         found.append(module)
     assert [int(module.sum.sum_value) for module in found] == [22] + [0] * (processes - 1)
@@ -111,8 +112,8 @@ def test_metric_objects_are_shared(processes):
     assert sum(float(module.mean.weight) for module in found) == 5
     assert [module.max.compute().item() for module in found] == [8.0] * processes
     assert [module.min.compute().item() for module in found] == [1.0] * processes
-    parts = [one for module in found for one in module.cat.value]
-    assert torch.cat(parts).tolist() == [1.0, 4.0, 2.0, 8.0, 7.0]
+    assert all(module.cat.value == [] for module in found[1:])
+    assert found[0].cat.compute().tolist() == [1.0, 4.0, 2.0, 8.0, 7.0]
     assert sum(int(module.accuracy.tp) for module in found) == 3  # 1, 4 and 7
     assert found[0].accuracy.tp.dtype == torch.long
     assert [module.averages.seen.item() for module in found] == [5.5] * processes  # of 4 and 7

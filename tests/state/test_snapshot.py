@@ -104,7 +104,13 @@ def objects():
 
 
 def state_of(module, data=None, callbacks=(), **engine):
-    engine = {"exposes_gradients": True, "world_size": 1, "global_rank": 0, "communication": None} | engine
+    engine = {
+        "exposes_gradients": True,
+        "world_size": 1,
+        "global_rank": 0,
+        "communication": None,
+        "device": torch.device("cpu"),
+    } | engine
     engine = SimpleNamespace(gradients=SimpleNamespace(are_parts=False), **engine)
     trainer = SimpleNamespace(lightning_module=module, datamodule=data, callbacks=callbacks, optimizers=[])
     trainer.lr_scheduler_configs, trainer.engine = [], engine
@@ -447,7 +453,7 @@ def test_only_attributes_that_a_subclass_of_a_stock_callback_adds_are_restored()
     assert (resumed[0].checks, resumed[0].wait_count, resumed[2].wait_count, resumed[1].shown) == (3, 0, 0, 3)
 
 
-def test_attributes_of_metric_objects_that_are_no_states_are_restored():
+def test_states_and_other_attributes_of_metric_objects_are_restored():
     class Best(SumMetric):
         best = torch.inf
 
@@ -465,7 +471,7 @@ def test_attributes_of_metric_objects_that_are_no_states_are_restored():
     assert after.write(through_a_file(before.read())) == []
     extremes, best = resumed.metrics
     assert (extremes.min_val.item(), extremes.max_val.item(), best.best) == (3.0, 3.0, 3.0)
-    assert (best.sum_value.item(), best.update_count) == (0.0, 0)  # `MetricObjects` restores states of submodules
+    assert (best.sum_value.item(), best.update_count) == (3.0, 1)
     (best,) = resumed.plain
     assert (best.sum_value.item(), best.update_count, best.best) == (3.0, 1, 3.0)
 
@@ -518,7 +524,7 @@ def test_changed_tensors_of_modules_outside_of_the_module_are_restored():
     module.hidden[1].weight.data.mul_(2)  # does not change the tensor's version
     saved = before.read()
     tensors = [value for _, values in saved.values() for name, value in values.items() if name.startswith(":tensor")]
-    assert [tensor.data_ptr() for _, tensor in tensors] == [  # no copies
+    assert [tensor.data_ptr() for _, tensor, _ in tensors] == [  # no copies
         module.hidden[0].num_batches_tracked.data_ptr(), module.hidden[1].weight.data_ptr()
     ]  # fmt: skip
     other, after = outside()
@@ -558,6 +564,6 @@ def test_buffers_that_are_saved():
     assert names() == {"own", "none"}
     assert names(saves_buffers=True) == {"own", "none", "kept"}
     saved = {"unknown": torch.ones(2), "own": torch.zeros(1), "none": None, "empty": torch.ones(1)}
-    values = {f":tensor {n}": None if value is None else ["weights", value] for n, value in saved.items()}
+    values = {f":tensor {n}": ["weights", value, "cpu"] for n, value in saved.items()}
     assert Snapshot({"module": module}, Rules(lambda _: None)).write({"module": ["torch.Module", values]}) == []
     assert_identical({name: module._buffers[name] for name in saved}, saved)

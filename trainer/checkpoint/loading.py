@@ -35,12 +35,12 @@ from trainer.errors import (
 )
 from trainer.module_tree import parameters_of, plain_name
 from trainer.state.metric_objects import MetricObjects, reset
-from trainer.state.snapshot import without_attributes
+from trainer.state.snapshot import selected
 
 if TYPE_CHECKING:
     from trainer.trainer import Trainer
 
-FORMAT = 4
+FORMAT = 5
 """Version of the entries under ``amp_trainer``. A checkpoint with another one cannot be resumed."""
 
 _INNER = "inner_optimizers"
@@ -303,15 +303,17 @@ def roll_back(
         loop.schedules.advance("epoch")
     progress.roll_back(before)
     loop.metrics.clear()
-    for metric in MetricObjects(module).by_name.values():
+    metrics = MetricObjects(module)
+    for metric in metrics.by_name.values():
         reset(metric)
+    logged = set() if is_same_epoch else {one["metric"] for one in process["metrics"]["entries"]}
+    states = metrics.states_in_snapshot(metrics.by_name.keys() - logged)
     # keep the batch counts, and the attributes of modules and callbacks, which may count the calls of this function
-    process = {**process, "seen_batches": {}, "program": without_attributes(process["program"])}
+    program = selected(process["program"], lambda path, name: name[0] == ":" or name in states.get(path, ()))
+    process = {**process, "seen_batches": {}, "program": program}
     process["outcome"] = [process["outcome"][0], process["outcome"][1] and closing]
     if not is_same_epoch:  # drop the values logged in an epoch that has ended
-        logged = {one["metric"] for one in process["metrics"]["entries"]}
-        objects = {name: state for name, state in process["metric_objects"].items() if name not in logged}
-        process |= {"metrics": {**process["metrics"], "entries": []}, "metric_objects": objects}
+        process |= {"metrics": {**process["metrics"], "entries": []}}
     trainer.process.load(process, stops=False)
     progress.closing = loop.window.is_last
     progress.updates += not loop.window.is_last  # the checkpoint's window is open

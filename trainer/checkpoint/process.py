@@ -23,11 +23,11 @@ from trainer.engine.optimizer_calls import has_own_zero_grad, needs_closure
 from trainer.errors import ResumeError, join_first, rank_zero_warn, refuse_inexact, warn
 from trainer.module_tree import parameters_of
 from trainer.state import random_states
-from trainer.state.metric_objects import MetricObjects
+from trainer.state.metric_objects import MetricObjects, tracked_in
 from trainer.state.metrics import MetricStore, shared_among
 from trainer.state.outcome import StepOutcome
 from trainer.state.random_states import State
-from trainer.state.snapshot import Lost, Snapshot, lost_in
+from trainer.state.snapshot import Lost, Snapshot, has, lost_in, selected
 
 if TYPE_CHECKING:
     from trainer.trainer import Trainer
@@ -75,7 +75,7 @@ class ProcessState:
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
-        # parts of the state, and the counts of updates of the metric objects; {} before the first validation
+        # parts of the state; {} before the first validation
         self._before_validation: State = {}
         self._training_modes: dict[nn.Module, bool] = {}
         self.program = Snapshot()
@@ -85,11 +85,11 @@ class ProcessState:
     def _parts(self) -> tuple[Part, ...]:
         """Return the parts in the order in which they are saved and loaded."""
         trainer, loop, engine = self._trainer, self._trainer.loop, self._trainer.engine
-        is_alone, metrics = engine.world_size == 1, MetricObjects(trainer.lightning_module)
+        is_alone = engine.world_size == 1
         return (
             Part("rng", lambda _: random_states.capture(engine.device), is_repeated=True),  # loaded last
             Part("data", lambda _: loop.batches.state_dict(), is_repeated=True),  # datasets may share generators
-            Part("metric_objects", self._metric_objects, lambda state: metrics.load_state_dict(state, engine.device)),
+            Part("tracked", lambda _: tracked_in(trainer.lightning_module)),  # restored by the caller
             Part("metrics", self._logged, self._restore_logged),
             Part("published", self._published, self._restore_published),
             Part("seen_batches", self._seen_batches, self._restore_seen_batches, is_repeated=True),
@@ -134,9 +134,7 @@ class ProcessState:
         """Record the state before a validation inside a fit. A run that resumes inside the validation repeats it."""
         module = self._trainer.lightning_module
         self._training_modes = {part: part.training for part in module.modules()}
-        metrics = MetricObjects(module)
         self._before_validation = {part.key: part.save({}) for part in self._parts() if part.is_repeated}
-        self._before_validation |= {"counts": metrics.counts(), "metric_objects": metrics.state_dict(copies=True)}
 
     def dump(self) -> dict[str, Any]:
         """Return the state of this process, as it is between two batches."""
@@ -187,9 +185,7 @@ class ProcessState:
         if any("own_weights" in state for state in states):
             raise ResumeError("each process had its own weights")
         rank, number = engine.global_rank, engine.world_size
-        objects, lost = MetricObjects(self._trainer.lightning_module).shared(
-            [state["metric_objects"] for state in states], rank, number
-        )
+        program, lost = self._metrics.shared([state["program"] for state in states], rank, number)
         window = {key: value for key, value in first["window"].items() if key != "shared_unit"}
         if engine.data_parallel_size > 1:
             unit = first["window"].get("shared_unit")
@@ -199,7 +195,7 @@ class ProcessState:
             **first,
             "rng": own,
             "metrics": shared_among(number, [state["metrics"] for state in states]),
-            "metric_objects": objects,
+            "program": program,
             "should_stop": any(state["should_stop"] for state in states),
             "window": window,
         }, lost
@@ -207,13 +203,17 @@ class ProcessState:
     # --- the user's objects -----------------------------------------------------------------------------------
 
     def _program(self, _: State) -> State:
-        progress = self._trainer.progress
+        progress, metrics = self._trainer.progress, self._metrics
         validates = not progress.is_followed_up and (progress.owes_validation or progress.has_validated)
         state = self.program.read(modes=self._training_modes if validates else None)
         if not progress.is_trained and not self._trainer.lightning_module.automatic_optimization:
             for _, values in state.values():
                 values.pop(":requires_grad", None)  # `toggle_optimizer` has changed it only for this batch
-        return state
+        loops = [one for _, one in self._eval_loops()] + [self._trainer.loop] * self._ends_epoch
+        logged = [metrics.name_of(entry.metric) for one in loops for entry in one.metrics.entries.values()]
+        reset = metrics.without_updates(but=filter(None, logged))  # these are reset with the other logged values
+        names = metrics.states_in_snapshot(reset)
+        return selected(state, lambda path, name: name not in names.get(path, ()))
 
     def _report_lost(self, program: State) -> None:
         """Warn of values that a checkpoint lacks, once for each."""
@@ -233,6 +233,7 @@ class ProcessState:
         lost += of_buckets.values()
         self.set_by_hooks = set()
         trainer.engine.follow_trained_parameters()
+        self._metrics.clear_results()
         others = [one for one in lost if one.reason not in _REFUSED]
         if others:
             names = join_first(dict.fromkeys(one.name for one in others), 5)
@@ -255,7 +256,7 @@ class ProcessState:
                 found[path, ""] = Lost(kind, "hook")
             elif communicates is not None and not communicates.keeps_buckets:
                 values = state.get(path, ["", {}])[1]
-                found |= {(path, n): Lost(f"{kind}.{n}", "hook") for n, value in values.items() if _has_tensor(value)}
+                found |= {(path, n): Lost(f"{kind}.{n}", "hook") for n, value in values.items() if has(value, "tensor")}
         return found
 
     # --- metrics, counters, the accumulation window -----------------------------------------------------------
@@ -268,17 +269,6 @@ class ProcessState:
     def _ends_epoch(self) -> bool:
         """Whether the values logged in the epoch are about to be reset."""
         return self._trainer.progress.epochs_trained > self._trainer.progress.epoch
-
-    def _metric_objects(self, _: State) -> State:
-        trainer, metrics = self._trainer, self._metrics
-        loops = [one for _, one in self._eval_loops()] + [trainer.loop] * self._ends_epoch
-        logged = [metrics.name_of(entry.metric) for one in loops for entry in one.metrics.entries.values()]
-        unfinished = {name for name in logged if name is not None}  # reset together with the other logged values
-        before = self._before_validation if trainer.progress.owes_validation else {}
-        updates = before.get("counts", metrics.counts())
-        changed = {name for name, count in metrics.counts().items() if count != updates.get(name)}
-        objects = metrics.state_dict(without=unfinished | changed)
-        return objects | {n: v for n, v in before.get("metric_objects", {}).items() if n in changed - unfinished}
 
     def _logged(self, _: State) -> State:
         store = MetricStore(training=True) if self._ends_epoch else self._trainer.loop.metrics
@@ -480,8 +470,3 @@ class ProcessState:
 
     def _eval_loops(self) -> Iterator[tuple[str, Any]]:
         return ((loop.stage, loop) for loop in set(self._trainer.eval_loops.values()))
-
-
-def _has_tensor(value: Any) -> bool:
-    """Return whether an encoded value contains a tensor."""
-    return type(value) is list and (value[:1] == ["tensor"] or any(map(_has_tensor, value)))

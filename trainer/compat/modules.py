@@ -24,7 +24,7 @@ from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader
-from torchmetrics import SumMetric
+from torchmetrics import Metric, SumMetric
 
 from trainer.arguments import refuse_other_package
 from trainer.callbacks.gradient_accumulation import GradientAccumulation
@@ -36,8 +36,8 @@ from trainer.engine.parts import local
 from trainer.errors import ConfigurationError, join_first, warn
 from trainer.module_tree import parameters_of
 from trainer.packages import is_users_module
-from trainer.state.metric_objects import metric_objects_in, saved_attributes
-from trainer.state.snapshot import STATELESS, Rules, Snapshot, memory_of
+from trainer.state.metric_objects import state_names
+from trainer.state.snapshot import MAX_NUMBERS, STATELESS, UNLIMITED, Rules, Snapshot, memory_of
 
 if TYPE_CHECKING:
     from trainer.trainer import Trainer
@@ -52,7 +52,7 @@ _OF_MODULES = frozenset(vars(LightningModule()))
 _OF_OPTIMIZERS = frozenset(vars(SGD([Tensor()])))
 """Attributes of an optimizer that torch sets."""
 _OF_METRICS = _OF_MODULES | vars(SumMetric()).keys()
-"""Attributes of a metric object that torchmetrics and torch set."""
+"""Attributes of a metric object that torchmetrics and torch set, and the states of this one."""
 
 call_setup_hooks = _call_setup_hook
 configure_model = _call_configure_model
@@ -159,7 +159,6 @@ def snapshot_of(trainer: Trainer) -> Snapshot:
     engine, module, datamodule = trainer.engine, trainer.lightning_module, trainer.datamodule
     packages = {package_of(base) for one in (module, datamodule) for base in type(one).__mro__} - _FRAMEWORKS
     users = frozenset({*packages, "torchmetrics"})
-    metrics = set(map(id, metric_objects_in(module)))
     elsewhere = {*map(id, with_inner(trainer.optimizers)), *(id(one.scheduler) for one in trainer.lr_scheduler_configs)}
 
     def ignored(value: Any) -> Container[str] | None:
@@ -168,8 +167,8 @@ def snapshot_of(trainer: Trainer) -> Snapshot:
             return set(vars(trainer))
         if not _is_searched(kind, users):
             return None
-        if id(value) in metrics:  # their states are saved by `MetricObjects`
-            return _OF_METRICS | saved_attributes(value)
+        if isinstance(value, Metric):
+            return _OF_METRICS - state_names(value)
         if isinstance(value, Callback):
             return assigned_by_bases(kind)
         if isinstance(value, Optimizer):
@@ -206,6 +205,8 @@ def snapshot_of(trainer: Trainer) -> Snapshot:
         ignored,
         saves_itself,
         load,
+        limit=lambda value: UNLIMITED if isinstance(value, Metric) else MAX_NUMBERS,
+        device=engine.device,
         elsewhere=saved_elsewhere,
         saves_states=not engine.gradients.are_parts,
         saves_weights=engine.world_size == 1,

@@ -1,8 +1,8 @@
-"""Save the states of torchmetrics objects, because ``Module.state_dict`` omits them and a resumed epoch needs them."""
+"""The torchmetrics objects of a module: their updates, their reduction over processes, their states in a snapshot."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,8 @@ from torchmetrics.utilities.distributed import gather_all_tensors
 from torchmetrics.wrappers.abstract import WrapperMetric
 
 from trainer.errors import ConfigurationError
+from trainer.module_tree import plain_name
+from trainer.state.snapshot import State
 
 
 class MetricObjects:
@@ -23,14 +25,13 @@ class MetricObjects:
         module: the module.
 
     Attributes:
-        by_name: the metric objects. :meth:`load_state_dict` adds those that a MetricTracker created in the saved run.
+        by_name: the metric objects.
     """
 
     by_name: dict[str, Any]
     _names: dict[int, str]
 
     def __init__(self, module: nn.Module) -> None:
-        self._trackers = {n: part for n, part in module.named_modules() if isinstance(part, MetricTracker)}
         self._module = module
         self._find()
 
@@ -49,21 +50,19 @@ class MetricObjects:
         """Return the number of updates of each metric since its last reset."""
         return {name: updates_of(metric) for name, metric in self.by_name.items()}
 
-    def state_dict(self, without: Iterable[str] = (), *, copies: bool = False) -> dict[str, Any]:
-        """Return this process's states of the metrics that have been updated since their last reset.
+    def clear_results(self) -> None:
+        """Make each metric compute its result again, because its states have changed."""
+        for metric in self.by_name.values():
+            metric._computed = None
 
-        Args:
-            without: names of metrics to exclude, with the metrics that they wrap, as if they were reset. Default: none.
-            copies: whether to copy the tensors that later updates may change in place. Default: False.
-        """
-        names = tuple(f"{name}." for name in without)
-        state: dict[str, Any] = {
-            name: _state_of(metric, copies)
-            for name, metric in self.by_name.items()
-            if updates_of(metric) and not f"{name}.".startswith(names)
-        }
-        state |= {name: {"tracked": len(tracker)} for name, tracker in self._trackers.items()}
-        return state
+    def states_in_snapshot(self, names: Container[str]) -> dict[str, set[str]]:
+        """Return the names of the states of some metrics in a snapshot of the program, by path."""
+        return {path_of(name): state_names(metric) for name, metric in self.by_name.items() if name in names}
+
+    def without_updates(self, but: Iterable[str] = ()) -> set[str]:
+        """Return the names of metrics without updates, and of other given ones, with the metrics that they wrap."""
+        given = tuple(f"{name}." for name in but)
+        return {name for name, count in self.counts().items() if not count or f"{name}.".startswith(given)}
 
     def outline(self, since: Mapping[str, int]) -> dict[str, dict[str, Any]]:
         """Return a description of the metrics, which processes exchange before they reduce the states.
@@ -118,67 +117,66 @@ class MetricObjects:
                     _, dtype, shape = next(kind for kind in kinds if kind[0])
                     setattr(metric, state, [torch.empty((0, *shape), dtype=dtype, device=device)])
 
-    def shared(self, states: Sequence[dict[str, Any]], rank: int, processes: int) -> tuple[dict[str, Any], set[str]]:
-        """Convert the ``states`` of a run with another number of processes to the state of one process.
+    def shared(self, snapshots: Sequence[State], rank: int, processes: int) -> tuple[State, set[str]]:
+        """Convert the ``snapshots`` of a run with another number of processes to the snapshot of one process.
 
-        The first process gets sums; each process gets means, maxima and minima, and a part of concatenated states.
-        States with another reduction stay on the process with the same rank.
+        The first process gets sums and concatenated states; each process gets means, maxima and minima. States with
+        another reduction stay on the process with the same rank. All other values are those of the first process.
 
         Args:
-            states: the results of :meth:`state_dict` on the saved processes.
+            snapshots: the states of the program in the saved processes.
             rank, processes: rank of this process, and number of processes.
 
         Returns:
-            The state for :meth:`load_state_dict`, and the names of metrics that lose a part of their state.
+            The snapshot, and the names of metrics that lose a part of their state.
         """
-        shared: dict[str, Any] = {}
-        lost: set[str] = set()
-        for name in dict.fromkeys(name for state in states for name in state):
-            gathered = [state.get(name) for state in states]
-            present = [one for one in gathered if one is not None]
-            if "tracked" in present[0]:
-                shared[name] = present[0]
+        shared, lost = dict(snapshots[0]), set[str]()
+        for name, metric in self.by_name.items():
+            path, names = path_of(name), state_names(metric)
+            values = [snapshot[path][1] if path in snapshot else {} for snapshot in snapshots]
+            present = [own for own in values if "_update_count" in own]
+            if not present:
                 continue
-            metric = self.by_name.get(name)
-            reductions = {} if metric is None else metric._reductions
-            own: dict[str, Any] = {}
-            for attribute in present[0]["states"]:
-                values = [one["states"][attribute] for one in present]
-                reduce = reductions.get(attribute)
-                if reduce in _SHARED:
-                    own[attribute] = _SHARED[reduce](values, rank, processes)
-                elif rank < len(gathered) and (own_state := gathered[rank]) is not None:
-                    own[attribute] = own_state["states"][attribute]
-                if reduce not in _SHARED and len(gathered) > processes:
+            own = {key: value for key, value in values[0].items() if key not in names}
+            own["_update_count"] = max(one["_update_count"] for one in present)
+            for state, reduce in metric._reductions.items():
+                if reduce in _REDUCTIONS:
+                    if rank == 0 or reduce not in (dim_zero_sum, dim_zero_cat):
+                        own[state] = _reduced([one[state] for one in present if state in one], reduce)
+                    continue
+                if rank < len(values) and state in values[rank]:
+                    own[state] = values[rank][state]
+                if len(values) > processes:
                     lost.add(name)
-            counts = {key: max(one["counts"][key] for one in present) for key in present[0]["counts"]}
-            shared[name] = {"states": own, "counts": counts}
+            shared[path] = [type(metric).__qualname__, own]
         return shared, lost
 
-    def load_state_dict(self, state: dict[str, Any], device: torch.device) -> None:
-        """Restore the state that :meth:`state_dict` returned. Other metrics stay unchanged."""
-        for name in state.keys() & self._trackers.keys():
-            tracker = self._trackers[name]
-            while len(tracker) < state[name]["tracked"]:
-                tracker.increment()
-        self._find()
-        for name in state.keys() & self.by_name.keys():
-            metric = self.by_name[name]
-            for attribute, value in state[name]["states"].items():
-                moved = [item.to(device) for item in value] if isinstance(value, list) else value.to(device)
-                setattr(metric, attribute, moved)
-            vars(metric).update(state[name]["counts"])
-            metric._computed = None
+
+def path_of(name: str) -> str:
+    """Return the path of a submodule in the snapshot of the program."""
+    return plain_name(f"module.{name}")
+
+
+def state_names(metric: Metric) -> set[str]:
+    """Return the names of the attributes that a reset changes."""
+    return {*metric.metric_state, "_update_count"}
+
+
+def tracked_in(module: nn.Module) -> dict[str, int]:
+    """Return the number of metrics in each MetricTracker, by name."""
+    return {name: len(part) for name, part in module.named_modules() if isinstance(part, MetricTracker)}
+
+
+def add_tracked(module: nn.Module, tracked: dict[str, int]) -> None:
+    """Add the metrics that each MetricTracker had created when :func:`tracked_in` was called."""
+    for name, part in list(module.named_modules()):
+        while isinstance(part, MetricTracker) and len(part) < tracked.get(name, 0):
+            part.increment()
 
 
 def metric_objects_in(module: nn.Module) -> list[Metric]:
     """Return the metric objects among a module's submodules."""
     return [part for part in module.modules() if isinstance(part, Metric)]
-
-
-def saved_attributes(metric: Metric) -> set[str]:
-    """Return the names of the attributes that :class:`MetricObjects` saves."""
-    return {*metric.metric_state, *_counts_of(metric)}
 
 
 def updates_of(metric: Metric) -> int:
@@ -248,41 +246,17 @@ def _kind(tensors: list[Tensor]) -> tuple[int, torch.dtype | None, tuple[int, ..
     return len(tensors), tensors[0].dtype, tuple(tensors[0].shape[1:])
 
 
-def _place_on_first(values: list[Tensor], rank: int, processes: int) -> Tensor:
-    total = torch.stack(values).sum(0).to(values[0].dtype)
-    return total if rank == 0 else torch.zeros_like(total)
+_REDUCTIONS = {dim_zero_sum, dim_zero_mean, dim_zero_max, dim_zero_min, dim_zero_cat}
 
 
-def _split_over_ranks(values: list[Any], rank: int, processes: int) -> Any:
-    tensors = [item for value in values for item in (value if isinstance(value, list) else [value])]
-    part = torch.tensor_split(dim_zero_cat(tensors), processes)[rank] if tensors else None
-    if not isinstance(values[0], list):
-        return part
-    return [part] if part is not None and len(part) else []
-
-
-_SHARED: dict[Any, Callable[[list[Any], int, int], Any]] = {
-    dim_zero_sum: _place_on_first,
-    dim_zero_mean: lambda values, *_: (
-        torch.stack(values).to(torch.promote_types(values[0].dtype, torch.float32)).mean(0).to(values[0].dtype)
-    ),
-    dim_zero_max: lambda values, *_: torch.stack(values).amax(0),
-    dim_zero_min: lambda values, *_: torch.stack(values).amin(0),
-    dim_zero_cat: _split_over_ranks,
-}
-"""The functions that compute one process's part from (states, rank, processes), by torchmetrics' reduction."""
-
-
-def _state_of(metric: Metric, copies: bool) -> dict[str, Any]:
-    def value_of(state: Any) -> Any:
-        if isinstance(state, list):
-            return list(state)
-        return state.detach().clone() if copies else state.detach()
-
-    states = {name: value_of(state) for name, state in metric.metric_state.items()}
-    return {"states": states, "counts": _counts_of(metric)}
-
-
-def _counts_of(metric: Metric) -> dict[str, int]:
-    """Return `_update_count`, and the counts of wrappers such as Running."""
-    return {name: value for name, value in vars(metric).items() if name[0] == "_" and type(value) in (int, bool)}
+def _reduced(values: list[Any], reduce: Any) -> Any:
+    """Return the reduction of encoded states (see ``trainer.state.snapshot``)."""
+    kind, first = values[0][:2]
+    if kind == "list":
+        return ["list", [item for value in values for item in value[1]]]
+    tensors: Any = [value[1] for value in values]
+    if reduce is not dim_zero_cat:
+        tensors = torch.stack(tensors)
+    if reduce is dim_zero_mean:
+        tensors = tensors.double()
+    return ["weights", reduce(tensors).to(first.dtype), values[0][2]]

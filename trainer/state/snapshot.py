@@ -14,7 +14,7 @@ tensor                                       ``["tensor", dtype, shape, bytes, d
 NumPy array or scalar                        ``["array", dtype, shape, bytes]``
 an object of the walk                        ``["object", path]``
 a random generator that was created later    ``["generator", number, state]``
-``:tensor NAME`` of a module                 ``["weights", tensor]``
+``:tensor NAME`` of a module, a large tensor  ``["weights", tensor, device]``
 anything else: *held*                        ``["held", reason]``
 ===========================================  ===============================================================
 """
@@ -50,8 +50,8 @@ STATELESS: set[Any] = {object, ABC, Generic, Protocol}
 NUMBERS = (bool, int, float, complex, str, bytes, type(None))
 MAX_NUMBERS = 2**22
 """Containers, tensors and arrays with more numbers than this are held."""
-_UNLIMITED = 2**62
-"""Of an object that saves itself."""
+UNLIMITED = 2**62
+"""Limit of an object that saves itself, and of metric objects. Their tensors are saved as they are, and always."""
 _MAX_OBJECTS = 20_000
 _MAX_ITEMS = 1000
 """Containers with more items than this are not searched for objects."""
@@ -100,6 +100,7 @@ class Rules(NamedTuple):
             generators, iterators count as unchanged, and an object saves itself only if it has a held value. Default:
             False.
         saves_states: whether objects that save themselves have whole states. Default: True. If False, they are held.
+        device: the device of tensors that were on a GPU, if they do not exist yet. Default: the CPU.
         saves_weights: whether changed weights of modules outside of the roots are saved. Default: True. If False, they
             are held.
         saves_buffers: whether the roots' persistent buffers are saved, too. Default: False.
@@ -110,6 +111,7 @@ class Rules(NamedTuple):
     load: Callable[[Any, Any], Any] = lambda one, state: one.load_state_dict(state)
     limit: Callable[[Any], int] = lambda _: MAX_NUMBERS
     elsewhere: Callable[[], Set[int]] = frozenset[int]
+    device: torch.device = torch.device("cpu")
     of_data: bool = False
     saves_states: bool = True
     saves_weights: bool = True
@@ -149,7 +151,7 @@ class Snapshot:
         self._paths = {id(one): path for path, one in self.objects.items()}
         self._given = {path: dict(vars(one)) for path, one in self.objects.items() if path in self._ignored}
         self._first = {
-            path: {name: _first_of(name, value) for name, value in self._values(path, one, {}) if name != ":state"}
+            path: {n: () if has(v, "weights") else v for n, v in self._values(path, one, {}) if n != ":state"}
             for path, one in self.objects.items()
         }
 
@@ -278,10 +280,7 @@ class Snapshot:
                 return name != ":requires_grad"
             return name.partition(" ")[2] in getattr(one, "_non_persistent_buffers_set", ())
 
-        return {
-            path: [kind, {name: value for name, value in values.items() if may_change(path, name)}]
-            for path, (kind, values) in state.items()
-        }
+        return selected(state, may_change)
 
     def missing(self, state: State) -> list[str]:
         """Return the classes of the objects in ``state`` that this process does not have."""
@@ -294,7 +293,7 @@ class Snapshot:
 
     def _walk(self, seen: set[int]) -> dict[str, Any]:
         found: dict[str, Any] = {}
-        queue = deque((root, path, True) for path, root in self._roots.items())
+        queue = deque((part, f"{path}{name and '.'}{name}", True) for path, name, part in self._parts())
         while queue and len(seen) < _MAX_OBJECTS:
             value, path, may_search = queue.popleft()
             if id(value) in seen or isinstance(value, (Tensor, np.ndarray, type, ModuleType)):
@@ -331,16 +330,21 @@ class Snapshot:
     def _can_save(self, value: Any) -> bool:
         """Return whether an object saves itself. If its attributes are not searched, it is held otherwise."""
         with suppress(Exception):  # its method may need arguments
-            is_plain = not isinstance(self._encode(value.state_dict(), _UNLIMITED, {}), _Held)
+            is_plain = not isinstance(self._encode(value.state_dict(), UNLIMITED, {}), _Held)
             return is_plain or self._rules.ignored(value) is None
         return False
 
     def _new_modules(self) -> Iterator[tuple[str, nn.Module]]:
         """Yield the submodules of the roots that were created during the run. Their buffers are saved, too."""
-        for root, one in self._roots.items():
-            for name, part in one.named_modules() if isinstance(one, nn.Module) else ():
-                if id(part) not in self._inside:
-                    yield plain_name(f"{root}.{name}"), part
+        for path, name, part in self._parts():
+            if isinstance(part, nn.Module) and id(part) not in self._inside:
+                yield plain_name(f"{path}.{name}"), part
+
+    def _parts(self) -> Iterator[tuple[str, str, Any]]:
+        """Yield the roots and their submodules, each with the root's path and its name."""
+        for path, root in self._roots.items():
+            for name, part in root.named_modules() if isinstance(root, nn.Module) else (("", root),):
+                yield path, name, part
 
     # --- values -----------------------------------------------------------------------------------------------
 
@@ -351,17 +355,16 @@ class Snapshot:
         elif path in self._itself:
             own: Any = _Held(None)
             with suppress(Exception):
-                own = self._encode(one.state_dict() if self._rules.saves_states else one, _UNLIMITED, numbers)
+                own = self._encode(one.state_dict() if self._rules.saves_states else one, UNLIMITED, numbers)
             yield ":state", own
-        elif path in self._ignored:
+        else:  # it is a module if it is not known: one that was created during the run
+            is_known = path in self._ignored
             limit = self._rules.limit(one)
-            for name, value in _state_of(one, self._ignored[path]):
+            for name, value in _state_of(one, self._ignored[path] if is_known else self._rules.ignored(one)):
                 yield name, self._encode(value, limit, numbers)
             if isinstance(one, nn.Module):
-                yield from self._of_module(one, is_inside=id(one) in self._inside)
-        else:  # a module that was created during the run
-            tensors = self._of_module(one, is_inside=True)
-            yield from ((name, value) for name, value in tensors if name.startswith(":tensor "))
+                of_module = self._of_module(one, is_inside=not is_known or id(one) in self._inside)
+                yield from (pair for pair in of_module if is_known or pair[0].startswith(":tensor "))
 
     def _of_module(self, module: nn.Module, *, is_inside: bool) -> Iterator[tuple[str, Any]]:
         """Yield the flags and tensors of a module; of a tensor outside of the roots, the checksum."""
@@ -371,11 +374,9 @@ class Snapshot:
             yield ":requires_grad", {name: one.requires_grad for name, one in parameters}
         own = module._non_persistent_buffers_set
         for name, buffer in module._buffers.items() if is_inside else ():
-            if name in own or (buffer is not None and self._rules.saves_buffers):
-                if buffer is None:
-                    yield f":tensor {name}", None
-                elif not (is_lazy(buffer) or buffer.is_meta):
-                    yield f":tensor {name}", ["weights", _local(buffer)]
+            is_saved = name in own or (buffer is not None and self._rules.saves_buffers)
+            if is_saved and (buffer is None or not (is_lazy(buffer) or buffer.is_meta)):
+                yield f":tensor {name}", _weights(buffer)
         for name, one in () if is_inside else (*parameters, *module.named_buffers(recurse=False)):
             is_plain = type(one) in (Tensor, nn.Parameter) and is_dense(one) and not one.is_meta
             if is_plain and not self._is_elsewhere(one):
@@ -385,8 +386,9 @@ class Snapshot:
         """Return the encoded value as it is stored. With a path, mark containers and tensors that were replaced."""
         if isinstance(value, list) and value[0] == "checksum":
             own = getattr(one, name.partition(" ")[2])
-            return ["weights", _local(own)] if self._rules.saves_weights else ["held", "value"]
-        if path and name[0] != ":" and type(value) is list and value[0] in (*_CONTAINERS, "tensor", "array"):
+            return _weights(own) if self._rules.saves_weights else ["held", "value"]
+        is_plain = type(value) is list and value[0] in (*_CONTAINERS, "tensor", "array") and not has(value, "weights")
+        if path in self._given and name[0] != ":" and is_plain:
             now = vars(one)[name]
             if now is not self._given[path].get(name):
                 value = ["new", value] if type(now) in _CREATED or not _kind_of(now) else _Held(None)
@@ -436,8 +438,8 @@ class Snapshot:
             if not is_plain or value.dtype.hasobject or value.dtype.names:
                 return None
             return ["array", value.dtype.str, list(value.shape), value.tobytes()]
-        if left > MAX_NUMBERS:  # in the state of an object that saves itself
-            return ["weights", value.detach().clone() if value.numel() <= MAX_NUMBERS else value.detach()]
+        if left > MAX_NUMBERS:
+            return _weights(value.detach().clone() if value.numel() <= MAX_NUMBERS else value)
         device = value.device.type
         is_excluded = type(value) is not Tensor or device == "meta" or (device != "cpu" and self._rules.of_data)
         if is_excluded or not is_dense(value) or self._is_elsewhere(value):
@@ -480,7 +482,7 @@ class Snapshot:
             elif name == ":state":
                 self._rules.load(one, self._decoded(value, None, created))
             elif name.startswith(":tensor "):
-                return _set_tensor(one, name.partition(" ")[2], value, may_create=id(one) in self._inside)
+                return _set_tensor(one, name.partition(" ")[2], value[1], may_create=id(one) in self._inside)
             elif name == ":training":
                 one.training = value
             elif name == ":requires_grad":
@@ -500,7 +502,7 @@ class Snapshot:
         if kind == "object":
             return self.objects[content]
         if kind == "weights":
-            return content
+            return content.to(self._device_of(value))
         if kind == "new":  # the attribute was set to another object during the run
             return self._decoded(content, None, created)
         if kind == "generator":
@@ -508,7 +510,7 @@ class Snapshot:
                 created[content] = generators.create(value[2])
             return created[content]
         if kind in ("tensor", "array"):
-            return _numbers_of(value, current)
+            return _array_of(value, current) if kind == "array" else self._tensor_of(value, current)
         items = [self._decoded(one, None, created) for one in content]
         made: Any = dict(zip(items[::2], items[1::2], strict=True)) if kind == "dict" else _CONTAINERS[kind](items)
         if kind == "tuple" or not isinstance(current, type(made)):
@@ -516,6 +518,19 @@ class Snapshot:
         current.clear()
         current.extend(made) if kind in ("list", "deque") else current.update(made)
         return current
+
+    def _tensor_of(self, value: list[Any], current: Any) -> Tensor:
+        """Return a tensor: ``current`` with its values, if shape and dtype are the same."""
+        dtype, numbers = getattr(torch, value[1]), bytearray(value[3])
+        tensor = torch.frombuffer(numbers, dtype=torch.uint8).view(dtype) if numbers else torch.empty(0, dtype=dtype)
+        tensor = tensor.view(value[2])
+        if type(current) is not Tensor or (dtype, tensor.shape) != (current.dtype, current.shape):
+            return tensor.to(self._device_of(value))
+        current.detach().copy_(tensor)
+        return current
+
+    def _device_of(self, value: list[Any]) -> Any:
+        return "cpu" if value[-1] == "cpu" else self._rules.device
 
 
 def differences(one: State, other: State) -> set[tuple[str, str]]:
@@ -528,10 +543,10 @@ def differences(one: State, other: State) -> set[tuple[str, str]]:
     }
 
 
-def without_attributes(state: State) -> State:
-    """Return only the tensors and flags of modules, and the states of objects that save themselves."""
+def selected(state: State, keeps: Callable[[str, str], bool]) -> State:
+    """Return a state with the values for which ``keeps`` returns True for their path and name."""
     return {
-        path: [kind, {name: value for name, value in values.items() if name.startswith(":")}]
+        path: [kind, {name: value for name, value in values.items() if keeps(path, name)}]
         for path, (kind, values) in state.items()
     }
 
@@ -563,10 +578,9 @@ def class_name(value: Any) -> str:
     return f"torch.{kind.__qualname__}" if kind.__module__.startswith("torch.") else kind.__qualname__
 
 
-def _first_of(name: str, value: Any) -> Any:
-    """Return what a value is compared with later. Tensors inside the roots are always saved."""
-    is_saved = name.startswith(":tensor ") and (value is None or value[0] == "weights")
-    return () if is_saved else value
+def has(value: Any, kind: str) -> bool:
+    """Return whether an encoded value contains one of a kind, such as ``"tensor"``."""
+    return type(value) is list and (value[:1] == [kind] or any(has(one, kind) for one in value))
 
 
 def _state_of(one: Any, ignored: Container[str] | None) -> Iterator[tuple[str, Any]]:
@@ -617,23 +631,19 @@ def _attributes_of(value: Any) -> list[tuple[str, Any]]:
     return list(attributes.items()) if isinstance(attributes, dict) else []
 
 
-def _numbers_of(value: list[Any], current: Any) -> Any:
-    """Return a tensor, an array or a NumPy scalar: ``current`` with its values, if shape and dtype are the same."""
-    if value[0] == "array":
-        array = np.frombuffer(value[3], dtype=value[1]).reshape(value[2]).copy()
-        if not isinstance(current, np.ndarray):
-            return array[()]
-        if (array.dtype, array.shape) != (current.dtype, current.shape):
-            return array
-        np.copyto(current, array)
-        return current
-    dtype, shape, numbers, device = getattr(torch, value[1]), value[2], bytearray(value[3]), value[4]
-    tensor = torch.frombuffer(numbers, dtype=torch.uint8).view(dtype) if numbers else torch.empty(0, dtype=dtype)
-    tensor = tensor.view(shape)
-    if type(current) is not Tensor or (dtype, tensor.shape) != (current.dtype, current.shape):
-        return tensor.to(device)
-    current.detach().copy_(tensor)
+def _array_of(value: list[Any], current: Any) -> Any:
+    """Return an array or a NumPy scalar: ``current`` with its values, if shape and dtype are the same."""
+    array = np.frombuffer(value[3], dtype=value[1]).reshape(value[2]).copy()
+    if not isinstance(current, np.ndarray):
+        return array[()]
+    if (array.dtype, array.shape) != (current.dtype, current.shape):
+        return array
+    np.copyto(current, array)
     return current
+
+
+def _weights(tensor: Tensor | None) -> list[Any]:
+    return ["weights", None, "cpu"] if tensor is None else ["weights", _local(tensor), tensor.device.type]
 
 
 def _local(tensor: Tensor) -> Tensor:
@@ -642,20 +652,20 @@ def _local(tensor: Tensor) -> Tensor:
     return getattr(own, "_local_tensor", own)
 
 
-def _set_tensor(module: nn.Module, name: str, value: list[Any] | None, *, may_create: bool) -> str:
+def _set_tensor(module: nn.Module, name: str, saved: Tensor | None, *, may_create: bool) -> str:
     """Restore a tensor of a module, and return why it cannot be restored, or ""."""
     owner: Any = module._parameters if name in module._parameters else module._buffers
     current: Any = owner[name] if name in owner else None  # noqa: SIM401 - that of a scripted module has no `get`
-    if not (value is None or current is None or is_lazy(current) or current.is_meta):
+    is_used = not (current is None or is_lazy(current) or current.is_meta)
+    if saved is not None and is_used:
         with suppress(RuntimeError):  # it is expanded, or an inference tensor
-            if (own := _local(current)).shape == value[1].shape:
-                own.copy_(value[1])
+            if (own := _local(current)).shape == saved.shape:
+                own.copy_(saved)
                 return ""
     if owner is module._parameters or not may_create:
         return "missing"
     if name not in owner:
         vars(module).pop(name, None)  # a plain attribute that the run has turned into a buffer
         module._non_persistent_buffers_set.add(name)
-    is_on_device = current is not None and not current.is_meta
-    owner[name] = None if value is None else value[1].to(current.device if is_on_device else "cpu")
+    owner[name] = None if saved is None else saved.to(current.device if is_used else "cpu")
     return ""
