@@ -14,13 +14,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.optim.swa_utils import AveragedModel
 
 from trainer.checkpoint.host_copy import on_host
-from trainer.engine import communication
 from trainer.engine.gradients import Gradients
 from trainer.engine.optimizer_calls import has_own_zero_grad, needs_closure
-from trainer.errors import ResumeError, join_first, rank_zero_warn, refuse_inexact, warn
+from trainer.errors import join_first, rank_zero_warn, refuse_inexact, warn
 from trainer.module_tree import parameters_of
 from trainer.state import random_states
 from trainer.state.metric_objects import MetricObjects, tracked_in
@@ -41,6 +39,8 @@ _REFUSED = {
     "generator": "Create the random generator on the CPU before the training begins.",
     "hook": "The state of a communication hook is saved if its class is yours; its tensors only with"
     " DDPStrategy(find_unused_parameters=True), which keeps the buckets of gradients.",
+    "weights": "Under DDP, embeddings with max_norm get other weights in each process; the checkpoint has those of the"
+    " first. Normalize the rows in the forward pass instead.",
     "buffer": "Create the modules of these buffers before the training begins, such as in configure_model.",
 }
 """Reasons why a resume is refused, and their remedies."""
@@ -101,7 +101,6 @@ class ProcessState:
             Part("precision", lambda _: engine.precision.state_dict(), engine.precision.load_state_dict),
             Part("program", self._program, self._restore_program, is_repeated=True),
             Part("outside_parameters", self._values_outside, self._restore_outside_parameters),
-            Part("own_weights", self._own_weights, self._restore_own_weights),
             Part("early_stopping", self._early_stopping, self._restore_early_stopping),
             Part("next_forward", lambda _: None if is_alone else engine.next_forward_syncs_buffers, self._restore_next),
             Part("gradients", self._gradients),
@@ -182,8 +181,6 @@ class ProcessState:
             The state for :meth:`load`, and the names of metric objects that lose a part of their state.
         """
         engine, first = self._trainer.engine, states[0]
-        if any("own_weights" in state for state in states):
-            raise ResumeError("each process had its own weights")
         rank, number = engine.global_rank, engine.world_size
         program, lost = self._metrics.shared([state["program"] for state in states], rank, number)
         window = {key: value for key, value in first["window"].items() if key != "shared_unit"}
@@ -217,7 +214,8 @@ class ProcessState:
 
     def _report_lost(self, program: State) -> None:
         """Warn of values that a checkpoint lacks, once for each."""
-        if lost := [one for one in lost_in(program) if one not in self._reported]:
+        found = (*lost_in(program), *self._lost_by_ddp(program).values())
+        if lost := [one for one in found if one not in self._reported]:
             self._reported.update(lost)
             rank_zero_warn(_LOST_AT_SAVE.format(names=join_first(dict.fromkeys(one.name for one in lost), 5)))
 
@@ -225,12 +223,10 @@ class ProcessState:
         """Restore the user's objects, except what hooks have set.
 
         Raises:
-            ResumeError: if an iterator or a random generator was not saved, or a buffer has no module, and the resume
-                must be exact.
+            ResumeError: if one of these values would change the run (see ``_REFUSED``), and the resume must be exact.
         """
-        trainer, of_buckets = self._trainer, self._values_of_buckets(state)
-        lost = self.program.write(state, skip=self.set_by_hooks | of_buckets.keys())
-        lost += of_buckets.values()
+        trainer, by_ddp = self._trainer, self._lost_by_ddp(state)
+        lost = [*self.program.write(state, skip=self.set_by_hooks | by_ddp.keys()), *by_ddp.values()]
         self.set_by_hooks = set()
         trainer.engine.follow_trained_parameters()
         self._metrics.clear_results()
@@ -247,14 +243,18 @@ class ProcessState:
                 problem = f"The run would not continue exactly: {names} cannot be restored."
                 refuse_inexact(problem, remedy, exact=trainer.exact_resume)
 
-    def _values_of_buckets(self, state: State) -> dict[tuple[str, str], Lost]:
-        """Return the values of DDP's communication hooks that are not restored, by path and name."""
+    def _lost_by_ddp(self, state: State) -> dict[tuple[str, str], Lost]:
+        """Return the values of communication hooks, and the weights, that are not restored, by path and name."""
         found, communicates = dict[tuple[str, str], Lost](), self._trainer.engine.communication
-        for number, holder in enumerate([] if communicates is None else communicates.holders):
+        if communicates is None:
+            return found
+        if communicates.diverges:
+            found["", ""] = Lost("the weights of each process", "weights")
+        for number, holder in enumerate(communicates.holders):
             path, kind = f"hooks.{number}", type(holder).__name__
             if path not in self.program.objects:
                 found[path, ""] = Lost(kind, "hook")
-            elif communicates is not None and not communicates.keeps_buckets:
+            elif not communicates.keeps_buckets:
                 values = state.get(path, ["", {}])[1]
                 found |= {(path, n): Lost(f"{kind}.{n}", "hook") for n, value in values.items() if has(value, "tensor")}
         return found
@@ -387,28 +387,6 @@ class ProcessState:
                 f" the shapes {shapes[0]}, but they have the shapes {shapes[1]} now."
             )
             refuse_inexact(f"{problem} They are not restored.", exact=self._trainer.exact_resume)
-
-    def _own_weights(self, _: State) -> list[Any] | None:
-        """Return the weights and optimizer states if processes have different ones, and this is not the first."""
-        engine = self._trainer.engine
-        if engine.world_size == 1 or engine.communication is None or not engine.communication.may_diverge:
-            return None
-        own = [self._weights(), [optimizer.state_dict() for optimizer in engine.optimizers]]
-        differ = len(engine.gather_if_different(communication.digest(own))) > 1
-        return own if differ and engine.global_rank else None
-
-    def _restore_own_weights(self, saved: list[Any]) -> None:
-        weights, optimizer_states = saved
-        with torch.no_grad():
-            for parameter, value in zip(self._weights(), weights, strict=True):
-                parameter.copy_(value)
-        self._trainer.engine.load_optimizer_states({"optimizer_states": optimizer_states}, {})
-
-    def _weights(self) -> list[Tensor]:
-        """Return the weights of the module, and those of callbacks that average them."""
-        attributes = [value for callback in self._trainer.callbacks for value in vars(callback).values()]
-        averages = [value for value in attributes if isinstance(value, AveragedModel)]
-        return [one.detach() for module in (self._trainer.lightning_module, *averages) for one in module.parameters()]
 
     def _gradients(self, state: State) -> dict[str, Tensor]:
         """Return the gradients that no optimizer step has used yet, without those of a batch that will be repeated.

@@ -8,30 +8,25 @@ without ``static_graph=True``.
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterable
 from itertools import chain
 from typing import Any, NamedTuple
 
-import torch
-from torch import Tensor, distributed, nn
+from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
-
-from trainer.module_tree import bytes_of
 
 
 class Communication(NamedTuple):
-    """How a run communicates gradients, if it differs from the default of DDP or its weights may diverge.
+    """How a run communicates gradients, if it differs from the default of DDP or its weights diverge.
 
     Attributes:
         holders: the state objects of hooks, always in the same order.
         keeps_buckets: whether DDP never rebuilds its gradient buckets.
-        may_diverge: whether the processes may have different weights.
+        diverges: whether the processes have different weights.
     """
 
     holders: list[Any]
     keeps_buckets: bool
-    may_diverge: bool
+    diverges: bool
 
 
 def communication_of(model: DistributedDataParallel) -> Communication | None:
@@ -51,21 +46,5 @@ def communication_of(model: DistributedDataParallel) -> Communication | None:
             one for one in found if one is not None and not isinstance(one, (distributed.ProcessGroup, nn.Module))
         ],
         keeps_buckets=bool(model.find_unused_parameters) and not model.static_graph,
-        may_diverge=normalizes or not all(_is_torchs(hook) for hook, _ in hooks),
+        diverges=normalizes,
     )
-
-
-def _is_torchs(hook: Any) -> bool:
-    """Return whether a hook is one of torch's hooks, which give all processes the same gradients."""
-    return str(getattr(hook, "__module__", "")).startswith("torch.distributed.algorithms.")
-
-
-def digest(values: Iterable[Any]) -> str:
-    """Return the SHA-256 digest of the tensors and other values in nested containers. Synchronizes with the device."""
-    found = hashlib.sha256()
-    for value in torch.utils._pytree.tree_leaves(list(values)):
-        if isinstance(value, Tensor):
-            found.update(bytes_of(value).tobytes())
-        else:
-            found.update(repr(value).encode())
-    return found.hexdigest()
