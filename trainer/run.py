@@ -37,7 +37,6 @@ from trainer.compat.base import refuse_own_parts
 from trainer.compat.checkpoint_connector import CheckpointConnector
 from trainer.compat.checkpoint_io import order_removals
 from trainer.compat.logging import attach_log
-from trainer.compat.reused_callbacks import reset_results
 from trainer.compat.signals import Signals
 from trainer.data.prefetching import Prefetching
 from trainer.engine.stalls import StallWatch
@@ -272,7 +271,7 @@ class Run:
         callback_order.attach_model_callbacks(trainer)
         modules.verify(trainer, module)
         if fitting:
-            reset_results(trainer, self.session)
+            modules.reset_results(trainer, self.session)
         attach_log(module, trainer, self.session)
         engine.setup_environment()
         self.stalls = self._watch_for_stalls()

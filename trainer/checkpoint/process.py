@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 from trainer.checkpoint.host_copy import on_host
@@ -100,7 +99,6 @@ class ProcessState:
             Part("window", self._window, self._restore_window),
             Part("precision", lambda _: engine.precision.state_dict(), engine.precision.load_state_dict),
             Part("program", self._program, self._restore_program, is_repeated=True),
-            Part("outside_parameters", self._values_outside, self._restore_outside_parameters),
             Part("early_stopping", self._early_stopping, self._restore_early_stopping),
             Part("next_forward", lambda _: None if is_alone else engine.next_forward_syncs_buffers, self._restore_next),
             Part("gradients", self._gradients),
@@ -349,44 +347,18 @@ class ProcessState:
     # --- parameters and gradients -----------------------------------------------------------------------------
 
     def _named_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield all parameters that may have gradients, with the names of their gradients in a checkpoint."""
-        yield from self._trainer.lightning_module.named_parameters()
-        for number, parameter in enumerate(self._outside_parameters()):
-            yield f"outside parameter {number}", parameter
+        """Yield all parameters that may have gradients, with the names of their gradients in a checkpoint.
 
-    def _outside_parameters(self) -> list[Tensor]:
-        """Return the optimizers' parameters that are not the module's, such as those of modules in a plain list.
-
-        The state dict of the module does not have them.
+        Optimizers may train parameters that are not the module's, such as those of modules in a plain list.
         """
-        engine, module = self._trainer.engine, self._trainer.lightning_module
-        if not engine.exposes_gradients:  # the optimizer may hold flat copies of the module's parameters
-            return []
-        own = set(map(id, module.parameters()))
-        held = (parameter for optimizer in engine.optimizers for parameter in parameters_of(optimizer))
-        return [parameter for parameter in held if id(parameter) not in own]
-
-    def _values_outside(self, _: State) -> list[Tensor]:
-        return [parameter.detach() for parameter in self._outside_parameters()]
-
-    def _restore_outside_parameters(self, saved: list[Tensor]) -> None:
-        """Restore the result of :meth:`_values_outside`.
-
-        Raises:
-            ResumeError: if the shapes of these parameters have changed, and the resume must be exact.
-        """
-        current = self._outside_parameters()
-        if [one.shape for one in current] == [one.shape for one in saved]:
-            with torch.no_grad():
-                for parameter, value in zip(current, saved, strict=True):
-                    parameter.copy_(value)
-        elif saved:
-            shapes = [[tuple(one.shape) for one in tensors] for tensors in (saved, current)]
-            problem = (
-                "The optimizers update parameters that are not the module's. The checkpoint has such parameters with"
-                f" the shapes {shapes[0]}, but they have the shapes {shapes[1]} now."
-            )
-            refuse_inexact(f"{problem} They are not restored.", exact=self._trainer.exact_resume)
+        engine, named = self._trainer.engine, dict(self._trainer.lightning_module.named_parameters())
+        yield from named.items()
+        own, number = set(map(id, named.values())), 0
+        for optimizer in engine.optimizers if engine.exposes_gradients else ():  # others may hold flat copies
+            for parameter in parameters_of(optimizer):
+                if id(parameter) not in own:
+                    yield f"outside parameter {number}", parameter
+                    number += 1
 
     def _gradients(self, state: State) -> dict[str, Tensor]:
         """Return the gradients that no optimizer step has used yet, without those of a batch that will be repeated.

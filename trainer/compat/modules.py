@@ -5,14 +5,22 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Container, Iterable, Set
-from contextlib import nullcontext
-from functools import cache
+from contextlib import ExitStack, nullcontext
+from copy import deepcopy
+from functools import cache, partial
 from inspect import getsource
 from itertools import chain
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary, ref
 
 from lightning.pytorch import Callback, LightningDataModule, LightningModule
-from lightning.pytorch.callbacks.weight_averaging import WeightAveraging
+from lightning.pytorch.callbacks import (
+    EarlyStopping,
+    ModelCheckpoint,
+    StochasticWeightAveraging,
+    Timer,
+    WeightAveraging,
+)
 from lightning.pytorch.loops.utilities import _verify_dataloader_idx_requirement
 from lightning.pytorch.trainer.call import _call_configure_model, _call_setup_hook, _call_teardown_hook
 from lightning.pytorch.trainer.configuration_validator import _verify_loop_configurations
@@ -53,6 +61,10 @@ _OF_OPTIMIZERS = frozenset(vars(SGD([Tensor()])))
 """Attributes of an optimizer that torch sets."""
 _OF_METRICS = _OF_MODULES | vars(SumMetric()).keys()
 """Attributes of a metric object that torchmetrics and torch set, and the states of this one."""
+
+_WITH_RESULTS = (EarlyStopping, ModelCheckpoint, StochasticWeightAveraging, Timer, WeightAveraging)
+_FITS: WeakKeyDictionary[Callback, tuple[ref[Trainer], dict[str, Any], dict[str, Any]]] = WeakKeyDictionary()
+"""The Trainer of the last fit, and the attributes before the first fit and after the last one."""
 
 call_setup_hooks = _call_setup_hook
 configure_model = _call_configure_model
@@ -197,8 +209,6 @@ def snapshot_of(trainer: Trainer) -> Snapshot:
 
     def saved_elsewhere() -> Set[int]:
         saved = [part for one in (module, *averages.values()) for part in (*one.parameters(), *one.buffers())]
-        if engine.exposes_gradients:
-            saved += chain.from_iterable(map(parameters_of, trainer.optimizers))  # may be outside of the module
         return memory_of(map(local, saved))
 
     rules = Rules(
@@ -274,3 +284,27 @@ def assigned_by_bases(kind: type) -> Set[str]:
     bases = [base for base in kind.__mro__ if package_of(base) in ("lightning", "pytorch_lightning", "trainer")]
     targets = [re.findall(r"^ *(self\.[^=\n]*?) [-+*/|]?= ", getsource(base), re.MULTILINE) for base in bases]
     return frozenset(name for target in chain(*targets) for name in re.findall(r"self\.(\w+)", target))
+
+
+def reset_results(trainer: Trainer, session: ExitStack) -> None:
+    """Reset the results of callbacks that the fit of another Trainer has used. Called when a fit starts.
+
+    Attributes that the user has set after that fit are kept.
+    """
+    for callback in trainer.callbacks:
+        if not isinstance(callback, _WITH_RESULTS):
+            continue
+        kind: type = type(callback)
+        own, names = vars(callback), assigned_by_bases(kind)
+        owner, first, last = _FITS.get(callback, (None, {}, {}))
+        if owner is None:
+            first = {name: deepcopy(value) for name, value in own.items() if name in names}
+        elif (is_timer := isinstance(callback, Timer)) or owner() is not trainer:  # each fit has its own time
+            changed = {name for name in first if is_timer or own.get(name) is last.get(name)}
+            own.update({name: deepcopy(first[name]) for name in changed})
+        _FITS[callback] = ref(trainer), first, {}
+        session.callback(partial(_note, callback, ref(trainer), first))
+
+
+def _note(callback: Callback, owner: ref[Trainer], first: dict[str, Any]) -> None:
+    _FITS[callback] = owner, first, dict(vars(callback))

@@ -209,7 +209,6 @@ class Snapshot:
         *,
         skip: Container[tuple[str, str]] = (),
         resets: bool = False,
-        removes: bool = True,
     ) -> list[Lost]:
         """Restore a state that :meth:`read` returned. Return the values that are not restored.
 
@@ -219,20 +218,13 @@ class Snapshot:
             state: the state.
             skip: paths and names of values to leave unchanged. Default: none.
             resets: whether attributes that are not in the state get their first value. Default: False.
-            removes: whether non-persistent buffers that are neither in the state, nor existed at first, are removed:
-                they were registered after the state was read. Default: True.
         """
         lost: list[Lost] = []
         created: dict[int, Any] = {}  # generators by number
         kinds = set(map(class_name, self.objects.values()))
-        for path, one in self.objects.items():
-            saved = state.get(path, ["", {}])[1]
-            if resets and path in self._given:
-                self._reset(path, one, saved)
-            if removes and id(one) in self._inside:
-                known = saved.keys() | self._first[path].keys()
-                for name in [n for n in one._non_persistent_buffers_set if f":tensor {n}" not in known]:
-                    delattr(one, name)
+        for path, one in self.objects.items() if resets else ():
+            if path in self._given:
+                self._reset(path, one, state.get(path, ["", {}])[1])
         for path, (kind, values) in state.items():
             is_known = kind in kinds or any(path.startswith(f"{root}.") for root in self._roots)
             for name, value in values.items():
@@ -255,14 +247,14 @@ class Snapshot:
             A set that gets the paths and names of the values in ``state`` that have changed inside.
         """
         before = self.current(state)
-        self.write(state, removes=False)
+        self.write(state)
         written, changed = self.current(state), set[tuple[str, str]]()
         try:
             yield changed
         finally:
             changed |= differences(written, self.current(state))
             kept = {(path, ":state") for path, one in self.objects.items() if rewinds and generators.is_random(one)}
-            self.write(before, skip=changed - kept, removes=False)
+            self.write(before, skip=changed - kept)
             for path, name in differences(written, before) - changed:
                 if name not in before[path][1]:
                     vars(self.objects[path]).pop(name, None)
@@ -302,12 +294,7 @@ class Snapshot:
             if generators.is_random(value):
                 found[path] = value
                 continue
-            items = items_of(value, _MAX_ITEMS)
-            keys = dict.keys(value) if isinstance(value, dict) and items else range(len(items))
-            children: list[tuple[Any, Any]] = [
-                (key if type(key) in (str, int) else place, one)
-                for place, (key, one) in enumerate(zip(keys, items, strict=True))
-            ]
+            children: list[tuple[Any, Any]] = list(enumerate(items_of(value, _MAX_ITEMS)))
             if type(value) not in _CONTAINERS.values():
                 path, is_module = plain_name(path), isinstance(value, nn.Module)
                 if not is_module and self._rules.saves_itself(value) and self._can_save(value):
@@ -409,7 +396,8 @@ class Snapshot:
                 return self._encoded_items(name, value, left, numbers)
         elif isinstance(value, (Tensor, np.ndarray, np.generic)):
             count = value.numel() if isinstance(value, Tensor) else value.size
-            if count <= left[0] and (encoded := self._encoded_numbers(value, left[0])) is not None:
+            is_trained = is_item and isinstance(value, Tensor) and value.requires_grad and value.is_leaf
+            if not is_trained and count <= left[0] and (encoded := self._encoded_numbers(value, left[0])) is not None:
                 left[0] -= count
                 return encoded
         elif generators.is_random(value):
@@ -441,7 +429,9 @@ class Snapshot:
         if left > MAX_NUMBERS:
             return _weights(value.detach().clone() if value.numel() <= MAX_NUMBERS else value)
         device = value.device.type
-        is_excluded = type(value) is not Tensor or device == "meta" or (device != "cpu" and self._rules.of_data)
+        is_excluded = (
+            type(value) not in (Tensor, nn.Parameter) or device == "meta" or (device != "cpu" and self._rules.of_data)
+        )
         if is_excluded or not is_dense(value) or self._is_elsewhere(value):
             return None
         return ["tensor", str(value.dtype).removeprefix("torch."), list(value.shape), bytes_of(value).tobytes(), device]
@@ -524,10 +514,14 @@ class Snapshot:
         dtype, numbers = getattr(torch, value[1]), bytearray(value[3])
         tensor = torch.frombuffer(numbers, dtype=torch.uint8).view(dtype) if numbers else torch.empty(0, dtype=dtype)
         tensor = tensor.view(value[2])
-        if type(current) is not Tensor or (dtype, tensor.shape) != (current.dtype, current.shape):
+        if not isinstance(current, Tensor):
             return tensor.to(self._device_of(value))
-        current.detach().copy_(tensor)
-        return current
+        if (dtype, tensor.shape) == (current.dtype, current.shape):
+            current.detach().copy_(tensor)
+            return current
+        if current.requires_grad:
+            raise LookupError("an optimizer trains this tensor, which has another shape now")
+        return tensor.to(self._device_of(value))
 
     def _device_of(self, value: list[Any]) -> Any:
         return "cpu" if value[-1] == "cpu" else self._rules.device
