@@ -13,8 +13,8 @@ list, tuple, set, dict, deque                ``[kind, items]``; the items of a d
 tensor                                       ``["tensor", dtype, shape, bytes, device]``
 NumPy array or scalar                        ``["array", dtype, shape, bytes]``
 an object of the walk                        ``["object", path]``
-a random generator that was created later    ``["generator", number, state]``
-``:tensor NAME`` of a module, a large tensor  ``["weights", tensor, device]``
+a random generator that was created later    ``["generator", id, state]``
+``:tensor NAME``; tensors without a limit    ``["weights", tensor, device]``
 anything else: *held*                        ``["held", reason]``
 ===========================================  ===============================================================
 """
@@ -151,7 +151,7 @@ class Snapshot:
         self._paths = {id(one): path for path, one in self.objects.items()}
         self._given = {path: dict(vars(one)) for path, one in self.objects.items() if path in self._ignored}
         self._first = {
-            path: {n: () if has(v, "weights") else v for n, v in self._values(path, one, {}) if n != ":state"}
+            path: {n: () if has(v, "weights") else v for n, v in self._values(path, one) if n != ":state"}
             for path, one in self.objects.items()
         }
 
@@ -172,13 +172,12 @@ class Snapshot:
             modes: the ``training`` flags of modules to read instead of the current ones. Default: None.
         """
         self._memory = None
-        numbers: dict[int, int] = {}  # of the random generators that were created later
         state: State = {}
         for path, one in chain(self.objects.items(), self._new_modules()):
             if attributes_only and path in self._itself:
                 continue
             values, first = {}, self._first.get(path, {})
-            for name, value in self._values(path, one, numbers):
+            for name, value in self._values(path, one):
                 if name == ":training":
                     value = (modes or {}).get(one, value)
                 is_left_out = attributes_only and name[0] == ":" and not generators.is_random(one)
@@ -186,7 +185,7 @@ class Snapshot:
                     values[name] = self._stored(path, one, name, value)
             if self._rules.of_data and any(value[:1] == ["held"] for value in values.values() if type(value) is list):
                 with suppress(Exception):  # its method may need arguments
-                    own = self._encode(one.state_dict(), MAX_NUMBERS, {})
+                    own = self._encode(one.state_dict(), MAX_NUMBERS)
                     values = values if isinstance(own, _Held) else {":state": own}
             if values:
                 state[path] = [class_name(one), values]
@@ -195,11 +194,11 @@ class Snapshot:
     def current(self, state: State) -> State:
         """Return copies of the current values of the objects and names in ``state``."""
         self._memory, memo = None, dict[int, Any]()
-        numbers, found = dict[int, int](), State()
+        found = State()
         for path, (kind, names) in state.items():
             if self._has(path, kind):
                 one = self.objects[path]
-                values = {n: self._stored("", one, n, v) for n, v in self._values(path, one, numbers) if n in names}
+                values = {n: self._stored("", one, n, v) for n, v in self._values(path, one) if n in names}
                 found[path] = [kind, {n: deepcopy(v, memo) if n[0] == ":" else v for n, v in values.items()}]
         return found
 
@@ -317,7 +316,7 @@ class Snapshot:
     def _can_save(self, value: Any) -> bool:
         """Return whether an object saves itself. If its attributes are not searched, it is held otherwise."""
         with suppress(Exception):  # its method may need arguments
-            is_plain = not isinstance(self._encode(value.state_dict(), UNLIMITED, {}), _Held)
+            is_plain = not isinstance(self._encode(value.state_dict(), UNLIMITED), _Held)
             return is_plain or self._rules.ignored(value) is None
         return False
 
@@ -335,20 +334,20 @@ class Snapshot:
 
     # --- values -----------------------------------------------------------------------------------------------
 
-    def _values(self, path: str, one: Any, numbers: dict[int, int]) -> Iterator[tuple[str, Any]]:
+    def _values(self, path: str, one: Any) -> Iterator[tuple[str, Any]]:
         """Yield the names and the encoded values of an object."""
         if generators.is_random(one):
             yield ":state", generators.state_of(one)
         elif path in self._itself:
             own: Any = _Held(None)
             with suppress(Exception):
-                own = self._encode(one.state_dict() if self._rules.saves_states else one, UNLIMITED, numbers)
+                own = self._encode(one.state_dict() if self._rules.saves_states else one, UNLIMITED)
             yield ":state", own
         else:  # it is a module if it is not known: one that was created during the run
             is_known = path in self._ignored
             limit = self._rules.limit(one)
             for name, value in _state_of(one, self._ignored[path] if is_known else self._rules.ignored(one)):
-                yield name, self._encode(value, limit, numbers)
+                yield name, self._encode(value, limit)
             if isinstance(one, nn.Module):
                 of_module = self._of_module(one, is_inside=not is_known or id(one) in self._inside)
                 yield from (pair for pair in of_module if is_known or pair[0].startswith(":tensor "))
@@ -381,10 +380,10 @@ class Snapshot:
                 value = ["new", value] if type(now) in _CREATED or not _kind_of(now) else _Held(None)
         return ["held", value.reason] if isinstance(value, _Held) else value
 
-    def _encode(self, value: Any, limit: int, numbers: dict[int, int]) -> Any:
-        return self._encoded(value, [limit], numbers, is_item=False)
+    def _encode(self, value: Any, limit: int) -> Any:
+        return self._encoded(value, [limit], is_item=False)
 
-    def _encoded(self, value: Any, left: list[int], numbers: dict[int, int], *, is_item: bool) -> Any:
+    def _encoded(self, value: Any, left: list[int], *, is_item: bool) -> Any:
         """Encode a value with at most ``left[0]`` numbers, and subtract its numbers from them."""
         kind = type(value)
         if kind in NUMBERS:
@@ -393,7 +392,7 @@ class Snapshot:
             return ["object", path]
         if name := _kind_of(value):
             if kind in _CREATED or not is_item or left[0] > MAX_NUMBERS:
-                return self._encoded_items(name, value, left, numbers)
+                return self._encoded_items(name, value, left)
         elif isinstance(value, (Tensor, np.ndarray, np.generic)):
             count = value.numel() if isinstance(value, Tensor) else value.size
             is_trained = is_item and isinstance(value, Tensor) and value.requires_grad and value.is_leaf
@@ -402,18 +401,18 @@ class Snapshot:
                 return encoded
         elif generators.is_random(value):
             if generators.can_create(value):
-                return ["generator", numbers.setdefault(id(value), len(numbers)), generators.state_of(value)]
+                return ["generator", id(value), generators.state_of(value)]
             return _Held(id(value), "generator")
         elif isinstance(value, Iterator) and not isinstance(value, IOBase) and not self._rules.of_data:
             return _Held(object(), "iterator")  # its position cannot be read: it counts as changed
         return _Held((id(value), self._version(value)))
 
-    def _encoded_items(self, name: str, value: Any, left: list[int], numbers: dict[int, int]) -> Any:
+    def _encoded_items(self, name: str, value: Any, left: list[int]) -> Any:
         left[0] -= 2 * len(value) if name == "dict" else len(value)
         if left[0] < 0:
             return _Held((id(value), self._version(value)))
         items = [one for pair in value.items() for one in pair] if name == "dict" else list(value)
-        encoded = [one if type(one) in NUMBERS else self._encoded(one, left, numbers, is_item=True) for one in items]
+        encoded = [one if type(one) in NUMBERS else self._encoded(one, left, is_item=True) for one in items]
         reasons = {one.reason for one in encoded if type(one) is _Held}
         if not reasons:
             return [name, encoded]
@@ -455,7 +454,7 @@ class Snapshot:
 
     def _reset(self, path: str, one: Any, saved: Container[str]) -> None:
         first, given, own = self._first[path], self._given[path], vars(one)
-        for name, value in list(self._values(path, one, {})):
+        for name, value in list(self._values(path, one)):
             if name in first and name not in saved and name[0] != ":" and value != first[name]:
                 is_held = isinstance(first[name], _Held)
                 own[name] = given[name] if is_held else self._decoded(first[name], own.get(name), {})
