@@ -387,6 +387,19 @@ def test_iterators_with_attributes_and_open_files_are_restored(tmp_path):
     assert module.handle.left == 8
 
 
+def test_tensors_of_a_gpu_are_restored_on_the_device_of_the_run():
+    """A checkpoint of a GPU is resumed on a CPU."""
+    module, value = Module(), torch.ones(2)
+    before = state_of(module)
+    module.mean, module.handle = value, [value]
+    saved = before.read()
+    values = saved["module"][1]
+    values["mean"][1][-1] = values["handle"][1][1][0][-1] = "cuda"
+    other = Module()
+    assert state_of(other).write(saved) == []
+    assert_identical([other.mean, *other.handle], [value, value])
+
+
 def test_objects_of_a_removed_root_are_left_out_and_other_numbers_are_named():
     def change(module, data, callbacks):
         module.mean, data.passes, callbacks[0].batches = 3.0, 2, 7
