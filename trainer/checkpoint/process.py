@@ -122,7 +122,7 @@ class ProcessState:
             program: the user's objects.
             state: the checkpoint's state of this process.
         """
-        # what `configure_optimizers` and the strategy read is restored after them
+        # the values that `configure_optimizers` and the strategy read are restored after them
         with program.as_in(program.for_hooks(state.get("program", {})), rewinds=False) as changed:
             yield
         self.set_by_hooks = changed
@@ -218,7 +218,7 @@ class ProcessState:
             rank_zero_warn(_LOST_AT_SAVE.format(names=join_first(dict.fromkeys(one.name for one in lost), 5)))
 
     def _restore_program(self, state: State) -> None:
-        """Restore the user's objects, except what hooks have set.
+        """Restore the user's objects, except the values that hooks have set.
 
         Raises:
             ResumeError: if one of these values would change the run (see ``_REFUSED``), and the resume must be exact.
