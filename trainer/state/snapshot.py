@@ -167,8 +167,8 @@ class Snapshot:
         """Return the changes of the objects.
 
         Args:
-            attributes_only: whether to leave out tensors and flags of modules, and the states of objects that save
-                themselves. Default: False.
+            attributes_only: whether to leave out tensors and flags of modules, states of metric objects, and the states
+                of objects that save themselves. Default: False.
             modes: the ``training`` flags of modules to read instead of the current ones. Default: None.
         """
         self._memory = None
@@ -180,8 +180,9 @@ class Snapshot:
             for name, value in self._values(path, one):
                 if name == ":training":
                     value = (modes or {}).get(one, value)
-                is_left_out = attributes_only and name[0] == ":" and not generators.is_random(one)
-                if not is_left_out and not (name in first and value == first[name]):
+                if attributes_only and (has(value, "weights") or (name[0] == ":" and not generators.is_random(one))):
+                    continue
+                if name not in first or value != first[name]:
                     values[name] = self._stored(path, one, name, value)
             if self._rules.of_data and any(value[:1] == ["held"] for value in values.values() if type(value) is list):
                 with suppress(Exception):  # its method may need arguments
