@@ -221,7 +221,7 @@ def test_other_trained_tensors_are_named(tmp_path):
 
     class Listed(Outside):
         def configure_optimizers(self):
-            self.gains = [self.gain]
+            self.gains = [self.gain.detach()]  # of the same memory
             return super().configure_optimizers()
 
     path = tmp_path / "a.ckpt"

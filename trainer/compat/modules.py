@@ -218,6 +218,7 @@ def snapshot_of(trainer: Trainer) -> Snapshot:
         limit=lambda value: UNLIMITED if isinstance(value, Metric) else MAX_NUMBERS,
         device=engine.device,
         elsewhere=saved_elsewhere,
+        trained=lambda: memory_of(chain.from_iterable(map(parameters_of, trainer.optimizers))),
         saves_states=not engine.gradients.are_parts,
         saves_weights=engine.world_size == 1,
         saves_buffers=engine.global_rank > 0,

@@ -96,6 +96,7 @@ class Rules(NamedTuple):
         load: calls ``load_state_dict`` of such an object.
         limit: returns the largest number of numbers in an attribute of an object. Default: 4 million.
         elsewhere: returns the storages (:func:`memory_of`) of tensors that are saved elsewhere. Default: none.
+        trained: returns the storages of tensors that optimizers train. They are held in containers. Default: none.
         of_data: whether the objects belong to a dataloader: the walk follows attributes of all objects to find random
             generators, iterators count as unchanged, and an object saves itself only if it has a held value. Default:
             False.
@@ -111,6 +112,7 @@ class Rules(NamedTuple):
     load: Callable[[Any, Any], Any] = lambda one, state: one.load_state_dict(state)
     limit: Callable[[Any], int] = lambda _: MAX_NUMBERS
     elsewhere: Callable[[], Set[int]] = frozenset[int]
+    trained: Callable[[], Set[int]] = frozenset[int]
     device: torch.device = torch.device("cpu")
     of_data: bool = False
     saves_states: bool = True
@@ -141,7 +143,7 @@ class Snapshot:
     ) -> None:
         self._rules = rules
         self._roots = {path: root for path, root in (roots or {}).items() if root is not None}
-        self._memory: Set[int] | None = None  # the result of `elsewhere`, if it was needed
+        self._memory: tuple[Set[int], Set[int]] | None = None  # the results of `elsewhere` and `trained`, if needed
         modules = [root for root in self._roots.values() if isinstance(root, nn.Module)]
         self._inside = {id(part) for root in modules for part in root.modules()}
         self._ignored: dict[str, Container[str] | None] = {}
@@ -396,8 +398,11 @@ class Snapshot:
                 return self._encoded_items(name, value, left)
         elif isinstance(value, (Tensor, np.ndarray, np.generic)):
             count = value.numel() if isinstance(value, Tensor) else value.size
-            is_trained = is_item and isinstance(value, Tensor) and value.requires_grad and value.is_leaf
-            if not is_trained and count <= left[0] and (encoded := self._encoded_numbers(value, left[0])) is not None:
+            if (
+                not (is_item and self._is_trained(value))
+                and count <= left[0]
+                and (encoded := self._encoded_numbers(value, left[0])) is not None
+            ):
                 left[0] -= count
                 return encoded
         elif generators.is_random(value):
@@ -447,9 +452,18 @@ class Snapshot:
         return hash((len(value), *((id(item), self._version(item, depth - 1)) for item in items)))
 
     def _is_elsewhere(self, tensor: Tensor) -> bool:
+        return bool(memory_of([tensor]) & self._known_memory()[0])
+
+    def _is_trained(self, value: Any) -> bool:
+        """Return whether an optimizer may train a tensor, so that it must not be created again."""
+        if not isinstance(value, Tensor):
+            return False
+        return (value.requires_grad and value.is_leaf) or bool(memory_of([value]) & self._known_memory()[1])
+
+    def _known_memory(self) -> tuple[Set[int], Set[int]]:
         if self._memory is None:
-            self._memory = self._rules.elsewhere()
-        return bool(memory_of([tensor]) & self._memory)
+            self._memory = self._rules.elsewhere(), self._rules.trained()
+        return self._memory
 
     # --- restoring --------------------------------------------------------------------------------------------
 
