@@ -398,11 +398,8 @@ class Snapshot:
                 return self._encoded_items(name, value, left)
         elif isinstance(value, (Tensor, np.ndarray, np.generic)):
             count = value.numel() if isinstance(value, Tensor) else value.size
-            if (
-                not (is_item and self._is_trained(value))
-                and count <= left[0]
-                and (encoded := self._encoded_numbers(value, left[0])) is not None
-            ):
+            is_trained = is_item and left[0] <= MAX_NUMBERS and self._is_trained(value)
+            if not is_trained and count <= left[0] and (encoded := self._encoded_numbers(value, left[0])) is not None:
                 left[0] -= count
                 return encoded
         elif generators.is_random(value):
