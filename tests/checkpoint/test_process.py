@@ -72,7 +72,7 @@ def test_states_of_another_number_of_processes_or_version(tmp_path):
         fit(tmp_path, ckpt_path=changed, exact_resume=False)
     ours |= {"format": 2, "processes": ours["processes"][:1]}
     torch.save(checkpoint, changed)
-    with pytest.raises(ResumeError, match=r"another version of this package \(format 2, expected 4\)"):
+    with pytest.raises(ResumeError, match=r"another version of this package \(format 2, expected 5\)"):
         fit(tmp_path, ckpt_path=changed, exact_resume=False)
 
 

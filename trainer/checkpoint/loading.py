@@ -30,17 +30,19 @@ from trainer.errors import (
     ResumeError,
     UnsafeCheckpointError,
     join_first,
+    rank_zero_warn,
     refuse_inexact,
     warn,
 )
 from trainer.module_tree import parameters_of, plain_name
 from trainer.state.metric_objects import MetricObjects, reset
+from trainer.state.progress import STARTED
 from trainer.state.snapshot import without_attributes
 
 if TYPE_CHECKING:
     from trainer.trainer import Trainer
 
-FORMAT = 4
+FORMAT = 5
 """Version of the entries under ``amp_trainer``. A checkpoint with another one cannot be resumed."""
 
 _INNER = "inner_optimizers"
@@ -142,6 +144,17 @@ def restore_callbacks(trainer: Trainer, checkpoint: dict[str, Any], callbacks: I
             callback.load_state_dict(deepcopy(state))
 
 
+def warn_of_repeated_batch(checkpoint: dict[str, Any]) -> None:
+    """Warn if a checkpoint was written inside a batch, which is not one of the points at which it is exact."""
+    progress = _trainer_state(checkpoint).get("progress", {})
+    if progress.get("position") == STARTED.name:
+        rank_zero_warn(
+            f"The checkpoint was written inside a batch, batch_idx {progress['batch_idx'] + 1} of epoch"
+            f" {progress['epoch']}. The batch is repeated, without the gradients of earlier batches of its accumulation"
+            " window, so the result differs from an uninterrupted run. Save in on_train_batch_end instead."
+        )
+
+
 def restore_progress(trainer: Trainer, checkpoint: dict[str, Any], progress_from: Callable[..., None]) -> None:
     """Restore the counters.
 
@@ -169,7 +182,6 @@ def restore_progress(trainer: Trainer, checkpoint: dict[str, Any], progress_from
     elif loops:
         progress_from(loops["fit_loop"], trainer.progress, finish_epoch=trainer.max_steps != -1)
         trainer.progress.discard_batch()
-    trainer.progress.resumed_epoch = trainer.progress.epoch if trainer.progress.batches_this_epoch else -1
 
 
 def optimizer_states(trainer: Trainer, _: dict[str, Any]) -> list[dict[str, Any]]:

@@ -27,6 +27,7 @@ from trainer.state import random_states
 from trainer.state.metric_objects import MetricObjects
 from trainer.state.metrics import MetricStore, shared_among
 from trainer.state.outcome import StepOutcome
+from trainer.state.progress import STARTED, VALIDATING
 from trainer.state.random_states import State
 from trainer.state.snapshot import Lost, Snapshot, lost_in
 
@@ -76,7 +77,7 @@ class ProcessState:
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
         self.kept_batches: ClosureOptimization | None = None
-        # parts of the state, and the counts of updates of the metric objects; {} before the first validation
+        # during a validation: parts of the state from before it, and the counts of updates of the metric objects
         self._before_validation: State = {}
         self._training_modes: dict[nn.Module, bool] = {}
         self._first_numbers: list[communication.State] = []
@@ -115,6 +116,7 @@ class ProcessState:
 
     def begin_fit(self) -> None:
         """Record the numbers of communication hooks, because a checkpoint contains only changes."""
+        self.end_validation()  # an earlier fit may have been interrupted in one
         self.program = Snapshot()  # without the objects of an earlier fit
         self._reported = set()
         communicates = self._trainer.engine.communication
@@ -137,17 +139,21 @@ class ProcessState:
         self.set_by_hooks = changed
 
     def begin_validation(self) -> None:
-        """Record the state before a validation inside a fit. A run that resumes inside the validation repeats it."""
+        """Copy the state before a validation inside a fit, without weights. A run that resumes inside it repeats it."""
         module = self._trainer.lightning_module
-        self._training_modes = {part: part.training for part in module.modules()}
         metrics = MetricObjects(module)
         self._before_validation = {part.key: part.save({}) for part in self._parts() if part.is_repeated}
         self._before_validation |= {"counts": metrics.counts(), "metric_objects": metrics.state_dict(copies=True)}
+        self._training_modes = {part: part.training for part in module.modules()}
+
+    def end_validation(self) -> None:
+        """Drop the state from before the validation."""
+        self._before_validation, self._training_modes = {}, {}
 
     def dump(self) -> dict[str, Any]:
         """Return the state of this process, as it is between two batches."""
         state: dict[str, Any] = {}
-        before = self._before_validation if self._trainer.progress.owes_validation else {}
+        before = self._before_validation if self._trainer.progress.position is VALIDATING else {}
         for part in self._parts():
             value = before[part.key] if part.is_repeated and before else part.save(state)
             if value is not None:
@@ -214,10 +220,8 @@ class ProcessState:
     # --- the user's objects -----------------------------------------------------------------------------------
 
     def _program(self, _: State) -> State:
-        progress = self._trainer.progress
-        validates = not progress.is_followed_up and (progress.owes_validation or progress.has_validated)
-        state = self.program.read(modes=self._training_modes if validates else None)
-        if not progress.is_trained and not self._trainer.lightning_module.automatic_optimization:
+        state = self.program.read(modes=self._training_modes or None)
+        if self._is_in_batch and not self._trainer.lightning_module.automatic_optimization:
             for _, values in state.values():
                 values.pop(":requires_grad", None)  # `toggle_optimizer` has changed it only for this batch
         return state
@@ -267,7 +271,7 @@ class ProcessState:
         loops = [one for _, one in self._eval_loops()] + [trainer.loop] * self._ends_epoch
         logged = [metrics.name_of(entry.metric) for one in loops for entry in one.metrics.entries.values()]
         unfinished = {name for name in logged if name is not None}  # reset together with the other logged values
-        before = self._before_validation if trainer.progress.owes_validation else {}
+        before = self._before_validation if trainer.progress.position is VALIDATING else {}
         updates = before.get("counts", metrics.counts())
         changed = {name for name, count in metrics.counts().items() if count != updates.get(name)}
         objects = metrics.state_dict(without=unfinished | changed)
@@ -307,9 +311,14 @@ class ProcessState:
         outcome, has_updated = state
         self._trainer.loop.restore_outcome(None if outcome is None else StepOutcome(*outcome), has_updated)
 
+    @property
+    def _is_in_batch(self) -> bool:
+        """Whether a resumed run repeats the current batch, without the earlier batches of its window."""
+        return self._trainer.progress.position is STARTED
+
     def _window(self, _: State) -> State:
-        loop = self._trainer.loop
-        return loop.window.state_dict(before_batch=loop.window.in_batch and not loop.has_updated)
+        window = self._trainer.loop.window
+        return window.state_dict(is_open=window.is_open and not self._is_in_batch)
 
     def _restore_window(self, state: State) -> None:
         trainer = self._trainer
@@ -317,8 +326,7 @@ class ProcessState:
         trainer.engine.check_accumulation(trainer.loop.window.batches)
 
     def _losses(self, state: State) -> list[Tensor]:
-        losses: list[Tensor] = self._trainer.loop.gradients.scaler.losses if state["gradients"] else []
-        return losses[: state["window"]["backwards"]] if "size" in state["window"] else list(losses)
+        return list(self._trainer.loop.gradients.scaler.losses) if state["gradients"] else []
 
     def _restore_losses(self, state: list[Tensor]) -> None:
         self._trainer.loop.gradients.scaler.losses = [loss.to(self._trainer.engine.device) for loss in state]
@@ -455,28 +463,21 @@ class ProcessState:
                     yield f"{callback.state_key}.{name}", value
 
     def _gradients(self, state: State) -> dict[str, Tensor]:
-        """Return the gradients that no optimizer step has used yet, without those of a batch that will be repeated.
+        """Return the gradients that no optimizer step has used yet; {} inside a batch, which will be repeated.
 
         In automatic optimization these are the gradients of an open window, and all gradients if the module overrides
         ``optimizer_zero_grad``, which may keep them. A module that steps its optimizers itself may accumulate gradients
         over any number of batches; those that a step has used are left out.
         """
-        trainer, loop = self._trainer, self._trainer.loop
-        window, waiting, is_open = loop.window, [], "size" in state["window"]
-        if not trainer.lightning_module.automatic_optimization:
-            if not window.in_batch:
-                waiting = [optimizer for optimizer in loop.optimizers if not loop.gradients.are_used(optimizer)]
-        elif window.in_batch and window.has_added_gradients:
-            if is_open:
-                warn(
-                    f"A checkpoint was saved inside batch {loop.progress.batch_idx} of epoch"
-                    f" {loop.progress.epochs_trained}, after its gradients were added to those of earlier batches of"
-                    " its accumulation window. A run that resumes from it loses the gradients of the window's earlier"
-                    " batches. Save in on_train_batch_start or on_train_batch_end instead, which keep them."
-                )
+        trainer, loop, waiting = self._trainer, self._trainer.loop, []
+        is_open, keeps = "size" in state["window"], loop.path.zero_grad is not None and trainer.engine.exposes_gradients
+        if self._is_in_batch:
+            pass
+        elif not trainer.lightning_module.automatic_optimization:
+            waiting = [optimizer for optimizer in loop.optimizers if not loop.gradients.are_used(optimizer)]
         elif loop.gradients.are_parts:
             waiting = loop.optimizers if is_open else []  # may also be from batches of the other processes
-        elif (is_open and window.backwards) or (loop.path.zero_grad is not None and trainer.engine.exposes_gradients):
+        elif keeps or (is_open and loop.window.backwards):
             waiting = loop.optimizers
         gradients: Gradients = loop.gradients
         return gradients.state_dict(self._named_parameters(), waiting)
@@ -493,7 +494,7 @@ class ProcessState:
         loop, module = self._trainer.loop, self._trainer.lightning_module
         keeps = not module.automatic_optimization or any(map(has_own_zero_grad, loop.optimizers))
         is_whole = self._trainer.engine.exposes_gradients and not loop.gradients.are_parts
-        if not (keeps and is_whole) or loop.window.in_batch:
+        if not (keeps and is_whole) or self._is_in_batch:
             return []
         return loop.gradients.names(p for p in self._named_parameters() if p[0] not in state["gradients"])
 

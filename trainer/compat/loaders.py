@@ -356,15 +356,12 @@ class LoaderSet:
 
     def _resume(self, state: dict[str, Any], position: dict[str, Any]) -> list[str]:
         reasons, batches, is_one = [], state["batches"], len(self.loaders) == 1
-        if state["inside"] and not is_one:
-            reasons.append("the checkpoint was written inside a batch")
         for loader, own in zip(self.loaders, position["loaders"], strict=True):
             if own and own["kind"] == loader.kind and loader.replays(own):
                 _warn_of_replaying(loader, own["batches"])
             inside = {}
             if state["inside"] and is_one and own:
-                before = own.get("before_end", own["own"])
-                inside = {"batches": batches, "inside": True, "exhausted": False, "own": before}
+                inside = {"batches": batches, "inside": True, "exhausted": False}
             reasons += loader.load_state_dict({**own, **inside})
         self._resumed = position
         if "random" not in position:
@@ -466,9 +463,7 @@ class DrawnLoaderSet(LoaderSet):
         return {**super()._position_state(), "drawn": self.fetcher.fetched}
 
     def _resume(self, state: dict[str, Any], position: dict[str, Any]) -> list[str]:
-        reason = "the checkpoint was written inside a step, which had drawn batches already"
-        inside = [reason] if state["inside"] else []
-        return super()._resume({**state, "inside": False}, position) + inside
+        return super()._resume({**state, "inside": False}, position)
 
     def _drop(self, batches: int) -> None:
         deque(islice(self.iterator(), batches), maxlen=0)

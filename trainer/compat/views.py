@@ -371,11 +371,12 @@ class FitLoopView(_DataView, _FitLoop):
     @property
     def restarting(self) -> bool:
         """Whether the current epoch is the one that was resumed in its middle from a checkpoint."""
-        return self._loop.progress.resumed_epoch == self._loop.progress.epoch
+        first = self._loop.batches.first
+        return (self._loop.progress.batches_this_epoch if first is None else first) > 0
 
     @restarting.setter
     def restarting(self, restarting: bool) -> None:
-        self._loop.progress.resumed_epoch = self._loop.progress.epoch if restarting else -1
+        """Have no effect: Lightning's finders reset the flag, which their runs do not set here."""
 
     @property
     def _skip_backward(self) -> bool:

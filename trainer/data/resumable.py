@@ -26,7 +26,7 @@ import copy
 import hashlib
 import inspect
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, cycle, islice, repeat
 from typing import Any
 
@@ -267,9 +267,7 @@ def one_pass(source: Iterable[Any]) -> Iterator[Any]:
     return map(next, repeat(iter(source)))
 
 
-def to_the_end(
-    iterator: Iterator[Batch], loader: Any, done: int = 0, before: Callable[[], Any] = lambda: None
-) -> Iterator[Batch]:
+def to_the_end(iterator: Iterator[Batch], loader: Any, done: int = 0) -> Iterator[Batch]:
     """Return the batches of a pass, and read the sampler to its end before the last batch.
 
     A ``for`` loop does so after the last batch, and workers read ahead. It runs the code after the last ``yield`` of a
@@ -280,17 +278,14 @@ def to_the_end(
         iterator: the pass.
         loader: the dataloader.
         done: the number of batches that the pass has yielded before. Default: 0.
-        before: called before the end is read. Default: a no-op.
     """
     if not _is_map_style(loader) or loader.num_workers or (left := (length_of(loader) or 0) - done) <= 0:
         return iterator
-    return chain(islice(iterator, left - 1), _read_ahead(iterator, before))
+    return chain(islice(iterator, left - 1), _read_ahead(iterator))
 
 
-def _read_ahead(iterator: Iterator[Batch], before: Callable[[], Any]) -> Iterator[Batch]:
-    batches = deque(islice(iterator, 1))
-    before()
-    batches += islice(iterator, 1)  # none, unless the length is an estimate
+def _read_ahead(iterator: Iterator[Batch]) -> Iterator[Batch]:
+    batches = deque(islice(iterator, 2))  # one, unless the length is an estimate
     while batches:
         yield batches.popleft()
     yield from iterator
@@ -385,8 +380,6 @@ class StatefulLoader(ResumableLoader):
             reasons.append("it is not the first pass of persistent workers: use persistent_workers=False")
         elif self.replays(state):
             return super()._resume(state, reasons)
-        if state.get("inside"):
-            reasons.append(_INSIDE_A_BATCH)
         self.loader.load_state_dict(state["state"])
         random_states.restore(state["begun"], own=self.generators)
         self.begin_pass()
@@ -471,19 +464,9 @@ class MapStyleLoader(ResumableLoader):
         sampler: Any = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
         max_recent = (loader.prefetch_factor or 0) * loader.num_workers + 2
         self._sampler = _RecordedSampler(sampler, max_recent, self.generators)
-        self._before_end: list[Any] = []  # the states of the generators before the end of the sampler was read
 
     def __iter__(self) -> Iterator[Batch]:
-        iterator, self._before_end = super().__iter__(), []
-        return to_the_end(iterator, self.loader, self._batches, self._note_end)
-
-    def _note_end(self) -> None:
-        self._before_end = random_states.states_of(self.generators)
-
-    def state_dict(self) -> State:
-        """Return the position in the pass: tensors and plain containers. {} before the first pass."""
-        state, before = super().state_dict(), self._before_end
-        return state | {"before_end": before} if state and before not in ([], state["own"]) else state
+        return to_the_end(super().__iter__(), self.loader, self._batches)
 
     @property
     def has_begun(self) -> bool:
@@ -565,8 +548,6 @@ class MapStyleLoader(ResumableLoader):
         loader, workers, batches = self.loader, state.get("workers"), state["batches"]
         if not reasons:
             reasons += random_states.differences(self.generators, state["own"])
-        if state.get("inside"):
-            reasons.append(_INSIDE_A_BATCH)
         if loader.num_workers and workers is None and state.get("have_changed", True):
             reasons.append("the states of its workers are unknown: other code started them, or they exceed 64 KiB")
         random_states.restore(state["started"], own=self.generators)
@@ -692,9 +673,6 @@ class _WorkerIterator(_MultiProcessingDataLoaderIter):
         self._worker_queue_idx_cycle = cycle([*range(worker, self._num_workers), *range(worker)])
         for _ in range(self._prefetch_factor * self._num_workers):
             self._try_put_index()
-
-
-_INSIDE_A_BATCH = "the checkpoint was written inside a batch, which had been prepared already"
 
 
 def _order_message(ordinal: str, saved: State, current: State | None) -> str:
