@@ -34,6 +34,7 @@ from trainer.compat.logging import ResultsView
 from trainer.errors import ConfigurationError, rank_zero_warn
 from trainer.loops.evaluation import EvalLoop
 from trainer.loops.fit import FitLoop
+from trainer.state.progress import DONE
 
 if TYPE_CHECKING:
     from trainer.trainer import Trainer
@@ -327,6 +328,7 @@ class EpochLoopView(_TrainingEpochLoop):
     def reset(self) -> None:
         """Drop the current batch."""
         self._loop.progress.discard_batch()
+        self._loop.progress.position = DONE
 
     def _should_accumulate(self) -> bool:
         return self._loop.window.is_open
