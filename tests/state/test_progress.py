@@ -3,7 +3,7 @@ from lightning.pytorch import Callback
 
 from tests.parity import looks_in
 from tests.support import Regression, fit_and_watch, loader_of, make_batches, make_trainer, native_fp16
-from trainer.state.progress import DONE, STARTED, TRAINED, EvalProgress
+from trainer.state.progress import EPOCH_ENDED, STARTED, TRAINED, EvalProgress
 
 
 def test_every_counter_of_a_fit(tmp_path):
@@ -15,7 +15,7 @@ def test_every_counter_of_a_fit(tmp_path):
         def look(self, hook, trainer):
             p = trainer.progress
             if hook == "on_train_epoch_end":
-                assert (p.epochs_trained, p.position, p.closing) == (p.epoch + 1, DONE, False)
+                assert (p.epochs_trained, p.position, p.closing) == (p.epoch + 1, EPOCH_ENDED, False)
                 return
             moment = hook.removeprefix("on_train_batch_")
             seen.append((moment, p.epoch, p.batch_idx, p.batches, p.optimizer_steps, p.skipped_steps, p.updates))

@@ -36,7 +36,7 @@ from trainer.errors import (
 )
 from trainer.module_tree import parameters_of, plain_name
 from trainer.state.metric_objects import MetricObjects, reset
-from trainer.state.progress import STARTED
+from trainer.state.progress import EPOCH_ENDED, STARTED
 from trainer.state.snapshot import without_attributes
 
 if TYPE_CHECKING:
@@ -146,8 +146,8 @@ def restore_callbacks(trainer: Trainer, checkpoint: dict[str, Any], callbacks: I
 
 def warn_of_repeated_batch(checkpoint: dict[str, Any]) -> None:
     """Warn if a checkpoint was written inside a batch, which is not one of the points at which it is exact."""
-    progress = _trainer_state(checkpoint).get("progress", {})
-    if progress.get("position") == STARTED.name:
+    if _saved_position(checkpoint) == STARTED.name:
+        progress = _trainer_state(checkpoint)["progress"]
         rank_zero_warn(
             f"The checkpoint was written inside a batch, batch_idx {progress['batch_idx'] + 1} of epoch"
             f" {progress['epoch']}. The batch is repeated, without the gradients of earlier batches of its accumulation"
@@ -251,16 +251,16 @@ def restore_schedules(trainer: Trainer, checkpoint: dict[str, Any], *, may_be_re
         _check_number(trainer, checkpoint, "lr_schedulers", trainer.engine.schedules)
     for config, state in zip(trainer.engine.schedules, checkpoint["lr_schedulers"]):  # noqa: B905  # one of them may be empty
         config.scheduler.load_state_dict(state)
-    awaited = {name: torch.tensor(value) for name, value in _trainer_state(checkpoint).get("awaited", {}).items()}
+    states = process_states_in(checkpoint)
+    metrics: dict[str, Any] = states[0]["published"]["callback"] if states else {}
     if trainer.progress.batches_this_epoch:
-        trainer.callback_metrics.update(awaited)  # read at the end of the resumed epoch
-        return
-    if not trainer.progress.is_last_batch:  # an interrupted epoch does not advance schedules
-        return
-    for config in trainer.engine.schedules:  # saved at the end of the epoch, before the schedules stepped
-        waits = config.reduce_on_plateau and config.interval == "epoch" and config.monitor in awaited
+        trainer.callback_metrics.update(metrics)  # read at the end of the resumed epoch
+    # saved at the end of an epoch, before the schedules stepped; an interrupted epoch does not advance them
+    follow = _saved_position(checkpoint) == EPOCH_ENDED.name and trainer.progress.is_last_batch
+    for config in trainer.engine.schedules if follow else ():
+        waits = config.reduce_on_plateau and config.interval == "epoch" and config.monitor in metrics
         if waits and trainer.progress.epoch % config.frequency == 0:
-            trainer.lightning_module.lr_scheduler_step(config.scheduler, awaited[str(config.monitor)])
+            trainer.lightning_module.lr_scheduler_step(config.scheduler, metrics[str(config.monitor)])
             trainer.progress.schedule_steps += 1
 
 
@@ -352,6 +352,11 @@ def _trainer_state(checkpoint: dict[str, Any]) -> dict[str, Any]:
     return trainer_state
 
 
+def _saved_position(checkpoint: dict[str, Any]) -> str:
+    """Return the name of the position at which a checkpoint was written; "" for one of Lightning's."""
+    return str(_trainer_state(checkpoint).get("progress", {}).get("position", ""))
+
+
 def _saved_dtypes(
     checkpoint: dict[str, Any], trainer_state: dict[str, Any], names: list[list[str]], optimizers: list[Optimizer]
 ) -> dict[Tensor, torch.dtype]:
@@ -434,13 +439,3 @@ def _keep_implementation(optimizer: Any, state: dict[str, Any]) -> None:
 def is_own_callback(callback: Any) -> bool:
     """Return whether a callback is defined in this package."""
     return type(callback).__module__.startswith(f"{__name__.partition('.')[0]}.")
-
-
-def awaited_metrics(trainer: Trainer, _: dict[str, Any]) -> dict[str, float]:
-    """Return the metrics that schedules will read at the end of the current epoch; {} between epochs."""
-    progress = trainer.progress
-    if progress.epochs_trained == progress.epoch and not progress.batches_trained_this_epoch:
-        return {}
-    metrics = trainer.callback_metrics
-    names = {str(config.monitor) for config in trainer.engine.schedules if config.reduce_on_plateau}
-    return {name: float(metrics[name]) for name in sorted(names & metrics.keys())}

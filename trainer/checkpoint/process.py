@@ -27,7 +27,7 @@ from trainer.state import random_states
 from trainer.state.metric_objects import MetricObjects
 from trainer.state.metrics import MetricStore, shared_among
 from trainer.state.outcome import StepOutcome
-from trainer.state.progress import STARTED, VALIDATING
+from trainer.state.progress import EPOCH_ENDED, STARTED, VALIDATING
 from trainer.state.random_states import State
 from trainer.state.snapshot import Lost, Snapshot, lost_in
 
@@ -264,7 +264,7 @@ class ProcessState:
     @property
     def _ends_epoch(self) -> bool:
         """Whether the values logged in the epoch are about to be reset."""
-        return self._trainer.progress.epochs_trained > self._trainer.progress.epoch
+        return self._trainer.progress.position is EPOCH_ENDED
 
     def _metric_objects(self, _: State) -> State:
         trainer, metrics = self._trainer, self._metrics

@@ -22,7 +22,7 @@ from trainer.loops.step_output import NOTHING, loss_in, outputs_of
 from trainer.precision.scaler import UpdateOutcome
 from trainer.state.metrics import MetricStore, PublishedMetrics
 from trainer.state.outcome import StepOutcome
-from trainer.state.progress import DONE, TRAINED, VALIDATED, VALIDATING, FitProgress
+from trainer.state.progress import DONE, EPOCH_ENDED, TRAINED, VALIDATED, VALIDATING, FitProgress
 from trainer.state.stopping import StoppingConditions
 
 if TYPE_CHECKING:
@@ -235,7 +235,7 @@ class FitLoop:
         if progress.position is not VALIDATED:  # hooks read a validation metric, not a training metric of its name
             self.published.take(self.metrics.current())
         self.metrics.end_epoch()
-        progress.epochs_trained += 1
+        progress.epochs_trained, progress.position = progress.epochs_trained + 1, EPOCH_ENDED
         self.reduce_metrics()  # before hooks that read metrics in one process only, such as those of a progress bar
         self.hooks.on_train_epoch_end()
         self.resolve_outcome()

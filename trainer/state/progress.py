@@ -20,6 +20,7 @@ class Position(Enum):
         TRAINED: the batch is trained. ``on_train_batch_end`` runs, and the events after the batch are due.
         VALIDATING: a validation after the batch has begun. A run that resumes here repeats it from its beginning.
         VALIDATED: the validation is over, from ``on_validation_end`` until the next batch starts.
+        EPOCH_ENDED: the epoch is trained. ``on_train_epoch_end`` runs, and the plateau schedules of the epoch are due.
     """
 
     DONE = auto()
@@ -27,9 +28,10 @@ class Position(Enum):
     TRAINED = auto()
     VALIDATING = auto()
     VALIDATED = auto()
+    EPOCH_ENDED = auto()
 
 
-DONE, STARTED, TRAINED, VALIDATING, VALIDATED = Position  # looking up a member in the class takes longer
+DONE, STARTED, TRAINED, VALIDATING, VALIDATED, EPOCH_ENDED = Position  # looking up a member in the class takes longer
 
 
 @dataclass(frozen=True)
@@ -187,14 +189,13 @@ class FitProgress:
 
         If a batch is being trained, the position marks the checkpoint: a resumed run repeats this batch.
         """
-        over = self.epochs_trained > self.epoch
         return {
             "epoch": self.epochs_trained,
-            "batch_idx": -1 if over else self.batches_trained_this_epoch - 1,
+            "batch_idx": -1 if self.position is EPOCH_ENDED else self.batches_trained_this_epoch - 1,
             **{name: getattr(self, name) for name in _SAVED_COUNTERS},
             "completed_steps": dict(self.completed_steps),
             "epoch_start": list(astuple(self.epoch_start)),
-            "position": (DONE if over else self.position).name,
+            "position": self.position.name,
         }
 
     def load_state_dict(self, state: dict[str, Any], *, finish_epoch: bool = False) -> None:
@@ -208,14 +209,13 @@ class FitProgress:
         for name in _SAVED_COUNTERS:
             setattr(self, name, state[name])
         start = EpochStart(*state["epoch_start"])
-        self.epoch, self.batch_idx, self.position = state["epoch"], state["batch_idx"], Position[state["position"]]
+        self.epoch, self.batch_idx, position = state["epoch"], state["batch_idx"], Position[state["position"]]
+        self.position = DONE if position in (STARTED, EPOCH_ENDED) else position
         if finish_epoch and self.batch_idx < 0 and not self.is_last_batch and self.batches > start.batches:
             self.epoch, self.batch_idx = self.epoch - 1, self.batches - start.batches - 1
         self.epochs_trained, self.batches_started = self.epoch, self.batches
         self.completed_steps = Counter(state["completed_steps"])
         self.epoch_start = replace(start, batches_started=start.batches)  # no batch is running any more
-        if self.position is STARTED:
-            self.position = DONE
 
 
 @dataclass
