@@ -347,10 +347,3 @@ def test_hook_that_starts_an_epoch_runs_again(tmp_path):
     _, resumed = fit_due(tmp_path, Starts(), path=tmp_path / "a.ckpt")
     assert resumed.events == whole.events[-len(resumed.events) :]
     assert (resumed.events[0], whole.starts, resumed.starts) == (("batch", 1, 0), 2, 3)
-
-
-def test_batch_of_a_checkpoint_from_inside_it_is_repeated(tmp_path):
-    fit_due(tmp_path, hook="on_before_optimizer_step", batches=3)
-    with pytest.warns(UserWarning, match=r"written inside a batch, batch_idx 3 of epoch 0\. The batch is repeated"):
-        _, resumed = fit_due(tmp_path, path=tmp_path / "a.ckpt")
-    assert resumed.events[0] == ("batch", 0, 3)

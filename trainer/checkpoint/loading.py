@@ -150,8 +150,9 @@ def warn_of_repeated_batch(checkpoint: dict[str, Any]) -> None:
         progress = _trainer_state(checkpoint)["progress"]
         rank_zero_warn(
             f"The checkpoint was written inside a batch, batch_idx {progress['batch_idx'] + 1} of epoch"
-            f" {progress['epoch']}. The batch is repeated, without the gradients of earlier batches of its accumulation"
-            " window, so the result differs from an uninterrupted run. Save in on_train_batch_end instead."
+            f" {progress['epoch']}. The batch is repeated (left out with several dataloaders, or one that saves its own"
+            " position), without the gradients of earlier batches of its accumulation window, so the result differs"
+            " from an uninterrupted run. Save in on_train_batch_end instead."
         )
 
 

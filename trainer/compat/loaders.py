@@ -359,10 +359,8 @@ class LoaderSet:
         for loader, own in zip(self.loaders, position["loaders"], strict=True):
             if own and own["kind"] == loader.kind and loader.replays(own):
                 _warn_of_replaying(loader, own["batches"])
-            inside = {}
-            if state["inside"] and is_one and own:
-                inside = {"batches": batches, "inside": True, "exhausted": False}
-            reasons += loader.load_state_dict({**own, **inside})
+            repeated = {"batches": batches, "exhausted": False, "last": None} if state["inside"] and is_one else {}
+            reasons += loader.load_state_dict(own and {**own, **repeated})
         self._resumed = position
         if "random" not in position:
             self.open(batches)

@@ -115,8 +115,7 @@ class ResumableLoader:
         """Restore a position: the next iteration yields the rest of its pass. Changes this process's random states.
 
         Args:
-            state: the return value of :meth:`state_dict`, with two optional keys: ``is_over``, whether the pass was
-                over; ``inside``, whether the state was saved in the middle of the batch that follows the trained ones.
+            state: the return value of :meth:`state_dict`, with an optional key ``is_over``: whether the pass was over.
                 If the state is of another kind of loader, ``batches`` batches are skipped, and nothing else is
                 restored.
 
@@ -561,7 +560,7 @@ class MapStyleLoader(ResumableLoader):
             reasons.append("the sampler draws from the global random state during the epoch, and so does other code")
         for ordinal, number in {"first": 0, "last": batches - 1}.items() if batches else ():
             saved, current = state[ordinal], self._sampler.proof_of(number)
-            if saved is not None and saved != current and not (ordinal == "last" and state.get("inside")):
+            if saved is not None and saved != current:
                 reasons.append(_order_message(ordinal, saved, current))
                 break
         if not loader.in_order and loader.num_workers > 1:
