@@ -252,8 +252,7 @@ def restore_schedules(trainer: Trainer, checkpoint: dict[str, Any], *, may_be_re
         _check_number(trainer, checkpoint, "lr_schedulers", trainer.engine.schedules)
     for config, state in zip(trainer.engine.schedules, checkpoint["lr_schedulers"]):  # noqa: B905  # one of them may be empty
         config.scheduler.load_state_dict(state)
-    states = process_states_in(checkpoint)
-    metrics: dict[str, Any] = states[0]["published"]["callback"] if states else {}
+    metrics = {name: torch.tensor(value) for name, value in _trainer_state(checkpoint).get("awaited", {}).items()}
     if trainer.progress.batches_this_epoch:
         trainer.callback_metrics.update(metrics)  # read at the end of the resumed epoch
     # saved at the end of an epoch, before the schedules stepped; an interrupted epoch does not advance them
@@ -440,3 +439,10 @@ def _keep_implementation(optimizer: Any, state: dict[str, Any]) -> None:
 def is_own_callback(callback: Any) -> bool:
     """Return whether a callback is defined in this package."""
     return type(callback).__module__.startswith(f"{__name__.partition('.')[0]}.")
+
+
+def awaited_metrics(trainer: Trainer, _: dict[str, Any]) -> dict[str, float]:
+    """Return the metrics that schedules monitor, as far as they are known."""
+    metrics = trainer.callback_metrics
+    names = {str(config.monitor) for config in trainer.engine.schedules if config.reduce_on_plateau}
+    return {name: float(metrics[name]) for name in sorted(names & metrics.keys())}

@@ -11,6 +11,7 @@ The keys are Lightning's; ``loops.amp_trainer`` holds the entries that Lightning
 ``loops.amp_trainer``:
 ``format``                     The version of the entries under ``amp_trainer``.
 ``progress``                   The counters (``trainer.state.progress``).
+``awaited``                    Metrics that schedules monitor.
 ``parameters``, ``dtypes``     Names and dtypes of each optimizer's parameters.
 ``processes``                  The state of each process (``trainer.checkpoint.process``).
 ``callbacks``                  States of callbacks of this package.
@@ -194,6 +195,7 @@ ENTRIES: tuple[Entry, ...] = (
     _weights_entry(f"loops.{TRAINER_KEY}.format", lambda *_: state.FORMAT),
     _weights_entry(f"loops.{TRAINER_KEY}.progress", lambda trainer, _: trainer.progress.state_dict()),
     Entry("", None, partial(state.restore_progress, progress_from=loop_state.progress_from), "training"),
+    _trainer_entry("awaited", state.awaited_metrics),
     _trainer_entry("parameters", _dump_parameters),
     _trainer_entry("processes", _dump_processes),  # restored by ProcessState.load, after every `on_train_start`
     _trainer_entry("dtypes", state.parameter_dtypes),
