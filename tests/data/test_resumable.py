@@ -777,7 +777,8 @@ def test_checkpoint_from_inside_a_batch():
         epoch, done, state, random_state = torch.load(io.BytesIO(checkpoints[number][1]), weights_only=True)
         file = io.BytesIO()
         torch.save([epoch, done - 1, state, random_state], file)
-        return [batch for _, _, batch, _ in resumed(make(), file.getvalue(), 2)]
+        with pytest.warns(UserWarning, match=f"written inside a batch, batch_idx {number} of epoch 0"):
+            return [batch for _, _, batch, _ in resumed(make(), file.getvalue(), 2)]
 
     expected = [batch for _, _, batch, _ in by_hand(lambda: shuffled(FIXED, generator=seeded()), 2)]
     assert resumed_inside(FIXED, 2) == expected[2:]

@@ -30,13 +30,12 @@ from trainer.errors import (
     ResumeError,
     UnsafeCheckpointError,
     join_first,
-    rank_zero_warn,
     refuse_inexact,
     warn,
 )
 from trainer.module_tree import parameters_of, plain_name
 from trainer.state.metric_objects import MetricObjects, reset
-from trainer.state.progress import EPOCH_ENDED, STARTED
+from trainer.state.progress import EPOCH_ENDED
 from trainer.state.snapshot import without_attributes
 
 if TYPE_CHECKING:
@@ -144,18 +143,6 @@ def restore_callbacks(trainer: Trainer, checkpoint: dict[str, Any], callbacks: I
             callback.load_state_dict(deepcopy(state))
 
 
-def warn_of_repeated_batch(checkpoint: dict[str, Any]) -> None:
-    """Warn if a checkpoint was written inside a batch, which is not one of the points at which it is exact."""
-    if _saved_position(checkpoint) == STARTED.name:
-        progress = _trainer_state(checkpoint)["progress"]
-        rank_zero_warn(
-            f"The checkpoint was written inside a batch, batch_idx {progress['batch_idx'] + 1} of epoch"
-            f" {progress['epoch']}. The batch is repeated (left out with several dataloaders, or one that saves its own"
-            " position), without the gradients of earlier batches of its accumulation window, so the result differs"
-            " from an uninterrupted run. Save in on_train_batch_end instead."
-        )
-
-
 def restore_progress(trainer: Trainer, checkpoint: dict[str, Any], progress_from: Callable[..., None]) -> None:
     """Restore the counters.
 
@@ -256,7 +243,8 @@ def restore_schedules(trainer: Trainer, checkpoint: dict[str, Any], *, may_be_re
     if trainer.progress.batches_this_epoch:
         trainer.callback_metrics.update(metrics)  # read at the end of the resumed epoch
     # saved at the end of an epoch, before the schedules stepped; an interrupted epoch does not advance them
-    follow = _saved_position(checkpoint) == EPOCH_ENDED.name and trainer.progress.is_last_batch
+    position = _trainer_state(checkpoint).get("progress", {}).get("position")
+    follow = position == EPOCH_ENDED.name and trainer.progress.is_last_batch
     for config in trainer.engine.schedules if follow else ():
         waits = config.reduce_on_plateau and config.interval == "epoch" and config.monitor in metrics
         if waits and trainer.progress.epoch % config.frequency == 0:
@@ -325,8 +313,8 @@ def roll_back(
         objects = {name: state for name, state in process["metric_objects"].items() if name not in logged}
         process |= {"metrics": {**process["metrics"], "entries": []}, "metric_objects": objects}
     trainer.process.load(process, stops=False)
-    progress.closing = loop.window.is_last
-    progress.updates += not loop.window.is_last  # the checkpoint's window is open
+    progress.closing = loop.window.is_last  # of the checkpoint; the update is counted again after the batch
+    progress.updates -= progress.closing
 
 
 def process_states_in(checkpoint: dict[str, Any]) -> list[dict[str, Any]]:
@@ -350,11 +338,6 @@ def _trainer_state(checkpoint: dict[str, Any]) -> dict[str, Any]:
     """Return the entries that are not Lightning's, or {}."""
     trainer_state: dict[str, Any] = checkpoint.get("loops", {}).get(TRAINER_KEY, {})
     return trainer_state
-
-
-def _saved_position(checkpoint: dict[str, Any]) -> str:
-    """Return the name of the position at which a checkpoint was written; "" for one of Lightning's."""
-    return str(_trainer_state(checkpoint).get("progress", {}).get("position", ""))
 
 
 def _saved_dtypes(

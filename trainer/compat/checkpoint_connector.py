@@ -188,7 +188,6 @@ class CheckpointConnector(_CheckpointConnector):
             where, given = (" in another folder", "resume") if trainer.resume else ("", "ckpt_path")
             advice = f"start a new run{where} with weights={redaction.text(str(self._ckpt_path))!r} instead of {given}"
             _announce_settings(trainer.engine.optimizers, checkpoint.get("optimizer_states", []), advice)
-        checkpoints.warn_of_repeated_batch(checkpoint)
         contents.load(trainer, checkpoint, "training")
         if loops := checkpoint.get("loops"):
             loop_state.evaluation_from(loops["fit_loop"], trainer)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from trainer.errors import ConfigurationError, refuse_inexact, warn
+from trainer.errors import ConfigurationError, rank_zero_warn, refuse_inexact, warn
 from trainer.state import random_states
 from trainer.state.random_states import State
 
@@ -141,6 +141,13 @@ class TrainingBatches:
         if (length := self.loaders.num_batches()) != self._length:
             self.num_batches = self._length = length
             self._resized()
+        if is_its_epoch and skip != state["batches"]:
+            rank_zero_warn(
+                f"The checkpoint was written inside a batch, batch_idx {skip} of epoch {epoch}. The batch is repeated"
+                " (left out with several dataloaders, or one that saves its own position), and gradients of earlier"
+                " batches of its accumulation window may be lost, so the result differs from an uninterrupted run. Save"
+                " in on_train_batch_end instead."
+            )
         if is_its_epoch and (skip or not state["batches"]):
             self._resume(state, skip)
         elif skip:

@@ -168,7 +168,7 @@ class FitProgress:
         Args:
             before: these counters before the load, at the end of a batch that closes a window.
         """
-        start, self.updates = before.epoch_start, self.updates + self.closing - 1  # counted again at the window's end
+        start, self.updates = before.epoch_start, self.updates + self.closing
         for name in _STEP_COUNTERS:
             setattr(before, name, getattr(self, name))
         vars(self).update(vars(before))
