@@ -472,7 +472,7 @@ class ProcessState:
         trainer, loop, waiting = self._trainer, self._trainer.loop, []
         is_open, keeps = "size" in state["window"], loop.path.zero_grad is not None and trainer.engine.exposes_gradients
         if self._is_in_batch:
-            pass
+            pass  # the batch is repeated
         elif not trainer.lightning_module.automatic_optimization:
             waiting = [optimizer for optimizer in loop.optimizers if not loop.gradients.are_used(optimizer)]
         elif loop.gradients.are_parts:
