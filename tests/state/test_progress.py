@@ -3,7 +3,7 @@ from lightning.pytorch import Callback
 
 from tests.parity import looks_in
 from tests.support import Regression, fit_and_watch, loader_of, make_batches, make_trainer, native_fp16
-from trainer.state.progress import EPOCH_ENDED, STARTED, TRAINED, EvalProgress
+from trainer.state.progress import EPOCH_ENDED, STARTED, TRAINED, EvalProgress, FitProgress
 
 
 def test_every_counter_of_a_fit(tmp_path):
@@ -36,6 +36,19 @@ def test_every_counter_of_a_fit(tmp_path):
     progress = trainer.progress
     assert (progress.epoch, progress.epochs_trained, progress.batch_idx, progress.updates) == (2, 2, -1, 4)
     assert (trainer.current_epoch, trainer.global_step, trainer.skipped_steps) == (2, 4, 2)
+
+
+@pytest.mark.parametrize(("is_interrupted", "place"), [(False, (1, 1)), (True, (2, -1))])
+def test_epoch_that_ended_early_is_continued_but_not_one_that_was_interrupted(is_interrupted, place):
+    progress, resumed = FitProgress(epoch=1, epochs_trained=1, batches=3), FitProgress()
+    progress.begin_epoch()
+    for batch_idx in range(2):
+        progress.begin_batch(batch_idx, is_last=False)
+        progress.batches += 1
+    progress.epochs_trained = 2
+    (progress.restart_epoch if is_interrupted else progress.end_epoch)()
+    resumed.load_state_dict(progress.state_dict(), finish_epoch=True)
+    assert (resumed.epoch, resumed.batch_idx) == place
 
 
 def test_validation_that_is_repeated_counts_each_batch_once():

@@ -123,11 +123,6 @@ class FitProgress:
         """Batches of the current epoch that have started."""
         return self.batch_idx + 1
 
-    @property
-    def batches_trained_this_epoch(self) -> int:
-        """Batches of the current epoch that are trained."""
-        return self.batch_idx + (self.position is not STARTED)
-
     def begin_epoch(self) -> None:
         """Record the counters at the start of an epoch."""
         self.epoch_start = EpochStart(*(getattr(self, counter.name) for counter in fields(EpochStart)))
@@ -182,6 +177,8 @@ class FitProgress:
         self.updates += self.closing
         self.completed_steps.clear()  # the optimizers are new
         self.is_last_batch = self.closing = False
+        if self.batch_idx >= 0:
+            self.begin_epoch()  # a checkpoint must not continue the interrupted epoch
         self.end_epoch()
 
     def state_dict(self) -> dict[str, Any]:
@@ -191,7 +188,7 @@ class FitProgress:
         """
         return {
             "epoch": self.epochs_trained,
-            "batch_idx": -1 if self.position is EPOCH_ENDED else self.batches_trained_this_epoch - 1,
+            "batch_idx": -1 if self.position is EPOCH_ENDED else self.batch_idx - (self.position is STARTED),
             **{name: getattr(self, name) for name in _SAVED_COUNTERS},
             "completed_steps": dict(self.completed_steps),
             "epoch_start": list(astuple(self.epoch_start)),
