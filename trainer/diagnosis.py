@@ -23,6 +23,7 @@ from trainer.engine import memory_usage as memory
 from trainer.engine.memory_usage import Usage
 from trainer.errors import DataLoaderError, is_out_of_memory
 from trainer.machine import readable
+from trainer.state.progress import STARTED, TRAINED
 
 if TYPE_CHECKING:
     from trainer.trainer import Trainer
@@ -356,7 +357,9 @@ def _prefix(trainer: Trainer) -> str:
 def _batch_idx(trainer: Trainer) -> int:
     """Return the index of the current batch or, between two batches, of the next one."""
     loop, progress = trainer.eval_loops.get(trainer.state.stage), trainer.progress
-    return int(progress.batch_idx + (not progress.in_batch) if loop is None else loop.progress.batches_done)
+    if loop is not None:
+        return int(loop.progress.batches_done)
+    return int(progress.batch_idx + (progress.position not in (STARTED, TRAINED)))
 
 
 def add_note(error: BaseException, text: str) -> None:

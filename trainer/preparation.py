@@ -41,6 +41,7 @@ from trainer.loops.manual_optimization import ManualOptimization
 from trainer.loops.own_batches import draw_in_evaluation, draw_in_fit
 from trainer.loops.schedules import Schedules
 from trainer.module_tree import parameters_of
+from trainer.state.progress import STARTED
 
 if TYPE_CHECKING:
     from trainer.trainer import Trainer
@@ -207,7 +208,7 @@ class Preparation:
             chosen = ClosureOptimization(loop, optimizer_step, lambda: engine.wrapped_optimizers)
         if chosen is current:
             return chosen
-        if current is not None and trainer.progress.in_batch:
+        if current is not None and trainer.progress.position is STARTED:
             names = ", ".join(type(optimizer).__name__ for optimizer in engine.optimizers)
             raise ConfigurationError(
                 f"The optimizers were replaced by {names}, and one of the old or new optimizers evaluates the loss"

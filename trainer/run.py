@@ -412,6 +412,7 @@ class Run:
         training = trainer.loop.metrics
         updates_before = update_counts(entry.metric for entry in training.entries.values())
         loop.run()
+        trainer.process.end_validation()
         training.refuse_shared_metrics(updates_before)
         trainer.loop.limits.restart_validation_clock()
         trainer.state.stage = RunningStage.TRAINING

@@ -1,15 +1,17 @@
 """The rules of "What a checkpoint contains" in `docs/reliability.md`, in fits that are resumed."""
 
 import random
+from collections import UserList
 
 import pytest
 import torch
 from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import Checkpoint
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 from torchmetrics import SumMetric
 
-from tests.support import Regression, SavesAt, loader_of, make_batches, make_trainer
+from tests.support import Regression, SavesAt, loader_of, loss_of, make_batches, make_net, make_trainer
 from trainer.errors import ResumeError
 
 
@@ -249,3 +251,105 @@ def test_resume_is_refused_if_an_iterator_or_a_generator_is_held(make, saved, tm
         resumed(path, tmp_path, Holds(make))
     with pytest.warns(UserWarning, match=r"Holds\.handle cannot be restored"):
         assert resumed(path, tmp_path, Holds(make), exact_resume=False) == (2, [2, 2])
+
+
+# --- the points at which a checkpoint is exact ----------------------------------------------------------------------
+
+
+class Due(Regression):
+    """Draws random numbers in both stages, counts hooks, and has a schedule of each kind."""
+
+    def __init__(self):
+        super().__init__(make_net(dropout=0.3))
+        self.factor, self.losses = 1.0, []
+        self.events = UserList()  # not restored, because this class is not the user's
+
+    def training_step(self, batch, batch_idx):
+        self.events.append(("batch", self.current_epoch, batch_idx))
+        return super().training_step(batch, batch_idx) * self.factor
+
+    def on_train_epoch_start(self):
+        self.factor *= 0.9
+
+    def validation_step(self, batch, batch_idx):
+        self.events.append(("validation", self.current_epoch, batch_idx))
+        self.losses.append(loss_of(self.net, batch) * torch.rand(()))
+        self.log("val_loss", self.losses[-1], batch_size=4)
+
+    def on_validation_epoch_end(self):
+        self.factor += float(torch.stack(self.losses).mean()) / 10
+        self.losses.clear()
+
+    def configure_optimizers(self):
+        optimizer, lr = torch.optim.SGD(self.parameters(), 0.05, momentum=0.9), torch.optim.lr_scheduler
+        plateau = {"mode": "max", "patience": 0, "threshold": 1e9, "factor": 0.7}
+        monitored = [
+            {"scheduler": lr.ReduceLROnPlateau(optimizer, **plateau), "monitor": "val_loss", **often}
+            for often in ({"interval": "step", "frequency": 2}, {"interval": "epoch"})
+        ]
+        return [optimizer], [{"scheduler": lr.ExponentialLR(optimizer, 0.9), "interval": "step"}, *monitored]
+
+
+def fit_due(folder, module=None, *, hook=None, batches=None, path=None, max_epochs=2):
+    """Fit with windows of 2 and a validation after every 3rd of 5 batches. Saves once in ``hook``, if it is given."""
+
+    class Saves(Checkpoint):
+        pass
+
+    def save(_, trainer, *args):
+        if trainer.progress.batches == batches and not (folder / "a.ckpt").exists():
+            trainer.save_checkpoint(folder / "a.ckpt")
+
+    if hook is not None:
+        setattr(Saves, hook, save)
+    module = Due() if module is None else module
+    torch.manual_seed(3 if path is None else 4)
+    options = {"accumulate_grad_batches": 2, "val_check_interval": 3, "num_sanity_val_steps": 0}
+    trainer = make_trainer(folder, callbacks=[Saves()], enable_checkpointing=True, max_epochs=max_epochs, **options)
+    trainer.fit(module, loader_of(make_batches(5)), loader_of(make_batches(2, seed=2)), ckpt_path=path)
+    return trainer, module
+
+
+@pytest.mark.parametrize(
+    ("hook", "batches", "first"),
+    [
+        ("on_train_batch_end", 1, ("batch", 0, 1)),  # inside a window
+        ("on_train_batch_end", 3, ("validation", 0, 0)),  # inside a window, with a due validation
+        ("on_train_batch_end", 4, ("batch", 0, 4)),
+        ("on_validation_start", 8, ("validation", 1, 0)),
+        ("on_validation_batch_end", 3, ("validation", 0, 0)),
+        ("on_validation_epoch_end", 3, ("validation", 0, 0)),
+        ("on_validation_end", 3, ("batch", 0, 3)),
+        ("on_train_epoch_end", 5, ("batch", 1, 0)),
+        ("", 5, ("batch", 1, 0)),  # after the fit
+    ],
+)
+def test_checkpoint_is_exact_at_three_points(hook, batches, first, tmp_path):
+    trainer, whole = fit_due(tmp_path, hook=hook or None, batches=batches)
+    if not hook:
+        fit_due(tmp_path, max_epochs=1)[0].save_checkpoint(tmp_path / "a.ckpt")
+    again, resumed = fit_due(tmp_path, path=tmp_path / "a.ckpt")
+    assert resumed.events[0] == first
+    assert resumed.events == whole.events[-len(resumed.events) :]
+    for name, value in whole.state_dict().items():
+        assert torch.equal(value, resumed.state_dict()[name]), name
+    assert (again.callback_metrics, resumed.factor) == (trainer.callback_metrics, whole.factor)
+    states = [[config.scheduler.state_dict() for config in one.lr_scheduler_configs] for one in (again, trainer)]
+    assert states[0] == states[1]
+
+
+class Starts(Due):
+    starts = 0
+
+    def on_train_epoch_start(self):
+        super().on_train_epoch_start()
+        self.starts += 1
+        if self.starts == 2:
+            self.trainer.save_checkpoint(f"{self.trainer.default_root_dir}/a.ckpt")
+
+
+def test_hook_that_starts_an_epoch_runs_again(tmp_path):
+    _, whole = fit_due(tmp_path, Starts())
+    _, resumed = fit_due(tmp_path, Starts(), path=tmp_path / "a.ckpt")
+    assert resumed.events == whole.events[-len(resumed.events) :]
+    assert (resumed.events[0], whole.starts, resumed.starts) == (("batch", 1, 0), 2, 3)

@@ -3,7 +3,7 @@
 import copy
 import random
 import warnings
-from collections import deque
+from collections import UserList, deque
 from functools import partial
 
 import pytest
@@ -21,6 +21,7 @@ from tests.parity import RecordingLogger
 from tests.support import SavesAt, SavesEverywhere, make_trainer
 from trainer import Trainer
 from trainer.callbacks import Curves, GradientAccumulation, ScaleMonitor
+from trainer.checkpoint.loading import process_states_in
 from trainer.errors import ResumeError
 
 
@@ -421,7 +422,7 @@ class Step(Module):
 
     def __init__(self, path, place=""):
         super().__init__()
-        self.path, self.place = path, place
+        self.path, self.place, self.trained = path, place, UserList()  # not restored
 
     def save(self, place):
         if place == self.place and self.trainer.global_step == 1 and self.trainer.fit_loop.batch_idx == 4:
@@ -431,7 +432,8 @@ class Step(Module):
         self.save("before the batch")
 
     def training_step(self, batch, batch_idx):
-        self.save("in the forward pass")
+        self.trained.append((batch_idx, self.trainer.loop.window.size))
+        self.save("in the step")
         return self.head(self.backbone[0](batch[0])).square().mean()
 
     def on_after_backward(self):
@@ -451,22 +453,19 @@ class HandSteps(Step):
 
 
 @pytest.mark.parametrize(
-    ("make", "place"), [(Step, "before the batch"), (Step, "in the forward pass"), (HandSteps, "before the batch")]
+    ("make", "place"),
+    [(Step, "before the batch"), (Step, "after the backward pass"), (HandSteps, "in the step")],
 )
-def test_gradients_of_a_window_are_saved_inside_a_batch(make, place, tmp_path, monkeypatch):
-    path = tmp_path / "inside.ckpt"
-    window = 3 if make is Step else 1
+def test_batch_of_a_checkpoint_that_was_saved_inside_it_is_repeated(make, place, tmp_path):
+    """A new window begins with it."""
+    path, window = tmp_path / "inside.ckpt", 3 if make is Step else 1
     arguments = {"precision": "16-mixed", "max_epochs": 1, "accumulate_grad_batches": window}
-    monkeypatch.setattr(Points, "__getitem__", lambda self, index: [torch.arange(4.0).add(index).sin()])
-    whole, _, _ = train(partial(make, path, place), tmp_path / "whole", **arguments)
-    state, _, _ = train(partial(make, path), tmp_path / "resumed", start=path, **arguments)
-    assert census.differences(state | {"module.place": place}, whole) == []
-
-
-def test_checkpoint_that_loses_the_gradients_of_a_window_warns(tmp_path):
-    make = partial(Step, tmp_path / "inside.ckpt", "after the backward pass")
-    with pytest.warns(UserWarning, match="batch 4 of epoch 0.*loses the gradients.*on_train_batch_end"):
-        train(make, tmp_path / "whole", accumulate_grad_batches=3, max_epochs=1)
+    train(partial(make, path, place), tmp_path / "whole", **arguments)
+    resumed = make(path)
+    with pytest.warns(UserWarning, match=r"inside a batch, batch_idx 4 of epoch 0.*gradients of earlier"):
+        train(lambda: resumed, tmp_path / "resumed", start=path, **arguments)
+    assert resumed.trained == [(batch_idx, 2 if make is Step else 1) for batch_idx in (4, 5)]
+    assert process_states_in(torch.load(path))[0]["gradients"] == {}
 
 
 def test_resume_inside_a_window_that_is_evaluated_again_is_refused(tmp_path):
@@ -488,5 +487,5 @@ def test_checkpoint_inside_the_first_batch_is_reported(tmp_path):
             trainer.save_checkpoint(tmp_path / f"{trainer.current_epoch}.ckpt")
 
     train(Module, tmp_path / "whole", callbacks=[LambdaCallback(on_train_batch_start=save)])
-    with pytest.warns(UserWarning, match="inside the first batch of epoch 1"):
+    with pytest.warns(UserWarning, match="inside a batch, batch_idx 0 of epoch 1"):
         train(Module, tmp_path / "resumed", start=tmp_path / "1.ckpt")

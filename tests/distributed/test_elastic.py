@@ -243,7 +243,7 @@ def test_resumed_run_equals_the_uninterrupted_run(results, run):
         torch.testing.assert_close(rank["weights"], ranks[0]["weights"], rtol=0, atol=0)
         assert rank["global_step"] == whole["global_step"]
         assert rank["lr"] == pytest.approx(whole["lr"])
-        for name in ("windows", "schedule_steps", "epoch"):
+        for name in ("updates", "schedule_steps", "epoch"):
             assert rank["progress"][name] == whole["progress"][name]
         batches = Counter(update for update, *_ in rank["seen"])
         assert batches[full] == 12 // (run.processes // run.sharing * run.batch_size)

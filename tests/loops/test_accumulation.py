@@ -76,7 +76,7 @@ def test_weights_are_measured_by_the_mean_of_the_last_window():
     assert window.factor == pytest.approx(10 / 5 / 2)  # the mean of 4, 8, 2 and 6 is 5
     restored = AccumulationWindow(2)
     restored.start_run(2)
-    restored.load_state_dict(window.state_dict(before_batch=False), torch.device("cpu"))
+    restored.load_state_dict(window.state_dict(is_open=False), torch.device("cpu"))
     restored.advance(7, False)
     restored.share(loss, 10.0)
     assert restored.factor == window.factor
@@ -135,10 +135,8 @@ class Windows(Callback):
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
         if self.changes_to is not None:
             trainer.accumulate_grad_batches = self.changes_to
-        if batch_idx:
-            self.on_train_epoch_end(trainer, pl_module)
 
-    def on_train_epoch_end(self, trainer, pl_module):
+    def on_train_batch_end(self, trainer, *_):
         if trainer.progress.batches == self.saves:
             trainer.save_checkpoint(Path(trainer.default_root_dir) / "saved.ckpt")
 
@@ -146,7 +144,6 @@ class Windows(Callback):
         self.sizes.append(trainer.loop.window.size)
 
 
-@pytest.mark.filterwarnings("ignore:.*written inside a batch")
 @pytest.mark.parametrize(
     ("saved_after", "changes_to", "given", "sizes"),
     [

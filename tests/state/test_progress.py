@@ -3,7 +3,7 @@ from lightning.pytorch import Callback
 
 from tests.parity import looks_in
 from tests.support import Regression, fit_and_watch, loader_of, make_batches, make_trainer, native_fp16
-from trainer.state.progress import EvalProgress, FitProgress
+from trainer.state.progress import EPOCH_ENDED, STARTED, TRAINED, EvalProgress, FitProgress
 
 
 def test_every_counter_of_a_fit(tmp_path):
@@ -15,11 +15,11 @@ def test_every_counter_of_a_fit(tmp_path):
         def look(self, hook, trainer):
             p = trainer.progress
             if hook == "on_train_epoch_end":
-                assert (p.epochs_trained, p.in_batch, p.closing) == (p.epoch + 1, False, False)
+                assert (p.epochs_trained, p.position, p.closing) == (p.epoch + 1, EPOCH_ENDED, False)
                 return
             moment = hook.removeprefix("on_train_batch_")
             seen.append((moment, p.epoch, p.batch_idx, p.batches, p.optimizer_steps, p.skipped_steps, p.updates))
-            assert (p.in_batch, p.is_last_batch) == (True, p.batch_idx == 2)
+            assert (p.position, p.is_last_batch) == ({"start": STARTED, "end": TRAINED}[moment], p.batch_idx == 2)
             assert p.closing is (moment == "end" and p.batch_idx > 0)
 
     batches, plugin = make_batches(3, gains={2: 1e30}), native_fp16(init_scale=64.0)
@@ -38,12 +38,17 @@ def test_every_counter_of_a_fit(tmp_path):
     assert (trainer.current_epoch, trainer.global_step, trainer.skipped_steps) == (2, 4, 2)
 
 
-def test_state_of_an_older_version_lacks_newer_counters():
-    state = FitProgress(batches=3, nonfinite_losses=1).state_dict()
-    del state["nonfinite_losses"]
-    restored = FitProgress()
-    restored.load_state_dict(state)
-    assert (restored.batches, restored.nonfinite_losses) == (3, 0)
+@pytest.mark.parametrize(("is_interrupted", "place"), [(False, (1, 1)), (True, (2, -1))])
+def test_epoch_that_ended_early_is_continued_but_not_one_that_was_interrupted(is_interrupted, place):
+    progress, resumed = FitProgress(epoch=1, epochs_trained=1, batches=3), FitProgress()
+    progress.begin_epoch()
+    for batch_idx in range(2):
+        progress.begin_batch(batch_idx, is_last=False)
+        progress.batches += 1
+    progress.epochs_trained = 2
+    (progress.restart_epoch if is_interrupted else progress.end_epoch)()
+    resumed.load_state_dict(progress.state_dict(), finish_epoch=True)
+    assert (resumed.epoch, resumed.batch_idx) == place
 
 
 def test_validation_that_is_repeated_counts_each_batch_once():
@@ -72,6 +77,6 @@ def test_batch_that_failed_is_trained_again_after_a_resume(tmp_path):
         trainer.fit(module, batches)
     trainer.save_checkpoint(tmp_path / "failed.ckpt")
     module.fails = False
-    with pytest.warns(UserWarning, match="written inside a batch"):
+    with pytest.warns(UserWarning, match=r"written inside a batch, batch_idx 3 of epoch 0\. The batch is repeated"):
         make_trainer(tmp_path).fit(module, batches, ckpt_path=tmp_path / "failed.ckpt")
     assert trained == [0, 1, 2, 3, 4, 5]

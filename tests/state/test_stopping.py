@@ -13,11 +13,16 @@ from trainer.state.stopping import StoppingConditions
 
 def test_time_decides_when_to_validate():
     limits = StoppingConditions(FitProgress(), max_epochs=1, val_check_seconds=5.0)
+
+    def is_due_after_a_batch():
+        limits.progress.begin_batch(0, False)
+        return limits.validation_is_due()
+
     with mock.patch("time.monotonic", side_effect=[10.0, 14.9, 15.0, 16.0, 20.0, 21.0]):
         limits.restart_validation_clock()
-        assert [limits.validation_is_due(), limits.validation_is_due()] == [False, True]
+        assert [is_due_after_a_batch(), is_due_after_a_batch()] == [False, True]
         limits.restart_validation_clock()
-        assert [limits.validation_is_due(), limits.validation_is_due()] == [False, True]
+        assert [is_due_after_a_batch(), is_due_after_a_batch()] == [False, True]
 
 
 def test_decision_after_a_batch_is_kept():

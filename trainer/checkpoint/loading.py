@@ -35,6 +35,7 @@ from trainer.errors import (
 )
 from trainer.module_tree import parameters_of, plain_name
 from trainer.state.metric_objects import MetricObjects, reset
+from trainer.state.progress import EPOCH_ENDED
 from trainer.state.snapshot import selected
 
 if TYPE_CHECKING:
@@ -169,7 +170,6 @@ def restore_progress(trainer: Trainer, checkpoint: dict[str, Any], progress_from
     elif loops:
         progress_from(loops["fit_loop"], trainer.progress, finish_epoch=trainer.max_steps != -1)
         trainer.progress.discard_batch()
-    trainer.progress.resumed_epoch = trainer.progress.epoch if trainer.progress.batches_this_epoch else -1
 
 
 def optimizer_states(trainer: Trainer, _: dict[str, Any]) -> list[dict[str, Any]]:
@@ -239,16 +239,16 @@ def restore_schedules(trainer: Trainer, checkpoint: dict[str, Any], *, may_be_re
         _check_number(trainer, checkpoint, "lr_schedulers", trainer.engine.schedules)
     for config, state in zip(trainer.engine.schedules, checkpoint["lr_schedulers"]):  # noqa: B905  # one of them may be empty
         config.scheduler.load_state_dict(state)
-    awaited = {name: torch.tensor(value) for name, value in _trainer_state(checkpoint).get("awaited", {}).items()}
+    metrics = {name: torch.tensor(value) for name, value in _trainer_state(checkpoint).get("awaited", {}).items()}
     if trainer.progress.batches_this_epoch:
-        trainer.callback_metrics.update(awaited)  # read at the end of the resumed epoch
-        return
-    if not trainer.progress.is_last_batch:  # an interrupted epoch does not advance schedules
-        return
-    for config in trainer.engine.schedules:  # saved at the end of the epoch, before the schedules stepped
-        waits = config.reduce_on_plateau and config.interval == "epoch" and config.monitor in awaited
+        trainer.callback_metrics.update(metrics)  # read at the end of the resumed epoch
+    # saved at the end of an epoch, before the schedules stepped; an interrupted epoch does not advance them
+    position = _trainer_state(checkpoint).get("progress", {}).get("position")
+    follow = position == EPOCH_ENDED.name and trainer.progress.is_last_batch
+    for config in trainer.engine.schedules if follow else ():
+        waits = config.reduce_on_plateau and config.interval == "epoch" and config.monitor in metrics
         if waits and trainer.progress.epoch % config.frequency == 0:
-            trainer.lightning_module.lr_scheduler_step(config.scheduler, awaited[str(config.monitor)])
+            trainer.lightning_module.lr_scheduler_step(config.scheduler, metrics[str(config.monitor)])
             trainer.progress.schedule_steps += 1
 
 
@@ -315,8 +315,8 @@ def roll_back(
     if not is_same_epoch:  # drop the values logged in an epoch that has ended
         process |= {"metrics": {**process["metrics"], "entries": []}}
     trainer.process.load(process, stops=False)
-    progress.closing = loop.window.is_last
-    progress.updates += not loop.window.is_last  # the checkpoint's window is open
+    progress.closing = loop.window.is_last  # of the checkpoint; the update is counted again after the batch
+    progress.updates -= progress.closing
 
 
 def process_states_in(checkpoint: dict[str, Any]) -> list[dict[str, Any]]:
@@ -427,10 +427,7 @@ def is_own_callback(callback: Any) -> bool:
 
 
 def awaited_metrics(trainer: Trainer, _: dict[str, Any]) -> dict[str, float]:
-    """Return the metrics that schedules will read at the end of the current epoch; {} between epochs."""
-    progress = trainer.progress
-    if progress.epochs_trained == progress.epoch and not progress.batches_trained_this_epoch:
-        return {}
+    """Return the metrics that schedules monitor, as far as they are known."""
     metrics = trainer.callback_metrics
     names = {str(config.monitor) for config in trainer.engine.schedules if config.reduce_on_plateau}
     return {name: float(metrics[name]) for name in sorted(names & metrics.keys())}

@@ -23,6 +23,7 @@ from trainer.state import random_states
 from trainer.state.metric_objects import MetricObjects, tracked_in
 from trainer.state.metrics import MetricStore, shared_among
 from trainer.state.outcome import StepOutcome
+from trainer.state.progress import EPOCH_ENDED, STARTED, VALIDATING
 from trainer.state.random_states import State
 from trainer.state.snapshot import Lost, Snapshot, has, lost_in, selected
 
@@ -74,7 +75,7 @@ class ProcessState:
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
-        # parts of the state; {} before the first validation
+        # during a validation: parts of the state from before it
         self._before_validation: State = {}
         self._training_modes: dict[nn.Module, bool] = {}
         self.program = Snapshot()
@@ -109,6 +110,7 @@ class ProcessState:
 
     def begin_fit(self) -> None:
         """Forget the objects of an earlier fit."""
+        self.end_validation()  # an earlier fit may have been interrupted in one
         self.program, self._reported = Snapshot(), set()
 
     @contextmanager
@@ -128,15 +130,19 @@ class ProcessState:
         self.set_by_hooks = changed
 
     def begin_validation(self) -> None:
-        """Record the state before a validation inside a fit. A run that resumes inside the validation repeats it."""
+        """Copy the state before a validation inside a fit, without weights. A run that resumes inside it repeats it."""
         module = self._trainer.lightning_module
-        self._training_modes = {part: part.training for part in module.modules()}
         self._before_validation = {part.key: part.save({}) for part in self._parts() if part.is_repeated}
+        self._training_modes = {part: part.training for part in module.modules()}
+
+    def end_validation(self) -> None:
+        """Drop the state from before the validation."""
+        self._before_validation, self._training_modes = {}, {}
 
     def dump(self) -> dict[str, Any]:
         """Return the state of this process, as it is between two batches."""
         state: dict[str, Any] = {}
-        before = self._before_validation if self._trainer.progress.owes_validation else {}
+        before = self._before_validation if self._trainer.progress.position is VALIDATING else {}
         for part in self._parts():
             value = before[part.key] if part.is_repeated and before else part.save(state)
             if value is not None:
@@ -198,10 +204,9 @@ class ProcessState:
     # --- the user's objects -----------------------------------------------------------------------------------
 
     def _program(self, _: State) -> State:
-        progress, metrics = self._trainer.progress, self._metrics
-        validates = not progress.is_followed_up and (progress.owes_validation or progress.has_validated)
-        state = self.program.read(modes=self._training_modes if validates else None)
-        if not progress.is_trained and not self._trainer.lightning_module.automatic_optimization:
+        metrics = self._metrics
+        state = self.program.read(modes=self._training_modes or None)
+        if self._is_in_batch and not self._trainer.lightning_module.automatic_optimization:
             for _, values in state.values():
                 values.pop(":requires_grad", None)  # `toggle_optimizer` has changed it only for this batch
         loops = [one for _, one in self._eval_loops()] + [self._trainer.loop] * self._ends_epoch
@@ -266,7 +271,7 @@ class ProcessState:
     @property
     def _ends_epoch(self) -> bool:
         """Whether the values logged in the epoch are about to be reset."""
-        return self._trainer.progress.epochs_trained > self._trainer.progress.epoch
+        return self._trainer.progress.position is EPOCH_ENDED
 
     def _logged(self, _: State) -> State:
         store = MetricStore(training=True) if self._ends_epoch else self._trainer.loop.metrics
@@ -302,9 +307,14 @@ class ProcessState:
         outcome, has_updated = state
         self._trainer.loop.restore_outcome(None if outcome is None else StepOutcome(*outcome), has_updated)
 
+    @property
+    def _is_in_batch(self) -> bool:
+        """Whether a resumed run repeats the current batch, without the earlier batches of its window."""
+        return self._trainer.progress.position is STARTED
+
     def _window(self, _: State) -> State:
-        loop = self._trainer.loop
-        return loop.window.state_dict(before_batch=loop.window.in_batch and not loop.has_updated)
+        window = self._trainer.loop.window
+        return window.state_dict(is_open=window.is_open and not self._is_in_batch)
 
     def _restore_window(self, state: State) -> None:
         """Restore the window.
@@ -324,8 +334,7 @@ class ProcessState:
         trainer.engine.check_accumulation(trainer.loop.window.batches)
 
     def _losses(self, state: State) -> list[Tensor]:
-        losses: list[Tensor] = self._trainer.loop.gradients.scaler.losses if state["gradients"] else []
-        return losses[: state["window"]["backwards"]] if "size" in state["window"] else list(losses)
+        return list(self._trainer.loop.gradients.scaler.losses) if state["gradients"] else []
 
     def _restore_losses(self, state: list[Tensor]) -> None:
         self._trainer.loop.gradients.scaler.losses = [loss.to(self._trainer.engine.device) for loss in state]
@@ -361,28 +370,21 @@ class ProcessState:
                     number += 1
 
     def _gradients(self, state: State) -> dict[str, Tensor]:
-        """Return the gradients that no optimizer step has used yet, without those of a batch that will be repeated.
+        """Return the gradients that no optimizer step has used yet; {} inside a batch, which will be repeated.
 
         In automatic optimization these are the gradients of an open window, and all gradients if the module overrides
         ``optimizer_zero_grad``, which may keep them. A module that steps its optimizers itself may accumulate gradients
         over any number of batches; those that a step has used are left out.
         """
-        trainer, loop = self._trainer, self._trainer.loop
-        window, waiting, is_open = loop.window, [], "size" in state["window"]
-        if not trainer.lightning_module.automatic_optimization:
-            if not window.in_batch:
-                waiting = [optimizer for optimizer in loop.optimizers if not loop.gradients.are_used(optimizer)]
-        elif window.in_batch and window.has_added_gradients:
-            if is_open:
-                warn(
-                    f"A checkpoint was saved inside batch {loop.progress.batch_idx} of epoch"
-                    f" {loop.progress.epochs_trained}, after its gradients were added to those of earlier batches of"
-                    " its accumulation window. A run that resumes from it loses the gradients of the window's earlier"
-                    " batches. Save in on_train_batch_start or on_train_batch_end instead, which keep them."
-                )
+        trainer, loop, waiting = self._trainer, self._trainer.loop, []
+        is_open, keeps = "size" in state["window"], loop.path.zero_grad is not None and trainer.engine.exposes_gradients
+        if self._is_in_batch:
+            pass  # the batch is repeated
+        elif not trainer.lightning_module.automatic_optimization:
+            waiting = [optimizer for optimizer in loop.optimizers if not loop.gradients.are_used(optimizer)]
         elif loop.gradients.are_parts:
             waiting = loop.optimizers if is_open else []  # may also be from batches of the other processes
-        elif (is_open and window.backwards) or (loop.path.zero_grad is not None and trainer.engine.exposes_gradients):
+        elif keeps or (is_open and loop.window.backwards):
             waiting = loop.optimizers
         gradients: Gradients = loop.gradients
         return gradients.state_dict(self._named_parameters(), waiting)
@@ -399,7 +401,7 @@ class ProcessState:
         loop, module = self._trainer.loop, self._trainer.lightning_module
         keeps = not module.automatic_optimization or any(map(has_own_zero_grad, loop.optimizers))
         is_whole = self._trainer.engine.exposes_gradients and not loop.gradients.are_parts
-        if not (keeps and is_whole) or loop.window.in_batch:
+        if not (keeps and is_whole) or self._is_in_batch:
             return []
         return loop.gradients.names(p for p in self._named_parameters() if p[0] not in state["gradients"])
 

@@ -11,7 +11,7 @@ The keys are Lightning's; ``loops.amp_trainer`` holds the entries that Lightning
 ``loops.amp_trainer``:
 ``format``                     The version of the entries under ``amp_trainer``.
 ``progress``                   The counters (``trainer.state.progress``).
-``awaited``                    Metrics that schedules monitor at the end of the current epoch.
+``awaited``                    Metrics that schedules monitor.
 ``parameters``, ``dtypes``     Names and dtypes of each optimizer's parameters.
 ``processes``                  The state of each process (``trainer.checkpoint.process``).
 ``callbacks``                  States of callbacks of this package.

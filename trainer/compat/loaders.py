@@ -337,15 +337,12 @@ class LoaderSet:
         return reasons
 
     def _resume(self, state: dict[str, Any], position: dict[str, Any]) -> list[str]:
-        reasons, batches = [], state["batches"]
+        reasons, batches, is_one = [], state["batches"], len(self.loaders) == 1
         for loader, own in zip(self.loaders, position["loaders"], strict=True):
             if own and own["kind"] == loader.kind and loader.replays(own):
                 _warn_of_replaying(loader, own["batches"])
-            if state["inside"] and own and len(self.loaders) == 1:
-                own = {**own, "batches": batches, "exhausted": False, "own": [], "last": ""}
-            reasons += loader.load_state_dict(own)
-        if state["inside"]:
-            reasons.append("the checkpoint was written inside a batch, which had been prepared already")
+            inside = {"batches": batches, "exhausted": False, "own": [], "last": ""}
+            reasons += loader.load_state_dict({**own, **inside} if own and state["inside"] and is_one else own)
         self._resumed = position
         if "random" not in position:
             self.open(batches)
@@ -437,9 +434,7 @@ class DrawnLoaderSet(LoaderSet):
         return {**super()._position_state(), "drawn": self.fetcher.fetched}
 
     def _resume(self, state: dict[str, Any], position: dict[str, Any]) -> list[str]:
-        reason = "the checkpoint was written inside a step, which had drawn batches already"
-        inside = [reason] if state["inside"] else []
-        return super()._resume({**state, "inside": False}, position) + inside
+        return super()._resume({**state, "inside": False}, position)
 
     def _drop(self, batches: int) -> None:
         deque(islice(self.iterator(), batches), maxlen=0)

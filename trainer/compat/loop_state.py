@@ -26,7 +26,7 @@ from lightning.pytorch.loops.progress import (
 )
 from lightning.pytorch.trainer.states import RunningStage
 
-from trainer.state.progress import EpochStart, EvalProgress, FitProgress
+from trainer.state.progress import DONE, STARTED, TRAINED, VALIDATING, EpochStart, EvalProgress, FitProgress
 
 if TYPE_CHECKING:
     from trainer.trainer import Trainer
@@ -43,7 +43,7 @@ def epochs_of(fit: FitProgress) -> _Progress:
 def batches_of(fit: FitProgress) -> _BatchProgress:
     """Return ``fit_loop.epoch_loop.batch_progress``."""
     started, trained, start = fit.batches_started, fit.batches, fit.epoch_start
-    completed = trained - (fit.in_batch and fit.is_trained)
+    completed = trained - (fit.position is TRAINED)
     total = _all_counts(started, trained, completed)
     current = _all_counts(started - start.batches_started, trained - start.batches, completed - start.batches)
     return _BatchProgress(
@@ -70,7 +70,7 @@ def optimization_of(trainer: Trainer) -> _OptimizationProgress:
     if not is_automatic(trainer):
         return _OptimizationProgress()
     fit = trainer.progress
-    ahead, cleared = fit.in_batch and not fit.is_trained and trainer.loop.window.is_last, fit.zero_grads
+    ahead, cleared = fit.position is STARTED and trainer.loop.window.is_last, fit.zero_grads
     total, current = (_ready_completed(fit.optimizer_steps - n, ahead) for n in (0, fit.epoch_start.optimizer_steps))
     step = _Progress(
         _StepCounts(total, {"completed": partial(setattr, fit, "optimizer_steps")}), _StepCounts(current, {})
@@ -155,9 +155,8 @@ def progress_from(fit: dict[str, Any], progress: FitProgress, *, finish_epoch: b
     progress.epochs_trained = progress.epoch = epochs_trained
     progress.batches_started, progress.batches = total["ready"], total["processed"]
     progress.batch_idx = current["ready"] - 1 if inside_epoch else -1
-    progress.in_batch = total["ready"] > total["completed"]
-    progress.is_trained = total["ready"] == total["processed"]
-    progress.is_followed_up = not (progress.in_batch and progress.is_trained)
+    is_trained, is_over = total["ready"] == total["processed"], total["ready"] == total["completed"]
+    progress.position = DONE if is_over else TRAINED if is_trained else STARTED
     progress.closing = False
     # one of them is 0, except in checkpoints from before Lightning 1.6.5, which have both
     progress.optimizer_steps = max(automatic["total"]["completed"], manual["total"]["completed"])
@@ -223,8 +222,8 @@ def resume_validation(trainer: Trainer) -> None:
     The counters are already restored.
     """
     val, progress = trainer.eval_loops[RunningStage.VALIDATING].progress, trainer.progress
-    if progress.owes_validation or val.batches > val.batches_done:
-        progress.owes_validation, progress.is_followed_up = True, False
+    if progress.position is VALIDATING or val.batches > val.batches_done:
+        progress.position = VALIDATING
         val.forget_batches()
 
 

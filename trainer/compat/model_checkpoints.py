@@ -30,6 +30,7 @@ from trainer.checkpoint.loading import TRAINER_KEY
 from trainer.compat import cluster
 from trainer.compat.checkpoint_io import files_of, local_path
 from trainer.session import Session
+from trainer.state.progress import TRAINED
 
 if TYPE_CHECKING:
     from trainer.trainer import Trainer
@@ -291,7 +292,7 @@ def states_to_save(trainer: Trainer, _: dict[str, Any]) -> dict[str, Any] | None
     counts as waiting.
     """
     states, path = {}, trainer._checkpoint_connector.destination
-    ends_batch = trainer.progress.in_batch and trainer.progress.is_trained
+    ends_batch = trainer.progress.position is TRAINED
     for saver in model_checkpoints_of(trainer):
         step, waits = saver._last_global_step_saved, saver._defer_save_until_validation
         is_due = ends_batch and _steps_are_due(saver, trainer) and not saver._should_skip_saving_checkpoint(trainer)

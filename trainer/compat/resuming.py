@@ -105,7 +105,7 @@ def _place_in_logs(path: str | Path) -> tuple[int | None, list[int | str | None]
         if TRAINER_KEY not in loops:
             return int(loops["fit_loop"]["epoch_loop.state_dict"]["_batches_that_stepped"]), []
         trainer_state, progress = loops[TRAINER_KEY], loops[TRAINER_KEY]["progress"]
-        step = progress["windows"] + progress.get("closing", False)  # a window that closes has sent its row
+        step = progress["updates"] + progress["closing"]  # a window that closes has sent its row
         return int(step), list(trainer_state.get(_ROWS, []))
     return None, []
 

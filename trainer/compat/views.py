@@ -34,6 +34,7 @@ from trainer.compat.logging import ResultsView
 from trainer.errors import ConfigurationError, rank_zero_warn
 from trainer.loops.evaluation import EvalLoop
 from trainer.loops.fit import FitLoop
+from trainer.state.progress import DONE
 
 if TYPE_CHECKING:
     from trainer.trainer import Trainer
@@ -327,6 +328,7 @@ class EpochLoopView(_TrainingEpochLoop):
     def reset(self) -> None:
         """Drop the current batch."""
         self._loop.progress.discard_batch()
+        self._loop.progress.position = DONE
 
     def _should_accumulate(self) -> bool:
         return self._loop.window.is_open
@@ -371,11 +373,12 @@ class FitLoopView(_DataView, _FitLoop):
     @property
     def restarting(self) -> bool:
         """Whether the current epoch is the one that was resumed in its middle from a checkpoint."""
-        return self._loop.progress.resumed_epoch == self._loop.progress.epoch
+        first = self._loop.batches.first
+        return (self._loop.progress.batches_this_epoch if first is None else first) > 0
 
     @restarting.setter
     def restarting(self, restarting: bool) -> None:
-        self._loop.progress.resumed_epoch = self._loop.progress.epoch if restarting else -1
+        """Have no effect: Lightning's finders reset the flag, which their runs do not set here."""
 
     @property
     def _skip_backward(self) -> bool:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from trainer.errors import ConfigurationError, refuse_inexact, warn
+from trainer.errors import ConfigurationError, rank_zero_warn, refuse_inexact, warn
 from trainer.state import random_states
 from trainer.state.random_states import State
 
@@ -58,6 +58,8 @@ class TrainingBatches:
         num_batches: batches in one pass, by the length of the dataloaders; inf if unknown. The pass has fewer if the
             data ends earlier, and never more. SWA overwrites it, which does not change the batches that the loop gets.
         is_over: whether the pass has had its last batch.
+        first: index of the first batch of the prepared or current pass, above 0 if the run was resumed inside it. None
+            before the first pass.
     """
 
     def __init__(
@@ -77,7 +79,8 @@ class TrainingBatches:
         self._epoch, self._batches, self.is_over = opened_for, 0, False
         self._is_open = opened_for >= 0
         # the next pass
-        self._next_epoch, self._first, self._is_empty = -1, 0, False
+        self._next_epoch, self._is_empty = -1, False
+        self.first: int | None = None
         self._loaded: State = {}
         self._exact = True
         self._has_batches = False  # in the previous pass
@@ -126,7 +129,7 @@ class TrainingBatches:
                 '`FitLoop` does not support the `CombinedLoader(mode="sequential")` mode. Training takes one batch of'
                 ' each dataloader at a time: choose "max_size_cycle", "max_size" or "min_size".'
             )
-        self._next_epoch, self._first, self._is_empty = epoch, skip, False
+        self._next_epoch, self.first, self._is_empty = epoch, skip, False
         if state.get("made_in", self.loaders.made_in) != self.loaders.made_in:
             state = {}  # of dataloaders that have been replaced since
         is_its_epoch = bool(state) and state["epoch"] == epoch
@@ -137,20 +140,22 @@ class TrainingBatches:
         if (length := self.loaders.num_batches()) != self._length:
             self.num_batches = self._length = length
             self._resized()
+        if is_its_epoch and skip != state["batches"]:
+            rank_zero_warn(
+                f"The checkpoint was written inside a batch, batch_idx {skip} of epoch {epoch}. The batch is repeated"
+                " (left out with several dataloaders, or one that saves its own position), and gradients of earlier"
+                " batches of its accumulation window may be lost, so the result differs from an uninterrupted run. Save"
+                " in on_train_batch_end instead."
+            )
         if is_its_epoch and (skip or not state["batches"]):
             self._resume(state, skip)
         elif skip:
             self._resume({"epoch": epoch, "batches": skip, "is_over": False}, skip)
-        elif is_its_epoch:
-            warn(
-                f"The checkpoint was written inside the first batch of epoch {epoch}, which is repeated, so the result"
-                " differs from an uninterrupted run.",
-            )
 
     def _resume(self, state: State, batches: int) -> None:
         """Continue after the first ``batches`` of the pass in ``state``."""
         assert self.loaders is not None
-        inside = batches != state["batches"]  # an exception may have caused a save in the middle of a batch
+        inside = batches != state["batches"]  # saved inside a batch, which is repeated: not exact
         is_over = state["is_over"] and not inside
         self._epoch, self._batches, self.is_over = state["epoch"], batches, is_over
         self._is_empty, self._is_open = is_over and state["epoch"] == self._next_epoch, not is_over
@@ -169,7 +174,7 @@ class TrainingBatches:
         assert self.loaders is not None
         self._is_empty, self._is_open = True, False
         with random_states.isolated():
-            self.loaders.load_state_dict({**self.loaders.state_dict(), "batches": self._first, "is_over": True})
+            self.loaders.load_state_dict({**self.loaders.state_dict(), "batches": self.first, "is_over": True})
 
     def discard_batch(self) -> None:
         """End the pass before the last yielded batch, because a step that draws its own batches found no more."""
@@ -186,7 +191,7 @@ class TrainingBatches:
         source: Iterable[Batch] = iter(self.loaders)
         if self._watch is not None:
             source = self._watch(source)
-        self._epoch, self._batches, self.is_over = self._next_epoch, self._first, False
+        self._epoch, self._batches, self.is_over = self._next_epoch, self.first or 0, False
         count = self.loaders.num_batches() if self.loaders.has_length else None  # callbacks may change `num_batches`
         return chain(map(partial(self._number_batches, self.loaders, count), source), self._end())
 

@@ -141,6 +141,5 @@ def recorded(loader: DataLoader[Any], worker: WorkerRandom, *, wraps: bool) -> I
 def states_of(received: dict[int, Any]) -> dict[int, State]:
     """Return states of workers as plain data. Those that were sent are pickled."""
     return {
-        worker: pickle.loads(states) if isinstance(states, bytes) else states
-        for worker, states in received.items()
+        worker: pickle.loads(states) if isinstance(states, bytes) else states for worker, states in received.items()
     }

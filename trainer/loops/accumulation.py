@@ -79,7 +79,6 @@ class AccumulationWindow:
         self.backwards = 0
         self.is_first = True
         self.is_last = True
-        self.in_batch = False  # from `advance` to the end of the training step
         self.batch_weight: float | None = None
         self.factor: Weight = 1.0
         self.correction: Weight = 1.0
@@ -111,7 +110,6 @@ class AccumulationWindow:
         """Drop the current window; the next batch opens a new one."""
         self._position = -1
         self.is_last = True
-        self.in_batch = False
 
     def advance(self, batches_left: float, is_last_batch: bool, is_final_epoch: bool = True) -> None:
         """Start the next batch.
@@ -147,26 +145,14 @@ class AccumulationWindow:
         """Restore the state that :meth:`mark` returned, to repeat or discard the batch."""
         vars(self).update(mark)
 
-    @property
-    def has_added_gradients(self) -> bool:
-        """Whether a backward pass of the current batch may have begun."""
-        return self.backwards != self._before[0]
-
-    def state_dict(self, *, before_batch: bool) -> dict[str, Any]:
-        """Return the state for a checkpoint: all of it if a window is open, otherwise the part for the next window.
-
-        Gradients are not included.
+    def state_dict(self, *, is_open: bool) -> dict[str, Any]:
+        """Return the state for a checkpoint: all of it, or only the part for the next window. Excludes gradients.
 
         Args:
-            before_batch: whether to return the state before the current batch, because a resumed run repeats it.
+            is_open: whether a resumed run continues the current window.
         """
-        is_open = not self.is_first if before_batch else self.is_open
         names = _STATE if is_open else ("batches", "_shared_unit", "_unit")
-        state = {name.removeprefix("_"): getattr(self, name) for name in (*names, "given")}
-        if is_open and before_batch:
-            backwards, total = self._before
-            state |= {"position": self._position - 1, "is_last": False, "backwards": backwards, "total": total}
-        return state
+        return {name.removeprefix("_"): getattr(self, name) for name in (*names, "given")}
 
     def load_state_dict(self, state: dict[str, Any], device: torch.device) -> None:
         """Restore the state of :meth:`state_dict`; ``batches`` only if ``given`` is the same in both runs."""

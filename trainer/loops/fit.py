@@ -22,7 +22,7 @@ from trainer.loops.step_output import NOTHING, loss_in, outputs_of
 from trainer.precision.scaler import UpdateOutcome
 from trainer.state.metrics import MetricStore, PublishedMetrics
 from trainer.state.outcome import StepOutcome
-from trainer.state.progress import FitProgress
+from trainer.state.progress import DONE, EPOCH_ENDED, TRAINED, VALIDATED, VALIDATING, FitProgress
 from trainer.state.stopping import StoppingConditions
 
 if TYPE_CHECKING:
@@ -198,7 +198,7 @@ class FitLoop:
             progress.is_last_batch = False
         self.validates_this_epoch = self.validate is not None and self.limits.epoch_validates()
         self.precision.watch_weights()
-        if not progress.is_followed_up:
+        if progress.position is not DONE:
             self.follow_up()
         # before a new epoch, signals have already been handled
         is_done = self.limits.ends_epoch() if is_new else self.limits.epoch_is_done()
@@ -211,13 +211,13 @@ class FitLoop:
         The hooks of this batch have already run as if another batch followed.
         """
         progress = self.progress
-        progress.is_last_batch, progress.is_followed_up, self.skips_epoch = True, False, False
+        progress.is_last_batch, self.skips_epoch = True, False
         self.resolve_outcome()
         if not self.window.straddles_epochs or self.limits.is_final_epoch():
             self.close_window_early()
         self.schedules.advance("epoch")
         if progress.closing:
-            progress.has_validated = False  # the weights have changed since the validation
+            progress.position = TRAINED  # the weights have changed since a validation
             if self.limits.logging_is_due():
                 self.published.send(self.metrics.current(on_step=True).logger, progress.updates)
             self.hooks.save_after_batch(None, None, progress.batch_idx)
@@ -232,10 +232,10 @@ class FitLoop:
         self.count_update()
         if self.skips_epoch:
             self.schedules.advance("epoch")  # otherwise the last batch did this
-        if not progress.has_validated:  # hooks read a validation metric, not a training metric of its name
+        if progress.position is not VALIDATED:  # hooks read a validation metric, not a training metric of its name
             self.published.take(self.metrics.current())
         self.metrics.end_epoch()
-        progress.epochs_trained += 1
+        progress.epochs_trained, progress.position = progress.epochs_trained + 1, EPOCH_ENDED
         self.reduce_metrics()  # before hooks that read metrics in one process only, such as those of a progress bar
         self.hooks.on_train_epoch_end()
         self.resolve_outcome()
@@ -258,7 +258,7 @@ class FitLoop:
         assert self.validate is not None
         self.resolve_outcome()
         self.published.take(self.metrics.current())
-        self.progress.owes_validation = True
+        self.progress.position = VALIDATING
         self.validate()
         self.resolve_outcome()
 
@@ -328,7 +328,6 @@ class FitLoop:
                 self.take_optimizers()
             is_final_epoch = not self.window.straddles_epochs or self.limits.is_final_epoch()
             self.window.advance(self.batches.num_batches - batch_idx, is_last, is_final_epoch)
-            self.window.in_batch = True
         return batch
 
     def free_gradients(self) -> None:
@@ -397,8 +396,7 @@ class FitLoop:
         """Step the schedules, run the hooks after the batch, and log."""
         progress, closes_window = self.progress, self.window.is_last
         progress.batches += 1
-        progress.is_trained, progress.closing = True, closes_window
-        self.window.in_batch = False
+        progress.position, progress.closing = TRAINED, closes_window
         if self.unresolved:
             self.resolve_if_due()
         if self.schedules.stepped:
@@ -412,7 +410,6 @@ class FitLoop:
             self.published.send(self.metrics.current().logger, progress.updates)
             self.precision.watch_weights()
         self.hooks.save_after_batch(outputs, batch, batch_idx)
-        progress.in_batch = False
 
     def follow_up(self) -> None:
         """Run a validation if one is due after the batch, then step the schedules that wait for it."""
@@ -420,7 +417,8 @@ class FitLoop:
         if self.validates_this_epoch and self.validation_is_due():
             self.run_validation()
         self.count_update()
-        progress.is_followed_up = True
+        if progress.position is not VALIDATED:
+            progress.position = DONE
 
     def count_update(self) -> None:
         """Count the update of a closed window, and step the plateau schedules. Called after any due validation."""
@@ -432,9 +430,10 @@ class FitLoop:
 
     def validation_is_due(self) -> bool:
         """Return whether a validation follows the current batch. Checkpoints that monitor its metrics wait for it."""
-        progress = self.progress
-        validates = self.validates_this_epoch and not progress.has_validated
-        return validates and (progress.owes_validation or self.limits.validation_is_due())
+        position = self.progress.position
+        if not self.validates_this_epoch or position is VALIDATED:
+            return False
+        return position is VALIDATING or self.limits.validation_is_due()
 
     # --- one weight update ----------------------------------------------------------------------------------
 

@@ -7,7 +7,31 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import astuple, dataclass, field, fields, replace
+from enum import Enum, auto
 from typing import Any
+
+
+class Position(Enum):
+    """The position of a fit between the start of a batch and the start of the next one.
+
+    Attributes:
+        DONE: no batch is running, and no event is due. Also between epochs.
+        STARTED: a batch is being trained, from its start to the end of its optimizer step.
+        TRAINED: the batch is trained. ``on_train_batch_end`` runs, and the events after the batch are due.
+        VALIDATING: a validation after the batch has begun. A run that resumes here repeats it from its beginning.
+        VALIDATED: the validation is over, from ``on_validation_end`` until the next batch starts.
+        EPOCH_ENDED: the epoch is trained. ``on_train_epoch_end`` runs, and the plateau schedules of the epoch are due.
+    """
+
+    DONE = auto()
+    STARTED = auto()
+    TRAINED = auto()
+    VALIDATING = auto()
+    VALIDATED = auto()
+    EPOCH_ENDED = auto()
+
+
+DONE, STARTED, TRAINED, VALIDATING, VALIDATED, EPOCH_ENDED = Position  # looking up a member in the class takes longer
 
 
 @dataclass(frozen=True)
@@ -23,8 +47,8 @@ class EpochStart:
 
 
 _SAVED_COUNTERS = (
-    "batches", "optimizer_steps", "own_steps", "skipped_steps", "nonfinite_losses", "has_learned", "zero_grads",
-    "schedule_steps", "is_last_batch",
+    "batches", "optimizer_steps", "own_steps", "skipped_steps", "nonfinite_losses", "has_learned", "updates",
+    "zero_grads", "schedule_steps", "is_last_batch", "closing",
 )  # fmt: skip
 """Counters that a checkpoint stores by name."""
 _STEP_COUNTERS = (
@@ -68,21 +92,11 @@ class FitProgress:
         schedule_steps: steps of learning-rate schedules, summed over schedules. Set by the schedules.
         epoch_start: the counters when the current epoch started or, between epochs, when the last one started. Set by
             the fit loop.
-        is_last_batch: whether the batch of ``batch_idx`` is its epoch's last. Set by the fit loop when a batch starts.
-        cut_short: between epochs, the number of trained batches of an epoch that ended before its last batch, for
-            example because of ``max_steps``. 0 otherwise. Set by the fit loop at the end of an epoch.
-        is_trained: whether the batch of ``batch_idx`` is trained: False from its start until its optimizer step is
-            over. Set by the fit loop.
-        in_batch: whether a batch is being trained, including ``on_train_batch_end``. Set by the fit loop.
+        is_last_batch: whether the batch of ``batch_idx`` is its epoch's last; between epochs, whether the last epoch
+            was trained to its end. Set by the fit loop when a batch starts.
+        position: the position of the fit with respect to the batch of ``batch_idx``. Set by the fit loop, and by the
+            evaluation loop before ``on_validation_end``.
         closing: whether a window has closed but ``updates`` does not include it yet. Set by the fit loop.
-        resumed_epoch: the epoch that was resumed in its middle from a checkpoint; -1 if none was. Set by the resume.
-        is_followed_up: whether the events after the batch of ``batch_idx``, such as a validation, are over. Set by the
-            fit loop.
-        owes_validation: whether a validation has begun and is not over. If a checkpoint is written meanwhile, the
-            resumed run repeats the validation from its beginning. Set by the fit loop, and by the evaluation loop
-            before ``on_validation_end``.
-        has_validated: whether a validation has followed the batch, and is over. Set by the evaluation loop, and by the
-            fit loop when the next batch starts.
     """
 
     epoch: int = 0
@@ -101,47 +115,31 @@ class FitProgress:
     schedule_steps: int = 0
     epoch_start: EpochStart = field(default_factory=EpochStart)
     is_last_batch: bool = False
-    cut_short: int = 0
-    is_trained: bool = True
-    in_batch: bool = False
+    position: Position = DONE
     closing: bool = False
-    resumed_epoch: int = -1
-    is_followed_up: bool = True
-    owes_validation: bool = False
-    has_validated: bool = False
 
     @property
     def batches_this_epoch(self) -> int:
         """Batches of the current epoch that have started."""
         return self.batch_idx + 1
 
-    @property
-    def batches_trained_this_epoch(self) -> int:
-        """Batches of the current epoch that are trained."""
-        return self.batch_idx + self.is_trained
-
     def begin_epoch(self) -> None:
         """Record the counters at the start of an epoch."""
         self.epoch_start = EpochStart(*(getattr(self, counter.name) for counter in fields(EpochStart)))
-        self.cut_short = 0
 
     def begin_batch(self, batch_idx: int, is_last: bool) -> None:
         """Update the counters at the start of a batch."""
-        self.batch_idx, self.is_last_batch = batch_idx, is_last
+        self.batch_idx, self.is_last_batch, self.position = batch_idx, is_last, STARTED
         self.batches_started += 1
-        self.in_batch, self.is_trained, self.is_followed_up, self.has_validated = True, False, False, False
 
     def end_epoch(self) -> None:
         """Update the counters at the end of an epoch, after its hooks."""
-        self.epoch = self.epochs_trained
-        self.cut_short = 0 if self.is_last_batch else self.batches_trained_this_epoch
-        self.batch_idx, self.is_trained = -1, True  # no batch is running, even if the last one was skipped
-        self.is_followed_up, self.owes_validation, self.has_validated = True, False, False
+        self.epoch, self.batch_idx, self.position = self.epochs_trained, -1, DONE
 
     def end_validation(self) -> None:
         """Mark a validation that has begun as completed, before its last hook, so that it is not run again."""
-        if self.owes_validation:
-            self.owes_validation, self.has_validated = False, True
+        if self.position is VALIDATING:
+            self.position = VALIDATED
 
     def count_own_steps(self, steps: int) -> None:
         """Set the number of optimizer steps that the module has counted itself."""
@@ -156,8 +154,8 @@ class FitProgress:
         """Set the counters as if the current batch had not started, because it is trained again or never."""
         trained = self.batches - self.epoch_start.batches
         self.epoch_start = replace(self.epoch_start, batches_started=self.batches_started - trained)
-        self.batch_idx = self.batches_trained_this_epoch - 1
-        self.in_batch, self.is_trained = False, True
+        if self.position is STARTED:
+            self.batch_idx, self.position = self.batch_idx - 1, DONE
 
     def roll_back(self, before: FitProgress) -> None:
         """Keep the step counters of the checkpoint that was just loaded, and restore the counters of the data.
@@ -165,7 +163,7 @@ class FitProgress:
         Args:
             before: these counters before the load, at the end of a batch that closes a window.
         """
-        start, self.updates = before.epoch_start, self.updates + self.closing - 1  # counted again at the window's end
+        start, self.updates = before.epoch_start, self.updates + self.closing
         for name in _STEP_COUNTERS:
             setattr(before, name, getattr(self, name))
         vars(self).update(vars(before))
@@ -178,30 +176,23 @@ class FitProgress:
         """Start the current epoch again after an interrupted run. Completed training still counts."""
         self.updates += self.closing
         self.completed_steps.clear()  # the optimizers are new
-        self.epoch, self.resumed_epoch = self.epochs_trained, -1
-        self.batch_idx = -1
-        self.is_last_batch = self.in_batch = self.closing = self.owes_validation = self.has_validated = False
-        self.is_trained = self.is_followed_up = True
+        self.is_last_batch = self.closing = False
+        if self.batch_idx >= 0:
+            self.begin_epoch()  # a checkpoint must not continue the interrupted epoch
+        self.end_epoch()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the counters for a checkpoint, as they are after the current batch, or after the epoch if it is over.
+        """Return the counters for a checkpoint, after the last trained batch, or after the epoch if it is over.
 
-        ``is_followed_up`` is False if the events after the batch still follow.
+        If a batch is being trained, the position marks the checkpoint: a resumed run repeats this batch.
         """
-        over = self.epochs_trained > self.epoch
-        follows = self.is_trained and not self.is_followed_up and not over
         return {
             "epoch": self.epochs_trained,
-            "batch_idx": -1 if over else self.batches_trained_this_epoch - 1,
+            "batch_idx": -1 if self.position is EPOCH_ENDED else self.batch_idx - (self.position is STARTED),
             **{name: getattr(self, name) for name in _SAVED_COUNTERS},
             "completed_steps": dict(self.completed_steps),
-            "windows": self.updates + (self.closing and not follows),
-            "closing": self.closing and follows,
             "epoch_start": list(astuple(self.epoch_start)),
-            "cut_short": self.batches_trained_this_epoch if over and not self.is_last_batch else self.cut_short,
-            "is_followed_up": not follows,
-            "owes_validation": follows and self.owes_validation,
-            "has_validated": self.has_validated and not over,
+            "position": self.position.name,
         }
 
     def load_state_dict(self, state: dict[str, Any], *, finish_epoch: bool = False) -> None:
@@ -209,27 +200,19 @@ class FitProgress:
 
         Args:
             state: the counters.
-            finish_epoch: whether to continue an epoch that was cut short, instead of the next one. Default: False.
+            finish_epoch: whether to continue an epoch that ended before its last batch, for example because of
+                ``max_steps``, instead of the next one. Default: False.
         """
-        self.epoch = self.epochs_trained = state["epoch"]
-        self.batch_idx = state["batch_idx"]
-        self.cut_short = state.get("cut_short", 0)
-        if finish_epoch and self.cut_short:
-            self.epoch = self.epochs_trained = state["epoch"] - 1
-            self.batch_idx, self.cut_short = self.cut_short - 1, 0
         for name in _SAVED_COUNTERS:
-            setattr(self, name, state.get(name, 0))
-        self.completed_steps = Counter(state.get("completed_steps", {}))
-        start = EpochStart(*state.get("epoch_start", ()))
+            setattr(self, name, state[name])
+        start = EpochStart(*state["epoch_start"])
+        self.epoch, self.batch_idx, position = state["epoch"], state["batch_idx"], Position[state["position"]]
+        self.position = DONE if position in (STARTED, EPOCH_ENDED) else position
+        if finish_epoch and self.batch_idx < 0 and not self.is_last_batch and self.batches > start.batches:
+            self.epoch, self.batch_idx = self.epoch - 1, self.batches - start.batches - 1
+        self.epochs_trained, self.batches_started = self.epoch, self.batches
+        self.completed_steps = Counter(state["completed_steps"])
         self.epoch_start = replace(start, batches_started=start.batches)  # no batch is running any more
-        self.batches_started = self.batches
-        self.has_learned = state.get("has_learned", state["optimizer_steps"] > 0)
-        self.updates = state["windows"]
-        self.is_followed_up = state.get("is_followed_up", True)
-        self.owes_validation = state.get("owes_validation", False)
-        self.has_validated = state.get("has_validated", False)
-        self.in_batch, self.closing = False, state.get("closing", False)
-        self.is_trained = True
 
 
 @dataclass
@@ -286,7 +269,6 @@ class EvalProgress:
 
     def forget_pass(self) -> None:
         """Subtract the batches of a sanity check, which does not count."""
-        self.total_batches -= self.batches
-        self.total_done -= self.batches_done
+        self.forget_batches()
         self.begin_pass()
         self.has_run = False

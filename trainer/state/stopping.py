@@ -134,8 +134,7 @@ class StoppingConditions:
         if batch != self.progress.batches_started:
             # ranks decide together, because their clocks differ: a host-device synchronization on several GPUs
             decision = self.any_rank(time.monotonic() - self.validated_at >= seconds)
-            if self.progress.in_batch:
-                self._decided = self.progress.batches_started, decision
+            self._decided = self.progress.batches_started, decision
         return decision
 
     def schedule_validation(self, interval: float, num_batches: float, has_known_end: bool, validates: bool) -> None:
