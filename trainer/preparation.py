@@ -129,7 +129,8 @@ class Preparation:
         if self.hooks.follow(self._trainer.callbacks):
             self._trainer.loop.take_optimizers()
             loop = self._trainer.eval_loops[RunningStage.VALIDATING]
-            loop.path = NO_PATH if loop.loaders is None else self._build_evaluation_path(loop, loop.loaders)
+            if loop.loaders is not None:
+                loop.use(self._build_evaluation_path(loop, loop.loaders))
 
     def _build_path(self, transfer: Transfer, step: Callable[..., Any]) -> TrainingPath:
         """Build the path of a training batch: our functions or their overrides, and the wrappers around them.

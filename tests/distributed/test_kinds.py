@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.distributed.setups import Saves
 from tests.support import loader_of, make_trainer, needs_fsdp2
-from trainer.errors import UnsupportedError
+from trainer.errors import ResumeError, UnsupportedError
 
 
 class Core(nn.Module):
@@ -164,10 +164,10 @@ def fit(kind, strategy, folder, resume=False):
     return tensors(module.core)
 
 
-def refusal(kind, strategy, folder):
+def refusal(kind, strategy, folder, resume=False):
     """Return the message of the error that refuses a fit."""
-    with pytest.raises((UnsupportedError, RuntimeError)) as caught:
-        fit(kind, strategy, folder)
+    with pytest.raises((UnsupportedError, ResumeError, RuntimeError)) as caught:
+        fit(kind, strategy, folder, resume)
     return "\n".join([str(caught.value), *getattr(caught.value, "__notes__", ())])
 
 
@@ -187,7 +187,7 @@ def fit_by_hand(kind):
 
 
 TRAINED = [
-    *((kind, "ddp") for kind in (FrozenIntegers, Scripted, Complex, Running, Normalizing)),
+    *((kind, "ddp") for kind in (FrozenIntegers, Scripted, Complex, Running)),
     *(pytest.param(kind, "fsdp", marks=needs_fsdp2) for kind in (FrozenIntegers, Marked, Running, Flattening)),
 ]
 
@@ -198,6 +198,15 @@ def test_fit_and_resumed_fit_equal_the_hand_written_loop(ranks, tmp_path, kind, 
     for resume in (False, True):
         for found, tensors_by_hand in zip(ranks.call(fit, kind, strategy, tmp_path, resume), expected, strict=True):
             torch.testing.assert_close(found, tensors_by_hand, rtol=0, atol=1e-6)
+
+
+def test_resumed_fit_is_refused_if_the_processes_have_different_weights(ranks, tmp_path):
+    for found, by_hand in zip(
+        ranks.call(fit, Normalizing, "ddp", tmp_path), ranks.call(fit_by_hand, Normalizing), strict=True
+    ):
+        torch.testing.assert_close(found, by_hand, rtol=0, atol=1e-6)
+    for message in ranks.call(refusal, Normalizing, "ddp", tmp_path, True):
+        assert re.search("the weights of each process cannot be restored.*Normalize the rows", message)
 
 
 REFUSED = {
