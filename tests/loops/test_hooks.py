@@ -257,3 +257,20 @@ def test_changes_between_epochs_are_used_as_in_lightning(when, change, profiler)
         assert "first.on_train_end" not in names
     else:
         assert ("set" if change.startswith("set") else "later.on_train_batch_end") in names
+
+
+@pytest.mark.parametrize("when", ["on_fit_start", "on_train_start", "on_train_epoch_start"])
+def test_hook_of_validation_batches_that_no_callback_had_before_is_called(when):
+    """The path of a batch contains a function instead of an empty hook, which is replaced."""
+
+    class Later(Callback):
+        batches = 0
+
+        def on_validation_batch_end(self, *_):
+            self.batches += 1
+
+    module, later = Director(), Later()
+    module.change = lambda module: module.trainer.callbacks.append(later)
+    setattr(module, when, module.direct)
+    ours(max_epochs=2, num_sanity_val_steps=0).fit(module, data(4), data(2, seed=1))
+    assert later.batches == 2
