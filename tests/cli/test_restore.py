@@ -189,7 +189,7 @@ def changed(**changes):
     [
         *((text, "is damaged") for text in ("model: [", "- a\n- b\n", "trainer: 3\nmodel: null\n")),
         ({"no_such": 1}, "The config of that run: There is no setting 'trainer.no_such'"),
-        ({"max_epochs": "ten"}, "The config of that run: trainer.max_epochs: Value 'ten'"),
+        ({"max_epochs": "ten"}, "trainer.max_epochs is ten, expected a whole number or null."),
     ],
 )
 def test_config_of_a_stranger_is_checked_like_any_other(run, written, message, capsys):

@@ -77,14 +77,13 @@ def register() -> None:
 class _Loader(ConfigLoaderImpl):
     """Pass the config to ``check`` before overrides set values in it."""
 
-    check: Callable[[dict[str, Any], dict[str, str]], None] | None = None
+    check: Callable[[dict[str, Any]], None] | None = None
 
     def _compose_config_from_defaults_list(self, defaults: Any, repo: Any) -> DictConfig:
         config = super()._compose_config_from_defaults_list(defaults, repo)
         check, self.check = self.check, None  # because `check` may compose other configs
         if check is not None:
-            paths = [str(default.config_path).rpartition("/") for default in defaults]
-            check(unresolved(config), {group: option for group, _, option in paths})
+            check(unresolved(config))
         return config
 
 
@@ -166,16 +165,6 @@ class Composer:
         """Return whether ``group`` has ``option``, which may be in a subfolder of the group."""
         return bool(self.loader.repository.config_exists(f"{group}/{option}"))
 
-    def option(self, group: str, option: str) -> dict[str, Any]:
-        """Return the settings of an option of ``group``; {} if it cannot be composed without the rest of the config."""
-        try:
-            config = self.loader.load_configuration(f"{group}/{option}", [], RunMode.RUN)
-            found = OmegaConf.select(config, group.replace("/", "."))
-            node = None if found is None else OmegaConf.to_container(found, resolve=False)
-        except (HydraException, OmegaConfBaseException, YAMLError):
-            return {}
-        return {str(name): value for name, value in node.items()} if isinstance(node, dict) else {}
-
     def groups(self) -> list[str]:
         """Return the config groups, without those of Hydra and of the schema."""
         groups = self.loader.repository.get_group_options("", ObjectType.GROUP)
@@ -192,14 +181,13 @@ class Composer:
     def compose(
         self,
         overrides: Sequence[str],
-        check: Callable[[dict[str, Any], dict[str, str]], None] | None = None,
+        check: Callable[[dict[str, Any]], None] | None = None,
     ) -> DictConfig:
         """Return the composed config, including the ``hydra`` node.
 
         Args:
             overrides: the command line.
-            check: called with the unresolved config before ``overrides`` set values in it, and with the chosen option
-                of each config group.
+            check: called with the unresolved config before ``overrides`` set values in it.
 
         Raises:
             UsageError: if a config or an override is invalid.
