@@ -262,7 +262,7 @@ SCENARIOS = {
     "cli/arguments.py:check_flags": printed_by("tune", "lr", *LINE, "--cfg", "job"),
     "cli/checks/__init__.py:command": printed_by("checks", "jsn"),
     "cli/checks/first_look.py:bottleneck": slow_step,
-    "cli/checks/memory.py:_measure": unpredictable,
+    "cli/checks/memory.py:check_memory": unpredictable,
     "cli/compare/__init__.py:report": compared,
     "cli/consolidate.py:two_paths": printed_by("consolidate"),
     "cli/failure.py:_advice": out_of_memory,
@@ -277,7 +277,7 @@ SCENARIOS = {
     "cli/sweep/__init__.py:_best": best_of_a_sweep,
     "cli/tune/__init__.py:command": printed_by("tune", "batchsize", *LINE, *SHORT),
     "cli/validate.py:_check_model": no_model,
-    "cli/validate.py:_check_weights": paths_with_special_characters,
+    "cli/validate.py:_check_start": paths_with_special_characters,
     "cli/workdir.py:claim": under_torchrun,
     "cli/workdir.py:resume_command": continued,
 }
