@@ -168,8 +168,14 @@ def _optimizers(module: Any) -> list[Optimizer]:
         **dict.fromkeys(("current_epoch", "global_step", "global_rank", "local_rank"), 0),
         **dict.fromkeys(("max_epochs", "world_size", "accumulate_grad_batches"), 1),
         **dict.fromkeys(("estimated_stepping_batches", "num_training_batches"), 1000),
-        max_steps=-1, is_global_zero=True, training=True, sanity_checking=False,
-        logger=None, loggers=[], progress_bar_callback=None, callback_metrics={},
+        max_steps=-1,
+        is_global_zero=True,
+        training=True,
+        sanity_checking=False,
+        logger=None,
+        loggers=[],
+        progress_bar_callback=None,
+        callback_metrics={},
     )
     made = module.configure_optimizers()
     optimizers = [leaf for leaf in tree_leaves(made) if isinstance(leaf, Optimizer)]

@@ -31,6 +31,7 @@ from trainer.precision.devices import peak_memory
 
 _MOST_SKIPPED = 30  # the initial loss scale reaches 1 after 16 skipped steps
 _LOOK_EVERY = 0.02  # seconds
+_MARGIN = 0.9  # of the free memory of a CPU; the rest is for the system and the growth of other processes
 
 
 def train(
@@ -74,14 +75,14 @@ class Meter(Clock):
     Args:
         send: sends the message that the process exceeded the budget.
         steps: number of optimizer steps.
-        memory: budget in bytes, of the process on a CPU, of torch's allocations on a GPU. Default: no limit.
-        only_on_cpu: whether the budget is ignored on a GPU, because it is host memory.
+        memory: budget in bytes, of the process on a CPU, of torch's allocations on a GPU. Default: 90% of the free
+            memory on a CPU, all memory on a GPU.
     """
 
-    def __init__(self, send: Send, steps: int, memory: int | None = None, only_on_cpu: bool = False) -> None:
+    def __init__(self, send: Send, steps: int, memory: int | None = None) -> None:
         super().__init__()
         self._send, self._steps = send, steps
-        self._memory, self._only_on_cpu = memory, only_on_cpu
+        self._memory = memory
         self._device = torch.device("cpu")
         self._samples: list[int] = []  # number of samples in each batch
         self._warm_up = 0  # number of batches until the first optimizer step
@@ -95,7 +96,9 @@ class Meter(Clock):
         gigabytes of it that they never use.
         """
         self._device = trainer.strategy.root_device
-        if self._memory is None or (self._only_on_cpu and self._device.type != "cpu"):
+        if self._device.type == "cpu" and self._memory is None and (usable := machine.memory().usable) is not None:
+            self._memory = int(_MARGIN * usable)
+        if self._memory is None:
             return
         if self._device.type == "cuda":
             total = torch.cuda.get_device_properties(self._device).total_memory

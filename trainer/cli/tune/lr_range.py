@@ -47,7 +47,6 @@ class LearningRateSweep(Callback):
         self.first_loss: float | None = None
         self.ended_by = "the end of the fit"
         self._min_lr, self._max_lr, self._steps = min_lr, max_lr, steps
-        self._own_rates: set[float] = set()  # rates that the module set in the optimizer
         self._window: list[float] = []  # losses of the batches in the current accumulation window
         self._rate: float | None = None  # rate of the last step
         self._learned: float | None = None  # rate of the step before, if it was not skipped
@@ -72,8 +71,6 @@ class LearningRateSweep(Callback):
         (optimizer,) = optimizers
         # Schedulers store the original rate in initial_lr; some of them change initial_lr, too.
         rates = [float(group.get("initial_lr", group["lr"])) for group in optimizer.param_groups]
-        given = optimizer.defaults.get("lr")
-        self._own_rates = {*rates, *([] if given is None else [float(given)])}
         for group, rate in zip(optimizer.param_groups, rates, strict=True):
             group["initial_lr"] = rate / max(rates) if max(rates) > 0 else 1.0  # multiplied by the schedule
         trainer.lr_scheduler_configs[:] = [LRSchedulerConfig(LambdaLR(optimizer, self._rate_at), interval="step")]
@@ -128,7 +125,6 @@ class LearningRateSweep(Callback):
             "first_loss": self.first_loss,
             "ended_by": self.ended_by,
             "skipped": self._skips,
-            "own_rates": sorted(self._own_rates),
         }
 
     def _rate_at(self, step: int) -> float:
