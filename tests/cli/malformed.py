@@ -84,6 +84,7 @@ _EARLY = {
     IT + "=3": "Got '=3', expected a setting, key=value.",
     IT + "hydra.run.dir=": "hydra.run.dir is empty, expected a folder for the run",
     IT + "hydra.job.chdir=true": "hydra.job.chdir is true, expected false",
+    IT + "hydra.job.name=a/b": "hydra.job.name is a/b, expected a name without slashes",
     # sweeps
     IT + "-m 'optimizer.lr=range(1,0)'": "optimizer.lr=range(1,0) has no values",
     IT + "-m trainer.max_epochs=5,1 trainer.min_epochs=3": "is 3, expected at most trainer.max_epochs, which is 1.",

@@ -164,7 +164,6 @@ MISTAKES = [
     (["test", "ckpt=outputs"], "a folder without checkpoints."),
     (["test", "ckpt=outputs/line/then", "+recipe=line"], "and a recipe, another config"),
     (["test", "ckpt=outputs/line/then", "ckpt_path=x.ckpt"], "a recipe, another config or ckpt_path"),
-    (["test", "-m", "ckpt=outputs/line/then,b"], "ckpt=outputs/line/then,b, expected one"),
     (["compare", "ckpt=outputs/line/then"], "Got ckpt with compare"),
     (["test", "ckpt=lonely.ckpt"], "+recipe=NAME ckpt_path=lonely.ckpt"),
     (["test", "ckpt=bare"], "+recipe=NAME ckpt_path=bare/checkpoints/last.ckpt"),

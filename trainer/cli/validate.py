@@ -274,7 +274,7 @@ def _nearest(key: str, known: Collection[str]) -> str:
     Keys of the same node are preferred, then those of the upper nodes.
     """
     node, _, last = key.lower().rpartition(".")
-    names = [name for name in known if name.startswith("hydra") <= key.startswith("hydra") and f"{name}." not in key]
+    names = [name for name in known if name.startswith("hydra") <= key.startswith("hydra")]
     names.sort(key=lambda name: (name.rpartition(".")[0] == node, -name.count(".")))
     by_last = {name.rpartition(".")[2].lower(): name for name in names}
     by_last |= {common: name for common, name in _COMMON.items() if name in known}
@@ -324,11 +324,12 @@ def _check_whole(
 
 def _check_hydra(config: DictConfig) -> None:
     """Check the settings of Hydra that a run depends on."""
-    for key in ("hydra.run.dir", "hydra.sweep.dir"):
+    for key in ("hydra.run.dir", "hydra.sweep.dir", "hydra.job.name"):
         with resolution_errors():
-            folder = str(OmegaConf.select(config, key))
-        if not _is_path(folder):
-            raise UsageError(f"{key} is {describe(folder)}, expected a folder for the run, such as outputs/NAME.")
+            name = str(OmegaConf.select(config, key))
+        if not _is_path(name) or (key == "hydra.job.name" and "/" in name):
+            expected = "a name without slashes" if key == "hydra.job.name" else "a folder for the run"
+            raise UsageError(f"{key} is {describe(name)}, expected {expected}.")
     if OmegaConf.select(config, "hydra.job.chdir"):
         raise UsageError(
             "hydra.job.chdir is true, expected false: modules and paths are relative to the working directory of the"
