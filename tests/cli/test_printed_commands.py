@@ -13,7 +13,6 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
-import torch
 
 from tests.cli.conftest import write
 from trainer.cli import main
@@ -206,15 +205,6 @@ def compared(shell):
     shell.check(command)
 
 
-def out_of_memory(shell):
-    error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
-    with mock.patch("torch.nn.functional.mse_loss", side_effect=error):
-        status, printed = shell.run("fit", *LINE, *SHORT, "trainer.num_sanity_val_steps=0", "resume=auto")
-    (command,) = [one for one in commands_in(printed) if " tune " in one]
-    assert status == 1
-    shell.follow(command)
-
-
 def slow_step(shell):
     recipe = Recipe("line", {}, loaded=LoadedBatch(None, 0.0, 1e-6, 1, 0), words=["+recipe=line", *SHORT])
     (command,) = commands_in(bottleneck(recipe, recipe.loaded, StepTime(1.0, 1, "32-true", "cpu"), 0))
@@ -265,7 +255,6 @@ SCENARIOS = {
     "cli/checks/memory.py:check_memory": unpredictable,
     "cli/compare/__init__.py:report": compared,
     "cli/consolidate.py:two_paths": printed_by("consolidate"),
-    "cli/failure.py:_advice": out_of_memory,
     "cli/help.py:_first_screen": first_screen,
     "cli/help.py:help_text": helped,
     "cli/recipes.py:_find": printed_by("recipes", "lin"),

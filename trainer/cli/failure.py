@@ -12,7 +12,6 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -32,7 +31,6 @@ from trainer.errors import (
 )
 from trainer.files import from_here
 from trainer.packages import is_users_file
-from trainer.terminal import command_line
 
 log = logging.getLogger(__name__)
 
@@ -47,14 +45,11 @@ _IN_WORKER = re.compile(
 )
 """The text before the message of an error in a DataLoader worker: the tracebacks of its causes, then its own."""
 
-_NOT_OF_TUNE = ("resume=", "trainer.resume=", "ckpt_path=", "hydra.")
-"""Settings of a fit that tune refuses."""
-
 _REPORTED = ".failure"
 """File in the folder of a run with several processes, which exists once a process has printed its error."""
 
 
-def record(error: Exception, folder: Path, command: str, processes: int = 1, words: Sequence[str] = ()) -> None:
+def record(error: Exception, folder: Path, command: str, processes: int = 1) -> None:
     """Write the traceback of ``error`` to the run's log, and store the log's path in the error.
 
     Args:
@@ -62,9 +57,8 @@ def record(error: Exception, folder: Path, command: str, processes: int = 1, wor
         folder: folder of the run.
         command: such as ``fit``; the name of the log starts with it.
         processes: number of processes of the run.
-        words: flags and overrides that compose the run's config again.
     """
-    error.__dict__["folder"], error.__dict__["words"] = folder, words
+    error.__dict__["folder"] = folder
     error.__dict__["processes"] = max(processes, int(os.environ.get("WORLD_SIZE", "1")))
     if isinstance(error, FolderInUseError):
         return  # the folder and its log belong to another run
@@ -225,15 +219,11 @@ def _advice(error: BaseException) -> str:
         )
     if not is_out_of_memory(error) or isinstance(error, TrainerError):
         return ""
-    advice = (
+    return (
         "Settings of the command line that need less memory: a smaller data.batch_size with a larger"
         " trainer.accumulate_grad_batches, precision=bf16-mixed, callbacks=activation_checkpointing, and trainer=fsdp"
-        " on several devices."
+        " on several devices. The command tune batch_size finds the largest batch that fits."
     )
-    words = [word for word in error.__dict__.get("words", ()) if not word.startswith(_NOT_OF_TUNE)]
-    if "train_dataloader" not in str(getattr(error, "__notes__", "")) or any(w.startswith("ckpt=") for w in words):
-        return advice  # not a training step, or a config that tune refuses
-    return f"{advice} `{command_line('tune', 'batch_size', *words)}` finds the largest batch that fits."
 
 
 def _without_hydra_frames(error: BaseException) -> BaseException:
