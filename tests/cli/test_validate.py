@@ -69,7 +69,7 @@ LINE = {
     "model.optimizer.lr=1": "set optimizer.lr instead of model.optimizer.lr",
     # Hydra
     "'optimizer.lr=a b:{'": "Cannot parse the setting 'optimizer.lr=a b:{'",
-    "'model.start=range(a,b)'": "start: str is incompatible with Union[int, float].\n",
+    "'model.start=range(a,b)'": "start: str is incompatible with Union[int, float]. A value",
     "'model.start=f(x)'": "Unknown function 'f'. A value with spaces, commas,",
     "hydra.sweep.dir=a": "hydra.sweep.dir=a has no effect on a single run. Add -m.",
     "trainer.max_epochs='${oc.env:NO_EPOCHS,\"3\"}'": "To convert one to a number, use ${oc.decode:${oc.env:NAME}}.",
@@ -107,7 +107,6 @@ REMEDIES = [
     ("+model.a=größe", """If it is a text: '+model.a="größe"'""", '+model.a="größe"'),
     ("+data.a=#1", """If it is a text: '+data.a="#1"'""", '+data.a="#1"'),
     ("~model.fail_at", "Give it a value first: model.fail_at=0 ~model.fail_at", "model.fail_at=0 ~model.fail_at"),
-    ("-m model.start=choice(null,1)", "by commas only: model.start=null,VALUE", "-m model.start=null,1"),
     ("+recipe=conf/recipe/other.yaml", "Did you mean 'other'?", ""),
     ("-m seed=1,2 hydra.sweep.subdir=a", "Add ${hydra:job.num}", "-m seed=1,2 hydra.sweep.subdir=a${hydra:job.num}"),
     ("-m model.start=interval(0,1)", "Add hydra/sweeper=optuna", "-m hydra/sweeper=optuna model.start=interval(0,1)"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -135,19 +135,14 @@ class Composer:
         key, _, value = override.partition("=")
         quoted = f"{key}={QuotedString(value, Quote.double).with_quotes()}"
         remark = re.search(r"\w+ while evaluating .*", reason)
-        problem = f": {_one_paragraph(remark[0] if remark else reason.partition(chr(10))[0])}."
-        try:
+        problem = f"{_one_paragraph(remark[0] if remark else reason.partition(chr(10))[0])}."
+        with suppress(HydraException):
             self.parser.parse_override(quoted)
-        except HydraException:
-            return f"Cannot parse the setting {override!r}{problem}"
-        if remark and "Unknown function" not in problem:
-            is_null = "NoneType" in problem
-            hint = f" To include null, separate the values by commas only: {key}=null,VALUE" if is_null else ""
-            return f"Cannot parse the setting {override!r}{problem}{hint}"
-        return (
-            f"Cannot parse the setting {override!r}{problem if remark else '.'} A value with spaces, commas, brackets,"
-            f" quotes, = or other special characters needs its own quotes. If it is a text: {shlex.quote(quoted)}"
-        )
+            problem += (
+                " A value with spaces, commas, brackets, quotes, = or other special characters needs its own quotes. If"
+                f" it is a text: {shlex.quote(quoted)}"
+            )
+        return f"Cannot parse the setting {override!r}: {problem}"
 
     def is_group(self, key: str) -> bool:
         """Return whether ``key`` is the name of a config group."""

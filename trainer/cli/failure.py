@@ -14,12 +14,10 @@ import sys
 import traceback
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 from trainer import packages, redaction
 from trainer.cli.folders import PACKAGE
 from trainer.cli.processes import is_debug, is_first, rank
-from trainer.cli.walk import walk
 from trainer.errors import (
     ConfigurationError,
     FolderInUseError,
@@ -82,21 +80,6 @@ def log_handler() -> logging.FileHandler | None:
     """Return the handler that writes the run's log; None if this process has none."""
     files = [handler for handler in logging.getLogger().handlers if isinstance(handler, logging.FileHandler)]
     return next((handler for handler in files if handler.baseFilename != os.path.abspath(os.devnull)), None)
-
-
-def add_setting_note(error: Exception, settings: dict[str, Any]) -> None:
-    """If an error is about a missing or unreadable file, add a note with the setting that names it or its folder."""
-    if not isinstance(error, (FileNotFoundError, NotADirectoryError, PermissionError)):
-        return
-    text = " ".join(map(str, (error, error.filename)))
-    for key, name, value, _ in walk(settings):
-        if isinstance(value, str) and len(value) > 1 and (os.sep in value or name in ("root", "path", "folder")):
-            absolute = str(Path(value).expanduser().absolute())
-            is_above = str(error.filename).startswith(f"{value}{os.sep}")
-            is_named = value in (text if os.sep in value else text.split())
-            if is_above or is_named or absolute in text:
-                error.add_note(f"The path comes from the setting {key}={value}.")
-                return
 
 
 def print_error(error: Exception) -> None:

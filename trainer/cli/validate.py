@@ -255,7 +255,6 @@ def _check_key(composer: Composer, known: dict[str, Any], override: Override) ->
 
 
 _COMMON = {
-    "batch_size": "data.batch_size",
     "clip": "trainer.gradient_clip_val",
     "epochs": "trainer.max_epochs",
     "gpus": "trainer.devices",
@@ -263,7 +262,6 @@ _COMMON = {
     "num_epochs": "trainer.max_epochs",
     "output_dir": "hydra.run.dir",
     "steps": "trainer.max_steps",
-    "workers": "data.num_workers",
 }
 """Settings by their common names in other programs."""
 

@@ -158,7 +158,6 @@ def command(arguments: Arguments) -> int:
     except ConfigurationError:
         raise
     except Exception as error:  # raised by the recipe's code
-        failure.add_setting_note(error, found.recipe.settings if found.recipe else {})
         failure.print_error(error)
         return 1
     if arguments.words:
