@@ -6,6 +6,7 @@ Trainer's arguments, the dataclass of a node such as ``tune``, or, once its clas
 
 from __future__ import annotations
 
+import re
 import typing
 from collections.abc import Mapping
 from dataclasses import field, fields, make_dataclass
@@ -63,9 +64,8 @@ def mistake(key: str, value: Any, accepts: tuple[Any, ...]) -> str | None:
         accepts: accepted values as in `trainer.arguments.Argument`; () for any value.
     """
     problem = Argument(key, None, "", accepts).mistake(value, key)
-    takes_numbers = any(isinstance(one, Kind) and "number" in one.words for one in accepts)
-    if problem and takes_numbers and isinstance(value, str) and value.replace(".", "", 1).isdecimal():
-        problem += " Environment variables are text. To convert one to a number, use ${oc.decode:${oc.env:NAME}}."
+    if problem and isinstance(value, str) and re.fullmatch(r"-?[\d.]+(e-?\d+)?|true|false|null", value.lower()):
+        problem += " Environment variables are text. To convert one, use ${oc.decode:${oc.env:NAME}}."
     return problem
 
 
