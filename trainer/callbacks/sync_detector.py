@@ -118,10 +118,10 @@ class SyncDetector(RunCallback):
     own synchronizations, and those of optimizers and dataloaders, are not logged.
 
     On CUDA, torch's sync debug mode reports synchronizations. A CPU does not synchronize; on a CPU, the callback finds
-    the operations that would synchronize on a GPU. It finds the same lines if it can determine which tensors would be
-    on the host in a run on a GPU: those created without ``device=``, and results computed only from these. Several
-    synchronizations in one call (``print``) count once. Compiled modules run eagerly in the watched batches; results do
-    not change.
+    the operations that would synchronize on a GPU, except copies by ``copy_``, ``type_as`` and ``new_tensor``. It finds
+    the same lines if it can determine which tensors would be on the host in a run on a GPU: those created without
+    ``device=``, and results computed only from these. Several synchronizations in one call (``print``) count once.
+    Compiled modules run eagerly in the watched batches; results do not change.
 
     Args:
         batches: the number of batches to watch, at least 1. Default: 10.
