@@ -218,7 +218,8 @@ def check_speed(found: Findings) -> None:
             " reliable. Run this again on an idle machine."
         )
     found.facts["verdict"] = verdict(device, {} if is_busy else rates)
-    on_cpu = f", {torch.get_num_threads()} threads" if device.type == "cpu" else ""
+    threads = torch.get_num_threads()
+    on_cpu = f", {threads} thread{'s' * (threads != 1)}" if device.type == "cpu" else ""
     texts = {
         name: ", ".join(f"{rate / 1e9:,.1f} GFLOP/s in {operation}" for operation, rate in row.items())
         for name, row in rates.items()
