@@ -109,7 +109,6 @@ class Kind(NamedTuple):
     Attributes:
         words: the name of the kind in messages; "" if messages do not mention it.
         includes: returns whether a value is of this kind.
-        type: the type of a config's key; Any if OmegaConf has no such type.
         least: the smallest allowed number.
         above: a number must be larger than this. None if ``least`` is the limit.
         most: the largest allowed number.
@@ -119,7 +118,6 @@ class Kind(NamedTuple):
 
     words: str
     includes: Callable[[Any], bool]
-    type: Any = Any
     least: float = -math.inf
     above: float | None = None
     most: float = math.inf
@@ -147,19 +145,19 @@ class Kind(NamedTuple):
         return None if number <= self.most else f"at most {self.most}."
 
 
-WHOLE = Kind("a whole number", _is_whole, int)
-COUNT = Kind("a whole number", _is_count, int).at_least(0)
+WHOLE = Kind("a whole number", _is_whole)
+COUNT = Kind("a whole number", _is_count).at_least(0)
 ENDLESS = COUNT.at_least(-1, ", or -1 for no limit")
-NUMBER = Kind("a number", _is_number, float).at_least(0)
-TEXT = Kind("text", lambda value: isinstance(value, str), str)
-PATH = Kind("a path", lambda value: isinstance(value, (str, PathLike)), str)
+NUMBER = Kind("a number", _is_number).at_least(0)
+TEXT = Kind("text", lambda value: isinstance(value, str))
+PATH = Kind("a path", lambda value: isinstance(value, (str, PathLike)))
 TIME = Kind(
     "a time such as 00:12:00:00 (days, hours, minutes and seconds) or '{hours: 12}'",
     lambda value: (given := seconds(value)) is not None and given >= 0,
 )
 DEVICES = Kind("a number of devices of at least 1, a list of their indices such as [0,1], -1 for all", _is_devices)
 OBJECT = Kind("", _is_object)
-OFF = Kind("", lambda value: value is False, NoneType)  # as in Lightning, False turns a feature off
+OFF = Kind("", lambda value: value is False)  # as in Lightning, False turns a feature off
 SWITCH = (True, False)
 AMOUNT = (
     WHOLE.at_least(0)._replace(words="a whole number of batches"),
@@ -169,7 +167,7 @@ AMOUNT = (
 
 
 def _as_interval(kind: Kind) -> Kind:
-    return kind._replace(type=Any, above=0, otherwise=". To disable validation, set limit_val_batches to 0")
+    return kind._replace(above=0, otherwise=". To disable validation, set limit_val_batches to 0")
 
 
 @dataclass(frozen=True)

@@ -66,11 +66,8 @@ _EARLY = {
     IT + "weights=nowhere.pt": "weights is nowhere.pt: there is no such file or folder.",
     IT + "weights=https://a.b/c.pt": "expected a file or folder of this machine.",
     IT + "weights=typed.py ckpt_path=typed.py": "Got weights=typed.py and ckpt_path=typed.py",
-    "fit weights=typed.py": "weights=typed.py loads only weights, not the config. Choose a recipe",
     # data, optimizer and scheduler
-    IT + "optimizer.lr=abc": "optimizer.lr is abc, expected a number (default: 0.1).",
-    IT + "precision=16 precision.fp32_modules=head": "precision.fp32_modules is head, expected a list",
-    IT + "precision=32 precision.fp32_modules=[head]": "It belongs to precision=16-mixed",
+    IT + "precision=32 precision.fp32_modules=[head]": "There is no setting 'precision.fp32_modules'.",
     IT + "scheduler=cosine scheduler.eta_min=1": "scheduler.eta_min=1 has no effect",
     # the environment
     IT + "optimizer.lr='${oc.env:NO_RATE}'": "give a default: ${oc.env:NO_RATE,VALUE}",
@@ -81,7 +78,7 @@ _EARLY = {
     "fit +recipe=list": "In 'recipe/list'",
     "fit +recipe=no_target": "model is {'start': 1}, expected a node with a _target_",
     # nodes
-    IT + "+callbacks.x=5": "callbacks.x is 5, expected a node with a _target_, or null.",
+    IT + "+callbacks.x=5": "callbacks.x is 5, expected a node with a _target_, the dotted name of a class, or null.",
     IT + "~precision": "There is no precision in the config, expected one",
     # Hydra
     IT + "=3": "Got '=3', expected a setting, key=value.",
@@ -101,6 +98,7 @@ _LATE = {
     TYPED + "~model.width": "name, sizes. Set it: +model.width=VALUE",
     TYPED + "+model.widht=1": "typed.Typed has no argument 'widht'. Did you mean 'width'?",
     IT + "optimizer=adamw optimizer._target_=torch.optim.Rprop": "~optimizer.betas ~optimizer.eps",
+    IT + "optimizer=adam +optimizer.nesterov=true": "~optimizer.nesterov",
     # annotations
     TYPED + "model.width=1.5": "model.width is 1.5, expected a whole number.",
     TYPED + "\"model.width=${oc.env:NO_WIDTH,'4'}\"": "expected a whole number. Environment variables are text.",
@@ -112,6 +110,8 @@ _LATE = {
     IT + "+model._args_=3": "model._args_ is 3, expected a list.",
     IT + "optimizer._partial_=maybe": "_partial_ is maybe, expected true or false",
     # constructors
+    IT + "optimizer.lr=abc": "torch.optim.SGD rejects its arguments: '<' not supported",
+    IT + "'optimizer.lr=[1,2]'": "torch.optim.SGD rejects its arguments: '<' not supported",
     IT + "optimizer.lr=-1": "torch.optim.SGD rejects its arguments: Invalid learning rate: -1.",
     IT + "\"optimizer.lr=${oc.env:NO_RATE,'0.01'}\"": "torch.optim.SGD rejects its arguments: ",
     IT + "precision=16 precision.growth_factor=0.5": "growth_factor=0.5, expected a",

@@ -131,7 +131,7 @@ def test_safetensors_are_the_state_dict(tmp_path, capsys):
     saved, module = fit(tmp_path / "saved", sharded=True, epochs=1)
     fitted = shards.read_whole(saved)["state_dict"]
     out = tmp_path / "all.safetensors"
-    assert main(["export", str(saved), str(out)]) == 0
+    assert main(["export", f"ckpt={saved}", f"to={out}"]) == 0
     assert capsys.readouterr().out.endswith(f" {len(module.state_dict())} tensors.\n")
     found = load_file(out)
     assert_identical(dict(sorted(found.items())), dict(sorted(fitted.items())))
@@ -139,7 +139,7 @@ def test_safetensors_are_the_state_dict(tmp_path, capsys):
     fresh.load_state_dict(found)  # strict, tied weights under both names
     assert fresh.second.weight is fresh.first.weight
     assert torch.equal(fresh.first.weight, fitted["second.weight"])
-    assert main(["export", str(saved), str(tmp_path / "net.safetensors"), "net."]) == 0
+    assert main(["export", f"ckpt={saved}", f"to={tmp_path}/net.safetensors", "prefix=net."]) == 0
     net = make_net(seed=1)
     net.load_state_dict(load_file(tmp_path / "net.safetensors"))
     expected = {n.removeprefix("net."): v for n, v in fitted.items() if n.startswith("net.")}
@@ -155,7 +155,7 @@ def test_views_are_exported_with_their_values(tmp_path):
         "half": torch.ones(2, dtype=torch.bfloat16),
     }  # fmt: skip
     torch.save({"state_dict": {**weights, "_extra_state": {"a": 1}}}, tmp_path / "w.ckpt")
-    assert main(["export", str(tmp_path / "w.ckpt"), str(tmp_path / "w.safetensors")]) == 0
+    assert main(["export", f"ckpt={tmp_path}/w.ckpt", f"to={tmp_path}/w.safetensors"]) == 0
     assert_identical(dict(sorted(load_file(tmp_path / "w.safetensors").items())), dict(sorted(weights.items())))
 
 
@@ -198,11 +198,11 @@ REFUSED = [
     ("shard good.ckpt new", "shard got good.ckpt, which is a folder or missing, expected a checkpoint"),
     ("shard text.ckpt new", "text.ckpt is not a checkpoint: torch.save did not write this file"),
     ("shard stranger.ckpt new", "stranger.ckpt contains more than tensors and plain containers, "),
-    ("export run new.safetensors", "ckpt is run, a folder without checkpoints."),
-    ("export flipped.ckpt new.safetensors", "flipped.ckpt is damaged: the bytes of __0_0.distcp"),
-    ("export bit.ckpt new.safetensors", r"bit.ckpt is damaged: .* bytes .*are not those that were written"),
-    ("export wide.ckpt new.safetensors", r"safetensors does not support wide \(complex128, strided\). Leave it out"),
-    ("export good.ckpt new.safetensors net.", "good.ckpt has no weights .* start with 'net.'; it has weight"),
+    ("export ckpt=run to=new.safetensors", "ckpt is run, a folder without checkpoints."),
+    ("export ckpt=flipped.ckpt to=new.safetensors", "flipped.ckpt is damaged: the bytes of __0_0.distcp"),
+    ("export ckpt=bit.ckpt to=new.safetensors", r"bit.ckpt is damaged: .* bytes .*are not those that were written"),
+    ("export ckpt=wide.ckpt to=new.safetensors", r"does not support wide \(complex128, strided\). Leave it out"),
+    ("export ckpt=good.ckpt to=new.safetensors prefix=net.", "good.ckpt has no weights .* start with 'net.'; it has w"),
 ]  # fmt: skip
 
 
@@ -222,7 +222,7 @@ def test_failed_write_leaves_no_file(here, capsys, monkeypatch):
     monkeypatch.setattr("os.fsync", Mock(side_effect=OSError(28, full)))
     monkeypatch.setattr("safetensors.torch.save_file", Mock(side_effect=SafetensorError(full)))  # it is not an OSError
     before = tree(here)
-    for line in ("consolidate good.ckpt new", "shard file.ckpt new", "export good.ckpt new.safetensors"):
+    for line in ("consolidate good.ckpt new", "shard file.ckpt new", "export ckpt=good.ckpt to=new.safetensors"):
         status, error = status_and_error(capsys, line.split())
         assert (status, "new" in error, "was not written: No space left on device" in error) == (1, True, True), error
         assert tree(here) == before

@@ -124,25 +124,6 @@ def test_errors_without_advice():
     assert "hydra.run.dir=outputs/mine resume=auto" in failure.paragraph(error)
 
 
-@pytest.mark.parametrize(
-    ("message", "data", "named"),
-    [
-        ("There is no file pictures/train.", {"root": "pictures"}, None),  # a word of one part is in any message
-        ("There is no folder {here}/pictures/train.", {"root": "pictures", "other": ["x"]}, "root=pictures"),
-        ("There is no folder big/pictures/train.", {"root": "big/pictures"}, "root=big/pictures"),
-        (None, {"root": "big/pictures"}, "root=big/pictures"),  # the system names the file
-        (None, {"top": "/", "root": "big/pictures/"}, "root=big/pictures/"),  # "/" is in any path
-    ],
-)
-def test_setting_that_names_a_missing_folder(tmp_path, monkeypatch, message, data, named):
-    monkeypatch.chdir(tmp_path)
-    text = "" if message is None else message.format(here=tmp_path)
-    error = FileNotFoundError(text) if text else raised(open, "big/pictures/train.csv")
-    failure.add_setting_note(error, {"data": {"_target_": "a.B", **data}, "command": "fit"})
-    notes = [] if named is None else [f"The path comes from the setting data.{named}."]
-    assert getattr(error, "__notes__", []) == notes
-
-
 @pytest.fixture
 def no_log(monkeypatch):
     """A process without a log file, regardless of earlier tests."""

@@ -13,7 +13,6 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
-import torch
 
 from tests.cli.conftest import write
 from trainer.cli import main
@@ -206,15 +205,6 @@ def compared(shell):
     shell.check(command)
 
 
-def out_of_memory(shell):
-    error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
-    with mock.patch("torch.nn.functional.mse_loss", side_effect=error):
-        status, printed = shell.run("fit", *LINE, *SHORT, "trainer.num_sanity_val_steps=0", "resume=auto")
-    (command,) = [one for one in commands_in(printed) if " tune " in one]
-    assert status == 1
-    shell.follow(command)
-
-
 def slow_step(shell):
     recipe = Recipe("line", {}, loaded=LoadedBatch(None, 0.0, 1e-6, 1, 0), words=["+recipe=line", *SHORT])
     (command,) = commands_in(bottleneck(recipe, recipe.loaded, StepTime(1.0, 1, "32-true", "cpu"), 0))
@@ -262,10 +252,9 @@ SCENARIOS = {
     "cli/arguments.py:check_flags": printed_by("tune", "lr", *LINE, "--cfg", "job"),
     "cli/checks/__init__.py:command": printed_by("checks", "jsn"),
     "cli/checks/first_look.py:bottleneck": slow_step,
-    "cli/checks/memory.py:_measure": unpredictable,
+    "cli/checks/memory.py:check_memory": unpredictable,
     "cli/compare/__init__.py:report": compared,
-    "cli/consolidate.py:two_paths": printed_by("consolidate"),
-    "cli/failure.py:_advice": out_of_memory,
+    "cli/consolidate.py:command": printed_by("consolidate"),
     "cli/help.py:_first_screen": first_screen,
     "cli/help.py:help_text": helped,
     "cli/recipes.py:_find": printed_by("recipes", "lin"),
@@ -277,7 +266,7 @@ SCENARIOS = {
     "cli/sweep/__init__.py:_best": best_of_a_sweep,
     "cli/tune/__init__.py:command": printed_by("tune", "batchsize", *LINE, *SHORT),
     "cli/validate.py:_check_model": no_model,
-    "cli/validate.py:_check_weights": paths_with_special_characters,
+    "cli/validate.py:_check_start": paths_with_special_characters,
     "cli/workdir.py:claim": under_torchrun,
     "cli/workdir.py:resume_command": continued,
 }

@@ -29,11 +29,3 @@ def test_control_characters_of_a_recipes_comment_are_escaped(project, capsys):
     out = capsys.readouterr().out
     assert "See \\x1b]52;c;cHduZWQ=\\x07" in out
     assert "\x1b]" not in out
-
-
-def test_paths_in_a_record_are_escaped(project, given, capsys):
-    write(project, {"given/.hydra/hydra.yaml": 'hydra: {runtime: {cwd: "/x\\e]52;c;cHduZWQ=\\a"}}\n'})
-    assert main(["test", "ckpt=given"]) == 0
-    out = capsys.readouterr().out
-    assert "The run was started in /x\\x1b]52;c;cHduZWQ=\\x07." in out
-    assert "\x1b]" not in out

@@ -6,9 +6,8 @@ import logging
 import os
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
-from functools import partial
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -40,13 +39,15 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+_CURVES = ("losses", "scales", "skipped", "seconds", "memory")
 _SECONDS_BETWEEN_WRITES = 10.0
 _SECONDS_BETWEEN_READINGS = 1.0  # readings of the memory
 
 
-def _write_or_warn(folder: Path, write: Callable[[], object]) -> None:
+@contextmanager
+def _warning_if_not_written(folder: Path) -> Iterator[None]:
     try:
-        write()
+        yield
     except OSError as problem:  # must not fail a successful fit, and must not keep others from writing
         warn(f"The run's record could not be written to {folder}: {problem}")
 
@@ -435,16 +436,14 @@ class RunRecorder(Callback):
         if (home := self.record.home) is not None:
             for view in self._views:
                 folder = Path(view.dirpath).absolute() if view.dirpath else home
-                _write_or_warn(folder, partial(self._draw, view, folder))
+                with _warning_if_not_written(folder):
+                    drawn = view.draw(self.record, folder)
+                    self.record.facts["paths"] |= {name: str(path) for name, path in drawn.items()}
             if self._writes:
-                _write_or_warn(home, self.record.write)
+                with _warning_if_not_written(home):
+                    self.record.write()
         for view in self._views:
             view.show(self.record)
-
-    def _draw(self, view: RecordView, folder: Path) -> None:
-        assert self.record is not None
-        drawn = view.draw(self.record, folder)
-        self.record.facts["paths"] |= {name: str(path) for name, path in drawn.items()}
 
     def _write_periodically(self, trainer: Trainer) -> None:
         if trainer.is_global_zero and time.monotonic() - self._written >= _SECONDS_BETWEEN_WRITES:
@@ -506,15 +505,14 @@ class RunRecorder(Callback):
         return self.metrics[stage].setdefault(name, Series(self._max_points))
 
     def _all_series(self) -> Iterable[Series]:
-        yield from (self.losses, self.scales, self.skipped, self.seconds, self.memory)
+        yield from (getattr(self, name) for name in _CURVES)
         for metrics in self.metrics.values():
             yield from metrics.values()
 
     def _curves(self) -> dict[str, Any]:
         """Return the points, as lists of numbers."""
-        named = ("losses", "scales", "skipped", "seconds", "memory")
         return {
-            **{name: getattr(self, name).state_dict() for name in named},
+            **{name: getattr(self, name).state_dict() for name in _CURVES},
             "metrics": {
                 stage: {name: series.state_dict() for name, series in metrics.items()}
                 for stage, metrics in self.metrics.items()

@@ -36,12 +36,10 @@ _COPY = "collect tensors and copy them once, at the end of the epoch; or .to('cp
 _TEXT = "print it every n-th step, or log it"
 _IF_ADVICE = "no `if` on a tensor: torch.where(condition, a, b), or multiply by the condition"
 _SIZE = "the size of the result depends on values: torch.where, or a product with the mask, keeps the shape"
-_EQUAL = "compare on the device: (a == b).all() is a tensor"
+_ITEM = f"{_SIZE}; for a number as an index, x[i[None]]"
 _CLASSES = "pass the number of classes: F.one_hot(labels, num_classes)"
 _CHECKED = "use torch.linalg.inv_ex, cholesky_ex or solve_ex: the host does not read whether they succeeded"
-_FILLED = "torch.where(mask, value, x): masked_fill reads a value that is a tensor on the GPU"
 _INDEX = "create the index on the device: torch.randperm(n, device=self.device); or register it as a buffer"
-_BY_NUMBER = "index with a one-dimensional tensor: x[i[None]]; the host reads slice bounds and 0-dim indices"
 _SENT = (
     "create it on the device (torch.zeros(..., device=self.device)), register it as a buffer, or copy it from pinned"
     " memory: .pin_memory().to(device, non_blocking=True)"
@@ -53,14 +51,11 @@ _ADVICE_BY_FUNCTION = {
     **dict.fromkeys(("__repr__", "__str__", "__format__"), _TEXT),
     **dict.fromkeys(("__bool__", "__contains__", "is_nonzero"), _IF_ADVICE),
     **dict.fromkeys(("nonzero", "argwhere", "masked_select", "unique", "unique_consecutive", "bincount"), _SIZE),
-    **dict.fromkeys(("__getitem__", "__setitem__", "index", "index_put", "index_put_", "repeat_interleave"), _SIZE),
-    **dict.fromkeys(("equal", "allclose"), _EQUAL),
-    **dict.fromkeys(("tensor", "as_tensor", "asarray", "new_tensor", "to", "cuda", "type_as", "copy_"), _SENT),
-    **dict.fromkeys(("masked_fill", "masked_fill_"), _FILLED),
+    **dict.fromkeys(("__getitem__", "__setitem__", "index", "index_put", "index_put_", "repeat_interleave"), _ITEM),
+    **dict.fromkeys(("tensor", "as_tensor", "asarray", "to", "cuda"), _SENT),
     "one_hot": _CLASSES,
     "_linalg_check_errors": _CHECKED,
     (_HOST_INDEX := "an index on the host"): _INDEX,
-    (_NUMBER_INDEX := "a number as an index"): _BY_NUMBER,
 }
 _SIZES_FROM_VALUES = frozenset(
     ("_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive", "equal",
@@ -68,10 +63,9 @@ _SIZES_FROM_VALUES = frozenset(
 )  # fmt: skip
 """Operations with a result, or a result's size, that the host reads from the device."""
 _BY_MASK = frozenset(("index", "index_put", "index_put_", "_index_put_impl_"))
-_FILLS = frozenset(("masked_fill", "masked_fill_"))
 _COPIES = frozenset(("tolist", "cpu", "numpy", "__array__", "__repr__", "__format__"))
 """Functions that copy from the device to the host. On a CPU they are no-ops, or no mode intercepts them."""
-_TENSOR_FACTORIES = frozenset(("tensor", "as_tensor", "asarray", "new_tensor"))
+_TENSOR_FACTORIES = frozenset(("tensor", "as_tensor", "asarray"))
 """Functions that create tensors from Python values."""
 _TAKE_INDICES = frozenset(("__getitem__", "__setitem__", "index_put", "index_put_"))
 
@@ -124,10 +118,10 @@ class SyncDetector(RunCallback):
     own synchronizations, and those of optimizers and dataloaders, are not logged.
 
     On CUDA, torch's sync debug mode reports synchronizations. A CPU does not synchronize; on a CPU, the callback finds
-    the operations that would synchronize on a GPU. It finds the same lines if it can determine which tensors would be
-    on the host in a run on a GPU: those created without ``device=``, and results computed only from these. Several
-    synchronizations in one call (``print``) count once. Compiled modules run eagerly in the watched batches; results do
-    not change.
+    the operations that would synchronize on a GPU, except copies by ``copy_``, ``type_as`` and ``new_tensor``. It finds
+    the same lines if it can determine which tensors would be on the host in a run on a GPU: those created without
+    ``device=``, and results computed only from these. Several synchronizations in one call (``print``) count once.
+    Compiled modules run eagerly in the watched batches; results do not change.
 
     Args:
         batches: the number of batches to watch, at least 1. Default: 10.
@@ -291,7 +285,7 @@ class _Functions(TorchFunctionMode):
             result = func(*args, **kwargs)
             if copies or not (from_host or _synchronizes_only_on_cpu(name, args, kwargs)):
                 for line, cause in watch.marked.items():
-                    watch.add(line, copies or _cause_of(name, cause))
+                    watch.add(line, copies or (name if name in _ADVICE_BY_FUNCTION else cause))
         finally:
             watch.marked = marked
         if watch.is_cuda or not isinstance(result, Tensor) or not is_dense(result):
@@ -313,11 +307,8 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.overloadpacket.__name__
-        if (
-            (name in _SIZES_FROM_VALUES and (kwargs or {}).get("output_size") is None)
-            or (name in _BY_MASK and any(map(_is_mask, args[1])))
-            or (name in _FILLS and isinstance(args[2], Tensor) and not _is_host(args[2]))
-        ):
+        reads = name in _SIZES_FROM_VALUES and (kwargs or {}).get("output_size") is None
+        if reads or (name in _BY_MASK and any(map(_is_mask, args[1]))):
             self._watch.mark(name)
         return func(*args, **(kwargs or {}))
 
@@ -348,34 +339,16 @@ def _no_op_copy(name: str, args: Any, kwargs: Any, of_host: bool) -> str:
     if name in _COPIES:
         return "" if of_host else name
     if name in _TENSOR_FACTORIES:
-        return name if _creates_from_host_data(name, args, kwargs) else ""
+        is_from_host = not args or not isinstance(args[0], Tensor) or of_host
+        return name if is_from_host and kwargs.get("device") is not None else ""
     if name in _TAKE_INDICES:
-        if _is_host(args[0]):
-            return ""
-        if name == "__setitem__" and _is_host(args[2]) and args[2].dim() > 0:
-            return "copy_"
-        return _HOST_INDEX if _is_on_host(args[1]) else ""
+        return _HOST_INDEX if not _is_host(args[0]) and _is_on_host(args[1]) else ""
     is_asynchronous = kwargs.get("non_blocking") or any(arg is True for arg in args[2:4])
-    if name not in ("to", "cuda", "type_as", "copy_") or is_asynchronous:
+    device = _device_argument(args, kwargs)
+    has_device = name == "cuda" or (name == "to" and isinstance(device, (str, torch.device, Tensor)))
+    if is_asynchronous or not has_device or _is_host(args[0]) is _is_on_cpu(device):
         return ""
-    if name == "copy_":
-        from_host, to_host = _is_host(args[1]), _is_host(args[0])
-    else:
-        device = _device_argument(args, kwargs)
-        if name != "cuda" and not isinstance(device, (str, torch.device, Tensor)):
-            return ""
-        from_host, to_host = _is_host(args[0]), _is_on_cpu(device)
-    if from_host is to_host:
-        return ""
-    return "cpu" if to_host else name
-
-
-def _creates_from_host_data(name: str, args: Any, kwargs: Any) -> bool:
-    """Return whether a tensor on the device is created from data on the host."""
-    data = args[1:2] if name == "new_tensor" else args[:1]
-    is_from_host = not data or not isinstance(data[0], Tensor) or _is_host(data[0])
-    is_on_device = not _is_host(args[0]) if name == "new_tensor" else kwargs.get("device") is not None
-    return is_from_host and is_on_device
+    return "cpu" if _is_on_cpu(device) else name
 
 
 def _is_on_host(index: Any) -> bool:
@@ -387,13 +360,6 @@ def _is_on_host(index: Any) -> bool:
         elif isinstance(part, (list, tuple, range)) or getattr(part, "ndim", 0) > 0:
             return not any(isinstance(leaf, Tensor) and not _is_host(leaf) for leaf in tree_leaves(part))
     return False
-
-
-def _cause_of(name: str, operation: str) -> str:
-    """Return the cause of a synchronization: the function if there is advice for it, otherwise the operation in it."""
-    if name in ("__getitem__", "__setitem__") and operation == "_local_scalar_dense":
-        return _NUMBER_INDEX
-    return name if name in _ADVICE_BY_FUNCTION else operation
 
 
 def _synchronizes_only_on_cpu(name: str, args: Any, kwargs: Any) -> bool:

@@ -19,9 +19,6 @@ from trainer.errors import ConfigurationError, did_you_mean
 from trainer.precision.names import match
 from trainer.terminal import command_line
 
-_EXPORT_SETTINGS = ("ckpt", "ckpt_path", "recipe", "to")
-"""If one of these is given, the arguments of ``export`` are settings instead of file names."""
-
 GROUPS_TO_ADD = ("recipe", "debug", "sweep")
 """Config groups that are not in the default config. Hydra requires a ``+`` before them; here it is optional."""
 
@@ -150,12 +147,13 @@ def read(argv: Sequence[str]) -> Arguments:
     arguments = Arguments()
     words = list(argv)
     while words:
-        word = words.pop(0)
+        word, command = words.pop(0), commands.find(arguments.command)
+        takes_files = command is not None and command.takes_files
         if word.startswith("-"):
             _read_flag(word, words, arguments)
-        elif ("=" in word or word.startswith("~")) and not _is_file_name(word, arguments):
+        elif ("=" in word or word.startswith("~")) and not takes_files:
             _read_override(word, arguments)
-        elif (command := commands.find(arguments.command)) and len(arguments.words) < command.words:
+        elif command is not None and len(arguments.words) < command.words:
             arguments.words.append(word)
         else:
             _read_command(word, arguments)
@@ -172,14 +170,6 @@ def read(argv: Sequence[str]) -> Arguments:
             " value for each setting."
         )
     return arguments
-
-
-def _is_file_name(word: str, arguments: Arguments) -> bool:
-    """Return whether a word with an ``=`` is the name of a file."""
-    if arguments.command != "export":
-        command = commands.find(arguments.command)
-        return command is not None and command.takes_files
-    return not arguments.overrides and word.lstrip("+").partition("=")[0] not in _EXPORT_SETTINGS
 
 
 def _read_flag(word: str, words: list[str], arguments: Arguments) -> None:

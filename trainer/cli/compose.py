@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -77,14 +77,13 @@ def register() -> None:
 class _Loader(ConfigLoaderImpl):
     """Pass the config to ``check`` before overrides set values in it."""
 
-    check: Callable[[dict[str, Any], dict[str, str]], None] | None = None
+    check: Callable[[dict[str, Any]], None] | None = None
 
     def _compose_config_from_defaults_list(self, defaults: Any, repo: Any) -> DictConfig:
         config = super()._compose_config_from_defaults_list(defaults, repo)
         check, self.check = self.check, None  # because `check` may compose other configs
         if check is not None:
-            paths = [str(default.config_path).rpartition("/") for default in defaults]
-            check(unresolved(config), {group: option for group, _, option in paths})
+            check(unresolved(config))
         return config
 
 
@@ -136,19 +135,14 @@ class Composer:
         key, _, value = override.partition("=")
         quoted = f"{key}={QuotedString(value, Quote.double).with_quotes()}"
         remark = re.search(r"\w+ while evaluating .*", reason)
-        problem = f": {_one_paragraph(remark[0] if remark else reason.partition(chr(10))[0])}."
-        try:
+        problem = f"{_one_paragraph(remark[0] if remark else reason.partition(chr(10))[0])}."
+        with suppress(HydraException):
             self.parser.parse_override(quoted)
-        except HydraException:
-            return f"Cannot parse the setting {override!r}{problem}"
-        if remark and "Unknown function" not in problem:
-            is_null = "NoneType" in problem
-            hint = f" To include null, separate the values by commas only: {key}=null,VALUE" if is_null else ""
-            return f"Cannot parse the setting {override!r}{problem}{hint}"
-        return (
-            f"Cannot parse the setting {override!r}{problem if remark else '.'} A value with spaces, commas, brackets,"
-            f" quotes, = or other special characters needs its own quotes. If it is a text: {shlex.quote(quoted)}"
-        )
+            problem += (
+                " A value with spaces, commas, brackets, quotes, = or other special characters needs its own quotes. If"
+                f" it is a text: {shlex.quote(quoted)}"
+            )
+        return f"Cannot parse the setting {override!r}: {problem}"
 
     def is_group(self, key: str) -> bool:
         """Return whether ``key`` is the name of a config group."""
@@ -166,16 +160,6 @@ class Composer:
         """Return whether ``group`` has ``option``, which may be in a subfolder of the group."""
         return bool(self.loader.repository.config_exists(f"{group}/{option}"))
 
-    def option(self, group: str, option: str) -> dict[str, Any]:
-        """Return the settings of an option of ``group``; {} if it cannot be composed without the rest of the config."""
-        try:
-            config = self.loader.load_configuration(f"{group}/{option}", [], RunMode.RUN)
-            found = OmegaConf.select(config, group.replace("/", "."))
-            node = None if found is None else OmegaConf.to_container(found, resolve=False)
-        except (HydraException, OmegaConfBaseException, YAMLError):
-            return {}
-        return {str(name): value for name, value in node.items()} if isinstance(node, dict) else {}
-
     def groups(self) -> list[str]:
         """Return the config groups, without those of Hydra and of the schema."""
         groups = self.loader.repository.get_group_options("", ObjectType.GROUP)
@@ -192,14 +176,13 @@ class Composer:
     def compose(
         self,
         overrides: Sequence[str],
-        check: Callable[[dict[str, Any], dict[str, str]], None] | None = None,
+        check: Callable[[dict[str, Any]], None] | None = None,
     ) -> DictConfig:
         """Return the composed config, including the ``hydra`` node.
 
         Args:
             overrides: the command line.
-            check: called with the unresolved config before ``overrides`` set values in it, and with the chosen option
-                of each config group.
+            check: called with the unresolved config before ``overrides`` set values in it.
 
         Raises:
             UsageError: if a config or an override is invalid.

@@ -20,9 +20,13 @@ def command(arguments: Arguments) -> int:
     """Run ``trainer consolidate FOLDER FILE`` or ``trainer shard FILE FOLDER``."""
     to_file = arguments.command == "consolidate"
     folder, file = "a sharded checkpoint, which is a folder", "a checkpoint that is one file"
-    given, made = two_paths(
-        arguments, f"{folder}, and the file to write" if to_file else f"{file}, and the folder to write"
-    )
+    if len(arguments.words) < 2:
+        expected = f"{folder}, and the file to write" if to_file else f"{file}, and the folder to write"
+        raise UsageError(
+            f"{arguments.command} got {len(arguments.words)} of two paths, expected {expected}:"
+            f" `{command_line(arguments.command, '--help')}`"
+        )
+    given, made = (Path(word).expanduser() for word in arguments.words)
     if to_file and not is_checkpoint_folder(given):
         found = f"there is no {MANIFEST} in it" if given.is_dir() else "it is a file, or missing"
         raise UsageError(
@@ -41,20 +45,6 @@ def command(arguments: Arguments) -> int:
         return f" Left out, because {reason}: {', '.join(left_out)}." if left_out else ""
 
     return run_conversion(convert, made)
-
-
-def two_paths(arguments: Arguments, expected: str) -> tuple[Path, Path]:
-    """Return the two paths among the arguments of a command.
-
-    Raises:
-        UsageError: if there are fewer than two words.
-    """
-    if len(arguments.words) < 2:
-        raise UsageError(
-            f"{arguments.command} got {len(arguments.words)} of two paths, expected {expected}:"
-            f" `{command_line(arguments.command, '--help')}`"
-        )
-    return Path(arguments.words[0]).expanduser(), Path(arguments.words[1]).expanduser()
 
 
 def check_new(path: Path) -> None:

@@ -11,7 +11,7 @@ from tempfile import TemporaryDirectory
 
 from trainer import packages
 from trainer.cli.arguments import Arguments, UsageError
-from trainer.cli.consolidate import check_new, run_conversion, two_paths
+from trainer.cli.consolidate import check_new, run_conversion
 from trainer.errors import TrainerError
 from trainer.record.find_checkpoint import find
 
@@ -22,35 +22,24 @@ _EXTRAS = {WEIGHTS: "safetensors", ".onnx": "export"}
 
 
 def command(arguments: Arguments) -> int:
-    """Run ``export ckpt=RUN to=FILE [SETTING=VALUE]`` or ``export RUN FILE [PREFIX]``.
+    """Run ``export ckpt=RUN to=FILE [SETTING=VALUE]`` or ``export ckpt=RUN to=FILE.safetensors [prefix=PREFIX]``.
 
     Returns:
         0, or 1 if the module cannot be exported, or the outputs of the file differ from those of the module.
     """
     arguments.check_flags()
     given = {word.partition("=")[0]: word.partition("=")[2].strip("'\"") for word in arguments.overrides}
-    prefix = arguments.words[2:]
-    if not given:
-        checkpoint, to = two_paths(arguments, f"a checkpoint, and the {WEIGHTS} file to write")
-        given = {"ckpt": str(checkpoint), "to": str(to)}
-        arguments.overrides = [f"ckpt='{checkpoint}'"]
-    elif arguments.words:
-        raise UsageError(f"export got the word {arguments.words[0]!r} among settings, expected ckpt=RUN to=FILE.")
     file = _writable(Path(given.pop("to", "")).expanduser())
     arguments.overrides = [word for word in arguments.overrides if not word.startswith("to=")]
     if file.suffix != WEIGHTS:
-        if prefix:
-            raise UsageError(
-                f"export got the prefix {prefix[0]} with {file}, expected a file that ends in {WEIGHTS}: only the names"
-                " of weights have a prefix."
-            )
         return _graph(arguments, file)
+    prefix = given.pop("prefix", "")
     if len(given) != 1 or not given.keys() <= {"ckpt", "ckpt_path"}:
         raise UsageError(
             f"export to a {WEIGHTS} file got {' '.join(arguments.overrides) or 'no checkpoint'}, expected"
-            f" ckpt=RUN to=FILE{WEIGHTS} without other settings: it copies the weights from the checkpoint."
+            f" ckpt=RUN to=FILE{WEIGHTS} and maybe prefix=PREFIX: it copies the weights from the checkpoint."
         )
-    return _weights(find(Path(*given.values()).expanduser()), file, *prefix)
+    return _weights(find(Path(*given.values()).expanduser()), file, prefix)
 
 
 def _writable(file: Path) -> Path:
@@ -70,7 +59,7 @@ def _writable(file: Path) -> Path:
     return file
 
 
-def _weights(checkpoint: Path, file: Path, prefix: str = "") -> int:
+def _weights(checkpoint: Path, file: Path, prefix: str) -> int:
     def convert() -> str:
         from trainer.checkpoint.conversion import export, weights_of
 

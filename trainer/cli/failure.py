@@ -12,15 +12,12 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 from trainer import packages, redaction
 from trainer.cli.folders import PACKAGE
 from trainer.cli.processes import is_debug, is_first, rank
-from trainer.cli.walk import walk
 from trainer.errors import (
     ConfigurationError,
     FolderInUseError,
@@ -32,7 +29,6 @@ from trainer.errors import (
 )
 from trainer.files import from_here
 from trainer.packages import is_users_file
-from trainer.terminal import command_line
 
 log = logging.getLogger(__name__)
 
@@ -47,14 +43,11 @@ _IN_WORKER = re.compile(
 )
 """The text before the message of an error in a DataLoader worker: the tracebacks of its causes, then its own."""
 
-_NOT_OF_TUNE = ("resume=", "trainer.resume=", "ckpt_path=", "hydra.")
-"""Settings of a fit that tune refuses."""
-
 _REPORTED = ".failure"
 """File in the folder of a run with several processes, which exists once a process has printed its error."""
 
 
-def record(error: Exception, folder: Path, command: str, processes: int = 1, words: Sequence[str] = ()) -> None:
+def record(error: Exception, folder: Path, command: str, processes: int = 1) -> None:
     """Write the traceback of ``error`` to the run's log, and store the log's path in the error.
 
     Args:
@@ -62,9 +55,8 @@ def record(error: Exception, folder: Path, command: str, processes: int = 1, wor
         folder: folder of the run.
         command: such as ``fit``; the name of the log starts with it.
         processes: number of processes of the run.
-        words: flags and overrides that compose the run's config again.
     """
-    error.__dict__["folder"], error.__dict__["words"] = folder, words
+    error.__dict__["folder"] = folder
     error.__dict__["processes"] = max(processes, int(os.environ.get("WORLD_SIZE", "1")))
     if isinstance(error, FolderInUseError):
         return  # the folder and its log belong to another run
@@ -88,21 +80,6 @@ def log_handler() -> logging.FileHandler | None:
     """Return the handler that writes the run's log; None if this process has none."""
     files = [handler for handler in logging.getLogger().handlers if isinstance(handler, logging.FileHandler)]
     return next((handler for handler in files if handler.baseFilename != os.path.abspath(os.devnull)), None)
-
-
-def add_setting_note(error: Exception, settings: dict[str, Any]) -> None:
-    """If an error is about a missing or unreadable file, add a note with the setting that names it or its folder."""
-    if not isinstance(error, (FileNotFoundError, NotADirectoryError, PermissionError)):
-        return
-    text = " ".join(map(str, (error, error.filename)))
-    for key, name, value, _ in walk(settings):
-        if isinstance(value, str) and len(value) > 1 and (os.sep in value or name in ("root", "path", "folder")):
-            absolute = str(Path(value).expanduser().absolute())
-            is_above = str(error.filename).startswith(f"{value}{os.sep}")
-            is_named = value in (text if os.sep in value else text.split())
-            if is_above or is_named or absolute in text:
-                error.add_note(f"The path comes from the setting {key}={value}.")
-                return
 
 
 def print_error(error: Exception) -> None:
@@ -225,15 +202,11 @@ def _advice(error: BaseException) -> str:
         )
     if not is_out_of_memory(error) or isinstance(error, TrainerError):
         return ""
-    advice = (
+    return (
         "Settings of the command line that need less memory: a smaller data.batch_size with a larger"
         " trainer.accumulate_grad_batches, precision=bf16-mixed, callbacks=activation_checkpointing, and trainer=fsdp"
-        " on several devices."
+        " on several devices. The command tune batch_size finds the largest batch that fits."
     )
-    words = [word for word in error.__dict__.get("words", ()) if not word.startswith(_NOT_OF_TUNE)]
-    if "train_dataloader" not in str(getattr(error, "__notes__", "")) or any(w.startswith("ckpt=") for w in words):
-        return advice  # not a training step, or a config that tune refuses
-    return f"{advice} `{command_line('tune', 'batch_size', *words)}` finds the largest batch that fits."
 
 
 def _without_hydra_frames(error: BaseException) -> BaseException:

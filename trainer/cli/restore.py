@@ -67,9 +67,7 @@ def apply(arguments: Arguments) -> None:
     arguments.overrides.append(f"ckpt={quoted(str(checkpoint))}")  # so that other processes use the same checkpoint
     arguments.flags["--config-name"] = RESTORED
     if is_first() and not is_quiet() and not arguments.shows:
-        started = _saved_hydra(run, "runtime").get("cwd", str(Path.cwd()))
-        remark = "" if started == str(Path.cwd()) else f" The run was started in {started}."
-        print(printable(f"{arguments.command} with {checkpoint.name} and the config of {run}.{remark}"), flush=True)
+        print(printable(f"{arguments.command} with {checkpoint.name} and the config of {run}."), flush=True)
 
 
 def recipe_of(checkpoint: str | None) -> str | None:
@@ -82,8 +80,6 @@ def recipe_of(checkpoint: str | None) -> str | None:
 def _refuse_contradictions(arguments: Arguments, given_ckpt: str) -> None:
     if arguments.command == "compare":
         raise UsageError("Got ckpt with compare, which trains from the beginning. Remove ckpt.")
-    if "," in given_ckpt and arguments.multirun:
-        raise UsageError(f"Got ckpt={given_ckpt}, expected one value: each run has its own config.")
     keys = {word.lstrip("+~").partition("=")[0] for word in arguments.overrides}
     has_config = arguments.flags.get("--config-name", RESTORED) != RESTORED
     if has_config or not keys.isdisjoint(("recipe", "ckpt_path")):
@@ -110,12 +106,8 @@ def _config(run: Path, checkpoint: Path, groups: dict[str, str]) -> dict[str, An
     del base["defaults"]
     left_out = (*_NOT_RESTORED, *_COMMAND_GROUPS)
     saved = {name: value for name, value in saved_config(run).items() if name not in left_out}
-    if isinstance(callbacks := saved.get("callbacks"), dict):  # the run is not a trial of this command's study
-        saved["callbacks"] = {
-            name: node
-            for name, node in callbacks.items()
-            if not (isinstance(node, dict) and node.get("_target_") == "trainer.callbacks.OptunaPruning")
-        }
+    if isinstance(callbacks := saved.get("callbacks"), dict):
+        callbacks.pop("pruning", None)  # the run is not a trial of this command's study
     for group in groups:
         _remove(saved, group)
         _remove(base, group)

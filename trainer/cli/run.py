@@ -119,8 +119,7 @@ def run(config: DictConfig) -> float | None:
         is_ours = not isinstance(error, FolderInUseError)  # otherwise another run writes its record there
         _complete(record, trainer, started, "failed", redaction.text(f"{type(error).__name__}: {error}"))
         record.facts |= memory_at(error)
-        failure.add_setting_note(error, settings)
-        failure.record(error, folder, config.command, getattr(trainer, "world_size", 1), words_of_run())
+        failure.record(error, folder, config.command, getattr(trainer, "world_size", 1))
         raise
     finally:
         is_running = outer

@@ -1,21 +1,19 @@
 """Check the values in a config. Imports no torch.
 
 All checks use the values that a setting accepts (`trainer.arguments.Argument`). These come from the table of the
-Trainer's arguments, the dataclass of a node such as ``tune``, the default of the setting, or the signature of the class
-that receives it.
+Trainer's arguments, the dataclass of a node such as ``tune``, or, once its class is imported, the class's signature.
 """
 
 from __future__ import annotations
 
+import re
 import typing
 from collections.abc import Mapping
 from dataclasses import field, fields, make_dataclass
-from functools import reduce
-from operator import or_
 from types import NoneType, UnionType
 from typing import Any, TypeVar
 
-from trainer.arguments import ARGUMENTS, TEXT, Argument, Kind, describe
+from trainer.arguments import ARGUMENTS, SWITCH, TEXT, Argument, Kind, describe
 from trainer.cli.arguments import UsageError
 from trainer.errors import did_you_mean
 
@@ -25,47 +23,23 @@ SETTINGS = {name: one for name, one in ARGUMENTS.items() if name not in ("precis
 """The Trainer's arguments that ``trainer.NAME`` sets; the others are config groups."""
 
 _LIST = Kind("a list", lambda value: isinstance(value, list))
-NUMBER = Kind("a number", lambda value: isinstance(value, int | float) and not isinstance(value, bool))
-_BY_TYPE: dict[Any, Any] = {
-    bool: Kind("true or false", lambda value: value in (0, 1)),
-    int: Kind("a whole number", lambda value: isinstance(value, int)),
-    float: NUMBER,
-    str: TEXT,
-    NoneType: None,
-    list: _LIST,
-    tuple: _LIST,
-    dict: Kind("a node with settings", lambda value: isinstance(value, dict)),
+_BY_TYPE: dict[Any, tuple[Any, ...]] = {
+    bool: SWITCH,
+    int: (Kind("a whole number", lambda value: isinstance(value, int)),),
+    float: (Kind("a number", lambda value: isinstance(value, int | float) and not isinstance(value, bool)),),
+    str: (TEXT,),
+    NoneType: (None,),
+    list: (_LIST,),
+    tuple: (_LIST,),
+    dict: (Kind("a node with settings", lambda value: isinstance(value, dict)),),
 }
-
-
-def _type(argument: Argument) -> Any:
-    """Return the type of a setting for OmegaConf, which converts the text of ``${oc.env:...}`` to it.
-
-    Return Any if some of the accepted values are words.
-    """
-    kinds: list[Any] = [
-        value.type if isinstance(value, Kind) else type(value) if isinstance(value, (bool, NoneType)) else Any
-        for value in argument.accepts or (object,)
-    ]
-    return Any if Any in kinds else reduce(or_, kinds)
-
 
 TrainerSettings = make_dataclass(
     "TrainerSettings",
-    [("_target_", str, "trainer.Trainer"), *((name, _type(one), one.default) for name, one in SETTINGS.items())],
+    [("_target_", str, "trainer.Trainer"), *((name, Any, one.default) for name, one in SETTINGS.items())],
     namespace={"__module__": __name__},  # so that configs can be pickled
 )
 """The schema of the ``trainer`` node: names and defaults as in `trainer.Trainer`."""
-
-
-def accepted_by_default(default: Any) -> tuple[Any, ...]:
-    """Return the values that may replace ``default``, such as numbers for a number. Empty if any value may."""
-    if isinstance(default, bool):
-        return (Kind(f"true or false (default: {describe(default)})", lambda value: isinstance(value, bool)),)
-    kind = next((_BY_TYPE[type_] for type_ in (float, list, dict) if _BY_TYPE[type_].includes(default)), None)
-    if kind is None or isinstance(default, dict):
-        return () if kind is None else (kind,)
-    return (kind._replace(words=f"{kind.words} (default: {describe(default)})"),)
 
 
 def accepted_by_hint(hint: Any) -> tuple[Any, ...]:
@@ -77,7 +51,7 @@ def accepted_by_hint(hint: Any) -> tuple[Any, ...]:
         words = typing.get_args(member) if kind is typing.Literal else ()
         if not all(isinstance(word, str | bool | NoneType) for word in words) or not (words or kind in _BY_TYPE):
             return ()
-        accepts += words or [_BY_TYPE[kind]]
+        accepts += words or _BY_TYPE[kind]
     return tuple(sorted(dict.fromkeys(accepts), key=lambda one: one is None))  # null comes last in a message
 
 
@@ -89,33 +63,23 @@ def mistake(key: str, value: Any, accepts: tuple[Any, ...]) -> str | None:
         value: resolved value.
         accepts: accepted values as in `trainer.arguments.Argument`; () for any value.
     """
-    is_switch = any(isinstance(accepted, Kind) and accepted.words.startswith("true or false") for accepted in accepts)
-    problem = Argument(key, None, "", accepts).mistake(value, key, ("true", "false") if is_switch else ())
-    takes_numbers = any(isinstance(one, Kind) and "number" in one.words for one in accepts)
-    return f"{problem}{as_number(value)}" if problem and takes_numbers else problem
-
-
-def as_number(value: Any) -> str:
-    """Return advice if ``value`` is a string that can be parsed as a number, otherwise ""."""
-    try:
-        float(value if isinstance(value, str) else "")
-    except ValueError:
-        return ""
-    return (
-        " Environment variables are text. To convert one to a number, use ${oc.decode:${oc.env:NAME}}; on the command"
-        " line with quotes: 'KEY=\"${oc.decode:${oc.env:NAME}}\"'."
-    )
+    problem = Argument(key, None, "", accepts).mistake(value, key)
+    if problem and isinstance(value, str) and re.fullmatch(r"-?[\d.]+(e-?\d+)?|true|false|null", value.lower()):
+        problem += " Environment variables are text. To convert one, use ${oc.decode:${oc.env:NAME}}."
+    return problem
 
 
 def check_trainer(settings: Mapping[str, Any]) -> None:
     """Check the ``trainer`` node. A setting that is still an interpolation is not checked.
 
     Raises:
-        UsageError: if an argument of the Trainer does not accept its value, or a minimum is above its maximum.
+        UsageError: if an argument does not exist or does not accept its value, or a minimum is above its maximum.
     """
     settings = {name: value for name, value in settings.items() if not str(value).startswith("${")}
+    for name in settings.keys() - {*SETTINGS, "_target_"}:
+        raise UsageError(f"There is no setting 'trainer.{name}'.{did_you_mean(name, SETTINGS)}")
     for name, argument in SETTINGS.items():
-        if problem := argument.mistake(settings.get(name, argument.default), f"trainer.{name}"):
+        if problem := mistake(f"trainer.{name}", settings.get(name, argument.default), argument.accepts):
             raise UsageError(problem)
     for unit in ("epochs", "steps"):
         low, high = settings.get(f"min_{unit}"), settings.get(f"max_{unit}")

@@ -22,7 +22,6 @@ from collections.abc import Collection, Iterable, Mapping
 from functools import partial
 from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
@@ -251,11 +250,9 @@ class Allowlist:
 
 def _check_name(target: Any, key: str) -> None:
     """Check that ``target`` is a dotted name in an existing package."""
-    if not isinstance(target, str):
+    if not isinstance(target, str) or not all(part.isidentifier() for part in target.split(".")):
         raise UsageError(f"{key}._target_ is {describe(target)}, expected the dotted name of a class or a function.")
     root = target.partition(".")[0]
-    if not all(part.isidentifier() for part in target.split(".")):
-        raise UsageError(f"{key or '_target_'} is {target!r}, expected the dotted name of a class or a function.")
     if _spec(root) is None:
         own = [path.stem for path in Path.cwd().iterdir() if path.suffix == ".py" or path.is_dir()]
         raise UsageError(
@@ -265,15 +262,21 @@ def _check_name(target: Any, key: str) -> None:
 
 
 def _look_up(target: str, key: str) -> Any:
-    first, *names = target.split(".")
-    found: Any = _import(first)
-    path = first
-    for name in names:
-        if not _has_attribute(found, name, path) and hasattr(found, "__path__"):
-            _import(f"{path}.{name}")
-        if not _has_attribute(found, name, path):
-            raise UsageError(f"{key}: there is no {target}: {path} has no {name!r}.{did_you_mean(name, dir(found))}")
-        found, path = getattr(found, name), f"{path}.{name}"
+    path, *names = target.split(".")
+    try:
+        found: Any = importlib.import_module(path)
+        for name in names:
+            place = f"{path}.{name}"
+            if not hasattr(found, name) and hasattr(found, "__path__") and importlib.util.find_spec(place) is not None:
+                importlib.import_module(place)
+            if not hasattr(found, name):
+                hint = did_you_mean(name, dir(found))
+                raise UsageError(f"{key}: there is no {target}: {path} has no {name!r}.{hint}")
+            found, path = getattr(found, name), place
+    except ModuleNotFoundError as error:
+        extra = packages.extra_of(error.name or "")
+        advice = packages.pip_install(extra) if extra else "Install it, or correct the import."
+        raise UsageError(f"{target} needs the package {error.name}, which is not installed. {advice}") from error
     if not callable(found):
         raise UsageError(f"{key}: {target} is a {type(found).__name__}, expected a class or a function.")
     return found
@@ -304,29 +307,6 @@ def _is_outside(text: str) -> bool:
         return "://" in path or not any(place.is_relative_to(Path(folder).resolve()) for folder in (".", run_folder))
     except (RuntimeError, ValueError):  # an unknown home directory, a null byte
         return True
-
-
-def _import(module: str) -> ModuleType | None:
-    try:
-        return importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        if error.name is not None and within(module, (error.name,)):
-            return None
-        raise _missing_package_error(module, error) from error
-
-
-def _has_attribute(found: Any, name: str, path: str) -> bool:
-    """Return whether ``found`` has an attribute ``name``, which a lazy package may import now."""
-    try:
-        return hasattr(found, name)
-    except ModuleNotFoundError as error:
-        raise _missing_package_error(f"{path}.{name}", error) from error
-
-
-def _missing_package_error(target: str, error: ModuleNotFoundError) -> UsageError:
-    extra = packages.extra_of(error.name or "")
-    advice = packages.pip_install(extra) if extra else "Install it, or correct the import."
-    return UsageError(f"{target} needs the package {error.name}, which is not installed. {advice}")
 
 
 def _is_own(name: str) -> bool:

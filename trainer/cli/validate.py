@@ -17,7 +17,7 @@ from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from trainer.arguments import SWITCH, WHOLE, Kind, describe, join_alternatives
+from trainer.arguments import SWITCH, WHOLE, Kind, describe
 from trainer.cli import plugins, tracking
 from trainer.cli.arguments import GROUPS_TO_ADD, Arguments, UsageError, canonical_precisions
 from trainer.cli.compose import (
@@ -36,8 +36,6 @@ from trainer.cli.processes import environment
 from trainer.cli.restore import recipe_of, saved_config
 from trainer.cli.schema import (
     SETTINGS,
-    accepted_by_default,
-    as_number,
     check_trainer,
     mistake,
     read_settings,
@@ -52,13 +50,13 @@ from trainer.terminal import command_line
 
 _MOST_JOBS = 50
 """Largest number of jobs of a sweep that are composed and checked before the first one starts, at 0.1 s per job."""
-_REQUIRED_NODES = (
-    "allowed_packages", "callbacks", "checkpoint_files", "checks", "compare", "logger", "objective", "seed", "tune",
+_REQUIRED = (
+    "allowed_packages", "callbacks", "checkpoint_files", "checks", "compare", "logger", "objective", "precision",
+    "seed", "trainer", "tune",
 )  # fmt: skip
+"""Nodes that cannot be removed."""
 _REPLACEABLE = ("data", "model", "optimizer", "scheduler")
 """Config groups with options that each configure one class."""
-_REQUIRED_GROUPS = ("precision", "trainer")
-"""Config groups that cannot be removed."""
 _NAMED_CHECKPOINTS = ("last", "best", "hpc")
 _NOT_RESTORED = ("_partial_", "_target_", "capturable", "foreach", "fused")
 """Settings of an optimizer that a checkpoint does not replace, or that raise an error if they differ."""
@@ -197,171 +195,66 @@ def _check_option(composer: Composer, override: Override) -> None:
     group = override.key_or_group
     if not composer.is_group(group) or override.is_delete():
         return
-    if override.is_interval_sweep():
-        raise UsageError(f"{override.input_line} is an interval, expected options of the config group {group}.")
     written = list(_sweep(override)) if override.is_sweep_override() else override.value()
     if group == "precision" and isinstance(written, list) and len(written) > 1 and not override.is_sweep_override():
         names = ",".join(map(str, written))
         raise UsageError(f"precision is [{names}], expected one option. To run each of them, use -m precision={names}")
     for option in written if isinstance(written, list) else [written]:
-        if isinstance(option, dict):
+        name = describe(option).strip("'\"")
+        if isinstance(option, dict) or composer.has_option(group, name):
             continue
-        if option is None or option is False:
-            known = composer.options(group)
-            option_none = f"{group}=none" if "none" in known else f"~{group}"
-            removal = "" if group in _REQUIRED_GROUPS else f" To use none, write {option_none}."
-            raise UsageError(f"{group} is {describe(option)}, expected one of: {', '.join(known)}.{removal}")
-        name = str(option).strip("'\"")
-        if not composer.has_option(group, name):
-            known = composer.options(group)
-            short = [f"fp{one.partition('-')[0]}" for one in known] if group == "precision" else []
-            hint = _hint_other_file(group, name, known) or did_you_mean(name, [*known, *short])
-            raise UsageError(f"Config group {group!r} has no option {name!r}.{hint} Choose one of: {', '.join(known)}.")
-
-
-def _hint_other_file(group: str, name: str, known: Sequence[str]) -> str:
-    """Return a hint if the option is written as a path or a class, or its file is not one of the configs; else ""."""
-    stem = Path(name).name.removesuffix(".yml").removesuffix(".yaml")
-    files = (Path("conf", group, f"{stem}.yml"), Path("conf", f"{stem}.yaml"))
-    inside = [option for option in options(group) if option.endswith(f"/{name}")]
-    if inside or (stem != name and stem in known):
-        return f" Did you mean {(inside or [stem])[0]!r}?"
-    if found := next((file for file in files if file.is_file()), None):
-        return f" The name of {found} has to be conf/{group}/{stem}.yaml."
-    if group in _REPLACEABLE and re.fullmatch(r"[a-zA-Z_]\w*(\.\w+)+", name):
-        return f" To use the class {name}: {group}._target_={name}."
-    if group == "recipe" and not Path("conf").is_dir():
-        return f" There is no folder conf in {Path.cwd()}, so there are only the included ones."
-    return ""
+        known = composer.options(group)
+        short = [f"fp{one.partition('-')[0]}" for one in known] if group == "precision" else []
+        hint = did_you_mean(name, [*known, *short]) or did_you_mean(Path(name).stem, options(group))
+        if not hint and group in _REPLACEABLE and re.fullmatch(r"[a-zA-Z_]\w*(\.\w+)+", name):
+            hint = f" To use the class {name}: {group}._target_={name}."
+        if not hint and group == "recipe" and not Path("conf").is_dir():
+            hint = f" There is no folder conf in {Path.cwd()}, so there are only the included ones."
+        raise UsageError(f"Config group {group!r} has no option {name!r}.{hint} Choose one of: {', '.join(known)}.")
 
 
 def _compose(composer: Composer, job: Sequence[str]) -> tuple[DictConfig, dict[str, Any]]:
     """Return the config of ``job`` with and without its settings, after checking the settings against the latter."""
     before = {}
 
-    def check(config: dict[str, Any], chosen: dict[str, str]) -> None:
+    def check(config: dict[str, Any]) -> None:
         before.update(config)
         known = {entry.key: entry.value for entry in walk(config, into_lists=False)}
-        _check_settings(composer, known, chosen, job)
-        _check_replaced_options(composer, known, job)
+        for override in composer.parse(job):
+            _check_key(composer, known, override)
 
     return composer.compose(job, check), before
 
 
-def _check_settings(composer: Composer, known: dict[str, Any], chosen: dict[str, str], job: Sequence[str]) -> None:
-    """Check the settings in ``job`` against the config without them.
+def _check_key(composer: Composer, known: dict[str, Any], override: Override) -> None:
+    """Refuse a key that does not exist, except below a null value or a list, and keys below an interpolation.
 
     Args:
-        composer: parses the settings.
-        known: values by key in the config without the settings.
-        chosen: chosen option by config group.
-        job: overrides of one job.
+        composer: the composer of the config.
+        known: values by key in the config without the settings of the command line.
+        override: one of these settings.
     """
-    for override in composer.parse(job):
-        key = override.key_or_group
-        if override.package is not None or "[" in key or key == "hydra.searchpath" or composer.chooses(override):
-            continue  # Hydra checks packages and list items
-        if override.is_delete() and key.startswith("trainer."):
-            raise UsageError(f"{key} cannot be removed. Use {key}=null, or set another value.")
-        if override.is_add() or override.is_force_add():
-            _check_new_key(composer, known, override)
-        elif key not in known:
-            _check_unknown_key(known, chosen, override, composer)
-        elif not override.is_delete():
-            _check_value(key, override.value(), known[key])
-
-
-def _check_replaced_options(composer: Composer, known: dict[str, Any], job: Sequence[str]) -> None:
-    """Raise if the command line replaces an option, and a recipe sets keys that the new option does not have.
-
-    Args:
-        composer: reads the options.
-        known: values by key in the config before settings of ``job`` change it.
-        job: overrides of one job.
-    """
-    overrides = composer.parse(job)
-    given = {override.key_or_group for override in overrides}
-    for override in overrides:
-        group, option = override.key_or_group, str(override.value()).strip("'\"")
-        if group not in _REPLACEABLE or override.package or not composer.chooses(override) or override.is_delete():
-            continue  # with a package, such as optimizer@second, it is the option of another node
-        others = [str(one.input_line) for one in overrides if one is not override]
-        files = composer.files(others)
-        former = [file.stem for file, of_group, package in files if (of_group, package) == (group, group)][-1:]
-        own = composer.option(group, option)
-        left = [f"{group}.{name}" for name in known.get(group) or () if own and name not in own]
-        left = [key for key in left if key not in given and former not in ([], [option])]
-        if left:
-            raise UsageError(
-                f"{group}={option} replaces {group}={former[0]}, but the config keeps settings for the latter, which"
-                f" {option} does not have: {', '.join(left)}. To remove them: {' '.join(f'~{key}' for key in left)}"
-            )
-
-
-def _setting(key: str) -> str | None:
-    """Return ``NAME`` if the key is ``trainer.NAME``; None for other keys and ``trainer._target_``."""
-    node, _, name = key.partition(".")
-    return name if node == "trainer" and name not in ("", "_target_") and "." not in name else None
-
-
-def _check_new_key(composer: Composer, known: dict[str, Any], override: Override) -> None:
-    key = override.key_or_group
-    _existing_part(known, override)
-    name = _setting(key)
-    if name is not None and name not in SETTINGS:
-        hint = did_you_mean(name, SETTINGS).replace("'", "'trainer.", 1) or _nearest(key, known)
-        raise UsageError(f"The Trainer has no argument {key!r}.{hint}")
-    if key in known and not override.is_force_add() and not isinstance(override.value(), dict):
-        plain = str(override.input_line).lstrip("+")
-        raise UsageError(f"{key} is in the config already. Remove the + before it: {plain}")
-    group_hint = did_you_mean(key, [group for group in composer.groups() if group != key])
-    if "." not in key and group_hint and not override.is_force_add():
-        raise UsageError(
-            f"There is no config group {key!r}.{group_hint} To add a setting of that name, write"
-            f" ++{str(override.input_line).lstrip('+')}."
-        )
-
-
-def _check_unknown_key(known: dict[str, Any], chosen: dict[str, str], override: Override, composer: Composer) -> None:
-    """Refuse a key that does not exist. A key under a null value or a list is not checked."""
-    key = override.key_or_group
-    above = _existing_part(known, override)
-    node = known.get(above)
-    if above and (node is None or node == "???" or isinstance(node, list)):
-        return
-    groups = [group for group in composer.groups() if not key.startswith(f"{group}.")]
-    hint = _hint_other_options(chosen, key, composer) or _nearest(key, known) or did_you_mean(key, groups)
-    is_new = not hint and not override.is_delete() and not key.startswith("trainer.")
-    new = f" To add a new setting, write +{override.input_line}." if is_new else ""
-    raise UsageError(f"There is no setting {key!r}.{hint}{new}")
-
-
-def _existing_part(known: dict[str, Any], override: Override) -> str:
-    """Return the longest part of an override's key that exists. Refuse keys below an interpolation."""
     key = above = override.key_or_group
+    if override.package is not None or "[" in key or key == "hydra.searchpath" or composer.chooses(override):
+        return  # Hydra checks packages and list items
+    if override.is_delete() and key.startswith("trainer."):
+        raise UsageError(f"{key} cannot be removed. Use {key}=null, or set another value.")
     while above and above not in known:
         above = above.rpartition(".")[0]
     node, rest = known.get(above), key.removeprefix(above)
+    is_added = override.is_add() or override.is_force_add()
     if rest and isinstance(node, str) and node.startswith("${"):  # Hydra would replace the interpolation by a new node
-        plus = "+" if override.is_add() or override.is_force_add() else ""
+        plus = "+" if is_added else ""
         raise UsageError(f"{above} is {node}: set {plus}{node.strip('${}')}{rest} instead of {plus}{key}.")
-    return above
-
-
-def _hint_other_options(options: dict[str, str], key: str, composer: Composer) -> str:
-    """Return a hint if other options of the group have the setting, for example ``fp32_modules`` of 16-mixed."""
-    group, _, name = key.rpartition(".")
-    chosen = options.get(group)
-    others = ("", "callbacks", "data", "logger", "trainer")  # groups of unrelated options
-    if group in others or not composer.is_group(group) or chosen is None:
-        return ""
-    candidates = [f"{group}={option}" for option in composer.options(group) if name in composer.option(group, option)]
-    owners = join_alternatives(candidates)
-    return f" It belongs to {owners}, but the config uses {group}={chosen}." if owners else ""
+    is_open = above and (node is None or node == "???" or isinstance(node, list))
+    if not (is_added or is_open or key in known):
+        hint = _nearest(key, known) or did_you_mean(key, composer.groups())
+        is_new = not (hint or override.is_delete() or key.startswith("trainer."))
+        new = f" To add a new setting, write +{override.input_line}." if is_new else ""
+        raise UsageError(f"There is no setting {key!r}.{hint}{new}")
 
 
 _COMMON = {
-    "batch_size": "data.batch_size",
     "clip": "trainer.gradient_clip_val",
     "epochs": "trainer.max_epochs",
     "gpus": "trainer.devices",
@@ -369,7 +262,6 @@ _COMMON = {
     "num_epochs": "trainer.max_epochs",
     "output_dir": "hydra.run.dir",
     "steps": "trainer.max_steps",
-    "workers": "data.num_workers",
 }
 """Settings by their common names in other programs."""
 
@@ -380,7 +272,7 @@ def _nearest(key: str, known: Collection[str]) -> str:
     Keys of the same node are preferred, then those of the upper nodes.
     """
     node, _, last = key.lower().rpartition(".")
-    names = [name for name in known if name.startswith("hydra") <= key.startswith("hydra") and f"{name}." not in key]
+    names = [name for name in known if name.startswith("hydra") <= key.startswith("hydra")]
     names.sort(key=lambda name: (name.rpartition(".")[0] == node, -name.count(".")))
     by_last = {name.rpartition(".")[2].lower(): name for name in names}
     by_last |= {common: name for common, name in _COMMON.items() if name in known}
@@ -388,23 +280,6 @@ def _nearest(key: str, known: Collection[str]) -> str:
         by_last = {name: full for name, full in by_last.items() if full.startswith(f"{node}.")}
     matches = difflib.get_close_matches(last, by_last, n=1)
     return f" Did you mean {by_last[matches[0]]!r}?" if matches else ""
-
-
-def _check_value(key: str, value: Any, default: Any) -> None:
-    """Check that a setting has a value of the same kind as its default."""
-    is_text = isinstance(value, str) and (value.startswith("${") or bool(as_number(value)))
-    if name := _setting(key):  # the schema converts text to numbers
-        problem = None if is_text else SETTINGS[name].mistake(value, key)
-    elif value is None or key.startswith("hydra.") or str(value).startswith("${"):
-        return
-    elif value != value and not key.startswith(("optimizer.", "scheduler.")):
-        return  # NaN may stand for a missing value
-    else:
-        problem = mistake(key, value, accepted_by_default(default))
-    if problem and isinstance(value, list):
-        problem += f" To run one job for each value, write them without brackets: -m {key}={','.join(map(str, value))}"
-    if problem:
-        raise UsageError(problem)
 
 
 def _check_whole(
@@ -426,7 +301,7 @@ def _check_whole(
     runs, job = not arguments.shows, OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])
     _check_complete(job)
     if composer.config_name != RESTORED:  # a restored config was checked by its own run
-        _check_ignored_keys(composer, config, before, overrides)
+        _check_ignored_keys(composer, config, before)
     for key, accepts in _ROOT.items():
         if (problem := mistake(key, value := job.get(key), accepts)) and not str(value).startswith("${"):
             raise UsageError(problem)
@@ -438,29 +313,25 @@ def _check_whole(
     read_settings(_CheckpointFiles, "checkpoint_files", plain["checkpoint_files"])
     if runs:
         tracking.check(plain)
-        _check_no_checkpoint(plain)
+        _check_targets(plain)
+        _check_start(plain)
         _check_model(plain, arguments, config.hydra.runtime.choices.get("recipe"))
-        _check_checkpoint(plain["ckpt_path"])
-        _check_weights(plain)
         _check_resumed(plain, overrides)
         _check_used(OmegaConf.to_container(job, resolve=False), overrides)
 
 
 def _check_hydra(config: DictConfig) -> None:
     """Check the settings of Hydra that a run depends on."""
-    for key in ("hydra.run.dir", "hydra.sweep.dir"):
+    for key in ("hydra.run.dir", "hydra.sweep.dir", "hydra.job.name"):
         with resolution_errors():
-            folder = str(OmegaConf.select(config, key))
-        if not _is_path(folder):
-            raise UsageError(f"{key} is {describe(folder)}, expected a folder for the run, such as outputs/NAME.")
+            name = str(OmegaConf.select(config, key))
+        if not _is_path(name) or (key == "hydra.job.name" and "/" in name):
+            expected = "a name without slashes" if key == "hydra.job.name" else "a folder for the run"
+            raise UsageError(f"{key} is {describe(name)}, expected {expected}.")
     if OmegaConf.select(config, "hydra.job.chdir"):
         raise UsageError(
             "hydra.job.chdir is true, expected false: modules and paths are relative to the working directory of the"
             " command. The folder of the run is ${hydra:runtime.output_dir}."
-        )
-    if not _is_path(name := str(OmegaConf.select(config, "hydra.job.name"))) or re.search(r"[/\\]", name):
-        raise UsageError(
-            f"hydra.job.name is {describe(name)}, expected a name without slashes, because files are named after it."
         )
 
 
@@ -475,8 +346,7 @@ def _check_mode(overrides: Sequence[Override], *, is_sweep: bool) -> None:
         if is_sweep and key == "hydra.run.dir":
             raise UsageError(f"{override.input_line} has no effect on a sweep. Use hydra.sweep.dir instead.")
         if not (is_sweep or has_mode) and re.match(r"hydra[./](sweep|sweeper|launcher)\b|sweep$", key):
-            instead = " Use hydra.run.dir instead, or add -m." if key == "hydra.sweep.dir" else " Add -m."
-            raise UsageError(f"{override.input_line} has no effect on a single run.{instead}")
+            raise UsageError(f"{override.input_line} has no effect on a single run. Add -m.")
 
 
 def _check_folder_of_job(config: DictConfig, folders: set[str]) -> None:
@@ -501,48 +371,30 @@ def _check_folder_of_job(config: DictConfig, folders: set[str]) -> None:
 
 def _check_complete(job: DictConfig) -> None:
     """Check that all required nodes exist, because Hydra can delete them."""
-    for name in (*_REQUIRED_NODES, *_REQUIRED_GROUPS):
+    for name in _REQUIRED:
         if name not in job:
-            hint = f" To use none, write {name}=none." if name in ("callbacks", "logger") else ""
-            raise UsageError(f"There is no {name} in the config, expected one: it cannot be removed.{hint}")
-    for name in ("callbacks", "logger"):
-        group = unresolved(job)[name]
-        group = {} if group is None else group
-        for key, node in group.items() if isinstance(group, dict) else [("", group)]:
-            if node is not None and not isinstance(node, dict) and not str(node).startswith("${"):
-                place = f"{name}.{key}".rstrip(".")
-                advice = "" if key else f" {ADVICE_ON_DEFAULTS}"
-                raise UsageError(f"{place} is {describe(node)}, expected a node with a _target_, or null.{advice}")
+            raise UsageError(f"There is no {name} in the config, expected one: it cannot be removed.")
 
 
-def _check_ignored_keys(
-    composer: Composer, config: DictConfig, before: dict[str, Any], overrides: Sequence[Override]
-) -> None:
-    """Refuse keys without an effect in config files: misspelled ones, and those in files without ``@package``."""
-    known = unresolved(config)
+def _check_ignored_keys(composer: Composer, config: DictConfig, before: dict[str, Any]) -> None:
+    """Refuse keys without an effect: misspelled ones, and those in files without ``@package``."""
+    known, choices = unresolved(config), config.hydra.runtime.choices
     for group in GROUPS_TO_ADD:
         if group in known:
             raise UsageError(
-                f"conf/{group}/{config.hydra.runtime.choices.get(group)}.yaml has no effect, because its settings are"
-                f" merged into the node {group!r}. Add `# @package _global_` as its first line."
+                f"conf/{group}/{choices.get(group)}.yaml has no effect, because its settings are merged into the node"
+                f" {group!r}. Add `# @package _global_` as its first line."
             )
     groups, text = composer.groups(), f"{before} {known}"  # an override may replace the only interpolation of a key
-    known_keys = {*groups, *OmegaConf.load(packaged_conf() / f"{CONFIG_NAME}.yaml")}
-    keys = {entry.key for entry in walk(known, into_lists=False)}
-    meant = {override.key_or_group.partition(".")[0] for override in overrides if override.is_force_add()}
-    for name, value in known.items():
-        is_read = name in known_keys or re.search(rf"\$\{{[^}}]*\b{re.escape(name)}\b", text)
-        if not is_read and name not in meant:
-            same_end = [key for key in keys if key.endswith(f".{name}")]
-            same = f" Did you mean {' or '.join(map(repr, same_end))}?" if 0 < len(same_end) <= 3 else ""
-            hint = did_you_mean(name, groups) if isinstance(value, dict) else same
-            hint = f" Did you mean 'trainer.{name}'?" if name in SETTINGS else hint
-            if hint:
-                raise UsageError(f"There is no setting {name!r}.{hint}")
+    keys = [entry.key for entry in walk(known, into_lists=False)]
+    for name in known.keys() - {*groups, *OmegaConf.load(packaged_conf() / f"{CONFIG_NAME}.yaml")}:
+        is_read = re.search(rf"\$\{{[^}}]*\b{re.escape(name)}\b", text)
+        same = [] if isinstance(known[name], dict) else [key for key in keys if key.endswith(f".{name}")][:1]
+        hint = f" Did you mean {same[0]!r}?" if same else did_you_mean(name, groups)
+        if hint and not is_read:
+            raise UsageError(f"There is no setting {name!r}.{hint}")
     for group in ("callbacks", "logger"):
-        entries = known.get(group)
-        if not isinstance(entries, dict):  # an interpolation is checked with the whole config
-            continue
+        entries = known[group] if isinstance(known[group], dict) else {}
         nodes = {name: node for name, node in entries.items() if isinstance(node, dict)}
         names = [*composer.options(group), *(name for name, node in nodes.items() if "_target_" in node)]
         for name in nodes:  # a node of an option that was not chosen is allowed
@@ -550,16 +402,23 @@ def _check_ignored_keys(
                 raise UsageError(f"{group}.{name} has no _target_.{hint}")
 
 
+def _check_targets(plain: dict[str, Any]) -> None:
+    """Check that nodes that become objects are nodes."""
+    nodes = {name: plain.get(name) for name in _REPLACEABLE}
+    for group in ("callbacks", "logger"):
+        entries = plain[group]
+        is_group = isinstance(entries, dict)
+        nodes |= {f"{group}.{name}": node for name, node in entries.items()} if is_group else {group: entries}
+    for key, node in nodes.items():
+        has_target = isinstance(node, dict) and ("_target_" in node or key not in ("model", "data"))
+        if node is not None and not has_target:
+            raise UsageError(
+                f"{key} is {describe(node)}, expected a node with a _target_, the dotted name of a class, or null."
+                f" {ADVICE_ON_DEFAULTS}"
+            )
+
+
 def _check_model(plain: dict[str, Any], arguments: Arguments, recipe: str | None) -> None:
-    for name in _REPLACEABLE:
-        node = plain.get(name)
-        is_one_class = name in ("model", "data")  # a GAN may have a node of optimizers
-        if node is None or (isinstance(node, dict) and ("_target_" in node or not is_one_class)):
-            continue
-        raise UsageError(
-            f"{name} is {describe(node)}, expected a node with a _target_, the dotted name of a class, such as"
-            f" `_target_: my_module.My{name.capitalize()}`. {ADVICE_ON_DEFAULTS}"
-        )
     if plain["model"] is not None:
         return
     command, recipes = plain["command"], ", ".join(options("recipe", arguments.flags.get("--config-dir")))
@@ -567,8 +426,6 @@ def _check_model(plain: dict[str, Any], arguments: Arguments, recipe: str | None
     evaluates = command in ("validate", "test", "predict")
     run = f" Or choose a run: `{command_line(command, 'ckpt=RUN_FOLDER')}`." if evaluates else ""
     chosen = f" With +recipe={recipe}, model is null." if recipe else ""
-    if plain["weights"] is not None:
-        chosen += f" weights={plain['weights']} loads only weights, not the config."
     raise UsageError(
         f"There is no model to {'check' if command == 'checks' else command}.{chosen} Choose a recipe,"
         f" `{command_line(arguments.command, *arguments.words, '+recipe=NAME', *words)}`, or a model: model=NAME.{run}"
@@ -588,7 +445,30 @@ def _check_used(config: Any, overrides: Sequence[Override]) -> None:
             )
 
 
-def _check_checkpoint(path: str | None) -> None:
+def _check_start(plain: dict[str, Any]) -> None:
+    """Check the settings of the initial state: ``ckpt``, ``ckpt_path`` and ``weights``."""
+    weights, command, path = plain["weights"], plain["command"], plain["ckpt_path"]
+    given = next((f"{name}={plain[name]}" for name in ("ckpt", "ckpt_path") if plain[name] is not None), None)
+    if given is not None and command in ("checks", "tune"):
+        checkpoint = given.partition("=")[2]
+        recipe = recipe_of(f"{checkpoint}/file") or "NAME"  # also if it is the folder of a run
+        raise UsageError(
+            f"Got {given} with {command}, which does not resume. To start from the weights of a run, replace it by"
+            f" +recipe={recipe} {shlex.quote(path_override('weights', checkpoint))}."
+        )
+    if weights is not None and command not in ("fit", "compare", "tune", "checks"):
+        raise UsageError(
+            f"Got weights={weights} with {command}, expected a command that trains, because weights initializes"
+            f" training. To use the weights of a run: `{command_line(command, path_override('ckpt', weights))}`; with"
+            " another config: +recipe=NAME ckpt_path=FILE."
+        )
+    if weights is not None and given is not None:
+        raise UsageError(
+            f"Got weights={weights} and {given}, expected one of them: a checkpoint resumes a run with its optimizers"
+            " and counters, whereas weights initializes a new run."
+        )
+    if weights is not None:
+        find_weights(weights)
     if path is None or path in _NAMED_CHECKPOINTS or "://" in path or path.startswith("registry"):
         return
     if Path(path).is_dir() and not is_checkpoint_folder(Path(path)):
@@ -597,19 +477,6 @@ def _check_checkpoint(path: str | None) -> None:
             " config, use ckpt=FOLDER."
         )
     find(Path(path), key="ckpt_path")
-
-
-def _check_no_checkpoint(plain: dict[str, Any]) -> None:
-    """Refuse a checkpoint if the command trains from new weights."""
-    given = next((f"{name}={plain[name]}" for name in ("ckpt", "ckpt_path") if plain[name] is not None), None)
-    if given is None or plain["command"] not in ("checks", "tune"):
-        return
-    checkpoint = given.partition("=")[2]
-    recipe = recipe_of(f"{checkpoint}/file") or "NAME"  # also if it is the folder of a run
-    raise UsageError(
-        f"Got {given} with {plain['command']}, which does not resume. To start from the weights of a run, replace it by"
-        f" +recipe={recipe} {shlex.quote(path_override('weights', checkpoint))}."
-    )
 
 
 def _check_resumed(plain: dict[str, Any], overrides: Sequence[Override]) -> None:
@@ -638,22 +505,3 @@ def _saved_optimizer(run: Path) -> dict[str, Any]:
     except OmegaConfBaseException:  # such as an environment variable that is not set any more
         return {}
     return {str(name): value for name, value in saved.items()} if isinstance(saved, dict) else {}
-
-
-def _check_weights(plain: dict[str, Any]) -> None:
-    """Check the setting ``weights``, which initializes training."""
-    weights, command, checkpoint = plain["weights"], plain["command"], plain["ckpt_path"]
-    if weights is None:
-        return
-    if command not in ("fit", "compare", "tune", "checks"):
-        raise UsageError(
-            f"Got weights={weights} with {command}, expected a command that trains, because weights initializes"
-            f" training. To use the weights of a run: `{command_line(command, path_override('ckpt', weights))}`; with"
-            " another config: +recipe=NAME ckpt_path=FILE."
-        )
-    if checkpoint is not None:
-        raise UsageError(
-            f"Got weights={weights} and {'ckpt' if plain['ckpt'] else 'ckpt_path'}={checkpoint}, expected one of them:"
-            " a checkpoint resumes a run with its optimizers and counters, whereas weights initializes a new run."
-        )
-    find_weights(weights)

@@ -14,7 +14,6 @@ from tests.support import on_machine
 from trainer import machine
 from trainer.cli import checks, main
 from trainer.cli.checks import speed
-from trainer.cli.checks.speed import Speed
 from trainer.precision import devices
 
 
@@ -24,13 +23,13 @@ def measured(monkeypatch, tmp_path):
     on_machine(monkeypatch, {"convolution backward": 31.52, "recurrent": float("inf")}, other=0.8)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(os, "getloadavg", lambda: (0.1, 0.1, 0.1), raising=False)
-    rows = [
-        Speed("float32", 1e11, 8e10, {"matmul": 1.0, "convolution": 1.0}),
-        Speed("float16", 9e10, None, {"matmul": 0.9}),
-        Speed("bfloat16", 4.1e12, 1.6e11, {"matmul": 41.0, "convolution": 2.0}),
-    ]
-    monkeypatch.setattr(speed, "measure", lambda device: rows)
-    return rows
+    rates = {
+        "float32": {"matrix products": 1e11, "convolutions": 8e10},
+        "float16": {"matrix products": 9e10},
+        "bfloat16": {"matrix products": 4.1e12, "convolutions": 1.6e11},
+    }
+    monkeypatch.setattr(speed, "measure", lambda device: rates)
+    return rates
 
 
 def facts(capsys):
@@ -42,32 +41,33 @@ def test_printed_report(capsys, monkeypatch):
     monkeypatch.setattr(devices, "_cpu_has_bfloat16", lambda: True)
     assert main(["checks"]) == 0
     out = capsys.readouterr().out
-    assert f"torch          {torch.__version__} (" in out
-    assert "Precisions on" in out
+    assert f"torch {torch.__version__} (" in " ".join(out.split())
+    assert "precisions on" in out
     lines = [" ".join(line.split()) for line in out.splitlines()]
-    assert "bf16-mixed native instructions or units that torch uses" in lines
-    assert "float32 100.0 GFLOP/s 1.00x 80.0 GFLOP/s 1.00x" in lines
-    assert "float16 90.0 GFLOP/s 0.90x - -" in lines
-    assert "convolution backward fast 31.5x" in lines
-    assert "matrix product native 0.8x" in lines
-    assert "recurrent fast no kernel" in lines
-    assert "bfloat16 4.1 TFLOP/s 41.00x 160.0 GFLOP/s 2.00x" in lines
+    assert "bf16-mixed native: instructions or units that torch uses" in lines
+    assert "float32 100.0 GFLOP/s in matrix products, 80.0 GFLOP/s in convolutions" in lines
+    assert "float16 90.0 GFLOP/s in matrix products" in lines
+    assert "convolution backward fast: torch's take 31.5x the time" in lines
+    assert "matrix product native: torch's take 0.8x the time" in lines
+    assert "recurrent fast: no kernel of torch's" in lines
+    assert "bfloat16 4,100.0 GFLOP/s in matrix products, 160.0 GFLOP/s in convolutions" in lines
     assert "measured 41.0x in matrix products and 2.0x in convolutions against float32." in lines[-1]
     assert list(Path().iterdir()) == []
 
 
 def test_measurement_slower_than_the_hardware_suggests(measured, monkeypatch):
     monkeypatch.setattr(devices, "_cpu_has_bfloat16", lambda: True)
-    verdict = checks.verdict(torch.device("cpu"), {"bfloat16": {"matmul": 0.4, "convolution": 1.2}})
+    reference = {"matrix products": 1.0, "convolutions": 1.0}
+    slower = {"float32": reference, "bfloat16": {"matrix products": 0.4, "convolutions": 1.2}}
+    verdict = checks.verdict(torch.device("cpu"), slower)
     assert verdict.startswith("Use precision=32 here: precision=auto takes bf16-mixed, because this CPU computes in")
     assert "slower than float32 on average: 0.4x in matrix products and 1.2x in convolutions." in verdict
-    mixed = {"bfloat16": {"matmul": 0.9, "convolution": 1.8}}
+    mixed = {"float32": reference, "bfloat16": {"matrix products": 0.9, "convolutions": 1.8}}
     assert checks.verdict(torch.device("cpu"), mixed).startswith("Use precision=bf16-mixed here")
 
 
 def test_gpu(capsys, monkeypatch, measured):
-    measured[1].ratios = {"matmul": 3.9, "convolution": 3.1}
-
+    measured["float16"] = {"matrix products": 3.9e11, "convolutions": 2.48e11}
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=2**34))
@@ -76,10 +76,11 @@ def test_gpu(capsys, monkeypatch, measured):
     monkeypatch.setattr(torch.version, "hip", None)
     monkeypatch.setattr(machine, "cores", lambda: machine.Cores(16, 16, None))
     found = facts(capsys)
-    assert [row["device"] for row in found["devices"]] == ["cuda:0", "cuda:1", "cpu"]
-    assert (found["devices"][0]["memory"], found["devices"][0]["detail"]) == (16 * 2**30, "compute capability 7.5")
-    assert list(found["precisions"]) == ["Tesla T4", machine.cpu_name()]
-    assert found["workers"]["suggested"] == 7
+    about = found["machine"]
+    assert list(about["devices"]) == ["cuda:0", "cuda:1", "cpu"]
+    assert about["devices"]["cuda:0"] == "Tesla T4, 16.0 GiB, compute capability 7.5"
+    assert {"precisions on Tesla T4", f"precisions on {machine.cpu_name()}", "speed of Tesla T4"} < about.keys()
+    assert about["host"]["dataloaders"].startswith("num_workers=7 ")
     assert found["verdict"].startswith("Use precision=16-mixed here: Tesla T4 has Tensor Cores, but no bfloat16 units")
 
 
@@ -87,7 +88,7 @@ def test_driver_that_torch_cannot_use(capsys, monkeypatch):
     monkeypatch.setattr(checks, "nvidia_driver", lambda: "570.86.15")
     monkeypatch.setattr(torch.version, "cuda", None)
     found = facts(capsys)
-    assert found["versions"]["NVIDIA driver"] == "570.86.15"
+    assert found["machine"]["versions"]["NVIDIA driver"] == "570.86.15"
     assert "There is an NVIDIA driver, but torch was built without CUDA." in found["remarks"]
 
 
@@ -133,7 +134,8 @@ def test_torch_that_cannot_be_imported(tmp_path):
 
 
 def test_quiet_prints_the_verdict_and_problems(capsys, monkeypatch):
-    found = checks.Findings(tables=[checks.Table("Versions", (), [["torch", "2"]])])
+    found = checks.Findings()
+    found.about("versions", {"torch": "2"})
     found.remark("Busy.")
     found.problem("Disk.")
     found.facts["verdict"] = "Use precision=32-true here."
@@ -142,4 +144,4 @@ def test_quiet_prints_the_verdict_and_problems(capsys, monkeypatch):
     assert capsys.readouterr().out == "Note: Busy.\nBroken: Disk.\nUse precision=32-true here.\n"
     monkeypatch.delenv("TRAINER_QUIET")
     checks.show(found)
-    assert "Versions" in capsys.readouterr().out
+    assert "versions" in capsys.readouterr().out

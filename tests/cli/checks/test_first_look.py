@@ -180,8 +180,8 @@ def test_numbers_equal_those_of_a_hand_written_step(capsys):
         loss, [hidden, outputs, module.first.weight, module.first.bias, module.second.weight, module.second.bias]
     )
     largest = [gradient.abs().max().item() for gradient in gradients]
-    assert found["layers"]["loss"] == loss.item()
-    first, second = found["layers"]["layers"]
+    assert found["loss"] == loss.item()
+    first, second = found["layers"]
     assert (first["activation"], second["activation"]) == (hidden.abs().max().item(), outputs.abs().max().item())
     assert first["gradient"] == max(largest[0], *largest[2:4])
     assert second["gradient"] == max(largest[1], *largest[4:])
@@ -230,12 +230,12 @@ def test_manual_optimization_and_own_data_are_shown_without_a_memory_prediction(
     assert main(["checks", "json", "+recipe=bare", "model._target_=looked_at.ByItself"]) == 1
     found = json.loads(capsys.readouterr().out)
     assert "cannot be predicted: it uses manual optimization" in found["problems"][0]
-    assert [layer["name"] for layer in found["layers"]["layers"]] == ["first", "second"]
-    assert found["layers"]["layers"][0]["gradient"] > 0
+    assert [layer["name"] for layer in found["layers"]] == ["first", "second"]
+    assert found["layers"][0]["gradient"] > 0
     assert any("2 parameters that require gradients get none" in remark for remark in found["remarks"])
-    assert [entry["name"] for entry in found["batch"]["entries"]] == ["batch[0]", "batch[1]"]
-    assert found["loading"]["step"] is not None
-    assert found["memory_of_recipe"] is None
+    assert [entry["name"] for entry in found["batch"]] == ["batch[0]", "batch[1]"]
+    assert [row["measured"] for row in found["loading"]] == ["loading a batch", "a step"]
+    assert "memory" not in found
 
 
 # --- batches --------------------------------------------------------------------------------------------------
@@ -323,14 +323,12 @@ def test_picture_of_the_images(tmp_path, monkeypatch):
 
 def test_predicted_effects_of_float16():
     layer = Layer("a", "Linear", 1, 4, 2.0, 4.0, nonzero=1000, vanishing=250, vanishing_scaled=10)
-    facts = first_look._float16([layer])
-    assert (facts["vanishing"], facts["vanishing_scaled"], facts["largest_scale"]) == (0.25, 0.01, 2.0**13)
-    underflow, overflow = facts["sentences"][1:3]
-    assert "25% of the gradients underflow (below 6e-8; 25% in 'a' (Linear)); with a scale of 65,536, 1%." in underflow
-    assert "steps are skipped until the scale is about 8,192." in overflow
-    overflow, *_ = first_look._float16([Layer("", "Net", 1, gradient=1e6, nonzero=1)])["sentences"]
-    assert overflow.startswith("float16 overflows in Net itself: ")
-    assert overflow.endswith(" Use bf16-mixed, which has float32's range.")
+    text = first_look.describe_float16([layer])
+    assert "25% of the gradients underflow (below 6e-8; 25% in 'a' (Linear)); with a scale of 65,536, 1%." in text
+    assert "steps are skipped until the scale is about 8,192." in text
+    text = first_look.describe_float16([Layer("", "Net", 1, gradient=1e6, nonzero=1)])
+    assert text.startswith("float16 overflows in Net itself: ")
+    assert " Use bf16-mixed, which has float32's range." in text
     layers = [Layer(str(number), "Linear", 10 * number, outputs=1, activation=1.0) for number in range(10)]
     for layers[0].gradient, scale in ((0.0, None), (1.0, 2.0**15), (1e-9, SCALE)):
         assert largest_scale(layers) == scale

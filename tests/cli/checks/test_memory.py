@@ -11,7 +11,7 @@ from recipes.language_model import LanguageModel
 from tests.support import Regression, make_batches, needs_fsdp2
 from trainer.cli import main
 from trainer.cli.checks.fake_step import LiveMemory, look, measure
-from trainer.cli.checks.memory import OVERHEAD, Need, Prediction
+from trainer.cli.checks.memory import verdict
 from trainer.cli.fused import fused_on_cuda
 from trainer.precision import MixedPrecision, Precision
 
@@ -128,18 +128,17 @@ def test_command(capsys, monkeypatch):
     monkeypatch.setattr("trainer.cli.checks.memory.COMPARED_PRECISIONS", ())
     assert main(["checks", "json", *TINY, "checks.gpu_memory=1040MiB", "checks.devices=4"]) == 0
     facts = json.loads(capsys.readouterr().out)
-    memory = facts["memory_of_recipe"]
-    assert memory["gpu_memory"] == 1040 * 2**20
-    single, ddp, fsdp = memory["needs"]
-    assert [(need["strategy"], need["devices"]) for need in memory["needs"]] == [("single", 1), ("ddp", 4), ("fsdp", 4)]
-    assert all(need["fits"] for need in memory["needs"])
-    assert ddp["peak"] == single["peak"] + 4 * memory["parameters"]
-    assert fsdp["after"] == pytest.approx(4 * memory["parameters"], rel=0.05)
+    single, ddp, fsdp = needs = facts["memory"]
+    assert [(need["strategy"], need["devices"]) for need in needs] == [("single", 1), ("ddp", 4), ("fsdp", 4)]
+    assert all(need["fits"] for need in needs)
+    gradients = single["after"] / 4  # AdamW takes 16 bytes per parameter
+    assert ddp["peak"] == pytest.approx(single["peak"] + gradients, rel=0.01)
+    assert fsdp["after"] == pytest.approx(single["after"] / 4, rel=0.05)
     assert "A device has 1.0 GiB (checks.gpu_memory)." in facts["remarks"]
     assert facts["verdict"].startswith("Fits into 1.0 GiB (with 1.0 GiB reserved for CUDA): one device, trainer=ddp")
     assert facts["synchronizations"] == []
-    assert all(here == "bfloat16" and on_cuda == "float32" for here, on_cuda in facts["autocast_ops"].values())
-    assert facts["speed"] is None  # only the required facts of the machine are read
+    assert all((row["here"], row["on CUDA"]) == ("bfloat16", "float32") for row in facts["autocast_ops"])
+    assert list(facts["machine"]) == ["versions", "devices"]  # only the required facts of the machine are read
 
     assert main(["checks", *TINY, "checks.gpu_memory=1GiB"]) == 0
     lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
@@ -159,7 +158,7 @@ def alone(monkeypatch):
 def test_modules_that_torch_cannot_shard_are_left_out(capsys, alone):
     assert main(["checks", "json", *TINY]) == 0
     facts = json.loads(capsys.readouterr().out)
-    assert [need["strategy"] for need in facts["memory_of_recipe"]["needs"]] == ["single", "ddp"]
+    assert [need["strategy"] for need in facts["memory"]] == ["single", "ddp"]
     assert f"FSDP needs torch 2.13 or newer; this is {torch.__version__}." in facts["remarks"]
 
 
@@ -213,9 +212,7 @@ def test_training_step_that_reads_counters():
 
 
 def test_verdict():
-    needs = [Need("single", 1, 50, 40), Need("fsdp", 8, 20, 10)]
-    assert Prediction(None, needs=needs).fitting == []
-    assert "checks.gpu_memory=80GiB" in Prediction(None, needs=needs).verdict
-    assert Prediction(OVERHEAD + 49, needs=needs).fitting == needs[1:]
-    assert Prediction(OVERHEAD + 50, needs=needs).fitting == needs
-    assert "reserved for CUDA): trainer=fsdp" in Prediction(OVERHEAD + 49, needs=needs).verdict
+    needs = [{"strategy": "single", "fits": False}, {"strategy": "fsdp", "fits": True}]
+    assert "checks.gpu_memory=80GiB" in verdict(None, needs)
+    assert verdict(2**31, needs).endswith(" reserved for CUDA): trainer=fsdp.")
+    assert verdict(2**31, needs[:1]).startswith("No strategy fits into 2.0 GiB")

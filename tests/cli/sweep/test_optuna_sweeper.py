@@ -172,7 +172,7 @@ def test_space_in_a_config_a_grid_and_a_batch(trials, capsys):
         ([LR, "hydra.sweeper.sampler.name=tpee"], "The sampler is tpee, expected one of tpe, random"),
         ([LR, "+hydra.sweeper.pruner.patience=1"], "The pruner median does not take these settings"),
         (["optimizer.lr=tag(log,interval(0,1))"], "Cannot choose from 'optimizer.lr=tag(log,interval(0,1))'"),
-        (["precision=interval(0,1)"], "is an interval, expected options of the config group precision."),
+        (["precision=interval(0,1)"], "Config group 'precision' has no option '0.0'."),
     ],
 )
 def test_mistakes(trials, capsys, words, complaint):

@@ -19,7 +19,9 @@ from trainer.cli.tune.attempt import Meter, train, watch_memory
 
 
 @pytest.fixture
-def settings(project):
+def settings(project, monkeypatch):
+    monkeypatch.setattr(attempt, "watch_memory", lambda budget, report: None)  # its thread would outlive the test
+
     def compose(*words):
         config, _ = tune.composed(read(["tune", "batch_size", "+recipe=line", *words]))
         return tune.plain(config, Path("run"))
@@ -83,11 +85,15 @@ def test_config_that_cannot_be_built_is_the_users(settings):
     assert "batch_sise" in message["error"]
 
 
-def test_peak_beyond_the_budget_is_out_of_memory(settings, monkeypatch):
-    monkeypatch.setattr(attempt, "watch_memory", lambda budget, report: None)
+def test_peak_beyond_the_budget_is_out_of_memory(settings):
     message = tried(settings(), memory=2**20)
     assert (message["status"], message["error"]) == ("out of memory", "the process exceeded the budget")
     assert message["memory"] > 2**26
+
+
+def test_default_budget_of_a_cpu_is_its_free_memory(settings, monkeypatch):
+    monkeypatch.setattr(machine, "memory", lambda: machine.Memory(2**40, 2**20))
+    assert tried(settings())["status"] == "out of memory"
 
 
 def test_watch_ends_the_process_while_it_grows(monkeypatch):
@@ -105,7 +111,6 @@ def test_budget_of_a_gpu_is_its_allocators(monkeypatch):
     trainer = SimpleNamespace(strategy=SimpleNamespace(root_device=torch.device("cuda", 0)))
     for memory in (20 * 2**30, 200 * 2**30, None):
         Meter(given.append, 3, memory).setup(trainer, None, "fit")
-    Meter(given.append, 3, 20 * 2**30, only_on_cpu=True).setup(trainer, None, "fit")
     assert given == [0.25, 1.0]
     assert threading.active_count() == before
 

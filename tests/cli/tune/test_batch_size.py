@@ -37,12 +37,12 @@ def search(capacity, start=64, samples=10**9, **settings):
 
 
 def sizes(found):
-    return [one["size"] for one in found.tried]
+    return [one["size"] for one in found["tried"]]
 
 
 def test_dataset_without_a_length_ends_when_batches_stop_growing():
     found = run(lambda size: answer(size, batch=min(size, 200), samples=None))
-    assert (found.largest, sizes(found)) == (200, [64, 128, 256])
+    assert (found["largest"], sizes(found)) == (200, [64, 128, 256])
 
 
 def test_setting_that_is_not_the_batch_size():
@@ -63,7 +63,7 @@ def test_another_failure_ends_it_with_its_message(is_usage):
 def test_unsupported_precision_is_a_row_unless_it_was_requested():
     message = {"status": "failed", "error": "no float16 here", "is_usage": True, "is_precision": True}
     found = run(lambda size: message, are_given=False)
-    assert (found.problem, found.largest, found.tried) == ("no float16 here", 0, [])
+    assert (found["problem"], found["largest"], found["tried"]) == ("no float16 here", 0, [])
     with pytest.raises(UsageError, match="no float16 here"):
         run(lambda size: message, are_given=True)
 
@@ -85,8 +85,8 @@ def test_precisions(words, precisions):
 @pytest.mark.parametrize("capacity", [0, 1, 3, 63, 100, 1025])
 def test_search_is_exact(capacity, start):
     found = search(capacity, start)
-    assert found.largest == capacity
-    assert len(set(sizes(found))) == len(found.tried) <= 24
+    assert found["largest"] == capacity
+    assert len(set(sizes(found))) == len(found["tried"]) <= 24
     assert min(sizes(found)) >= 1
 
 
@@ -106,7 +106,7 @@ def test_order_of_the_tries(found, tried):
 
 @pytest.mark.parametrize(("capacity", "found"), [(100, 96), (96, 96), (95, 88), (7, 7), (8, 8), (15, 8)])
 def test_multiples_of_eight_and_below_it_any(capacity, found):
-    assert search(capacity, multiple_of=8).largest == found
+    assert search(capacity, multiple_of=8)["largest"] == found
 
 
 # --- whole runs -----------------------------------------------------------------------------------------------
@@ -158,19 +158,18 @@ def test_out_of_memory_above_ten_samples_finds_ten(hungry, capfd):
 def test_table(project, capsys, monkeypatch):
     answers = {"32-true": 10, "16-mixed": 14, "bf16-mixed": 0}
 
-    def attempt(config, settings, folder, limits, size):
+    def attempt(config, settings, folder, size):
         capacity = answers[config.hydra.runtime.choices.precision]
         return answer(size, samples=16) if size <= capacity else out_of_memory(size)
 
     monkeypatch.setattr(tune_batch_size, "attempt_size", attempt)
     assert main(["tune", "batch_size", "+recipe=line", "tune.multiple_of=1", "tune.memory=1GiB"]) == 0
     out = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
-    assert "Memory budget on a CPU or a GPU: 1.0 GiB." in out
     assert "32-true 10 110 10 MiB" in out
     assert "16-mixed 14 114 14 MiB" in out
     assert "bf16-mixed none - -" in out
     assert "precision=16-mixed data.batch_size=14" in out
     assert "precision=bf16-mixed: not even one sample fits." in out
     result = tune_json()
-    assert (result["key"], result["budget"], result["seed"]) == ("data.batch_size", 2**30, 42)
+    assert (result["key"], result["settings"]["memory"], result["seed"]) == ("data.batch_size", "1GiB", 42)
     assert {one["precision"]: one["largest"] for one in result["results"]} == answers

@@ -18,7 +18,6 @@ def config(project):
 
 def message(points, **changes):
     usual = {"precision": "16-mixed", "ended_by": "divergence", "skipped": 2, "first_loss": 2.3}
-    usual["own_rates"] = [0.1]
     return {"status": "ok", "points": points, **usual, **changes}
 
 
@@ -31,13 +30,6 @@ def test_suggestion(config, tmp_path, capsys):
     out = capsys.readouterr().out
     assert f": optimizer.lr={result['suggestion']:.2g} (currently 0.1)\n" in out
     assert "The test ended with divergence, after 100 rates and 2 skipped steps." in out
-
-
-@pytest.mark.parametrize(("own", "warns"), [([0.025, 0.1000000001], False), ([0.3], True), ([], False)])
-def test_rate_that_is_not_read_from_the_setting(config, tmp_path, capsys, own, warns):
-    report(message(sigmoid(1e-3), own_rates=own), *config, tmp_path)
-    out = capsys.readouterr().out
-    assert ("optimizer.lr is 0.1, but the learning rate of the optimizer is 0.3." in out) is warns
 
 
 def test_no_suggestion(config, tmp_path, capsys):
@@ -57,5 +49,5 @@ def test_whole_run(project, executable_is_warm, capfd):
     assert 0.02 < result["suggestion"] < 2.0
     assert result["ended_by"] == "divergence"
     assert f"optimizer.lr={result['suggestion']:.2g} (currently 0.1)" in (out := capfd.readouterr().out)
-    assert f"The losses at all rates are in {file}" in out
+    assert f"The results of all attempts are in {file}" in out
     assert {each.name for each in Path("outputs").rglob("*") if each.is_file()} == {"tune.json", "tune.log"}

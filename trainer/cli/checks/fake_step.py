@@ -165,17 +165,11 @@ def _optimizers(module: Any) -> list[Optimizer]:
     """Return the optimizers of the module, with ``foreach=True`` as on a GPU unless they choose an implementation."""
     module.log = module.log_dict = lambda *_, **__: None
     module._trainer = SimpleNamespace(
-        estimated_stepping_batches=1000,
-        num_training_batches=1000,
-        max_epochs=1,
+        **dict.fromkeys(("current_epoch", "global_step", "global_rank", "local_rank"), 0),
+        **dict.fromkeys(("max_epochs", "world_size", "accumulate_grad_batches"), 1),
+        **dict.fromkeys(("estimated_stepping_batches", "num_training_batches"), 1000),
         max_steps=-1,
-        current_epoch=0,
-        global_step=0,
-        world_size=1,
-        global_rank=0,
-        local_rank=0,
         is_global_zero=True,
-        accumulate_grad_batches=1,
         training=True,
         sanity_checking=False,
         logger=None,

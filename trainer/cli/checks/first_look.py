@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from trainer.cli.checks.steps import StepTime
 from trainer.data.samples import batch_size
 from trainer.errors import ConfigurationError, join_first
 from trainer.machine import readable
-from trainer.terminal import Table, command_line
+from trainer.terminal import command_line
 
 _PICTURES = Path("outputs", "checks")
 _ROWS = 8  # largest number of rows in the table of layers
@@ -30,18 +31,15 @@ def check_batch(found: Findings, recipe: Recipe) -> None:
     memory.read(recipe)  # raises before anything is run
     with steps.undisturbed(found.devices[0]):
         loaded = loading.draw(recipe)
-    entries = batch.describe(loaded.batch)
+    entries = [entry._asdict() for entry in batch.describe(loaded.batch)]
     picture = _PICTURES / f"{recipe.name.replace('/', '_')}.png"
-    saved = False
+    title = "A batch of the training data"
     try:
-        saved = batch.save_images(loaded.batch, picture)
+        if batch.save_images(loaded.batch, picture):
+            title += f"; its images: {picture}"
     except OSError as error:
         found.remark(f"The images of the batch were not written to {picture}: {error.strerror or error}.")
-    images = str(picture) if saved else None
-    found.facts["batch"] = {"entries": [entry._asdict() for entry in entries], "images": images}
-    header = ("item", "shape", "dtype", "range", "content", "not finite")
-    title = f"A batch of the training data{f'; its images: {images}' if saved else ''}"
-    found.tables.append(Table(title, header, entries))
+    found.add("batch", title, {name.replace("_", " "): itemgetter(name) for name in batch.Entry._fields}, entries)
     found.facts["remarks"] += batch.suspicious(loaded.batch)
 
 
@@ -57,13 +55,12 @@ def check_steps(found: Findings, recipe: Recipe) -> None:
         found.remark(reason)
     step = None
     if part is not None:
+        seen = Layers(part)
         try:
             with steps.undisturbed(device):
-                seen = Layers(part)
                 # in float32, because float16 could overflow
                 steps.fit(recipe, part, seen, precision={"_target_": "trainer.precision.FullPrecision"})
-                if not seen.labels:
-                    step = steps.time_step(recipe, part, batch_size(recipe.loaded.batch))
+                step = None if seen.labels else steps.time_step(recipe, part, batch_size(recipe.loaded.batch))
         except ConfigurationError:
             raise
         except Exception as error:
@@ -73,43 +70,37 @@ def check_steps(found: Findings, recipe: Recipe) -> None:
             found.problem(f"A training step on this batch fails: {type(error).__name__}: {message}{raised}")
         else:
             _report_layers(found, seen)
-            if step is not None and step.float8:
-                found.remark(step.float8)
-    _report_loading(found, recipe, recipe.loaded, step)
+    _report_loading(found, recipe, step)
 
 
 CHECKS_OF_RECIPE: tuple[Callable[[Findings, Recipe], None], ...] = (check_batch, memory.check_memory, check_steps)
+
+
+_COLUMNS: dict[str, Callable[[Any], str]] = {
+    "layer": lambda layer: layer["name"] or "(the module itself)",
+    "class": lambda layer: layer["kind"],
+    "parameters": lambda layer: f"{layer['parameters']:,}" if layer["parameters"] else "-",
+    "activations": lambda layer: readable(layer["outputs"]) if layer["outputs"] else "-",
+    "largest": lambda layer: _number(layer["activation"] if layer["outputs"] else None),
+    "gradient": lambda layer: _number(layer["gradient"]),
+    "vanish": lambda layer: _percent(layer["share"]) if layer["nonzero"] else "-",
+}
 
 
 def _report_layers(found: Findings, seen: Layers) -> None:
     if seen.labels:
         found.problem(seen.labels)
         return
-    is_finite = seen.loss is None or math.isfinite(seen.loss)
-    found.facts["layers"] = {
-        "loss": seen.loss if is_finite else None,  # JSON has no NaN
-        "parameters": seen.parameters,
-        "trained": seen.trained,
-        "without_gradient": seen.without_gradient,
-        "layers": [{**vars(layer), "share": layer.share} for layer in seen.layers],
-    }
     largest = sorted(seen.layers, key=lambda layer: (layer.largest, layer.share), reverse=True)[:_ROWS]
-    rows = [
-        [
-            layer.name or "(the module itself)", layer.kind, f"{layer.parameters:,}" if layer.parameters else "-",
-            readable(layer.outputs) if layer.outputs else "-", _number(layer.activation if layer.outputs else None),
-            _number(layer.gradient), _percent(layer.share) if layer.nonzero else "-",
-        ]
-        for layer in seen.layers
-        if layer in largest
-    ]  # fmt: skip
-    header = ("layer", "class", "parameters", "activations", "largest", "gradient", "vanish")
-    count = f"{len(rows)} of {len(seen.layers)} layers" if len(rows) < len(seen.layers) else "The layers"
+    count = f"{len(largest)} of {len(seen.layers)} layers" if len(largest) < len(seen.layers) else "The layers"
     frozen = f", {seen.trained:,} trained" if seen.trained < seen.parameters else ""
     loss = "" if seen.loss is None else f", loss {seen.loss:.4g}"
     title = f"{count}, in float32: {seen.parameters:,} parameters{frozen}{loss}"
-    found.tables.append(Table(title, header, rows))
-    if not is_finite:
+    rows = [vars(layer) | {"share": layer.share} for layer in seen.layers]
+    shown = [row for row, layer in zip(rows, seen.layers, strict=True) if layer in largest]
+    found.add("layers", title, _COLUMNS, shown)
+    found.facts |= {"layers": rows, "loss": seen.loss if seen.loss is None or math.isfinite(seen.loss) else None}
+    if seen.loss is not None and not math.isfinite(seen.loss):  # JSON has no NaN
         found.problem(f"The loss of this batch is {seen.loss} in float32 with the initial weights.")
     broken = [layer for layer in seen.layers if layer.not_finite]
     if broken:
@@ -120,12 +111,11 @@ def _report_layers(found: Findings, seen: Layers) -> None:
             f" {join_first(seen.without_gradient, _MAX_LAYERS)}."
         )
     if seen.layers and not broken:
-        found.facts["float16"] = facts = _float16(seen.layers)
-        found.remark(" ".join(facts["sentences"]))
+        found.remark(describe_float16(seen.layers))
 
 
-def _float16(layers: list[Layer]) -> dict[str, Any]:
-    """Return predictions about these layers in float16, with sentences."""
+def describe_float16(layers: list[Layer]) -> str:
+    """Return a prediction about these layers in float16."""
     high, steep = max(layers, key=lambda one: one.activation), max(layers, key=lambda one: one.gradient or 0.0)
     overflowing = sorted((one for one in layers if one.largest > LARGEST), key=lambda one: one.largest, reverse=True)
     scale = largest_scale(layers)
@@ -156,32 +146,30 @@ def _float16(layers: list[Layer]) -> dict[str, Any]:
             f"With 16-mixed's initial loss scale of {SCALE:,.0f}, gradients overflow: steps are skipped until the"
             f" scale is about {scale:,.4g}."
         )
-    return {
-        "largest_activation": high.activation,
-        "largest_gradient": steep.gradient,
-        "overflowing": [layer.name for layer in overflowing],
-        "vanishing": lost,
-        "vanishing_scaled": lost_scaled,
-        "largest_scale": scale,
-        "sentences": [*sentences, "This was measured on one batch with the initial weights."],
-    }
+    return " ".join([*sentences, "This was measured on one batch with the initial weights."])
 
 
-def _report_loading(found: Findings, recipe: Recipe, loaded: LoadedBatch, step: StepTime | None) -> None:
-    gpus = sum(device.type == "cuda" for device in found.devices)
-    sentence = bottleneck(recipe, loaded, step, gpus)
-    facts = {name: value for name, value in loaded._asdict().items() if name != "batch"}
-    found.facts["loading"] = facts | {"step": step and step._asdict(), "bottleneck": sentence}
-    rows = []
+def _report_loading(found: Findings, recipe: Recipe, step: StepTime | None) -> None:
+    loaded, rows = recipe.loaded, []
+    assert loaded is not None
     if loaded.seconds is not None:
         workers = "" if loaded.workers is None else f"num_workers={loaded.workers}, "
         about = f"{workers}mean of {loaded.timed}; the first took {_time(loaded.first)}"
-        rows.append(["loading a batch", _time(loaded.seconds), about])
+        rows.append({"measured": "loading a batch", "seconds": loaded.seconds, "about": about})
     if step is not None:
         samples = f", measured with {step.samples} samples" if step.samples else ""
-        rows.append(["a step", _time(step.seconds), f"{step.precision} on {step.device}{samples}"])
-    found.tables.append(Table("Measured time of loading and of a training step", (), rows))
-    if sentence:
+        about = f"{step.precision} on {step.device}{samples}"
+        rows.append({"measured": "a step", "seconds": step.seconds, "about": about})
+        if step.float8:
+            found.remark(step.float8)
+    columns: dict[str, Callable[[Any], str]] = {
+        "measured": itemgetter("measured"),
+        "time": lambda row: _time(row["seconds"]),
+        "about": itemgetter("about"),
+    }
+    found.add("loading", "Measured time of loading and of a training step", columns, rows)
+    gpus = sum(device.type == "cuda" for device in found.devices)
+    if sentence := bottleneck(recipe, loaded, step, gpus):
         found.remark(sentence)
 
 
@@ -207,9 +195,6 @@ def bottleneck(recipe: Recipe, loaded: LoadedBatch, step: StepTime | None, gpus:
         " batches."
     )
     return f"{waits} More workers help only if there are free cores. {cheaper}"
-
-
-# --- output ---------------------------------------------------------------------------------------------------
 
 
 def _name(layer: Layer) -> str:

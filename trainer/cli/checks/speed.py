@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from contextlib import suppress
 from functools import partial
 
 import torch
@@ -25,24 +25,9 @@ _DTYPES = {
 }
 
 
-@dataclass
-class Speed:
-    """Measured rates of one kind of arithmetic, in floating-point operations per second; None if it does not run.
-
-    Args:
-        name: name of the arithmetic.
-        matmul: rate of a product of square matrices.
-        convolution: rate of a 3x3 convolution.
-        ratios: each of these rates divided by that of float32, by name (``matmul``, ``convolution``).
-    """
-
-    name: str
-    matmul: float | None = None
-    convolution: float | None = None
-    ratios: dict[str, float] = field(default_factory=dict)
-
-
-def measure(device: torch.device, seconds: float = 2.0, clock: Callable[[], float] = time.perf_counter) -> list[Speed]:
+def measure(
+    device: torch.device, seconds: float = 2.0, clock: Callable[[], float] = time.perf_counter
+) -> dict[str, dict[str, float]]:
     """Measure the speed of forward products in float32, float16 and bfloat16.
 
     On a CPU with slow float16 kernels, the row float16 measures the Trainer's: float32 products of numbers rounded to
@@ -52,22 +37,20 @@ def measure(device: torch.device, seconds: float = 2.0, clock: Callable[[], floa
         device: the device. A GPU is synchronized around every measurement.
         seconds: time for all measurements. A slow device takes longer.
         clock: returns seconds.
+
+    Returns:
+        Floating-point operations per second, by dtype and operation; without those that do not run.
     """
     slow = cpu_fp16.slow_families() if device.type == "cpu" else ()
     is_emulated = "matrix product" in slow or "convolution" in slow
-    speeds = [Speed(name) for name in _DTYPES if name != FLOAT16_OF_TORCH or is_emulated]
-    for speed in speeds:
-        with torch.inference_mode(), cpu_fp16.fast_fp16_kernels(slow if speed.name == FLOAT16 else ()):
-            for operation, make in (("matmul", _matmul), ("convolution", _convolution)):
-                try:
-                    call, operations = make(device, _DTYPES[speed.name])
-                    rate = operations / _median(call, device, seconds / (2 * len(speeds)), clock)
-                except (RuntimeError, TypeError):  # no kernel for this dtype, or no memory
-                    continue
-                setattr(speed, operation, rate)
-                if reference := getattr(speeds[0], operation):
-                    speed.ratios[operation] = rate / reference
-    return speeds
+    rates = dict[str, dict[str, float]]({name: {} for name in _DTYPES if name != FLOAT16_OF_TORCH or is_emulated})
+    for name, row in rates.items():
+        with torch.inference_mode(), cpu_fp16.fast_fp16_kernels(slow if name == FLOAT16 else ()):
+            for operation, make in (("matrix products", _matmul), ("convolutions", _convolution)):
+                with suppress(RuntimeError, TypeError):  # no kernel for this dtype, or no memory
+                    call, operations = make(device, _DTYPES[name])
+                    row[operation] = operations / _median(call, device, seconds / (2 * len(rates)), clock)
+    return rates
 
 
 def _matmul(device: torch.device, dtype: torch.dtype) -> tuple[Call, float]:

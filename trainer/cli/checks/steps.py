@@ -75,15 +75,14 @@ def part_for(recipe: Recipe, device: torch.device, free: int) -> tuple[Any, str]
     if device.type != "cpu" or recipe.operations is None:
         return batch, ""
     all_steps = 3 * recipe.operations * (_STEPS + 1)  # a backward pass takes twice the operations of a forward pass
-    taken = min(samples, int(samples * _OPERATIONS / max(all_steps, 1)))
+    taken = int(samples * _OPERATIONS / max(all_steps, 1))
     if taken >= samples:
         return batch, ""
-    if taken < 1 and all_steps / max(samples, 1) > 5 * _OPERATIONS:
+    if taken < 1:
         return None, (
             f"No step was run: a forward pass of this batch has {recipe.operations / 1e12:,.1f} TFLOP, too many for a"
             " quick check on a CPU."
         )
-    taken = max(taken, min(2, samples))
     return samples_of(batch, range(taken)), (
         f"The steps were run with {taken} of the batch's {samples} samples to save time on the CPU."
     )

@@ -11,13 +11,13 @@ many of the first items as it requires. The graph is in float32, and accepts bat
 command runs the file, and prints its size and the largest difference between its outputs and those of forward. If the
 difference exceeds 0.0001 of the largest value, no file is kept. Existing files are not overwritten.
 
-`export RUN FILE` does the same without settings. With PREFIX, it writes only the weights with names that start with
-PREFIX, without the prefix. For example, the weights of a LightningModule's self.model have the prefix "model.".
+With prefix=PREFIX, a .safetensors file has only the weights with names that start with PREFIX, without the prefix. For
+example, the weights of a LightningModule's self.model have the prefix "model.".
 
 Examples:
     python -m trainer export ckpt=outputs/unet/DATE_TIME to=unet.onnx
     python -m trainer export ckpt=outputs/unet/DATE_TIME to=unet.pt2 data.batch_size=4
-    python -m trainer export outputs/finetune/DATE_TIME/checkpoints/last.ckpt model.safetensors model.
+    python -m trainer export ckpt=outputs/finetune/DATE_TIME/checkpoints/last.ckpt to=model.safetensors prefix=model.
 """
 
 from trainer.cli.commands import Command
@@ -25,7 +25,6 @@ from trainer.cli.commands import Command
 COMMAND = Command(
     __doc__,
     group="Use a trained model",
-    usage="ckpt=RUN to=FILE [SETTING=VALUE ...] | RUN FILE.safetensors [PREFIX]",
+    usage="ckpt=RUN to=FILE [SETTING=VALUE ...] | ckpt=RUN to=FILE.safetensors [prefix=PREFIX]",
     function="trainer.cli.export:command",
-    words=3,
 )

@@ -178,8 +178,10 @@ def failure(message: Mapping[str, Any], attempt: str, folder: Path) -> TrainerEr
 
 
 def write(folder: Path, result: dict[str, Any]) -> None:
-    """Write ``tune.json``."""
-    (folder / RESULT).write_text(redaction.text(json.dumps(result, indent=2)) + "\n", encoding="utf-8")
+    """Write ``tune.json``, and print its name."""
+    file = folder / RESULT
+    file.write_text(redaction.text(json.dumps(result, indent=2)) + "\n", encoding="utf-8")
+    print_unless_quiet(f"The results of all attempts are in {from_here(file)}")
 
 
 def print_unless_quiet(text: str) -> None:

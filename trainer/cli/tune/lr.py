@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -16,7 +16,6 @@ from trainer.cli.arguments import Arguments
 from trainer.cli.tune import LOG, Settings
 from trainer.cli.tune.child import Message, run_in_child
 from trainer.cli.workdir import claim
-from trainer.files import from_here
 
 _CLEAR = 5  # standard errors; a smaller decrease may be chance, because many means are compared
 _MEDIAN_OF_NORMAL = 0.6745  # median of the absolute value of a standard normal variable
@@ -52,55 +51,32 @@ def report(message: Message, config: DictConfig, settings: Settings, folder: Pat
         folder: folder of the run.
     """
     points = [(float(rate), float(loss)) for rate, loss in message["points"]]
-    found = suggest(points)
+    rate, reason = suggest(points)
     result: dict[str, Any] = {
         "tuned": "lr",
         "key": settings.lr_key,
         "precision": message["precision"],
         "seed": config.seed,
-        "suggestion": found.lr,
-        "reason": found.reason,
-        "lowest_loss_at": found.lowest,
+        "suggestion": rate,
+        "reason": reason,
         "curve": {"lr": [rate for rate, _ in points], "loss": [loss for _, loss in points]},
         **{name: message[name] for name in ("ended_by", "skipped", "first_loss")},
     }
-    tune.write(folder, result)
-    current = OmegaConf.select(config, settings.lr_key)
-    current = float(current) if isinstance(current, (int, float)) else None
     tune.print_unless_quiet(
         f"The test ended with {message['ended_by']}, after {len(points)} rates and {message['skipped']} skipped steps."
     )
-    own = message["own_rates"]
-    if current is not None and own and not any(math.isclose(current, rate, rel_tol=1e-6) for rate in own):
-        tune.print_unless_quiet(
-            f"{settings.lr_key} is {current:g}, but the learning rate of the optimizer is {own[-1]:g}. Name the setting"
-            " that the module uses, such as tune.lr_key=model.lr."
-        )
-    if found.lr is None:
-        print(f"No suggestion: {found.reason}.")
+    if rate is None:
+        print(f"No suggestion: {reason}.")
     else:
-        current_text = f" (currently {current:.2g})" if current is not None else ""
-        print(f"Suggestion, {found.reason}: {settings.lr_key}={found.lr:.2g}{current_text}")
-    tune.print_unless_quiet(f"The losses at all rates are in {from_here(folder / tune.RESULT)}")
-    return 0 if found.lr is not None else 1
+        current = OmegaConf.select(config, settings.lr_key)
+        current_text = f" (currently {current:.2g})" if isinstance(current, (int, float)) else ""
+        print(f"Suggestion, {reason}: {settings.lr_key}={rate:.2g}{current_text}")
+    tune.write(folder, result)
+    return 0 if rate is not None else 1
 
 
-class Suggestion(NamedTuple):
-    """The suggested learning rate of a curve.
-
-    Args:
-        lr: the learning rate, or None.
-        reason: the rule, or the reason why there is no suggestion.
-        lowest: the rate with the lowest smoothed loss; None with too few points.
-    """
-
-    lr: float | None
-    reason: str
-    lowest: float | None
-
-
-def suggest(points: Sequence[tuple[float, float]]) -> Suggestion:
-    """Return the learning rate with the steepest decrease of the loss over the logarithm of the rate.
+def suggest(points: Sequence[tuple[float, float]]) -> tuple[float | None, str]:
+    """Return the learning rate with the steepest decrease of the loss over the logarithm of the rate, and the reason.
 
     The slope at a point is that of a least-squares line through the point and its neighbors, an eighth of the curve in
     total. Points after the lowest loss are ignored. fastai's ``lr_find`` calls this rule "steep". The rate at the
@@ -108,28 +84,29 @@ def suggest(points: Sequence[tuple[float, float]]) -> Suggestion:
 
     Args:
         points: pairs of a rate and a loss, with a constant factor between consecutive rates.
+
+    Returns:
+        The rate and the rule; or None and the reason why there is no suggestion.
     """
     losses, logs = [loss for _, loss in points], [math.log(rate) for rate, _ in points]
     reach = max(2, len(points) // 16)
     smoothed = [statistics.fmean(losses[max(0, i - reach) : i + reach + 1]) for i in range(len(losses))]
     if len(points) < 4 * reach:
-        reason = f"the curve has only {len(points)} points: use more tune.steps, or a smaller tune.min_lr"
-        return Suggestion(None, reason, None)
+        return None, f"the curve has only {len(points)} points: use more tune.steps, or a smaller tune.min_lr"
     inner = range(reach, len(points) - reach)  # points with means over the same number of points
     lowest = min(inner, key=smoothed.__getitem__)
     # The spread of the loss from one point to the next, as a standard deviation, before the loss diverges.
     calm = losses[: max(lowest + 1, len(losses) // 2)]
     spread = statistics.median(abs(b - a) for a, b in pairwise(calm)) / (math.sqrt(2) * _MEDIAN_OF_NORMAL)
     if smoothed[reach] - smoothed[lowest] <= _CLEAR * spread / math.sqrt(2 * reach + 1):
-        reason = (
+        return None, (
             "the loss does not decrease clearly: use another tune.min_lr and tune.max_lr, larger batches, or more"
             " tune.steps"
         )
-        return Suggestion(None, reason, points[lowest][0])
 
     def slope(i: int) -> float:
         window = slice(i - reach, i + reach + 1)
         return statistics.linear_regression(logs[window], losses[window]).slope
 
     steepest = min(range(reach, lowest + 1), key=slope)
-    return Suggestion(points[steepest][0], "at the steepest decrease of the loss", points[lowest][0])
+    return points[steepest][0], "at the steepest decrease of the loss"
