@@ -104,6 +104,7 @@ class LightningEngine:
         module_calls: handles calls that a module makes itself, such as ``manual_backward``. Set for each fit.
         optimizers: the bare optimizers of the last fit; empty before the ``setup`` of the first. A live list.
         schedules: the learning-rate schedules; a live list.
+        kinds: the classes of the optimizers and schedules that ``configure_optimizers`` returned.
         device: this process's device.
         module: the LightningModule.
         model: the strategy-wrapped form of the module; the module itself on one device.
@@ -174,6 +175,7 @@ class LightningEngine:
             self.strategy._launcher = WatchedLauncher(
                 launcher.cluster_environment, launcher.num_processes, launcher.num_nodes
             )
+        self.kinds: dict[str, list[str]] = {}
         self._reductions = 0  # collectives of `reduce`
         self._communication: Communication | None = None
         self._parameters: list[torch.nn.Parameter] = []  # of the module when DDP registered them
