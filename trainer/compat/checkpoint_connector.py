@@ -77,6 +77,8 @@ class CheckpointConnector(_CheckpointConnector):
         self._weights: Path | None = None  # of another run, to start with
         self._states: list[dict[str, Any]] = []  # of the processes that saved the loaded checkpoint
         self.destination: str | None = None  # of the checkpoint that is being saved
+        # while a ModelCheckpoint is called: returns copies of it and of the following ones after this point
+        self.savers_after: Callable[[], dict[Any, Any]] = dict
 
     def select(self, given: str | Path | None, *, model_given: bool, weights: str | Path | None = None) -> None:
         """Set ``trainer.ckpt_path``, the file to load in a run that was called with ``ckpt_path=given``.

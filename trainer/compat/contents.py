@@ -147,7 +147,9 @@ def _dump_processes(trainer: Trainer, checkpoint: Checkpoint) -> list[Any]:
 
 def _dump_callbacks(trainer: Trainer, _: Checkpoint, *, own: bool) -> Checkpoint:
     callbacks = [callback for callback in trainer.callbacks if state.is_own_callback(callback) is own]
-    return {callback.state_key: saved for callback in callbacks if (saved := callback.state_dict())}
+    after = trainer._checkpoint_connector.savers_after()
+    states = ((callback.state_key, after.get(callback, callback).state_dict()) for callback in callbacks)
+    return {key: saved for key, saved in states if saved}
 
 
 def _load_callbacks(trainer: Trainer, checkpoint: Checkpoint) -> None:

@@ -78,21 +78,21 @@ def continue_settings(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
         changed = _differences(current, saved)
         if not changed and not _factors_differ(schedule, saved):
             continue
-        own, former = _described(changed)
+        new, former = _described(changed)
         kind, before = type(schedule).__name__, [group.get("lr") for group in groups]
         if isinstance(schedule, ReduceLROnPlateau):
             saved.update({key: current[key] for key in changed})
-            message = f"{kind} continues with {own} of the code; the checkpoint has {former}."
+            message = f"{kind} continues with {new} of the code; the checkpoint has {former}."
         elif not before or owners.count(owners[number]) > 1:
             message = (
-                f"{kind} continues with {former} from the checkpoint; the code has {own}, which has no effect, because"
+                f"{kind} continues with {former} from the checkpoint; the code has {new}, which has no effect, because"
                 " another schedule changes the same optimizer."
             )
         else:
             _advance_to(saved, schedule, groups)
             saved_states[number] = schedule.state_dict()
             message = (
-                f"{kind} continues with {own} of the code at step {_position(saved)} of the schedule; the checkpoint"
+                f"{kind} continues with {new} of the code at step {_position(saved)} of the schedule; the checkpoint"
                 f" has {former}: learning rate {float(before[0]):.4g} before, {float(groups[0]['lr']):.4g} now."
             )
         if trainer.is_global_zero:
@@ -115,8 +115,10 @@ def announce_restored(trainer: Trainer, checkpoint: dict[str, Any], advice: str)
     ]
     schedules = [config.scheduler for config in engine.schedules]
     for schedule, state in zip(schedules, checkpoint.get("lr_schedulers", ()), strict=False):
-        rates = ({name: one[name] for name in ("max_lrs",) if name in one} for one in (schedule.state_dict(), state))
-        found.append((schedule, *rates))
+        current, saved = (
+            {name: one[name] for name in ("max_lrs",) if name in one} for one in (schedule.state_dict(), state)
+        )
+        found.append((schedule, current, saved))
     reported = set()
     for holder, current, saved in found:
         set_by_schedule = (("initial_lr", "lr"), ("max_momentum", "momentum"), ("max_momentum", "betas"))
