@@ -336,7 +336,9 @@ def test_each_file_has_the_states_of_all_savers_after_its_hook(tmp_path, first, 
     class Values(Regression):
         def validation_step(self, batch, batch_idx):
             epoch = self.trainer.current_epoch
-            self.log_dict(batch_size=4, dictionary={"acc": [0.2, 0.6, 0.5, 0.7][epoch], "val_loss": [0.5, 0.45, 0.4, 0.42][epoch]})
+            self.log_dict(
+                batch_size=4, dictionary={"acc": [0.2, 0.6, 0.5, 0.7][epoch], "val_loss": [0.5, 0.45, 0.4, 0.42][epoch]}
+            )
 
     class Reads(Callback):
         def compare(self, trainer):
