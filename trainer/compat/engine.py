@@ -259,12 +259,18 @@ class LightningEngine:
                 raise UnsupportedError(f"Got {type(callback).__name__} with strategy={self.kind!r}. It {reason}")
 
     def check_accumulation(self, batches: int) -> None:
-        """Refuse windows of several batches if DDP's graph is static.
+        """Refuse windows of too many batches for the precision, and of several batches if DDP's graph is static.
 
         DDP records the graph in the first backward pass that averages gradients. It fails with an internal assertion if
         a backward pass without averaging comes first (pytorch #143580). A schedule that begins with windows of one
         batch is also refused, because a resumed run may begin with a larger window.
         """
+        if batches > (limit := self.precision.max_accumulation):
+            raise PrecisionError(
+                f"Got accumulate_grad_batches={batches} with precision={self.precision.name!r}, expected at most"
+                f" {limit:.0f}: gradients are added up in {self.precision.dtype}, and those of further batches would be"
+                " rounded away. Use larger batches, or precision='bf16-mixed' or '16-mixed', which add in float32."
+            )
         if batches > 1 and getattr(self.strategy, "_ddp_kwargs", {}).get("static_graph"):
             given = f"{type(self.strategy).__name__}(static_graph=True)"
             raise UnsupportedError(
