@@ -246,6 +246,19 @@ def test_times_of_an_earlier_run_that_cannot_be_read(tmp_path, recorder, earlier
     assert points(recorder.seconds) == {}
 
 
+def test_samples_of_batches_of_different_sizes(tmp_path, recorder):
+    trainer = Fit(recorder, folder=tmp_path).begin()
+    for _ in range(2):
+        trainer.hook("on_train_epoch_start")
+        for batch_idx, size in enumerate((20, 1, 3, 1, 1)):
+            trainer.train(size=size, batch_idx=batch_idx)
+        trainer.hook("on_train_epoch_end")
+    trainer.hook("on_train_end")
+    trainer.hook("on_fit_end")
+    facts = load_run(tmp_path).facts
+    assert facts["samples"] == 52
+
+
 def test_batches_of_unknown_size(tmp_path, recorder):
     trainer = Fit(recorder, folder=tmp_path).begin()
     trainer.train_batch(batch="text")
