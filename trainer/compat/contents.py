@@ -188,7 +188,7 @@ def _make_loadable(trainer: Trainer, checkpoint: Checkpoint) -> None:
 
 ENTRIES: tuple[Entry, ...] = (
     # may change the entries that are loaded after it
-    Entry("", None, lambda trainer, checkpoint: trainer.lightning_module.on_load_checkpoint(checkpoint)),
+    Entry("", None, averaging.call_load_hook),
     _weights_entry("epoch", lambda trainer, _: trainer.progress.epoch),
     _weights_entry("global_step", lambda trainer, _: trainer.progress.optimizer_steps),
     _weights_entry("state_dict", lambda trainer, _: trainer.engine.module_state(), load=_load_weights),
