@@ -344,7 +344,8 @@ def test_a_second_fit_with_nothing_left_to_do_keeps_the_record_of_the_first(tmp_
     assert "fit completed" not in capsys.readouterr().out
     (line,) = [message for message in caplog.messages if "Nothing to do" in message]
     assert f"{trainer.global_step} optimizer steps" in line
-    trainer.fit_loop.max_epochs = 3  # the advice of the message
+    assert "a larger max_epochs (or max_steps) to a new Trainer, and a checkpoint of this run" in line
+    trainer.fit_loop.max_epochs = 3
     trainer.fit(model)
     run = load_run(tmp_path)
     assert (run.status, run.epochs, run.steps) == ("completed", 3, 192)

@@ -131,6 +131,11 @@ class CheckpointConnector(_CheckpointConnector):
         if not self._is_chosen:
             self._ckpt_path = resuming.newest_checkpoint(self.trainer, session, self._ckpt_path)
 
+    def keep_rows(self) -> None:
+        """Let CSV loggers keep their rows from before the checkpoint that the user has chosen for a fit."""
+        if self._is_chosen and self._ckpt_path is not None and self.trainer.state.fn is TrainerFn.FITTING:
+            resuming.keep_rows(self.trainer, self._ckpt_path)
+
     def restore_module_and_callbacks(self, weights_only: bool | None) -> None:
         """Read the checkpoint of the run, if any, and restore the parts that the setup of the strategy requires."""
         self._loaded_checkpoint = {}
