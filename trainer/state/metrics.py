@@ -190,7 +190,7 @@ class LoggedValue:
             None if v is None else moved(v, device) for v in (state["step_value"], state["total"])
         )
         self._pending = [moved(value, device) for value in state["pending"]]
-        self._weights, self._weight, self._dtype = list(state["weights"]), state["weight"], state["dtype"]
+        self._weights, self._weight, self._dtype = list(state["weights"]), state["weight"], state.get("dtype")
         self._epoch_value = None
 
     def join(self, dtype: torch.dtype, value_dtype: torch.dtype) -> None:
@@ -580,7 +580,7 @@ def shared_among(processes: int, states: Sequence[dict[str, Any]]) -> dict[str, 
 def _shared(ones: list[dict[str, Any]], processes: int) -> dict[str, Any]:
     first, options = ones[0], LogOptions(*ones[0]["options"])
     sums: list[tuple[Tensor, Any]] = []
-    dtype = first["dtype"]
+    dtype = first.get("dtype")
     for one in ones:
         value = LoggedValue(one["hook"], one["name"], options, one["dataloader_idx"], torch.as_tensor)
         value.load_state_dict(one, torch.device("cpu"))
