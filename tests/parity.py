@@ -8,10 +8,12 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule
 from lightning.pytorch import Trainer as LightningTrainer
+from lightning.pytorch.core import module as core_module
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
@@ -118,7 +120,9 @@ MAKERS: tuple[Callable[..., Any], Callable[..., Any]] = (lightning, ours)
 def run_both(scenario: Callable[[Callable[..., Any]], Any]) -> tuple[Any, Any]:
     """Return the results of ``scenario(make_trainer)`` with Lightning's Trainer and with ours, from the same seed."""
     torch.manual_seed(0)
-    with lightnings_noise_ignored():
+    # our Trainer keeps the digits of logged Python numbers
+    as_ours = mock.patch.object(core_module, "_get_default_dtype", return_value=torch.float64)
+    with lightnings_noise_ignored(), as_ours:
         theirs = scenario(lightning)
     torch.manual_seed(0)
     return theirs, scenario(ours)

@@ -235,8 +235,8 @@ class Run:
             if 0 < steps == trainer.global_step and trainer.is_global_zero:
                 advice.info(
                     f"Nothing to do: the run has already trained {steps} optimizer steps and is complete. To train"
-                    " longer, pass a larger max_epochs (or max_steps) to a new Trainer, or set"
-                    " trainer.fit_loop.max_epochs of this one."
+                    " longer, pass a larger max_epochs (or max_steps) to a new Trainer, and a checkpoint of this run to"
+                    " its fit(ckpt_path=...), so that optimizers and schedules continue."
                 )
             if problem := reason_without_updates(trainer):
                 rank_zero_info(problem)  # not a warning, because a short trial run may end this way
@@ -352,6 +352,7 @@ class Run:
         return 1000
 
     def _call_setup_hooks(self) -> None:
+        self._connector.keep_rows()
         for logger in defaults.in_opening_order(self._trainer.loggers):
             _ = getattr(logger, "experiment", None)
         model_checkpoints.claim_folders(self._trainer, self.session)

@@ -2,10 +2,12 @@
 
 import copy
 import pickle
+import random
 from contextlib import nullcontext
 from dataclasses import dataclass
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -85,6 +87,38 @@ def test_not_a_bit_changes(tmp_path, precision, modules):
     chosen = 2 if modules[-1] == "net.head" else 3
     assert [block.forwards for block in theirs.blocks] == [12] * 3
     assert sum(block.forwards for block in mine.blocks) == 12 * (3 + chosen)
+
+
+DRAWS = {
+    "python": lambda block: random.random(),
+    "numpy": lambda block: np.random.rand(),
+    "torch": lambda block: torch.rand((), generator=block.of_torch).item(),
+    "an attribute": lambda block: block.of_numpy.random(),
+}
+
+
+@pytest.mark.parametrize("kind", DRAWS)
+def test_second_forward_draws_the_same_numbers_from_any_generator(tmp_path, kind):
+    """The numbers after it are those of a run without checkpointing."""
+
+    class Draws(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(6, 6)
+            self.of_torch, self.of_numpy = torch.Generator().manual_seed(3), np.random.default_rng(3)
+
+        def forward(self, x):
+            return self.layer(x * DRAWS[kind](self)).tanh()
+
+    weights = []
+    for callbacks in ([], [ActivationCheckpointing(Draws)]):
+        random.seed(1)
+        np.random.seed(1)
+        torch.manual_seed(1)
+        module = Regression(nn.Sequential(Draws(), nn.ReLU(), Draws(), nn.Linear(6, 3)))
+        make_trainer(tmp_path, callbacks=callbacks).fit(module, loader_of(make_batches(4)))
+        weights.append(module)
+    assert_same_weights(*weights)
 
 
 def test_graph_that_is_used_twice_is_computed_the_same_each_time(tmp_path):

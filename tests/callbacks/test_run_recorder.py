@@ -246,6 +246,19 @@ def test_times_of_an_earlier_run_that_cannot_be_read(tmp_path, recorder, earlier
     assert points(recorder.seconds) == {}
 
 
+def test_samples_of_batches_of_different_sizes(tmp_path, recorder):
+    trainer = Fit(recorder, folder=tmp_path).begin()
+    for _ in range(2):
+        trainer.hook("on_train_epoch_start")
+        for batch_idx, size in enumerate((20, 1, 3, 1, 1)):
+            trainer.train(size=size, batch_idx=batch_idx)
+        trainer.hook("on_train_epoch_end")
+    trainer.hook("on_train_end")
+    trainer.hook("on_fit_end")
+    facts = load_run(tmp_path).facts
+    assert facts["samples"] == 52
+
+
 def test_batches_of_unknown_size(tmp_path, recorder):
     trainer = Fit(recorder, folder=tmp_path).begin()
     trainer.train_batch(batch="text")
@@ -331,7 +344,8 @@ def test_a_second_fit_with_nothing_left_to_do_keeps_the_record_of_the_first(tmp_
     assert "fit completed" not in capsys.readouterr().out
     (line,) = [message for message in caplog.messages if "Nothing to do" in message]
     assert f"{trainer.global_step} optimizer steps" in line
-    trainer.fit_loop.max_epochs = 3  # the advice of the message
+    assert "a larger max_epochs (or max_steps) to a new Trainer, and a checkpoint of this run" in line
+    trainer.fit_loop.max_epochs = 3
     trainer.fit(model)
     run = load_run(tmp_path)
     assert (run.status, run.epochs, run.steps) == ("completed", 3, 192)

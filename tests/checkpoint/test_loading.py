@@ -116,8 +116,11 @@ def test_another_module_or_optimizer(tmp_path):
         with pytest.raises(CheckpointError, match=f"has 2 lr_schedulers, but configure_optimizers returned {number}"):
             resume(path, fewer)
     other.configure_optimizers = lambda: torch.optim.Rprop(other.parameters(), lr=0.1)
+    checkpoint = torch.load(path)
+    del checkpoint["loops"]["amp_trainer"]["kinds"]  # as in files of Lightning
+    torch.save(checkpoint, tmp_path / "old.ckpt")
     with pytest.raises(CheckpointError, match=r"is not of the class Rprop.* expected etas, step_sizes"):
-        resume(path, other)
+        resume(tmp_path / "old.ckpt", other)
     other.configure_optimizers = lambda: torch.optim.Adam([{"params": [one]} for one in other.parameters()])
     with pytest.raises(CheckpointError, match=r"groups of \[\d+\] parameters, but Adam .* has \[1, 1.*BaseFinetuning"):
         resume(path, other)

@@ -83,6 +83,15 @@ def test_settings_that_the_checkpoint_replaces_are_refused(run, words):
     assert composed("test", *words, "optimizer.lr=0.5").optimizer.lr == 0.5
 
 
+def test_settings_that_the_checkpoints_of_the_own_folder_replace_are_refused(run):
+    words = ["+recipe=line", "resume=auto", f"hydra.run.dir={run}"]
+    assert composed("fit", *words, "optimizer.lr=0.25").optimizer.lr == 0.25
+    with pytest.raises(UsageError, match=r"lr=0.5 has no effect, .* replace resume=auto and its folder by .*weights="):
+        composed("fit", *words, "optimizer.lr=0.5")
+    shutil.rmtree(run / "checkpoints")  # nothing to resume from
+    assert composed("fit", *words, "optimizer.lr=0.5").optimizer.lr == 0.5
+
+
 def test_interpolated_setting_that_the_checkpoint_replaces_is_refused(run):
     written = changed(notes={"rate": 0.25}, optimizer={"lr": "${notes.rate}"})
     (run / ".hydra" / "config.yaml").write_text(written, encoding="utf-8")

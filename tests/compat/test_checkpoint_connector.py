@@ -180,9 +180,13 @@ def test_resumed_run_has_the_patience_of_its_code(tmp_path, patience, epochs):
     ("changed", "scheduled", "message"),
     [
         ({}, True, None),
-        ({"lr": 0.02}, False, "SGD continues with lr=0.1 from the checkpoint; the code has 0.02"),
-        ({"lr": 0.02}, True, "SGD continues with initial_lr=0.1 from the checkpoint; the code has 0.02"),
-        ({"weight_decay": 0.5}, True, "SGD continues with weight_decay=0 from the checkpoint; the code has 0.5"),
+        ({"lr": 0.02}, False, "SGD continues with lr=0.1 from the checkpoint; the code has lr=0.02"),
+        ({"lr": 0.02}, True, "SGD continues with initial_lr=0.1 from the checkpoint; the code has initial_lr=0.02"),
+        (
+            {"weight_decay": 0.5},
+            True,
+            "SGD continues with weight_decay=0 from the checkpoint; the code has weight_decay=0.5",
+        ),
     ],
 )
 def test_settings_of_an_optimizer_that_a_checkpoint_replaces_are_logged(tmp_path, caplog, changed, scheduled, message):

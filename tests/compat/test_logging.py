@@ -9,6 +9,7 @@ import torch
 from lightning.pytorch import LightningModule
 
 from tests.parity import Learner
+from tests.support import Regression, loader_of, make_batches, make_trainer
 from trainer.compat.logging import ModuleLog, attach_log
 from trainer.session import Session
 from trainer.state.metrics import MetricStore
@@ -74,3 +75,19 @@ def test_collection_of_devices_is_reduced_on_one():
         log("x", value, on_epoch=True, batch_size=1)
     (entry,) = trainer.active_metrics.entries.values()
     assert entry.epoch_value().device.type == "meta"
+
+
+@pytest.mark.parametrize("reduce_fx", ["mean", "sum", "max"])
+def test_python_numbers_keep_their_digits(tmp_path, reduce_fx):
+    class Logs(Regression):
+        def training_step(self, batch, batch_idx):
+            for name, value in (("id", 16777217), ("time", 1764349653.25), ("rate", 0.1)):
+                self.log(name, value, on_step=True, on_epoch=True, reduce_fx=reduce_fx, batch_size=4)
+            return super().training_step(batch, batch_idx)
+
+    trainer = make_trainer(tmp_path)
+    trainer.fit(Logs(), loader_of(make_batches(1)))
+    for suffix in ("", "_step", "_epoch"):
+        found = [trainer.callback_metrics[f"{name}{suffix}"] for name in ("id", "time", "rate")]
+        assert [value.item() for value in found] == [16777217, 1764349653.25, 0.1]
+        assert {value.dtype for value in found} == {torch.float64}

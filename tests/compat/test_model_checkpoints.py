@@ -318,3 +318,47 @@ def test_manual_optimization_saves_as_automatic_optimization_does(tmp_path, opti
         _, rest = save(True, tmp_path / "True-None" / "kept" / name)
         later = {other: file for other, file in files.items() if file["global_step"] > files[name]["global_step"]}
         assert differences({other: rest[other] for other in later}, later) == []
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ({"monitor": "acc", "mode": "max", "save_last": True}, {"monitor": "val_loss"}),
+        ({"monitor": "val_loss", "save_last": True}, {"monitor": "acc", "mode": "max", "save_last": "link"}),
+        ({"monitor": "acc", "save_on_train_epoch_end": True}, {"monitor": "val_loss", "save_on_train_epoch_end": True}),
+        ({"every_n_train_steps": 2, "save_last": True}, {"every_n_train_steps": 1}),
+    ],
+)
+def test_each_file_has_the_states_of_all_savers_after_its_hook(tmp_path, first, second):
+    """All names collide, because the savers share a folder."""
+    found = []
+
+    class Values(Regression):
+        def validation_step(self, batch, batch_idx):
+            epoch = self.trainer.current_epoch
+            self.log_dict(
+                batch_size=4, dictionary={"acc": [0.2, 0.6, 0.5, 0.7][epoch], "val_loss": [0.5, 0.45, 0.4, 0.42][epoch]}
+            )
+
+    class Reads(Callback):
+        def compare(self, trainer):
+            savers = {saver.state_key: saver.state_dict() for saver in trainer.checkpoint_callbacks}
+            for file in (tmp_path / "kept").glob("*.ckpt"):
+                checkpoint = torch.load(file, weights_only=True)
+                if checkpoint["global_step"] == trainer.global_step:
+                    found.append(file)
+                    if "last" in file.name:
+                        assert checkpoint["callbacks"] == savers
+                    for key, state in savers.items():  # a file is written before the last one of the same saver
+                        for one in (state, checkpoint["callbacks"][key]):
+                            assert one["best_model_path"] in ("", *map(str, (tmp_path / "kept").glob("*.ckpt")))
+                        assert checkpoint["callbacks"][key] == state
+
+        def on_train_epoch_start(self, trainer, module):
+            self.compare(trainer)
+
+    callbacks = [Reads(), *(ModelCheckpoint(tmp_path / "kept", **options) for options in (first, second))]
+    trainer = make_trainer(tmp_path, callbacks=callbacks, enable_checkpointing=True, max_epochs=4)
+    trainer.fit(Values(), loader_of(make_batches(2)), loader_of(make_batches(1)))
+    Reads().compare(trainer)
+    assert len(found) >= 4

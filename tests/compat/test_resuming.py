@@ -205,3 +205,27 @@ def test_tensorboard_shows_no_step_twice(tmp_path):
     assert len(list(folder.glob("events.out.tfevents.*"))) == 2
     events = EventAccumulator(str(folder)).Reload()
     assert [event.step for event in events.Scalars("loss_step")] == list(range(12))
+
+
+@pytest.mark.parametrize("version", ["", "fixed"])
+def test_rows_before_the_checkpoint_are_kept(tmp_path, version):
+    """With ``ckpt_path``, in a logger's fixed folder. Rows after the checkpoint are logged again."""
+
+    class Logs(Regression):
+        def training_step(self, batch, batch_idx):
+            loss = super().training_step(batch, batch_idx)
+            self.log("loss", loss)
+            return loss
+
+    def fit(folder, epochs, ckpt_path=None):
+        logger = CSVLogger(tmp_path / folder, name="", version=version)
+        trainer = make_trainer(tmp_path, max_epochs=epochs, logger=logger, log_every_n_steps=1)
+        trainer.fit(Logs(), loader_of(make_batches(4)), ckpt_path=ckpt_path)
+        return trainer, (tmp_path / folder / version / "metrics.csv").read_text()
+
+    _, whole = fit("whole", 3)
+    first, _ = fit("run", 1)
+    first.save_checkpoint(tmp_path / "x.ckpt")
+    fit("run", 2, tmp_path / "x.ckpt")
+    _, rows = fit("run", 3, tmp_path / "x.ckpt")
+    assert rows == whole

@@ -280,6 +280,15 @@ def test_hooks_on_scaled_gradients_are_a_warning(tmp_path):
     make_trainer(tmp_path, precision="bf16-mixed").fit(module, loader_of(make_batches(1)))
 
 
+@pytest.mark.parametrize("register", ["register_full_backward_hook", "register_full_backward_pre_hook"])
+def test_hooks_of_modules_on_scaled_gradients_are_a_warning(tmp_path, register):
+    module = Regression()
+    getattr(module.net[1], register)(lambda *_: None)
+    with pytest.warns(UserWarning, match=r"hooks on the gradients of net\.1 with .*16-mixed"):
+        make_trainer(tmp_path, precision=native_fp16()).fit(module, loader_of(make_batches(1)))
+    make_trainer(tmp_path, precision="bf16-mixed").fit(module, loader_of(make_batches(1)))
+
+
 # --- end of training --------------------------------------------------------------------------------------------------
 
 

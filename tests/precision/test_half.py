@@ -1,6 +1,7 @@
 """Training in 16 bits: bitwise equal to a hand-written loop, kept dtypes, and warnings."""
 
 import warnings
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
@@ -28,6 +29,8 @@ from tests.support import (
     sgd,
     train_by_hand,
 )
+from trainer.callbacks import GradientAccumulation
+from trainer.errors import PrecisionError
 from trainer.precision import HalfPrecision, cpu_fp16
 from trainer.precision.dtypes import cast
 
@@ -195,3 +198,21 @@ def test_resuming_in_another_precision(tmp_path, saved, resumed):
     assert trainer.global_step == 8
     assert all(parameter.isfinite().all() for parameter in module.parameters())
     assert not torch.equal(module.net[4].weight, module.arrived["net.4.weight"])
+
+
+@pytest.mark.parametrize(("precision", "limit"), [("bf16-true", 256), ("16-true", 2048)])
+def test_windows_that_would_lose_gradients_are_refused(tmp_path, precision, limit):
+    """The gradients of further batches would be rounded away in the sum."""
+    match = rf"accumulate_grad_batches={limit + 1} with precision='{precision}', expected at most {limit}.*bf16-mixed"
+    quiet = pytest.warns(UserWarning, match="float16") if precision == "16-true" else nullcontext()
+    with quiet:
+        trainer = make_trainer(tmp_path, precision=precision, accumulate_grad_batches=limit)
+    with pytest.raises(PrecisionError, match=match):
+        trainer.accumulate_grad_batches = limit + 1
+    for given in (
+        {"accumulate_grad_batches": limit + 1},
+        {"callbacks": [GradientAccumulation(schedule={3: limit + 1})]},
+    ):
+        with pytest.raises(PrecisionError, match=match), warnings.catch_warnings(action="ignore"):
+            make_trainer(tmp_path, precision=precision, **given)
+    assert make_trainer(tmp_path, precision="bf16-mixed", accumulate_grad_batches=limit + 1).accumulate_grad_batches

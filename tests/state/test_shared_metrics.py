@@ -39,7 +39,7 @@ EXPECTED = {"mean": 38.5 / 16, "sum": 18.5, "max": 8.0, "min": 0.5}
 @pytest.mark.parametrize("reduce_fx", EXPECTED)
 def test_logged_values_are_shared(reduce_fx, processes):
     state = shared_among(processes, [logged(reduce_fx, values) for values in VALUES])
-    total, weight = loaded(state).accumulated()
+    total, weight, _ = loaded(state).accumulated()
     if reduce_fx == "mean":
         assert (total / weight).item() == pytest.approx(EXPECTED["mean"])  # of each process by itself, too
         assert weight * processes == pytest.approx(16)

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from trainer.callbacks.module_selection import ModulePattern, as_patterns, select_modules
 from trainer.callbacks.run_callback import RunCallback
 from trainer.session import OwnForward, Session
+from trainer.state.generators import OF_PROCESS, RandomGenerator, is_random, set_state, state_of
 
 
 class ActivationCheckpointing(RunCallback):
@@ -25,6 +26,10 @@ class ActivationCheckpointing(RunCallback):
     and with the same random numbers. Training is bitwise equal to training without checkpointing, at the cost of the
     second forward. Only the ``forward`` of the module is replaced, during training; the module, its weights and the
     keys of its ``state_dict`` do not change. A forward without gradients (validation) is not checkpointed.
+
+    The random generators that are restored for the second forward are torch's global ones and those that the first
+    forward of the module in the fit has used: Python's, NumPy's, and generators in attributes of the module or of
+    modules inside it. Under ``torch.compile``, only torch's are restored.
 
     A forward that updates buffers updates them once: the second forward reads the same values as the first, and its
     updates are dropped. So BatchNorm's running statistics, or the vectors of ``spectral_norm``, are the same as without
@@ -75,6 +80,9 @@ class _CheckpointedForward(OwnForward):
     def __init__(self, module: nn.Module) -> None:
         super().__init__(module)
         self._buffers = [(owner, name) for owner in module.modules() for name, _ in owner.named_buffers(recurse=False)]
+        own = [value for owner in module.modules() for value in vars(owner).values() if is_random(value)]
+        self._generators: list[RandomGenerator] = [*OF_PROCESS, *own]  # after the first forward, those that it has used
+        self._has_run = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
@@ -84,37 +92,49 @@ class _CheckpointedForward(OwnForward):
         # torch saves the random state of a device only if a positional argument contains a tensor on that device;
         # therefore a parameter is passed
         first_parameter = next(self._module.parameters(), None)
+        states = [(generator, state_of(generator)) for generator in self._generators]
         contexts: dict[str, Any] = {}
-        if self._buffers:
-            contexts["context_fn"] = lambda: (nullcontext(), _BufferSnapshot(self._buffers))
-        return checkpoint(self._run, args, kwargs, first_parameter, use_reentrant=False, **contexts)
+        if self._buffers or states:
+            contexts["context_fn"] = lambda: (nullcontext(), _Snapshot(self._buffers, states))
+        output = checkpoint(self._run, args, kwargs, first_parameter, use_reentrant=False, **contexts)
+        if not self._has_run:
+            self._has_run = True
+            self._generators = [generator for generator, state in states if state_of(generator) != state]
+        return output
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], first_parameter: Tensor | None) -> Any:
         return self._forward(*args, **kwargs)
 
 
-class _BufferSnapshot:
-    """A reusable context in which buffers have the values that they had when the context was created.
+class _Snapshot:
+    """A reusable context in which buffers and random generators are as they were when the context was created.
 
-    Writes to them inside the context go to copies.
+    Writes to buffers inside the context go to copies, and the generators are restored at its end.
 
     Args:
         buffers: the buffers, each as a module and a name.
+        states: the generators, each with its state.
     """
 
-    def __init__(self, buffers: Sequence[tuple[nn.Module, str]]) -> None:
-        self._buffers = buffers
+    def __init__(self, buffers: Sequence[tuple[nn.Module, str]], states: Sequence[tuple[RandomGenerator, Any]]) -> None:
+        self._buffers, self._states = buffers, states
         self._values: list[Tensor] = [getattr(owner, name).detach().clone() for owner, name in buffers]
         self._originals: list[Tensor] = []
+        self._later: list[Any] = []
 
     def __enter__(self) -> None:
         self._originals = [getattr(owner, name) for owner, name in self._buffers]
+        self._later = [state_of(generator) for generator, _ in self._states]
         for (owner, name), value in zip(self._buffers, self._values, strict=True):
             setattr(owner, name, value.clone())
+        for generator, state in self._states:
+            set_state(generator, state)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         for (owner, name), original in zip(self._buffers, self._originals, strict=True):
             setattr(owner, name, original)
-        self._originals = []
+        for (generator, _), state in zip(self._states, self._later, strict=True):
+            set_state(generator, state)
+        self._originals, self._later = [], []

@@ -215,11 +215,8 @@ class RunRecorder(Callback):
         self._seconds_before = 0.0  # of training, in earlier fits
         self._next_reading = 0.0
         self._batches = 0
-        self._batches_before = 0  # before this epoch
-        self._num_batches: float = 0
-        self._first_size: int | None = None  # number of samples in this epoch's first batch; 0 if unknown
-        self._last_size = 0
-        self._samples = 0  # of this rank, in the completed epochs of this fit
+        self._first_size = 0  # number of samples in the first batch; 0 if unknown
+        self._samples = 0  # of this rank, in this fit
 
     # --- a fit begins -----------------------------------------------------------------------------------------
 
@@ -237,7 +234,7 @@ class RunRecorder(Callback):
             series.max_points = self._max_points
         self._is_fitting = True
         self._began = self._ended = self._paused = None
-        self._samples = 0
+        self._samples = self._first_size = 0
         self.record = self._given or RunRecord.begin(self._folder(trainer) if trainer.is_global_zero else None)
         self._keeps_curves = self._writes or any(view.max_points for view in self._views)
         if trainer.is_global_zero:
@@ -268,7 +265,6 @@ class RunRecorder(Callback):
         scales, seconds = self.scales.read(), self.seconds.read()
         self._scale = scales[-1] if scales else None
         self._known = dict(trainer.callback_metrics)
-        self._begin_epoch(trainer)
         self._seconds_before = seconds[-1] if seconds else 0.0
         self._next_reading = 0.0
         self._began = synchronized_time(trainer.strategy.root_device, self._clock)
@@ -282,10 +278,9 @@ class RunRecorder(Callback):
         """Count the batch; record loss, time and memory."""
         batches = self._batches
         self._batches = batches + 1
-        if self._first_size is None:
-            self._first_size = self._last_size = batch_size(batch)
-        elif batch_idx + 1 == self._num_batches:
-            self._last_size = batch_size(batch)
+        size = batch_size(batch)
+        self._samples += size
+        self._first_size = self._first_size or size
         if not self._keeps_curves or batches % self.losses.stride:
             return
         if not batches % self.seconds.stride:  # the stride of the losses, or a multiple if some batches have no loss
@@ -316,10 +311,6 @@ class RunRecorder(Callback):
 
     # --- at the ends of epochs and validations ----------------------------------------------------------------
 
-    def on_train_epoch_start(self, trainer: Trainer, pl_module: pl.LightningModule) -> None:
-        """Start to count an epoch."""
-        self._begin_epoch(trainer)
-
     def on_validation_start(self, trainer: Trainer, pl_module: pl.LightningModule) -> None:
         """Stop the clock, and store the metrics that training has logged so far."""
         if self._began is not None:
@@ -338,7 +329,6 @@ class RunRecorder(Callback):
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: pl.LightningModule) -> None:
         """Record the metrics that training has logged for the epoch, and read the losses."""
-        self._end_epoch()
         self._record_metrics(trainer, "train")
         self.losses.read()
         self._write_periodically(trainer)
@@ -417,7 +407,7 @@ class RunRecorder(Callback):
         if self._began is not None:
             end = self._ended or self._clock()
             training = (self._paused or end) - self._zero - self._seconds_before
-            samples = self._samples_so_far() * processes
+            samples = self._samples * processes
             rate = known.get("throughput", {}).get("samples_per_second")  # without warm-up
             known |= {
                 "seconds": end - self._began,
@@ -474,23 +464,6 @@ class RunRecorder(Callback):
             self._zero += at - self._paused
             self._paused = None
         self._ended = at
-        self._end_epoch()
-
-    def _begin_epoch(self, trainer: Trainer) -> None:
-        self._batches_before = self._batches
-        self._num_batches = trainer.num_training_batches
-        self._first_size = None
-        self._last_size = 0
-
-    def _end_epoch(self) -> None:
-        self._samples = self._samples_so_far()
-        self._batches_before = self._batches
-
-    def _samples_so_far(self) -> int:
-        """Return the number of samples so far, as if all batches of an epoch except the last had equal sizes."""
-        batches = self._batches - self._batches_before
-        counted = (batches - 1) * self._first_size + self._last_size if batches and self._first_size else 0
-        return self._samples + counted
 
     def _record_metrics(self, trainer: Trainer, stage: str) -> None:
         for name, value in trainer.callback_metrics.items():

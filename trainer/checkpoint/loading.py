@@ -239,7 +239,8 @@ def restore_schedules(trainer: Trainer, checkpoint: dict[str, Any], *, may_be_re
         _check_number(trainer, checkpoint, "lr_schedulers", trainer.engine.schedules)
     for config, state in zip(trainer.engine.schedules, checkpoint["lr_schedulers"]):  # noqa: B905  # one of them may be empty
         config.scheduler.load_state_dict(state)
-    metrics = {name: torch.tensor(value) for name, value in _trainer_state(checkpoint).get("awaited", {}).items()}
+    awaited = _trainer_state(checkpoint).get("awaited", {})
+    metrics = {name: torch.tensor(value, dtype=torch.float64) for name, value in awaited.items()}
     if trainer.progress.batches_this_epoch:
         trainer.callback_metrics.update(metrics)  # read at the end of the resumed epoch
     # saved at the end of an epoch, before the schedules stepped; an interrupted epoch does not advance them

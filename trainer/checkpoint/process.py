@@ -21,7 +21,7 @@ from trainer.errors import join_first, rank_zero_warn, refuse_inexact, warn
 from trainer.module_tree import parameters_of
 from trainer.state import random_states
 from trainer.state.metric_objects import MetricObjects, tracked_in
-from trainer.state.metrics import MetricStore, shared_among
+from trainer.state.metrics import MetricStore, moved, shared_among
 from trainer.state.outcome import StepOutcome
 from trainer.state.progress import EPOCH_ENDED, STARTED, VALIDATING
 from trainer.state.random_states import State
@@ -292,8 +292,9 @@ class ProcessState:
 
     def _restore_published(self, state: State) -> None:
         for name, values in state.items():
-            moved = {k: v.to(self._trainer.engine.device) if isinstance(v, Tensor) else v for k, v in values.items()}
-            getattr(self._trainer.published, name).update(moved)
+            device = self._trainer.engine.device
+            found = {k: moved(v, device) if isinstance(v, Tensor) else v for k, v in values.items()}
+            getattr(self._trainer.published, name).update(found)
 
     def _restore_seen_batches(self, state: State) -> None:
         for name, one in self._eval_loops():

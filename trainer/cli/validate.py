@@ -45,7 +45,7 @@ from trainer.cli.targets import Allowlist
 from trainer.cli.walk import walk
 from trainer.cli.workdir import path_override, quoted, sweeps
 from trainer.errors import did_you_mean
-from trainer.record.find_checkpoint import find, find_weights, is_checkpoint_folder, run_of
+from trainer.record.find_checkpoint import checkpoints_in, find, find_weights, is_checkpoint_folder, run_of
 from trainer.terminal import command_line
 
 _MOST_JOBS = 50
@@ -482,18 +482,23 @@ def _check_start(plain: dict[str, Any]) -> None:
 def _check_resumed(plain: dict[str, Any], overrides: Sequence[Override]) -> None:
     """Refuse settings of the optimizer on the command line that a checkpoint of a fit replaces."""
     path = plain["ckpt_path"]
+    folder = next((str(one.value()) for one in overrides if one.key_or_group == "hydra.run.dir"), "")
+    own = checkpoints_in(Path(folder)) if folder and plain["trainer"]["resume"] == "auto" else []
+    path = str(own[0]) if own else path  # resume=auto prefers those of its folder
     run = run_of(Path(path)) if plain["command"] == "fit" and path is not None and Path(path).exists() else None
     saved, now = {} if run is None else _saved_optimizer(run), plain.get("optimizer")
     if not isinstance(now, dict) or saved.get("_target_") != now.get("_target_"):
         return
     given = {override.key_or_group for override in overrides}
     for name, before in saved.items():
-        is_given = plain["ckpt"] is not None or f"optimizer.{name}" in given  # other values may be those of a recipe
+        # values that are not given may be those of a recipe
+        is_given = plain["ckpt"] is not None or own or f"optimizer.{name}" in given
         if is_given and name not in _NOT_RESTORED and before != now.get(name):
             raise UsageError(
                 f"optimizer.{name}={describe(now.get(name))} has no effect, because the optimizer in {path} continues"
-                f" with {name}={describe(before)}. Remove it, or start a new run from the weights: replace the"
-                f" checkpoint by +recipe={recipe_of(path) or 'NAME'} {shlex.quote(path_override('weights', path))}."
+                f" with {name}={describe(before)}. Remove it, or start a new run from the weights: replace"
+                f" {'resume=auto and its folder' if own else 'the checkpoint'} by +recipe={recipe_of(path) or 'NAME'}"
+                f" {shlex.quote(path_override('weights', path))}."
             )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -18,12 +18,11 @@ from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.migration.utils import _pl_migrate_checkpoint
 from lightning.pytorch.utilities.model_registry import _is_registry, download_model_from_registry
 from lightning_utilities.core.imports import module_available
-from torch.optim import Optimizer
 
 from trainer import redaction
 from trainer.checkpoint import files
 from trainer.checkpoint import loading as checkpoints
-from trainer.compat import averaging, cluster, contents, loop_state, model_checkpoints, resuming
+from trainer.compat import averaging, cluster, contents, loop_state, model_checkpoints, resumed_settings, resuming
 from trainer.compat import elastic_resume as elastic
 from trainer.compat.checkpoint_io import local_path, wait_for_saves
 from trainer.compat.logging import ModuleScope
@@ -78,6 +77,8 @@ class CheckpointConnector(_CheckpointConnector):
         self._weights: Path | None = None  # of another run, to start with
         self._states: list[dict[str, Any]] = []  # of the processes that saved the loaded checkpoint
         self.destination: str | None = None  # of the checkpoint that is being saved
+        # while a ModelCheckpoint is called: returns copies of it and of the following ones after this point
+        self.savers_after: Callable[[], dict[Any, Any]] = dict
 
     def select(self, given: str | Path | None, *, model_given: bool, weights: str | Path | None = None) -> None:
         """Set ``trainer.ckpt_path``, the file to load in a run that was called with ``ckpt_path=given``.
@@ -129,6 +130,11 @@ class CheckpointConnector(_CheckpointConnector):
         """
         if not self._is_chosen:
             self._ckpt_path = resuming.newest_checkpoint(self.trainer, session, self._ckpt_path)
+
+    def keep_rows(self) -> None:
+        """Let CSV loggers keep their rows from before the checkpoint that the user has chosen for a fit."""
+        if self._is_chosen and self._ckpt_path is not None and self.trainer.state.fn is TrainerFn.FITTING:
+            resuming.keep_rows(self.trainer, self._ckpt_path)
 
     def restore_module_and_callbacks(self, weights_only: bool | None) -> None:
         """Read the checkpoint of the run, if any, and restore the parts that the setup of the strategy requires."""
@@ -187,7 +193,7 @@ class CheckpointConnector(_CheckpointConnector):
         if trainer.is_global_zero:
             where, given = (" in another folder", "resume") if trainer.resume else ("", "ckpt_path")
             advice = f"start a new run{where} with weights={redaction.text(str(self._ckpt_path))!r} instead of {given}"
-            _announce_settings(trainer.engine.optimizers, checkpoint.get("optimizer_states", []), advice)
+            resumed_settings.announce_restored(trainer, checkpoint, advice)
         contents.load(trainer, checkpoint, "training")
         if loops := checkpoint.get("loops"):
             loop_state.evaluation_from(loops["fit_loop"], trainer)
@@ -379,21 +385,6 @@ class CheckpointConnector(_CheckpointConnector):
             checkpoint["lr_schedulers"] = []  # a finder has failed and left its own schedule; its error is reported
             trainer.engine.schedules.clear()
         contents.load(trainer, checkpoint, "training")
-
-
-def _announce_settings(optimizers: Iterable[Optimizer], states: Iterable[dict[str, Any]], advice: str) -> None:
-    """Log the first rate or weight decay of each optimizer that differs in the code, because it has no effect."""
-    for optimizer, state in zip(optimizers, states, strict=False):
-        for group, saved in zip(optimizer.param_groups, state.get("param_groups", ()), strict=False):
-            rate = "initial_lr" if "initial_lr" in group and "initial_lr" in saved else "lr"
-            names = (name for name in (rate, "weight_decay") if name in group and name in saved)
-            if name := next((name for name in names if float(group[name]) != float(saved[name])), None):
-                logging.getLogger("lightning.pytorch.advice").info(
-                    f"{type(optimizer).__name__} continues with {name}={float(saved[name]):.4g} from the checkpoint;"
-                    f" the code has {float(group[name]):.4g}, which has no effect. To train with"
-                    f" {float(group[name]):.4g}, {advice}."
-                )
-                break
 
 
 def _is_inside(path: str, folder: str) -> bool:

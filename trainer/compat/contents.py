@@ -13,6 +13,7 @@ The keys are Lightning's; ``loops.amp_trainer`` holds the entries that Lightning
 ``progress``                   The counters (``trainer.state.progress``).
 ``awaited``                    Metrics that schedules monitor.
 ``parameters``, ``dtypes``     Names and dtypes of each optimizer's parameters.
+``kinds``                      The classes of the optimizers and schedules that ``configure_optimizers`` returned.
 ``processes``                  The state of each process (``trainer.checkpoint.process``).
 ``callbacks``                  States of callbacks of this package.
 ``order``                      The order of the training samples, to resume on another number of processes.
@@ -41,7 +42,7 @@ from trainer.callbacks.traits import sees_each_save
 from trainer.checkpoint import loading as state
 from trainer.checkpoint.compact import packed
 from trainer.checkpoint.manifest import TRAINER_KEY
-from trainer.compat import averaging, horizons, hparams, loop_state, model_checkpoints, resuming
+from trainer.compat import averaging, hparams, loop_state, model_checkpoints, resumed_settings, resuming
 from trainer.compat import elastic_resume as elastic
 
 if TYPE_CHECKING:
@@ -146,7 +147,9 @@ def _dump_processes(trainer: Trainer, checkpoint: Checkpoint) -> list[Any]:
 
 def _dump_callbacks(trainer: Trainer, _: Checkpoint, *, own: bool) -> Checkpoint:
     callbacks = [callback for callback in trainer.callbacks if state.is_own_callback(callback) is own]
-    return {callback.state_key: saved for callback in callbacks if (saved := callback.state_dict())}
+    after = trainer._checkpoint_connector.savers_after()
+    states = ((callback.state_key, after.get(callback, callback).state_dict()) for callback in callbacks)
+    return {key: saved for key, saved in states if saved}
 
 
 def _load_callbacks(trainer: Trainer, checkpoint: Checkpoint) -> None:
@@ -185,7 +188,7 @@ def _make_loadable(trainer: Trainer, checkpoint: Checkpoint) -> None:
 
 ENTRIES: tuple[Entry, ...] = (
     # may change the entries that are loaded after it
-    Entry("", None, lambda trainer, checkpoint: trainer.lightning_module.on_load_checkpoint(checkpoint)),
+    Entry("", None, averaging.call_load_hook),
     _weights_entry("epoch", lambda trainer, _: trainer.progress.epoch),
     _weights_entry("global_step", lambda trainer, _: trainer.progress.optimizer_steps),
     _weights_entry("state_dict", lambda trainer, _: trainer.engine.module_state(), load=_load_weights),
@@ -199,12 +202,13 @@ ENTRIES: tuple[Entry, ...] = (
     _trainer_entry("parameters", _dump_parameters),
     _trainer_entry("processes", _dump_processes),  # restored by ProcessState.load, after every `on_train_start`
     _trainer_entry("dtypes", state.parameter_dtypes),
+    _trainer_entry("kinds", lambda trainer, _: trainer.engine.kinds),
     _trainer_entry("callbacks", partial(_dump_callbacks, own=True)),
     Entry("callbacks", partial(_dump_callbacks, own=False), _load_callbacks),
-    Entry("", None, horizons.continue_schedules, "training"),
+    Entry("", None, resumed_settings.continue_settings, "training"),
     Entry("optimizer_states", state.optimizer_states, state.restore_optimizers, "training"),
     Entry("lr_schedulers", state.schedule_states, _load_schedules, "training"),
-    Entry("", None, horizons.refuse_exceeded, "training"),
+    Entry("", None, resumed_settings.refuse_exceeded, "training"),
     _weights_entry("", lambda trainer, _: hparams.hyper_parameters_of(trainer.lightning_module, trainer.datamodule)),
     _weights_entry("", _call_save_hooks),
     _trainer_entry("order", elastic.order_to_save),

@@ -302,6 +302,7 @@ def _accumulate(trainer: Trainer, needed: int) -> None:
         session.callback(setattr, accumulation, "schedule", accumulation.schedule)
         accumulation.schedule = {0: needed}
     session.callback(setattr, window, "batches", window.batches)
+    trainer.engine.check_accumulation(needed)
     window.batches = needed
 
 

@@ -104,6 +104,7 @@ class LightningEngine:
         module_calls: handles calls that a module makes itself, such as ``manual_backward``. Set for each fit.
         optimizers: the bare optimizers of the last fit; empty before the ``setup`` of the first. A live list.
         schedules: the learning-rate schedules; a live list.
+        kinds: the classes of the optimizers and schedules that ``configure_optimizers`` returned.
         device: this process's device.
         module: the LightningModule.
         model: the strategy-wrapped form of the module; the module itself on one device.
@@ -174,6 +175,7 @@ class LightningEngine:
             self.strategy._launcher = WatchedLauncher(
                 launcher.cluster_environment, launcher.num_processes, launcher.num_nodes
             )
+        self.kinds: dict[str, list[str]] = {}
         self._reductions = 0  # collectives of `reduce`
         self._communication: Communication | None = None
         self._parameters: list[torch.nn.Parameter] = []  # of the module when DDP registered them
@@ -257,12 +259,18 @@ class LightningEngine:
                 raise UnsupportedError(f"Got {type(callback).__name__} with strategy={self.kind!r}. It {reason}")
 
     def check_accumulation(self, batches: int) -> None:
-        """Refuse windows of several batches if DDP's graph is static.
+        """Refuse windows of too many batches for the precision, and of several batches if DDP's graph is static.
 
         DDP records the graph in the first backward pass that averages gradients. It fails with an internal assertion if
         a backward pass without averaging comes first (pytorch #143580). A schedule that begins with windows of one
         batch is also refused, because a resumed run may begin with a larger window.
         """
+        if batches > (limit := self.precision.max_accumulation):
+            raise PrecisionError(
+                f"Got accumulate_grad_batches={batches} with precision={self.precision.name!r}, expected at most"
+                f" {limit:.0f}: gradients are added up in {self.precision.dtype}, and those of further batches would be"
+                " rounded away. Use larger batches, or precision='bf16-mixed' or '16-mixed', which add in float32."
+            )
         if batches > 1 and getattr(self.strategy, "_ddp_kwargs", {}).get("static_graph"):
             given = f"{type(self.strategy).__name__}(static_graph=True)"
             raise UnsupportedError(

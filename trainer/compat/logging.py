@@ -143,7 +143,7 @@ class ModuleLog:
             entry.update_metric(value)
             return
         elif isinstance(value, numbers.Number):
-            value = torch.tensor(value, dtype=accumulation_dtype())
+            value = torch.tensor(value, dtype=torch.float64)
         else:
             raise ValueError(
                 f"`self.log({name}, {value})` was called, but `{type(value).__name__}` values cannot be logged"

@@ -3,19 +3,24 @@
 A ModelCheckpoint with ``every_n_train_steps`` and a ``monitor`` saves after the validation if one follows the same
 batch, so that its score is that of the saved weights. All ranks select checkpoints by the metrics of rank 0.
 
+If several of them save in the same hook, each file has the states of all of them after the hook: the decisions of the
+others are made on copies, before the first file is written.
+
 A folder belongs to one run at a time. A resumed run restores the step at which each ModelCheckpoint last saved, and
 whether it waits for a validation, because the callback's own state lacks these.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
+from copy import copy
+from functools import cache, partial
 from pathlib import Path
 from types import MethodType, SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -39,6 +44,7 @@ T = TypeVar("T")
 _STATES = "savers"
 _RESOLVE = "_ModelCheckpoint__resolve_ckpt_dir"
 _LIGHTNINGS_METHOD = ModelCheckpoint.on_train_batch_end
+_PACKAGES = ("lightning", "pytorch_lightning", "trainer")
 _COUNTERS = (None, "epoch", "step")  # values of `monitor` that need no metric
 
 
@@ -71,8 +77,8 @@ def attach_savers(trainer: Trainer, session: Session) -> None:
         if "_monitor_candidates" in vars(saver):
             continue
         session.replace(saver, "_monitor_candidates", partial(_candidates_of_rank_0, saver._monitor_candidates))
-        session.replace(saver, "on_validation_end", partial(_save_after_validation, saver, saver.on_validation_end))
-        session.replace(saver, "on_train_epoch_end", partial(_save_after_epoch, saver, saver.on_train_epoch_end))
+        for hook in ("on_validation_end", "on_train_epoch_end"):
+            session.replace(saver, hook, partial(_call, saver, hook, getattr(saver, hook)))
         if saver.on_train_batch_end == MethodType(_LIGHTNINGS_METHOD, saver):
             session.replace(saver, "on_train_batch_end", partial(_save_after_batch, saver))
 
@@ -90,12 +96,83 @@ def _save_after_batch(saver: ModelCheckpoint, trainer: Trainer, *_: Any) -> None
     is_due = _time_is_up(saver, trainer) or _steps_are_due(saver, trainer)
     if not is_due or saver._should_skip_saving_checkpoint(trainer):
         return
-    if not _must_wait(saver, trainer):
-        _save(saver, trainer)
+    with _deciding(saver, "on_train_batch_end", trainer):
+        if not _must_wait(saver, trainer):
+            _save(saver, trainer)
+            return
+        saver._defer_save_until_validation = True
+        if (save_last := getattr(saver, "save_last_before_validation", None)) is not None:  # our BestCheckpoint
+            save_last(trainer)
+
+
+def _call(saver: ModelCheckpoint, hook: str, method: Callable[..., None], trainer: Trainer, module: Any) -> None:
+    """Call a hook of the saver at the end of a validation or of an epoch."""
+    with _deciding(saver, hook, trainer):
+        _SAVES[hook](saver, method, trainer, module)
+
+
+@contextmanager
+def _deciding(saver: ModelCheckpoint, hook: str, trainer: Trainer) -> Iterator[None]:
+    """Return a context for a hook of a saver: ``savers_after`` of the connector returns the savers after the hook."""
+    connector, savers = trainer._checkpoint_connector, model_checkpoints_of(trainer)
+    if saver not in savers:  # a copy
+        yield
         return
-    saver._defer_save_until_validation = True
-    if (save_last := getattr(saver, "save_last_before_validation", None)) is not None:  # our BestCheckpoint
-        save_last(trainer)
+    pairs = [(saver, _copied(saver)), *((other, other) for other in savers[savers.index(saver) + 1 :])]
+    connector.savers_after = cache(partial(_decide, trainer, hook, pairs))
+    try:
+        yield
+    finally:
+        connector.savers_after = dict
+
+
+def _decide(trainer: Trainer, hook: str, pairs: list[tuple[Any, Any]]) -> dict[Any, ModelCheckpoint]:
+    """Return a copy of each saver after a hook, without writing or removing files.
+
+    Savers that override the methods used here are left out, and so are those whose metric does not exist.
+
+    Args:
+        trainer: the Trainer.
+        hook: the name of the hook.
+        pairs: each saver, and its copy from before the hook; in the order in which they are called.
+    """
+    exists: dict[str, bool] = {}
+    decided = {}
+    for saver, before in pairs:
+        methods = [getattr(type(saver), name) for name in (hook, "_save_topk_checkpoint", "_save_last_checkpoint")]
+        known = all(method.__module__.partition(".")[0] in _PACKAGES for method in methods)
+        if not known or not _has_metric(saver, trainer):
+            continue
+        one = decided[saver] = _copied(before)
+        vars(one).pop(hook, None)
+        vars(one)["_save_checkpoint"] = partial(_note_save, one, exists)
+        vars(one)["_remove_checkpoint"] = lambda _, path: exists.update({path: False})
+        vars(one)["_link_checkpoint"] = lambda _, __, link: exists.update({link: True})
+        vars(one)["file_exists"] = partial(_exists_after, exists, saver.file_exists)
+        logging.disable(logging.INFO)  # the call itself logs
+        try:
+            if hook == "on_train_batch_end":
+                _save_after_batch(one, trainer)
+            else:
+                _SAVES[hook](one, MethodType(methods[0], one), trainer, trainer.lightning_module)
+        finally:
+            logging.disable(logging.NOTSET)
+    return decided
+
+
+def _copied(saver: ModelCheckpoint) -> ModelCheckpoint:
+    one = copy(saver)
+    one.best_k_models = dict(saver.best_k_models)
+    return one
+
+
+def _note_save(saver: ModelCheckpoint, exists: dict[str, bool], trainer: Trainer, path: str) -> None:
+    exists[path] = True
+    saver._last_global_step_saved, saver._last_checkpoint_saved = trainer.global_step, path
+
+
+def _exists_after(exists: dict[str, bool], method: Callable[..., bool], path: str, trainer: Trainer) -> bool:
+    return exists[path] if path in exists else method(path, trainer)
 
 
 def _save_after_validation(saver: ModelCheckpoint, method: Callable[..., None], trainer: Trainer, module: Any) -> None:
@@ -120,6 +197,9 @@ def _save_after_epoch(saver: ModelCheckpoint, method: Callable[..., None], train
         return
     if trainer.fit_loop.epoch_loop.val_loop._has_run or not any(trainer.num_val_batches):
         saver._save_topk_checkpoint(trainer, saver._monitor_candidates(trainer))
+
+
+_SAVES = {"on_validation_end": _save_after_validation, "on_train_epoch_end": _save_after_epoch}
 
 
 def _candidates_of_rank_0(method: Callable[..., dict[str, Tensor]], trainer: Trainer) -> dict[str, Tensor]:
@@ -292,12 +372,15 @@ def states_to_save(trainer: Trainer, _: dict[str, Any]) -> dict[str, Any] | None
     counts as waiting.
     """
     states, path = {}, trainer._checkpoint_connector.destination
+    after = trainer._checkpoint_connector.savers_after()
     ends_batch = trainer.progress.position is TRAINED
     for saver in model_checkpoints_of(trainer):
-        step, waits = saver._last_global_step_saved, saver._defer_save_until_validation
+        decided = after.get(saver, saver)
+        step, waits = decided._last_global_step_saved, decided._defer_save_until_validation
         is_due = ends_batch and _steps_are_due(saver, trainer) and not saver._should_skip_saving_checkpoint(trainer)
+        is_due = is_due and decided is saver
         waits = waits or (is_due and _waits_for_validations(saver) and _must_wait(saver, trainer))
-        if path in (saver.best_model_path, saver.last_model_path, *saver.best_k_models):
+        if decided is saver and path in (saver.best_model_path, saver.last_model_path, *saver.best_k_models):
             step, waits = trainer.global_step, False
         states[saver.state_key] = {"dirpath": str(saver.dirpath), "step": step, "waits": waits}
     return states or None

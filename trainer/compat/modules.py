@@ -144,12 +144,14 @@ def warn_of_eval_mode(trainer: Trainer) -> None:
 
 
 def warn_of_gradient_hooks(trainer: Trainer) -> None:
-    """Warn of hooks on the gradients of parameters if losses are scaled: autograd calls them inside backward passes."""
+    """Warn of hooks on gradients of parameters and modules if losses are scaled: they run inside backward passes."""
     scales = trainer.scaler.is_enabled() and any(map(parameters_of, trainer.optimizers))
     if not (scales and trainer.engine.exposes_gradients):
         return
-    named = trainer.lightning_module.named_parameters()
-    if hooked := [name for name, p in named if p._backward_hooks or p._post_accumulate_grad_hooks]:
+    module = trainer.lightning_module
+    hooked = [name for name, p in module.named_parameters() if p._backward_hooks or p._post_accumulate_grad_hooks]
+    hooked += [name or "the module" for name, m in module.named_modules() if m._backward_hooks or m._backward_pre_hooks]
+    if hooked:
         warn(
             f"Got hooks on the gradients of {join_first(hooked, 3)} with precision={trainer.precision!r}. Autograd"
             " calls them inside the backward pass, when gradients are multiplied by the loss scale. Hooks that multiply"

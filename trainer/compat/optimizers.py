@@ -7,7 +7,7 @@ interval of a schedule may be ``"batch"``, which counts batches, while ``"step"`
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch import LightningModule
@@ -17,6 +17,7 @@ from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer import call
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from trainer.compat.overrides import overrides
 from trainer.engine.optimizer_calls import needs_closure
@@ -69,6 +70,23 @@ def set_up_optimizers(strategy: Strategy, trainer: Trainer) -> None:
         owns_step = overrides(module, "optimizer_step") or trainer.engine.override_of("optimizer_step") is not None
         _check_several(module, optimizers, owns_step)
     strategy.optimizers, strategy.lr_scheduler_configs = optimizers, configs
+    trainer.engine.kinds = kinds_of(optimizers, configs)
+
+
+def kinds_of(optimizers: list[Optimizer], configs: list[Any]) -> dict[str, list[str]]:
+    """Return the classes of the optimizers and of the schedules, which include those of the schedules inside them."""
+    parts = [[type(part).__name__ for part in nested_schedules(config.scheduler)] for config in configs]
+    schedules = [names or [type(config.scheduler).__name__] for names, config in zip(parts, configs, strict=True)]
+    return {"optimizer": [type(one).__name__ for one in optimizers], "schedule": [" of ".join(n) for n in schedules]}
+
+
+def nested_schedules(schedule: Any) -> Iterator[LRScheduler]:
+    """Iterate over a schedule and those inside it, such as the parts of a ``SequentialLR``."""
+    if isinstance(schedule, LRScheduler):
+        yield schedule
+        for value in vars(schedule).values():
+            for item in value if isinstance(value, (list, tuple)) else (value,):
+                yield from nested_schedules(item)
 
 
 def with_closure(optimizer_step: Callable[..., Any]) -> Callable[[int, int, Any, Callable[[], Tensor | None]], None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from contextlib import suppress
 from itertools import zip_longest
 from pathlib import Path
@@ -17,6 +18,7 @@ from trainer.checkpoint.inert import load_inert
 from trainer.checkpoint.loading import TRAINER_KEY
 from trainer.checkpoint.sharded_files import STATE
 from trainer.compat.checkpoint_io import local_path, wait_for_saves
+from trainer.compat.loggers.numbered import CSV
 from trainer.compat.model_checkpoints import allow_removal, folders_of, folders_with_files, on_first_rank
 from trainer.errors import ConfigurationError, rank_zero_warn
 from trainer.loggers import adapter
@@ -47,11 +49,21 @@ def newest_checkpoint(trainer: Trainer, session: Session, extra: Any = None) -> 
     if path is not None:
         allow_removal(trainer, session)
         rank_zero_info(f"resume='auto': resuming from {path}")
-        if trainer.is_global_zero:
-            step, places = _place_in_logs(path)
-            for logger, place in zip_longest(trainer.loggers, places[: len(trainer.loggers)]):
-                adapter(logger).resume(step, place)
+        _continue_logs(trainer, path)
     return path
+
+
+def keep_rows(trainer: Trainer, path: str | Path) -> None:
+    """Let CSV loggers with a fixed folder append to the rows before a checkpoint. Lightning's delete the file."""
+    _continue_logs(trainer, path, lambda one: isinstance(one, CSV) and not one.is_numbered and not one.is_open)
+
+
+def _continue_logs(trainer: Trainer, path: str | Path, chosen: Callable[[Any], bool] = lambda _: True) -> None:
+    if trainer.is_global_zero:
+        step, places = _place_in_logs(path)
+        for logger, place in zip_longest(trainer.loggers, places[: len(trainer.loggers)]):
+            if chosen(one := adapter(logger)):
+                one.resume(step, place)
 
 
 def _choose_checkpoint(trainer: Trainer, session: Session, extra: Any) -> tuple[str | None, dict[int, Any]]:

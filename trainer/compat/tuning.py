@@ -22,9 +22,10 @@ from lightning.pytorch.callbacks import LearningRateFinder
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from lightning.pytorch.utilities.exceptions import _TunerExitException
 from lightning.pytorch.utilities.seed import isolate_rng
-from torch.optim.lr_scheduler import CyclicLR, LRScheduler, OneCycleLR
+from torch.optim.lr_scheduler import CyclicLR, OneCycleLR
 
 from trainer.callbacks.gradient_clipping import GradientClipping
+from trainer.compat.optimizers import nested_schedules
 from trainer.data.batches import TrainingBatches
 from trainer.errors import rank_zero_warn
 from trainer.postmortem.state import ObjectState
@@ -152,15 +153,6 @@ def _configure(trainer: Trainer, rate: float, before: list[tuple[Any, ...]] | No
     for schedule in schedules:
         if hasattr(schedule, "base_lrs"):
             schedule.base_lrs = [rate] * len(schedule.base_lrs)
-
-
-def nested_schedules(schedule: Any) -> Iterator[LRScheduler]:
-    """Iterate over a schedule and those inside it, such as the parts of a ``SequentialLR``."""
-    if isinstance(schedule, LRScheduler):
-        yield schedule
-        for value in vars(schedule).values():
-            for item in value if isinstance(value, (list, tuple)) else (value,):
-                yield from nested_schedules(item)
 
 
 @contextmanager

@@ -55,6 +55,11 @@ def batch_size(batch: Any) -> int:
 
     Return 1 if there is no such tensor but a 0-dim one, and 0 otherwise.
     """
+    # the usual case, in a tenth of the time
+    parts = batch.values() if type(batch) is dict else batch if type(batch) in (list, tuple) else (batch,)
+    first = next(iter(parts), None)
+    if isinstance(first, Tensor) and first.dim() and (samples := first.size(0)):
+        return samples
     scalars = 0
     for tensor in tensors_in(batch):
         if tensor.dim() and (samples := tensor.size(0)):  # not len(tensor), which nested tensors do not have

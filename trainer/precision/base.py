@@ -42,6 +42,7 @@ float32 with TensorFloat-32 products if the GPU has them::
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from difflib import get_close_matches
@@ -68,6 +69,8 @@ class Precision:
     """Dtype of matrix products and convolutions. In float8 precisions, bfloat16: the dtype of all other operations."""
     scales_loss: bool = False
     """Whether the loss is scaled, so that steps may overflow."""
+    max_accumulation: float = math.inf
+    """Largest number of batches in an accumulation window. More gradients in 16 bits would be lost in rounding."""
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)

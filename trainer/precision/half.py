@@ -55,6 +55,7 @@ class HalfPrecision(Precision):
         check_kernels(cpu_kernels)
         self.dtype = half_dtype(dtype)
         self.name = "16-true" if self.dtype is torch.float16 else "bf16-true"
+        self.max_accumulation = 2 / torch.finfo(self.dtype).eps  # 1 added to a larger sum is rounded away
         self.fp32_modules = check_patterns(fp32_modules)
         self.cpu_kernels = cpu_kernels
         self._default_dtype = DefaultDtype(self.dtype)

@@ -90,7 +90,7 @@ class GoalValue(NamedTuple):
     Args:
         value: None if it is not known, or not finite.
         step: the optimizer step at which it was logged, or None if that is not known.
-        is_best: whether it is the value at the best checkpoint, instead of the last value.
+        is_best: whether it is the value at the best checkpoint or the best of the curve, instead of the last value.
     """
 
     value: float | None
@@ -283,6 +283,8 @@ class RunRecord:
     def reached(self, goal: tuple[str, str] | None) -> GoalValue:
         """Return the value of a metric at the best checkpoint, or its last value if no checkpoint was chosen by it.
 
+        If the metric is not the objective of this run, but that of others, return the best value of its curve.
+
         Args:
             goal: the metric, and its better direction, "min" or "max".
         """
@@ -290,9 +292,11 @@ class RunRecord:
             return GoalValue(None)
         is_best = goal == self.monitor and self.best_score is not None
         value = self.best_score if is_best else self.latest.get(goal[0])
+        curve = self.rows.get(goal[0]) or self.metric_curve(goal[0])
+        if goal != self.objective and (values := [point for _, point in curve.points if math.isfinite(point)]):
+            value, is_best = (max if goal[1] == "max" else min)(values), True
         if value is None or not math.isfinite(value):
             return GoalValue(None)
-        curve = self.rows.get(goal[0]) or self.metric_curve(goal[0])
         at = [step for step, point in curve.points if math.isclose(point, value, rel_tol=1e-5)]
         return GoalValue(value, (at[0] if is_best else at[-1]) if at else None, is_best)
 

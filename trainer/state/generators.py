@@ -11,6 +11,8 @@ import torch
 
 RandomGenerator = torch.Generator | random.Random | np.random.Generator | np.random.RandomState
 KINDS = get_args(RandomGenerator)
+OF_PROCESS: tuple[RandomGenerator, ...] = vars(random)["getstate"].__self__, vars(np.random)["get_state"].__self__
+"""The generators of ``random.random`` and ``np.random.rand``."""
 
 
 def is_random(value: Any) -> bool:

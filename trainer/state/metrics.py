@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
+from operator import attrgetter
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -48,11 +49,12 @@ Reduce = Callable[..., Tensor]
 class LoggedValue:
     """One name logged from one hook: its last value and, if requested, its reduction over the epoch.
 
-    Values are 0-dim tensors on their original device. Epoch reductions are accumulated in float32, or in float64 for
-    float64 values, value by value in the order they were logged: bit-identical to Lightning's.
+    Values are 0-dim tensors on their original device; Python numbers are float64 tensors on the host. Every 256
+    values are added one by one in their order and dtype, and the sum is added to a total in float64 (float32 on MPS).
+    Up to 256 values, the results of tensors are bit-identical to Lightning's.
     """
 
-    __slots__ = ("_epoch_value", "_pending", "_reduce", "_total", "_weight", "_weights", "dataloader_idx",
+    __slots__ = ("_dtype", "_epoch_value", "_pending", "_reduce", "_total", "_weight", "_weights", "dataloader_idx",
                  "first_options", "has_value", "hook", "metric", "name", "options", "shares_epochs", "shares_steps",
                  "step_value")  # fmt: skip
 
@@ -73,6 +75,7 @@ class LoggedValue:
         self._weights: list[Any] = []
         self._total: Tensor | None = None
         self._weight: Any = 0
+        self._dtype: torch.dtype | None = None  # of the values in the total
 
     def update(self, value: Tensor, weight: int) -> None:
         """Add one value (0-dim, detached, in float32 or float64) with a weight of ``weight`` samples."""
@@ -85,7 +88,9 @@ class LoggedValue:
             self._pending.append(value)
             self._weights.append(weight)
             if len(self._pending) >= _FLUSH_EVERY:
-                self._flush()
+                self._total, self._weight, self._dtype = self.accumulated()
+                self._pending.clear()
+                self._weights.clear()
 
     @property
     def reduces_steps(self) -> bool:
@@ -111,10 +116,43 @@ class LoggedValue:
             self._epoch_value = self._reduced()
         return self._epoch_value
 
-    def accumulated(self) -> tuple[Tensor | None, Any]:
-        """Return the accumulated value of this process and, for a mean, the number of samples."""
-        self._flush()
-        return self._total, self._weight
+    def accumulated(self) -> tuple[Tensor | None, Any, torch.dtype | None]:
+        """Return the reduction of this process's values, the number of samples of a mean, and the values' dtype."""
+        pending, total, weight, dtype = self._pending, self._total, self._weight, self._dtype
+        if not pending:
+            return total, weight, dtype
+        if len({value.device for value in pending}) > 1:  # some were numbers, others tensors on a device
+            device = next(value.device for value in pending if value.device.type != "cpu")
+            pending = [moved(value, device) for value in pending]
+        op, device = self.options.reduce_fx, pending[0].device
+        alike = {value.dtype for value in pending} == {pending[0].dtype}
+        dtype = functools.reduce(torch.promote_types, [value.dtype for value in pending], dtype or accumulation_dtype())
+        if op in ("max", "min"):
+            values = torch.stack(pending)
+            chunk = values.amax() if op == "max" else values.amin()
+            if total is not None:
+                chunk = getattr(torch, f"{op}imum")(moved(total, device), chunk)
+            return chunk, weight, dtype
+        start = torch.zeros((), dtype=accumulation_dtype(), device=device)
+        if device.type in ("cpu", "cuda") and alike and (op == "sum" or {*map(type, self._weights)} == {int}):
+            values = torch.stack(pending)
+            if op == "mean":
+                weight = weight + sum(self._weights)
+                weights: Any = self._weights[0]
+                if {*self._weights} != {weights}:
+                    weights = torch.tensor(self._weights, dtype=values.dtype).to(device, non_blocking=True)
+                values = values.mul_(weights)
+            chunk = _sum_in_order(start, values)
+        else:
+            chunk = start
+            for value, samples in zip(pending, self._weights, strict=True):
+                chunk = chunk + (value * samples if op == "mean" else value)
+                weight = torch.as_tensor(weight) + samples
+        if total is not None:
+            chunk = moved(total, device).add(chunk)
+        elif len(pending) >= _FLUSH_EVERY and device.type != "mps":
+            chunk = chunk.double()
+        return chunk, weight, dtype
 
     def reset(self) -> None:
         """Reset all values; keep the options."""
@@ -123,7 +161,7 @@ class LoggedValue:
         self._epoch_value = None
         self._pending.clear()
         self._weights.clear()
-        self._total = None
+        self._total = self._dtype = None
         self._weight = 0
         if self.metric is not None:
             reset(self.metric)
@@ -142,25 +180,34 @@ class LoggedValue:
             "weights": list(self._weights),
             "total": self._total,
             "weight": self._weight,
+            "dtype": self._dtype,
         }
 
     def load_state_dict(self, state: dict[str, Any], device: torch.device) -> None:
         """Restore the state that :meth:`state_dict` returned."""
         self.has_value = state["has_value"]
         self.step_value, self._total = (
-            None if v is None else v.to(device) for v in (state["step_value"], state["total"])
+            None if v is None else moved(v, device) for v in (state["step_value"], state["total"])
         )
-        self._pending = [value.to(device) for value in state["pending"]]
-        self._weights, self._weight = list(state["weights"]), state["weight"]
+        self._pending = [moved(value, device) for value in state["pending"]]
+        self._weights, self._weight, self._dtype = list(state["weights"]), state["weight"], state.get("dtype")
         self._epoch_value = None
 
-    def join(self, dtype: torch.dtype) -> None:
-        """Let this process take part in the reduction of the epoch's value, in ``dtype``, even if it logged nothing."""
+    def join(self, dtype: torch.dtype, value_dtype: torch.dtype) -> None:
+        """Let this process take part in the reduction of the epoch's value, even if it logged nothing.
+
+        Args:
+            dtype: of the totals of all processes.
+            value_dtype: of the values of all processes, and of the result.
+        """
         self.has_value = self.shares_epochs = True
-        self._flush()
-        if self._total is None:
-            self._total = torch.full((), _STARTS.get(self.options.reduce_fx, 0.0))
-        self._total = self._total.to(dtype)
+        total, self._weight, _ = self.accumulated()
+        self._dtype = value_dtype
+        if total is None:
+            total = torch.full((), _STARTS.get(self.options.reduce_fx, 0.0))
+        self._total = total.to(dtype)
+        self._pending.clear()
+        self._weights.clear()
         self._epoch_value = None
 
     def replace(self, value: float) -> None:
@@ -169,56 +216,31 @@ class LoggedValue:
             self._epoch_value = torch.full_like(own, value)
 
     def _reduced(self) -> Tensor | None:
-        self._flush()
-        if self._total is None:
+        total, samples, dtype = self.accumulated()
+        if total is None:
             return None
-        total, shared = self._total, self.shares_epochs
+        shared = self.shares_epochs
         if self.options.reduce_fx != "mean":
-            return self._across(total.clone()) if shared else total
-        weight = torch.full_like(total, self._weight)  # on a GPU, dividing by a number multiplies by its inverse
-        if not shared:
-            return total / weight
-        group = self.options.sync_dist_group
-        return self._reduce(total.clone(), "sum", group) / self._reduce(weight, "sum", group)
+            return (self._across(total.clone()) if shared else total).to(dtype)
+        weight = torch.full_like(total, samples)  # on a GPU, dividing by a number multiplies by its inverse
+        if shared:
+            group = self.options.sync_dist_group
+            if group is not None:  # `complete` excludes it, and only some processes may have totals in float64
+                total, weight = total.double(), weight.double()
+            total, weight = self._reduce(total.clone(), "sum", group), self._reduce(weight, "sum", group)
+        return (total / weight).to(dtype)
 
     def _across(self, value: Tensor) -> Tensor:
         return self._reduce(value, self.options.reduce_fx, self.options.sync_dist_group)
 
-    def _flush(self) -> None:
-        if not self._pending:
-            return
-        if len({value.device for value in self._pending}) > 1:  # some were numbers, others tensors on a device
-            device = next(value.device for value in self._pending if value.device.type != "cpu")
-            self._pending = [value.to(device, non_blocking=True) for value in self._pending]
-        op, device = self.options.reduce_fx, self._pending[0].device
-        if self._total is None:
-            self._total = torch.full((), _STARTS.get(op, 0.0), dtype=accumulation_dtype(), device=device)
-        total = self._total.to(device)
-        alike = {value.dtype for value in self._pending} <= {self._pending[0].dtype}
-        if op in ("max", "min"):
-            values = torch.stack(self._pending)
-            chunk = values.amax() if op == "max" else values.amin()
-            self._total = torch.maximum(total, chunk) if op == "max" else torch.minimum(total, chunk)
-        elif device.type in ("cpu", "cuda") and alike and (op == "sum" or {*map(type, self._weights)} == {int}):
-            values = torch.stack(self._pending)
-            if op == "mean":
-                self._weight = self._weight + sum(self._weights)
-                weights: Any = self._weights[0]
-                if {*self._weights} != {weights}:
-                    weights = torch.tensor(self._weights, dtype=values.dtype).to(device, non_blocking=True)
-                values = values.mul_(weights)
-            self._total = _sum_in_order(total, values)
-        else:
-            for value, weight in zip(self._pending, self._weights, strict=True):
-                total = total + (value * weight if op == "mean" else value)
-                self._weight = torch.as_tensor(self._weight) + weight
-            self._total = total
-        self._pending.clear()
-        self._weights.clear()
+
+def moved(value: Tensor, device: torch.device) -> Tensor:
+    """Move a value to a device; to MPS in float32, because it has no double precision."""
+    return value.to(device, torch.float32 if device.type == "mps" else value.dtype, non_blocking=True)
 
 
 def accumulation_dtype() -> torch.dtype:
-    """Return the dtype of sums over an epoch and of logged numbers: the default dtype, but at least float32."""
+    """Return the dtype of logged tensors in other precisions: the default dtype, but at least float32."""
     dtype = torch.get_default_dtype()
     return dtype if dtype in (torch.float32, torch.float64) else torch.float32
 
@@ -256,6 +278,7 @@ class Outline(NamedTuple):
     dataloader_idx: int | None
     metric: str | None
     dtype: torch.dtype | None = None
+    value_dtype: torch.dtype | None = None
 
 
 class MetricStore:
@@ -330,9 +353,9 @@ class MetricStore:
             elif (options.sync_dist or entry.hook in self.shared_hooks) and not (
                 options.rank_zero_only or options.sync_dist_group
             ):
-                total = entry.accumulated()[0]
+                total, _, value_dtype = entry.accumulated()
                 dtype = None if total is None else total.dtype
-                found.append(Outline(key, tuple(options), entry.dataloader_idx, None, dtype))
+                found.append(Outline(key, tuple(options), entry.dataloader_idx, None, dtype, value_dtype))
         return found
 
     def complete(self, outlines: Sequence[Sequence[Outline]], metric_of: Callable[[str], Any], reduce: Reduce) -> None:
@@ -351,8 +374,9 @@ class MetricStore:
             if one.metric is not None:
                 entry.metric, entry.has_value = metric_of(one.metric), True
             else:
-                dtypes = [other.dtype for outline in outlines for other in outline if other.key == key and other.dtype]
-                entry.join(functools.reduce(torch.promote_types, dtypes))
+                same = [other for outline in outlines for other in outline if other.key == key]
+                dtypes = (filter(None, map(attrgetter(name), same)) for name in ("dtype", "value_dtype"))
+                entry.join(*(functools.reduce(torch.promote_types, found) for found in dtypes))
         if [key for key in self.entries if key in union] != list(union):
             rest = {key: entry for key, entry in self.entries.items() if key not in union}
             ordered = {key: self.entries[key] for key in union}
@@ -556,11 +580,13 @@ def shared_among(processes: int, states: Sequence[dict[str, Any]]) -> dict[str, 
 def _shared(ones: list[dict[str, Any]], processes: int) -> dict[str, Any]:
     first, options = ones[0], LogOptions(*ones[0]["options"])
     sums: list[tuple[Tensor, Any]] = []
+    dtype = first.get("dtype")
     for one in ones:
         value = LoggedValue(one["hook"], one["name"], options, one["dataloader_idx"], torch.as_tensor)
         value.load_state_dict(one, torch.device("cpu"))
-        total, weight = value.accumulated()
-        sums += [] if total is None else [(total, weight)]
+        total, weight, value_dtype = value.accumulated()
+        sums += [] if total is None else [(total.double(), weight)]
+        dtype = value_dtype or dtype
     if not sums or options.rank_zero_only:
         return first
     values, weights = torch.stack([total for total, _ in sums]), sum(weight for _, weight in sums)
@@ -568,7 +594,7 @@ def _shared(ones: list[dict[str, Any]], processes: int) -> dict[str, Any]:
         total = values.amax() if options.reduce_fx == "max" else values.amin()
     else:
         total = values.sum() / processes
-    return {**first, "pending": [], "weights": [], "total": total, "weight": weights / processes}
+    return {**first, "pending": [], "weights": [], "total": total, "weight": weights / processes, "dtype": dtype}
 
 
 class PublishedMetrics:

@@ -27,8 +27,8 @@ Generator = generators.RandomGenerator | Snapshot
 State = dict[str, Any]
 
 _GLOBAL: dict[str, generators.RandomGenerator] = {
-    "python": vars(random)["getstate"].__self__,
-    "numpy": vars(np.random)["get_state"].__self__,
+    "python": generators.OF_PROCESS[0],
+    "numpy": generators.OF_PROCESS[1],
     "torch": torch.default_generator,
 }
 """The generators of the process, used by ``random.random``, ``np.random.rand`` and ``torch.rand``."""

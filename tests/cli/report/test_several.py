@@ -64,6 +64,17 @@ def test_differences_best_values_and_curves(two, capsys):
     assert set(lines) == {"digits", "scans optimizer.lr=0.5"}
 
 
+def test_best_value_of_a_run_that_monitors_another_metric(two, make_run):
+    """From its curve, because its checkpoints were chosen by the other one. It is the best run."""
+    rows = ROWS.replace("0.25,2.5", "0.9375,2.5")
+    record = facts(recipe="third", monitor=["val_loss", "min"], best_score=1.5, overrides=["+recipe=third"])
+    page = several(*two, make_run("outputs/third/one", record=record, files={"csv/metrics.csv": rows}))
+    table = page.sections["jobs"]
+    assert "Best val_acc" in table
+    assert "3 third best Completed 0.9375 1 1.5" in table
+    assert "Highest val_acc 0.9375 at step 1, third" in page.text
+
+
 def test_charts_that_runs_share(make_run):
     """Learning rates of different optimizers share a chart, and heat maps are left out."""
     rows = "grad_norm/net.0,lr-SGD,step,val/loss\n0.5,,1,0.5\n,0.1,2,0.25\n"

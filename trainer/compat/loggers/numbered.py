@@ -66,11 +66,16 @@ class CSV(_VersionedLogger):
 
         return isinstance(self.logger, CSVLogger) and super().is_numbered
 
+    @property
+    def is_open(self) -> bool:
+        """Whether the logger has opened its file."""
+        return self.logger._experiment is not None
+
     def position(self) -> int | None:
         """Save, and return the number of rows in the file, or None if the logger has not opened it."""
         from trainer.compat.checkpoint_io import local_path
 
-        if self.logger._experiment is None:
+        if not self.is_open:
             return None
         self.logger.save()
         path = local_path(self.logger.experiment.metrics_file_path)
