@@ -42,7 +42,7 @@ from trainer.data.prefetching import Prefetching
 from trainer.engine.stalls import StallWatch
 from trainer.errors import ConfigurationError, rank_zero_warn
 from trainer.loops.closures import refuse_bare_steps
-from trainer.precision.cast_cache import forget_casts
+from trainer.loops.manual_optimization import count_bare_steps
 from trainer.preparation import Preparation
 from trainer.record.measures import folder_of_reports, reason_without_updates
 from trainer.session import Session
@@ -391,7 +391,7 @@ class Run:
         )
         is_manual = not trainer.lightning_module.automatic_optimization
         if is_manual:
-            self.session.watch_steps(after=forget_casts)  # a training step may enter autocast itself
+            count_bare_steps(trainer.loop, self.session)
         if trainer.scaler.is_enabled() and (is_manual or preparation.hooks.override_of("optimizer_step") is not None):
             refuse_bare_steps(trainer.loop, self.session)
 
