@@ -310,6 +310,7 @@ class Run:
         if fitting:
             preparation.hooks.on_fit_start()
             model_checkpoints.attach_savers(trainer, self.session)  # of callbacks that were added
+            modules.withdraw_early_stops(trainer, self.session)
             preparation.hooks.follow(trainer.callbacks)
         if trainer.enable_autolog_hparams:
             hparams.log_hyper_parameters(trainer)
