@@ -129,6 +129,8 @@ class LoaderSet:
             epoch: the epoch.
             shift: a number that differs between the passes of an epoch, so that each one is shuffled again. Default: 0.
         """
+        for loader in self._loaders:
+            loader.warn_of_stale_copies()
         for part in objects_with_set_epoch(*self.combined.flattened):
             part.set_epoch(epoch)
             if isinstance(part, SampleShare):
