@@ -1,7 +1,8 @@
 """Explain the error that ended a run: add the batch, the phase and advice to it.
 
 This explains errors of dataloader workers, out-of-memory errors, timeouts of collectives, losses without a gradient,
-tensors of inference mode, and errors about shapes. The code runs only after an error. The timeouts of workers are in ``trainer.data.workers``.
+tensors of inference mode, and errors about shapes. The code runs only after an error. The timeouts of workers are in
+``trainer.data.workers``.
 """
 
 from __future__ import annotations

@@ -49,8 +49,8 @@ def draw_in_fit(loop: FitLoop, ends_epoch: bool, path: TrainingPath) -> Training
         except StopIteration as end:
             if ends_epoch and not loop.progress.batches:
                 raise ConfigurationError(
-                    f"The first training_step drew all {loaders().fetcher.fetched} batches of the epoch, and needs more:"
-                    " no step could be trained. Expected at least as many batches as one step draws: raise"
+                    f"The first training_step drew all {loaders().fetcher.fetched} batches of the epoch, and needs"
+                    " more: no step could be trained. Expected at least as many batches as one step draws: raise"
                     " limit_train_batches, or draw fewer."
                 ) from end
             if ends_epoch:
