@@ -400,6 +400,8 @@ class Run:
         """Run the validation inside a fit."""
         trainer, preparation = self._trainer, self.preparation
         assert preparation is not None
+        if not trainer.limit_val_batches:  # a hook has set it to 0
+            return
         trainer.process.begin_validation()
         trainer.state.stage = RunningStage.VALIDATING
         if trainer.data.prefetching is not None:
