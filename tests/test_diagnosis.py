@@ -92,6 +92,43 @@ def test_error_about_shapes_before_there_was_a_batch_blames_none(trainer):
     assert not hasattr(caught.value, "__notes__")
 
 
+class Caches(Regression):
+    """Keeps a factor of the loss since its first step. ``uses`` it in training."""
+
+    def __init__(self, uses):
+        super().__init__()
+        self.uses = uses
+
+    def factor(self):
+        if not hasattr(self, "kept"):
+            self.kept = torch.ones(()) * 2
+        return self.kept
+
+    def validation_step(self, batch, batch_idx):
+        self.factor()
+
+    def training_step(self, batch, batch_idx):
+        return self.uses(self, super().training_step(batch, batch_idx))
+
+
+@pytest.mark.parametrize("uses", [
+    lambda module, loss: loss * module.factor(), lambda module, loss: module.factor().add_(1) + loss,
+    lambda module, loss: module.factor().requires_grad_() * loss,
+])  # fmt: skip
+@pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no")
+def test_tensor_of_inference_mode_that_is_kept_is_explained(tmp_path, uses):
+    batches = loader_of(make_batches(2))
+    for inference_mode in (True, False):
+        trainer, module = make_trainer(tmp_path, inference_mode=inference_mode), Caches(uses)
+        trainer.validate(module, batches, verbose=False)
+        if inference_mode:
+            with pytest.raises(RuntimeError, match=r"[Ii]nference tensor") as caught:
+                trainer.fit(module, batches)
+            assert "Use Trainer(inference_mode=False)" in caught.value.__notes__[0]
+        else:
+            trainer.fit(module, batches)
+
+
 @pytest.mark.parametrize(
     ("returned", "note"),
     [

@@ -14,7 +14,7 @@ from rich.console import Console
 from torch import nn
 
 from tests.parity import Classifier, RecordingLogger, data, outcome, run_both
-from tests.support import Regression, loader_of, make_batches, make_trainer
+from tests.support import Regression, loader_of, loss_of, make_batches, make_trainer
 from trainer.callbacks import NonFiniteGuard, RunSummary
 from trainer.compat.tuning import TunerExit
 from trainer.errors import ConfigurationError
@@ -217,6 +217,66 @@ def test_steps_that_are_skipped_in_float32_count_as_well(tmp_path, caplog):
     (message,) = [one for one in caplog.messages if "No weight was updated" in one]
     assert "all 3 optimizer steps were skipped" in message
     assert "Not finite in float32 either: mul in the forward pass, Overflowing.training_step" in message
+
+
+class Idle(Regression):
+    """Trains no batch, returns no loss, or takes no step in manual optimization."""
+
+    def __init__(self, why):
+        super().__init__()
+        self.why = why
+        self.automatic_optimization = why != "no step"
+
+    def on_train_batch_start(self, batch, batch_idx):
+        return -1 if self.why == "no batch" else None
+
+    def training_step(self, batch, batch_idx):
+        return None if self.why == "no loss" else super().training_step(batch, batch_idx)
+
+    def configure_optimizers(self):
+        return None if self.why == "no optimizer" else super().configure_optimizers()
+
+
+@pytest.mark.filterwarnings("ignore:`LightningModule.configure_optimizers` returned `None`")
+@pytest.mark.parametrize(("why", "options", "message"), [
+    ("no batch", {}, "no batch was trained in 2 epochs"),
+    ("no loss", {}, "`training_step` returned no loss with a weight above 0 in 6 batches"),
+    ("no step", {}, "the module stepped no optimizer in 6 batches (`automatic_optimization = False`)"),
+    ("no optimizer", {}, None),
+    ("no batch", {"limit_train_batches": 0}, None),
+    ("no loss", {"max_epochs": 0}, None),
+    ("no loss", {"fast_dev_run": 2}, None),
+])  # fmt: skip
+def test_fit_that_changes_no_weight_fails_with_the_reason(tmp_path, caplog, why, options, message):
+    summary = RunSummary(console=Console(file=io.StringIO()))
+    trainer = make_trainer(tmp_path, callbacks=[summary], **({"max_epochs": 2} | options))
+    trainer.fit(Idle(why), loader_of(make_batches(3)))
+    found = [one for one in caplog.messages if "No weight was updated" in one]
+    assert found == ([] if message is None else [f"No weight was updated: {message}."])
+    if found:
+        assert (summary.summary["status"], summary.summary["error"]) == ("failed", found[0])
+
+
+class Draws(Regression):
+    """Draws ``count`` batches for a step."""
+
+    def __init__(self, count):
+        super().__init__()
+        self.count = count
+
+    def training_step(self, dataloader_iter):
+        losses = [loss_of(self.net, next(dataloader_iter)[0]) for _ in range(self.count)]
+        return torch.stack(losses).mean()
+
+
+@pytest.mark.filterwarnings("ignore:.*`dataloader_iter`")
+@pytest.mark.parametrize("count", [2, 3, 4])
+def test_step_that_draws_more_batches_than_an_epoch_has_is_an_error(tmp_path, count):
+    trainer = make_trainer(tmp_path, max_epochs=2, limit_train_batches=3)
+    message = r"The first training_step drew all 3 batches .* raise limit_train_batches"
+    with nullcontext() if count < 4 else pytest.raises(ConfigurationError, match=message):
+        trainer.fit(Draws(count), loader_of(make_batches(5)))
+    assert trainer.global_step == 2 * (count < 4)
 
 
 # --- predictions --------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from lightning.pytorch import Trainer as LightningTrainer
 from lightning.pytorch.callbacks import LambdaCallback, Timer
 from torch.utils.data import DataLoader
 
-from tests.parity import Classifier, Learner, assert_same_weights, data, looks_in, ours, run_both
+from tests.parity import Classifier, Learner, assert_agree, assert_same_weights, data, looks_in, ours, run_both
 from tests.support import stream_of
 from trainer import Trainer
 from trainer.errors import ConfigurationError
@@ -119,6 +119,22 @@ def test_should_stop_at_the_start_of_an_epoch_trains_no_batch(epoch):
 
     seen = count(callbacks=[LambdaCallback(on_train_epoch_start=stop)], max_epochs=5)
     assert seen.of("train_batch", "validation_batch", "train_epoch") == [8 * epoch, 12 * epoch, epoch + 1]
+
+
+@pytest.mark.parametrize("limit", [0, 2])
+def test_stop_with_a_limit_of_no_validation_validates_no_more(limit):
+    def stop(trainer, *_):
+        if trainer.global_step == 2:
+            trainer.should_stop, trainer.limit_val_batches = True, limit
+
+    def scenario(make):
+        validations, module = [], Classifier()
+        module.on_validation_start = lambda: validations.append(module.trainer.global_step)
+        callbacks = [LambdaCallback(on_train_batch_end=stop)]
+        make(max_epochs=2, num_sanity_val_steps=0, callbacks=callbacks).fit(module, data(8), data(4))
+        return validations
+
+    assert assert_agree(scenario) == [2] * bool(limit)
 
 
 # --- one run after another ----------------------------------------------------------------------------------------

@@ -1,7 +1,8 @@
 """Explain the error that ended a run: add the batch, the phase and advice to it.
 
 This explains errors of dataloader workers, out-of-memory errors, timeouts of collectives, losses without a gradient,
-and errors about shapes. The code runs only after an error. The timeouts of workers are in ``trainer.data.workers``.
+tensors of inference mode, and errors about shapes. The code runs only after an error. The timeouts of workers are in
+``trainer.data.workers``.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ _COLLECTIVE_TIMEOUT = re.compile(
 )
 _NO_GRAPH = re.compile(r"does not require grad and does not have a grad_fn")
 _NO_SCALAR = re.compile(r"grad can be implicitly created only for scalar outputs")
+_INFERENCE = re.compile(r"[Ii]nference tensor")
 _BATCH_ERRORS = (IndexError, RuntimeError, TypeError, ValueError)
 _SHAPES = re.compile(
     r"shape|sizes? (of|mismatch)|channels|dimension|out of bounds|scalar type|dtype|\d+D", re.IGNORECASE
@@ -73,6 +75,12 @@ def explain(
             add_note(error, report)
     elif isinstance(error, RuntimeError) and (_NO_GRAPH.search(text) or _NO_SCALAR.search(text)):
         _explain_loss(error, trainer)
+    elif isinstance(error, RuntimeError) and _INFERENCE.search(text):
+        add_note(
+            error,
+            "The module uses a tensor that it has kept from `validate`, `test` or `predict`, which run in inference"
+            " mode. Use Trainer(inference_mode=False), or do not keep such tensors.",
+        )
     elif is_out_of_memory(error):
         _explain_memory(error, trainer, folder)
         release_tensors(error)

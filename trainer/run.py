@@ -42,7 +42,7 @@ from trainer.data.prefetching import Prefetching
 from trainer.engine.stalls import StallWatch
 from trainer.errors import ConfigurationError, rank_zero_warn
 from trainer.loops.closures import refuse_bare_steps
-from trainer.precision.cast_cache import forget_casts
+from trainer.loops.manual_optimization import count_bare_steps
 from trainer.preparation import Preparation
 from trainer.record.measures import folder_of_reports, reason_without_updates
 from trainer.session import Session
@@ -310,6 +310,7 @@ class Run:
         if fitting:
             preparation.hooks.on_fit_start()
             model_checkpoints.attach_savers(trainer, self.session)  # of callbacks that were added
+            modules.withdraw_early_stops(trainer, self.session)
             preparation.hooks.follow(trainer.callbacks)
         if trainer.enable_autolog_hparams:
             hparams.log_hyper_parameters(trainer)
@@ -392,7 +393,7 @@ class Run:
         )
         is_manual = not trainer.lightning_module.automatic_optimization
         if is_manual:
-            self.session.watch_steps(after=forget_casts)  # a training step may enter autocast itself
+            count_bare_steps(trainer.loop, self.session)
         if trainer.scaler.is_enabled() and (is_manual or preparation.hooks.override_of("optimizer_step") is not None):
             refuse_bare_steps(trainer.loop, self.session)
 
@@ -400,6 +401,8 @@ class Run:
         """Run the validation inside a fit."""
         trainer, preparation = self._trainer, self.preparation
         assert preparation is not None
+        if not trainer.limit_val_batches:  # a hook has set it to 0
+            return
         trainer.process.begin_validation()
         trainer.state.stage = RunningStage.VALIDATING
         if trainer.data.prefetching is not None:

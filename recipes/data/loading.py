@@ -1,6 +1,7 @@
 """Code shared by the data modules: a reproducible split, and the construction of a DataLoader."""
 
 import math
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -125,22 +126,26 @@ def make_loader(
 
     Args:
         dataset: a dataset with a length.
-        batch_size: samples in a batch, on one rank.
+        batch_size: samples in a batch, on one rank. If there are fewer training samples, a batch has all of them.
         num_workers: processes that prepare batches; 0 prepares them in the training process.
         training: whether to shuffle, and drop a short last batch.
         options: passed to the DataLoader.
 
     Raises:
-        ValueError: ``training`` is True, and a process has fewer samples than a batch.
+        ValueError: ``training`` is True, and there are no samples.
     """
     processes = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
     size = math.ceil(len(dataset) / processes)  # type: ignore[arg-type]  # the Trainer divides the data
+    if training and not size:
+        raise ValueError("There are no training samples. Check the source of the data.")
     if training and size < batch_size:
         each = f" for each of {processes} processes" if processes > 1 else ""
-        advice = f"Set data.batch_size to at most {size}." if size else "Check the source of the data."
-        raise ValueError(
-            f"batch_size is {batch_size}, but there are {size} training samples{each}, not a full batch. {advice}"
+        warnings.warn(
+            f"data.batch_size is {batch_size}, but there are only {size} training samples{each}: an epoch is one batch"
+            f" of {size}. Set data.batch_size={size} to remove this warning.",
+            stacklevel=2,
         )
+        batch_size = size
     return DataLoader(
         dataset,
         batch_size=batch_size,

@@ -329,3 +329,14 @@ def test_on_a_gpu(tmp_path):
         report_on(tmp_path, module, batches, precision=precision, report=options, **gpu)
         seen.append([*module.state_dict().values(), torch.cuda.get_rng_state().cpu()])
     assert all(torch.equal(a, b) for a, b in zip(*seen, strict=True))
+
+
+@pytest.mark.parametrize("every", [50, 0])
+def test_loss_that_is_not_finite_in_float32_is_reported_after_its_step(tmp_path, every):
+    seen, callback = [], OverflowReport(console=Console(file=io.StringIO()))
+    looks = LambdaCallback(on_train_batch_start=lambda *_: seen.append(len(callback.reports)))
+    batches = make_batches(8, gains={3: float("nan")})
+    trainer = make_trainer(tmp_path, callbacks=[callback, looks], log_every_n_steps=every)
+    trainer.fit(Regression(), loader_of(batches))
+    assert seen == [0, 0, 0, 0, 1, 1, 1, 1]
+    assert callback.reports[0].step == 3

@@ -113,7 +113,7 @@ _LATE = {
     IT + "optimizer.lr=abc": "torch.optim.SGD rejects its arguments: '<' not supported",
     IT + "'optimizer.lr=[1,2]'": "torch.optim.SGD rejects its arguments: '<' not supported",
     IT + "optimizer.lr=-1": "torch.optim.SGD rejects its arguments: Invalid learning rate: -1.",
-    IT + "\"optimizer.lr=${oc.env:NO_RATE,'0.01'}\"": "torch.optim.SGD rejects its arguments: ",
+    IT + "\"optimizer.lr=${oc.env:NO_RATE,'0.01'}\"": "use ${oc.decode:${oc.env:NAME}}",
     IT + "precision=16 precision.growth_factor=0.5": "growth_factor=0.5, expected a",
     IT + "trainer.devices=-1": "`devices` selected with `CPUAccelerator` should be",
     IT + "trainer.accelerator=tpu": "need a package that is not installed",

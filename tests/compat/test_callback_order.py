@@ -7,9 +7,10 @@ import pytest
 from lightning.pytorch import Callback, LightningDataModule
 from lightning.pytorch.callbacks import EarlyStopping, LambdaCallback, LearningRateFinder, ModelCheckpoint
 
-from tests.parity import Learner, assert_agree, data, lightning, ours
+from tests.parity import Classifier, Learner, assert_agree, data, lightning, ours
 from trainer.compat.callback_order import sort_callbacks
 from trainer.compat.overrides import overrides
+from trainer.errors import ConfigurationError
 
 
 class Own(Callback):
@@ -87,3 +88,15 @@ def test_callbacks_of_a_package_installed_in_between_are_found(tmp_path, monkeyp
     (tmp_path / "plugin.py").write_text("import lightning.pytorch as pl\n\ndef make():\n    return [pl.Callback()]\n")
     os.utime(tmp_path, (1, 1))  # the clock of the file system may be coarse
     assert [callback for callback in ours().callbacks if type(callback) is Callback]
+
+
+def test_callback_of_the_other_package_is_refused_by_the_place_where_it_was_added(tmp_path):
+    other = type(
+        "Other", (), {"__module__": "pytorch_lightning.callbacks", "state_key": "other", "on_exception": print}
+    )()
+    trainer = ours(max_epochs=1)
+    trainer.callbacks.append(other)
+    with pytest.raises(
+        ConfigurationError, match=r"Got trainer\.callbacks=Other\(\.\.\.\), which is built on pytorch_li"
+    ):
+        trainer.fit(Classifier(), data(2))

@@ -1,6 +1,7 @@
 """Steps that draw their own batches, and dataloaders that keep their place, under both Trainers."""
 
 from collections import UserList
+from itertools import cycle
 
 import pytest
 import torch
@@ -364,6 +365,21 @@ def test_stream_that_can_be_read_once_is_read_once():
     module = Asks()
     ours(max_epochs=1, max_steps=4, num_sanity_val_steps=0).fit(module, Once([1, 2, 3, 4]), Once([5, 6]))
     assert [batch for *_, batch in module.seen] == [1, 2, 3, 4, 5, 6]
+
+
+class Paired(DataLoader):
+    """Yields pairs from an iterator that raises an error after its last item, as scvi-tools' loaders do."""
+
+    def __iter__(self):
+        return zip(super().__iter__(), cycle([7]), strict=True)
+
+
+def test_loader_with_its_own_iterator_is_not_read_beyond_its_length():
+    module = Evaluates()
+    ours(max_epochs=1, num_sanity_val_steps=0).fit(
+        module, Paired([1, 2], batch_size=None), Paired([3], batch_size=None)
+    )
+    assert [plain(batch) for *_, batch in module.seen] == [[1, 7], [2, 7], [3, 7]]
 
 
 class Indexed:

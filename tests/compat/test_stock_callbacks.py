@@ -18,6 +18,7 @@ from lightning.pytorch.callbacks import (
     ModelPruning,
     StochasticWeightAveraging,
     ThroughputMonitor,
+    Timer,
 )
 from torch import nn
 from torch.optim import lr_scheduler
@@ -315,3 +316,72 @@ def test_stock_callbacks_run_once_per_validation(tmp_path, interval, every):
         trainer.fit(module)
     assert trainer.current_epoch == 4
     assert look.call_count == len(saver.best_k_models) == sanity.count(False) > 1
+
+
+class Scored(Net):
+    """Logs one score per epoch, from ``scores``; the last one again and again. Some code may set ``should_stop``."""
+
+    def __init__(self, scores, asks_in=None):
+        super().__init__()
+        self.scores, self.asks_in = scores, asks_in
+
+    def score(self, epoch):
+        return float(self.scores[min(epoch, len(self.scores) - 1)])
+
+    def validation_step(self, batch, batch_idx):
+        self.log("score", self.score(self.current_epoch))
+        self.log("other", self.score(self.current_epoch) if self.current_epoch < 3 else 9.0)
+
+    def training_step(self, batch, batch_idx):
+        self.trainer.should_stop |= self.current_epoch == self.asks_in
+        return super().training_step(batch, batch_idx)
+
+
+RECOVERS, WORSENS = [5, 9, 9, 4, 3, 2, 1, 0, -1, -2, -3, -4], [5, 9]
+EARLY_STOPS = {
+    "recovers": (RECOVERS, {"min_epochs": 6}, {}, 12),
+    "recovers, min_steps": (RECOVERS, {"min_steps": 22}, {}, 12),
+    "recovers at the last moment": ([5, 9, 9, 9, 9, 4, 3, 2, 1, 0, -1, -2], {"min_epochs": 6}, {}, 12),
+    "recovers too late": ([5, 9, 9, 9, 9, 9, 4, 3], {"min_epochs": 6}, {}, 6),
+    "recovers, after validations": (RECOVERS, {"min_epochs": 6}, {"check_on_train_epoch_end": False}, 12),
+    "never recovers": (WORSENS, {"min_epochs": 6}, {}, 6),
+    "never recovers, min_steps": (WORSENS, {"min_steps": 22}, {}, 6),
+    "recovers from NaN": ([5, float("nan"), *RECOVERS[2:]], {"min_epochs": 6}, {}, 12),
+    "no minimum": (RECOVERS, {}, {}, 3),
+}
+
+
+@pytest.mark.parametrize("resumes", [False, True])
+@pytest.mark.parametrize("case", EARLY_STOPS)
+def test_early_stop_is_withdrawn_if_the_metric_recovers_in_time(tmp_path, case, resumes):
+    """With another callback that keeps a stop, as ``Timer`` does, and after a resume in the meantime."""
+    scores, minimum, options, epochs = EARLY_STOPS[case]
+
+    def fit(until, ckpt_path=None):
+        stopping, logger = EarlyStopping("score", patience=2, **options), RecordingLogger()
+        timer = Timer(timedelta(days=1))
+        trainer = ours(
+            max_epochs=until, callbacks=[stopping, timer], logger=logger, log_every_n_steps=1000,
+            num_sanity_val_steps=0, **minimum
+        )  # fmt: skip
+        trainer.fit(Scored(scores), ckpt_path=ckpt_path)
+        return trainer, stopping, logger
+
+    if resumes:
+        fit(4)[0].save_checkpoint(tmp_path / "x.ckpt")
+    trainer, stopping, logger = fit(12, tmp_path / "x.ckpt" if resumes else None)
+    if resumes and case == "no minimum":  # a run that has stopped, and is resumed with more epochs, goes on
+        return
+    assert trainer.current_epoch == epochs
+    assert trainer.should_stop == (epochs < 12)
+    assert (stopping.stopped_epoch > 0, stopping.stopping_reason.value > 0) == (epochs < 12,) * 2
+    rows = [names for _, row in logger.rows if (names := set(row) & {"score", "lr"})]
+    assert len(logger.rows) == len(rows) == epochs - 4 * resumes, "more than one row per epoch"
+
+
+@pytest.mark.parametrize("other", ["code", "callback"])
+def test_early_stop_stays_if_something_else_requests_it(other):
+    stoppings = [EarlyStopping(name, patience=2) for name in ("score", "other")]
+    trainer = ours(max_epochs=12, min_epochs=6, callbacks=stoppings[: 1 + (other == "callback")])
+    trainer.fit(Scored(RECOVERS, asks_in=1 if other == "code" else None))
+    assert (trainer.current_epoch, trainer.should_stop) == (6, True)

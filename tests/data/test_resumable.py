@@ -786,3 +786,60 @@ def test_workers_that_need_not_keep_the_order_are_refused():
     _, checkpoints = trained(make, 1)
     with pytest.raises(ResumeError, match="in_order=False"):
         resumed(make(), checkpoints[2][1], 1)
+
+
+class Blur:
+    """A transform."""
+
+    strength = 0
+
+
+class Mosaic(Dataset):
+    """Joins samples until ``mosaic`` is set to False."""
+
+    def __init__(self):
+        self.mosaic, self.blur, self.epoch = True, Blur(), 0
+        self.level = torch.zeros(()).share_memory_()
+
+    def __len__(self):
+        return 2
+
+    def __getitem__(self, index):
+        return index
+
+    def close(self, what):
+        if what == "attribute":
+            self.mosaic = False
+        elif what == "transform":
+            self.blur.strength = 3
+        else:
+            self.level += 1  # workers see this
+
+
+class Follows(Mosaic):
+    """Follows the epoch, in the workers, too."""
+
+    def set_epoch(self, epoch):
+        self.epoch, self.mosaic = epoch, epoch < 1
+
+
+@pytest.mark.parametrize("moment", ["between epochs", "before a pass"])
+@pytest.mark.parametrize(("make", "what", "name"), [
+    (Mosaic, "attribute", "Mosaic.mosaic"), (Mosaic, "transform", "Blur.strength"), (Mosaic, "shared memory", None),
+    (Follows, "shared memory", None), (Follows, "transform", "Blur.strength"),
+])  # fmt: skip
+def test_changes_that_persistent_workers_never_see_are_named_once(make, moment, what, name):
+    dataset = make()
+    loaders = LoaderSet(CombinedLoader(DataLoader(dataset, None, num_workers=1, persistent_workers=True)), [2], True)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for epoch in range(4):
+            if epoch == 1 and moment == "between epochs":
+                dataset.close(what)
+            loaders.start_epoch(epoch)
+            if epoch == 1 and moment == "before a pass":
+                dataset.close(what)
+            list(loaders)
+    loaders.close()
+    found = [str(one.message).partition(" changed")[0] for one in caught if "never see the change" in str(one.message)]
+    assert found == ([] if name is None else [name])

@@ -7,13 +7,13 @@ import pytest
 import torch
 from torch.utils.data import RandomSampler, Sampler, SequentialSampler
 
-from trainer.data.unpadded import UnpaddedSampler
+from trainer.data.unpadded import SampleShare
 from trainer.errors import ConfigurationError
 from trainer.state import random_states
 
 
 def shares(sampler, processes, epoch=0):
-    samplers = [UnpaddedSampler(sampler, processes, rank) for rank in range(processes)]
+    samplers = [SampleShare(sampler, processes, rank) for rank in range(processes)]
     found = []
     for one in samplers:
         one.set_epoch(epoch)
@@ -30,9 +30,9 @@ def test_each_sample_is_one_process_s(count):
 
 def test_all_ranks_divide_the_same_order():
     sampler = RandomSampler(range(7))
-    first = list(UnpaddedSampler(sampler, 2, 0))
+    first = list(SampleShare(sampler, 2, 0))
     torch.rand(3)
-    assert sorted(first + list(UnpaddedSampler(sampler, 2, 1))) == list(range(7))
+    assert sorted(first + list(SampleShare(sampler, 2, 1))) == list(range(7))
     assert shares(sampler, 2) == shares(sampler, 2)
     assert shares(sampler, 2, epoch=0) != shares(sampler, 2, epoch=1)
 
@@ -60,7 +60,7 @@ def test_generators_of_the_process_are_restored():
     states = random_states.capture()
     assert shares(sampler, 3, epoch=2) == expected
     assert random_states.capture() == states
-    assert [list(UnpaddedSampler(sampler, 3, 0, seed=9))] != [expected[0]]
+    assert [list(SampleShare(sampler, 3, 0, seed=9))] != [expected[0]]
 
 
 def test_sampler_without_a_length_is_refused():
@@ -69,4 +69,4 @@ def test_sampler_without_a_length_is_refused():
             return iter(range(9))
 
     with pytest.raises(ConfigurationError, match=r"Endless without a length.*use_distributed_sampler=False"):
-        UnpaddedSampler(Endless(), 2, 0)
+        SampleShare(Endless(), 2, 0)

@@ -80,6 +80,20 @@ def test_clip_by_value(gradients, measure):
     assert torch.equal(one.grad, torch.tensor([0.5, -0.5]))
 
 
+@pytest.mark.parametrize("others", [(), ([1.0],)])
+@pytest.mark.parametrize("sparse", [True, False])
+def test_clip_by_value_of_sparse_and_complex_gradients(gradients, sparse, others):
+    """Equal elements of a sparse gradient are summed first."""
+    table, expected = nn.Embedding(4, 1, sparse=sparse), [0.0, 0.5, 0.0, -0.25]
+    (table(torch.tensor([1, 1, 3])) * torch.tensor([[0.4], [0.4], [-0.25]])).sum().backward()
+    wave = nn.Parameter(torch.zeros(2, dtype=torch.complex64))
+    wave.grad = torch.tensor([3 - 0.1j, 0.2j])
+    gradients.clip_(sgd([*table.parameters(), *parameters_with(*others)]), 0.5, "value")
+    gradients.clip_(sgd([wave]), 0.5, "value")
+    assert table.weight.grad.to_dense().flatten().tolist() == expected
+    assert wave.grad.tolist() == pytest.approx([0.5 - 0.1j, 0.2j])
+
+
 @pytest.mark.parametrize("algorithm", ["norm", "value"])
 def test_clipping_without_gradients(gradients, algorithm):
     assert gradients.clip_(sgd(parameters_with(None)), 1.0, algorithm) is None

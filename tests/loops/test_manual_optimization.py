@@ -5,6 +5,7 @@ from functools import partial
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
 from torch import nn
 
 from tests.parity import Learner, assert_agree, assert_same_weights, data
@@ -553,3 +554,93 @@ def test_compiled_module_is_not_compiled_again_at_each_step(tmp_path):
         codes.append(counter["total"] - before)
         torch.compiler.reset()
     assert codes[0] == codes[1] > 0
+
+
+# --- steps without a wrapper ------------------------------------------------------------------------------------------
+
+
+class Kept(Manual):
+    """Steps an optimizer that it keeps itself (``created``), or the one below its wrapper (``unwrapped``)."""
+
+    def __init__(self, where):
+        super().__init__()
+        self.where = where
+        if where == "created":
+            self.own = sgd(self.net.parameters())
+
+    def configure_optimizers(self):
+        return None if self.where == "created" else sgd(self.net.parameters())
+
+    def optimizers(self, use_pl_optimizer=True):
+        return self.own if self.where == "created" else super().optimizers(use_pl_optimizer=False)
+
+
+@pytest.mark.filterwarnings("ignore:`LightningModule.configure_optimizers` returned `None`")
+@pytest.mark.parametrize("where", ["created", "unwrapped"])
+def test_steps_without_a_wrapper_count_as_any_others(tmp_path, where):
+    class Hooked(Callback):
+        steps = 0
+
+        def on_after_optimizer_step(self, *_):
+            self.steps += 1
+
+    watch = Hooked()
+    saver, average = ModelCheckpoint(tmp_path, save_top_k=-1, every_n_train_steps=2), EMAWeightAveraging(decay=0.5)
+    options = {"callbacks": [watch, saver, average], "max_steps": 5, "max_epochs": 4, "enable_checkpointing": True}
+    trainer = make_trainer(tmp_path, **options)
+    trainer.fit(Kept(where), loader_of(make_batches(3)))
+    assert (trainer.global_step, trainer.progress.batches, trainer.current_epoch) == (5, 5, 2)
+    assert watch.steps == average._average_model.n_averaged == 5
+    assert trainer.progress.has_learned
+    assert sorted(path.name for path in tmp_path.glob("*.ckpt")) == ["epoch=0-step=2.ckpt", "epoch=1-step=4.ckpt"]
+
+
+def test_optimizer_below_another_one_does_not_count_again(tmp_path):
+    class Ahead(torch.optim.Optimizer):
+        """Looks ahead: steps another optimizer."""
+
+        def __init__(self, base):
+            super().__init__(base.param_groups, {})
+            self.base = base
+
+        def step(self, closure=None):
+            return self.base.step()
+
+    class Both(Pair):
+        def training_step(self, batch, batch_idx):
+            wrapped, bare = self.optimizers()[0], self.optimizers(use_pl_optimizer=False)[1]
+            for net, optimizer in zip(self.nets, (wrapped, bare), strict=True):
+                optimizer.zero_grad()
+                self.manual_backward(loss_of(net, batch))
+                optimizer.step()
+
+    module = Both(optimizer=lambda parameters: Ahead(sgd(parameters)))
+    trainer = make_trainer(tmp_path)
+    trainer.fit(module, loader_of(batches := make_batches(3)))
+    assert trainer.global_step == 6
+    nets, _ = train_pair(batches, "32-true", lambda _: (0, 1), sgd, {})
+    assert_same_weights(module.nets, nn.ModuleList(nets))
+
+
+def test_optimizer_of_other_tensors_is_named_once(tmp_path):
+    class Searches(Manual):
+        def around_step(self, optimizer):
+            torch.optim.Adagrad([torch.zeros(1, requires_grad=True)]).step()
+
+    trainer = make_trainer(tmp_path)
+    with pytest.warns(match="Got a step of Adagrad, .*do not count in `trainer.global_step`") as warned:
+        trainer.fit(Searches(), loader_of(make_batches(3)))
+    assert (len(warned), trainer.global_step) == (1, 3)
+
+
+def test_kept_optimizer_of_scaled_gradients_is_refused(tmp_path):
+    class Half(Pair):
+        def configure_optimizers(self):
+            returned, self.own = super().configure_optimizers()
+            return returned
+
+        def optimizers(self):
+            return super().optimizers(), self.own
+
+    with pytest.raises(ConfigurationError, match=r"Got a step of .* SGD with scaled gradients.*`configure_optimizers`"):
+        make_trainer(tmp_path, precision="16-mixed").fit(Half(), loader_of(make_batches(1)))

@@ -5,7 +5,7 @@ from matplotlib.figure import Figure
 
 from trainer.record.charts import Chart, Line
 from trainer.record.curve import Curve, smooth
-from trainer.record.drawing import plot, without_spikes
+from trainer.record.drawing import PALETTE, plot, without_spikes
 
 
 def test_curve_is_smoothed_over_a_fortieth_of_it():
@@ -38,3 +38,10 @@ def test_axis(values, wanted, scale, limits):
     plot(axes, Chart("a", [Line("b", Curve([*range(len(values))], values))], wanted))
     assert axes.get_yscale() == scale
     assert axes.get_ylim() == pytest.approx(limits, abs=0.01)
+
+
+def test_colors_of_lines_are_no_greys():
+    """Lines of other runs are grey."""
+    for color in PALETTE:
+        channels = [int(color[at : at + 2], 16) for at in (1, 3, 5)]
+        assert max(channels) - min(channels) > 60, color

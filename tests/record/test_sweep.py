@@ -1,5 +1,7 @@
 """Several runs in Python: their records, their labels, and the best of them."""
 
+import os
+
 import pytest
 
 from trainer import load_run, load_sweep
@@ -40,6 +42,10 @@ def test_folder_of_a_sweep_names_the_best_checkpoint_of_its_best_job(tmp_path):
         for name in ("best.ckpt", "last.ckpt", "other.ckpt"):
             (tmp_path / str(job) / "checkpoints" / name).touch()
     assert find(tmp_path) == tmp_path / "1" / "checkpoints" / "best.ckpt"
+    os.utime(tmp_path / "1" / "checkpoints" / "last.ckpt", (2**31, 2**31))
+    assert find(tmp_path, latest=True) == tmp_path / "1" / "checkpoints" / "last.ckpt"
+    for file in tmp_path.glob("*/checkpoints/*.ckpt"):
+        file.unlink()
     with pytest.raises(ConfigurationError, match="a folder without checkpoints"):
         find(tmp_path, latest=True)
 
@@ -77,3 +83,18 @@ def test_labels_that_are_equal(tmp_path):
     sweep = Sweep([load_run(tmp_path / name / "0") for name in ("a", "b")])
     sweep.set_labels()
     assert [run.label for run in sweep.runs] == ["0 [1]", "0 [2]"]
+
+
+def test_best_value_is_at_the_step_of_its_checkpoint(tmp_path):
+    """Rows of loggers have the index of an update, one less than the step in the name of a checkpoint."""
+    (tmp_path / "metrics.csv").write_text("step,val_loss\n12,0.5\n25,0.25\n38,0.75\n")
+    curve = {"steps": [13, 26, 39], "values": [0.5, 0.25, 0.75]}
+    for curves in ({}, {"metrics": {"val": {"val_loss": curve}}}):
+        facts = {
+            "monitor": {"metric": "val_loss", "mode": "min"},
+            "best_score": 0.25,
+            "metrics": {"val_loss": 0.75},
+            "curves": curves,
+        }
+        run = RunRecord(facts, tmp_path)
+        assert run.reached(("val_loss", "min"))[:2] == (0.25, 26)

@@ -26,6 +26,7 @@ from trainer.state.outcome import StepOutcome
 from trainer.state.progress import EPOCH_ENDED, STARTED, VALIDATING
 from trainer.state.random_states import State
 from trainer.state.snapshot import Lost, Snapshot, has, lost_in, selected
+from trainer.state.stopping import EarlyStop
 
 if TYPE_CHECKING:
     from trainer.trainer import Trainer
@@ -96,7 +97,7 @@ class ProcessState:
             Part("evaluation", lambda _: trainer.data.evaluation_state(), trainer.data.load_evaluation_state, True),
             Part("outcome", self._outcome, self._restore_outcome),
             # a resumed run may have more time
-            Part("should_stop", lambda _: loop.limits.should_stop and not trainer.is_out_of_time),
+            Part("should_stop", lambda _: False if trainer.is_out_of_time else self._stop()),
             Part("window", self._window, self._restore_window),
             Part("precision", lambda _: engine.precision.state_dict(), engine.precision.load_state_dict),
             Part("program", self._program, self._restore_program, is_repeated=True),
@@ -168,7 +169,9 @@ class ProcessState:
             if part.load is not None and part.key in state:
                 part.load(state[part.key])
         # a stop that waits for `min_epochs` or `min_steps` stays pending
-        limits.should_stop |= state["should_stop"] and (stops or not limits.may_stop())
+        stop = state["should_stop"]
+        if stop and not limits.should_stop and (stops or not limits.may_stop()):
+            limits.should_stop = stop if stop is True else EarlyStop.of(stop)
         random_states.restore(state["rng"], self._trainer.engine.device)
 
     def convert_states(self, states: list[dict[str, Any]]) -> tuple[dict[str, Any], set[str]]:
@@ -197,7 +200,7 @@ class ProcessState:
             "rng": own,
             "metrics": shared_among(number, [state["metrics"] for state in states]),
             "program": program,
-            "should_stop": any(state["should_stop"] for state in states),
+            "should_stop": next((stop for state in states if (stop := state["should_stop"])), False),
             "window": window,
         }, lost
 
@@ -339,6 +342,11 @@ class ProcessState:
 
     def _restore_losses(self, state: list[Tensor]) -> None:
         self._trainer.loop.gradients.scaler.losses = [loss.to(self._trainer.engine.device) for loss in state]
+
+    def _stop(self) -> bool | list[str]:
+        """Return ``should_stop``, or the keys of the callbacks that may withdraw their requests."""
+        stop = self._trainer.loop.limits.should_stop
+        return sorted(stop.callbacks) if isinstance(stop, EarlyStop) else bool(stop)
 
     def _early_stopping(self, _: State) -> State | None:
         """Return the states of the callbacks, because a training metric may differ between processes."""

@@ -248,8 +248,9 @@ def _transfer(
 def _average(
     callback: WeightAveraging, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer, outcome: StepOutcome
 ) -> None:
-    is_last = optimizer is trainer.optimizers[outcome.optimizers[-1]]  # called for each optimizer; averaged once
-    if is_last and len(outcome.skipped_optimizers) < len(outcome.optimizers):
+    last = trainer.optimizers[outcome.optimizers[-1]] if outcome.optimizers else optimizer
+    # called for each optimizer; averaged once
+    if optimizer is last and not _was_skipped(outcome):
         callback.on_train_batch_end(trainer, pl_module, {}, None, trainer.progress.batch_idx)
 
 
@@ -258,9 +259,13 @@ def _unless_skipped(
 ) -> bool:
     if step_idx is not None:
         outcome = trainer.step_outcome  # host-device synchronization with a fused optimizer on a GPU
-        if outcome is not None and len(outcome.skipped_optimizers) == len(outcome.optimizers):
+        if outcome is not None and _was_skipped(outcome):
             return False
     return should_update(step_idx=step_idx, epoch_idx=epoch_idx)
+
+
+def _was_skipped(outcome: StepOutcome) -> bool:
+    return outcome.skipped and len(outcome.skipped_optimizers) == len(outcome.optimizers)
 
 
 # --- sharded weights ----------------------------------------------------------------------------------------

@@ -43,7 +43,9 @@ def attach_model_callbacks(trainer: Trainer) -> None:
     before = trainer.callbacks
     trainer._callback_connector._attach_model_callbacks()
     try:
-        refuse_other_package("configure_callbacks", *trainer.callbacks)
+        for callback in trainer.callbacks:
+            is_given = any(callback is one for one in before)
+            refuse_other_package("trainer.callbacks" if is_given else "configure_callbacks", callback)
     except ConfigurationError:
         trainer.callbacks = before
         raise

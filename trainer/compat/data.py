@@ -30,7 +30,7 @@ from lightning.pytorch.trainer.connectors.data_connector import (
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.data import _is_dataloader_shuffled, has_len_all_ranks
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, SequentialSampler
 
 from trainer.compat.loaders import DrawnLoaderSet, LoaderSet, watch_of
 from trainer.compat.modules import snapshot_of
@@ -39,7 +39,8 @@ from trainer.data.elastic import ElasticSampler, SampleOrder, not_ordered
 from trainer.data.epochs import objects_with_set_epoch
 from trainer.data.lengths import has_exact_length, is_trusted
 from trainer.data.prefetching import Prefetching
-from trainer.data.unpadded import BatchShare, Span, UnpaddedSampler
+from trainer.data.resumable import length_of
+from trainer.data.unpadded import BatchShare, SampleShare, Span
 from trainer.data.workers import guard_workers
 from trainer.errors import ConfigurationError, ResumeError, rank_zero_warn
 from trainer.loops.accumulation import AccumulationWindow
@@ -111,13 +112,22 @@ class _Connector(_DataConnector):
         return view
 
     def _resolve_sampler(self, dataloader: Any, shuffle: bool, mode: RunningStage | None = None) -> Any:
-        """Distribute the data of an evaluation over the processes, each sample once."""
-        trainer = self.trainer
-        padded = trainer.pad_evaluation and mode is not RunningStage.PREDICTING
-        if mode is RunningStage.TRAINING or padded or not self._requires_distributed_sampler(dataloader):
+        """Divide the samples among the processes: in an evaluation each once; in training equally many for each.
+
+        With ``shuffle=True``, training uses torch's ``DistributedSampler``, as in Lightning. Otherwise, the samples of
+        all processes have the order of a single process.
+        """
+        trainer, sampler, trains = self.trainer, dataloader.sampler, mode is RunningStage.TRAINING
+        as_in_lightning = trainer.pad_evaluation and mode is not RunningStage.PREDICTING
+        if trains:
+            sampler = getattr(dataloader.batch_sampler, "sampler", None)
+            if isinstance(sampler, DistributedSampler):
+                return sampler  # of a batch sampler, which has divided its samples itself
+            shuffle, as_in_lightning = _order_of(sampler, dataloader.dataset)
+        if as_in_lightning or not self._requires_distributed_sampler(dataloader):
             return super()._resolve_sampler(dataloader, shuffle, mode)
         seed = int(os.environ.get("PL_GLOBAL_SEED", "0"))
-        return UnpaddedSampler(dataloader.sampler, **(trainer.distributed_sampler_kwargs or {}), seed=seed)
+        return SampleShare(sampler, **(trainer.distributed_sampler_kwargs or {}), seed=seed, padded=trains)
 
     def attach_dataloaders(self, model: LightningModule, *args: Any, **kwargs: Any) -> None:
         """Attach dataloaders, without a datamodule."""
@@ -126,6 +136,17 @@ class _Connector(_DataConnector):
     def attach_datamodule(self, model: LightningModule, datamodule: LightningDataModule | None = None) -> None:
         """Attach a datamodule, without dataloaders."""
         self.attach_data(model, datamodule=datamodule)
+
+
+def _order_of(sampler: Any, dataset: Any) -> tuple[bool, bool]:
+    """Return whether a sampler shuffles, and whether a ``DistributedSampler`` can replace it.
+
+    That is if it yields each sample of the dataset once, or if a custom batch sampler does not reveal its sampler.
+    """
+    if type(sampler) not in (RandomSampler, SequentialSampler):
+        return True, sampler is None
+    is_whole = len(sampler) == length_of(dataset) and not getattr(sampler, "replacement", False)
+    return type(sampler) is RandomSampler, is_whole
 
 
 def _name_saved_arguments(dataloader: Any) -> None:

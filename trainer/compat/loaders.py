@@ -28,7 +28,7 @@ from trainer.data.resumable import (
     length_of,
     resumable,
 )
-from trainer.data.unpadded import Span
+from trainer.data.unpadded import SampleShare, Span
 from trainer.errors import rank_zero_warn
 from trainer.state import random_states
 
@@ -122,10 +122,19 @@ class LoaderSet:
         """Return the number of batches in one pass; inf if unknown."""
         return self._count(self.limits) + self.idle
 
-    def start_epoch(self, epoch: int) -> None:
-        """Call ``set_epoch`` once for each sampler, batch sampler and dataset that has it."""
+    def start_epoch(self, epoch: int, shift: int = 0) -> None:
+        """Call ``set_epoch`` once for each sampler, batch sampler and dataset that has it.
+
+        Args:
+            epoch: the epoch.
+            shift: a number that differs between the passes of an epoch, so that each one is shuffled again. Default: 0.
+        """
+        for loader in self._loaders:
+            loader.warn_of_stale_copies()
         for part in objects_with_set_epoch(*self.combined.flattened):
             part.set_epoch(epoch)
+            if isinstance(part, SampleShare):
+                part.shift = shift
         if self.limit_again is not None:
             self.limit_again()
             self._limited.limits = self.limits

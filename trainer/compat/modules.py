@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Container, Iterable, Set
+from collections.abc import Callable, Container, Iterable, Set
 from contextlib import ExitStack, nullcontext
 from copy import deepcopy
 from functools import cache, partial
@@ -21,6 +21,7 @@ from lightning.pytorch.callbacks import (
     Timer,
     WeightAveraging,
 )
+from lightning.pytorch.callbacks.early_stopping import EarlyStoppingReason
 from lightning.pytorch.loops.utilities import _verify_dataloader_idx_requirement
 from lightning.pytorch.trainer.call import _call_configure_model, _call_setup_hook, _call_teardown_hook
 from lightning.pytorch.trainer.configuration_validator import _verify_loop_configurations
@@ -44,8 +45,10 @@ from trainer.engine.parts import local
 from trainer.errors import ConfigurationError, join_first, warn
 from trainer.module_tree import parameters_of
 from trainer.packages import is_users_module
+from trainer.session import Session
 from trainer.state.metric_objects import state_names
 from trainer.state.snapshot import MAX_NUMBERS, STATELESS, UNLIMITED, Rules, Snapshot, memory_of
+from trainer.state.stopping import EarlyStop
 
 if TYPE_CHECKING:
     from trainer.trainer import Trainer
@@ -307,6 +310,31 @@ def reset_results(trainer: Trainer, session: ExitStack) -> None:
             own.update({name: deepcopy(first[name]) for name in changed})
         _FITS[callback] = ref(trainer), first, {}
         session.callback(partial(_note, callback, ref(trainer), first))
+
+
+def withdraw_early_stops(trainer: Trainer, session: Session) -> None:
+    """Make ``EarlyStopping`` withdraw a request if its metric recovers before ``min_epochs`` and ``min_steps`` are met.
+
+    ``trainer.should_stop = True`` of other code stays.
+    """
+    for callback in trainer.early_stopping_callbacks:
+        check = callback._run_early_stopping_check
+        session.replace(callback, "_run_early_stopping_check", partial(_check_again, callback, check))
+
+
+def _check_again(callback: EarlyStopping, check: Callable[[Trainer], None], trainer: Trainer) -> None:
+    limits, key = trainer.loop.limits, callback.state_key
+    before = limits.should_stop if limits.should_stop else EarlyStop.of(())
+    if not isinstance(before, EarlyStop) or callback.monitor not in trainer.callback_metrics:
+        check(trainer)
+        return
+    limits.should_stop = False
+    check(trainer)
+    stop = EarlyStop.of(before.callbacks | {key} if limits.should_stop else before.callbacks - {key})
+    limits.should_stop = bool(stop) if limits.may_stop() else stop
+    if key in before.callbacks - stop.callbacks:
+        callback.stopped_epoch, callback.stopping_reason_message = 0, None
+        callback.stopping_reason = EarlyStoppingReason.NOT_STOPPED
 
 
 def _note(callback: Callback, owner: ref[Trainer], first: dict[str, Any]) -> None:

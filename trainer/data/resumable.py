@@ -32,13 +32,17 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from trainer.data.epochs import objects_with_set_epoch
 from trainer.data.worker_random import WorkerRandom, recorded, states_of
 from trainer.data.workers import bounded_like
+from trainer.errors import rank_zero_warn
 from trainer.state import random_states
+from trainer.state.generators import is_random
 from trainer.state.random_states import Generator, State
+from trainer.state.snapshot import Snapshot, differences
 
 Batch = Any
 
@@ -77,11 +81,38 @@ class ResumableLoader:
         self._iterator: Any = None  # that of the pass, if it is needed
         self._resumed: Iterator[Batch] | None = None  # the pass of the next iteration
         self._finished: State = {}  # the state of a pass that was over, until the next one begins
+        self._copied: Snapshot | None = None  # the dataset that persistent workers have copied; None after a warning
+        self._sent: State = {}  # its changes since then that the workers follow
         self.epoch = 0
+
+    def warn_of_stale_copies(self) -> None:
+        """Warn once if the dataset has changed while persistent workers have copies of it."""
+        if self._copied is None:
+            return
+        now, objects, names = self._copied.read(), self._copied.objects, list[str]()
+        for path, name in sorted(differences(now, self._sent) | differences(self._sent, now)):
+            value = getattr(objects[path], name, None)
+            is_seen = isinstance(value, Tensor) and value.is_shared()  # type: ignore[no-untyped-call]
+            if not (is_seen or name[0] == ":" or is_random(value)):
+                names.append(f"{type(objects[path]).__name__}.{name}")
+        if names:
+            self._copied = None
+            rank_zero_warn(
+                f"{', '.join(names)} changed while persistent workers of the dataloader have copies of the dataset from"
+                " before, so they never see the change. Use DataLoader(persistent_workers=False), or change the"
+                " dataset in a method `set_epoch(epoch)`, which is also called in the workers."
+            )
+
+    def _note_copies(self) -> None:
+        if self.persists:
+            found: list[Any] = random_states.find(self.loader.dataset)
+            self._copied, self._sent = (found[0], found[0].read()) if found else (None, {})
 
     def start_epoch(self, epoch: int) -> None:
         """Set the epoch, also for persistent workers, which have copies of the dataset."""
         self.epoch = epoch
+        if self._copied is not None:
+            self._sent = self._copied.read()
         if self._worker is not None:
             self._worker.set_epoch(epoch)
 
@@ -157,6 +188,7 @@ class ResumableLoader:
         is_running = self.persists and self._running._iterator is not None
         self._begun, self._batches = random_states.capture(own=self.generators), 0
         if is_running:
+            self.warn_of_stale_copies()
             return self._count_batches(iter(self._running))
         self._started = self._begun
         return self._count_batches(self._start({}))
@@ -164,6 +196,7 @@ class ResumableLoader:
     def _start(self, starts: dict[int, State]) -> Iterator[Batch]:
         """Return an iterator of the dataloader with new workers, which start from the random states ``starts``."""
         iterator: Iterator[Batch]
+        self._note_copies()
         if self._is_copied:
             self._running = _copied(self.loader)
         if not self._records_workers:
@@ -268,7 +301,7 @@ def to_the_end(iterator: Iterator[Batch], loader: Any, done: int = 0) -> Iterato
         done: the number of batches that the pass has yielded before. Default: 0.
     """
     is_generator = inspect.isgeneratorfunction(getattr(type(loader), "__iter__", None))
-    has_end = is_generator or getattr(loader, "num_workers", 1) == 0
+    has_end = is_generator or (_uses_default_iteration(loader) and loader.num_workers == 0)
     left = (length_of(loader) or 0) - done
     return chain(islice(iterator, left - 1), _read_ahead(iterator)) if has_end and left > 0 else iterator
 
@@ -471,6 +504,7 @@ class MapStyleLoader(ResumableLoader):
         vars(view)["sampler" if loader.batch_sampler is None else "batch_sampler"] = self._sampler
         if not loader.num_workers:
             return iter(view)
+        self._note_copies()
         self._received, self._worker = dict(starts), WorkerRandom(loader, starts, self.epoch, sends=True)
         wraps = self.persists and bool(objects_with_set_epoch(loader.dataset))
         vars(view).update(self._worker.attributes(loader.dataset, wraps=wraps))

@@ -1,4 +1,4 @@
-"""Samplers that divide the data among processes without repeating or dropping samples."""
+"""Samplers that divide the data among processes in the order of a single process."""
 
 from __future__ import annotations
 
@@ -22,11 +22,10 @@ class Span(NamedTuple):
     most: float
 
 
-class UnpaddedSampler(DistributedSampler[int]):
-    """Every ``num_replicas``-th index of a sampler, from the ``rank``-th on. Nothing is repeated or left out.
+class SampleShare(DistributedSampler[int]):
+    """Every ``num_replicas``-th index of a sampler, from the ``rank``-th on.
 
-    Processes may have different numbers of samples, or none. torch's ``DistributedSampler`` repeats the first samples
-    until all have the same number, or leaves out the last.
+    Unless it is padded, nothing is repeated or left out: processes may have different numbers of samples, or none.
 
     Args:
         sampler: the sampler for a single process; it has a length. The process's generators are seeded from ``seed``
@@ -35,12 +34,16 @@ class UnpaddedSampler(DistributedSampler[int]):
         num_replicas: the number of processes.
         rank: the rank of this process.
         seed: the same on all processes. Default: 0.
+        padded: whether to repeat the first samples until all processes have the same number. Default: False.
+
+    Attributes:
+        shift: added to the seed. Differs between the passes of an epoch if they must not have the same order.
 
     Raises:
         ConfigurationError: if the sampler has no length.
     """
 
-    def __init__(self, sampler: Any, num_replicas: int, rank: int, seed: int = 0) -> None:
+    def __init__(self, sampler: Any, num_replicas: int, rank: int, seed: int = 0, *, padded: bool = False) -> None:
         if not isinstance(sampler, Sized):
             raise ConfigurationError(
                 f"Got a {type(sampler).__name__} without a length as the sampler of a DataLoader: it cannot be divided"
@@ -49,19 +52,21 @@ class UnpaddedSampler(DistributedSampler[int]):
             )
         super().__init__(sampler, num_replicas, rank, shuffle=False, seed=seed)  # type: ignore[arg-type]
         self.sampler: Any = sampler
-        self._share = range(rank, len(sampler), num_replicas)
-        self.num_samples, self.total_size = len(self._share), len(sampler)
+        self.shift, self._padded = 0, padded
+        if not padded:  # torch counts repeated samples
+            self.num_samples, self.total_size = len(range(rank, len(sampler), num_replicas)), len(sampler)
 
     def __iter__(self) -> Iterator[int]:
-        if type(self.sampler) is SequentialSampler:
-            return iter(self._share)
+        if type(self.sampler) is SequentialSampler and not self._padded:
+            return iter(range(self.rank, self.total_size, self.num_replicas))
         with random_states.isolated():
-            seed = self.seed + self.epoch
+            seed = self.seed + self.epoch + self.shift
             random.seed(seed)
             np.random.seed(seed % 2**32)
             torch.default_generator.manual_seed(seed)  # not those of devices, which are not restored
             drawn = list(self.sampler)
-        return iter(drawn[self.rank :: self.num_replicas])
+        row = islice(cycle(drawn), self.total_size) if self._padded else drawn
+        return islice(row, self.rank, None, self.num_replicas)
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch, also of the sampler if it has ``set_epoch``."""

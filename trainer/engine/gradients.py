@@ -211,8 +211,13 @@ class Gradients:
             total = torch.nn.utils.clip_grad_norm_(parameters, limit, norm_type)
             return total if isinstance(total, Tensor) else None  # users' tests replace it with a mock
         norm = self.norm(optimizer, norm_type) if measure else None
-        torch.nn.utils.clip_grad_value_([p for p in parameters if not p.is_complex()], limit)
-        clamp_([real_view(p.grad) for p in parameters if p.is_complex()], limit)
+        plain = [p for p in parameters if not (p.is_complex() or p.grad.is_sparse)]
+        if plain:
+            torch.nn.utils.clip_grad_value_(plain, limit)
+        for parameter in (p for p in parameters if p.grad.is_sparse):
+            parameter.grad = parameter.grad.coalesce()  # sums the values of an element
+            clamp_([real_view(parameter.grad.values())], limit)
+        clamp_([real_view(p.grad) for p in parameters if p.is_complex() and not p.grad.is_sparse], limit)
         return norm
 
     def step(self, optimizer: Optimizer, **kwargs: Any) -> None:

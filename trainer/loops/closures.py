@@ -23,6 +23,7 @@ from trainer.engine.optimizer_calls import needs_closure
 from trainer.errors import ConfigurationError, warn
 from trainer.loops.fit import FitLoop
 from trainer.loops.step_output import outputs_of
+from trainer.module_tree import parameters_of
 from trainer.session import Session
 
 Closure = Callable[[], Any]
@@ -160,8 +161,16 @@ def refuse_scaled_closures(loop: FitLoop) -> None:
         )
 
 
+def is_of_run(loop: FitLoop, optimizer: Optimizer) -> bool:
+    """Return whether ``configure_optimizers`` returned the optimizer, or a parameter of the module is in it."""
+    if any(optimizer is one for one in loop.optimizers):
+        return True
+    own = {id(parameter) for parameter in loop.engine.module.parameters()}
+    return any(id(parameter) in own for parameter in parameters_of(optimizer))
+
+
 def refuse_bare_steps(loop: FitLoop, session: Session) -> None:
-    """Refuse steps of a torch optimizer, not of its wrapper, while losses are scaled, until ``session`` closes.
+    """Refuse steps of an optimizer of the run without its wrapper, while losses are scaled, until ``session`` closes.
 
     Such a step uses scaled gradients, and is not skipped after an overflow. If no loss was scaled, the module may scale
     its losses itself, so the first such step with gradients only causes a warning.
@@ -171,13 +180,14 @@ def refuse_bare_steps(loop: FitLoop, session: Session) -> None:
 
     def check(optimizer: Optimizer, *_: Any) -> None:
         nonlocal warned
-        if loop.engine.module_calls.clip is None:  # a replay, with unscaled gradients
+        if loop.engine.module_calls.clip is None or not is_of_run(loop, optimizer):  # a replay, with unscaled gradients
             return
         name = type(optimizer).__name__
         if not scaler.may_step(optimizer):
             raise ConfigurationError(
                 f"Got a step of the torch optimizer {name} with scaled gradients ({precision}), expected a step of its"
-                " wrapper, which unscales them and skips the step after an overflow. In manual optimization, call"
+                " wrapper, which unscales them and skips the step after an overflow. Return it from"
+                " `configure_optimizers`. In manual optimization, call"
                 " self.optimizers().step(), without use_pl_optimizer=False; in an overridden `optimizer_step`, call"
                 " optimizer.step(closure)."
             )
@@ -191,7 +201,7 @@ def refuse_bare_steps(loop: FitLoop, session: Session) -> None:
                 " own GradScaler."
             )
 
-    session.watch_steps(lambda: loop.optimizers, before=check)
+    session.watch_steps(before=check)
 
 
 def step_with_closure(loop: FitLoop, optimizer: Optimizer, closure: Closure, **kwargs: Any) -> Any:

@@ -154,7 +154,7 @@ class EvalLoop:
 
     def begin(self, loaders: LoaderSet, limit: float) -> Iterator[tuple[Any, int, int]]:
         """Begin a pass over the data."""
-        loaders.start_epoch(self.fit_progress.epochs_trained)
+        loaders.start_epoch(self.fit_progress.epochs_trained, shift=self.fit_progress.batches)
         return loaders.batches(limit)
 
     def spans(self, loaders: LoaderSet, limit: float) -> list[Span]:

@@ -64,6 +64,8 @@ class FitLoop:
         self.grad_norms: dict[Optimizer, Tensor] = {}
         # optimizers that the module or a closure stepped since the last update of the loss scale
         self.stepped: list[Optimizer] = []
+        # the optimizer whose step runs, or the object that runs it, in manual optimization
+        self.stepping: Any = None
         # True while a closure or a manual training step runs; the scale is updated once, after its end
         self.freezes_scale = False
         self.unresolved: tuple[int, ...] = ()  # indices of the optimizers in the last update, until its outcome is read
@@ -491,6 +493,10 @@ class FitLoop:
         ids = {id(optimizer) for optimizer in stepped}
         indices = tuple(i for i, optimizer in enumerate(self.optimizers) if id(optimizer) in ids)
         self.finish_update(indices, [o for o in self.optimizers if not self.gradients.are_used(o)])
+        if not indices:  # only optimizers that `configure_optimizers` did not return
+            self.resolve_outcome()
+            self.progress.has_learned = True
+            self.hooks.on_after_optimizer_step(stepped[-1], self.outcome)
 
     def resolve_if_due(self) -> None:
         """Resolve the outcome at the end of a batch if the epoch's metrics or the loggers need it."""

@@ -19,16 +19,18 @@ from contextlib import AbstractContextManager
 from copy import copy
 from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from trainer.errors import ConfigurationError
+from trainer.errors import ConfigurationError, warn
 from trainer.graphs import keep_out_of_graphs
-from trainer.loops.closures import Closure, lower_scale_after, refuse_scaled_closures, step_with_closure
+from trainer.loops.closures import Closure, is_of_run, lower_scale_after, refuse_scaled_closures, step_with_closure
 from trainer.loops.fit import FitLoop
 from trainer.precision.cast_cache import forget_casts
+from trainer.session import Session
 
 
 class ManualOptimization:
@@ -53,6 +55,7 @@ class ManualOptimization:
         if loop.skips_epoch:
             return
         loop.finish_steps()  # steps taken in a hook
+        loop.stepping = None  # a step of the previous batch may have raised an error
         self._waiting = self._unused_gradients() if has_waiting else []
         loop.freezes_scale = True
         try:
@@ -97,8 +100,10 @@ class ManualOptimization:
             with around:
                 return closure()
 
+        self._loop.stepping = self  # this method counts the step, and not the watcher of bare steps
         with _without_autocast(self._loop):
             result = step_with_closure(self._loop, optimizer, forward, **kwargs)
+        self._loop.stepping = None
         self._loop.progress.optimizer_steps += self._loop.engine.counts_steps_of(optimizer)
         return result
 
@@ -128,6 +133,42 @@ class ManualOptimization:
             "In manual optimization, `training_step` must either return a Tensor or have no return. Got"
             f" {type(output).__name__}; a dict is also accepted, and its items are passed to `on_train_batch_end`."
         )
+
+
+def count_bare_steps(loop: FitLoop, session: Session) -> None:
+    """Count the steps that a module takes without the wrappers of its optimizers, until ``session`` closes.
+
+    Only steps of optimizers of the run count (:func:`is_of_run`). The first step of another optimizer causes a warning.
+    """
+    belongs: WeakKeyDictionary[Optimizer, bool] = WeakKeyDictionary()
+    warned = False
+
+    def begin(optimizer: Optimizer, *_: Any) -> None:
+        if loop.stepping is None:  # otherwise, this step is a part of another one
+            loop.stepping = optimizer
+
+    def end(optimizer: Optimizer, *_: Any) -> None:
+        nonlocal warned
+        forget_casts()  # a training step may enter autocast itself
+        if loop.stepping is not optimizer:
+            return
+        loop.stepping = None
+        if loop.engine.module_calls.clip is None:  # a replay
+            return
+        if optimizer not in belongs:
+            belongs[optimizer] = is_of_run(loop, optimizer)
+        if belongs[optimizer]:
+            loop.gradients.mark_used(optimizer)
+            loop.stepped.append(optimizer)
+            loop.progress.count_bare_step()
+        elif not warned:
+            warned = True
+            warn(
+                f"Got a step of {type(optimizer).__name__}, which `configure_optimizers` did not return, and which has"
+                " no parameter of the module: such steps do not count in `trainer.global_step`."
+            )
+
+    session.watch_steps(before=begin, after=end)
 
 
 def _mark_of(loop: FitLoop, optimizer: Optimizer) -> Any:

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 from trainer.data.batches import EndOfPass, identity
+from trainer.errors import ConfigurationError
 from trainer.loops.batch_path import BatchPath, TrainingPath
 from trainer.loops.fit import FitLoop
 from trainer.loops.hooks import HookScope
@@ -45,7 +46,13 @@ def draw_in_fit(loop: FitLoop, ends_epoch: bool, path: TrainingPath) -> Training
         output = None
         try:
             output = path.step(loaders().iterator(), batch_idx)
-        except StopIteration:
+        except StopIteration as end:
+            if ends_epoch and not loop.progress.batches:
+                raise ConfigurationError(
+                    f"The first training_step drew all {loaders().fetcher.fetched} batches of the epoch, and needs"
+                    " more: no step could be trained. Expected at least as many batches as one step draws: raise"
+                    " limit_train_batches, or draw fewer."
+                ) from end
             if ends_epoch:
                 raise
         loop.progress.is_last_batch = loaders().is_done

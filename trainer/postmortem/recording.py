@@ -135,7 +135,7 @@ class Evidence:
         self._recent: deque[tuple[Any, int, int, AccumulationWindow, list[Any]]] = deque(maxlen=0)
         self._stored: Callable[[Any], Any] = identity
         self._rates: list[Any] = []  # the current learning rates
-        self._is_on_host = loop.engine.device.type == "cpu"
+        self._is_on_host, self._is_alone = loop.engine.device.type == "cpu", loop.engine.world_size == 1
         loop.wrap(self)
 
     def stop(self) -> None:
@@ -161,8 +161,13 @@ class Evidence:
             window, batch = self._loop.window, self._loop.metrics.batch
             position = window if window.batches == 1 else copy(window)
             self._recent.append((self._stored(batch), progress.batch_idx, step, position, self._rates))
-        is_number = self._is_on_host and type(loss) is Tensor and loss.numel() == 1
-        self.losses.append((step, loss.item() if is_number else _to_read(loss)))
+        if self._is_on_host and type(loss) is Tensor and loss.numel() == 1:
+            number = loss.item()
+            self.losses.append((step, number))
+            if number - number != 0 and self._is_alone:  # infinite or NaN: examine it after this update
+                self._updates = self._every
+        else:
+            self.losses.append((step, _to_read(loss)))
         return scale(loss)
 
     def _prepare(self) -> None:

@@ -33,7 +33,7 @@ HINTS = {
     "linalg_eigh": "eigenvectors of equal eigenvalues have no gradient: add different values near 1e-6 to the diagonal",
     "ctc_loss": "a target is longer than its input: pass zero_infinity=True",
     "mse_loss": "the mean of no elements: skip the batch, or divide the sum by max(number, 1)",
-    "mul": "0 times inf is nan: clamp the infinite factor",
+    "mul": "a factor is not finite, or 0 times inf is nan: correct a constant factor, and clamp one that is computed",
     "cosh": "it grows like an exponential: add .clamp(min=-20, max=20) to its input",
     "linalg_svd": "singular vectors of equal singular values have no gradient: add different values near 1e-6 to the"
     " diagonal",

@@ -12,7 +12,7 @@ from trainer.record.curve import Curve, thin
 if TYPE_CHECKING:  # takes a second to import
     from matplotlib.axes import Axes
 
-PALETTE = ("#0072b2", "#d55e00", "#009070", "#b0508f", "#b98300", "#4b4fc4", "#2b9ccb", "#6f7780")
+PALETTE = ("#0072b2", "#d55e00", "#009070", "#b0508f", "#b98300", "#4b4fc4", "#2b9ccb", "#7f5539")
 INK, GRID, BAD, PALE = "#59616b", "#e8ebef", "#cc2a12", "#c3c9d1"
 
 

@@ -31,7 +31,7 @@ def find(path: Path, *, latest: bool = False, key: str = "ckpt") -> Path:
 
     Args:
         path: a checkpoint, or a folder of a run, of a sweep (its best job) or of checkpoints.
-        latest: whether to return the newest checkpoint, for resuming. Not supported for a sweep. Default: False.
+        latest: whether to return the newest checkpoint, for resuming. Default: False.
         key: the name of the setting, for messages.
 
     Raises:
@@ -61,8 +61,8 @@ def find(path: Path, *, latest: bool = False, key: str = "ckpt") -> Path:
     if best or (not name and len(others) == 1):
         return (best or others)[0]
     if not files:
-        if not latest and (job := load_sweep(path).best) is not None:
-            return find(job.folder, key=key)
+        if (job := load_sweep(path).best) is not None and job.folder != path:
+            return find(job.folder, latest=latest, key=key)
         raise ConfigurationError(f"{key} is {path}, a folder without checkpoints.")
     return (last or files)[-1]
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from trainer import machine
 from trainer.loggers import adapter
+from trainer.module_tree import parameters_of
 from trainer.precision.cpu_fp16 import kernel_facts
 from trainer.precision.devices import peak_memory
 
@@ -63,12 +64,17 @@ def facts_of(trainer: Trainer) -> dict[str, Any]:
 
 
 def reason_without_updates(trainer: Trainer) -> str | None:
-    """Return the message for a fit that skipped all optimizer steps, so that no weight was updated, or None.
+    """Return the message for a fit that updated no weight, with the reason, or None.
 
-    Returns None for a ``fast_dev_run``, and for fewer than three skipped steps, which are normal at the start.
+    Returns None for a ``fast_dev_run``, for fewer than three skipped steps, which are normal at the start, and if no
+    optimizer has a parameter.
     """
     progress = getattr(trainer, "progress", None)  # `lightning.Trainer` has none
-    if progress is None or progress.has_learned or progress.skipped_steps < _MIN_SKIPPED or trainer.fast_dev_run:
+    if progress is None or progress.has_learned or trainer.fast_dev_run:
+        return None
+    if not progress.skipped_steps and any(map(parameters_of, trainer.optimizers)):
+        return _reason_without_steps(trainer)
+    if progress.skipped_steps < _MIN_SKIPPED:
         return None
     steps, scale = trainer.global_step, loss_scale(trainer)
     reason = f"No weight was updated: all {steps} optimizer steps were skipped, because gradients were not finite."
@@ -80,6 +86,20 @@ def reason_without_updates(trainer: Trainer) -> str | None:
         f"{reason} The loss scale was still decreasing, and is {scale:g}: train longer, or start there:"
         f" MixedPrecision(init_scale={scale:g}), on the command line precision.init_scale={scale:g}."
     )
+
+
+def _reason_without_steps(trainer: Trainer) -> str | None:
+    progress, module = trainer.progress, trainer.lightning_module
+    if not progress.batches:
+        is_requested = trainer.should_stop or not progress.epochs_trained  # limit_train_batches=0, max_epochs=0
+        reason = f"no batch was trained in {progress.epochs_trained} epochs"
+    elif module.automatic_optimization:
+        is_requested = not progress.optimizer_steps  # stopped within the first accumulation window
+        reason = f"`training_step` returned no loss with a weight above 0 in {progress.batches} batches"
+    else:
+        is_requested = False
+        reason = f"the module stepped no optimizer in {progress.batches} batches (`automatic_optimization = False`)"
+    return None if is_requested else f"No weight was updated: {reason}."
 
 
 def last_diagnosis(trainer: pl.Trainer) -> Any | None:

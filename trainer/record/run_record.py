@@ -297,7 +297,10 @@ class RunRecord:
             value, is_best = (max if goal[1] == "max" else min)(values), True
         if value is None or not math.isfinite(value):
             return GoalValue(None)
-        at = [step for step, point in curve.points if math.isclose(point, value, rel_tol=1e-5)]
+        # a row has the index of its update, which is one less than the step of a checkpoint
+        curves = (self.metric_curve(goal[0]).points, 0), (self.rows.get(goal[0], Curve()).points, 1)
+        found = ([x + more for x, y in points if math.isclose(y, value, rel_tol=1e-5)] for points, more in curves)
+        at = next(filter(None, found), [])
         return GoalValue(value, (at[0] if is_best else at[-1]) if at else None, is_best)
 
     def value_of(self, name: str) -> float | None:

@@ -47,13 +47,13 @@ class EpochStart:
 
 
 _SAVED_COUNTERS = (
-    "batches", "optimizer_steps", "own_steps", "skipped_steps", "nonfinite_losses", "has_learned", "updates",
-    "zero_grads", "schedule_steps", "is_last_batch", "closing",
+    "batches", "optimizer_steps", "own_steps", "bare_steps", "skipped_steps", "nonfinite_losses", "has_learned",
+    "updates", "zero_grads", "schedule_steps", "is_last_batch", "closing",
 )  # fmt: skip
 """Counters that a checkpoint stores by name."""
 _STEP_COUNTERS = (
-    "optimizer_steps", "own_steps", "skipped_steps", "nonfinite_losses", "completed_steps", "has_learned", "updates",
-    "zero_grads", "schedule_steps",
+    "optimizer_steps", "own_steps", "bare_steps", "skipped_steps", "nonfinite_losses", "completed_steps", "has_learned",
+    "updates", "zero_grads", "schedule_steps",
 )  # fmt: skip
 """Counters that belong to the weights. All others belong to the position in the data."""
 
@@ -76,6 +76,8 @@ class FitProgress:
             ``trainer.global_step``. Set by the fit loop at each step of an optimizer.
         own_steps: the part of ``optimizer_steps`` that the module has counted itself, because it steps optimizers
             without their wrappers. Set when the module writes to Lightning's counter (``compat/loop_state.py``).
+        bare_steps: the part of ``optimizer_steps`` without the optimizers' wrappers. 0 if the module counts steps
+            itself. Set at each such step.
         skipped_steps: weight updates in which an optimizer skipped its step because a gradient was not finite. Counts
             one for several optimizers. Set by the fit loop when the outcome is known.
         nonfinite_losses: the ``skipped_steps`` with a loss that was not finite on some process, so that no loss scale
@@ -106,6 +108,7 @@ class FitProgress:
     batches: int = 0
     optimizer_steps: int = 0
     own_steps: int = 0
+    bare_steps: int = 0
     skipped_steps: int = 0
     nonfinite_losses: int = 0
     completed_steps: Counter[int] = field(default_factory=Counter)
@@ -144,7 +147,12 @@ class FitProgress:
     def count_own_steps(self, steps: int) -> None:
         """Set the number of optimizer steps that the module has counted itself."""
         self.own_steps += steps - self.optimizer_steps
-        self.optimizer_steps = steps
+        self.optimizer_steps, self.bare_steps = steps - self.bare_steps, 0
+
+    def count_bare_step(self) -> None:
+        """Count a step without the optimizer's wrapper, unless the module counts steps itself."""
+        if not self.own_steps:
+            self.optimizer_steps, self.bare_steps = self.optimizer_steps + 1, self.bare_steps + 1
 
     def jump_to_batch(self, count: int) -> None:
         """Set the counters as if ``count`` batches of the epoch had started."""

@@ -3,11 +3,33 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import KW_ONLY, dataclass, field
 
 from trainer.errors import ConfigurationError
 from trainer.state.progress import FitProgress
+
+
+class EarlyStop(int):
+    """A value of ``should_stop`` for requests that ``EarlyStopping`` may withdraw. It equals True if there are any.
+
+    Attributes:
+        callbacks: the ``state_key`` of each callback that requests to stop.
+    """
+
+    callbacks: frozenset[str] = frozenset()
+
+    @classmethod
+    def of(cls, callbacks: Iterable[str]) -> EarlyStop:
+        """Return the requests of these callbacks."""
+        keys = frozenset(callbacks)
+        stop = cls(bool(keys))
+        stop.callbacks = keys
+        return stop
+
+    def __or__(self, other: int) -> int:
+        """Return the requests unchanged if ``other`` is False, as in ``trainer.should_stop |= False``."""
+        return True if other else self
 
 
 @dataclass(eq=False)
@@ -37,7 +59,8 @@ class StoppingConditions:
             ``val_check_batch`` divides the expected number of batches.
         validated_at: time of the start of the run or, if that is later, the end of the last validation
             (``time.monotonic``).
-        should_stop: whether training ends after the current batch, if the minima are met.
+        should_stop: whether training ends after the current batch, if the minima are met. An :class:`EarlyStop` if only
+            ``EarlyStopping`` requests it, and the minima are not met yet.
         check_signals: called after each batch, and before the rest of a resumed epoch, with False, and before each
             epoch with True: handles a signal that has arrived on any process. It may raise. None if there is nothing
             to handle.
@@ -57,7 +80,7 @@ class StoppingConditions:
     val_check_batch: float | None = field(default=None, init=False)
     validates_at_end: bool = field(default=False, init=False)
     validated_at: float = field(default=0.0, init=False)
-    should_stop: bool = field(default=False, init=False)
+    should_stop: bool | EarlyStop = field(default=False, init=False)
     check_signals: Callable[[bool], None] | None = field(default=None, init=False)
     _has_announced: bool = field(default=False, init=False)
     _decided: tuple[int, bool] = field(default=(-1, False), init=False)  # batch of the last decision, and the decision
@@ -181,4 +204,5 @@ class StoppingConditions:
     def logging_is_due(self) -> bool:
         """Return whether the loggers get a row for the current optimizer step."""
         every = self.log_every_n_steps
-        return every > 0 and ((self.progress.updates + 1) % every == 0 or self.should_stop)
+        stops = self.should_stop and self.may_stop()
+        return every > 0 and ((self.progress.updates + 1) % every == 0 or bool(stops))

@@ -25,7 +25,7 @@ def test_page_has_everything_and_uses_no_network(make_run, capsys):
     assert capsys.readouterr().out == f"The report is {Path('pages/mine.html')}\n"
     assert not (folder / "report.html").exists()
     for expected in (
-        "digits Completed", "Precision 16-mixed", "Devices 1 x CPU", "Seed 42", "Best val_acc 0.75 at step 3",
+        "digits Completed", "Precision 16-mixed", "Devices 1 x CPU", "Seed 42", "Best val_acc 0.75 at step 4",
         "val_loss 1.5 last", "Optimizer steps 4 2 of 2 epochs", "Skipped steps 1 25.0% of all", "Loss scale 32,768",
         "Time 0:01:02", "Throughput 123.4 samples per second", "Peak memory 3.0 GiB of the process",
     ):  # fmt: skip

@@ -52,12 +52,12 @@ def test_differences_best_values_and_curves(two, capsys):
     assert differences.index("optimizer.lr") < differences.index("trainer.max_epochs")
     for same in ("seed", "precision", "callbacks.model_checkpoint.monitor"):
         assert same not in differences
-    assert "Highest val_acc 0.875 at step 1, scans optimizer.lr=0.5" in page.text
+    assert "Highest val_acc 0.875 at step 2, scans optimizer.lr=0.5" in page.text
     table = page.sections["jobs"]
     assert "Run Settings Status Best val_acc at step val_loss Time Samples/s Memory Skipped" in table
-    assert "1 digits Completed 0.75 3 1.5" in table
-    assert "2 scans optimizer.lr=0.5 best Completed 0.875 1 1.5" in table
-    assert "Best val_acc 0.875 at step 1, last 0.75" in page.sections["job-1"]
+    assert "1 digits Completed 0.75 4 1.5" in table
+    assert "2 scans optimizer.lr=0.5 best Completed 0.875 2 1.5" in table
+    assert "Best val_acc 0.875 at step 2, last 0.75" in page.sections["job-1"]
     lines = page.lines("val_acc")
     assert [line["y"] for line in lines.values()] == [[0.25, 0.75], [0.875, 0.75]]
     assert [line["color"] for line in lines.values()] == [0, 1]

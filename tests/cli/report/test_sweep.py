@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 
 from tests.cli.report.conftest import ROWS, facts, report
+from trainer.cli.report.several import _colors
+from trainer.record.run_record import RunRecord
 
 FOLDER = Path("multirun/digits/one")
 
@@ -48,7 +50,7 @@ def test_jobs_and_curves(sweep):
     jobs = page.sections["jobs"]
     assert "Equal in all: +recipe=digits precision=16-mixed" in jobs
     assert "Job Settings Status Last val_acc at step val_loss Time Samples/s Memory Skipped" in jobs
-    assert "2 optimizer.lr=0.2 best Completed 0.875 3 1.5 0:01:02 123.4 3.0 GiB 1" in jobs
+    assert "2 optimizer.lr=0.2 best Completed 0.875 4 1.5 0:01:02 123.4 3.0 GiB 1" in jobs
     assert jobs.index("optimizer.lr=0.2") < jobs.index("optimizer.lr=1.0")  # by number, not by name
     assert page.titles[:4] == ["Training loss", "val_loss", "val_acc", "Learning rate"]
     lines = page.lines("val_acc")
@@ -58,6 +60,12 @@ def test_jobs_and_curves(sweep):
     assert "RuntimeError: asked to" in page.sections["job-3"]
     assert "backward pass overflows in 16 bits (step 2)" in page.sections["job-0"]
     assert {"#job-0", "#job-1", "#job-4"} <= set(page.having("a", "href"))
+
+
+def test_job_without_a_curve_takes_no_color(tmp_path):
+    curve = {"losses": {"steps": [1, 2], "values": [0.5, 0.25]}}
+    runs = [RunRecord({"curves": {} if number % 2 else curve}, None) for number in range(12)]
+    assert _colors(runs, None, None) == [0, None, 1, None, 2, None, 3, None, 4, None, 5, None]
 
 
 def test_more_jobs_than_colors(sweep):

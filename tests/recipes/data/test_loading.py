@@ -45,12 +45,16 @@ def test_training_loader_shuffles_and_drops_the_short_batch_and_others_do_neithe
     assert [batch[0].tolist() for batch in evaluation] == [list(range(10))]
 
 
-def test_training_batch_larger_than_the_share_of_a_process_is_refused(monkeypatch):
+def test_training_with_fewer_samples_than_a_batch_uses_all_of_them(monkeypatch):
     dataset = TensorDataset(torch.arange(10))
-    with pytest.raises(ValueError, match=r"there are 0 training samples"):
+    with pytest.raises(ValueError, match=r"There are no training samples"):
         make_loader(TensorDataset(torch.zeros(0)), batch_size=1, num_workers=0, training=True)
+    with pytest.warns(match="data.batch_size is 64, but there are only 10 training samples: .*data.batch_size=10"):
+        (batch,) = make_loader(dataset, batch_size=64, num_workers=0, training=True)
+    assert sorted(batch[0].tolist()) == list(range(10))
     monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
     monkeypatch.setattr("torch.distributed.get_world_size", lambda: 3)
-    with pytest.raises(ValueError, match=r"4 training samples.*3 processes.* at most 4"):
-        make_loader(dataset, batch_size=5, num_workers=0, training=True)
+    with pytest.warns(match=r"only 4 training samples for each of 3 processes"):
+        loader = make_loader(dataset, batch_size=5, num_workers=0, training=True)
+    assert loader.batch_size == 4
     assert len(make_loader(dataset, batch_size=4, num_workers=0, training=True)) == 2  # before it is shared out

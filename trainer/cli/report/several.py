@@ -212,9 +212,9 @@ def _differing(settings: Sequence[Mapping[str, str]], chosen: set[str]) -> list[
 
 
 def _colors(runs: Sequence[RunRecord], winner: RunRecord | None, goal: tuple[str, str] | None) -> list[int | None]:
-    """Return a color for each run. If there are more runs than colors, the best runs get one, and the others None."""
-    order = list(range(len(runs)))
-    if len(runs) > len(PALETTE) and winner is not None and goal is not None:
+    """Return a color for each run with a curve, or None. If there are more of them than colors, the best get one."""
+    order = [index for index, run in enumerate(runs) if run.losses or run.stages or run.rows]
+    if len(order) > len(PALETTE) and winner is not None and goal is not None:
         sign = -1.0 if goal[1] == "max" else 1.0
         values = [run.reached(goal).value for run in runs]
         order.sort(key=lambda index: math.inf if (value := values[index]) is None else sign * value)
