@@ -20,7 +20,7 @@ from trainer.arguments import describe
 from trainer.cli.arguments import UsageError
 from trainer.cli.failure import is_about_settings
 from trainer.cli.processes import environment
-from trainer.cli.schema import accepted_by_hint, as_number, mistake
+from trainer.cli.schema import TEXT_ADVICE, accepted_by_hint, mistake
 from trainer.cli.targets import PACKAGES, Allowlist
 from trainer.cli.walk import walk
 from trainer.errors import did_you_mean
@@ -177,7 +177,7 @@ def _try_optimizer(make: partial[Any], key: str, target: str) -> None:
     except (TypeError, ValueError) as error:
         nulls = [f"{name}=null" for name, value in make.keywords.items() if value is None]
         given = f", {', '.join(nulls)} among them" if nulls else ""
-        texts = "".join(dict.fromkeys(map(as_number, make.keywords.values())))
-        raise UsageError(f"{key}: {target} rejects its arguments{given}: {str(error).rstrip('.')}.{texts}") from error
+        advice = TEXT_ADVICE if any(isinstance(value, str) for value in make.keywords.values()) else ""
+        raise UsageError(f"{key}: {target} rejects its arguments{given}: {str(error).rstrip('.')}.{advice}") from error
     except RuntimeError:  # fused optimizers require parameters on a device that they support
         return

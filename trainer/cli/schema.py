@@ -41,6 +41,8 @@ TrainerSettings = make_dataclass(
 )
 """The schema of the ``trainer`` node: names and defaults as in `trainer.Trainer`."""
 
+TEXT_ADVICE = " Environment variables are text. To convert one, use ${oc.decode:${oc.env:NAME}}."
+
 
 def accepted_by_hint(hint: Any) -> tuple[Any, ...]:
     """Return the values that a type annotation accepts. Empty if it contains types other than plain values."""
@@ -65,7 +67,7 @@ def mistake(key: str, value: Any, accepts: tuple[Any, ...]) -> str | None:
     """
     problem = Argument(key, None, "", accepts).mistake(value, key)
     if problem and isinstance(value, str) and re.fullmatch(r"-?[\d.]+(e-?\d+)?|true|false|null", value.lower()):
-        problem += " Environment variables are text. To convert one, use ${oc.decode:${oc.env:NAME}}."
+        problem += TEXT_ADVICE
     return problem
 
 
