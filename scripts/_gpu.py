@@ -213,7 +213,7 @@ def tests(part: Part) -> None:
         if "mark.gpu" in file.read_text() or "marks=pytest.mark.gpu" in file.read_text()
     )
     if part.simulate:
-        files = ["tests/gpu/test_no_stall.py", "tests/callbacks/test_sync_detector.py"]
+        files = ["tests/gpu/test_no_stall.py", "tests/diagnosis/test_sync_detector.py"]
     words = [
         "-v", "--color=no", "-m", "gpu", "-p", "no:cacheprovider", "--timeout=60", "-W", "ignore::DeprecationWarning",
         "-W", "ignore::FutureWarning", "-W", "ignore:TypedStorage is deprecated:UserWarning", *files,

@@ -24,8 +24,8 @@ from recipes.language_model import LanguageModel
 from scripts._scale import kind_of
 from trainer import FSDP2Strategy, Trainer
 from trainer.cli.checks.fake_step import without_values
-from trainer.compat.data import DataSource
-from trainer.compat.engine import LightningEngine
+from trainer.lightning.loader_set import DataSource
+from trainer.distributed.engine import LightningEngine
 from trainer.data.unpadded import Span
 
 TOKENS, VOCABULARY, MEASURED = 1024, 50304, 2

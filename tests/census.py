@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from trainer.engine.sharding.wrap import ReplacedParameter
+from trainer.distributed.sharding.wrap import ReplacedParameter
 from trainer.state import random_states
 
 Census = dict[str, Any]

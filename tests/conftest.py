@@ -41,7 +41,7 @@ from tests.warm_python import (
     start_server,
     write_without_waiting,
 )
-from trainer import redaction
+from trainer.common import redaction
 from trainer.precision.readback import Readback
 
 if TYPE_CHECKING:

@@ -36,7 +36,7 @@ from tests import census
 from tests.parity import looks_in
 from tests.support import adamw, make_trainer, manual_step, tiered
 from trainer.callbacks import Curves, NonFiniteGuard, OverflowReport, ScaleMonitor
-from trainer.callbacks.run_recorder import RunRecorder
+from trainer.record.run_recorder import RunRecorder
 
 EPOCHS, BATCHES = 3, 4
 

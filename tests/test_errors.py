@@ -45,7 +45,7 @@ def of_module(name, call):
 
 
 @pytest.mark.parametrize("issue", [warn, rank_zero_warn])
-@pytest.mark.parametrize("through", [(), ("trainer.loops.fit", "contextlib", "lightning.pytorch.core", "torch.nn")])
+@pytest.mark.parametrize("through", [(), ("trainer.loop.fit", "contextlib", "lightning.pytorch.core", "torch.nn")])
 def test_warning_points_to_the_innermost_line_of_the_user(issue, through):
     def call():
         issue("text", RuntimeWarning)

@@ -19,7 +19,7 @@ from tests.support import stream_of
 
 # log_every_n_steps is larger than the epoch in many scenarios, which is meant
 class Logging(Classifier):
-    """Logs by step and by epoch; tests/compat/test_logging_parity.py has other options."""
+    """Logs by step and by epoch; tests/lightning/test_logging_parity.py has other options."""
 
     def training_step(self, batch, batch_idx):
         loss = self.loss(batch)

@@ -12,9 +12,9 @@ from tests.support import Regression, loader_of, make_batches, make_trainer
 from trainer import log_images, loggers
 from trainer.callbacks import RunRecorder
 from trainer.cli import tracking
-from trainer.cli.arguments import UsageError
-from trainer.compat.defaults import in_opening_order
-from trainer.compat.loggers.mlflow import MLFlow
+from trainer.cli.parsing import UsageError
+from trainer.lightning.defaults import in_opening_order
+from trainer.loggers.mlflow import MLFlow
 from trainer.errors import ConfigurationError
 from trainer.loggers import LoggedRun, LoggerAdapter, adapter, adapter_class
 from trainer.record.run_record import RunRecord, load_run

@@ -180,7 +180,7 @@ def test_classes_of_the_other_package_are_refused_without_the_import(tmp_path, p
         from pytorch_lightning.strategies import DDPStrategy
         from pytorch_lightning.utilities import CombinedLoader
         from tests.parity import QUIET
-        from trainer.cli import run
+        from trainer.cli import execution as run
         from trainer.errors import ConfigurationError
 
         quiet = {{**QUIET, "max_steps": 1}}

@@ -24,7 +24,7 @@ def packages(modules):
 before, collected = set(sys.modules), collections()
 from trainer import Trainer
 of_trainer, collected = sys.modules.keys() - before, collections() - collected
-import trainer.weights
+import trainer.module_weights
 assert "torch.distributed.checkpoint.filesystem" not in sys.modules
 from trainer.cli import main
 small = ["data.batch_size=4", "data.in_features=8", "data.out_features=8"]

@@ -39,7 +39,7 @@ def test_seeds_and_values_are_sorted_into_tiers():
 @pytest.mark.parametrize(
     ("path", "fixtures", "whole"),
     [
-        ("tests/loops/test_fit.py", ["tmp_path"], False),
+        ("tests/loop/test_fit.py", ["tmp_path"], False),
         ("tests/test_trainer.py", ["python", "tmp_path"], True),
         ("tests/distributed/test_ddp.py", [], True),
     ],

@@ -12,7 +12,7 @@ ROOT = Path(__file__).parent.parent
 def test_holds_the_packages_and_their_configs(wheel):
     names = set(zipfile.ZipFile(wheel).namelist())
     for name in (
-        "trainer/loops/fit.py",
+        "trainer/loop/fit.py",
         "trainer/py.typed",
         "trainer/conf/recipe/resnet50.yaml",
         "trainer/cli/report/template/page.css",

@@ -34,7 +34,7 @@ IMPORTED = (
     "torch", "torchvision", "torchmetrics", "sklearn.datasets", "sklearn.model_selection", "lightning.pytorch",
     "lightning.pytorch.loggers", "torch.utils.tensorboard", "matplotlib.figure", "matplotlib.backends.backend_agg",
     "PIL.PngImagePlugin", "PIL.JpegImagePlugin", "hydra.main", "hydra._internal.hydra", "rich.table", "rich.progress",
-    "trainer.trainer", "trainer.callbacks", "trainer.cli.run", "recipes.image_classification", "recipes.data",
+    "trainer.trainer", "trainer.callbacks", "trainer.cli.execution", "recipes.image_classification", "recipes.data",
 )  # fmt: skip
 """Modules that programs are likely to import. Programs import the others."""
 

@@ -13,19 +13,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from trainer._lazy import attribute_from
+from trainer.common.lazy import attribute_from
 
 if TYPE_CHECKING:
-    from trainer.compat.checkpoint_io import CheckpointFiles
-    from trainer.compat.deepspeed import DeepSpeedStrategy
-    from trainer.compat.fsdp import FSDP2Strategy
-    from trainer.images import log_images
+    from trainer.checkpoint.checkpoint_io import CheckpointFiles
+    from trainer.distributed.deepspeed_engine import DeepSpeedStrategy
+    from trainer.distributed.fsdp import FSDP2Strategy
+    from trainer.loggers.images import log_images
     from trainer.precision import LossScaler, Precision
     from trainer.record.run_record import load_run
-    from trainer.record.sweep import load_sweep
+    from trainer.record.sweep_record import load_sweep
     from trainer.state.outcome import StepOutcome
     from trainer.trainer import Trainer
-    from trainer.weights import LoadedWeights, load_weights
+    from trainer.module_weights import LoadedWeights, load_weights
 
 __all__ = [
     "CheckpointFiles",
@@ -45,18 +45,18 @@ __all__ = [
 __version__ = "0.1.0"
 
 _HOMES = {
-    "CheckpointFiles": "trainer.compat.checkpoint_io",
-    "DeepSpeedStrategy": "trainer.compat.deepspeed",
-    "FSDP2Strategy": "trainer.compat.fsdp",
-    "LoadedWeights": "trainer.weights",
+    "CheckpointFiles": "trainer.checkpoint.checkpoint_io",
+    "DeepSpeedStrategy": "trainer.distributed.deepspeed_engine",
+    "FSDP2Strategy": "trainer.distributed.fsdp",
+    "LoadedWeights": "trainer.module_weights",
     "LossScaler": "trainer.precision.scaler",
     "Precision": "trainer.precision.base",
     "StepOutcome": "trainer.state.outcome",
     "Trainer": "trainer.trainer",
     "load_run": "trainer.record.run_record",
-    "load_sweep": "trainer.record.sweep",
-    "load_weights": "trainer.weights",
-    "log_images": "trainer.images",
+    "load_sweep": "trainer.record.sweep_record",
+    "load_weights": "trainer.module_weights",
+    "log_images": "trainer.loggers.images",
 }
 
 

@@ -106,7 +106,7 @@ class NonFiniteError(TrainerError):
     Attributes:
         step: ``trainer.global_step`` when the weight update began, or the checkpoint was due.
         batch_idx: index of the batch that caused it; None if unknown.
-        report: the diagnosis of the step (``trainer.postmortem.report.Diagnosis``), or None.
+        report: the diagnosis of the step (``trainer.diagnosis.report_file.Diagnosis``), or None.
     """
 
     def __init__(self, message: str, step: int = 0, batch_idx: int | None = None, report: Any = None) -> None:

@@ -24,30 +24,37 @@ from lightning.pytorch.trainer.states import RunningStage, TrainerFn, TrainerSta
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.seed import isolate_rng
 
-from trainer import arguments, diagnosis, redaction
-from trainer.compat import callback_order, defaults, hparams, model_checkpoints, modules, tuning
-from trainer.compat.averaging import (
+from trainer import arguments
+from trainer.diagnosis import explanation as diagnosis
+from trainer.common import redaction
+from trainer.lightning import callback_order
+from trainer.lightning import defaults
+from trainer.checkpoint import hparams
+from trainer.checkpoint import model_checkpoints
+from trainer.lightning import modules
+from trainer.lightning import tuning
+from trainer.lightning.averaging import (
     attach_averaging,
     defer_copies,
     hide_averages,
     resume_averaging,
     shard_averages,
 )
-from trainer.compat.base import refuse_own_parts
-from trainer.compat.checkpoint_connector import CheckpointConnector
-from trainer.compat.checkpoint_io import order_removals
-from trainer.compat.logging import attach_log
-from trainer.compat.signals import Signals
+from trainer.lightning.base_trainer import refuse_own_parts
+from trainer.lightning.checkpoint_connector import CheckpointConnector
+from trainer.checkpoint.checkpoint_io import order_removals
+from trainer.metrics.logging import attach_log
+from trainer.distributed.signals import Signals
 from trainer.data.prefetching import Prefetching
-from trainer.engine.stalls import StallWatch
+from trainer.distributed.stalls import StallWatch
 from trainer.errors import ConfigurationError, rank_zero_warn
-from trainer.loops.closures import refuse_bare_steps
-from trainer.loops.manual_optimization import count_bare_steps
+from trainer.loop.closures import refuse_bare_steps
+from trainer.loop.manual_optimization import count_bare_steps
 from trainer.preparation import Preparation
 from trainer.record.measures import folder_of_reports, reason_without_updates
-from trainer.session import Session
-from trainer.state.metric_objects import add_tracked, update_counts
-from trainer.state.metrics import to_scalars
+from trainer.common.session import Session
+from trainer.metrics.metric_objects import add_tracked, update_counts
+from trainer.metrics.metrics import to_scalars
 
 if TYPE_CHECKING:
     from trainer.trainer import Trainer

@@ -29,30 +29,31 @@ from trainer.callbacks.gradient_accumulation import GradientAccumulation, batche
 from trainer.callbacks.gradient_clipping import GradientClipping
 from trainer.checkpoint.plain import require_loadable
 from trainer.checkpoint.process import ProcessState
-from trainer.compat import callback_order, defaults
-from trainer.compat import model_registry as registry
-from trainer.compat.averaging import training_weights
-from trainer.compat.base import TrainerBase, with_lightning_signature
-from trainer.compat.checkpoint_connector import CheckpointConnector, RolledBack
-from trainer.compat.data import DataSource
-from trainer.compat.engine import LightningEngine
-from trainer.compat.logging import LoggerConnector, no_log
-from trainer.compat.signals import Signals
-from trainer.compat.strategies import build_engine
-from trainer.compat.trainer_arguments import defaults_from_environment, log_devices, registered_names
-from trainer.compat.views import EvalLoopView, FitLoopView, PredictLoopView
+from trainer.lightning import callback_order
+from trainer.lightning import defaults
+from trainer import model_registry as registry
+from trainer.lightning.averaging import training_weights
+from trainer.lightning.base_trainer import TrainerBase, with_lightning_signature
+from trainer.lightning.checkpoint_connector import CheckpointConnector, RolledBack
+from trainer.lightning.loader_set import DataSource
+from trainer.distributed.engine import LightningEngine
+from trainer.metrics.logging import LoggerConnector, no_log
+from trainer.distributed.signals import Signals
+from trainer.distributed.strategies import build_engine
+from trainer.trainer_arguments import defaults_from_environment, log_devices, registered_names
+from trainer.lightning.views import EvalLoopView, FitLoopView, PredictLoopView
 from trainer.errors import ConfigurationError
-from trainer.loops.accumulation import AccumulationWindow, count_windows
-from trainer.loops.evaluation import EvalLoop
-from trainer.loops.fit import FitLoop
+from trainer.loop.accumulation import AccumulationWindow, count_windows
+from trainer.loop.evaluation import EvalLoop
+from trainer.loop.fit import FitLoop
 from trainer.precision.base import Precision
 from trainer.precision.registry import resolve_precision
 from trainer.run import STAGES, Run
-from trainer.state.metrics import PublishedMetrics
+from trainer.metrics.metrics import PublishedMetrics
 from trainer.state.outcome import StepOutcome
 from trainer.state.progress import FitProgress
 from trainer.state.stopping import StoppingConditions
-from trainer.weights import LoadedWeights
+from trainer.module_weights import LoadedWeights
 
 Plugin = CheckpointIO | ClusterEnvironment | LayerSync
 """The types of ``plugins``. A precision is not a plugin: use the argument ``precision``."""
@@ -106,7 +107,7 @@ class Trainer(TrainerBase):
         scaler: the loss scaler, which is disabled if the precision does not scale the loss. The object stays the same
             for the Trainer's lifetime. Exception: a ``NonFiniteGuard`` that checks each step replaces a disabled scaler
             during a fit.
-        loaded_weights: a :class:`~trainer.weights.LoadedWeights`, which names the weights that the last
+        loaded_weights: a :class:`~trainer.module_weights.LoadedWeights`, which names the weights that the last
             ``fit(weights=...)`` loaded, and those that were missing or differed. None before the first fit, and after a
             fit that did not load ``weights``.
 
@@ -393,7 +394,7 @@ class Trainer(TrainerBase):
 
         Call it in all processes, in a callback's ``on_train_batch_end``, after a batch that closes an accumulation
         window. Set ``runs_last = True`` in the class of the callback, so that it is called after the others (see
-        ``trainer.callbacks.traits``). :class:`~trainer.callbacks.RollBackOnLossSpike` calls it for you.
+        ``trainer.common.traits``). :class:`~trainer.callbacks.RollBackOnLossSpike` calls it for you.
 
         Args:
             max_step: the largest ``global_step`` that the checkpoint may have.

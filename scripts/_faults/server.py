@@ -24,7 +24,7 @@ def serve() -> None:
     from torch.utils.tensorboard import SummaryWriter  # noqa: F401
 
     import trainer.cli.build
-    import trainer.cli.validate
+    import trainer.cli.config_checks
     import trainer.trainer  # noqa: F401
     from _faults import program  # noqa: F401
 

@@ -32,7 +32,7 @@ from tests.support import (
     train_by_hand,
 )
 from trainer.callbacks import Compile, RunRecorder
-from trainer.engine import compilation
+from trainer.precision import compilation
 from trainer.errors import ConfigurationError
 
 pytestmark = [

@@ -1,4 +1,4 @@
-"""GradientClipping as a callback. Its arithmetic is tested in tests/loops/test_fit.py."""
+"""GradientClipping as a callback. Its arithmetic is tested in tests/loop/test_fit.py."""
 
 import pytest
 import torch

@@ -17,10 +17,11 @@ from torch import nn
 
 from tests.support import Killed, Payload, Regression, assert_identical, loader_of, make_batches, make_trainer
 from trainer import CheckpointFiles
-from trainer.checkpoint import conversion, files, sharded_files, shards
+from trainer.checkpoint import conversion, sharded_files, shards
+from trainer.checkpoint import reading as files
 from trainer.checkpoint.folder_locks import lock_folder
 from trainer.checkpoint.loading import TRAINER_KEY
-from trainer.compat.checkpoint_io import files_of
+from trainer.checkpoint.checkpoint_io import files_of
 from trainer.errors import CheckpointError, CheckpointWriteError, ConfigurationError
 
 BATCHES = make_batches(4)

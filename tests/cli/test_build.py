@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.cli.conftest import build, write
-from trainer.cli.arguments import UsageError
+from trainer.cli.parsing import UsageError
 from trainer.cli.folders import search_here
 from trainer.cli.walk import targets
 

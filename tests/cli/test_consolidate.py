@@ -15,10 +15,11 @@ from safetensors import SafetensorError
 from torch import nn
 
 from tests.checkpoint.test_shards import sealed_again, write
-from tests.compat.test_checkpoint_io import flip
+from tests.checkpoint.test_checkpoint_io import flip
 from tests.support import Payload, Regression, adamw, assert_identical, loader_of, make_batches, make_net, make_trainer
 from trainer import CheckpointFiles
-from trainer.checkpoint import conversion, files, shards
+from trainer.checkpoint import conversion, shards
+from trainer.checkpoint import reading as files
 from trainer.cli import main
 
 BATCHES = make_batches(4)

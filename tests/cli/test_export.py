@@ -12,8 +12,8 @@ from torch import nn
 
 from tests.cli.conftest import FILES, train
 from trainer.cli import main
-from trainer.cli.arguments import UsageError, read
-from trainer.cli.graphs import inputs_of
+from trainer.cli.parsing import UsageError, read
+from trainer.cli.exported_graphs import inputs_of
 
 pytestmark = pytest.mark.filterwarnings("default")
 
@@ -140,7 +140,7 @@ def test_mistakes(project, capfd, monkeypatch):
         assert status == 2, words
         assert expected in err
     assert [name for name in files(project) if name != "__pycache__"] == before
-    monkeypatch.setattr("trainer.packages.is_installed", lambda name: False)
+    monkeypatch.setattr("trainer.common.packages.is_installed", lambda name: False)
     monkeypatch.setitem(sys.modules, "safetensors", None)
     for kind, packages in (("onnx", "onnx onnxscript onnxruntime"), ("safetensors", "safetensors")):
         status, _, err = export(capfd, "ckpt=run", f"to=model.{kind}")

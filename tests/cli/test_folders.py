@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.conftest import write
-from trainer.cli.arguments import Arguments, read
+from trainer.cli.parsing import Arguments, read
 from trainer.cli.compose import Composer
 from trainer.cli.folders import conf_folders, packaged_conf, search_here, user_conf
 

@@ -8,7 +8,7 @@ import pytest
 from trainer.cli import main
 from trainer.cli.objective import choose, monitored
 from trainer.record.run_record import RunRecord
-from trainer.record.sweep import Sweep
+from trainer.record.sweep_record import Sweep
 
 pytestmark = pytest.mark.filterwarnings("default")  # Lightning warns of tiny data and few workers
 
@@ -74,7 +74,7 @@ def test_value_is_that_of_the_best_checkpoint():
 @pytest.mark.parametrize("monitor", ["auto", "null"])
 def test_record_has_the_value_of_the_objective(project, monkeypatch, monitor):
     """The learning rate makes the line worse from epoch to epoch."""
-    from trainer.cli import run
+    from trainer.cli import execution as run
 
     returned = []
     monkeypatch.setattr(run, "task", lambda config, task=run.task: returned.append(task(config)))

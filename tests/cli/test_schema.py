@@ -6,7 +6,7 @@ import pytest
 
 from trainer import Trainer
 from trainer.arguments import describe
-from trainer.cli.arguments import UsageError
+from trainer.cli.parsing import UsageError
 from trainer.cli.schema import check_trainer
 from trainer.errors import ConfigurationError
 

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from trainer import redaction
+from trainer.common import redaction
 from trainer.cli import main, tracking
-from trainer.cli.arguments import UsageError, read
-from trainer.cli.validate import validate
+from trainer.cli.parsing import UsageError, read
+from trainer.cli.config_checks import validate
 from trainer.loggers import LoggedRun
 from trainer.record.run_record import read_json
 
@@ -192,7 +192,7 @@ def test_without_an_account(capsys):
     ],
 )
 def test_mistakes(words, absent, complaint, monkeypatch):
-    monkeypatch.setattr("trainer.packages.is_installed", lambda name: name != absent)
+    monkeypatch.setattr("trainer.common.packages.is_installed", lambda name: name != absent)
     if not complaint:
         validate(read([*FIT, *words.split()]))
         return

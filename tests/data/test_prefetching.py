@@ -19,7 +19,7 @@ from tests.simulated_cuda.device import DEVICE, Stream
 from tests.support import AUTOCAST_DTYPES, OPTIMIZERS, Regression, loader_of, make_trainer
 from trainer.callbacks import RunSummary
 from trainer.data import prefetching
-from trainer.postmortem.recording import Evidence
+from trainer.diagnosis.recording import Evidence
 from trainer.precision import MixedPrecision
 
 ROWS, WIDTH, BATCHES = 512, 1024, 6

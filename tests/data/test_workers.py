@@ -6,7 +6,7 @@ from torch.utils.data import DataLoader
 
 from trainer.data import workers
 from trainer.data.workers import SurviveSignals, guard_workers
-from trainer.session import Session
+from trainer.common.session import Session
 
 
 def loader(**options):

@@ -12,7 +12,7 @@ import time
 import torch
 
 from tests.distributed.worker import Regression, fit
-from trainer.engine import child_processes
+from trainer.distributed import child_processes
 
 
 class Failing(Regression):

@@ -13,7 +13,7 @@ import torch.distributed as distributed
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from scripts import _ranks, _scale
-from trainer.compat.engine import LightningEngine
+from trainer.distributed.engine import LightningEngine
 
 
 def main(size, file):

@@ -22,7 +22,7 @@ from tests.distributed.worker import Regression, samples
 from tests.support import native_fp16
 from trainer import CheckpointFiles, Trainer
 from trainer.checkpoint import shards
-from trainer.compat.engine import LightningEngine
+from trainer.distributed.engine import LightningEngine
 
 counts = Counter()
 plain_save = shards._save_state_dict

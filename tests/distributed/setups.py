@@ -28,7 +28,7 @@ from tests import support
 from tests.support import make_trainer, native_fp16
 from trainer import CheckpointFiles, FSDP2Strategy
 from trainer.callbacks import GradientAccumulation, GradientClipping, NonFiniteGuard, OverflowReport
-from trainer.compat.engine import _run_idle_forward
+from trainer.distributed.engine import _run_idle_forward
 
 OPTIMIZERS = {
     "sgd": partial(torch.optim.SGD, lr=0.05, momentum=0.9),

@@ -15,8 +15,9 @@ from tests.distributed.worker import BATCH, Shard, Uneven, precision_of, samples
 from tests.mixed_states import MixedStates
 from tests.support import SavesAt, assert_identical, make_trainer, needs_fsdp2
 from trainer import CheckpointFiles, FSDP2Strategy
-from trainer.checkpoint import conversion, files
-from trainer.engine.sharding import state_dicts
+from trainer.checkpoint import conversion
+from trainer.checkpoint import reading as files
+from trainer.distributed.sharding import state_dicts
 
 pytestmark = needs_fsdp2
 

@@ -14,7 +14,7 @@ from tests.distributed.ranks import RankError
 from tests.distributed.worker import BATCH, Regression, Shard, samples, whole
 from tests.support import make_trainer, needs_fsdp2
 from trainer.checkpoint import conversion
-from trainer.engine.sharding.state_dicts import gathered
+from trainer.distributed.sharding.state_dicts import gathered
 
 pytestmark = needs_fsdp2
 

@@ -13,7 +13,7 @@ from tests.gpu.test_steps import LIMIT, OPTIMIZERS, PRECISIONS, SCALE, ByHand
 from tests.simulated_cuda.device import Simulated
 from tests.support import Regression, loader_of, make_trainer
 from trainer.cli.checks.fake_step import LiveMemory
-from trainer.postmortem.recording import Evidence
+from trainer.diagnosis.recording import Evidence
 from trainer.precision import MixedPrecision
 
 pytestmark = pytest.mark.usefixtures("no_gc")  # memory must be freed by reference counts

@@ -182,6 +182,6 @@ def test_old_gpu_and_a_machine_without_torchao_are_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
     with pytest.raises(PrecisionError, match=r"compute capability 8\.6, expected 8.9 or newer"):
         Float8Precision().check(torch.device("cuda", 0))
-    monkeypatch.setattr("trainer.packages.is_installed", lambda name: name != "torchao")
+    monkeypatch.setattr("trainer.common.packages.is_installed", lambda name: name != "torchao")
     with pytest.raises(PrecisionError, match=r"needs torchao, which is not installed: pip install torchao\. Without"):
         make_trainer(None, precision="fp8-mixed")

@@ -24,7 +24,7 @@ from tests.support import (
 )
 from trainer.callbacks import ActivationCheckpointing
 from trainer.errors import PrecisionError
-from trainer.module_tree import plain_name
+from trainer.common.module_tree import plain_name
 from trainer.precision import HalfPrecision, MixedPrecision, cpu_fp16
 from trainer.precision.cast_cache import loses_gradients
 from trainer.precision.fp32_modules import find_modules, in_float32, running_in_float32

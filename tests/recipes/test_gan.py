@@ -25,7 +25,7 @@ def scans():
 
 
 def test_training_equals_a_hand_written_loop(scans, tmp_path):
-    """Loss scaling for two optimizers is compared in tests/loops/test_manual_optimization.py."""
+    """Loss scaling for two optimizers is compared in tests/loop/test_manual_optimization.py."""
     gan = GAN(ADAM, width=16)
     twin = copy.deepcopy(gan)
     torch.manual_seed(1)

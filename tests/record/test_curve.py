@@ -3,7 +3,7 @@
 import math
 import random
 
-from trainer.cli.report.drawing import format_number
+from trainer.cli.report.svg_charts import format_number
 from trainer.record.curve import Curve, read_rows, thin
 
 

@@ -8,7 +8,8 @@ import time
 
 import pytest
 
-from trainer import machine, redaction
+from trainer.common import machine
+from trainer.common import redaction
 from trainer.record import provenance as module
 from trainer.record.provenance import environment
 

@@ -17,7 +17,7 @@ from lightning.pytorch.tuner import Tuner
 from tests.parity import Classifier, data
 from tests.support import Payload, make_trainer
 from trainer import Trainer
-from trainer.compat import checkpoint_connector as checkpoints
+from trainer.lightning import checkpoint_connector as checkpoints
 from trainer.errors import CheckpointError, UnsafeCheckpointError
 
 pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step`")

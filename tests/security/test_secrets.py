@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from tests.cli.conftest import write
-from trainer import redaction
+from trainer.common import redaction
 from trainer.cli import main
 
 SECRET = "hunter2-is-the-password"

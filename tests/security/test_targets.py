@@ -14,7 +14,7 @@ import yaml
 from tests.cli.conftest import build, write
 from tests.support import Payload
 from trainer.cli import main
-from trainer.cli.arguments import UsageError
+from trainer.cli.parsing import UsageError
 from trainer.cli.targets import Allowlist
 
 

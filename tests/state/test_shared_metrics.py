@@ -7,8 +7,8 @@ from torchmetrics import CatMetric, MaxMetric, MeanMetric, Metric, MinMetric, Su
 from torchmetrics.classification import MulticlassAccuracy
 
 from tests.state.test_snapshot import state_of
-from trainer.state.metric_objects import MetricObjects
-from trainer.state.metrics import LoggedValue, LogOptions, MetricStore, shared_among
+from trainer.metrics.metric_objects import MetricObjects
+from trainer.metrics.metrics import LoggedValue, LogOptions, MetricStore, shared_among
 
 VALUES = [[(1.0, 2), (4.0, 3)], [(2.0, 1), (8.0, 1), (0.5, 5)], [(3.0, 4)]]
 """Logged values of each of three ranks, with their numbers of samples."""

@@ -23,7 +23,7 @@ from torchmetrics import MeanMetric, MinMaxMetric, SumMetric
 
 from tests.state.test_generators import KINDS, draw
 from tests.support import Irrep, assert_identical, nested_tensor, through_a_file
-from trainer.compat.modules import snapshot_of
+from trainer.lightning.modules import snapshot_of
 from trainer.state import random_states
 from trainer.state.random_states import is_watched
 from trainer.state.snapshot import Rules, Snapshot, lost_in, memory_of

@@ -6,8 +6,8 @@ from torchmetrics import CatMetric, MeanMetric, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
 from torchmetrics.utilities import dim_zero_cat
 
-from trainer.state.metric_objects import MetricObjects
-from trainer.state.metrics import LoggedValue, LogOptions, MetricStore
+from trainer.metrics.metric_objects import MetricObjects
+from trainer.metrics.metrics import LoggedValue, LogOptions, MetricStore
 
 STEP = "validation_step"
 

@@ -1,39 +1,39 @@
 """Callbacks that come with the Trainer.
 
 They are ordinary ``lightning.Callback``s, and can be combined with Lightning's callbacks. Some of them require the
-Trainer of this package.
+Trainer of this package. Those that change training or the screen are in this package, the others in the packages of
+their subjects.
 """
 
 from __future__ import annotations
 
-from pkgutil import iter_modules
 from typing import TYPE_CHECKING, Any
 
-from trainer._lazy import attribute_from
+from trainer.common.lazy import attribute_from
 
 if TYPE_CHECKING:
     from trainer.callbacks.activation_checkpointing import ActivationCheckpointing
     from trainer.callbacks.alignment_advisor import AlignmentAdvisor
-    from trainer.callbacks.anomaly_detection import AnomalyDetection
     from trainer.callbacks.best_checkpoint import BestCheckpoint
     from trainer.callbacks.compile import Compile
-    from trainer.callbacks.curves import Curves
     from trainer.callbacks.fast_settings import FastSettings
     from trainer.callbacks.gradient_accumulation import GradientAccumulation
-    from trainer.callbacks.gradient_check import GradientCheck
     from trainer.callbacks.gradient_clipping import GradientClipping
     from trainer.callbacks.layer_norms import LayerNorms
-    from trainer.callbacks.nonfinite_guard import NonFiniteGuard
     from trainer.callbacks.optuna_pruning import OptunaPruning
-    from trainer.callbacks.overflow_report import OverflowReport
     from trainer.callbacks.progress_bar import ProgressBar
-    from trainer.callbacks.roll_back_on_loss_spike import RollBackOnLossSpike
-    from trainer.callbacks.run_recorder import RunRecorder
-    from trainer.callbacks.run_summary import RunSummary
     from trainer.callbacks.scale_monitor import ScaleMonitor
     from trainer.callbacks.scaler_checkpoint import ScalerCheckpoint
-    from trainer.callbacks.sync_detector import SyncDetector
     from trainer.callbacks.throughput import Throughput
+    from trainer.diagnosis.anomaly_detection import AnomalyDetection
+    from trainer.diagnosis.nonfinite_guard import NonFiniteGuard
+    from trainer.diagnosis.overflow_report import OverflowReport
+    from trainer.diagnosis.roll_back_on_loss_spike import RollBackOnLossSpike
+    from trainer.record.curves import Curves
+    from trainer.record.run_recorder import RunRecorder
+    from trainer.record.run_summary import RunSummary
+    from trainer.tools.gradient_check import GradientCheck
+    from trainer.tools.sync_detector import SyncDetector
 
 __all__ = [
     "ActivationCheckpointing",
@@ -60,9 +60,30 @@ __all__ = [
     "Throughput",
 ]
 
-# Each class is in the module of the same name: GradientClipping in gradient_clipping.
-_MODULES = {module.name.replace("_", ""): module.name for module in iter_modules(__path__)}
-_HOMES = {name: f"{__name__}.{_MODULES[name.lower()]}" for name in __all__}
+_HOMES = {
+    "ActivationCheckpointing": "trainer.callbacks.activation_checkpointing",
+    "AlignmentAdvisor": "trainer.callbacks.alignment_advisor",
+    "AnomalyDetection": "trainer.diagnosis.anomaly_detection",
+    "BestCheckpoint": "trainer.callbacks.best_checkpoint",
+    "Compile": "trainer.callbacks.compile",
+    "Curves": "trainer.record.curves",
+    "FastSettings": "trainer.callbacks.fast_settings",
+    "GradientAccumulation": "trainer.callbacks.gradient_accumulation",
+    "GradientCheck": "trainer.tools.gradient_check",
+    "GradientClipping": "trainer.callbacks.gradient_clipping",
+    "LayerNorms": "trainer.callbacks.layer_norms",
+    "NonFiniteGuard": "trainer.diagnosis.nonfinite_guard",
+    "OptunaPruning": "trainer.callbacks.optuna_pruning",
+    "OverflowReport": "trainer.diagnosis.overflow_report",
+    "ProgressBar": "trainer.callbacks.progress_bar",
+    "RollBackOnLossSpike": "trainer.diagnosis.roll_back_on_loss_spike",
+    "RunRecorder": "trainer.record.run_recorder",
+    "RunSummary": "trainer.record.run_summary",
+    "ScaleMonitor": "trainer.callbacks.scale_monitor",
+    "ScalerCheckpoint": "trainer.callbacks.scaler_checkpoint",
+    "SyncDetector": "trainer.tools.sync_detector",
+    "Throughput": "trainer.callbacks.throughput",
+}
 
 
 def __getattr__(name: str) -> Any:

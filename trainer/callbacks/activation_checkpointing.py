@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from trainer.callbacks.module_selection import ModulePattern, as_patterns, select_modules
-from trainer.callbacks.run_callback import RunCallback
-from trainer.session import OwnForward, Session
+from trainer.common.run_callback import RunCallback
+from trainer.common.session import OwnForward, Session
 from trainer.state.generators import OF_PROCESS, RandomGenerator, is_random, set_state, state_of
 
 

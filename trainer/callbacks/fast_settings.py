@@ -14,8 +14,8 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from trainer.callbacks.run_callback import RunCallback
-from trainer.engine.memory_usage import ALLOCATOR, expands_segments
+from trainer.common.run_callback import RunCallback
+from trainer.record.memory_usage import ALLOCATOR, expands_segments
 
 _TF32, _BENCHMARK, _LAYOUT, _SEGMENTS = "TF32", "cudnn.benchmark", "channels_last", "expandable segments"
 _GAINS = {

@@ -9,8 +9,8 @@ from lightning.pytorch import Callback, LightningModule
 from torch import Tensor
 from torch.optim import Optimizer
 
-from trainer.callbacks.run_callback import refuse_other_trainers
-from trainer.engine.gradients import Gradients
+from trainer.common.run_callback import refuse_other_trainers
+from trainer.loop.gradients import Gradients
 from trainer.errors import ConfigurationError, expect
 from trainer.state.outcome import StepOutcome
 

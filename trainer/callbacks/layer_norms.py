@@ -10,8 +10,8 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 from torch.optim import Optimizer
 
-from trainer.callbacks.run_callback import RunCallback, refuse_other_trainers
-from trainer.engine.gradients import Gradients
+from trainer.common.run_callback import RunCallback, refuse_other_trainers
+from trainer.loop.gradients import Gradients
 from trainer.errors import expect, is_count
 from trainer.precision.readback import Readback
 from trainer.state.outcome import StepOutcome

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import lightning as L
 
 from trainer.errors import warn
-from trainer.studies import trial_of
+from trainer.record.studies import trial_of
 
 
 class OptunaPruning(L.Callback):

@@ -22,7 +22,7 @@ from rich.segment import Segment
 from rich.text import Text
 from torch import Tensor
 
-from trainer.callbacks.run_callback import RunCallback
+from trainer.common.run_callback import RunCallback
 from trainer.record.measures import training_loss
 
 # Maximum share of the time for drawing: a slow terminal (such as a busy ssh connection) is written to less often than

@@ -10,8 +10,8 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 from torch.optim import Optimizer
 
-from trainer.callbacks.run_callback import RunCallback, refuse_other_trainers
-from trainer.engine.gradients import Gradients, total_norm
+from trainer.common.run_callback import RunCallback, refuse_other_trainers
+from trainer.loop.gradients import Gradients, total_norm
 from trainer.errors import expect
 from trainer.precision.underflow import Underflow, UnderflowProbe
 from trainer.state.outcome import StepOutcome

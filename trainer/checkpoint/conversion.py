@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainer.checkpoint import files, sharded_files, shards
+from trainer.checkpoint import sharded_files, shards
+from trainer.checkpoint import reading as files
 from trainer.checkpoint import loading as state
 from trainer.checkpoint.inert import PLACES, StandIn, load_inert
 from trainer.checkpoint.manifest import facts_of

@@ -19,7 +19,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryFile
 
-from trainer.checkpoint.files import make_folder, remove_leftovers
+from trainer.checkpoint.reading import make_folder, remove_leftovers
 from trainer.errors import CheckpointWriteError, FolderInUseError, warn
 
 if sys.platform != "win32":

@@ -29,7 +29,7 @@ from typing import IO, Any, ClassVar
 import torch
 from torch.serialization import get_safe_globals, load, safe_globals, save
 
-from trainer import redaction
+from trainer.common import redaction
 
 PLACES = frozenset({"hyper_parameters", "hparams_type", "datamodule_hyper_parameters", "datamodule_hparams_type"})
 """Keys of a checkpoint that may contain objects."""

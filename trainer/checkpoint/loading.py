@@ -1,6 +1,6 @@
 """Read a checkpoint, and restore the module, the callbacks, the counters, the optimizers and the schedules from it.
 
-``trainer.compat.contents`` has the table of all entries of a checkpoint.
+``trainer.lightning.contents`` has the table of all entries of a checkpoint.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from trainer import redaction
+from trainer.common import redaction
 from trainer.checkpoint.compact import unpacked
 from trainer.checkpoint.manifest import TRAINER_KEY as TRAINER_KEY
-from trainer.engine.optimizer_states import keep_dtypes, keep_sharing, unsaved_inner
+from trainer.checkpoint.optimizer_states import keep_dtypes, keep_sharing, unsaved_inner
 from trainer.errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -33,8 +33,8 @@ from trainer.errors import (
     refuse_inexact,
     warn,
 )
-from trainer.module_tree import parameters_of, plain_name
-from trainer.state.metric_objects import MetricObjects, reset
+from trainer.common.module_tree import parameters_of, plain_name
+from trainer.metrics.metric_objects import MetricObjects, reset
 from trainer.state.progress import EPOCH_ENDED
 from trainer.state.snapshot import selected
 

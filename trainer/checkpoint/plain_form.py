@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 
-from trainer import redaction
+from trainer.common import redaction
 
 if TYPE_CHECKING:
     from omegaconf import Container

@@ -25,7 +25,7 @@ from typing import Any
 
 from trainer.checkpoint.manifest import FORMAT, PART, Manifest
 from trainer.errors import CheckpointError
-from trainer.files import sync_folder
+from trainer.common.files import sync_folder
 
 MANIFEST = "manifest.json"
 """Name of the file with the hashes of the other files."""

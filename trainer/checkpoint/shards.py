@@ -4,7 +4,7 @@
 ``__0_0.distcp`` …  tensors of the module and its optimizers, from process 0, 1 …, in DCP's format; and the per-process
                     state (:mod:`trainer.checkpoint.process`): the bytes of a file, as a tensor
 ``.metadata``       DCP's: the position of each part of each tensor in these files
-``state.ckpt``      everything else, as in a file (:mod:`trainer.compat.contents`), written by process 0: the whole
+``state.ckpt``      everything else, as in a file (:mod:`trainer.lightning.contents`), written by process 0: the whole
                     checkpoint, with a tensor without data (on the meta device) instead of each tensor in DCP's files
 ``manifest.json``   hashes of these files, written last (:mod:`trainer.checkpoint.sharded_files`)
 ==================  ==================================================================================================
@@ -45,7 +45,7 @@ from torch.distributed.tensor import DTensor
 
 from trainer.checkpoint import sharded_files
 from trainer.checkpoint import zero_files as zero
-from trainer.checkpoint.files import CountingStream, make_folder
+from trainer.checkpoint.reading import CountingStream, make_folder
 from trainer.checkpoint.host_copy import is_plain
 from trainer.checkpoint.inert import load_inert
 from trainer.checkpoint.manifest import TRAINER_KEY, Manifest
@@ -102,7 +102,7 @@ def split(checkpoint: Mapping[str, Any], names: list[list[str]], *, is_first: bo
     """Split a checkpoint into a tree with tensors on the meta device, and the tensors that these replace.
 
     Args:
-        checkpoint: the result of :func:`trainer.compat.contents.dump`.
+        checkpoint: the result of :func:`trainer.lightning.contents.dump`.
         names: the names of each optimizer's parameters, in its order; [] if they are not known.
         is_first: whether this is process 0, which writes unsharded tensors.
 

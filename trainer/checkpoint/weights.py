@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from trainer import packages
-from trainer.checkpoint import files
+from trainer.common import packages
+from trainer.checkpoint import reading as files
 from trainer.checkpoint import loading as state
 from trainer.checkpoint.inert import load_inert
 from trainer.errors import CheckpointError, ConfigurationError

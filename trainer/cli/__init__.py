@@ -18,11 +18,11 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from trainer.cli import commands
-from trainer.cli.arguments import Arguments, UsageError, read
+from trainer.cli.parsing import Arguments, UsageError, read
 from trainer.cli.folders import search_here
 from trainer.cli.processes import DEBUG, environment, started_as
 from trainer.errors import ConfigurationError
-from trainer.terminal import PROGRAM, QUIET, command_line
+from trainer.common.terminal import PROGRAM, QUIET, command_line
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -96,7 +96,7 @@ def _hydra(arguments: Arguments) -> int:
     """Check the command line, create the folder, and run the config or its sweep with Hydra."""
     from trainer.cli import restore
     from trainer.cli.compose import Composer
-    from trainer.cli.validate import validate
+    from trainer.cli.config_checks import validate
     from trainer.cli.workdir import claim, resume_command, resume_requeued_job, sweeps
 
     report: Callable[[], int] = int  # prints the report of a sweep and returns the number of failed jobs
@@ -144,7 +144,7 @@ def _call_hydra(
     from trainer.cli import failure
     from trainer.cli.compose import CONFIG_NAME, VERSION_BASE
     from trainer.cli.folders import packaged_conf
-    from trainer.cli.run import task
+    from trainer.cli.execution import task
     from trainer.cli.sweep.jobs import SWEPT
 
     try:

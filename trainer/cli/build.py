@@ -17,7 +17,7 @@ from shlex import quote
 from typing import Any
 
 from trainer.arguments import describe
-from trainer.cli.arguments import UsageError
+from trainer.cli.parsing import UsageError
 from trainer.cli.failure import is_about_settings
 from trainer.cli.processes import environment
 from trainer.cli.schema import TEXT_ADVICE, accepted_by_hint, mistake

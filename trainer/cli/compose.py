@@ -33,9 +33,9 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from yaml import YAMLError  # type: ignore[import-untyped]
 
-from trainer import redaction
+from trainer.common import redaction
 from trainer.cli import plugins
-from trainer.cli.arguments import GROUPS_TO_ADD, Arguments, UsageError
+from trainer.cli.parsing import GROUPS_TO_ADD, Arguments, UsageError
 from trainer.cli.folders import packaged_conf, user_conf
 from trainer.cli.processes import is_first
 from trainer.cli.schema import SETTINGS, TrainerSettings

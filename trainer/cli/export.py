@@ -1,6 +1,6 @@
 """``trainer export``: write a trained module as a graph, or its weights, for use without this package.
 
-The suffix of the file selects the graph of the module's ``forward`` (`trainer.cli.graphs`) or the weights. Weights are
+The suffix of the file selects the graph of the module's ``forward`` (`trainer.cli.exported_graphs`) or the weights. Weights are
 copied from the checkpoint without the config of the run.
 """
 
@@ -9,8 +9,8 @@ from __future__ import annotations
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from trainer import packages
-from trainer.cli.arguments import Arguments, UsageError
+from trainer.common import packages
+from trainer.cli.parsing import Arguments, UsageError
 from trainer.cli.consolidate import check_new, run_conversion
 from trainer.errors import TrainerError
 from trainer.record.find_checkpoint import find
@@ -73,14 +73,14 @@ def _weights(checkpoint: Path, file: Path, prefix: str) -> int:
 def _graph(arguments: Arguments, file: Path) -> int:
     from trainer.cli import failure, restore
     from trainer.cli.tune import plain
-    from trainer.cli.validate import validate
+    from trainer.cli.config_checks import validate
 
     restore.apply(arguments)
     config = validate(arguments)
     if config.ckpt_path is None:
         raise UsageError("export got no checkpoint, expected ckpt=RUN: the folder of a run, or a checkpoint in it.")
-    from trainer.cli.graphs import export
-    from trainer.cli.run import assemble
+    from trainer.cli.exported_graphs import export
+    from trainer.cli.execution import assemble
 
     with TemporaryDirectory() as folder:
         settings = plain(config, Path(folder))

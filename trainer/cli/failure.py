@@ -15,7 +15,8 @@ import traceback
 from pathlib import Path
 from types import TracebackType
 
-from trainer import packages, redaction
+from trainer.common import packages
+from trainer.common import redaction
 from trainer.cli.folders import PACKAGE
 from trainer.cli.processes import is_debug, is_first, rank
 from trainer.errors import (
@@ -27,8 +28,8 @@ from trainer.errors import (
     UnsafeCheckpointError,
     is_out_of_memory,
 )
-from trainer.files import from_here
-from trainer.packages import is_users_file
+from trainer.common.files import from_here
+from trainer.common.packages import is_users_file
 
 log = logging.getLogger(__name__)
 
@@ -210,9 +211,9 @@ def _advice(error: BaseException) -> str:
 
 
 def _without_hydra_frames(error: BaseException) -> BaseException:
-    """Remove the frames before `trainer.cli.run`, which are Hydra's, from an error of a run, and return the error."""
+    """Remove the frames before `trainer.cli.execution`, which are Hydra's, from an error of a run, and return the error."""
     entry: TracebackType | None = error.__traceback__
-    while entry is not None and entry.tb_frame.f_globals.get("__name__") != "trainer.cli.run":
+    while entry is not None and entry.tb_frame.f_globals.get("__name__") != "trainer.cli.execution":
         entry = entry.tb_next
     return error.with_traceback(entry or error.__traceback__)
 

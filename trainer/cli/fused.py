@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
-from trainer.module_tree import parameters_of
+from trainer.common.module_tree import parameters_of
 
 _FUSED = (Adam, AdamW, SGD)
 """Optimizers of torch with a fused implementation on CUDA."""

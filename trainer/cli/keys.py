@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml  # type: ignore[import-untyped]
 
-from trainer.cli.arguments import GROUPS_TO_ADD
+from trainer.cli.parsing import GROUPS_TO_ADD
 from trainer.cli.failure import printable
 from trainer.cli.folders import conf_folders
 from trainer.cli.schema import SETTINGS

@@ -11,8 +11,8 @@ from typing import Any
 from hydra.core.config_store import ConfigStore
 from hydra.core.plugins import Plugins
 
-from trainer import packages
-from trainer.cli.arguments import UsageError
+from trainer.common import packages
+from trainer.cli.parsing import UsageError
 from trainer.cli.folders import packaged_conf
 
 SUBMITIT_PREFIX = "hydra_plugins.hydra_submitit_launcher."

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from trainer._lazy import garbage_collection_paused
+from trainer.common.lazy import garbage_collection_paused
 
 PARENT = "TRAINER_PARENT"
 """Environment variable with the id of the process that started a job. A job exits when that process exits."""
@@ -139,7 +139,7 @@ def broadcast_folder(folder: str) -> str:
     """
     if not under_torchrun():
         return folder
-    from trainer.engine.rendezvous import is_served, store_of_this_start
+    from trainer.common.rendezvous import is_served, store_of_this_start
 
     if not is_served():
         return folder

@@ -23,8 +23,8 @@ def rehearse(trainer: Trainer, module: Any, observer: pl.Callback, stage: str = 
     """Run a stage of the Trainer to its end, or until ``observer`` raises :class:`RehearsalDone`.
 
     Args:
-        trainer: from :func:`trainer.cli.run.assemble`.
-        module: from :func:`trainer.cli.run.assemble`.
+        trainer: from :func:`trainer.cli.execution.assemble`.
+        module: from :func:`trainer.cli.execution.assemble`.
         observer: added to the callbacks of the Trainer.
         stage: name of the Trainer's method, such as ``"fit"``.
         arguments: keyword arguments of that method.

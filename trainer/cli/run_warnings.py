@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from trainer.cli.failure import log_handler
-from trainer.files import from_here
-from trainer.packages import is_users_file
+from trainer.common.files import from_here
+from trainer.common.packages import is_users_file
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from types import NoneType, UnionType
 from typing import Any, TypeVar
 
 from trainer.arguments import ARGUMENTS, SWITCH, TEXT, Argument, Kind, describe
-from trainer.cli.arguments import UsageError
+from trainer.cli.parsing import UsageError
 from trainer.errors import did_you_mean
 
 Made = TypeVar("Made")

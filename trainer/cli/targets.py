@@ -27,9 +27,9 @@ from typing import Any
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 
-from trainer import packages
+from trainer.common import packages
 from trainer.arguments import describe
-from trainer.cli.arguments import UsageError
+from trainer.cli.parsing import UsageError
 from trainer.cli.walk import Entry, targets, walk
 from trainer.cli.workdir import unresolved_words
 from trainer.errors import did_you_mean

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from trainer import redaction
-from trainer.cli.arguments import UsageError
+from trainer.common import redaction
+from trainer.cli.parsing import UsageError
 from trainer.cli.processes import is_first
 from trainer.errors import ConfigurationError
 from trainer.loggers import LoggedRun, adapter_class, adapter_classes

@@ -51,7 +51,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import IO, Any, NoReturn, Protocol
 
-from trainer import packages
+from trainer.common import packages
 from trainer.cli.folders import PACKAGE, merge_recipes
 from trainer.cli.processes import PARENT
 

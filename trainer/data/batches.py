@@ -17,7 +17,7 @@ from trainer.state import random_states
 from trainer.state.random_states import State
 
 if TYPE_CHECKING:
-    from trainer.compat.loaders import LoaderSet
+    from trainer.lightning.loaders import LoaderSet
 
 Batch = Any
 IDLE: Any = object()

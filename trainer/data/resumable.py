@@ -17,7 +17,7 @@ the next iteration is the following pass. There are three kinds:
 A state belongs to one process. It contains the number of trained batches and, in ``set_up``, the batch size and the
 number of processes that shared the samples. Together they determine how many samples of the epoch were used. A run with
 a different number of processes converts the states (:meth:`MapStyleLoader.convert_state`), if the samples come from an
-:class:`~trainer.data.elastic.ElasticSampler`.
+:class:`~trainer.data.elastic_sampling.ElasticSampler`.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from trainer.errors import PrecisionError
-from trainer.session import Session
+from trainer.common.session import Session
 
 __all__ = ["CastCache", "WeightWatch", "forget_casts", "loses_gradients", "unwatched", "with_trusted_cache"]
 
@@ -207,7 +207,7 @@ class WeightWatch(_InspectingAutocast):
             self._finish(self._reuses, self._changes)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> AbstractContextManager[object]:
-        return deepcopy(self._autocast, memo)  # `trainer.postmortem` copies it to replay a batch, which is not watched
+        return deepcopy(self._autocast, memo)  # `trainer.diagnosis` copies it to replay a batch, which is not watched
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

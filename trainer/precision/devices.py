@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import nn
 
-from trainer import machine
+from trainer.common import machine
 from trainer.errors import PrecisionError, expect, warn
 from trainer.precision.cpu_fp16 import Float16Kernels
 

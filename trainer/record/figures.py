@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from trainer.files import write_text
+from trainer.common.files import write_text
 from trainer.record.measures import folder_of_run
 
 if TYPE_CHECKING:

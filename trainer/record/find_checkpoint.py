@@ -6,9 +6,9 @@ from pathlib import Path
 
 from trainer.checkpoint.sharded_files import MANIFEST
 from trainer.errors import ConfigurationError, did_you_mean
-from trainer.files import from_here
+from trainer.common.files import from_here
 from trainer.record.run_record import load_run
-from trainer.record.sweep import load_sweep
+from trainer.record.sweep_record import load_sweep
 
 CONFIG = Path(".hydra", "config.yaml")
 """The config of a run, in its folder."""

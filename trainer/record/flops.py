@@ -12,7 +12,7 @@ from torch.utils import checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from trainer.engine.compilation import CompiledForward
+from trainer.precision.compilation import CompiledForward
 
 
 class Peak(NamedTuple):

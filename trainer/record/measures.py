@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from trainer import machine
+from trainer.common import machine
 from trainer.loggers import adapter
-from trainer.module_tree import parameters_of
+from trainer.common.module_tree import parameters_of
 from trainer.precision.cpu_fp16 import kernel_facts
 from trainer.precision.devices import peak_memory
 
@@ -103,7 +103,7 @@ def _reason_without_steps(trainer: Trainer) -> str | None:
 
 
 def last_diagnosis(trainer: pl.Trainer) -> Any | None:
-    """Return the last diagnosis of the run (`trainer.postmortem.report.Diagnosis`), or None without one."""
+    """Return the last diagnosis of the run (`trainer.diagnosis.report_file.Diagnosis`), or None without one."""
     reports = [report for callback in trainer.callbacks for report in getattr(callback, "reports", ())]  # type: ignore[attr-defined]
     return reports[-1] if reports else None
 

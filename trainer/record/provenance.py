@@ -13,7 +13,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from trainer import machine, redaction
+from trainer.common import machine
+from trainer.common import redaction
 
 _PACKAGES = (
     "amp-trainer", "torch", "lightning", "torchmetrics", "torchvision", "hydra-core", "omegaconf", "numpy",

@@ -18,8 +18,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from trainer import redaction
-from trainer.files import write_text
+from trainer.common import redaction
+from trainer.common.files import write_text
 from trainer.record.curve import Curve, read_rows
 
 Value = TypeVar("Value")

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from trainer.packages import is_users_module
+from trainer.common.packages import is_users_module
 from trainer.state import generators
 from trainer.state.snapshot import STATELESS, Rules, Snapshot
 

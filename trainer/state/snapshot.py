@@ -38,7 +38,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from trainer.module_tree import bytes_of, is_dense, plain_name
+from trainer.common.module_tree import bytes_of, is_dense, plain_name
 from trainer.state import generators
 from trainer.state.containers import items_of
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.support import on_machine
-from trainer import machine
+from trainer.common import machine
 from trainer.cli import checks, main
 from trainer.cli.checks import speed
 from trainer.precision import devices

@@ -17,7 +17,7 @@ from trainer.cli import main
 from trainer.cli.checks import LoadedBatch, Recipe, first_look, steps
 from trainer.cli.checks.batch import classes_of, describe, images_in, labels_out_of_range, save_images, suspicious
 from trainer.cli.checks.layers import SCALE, Layer, largest_scale
-from trainer.cli.checks.loading import load
+from trainer.cli.checks.data_loading import load
 from trainer.cli.checks.steps import StepTime, part_for
 
 MODULE = """
@@ -386,7 +386,7 @@ def test_batches_that_were_ready_are_not_timed(number, seconds, timed):
     ],
 )
 def test_bottleneck(workers, loading, step, gpus, expected, monkeypatch):
-    monkeypatch.setattr("trainer.machine.cores", lambda: SimpleNamespace(usable=4))
+    monkeypatch.setattr("trainer.common.machine.cores", lambda: SimpleNamespace(usable=4))
     loaded = LoadedBatch(None, 1.0, loading, 10, workers)
     sentence = first_look.bottleneck(recipe(None), loaded, StepTime(step, 1, "32-true", "cuda"), gpus)
     assert sentence.startswith(expected)

@@ -150,7 +150,7 @@ def test_command(capsys, monkeypatch):
 @pytest.fixture
 def alone(monkeypatch):
     """Predict the memory of one precision without FSDP, which takes a fifth of the time."""
-    monkeypatch.setattr("trainer.engine.sharding.settings.IS_SUPPORTED", False)
+    monkeypatch.setattr("trainer.distributed.sharding.settings.IS_SUPPORTED", False)
     monkeypatch.setattr("trainer.cli.checks.memory.COMPARED_PRECISIONS", ())
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.report.conftest import CURVES, ENVIRONMENT, ROWS, facts, report
-from trainer import redaction
+from trainer.common import redaction
 from trainer.cli.report.page import note_of
 from trainer.record.charts import sections_of
 from trainer.record.run_record import load_run

@@ -14,7 +14,7 @@ from _faults.bench import wait_until
 from tests.cli.conftest import write
 from trainer.cli import main
 from trainer.cli.sweep.parallel_launcher import ParallelLauncher
-from trainer.machine import Cores
+from trainer.common.machine import Cores
 
 LINE = ["+recipe=line", "model=stopped", "callbacks=none", "logger=none", "resume=auto"]
 
@@ -90,7 +90,7 @@ SIDE_BY_SIDE = ["fit", "-m", "+recipe=line", "hydra/launcher=parallel", "hydra.s
 
 @pytest.mark.whole
 def test_parallel_jobs_share_cores_and_gpus(parallel, monkeypatch):
-    monkeypatch.setattr("trainer.machine.cores", lambda: Cores(total=16, allowed=13))
+    monkeypatch.setattr("trainer.common.machine.cores", lambda: Cores(total=16, allowed=13))
     assert main([*SIDE_BY_SIDE, "seed=1,2,3", "hydra.launcher.n_jobs=3", "hydra.launcher.gpus_per_job=1"]) == 0
     assert {job.environment["OMP_NUM_THREADS"] for job in parallel} == {"4"}
     assert {job.environment["CUDA_VISIBLE_DEVICES"] for job in parallel} <= {"4", "5", "7"}
@@ -112,7 +112,7 @@ def test_parallel_jobs_share_cores_and_gpus(parallel, monkeypatch):
 def test_launcher_that_cannot_run(parallel, capsys, monkeypatch):
     """Numbers that are out of range, and a package or a program that is not installed."""
     missing = [""]
-    monkeypatch.setattr("trainer.packages.is_installed", lambda name: name not in missing)
+    monkeypatch.setattr("trainer.common.packages.is_installed", lambda name: name not in missing)
     monkeypatch.setenv("PATH", "")
     for missing[0], words, complaint in (
         ("", ["n_jobs=2", "gpus_per_job=2"], "n_jobs=2 and hydra.launcher.gpus_per_job=2, which need 4 GPUs, but"),

@@ -199,6 +199,6 @@ def test_study_of_another_kind_is_not_changed(trials, capsys):
 def test_interval_requires_the_sweeper_and_the_sweeper_its_package(trials, monkeypatch, capsys):
     assert main(["fit", "-m", "+recipe=line", "optimizer.lr=interval(0,1)"]) == 2
     assert "is an interval, which only hydra/sweeper=optuna" in capsys.readouterr().err
-    monkeypatch.setattr("trainer.packages.is_installed", lambda name: False)
+    monkeypatch.setattr("trainer.common.packages.is_installed", lambda name: False)
     assert main([*SWEEP, LR]) == 2
     assert "hydra/sweeper=optuna needs optuna, which is not installed: pip install optuna" in capsys.readouterr().err

@@ -150,7 +150,7 @@ def test_sweep_without_a_best_job(tmp_path, capsys, jobs, printed):
 
 
 def test_terminal_gets_fewer_columns_than_the_file(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("trainer.terminal.console", lambda: Console(width=110))
+    monkeypatch.setattr("trainer.common.terminal.console", lambda: Console(width=110))
     report(left(tmp_path, result(0), result(1)))
     _, _, header, _, first, second, *_ = capsys.readouterr().out.splitlines()
     assert " ".join(header.split()) == "job overrides status time test_acc val_acc val_loss skipped memory"

@@ -11,9 +11,9 @@ from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 
 from tests.cli.conftest import write
 from tests.support import stream_of
-from trainer import machine
+from trainer.common import machine
 from trainer.cli import tune
-from trainer.cli.arguments import read
+from trainer.cli.parsing import read
 from trainer.cli.tune import attempt
 from trainer.cli.tune.attempt import Meter, train, watch_memory
 

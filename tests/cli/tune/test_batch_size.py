@@ -7,7 +7,7 @@ import pytest
 
 from tests.cli.conftest import write
 from trainer.cli import main
-from trainer.cli.arguments import UsageError, read
+from trainer.cli.parsing import UsageError, read
 from trainer.cli.tune import Settings, TuneError
 from trainer.cli.tune import batch_size as tune_batch_size
 from trainer.cli.tune.batch_size import find, precisions_in

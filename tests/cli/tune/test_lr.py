@@ -7,7 +7,7 @@ import pytest
 
 from tests.cli.tune.test_lr_suggestion import RATES, sigmoid
 from trainer.cli import main, tune
-from trainer.cli.arguments import read
+from trainer.cli.parsing import read
 from trainer.cli.tune.lr import report
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from tests.cli.conftest import write
 from trainer.cli import main, tune
-from trainer.cli.arguments import read
+from trainer.cli.parsing import read
 from trainer.cli.tune import Settings, bytes_in
 
 LINE = ["+recipe=line"]

@@ -27,9 +27,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from trainer.callbacks.sync_detector import Synchronization, SyncWatch
-from trainer.engine.parts import local
-from trainer.engine.sharding.wrap import find_blocks
+from trainer.diagnosis.sync_detector import Synchronization, SyncWatch
+from trainer.common.parts import local
+from trainer.distributed.sharding.wrap import find_blocks
 from trainer.precision import MixedPrecision, cuda_autocast_ops
 from trainer.precision.autocast_ops import ops_that_differ
 
@@ -142,7 +142,7 @@ def _train(module: Any, optimizers: Sequence[Optimizer], batch: Any, precision: 
     module.forward = step  # because FSDP's hooks run when the module is called
     # bfloat16 also stands for float16, which has the same size but fewer CPU kernels.
     autocast = torch.autocast("cpu", torch.bfloat16, enabled=isinstance(precision, MixedPrecision))
-    # Gradients are cleared at the same points as in trainer/loops/fit.py.
+    # Gradients are cleared at the same points as in trainer/loop/fit.py.
     if not any(is_overridden(name, module) for name in ("optimizer_zero_grad", "on_before_zero_grad")):
         _clear(optimizers)
     with autocast, cuda_autocast_ops():

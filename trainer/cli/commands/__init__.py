@@ -48,7 +48,7 @@ class Command:
         examples: more command lines for the help. ``{command}`` is replaced by the name.
         settings: nodes of the config that the help lists.
         function: ``module:name`` of the function that is called with the
-            :class:`~trainer.cli.arguments.Arguments` and returns the exit status. Default: "", which runs the config
+            :class:`~trainer.cli.parsing.Arguments` and returns the exit status. Default: "", which runs the config
             with the Trainer's method of the same name.
         words: the largest number of words without ``=`` after the command. Default: 0, settings only.
         takes_files: whether these words are file names, which may contain ``=``.

@@ -15,13 +15,13 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from trainer.cli.arguments import Arguments, UsageError
+from trainer.cli.parsing import Arguments, UsageError
 from trainer.cli.compare.verdict import Thresholds, Verdict, assess, choose_metric
 from trainer.cli.help import versions
 from trainer.cli.schema import read_settings
 from trainer.record.run_record import MEASURING, RunRecord
-from trainer.record.sweep import Sweep, load_sweep
-from trainer.terminal import (
+from trainer.record.sweep_record import Sweep, load_sweep
+from trainer.common.terminal import (
     Table,
     command_line,
     format_mebibytes,

@@ -10,10 +10,10 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainer import packages
-from trainer.cli.arguments import Arguments, UsageError
-from trainer.files import write_text
-from trainer.terminal import command_line
+from trainer.common import packages
+from trainer.cli.parsing import Arguments, UsageError
+from trainer.common.files import write_text
+from trainer.common.terminal import command_line
 
 if TYPE_CHECKING:
     from trainer.cli.report.selection import ReportSubject

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
-from trainer import redaction
+from trainer.common import redaction
 from trainer.record.run_record import RUN, RunRecord, changed
 
 _DIAGNOSES = "diagnosis_step_*.md"

@@ -1,6 +1,6 @@
 """Run the jobs of a sweep, each with its own process and folder.
 
-Hydra's sweeper creates the jobs, and its launcher calls `trainer.cli.run.task` for each, in any process or on any
+Hydra's sweeper creates the jobs, and its launcher calls `trainer.cli.execution.task` for each, in any process or on any
 machine. There, `run_job` starts the same command in a new process with the overrides of that job. This isolates jobs
 from each other (peak memory, random states, global flags of torch, variables of a process group), supports several
 processes per job, and keeps torch out of the process of the sweep.
@@ -24,17 +24,17 @@ from typing import Any
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
-from trainer import redaction
-from trainer.cli.arguments import UsageError
+from trainer.common import redaction
+from trainer.cli.parsing import UsageError
 from trainer.cli.plugins import PARALLEL, SUBMITIT_PREFIX
 from trainer.cli.processes import clean_environment, is_first
 from trainer.cli.walk import targets
 from trainer.cli.warm_process import Process, start_process, warm_processes
 from trainer.cli.workdir import config_flags, quoted, unresolved_words
-from trainer.files import from_here
+from trainer.common.files import from_here
 from trainer.record.find_checkpoint import checkpoints_in
 from trainer.record.run_record import RUN, SUCCESSFUL, RunRecord, load_run, read_json, shown
-from trainer.terminal import is_quiet
+from trainer.common.terminal import is_quiet
 
 CONSOLE = "console.log"
 """Name of the file with the output of a job, in its folder."""
@@ -45,7 +45,7 @@ SWEPT = "TRAINER_SWEPT"
 _BASIC = "hydra._internal.core_plugins."
 _STOP = ".stop"
 _IMPORTED = (
-    "trainer.cli.run", "trainer.cli.validate", "trainer.cli.fused", "trainer.trainer", "trainer.callbacks",
+    "trainer.cli.execution", "trainer.cli.config_checks", "trainer.cli.fused", "trainer.trainer", "trainer.callbacks",
     "torch.utils.tensorboard",
 )  # fmt: skip
 """Modules that each job imports, in addition to those that its config names."""

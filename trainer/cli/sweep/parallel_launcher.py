@@ -20,9 +20,9 @@ from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
-from trainer import machine
+from trainer.common import machine
 from trainer.arguments import describe
-from trainer.cli.arguments import UsageError
+from trainer.cli.parsing import UsageError
 from trainer.cli.sweep.jobs import Job, StopFile, execute
 from trainer.record.run_record import load_run
 

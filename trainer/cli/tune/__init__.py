@@ -19,17 +19,17 @@ from typing import Any
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from trainer import redaction
+from trainer.common import redaction
 from trainer.arguments import ARGUMENTS, NUMBER, TEXT, WHOLE, Kind
-from trainer.cli.arguments import Arguments, UsageError
+from trainer.cli.parsing import Arguments, UsageError
 from trainer.cli.compose import resolve
 from trainer.cli.processes import under_torchrun
 from trainer.cli.schema import read_settings, setting
-from trainer.cli.validate import validate
+from trainer.cli.config_checks import validate
 from trainer.cli.warm_process import warm_processes
 from trainer.errors import TrainerError, did_you_mean
-from trainer.files import from_here
-from trainer.terminal import command_line, is_quiet
+from trainer.common.files import from_here
+from trainer.common.terminal import command_line, is_quiet
 
 RESULT = "tune.json"
 LOG = "tune.log"
@@ -101,7 +101,7 @@ def command(arguments: Arguments) -> int:
         0, or 1 if nothing was found, or a training step failed for a reason other than memory.
 
     Raises:
-        UsageError: if `trainer.cli.validate.validate` raises it, the word is missing or unknown, a sweep was given, or
+        UsageError: if `trainer.cli.config_checks.validate` raises it, the word is missing or unknown, a sweep was given, or
             the config cannot be built.
     """
     words = arguments.words

@@ -22,11 +22,11 @@ from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from trainer import machine
-from trainer.callbacks.traits import observes_only
+from trainer.common import machine
+from trainer.common.traits import observes_only
 from trainer.cli.failure import is_about_settings
 from trainer.cli.rehearsal import Clock, first_weights, rehearse
-from trainer.cli.run import assemble
+from trainer.cli.execution import assemble
 from trainer.cli.tune.child import Message, Send
 from trainer.data.samples import batch_size
 from trainer.errors import ConfigurationError, PrecisionError, is_out_of_memory

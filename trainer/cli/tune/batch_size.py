@@ -16,12 +16,12 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from trainer.cli import tune
-from trainer.cli.arguments import COMPARED_PRECISIONS, Arguments, UsageError
+from trainer.cli.parsing import COMPARED_PRECISIONS, Arguments, UsageError
 from trainer.cli.tune import LOG, Settings
 from trainer.cli.tune.child import Message, run_in_child
 from trainer.cli.workdir import claim
-from trainer.machine import readable
-from trainer.terminal import Table, four_digits
+from trainer.common.machine import readable
+from trainer.common.terminal import Table, four_digits
 
 
 def run(arguments: Arguments) -> int:

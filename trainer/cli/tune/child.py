@@ -19,7 +19,7 @@ from typing import Any
 from trainer.cli.processes import end_with_parent
 from trainer.cli.walk import targets
 from trainer.cli.warm_process import start_process
-from trainer.files import write_text
+from trainer.common.files import write_text
 
 Message = dict[str, Any]
 Send = Callable[[Message], None]

@@ -12,7 +12,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from trainer.cli import tune
-from trainer.cli.arguments import Arguments
+from trainer.cli.parsing import Arguments
 from trainer.cli.tune import LOG, Settings
 from trainer.cli.tune.child import Message, run_in_child
 from trainer.cli.workdir import claim

@@ -1,0 +1,93 @@
+"""The ``log`` that replaces a module's own, in isolation. Recorded values are in ``test_metrics.py``."""
+
+import copy
+import pickle
+from types import SimpleNamespace
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule
+
+from tests.parity import Learner
+from tests.support import Regression, loader_of, make_batches, make_trainer
+from trainer.metrics.logging import ModuleLog, attach_log
+from trainer.common.session import Session
+from trainer.metrics.metrics import MetricStore
+
+
+def stand_in(module, *, world_size=1):
+    store = MetricStore(True)
+    store.begin_batch([torch.zeros(3, 2)])
+    vars(module)["_current_fx_name"] = "training_step"
+    engine = SimpleNamespace(reduce=lambda tensor, op, group: tensor)
+    values = {"barebones": False, "logger": None, "callbacks": [], "world_size": world_size}
+    return SimpleNamespace(active_metrics=store, engine=engine, **values)
+
+
+def test_epoch_values_on_several_processes_should_be_synchronised():
+    module = Learner()
+    log = ModuleLog(module, stand_in(module, world_size=2))
+    with pytest.warns(UserWarning, match=r"recommended to use `self.log\('x', ..., sync_dist=True\)`"):
+        log("x", torch.tensor(1.0), on_epoch=True)
+    log("y", torch.tensor(1.0), on_epoch=True, sync_dist=True)
+    log("z", torch.tensor(1.0), on_epoch=True, rank_zero_only=True)
+    log("step", torch.tensor(1.0))
+
+
+def test_sync_dist_alone_does_not_reduce_over_the_epoch():
+    module = Learner()
+    trainer = stand_in(module)
+    ModuleLog(module, trainer)("x", 1.0, sync_dist=True)
+    (entry,) = trainer.active_metrics.entries.values()
+    assert entry.options.sync_dist is False
+
+
+def test_parts_with_their_own_log_keep_it():
+    class Overrides(LightningModule):
+        def log(self, *args, **kwargs): ...
+
+    module = Learner()
+    module.child, module.other = Learner(), Overrides()
+    with Session() as session:
+        attach_log(module, stand_in(module), session)
+        assert isinstance(vars(module)["log"], ModuleLog)
+        assert vars(module.child)["log"] is vars(module)["log"]
+        assert "log" not in vars(module.other)
+    assert not any("log" in vars(part) for part in (module, module.child))
+
+
+@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, lambda log: pickle.loads(pickle.dumps(log))])
+def test_copies_are_detached_from_the_trainer(duplicate):
+    module = Learner()
+    trainer = stand_in(module)
+    log = duplicate(ModuleLog(module, trainer))
+    with pytest.warns(UserWarning, match="reference is not registered on the model yet"):
+        log("x", 1.0)
+    assert not trainer.active_metrics.entries
+
+
+def test_collection_of_devices_is_reduced_on_one():
+    """0-dim values of one name may be on several devices."""
+    module = Learner()
+    trainer = stand_in(module)
+    log = ModuleLog(module, trainer)
+    for value in (1.0, torch.tensor(3.0, device="meta")):
+        log("x", value, on_epoch=True, batch_size=1)
+    (entry,) = trainer.active_metrics.entries.values()
+    assert entry.epoch_value().device.type == "meta"
+
+
+@pytest.mark.parametrize("reduce_fx", ["mean", "sum", "max"])
+def test_python_numbers_keep_their_digits(tmp_path, reduce_fx):
+    class Logs(Regression):
+        def training_step(self, batch, batch_idx):
+            for name, value in (("id", 16777217), ("time", 1764349653.25), ("rate", 0.1)):
+                self.log(name, value, on_step=True, on_epoch=True, reduce_fx=reduce_fx, batch_size=4)
+            return super().training_step(batch, batch_idx)
+
+    trainer = make_trainer(tmp_path)
+    trainer.fit(Logs(), loader_of(make_batches(1)))
+    for suffix in ("", "_step", "_epoch"):
+        found = [trainer.callback_metrics[f"{name}{suffix}"] for name in ("id", "time", "rate")]
+        assert [value.item() for value in found] == [16777217, 1764349653.25, 0.1]
+        assert {value.dtype for value in found} == {torch.float64}

@@ -1,0 +1,349 @@
+"""Replay recorded batches."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from copy import copy, deepcopy
+from functools import partial
+from inspect import currentframe
+from itertools import chain
+from pathlib import Path
+from traceback import walk_stack
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.loggers.logger import DummyLogger
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from lightning_utilities import apply_to_collection
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from trainer.data.samples import batch_size, samples_of
+from trainer.loop.module_calls import ModuleCalls
+from trainer.loop.step_output import loss_in
+from trainer.common.module_tree import is_dense, parameters_of
+from trainer.common.packages import is_frameworks_file
+from trainer.diagnosis.recording import RecordedBatch
+from trainer.diagnosis.replay_state import ObjectState
+from trainer.precision.autocast_ops import cuda_autocast_ops
+from trainer.precision.cast_cache import unwatched
+from trainer.precision.fp32_modules import find_modules, in_float32
+from trainer.state import random_states
+
+if TYPE_CHECKING:
+    from trainer.trainer import Trainer
+
+T = TypeVar("T")
+_HALF = (torch.float16, torch.bfloat16)
+_WRAPPERS = ("autocast_mode.py", "contextlib.py", __file__)
+"""Files with functions that enter a context for others, such as decorators."""
+
+
+class Variant(NamedTuple):
+    """A change for the replay of a batch.
+
+    Attributes:
+        dtype: dtype of autocast; float32 disables autocast. Default: None, the run's precision.
+        modules: patterns of the modules that run in float32.
+        cuda: whether autocast uses CUDA's lists of operations if the device is a CPU.
+        without: indices of the samples to leave out. If none remains, their nan and inf become 0.
+        is_wide: whether 16-bit weights, buffers and tensors of the batch become float32. Casts to 16 bits in the code
+            then become casts to float32, and the code's own autocast has no effect.
+        own_autocast: whether the code's own autocast to 16 bits has an effect.
+    """
+
+    dtype: torch.dtype | None = None
+    modules: tuple[str, ...] = ()
+    cuda: bool = False
+    without: tuple[int, ...] = ()
+    is_wide: bool = False
+    own_autocast: bool = True
+
+    def applied(self, trainer: Trainer) -> ExitStack:
+        """Return the context of the forward pass."""
+        device, stack = trainer.engine.device.type, ExitStack()
+        if self.modules:
+            stack.enter_context(in_float32(find_modules(trainer.lightning_module, self.modules), device))
+        if self.cuda:
+            stack.enter_context(cuda_autocast_ops())
+        if self.dtype is None:
+            stack.enter_context(_copy_context(trainer.loop.precision.autocast()))
+        else:
+            enabled = self.dtype is not torch.float32
+            stack.enter_context(torch.autocast(device, self.dtype if enabled else torch.bfloat16, enabled))
+        if self.is_wide:
+            stack.enter_context(_Widen())
+        if self.is_wide or not self.own_autocast:
+            stack.enter_context(own_autocast(is_ignored=True))
+        return stack
+
+    def changed(self, batch: Any) -> Any:
+        """Return the batch in float32 if ``is_wide``, without the samples to leave out."""
+        if self.is_wide:
+            batch = apply_to_collection(batch, Tensor, lambda one: one.float() if one.dtype in _HALF else one)
+        if not self.without:
+            return batch
+        rest = [index for index in range(batch_size(batch)) if index not in self.without]
+        return samples_of(batch, rest) if rest else apply_to_collection(batch, Tensor, torch.nan_to_num, 0.0, 0.0, 0.0)
+
+
+class _Widen(TorchFunctionMode):
+    """Replaces 16-bit dtypes in the code by float32: in casts, and in the creation of tensors."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (Tensor.half, Tensor.bfloat16):
+            return args[0].float()
+        return func(
+            *map(_widened_dtype, args), **{name: _widened_dtype(value) for name, value in (kwargs or {}).items()}
+        )
+
+
+@contextmanager
+def _wide_weights(module: nn.Module) -> Iterator[None]:
+    """Convert 16-bit parameters and buffers to float32 in this context. Their gradients become 16-bit at its end."""
+    narrow = [one for one in (*module.parameters(), *module.buffers()) if one.dtype in _HALF and is_dense(one)]
+    values = [one.data for one in narrow]
+    for one in narrow:
+        one.data = one.data.float()
+    try:
+        yield
+    finally:
+        for one, value in zip(narrow, values, strict=True):
+            gradient, one.grad = one.grad, None
+            one.data = value
+            one.grad = None if gradient is None else gradient.to(value.dtype)
+
+
+def _widened_dtype(value: Any) -> Any:
+    return torch.float32 if isinstance(value, torch.dtype) and value in _HALF else value
+
+
+@contextmanager
+def own_autocast(*, is_ignored: bool = False) -> Iterator[list[str]]:
+    """A context that collects the places at which the code itself enters ``torch.autocast`` with 16 bits.
+
+    Args:
+        is_ignored: whether these have no effect. Default: False.
+    """
+    enter, places = torch.autocast.__enter__, list[str]()
+
+    def watched(context: torch.autocast) -> Any:
+        device = context.device
+        before = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+        entered = enter(context)  # type: ignore[no-untyped-call]
+        frame = next(one for one, _ in walk_stack(currentframe()) if not one.f_code.co_filename.endswith(_WRAPPERS))
+        file, is_half = frame.f_code.co_filename, torch.get_autocast_dtype(device) in _HALF
+        if torch.is_autocast_enabled(device) and is_half and not is_frameworks_file(file):
+            places.append(f"{Path(file).name}:{frame.f_lineno}")
+            if is_ignored:
+                torch.set_autocast_enabled(device, before[0])
+                torch.set_autocast_dtype(device, before[1])
+        return entered
+
+    torch.autocast.__enter__ = watched  # type: ignore[method-assign]
+    try:
+        yield places
+    finally:
+        torch.autocast.__enter__ = enter  # type: ignore[method-assign]
+
+
+def has_half_weights(module: nn.Module) -> bool:
+    """Return whether the module has parameters of 16 bits."""
+    return any(parameter.dtype in _HALF for parameter in module.parameters())
+
+
+UNCHANGED = Variant()
+FLOAT32 = Variant(dtype=torch.float32, is_wide=True)
+
+
+@contextmanager
+def undisturbed(trainer: Trainer) -> Iterator[ObjectState]:
+    """Preserve the state of a run during replays, bit for bit. Yields the state for :func:`rewind`.
+
+    Restores random states; weights, buffers and attributes of the module and of its metrics (see
+    :class:`~trainer.diagnosis.replay_state.ObjectState`); gradients; learning rates and schedules. Inside the context,
+    loggers get nothing, optimizers do not step, and compiled modules run eagerly.
+
+    Changes that a ``training_step`` makes outside the module (files, other objects, its batch) are not reverted.
+    """
+    engine = trainer.engine
+    module, device = trainer.lightning_module, engine.device
+    random_state = random_states.capture(device)
+    schedules = [config.scheduler for config in trainer.lr_scheduler_configs]
+    groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
+    state = ObjectState([module, *schedules, *groups], without=trainer.optimizers)
+    calls, loggers = engine.module_calls, trainer.loggers
+    with ExitStack() as stack:
+        stack.enter_context(unwatched())  # a late outcome may be read inside a training step
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.enable_grad())
+        stack.enter_context(torch.autocast(device.type, enabled=False))
+        stack.enter_context(engine.gradient_sync(False))
+        # an optimizer step without gradients changes nothing
+        optimized_parameters = chain.from_iterable(map(parameters_of, trainer.optimizers))  # may not be the module's
+        stack.enter_context(engine.gradients.set_aside(chain(module.parameters(), optimized_parameters)))
+        if "torch._dynamo" in sys.modules:  # otherwise nothing is compiled, and importing it takes seconds
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        try:
+            engine.module_calls = ModuleCalls(step=lambda optimizer, closure, **_: closure())  # without a step
+            trainer.loggers = [DummyLogger()] if loggers else []
+            yield state
+        finally:
+            trainer.loggers, engine.module_calls = loggers, calls
+            state.restore()
+            random_states.restore(random_state, device)
+
+
+def in_step(trainer: Trainer, batches: Sequence[RecordedBatch]) -> list[RecordedBatch | None]:
+    """Pad the batches with None, so that all processes have the same number. All processes must call it together."""
+    engine = trainer.engine
+    most = int(engine.reduce(torch.tensor(len(batches), device=engine.device), "max"))
+    return [*batches, *[None] * (most - len(batches))]
+
+
+def rewind(trainer: Trainer, state: ObjectState, recorded: RecordedBatch | None) -> None:
+    """Restore the buffers and random states that were recorded before the ``training_step`` of a batch.
+
+    Everything else is restored to ``state``, which was captured when the replays began.
+    """
+    state.restore()  # an earlier replay may have changed it
+    if recorded is not None:
+        if recorded.buffers is not None:
+            recorded.buffers.restore()
+        random_states.restore(recorded.random_state, trainer.engine.device)
+
+
+def optimized(trainer: Trainer) -> dict[str, Tensor]:
+    """Return the parameters of the optimizers by name, or the gathered tensors of sharded ones.
+
+    The backward pass computes gradients for these tensors. A step is skipped if one of the gradients is not finite. All
+    processes must call it together.
+    """
+    leaves: dict[str, Tensor] = trainer.engine.gradients.leaves(trainer.lightning_module)
+    stepped = {id(p) for optimizer in trainer.optimizers for p in parameters_of(optimizer)}
+    return {name: leaves[name] for name, p in trainer.lightning_module.named_parameters() if id(p) in stepped}
+
+
+def run(
+    trainer: Trainer,
+    recorded: RecordedBatch | None,
+    on_loss: Callable[[Tensor], object],
+    variant: Variant = UNCHANGED,
+) -> None:
+    """Run ``training_step`` on the unwrapped module, and call ``on_loss`` instead of each backward pass.
+
+    If parameters are sharded, a process without a batch or a loss takes part in the collectives with a loss of 0.
+
+    Args:
+        trainer: the Trainer.
+        recorded: the batch. None if this process has no batch.
+        on_loss: called with the loss before scaling: the batch's share of the window's mean. A fit corrects the shares
+            at the end of a window if its batches have different weights, or some have no loss; a replay does not. In
+            manual optimization, called for each ``manual_backward``.
+        variant: the change for the replay. Default: none.
+    """
+    module, engine = trainer.lightning_module, trainer.engine
+    silence(module)
+    if recorded is None:
+        idle = engine.gradients.idle_loss()
+        if idle is not None:
+            on_loss(idle)
+        return
+
+    def manual_backward(loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        with torch.autocast(loss.device.type, enabled=False):
+            on_loss(loss)
+
+    vars(module).update(manual_backward=manual_backward, clip_gradients=_nothing)
+    takes_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
+    batch = variant.changed(recorded.batch)
+    with _wide_weights(module) if variant.is_wide else nullcontext():
+        with variant.applied(trainer):
+            output = engine.replay_step("training_step")(batch, *([recorded.batch_idx] if takes_index else []))
+        if not module.automatic_optimization:
+            return
+        loss, weight = loss_in(output)
+        if loss is not None and recorded.window.batch_weight != 0:
+            on_loss(copy(recorded.window).share(loss, weight))
+
+
+def silence(module: nn.Module) -> None:
+    """Make ``self.log`` a no-op in the module and its submodules until `undisturbed` ends."""
+    for part in module.modules():
+        if isinstance(part, LightningModule):
+            vars(part).update(log=_nothing, log_dict=_nothing)
+
+
+def replay(
+    trainer: Trainer,
+    batches: Sequence[RecordedBatch],
+    on_loss: Callable[[Tensor, Mapping[str, Tensor]], T],
+    variant: Variant = UNCHANGED,
+) -> Generator[list[T]]:
+    """Replay batches, and yield for each the results of ``on_loss``. All processes must call it together.
+
+    Args:
+        trainer: the Trainer.
+        batches: the batches of this process.
+        on_loss: called with each loss and the parameters for :func:`backward`.
+        variant: the change for the replay. Default: none.
+    """
+    with undisturbed(trainer) as state:
+        parameters = optimized(trainer)
+        for recorded in in_step(trainer, batches):
+            found: list[T] = []
+            watched = {} if recorded is None else parameters
+            rewind(trainer, state, recorded)
+            run(trainer, recorded, lambda loss: found.append(on_loss(loss, watched)), variant)  # noqa: B023
+            yield found
+
+
+def backward(loss: Tensor, scale: float, parameters: Mapping[str, Tensor], look: Callable[[Tensor], T]) -> dict[str, T]:
+    """Run a backward pass of the scaled loss without changing ``.grad``.
+
+    Args:
+        loss: the loss with its graph, which is retained.
+        scale: the loss scale; the product is computed in float32, as by the scaler.
+        parameters: the parameters whose gradients are passed to ``look``, by name (:func:`optimized`). Empty if this
+            process only takes part in the collectives.
+        look: called with the gradient of each parameter when it is computed; with the values of a sparse gradient.
+
+    Returns:
+        The results of ``look`` by name, in the order of the backward pass.
+    """
+    found: dict[str, T] = {}
+
+    def hook(gradient: Tensor, name: str) -> Tensor | None:
+        if gradient.layout is not torch.strided:  # of an embedding with sparse=True
+            found[name] = look(gradient.coalesce().values())
+            return None
+        found[name] = look(gradient)
+        return gradient.new_zeros(()).expand_as(gradient)  # frees the gradient
+
+    wanted = {name: p for name, p in parameters.items() if p.requires_grad}
+    handles = [p.register_hook(partial(hook, name=name)) for name, p in wanted.items()]  # type: ignore[no-untyped-call]
+    try:
+        scaled = loss * torch.tensor(scale, dtype=torch.float32, device=loss.device)
+        if wanted:
+            torch.autograd.grad(scaled, list(wanted.values()), allow_unused=True, retain_graph=True)
+        elif not parameters:
+            scaled.backward(retain_graph=True)  # type: ignore[no-untyped-call]
+    finally:
+        for handle in handles:
+            handle.remove()
+    return found
+
+
+def _copy_context(context: AbstractContextManager[object]) -> AbstractContextManager[object]:
+    """Return a copy of a context manager, because the original is in use in a replay within a manual step."""
+    try:
+        return deepcopy(context)
+    except TypeError:  # from a generator function, which creates a new one for each call
+        return context
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    """Do nothing, instead of logging and clipping."""

@@ -1,0 +1,120 @@
+"""A diagnosis in words: a few lines for the terminal, a file with the details."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from trainer.errors import join_first
+from trainer.diagnosis.examine import Finding
+from trainer.diagnosis.trace import Magnitude, Origin
+
+TITLES = {
+    "data": "data: the batch is the cause",
+    "model": "model: the computation is the cause",
+    "forward": "forward pass overflows in 16 bits",
+    "backward": "backward pass overflows in 16 bits",
+    "underflow": "underflow: small numbers become 0",
+    "weights": "weights already not finite",
+    "divergence": "divergence",
+    "unknown": "unknown: the evidence is gone",
+    "none": "none: nothing overflowed",
+}
+
+
+@dataclass
+class Diagnosis:
+    """Why a training run breaks, and one remedy.
+
+    Attributes:
+        kind: "data", "model", "forward", "backward" (of a 16-bit precision), "underflow", "weights" (or buffers,
+            not finite when training began), "divergence", "unknown", or "none".
+        cause: one sentence.
+        remedy: one change, in the caller's syntax.
+        finding: the replay that the diagnosis is based on.
+        step: ``trainer.global_step`` when the weight update began.
+        in_a_row: number of skipped steps in a row up to this step; 0 if it was not skipped.
+        tried: the result of trying the remedy on the batch; "" if it cannot be tried.
+        alternative: the second most plausible remedy, or "".
+        key: identifies the cause, together with ``kind``.
+        count: number of times that the cause was seen.
+    """
+
+    kind: str
+    cause: str
+    remedy: str
+    finding: Finding
+    step: int
+    in_a_row: int = 0
+    tried: str = ""
+    alternative: str = ""
+    key: str = ""
+    count: int = 1
+
+    @property
+    def module(self) -> str | None:
+        """The name of the module in which the first number that is not finite was made; None if nothing was found."""
+        origin = self.finding.origin
+        return None if origin is None else origin.module
+
+    def lines(self) -> list[str]:
+        """Return at most five lines for the terminal."""
+        finding = self.finding
+        batch = f", batch {finding.batch_idx}" if finding.batch_idx >= 0 else ""
+        batch += f" of rank {finding.rank}" if batch and finding.rank else ""
+        lines = [f"Verdict: {TITLES[self.kind]} (step {self.step}{batch})", f"  {self.cause}"]
+        if self.remedy:
+            lines.append(f"  Remedy: {self.remedy}" + (f"  [tried: {self.tried}]" if self.tried else ""))
+        if self.alternative:
+            lines.append(f"  If that does not help: {self.alternative}")
+        return lines
+
+    def markdown(self) -> str:
+        """Return the report for a file."""
+        rows = "\n".join(f"| {label} | {value} |" for label, value in self.rows())
+        advice = [f"- {line.strip()}" for line in self.lines()[2:]]
+        parts = [f"# Verdict: {TITLES[self.kind]} (step {self.step})", self.cause, "\n".join(advice)]
+        return "\n\n".join([part for part in parts if part] + [f"| | |\n|---|---|\n{rows}\n"])
+
+    def rows(self) -> list[tuple[str, str]]:
+        """Return the details, each with a label."""
+        finding = self.finding
+        window = f", number {finding.position + 1} of {finding.window} in its window" if finding.window > 1 else ""
+        rows = [
+            ("step", f"{self.step}" + (f", {self.in_a_row} skipped in a row" if self.in_a_row else "")),
+            ("batch", f"batch_idx {finding.batch_idx}{window}, rank {finding.rank}"),
+            ("seen", "once" if self.count == 1 else f"{self.count} times"),
+            ("loss", f"{finding.loss:.6g}"),
+            ("loss scale", f"{finding.scale:g}"),
+        ]
+        if math.isfinite(finding.largest_scale):
+            rows.append(("largest scale that fits", f"{finding.largest_scale:g}" if finding.largest_scale else "none"))
+        if finding.origin is not None:
+            rows += _rows_of(finding.origin)
+        for label, names in (
+            ("gradients not finite", finding.parameters),
+            ("weights not finite before", finding.broken_weights),
+            ("batch not finite", [f"{name}: samples {rows}" for name, rows in finding.broken_batch.items()]),
+            ("largest values of the batch", [f"{name}: {value:.4g}" for name, value in finding.ranges.items()]),
+            ("replay ended by", [finding.error] if finding.error else []),
+        ):
+            if names:
+                rows.append((label, join_first(names, 12)))
+        return rows
+
+
+def _rows_of(origin: Origin) -> list[tuple[str, str]]:
+    rows = [("first not finite", f"{origin.name}, {origin.phase} pass, in {origin.place}")]
+    if origin.file:
+        rows.append(("line", f"{origin.file}:{origin.line}: `{origin.source}`"))
+    names = ("input", "output") if origin.phase == "forward" else ("incoming gradient", "outgoing gradient")
+    pairs = zip(names, (origin.inputs, origin.outputs), strict=True)
+    return rows + [(name, _format_magnitude(magnitude)) for name, magnitude in pairs if magnitude is not None]
+
+
+def _format_magnitude(magnitude: Magnitude) -> str:
+    largest, broken, elements, dtype = magnitude
+    finite = f"up to {largest:.3g} in {dtype} (maximum: {torch.finfo(getattr(torch, dtype)).max:g})"
+    return f"not finite in {broken:,} of {elements:,} elements, the others {finite}" if broken else f"finite, {finite}"

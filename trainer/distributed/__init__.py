@@ -1,0 +1,1 @@
+"""Devices and processes: the engine that the loop uses, strategies, launchers, and sharding."""

@@ -1,0 +1,898 @@
+"""The engine on top of ``lightning.pytorch.strategies``, built by Lightning's own accelerator connector.
+
+These strategies are used instead of Fabric's because stock callbacks read attributes of ``trainer.strategy`` that
+Fabric's lack, because users create these ``DDPStrategy(...)`` objects, and because manual optimization under DDP works
+with them.
+"""
+
+from __future__ import annotations
+
+import operator
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from datetime import timedelta
+from functools import partial
+from hashlib import sha256
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from lightning.fabric.utilities.apply_func import convert_to_tensors
+from lightning.pytorch import LightningModule
+from lightning.pytorch.core.optimizer import do_nothing_closure
+from lightning.pytorch.overrides.distributed import prepare_for_backward
+from lightning.pytorch.plugins.precision import Precision as LightningPrecision
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
+from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
+from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
+from lightning.pytorch.trainer.connectors.signal_connector import _get_sigkill_signal
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.migration.utils import pl_legacy_patch
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from lightning.pytorch.utilities.types import LRSchedulerConfig
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor, nn
+from torch.distributed.constants import default_pg_timeout
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from trainer.arguments import refuse_other_package
+from trainer.common.traits import unsupported_with
+from trainer.checkpoint import sharded_files
+from trainer.common import cluster
+from trainer.lightning.checkpoint_connector import up_to_date
+from trainer.checkpoint.checkpoint_io import CheckpointFiles, adopt, files_of, local_path, without_objects
+from trainer.distributed.launchers import WatchedLauncher, signals_passed_on
+from trainer.loop.optimizers import set_up_optimizers
+from trainer.loop.overrides import overridden, overrides
+from trainer.distributed.precision_plugin import PrecisionAdapter
+from trainer.lightning.views import alias
+from trainer.distributed.async_max import AsyncMax
+from trainer.distributed.child_processes import children, leave_group_at_exit
+from trainer.distributed.communication import Communication, communication_of
+from trainer.loop.gradients import Gradients, zero_loss
+from trainer.distributed.initialisation import initialise
+from trainer.loop.module_calls import ModuleCalls
+from trainer.checkpoint.optimizer_states import SavedDtypes, keep_dtypes
+from trainer.distributed.sharding.wrap import restore_module
+from trainer.distributed.stalls import record_collectives
+from trainer.errors import (
+    CheckpointError,
+    CheckpointWriteError,
+    ConfigurationError,
+    PrecisionError,
+    UnsupportedError,
+    join_first,
+)
+from trainer.loop.step_output import Weight
+from trainer.common.module_tree import is_dense, parameters_of
+from trainer.precision.base import Precision
+from trainer.precision.scaler import LossScaler
+from trainer.common.session import Session
+
+if TYPE_CHECKING:
+    from trainer.trainer import Trainer
+
+T = TypeVar("T")
+_CALLED_WITH = {"backward": ("pre_backward", "post_backward"), "training_step": ("post_training_step",)}
+"""By method of a strategy: the methods that run together with it. If one of them is overridden, all are called."""
+_NULL_CONTEXT: AbstractContextManager[None] = nullcontext()
+
+
+class LightningEngine:
+    """Devices, processes and gradients: one of Lightning's strategies, restricted to the parts that the package uses.
+
+    Loops, checkpoints and post-mortems use this class instead of the strategy, except for the hooks that Lightning
+    calls on a strategy (``trainer.loop.hooks``). A subclass with sharded gradients overrides :meth:`build_gradients`.
+
+    A run calls, in this order: ``launch`` (in the parent; the rest happens in every process), ``connect``,
+    ``setup_environment``, ``convert_module``, ``setup``, then the other methods, and ``teardown``.
+
+    Args:
+        trainer: the Trainer; strategies and launchers read its state.
+        precision: our precision plugin.
+        plugins: Lightning plugins (cluster environment, checkpoint IO, layer sync), but no precision plugin. Default:
+            None.
+        options: ``accelerator``, ``strategy``, ``devices``, ``num_nodes``, ``sync_batchnorm``, ``benchmark``,
+            ``deterministic``, ``use_distributed_sampler``, as in Lightning's Trainer.
+
+    Attributes:
+        precision: the plugin for this device.
+        gradients: all operations on gradients; the same object during the engine's lifetime.
+        module_calls: handles calls that a module makes itself, such as ``manual_backward``. Set for each fit.
+        optimizers: the bare optimizers of the last fit; empty before the ``setup`` of the first. A live list.
+        schedules: the learning-rate schedules; a live list.
+        kinds: the classes of the optimizers and schedules that ``configure_optimizers`` returned.
+        device: this process's device.
+        module: the LightningModule.
+        model: the strategy-wrapped form of the module; the module itself on one device.
+        restores_after_setup: whether weights are loaded into the module after the strategy has wrapped it, instead of
+            before.
+        may_change_world_size: whether a restart may have another number of processes: ``num_nodes="auto"``.
+        kind: the kind of strategy, as in ``unsupported_with`` of a callback.
+        keeps_optimizers: whether the optimizers cannot be exchanged during a run.
+        exposes_gradients: whether gradients can be read between a backward pass and the step.
+        supports_uneven_inputs: whether training supports uneven inputs: processes with different numbers of batches.
+        supports_uneven_evaluation: whether evaluation supports uneven inputs. If not, all processes get the same number
+            of batches.
+        uncalled: methods of the strategy that this engine never calls, so that overriding them is refused, each with
+            the method of the module to override instead.
+        accumulates: whether the strategy may accumulate gradients itself.
+
+    Raises:
+        PrecisionError: if a precision plugin of Lightning's is given, directly or inside a strategy.
+        UnsupportedError: if the strategy is not supported.
+    """
+
+    exposes_gradients = supports_uneven_inputs = supports_uneven_evaluation = True
+    keeps_optimizers = False
+    kind = "ddp"
+    uncalled: Mapping[str, str] = {}
+    accumulates = False
+
+    module_calls: ModuleCalls = alias("adapter.calls", writable=True)
+    optimizers: list[Optimizer] = alias("strategy._optimizers")  # faster than Lightning's property; read at every step
+    schedules: list[LRSchedulerConfig] = alias("strategy.lr_scheduler_configs")
+    device: torch.device = alias("strategy.root_device")
+    model: nn.Module = alias("strategy.model")
+    module: LightningModule = alias("strategy.lightning_module")
+    restores_after_setup: bool = alias("strategy.restore_checkpoint_after_setup")
+
+    def __init__(self, trainer: Trainer, precision: Precision, plugins: Any = None, **options: Any) -> None:
+        if plugins is not None and not isinstance(plugins, (list, tuple)):
+            plugins = [plugins]
+        refuse_other_package("plugins", *plugins or ())
+        for argument in ("strategy", "accelerator"):
+            refuse_other_package(argument, options.get(argument))
+        for plugin in plugins or ():
+            _refuse_lightning_precision(plugin, "plugins", precision)
+        strategy = options.get("strategy")
+        if isinstance(strategy, Strategy):
+            source = f"{type(strategy).__name__}(precision_plugin)"
+            _refuse_lightning_precision(strategy._precision_plugin, source, precision)
+        cluster.check_ray(plugins or ())
+        self._trainer = trainer
+        self.may_change_world_size = options.get("num_nodes") == "auto"
+        if self.may_change_world_size:
+            options["num_nodes"] = cluster.nodes_started(plugins or ())
+        self.connector = _AcceleratorConnector(plugins=plugins, precision=None, **options)
+        self.strategy: Strategy = self.connector.strategy
+        cluster.check_local_rank(self.connector.cluster_environment, self.strategy)
+        if not isinstance(self.strategy, (SingleDeviceStrategy, DDPStrategy)):
+            raise UnsupportedError(
+                f"Got strategy={strategy!r}, which becomes {type(self.strategy).__name__}; expected a single device,"
+                " DDP or FSDP: strategy='ddp', or strategy='fsdp' to shard the model."
+            )
+        self._ddp = self.strategy if isinstance(self.strategy, DDPStrategy) else None  # read at every step
+        self.precision = precision.for_device(self.device)
+        self.precision.check(self.device)
+        self.gradients = self.build_gradients(self.precision.build_scaler(self.device))
+        self.adapter = PrecisionAdapter(self.precision, self.gradients.scaler)
+        adopt(self.strategy)
+        if type(launcher := self.strategy.launcher) is _SubprocessScriptLauncher:
+            self.strategy._launcher = WatchedLauncher(
+                launcher.cluster_environment, launcher.num_processes, launcher.num_nodes
+            )
+        self.kinds: dict[str, list[str]] = {}
+        self._reductions = 0  # collectives of `reduce`
+        self._communication: Communication | None = None
+        self._parameters: list[torch.nn.Parameter] = []  # of the module when DDP registered them
+        self._trained: list[bool] = []  # `requires_grad` of each of them
+        # gloo groups, by purpose; weak, because torch.distributed keeps them until the end
+        self._groups: dict[str, Callable[[], Any]] = {}
+        self._host_max: AsyncMax | None = None
+        self._take_strategy()
+
+    def build_gradients(self, scaler: LossScaler) -> Gradients:
+        """Build the operations on gradients for the strategy."""
+        return _StrategyGradients(scaler, self.strategy)
+
+    def _take_strategy(self) -> None:
+        """Refuse overrides that are never called, and make the strategy use the adapter."""
+        self._refuse_overrides()
+        self.strategy.precision_plugin = self.adapter
+
+    @property
+    def wrapped_optimizers(self) -> list[Any]:
+        """The optimizers that modules see (``self.optimizers()``)."""
+        return list(self.strategy._lightning_optimizers)
+
+    def counts_steps_of(self, optimizer: Optimizer) -> bool:
+        """Return whether a step of ``optimizer`` in manual optimization counts in ``global_step``.
+
+        It does not if the module has replaced the function that counts it in Lightning, ``_on_after_step`` of the
+        wrapped optimizer: a common way to count one step per batch of a GAN.
+        """
+        wrapped = self.strategy._lightning_optimizers
+        return all(one._on_after_step is do_nothing_closure for one in wrapped if one.optimizer is optimizer)
+
+    @property
+    def world_size(self) -> int:
+        """The number of processes."""
+        return 1 if self._ddp is None else self._ddp.world_size
+
+    @property
+    def timeout(self) -> timedelta:
+        """The time that a process waits for the others in a collective."""
+        return (self._ddp and self._ddp._timeout) or default_pg_timeout
+
+    @property
+    def data_parallel_size(self) -> int:
+        """The number of processes with different batches, over which gradients are averaged.
+
+        All processes, unless several of them share a batch (tensor parallelism).
+        """
+        return self.world_size
+
+    @property
+    def global_rank(self) -> int:
+        """This process's global rank."""
+        return int(getattr(self.strategy, "global_rank", 0))
+
+    @property
+    def launch(self) -> Callable[..., Any]:
+        """The function that calls ``function(*args)`` here, or in every process of the strategy's launcher."""
+        launcher = self.strategy.launcher
+        if isinstance(launcher, _MultiProcessingLauncher):
+            return partial(self._spawn, launcher)
+        if launcher is None and self._trainer.state.fn is TrainerFn.FITTING:
+            cluster.check_single_process(self.connector.cluster_environment)
+        cluster.check_counts(self.connector.cluster_environment, self.strategy)
+        return operator.call if launcher is None else partial(launcher.launch, trainer=self._trainer)
+
+    @property
+    def runs_here(self) -> bool:
+        """Whether this process takes part in the run, instead of only starting the processes that do."""
+        return not isinstance(self.strategy.launcher, _MultiProcessingLauncher)
+
+    def _spawn(self, launcher: _MultiProcessingLauncher, function: Callable[..., Any], *args: Any) -> Any:
+        """Call ``function(*args)`` in processes started for it, and pass signals on to them."""
+        with signals_passed_on(launcher), cluster.reserved_port(self.connector.cluster_environment):
+            return launcher.launch(function, *args, trainer=self._trainer)
+
+    def refuse(self, callbacks: Iterable[Any]) -> None:
+        """Refuse callbacks that cannot be used with this kind of strategy."""
+        for callback in callbacks:
+            if (reason := unsupported_with(callback).get(self.kind)) is not None:
+                raise UnsupportedError(f"Got {type(callback).__name__} with strategy={self.kind!r}. It {reason}")
+
+    def check_accumulation(self, batches: int) -> None:
+        """Refuse windows of too many batches for the precision, and of several batches if DDP's graph is static.
+
+        DDP records the graph in the first backward pass that averages gradients. It fails with an internal assertion if
+        a backward pass without averaging comes first (pytorch #143580). A schedule that begins with windows of one
+        batch is also refused, because a resumed run may begin with a larger window.
+        """
+        if batches > (limit := self.precision.max_accumulation):
+            raise PrecisionError(
+                f"Got accumulate_grad_batches={batches} with precision={self.precision.name!r}, expected at most"
+                f" {limit:.0f}: gradients are added up in {self.precision.dtype}, and those of further batches would be"
+                " rounded away. Use larger batches, or precision='bf16-mixed' or '16-mixed', which add in float32."
+            )
+        if batches > 1 and getattr(self.strategy, "_ddp_kwargs", {}).get("static_graph"):
+            given = f"{type(self.strategy).__name__}(static_graph=True)"
+            raise UnsupportedError(
+                f"Got accumulate_grad_batches={batches} with {given}, expected accumulate_grad_batches=1: DDP's static"
+                " graph requires that the first backward pass averages gradients, and accumulation averages them in"
+                " the last one of a window. Use strategy='ddp', or 'ddp_find_unused_parameters_true' if a step leaves"
+                " parameters unused."
+            )
+
+    def connect(self, module: nn.Module) -> None:
+        """Connect ``module`` to the strategy.
+
+        Raises:
+            PrecisionError: if a method of the strategy's precision plugin is overridden.
+            UnsupportedError: if a method of the strategy is overridden that this engine cannot call.
+        """
+        source = f"{type(self.strategy).__name__}.precision_plugin"
+        _refuse_lightning_precision(self.strategy.precision_plugin, source, self.precision)
+        self._take_strategy()  # again, because another Trainer may have been created with the same strategy since
+        self.strategy.connect(module)  # type: ignore[arg-type]
+
+    def _refuse_overrides(self) -> None:
+        kind = type(self.strategy).__name__
+        for name in self.uncalled:
+            if overrides(self.strategy, name):
+                raise UnsupportedError(
+                    f"Got {kind} with its own `{name}`, which is never called, because this strategy does not use it."
+                    f" Override `LightningModule.{self.uncalled[name]}` instead, or use strategy='ddp'."
+                )
+        if self.strategy.handles_gradient_accumulation and not self.accumulates:
+            raise UnsupportedError(
+                f"Got {kind}.handles_gradient_accumulation=True, expected False: the Trainer accumulates gradients by"
+                " itself. Remove the override."
+            )
+
+    def override_of(self, name: str) -> Callable[..., Any] | None:
+        """Return the strategy's method ``name``, as Lightning's loops call it, or None if it is not overridden.
+
+        An override of a method that runs together with ``name`` counts, too: ``pre_backward`` and ``post_backward`` for
+        ``backward``, ``post_training_step`` for ``training_step``. So does DDP's ``optimizer_step`` if it averages the
+        weights (post-local SGD).
+        """
+        strategy = self.strategy
+        inner = _CALLED_WITH.get(name, ())
+        averages = name == "optimizer_step" and self._averages_weights
+        if not averages and not any(overrides(strategy, one) for one in (name, *inner)):
+            return None
+        method: Callable[..., Any] = getattr(strategy, name)
+        return method
+
+    @property
+    def _averages_weights(self) -> bool:
+        """Whether DDP averages the weights over the processes in ``optimizer_step`` (post-local SGD)."""
+        state = None if self._ddp is None else self._ddp._ddp_comm_state
+        if state is None:
+            return False
+        from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
+
+        return isinstance(state, PostLocalSGDState)
+
+    def forward_context(self, name: str) -> Callable[[], AbstractContextManager[object]]:
+        """Return autocast, or a no-op context if the strategy's own step enters autocast itself."""
+        return self.precision.autocast if self.override_of(name) is None else nullcontext
+
+    def setup_environment(self) -> None:
+        """Select the device and join the process group."""
+        if self.world_size > 1 and self.device.type == "cuda":
+            record_collectives()
+        try:
+            cluster.join_process_group(self.strategy)
+            self.strategy.setup_environment()
+        except torch.distributed.DistNetworkError as error:
+            raise cluster.explained(error) from error
+        if self.world_size > 1:
+            leave_group_at_exit()
+
+    def convert_module(self) -> None:
+        """Convert the module to the dtype of the precision, before weights are loaded, so that they get this dtype."""
+        restore_module(self.model)  # in case an earlier run failed
+        self.strategy.model = self.precision.convert_module(self.model)
+        if not self.restores_after_setup:
+            initialise(self.model, self.device)
+
+    def setup(self, *, fitting: bool) -> None:
+        """Move and wrap the module; in a fit, create the optimizers."""
+        if not overrides(self.strategy, "setup_optimizers"):
+            set_up = partial(set_up_optimizers, self.strategy)
+            self._trainer._session.replace(self.strategy, "setup_optimizers", set_up)
+        try:
+            self.strategy.setup(self._trainer)
+        except ConfigurationError:
+            raise
+        except (RuntimeError, NotImplementedError) as error:
+            unusual = [] if self.world_size == 1 else _unusual_tensors(self.model)
+            if not unusual:
+                raise
+            raise UnsupportedError(
+                f"Rank 0's values of {join_first(unusual, 8)} cannot be sent to the other processes. Expected dense"
+                " tensors of common dtypes: register these instead, and convert them in the forward pass. Initialize"
+                " lazy modules with one batch before the fit."
+            ) from error
+        if fitting:
+            self._follow_averages()
+            _refuse_outside_parameters(self.model, self.optimizers)
+        self._trained = self._trained_parameters()
+
+    def _follow_averages(self) -> None:
+        """If DDP averages weights instead of gradients, synchronize skipped steps, so that averages ignore them."""
+        averager = self._ddp._model_averager if self._ddp is not None and self._averages_weights else None
+        if isinstance(self.gradients, _StrategyGradients):
+            self.gradients.reduce_skips(averager is not None)
+        if averager is not None:
+            average = partial(_average_unless_skipped, self.gradients, averager.average_parameters)
+            self._trainer._session.replace(averager, "average_parameters", average)
+
+    def follow_trained_parameters(self) -> None:
+        """Wrap the module in DDP again if the trained parameters have changed.
+
+        DDP registers the trained parameters when it is created, and would not average the gradients of others.
+        """
+        if isinstance(self.model, DistributedDataParallel) and self._trained != (trained := self._trained_parameters()):
+            assert self._ddp is not None
+            self._ddp.model = self._ddp.lightning_module
+            self._ddp.configure_ddp()
+            self._trained = trained
+
+    def _trained_parameters(self) -> list[bool]:
+        self._parameters = list(self.model.parameters())
+        return [parameter.requires_grad for parameter in self._parameters]
+
+    def step_function(self, name: str) -> Callable[..., Any]:
+        """Return the module's step, called through the wrapper if there is one.
+
+        A step without ``batch_idx`` is not passed one.
+        """
+        method = getattr(self.module, name)
+        step: Callable[..., Any] = method
+        if (own := self.override_of(name)) is not None:
+            step = partial(_call_after_step, own, self.strategy.post_training_step) if name == "training_step" else own
+        elif self.goes_through_wrapper:
+            step = partial(self._through_wrapper, name)
+        if not is_param_in_hook_signature(method, "batch_idx", min_args=2):
+            return partial(_without_batch_idx, step)
+        return step
+
+    @property
+    def goes_through_wrapper(self) -> bool:
+        """Whether the module's steps are called through the forward of the strategy's wrapper."""
+        return self.model is not self.module
+
+    def _through_wrapper(self, name: str, *args: Any) -> Any:
+        """Call the module's step through the forward of the wrapper, which only exists during the run."""
+        return self.strategy._forward_redirection(self.model, self.module, name, *args)
+
+    @property
+    def forward_runs_collectives(self) -> bool:
+        """Whether each forward in evaluation uses collectives, so that all processes must run equally many forwards.
+
+        False: only the first forward of DDP broadcasts buffers, and with DeepSpeed all processes run equally many.
+        """
+        return False
+
+    def idle_forward(self) -> None:
+        """Run the collectives of DDP's next forward, without a batch.
+
+        A process calls it instead of a forward if it has no batch left to evaluate. All processes call it when a pass
+        begins, because the first forward may communicate (DDP broadcasts rank 0's buffers), and a process may have no
+        batch.
+        """
+        _run_idle_forward(self.strategy.model)
+
+    def num_collectives(self) -> int:
+        """Return the number of collectives issued on the default process group, without those of :meth:`reduce`.
+
+        0 if it is not known.
+        """
+        distributed = torch.distributed
+        if self.world_size == 1 or not distributed.is_initialized():
+            return 0
+        group: Any = distributed.group.WORLD
+        begun: int = group._get_sequence_number_for_group()
+        return begun - self._reductions
+
+    @contextmanager
+    def forbid_collectives(self, error: Exception) -> Iterator[None]:
+        """Return a context in which the collectives of the strategy, except ``reduce``, raise ``error``."""
+        names = ("all_gather", "barrier", "broadcast", "reduce_boolean_decision")
+        with Session() as session:
+            for name in names:
+                session.replace(self.strategy, name, partial(_raise, error))
+            yield
+
+    @contextmanager
+    def equal_shapes(self) -> Iterator[None]:
+        """Return a context in which ``self.all_gather`` raises an error on all ranks if they gather different tensors.
+
+        Their number, shapes and dtypes must be equal.
+        """
+        if self.world_size == 1:
+            yield
+            return
+        gather_tensor = self.strategy.all_gather
+        distributed = torch.distributed
+
+        def compare(tensors: str, group: Any) -> None:
+            if distributed.is_initialized() and group in (None, distributed.group.WORLD):
+                found = self.gather_if_different(tensors)
+                if len(found) > 1:
+                    raise ConfigurationError(
+                        f"self.all_gather got different tensors on the ranks: {'; '.join(found)}."
+                        " Ranks can have different numbers of samples. Gather the tensors with"
+                        " torch.distributed.all_gather_object, log a torchmetrics object instead, or use"
+                        " Trainer(pad_evaluation=True): all ranks then evaluate equally many samples, and some samples"
+                        " are counted twice, as in Lightning."
+                    )
+
+        def all_gather(gather: Any, data: Any, group: Any = None, sync_grads: bool = False) -> Any:
+            tensors: list[Tensor] = []
+            apply_to_collection(convert_to_tensors(data, self.device), Tensor, tensors.append)
+            compare(f"{len(tensors)} tensors", group)
+            return gather(data, group, sync_grads)
+
+        def all_gather_tensor(tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+            compare(f"{tuple(tensor.shape)}, {tensor.dtype}", group)
+            return gather_tensor(tensor, group, sync_grads)
+
+        with Session() as session:
+            session.replace(self.strategy, "all_gather", all_gather_tensor)
+            for module in self.module.modules():
+                if isinstance(module, LightningModule):
+                    session.replace(module, "all_gather", partial(all_gather, module.all_gather))
+            yield
+
+    def replay_step(self, name: str) -> Callable[..., Any]:
+        """Return the module's step for a replay, without DDP. If weights are sharded, the step gathers them."""
+        step: Callable[..., Any] = getattr(self.module, name)
+        return step
+
+    def gradient_sync(self, enabled: bool) -> AbstractContextManager[object]:
+        """Return a context with or without DDP's gradient averaging; a no-op on a single device."""
+        if self._ddp is None:
+            return _NULL_CONTEXT
+        if not enabled:
+            return self._ddp.block_backward_sync()
+        if self._trained != [parameter.requires_grad for parameter in self._parameters]:  # changed inside an epoch
+            self.follow_trained_parameters()
+        return _NULL_CONTEXT
+
+    def gather(self, value: T) -> list[T]:
+        """Gather each process's ``value`` on rank 0; [] on the others, and if the process group is not initialized."""
+        if self.world_size == 1:
+            return [value]
+        if not torch.distributed.is_initialized():
+            return []
+        gathered: list[Any] | None = [None] * self.world_size if self.global_rank == 0 else None
+        torch.distributed.gather_object(value, gathered)
+        return gathered or []
+
+    def gather_if_different(self, value: T) -> list[T]:
+        """Return the values of all processes, on each process; only one value if all have the same ``repr``."""
+        if self.world_size == 1:
+            return [value]
+        number = int.from_bytes(sha256(repr(value).encode()).digest()[:7], "big")
+        extremes = torch.tensor([number, -number], device=self.device)
+        torch.distributed.all_reduce(extremes, torch.distributed.ReduceOp.MAX)
+        most, least = extremes.tolist()
+        return [value] if most == -least else self.broadcast(self.gather(value))
+
+    def reduce(self, tensor: Tensor, op: str = "mean", group: Any = None) -> Tensor:
+        """Reduce ``tensor`` over the processes: ``"mean"``, ``"sum"``, ``"min"`` or ``"max"``.
+
+        This happens on the process's device, because a logged number may be on the CPU.
+        """
+        before = self.num_collectives()
+        reduced: Tensor = self.strategy.reduce(tensor.to(self.device), group=group, reduce_op=op)
+        self._reductions += self.num_collectives() - before
+        return reduced
+
+    @property
+    def next_forward_syncs_buffers(self) -> bool:
+        """Whether DDP's next forward may broadcast buffers: not after a forward without gradient averaging.
+
+        True without DDP.
+        """
+        return not isinstance(self.model, DistributedDataParallel) or self.model.require_forward_param_sync
+
+    def skip_next_buffer_sync(self) -> None:
+        """Skip DDP's buffer broadcast in the next forward, because the run was resumed between two broadcasts."""
+        if isinstance(self.model, DistributedDataParallel):
+            self.model.require_forward_param_sync = False
+
+    def begin_sum(self, *values: Weight) -> Callable[[], list[Weight]]:
+        """Start a sum over the processes, and return a function that waits for it.
+
+        On a GPU the sums stay on the device, and the host does not synchronize. Unlike the strategy's ``reduce``, this
+        has no barrier, which would block the host.
+        """
+        tensors = [
+            value if isinstance(value, Tensor) else torch.full((), value, device=self.device) for value in values
+        ]
+        totals = torch.stack([value.to(self.device, torch.float32) for value in tensors])
+        work = torch.distributed.all_reduce(totals, async_op=True)
+
+        def sums() -> list[Weight]:
+            work.wait()
+            return totals.tolist() if totals.is_cpu else list(totals)
+
+        return sums
+
+    def any_rank(self, decision: bool) -> bool:
+        """Return whether ``decision`` is True on any process."""
+        return decision if self.world_size == 1 else self.strategy.reduce_boolean_decision(decision, all=False)
+
+    def any_rank_on_host(self, *flags: bool) -> list[bool]:
+        """Return whether each of the flags is true on any process. Waits for the processes, but not for a device."""
+        if self.device.type == "cpu":
+            return [float(total) > 0 for total in self.begin_sum(*map(float, flags))()]
+        if self._host_max is None:
+            self._host_max = self.async_max(len(flags), "batches")
+        if self._host_max is None:
+            return [self.any_rank(flag) for flag in flags]
+        return [number > 0 for number in self._host_max.reduce_now(flags)]
+
+    def async_max(self, count: int, purpose: str) -> AsyncMax | None:
+        """Create an asynchronous all-reduce that computes the maxima of ``count`` numbers, on the host.
+
+        Return None for a single process, and without gloo. The all-reduce uses a gloo group, because NCCL would queue
+        its work behind that of the GPUs. All processes must call this together, after the device is selected. The new
+        all-reduce replaces the previous one with the same ``purpose``.
+        """
+        distributed = torch.distributed
+        if self._ddp is None or self.world_size == 1:
+            return None
+        if not distributed.is_initialized() or not distributed.is_gloo_available():
+            return None
+        if (before := self._groups.get(purpose, _dead_reference)()) is not None:
+            with suppress(ValueError):  # if all groups have been destroyed since
+                distributed.destroy_process_group(before)
+        return AsyncMax(self._new_group(purpose), count)
+
+    def _new_group(self, purpose: str) -> Any:
+        """Create a gloo group of all processes, which call this together."""
+        assert self._ddp is not None
+        group = torch.distributed.new_group(backend="gloo", timeout=self._ddp._timeout)
+        self._groups[purpose] = weakref.ref(group)
+        return group
+
+    def broadcast(self, value: T) -> T:
+        """Return the ``value`` of rank 0."""
+        return self.strategy.broadcast(value)
+
+    def barrier(self, name: str | None = None) -> None:
+        """Wait for the other processes."""
+        self.strategy.barrier(name)
+
+    def module_state(self) -> dict[str, Any]:
+        """Return the module's state dict. Sharded tensors stay sharded: :meth:`save` gathers them if necessary."""
+        return self.strategy.lightning_module_state_dict()
+
+    def load_module_state(self, checkpoint: Mapping[str, Any], strict: bool) -> None:
+        """Load ``checkpoint["state_dict"]``. Its tensors may be whole, or sharded like the module's."""
+        self.strategy.load_model_state_dict(checkpoint, strict=strict)
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Return the state dict of one optimizer."""
+        return self.strategy.optimizer_state(optimizer)
+
+    def load_optimizer_states(self, checkpoint: Mapping[str, Any], saved: SavedDtypes) -> None:
+        """Load ``checkpoint["optimizer_states"]`` with their saved dtypes, unless the strategy loads them itself.
+
+        Args:
+            checkpoint: the checkpoint. Tensors may be whole, or sharded like the parameters.
+            saved: the dtype of each parameter when the checkpoint was saved.
+        """
+        if self.strategy.lightning_restore_optimizer:
+            with keep_dtypes(self.optimizers, checkpoint["optimizer_states"], saved):
+                self.strategy.load_optimizer_state_dict(checkpoint)
+
+    @property
+    def communication(self) -> Communication | None:
+        """How DDP communicates, in the current or the last run. None for its default: see ``communication_of``."""
+        if isinstance(model := self.strategy.model, DistributedDataParallel):
+            self._communication = communication_of(model)
+        return self._communication
+
+    def save(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
+        """Write a checkpoint, a file from rank 0 or a folder from all ranks.
+
+        Waits until it is written, unless the checkpoint IO writes in the background. All processes must call it
+        together. For a file, sharded tensors are gathered one after the other.
+
+        Raises:
+            CheckpointError: on all ranks, if it, or an earlier one in the background, cannot be written.
+        """
+        write: Callable[[], Any]
+        if self.saves_shards:
+            write = self._files.wait  # may raise on rank 0 only, which removes old checkpoints
+        else:
+            whole = self.gathered(checkpoint)
+            write = partial(self.strategy.save_checkpoint, whole, path, storage_options=storage_options)
+        self._on_all(write, f"The checkpoint {path} was not written", CheckpointWriteError)
+        if self.saves_shards:
+            self.save_shards(checkpoint, path)
+
+    def save_shards(self, checkpoint: dict[str, Any], path: str | Path) -> None:
+        """Write a checkpoint as a folder; each process writes its part."""
+        self._files.save_shards(checkpoint, path, self._get_save_group())
+
+    @property
+    def saves_shards(self) -> bool:
+        """Whether the checkpoints are folders (``CheckpointFiles(sharded=True)``)."""
+        return getattr(files_of(self.strategy), "sharded", False)
+
+    @property
+    def _files(self) -> CheckpointFiles:
+        files = files_of(self.strategy)
+        assert files is not None
+        return files
+
+    def _get_save_group(self) -> Any:
+        """Return a gloo group of all processes for saves in the background, because other groups are in use meanwhile.
+
+        None for a single process. All processes create it together at the first call.
+        """
+        if self.world_size == 1:
+            return None
+        return self._groups.get("saves", _dead_reference)() or self._new_group("saves")
+
+    def gathered(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
+        """Return ``checkpoint`` with full tensors instead of sharded ones, on rank 0.
+
+        All processes call this together.
+        """
+        return checkpoint
+
+    def template(self, place: tuple[str, ...], shape: torch.Size, dtype: torch.dtype) -> Tensor | None:
+        """Return a tensor to read a tensor of a sharded checkpoint into; None for a plain one in host memory."""
+        return None
+
+    def reads_parts(self, folder: Path) -> bool:
+        """Return whether the strategy itself reads the tensors of a sharded checkpoint, into the wrapped module."""
+        return False
+
+    def load(self, path: str | Path, weights_only: bool) -> dict[str, Any]:
+        """Read a checkpoint; from a folder, only the parts for this process.
+
+        All processes call this together if the checkpoint is a folder.
+        """
+        with pl_legacy_patch():
+            folder = local_path(path)
+            if folder is not None and folder.is_dir() and files_of(self.strategy) is not None:
+                checkpoint = self._load_shards(folder, weights_only)
+            else:
+                if folder is not None and (folder.parent / sharded_files.MANIFEST).is_file():
+                    raise CheckpointError(f"{folder} is a part of a checkpoint. Expected the folder: {folder.parent}")
+                with without_objects(self.strategy, path) if weights_only else nullcontext():
+                    checkpoint = self.strategy.load_checkpoint(path, weights_only=weights_only)
+            return up_to_date(checkpoint, path)
+
+    def _load_shards(self, folder: Path, weights_only: bool) -> dict[str, Any]:
+        """Read a folder. Each process verifies a part of the files."""
+        from trainer.checkpoint import shards
+
+        self._files.wait()
+        read = partial(
+            shards.read_whole, folder, weights_only=weights_only, template=self.template,
+            process=(self.global_rank, self.world_size), joins=not self.reads_parts(folder),
+        )  # fmt: skip
+        self._on_all(partial(sharded_files.verify, folder, self.global_rank, self.world_size), f"{folder} is damaged")
+        checkpoint: dict[str, Any] = self._on_all(read, f"{folder} cannot be read")
+        return checkpoint
+
+    def _on_all(self, work: Callable[[], Any], problem: str, kind: type[CheckpointError] = CheckpointError) -> Any:
+        """Call ``work`` on all ranks, and wait for all of them. If it raises on one, the others raise ``problem``."""
+        result, error = None, None
+        try:
+            result = work()
+        except Exception as raised:
+            error = raised
+        if self.any_rank(error is not None):
+            raise error or kind(f"{problem}; see the error of another process.")
+        return result
+
+    def on_exception(self, error: BaseException) -> None:
+        """Call ``on_exception`` of the strategy."""
+        self.strategy.on_exception(error)
+
+    def kill(self) -> None:
+        """Kill the processes that a launcher of scripts has started. A no-op with other launchers."""
+        launcher = self.strategy.launcher
+        if isinstance(launcher, _SubprocessScriptLauncher):
+            number = _get_sigkill_signal()
+            children.expected.add(-number)
+            launcher.kill(number)
+
+    def teardown(self) -> None:
+        """Unwrap the module and move it back to the CPU."""
+        self._host_max = None
+        self.strategy.teardown()
+
+
+class _StrategyGradients(Gradients):
+    """Full gradients: on a single device, and under DDP, which averages them at the end of a backward pass.
+
+    Args:
+        scaler: the loss scaler.
+        strategy: Lightning's strategy.
+    """
+
+    def __init__(self, scaler: LossScaler, strategy: Strategy) -> None:
+        super().__init__(scaler)
+        self._strategy = strategy
+        self._all_reduce_flag: Callable[[Tensor], None] | None = None
+
+    def reduce_skips(self, differ: bool) -> None:
+        """Set whether gradients differ between the processes, so that skipped steps must be synchronized."""
+        self._all_reduce_flag = _all_reduce_max if differ else None
+        self.scaler.all_reduce_flag = self._all_reduce_flag
+
+    def use_scaler(self, scaler: LossScaler) -> LossScaler:
+        """Replace the scaler. Return the previous one."""
+        scaler.all_reduce_flag = self._all_reduce_flag
+        return super().use_scaler(scaler)
+
+    def forward_without_loss(self, has_run: bool) -> None:
+        """Run the collectives of DDP's forward if ``training_step`` has not called it."""
+        if not has_run:
+            _run_idle_forward(self._strategy.model)
+
+    def backward_without_loss(self, syncs_gradients: bool) -> None:
+        """Run a backward pass of zeros if DDP averages gradients.
+
+        A forward prepares DDP for the backward pass of its output. Here, DDP is prepared for the zeros, because
+        it is prepared for another output, or not at all (without a forward, or after one that does not average
+        gradients). With ``find_unused_parameters``, the forward may also have found all parameters unused.
+        """
+        model = self._strategy.model
+        if not syncs_gradients or not isinstance(model, DistributedDataParallel):
+            return
+        loss = self.scale(zero_loss(model.parameters()))
+        prepare_for_backward(model, loss)
+        loss.backward()  # type: ignore[no-untyped-call]
+
+
+_SENDABLE = {
+    torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128,
+    torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool,
+}  # fmt: skip
+"""Dtypes that every process group can send."""
+
+
+def _unusual_tensors(module: torch.nn.Module) -> list[str]:
+    """Return the names of the tensors that a process group may be unable to send, with their dtype and layout."""
+    return [
+        f"{name} ({str(tensor.dtype)[6:]}, {str(tensor.layout)[6:]})"
+        for name, tensor in (*module.named_parameters(), *module.named_buffers())
+        if not is_dense(tensor) or tensor.dtype not in _SENDABLE or (0 in tensor.stride() and tensor.numel() > 1)
+    ]
+
+
+def _refuse_outside_parameters(module: torch.nn.Module, optimizers: Iterable[Optimizer]) -> None:
+    """Raise an error if an optimizer trains parameters that are not the module's: their gradients are not averaged."""
+    if not isinstance(module, (DistributedDataParallel, FSDPModule)):
+        return
+    own = {id(parameter) for parameter in module.parameters()}
+    found = (parameter for optimizer in optimizers for parameter in parameters_of(optimizer))
+    if outside := [tuple(parameter.shape) for parameter in found if id(parameter) not in own]:
+        raise UnsupportedError(
+            f"Got an optimizer of parameters that are not the module's, with the shapes {join_first(outside, 4)}: their"
+            " gradients would not be averaged over the processes. Make them part of the module: assign modules as"
+            " attributes or in nn.ModuleList, and tensors as nn.Parameter."
+        )
+
+
+def _run_idle_forward(model: Any) -> None:
+    """Run the collectives of a DDP forward (buckets, the buffers of rank 0), without the module's forward.
+
+    Outside a fit, the module is not wrapped, and this is a no-op.
+    """
+    if isinstance(model, DistributedDataParallel):
+        model._pre_forward(None)  # type: ignore[no-untyped-call]  # without an input, DDP fails if it moves inputs
+        model._post_forward(None)  # type: ignore[no-untyped-call]
+
+
+def _all_reduce_max(flag: Tensor) -> None:
+    torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MAX)
+
+
+def _average_unless_skipped(gradients: Gradients, average: Callable[[Any], None], parameters: Any) -> None:
+    if not gradients.scaler.skipped_last_step():
+        average(parameters)
+
+
+def _raise(error: Exception, *_: Any, **__: Any) -> None:
+    raise error
+
+
+def _dead_reference() -> None:
+    """Stands for a weak reference to a deleted object."""
+
+
+def _call_after_step(step: Callable[..., Any], after: Callable[[], None], *args: Any) -> Any:
+    output = step(*args)
+    after()
+    return output
+
+
+def _without_batch_idx(step: Callable[..., Any], batch: Any, batch_idx: int, *more: Any) -> Any:
+    return step(batch, *more)
+
+
+def _refuse_lightning_precision(plugin: Any, source: str, precision: Precision) -> None:
+    is_default = type(plugin) is LightningPrecision and precision.name == plugin.precision  # a no-op, like our adapter
+    if (is_default or isinstance(plugin, PrecisionAdapter)) and (names := overridden(plugin, LightningPrecision)):
+        raise PrecisionError(
+            f"Got {source} with its own `{names[0]}`, which is not called: the loops do the work of Lightning's"
+            " precision plugins. Pass Trainer(precision=...) a subclass of trainer.precision.Precision, or override"
+            " a method of the strategy or the LightningModule, such as `backward` or `optimizer_step`."
+        )
+    if isinstance(plugin, LightningPrecision) and not is_default and not isinstance(plugin, PrecisionAdapter):
+        raise PrecisionError(
+            f"Got {type(plugin).__name__} through {source}, expected no precision plugin there: Lightning's have their"
+            " own autocast and scaler. Use Trainer(precision='16-mixed') or a plugin from trainer.precision, such as"
+            " Trainer(precision=MixedPrecision('float16', init_scale=1024.0))."
+        )

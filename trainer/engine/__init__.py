@@ -1,1 +1,0 @@
-"""Devices, processes and gradients: the protocol that the loops use."""

@@ -1,0 +1,188 @@
+"""The base class of ``Trainer``: Lightning's Trainer on top of our parts.
+
+Properties that Lightning's Trainer derives from its strategy, loops, connectors and callbacks are inherited; the views
+in ``compat/views.py`` and other modules show the state of our loops. Lightning's constructor and ``fit`` never run.
+This class defines the attributes that the constructor would assign, and the properties that must be faster than
+Lightning's or differ from them.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import LightningDataModule
+from lightning.pytorch import Trainer as LightningTrainer
+from lightning.pytorch.callbacks import Timer
+from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.trainer.connectors.callback_connector import _CallbackConnector
+from lightning.pytorch.trainer.states import RunningStage, TrainerState
+
+from trainer import arguments
+from trainer.checkpoint.process import ProcessState
+from trainer.lightning.callback_order import find_callback
+from trainer.lightning.checkpoint_connector import CheckpointConnector
+from trainer.lightning.loader_set import DataSource
+from trainer.distributed.engine import LightningEngine
+from trainer.metrics.logging import LoggerConnector
+from trainer.loop.overrides import overrides
+from trainer.distributed.signals import Signals
+from trainer.lightning.views import EvalLoopView, FitLoopView, LoopAttribute, PredictLoopView, alias
+from trainer.errors import ConfigurationError
+from trainer.loop.evaluation import EvalLoop
+from trainer.loop.fit import FitLoop
+from trainer.precision.scaler import LossScaler
+from trainer.common.session import Session
+from trainer.metrics.metrics import MetricStore, PublishedMetrics
+from trainer.state.progress import FitProgress
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+# local names, because in Python 3.11 reading a member of an enum is a function call
+_TRAINING, _PREDICTING = RunningStage.TRAINING, RunningStage.PREDICTING
+
+# so that `except MisconfigurationException` catches our errors. This is not in `trainer.errors`, which the command line
+# imports to report mistyped arguments, because importing Lightning takes seconds
+if not issubclass(ConfigurationError, MisconfigurationException):
+    ConfigurationError.__bases__ = (*ConfigurationError.__bases__, MisconfigurationException)
+
+
+def with_lightning_signature(method: Method) -> Method:
+    """Show Lightning's signature of a method to LightningCLI, which creates an option for each parameter that it sees.
+
+    All commands need the same options: if only ``fit`` had a parameter, ``validate`` would refuse the config that
+    ``fit`` has saved.
+    """
+    signature = inspect.signature(getattr(LightningTrainer, method.__name__))
+    method.__signature__ = signature  # type: ignore[attr-defined]
+    return method
+
+
+_METHODS = {
+    name: method
+    for name, method in vars(LightningTrainer).items()
+    if name.startswith("_") and not name.endswith("__") and inspect.isfunction(method) and name != "_teardown"
+}
+"""The private methods of Lightning's Trainer that do not run, and their implementations."""
+_CONNECTORS = {
+    "_checkpoint_connector": CheckpointConnector, "_logger_connector": LoggerConnector, "_signal_connector": Signals
+}  # fmt: skip
+
+
+class TrainerBase(LightningTrainer):
+    """Lightning's Trainer on top of our parts. ``Trainer`` assigns every attribute declared here in its constructor."""
+
+    engine: LightningEngine
+    data: DataSource
+    progress: FitProgress
+    published: PublishedMetrics
+    loop: FitLoop
+    eval_loops: dict[RunningStage | None, EvalLoop]
+    state: TrainerState
+    callbacks: list[Any]
+    process: ProcessState
+    fast_dev_run: int | bool
+    resume: str | None
+    exact_resume: bool
+    pad_evaluation: bool
+    prefetch_batches: int
+    reload_dataloaders_every_n_epochs: int
+    dataloader_timeout: float
+    inference_mode: bool
+    detect_anomaly: bool
+    log_metric: Callable[..., None]
+    """Logs a value like the module's ``self.log``, with the same arguments, but bypasses overrides; for callbacks."""
+
+    # the parts of Lightning's Trainer that inherited methods read
+    fit_loop = LoopAttribute[FitLoopView]()
+    validate_loop = LoopAttribute[EvalLoopView]()
+    test_loop = LoopAttribute[EvalLoopView]()
+    predict_loop = LoopAttribute[PredictLoopView]()
+    _signal_connector: Signals  # type: ignore[assignment]
+    _checkpoint_connector: CheckpointConnector
+    _logger_connector: LoggerConnector
+    _accelerator_connector: Any = alias("engine.connector")
+    _data_connector: Any = alias("data.connector")
+    _session: Session = alias("_runner.session")
+    _loggers: list[Any] = alias("published.loggers", writable=True)
+
+    # attributes of Lightning's Trainer that our parts hold
+    scaler: LossScaler = alias("engine.gradients.scaler")
+    datamodule: LightningDataModule | None = alias("data.datamodule", writable=True)
+    should_stop: bool = alias("loop.limits.should_stop", writable=True)
+    check_val_every_n_epoch: int | None = alias("loop.limits.check_val_every_n_epoch", writable=True)
+    log_every_n_steps: int = alias("loop.limits.log_every_n_steps", writable=True)
+    val_check_batch: float | None = alias("loop.limits.val_check_batch", writable=True)
+    _val_check_time_interval: float | None = alias("loop.limits.val_check_seconds")
+    _last_val_time: float = alias("loop.limits.validated_at", writable=True)
+
+    # same values as Lightning's, but without a view in between, because every step reads them
+    global_step: int = alias("progress.optimizer_steps")
+    current_epoch: int = alias("progress.epoch")
+    is_last_batch: bool = alias("progress.is_last_batch")
+
+    def _set_window(self, batches: int) -> None:
+        loop = self.loop
+        if loop.forward_only not in loop.wrappers:  # StochasticWeightAveraging adds `forward_only` for its last epoch
+            arguments.check({"accumulate_grad_batches": batches})
+            self.engine.check_accumulation(batches or 1)
+        loop.window.batches = batches or 1
+
+    accumulate_grad_batches: int = alias("loop.window.batches").setter(_set_window)
+
+    @property
+    def _callback_connector(self) -> _CallbackConnector:  # type: ignore[override]
+        return _CallbackConnector(self)
+
+    @property
+    def device_ids(self) -> list[int]:
+        """The indices of this node's devices. (Lightning treats index 0 as a missing index.)"""
+        strategy = self.strategy
+        devices = strategy.parallel_devices if isinstance(strategy, ParallelStrategy) else [strategy.root_device]
+        return [device.index if device.index is not None else i for i, device in enumerate(devices or [])]
+
+    @property
+    def enable_validation(self) -> bool:
+        """Whether a fit validates. (Lightning ignores some kinds of ``validation_step`` set on an instance.)"""
+        if self.lightning_module is None or not self.limit_val_batches:
+            return False
+        return self.data.source(RunningStage.VALIDATING).is_defined() and overrides(
+            self.lightning_module, "validation_step"
+        )
+
+    @property
+    def active_metrics(self) -> MetricStore | None:
+        """The store that ``self.log`` currently writes to. None if nothing may be logged."""
+        stage = self.state.stage
+        if stage is _TRAINING:
+            return self.loop.metrics
+        if stage is None or stage is _PREDICTING:
+            return None
+        # not `eval_loops[stage]`: a RunningStage computes its hash in Python
+        for evaluated, loop in self.eval_loops.items():
+            if evaluated is stage:
+                return loop.metrics
+        return None
+
+    @property
+    def is_out_of_time(self) -> bool:
+        """Whether ``max_time`` has passed: a fit then stops because of the time, not because of its results."""
+        timer = find_callback(self.callbacks, Timer)
+        left = None if timer is None else timer.time_remaining()
+        return left is not None and left <= 0
+
+    def _teardown(self) -> None:
+        self.engine.teardown()
+
+
+def refuse_own_parts(trainer: TrainerBase) -> None:
+    """Raise an error if the Trainer has its own private methods or connectors, which would not run."""
+    kind = type(trainer)
+    own = [name for name, method in _METHODS.items() if getattr(kind, name) is not method]
+    own += [name for name, connector in _CONNECTORS.items() if not isinstance(getattr(trainer, name), connector)]
+    if own:
+        raise ConfigurationError(
+            f"Got a {kind.__qualname__} with its own {', '.join(own)}, expected a Trainer that keeps the private"
+            " methods and connectors: Lightning's do not run. Use hooks of the module or of a callback."
+        )

@@ -1,0 +1,224 @@
+"""Contents of a checkpoint: one ordered list of entries, each with the functions that save and load it.
+
+The keys are Lightning's; ``loops.amp_trainer`` holds the entries that Lightning's format lacks.
+
+=============================  =========================================================================================
+``epoch``, ``global_step``     For readers and file names. Not restored.
+``state_dict``                 The module.
+``DataModule``                 The datamodule, under the name of its class.
+``pytorch-lightning_version``  The installed version of Lightning. Not restored.
+``loops``                      The counters in Lightning's format, and the states of dataloaders that have one.
+``loops.amp_trainer``:
+``format``                     The version of the entries under ``amp_trainer``.
+``progress``                   The counters (``trainer.state.progress``).
+``awaited``                    Metrics that schedules monitor.
+``parameters``, ``dtypes``     Names and dtypes of each optimizer's parameters.
+``kinds``                      The classes of the optimizers and schedules that ``configure_optimizers`` returned.
+``processes``                  The state of each process (``trainer.checkpoint.process``).
+``callbacks``                  States of callbacks of this package.
+``order``                      The order of the training samples, to resume on another number of processes.
+``savers``                     When each ModelCheckpoint last saved.
+``rows``                       The position of each logger in its files.
+``callbacks``                  States of other callbacks: Lightning reads every callback's state here.
+``optimizer_states``           One for each optimizer.
+``lr_schedulers``              One for each schedule.
+``MixedPrecision``             The loss scaler, from the ScalerCheckpoint callback (``on_save_checkpoint``).
+``hyper_parameters`` ...       From ``save_hyperparameters``; may be objects.
+=============================  =========================================================================================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import lightning
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, StochasticWeightAveraging
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_info
+
+from trainer.common.traits import sees_each_save
+from trainer.checkpoint import loading as state
+from trainer.checkpoint.compact import packed
+from trainer.checkpoint.manifest import TRAINER_KEY
+from trainer.lightning import averaging
+from trainer.checkpoint import hparams
+from trainer.lightning import loop_state
+from trainer.checkpoint import model_checkpoints
+from trainer.lightning import resumed_settings
+from trainer.checkpoint import resuming
+from trainer.lightning import elastic_resume as elastic
+
+if TYPE_CHECKING:
+    from trainer.trainer import Trainer
+
+Checkpoint = dict[str, Any]
+Moment = Literal["set-up", "training"]
+
+
+class Entry(NamedTuple):
+    """An entry of a checkpoint.
+
+    Attributes:
+        key: the key of its value, with dots between nested keys. If "", the value is a dict that is merged into the
+            checkpoint.
+        save: returns the value, from the Trainer and the entries before it. None leaves the entry out.
+        load: restores the entry, from the Trainer and the checkpoint. Default: None, nothing is restored.
+        moment: when it is loaded: ``"set-up"``, before the strategy wraps the module (afterwards if the strategy shards
+            it); or ``"training"``, when the optimizers exist. Default: ``"set-up"``.
+        is_for_resuming: whether a checkpoint with weights only leaves it out. Default: True.
+    """
+
+    key: str
+    save: Callable[[Any, Checkpoint], Any] | None
+    load: Callable[[Any, Checkpoint], None] | None = None
+    moment: Moment = "set-up"
+    is_for_resuming: bool = True
+
+
+def dump(trainer: Trainer, *, weights_only: bool) -> Checkpoint:
+    """Return a checkpoint of the current state.
+
+    Args:
+        trainer: the Trainer.
+        weights_only: whether to leave out the entries that only a resumed run needs.
+    """
+    checkpoint: Checkpoint = {}
+    for entry in ENTRIES:
+        if entry.save is None or (weights_only and entry.is_for_resuming):
+            continue
+        if (value := entry.save(trainer, checkpoint)) is None:
+            continue
+        *path, key = entry.key.split(".")
+        owner = checkpoint
+        for name in path:
+            owner = owner.setdefault(name, {})
+        owner.update(value if not key else {key: value})
+    return checkpoint
+
+
+def load(trainer: Trainer, checkpoint: Checkpoint, moment: Moment) -> None:
+    """Restore the entries of one moment, in their order."""
+    for entry in ENTRIES:
+        if entry.load is not None and entry.moment == moment:
+            entry.load(trainer, checkpoint)
+
+
+def _trainer_entry(key: str, save: Callable[[Any, Checkpoint], Any], **more: Any) -> Entry:
+    return Entry(f"loops.{TRAINER_KEY}.{key}", save, **more)
+
+
+def _weights_entry(key: str, save: Callable[[Any, Checkpoint], Any], **more: Any) -> Entry:
+    return Entry(key, save, is_for_resuming=False, **more)
+
+
+def _load_weights(trainer: Trainer, checkpoint: Checkpoint) -> None:
+    weights = averaging.training_state(trainer, checkpoint)
+    trainer.engine.load_module_state(weights, strict=trainer.lightning_module.strict_loading)
+
+
+def _dump_datamodule(trainer: Trainer, _: Checkpoint) -> Checkpoint | None:
+    if (datamodule := trainer.datamodule) is None:
+        return None
+    with trainer.profiler.profile(f"[LightningDataModule]{type(datamodule).__name__}.state_dict"):
+        saved = datamodule.state_dict()
+    return {type(datamodule).__qualname__: saved} if saved else None
+
+
+def _load_datamodule(trainer: Trainer, checkpoint: Checkpoint) -> None:
+    if (datamodule := trainer.datamodule) is not None and type(datamodule).__qualname__ in checkpoint:
+        with trainer.profiler.profile(f"[LightningDataModule]{type(datamodule).__name__}.load_state_dict"):
+            datamodule.load_state_dict(checkpoint[type(datamodule).__qualname__])
+
+
+def _dump_loops(trainer: Trainer, _: Checkpoint) -> Checkpoint:
+    loops = loop_state.loops_of(trainer)
+    loops["fit_loop"]["state_dict"].update(trainer.data.state_dict())
+    return loops
+
+
+def _dump_parameters(trainer: Trainer, checkpoint: Checkpoint) -> list[list[str]]:
+    names = {name: name for name in checkpoint["state_dict"]}  # equal strings are written once
+    found = state.parameter_names(trainer.lightning_module, trainer.engine.optimizers)
+    return [[names.setdefault(name, name) for name in known] for known in found]
+
+
+def _dump_processes(trainer: Trainer, checkpoint: Checkpoint) -> list[Any]:
+    engine, own = trainer.engine, trainer.process.dump()
+    names = {name: name for name in checkpoint["state_dict"]}
+    return [packed(one, names) for one in ([own] if engine.saves_shards else engine.gather(own))]
+
+
+def _dump_callbacks(trainer: Trainer, _: Checkpoint, *, own: bool) -> Checkpoint:
+    callbacks = [callback for callback in trainer.callbacks if state.is_own_callback(callback) is own]
+    after = trainer._checkpoint_connector.savers_after()
+    states = ((callback.state_key, after.get(callback, callback).state_dict()) for callback in callbacks)
+    return {key: saved for key, saved in states if saved}
+
+
+def _load_callbacks(trainer: Trainer, checkpoint: Checkpoint) -> None:
+    """Restore the states of the callbacks.
+
+    ``EarlyStopping`` keeps the patience that the code sets. In an evaluation after a fit, ``ModelCheckpoint`` and
+    ``EarlyStopping`` keep the results of that fit.
+    """
+    keeps_results = trainer.state.fn is not TrainerFn.FITTING and trainer.progress.optimizer_steps > 0
+    kept = (ModelCheckpoint, EarlyStopping) if keeps_results else ()
+    callbacks = [callback for callback in trainer.callbacks if not isinstance(callback, kept)]
+    patience = {callback: callback.patience for callback in callbacks if isinstance(callback, EarlyStopping)}
+    state.restore_callbacks(trainer, checkpoint, callbacks)
+    for callback, given in patience.items():
+        if callback.patience != given:
+            rank_zero_info(f"EarlyStopping continues with patience={given}; the checkpoint has {callback.patience}.")
+            callback.patience = given
+
+
+def _load_schedules(trainer: Trainer, checkpoint: Checkpoint) -> None:
+    averages = any(isinstance(callback, StochasticWeightAveraging) for callback in trainer.callbacks)
+    state.restore_schedules(trainer, checkpoint, may_be_removed=averages)  # SWA continues with its own schedule
+
+
+def _call_save_hooks(trainer: Trainer, checkpoint: Checkpoint) -> None:
+    is_whole = "optimizer_states" in checkpoint
+    for callback in trainer.callbacks:
+        if is_whole or sees_each_save(callback):  # as in Lightning, others do not see a save of weights only
+            callback.on_save_checkpoint(trainer, trainer.lightning_module, checkpoint)
+    trainer.lightning_module.on_save_checkpoint(checkpoint)
+
+
+def _make_loadable(trainer: Trainer, checkpoint: Checkpoint) -> None:
+    hparams.make_loadable(checkpoint, trainer.lightning_module, trainer.datamodule)
+
+
+ENTRIES: tuple[Entry, ...] = (
+    # may change the entries that are loaded after it
+    Entry("", None, averaging.call_load_hook),
+    _weights_entry("epoch", lambda trainer, _: trainer.progress.epoch),
+    _weights_entry("global_step", lambda trainer, _: trainer.progress.optimizer_steps),
+    _weights_entry("state_dict", lambda trainer, _: trainer.engine.module_state(), load=_load_weights),
+    _weights_entry("", _dump_datamodule, load=_load_datamodule),
+    _weights_entry("pytorch-lightning_version", lambda *_: lightning.__version__),
+    _weights_entry("loops", _dump_loops),
+    _weights_entry(f"loops.{TRAINER_KEY}.format", lambda *_: state.FORMAT),
+    _weights_entry(f"loops.{TRAINER_KEY}.progress", lambda trainer, _: trainer.progress.state_dict()),
+    Entry("", None, partial(state.restore_progress, progress_from=loop_state.progress_from), "training"),
+    _trainer_entry("awaited", state.awaited_metrics),
+    _trainer_entry("parameters", _dump_parameters),
+    _trainer_entry("processes", _dump_processes),  # restored by ProcessState.load, after every `on_train_start`
+    _trainer_entry("dtypes", state.parameter_dtypes),
+    _trainer_entry("kinds", lambda trainer, _: trainer.engine.kinds),
+    _trainer_entry("callbacks", partial(_dump_callbacks, own=True)),
+    Entry("callbacks", partial(_dump_callbacks, own=False), _load_callbacks),
+    Entry("", None, resumed_settings.continue_settings, "training"),
+    Entry("optimizer_states", state.optimizer_states, state.restore_optimizers, "training"),
+    Entry("lr_schedulers", state.schedule_states, _load_schedules, "training"),
+    Entry("", None, resumed_settings.refuse_exceeded, "training"),
+    _weights_entry("", lambda trainer, _: hparams.hyper_parameters_of(trainer.lightning_module, trainer.datamodule)),
+    _weights_entry("", _call_save_hooks),
+    _trainer_entry("order", elastic.order_to_save),
+    _trainer_entry("savers", model_checkpoints.states_to_save, load=model_checkpoints.restore_states),
+    _trainer_entry("rows", resuming.places_to_save),
+    _weights_entry("", _make_loadable),  # after the hooks, which may change the hyperparameters
+)
+"""All entries, in the order in which they are saved and, at each moment, loaded."""

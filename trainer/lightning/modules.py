@@ -1,0 +1,341 @@
+"""Modules: check them, attach them to a Trainer, and call their hooks around a run through Lightning."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Container, Iterable, Set
+from contextlib import ExitStack, nullcontext
+from copy import deepcopy
+from functools import cache, partial
+from inspect import getsource
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary, ref
+
+from lightning.pytorch import Callback, LightningDataModule, LightningModule
+from lightning.pytorch.callbacks import (
+    EarlyStopping,
+    ModelCheckpoint,
+    StochasticWeightAveraging,
+    Timer,
+    WeightAveraging,
+)
+from lightning.pytorch.callbacks.early_stopping import EarlyStoppingReason
+from lightning.pytorch.loops.utilities import _verify_dataloader_idx_requirement
+from lightning.pytorch.trainer.call import _call_configure_model, _call_setup_hook, _call_teardown_hook
+from lightning.pytorch.trainer.configuration_validator import _verify_loop_configurations
+from lightning.pytorch.trainer.states import RunningStage, TrainerFn
+from lightning.pytorch.utilities.compile import _maybe_unwrap_optimized, _verify_strategy_supports_compile
+from torch import Tensor, nn
+from torch.amp import GradScaler
+from torch.optim import SGD, Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.swa_utils import AveragedModel
+from torch.utils.data import DataLoader
+from torchmetrics import Metric, SumMetric
+
+from trainer.arguments import refuse_other_package
+from trainer.callbacks.gradient_accumulation import GradientAccumulation
+from trainer.callbacks.gradient_clipping import GradientClipping
+from trainer.lightning import callback_order
+from trainer.lightning.loaders import DrawnLoaderSet, LoaderSet
+from trainer.checkpoint.optimizer_states import keep_dtypes, with_inner
+from trainer.common.parts import local
+from trainer.errors import ConfigurationError, join_first, warn
+from trainer.common.module_tree import parameters_of
+from trainer.common.packages import is_users_module
+from trainer.common.session import Session
+from trainer.metrics.metric_objects import state_names
+from trainer.state.snapshot import MAX_NUMBERS, STATELESS, UNLIMITED, Rules, Snapshot, memory_of
+from trainer.state.stopping import EarlyStop
+
+if TYPE_CHECKING:
+    from trainer.trainer import Trainer
+
+_BASES = {*LightningModule.__mro__, *LightningDataModule.__mro__}
+_FRAMEWORKS = sys.stdlib_module_names | {"lightning", "pytorch_lightning", "torch", "trainer"}
+_STATE = ("state_dict", "load_state_dict")
+_SAVED_BY_OTHERS = ("lightning.", "trainer.", "torch.distributed.")
+"""Packages with optimizers and schedules that wrap the Trainer's, or run collectives in ``state_dict``."""
+_OF_MODULES = frozenset(vars(LightningModule()))
+"""Attributes of a module that Lightning and torch set."""
+_OF_OPTIMIZERS = frozenset(vars(SGD([Tensor()])))
+"""Attributes of an optimizer that torch sets."""
+_OF_METRICS = _OF_MODULES | vars(SumMetric()).keys()
+"""Attributes of a metric object that torchmetrics and torch set, and the states of this one."""
+
+_WITH_RESULTS = (EarlyStopping, ModelCheckpoint, StochasticWeightAveraging, Timer, WeightAveraging)
+_FITS: WeakKeyDictionary[Callback, tuple[ref[Trainer], dict[str, Any], dict[str, Any]]] = WeakKeyDictionary()
+"""The Trainer of the last fit, and the attributes before the first fit and after the last one."""
+
+call_setup_hooks = _call_setup_hook
+configure_model = _call_configure_model
+call_teardown_hooks = _call_teardown_hook
+
+
+def attach(trainer: Trainer, model: Any) -> LightningModule:
+    """Make ``model`` the Trainer's module, or keep that of an earlier run if it is None. Return the module.
+
+    Args:
+        trainer: the Trainer.
+        model: a LightningModule, or the result of ``torch.compile`` for one. A fit does not accept None.
+
+    Raises:
+        ConfigurationError: if it is a module of another package.
+        TypeError: if it is not a LightningModule, or is None without an earlier run.
+    """
+    refuse_other_package("model", getattr(model, "_orig_mod", model))
+    fitting = trainer.state.fn is TrainerFn.FITTING
+    if model is None and not fitting and trainer.lightning_module is None:
+        raise TypeError(
+            f"`Trainer.{trainer.state.fn.value}()` requires a `LightningModule` when it hasn't been passed in a"
+            " previous run"
+        )
+    module = trainer.lightning_module if model is None and not fitting else _maybe_unwrap_optimized(model)
+    trainer.strategy._lightning_module = module
+    module.trainer = trainer
+    return module
+
+
+def verify(trainer: Trainer, module: LightningModule) -> None:
+    """Check that the module and the Trainer's settings are compatible, before the setup."""
+    _verify_strategy_supports_compile(module, trainer.strategy)
+    if trainer.state.fn is TrainerFn.FITTING and not module.automatic_optimization:
+        _refuse_automatic_parts(trainer)
+    _verify_loop_configurations(trainer)
+
+
+def _refuse_automatic_parts(trainer: Trainer) -> None:
+    """Refuse clipping and accumulation by the Trainer in manual optimization, where the module does them."""
+    clips = callback_order.find_callback(trainer.callbacks, GradientClipping) is not None
+    own = callback_order.find_callback(trainer.callbacks, GradientAccumulation)  # Lightning's refuses it itself
+    accumulates = max([trainer.accumulate_grad_batches] if own is None else own.schedule.values()) > 1
+    for is_used, what, instead in (
+        (clips, "gradient_clip_val, or GradientClipping,", "call `self.clip_gradients` before `optimizer.step()`"),
+        (accumulates, "accumulate_grad_batches, or its callback,", "step the optimizer after every N batches"),
+    ):
+        if is_used:
+            raise ConfigurationError(
+                f"Got {what} with manual optimization, expected neither. Remove it, and {instead} in `training_step`;"
+                " or use automatic optimization."
+            )
+
+
+def verify_dataloader_idx(module: LightningModule, name: str, stage: RunningStage, loaders: LoaderSet) -> None:
+    """Check that evaluation methods take ``dataloader_idx`` if, and only if, there are several dataloaders.
+
+    Args:
+        module: the module with the methods.
+        name: ``"validation"``, ``"test"`` or ``"predict"``.
+        stage: their stage, for the message.
+        loaders: the data of that stage.
+
+    Raises:
+        RuntimeError: if a method takes ``dataloader_idx`` with one dataloader, or lacks it with several.
+    """
+    several = loaders.is_sequential and len(loaders.limits) > 1
+    step, hooks = (f"{name}_step",), (f"on_{name}_batch_start", f"on_{name}_batch_end")
+    draws = isinstance(loaders, DrawnLoaderSet)  # drawn batches come with the index of their dataloader
+    _verify_dataloader_idx_requirement(step, several and not draws, stage, module)
+    _verify_dataloader_idx_requirement(hooks, several, stage, module)
+
+
+def warn_of_eval_mode(trainer: Trainer) -> None:
+    """Warn if parts of the module are in eval mode when training begins."""
+    trainer.fit_loop._warn_if_modules_in_eval_mode()
+
+
+def warn_of_gradient_hooks(trainer: Trainer) -> None:
+    """Warn of hooks on gradients of parameters and modules if losses are scaled: they run inside backward passes."""
+    scales = trainer.scaler.is_enabled() and any(map(parameters_of, trainer.optimizers))
+    if not (scales and trainer.engine.exposes_gradients):
+        return
+    module = trainer.lightning_module
+    hooked = [name for name, p in module.named_parameters() if p._backward_hooks or p._post_accumulate_grad_hooks]
+    hooked += [name or "the module" for name, m in module.named_modules() if m._backward_hooks or m._backward_pre_hooks]
+    if hooked:
+        warn(
+            f"Got hooks on the gradients of {join_first(hooked, 3)} with precision={trainer.precision!r}. Autograd"
+            " calls them inside the backward pass, when gradients are multiplied by the loss scale. Hooks that multiply"
+            " gradients, such as masks, work. Hooks that clip or log gradients or step an optimizer do not: use"
+            " gradient_clip_val or on_after_backward instead, or precision='bf16-mixed'."
+        )
+
+
+def set_up_profiler(trainer: Trainer, module: LightningModule) -> None:
+    """Set the module and the folder of the profiler."""
+    profiler: Any = trainer.profiler
+    profiler._lightning_module = module
+    rank = trainer.local_rank if trainer.world_size > 1 else None
+    profiler.setup(stage=trainer.state.fn, local_rank=rank, log_dir=trainer.log_dir)
+
+
+def snapshot_of(trainer: Trainer) -> Snapshot:
+    """Return the snapshot of the user's objects: changes from now on are part of a checkpoint."""
+    engine, module, datamodule = trainer.engine, trainer.lightning_module, trainer.datamodule
+    packages = {package_of(base) for one in (module, datamodule) for base in type(one).__mro__} - _FRAMEWORKS
+    users = frozenset({*packages, "torchmetrics"})
+    elsewhere = {*map(id, with_inner(trainer.optimizers)), *(id(one.scheduler) for one in trainer.lr_scheduler_configs)}
+
+    def ignored(value: Any) -> Container[str] | None:
+        kind: type = type(value)
+        if value is trainer:
+            return set(vars(trainer))
+        if not _is_searched(kind, users):
+            return None
+        if isinstance(value, Metric):
+            return _OF_METRICS - state_names(value)
+        if isinstance(value, Callback):
+            return assigned_by_bases(kind)
+        if isinstance(value, Optimizer):
+            return None if _defines(kind, _STATE, users) else _OF_OPTIMIZERS
+        return _OF_MODULES if isinstance(value, nn.Module) else frozenset()
+
+    def saves_itself(value: Any) -> bool:
+        kind: type = type(value)
+        is_torchs = isinstance(value, (Optimizer, LRScheduler, GradScaler))
+        if id(value) in elsewhere or isinstance(value, (Callback, LightningDataModule, DataLoader)):
+            return False
+        if is_torchs:
+            return engine.exposes_gradients and not kind.__module__.startswith(_SAVED_BY_OTHERS)
+        return _defines(kind, _STATE, users)
+
+    def load(value: Any, state: Any) -> None:
+        with keep_dtypes([value], [state], {}) if isinstance(value, Optimizer) else nullcontext():
+            value.load_state_dict(state)
+
+    averages = {
+        f"{callback.state_key}.{name}": value
+        for callback in trainer.callbacks
+        for name, value in vars(callback).items()
+        if isinstance(callback, WeightAveraging) and isinstance(value, AveragedModel)
+    }
+
+    def saved_elsewhere() -> Set[int]:
+        saved = [part for one in (module, *averages.values()) for part in (*one.parameters(), *one.buffers())]
+        return memory_of(map(local, saved))
+
+    rules = Rules(
+        ignored,
+        saves_itself,
+        load,
+        limit=lambda value: UNLIMITED if isinstance(value, Metric) else MAX_NUMBERS,
+        device=engine.device,
+        elsewhere=saved_elsewhere,
+        trained=lambda: memory_of(chain.from_iterable(map(parameters_of, trainer.optimizers))),
+        saves_states=not engine.gradients.are_parts,
+        saves_weights=engine.world_size == 1,
+        saves_buffers=engine.global_rank > 0,
+    )
+    roots: dict[str, Any] = {
+        "trainer": trainer,
+        "module": module,
+        "datamodule": datamodule,
+        **_by_key(trainer.callbacks),
+        **averages,
+    }
+    roots |= {f"optimizers.{number}": optimizer for number, optimizer in enumerate(trainer.optimizers)}
+    if engine.communication is not None:
+        roots |= {f"hooks.{number}": holder for number, holder in enumerate(engine.communication.holders)}
+    return Snapshot(roots, rules)
+
+
+def _by_key(callbacks: Iterable[Callback]) -> dict[str, Callback]:
+    """Return the callbacks by their keys, with a number if several have the same."""
+    keys = [callback.state_key for callback in callbacks]
+    count = {key: keys.count(key) for key in keys}
+    names = (f"{key} {keys[:place].count(key)} of {count[key]}" for place, key in enumerate(keys))
+    return dict(zip((n if count[k] > 1 else k for n, k in zip(names, keys, strict=True)), callbacks, strict=True))
+
+
+@cache
+def _is_searched(kind: type, packages: Set[str]) -> bool:
+    """Return whether the attributes of the objects of a class are part of a snapshot.
+
+    The class must be the user's, have a ``__dict__``, and have no bases in other packages with a state that the
+    framework does not know.
+    """
+    own, others = _bases(kind, packages)
+    return bool(own and kind.__dictoffset__ and all(map(_is_base, others)))
+
+
+@cache
+def _defines(kind: type, names: tuple[str, ...], packages: Set[str]) -> bool:
+    """Return whether the user's bases of a class define all methods."""
+    own, _ = _bases(kind, packages)
+    return all(any(name in vars(base) for base in own) for name in names)
+
+
+def _bases(kind: type, packages: Set[str]) -> tuple[list[type], set[type]]:
+    """Return the bases of a class that are the user's, and those of other packages, except the ones without a state."""
+    own = [base for base in kind.__mro__ if is_users_module(base.__module__) or package_of(base) in packages]
+    others = {base for base in kind.__mro__ if base not in own and not base.__module__.startswith("torch.distributed.")}
+    return own, others - STATELESS
+
+
+def package_of(kind: type) -> str:
+    """Return the top-level package of a class."""
+    return kind.__module__.partition(".")[0]
+
+
+def _is_base(kind: type) -> bool:
+    is_torchs = kind.__module__.startswith("torch.nn.") and issubclass(kind, nn.Module)
+    return is_torchs or kind in _BASES or issubclass(kind, (Callback, Optimizer))
+
+
+@cache
+def assigned_by_bases(kind: type) -> Set[str]:
+    """Return the attributes of a callback that its bases in Lightning and in this package assign, by their source."""
+    bases = [base for base in kind.__mro__ if package_of(base) in ("lightning", "pytorch_lightning", "trainer")]
+    targets = [re.findall(r"^ *(self\.[^=\n]*?) [-+*/|]?= ", getsource(base), re.MULTILINE) for base in bases]
+    return frozenset(name for target in chain(*targets) for name in re.findall(r"self\.(\w+)", target))
+
+
+def reset_results(trainer: Trainer, session: ExitStack) -> None:
+    """Reset the results of callbacks that the fit of another Trainer has used. Called when a fit starts.
+
+    Attributes that the user has set after that fit are kept.
+    """
+    for callback in trainer.callbacks:
+        if not isinstance(callback, _WITH_RESULTS):
+            continue
+        kind: type = type(callback)
+        own, names = vars(callback), assigned_by_bases(kind)
+        owner, first, last = _FITS.get(callback, (None, {}, {}))
+        if owner is None:
+            first = {name: deepcopy(value) for name, value in own.items() if name in names}
+        elif (is_timer := isinstance(callback, Timer)) or owner() is not trainer:  # each fit has its own time
+            changed = {name for name in first if is_timer or own.get(name) is last.get(name)}
+            own.update({name: deepcopy(first[name]) for name in changed})
+        _FITS[callback] = ref(trainer), first, {}
+        session.callback(partial(_note, callback, ref(trainer), first))
+
+
+def withdraw_early_stops(trainer: Trainer, session: Session) -> None:
+    """Make ``EarlyStopping`` withdraw a request if its metric recovers before ``min_epochs`` and ``min_steps`` are met.
+
+    ``trainer.should_stop = True`` of other code stays.
+    """
+    for callback in trainer.early_stopping_callbacks:
+        check = callback._run_early_stopping_check
+        session.replace(callback, "_run_early_stopping_check", partial(_check_again, callback, check))
+
+
+def _check_again(callback: EarlyStopping, check: Callable[[Trainer], None], trainer: Trainer) -> None:
+    limits, key = trainer.loop.limits, callback.state_key
+    before = limits.should_stop if limits.should_stop else EarlyStop.of(())
+    if not isinstance(before, EarlyStop) or callback.monitor not in trainer.callback_metrics:
+        check(trainer)
+        return
+    limits.should_stop = False
+    check(trainer)
+    stop = EarlyStop.of(before.callbacks | {key} if limits.should_stop else before.callbacks - {key})
+    limits.should_stop = bool(stop) if limits.may_stop() else stop
+    if key in before.callbacks - stop.callbacks:
+        callback.stopped_epoch, callback.stopping_reason_message = 0, None
+        callback.stopping_reason = EarlyStoppingReason.NOT_STOPPED
+
+
+def _note(callback: Callback, owner: ref[Trainer], first: dict[str, Any]) -> None:
+    _FITS[callback] = owner, first, dict(vars(callback))

@@ -1,0 +1,1 @@
+"""The training loop, its steps and their outcome. Start with ``trainer.loop.fit``."""

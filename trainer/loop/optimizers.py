@@ -1,0 +1,152 @@
+"""Create optimizers and schedules from the result of ``configure_optimizers``, and call ``optimizer_step``.
+
+This follows ``Strategy.setup_optimizers``, with two differences. Automatic optimization supports several optimizers,
+which all step on the gradients of one loss (for example one for matrices and one for other parameters). And the
+interval of a schedule may be ``"batch"``, which counts batches, while ``"step"`` counts weight updates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from lightning.pytorch import LightningModule
+from lightning.pytorch.core import optimizer as parsing
+from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult
+from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.trainer import call
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from trainer.loop.overrides import overrides
+from trainer.loop.optimizer_calls import needs_closure
+from trainer.errors import ConfigurationError, rank_zero_warn
+from trainer.common.module_tree import parameters_of
+
+if TYPE_CHECKING:
+    from trainer.trainer import Trainer
+
+
+class MultipleOptimizersError(ConfigurationError, RuntimeError):
+    """Raised for several optimizers that cannot share one loss.
+
+    It is also a RuntimeError, like Lightning's error for several optimizers.
+    """
+
+
+def set_up_optimizers(strategy: Strategy, trainer: Trainer) -> None:
+    """Create the optimizers and schedules of the strategy's module, and set them on the strategy.
+
+    Raises:
+        RuntimeError: if ``training_step`` takes an ``optimizer_idx``, as in Lightning 1.
+        MisconfigurationException: if the returned combination is unknown to Lightning.
+        ConfigurationError: if the returned list has no optimizer in automatic optimization (None is allowed), or a
+            ``frequency`` is below 1.
+        MultipleOptimizersError: if several optimizers in automatic optimization share a parameter, or evaluate the
+            loss.
+    """
+    module = strategy.lightning_module
+    assert module is not None
+    returned = call._call_lightning_module_hook(trainer, "configure_optimizers", pl_module=module)
+    if returned is None:
+        rank_zero_warn("`LightningModule.configure_optimizers` returned `None`, this fit will run with no optimizer")
+        returned = parsing._MockOptimizer()
+    optimizers, schedules, monitor = parsing._configure_optimizers(returned)
+    parsing._validate_multiple_optimizers_support(optimizers[:1], module)  # refuses `optimizer_idx`
+    if module.automatic_optimization and not optimizers:
+        raise ConfigurationError(
+            f"Got {returned!r} from {type(module).__name__}.configure_optimizers, expected at least one optimizer."
+            " Return None to run the training steps without any."
+        )
+    configs = (
+        _configure_schedules(schedules, monitor)
+        if module.automatic_optimization
+        else parsing._configure_schedulers_manual_opt(schedules)
+    )
+    parsing._validate_optimizers_attached(optimizers, configs)
+    parsing._validate_scheduler_api(configs, module)
+    if module.automatic_optimization and len(optimizers) > 1:
+        owns_step = overrides(module, "optimizer_step") or trainer.engine.override_of("optimizer_step") is not None
+        _check_several(module, optimizers, owns_step)
+    strategy.optimizers, strategy.lr_scheduler_configs = optimizers, configs
+    trainer.engine.kinds = kinds_of(optimizers, configs)
+
+
+def kinds_of(optimizers: list[Optimizer], configs: list[Any]) -> dict[str, list[str]]:
+    """Return the classes of the optimizers and of the schedules, which include those of the schedules inside them."""
+    parts = [[type(part).__name__ for part in nested_schedules(config.scheduler)] for config in configs]
+    schedules = [names or [type(config.scheduler).__name__] for names, config in zip(parts, configs, strict=True)]
+    return {"optimizer": [type(one).__name__ for one in optimizers], "schedule": [" of ".join(n) for n in schedules]}
+
+
+def nested_schedules(schedule: Any) -> Iterator[LRScheduler]:
+    """Iterate over a schedule and those inside it, such as the parts of a ``SequentialLR``."""
+    if isinstance(schedule, LRScheduler):
+        yield schedule
+        for value in vars(schedule).values():
+            for item in value if isinstance(value, (list, tuple)) else (value,):
+                yield from nested_schedules(item)
+
+
+def with_closure(optimizer_step: Callable[..., Any]) -> Callable[[int, int, Any, Callable[[], Tensor | None]], None]:
+    """Wrap ``LightningModule.optimizer_step`` so that its closure is Lightning's ``Closure``.
+
+    ``Closure`` returns the loss without its graph. If ``optimizer_step`` does not call it, a MisconfigurationException
+    is raised.
+    """
+
+    def step(epoch: int, batch_idx: int, optimizer: Any, evaluate: Callable[[], Tensor | None]) -> None:
+        closure = Closure(lambda: ClosureResult(evaluate()))
+        optimizer_step(epoch, batch_idx, optimizer, closure)
+        closure.consume_result()
+
+    return step
+
+
+def _configure_schedules(schedules: list[Any], monitor: str | None) -> list[Any]:
+    """Return Lightning's configs of the schedules. Its parsing rejects the interval ``"batch"``.
+
+    Raises:
+        ConfigurationError: if a ``frequency`` is not a whole number of at least 1, or a plateau schedule has the
+            interval ``"batch"``.
+    """
+    by_batch = [isinstance(schedule, dict) and schedule.get("interval") == "batch" for schedule in schedules]
+    known = [{**s, "interval": "step"} if special else s for s, special in zip(schedules, by_batch, strict=True)]
+    configs = parsing._configure_schedulers_automatic_opt(known, monitor)
+    for config, special in zip(configs, by_batch, strict=True):
+        if special and config.reduce_on_plateau:
+            raise ConfigurationError(
+                f"Got 'interval': 'batch' for the schedule {type(config.scheduler).__name__}, expected 'step' or"
+                " 'epoch': a plateau schedule reads its metric after an optimizer step or an epoch."
+            )
+        config.interval = "batch" if special else config.interval
+        if not hasattr(config.frequency, "__index__") or config.frequency < 1:
+            raise ConfigurationError(
+                f"Got 'frequency': {config.frequency!r} for the schedule {type(config.scheduler).__name__}, expected"
+                " a whole number of at least 1: the number of optimizer steps, epochs or batches between two scheduler"
+                " steps. Default: 1."
+            )
+    return configs
+
+
+def _check_several(module: LightningModule, optimizers: list[Optimizer], owns_step: bool) -> None:
+    """Refuse several optimizers of one loss if they share parameters, or if a step evaluates the loss itself."""
+    if owns_step or any(needs_closure(optimizer) for optimizer in optimizers):
+        raise MultipleOptimizersError(
+            "Training with multiple optimizers is only supported with manual optimization if a step evaluates the"
+            f" loss. Got {len(optimizers)} optimizers, with an `optimizer_step` or an optimizer that evaluates the"
+            " loss itself, expected one: each would run the batch again. Set `self.automatic_optimization = False`"
+            " and step them in `training_step`."
+        )
+    owners: dict[int, int] = {}
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    for index, optimizer in enumerate(optimizers):
+        for parameter in parameters_of(optimizer):
+            if owners.setdefault(id(parameter), index) != index:
+                raise MultipleOptimizersError(
+                    "Training with multiple optimizers is only supported with manual optimization if they share"
+                    f" parameters. Got {names.get(id(parameter), '?')!r} in optimizers {owners[id(parameter)]} and"
+                    f" {index}, expected each parameter in one of them: its gradient would be unscaled and clipped"
+                    " twice. Give it to one, or set `self.automatic_optimization = False`."
+                )

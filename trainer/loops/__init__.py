@@ -1,1 +1,0 @@
-"""The loops of a run and their parts. Start with ``trainer.loops.fit``."""

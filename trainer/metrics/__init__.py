@@ -1,0 +1,1 @@
+"""Logged values: reductions over steps and processes, and metric objects."""
