@@ -24,9 +24,9 @@ from recipes.language_model import LanguageModel
 from scripts._scale import kind_of
 from trainer import FSDP2Strategy, Trainer
 from trainer.cli.checks.fake_step import without_values
-from trainer.lightning.loader_set import DataSource
-from trainer.distributed.engine import LightningEngine
 from trainer.data.unpadded import Span
+from trainer.distributed.engine import LightningEngine
+from trainer.lightning.loader_set import DataSource
 
 TOKENS, VOCABULARY, MEASURED = 1024, 50304, 2
 """Tokens per batch; size of the vocabulary; index of the measured batch."""

@@ -13,10 +13,10 @@ from trainer import log_images, loggers
 from trainer.callbacks import RunRecorder
 from trainer.cli import tracking
 from trainer.cli.parsing import UsageError
-from trainer.lightning.defaults import in_opening_order
-from trainer.loggers.mlflow import MLFlow
 from trainer.errors import ConfigurationError
+from trainer.lightning.defaults import in_opening_order
 from trainer.loggers import LoggedRun, LoggerAdapter, adapter, adapter_class
+from trainer.loggers.mlflow import MLFlow
 from trainer.record.run_record import RunRecord, load_run
 
 

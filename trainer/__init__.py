@@ -20,12 +20,12 @@ if TYPE_CHECKING:
     from trainer.distributed.deepspeed_engine import DeepSpeedStrategy
     from trainer.distributed.fsdp import FSDP2Strategy
     from trainer.loggers.images import log_images
+    from trainer.module_weights import LoadedWeights, load_weights
     from trainer.precision import LossScaler, Precision
     from trainer.record.run_record import load_run
     from trainer.record.sweep_record import load_sweep
     from trainer.state.outcome import StepOutcome
     from trainer.trainer import Trainer
-    from trainer.module_weights import LoadedWeights, load_weights
 
 __all__ = [
     "CheckpointFiles",

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from trainer.checkpoint.weights import read
-from trainer.errors import ConfigurationError, join_first
 from trainer.common.module_tree import plain_name
+from trainer.errors import ConfigurationError, join_first
 from trainer.record.find_checkpoint import find_weights
 
 if TYPE_CHECKING:

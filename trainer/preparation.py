@@ -16,31 +16,31 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
-from trainer.common import traits
 from trainer.callbacks.gradient_clipping import GradientClipping
-from trainer.lightning import modules
-from trainer.lightning.loader_set import move_training_batch
-from trainer.lightning.defaults import build_clipping
-from trainer.lightning.loaders import DrawnLoaderSet, LoaderSet
-from trainer.metrics.logging import ModuleScope
-from trainer.loop.optimizers import with_closure
-from trainer.loop.overrides import overrides
-from trainer.lightning.profiling import Profiling
-from trainer.lightning.views import MonitoredMetrics
+from trainer.common import traits
+from trainer.common.module_tree import parameters_of
 from trainer.data.batches import NO_BATCHES, TrainingBatches, Transfer, identity
 from trainer.data.unpadded import Span
-from trainer.loop.module_calls import ModuleCalls
-from trainer.loop.optimizer_calls import has_own_zero_grad, needs_closure, takes_closure
 from trainer.errors import ConfigurationError, rank_zero_warn
+from trainer.lightning import modules
+from trainer.lightning.defaults import build_clipping
+from trainer.lightning.loader_set import move_training_batch
+from trainer.lightning.loaders import DrawnLoaderSet, LoaderSet
+from trainer.lightning.profiling import Profiling
+from trainer.lightning.views import MonitoredMetrics
 from trainer.loop.batch_path import NO_PATH, BatchPath, Clip, TrainingPath, TrainingWrapper, wrapped
 from trainer.loop.closures import ClosureOptimization
 from trainer.loop.evaluation import EvalLoop
 from trainer.loop.fit import FitLoop
 from trainer.loop.hooks import Hook, Hooks
 from trainer.loop.manual_optimization import ManualOptimization
+from trainer.loop.module_calls import ModuleCalls
+from trainer.loop.optimizer_calls import has_own_zero_grad, needs_closure, takes_closure
+from trainer.loop.optimizers import with_closure
+from trainer.loop.overrides import overrides
 from trainer.loop.own_batches import draw_in_evaluation, draw_in_fit
 from trainer.loop.schedules import Schedules
-from trainer.common.module_tree import parameters_of
+from trainer.metrics.logging import ModuleScope
 from trainer.state.progress import STARTED
 
 if TYPE_CHECKING:

@@ -25,14 +25,17 @@ from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.seed import isolate_rng
 
 from trainer import arguments
-from trainer.diagnosis import explanation as diagnosis
+from trainer.callbacks.gradient_accumulation import find_callback
+from trainer.checkpoint import hparams, model_checkpoints
+from trainer.checkpoint.checkpoint_io import order_removals
 from trainer.common import redaction
-from trainer.lightning import callback_order
-from trainer.lightning import defaults
-from trainer.checkpoint import hparams
-from trainer.checkpoint import model_checkpoints
-from trainer.lightning import modules
-from trainer.lightning import tuning
+from trainer.common.session import Session
+from trainer.data.prefetching import Prefetching
+from trainer.diagnosis import explanation as diagnosis
+from trainer.distributed.signals import Signals
+from trainer.distributed.stalls import StallWatch
+from trainer.errors import ConfigurationError, rank_zero_warn
+from trainer.lightning import callback_order, defaults, modules, tuning
 from trainer.lightning.averaging import (
     attach_averaging,
     defer_copies,
@@ -42,19 +45,13 @@ from trainer.lightning.averaging import (
 )
 from trainer.lightning.base_trainer import refuse_own_parts
 from trainer.lightning.checkpoint_connector import CheckpointConnector
-from trainer.checkpoint.checkpoint_io import order_removals
-from trainer.metrics.logging import attach_log
-from trainer.distributed.signals import Signals
-from trainer.data.prefetching import Prefetching
-from trainer.distributed.stalls import StallWatch
-from trainer.errors import ConfigurationError, rank_zero_warn
 from trainer.loop.closures import refuse_bare_steps
 from trainer.loop.manual_optimization import count_bare_steps
-from trainer.preparation import Preparation
-from trainer.record.measures import folder_of_reports, reason_without_updates
-from trainer.common.session import Session
+from trainer.metrics.logging import attach_log
 from trainer.metrics.metric_objects import add_tracked, update_counts
 from trainer.metrics.metrics import to_scalars
+from trainer.preparation import Preparation
+from trainer.record.measures import folder_of_reports, reason_without_updates
 
 if TYPE_CHECKING:
     from trainer.trainer import Trainer
@@ -349,7 +346,7 @@ class Run:
 
     def _default_max_epochs(self) -> int:
         limits = self._trainer.loop.limits
-        if limits.max_steps != -1 or callback_order.find_callback(self._trainer.callbacks, Timer) is not None:
+        if limits.max_steps != -1 or find_callback(self._trainer.callbacks, Timer) is not None:
             return -1
         if limits.max_epochs is None:
             rank_zero_warn(

@@ -25,35 +25,39 @@ from lightning.pytorch.utilities.enums import GradClipAlgorithmType
 from torch import Tensor
 
 from trainer import arguments
-from trainer.callbacks.gradient_accumulation import GradientAccumulation, batches_in
+from trainer import model_registry as registry
+from trainer.callbacks.gradient_accumulation import (
+    GradientAccumulation,
+    accumulation_schedule,
+    batches_in,
+    find_callback,
+)
 from trainer.callbacks.gradient_clipping import GradientClipping
 from trainer.checkpoint.plain import require_loadable
 from trainer.checkpoint.process import ProcessState
-from trainer.lightning import callback_order
-from trainer.lightning import defaults
-from trainer import model_registry as registry
+from trainer.distributed.engine import LightningEngine
+from trainer.distributed.signals import Signals
+from trainer.distributed.strategies import build_engine
+from trainer.errors import ConfigurationError
+from trainer.lightning import callback_order, defaults
 from trainer.lightning.averaging import training_weights
 from trainer.lightning.base_trainer import TrainerBase, with_lightning_signature
 from trainer.lightning.checkpoint_connector import CheckpointConnector, RolledBack
 from trainer.lightning.loader_set import DataSource
-from trainer.distributed.engine import LightningEngine
-from trainer.metrics.logging import LoggerConnector, no_log
-from trainer.distributed.signals import Signals
-from trainer.distributed.strategies import build_engine
-from trainer.trainer_arguments import defaults_from_environment, log_devices, registered_names
 from trainer.lightning.views import EvalLoopView, FitLoopView, PredictLoopView
-from trainer.errors import ConfigurationError
 from trainer.loop.accumulation import AccumulationWindow, count_windows
 from trainer.loop.evaluation import EvalLoop
 from trainer.loop.fit import FitLoop
+from trainer.metrics.logging import LoggerConnector, no_log
+from trainer.metrics.metrics import PublishedMetrics
+from trainer.module_weights import LoadedWeights
 from trainer.precision.base import Precision
 from trainer.precision.registry import resolve_precision
 from trainer.run import STAGES, Run
-from trainer.metrics.metrics import PublishedMetrics
 from trainer.state.outcome import StepOutcome
 from trainer.state.progress import FitProgress
 from trainer.state.stopping import StoppingConditions
-from trainer.module_weights import LoadedWeights
+from trainer.trainer_arguments import defaults_from_environment, log_devices, registered_names
 
 Plugin = CheckpointIO | ClusterEnvironment | LayerSync
 """The types of ``plugins``. A precision is not a plugin: use the argument ``precision``."""
@@ -221,7 +225,7 @@ class Trainer(TrainerBase):
         self.published.loggers = defaults.build_loggers(
             given["logger"], self._default_root_dir, fast_dev_run=bool(fast_dev_run)
         )
-        accumulation = callback_order.find_callback(self.callbacks, GradientAccumulation)
+        accumulation = find_callback(self.callbacks, GradientAccumulation)
         accumulation = accumulation or GradientAccumulation(accumulate_grad_batches or 1)
         shared: dict[str, Any] = {"engine": self.engine, "published": self.published}
         evaluation: dict[str, Any] = {"fit_progress": self.progress, "counts_once": not self.pad_evaluation}
@@ -243,7 +247,7 @@ class Trainer(TrainerBase):
             ),
         )
         self.engine.refuse(self.callbacks)
-        self.engine.check_accumulation(max(callback_order.accumulation_schedule(self).values()))
+        self.engine.check_accumulation(max(accumulation_schedule(self).values()))
         validation = EvalLoop("validation", **shared, **evaluation)
         self.eval_loops = {
             RunningStage.SANITY_CHECKING: validation,
@@ -456,7 +460,7 @@ class Trainer(TrainerBase):
     @property
     def gradient_clip_val(self) -> float | None:
         """The limit of the first GradientClipping callback, or None. Can be set between two runs; None: no clipping."""
-        clipping = callback_order.find_callback(self.callbacks, GradientClipping)
+        clipping = find_callback(self.callbacks, GradientClipping)
         return self._gradient_clip_val if clipping is None else clipping.limit
 
     @gradient_clip_val.setter
@@ -466,7 +470,7 @@ class Trainer(TrainerBase):
     @property
     def gradient_clip_algorithm(self) -> GradClipAlgorithmType | None:
         """``"norm"`` or ``"value"``; None, the default, means ``"norm"``. Can be set between two runs."""
-        clipping = callback_order.find_callback(self.callbacks, GradientClipping)
+        clipping = find_callback(self.callbacks, GradientClipping)
         is_from_argument = clipping is None or self._gradient_clip_val is not None
         algorithm = self._gradient_clip_algorithm if is_from_argument else clipping.algorithm
         return GradClipAlgorithmType(algorithm.lower()) if algorithm else None
@@ -487,7 +491,7 @@ class Trainer(TrainerBase):
         batches = 0 if loaders is None else loaders.num_batches()
         if batches == float("inf"):
             return float("inf") if loop.limits.max_steps == -1 else loop.limits.max_steps
-        schedule = callback_order.accumulation_schedule(self)
+        schedule = accumulation_schedule(self)
         sizes = (batches_in(schedule, epoch) for epoch in range(max(loop.limits.max_epochs, 1)))
         steps = count_windows(int(batches), sizes, loop.window.straddles_epochs)
         return steps if loop.limits.max_steps == -1 else min(steps, loop.limits.max_steps)
@@ -522,7 +526,7 @@ class Trainer(TrainerBase):
     def _set_clipping(self, limit: float | None, algorithm: str | None) -> None:
         self._gradient_clip_val, self._gradient_clip_algorithm = limit, algorithm
         new = defaults.build_clipping(limit, algorithm)
-        current = callback_order.find_callback(self.callbacks, GradientClipping)
+        current = find_callback(self.callbacks, GradientClipping)
         if new and current is not None:  # keep its other settings, such as `norm_type`
             current.max_norm, current.clip_value = new[0].max_norm, new[0].clip_value
             return

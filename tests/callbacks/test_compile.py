@@ -32,8 +32,8 @@ from tests.support import (
     train_by_hand,
 )
 from trainer.callbacks import Compile, RunRecorder
-from trainer.precision import compilation
 from trainer.errors import ConfigurationError
+from trainer.precision import compilation
 
 pytestmark = [
     # warning of Dynamo when it inspects its inputs

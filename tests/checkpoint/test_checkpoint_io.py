@@ -16,8 +16,8 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO
 
 from tests.support import Regression, loader_of, make_batches, make_trainer
 from trainer import CheckpointFiles
-from trainer.checkpoint import reading as files
 from trainer.checkpoint import folder_locks as folders
+from trainer.checkpoint import reading as files
 from trainer.errors import CheckpointError, CheckpointWriteError, ConfigurationError, FolderInUseError
 
 BATCHES = make_batches(4)

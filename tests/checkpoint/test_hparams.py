@@ -19,8 +19,8 @@ from omegaconf import Container, DictConfig, OmegaConf
 from tests.checkpoint.test_inert import KINDS, NOTED
 from tests.parity import Classifier, data, lightning, lightnings_noise_ignored
 from tests.support import make_trainer
-from trainer.common import redaction
 from trainer.checkpoint.plain_form import plain
+from trainer.common import redaction
 
 
 class Colour(enum.Enum):

@@ -12,8 +12,8 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
 from tests.parity import assert_same_weights
 from tests.support import Killed, KilledAt, Regression, loader_of, make_batches, make_trainer, momentum
-from trainer.checkpoint import reading as files
 from trainer.checkpoint import folder_locks as folders
+from trainer.checkpoint import reading as files
 from trainer.errors import ConfigurationError, FolderInUseError
 
 BATCHES = make_batches(4)

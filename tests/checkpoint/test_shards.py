@@ -19,9 +19,9 @@ from tests.support import Killed, Payload, Regression, assert_identical, loader_
 from trainer import CheckpointFiles
 from trainer.checkpoint import conversion, sharded_files, shards
 from trainer.checkpoint import reading as files
+from trainer.checkpoint.checkpoint_io import files_of
 from trainer.checkpoint.folder_locks import lock_folder
 from trainer.checkpoint.loading import TRAINER_KEY
-from trainer.checkpoint.checkpoint_io import files_of
 from trainer.errors import CheckpointError, CheckpointWriteError, ConfigurationError
 
 BATCHES = make_batches(4)

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from tests.cli.conftest import build, write
-from trainer.cli.parsing import UsageError
 from trainer.cli.folders import search_here
+from trainer.cli.parsing import UsageError
 from trainer.cli.walk import targets
 
 

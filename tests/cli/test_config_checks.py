@@ -11,8 +11,8 @@ import pytest
 
 from tests.cli.conftest import write
 from trainer.cli import main
-from trainer.cli.parsing import UsageError, read
 from trainer.cli.config_checks import validate
+from trainer.cli.parsing import UsageError, read
 
 
 def complaint(argv, capsys):

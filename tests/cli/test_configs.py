@@ -12,14 +12,14 @@ from tests.cli.conftest import write
 from tests.support import make_trainer
 from trainer.arguments import ACCELERATORS, ARGUMENTS, STRATEGIES
 from trainer.cli import main
-from trainer.cli.parsing import GROUPS_TO_ADD, Arguments, read
 from trainer.cli.commands import find, names
 from trainer.cli.compose import Composer
+from trainer.cli.config_checks import validate
 from trainer.cli.folders import packaged_conf
 from trainer.cli.keys import meanings, options
+from trainer.cli.parsing import GROUPS_TO_ADD, Arguments, read
 from trainer.cli.recipes import annotated
 from trainer.cli.targets import Allowlist
-from trainer.cli.config_checks import validate
 from trainer.precision.registry import PLUGINS
 
 DESCRIBED = ("precision", "trainer", "callbacks", "logger", "optimizer", "scheduler", "data")

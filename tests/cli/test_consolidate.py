@@ -14,8 +14,8 @@ from omegaconf import DictConfig
 from safetensors import SafetensorError
 from torch import nn
 
-from tests.checkpoint.test_shards import sealed_again, write
 from tests.checkpoint.test_checkpoint_io import flip
+from tests.checkpoint.test_shards import sealed_again, write
 from tests.support import Payload, Regression, adamw, assert_identical, loader_of, make_batches, make_net, make_trainer
 from trainer import CheckpointFiles
 from trainer.checkpoint import conversion, shards

@@ -12,8 +12,8 @@ from torch import nn
 
 from tests.cli.conftest import FILES, train
 from trainer.cli import main
-from trainer.cli.parsing import UsageError, read
 from trainer.cli.exported_graphs import inputs_of
+from trainer.cli.parsing import UsageError, read
 
 pytestmark = pytest.mark.filterwarnings("default")
 

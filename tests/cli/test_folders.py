@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from tests.cli.conftest import write
-from trainer.cli.parsing import Arguments, read
 from trainer.cli.compose import Composer
 from trainer.cli.folders import conf_folders, packaged_conf, search_here, user_conf
+from trainer.cli.parsing import Arguments, read
 
 # Finding a module is not running it: ours would import torch.
 USE_BOTH = """

@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import nn
 
-from trainer.cli.parsing import read
-from trainer.cli.fused import fused_on_cuda
-from trainer.cli.execution import assemble
-from trainer.cli.tune import plain
 from trainer.cli.config_checks import validate
+from trainer.cli.execution import assemble
+from trainer.cli.fused import fused_on_cuda
+from trainer.cli.parsing import read
+from trainer.cli.tune import plain
 
 ADAMW, SGD = partial(torch.optim.AdamW, lr=0.1), partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 

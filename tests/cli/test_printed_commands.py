@@ -16,12 +16,12 @@ import pytest
 
 from tests.cli.conftest import write
 from trainer.cli import main
-from trainer.cli.parsing import read
 from trainer.cli.checks import LoadedBatch, Recipe
 from trainer.cli.checks.first_look import bottleneck
 from trainer.cli.checks.steps import StepTime
-from trainer.cli.folders import PACKAGE
 from trainer.cli.config_checks import validate
+from trainer.cli.folders import PACKAGE
+from trainer.cli.parsing import read
 
 pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.whole]
 

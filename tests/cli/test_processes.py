@@ -3,10 +3,10 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from trainer.cli.parsing import Arguments, UsageError, read
 from trainer.cli.compose import Composer
-from trainer.cli.processes import clean_environment, is_first
 from trainer.cli.config_checks import validate
+from trainer.cli.parsing import Arguments, UsageError, read
+from trainer.cli.processes import clean_environment, is_first
 from trainer.cli.workdir import claim, quoted, resume_requeued_job
 from trainer.record.run_record import load_run
 

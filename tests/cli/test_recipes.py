@@ -8,8 +8,8 @@ import yaml
 from tests.cli.conftest import write
 from trainer.arguments import ARGUMENTS
 from trainer.cli import main
-from trainer.cli.parsing import read
 from trainer.cli.folders import packaged_conf
+from trainer.cli.parsing import read
 
 
 @pytest.fixture

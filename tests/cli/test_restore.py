@@ -11,9 +11,9 @@ from omegaconf import OmegaConf
 
 from tests.cli.conftest import write
 from trainer.cli import main, restore
+from trainer.cli.config_checks import validate
 from trainer.cli.parsing import UsageError, read
 from trainer.cli.report.selection import choose_subject
-from trainer.cli.config_checks import validate
 from trainer.cli.workdir import claim
 from trainer.record.find_checkpoint import checkpoints_in, find
 from trainer.record.run_record import load_run, read_json

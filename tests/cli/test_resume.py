@@ -7,8 +7,8 @@ import pytest
 
 from tests.cli.conftest import write
 from trainer.cli import main
-from trainer.cli.parsing import read
 from trainer.cli.config_checks import validate
+from trainer.cli.parsing import read
 from trainer.cli.workdir import claim
 from trainer.record.run_record import read_json
 

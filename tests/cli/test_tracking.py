@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from trainer.common import redaction
 from trainer.cli import main, tracking
-from trainer.cli.parsing import UsageError, read
 from trainer.cli.config_checks import validate
+from trainer.cli.parsing import UsageError, read
+from trainer.common import redaction
 from trainer.loggers import LoggedRun
 from trainer.record.run_record import read_json
 

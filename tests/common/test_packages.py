@@ -14,7 +14,7 @@ from packaging.requirements import Requirement
 
 from trainer.common import packages
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 OF_OTHERS = {"datasets", "mlflow", "timm"}
 """Packages that a page names and the project does not use."""

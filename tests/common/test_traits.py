@@ -11,8 +11,8 @@ from tests.callbacks.test_copies import ARGUMENTS, OURS
 from tests.parity import ours
 from tests.support import Regression, loader_of, make_batches, make_trainer
 from trainer.callbacks import FastSettings, GradientClipping, NonFiniteGuard, OverflowReport
-from trainer.common import traits
 from trainer.cli.tune.attempt import callbacks_that_stay
+from trainer.common import traits
 from trainer.errors import UnsupportedError
 
 

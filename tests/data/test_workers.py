@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
+from trainer.common.session import Session
 from trainer.data import workers
 from trainer.data.workers import SurviveSignals, guard_workers
-from trainer.common.session import Session
 
 
 def loader(**options):

@@ -12,8 +12,8 @@ from lightning.pytorch.utilities import rank_zero_only
 from tests.parity import QUIET, Learner, assert_agree, data, ours, run_both
 from trainer import Trainer
 from trainer.distributed.engine import LightningEngine
-from trainer.loop.gradients import Gradients
 from trainer.errors import ArgumentError, ConfigurationError, PrecisionError
+from trainer.loop.gradients import Gradients
 
 
 def named(value):

@@ -16,9 +16,9 @@ from tests.distributed.worker import Regression, samples
 from tests.support import loader_of, make_trainer, native_fp16, needs_deepspeed, needs_fsdp2
 from trainer import CheckpointFiles, DeepSpeedStrategy
 from trainer.callbacks import RollBackOnLossSpike
-from trainer.record.run_recorder import RunRecorder
 from trainer.distributed import stalls
 from trainer.distributed.stalls import RankState, missing_ranks
+from trainer.record.run_recorder import RunRecorder
 
 
 class Stuck(nn.Module):

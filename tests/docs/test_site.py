@@ -47,8 +47,8 @@ def test_contents_are_those_of_the_index(site):
 
 def test_files_are_shown(site):
     features = (site / "docs" / "features.html").read_text(encoding="utf-8")
-    assert 'href="../files/trainer/loops/fit.py.html"' in features
-    assert '<span class="nc" id="FitLoop">' in (site / "files/trainer/loops/fit.py.html").read_text(encoding="utf-8")
+    assert 'href="../files/trainer/loop/fit.py.html"' in features
+    assert '<span class="nc" id="FitLoop">' in (site / "files/trainer/loop/fit.py.html").read_text(encoding="utf-8")
     for page in site.glob("docs/**/*.html"):
         links = re.findall(r'href="(?:\.\./)+files/([^"#]+)#?([^"]*)"', page.read_text(encoding="utf-8"))
         for path, name in links:

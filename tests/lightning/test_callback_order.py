@@ -8,9 +8,9 @@ from lightning.pytorch import Callback, LightningDataModule
 from lightning.pytorch.callbacks import EarlyStopping, LambdaCallback, LearningRateFinder, ModelCheckpoint
 
 from tests.parity import Classifier, Learner, assert_agree, data, lightning, ours
+from trainer.errors import ConfigurationError
 from trainer.lightning.callback_order import sort_callbacks
 from trainer.loop.overrides import overrides
-from trainer.errors import ConfigurationError
 
 
 class Own(Callback):

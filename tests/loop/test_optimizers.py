@@ -17,8 +17,8 @@ from tests.support import (
     scaler_of,
     sgd,
 )
-from trainer.loop.optimizers import MultipleOptimizersError
 from trainer.errors import ConfigurationError
+from trainer.loop.optimizers import MultipleOptimizersError
 
 
 def halves(net):

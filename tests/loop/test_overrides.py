@@ -49,9 +49,9 @@ from tests.support import (
     train_by_hand,
 )
 from trainer import FSDP2Strategy
+from trainer.errors import PrecisionError, UnsupportedError
 from trainer.loop.optimizers import MultipleOptimizersError
 from trainer.loop.overrides import overridden
-from trainer.errors import PrecisionError, UnsupportedError
 from trainer.precision import Precision
 
 pytestmark = pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")  # of the resumed fit

@@ -10,8 +10,8 @@ from lightning.pytorch import LightningModule
 
 from tests.parity import Learner
 from tests.support import Regression, loader_of, make_batches, make_trainer
-from trainer.metrics.logging import ModuleLog, attach_log
 from trainer.common.session import Session
+from trainer.metrics.logging import ModuleLog, attach_log
 from trainer.metrics.metrics import MetricStore
 
 

@@ -23,8 +23,8 @@ from tests.support import (
     train_by_hand,
 )
 from trainer.callbacks import ActivationCheckpointing
-from trainer.errors import PrecisionError
 from trainer.common.module_tree import plain_name
+from trainer.errors import PrecisionError
 from trainer.precision import HalfPrecision, MixedPrecision, cpu_fp16
 from trainer.precision.cast_cache import loses_gradients
 from trainer.precision.fp32_modules import find_modules, in_float32, running_in_float32

@@ -11,8 +11,8 @@ from PIL import Image
 from torchmetrics.classification import MulticlassConfusionMatrix
 
 from tests.support import Regression, loader_of, make_batches, make_trainer
-from trainer.record.run_recorder import RunRecorder
 from trainer.record.figures import figures_of, write_confusion_matrix, write_pictures
+from trainer.record.run_recorder import RunRecorder
 
 COUNTS = torch.tensor([[3, 1], [0, 2]])
 

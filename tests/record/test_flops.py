@@ -7,9 +7,9 @@ from torch import nn
 from torch.nn.attention.flex_attention import flex_attention
 from torch.utils.checkpoint import checkpoint
 
+from trainer.common.session import Session
 from trainer.precision.compilation import CompiledForward
 from trainer.record.flops import PEAKS, FlopCounter, is_compiled, peak_flops
-from trainer.common.session import Session
 
 
 @pytest.mark.parametrize(

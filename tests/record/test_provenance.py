@@ -8,8 +8,7 @@ import time
 
 import pytest
 
-from trainer.common import machine
-from trainer.common import redaction
+from trainer.common import machine, redaction
 from trainer.record import provenance as module
 from trainer.record.provenance import environment
 

@@ -17,8 +17,8 @@ from lightning.pytorch.tuner import Tuner
 from tests.parity import Classifier, data
 from tests.support import Payload, make_trainer
 from trainer import Trainer
-from trainer.lightning import checkpoint_connector as checkpoints
 from trainer.errors import CheckpointError, UnsafeCheckpointError
+from trainer.lightning import checkpoint_connector as checkpoints
 
 pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step`")
 

@@ -10,8 +10,8 @@ from omegaconf import OmegaConf
 from tests.cli.conftest import write
 from tests.support import Regression, loader_of, make_batches, make_trainer
 from trainer.cli import main
-from trainer.cli.parsing import read
 from trainer.cli.config_checks import validate
+from trainer.cli.parsing import read
 from trainer.errors import ConfigurationError
 
 FIT = ["fit", "+recipe=line"]

@@ -5,8 +5,8 @@ import sys
 import pytest
 
 from tests.cli.conftest import write
-from trainer.common import redaction
 from trainer.cli import main
+from trainer.common import redaction
 
 SECRET = "hunter2-is-the-password"
 

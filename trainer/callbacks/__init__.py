@@ -26,14 +26,14 @@ if TYPE_CHECKING:
     from trainer.callbacks.scaler_checkpoint import ScalerCheckpoint
     from trainer.callbacks.throughput import Throughput
     from trainer.diagnosis.anomaly_detection import AnomalyDetection
+    from trainer.diagnosis.gradient_check import GradientCheck
     from trainer.diagnosis.nonfinite_guard import NonFiniteGuard
     from trainer.diagnosis.overflow_report import OverflowReport
     from trainer.diagnosis.roll_back_on_loss_spike import RollBackOnLossSpike
+    from trainer.diagnosis.sync_detector import SyncDetector
     from trainer.record.curves import Curves
     from trainer.record.run_recorder import RunRecorder
     from trainer.record.run_summary import RunSummary
-    from trainer.tools.gradient_check import GradientCheck
-    from trainer.tools.sync_detector import SyncDetector
 
 __all__ = [
     "ActivationCheckpointing",
@@ -69,7 +69,7 @@ _HOMES = {
     "Curves": "trainer.record.curves",
     "FastSettings": "trainer.callbacks.fast_settings",
     "GradientAccumulation": "trainer.callbacks.gradient_accumulation",
-    "GradientCheck": "trainer.tools.gradient_check",
+    "GradientCheck": "trainer.diagnosis.gradient_check",
     "GradientClipping": "trainer.callbacks.gradient_clipping",
     "LayerNorms": "trainer.callbacks.layer_norms",
     "NonFiniteGuard": "trainer.diagnosis.nonfinite_guard",
@@ -81,7 +81,7 @@ _HOMES = {
     "RunSummary": "trainer.record.run_summary",
     "ScaleMonitor": "trainer.callbacks.scale_monitor",
     "ScalerCheckpoint": "trainer.callbacks.scaler_checkpoint",
-    "SyncDetector": "trainer.tools.sync_detector",
+    "SyncDetector": "trainer.diagnosis.sync_detector",
     "Throughput": "trainer.callbacks.throughput",
 }
 

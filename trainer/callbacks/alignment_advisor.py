@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, NamedTuple
 from lightning.pytorch import Callback, LightningModule
 from torch import nn
 
+from trainer.common.module_tree import plain_class, plain_name
 from trainer.common.run_callback import refuse_other_trainers
 from trainer.errors import expect
-from trainer.common.module_tree import plain_class, plain_name
 from trainer.precision.devices import tensor_cores
 from trainer.precision.fp32_modules import running_in_float32
 

@@ -14,11 +14,11 @@ from torch import nn
 from torchmetrics import Metric, MetricCollection
 
 from trainer.callbacks.module_selection import ModulePattern, as_patterns, select_modules
-from trainer.common.run_callback import RunCallback
-from trainer.precision import compilation
-from trainer.errors import ConfigurationError, expect, warn
 from trainer.common.module_tree import has_forward, plain_class
+from trainer.common.run_callback import RunCallback
 from trainer.common.session import Session
+from trainer.errors import ConfigurationError, expect, warn
+from trainer.precision import compilation
 
 _USUAL_RECOMPILATIONS = 4
 """Usual number of recompilations of a function: with and without gradients, and when a size first varies."""

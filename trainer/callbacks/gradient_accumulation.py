@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 
 from trainer.errors import ConfigurationError, expect
+
+if TYPE_CHECKING:
+    from trainer.trainer import Trainer
 
 
 class GradientAccumulation(Callback):
@@ -57,3 +62,20 @@ class GradientAccumulation(Callback):
 def batches_in(schedule: Mapping[int, int], epoch: int) -> int:
     """Return the number of batches in a window of ``epoch``, by a schedule such as ``{0: 8, 10: 4}``."""
     return next((schedule[first] for first in sorted(schedule, reverse=True) if epoch >= first), 1)
+
+
+def find_callback(callbacks: Sequence[Any], kind: type) -> Any:
+    """Return the first of ``callbacks`` that is an instance of ``kind``, or None."""
+    return next((callback for callback in callbacks if isinstance(callback, kind)), None)
+
+
+def accumulation_schedule(trainer: Trainer) -> dict[int, int]:
+    """Return the number of batches in an accumulation window, keyed by the first epoch with this number.
+
+    The schedule is that of a callback, or the current ``accumulate_grad_batches`` if no callback sets it.
+    """
+    if (callback := find_callback(trainer.callbacks, GradientAccumulation)) is not None:
+        return dict(callback.schedule)
+    if (stock := find_callback(trainer.callbacks, GradientAccumulationScheduler)) is not None:
+        return dict(stock.scheduling)
+    return {0: trainer.accumulate_grad_batches}

@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from trainer.common.run_callback import refuse_other_trainers
-from trainer.loop.gradients import Gradients
 from trainer.errors import ConfigurationError, expect
+from trainer.loop.gradients import Gradients
 from trainer.state.outcome import StepOutcome
 
 if TYPE_CHECKING:

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from trainer.common.run_callback import RunCallback, refuse_other_trainers
-from trainer.loop.gradients import Gradients
 from trainer.errors import expect, is_count
+from trainer.loop.gradients import Gradients
 from trainer.precision.readback import Readback
 from trainer.state.outcome import StepOutcome
 

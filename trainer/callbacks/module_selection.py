@@ -7,8 +7,8 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
-from trainer.errors import ConfigurationError, did_you_mean
 from trainer.common.module_tree import has_forward, plain_class, plain_name
+from trainer.errors import ConfigurationError, did_you_mean
 
 ModulePattern = str | type[nn.Module]
 

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from trainer.common.run_callback import RunCallback, refuse_other_trainers
-from trainer.loop.gradients import Gradients, total_norm
 from trainer.errors import expect
+from trainer.loop.gradients import Gradients, total_norm
 from trainer.precision.underflow import Underflow, UnderflowProbe
 from trainer.state.outcome import StepOutcome
 

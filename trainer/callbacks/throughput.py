@@ -11,8 +11,8 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
-from trainer.data.samples import batch_size, tensors_in
 from trainer.common.module_tree import bytes_of, is_dense
+from trainer.data.samples import batch_size, tensors_in
 from trainer.precision.devices import synchronized_time
 from trainer.record.flops import FlopCounter, is_compiled, peak_flops
 from trainer.record.measures import data_parallel_size_of, tensor_cores_of

@@ -14,20 +14,21 @@ from typing import Any, Literal
 
 import torch
 from fsspec.core import url_to_fs  # type: ignore[import-untyped]
-from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-untyped]
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.fabric.utilities.cloud_io import _is_object_storage, get_filesystem
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.utilities.migration.utils import _pl_migrate_checkpoint
 
-from trainer.checkpoint import sharded_files
 from trainer.checkpoint import reading as files
+from trainer.checkpoint import sharded_files
 from trainer.checkpoint.host_copy import on_host
 from trainer.checkpoint.inert import allow_stand_ins
 from trainer.checkpoint.manifest import facts_of
-from trainer.errors import CheckpointError, CheckpointWriteError, ConfigurationError, expect, rank_zero_warn
+from trainer.common.files import local_path
 from trainer.common.session import Session
+from trainer.errors import CheckpointError, CheckpointWriteError, ConfigurationError, expect, rank_zero_warn
 
 _LAUNCHER_FILE = ".temp.ckpt"  # file that Lightning's launchers use to return weights to the main process
 
@@ -36,6 +37,8 @@ _LIGHTNING_METHODS = {
 }
 
 Identity = tuple[int, int, int]
+
+VERSION_KEY = "pytorch-lightning_version"
 
 
 class CheckpointFiles(TorchCheckpointIO):
@@ -425,12 +428,6 @@ def without_objects(strategy: Strategy, path: str | Path) -> Iterator[None]:
         yield
 
 
-def local_path(path: str | Path) -> Path | None:
-    """Return ``path`` in the local file system. None for a remote path."""
-    file_system, place = url_to_fs(str(path))
-    return Path(place) if isinstance(file_system, LocalFileSystem) else None
-
-
 def _name(path: str | Path) -> str:
     """Return the canonical name of a file. A link is not resolved."""
     local = local_path(path)
@@ -469,3 +466,9 @@ def _upload(save: Callable[[Any], None], path: str | Path, facts: dict[str, Any]
         else:
             with file_system.open(place, "wb") as file:
                 file.write(buffer.getbuffer())
+
+
+def up_to_date(checkpoint: dict[str, Any], path: str | Path) -> dict[str, Any]:
+    """Migrate ``checkpoint`` in place to the format of the installed Lightning, if an older version wrote it."""
+    is_lightnings = isinstance(checkpoint, dict) and VERSION_KEY in checkpoint
+    return _pl_migrate_checkpoint(checkpoint, path) if is_lightnings else checkpoint

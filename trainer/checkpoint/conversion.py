@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainer.checkpoint import sharded_files, shards
-from trainer.checkpoint import reading as files
 from trainer.checkpoint import loading as state
+from trainer.checkpoint import reading as files
+from trainer.checkpoint import sharded_files, shards
 from trainer.checkpoint.inert import PLACES, StandIn, load_inert
 from trainer.checkpoint.manifest import facts_of
 from trainer.checkpoint.weights import read as read_weights

@@ -14,10 +14,10 @@ from lightning.pytorch.loggers.utilities import _log_hyperparams
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.parsing import clean_namespace
 
-from trainer.common import redaction
 from trainer.checkpoint.inert import refusal
 from trainer.checkpoint.plain import name_of, plain_numbers
 from trainer.checkpoint.plain_form import is_config, plain, plain_dict, resolved
+from trainer.common import redaction
 from trainer.errors import join_first, rank_zero_warn
 from trainer.loggers import adapter
 

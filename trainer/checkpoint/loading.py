@@ -19,10 +19,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from trainer.common import redaction
 from trainer.checkpoint.compact import unpacked
 from trainer.checkpoint.manifest import TRAINER_KEY as TRAINER_KEY
 from trainer.checkpoint.optimizer_states import keep_dtypes, keep_sharing, unsaved_inner
+from trainer.common import redaction
+from trainer.common.module_tree import parameters_of, plain_name
 from trainer.errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -33,7 +34,6 @@ from trainer.errors import (
     refuse_inexact,
     warn,
 )
-from trainer.common.module_tree import parameters_of, plain_name
 from trainer.metrics.metric_objects import MetricObjects, reset
 from trainer.state.progress import EPOCH_ENDED
 from trainer.state.snapshot import selected

@@ -29,11 +29,12 @@ from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
-from trainer.checkpoint.reading import EXTENSION
+from trainer.checkpoint.checkpoint_io import files_of
 from trainer.checkpoint.folder_locks import LOCK, describe_owner, lock_folder
 from trainer.checkpoint.loading import TRAINER_KEY
+from trainer.checkpoint.reading import EXTENSION
 from trainer.common import cluster
-from trainer.checkpoint.checkpoint_io import files_of, local_path
+from trainer.common.files import local_path
 from trainer.common.session import Session
 from trainer.state.progress import TRAINED
 

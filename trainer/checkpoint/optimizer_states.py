@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from trainer.distributed.sharding.state_dicts import spread
 from trainer.common.module_tree import parameters_of
+from trainer.common.parts import spread
 
 SavedDtypes = Mapping[Tensor, torch.dtype]
 """Dtype of each parameter when the checkpoint was saved."""

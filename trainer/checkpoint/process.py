@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torch import Tensor, nn
 
 from trainer.checkpoint.host_copy import on_host
+from trainer.common.module_tree import parameters_of
+from trainer.errors import join_first, rank_zero_warn, refuse_inexact, warn
 from trainer.loop.gradients import Gradients
 from trainer.loop.optimizer_calls import has_own_zero_grad, needs_closure
-from trainer.errors import join_first, rank_zero_warn, refuse_inexact, warn
-from trainer.common.module_tree import parameters_of
-from trainer.state import random_states
 from trainer.metrics.metric_objects import MetricObjects, tracked_in
 from trainer.metrics.metrics import MetricStore, moved, shared_among
+from trainer.state import random_states
 from trainer.state.outcome import StepOutcome
 from trainer.state.progress import EPOCH_ENDED, STARTED, VALIDATING
 from trainer.state.random_states import State

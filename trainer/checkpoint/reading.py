@@ -31,8 +31,8 @@ from typing import Any, BinaryIO
 
 from trainer.checkpoint import sharded_files
 from trainer.checkpoint.manifest import FORMAT, PART, Manifest
-from trainer.errors import CheckpointError, CheckpointNotFoundError, CheckpointWriteError, warn
 from trainer.common.files import replacing, sync_folder
+from trainer.errors import CheckpointError, CheckpointNotFoundError, CheckpointWriteError, warn
 
 EXTENSION = ".ckpt"
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})

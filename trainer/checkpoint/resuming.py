@@ -11,18 +11,19 @@ from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.utilities import rank_zero_info
 
-from trainer.checkpoint import reading as files
 from trainer.checkpoint import loading as checkpoints
+from trainer.checkpoint import reading as files
+from trainer.checkpoint.checkpoint_io import wait_for_saves
 from trainer.checkpoint.folder_locks import lock_folder
 from trainer.checkpoint.inert import load_inert
 from trainer.checkpoint.loading import TRAINER_KEY
-from trainer.checkpoint.sharded_files import STATE
-from trainer.checkpoint.checkpoint_io import local_path, wait_for_saves
-from trainer.loggers.numbered import CSV
 from trainer.checkpoint.model_checkpoints import allow_removal, folders_of, folders_with_files, on_first_rank
+from trainer.checkpoint.sharded_files import STATE
+from trainer.common.files import local_path
+from trainer.common.session import Session
 from trainer.errors import ConfigurationError, rank_zero_warn
 from trainer.loggers import adapter
-from trainer.common.session import Session
+from trainer.loggers.numbered import CSV
 
 if TYPE_CHECKING:
     from trainer.trainer import Trainer

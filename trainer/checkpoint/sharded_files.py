@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import Any
 
 from trainer.checkpoint.manifest import FORMAT, PART, Manifest
-from trainer.errors import CheckpointError
 from trainer.common.files import sync_folder
+from trainer.errors import CheckpointError
 
 MANIFEST = "manifest.json"
 """Name of the file with the hashes of the other files."""

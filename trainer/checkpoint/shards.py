@@ -45,10 +45,10 @@ from torch.distributed.tensor import DTensor
 
 from trainer.checkpoint import sharded_files
 from trainer.checkpoint import zero_files as zero
-from trainer.checkpoint.reading import CountingStream, make_folder
 from trainer.checkpoint.host_copy import is_plain
 from trainer.checkpoint.inert import load_inert
 from trainer.checkpoint.manifest import TRAINER_KEY, Manifest
+from trainer.checkpoint.reading import CountingStream, make_folder
 from trainer.checkpoint.sharded_files import MANIFEST, STATE
 from trainer.errors import CheckpointError
 from trainer.state.containers import KeyPath, mapped

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from trainer.common import packages
-from trainer.checkpoint import reading as files
 from trainer.checkpoint import loading as state
+from trainer.checkpoint import reading as files
 from trainer.checkpoint.inert import load_inert
+from trainer.common import packages
 from trainer.errors import CheckpointError, ConfigurationError
 
 if TYPE_CHECKING:

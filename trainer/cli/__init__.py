@@ -18,11 +18,11 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from trainer.cli import commands
-from trainer.cli.parsing import Arguments, UsageError, read
 from trainer.cli.folders import search_here
+from trainer.cli.parsing import Arguments, UsageError, read
 from trainer.cli.processes import DEBUG, environment, started_as
-from trainer.errors import ConfigurationError
 from trainer.common.terminal import PROGRAM, QUIET, command_line
+from trainer.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -143,8 +143,8 @@ def _call_hydra(
 
     from trainer.cli import failure
     from trainer.cli.compose import CONFIG_NAME, VERSION_BASE
-    from trainer.cli.folders import packaged_conf
     from trainer.cli.execution import task
+    from trainer.cli.folders import packaged_conf
     from trainer.cli.sweep.jobs import SWEPT
 
     try:

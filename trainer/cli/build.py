@@ -17,8 +17,8 @@ from shlex import quote
 from typing import Any
 
 from trainer.arguments import describe
-from trainer.cli.parsing import UsageError
 from trainer.cli.failure import is_about_settings
+from trainer.cli.parsing import UsageError
 from trainer.cli.processes import environment
 from trainer.cli.schema import TEXT_ADVICE, accepted_by_hint, mistake
 from trainer.cli.targets import PACKAGES, Allowlist

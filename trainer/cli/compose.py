@@ -33,12 +33,12 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from yaml import YAMLError  # type: ignore[import-untyped]
 
-from trainer.common import redaction
 from trainer.cli import plugins
-from trainer.cli.parsing import GROUPS_TO_ADD, Arguments, UsageError
 from trainer.cli.folders import packaged_conf, user_conf
+from trainer.cli.parsing import GROUPS_TO_ADD, Arguments, UsageError
 from trainer.cli.processes import is_first
 from trainer.cli.schema import SETTINGS, TrainerSettings
+from trainer.common import redaction
 from trainer.errors import did_you_mean
 
 CONFIG_NAME = "amp_trainer"

@@ -19,7 +19,6 @@ from omegaconf.errors import OmegaConfBaseException
 
 from trainer.arguments import SWITCH, WHOLE, Kind, describe
 from trainer.cli import plugins, tracking
-from trainer.cli.parsing import GROUPS_TO_ADD, Arguments, UsageError, canonical_precisions
 from trainer.cli.compose import (
     ADVICE_ON_DEFAULTS,
     CONFIG_NAME,
@@ -32,6 +31,7 @@ from trainer.cli.compose import (
 from trainer.cli.folders import packaged_conf
 from trainer.cli.keys import options
 from trainer.cli.objective import Objective
+from trainer.cli.parsing import GROUPS_TO_ADD, Arguments, UsageError, canonical_precisions
 from trainer.cli.processes import environment
 from trainer.cli.restore import recipe_of, saved_config
 from trainer.cli.schema import (
@@ -44,9 +44,9 @@ from trainer.cli.schema import (
 from trainer.cli.targets import Allowlist
 from trainer.cli.walk import walk
 from trainer.cli.workdir import path_override, quoted, sweeps
+from trainer.common.terminal import command_line
 from trainer.errors import did_you_mean
 from trainer.record.find_checkpoint import checkpoints_in, find, find_weights, is_checkpoint_folder, run_of
-from trainer.common.terminal import command_line
 
 _MOST_JOBS = 50
 """Largest number of jobs of a sweep that are composed and checked before the first one starts, at 0.1 s per job."""

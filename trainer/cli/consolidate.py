@@ -11,9 +11,9 @@ from pathlib import Path
 
 from trainer.checkpoint.sharded_files import MANIFEST
 from trainer.cli.parsing import Arguments, UsageError
+from trainer.common.terminal import command_line
 from trainer.errors import CheckpointError, CheckpointWriteError
 from trainer.record.find_checkpoint import is_checkpoint_folder
-from trainer.common.terminal import command_line
 
 
 def command(arguments: Arguments) -> int:

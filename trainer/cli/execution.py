@@ -15,27 +15,26 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from trainer.common import packages
-from trainer.common import redaction
 from trainer.cli import failure, tracking
-from trainer.cli.parsing import UsageError
 from trainer.cli.build import check, make
 from trainer.cli.compose import resolve
 from trainer.cli.folders import merge_recipes
 from trainer.cli.objective import choose, monitored, not_logged
+from trainer.cli.parsing import UsageError
 from trainer.cli.processes import end_with_parent, imports_only, is_first
 from trainer.cli.restore import recipe_of
 from trainer.cli.run_warnings import log_warnings
 from trainer.cli.targets import Allowlist
 from trainer.cli.workdir import resume_command, unresolved_words, words_of_run
-from trainer.errors import ConfigurationError, FolderInUseError, TrainerError, memory_at
+from trainer.common import packages, redaction
 from trainer.common.files import from_here
+from trainer.common.terminal import command_line, is_quiet
+from trainer.errors import ConfigurationError, FolderInUseError, TrainerError, memory_at
 from trainer.loggers import LoggedRun
 from trainer.record.find_checkpoint import checkpoints_in, run_of
 from trainer.record.provenance import environment
 from trainer.record.run_record import SUCCESSFUL, RunRecord, read_json
 from trainer.record.sweep_record import worth_showing
-from trainer.common.terminal import command_line, is_quiet
 
 if TYPE_CHECKING:
     from trainer.trainer import Trainer

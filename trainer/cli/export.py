@@ -9,9 +9,9 @@ from __future__ import annotations
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from trainer.common import packages
-from trainer.cli.parsing import Arguments, UsageError
 from trainer.cli.consolidate import check_new, run_conversion
+from trainer.cli.parsing import Arguments, UsageError
+from trainer.common import packages
 from trainer.errors import TrainerError
 from trainer.record.find_checkpoint import find
 
@@ -72,15 +72,15 @@ def _weights(checkpoint: Path, file: Path, prefix: str) -> int:
 
 def _graph(arguments: Arguments, file: Path) -> int:
     from trainer.cli import failure, restore
-    from trainer.cli.tune import plain
     from trainer.cli.config_checks import validate
+    from trainer.cli.tune import plain
 
     restore.apply(arguments)
     config = validate(arguments)
     if config.ckpt_path is None:
         raise UsageError("export got no checkpoint, expected ckpt=RUN: the folder of a run, or a checkpoint in it.")
-    from trainer.cli.exported_graphs import export
     from trainer.cli.execution import assemble
+    from trainer.cli.exported_graphs import export
 
     with TemporaryDirectory() as folder:
         settings = plain(config, Path(folder))

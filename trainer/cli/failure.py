@@ -15,10 +15,11 @@ import traceback
 from pathlib import Path
 from types import TracebackType
 
-from trainer.common import packages
-from trainer.common import redaction
 from trainer.cli.folders import PACKAGE
 from trainer.cli.processes import is_debug, is_first, rank
+from trainer.common import packages, redaction
+from trainer.common.files import from_here
+from trainer.common.packages import is_users_file
 from trainer.errors import (
     ConfigurationError,
     FolderInUseError,
@@ -28,8 +29,6 @@ from trainer.errors import (
     UnsafeCheckpointError,
     is_out_of_memory,
 )
-from trainer.common.files import from_here
-from trainer.common.packages import is_users_file
 
 log = logging.getLogger(__name__)
 

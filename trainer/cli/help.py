@@ -8,10 +8,10 @@ from collections.abc import Sequence
 import trainer
 from trainer.arguments import describe
 from trainer.cli import commands
-from trainer.cli.parsing import FLAGS, GROUPS_TO_ADD, Arguments
 from trainer.cli.keys import meanings, options
-from trainer.record.provenance import version_of
+from trainer.cli.parsing import FLAGS, GROUPS_TO_ADD, Arguments
 from trainer.common.terminal import command_line, program
+from trainer.record.provenance import version_of
 
 _GROUPS_OF_COMMANDS = ("Train", "Use a trained model", "Inspect")
 """Titles of groups in the order of the first screen."""

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 import yaml  # type: ignore[import-untyped]
 
-from trainer.cli.parsing import GROUPS_TO_ADD
 from trainer.cli.failure import printable
 from trainer.cli.folders import conf_folders
+from trainer.cli.parsing import GROUPS_TO_ADD
 from trainer.cli.schema import SETTINGS
 
 if TYPE_CHECKING:

@@ -15,9 +15,9 @@ from typing import NamedTuple
 
 from trainer.cli import commands
 from trainer.cli.folders import conf_folders
+from trainer.common.terminal import command_line
 from trainer.errors import ConfigurationError, did_you_mean
 from trainer.precision.names import match
-from trainer.common.terminal import command_line
 
 GROUPS_TO_ADD = ("recipe", "debug", "sweep")
 """Config groups that are not in the default config. Hydra requires a ``+`` before them; here it is optional."""

@@ -11,9 +11,9 @@ from typing import Any
 from hydra.core.config_store import ConfigStore
 from hydra.core.plugins import Plugins
 
-from trainer.common import packages
-from trainer.cli.parsing import UsageError
 from trainer.cli.folders import packaged_conf
+from trainer.cli.parsing import UsageError
+from trainer.common import packages
 
 SUBMITIT_PREFIX = "hydra_plugins.hydra_submitit_launcher."
 """Prefix of the targets of launchers that run jobs on other machines."""

@@ -10,13 +10,13 @@ from typing import Any
 
 import yaml  # type: ignore[import-untyped]
 
-from trainer.cli.parsing import Arguments, UsageError, quoted_options
 from trainer.cli.folders import packaged_conf
 from trainer.cli.keys import description, heading, meanings, options
+from trainer.cli.parsing import Arguments, UsageError, quoted_options
 from trainer.cli.schema import SETTINGS
-from trainer.errors import did_you_mean
 from trainer.common.files import from_here
 from trainer.common.terminal import command_line, program
+from trainer.errors import did_you_mean
 
 _REFERENCE = re.compile(r"\$\{([\w.]+)\}")
 _COLUMN = 44

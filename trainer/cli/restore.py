@@ -16,15 +16,15 @@ from typing import Any
 import yaml  # type: ignore[import-untyped]
 from hydra.core.config_store import ConfigStore
 
-from trainer.cli.parsing import Arguments, UsageError
 from trainer.cli.compose import CONFIG_NAME, RESTORED, Composer
 from trainer.cli.failure import printable
 from trainer.cli.folders import packaged_conf
+from trainer.cli.parsing import Arguments, UsageError
 from trainer.cli.processes import is_first
 from trainer.cli.workdir import path_override, quoted
+from trainer.common.terminal import command_line, is_quiet
 from trainer.record.find_checkpoint import CONFIG, find, run_of
 from trainer.record.run_record import load_run
-from trainer.common.terminal import command_line, is_quiet
 
 _NOT_RESTORED = ("allowed_packages", "defaults", "hydra", "ckpt", "ckpt_path", "weights", "resume")
 """Keys of a saved config that are ignored."""

@@ -27,11 +27,11 @@ from typing import Any
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 
-from trainer.common import packages
 from trainer.arguments import describe
 from trainer.cli.parsing import UsageError
 from trainer.cli.walk import Entry, targets, walk
 from trainer.cli.workdir import unresolved_words
+from trainer.common import packages
 from trainer.errors import did_you_mean
 
 PACKAGES = ("lightning", "recipes", "torch", "torchmetrics", "torchvision", "trainer")

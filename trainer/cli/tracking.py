@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from trainer.common import redaction
 from trainer.cli.parsing import UsageError
 from trainer.cli.processes import is_first
+from trainer.common import redaction
 from trainer.errors import ConfigurationError
 from trainer.loggers import LoggedRun, adapter_class, adapter_classes
 

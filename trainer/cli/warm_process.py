@@ -51,9 +51,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import IO, Any, NoReturn, Protocol
 
-from trainer.common import packages
 from trainer.cli.folders import PACKAGE, merge_recipes
 from trainer.cli.processes import PARENT
+from trainer.common import packages
 
 MAX_DESCRIPTORS = 100
 """Maximum number of open files that a program inherits."""

@@ -16,14 +16,14 @@ from hydra.core.override_parser.types import Quote, QuotedString
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from trainer.cli.parsing import OWN_FLAGS, Arguments, UsageError
 from trainer.cli.compose import CONFIG_NAME, RESTORED
 from trainer.cli.failure import forget_last
 from trainer.cli.folders import packaged_conf
+from trainer.cli.parsing import OWN_FLAGS, Arguments, UsageError
 from trainer.cli.processes import broadcast_folder, is_first, slurm_step, under_torchrun
+from trainer.common.terminal import command_line, is_quiet
 from trainer.record.find_checkpoint import run_of
 from trainer.record.run_record import RUN
-from trainer.common.terminal import command_line, is_quiet
 
 _EVALUATIONS = ("validate", "test", "predict")
 _DEFAULT_FOLDER = "outputs/${oc.select:name,"

@@ -67,3 +67,12 @@ def sync_folder(folder: Path) -> None:
 def from_here(path: Path) -> Path:
     """Return ``path`` relative to the working directory if it lies in that directory, otherwise unchanged."""
     return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+
+
+def local_path(path: str | Path) -> Path | None:
+    """Return ``path`` in the local file system. None for a remote path."""
+    from fsspec.core import url_to_fs  # type: ignore[import-untyped] # here, because it takes 0.1 s
+    from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-untyped]
+
+    file_system, place = url_to_fs(str(path))
+    return Path(place) if isinstance(file_system, LocalFileSystem) else None

@@ -62,7 +62,7 @@ def _packages() -> tuple[Path, ...]:
     """Return the folders of this package, and of those that it needs. They may be checkouts of their sources."""
     specs = [find_spec(name) for name in _NEEDED]
     needed = [Path(spec.origin).parent for spec in specs if spec is not None and spec.origin]
-    return tuple(folder.resolve() for folder in (Path(__file__).parent, *needed))
+    return tuple(folder.resolve() for folder in (Path(__file__).parents[1], *needed))
 
 
 def is_installed(module: str) -> bool:

@@ -19,8 +19,8 @@ from typing import Any
 from torch.utils.data import DataLoader
 from torch.utils.data._utils import MP_STATUS_CHECK_INTERVAL, signal_handling
 
-from trainer.errors import warn
 from trainer.common.session import Session
+from trainer.errors import warn
 
 DEAD_WORKER = re.compile(
     r"DataLoader worker \(pid(?:\(s\))? (?P<pids>[\d, ]+)\) (?P<how>is killed by signal: [\w ]+|exited unexpectedly)"

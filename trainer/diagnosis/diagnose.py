@@ -18,12 +18,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from trainer.data.samples import batch_size, named_tensors_in, tensors_in
-from trainer.errors import join_first
 from trainer.common.module_tree import is_dense
 from trainer.common.packages import is_users_file
-from trainer.diagnosis import remedies
-from trainer.diagnosis import rewrite
+from trainer.data.samples import batch_size, named_tensors_in, tensors_in
+from trainer.diagnosis import remedies, rewrite
 from trainer.diagnosis.examine import Finding, examine, samples_not_finite
 from trainer.diagnosis.out_of_range import MESSAGE, OutOfRange, RaisedCall
 from trainer.diagnosis.recording import RecordedBatch
@@ -31,6 +29,7 @@ from trainer.diagnosis.remedies import LOW_SCALE, Weights
 from trainer.diagnosis.replay import FLOAT32, UNCHANGED, Variant, has_half_weights, run, undisturbed
 from trainer.diagnosis.report_file import Diagnosis
 from trainer.diagnosis.trace import Origin
+from trainer.errors import join_first
 
 if TYPE_CHECKING:
     from trainer.trainer import Trainer

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from trainer.data.samples import batch_size, named_tensors_in
 from trainer.common.module_tree import is_dense
+from trainer.data.samples import batch_size, named_tensors_in
 from trainer.diagnosis.recording import RecordedBatch
 from trainer.diagnosis.replay import (
     UNCHANGED,

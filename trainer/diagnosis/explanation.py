@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from trainer.common import machine
+from trainer.common.machine import readable
 from trainer.data.samples import batch_size, tensors_in
 from trainer.data.workers import DEAD_WORKER
+from trainer.errors import DataLoaderError, is_out_of_memory
 from trainer.record import memory_usage as memory
 from trainer.record.memory_usage import Usage
-from trainer.errors import DataLoaderError, is_out_of_memory
-from trainer.common.machine import readable
 from trainer.state.progress import STARTED, TRAINED
 
 if TYPE_CHECKING:

@@ -13,11 +13,11 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
 
+from trainer.common.terminal import print_line
 from trainer.data.samples import samples_of
-from trainer.errors import ConfigurationError, GradientCheckError, counted, did_you_mean, expect, join_first
 from trainer.diagnosis.replay import silence, undisturbed
 from trainer.diagnosis.replay_state import BufferState
-from trainer.common.terminal import print_line
+from trainer.errors import ConfigurationError, GradientCheckError, counted, did_you_mean, expect, join_first
 
 if TYPE_CHECKING:
     from trainer.trainer import Trainer

@@ -18,12 +18,12 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from trainer.data.batches import identity
-from trainer.loop.batch_path import TrainingPath
 from trainer.common.module_tree import is_dense
+from trainer.data.batches import identity
 from trainer.diagnosis.out_of_range import OutOfRange, RaisedCall
 from trainer.diagnosis.recording import RecordedBatch, storage_for
 from trainer.diagnosis.replay import silence
+from trainer.loop.batch_path import TrainingPath
 
 if TYPE_CHECKING:
     from trainer.trainer import Trainer

@@ -25,17 +25,17 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from trainer.common import terminal
-from trainer.common.run_callback import RunCallback, refuse_other_trainers
-from trainer.loop.gradients import norm_of
-from trainer.errors import LossScaleCollapse, expect, is_out_of_memory, warn
 from trainer.common.files import from_here, write_text
 from trainer.common.module_tree import is_dense, is_measurable
+from trainer.common.run_callback import RunCallback, refuse_other_trainers
 from trainer.diagnosis.diagnose import MAX_UNDERFLOW, Case, are_finite, diagnose
 from trainer.diagnosis.host_batches import HostBatches, is_device_assert
 from trainer.diagnosis.out_of_range import OutOfRange
 from trainer.diagnosis.recording import Evidence, RecordedBatch
-from trainer.diagnosis.report_file import Diagnosis
 from trainer.diagnosis.replay_state import BufferState
+from trainer.diagnosis.report_file import Diagnosis
+from trainer.errors import LossScaleCollapse, expect, is_out_of_memory, warn
+from trainer.loop.gradients import norm_of
 from trainer.precision.underflow import Underflow, UnderflowProbe
 from trainer.record.measures import folder_of_reports
 from trainer.state.outcome import StepOutcome

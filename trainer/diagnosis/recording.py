@@ -15,12 +15,12 @@ import torch
 from lightning_utilities import apply_to_collection
 from torch import Tensor
 
+from trainer.common.module_tree import is_dense
 from trainer.data.batches import identity
 from trainer.data.samples import PLAIN, leaves_in, nbytes
+from trainer.diagnosis.replay_state import BufferState
 from trainer.loop.accumulation import AccumulationWindow
 from trainer.loop.batch_path import TrainingPath
-from trainer.common.module_tree import is_dense
-from trainer.diagnosis.replay_state import BufferState
 from trainer.precision.scaler import snapshot_loss
 from trainer.state import random_states
 from trainer.state.outcome import StepOutcome

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
-from trainer.errors import join_first
 from trainer.diagnosis.examine import Finding
 from trainer.diagnosis.trace import Magnitude, Origin
+from trainer.errors import join_first
 
 TITLES = {
     "data": "data: the batch is the cause",

@@ -23,9 +23,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from trainer.common.module_tree import is_dense
 from trainer.common.run_callback import RunCallback
 from trainer.errors import counted, expect
-from trainer.common.module_tree import is_dense
 
 log = logging.getLogger("lightning.pytorch.advice")
 """A child of Lightning's logger, so Lightning prints the advice; on the command line, the config

@@ -20,10 +20,10 @@ from torch.autograd.function import BackwardCFunction
 from torch.overrides import TorchFunctionMode
 from torchmetrics import Metric
 
-from trainer.data.batches import identity
-from trainer.data.samples import tensors_in
 from trainer.common.module_tree import is_dense, plain_class, plain_name
 from trainer.common.packages import is_frameworks_file, is_users_file
+from trainer.data.batches import identity
+from trainer.data.samples import tensors_in
 from trainer.precision.dtypes import real_view
 
 _REPLAY = (str(Path(__file__).with_name("replay.py")), "run")

@@ -23,22 +23,22 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
 
-from trainer.common import packages
+from trainer.callbacks.gradient_accumulation import accumulation_schedule
 from trainer.callbacks.scale_monitor import ScaleMonitor
 from trainer.checkpoint import zero_files as parts
-from trainer.checkpoint.sharded_files import read_manifest
-from trainer.lightning.callback_order import accumulation_schedule
 from trainer.checkpoint.checkpoint_io import files_of
+from trainer.checkpoint.optimizer_states import SavedDtypes
+from trainer.checkpoint.sharded_files import read_manifest
+from trainer.common import packages
 from trainer.distributed.engine import LightningEngine
 from trainer.distributed.fsdp import UNCALLED, ShardingStrategy
-from trainer.loop.overrides import overrides
-from trainer.loop.gradients import Gradients
 from trainer.distributed.initialisation import initialise
-from trainer.loop.optimizer_calls import needs_closure
-from trainer.checkpoint.optimizer_states import SavedDtypes
 from trainer.distributed.sharding.settings import check_timeout
 from trainer.distributed.zero import ZeroGradients, ZeroModule, ZeroScaler
 from trainer.errors import CheckpointError, ConfigurationError, PrecisionError, UnsupportedError, expect
+from trainer.loop.gradients import Gradients
+from trainer.loop.optimizer_calls import needs_closure
+from trainer.loop.overrides import overrides
 from trainer.precision.base import Precision
 from trainer.precision.dtypes import cast
 from trainer.precision.mixed import MixedPrecision

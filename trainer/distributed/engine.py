@@ -39,23 +39,21 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from trainer.arguments import refuse_other_package
-from trainer.common.traits import unsupported_with
 from trainer.checkpoint import sharded_files
+from trainer.checkpoint.checkpoint_io import CheckpointFiles, adopt, files_of, up_to_date, without_objects
+from trainer.checkpoint.optimizer_states import SavedDtypes, keep_dtypes
 from trainer.common import cluster
-from trainer.lightning.checkpoint_connector import up_to_date
-from trainer.checkpoint.checkpoint_io import CheckpointFiles, adopt, files_of, local_path, without_objects
-from trainer.distributed.launchers import WatchedLauncher, signals_passed_on
-from trainer.loop.optimizers import set_up_optimizers
-from trainer.loop.overrides import overridden, overrides
-from trainer.distributed.precision_plugin import PrecisionAdapter
-from trainer.lightning.views import alias
+from trainer.common.aliases import alias
+from trainer.common.files import local_path
+from trainer.common.module_tree import is_dense, parameters_of
+from trainer.common.session import Session
+from trainer.common.traits import unsupported_with
 from trainer.distributed.async_max import AsyncMax
 from trainer.distributed.child_processes import children, leave_group_at_exit
 from trainer.distributed.communication import Communication, communication_of
-from trainer.loop.gradients import Gradients, zero_loss
 from trainer.distributed.initialisation import initialise
-from trainer.loop.module_calls import ModuleCalls
-from trainer.checkpoint.optimizer_states import SavedDtypes, keep_dtypes
+from trainer.distributed.launchers import WatchedLauncher, signals_passed_on
+from trainer.distributed.precision_plugin import PrecisionAdapter
 from trainer.distributed.sharding.wrap import restore_module
 from trainer.distributed.stalls import record_collectives
 from trainer.errors import (
@@ -66,11 +64,13 @@ from trainer.errors import (
     UnsupportedError,
     join_first,
 )
+from trainer.loop.gradients import Gradients, zero_loss
+from trainer.loop.module_calls import ModuleCalls
+from trainer.loop.optimizers import set_up_optimizers
+from trainer.loop.overrides import overridden, overrides
 from trainer.loop.step_output import Weight
-from trainer.common.module_tree import is_dense, parameters_of
 from trainer.precision.base import Precision
 from trainer.precision.scaler import LossScaler
-from trainer.common.session import Session
 
 if TYPE_CHECKING:
     from trainer.trainer import Trainer

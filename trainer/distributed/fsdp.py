@@ -24,18 +24,18 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.optim import Optimizer
 
 from trainer.checkpoint.checkpoint_io import files_of
+from trainer.common.module_tree import parameters_of
 from trainer.distributed.engine import LightningEngine
-from trainer.loop.gradients import Gradients
 from trainer.distributed.sharding import state_dicts as state
 from trainer.distributed.sharding.settings import IS_SUPPORTED, check_sharding, check_timeout
 from trainer.distributed.sharding.sharded_gradients import ShardedGradients
 from trainer.distributed.sharding.wrap import Blocks, ReplacedParameter, ShardedModule, Sharding
 from trainer.errors import ConfigurationError, UnsupportedError
+from trainer.loop.gradients import Gradients
 from trainer.loop.step_output import Weight
-from trainer.common.module_tree import parameters_of
+from trainer.metrics.metric_objects import reduce_over_group
 from trainer.precision.fp32_modules import find_modules
 from trainer.precision.scaler import LossScaler
-from trainer.metrics.metric_objects import reduce_over_group
 
 if TYPE_CHECKING:
     from trainer.trainer import Trainer

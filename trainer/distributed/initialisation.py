@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from trainer.common.module_tree import owned_tensors
 from trainer.common.parts import local
 from trainer.errors import ConfigurationError, join_first
-from trainer.common.module_tree import owned_tensors
 
 _INTEGERS = (torch.int16, torch.int32, torch.int64)
 """Dtypes with a smallest integer that no buffer contains."""

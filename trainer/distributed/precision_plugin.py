@@ -16,9 +16,9 @@ from lightning.pytorch.utilities.enums import GradClipAlgorithmType
 from torch import Tensor
 from torch.optim import Optimizer
 
-from trainer.loop.overrides import defines_defaults
-from trainer.loop.module_calls import ModuleCalls
 from trainer.errors import ConfigurationError, PrecisionError
+from trainer.loop.module_calls import ModuleCalls
+from trainer.loop.overrides import defines_defaults
 from trainer.precision.base import Precision
 from trainer.precision.scaler import LossScaler
 

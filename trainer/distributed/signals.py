@@ -22,9 +22,9 @@ from lightning.pytorch.utilities import rank_zero_info
 
 from trainer.checkpoint import model_checkpoints
 from trainer.checkpoint.checkpoint_io import wait_for_saves
-from trainer.distributed.launchers import ENDING_SIGNALS, SignalForwarder, default_handler, exception_of
 from trainer.distributed.async_max import AsyncMax
 from trainer.distributed.child_processes import children, deadline_after
+from trainer.distributed.launchers import ENDING_SIGNALS, SignalForwarder, default_handler, exception_of
 from trainer.errors import NonFiniteError, RequeueError, rank_zero_warn
 from trainer.loop.evaluation import EvalLoop
 

@@ -28,8 +28,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as distributed
 
-from trainer.distributed.child_processes import write_stderr
 from trainer.common.files import write_text
+from trainer.distributed.child_processes import write_stderr
 
 _RUNS = itertools.count()
 """Counts the runs, equally on all processes. The count is part of the keys, because the store outlives a run."""

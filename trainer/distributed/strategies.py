@@ -11,8 +11,8 @@ from torch.distributed.fsdp import ShardingStrategy
 from trainer.arguments import deepspeed_settings
 from trainer.distributed.engine import LightningEngine
 from trainer.distributed.fsdp import FSDP2Strategy, ParallelStrategy, ShardedEngine
-from trainer.loop.overrides import overridden
 from trainer.errors import UnsupportedError
+from trainer.loop.overrides import overridden
 from trainer.precision.base import Precision
 
 if TYPE_CHECKING:

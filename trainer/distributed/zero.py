@@ -20,10 +20,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from trainer.loop.gradients import Gradients
 from trainer.checkpoint.optimizer_states import SavedDtypes, dtype_to_load
-from trainer.errors import UnsupportedError, warn
 from trainer.common.module_tree import parameters_of
+from trainer.errors import UnsupportedError, warn
+from trainer.loop.gradients import Gradients
 from trainer.precision.scaler import LossScaler, UpdateOutcome
 
 _EXTRA_STATE = "_extra_state"

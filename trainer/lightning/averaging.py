@@ -34,8 +34,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
-from trainer.distributed.sharding.state_dicts import load_module_state, spread
+from trainer.common.parts import spread
 from trainer.common.session import Session
+from trainer.distributed.sharding.state_dicts import load_module_state
 from trainer.state.outcome import StepOutcome
 
 if TYPE_CHECKING:
@@ -45,11 +46,6 @@ _HOOK, _QUESTION, _SWAP = "on_after_optimizer_step", "should_update", "_swap_mod
 _COPY, _TRANSFER = "_copy_average_to_current", "transfer_weights"
 Part = Callable[[Tensor], Tensor]
 """Returns the part of a tensor that this process holds."""
-
-
-def follows_outcomes(callback: Any) -> bool:
-    """Return whether a callback's ``on_train_batch_end`` runs with the outcome of an update, not after the batch."""
-    return isinstance(callback, WeightAveraging) and _HOOK in vars(callback)
 
 
 def defer_copies(trainer: Trainer, session: Session) -> None:

@@ -21,21 +21,22 @@ from lightning.pytorch.trainer.connectors.callback_connector import _CallbackCon
 from lightning.pytorch.trainer.states import RunningStage, TrainerState
 
 from trainer import arguments
+from trainer.callbacks.gradient_accumulation import find_callback
 from trainer.checkpoint.process import ProcessState
-from trainer.lightning.callback_order import find_callback
+from trainer.common.aliases import alias
+from trainer.common.session import Session
+from trainer.distributed.engine import LightningEngine
+from trainer.distributed.signals import Signals
+from trainer.errors import ConfigurationError
 from trainer.lightning.checkpoint_connector import CheckpointConnector
 from trainer.lightning.loader_set import DataSource
-from trainer.distributed.engine import LightningEngine
-from trainer.metrics.logging import LoggerConnector
-from trainer.loop.overrides import overrides
-from trainer.distributed.signals import Signals
-from trainer.lightning.views import EvalLoopView, FitLoopView, LoopAttribute, PredictLoopView, alias
-from trainer.errors import ConfigurationError
+from trainer.lightning.views import EvalLoopView, FitLoopView, LoopAttribute, PredictLoopView
 from trainer.loop.evaluation import EvalLoop
 from trainer.loop.fit import FitLoop
-from trainer.precision.scaler import LossScaler
-from trainer.common.session import Session
+from trainer.loop.overrides import overrides
+from trainer.metrics.logging import LoggerConnector
 from trainer.metrics.metrics import MetricStore, PublishedMetrics
+from trainer.precision.scaler import LossScaler
 from trainer.state.progress import FitProgress
 
 Method = TypeVar("Method", bound=Callable[..., Any])

@@ -9,11 +9,10 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from lightning.fabric.utilities import registry
-from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.trainer.connectors.callback_connector import _CallbackConnector, _validate_callbacks_list
 
 from trainer.arguments import refuse_other_package
-from trainer.callbacks.gradient_accumulation import GradientAccumulation
+from trainer.callbacks.gradient_accumulation import accumulation_schedule
 from trainer.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -49,23 +48,6 @@ def attach_model_callbacks(trainer: Trainer) -> None:
     except ConfigurationError:
         trainer.callbacks = before
         raise
-
-
-def find_callback(callbacks: Sequence[Any], kind: type) -> Any:
-    """Return the first of ``callbacks`` that is an instance of ``kind``, or None."""
-    return next((callback for callback in callbacks if isinstance(callback, kind)), None)
-
-
-def accumulation_schedule(trainer: Trainer) -> dict[int, int]:
-    """Return the number of batches in an accumulation window, keyed by the first epoch with this number.
-
-    The schedule is that of a callback, or the current ``accumulate_grad_batches`` if no callback sets it.
-    """
-    if (callback := find_callback(trainer.callbacks, GradientAccumulation)) is not None:
-        return dict(callback.schedule)
-    if (stock := find_callback(trainer.callbacks, GradientAccumulationScheduler)) is not None:
-        return dict(stock.scheduling)
-    return {0: trainer.accumulate_grad_batches}
 
 
 def resume_accumulation(trainer: Trainer) -> None:

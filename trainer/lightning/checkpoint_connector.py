@@ -15,41 +15,28 @@ from lightning.pytorch.trainer.call import _call_callbacks_load_state_dict
 from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
-from lightning.pytorch.utilities.migration.utils import _pl_migrate_checkpoint
 from lightning.pytorch.utilities.model_registry import _is_registry, download_model_from_registry
 from lightning_utilities.core.imports import module_available
 
-from trainer.common import redaction
-from trainer.checkpoint import reading as files
 from trainer.checkpoint import loading as checkpoints
-from trainer.lightning import averaging
-from trainer.common import cluster
-from trainer.lightning import contents
-from trainer.lightning import loop_state
-from trainer.checkpoint import model_checkpoints
-from trainer.lightning import resumed_settings
-from trainer.checkpoint import resuming
-from trainer.lightning import elastic_resume as elastic
-from trainer.checkpoint.checkpoint_io import local_path, wait_for_saves
-from trainer.metrics.logging import ModuleScope
-from trainer.lightning.modules import snapshot_of
-from trainer.errors import CheckpointError, ConfigurationError, ResumeError, refuse_inexact
-from trainer.record.find_checkpoint import find_weights
+from trainer.checkpoint import model_checkpoints, resuming
+from trainer.checkpoint import reading as files
+from trainer.checkpoint.checkpoint_io import wait_for_saves
+from trainer.common import cluster, redaction
+from trainer.common.files import local_path
 from trainer.common.session import Session
+from trainer.errors import CheckpointError, ConfigurationError, ResumeError, refuse_inexact
+from trainer.lightning import averaging, contents, loop_state, resumed_settings
+from trainer.lightning import elastic_resume as elastic
+from trainer.lightning.modules import snapshot_of
+from trainer.metrics.logging import ModuleScope
 from trainer.module_weights import load_into
+from trainer.record.find_checkpoint import find_weights
 
 if TYPE_CHECKING:
     from trainer.trainer import Trainer
 
 log = logging.getLogger(__name__)
-
-VERSION_KEY = "pytorch-lightning_version"
-
-
-def up_to_date(checkpoint: dict[str, Any], path: str | Path) -> dict[str, Any]:
-    """Migrate ``checkpoint`` in place to the format of the installed Lightning, if an older version wrote it."""
-    is_lightnings = isinstance(checkpoint, dict) and VERSION_KEY in checkpoint
-    return _pl_migrate_checkpoint(checkpoint, path) if is_lightnings else checkpoint
 
 
 class RolledBack(NamedTuple):

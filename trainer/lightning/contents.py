@@ -38,16 +38,12 @@ from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, Stochast
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 
-from trainer.common.traits import sees_each_save
+from trainer.checkpoint import hparams, model_checkpoints, resuming
 from trainer.checkpoint import loading as state
 from trainer.checkpoint.compact import packed
 from trainer.checkpoint.manifest import TRAINER_KEY
-from trainer.lightning import averaging
-from trainer.checkpoint import hparams
-from trainer.lightning import loop_state
-from trainer.checkpoint import model_checkpoints
-from trainer.lightning import resumed_settings
-from trainer.checkpoint import resuming
+from trainer.common.traits import sees_each_save
+from trainer.lightning import averaging, loop_state, resumed_settings
 from trainer.lightning import elastic_resume as elastic
 
 if TYPE_CHECKING:

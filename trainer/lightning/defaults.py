@@ -22,16 +22,16 @@ from rich.table import Table
 
 from trainer.arguments import check, refuse_other_package, refuse_twice
 from trainer.callbacks.alignment_advisor import AlignmentAdvisor
-from trainer.diagnosis.anomaly_detection import AnomalyDetection
 from trainer.callbacks.gradient_accumulation import GradientAccumulation
 from trainer.callbacks.gradient_clipping import GradientClipping
+from trainer.callbacks.progress_bar import ProgressBar
+from trainer.callbacks.scaler_checkpoint import ScalerCheckpoint
+from trainer.diagnosis.anomaly_detection import AnomalyDetection
 from trainer.diagnosis.nonfinite_guard import NonFiniteGuard
 from trainer.diagnosis.overflow_report import OverflowReport
-from trainer.callbacks.progress_bar import ProgressBar
-from trainer.record.run_recorder import RecordView, RunRecorder
-from trainer.callbacks.scaler_checkpoint import ScalerCheckpoint
 from trainer.errors import ConfigurationError, rank_zero_warn
 from trainer.loggers import adapter
+from trainer.record.run_recorder import RecordView, RunRecorder
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl

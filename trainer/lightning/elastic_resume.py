@@ -15,12 +15,11 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities import rank_zero_info
 
-from trainer.callbacks.gradient_accumulation import GradientAccumulation
-from trainer.lightning.callback_order import accumulation_schedule, find_callback
-from trainer.lightning.loader_set import ElasticState
-from trainer.lightning.loaders import DrawnLoaderSet, LoaderSet
+from trainer.callbacks.gradient_accumulation import GradientAccumulation, accumulation_schedule, find_callback
 from trainer.data.elastic_sampling import ElasticSampler, SampleOrder
 from trainer.errors import ResumeError
+from trainer.lightning.loader_set import ElasticState
+from trainer.lightning.loaders import DrawnLoaderSet, LoaderSet
 from trainer.state.progress import FitProgress
 
 if TYPE_CHECKING:

@@ -32,9 +32,6 @@ from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.data import _is_dataloader_shuffled, has_len_all_ranks
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, SequentialSampler
 
-from trainer.lightning.loaders import DrawnLoaderSet, LoaderSet, watch_of
-from trainer.lightning.modules import snapshot_of
-from trainer.loop.overrides import overrides
 from trainer.data.elastic_sampling import ElasticSampler, SampleOrder, not_ordered
 from trainer.data.epochs import objects_with_set_epoch
 from trainer.data.lengths import has_exact_length, is_trusted
@@ -43,9 +40,12 @@ from trainer.data.resumable import length_of
 from trainer.data.unpadded import BatchShare, SampleShare, Span
 from trainer.data.workers import guard_workers
 from trainer.errors import ConfigurationError, ResumeError, rank_zero_warn
+from trainer.lightning.loaders import DrawnLoaderSet, LoaderSet, watch_of
+from trainer.lightning.modules import snapshot_of
 from trainer.loop.accumulation import AccumulationWindow
-from trainer.state import random_states
+from trainer.loop.overrides import overrides
 from trainer.metrics.metrics import MetricStore
+from trainer.state import random_states
 from trainer.state.snapshot import Snapshot
 
 if TYPE_CHECKING:

@@ -18,7 +18,6 @@ from lightning.pytorch.utilities.combined_loader import CombinedLoader, _MaxSize
 from torch.utils._pytree import keystr, tree_flatten_with_path
 from torch.utils.data import DataLoader, SequentialSampler
 
-from trainer.lightning.profiling import records
 from trainer.data.batches import IDLE, Batch, LookAhead, identity
 from trainer.data.epochs import objects_with_set_epoch
 from trainer.data.resumable import (
@@ -30,6 +29,7 @@ from trainer.data.resumable import (
 )
 from trainer.data.unpadded import SampleShare, Span
 from trainer.errors import rank_zero_warn
+from trainer.lightning.profiling import records
 from trainer.state import random_states
 
 _FETCHING = {

@@ -36,16 +36,15 @@ from torch.utils.data import DataLoader
 from torchmetrics import Metric, SumMetric
 
 from trainer.arguments import refuse_other_package
-from trainer.callbacks.gradient_accumulation import GradientAccumulation
+from trainer.callbacks.gradient_accumulation import GradientAccumulation, find_callback
 from trainer.callbacks.gradient_clipping import GradientClipping
-from trainer.lightning import callback_order
-from trainer.lightning.loaders import DrawnLoaderSet, LoaderSet
 from trainer.checkpoint.optimizer_states import keep_dtypes, with_inner
-from trainer.common.parts import local
-from trainer.errors import ConfigurationError, join_first, warn
 from trainer.common.module_tree import parameters_of
 from trainer.common.packages import is_users_module
+from trainer.common.parts import local
 from trainer.common.session import Session
+from trainer.errors import ConfigurationError, join_first, warn
+from trainer.lightning.loaders import DrawnLoaderSet, LoaderSet
 from trainer.metrics.metric_objects import state_names
 from trainer.state.snapshot import MAX_NUMBERS, STATELESS, UNLIMITED, Rules, Snapshot, memory_of
 from trainer.state.stopping import EarlyStop
@@ -108,8 +107,8 @@ def verify(trainer: Trainer, module: LightningModule) -> None:
 
 def _refuse_automatic_parts(trainer: Trainer) -> None:
     """Refuse clipping and accumulation by the Trainer in manual optimization, where the module does them."""
-    clips = callback_order.find_callback(trainer.callbacks, GradientClipping) is not None
-    own = callback_order.find_callback(trainer.callbacks, GradientAccumulation)  # Lightning's refuses it itself
+    clips = find_callback(trainer.callbacks, GradientClipping) is not None
+    own = find_callback(trainer.callbacks, GradientAccumulation)  # Lightning's refuses it itself
     accumulates = max([trainer.accumulate_grad_batches] if own is None else own.schedule.values()) > 1
     for is_used, what, instead in (
         (clips, "gradient_clip_val, or GradientClipping,", "call `self.clip_gradients` before `optimizer.step()`"),

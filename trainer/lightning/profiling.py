@@ -17,8 +17,8 @@ from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.profilers import PassThroughProfiler, Profiler
 from lightning.pytorch.strategies import Strategy
 
-from trainer.loop.overrides import overrides
 from trainer.loop.batch_path import BatchPath, TrainingPath
+from trainer.loop.overrides import overrides
 
 if TYPE_CHECKING:
     from trainer.trainer import Trainer

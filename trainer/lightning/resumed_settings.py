@@ -26,8 +26,8 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR, ReduceLROnPlateau
 
 from trainer.checkpoint.manifest import TRAINER_KEY
-from trainer.loop.optimizers import nested_schedules
 from trainer.errors import ConfigurationError, refuse_inexact
+from trainer.loop.optimizers import nested_schedules
 
 if TYPE_CHECKING:
     from trainer.trainer import Trainer

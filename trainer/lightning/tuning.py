@@ -25,11 +25,11 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch.optim.lr_scheduler import CyclicLR, OneCycleLR
 
 from trainer.callbacks.gradient_clipping import GradientClipping
-from trainer.loop.optimizers import nested_schedules
-from trainer.data.batches import TrainingBatches
-from trainer.errors import rank_zero_warn
-from trainer.diagnosis.replay_state import ObjectState
 from trainer.common.session import Session
+from trainer.data.batches import TrainingBatches
+from trainer.diagnosis.replay_state import ObjectState
+from trainer.errors import rank_zero_warn
+from trainer.loop.optimizers import nested_schedules
 from trainer.metrics.metrics import MetricStore
 
 if TYPE_CHECKING:

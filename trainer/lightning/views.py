@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
@@ -29,12 +28,12 @@ from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from lightning_utilities.core.rank_zero import WarningCache
 from torch import Tensor
 
-from trainer.lightning import loop_state
-from trainer.lightning import tuning
-from trainer.metrics.logging import ResultsView
+from trainer.common.aliases import alias
 from trainer.errors import ConfigurationError, rank_zero_warn
+from trainer.lightning import loop_state, tuning
 from trainer.loop.evaluation import EvalLoop
 from trainer.loop.fit import FitLoop
+from trainer.metrics.logging import ResultsView
 from trainer.state.progress import DONE
 
 if TYPE_CHECKING:
@@ -42,25 +41,6 @@ if TYPE_CHECKING:
 
 _warnings = WarningCache()
 View = TypeVar("View")
-
-
-def alias(path: str, *, writable: bool = False) -> Any:
-    """Return a property that reads another attribute.
-
-    Args:
-        path: the path of that attribute from the owner of the property, such as ``"loop.limits.max_steps"``.
-        writable: whether assigning to the property assigns to that attribute. Default: False.
-    """
-    owner, _, name = path.rpartition(".")
-    find_owner = attrgetter(owner)
-
-    def write(self: Any, value: Any) -> None:
-        setattr(find_owner(self), name, value)
-
-    def delete(self: Any) -> None:
-        delattr(find_owner(self), name)
-
-    return property(attrgetter(path), *(write, delete) if writable else ())
 
 
 class LoopAttribute(Generic[View]):

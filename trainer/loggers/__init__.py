@@ -8,7 +8,6 @@ is imported before the logger is built.
 from __future__ import annotations
 
 import importlib
-import pkgutil
 import re
 from collections.abc import Mapping
 from functools import cache
@@ -22,7 +21,7 @@ from trainer.errors import ConfigurationError
 ENTRY_POINTS = "trainer.loggers"
 """The entry-point group of modules with adapters."""
 
-_BUILT_IN = "trainer.loggers"
+_BUILT_IN = ("mlflow", "numbered", "wandb")
 _ADAPTERS: dict[tuple[str, str], type[LoggerAdapter]] = {}  # by top-level package and name of the logger's class
 
 
@@ -236,7 +235,6 @@ def _key(target: str) -> tuple[str, str]:
 @cache
 def _load() -> None:
     """Import the modules with adapters, which register them."""
-    package = importlib.import_module(_BUILT_IN)
-    names = [f"{_BUILT_IN}.{module.name}" for module in pkgutil.iter_modules(package.__path__)]
+    names = [f"{__name__}.{module}" for module in _BUILT_IN]
     for name in [*names, *(point.value for point in entry_points(group=ENTRY_POINTS))]:
         importlib.import_module(name.partition(":")[0])

@@ -11,8 +11,7 @@ from lightning.fabric.loggers.csv_logs import _ExperimentWriter
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.loggers.csv_logs import ExperimentWriter
 
-from trainer.checkpoint.checkpoint_io import local_path
-from trainer.common.files import write_text
+from trainer.common.files import local_path, write_text
 
 
 def appending_writer(logger: Any, step: int | None, count: int | None) -> Any:

@@ -25,7 +25,7 @@ class _VersionedLogger(LoggerAdapter):
 
     def newest_version(self, pattern: str | None = None) -> int | None:
         """Return the largest number of a folder with matching files, or None."""
-        from trainer.checkpoint.checkpoint_io import local_path
+        from trainer.common.files import local_path
 
         root = local_path(self.logger.root_dir)
         folders: Iterable[Path] = () if root is None else root.glob("version_*")
@@ -73,7 +73,7 @@ class CSV(_VersionedLogger):
 
     def position(self) -> int | None:
         """Save, and return the number of rows in the file, or None if the logger has not opened it."""
-        from trainer.checkpoint.checkpoint_io import local_path
+        from trainer.common.files import local_path
 
         if not self.is_open:
             return None
@@ -86,7 +86,7 @@ class CSV(_VersionedLogger):
 
     def resume(self, step: int | None, position: int | str | None = None) -> None:
         """Truncate the file after the rows of the checkpoint, and append to it."""
-        from trainer.checkpoint.checkpoint_io import local_path
+        from trainer.common.files import local_path
         from trainer.loggers.csv_rows import appending_writer
 
         if not isinstance(position, str) and local_path(self.logger.log_dir) is not None:

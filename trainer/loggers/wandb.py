@@ -7,8 +7,8 @@ import sys
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from trainer.loggers import LoggedRun, TrackerAdapter, fill
 from trainer.common.terminal import is_quiet
+from trainer.loggers import LoggedRun, TrackerAdapter, fill
 
 
 class Wandb(TrackerAdapter):

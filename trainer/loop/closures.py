@@ -19,12 +19,12 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from trainer.loop.optimizer_calls import needs_closure
-from trainer.errors import ConfigurationError, warn
-from trainer.loop.fit import FitLoop
-from trainer.loop.step_output import outputs_of
 from trainer.common.module_tree import parameters_of
 from trainer.common.session import Session
+from trainer.errors import ConfigurationError, warn
+from trainer.loop.fit import FitLoop
+from trainer.loop.optimizer_calls import needs_closure
+from trainer.loop.step_output import outputs_of
 
 Closure = Callable[[], Any]
 

@@ -13,14 +13,14 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from trainer.data.batches import TrainingBatches, identity
-from trainer.loop.gradients import total_norm
 from trainer.loop.accumulation import AccumulationWindow
 from trainer.loop.batch_path import NO_PATH, TrainingPath, TrainingWrapper, wrapped
+from trainer.loop.gradients import total_norm
 from trainer.loop.hooks import NO_HOOKS, Hooks
 from trainer.loop.schedules import Schedules
 from trainer.loop.step_output import NOTHING, loss_in, outputs_of
-from trainer.precision.scaler import UpdateOutcome
 from trainer.metrics.metrics import MetricStore, PublishedMetrics
+from trainer.precision.scaler import UpdateOutcome
 from trainer.state.outcome import StepOutcome
 from trainer.state.progress import DONE, EPOCH_ENDED, TRAINED, VALIDATED, VALIDATING, FitProgress
 from trainer.state.stopping import StoppingConditions

@@ -35,8 +35,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from trainer.loop.optimizer_calls import has_own_zero_grad
 from trainer.common.module_tree import parameters_of
+from trainer.loop.optimizer_calls import has_own_zero_grad
 from trainer.precision.dtypes import real_view
 from trainer.precision.scaler import LossScaler, UpdateOutcome, gradients_of
 

@@ -25,12 +25,12 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from trainer.errors import ConfigurationError, warn
 from trainer.common.graphs import keep_out_of_graphs
+from trainer.common.session import Session
+from trainer.errors import ConfigurationError, warn
 from trainer.loop.closures import Closure, is_of_run, lower_scale_after, refuse_scaled_closures, step_with_closure
 from trainer.loop.fit import FitLoop
 from trainer.precision.cast_cache import forget_casts
-from trainer.common.session import Session
 
 
 class ManualOptimization:

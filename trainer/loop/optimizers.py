@@ -19,10 +19,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from trainer.loop.overrides import overrides
-from trainer.loop.optimizer_calls import needs_closure
-from trainer.errors import ConfigurationError, rank_zero_warn
 from trainer.common.module_tree import parameters_of
+from trainer.errors import ConfigurationError, rank_zero_warn
+from trainer.loop.optimizer_calls import needs_closure
+from trainer.loop.overrides import overrides
 
 if TYPE_CHECKING:
     from trainer.trainer import Trainer

@@ -11,13 +11,13 @@ from __future__ import annotations
 from typing import Any, TypeVar
 
 from lightning.pytorch import Callback, LightningDataModule, LightningModule
+from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.plugins.precision import Precision as LightningPrecision
 from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
 from lightning.pytorch.strategies import DeepSpeedStrategy as LightningDeepSpeedStrategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
-from trainer.lightning.averaging import follows_outcomes
 from trainer.precision.base import Precision
 
 Class = TypeVar("Class", bound=type)
@@ -68,3 +68,8 @@ def overridden(owner: Any, base: type) -> list[str]:
     """Return the names of the methods of ``base`` that ``owner`` overrides, sorted. Dunder methods are left out."""
     names = (name for name in dir(base) if not name.startswith("__") and callable(getattr(base, name)))
     return [name for name in names if overrides(owner, name)]
+
+
+def follows_outcomes(callback: Any) -> bool:
+    """Return whether a callback's ``on_train_batch_end`` runs with the outcome of an update, not after the batch."""
+    return isinstance(callback, WeightAveraging) and "on_after_optimizer_step" in vars(callback)

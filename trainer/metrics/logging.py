@@ -25,11 +25,18 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch import Tensor
 from torchmetrics import Metric
 
-from trainer.common.parts import whole
-from trainer.errors import rank_zero_warn
 from trainer.common.graphs import keep_out_of_graphs
+from trainer.common.parts import whole
 from trainer.common.session import Session
-from trainer.metrics.metrics import LoggedValue, LogOptions, MetricStore, PublishedMetrics, accumulation_dtype, to_scalars
+from trainer.errors import rank_zero_warn
+from trainer.metrics.metrics import (
+    LoggedValue,
+    LogOptions,
+    MetricStore,
+    PublishedMetrics,
+    accumulation_dtype,
+    to_scalars,
+)
 
 if TYPE_CHECKING:
     from trainer.trainer import Trainer

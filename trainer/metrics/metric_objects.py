@@ -13,8 +13,8 @@ from torchmetrics.utilities.data import dim_zero_cat, dim_zero_max, dim_zero_mea
 from torchmetrics.utilities.distributed import gather_all_tensors
 from torchmetrics.wrappers.abstract import WrapperMetric
 
-from trainer.errors import ConfigurationError
 from trainer.common.module_tree import plain_name
+from trainer.errors import ConfigurationError
 from trainer.state.snapshot import State
 
 

@@ -33,8 +33,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from trainer.errors import PrecisionError
 from trainer.common.session import Session
+from trainer.errors import PrecisionError
 
 __all__ = ["CastCache", "WeightWatch", "forget_casts", "loses_gradients", "unwatched", "with_trusted_cache"]
 

@@ -19,11 +19,11 @@ import torch
 from torch import Tensor, nn
 
 from trainer.common import packages
-from trainer.errors import PrecisionError, expect
 from trainer.common.module_tree import all_modules, plain_class, plain_name
+from trainer.common.session import Session
+from trainer.errors import PrecisionError, expect
 from trainer.precision.fp32_modules import check_patterns, find_modules
 from trainer.precision.mixed import MixedPrecision
-from trainer.common.session import Session
 
 MULTIPLE = 16
 """Required divisor of a layer's sizes, from ``torch._scaled_mm``, which computes the products on a GPU."""

@@ -31,10 +31,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainer.errors import PrecisionError, did_you_mean, join_first
 from trainer.common.module_tree import all_modules, has_forward, modules_by_name
-from trainer.precision.dtypes import DefaultDtype, cast, widen
 from trainer.common.session import Session
+from trainer.errors import PrecisionError, did_you_mean, join_first
+from trainer.precision.dtypes import DefaultDtype, cast, widen
 
 _MAX_NAMES = 12  # names in an error message
 _SETTING = "_in_float32"

@@ -13,8 +13,8 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
-from trainer.errors import warn
 from trainer.common.module_tree import all_modules, owned_buffers, owned_parameters, owned_tensors
+from trainer.errors import warn
 from trainer.precision.base import Precision
 from trainer.precision.cpu_fp16 import Float16Kernels
 from trainer.precision.devices import check_kernels, float16_kernels, warn_of_emulation

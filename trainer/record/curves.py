@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainer.common import packages
-from trainer.record.run_recorder import RecordView
 from trainer.errors import ConfigurationError
 from trainer.record.charts import sections_of
 from trainer.record.drawing import INK, plot
 from trainer.record.run_record import RunRecord
+from trainer.record.run_recorder import RecordView
 
 if TYPE_CHECKING:  # takes a second to import, and is only needed at the end of a fit
     from matplotlib.figure import Figure

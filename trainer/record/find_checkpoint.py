@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from trainer.checkpoint.sharded_files import MANIFEST
-from trainer.errors import ConfigurationError, did_you_mean
 from trainer.common.files import from_here
+from trainer.errors import ConfigurationError, did_you_mean
 from trainer.record.run_record import load_run
 from trainer.record.sweep_record import load_sweep
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from trainer.common import machine
-from trainer.loggers import adapter
 from trainer.common.module_tree import parameters_of
+from trainer.loggers import adapter
 from trainer.precision.cpu_fp16 import kernel_facts
 from trainer.precision.devices import peak_memory
 

@@ -13,8 +13,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from trainer.common import machine
-from trainer.common import redaction
+from trainer.common import machine, redaction
 
 _PACKAGES = (
     "amp-trainer", "torch", "lightning", "torchmetrics", "torchvision", "hydra-core", "omegaconf", "numpy",

@@ -8,11 +8,11 @@ from rich.console import Console
 from rich.text import Text
 
 from trainer.common import terminal
-from trainer.record.run_recorder import RecordView
-from trainer.errors import counted
 from trainer.common.files import from_here
-from trainer.record.run_record import RunRecord, without_step_epoch_variants
 from trainer.common.terminal import Table, format_seconds
+from trainer.errors import counted
+from trainer.record.run_record import RunRecord, without_step_epoch_variants
+from trainer.record.run_recorder import RecordView
 
 _RECORDED = ("amp/scale", "amp/skipped_steps", "amp/nonfinite_losses")
 """Logged values that the table leaves out, because the record has the same counters, as of the last step."""

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from tests.support import on_machine
-from trainer.common import machine
 from trainer.cli import checks, main
 from trainer.cli.checks import speed
+from trainer.common import machine
 from trainer.precision import devices
 
 

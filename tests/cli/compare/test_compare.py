@@ -12,8 +12,8 @@ from tests.cli.conftest import write
 from trainer.cli import main
 from trainer.cli.compare import Comparison, condition_differences, read_runs, report
 from trainer.cli.compare.verdict import Thresholds
-from trainer.record.run_record import load_run
 from trainer.common.terminal import QUIET
+from trainer.record.run_record import load_run
 
 BATCHES = [[1, 2], [3, 4], [5, 6]]
 LINE = ["+recipe=line", "callbacks=none", "logger=none", "trainer.enable_checkpointing=false"]

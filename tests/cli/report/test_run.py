@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from tests.cli.report.conftest import CURVES, ENVIRONMENT, ROWS, facts, report
-from trainer.common import redaction
 from trainer.cli.report.page import note_of
+from trainer.common import redaction
 from trainer.record.charts import sections_of
 from trainer.record.run_record import load_run
 

@@ -11,11 +11,11 @@ from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 
 from tests.cli.conftest import write
 from tests.support import stream_of
-from trainer.common import machine
 from trainer.cli import tune
 from trainer.cli.parsing import read
 from trainer.cli.tune import attempt
 from trainer.cli.tune.attempt import Meter, train, watch_memory
+from trainer.common import machine
 
 
 @pytest.fixture

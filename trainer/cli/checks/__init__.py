@@ -19,15 +19,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import trainer
-from trainer.common import machine
 from trainer.cli import failure
+from trainer.cli.config_checks import validate
 from trainer.cli.parsing import Arguments, UsageError
 from trainer.cli.tune import plain
-from trainer.cli.config_checks import validate
-from trainer.errors import ConfigurationError, did_you_mean
+from trainer.common import machine
 from trainer.common.machine import readable
-from trainer.record.provenance import version_of
 from trainer.common.terminal import Table, command_line, print_line
+from trainer.errors import ConfigurationError, did_you_mean
+from trainer.record.provenance import version_of
 
 if TYPE_CHECKING:
     import torch

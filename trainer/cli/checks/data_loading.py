@@ -10,10 +10,10 @@ from lightning.pytorch.utilities.combined_loader import CombinedLoader
 
 from trainer.arguments import describe
 from trainer.cli import failure
-from trainer.cli.parsing import UsageError
 from trainer.cli.build import check, make
 from trainer.cli.checks import LoadedBatch, Recipe
 from trainer.cli.folders import merge_recipes
+from trainer.cli.parsing import UsageError
 from trainer.cli.targets import Allowlist
 
 _SECONDS = 1.0

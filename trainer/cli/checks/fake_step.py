@@ -27,8 +27,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from trainer.diagnosis.sync_detector import Synchronization, SyncWatch
 from trainer.common.parts import local
+from trainer.diagnosis.sync_detector import Synchronization, SyncWatch
 from trainer.distributed.sharding.wrap import find_blocks
 from trainer.precision import MixedPrecision, cuda_autocast_ops
 from trainer.precision.autocast_ops import ops_that_differ

@@ -10,16 +10,16 @@ from typing import Any
 
 import torch
 
-from trainer.common import machine
 from trainer.cli import failure
 from trainer.cli.checks import Findings, LoadedBatch, Recipe, batch, memory, steps
 from trainer.cli.checks import data_loading as loading
 from trainer.cli.checks.layers import LARGEST, SCALE, Layer, Layers, largest_scale
 from trainer.cli.checks.steps import StepTime
-from trainer.data.samples import batch_size
-from trainer.errors import ConfigurationError, join_first
+from trainer.common import machine
 from trainer.common.machine import readable
 from trainer.common.terminal import command_line
+from trainer.data.samples import batch_size
+from trainer.errors import ConfigurationError, join_first
 
 _PICTURES = Path("outputs", "checks")
 _ROWS = 8  # largest number of rows in the table of layers

@@ -15,8 +15,8 @@ from torchmetrics import Metric
 
 from trainer.cli.checks.batch import classes_of, labels_out_of_range
 from trainer.cli.rehearsal import RehearsalDone
-from trainer.data.samples import tensors_in
 from trainer.common.module_tree import plain_class
+from trainer.data.samples import tensors_in
 from trainer.diagnosis.trace import measure
 
 LARGEST = torch.finfo(torch.float16).max

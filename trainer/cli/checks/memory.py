@@ -13,21 +13,21 @@ import torch
 
 from trainer.arguments import SWITCH, WHOLE
 from trainer.callbacks import fast_settings
-from trainer.diagnosis.sync_detector import Synchronization, format_synchronizations
-from trainer.cli.parsing import COMPARED_PRECISIONS, UsageError
 from trainer.cli.build import make
 from trainer.cli.checks import Findings, Recipe
 from trainer.cli.checks.fake_step import Memory, look, measure
 from trainer.cli.checks.steps import undisturbed
 from trainer.cli.fused import fusing
+from trainer.cli.parsing import COMPARED_PRECISIONS, UsageError
 from trainer.cli.schema import read_settings, setting
 from trainer.cli.targets import Allowlist
 from trainer.cli.tune import SIZE, bytes_in
-from trainer.distributed.sharding import settings as sharding
 from trainer.common.machine import readable
+from trainer.common.terminal import command_line
+from trainer.diagnosis.sync_detector import Synchronization, format_synchronizations
+from trainer.distributed.sharding import settings as sharding
 from trainer.precision.registry import resolve_precision
 from trainer.record.flops import FlopCounter
-from trainer.common.terminal import command_line
 
 OVERHEAD = 2**30
 """Bytes reserved for memory outside of tensors: CUDA's context, workspaces of its libraries, fragmentation."""

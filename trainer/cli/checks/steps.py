@@ -20,11 +20,11 @@ from typing import Any, NamedTuple
 import lightning.pytorch as pl
 import torch
 
-from trainer.common import machine
 from trainer.cli.checks import Recipe
+from trainer.cli.execution import assemble
 from trainer.cli.processes import environment
 from trainer.cli.rehearsal import Clock, RehearsalDone, first_weights, rehearse
-from trainer.cli.execution import assemble
+from trainer.common import machine
 from trainer.data.samples import batch_size, samples_of
 from trainer.errors import join_first
 from trainer.precision.float8 import Float8Precision

@@ -15,12 +15,10 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from trainer.cli.parsing import Arguments, UsageError
 from trainer.cli.compare.verdict import Thresholds, Verdict, assess, choose_metric
 from trainer.cli.help import versions
+from trainer.cli.parsing import Arguments, UsageError
 from trainer.cli.schema import read_settings
-from trainer.record.run_record import MEASURING, RunRecord
-from trainer.record.sweep_record import Sweep, load_sweep
 from trainer.common.terminal import (
     Table,
     command_line,
@@ -31,6 +29,8 @@ from trainer.common.terminal import (
     markdown_table,
     print_line,
 )
+from trainer.record.run_record import MEASURING, RunRecord
+from trainer.record.sweep_record import Sweep, load_sweep
 
 _FEW_BATCHES = 20
 

@@ -10,8 +10,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainer.common import packages
 from trainer.cli.parsing import Arguments, UsageError
+from trainer.common import packages
 from trainer.common.files import write_text
 from trainer.common.terminal import command_line
 

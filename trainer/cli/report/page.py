@@ -11,16 +11,16 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from trainer.common import redaction
 from trainer.cli.help import versions
 from trainer.cli.report.artifacts import diagnoses_of, figures_of, log_of, warnings_in
 from trainer.cli.report.svg_charts import DrawnChart, draw
 from trainer.cli.walk import walk
+from trainer.common import redaction
 from trainer.common.machine import readable
+from trainer.common.terminal import format_number, format_seconds, four_digits
 from trainer.record.charts import Section, sections_of
 from trainer.record.run_record import RunRecord, load_run
 from trainer.record.sweep_record import worth_showing
-from trainer.common.terminal import format_number, format_seconds, four_digits
 
 _TEMPLATE = Path(__file__).parent / "template"
 _METRICS = 3

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from trainer.cli.parsing import UsageError
-from trainer.record.run_record import RUN, RunRecord, read_json
 from trainer.common.terminal import command_line
+from trainer.record.run_record import RUN, RunRecord, read_json
 
 _RUN_FILES = (RUN, "metrics.csv", "csv/metrics.csv", ".hydra/config.yaml")
 _SWEEP_FILES = ("multirun.yaml", "summary.md", "compare.json", "optimization_results.yaml")

@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from trainer.common import redaction
 from trainer.cli.parsing import UsageError
 from trainer.cli.report.artifacts import diagnoses_of, figures_of
 from trainer.cli.report.page import (
@@ -21,12 +20,13 @@ from trainer.cli.report.page import (
     tiles_of,
 )  # fmt: skip
 from trainer.cli.report.selection import ReportSubject
+from trainer.common import redaction
 from trainer.common.machine import readable
+from trainer.common.terminal import format_number, format_seconds, four_digits
 from trainer.record.charts import overlay, sections_of
 from trainer.record.drawing import PALETTE
 from trainer.record.run_record import SUCCESSFUL, RunRecord, direction_of, load_run, read_json
 from trainer.record.sweep_record import Sweep, best_of, worth_showing
-from trainer.common.terminal import format_number, format_seconds, four_digits
 
 INVALID_RECORD_ERRORS = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 """Exceptions that reading a file raises if its contents are not those that a run writes."""

@@ -13,9 +13,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from trainer.common.terminal import format_number
 from trainer.record.charts import Chart, Line
 from trainer.record.drawing import BAD, GRID, INK, PALE, PALETTE, plot
-from trainer.common.terminal import format_number
 
 if TYPE_CHECKING:  # takes a second to import
     from matplotlib.axes import Axes

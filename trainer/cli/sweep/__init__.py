@@ -9,10 +9,10 @@ import re
 from pathlib import Path
 from statistics import fmean, stdev
 
+from trainer.common.terminal import Table, command_line, format_mebibytes, format_number, markdown_table, print_line
 from trainer.errors import counted
 from trainer.record.run_record import SUCCESSFUL, RunRecord
 from trainer.record.sweep_record import Sweep, load_sweep
-from trainer.common.terminal import Table, command_line, format_mebibytes, format_number, markdown_table, print_line
 
 _ONLY_IN_FILES = ("run dir", "scale", "epochs")
 """Columns that ``summary.md`` has, but not the table on the terminal."""

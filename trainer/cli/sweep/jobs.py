@@ -24,17 +24,17 @@ from typing import Any
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
-from trainer.common import redaction
 from trainer.cli.parsing import UsageError
 from trainer.cli.plugins import PARALLEL, SUBMITIT_PREFIX
 from trainer.cli.processes import clean_environment, is_first
 from trainer.cli.walk import targets
 from trainer.cli.warm_process import Process, start_process, warm_processes
 from trainer.cli.workdir import config_flags, quoted, unresolved_words
+from trainer.common import redaction
 from trainer.common.files import from_here
+from trainer.common.terminal import is_quiet
 from trainer.record.find_checkpoint import checkpoints_in
 from trainer.record.run_record import RUN, SUCCESSFUL, RunRecord, load_run, read_json, shown
-from trainer.common.terminal import is_quiet
 
 CONSOLE = "console.log"
 """Name of the file with the output of a job, in its folder."""

@@ -27,11 +27,11 @@ from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, TrialState
 from sqlalchemy.exc import ArgumentError
 
-from trainer.cli.parsing import UsageError, canonical_precisions
 from trainer.cli.objective import choose, monitored, not_logged
+from trainer.cli.parsing import UsageError, canonical_precisions
 from trainer.record.run_record import PRUNING, RUN, RunRecord
-from trainer.record.sweep_record import load_sweep
 from trainer.record.studies import check_pickles, make_pruner, make_sampler
+from trainer.record.sweep_record import load_sweep
 
 _JOB, _FOLDER = "job", "folder"
 """User attributes of a trial: number of its job, and folder of its sweep."""

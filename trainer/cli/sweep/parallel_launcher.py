@@ -20,10 +20,10 @@ from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
-from trainer.common import machine
 from trainer.arguments import describe
 from trainer.cli.parsing import UsageError
 from trainer.cli.sweep.jobs import Job, StopFile, execute
+from trainer.common import machine
 from trainer.record.run_record import load_run
 
 _THREADS = "OMP_NUM_THREADS"

@@ -19,17 +19,17 @@ from typing import Any
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from trainer.common import redaction
 from trainer.arguments import ARGUMENTS, NUMBER, TEXT, WHOLE, Kind
-from trainer.cli.parsing import Arguments, UsageError
 from trainer.cli.compose import resolve
+from trainer.cli.config_checks import validate
+from trainer.cli.parsing import Arguments, UsageError
 from trainer.cli.processes import under_torchrun
 from trainer.cli.schema import read_settings, setting
-from trainer.cli.config_checks import validate
 from trainer.cli.warm_process import warm_processes
-from trainer.errors import TrainerError, did_you_mean
+from trainer.common import redaction
 from trainer.common.files import from_here
 from trainer.common.terminal import command_line, is_quiet
+from trainer.errors import TrainerError, did_you_mean
 
 RESULT = "tune.json"
 LOG = "tune.log"

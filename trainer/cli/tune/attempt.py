@@ -22,12 +22,12 @@ from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from trainer.common import machine
-from trainer.common.traits import observes_only
+from trainer.cli.execution import assemble
 from trainer.cli.failure import is_about_settings
 from trainer.cli.rehearsal import Clock, first_weights, rehearse
-from trainer.cli.execution import assemble
 from trainer.cli.tune.child import Message, Send
+from trainer.common import machine
+from trainer.common.traits import observes_only
 from trainer.data.samples import batch_size
 from trainer.errors import ConfigurationError, PrecisionError, is_out_of_memory
 from trainer.precision.devices import peak_memory

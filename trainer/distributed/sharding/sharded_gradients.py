@@ -15,11 +15,11 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Placement, Replicate
 from torch.optim import Optimizer
 
-from trainer.loop.gradients import Gradients, clamp_
+from trainer.common.module_tree import parameters_of
 from trainer.common.parts import local
 from trainer.distributed.sharding.state_dicts import load_unreduced_gradients, unreduced_gradients
 from trainer.distributed.sharding.wrap import ShardedModule
-from trainer.common.module_tree import parameters_of
+from trainer.loop.gradients import Gradients, clamp_
 from trainer.precision.dtypes import real_view
 from trainer.precision.scaler import LossScaler, gradients_of
 

@@ -14,10 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 
 from trainer.common.module_tree import parameters_of
+from trainer.common.parts import spread
 from trainer.state.containers import KeyPath, mapped
 
 
@@ -41,17 +42,6 @@ def gathered(value: Any, keep: bool) -> Any:
         return whole.cpu() if keep else whole.new_empty(0, device="cpu")
 
     return mapped(value, gather)
-
-
-def spread(value: Any, like: Any) -> Any:
-    """Return this process's part of a whole tensor, sharded as ``like`` is, or ``value`` if it needs no change."""
-    if not isinstance(like, DTensor) or not isinstance(value, Tensor) or isinstance(value, DTensor):
-        return value
-    if value.shape != like.shape:
-        return value  # loading it raises an error
-    mesh = like.device_mesh
-    part = distribute_tensor(value.to(mesh.device_type), mesh, like.placements, src_data_rank=None)
-    return part if part.device == like.device else part.to(like.device)
 
 
 def template(module: nn.Module, place: KeyPath, shape: torch.Size, dtype: torch.dtype) -> Tensor | None:

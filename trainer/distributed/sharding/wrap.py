@@ -21,10 +21,10 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from trainer.common.module_tree import all_modules, is_dense, owned_buffers, owned_parameters
 from trainer.distributed.initialisation import initialise
 from trainer.distributed.sharding.idle import IdlePasses, call_with_hooks, sharded_modules
 from trainer.errors import ConfigurationError, UnsupportedError, did_you_mean, join_first
-from trainer.common.module_tree import all_modules, is_dense, owned_buffers, owned_parameters
 
 Blocks = Iterable[type[nn.Module] | str] | Callable[[nn.Module, DeviceMesh], Any] | None
 
