@@ -1,7 +1,7 @@
 """``trainer export``: write a trained module as a graph, or its weights, for use without this package.
 
-The suffix of the file selects the graph of the module's ``forward`` (`trainer.cli.exported_graphs`) or the weights. Weights are
-copied from the checkpoint without the config of the run.
+The suffix of the file selects the graph of the module's ``forward`` (`trainer.cli.exported_graphs`) or the weights.
+Weights are copied from the checkpoint without the config of the run.
 """
 
 from __future__ import annotations

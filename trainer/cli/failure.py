@@ -210,7 +210,7 @@ def _advice(error: BaseException) -> str:
 
 
 def _without_hydra_frames(error: BaseException) -> BaseException:
-    """Remove the frames before `trainer.cli.execution`, which are Hydra's, from an error of a run, and return the error."""
+    """Remove Hydra's frames, those before `trainer.cli.execution`, from an error of a run, and return the error."""
     entry: TracebackType | None = error.__traceback__
     while entry is not None and entry.tb_frame.f_globals.get("__name__") != "trainer.cli.execution":
         entry = entry.tb_next

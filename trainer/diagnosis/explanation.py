@@ -244,8 +244,8 @@ _PHASES: dict[str, tuple[str, str | tuple[str, ...]]] = {
     "test_step": ("the forward pass", ""),
     "predict_step": ("the forward pass", ""),
     "backward": ("the backward pass", ""),
-    "update_weights": ("the weight update", "trainer.loops"),
-    "step": ("the optimizer's step", ("torch.optim", "trainer.engine")),
+    "update_weights": ("the weight update", "trainer.loop"),
+    "step": ("the optimizer's step", ("torch.optim", "trainer.loop.gradients", "trainer.distributed")),
 }
 """By the name of a function on the stack: the phase, and the prefixes of modules that the function must be in."""
 

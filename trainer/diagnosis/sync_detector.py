@@ -74,10 +74,10 @@ _LIBRARIES = frozenset(
      "trainer", *sys.stdlib_module_names)
 )  # fmt: skip
 """Packages other than the user's code. For a line in them, the line of the caller is reported."""
-_LOOPS = ("trainer.loops", "trainer.run", "trainer.cli", "lightning.pytorch.loops", "lightning.pytorch.trainer")
+_LOOPS = ("trainer.loop", "trainer.run", "trainer.cli", "lightning.pytorch.loops", "lightning.pytorch.trainer")
 _OWN_WORK = (
-    "torch.optim", "trainer.callbacks", "trainer.data", "trainer.engine", "trainer.diagnosis", "trainer.precision",
-    "trainer.record", "trainer.state", "lightning.pytorch.callbacks", "lightning.pytorch.loggers",
+    "torch.optim", "trainer.callbacks", "trainer.data", "trainer.distributed", "trainer.diagnosis", "trainer.metrics",
+    "trainer.precision", "trainer.record", "trainer.state", "lightning.pytorch.callbacks", "lightning.pytorch.loggers",
 )  # fmt: skip
 """Modules with synchronizations that are not reported, because the user's code does not cause them."""
 _ON_THE_HOST = ("torch.utils.data",)

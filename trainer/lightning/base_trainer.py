@@ -1,7 +1,7 @@
 """The base class of ``Trainer``: Lightning's Trainer on top of our parts.
 
 Properties that Lightning's Trainer derives from its strategy, loops, connectors and callbacks are inherited; the views
-in ``compat/views.py`` and other modules show the state of our loops. Lightning's constructor and ``fit`` never run.
+in ``lightning/views.py`` and other modules show the state of our loops. Lightning's constructor and ``fit`` never run.
 This class defines the attributes that the constructor would assign, and the properties that must be faster than
 Lightning's or differ from them.
 """

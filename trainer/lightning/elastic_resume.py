@@ -1,8 +1,9 @@
 """Elastic resume: continue a run on another number of processes, by translating its checkpoint.
 
-Each weight update gets the samples that it would have got without the interruption (``trainer.data.elastic_sampling``): the
-number of batches in an update is chosen so that processes x batch size x accumulation is unchanged. Counters and
-``val_check_interval`` are converted, the latter only if the user has not changed it.
+Each weight update gets the samples that it would have got without the interruption
+(``trainer.data.elastic_sampling``): the number of batches in an update is chosen so that processes x batch size x
+accumulation is unchanged. Counters and ``val_check_interval`` are converted, the latter only if the user has not
+changed it.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Support for loggers beyond Lightning's interface: one adapter class per logger. Imports no torch.
 
-The adapters of this package are in ``trainer/compat/loggers``. Another package adds one as a subclass of
+The adapters of this project are in this package. Another package adds one as a subclass of
 :class:`LoggerAdapter`, in a module that the entry-point group ``trainer.loggers`` names, or in any other module that
 is imported before the logger is built.
 """

@@ -75,7 +75,7 @@ class FitProgress:
             loss also count, and a custom ``optimizer_step`` of the module counts once per call;
             ``trainer.global_step``. Set by the fit loop at each step of an optimizer.
         own_steps: the part of ``optimizer_steps`` that the module has counted itself, because it steps optimizers
-            without their wrappers. Set when the module writes to Lightning's counter (``compat/loop_state.py``).
+            without their wrappers. Set when the module writes to Lightning's counter (``lightning/loop_state.py``).
         bare_steps: the part of ``optimizer_steps`` without the optimizers' wrappers. 0 if the module counts steps
             itself. Set at each such step.
         skipped_steps: weight updates in which an optimizer skipped its step because a gradient was not finite. Counts

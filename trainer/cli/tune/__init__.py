@@ -101,8 +101,8 @@ def command(arguments: Arguments) -> int:
         0, or 1 if nothing was found, or a training step failed for a reason other than memory.
 
     Raises:
-        UsageError: if `trainer.cli.config_checks.validate` raises it, the word is missing or unknown, a sweep was given, or
-            the config cannot be built.
+        UsageError: if `trainer.cli.config_checks.validate` raises it, the word is missing or unknown, a sweep was
+            given, or the config cannot be built.
     """
     words = arguments.words
     if not words or words[0] not in _MODULES:
