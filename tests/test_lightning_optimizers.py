@@ -299,14 +299,18 @@ def not_callable(module, optimizers, batch):
 
 @pytest.mark.parametrize("turn", [both_in_turn, with_closure, toggled, unwrapped, not_callable])
 def test_by_hand(turn):
+    steps = []
+
     def scenario(make):
         module = ByHand(turn)
         trainer = make(max_epochs=1)
         with patch.object(Strategy, "backward", wraps=trainer.strategy.backward) as backward:
             trainer.fit(module, data(4))
-        return trainer.global_step, backward.call_count, module.seen, [type(o) for o in trainer.optimizers]
+        steps.append(trainer.global_step)
+        return backward.call_count, module.seen, [type(o) for o in trainer.optimizers]
 
     assert_same_outcome(scenario)
+    assert sorted(steps) == ([0, 4] if turn is unwrapped else steps[:1] * 2)  # Lightning does not count these steps
 
 
 def test_manual_step_forwards_its_arguments():

@@ -20,7 +20,7 @@ from lightning.pytorch.plugins import HalfPrecision, TorchCheckpointIO
 from lightning.pytorch.plugins.precision import Precision as LightningPrecision
 from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
-from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
 
 from tests.parity import (
     MODULE_HOOKS,
@@ -169,7 +169,9 @@ def program(make, watch, folder, base, ddp, resumes):
     hooks = {name: recorder("module", name, getattr(base, name), watch.log) for name in LANDMARKS}
     module = type(base.__name__, (base,), hooks)()
     datamodule, source = watch.make("datamodule", Data), data(8).dataset
-    batches = watch.make("batch_sampler", Batches, watch.make("sampler", Order, source), 2, False)
+    batches = watch.make(
+        "batch_sampler", Batches, watch.make("sampler", RandomSampler if ddp else Order, source), 2, False
+    )
     datamodule.training = DataLoader(source, batch_sampler=batches)
     trainer = make(
         strategy=watch.make("strategy", DDPStrategy if ddp else SingleDeviceStrategy, **extra),

@@ -301,7 +301,8 @@ def to_the_end(iterator: Iterator[Batch], loader: Any, done: int = 0) -> Iterato
         done: the number of batches that the pass has yielded before. Default: 0.
     """
     is_generator = inspect.isgeneratorfunction(getattr(type(loader), "__iter__", None))
-    has_end = is_generator or (_uses_default_iteration(loader) and loader.num_workers == 0)
+    is_loader = _uses_default_iteration(loader) or _has_state(loader)
+    has_end = is_generator or (is_loader and getattr(loader, "num_workers", 1) == 0)
     left = (length_of(loader) or 0) - done
     return chain(islice(iterator, left - 1), _read_ahead(iterator)) if has_end and left > 0 else iterator
 

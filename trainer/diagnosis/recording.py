@@ -135,7 +135,9 @@ class Evidence:
         self._recent: deque[tuple[Any, int, int, AccumulationWindow, list[Any]]] = deque(maxlen=0)
         self._stored: Callable[[Any], Any] = identity
         self._rates: list[Any] = []  # the current learning rates
-        self._is_on_host, self._is_alone = loop.engine.device.type == "cpu", loop.engine.world_size == 1
+        self._is_on_host = loop.engine.device.type == "cpu"
+        # with loss scaling, the step is skipped; processes examine together
+        self._examines_at_once = loop.engine.world_size == 1 and not loop.gradients.scaler.is_enabled()
         loop.wrap(self)
 
     def stop(self) -> None:
@@ -164,7 +166,7 @@ class Evidence:
         if self._is_on_host and type(loss) is Tensor and loss.numel() == 1:
             number = loss.item()
             self.losses.append((step, number))
-            if number - number != 0 and self._is_alone:  # infinite or NaN: examine it after this update
+            if number - number != 0 and self._examines_at_once:  # infinite or NaN: examine it after this update
                 self._updates = self._every
         else:
             self.losses.append((step, _to_read(loss)))

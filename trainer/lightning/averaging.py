@@ -115,7 +115,7 @@ def call_load_hook(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
     """Call the module's ``on_load_checkpoint``, and change the training weights as it has changed the average."""
 
     def versions(key: str) -> dict[str, tuple[int, int]]:
-        return {name: (id(value), getattr(value, "_version", 0)) for name, value in (checkpoint.get(key) or {}).items()}
+        return {name: (id(value), _version(value)) for name, value in (checkpoint.get(key) or {}).items()}
 
     both = "state_dict", "current_model_state"
     held = [dict(checkpoint.get(key) or {}) for key in both]  # so that the ids stay those of these values
@@ -130,6 +130,10 @@ def call_load_hook(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
             if name in after[0]:
                 trained[name] = deepcopy(checkpoint["state_dict"][name])
     del held
+
+
+def _version(value: Any) -> int:
+    return value._version if isinstance(value, Tensor) and not value.is_inference() else 0
 
 
 def training_state(trainer: Trainer, checkpoint: dict[str, Any]) -> dict[str, Any]:

@@ -71,8 +71,8 @@ def test_best_value_of_a_run_that_monitors_another_metric(two, make_run):
     page = several(*two, make_run("outputs/third/one", record=record, files={"csv/metrics.csv": rows}))
     table = page.sections["jobs"]
     assert "Best val_acc" in table
-    assert "3 third best Completed 0.9375 1 1.5" in table
-    assert "Highest val_acc 0.9375 at step 1, third" in page.text
+    assert "3 third best Completed 0.9375 2 1.5" in table
+    assert "Highest val_acc 0.9375 at step 2, third" in page.text
 
 
 def test_charts_that_runs_share(make_run):
