@@ -162,7 +162,9 @@ def test_unpicklable_objects_are_named_and_saves_succeed(tmp_path, caplog):
     trainer.fit(module, data(2))
     assert "make" not in module.hparams  # as by Lightning
     module.hparams["things"]["broken"][0].more = Broken()
-    with pytest.warns(UserWarning, match=r"do not contain.*of Many.*things.broken\[0\].more \(tests.compat.test_hp"):
+    with pytest.warns(
+        UserWarning, match=r"do not contain.*of Many.*things.broken\[0\].more \(tests.checkpoint.test_hp"
+    ):
         trainer.save_checkpoint(path)
     trainer.save_checkpoint(path)  # printed once
     (line,) = lines_of(caplog)[1:]

@@ -246,10 +246,10 @@ def first_screen(shell):
 
 
 SCENARIOS = {
-    "callbacks/run_summary.py:_paths": printed_by("fit", *LINE, "hydra.run.dir=new", status=0),
+    "record/run_summary.py:_paths": printed_by("fit", *LINE, "hydra.run.dir=new", status=0),
     "cli/__init__.py:_dispatch": printed_by(*LINE),
-    "cli/arguments.py:_read_flag": printed_by("fit", *LINE, "--lr", "1"),
-    "cli/arguments.py:check_flags": printed_by("tune", "lr", *LINE, "--cfg", "job"),
+    "cli/parsing.py:_read_flag": printed_by("fit", *LINE, "--lr", "1"),
+    "cli/parsing.py:check_flags": printed_by("tune", "lr", *LINE, "--cfg", "job"),
     "cli/checks/__init__.py:command": printed_by("checks", "jsn"),
     "cli/checks/first_look.py:bottleneck": slow_step,
     "cli/checks/memory.py:check_memory": unpredictable,
@@ -262,11 +262,11 @@ SCENARIOS = {
     "cli/report/__init__.py:write_report": printed_by("report", "run", "line_fit.py/page.html"),
     "cli/report/selection.py:choose_subject": printed_by("report"),
     "cli/restore.py:apply": printed_by("test", "ckpt=loose.ckpt"),
-    "cli/run.py:_require_last_checkpoint": printed_by("test", *LINE, "ckpt_path=last"),
+    "cli/execution.py:_require_last_checkpoint": printed_by("test", *LINE, "ckpt_path=last"),
     "cli/sweep/__init__.py:_best": best_of_a_sweep,
     "cli/tune/__init__.py:command": printed_by("tune", "batchsize", *LINE, *SHORT),
-    "cli/validate.py:_check_model": no_model,
-    "cli/validate.py:_check_start": paths_with_special_characters,
+    "cli/config_checks.py:_check_model": no_model,
+    "cli/config_checks.py:_check_start": paths_with_special_characters,
     "cli/workdir.py:claim": under_torchrun,
     "cli/workdir.py:resume_command": continued,
 }

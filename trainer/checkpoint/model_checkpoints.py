@@ -150,14 +150,15 @@ def _decide(trainer: Trainer, hook: str, pairs: list[tuple[Any, Any]]) -> dict[A
         vars(one)["_remove_checkpoint"] = lambda _, path: exists.update({path: False})
         vars(one)["_link_checkpoint"] = lambda _, __, link: exists.update({link: True})
         vars(one)["file_exists"] = partial(_exists_after, exists, saver.file_exists)
-        logging.disable(logging.INFO)  # the call itself logs
+        usual = logging.root.manager.disable
+        logging.disable(max(usual, logging.INFO))  # the call itself logs
         try:
             if hook == "on_train_batch_end":
                 _save_after_batch(one, trainer)
             else:
                 _SAVES[hook](one, MethodType(methods[0], one), trainer, trainer.lightning_module)
         finally:
-            logging.disable(logging.NOTSET)
+            logging.disable(usual)
     return decided
 
 
