@@ -26,8 +26,8 @@ class Known:
         section: the guide's section.
         quote: the guide's sentence, word for word.
         kind: ``"more"`` if only our record has it, ``"less"`` if only Lightning's does, ``"plain"`` if a NumPy scalar
-            is a Python number in ours, ``"plateau"`` if values in the state of a plateau schedule differ, ``"other"``
-            if other values differ.
+            is a Python number in ours, ``"plateau"`` if values in the state of a plateau schedule differ, ``"digits"``
+            if ours is a number with more digits than in float32, ``"other"`` if other values differ.
     """
 
     column: str
@@ -59,6 +59,20 @@ KNOWN = [
         "plateau",
     ),
     Known("resume", r"^metrics: [^/]*: rows/\d+/1/without epoch$", "Different on purpose", GO_ON, "other"),
+    Known(
+        "metrics|resume|results|checkpoint|reload",
+        r"",
+        "Different on purpose",
+        "are float64 in `callback_metrics`, loggers and progress bars",
+        "digits",
+    ),
+    Known(
+        "checkpoint|resume",
+        r"/callbacks/ModelCheckpoint.*/(last_model_path|best_|kth_|current_score)",
+        "Different on purpose",
+        "each file has the states of all of them after the hook",
+        "other",
+    ),
 ]
 
 
@@ -139,15 +153,24 @@ def walk(column: str, where: str, theirs: Any, ours: Any, found: list[Difference
         for index, (one, other) in enumerate(zip(theirs, ours, strict=True)):
             walk(column, f"{where}/{index}", one, other, found)
     elif isinstance(theirs, Tensor) and isinstance(ours, Tensor):
-        if theirs.dtype != ours.dtype or theirs.shape != ours.shape:
+        if (theirs.dtype, ours.dtype) == (torch.float32, torch.float64) and are_close(theirs, ours):
+            add(show(theirs), show(ours), "digits")
+        elif theirs.dtype != ours.dtype or theirs.shape != ours.shape:
             add(show(theirs), show(ours))
         elif not same_bits(theirs, ours):
             distance = largest_difference(theirs, ours)
             add(show(theirs), f"{distance} apart" if theirs.numel() > 1 else show(ours))
     elif isinstance(theirs, dict) and theirs.keys() == {"class", "value"} and same_value(theirs["value"], ours):
         add(show(theirs), show(ours), "plain" if str(theirs["class"]).startswith("numpy.") else "other")
+    elif isinstance(theirs, float) and isinstance(ours, float) and theirs != ours and are_close(theirs, ours):
+        add(show(theirs), show(ours), "digits")
     elif type(theirs) is not type(ours) or not same_value(theirs, ours):
         add(show(theirs), show(ours))
+
+
+def are_close(one: Any, other: Any) -> bool:
+    """Return whether numbers differ by no more than rounding in float32."""
+    return torch.allclose(torch.as_tensor(one).double(), torch.as_tensor(other).double(), rtol=1e-6, atol=0)
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:

@@ -595,6 +595,24 @@ def test_steps_without_a_wrapper_count_as_any_others(tmp_path, where):
     assert sorted(path.name for path in tmp_path.glob("*.ckpt")) == ["epoch=0-step=2.ckpt", "epoch=1-step=4.ckpt"]
 
 
+def test_kept_optimizers_do_not_count_beside_a_returned_one(tmp_path):
+    """Pyro's modules step an optimizer for each parameter, and a returned one that counts these steps."""
+
+    class ForEachParameter(Kept):
+        def __init__(self):
+            super().__init__("unwrapped")
+            self.own = [sgd([parameter]) for parameter in self.net.parameters()]
+
+        def training_step(self, batch, batch_idx):
+            for optimizer in self.own:
+                optimizer.step()
+            super().training_step(batch, batch_idx)
+
+    trainer = make_trainer(tmp_path)
+    trainer.fit(ForEachParameter(), loader_of(make_batches(3)))
+    assert trainer.global_step == 3
+
+
 def test_optimizer_below_another_one_does_not_count_again(tmp_path):
     class Ahead(torch.optim.Optimizer):
         """Looks ahead: steps another optimizer."""

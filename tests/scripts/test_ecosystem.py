@@ -97,6 +97,16 @@ def test_differences_named_in_the_guide_are_known():
     assert [one.known for one in differences(ours, theirs)] == ["", ""]  # the other way round it is not
 
 
+def test_numbers_that_keep_their_digits_are_known_unless_they_are_weights():
+    theirs = {"a": torch.tensor(0.1), "b": 0.10000000149011612}
+    ours = {"a": torch.tensor(0.1, dtype=torch.float64), "b": 0.1}
+    found = differences(record(metrics=theirs), record(metrics=ours))
+    assert [(one.kind, bool(one.known)) for one in found] == [("digits", True)] * 2
+    assert not any(one.known for one in differences(record(weights=theirs), record(weights=ours)))
+    (one,) = differences(record(metrics={"b": 0.1}), record(metrics={"b": 0.10001}))
+    assert not one.known
+
+
 def test_plateau_schedule_is_known_in_resumed_runs_only():
     theirs, ours = ({"schedules/0": {"best": 1.0, "num_bad_epochs": 0, "last_epoch": last}} for last in (2, 3))
     (one,) = differences(record(resume=theirs), record(resume=ours))

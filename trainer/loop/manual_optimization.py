@@ -28,7 +28,14 @@ from torch.optim import Optimizer
 from trainer.common.graphs import keep_out_of_graphs
 from trainer.common.session import Session
 from trainer.errors import ConfigurationError, warn
-from trainer.loop.closures import Closure, is_of_run, lower_scale_after, refuse_scaled_closures, step_with_closure
+from trainer.loop.closures import (
+    Closure,
+    is_of_module,
+    is_of_run,
+    lower_scale_after,
+    refuse_scaled_closures,
+    step_with_closure,
+)
 from trainer.loop.fit import FitLoop
 from trainer.precision.cast_cache import forget_casts
 
@@ -138,7 +145,9 @@ class ManualOptimization:
 def count_bare_steps(loop: FitLoop, session: Session) -> None:
     """Count the steps that a module takes without the wrappers of its optimizers, until ``session`` closes.
 
-    Only steps of optimizers of the run count (:func:`is_of_run`). The first step of another optimizer causes a warning.
+    Steps of optimizers that ``configure_optimizers`` returned count. If it returned none, steps of all optimizers of
+    the run count (:func:`is_of_run`); otherwise the module may step any number of others for one returned optimizer,
+    as Pyro's modules do. The first step of an optimizer that is not of the run causes a warning.
     """
     belongs: WeakKeyDictionary[Optimizer, bool] = WeakKeyDictionary()
     warned = False
@@ -157,11 +166,12 @@ def count_bare_steps(loop: FitLoop, session: Session) -> None:
             return
         if optimizer not in belongs:
             belongs[optimizer] = is_of_run(loop, optimizer)
-        if belongs[optimizer]:
+        is_returned = any(optimizer is one for one in loop.optimizers)
+        if is_returned or (belongs[optimizer] and not any(is_of_module(loop, one) for one in loop.optimizers)):
             loop.gradients.mark_used(optimizer)
             loop.stepped.append(optimizer)
             loop.progress.count_bare_step()
-        elif not warned:
+        elif not warned and not belongs[optimizer]:
             warned = True
             warn(
                 f"Got a step of {type(optimizer).__name__}, which `configure_optimizers` did not return, and which has"
