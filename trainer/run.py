@@ -47,6 +47,7 @@ from trainer.lightning.base_trainer import refuse_own_parts
 from trainer.lightning.checkpoint_connector import CheckpointConnector
 from trainer.loop.closures import refuse_bare_steps
 from trainer.loop.manual_optimization import count_bare_steps
+from trainer.loop.optimizers import returned_none
 from trainer.metrics.logging import attach_log
 from trainer.metrics.metric_objects import add_tracked, update_counts
 from trainer.metrics.metrics import to_scalars
@@ -397,7 +398,7 @@ class Run:
         )
         is_manual = not trainer.lightning_module.automatic_optimization
         if is_manual:
-            count_bare_steps(trainer.loop, self.session)
+            count_bare_steps(trainer.loop, self.session, counts_kept=returned_none(trainer.loop.optimizers))
         if trainer.scaler.is_enabled() and (is_manual or preparation.hooks.override_of("optimizer_step") is not None):
             refuse_bare_steps(trainer.loop, self.session)
 

@@ -603,6 +603,9 @@ def test_kept_optimizers_do_not_count_beside_a_returned_one(tmp_path):
             super().__init__("unwrapped")
             self.own = [sgd([parameter]) for parameter in self.net.parameters()]
 
+        def configure_optimizers(self):
+            return sgd([torch.zeros(1, requires_grad=True)])
+
         def training_step(self, batch, batch_idx):
             for optimizer in self.own:
                 optimizer.step()

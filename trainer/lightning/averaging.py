@@ -113,6 +113,9 @@ def shard_averages(trainer: Trainer, session: Session) -> None:
 
 def call_load_hook(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
     """Call the module's ``on_load_checkpoint``, and change the training weights as it has changed the average."""
+    if "current_model_state" not in checkpoint:  # of a run without averages
+        trainer.lightning_module.on_load_checkpoint(checkpoint)
+        return
 
     def versions(key: str) -> dict[str, tuple[int, int]]:
         return {name: (id(value), _version(value)) for name, value in (checkpoint.get(key) or {}).items()}

@@ -163,11 +163,8 @@ def refuse_scaled_closures(loop: FitLoop) -> None:
 
 def is_of_run(loop: FitLoop, optimizer: Optimizer) -> bool:
     """Return whether ``configure_optimizers`` returned the optimizer, or a parameter of the module is in it."""
-    return any(optimizer is one for one in loop.optimizers) or is_of_module(loop, optimizer)
-
-
-def is_of_module(loop: FitLoop, optimizer: Optimizer) -> bool:
-    """Return whether a parameter of the module is in the optimizer."""
+    if any(optimizer is one for one in loop.optimizers):
+        return True
     own = {id(parameter) for parameter in loop.engine.module.parameters()}
     return any(id(parameter) in own for parameter in parameters_of(optimizer))
 

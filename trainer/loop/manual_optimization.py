@@ -30,7 +30,6 @@ from trainer.common.session import Session
 from trainer.errors import ConfigurationError, warn
 from trainer.loop.closures import (
     Closure,
-    is_of_module,
     is_of_run,
     lower_scale_after,
     refuse_scaled_closures,
@@ -142,12 +141,16 @@ class ManualOptimization:
         )
 
 
-def count_bare_steps(loop: FitLoop, session: Session) -> None:
+def count_bare_steps(loop: FitLoop, session: Session, *, counts_kept: bool) -> None:
     """Count the steps that a module takes without the wrappers of its optimizers, until ``session`` closes.
 
-    Steps of optimizers that ``configure_optimizers`` returned count. If it returned none, steps of all optimizers of
-    the run count (:func:`is_of_run`); otherwise the module may step any number of others for one returned optimizer,
-    as Pyro's modules do. The first step of an optimizer that is not of the run causes a warning.
+    The first step of an optimizer that is not of the run (:func:`is_of_run`) causes a warning.
+
+    Args:
+        loop: the fit loop.
+        session: the session of the run.
+        counts_kept: whether steps of optimizers count that the module keeps itself. If ``configure_optimizers``
+            returned an optimizer, they do not: Pyro's modules step one per parameter, and a returned one once for all.
     """
     belongs: WeakKeyDictionary[Optimizer, bool] = WeakKeyDictionary()
     warned = False
@@ -166,8 +169,7 @@ def count_bare_steps(loop: FitLoop, session: Session) -> None:
             return
         if optimizer not in belongs:
             belongs[optimizer] = is_of_run(loop, optimizer)
-        is_returned = any(optimizer is one for one in loop.optimizers)
-        if is_returned or (belongs[optimizer] and not any(is_of_module(loop, one) for one in loop.optimizers)):
+        if belongs[optimizer] and (counts_kept or any(optimizer is one for one in loop.optimizers)):
             loop.gradients.mark_used(optimizer)
             loop.stepped.append(optimizer)
             loop.progress.count_bare_step()

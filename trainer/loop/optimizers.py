@@ -7,7 +7,7 @@ interval of a schedule may be ``"batch"``, which counts batches, while ``"step"`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch import LightningModule
@@ -150,3 +150,8 @@ def _check_several(module: LightningModule, optimizers: list[Optimizer], owns_st
                     f" {index}, expected each parameter in one of them: its gradient would be unscaled and clipped"
                     " twice. Give it to one, or set `self.automatic_optimization = False`."
                 )
+
+
+def returned_none(optimizers: Sequence[Optimizer]) -> bool:
+    """Return whether ``configure_optimizers`` returned no optimizer, for which Lightning has a stand-in."""
+    return all(isinstance(optimizer, parsing._MockOptimizer) for optimizer in optimizers)
