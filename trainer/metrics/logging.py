@@ -130,27 +130,22 @@ class ModuleLog:
             # another dataloader logged the name in an earlier pass
             entry = self._register(store, hook, name, value, LogOptions(*given), metric_attribute)
         assert store is not None
+        dtype = torch.float64
         if isinstance(value, Tensor):
-            value = whole(value.detach())
-            if value.dtype not in _LOSSLESS_DTYPES:
-                value = value.to(accumulation_dtype())
-            elif self._copies:
-                copy = value.clone()
-                if not value.is_inference():  # inference tensors have no version
-                    store.copies.append((value, value._version, copy))
-                value = copy
-            if value.dim():
-                if value.numel() != 1:
-                    raise ValueError(
-                        f"`self.log({name}, {value})` was called, but the tensor must have a single element."
-                        f" You can try doing `self.log({name}, {value}.mean())`"
-                    )
-                value = value.reshape(())
+            if value.numel() != 1:
+                raise ValueError(
+                    f"`self.log({name}, {value})` was called, but the tensor must have a single element."
+                    f" You can try doing `self.log({name}, {value}.mean())`"
+                )
+            if type(value) is Tensor and value.is_cpu and value.dtype in _LOSSLESS_DTYPES:
+                dtype, value = value.dtype, value.item()
+            else:
+                value = self._copy(value, store)
         elif (entry.metric is not None and value is entry.metric) or isinstance(value, Metric):  # the second is slow
             entry.update_metric(value)
             return
         elif isinstance(value, numbers.Number):
-            value = torch.tensor(value, dtype=torch.float64)
+            value = float(value)  # type: ignore[arg-type]
         else:
             raise ValueError(
                 f"`self.log({name}, {value})` was called, but `{type(value).__name__}` values cannot be logged"
@@ -164,7 +159,19 @@ class ModuleLog:
             batch_size = _batch_size(store) if entry.options.on_epoch and entry.options.reduce_fx == "mean" else 1
         if entry.shares_steps and entry.reduces_steps:
             store.reduced_names = crc32(name.encode(), store.reduced_names)
-        entry.update(value, batch_size)
+        entry.update(value, batch_size, dtype)
+
+    def _copy(self, value: Tensor, store: MetricStore) -> Tensor:
+        """Return a 0-dim tensor without a graph, in a lossless dtype, that the caller cannot change."""
+        value = whole(value.detach())
+        if value.dtype not in _LOSSLESS_DTYPES:
+            value = value.to(accumulation_dtype())
+        elif self._copies:
+            copy = value.clone()
+            if not value.is_inference():  # inference tensors have no version
+                store.copies.append((value, value._version, copy))
+            value = copy
+        return value.reshape(())
 
     def _register(
         self,

@@ -49,14 +49,15 @@ Reduce = Callable[..., Tensor]
 class LoggedValue:
     """One name logged from one hook: its last value and, if requested, its reduction over the epoch.
 
-    Values are 0-dim tensors on their original device; Python numbers are float64 tensors on the host. Every 256
-    values are added one by one in their order and dtype, and the sum is added to a total in float64 (float32 on MPS).
-    Up to 256 values, the results of tensors are bit-identical to Lightning's.
+    Values are 0-dim tensors on their device, or numbers on the host, because a number takes a fraction of the time.
+    Every 256 values are added one by one in their order and dtype, and the sum is added to a total in float64 (float32
+    on MPS). Up to 256 values of one dtype, the results of tensors are bit-identical to Lightning's; values of several
+    dtypes are added in the largest one.
     """
 
-    __slots__ = ("_dtype", "_epoch_value", "_pending", "_reduce", "_total", "_weight", "_weights", "dataloader_idx",
-                 "first_options", "has_value", "hook", "metric", "name", "options", "shares_epochs", "shares_steps",
-                 "step_value")  # fmt: skip
+    __slots__ = ("_dtype", "_epoch_value", "_last", "_number_dtype", "_pending", "_reduce", "_total", "_weight",
+                 "_weights", "dataloader_idx", "first_options", "has_value", "hook", "metric", "name", "options",
+                 "shares_epochs", "shares_steps")  # fmt: skip
 
     def __init__(self, hook: str, name: str, options: LogOptions, dataloader_idx: int | None, reduce: Reduce) -> None:
         self.hook = hook
@@ -65,24 +66,34 @@ class LoggedValue:
         self.first_options: object = None  # of the first call, which later calls are compared with
         self.dataloader_idx = dataloader_idx
         self.metric: Metric | None = None
-        self.step_value: Tensor | None = None
         self.has_value = False
         # whether step and epoch values are reduced over the processes; an evaluation may change it
         self.shares_steps = self.shares_epochs = options.sync_dist and not options.rank_zero_only
         self._reduce = reduce
         self._epoch_value: Tensor | None = None  # cached until the next update: reduced over processes once
-        self._pending: list[Tensor] = []
+        self._last: Tensor | float | None = None
+        self._pending: list[Tensor | float] = []
+        self._number_dtype = torch.float64  # of the last value and the pending ones, if they are numbers
         self._weights: list[Any] = []
         self._total: Tensor | None = None
         self._weight: Any = 0
         self._dtype: torch.dtype | None = None  # of the values in the total
 
-    def update(self, value: Tensor, weight: int) -> None:
-        """Add one value (0-dim, detached, in float32 or float64) with a weight of ``weight`` samples."""
+    def update(self, value: Tensor | float, weight: int, dtype: torch.dtype = torch.float64) -> None:
+        """Add one value.
+
+        Args:
+            value: a tensor (0-dim, detached, in float32 or float64) or a number.
+            weight: the number of samples.
+            dtype: the dtype of a number. Default: ``torch.float64``.
+        """
         self.has_value = True
         options = self.options
+        if dtype is not self._number_dtype:
+            self._pending = [as_tensor(earlier, self._number_dtype) for earlier in self._pending]
+            self._number_dtype = dtype
         if options.on_step:
-            self.step_value = self._across(value.clone()) if self.shares_steps else value
+            self._last = self._across(as_tensor(value, dtype).clone()) if self.shares_steps else value
         if options.on_epoch:
             self._epoch_value = None
             self._pending.append(value)
@@ -91,6 +102,13 @@ class LoggedValue:
                 self._total, self._weight, self._dtype = self.accumulated()
                 self._pending.clear()
                 self._weights.clear()
+
+    @property
+    def step_value(self) -> Any:
+        """The last value, a 0-dim tensor; the value of a metric object may be any object."""
+        if self.metric is None and self._last is not None:
+            self._last = as_tensor(self._last, self._number_dtype)
+        return self._last
 
     @property
     def reduces_steps(self) -> bool:
@@ -102,7 +120,7 @@ class LoggedValue:
         self.has_value = True
         self.metric = metric
         value = metric._forward_cache
-        self.step_value = None if value is None else _without_graph(value)
+        self._last = None if value is None else _without_graph(value)
 
     def epoch_value(self) -> Tensor | None:
         """Return the reduction of all values since the last reset.
@@ -118,24 +136,19 @@ class LoggedValue:
 
     def accumulated(self) -> tuple[Tensor | None, Any, torch.dtype | None]:
         """Return the reduction of this process's values, the number of samples of a mean, and the values' dtype."""
-        pending, total, weight, dtype = self._pending, self._total, self._weight, self._dtype
-        if not pending:
-            return total, weight, dtype
-        if len({value.device for value in pending}) > 1:  # some were numbers, others tensors on a device
-            device = next(value.device for value in pending if value.device.type != "cpu")
-            pending = [moved(value, device) for value in pending]
-        op, device = self.options.reduce_fx, pending[0].device
-        alike = {value.dtype for value in pending} == {pending[0].dtype}
-        dtype = functools.reduce(torch.promote_types, [value.dtype for value in pending], dtype or accumulation_dtype())
+        total, weight = self._total, self._weight
+        if not self._pending:
+            return total, weight, self._dtype
+        values = self._values()
+        op, device = self.options.reduce_fx, values.device
+        dtype = torch.promote_types(values.dtype, self._dtype or accumulation_dtype())
         if op in ("max", "min"):
-            values = torch.stack(pending)
             chunk = values.amax() if op == "max" else values.amin()
             if total is not None:
                 chunk = getattr(torch, f"{op}imum")(moved(total, device), chunk)
             return chunk, weight, dtype
         start = torch.zeros((), dtype=accumulation_dtype(), device=device)
-        if device.type in ("cpu", "cuda") and alike and (op == "sum" or {*map(type, self._weights)} == {int}):
-            values = torch.stack(pending)
+        if device.type in ("cpu", "cuda") and (op == "sum" or {*map(type, self._weights)} == {int}):
             if op == "mean":
                 weight = weight + sum(self._weights)
                 weights: Any = self._weights[0]
@@ -145,20 +158,19 @@ class LoggedValue:
             chunk = _sum_in_order(start, values)
         else:
             chunk = start
-            for value, samples in zip(pending, self._weights, strict=True):
+            for value, samples in zip(values.unbind(), self._weights, strict=True):
                 chunk = chunk + (value * samples if op == "mean" else value)
                 weight = torch.as_tensor(weight) + samples
         if total is not None:
             chunk = moved(total, device).add(chunk)
-        elif len(pending) >= _FLUSH_EVERY and device.type != "mps":
+        elif len(values) >= _FLUSH_EVERY and device.type != "mps":
             chunk = chunk.double()
         return chunk, weight, dtype
 
     def reset(self) -> None:
         """Reset all values; keep the options."""
         self.has_value = False
-        self.step_value = None
-        self._epoch_value = None
+        self._last = self._epoch_value = None
         self._pending.clear()
         self._weights.clear()
         self._total = self._dtype = None
@@ -177,6 +189,7 @@ class LoggedValue:
             "has_value": self.has_value,
             "step_value": self.step_value if isinstance(self.step_value, Tensor) else None,
             "pending": list(self._pending),
+            "number_dtype": self._number_dtype,
             "weights": list(self._weights),
             "total": self._total,
             "weight": self._weight,
@@ -186,10 +199,11 @@ class LoggedValue:
     def load_state_dict(self, state: dict[str, Any], device: torch.device) -> None:
         """Restore the state that :meth:`state_dict` returned."""
         self.has_value = state["has_value"]
-        self.step_value, self._total = (
+        self._last, self._total = (
             None if v is None else moved(v, device) for v in (state["step_value"], state["total"])
         )
-        self._pending = [moved(value, device) for value in state["pending"]]
+        self._number_dtype = state["number_dtype"]
+        self._pending = [moved(v, device) if isinstance(v, Tensor) else v for v in state["pending"]]
         self._weights, self._weight, self._dtype = list(state["weights"]), state["weight"], state.get("dtype")
         self._epoch_value = None
 
@@ -232,6 +246,19 @@ class LoggedValue:
 
     def _across(self, value: Tensor) -> Tensor:
         return self._reduce(value, self.options.reduce_fx, self.options.sync_dist_group)
+
+    def _values(self) -> Tensor:
+        """Return the pending values, of shape ``(N,)``, on their device, in their dtype or the largest one."""
+        if {*map(type, self._pending)} == {float}:
+            return torch.tensor(self._pending, dtype=self._number_dtype)
+        values = [as_tensor(value, self._number_dtype) for value in self._pending]
+        device = next((value.device for value in values if value.device.type != "cpu"), values[0].device)
+        return torch.stack([moved(value, device) for value in values])
+
+
+def as_tensor(value: Tensor | float, dtype: torch.dtype) -> Tensor:
+    """Convert a number to a 0-dim tensor of a dtype. Return a tensor unchanged."""
+    return value if isinstance(value, Tensor) else torch.tensor(value, dtype=dtype)
 
 
 def moved(value: Tensor, device: torch.device) -> Tensor:
