@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -57,4 +58,7 @@ def _cell(outcome: Outcome | None) -> str:
     if outcome is None:
         return "-"
     word = f"**{outcome.word}**" if outcome.good else outcome.word
-    return f"{word}: {outcome.detail}".replace("|", "\\|").replace("\n", " ") if outcome.detail else word
+    detail = re.sub(
+        r"(other [^,]*)(, [^,]*){2,}$", r"\1, ...", outcome.detail
+    )  # the most important difference is first
+    return f"{word}: {detail}".replace("|", "\\|").replace("\n", " ") if detail else word
