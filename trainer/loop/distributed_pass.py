@@ -2,6 +2,10 @@
 
 Logged values are reduced after the last batch: see ``MetricStore.complete``. A collective inside a batch would hang if
 another process has no such batch.
+
+Numbers of batches are exchanged when dataloaders are created. Processes synchronize before each batch only if a forward
+runs collectives and the lengths are unknown. Evaluation is not padded, because the best checkpoint depends on its
+metrics.
 """
 
 from __future__ import annotations

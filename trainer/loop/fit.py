@@ -1,6 +1,11 @@
 """The training loop: epochs, one batch, one weight update.
 
 Read ``FitLoop.run``, ``train_batch`` and ``update_weights``: they contain all operations from a batch to new weights.
+
+The work that is due after a batch is one method, ``follow_up``, and the progress records its position: a resumed run
+calls that method and continues. A checkpoint that listed the outstanding work would make each task a special case. The
+state of the process is restored after all ``on_train_start`` hooks, random states last, because set-up, sanity check
+and hooks may draw random numbers.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
 """Steps that draw their own batches, such as ``training_step(self, dataloader_iter)``, in training and evaluation.
 
 The functions here wrap any path of a batch, and replace the source of the batch.
+
+A step that draws its own batches runs in the ordinary loop, over an iterator that yields one placeholder per step.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""Learning-rate schedules: when each one steps, and how its step is reverted if the weight update was skipped."""
+"""Learning-rate schedules: when each one steps, and how its step is reverted if the weight update was skipped.
+
+A schedule steps before the outcome of a late weight update is known, and is restored if the update was skipped. If it
+stepped later instead, every logged learning rate would be one step old.
+"""
 
 from __future__ import annotations
 
