@@ -17,6 +17,10 @@ graph even if it is made without gradients, so that a later forward can reuse it
 cache enabled. On a torch with the bug, a torch function mode inspects every operation of the forward: the first one
 with gradients after one without clears the cache. Unlike hooks on modules, the mode also sees weights that are used
 directly, and custom functions. It costs some microseconds per operation, and is not used on a torch without the bug.
+
+Other ways to detect changed weights fail: version counters and checksums miss weights that are swapped in and back, a
+``TorchDispatchMode`` does not see ``weight.data = other`` and disables ``torch.compile``, and a repeated step would
+repeat its side effects. The decision is part of a checkpoint, because gradients depend on it.
 """
 
 from __future__ import annotations

@@ -24,6 +24,9 @@ results, and nothing is measured: :func:`is_faster` decides from the sizes of th
 
 Known differences from a GPU: ``nn.LSTM`` keeps its state in fp32 between the time steps of a layer, and attention keeps
 its scores in fp32; both round their outputs. Operations that are not matrix products run torch's own kernels.
+
+Results depend on the choice of the kernels. Therefore rank 0 measures for all ranks, and a resumed run uses the choice
+of the saved run.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""Skip steps with gradients that are not finite if the loss is not scaled: in float32 and bfloat16."""
+"""Skip steps with gradients that are not finite if the loss is not scaled: in float32 and bfloat16.
+
+It is a loss scaler with a scale of 1, so that outcomes, schedules and weight averages treat its skipped steps like
+those of float16.
+"""
 
 from __future__ import annotations
 

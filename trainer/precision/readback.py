@@ -1,4 +1,8 @@
-"""Copy a few numbers from a device to the host, and wait for them later."""
+"""Copy a few numbers from a device to the host, and wait for them later.
+
+A fused optimizer decides on the device whether it skips its step. The loop reads the outcome just before the next step,
+or when it is requested, so that host and device do not synchronize.
+"""
 
 from __future__ import annotations
 
