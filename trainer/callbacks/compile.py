@@ -1,4 +1,8 @@
-"""``torch.compile`` for a run: compile the right parts in place, and copy outputs that CUDA graphs would overwrite."""
+"""``torch.compile`` for a run: compile the right parts in place, and copy outputs that CUDA graphs would overwrite.
+
+Forward passes are compiled, and ``training_step`` is not: values that a step logs, counts and reads from the Trainer
+change from batch to batch, and each change would cause another graph.
+"""
 
 from __future__ import annotations
 
