@@ -1,4 +1,8 @@
-"""Asynchronous all-reduce of numbers on the host, without a host-device synchronization."""
+"""Asynchronous all-reduce of numbers on the host, without a host-device synchronization.
+
+Signals use it: each process sends its flag at the end of a batch and reads the result of the previous batch, so that no
+process waits and all stop at the same batch.
+"""
 
 from __future__ import annotations
 

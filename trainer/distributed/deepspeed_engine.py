@@ -1,4 +1,8 @@
-"""DeepSpeed as a strategy, and its engine. The package is imported after the processes have started."""
+"""DeepSpeed as a strategy, and its engine. The package is imported after the processes have started.
+
+Lightning's strategy is a base class for ``isinstance`` only: its methods refuse CPUs and wrap the module before they
+load a checkpoint.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""FSDP2: a strategy that Lightning's connector, launchers and callbacks accept, and the engine that works with it."""
+"""FSDP2: a strategy that Lightning's connector, launchers and callbacks accept, and the engine that works with it.
+
+The strategy derives from ``DDPStrategy``, because Lightning's ``ModelParallelStrategy`` refuses 16-mixed, and its steps
+bypass the hooks of the root module. Each batch of a window reduces its gradients, because a single reduction would keep
+unsharded gradients on every device (``sync_each_batch=False`` requests it).
+"""
 
 from __future__ import annotations
 

@@ -7,6 +7,11 @@ outcome of the step: whether it was skipped, the scale before and after, the nor
 ZeRO keeps the float32 weights that the optimizer steps, and the optimizer's states, in flat tensors; each process has a
 part of them. :class:`ZeroModule` finds a parameter in them, and gathers or sets it. DeepSpeed is imported when the
 first ``ZeroModule`` is created.
+
+DeepSpeed gets a copy of the optimizer, and replaces the parameters in this copy by flat tensors. The module's own
+optimizer keeps its parameters, for schedules, hooks and checkpoints; its settings are copied at each step. One rule,
+the same at all stages, gives the position of a parameter in the flat tensors, because some of DeepSpeed's own functions
+need a first step, or fail at stage 3 for uneven sizes.
 """
 
 from __future__ import annotations

@@ -4,6 +4,9 @@ Each sharded block gathers its parameters when its forward begins. In its backwa
 finally reduces their gradients. If a process omits one of these collectives, the others wait forever. Therefore a
 process without a batch or loss runs them without any computation, through FSDP's own hooks. The order of the blocks is
 recorded in this process's own batches.
+
+A loss of zero would bypass FSDP's hooks, and a real batch with a loss of zero would cost a whole forward and backward
+pass.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""Sharded gradients, as they are after the reduction at the end of a window's last backward pass."""
+"""Sharded gradients, as they are after the reduction at the end of a window's last backward pass.
+
+Gradients are processed as plain tensors, shard by shard, because each operation on a DTensor takes the host much longer
+than one on its shard. Norms are gathered, because gloo's maximum drops a NaN.
+"""
 
 from __future__ import annotations
 
