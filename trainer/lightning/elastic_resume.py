@@ -4,6 +4,10 @@ Each weight update gets the samples that it would have got without the interrupt
 (``trainer.data.elastic_sampling``): the number of batches in an update is chosen so that processes x batch size x
 accumulation is unchanged. Counters and ``val_check_interval`` are converted, the latter only if the user has not
 changed it.
+
+The batch size is not converted: it belongs to the user's dataloader, determines the memory, and may be part of a
+sampler. A process without a sample in a shorter last step repeats one with weight 0, because a step with
+``sync_dist=True`` waits for all processes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Dataloaders: request them, distribute them over processes, and limit them, through Lightning's data connector."""
+"""Dataloaders: request them, distribute them over processes, and limit them, through Lightning's data connector.
+
+Dataloaders are opened at the same points as in Lightning, because opening them draws random numbers.
+"""
 
 from __future__ import annotations
 
