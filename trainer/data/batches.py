@@ -1,4 +1,8 @@
-"""The batches of a stage: their number, their source, and the position in a pass."""
+"""The batches of a stage: their number, their source, and the position in a pass.
+
+With uneven inputs, a process gets None for each batch that only others have. Cutting all processes to the shortest
+would lose data, and torch's ``Join`` does not support FSDP2.
+"""
 
 from __future__ import annotations
 

@@ -4,6 +4,10 @@ The order of operations on the host does not change. The host is ahead of the de
 takes the next batch, the device still runs that step. A copy on the default stream would wait for it. Here the copy
 uses a separate stream, and waits only for the step before the issued one. If the device has already completed the
 issued step and waits for the host, the copy uses the default stream, which takes the host less time.
+
+The next batch is not fetched during a step, as other prefetchers do: its random numbers would be drawn before those of
+the step, and errors of the loader would be raised inside another batch. Copied tensors are held until their step has
+run; with ``record_stream``, a host that is far ahead would fill the device with batches.
 """
 
 from __future__ import annotations

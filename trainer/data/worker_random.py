@@ -2,6 +2,8 @@
 
 A worker draws numbers for each sample, and is some batches ahead of the training. Thus it sends the states of its
 generators with each batch after which they have changed: the last ones received are those after the last trained batch.
+
+Seeds computed from the index of a batch would need no states, but then a run would not equal the plain loop.
 """
 
 from __future__ import annotations
