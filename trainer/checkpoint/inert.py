@@ -6,6 +6,8 @@ these names is looked up, imported or called, whatever the file contains. Other 
 
 The names are collected from an outline of the file. In the outline, each name is a class that records the arguments of
 its calls. An error in the outline is harmless: torch then rejects a name, or a stand-in appears in another place.
+
+A custom unpickler would have to repeat all of torch's checks.
 """
 
 from __future__ import annotations
