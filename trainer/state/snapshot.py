@@ -17,6 +17,11 @@ a random generator that was created later    ``["generator", id, state]``
 ``:tensor NAME``; tensors without a limit    ``["weights", tensor, device]``
 anything else: *held*                        ``["held", reason]``
 ===========================================  ===============================================================
+
+Most programs do not override ``on_save_checkpoint``, to which Lightning leaves these attributes. The first values are
+recorded after ``on_train_start``, because a resumed run calls this hook, too. Objects are known by path and not by
+number, so that a resume with another callback restores the others. Objects of installed packages are left out, because
+their caches and handles look like state; a package that defines the LightningModule counts as the user's.
 """
 
 from __future__ import annotations
