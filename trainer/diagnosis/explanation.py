@@ -3,6 +3,9 @@
 This explains errors of dataloader workers, out-of-memory errors, timeouts of collectives, losses without a gradient,
 tensors of inference mode, and errors about shapes. The code runs only after an error. The timeouts of workers are in
 ``trainer.data.workers``.
+
+Nothing is recorded during training: when an out-of-memory error arrives, its frames still hold the activations, and
+their names show the phase.
 """
 
 from __future__ import annotations

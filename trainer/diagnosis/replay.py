@@ -1,4 +1,8 @@
-"""Replay recorded batches."""
+"""Replay recorded batches.
+
+A failed step is run again, because hooks on every module would slow down every step. It runs on the module itself,
+which is restored afterwards, because a copy would need twice the memory.
+"""
 
 from __future__ import annotations
 
