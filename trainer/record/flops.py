@@ -1,4 +1,9 @@
-"""Count the floating-point operations of a batch, and look up the peak rate of a device."""
+"""Count the floating-point operations of a batch, and look up the peak rate of a device.
+
+Lightning's ``get_available_flops`` is not used: it has rates with sparsity (H200) or for a pair of cards (H100 NVL),
+and lacks the GB200 and GPUs of AMD. Operations are counted in a custom mode, because ``FlopCounterMode`` also counts
+recomputation of activation checkpointing.
+"""
 
 from __future__ import annotations
 
