@@ -2,6 +2,9 @@
 
 Each job is a separate process (`trainer.cli.sweep.jobs`), and a thread waits for it. The sweep passes signals to all
 processes, and assigns devices and threads to each.
+
+hydra-joblib-launcher would add a worker process in between, and Ctrl-C would kill it together with runs that are
+saving.
 """
 
 from __future__ import annotations

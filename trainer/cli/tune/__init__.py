@@ -2,6 +2,8 @@
 
 The config is composed and checked as for ``fit``. The training steps run in child processes
 (`trainer.cli.tune.child`), each with a config made by `plain`.
+
+Each attempt is a process, so that one that runs out of memory does not affect the next.
 """
 
 from __future__ import annotations
