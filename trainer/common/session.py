@@ -1,4 +1,8 @@
-"""Replace methods of objects, and watch optimizer steps, until the end of a run."""
+"""Replace methods of objects, and watch optimizer steps, until the end of a run.
+
+Only instances are changed, never classes, so that Lightning's Trainer in the same program works as without this
+package. Therefore a method that a subclass overrides cannot be replaced below its ``super()`` call.
+"""
 
 from __future__ import annotations
 
