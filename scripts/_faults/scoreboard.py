@@ -58,7 +58,7 @@ def _cell(outcome: Outcome | None) -> str:
     if outcome is None:
         return "-"
     word = f"**{outcome.word}**" if outcome.good else outcome.word
-    detail = re.sub(
-        r"(other [^,]*)(, [^,]*){2,}$", r"\1, ...", outcome.detail
-    )  # the most important difference is first
+    # short cells: no example, and only the first of many differences, which is the most important one
+    detail = re.sub(r", such as:? .*", "", outcome.detail)
+    detail = re.sub(r"(other [^,]*)(, [^,]*){2,}$", r"\1, ...", detail)
     return f"{word}: {detail}".replace("|", "\\|").replace("\n", " ") if detail else word

@@ -11,7 +11,7 @@ from _faults import bench as tools
 from _faults import cases
 from _faults.bench import Bench
 from _faults.cases import CASES, EACH, EVERYTHING, at_each, run_case
-from _faults.scoreboard import Outcome
+from _faults.scoreboard import Outcome, Row, markdown
 from _faults.training import Setup, differences
 
 from tests.support import needs_fsdp2, tiered
@@ -95,3 +95,17 @@ def test_differences_are_those_of_bits():
     assert differences(torch.tensor(0), torch.tensor(0.0)) == [""]
     assert differences(one, {**one, "b": [1, {"c": "y"}]}) == [".b.1.c"]
     assert differences(one, {"a": one["a"], "b": [1]}) == [".b", ".d"]
+
+
+@pytest.mark.parametrize(
+    ("detail", "shown"),
+    [
+        ("16 of 16, such as 001-a-batch: other weights, losses", "16 of 16"),
+        ("7 of 13 runs (14 kills), such as: other metrics", "7 of 13 runs (14 kills)"),
+        ("ends with 0; other weights, averages, samples", "ends with 0; other weights, ..."),
+        ("other rows of metrics.csv, samples", "other rows of metrics.csv, samples"),
+    ],
+)
+def test_cells_have_no_examples_and_one_of_many_differences(detail, shown):
+    row = Row("name", "title", {"ours": Outcome("inexact", detail)})
+    assert markdown([row], ["ours"]).splitlines()[-1] == f"| title | inexact: {shown} |"
