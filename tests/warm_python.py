@@ -164,12 +164,15 @@ def cache_compositions(folder: Path) -> None:
     """Merge the files of a config once in all processes, if the contents of all config files are equal.
 
     Settings are applied after. Omitted: copies of the registered configs, which are not changed, and the choices for
-    interpolations in a default list that has no interpolations.
+    interpolations in a default list that has no interpolations. These are functions of Hydra 1.3; a no-op with others.
     """
+    import hydra
     from hydra._internal import config_loader_impl, defaults_list
     from hydra._internal.defaults_list import Overrides
     from hydra.core.config_store import ConfigStore
 
+    if not hydra.__version__.startswith("1.3."):
+        return
     class_of_loader = config_loader_impl.ConfigLoaderImpl
     choose, merge = config_loader_impl.create_defaults_list, class_of_loader._compose_config_from_defaults_list
     choices_of = defaults_list._create_interpolation_map

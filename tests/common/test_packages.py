@@ -1,5 +1,6 @@
 """Optional packages: the table agrees with pyproject.toml, and each ``pip install`` in the project names them."""
 
+import ast
 import os
 import re
 import subprocess
@@ -37,6 +38,20 @@ def test_table_agrees_with_pyproject():
     extras = {name: {name_of(one) for one in needed} for name, needed in PROJECT["optional-dependencies"].items()}
     del extras["dev"]
     assert {extra: set(modules.values()) for extra, modules in packages.EXTRAS.items()} == extras
+
+
+def test_imported_packages_are_declared():
+    """Those of pyproject.toml; the model registry does without its package (`trainer/model_registry.py`)."""
+    trees = [ast.parse(file.read_text()) for file in (ROOT / "trainer").rglob("*.py")]
+    nodes = [node for tree in trees for node in ast.walk(tree)]
+    names = {one.name for node in nodes if isinstance(node, ast.Import) for one in node.names}
+    names |= {str(node.module) for node in nodes if isinstance(node, ast.ImportFrom)}
+    roots = {name.partition(".")[0] for name in names} - {"trainer", "litmodels", *sys.stdlib_module_names}
+    needed = {Requirement(one).name for one in PROJECT["dependencies"]}
+    extras = {module for extra in packages.EXTRAS.values() for module in extra}
+    distributions = metadata.packages_distributions()
+    undeclared = {root for root in roots - extras if needed.isdisjoint(distributions.get(root, ()))}
+    assert undeclared == set()
 
 
 def test_modules_of_the_table_are_those_that_the_packages_install():

@@ -101,14 +101,11 @@ def resolved(config: Container) -> Any:
 
 @contextmanager
 def _without_environment() -> Iterator[None]:
-    from omegaconf import OmegaConf
-
-    reader = redaction.environment_value  # supports all uses of OmegaConf's own resolver
-    OmegaConf.register_new_resolver("oc.env", _redacted_environment_value, replace=True)
+    redaction.register(_redacted_environment_value)
     try:
         yield
     finally:
-        OmegaConf.register_new_resolver("oc.env", reader, replace=True)
+        redaction.register()  # supports all uses of OmegaConf's own resolver
 
 
 def _redacted_environment_value(*arguments: Any) -> Any:

@@ -156,7 +156,7 @@ def _call_hydra(
                 stack.enter_context(waiting)
                 stack.enter_context(environment({SWEPT: " ".join(composer.swept(arguments, config))}))
             if arguments.shows:
-                main = hydra.main(config_path=str(packaged_conf()), config_name=CONFIG_NAME, version_base=VERSION_BASE)
+                main = hydra.main(config_path=str(packaged_conf()), config_name=CONFIG_NAME, **VERSION_BASE)
                 main(task)()
             elif waiting is not None:
                 composer.sweep(arguments, task)

@@ -9,6 +9,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import hydra
 from hydra import version
 from hydra._internal.callbacks import Callbacks
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
@@ -44,7 +45,8 @@ from trainer.errors import did_you_mean
 CONFIG_NAME = "amp_trainer"
 RESTORED = "amp_trainer_restored"
 """The name of the config of an earlier run, which `trainer.cli.restore` uses instead of the default config."""
-VERSION_BASE = "1.3"
+VERSION_BASE: dict[str, Any] = {"version_base": "1.3"} if hydra.__version__.startswith("1.3.") else {}
+"""Hydra 1.3 needs this argument to use its own defaults; 1.4 always uses them, and deprecates the argument."""
 
 ADVICE_ON_DEFAULTS = (
     "To choose an option in a config file, write `- override /GROUP: OPTION` at the end of its defaults list, or"
@@ -67,11 +69,13 @@ class UserConfigs(SearchPathPlugin):
 def register() -> None:
     """Register the user's configs and the schema of the ``trainer`` node with Hydra. May be called repeatedly."""
     redaction.register()
-    version.setbase(VERSION_BASE)
+    if VERSION_BASE:
+        version.setbase(VERSION_BASE["version_base"])
     setup_globals()
     Plugins.instance().register(UserConfigs)
     plugins.take_over_configs()
-    ConfigStore.instance().store(group="_schema", name="trainer", node=TrainerSettings, provider="trainer")
+    if "_schema" not in ConfigStore.instance().repo:  # Hydra 1.4 warns if a config is stored again
+        ConfigStore.instance().store(group="_schema", name="trainer", node=TrainerSettings, provider="trainer")
 
 
 class _Loader(ConfigLoaderImpl):

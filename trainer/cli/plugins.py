@@ -5,7 +5,9 @@ Also check that the packages that a launcher or sweeper needs are installed.
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
+from types import ModuleType
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
@@ -28,8 +30,7 @@ _NEEDS = {
 }
 """By prefix of a target: the extra that it needs, or None, and the module of the class if it is in this package.
 
-Hydra requires targets in the package ``hydra_plugins``, but uses only the name: there is no module
-``hydra_plugins.amp_trainer``.
+Hydra 1.3 requires targets in the package ``hydra_plugins``. There is no file ``hydra_plugins/amp_trainer``.
 """
 
 
@@ -55,5 +56,8 @@ def prepare(hydra: Any) -> None:
             if target.startswith(start) and extra and (problem := packages.missing(extra)):
                 raise UsageError(f"hydra/{kind}={hydra.runtime.choices.get(f'hydra/{kind}')} needs {problem}")
             if target == start and module:  # a class of this package; Hydra finds it under its name in the config
-                Plugins.instance().register(plugin := getattr(import_module(module), target.rpartition(".")[2]))
+                package, _, name = target.rpartition(".")
+                plugin = type(name, (getattr(import_module(module), name),), {"__module__": package})
+                setattr(sys.modules.setdefault(package, ModuleType(package)), name, plugin)  # Hydra 1.4 looks there
+                Plugins.instance().register(plugin)
                 Plugins.instance().class_name_to_class[target] = plugin

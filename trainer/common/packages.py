@@ -10,12 +10,12 @@ from importlib.util import find_spec
 from pathlib import Path
 
 EXTRAS: dict[str, dict[str, str]] = {
-    "recipes": {"torchvision": "torchvision", "sklearn": "scikit-learn"},
+    "recipes": {"torchvision": "torchvision", "sklearn": "scikit-learn", "PIL": "pillow"},
     "report": {"jinja2": "jinja2", "matplotlib": "matplotlib"},
     "plots": {"matplotlib": "matplotlib"},
     "tensorboard": {"tensorboard": "tensorboard"},
     "slurm": {"hydra_plugins.hydra_submitit_launcher": "hydra-submitit-launcher", "submitit": "submitit"},
-    "optuna": {"optuna": "optuna"},
+    "optuna": {"optuna": "optuna", "sqlalchemy": "sqlalchemy"},
     "safetensors": {"safetensors": "safetensors"},
     "wandb": {"wandb": "wandb"},
     "mlflow": {"mlflow": "mlflow-skinny", "sqlalchemy": "sqlalchemy", "alembic": "alembic", "filelock": "filelock"},

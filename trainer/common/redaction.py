@@ -11,6 +11,7 @@ import logging
 import os
 import re
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import Any
 
 _SHORTEST = 4
@@ -117,8 +118,14 @@ def environment_value(*arguments: Any) -> Any:
     return value
 
 
-def register() -> None:
-    """Register the values of all ``${oc.env:NAME}`` that are resolved from now on. Can be called repeatedly."""
-    from omegaconf import OmegaConf
+def register(read: Callable[..., Any] = environment_value) -> None:
+    """Resolve ``${oc.env:NAME}`` with ``read`` from now on. Can be called repeatedly.
 
-    OmegaConf.register_new_resolver("oc.env", environment_value, replace=True)
+    Args:
+        read: returns the value of a variable. Default: :func:`environment_value`, which registers it as a secret.
+    """
+    import omegaconf
+
+    is_old = omegaconf.__version__.startswith("2.3.")  # later versions deprecate its name
+    name = "register_new_resolver" if is_old else "register_resolver"
+    getattr(omegaconf.OmegaConf, name)("oc.env", read, replace=True)
