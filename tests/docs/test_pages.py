@@ -15,7 +15,6 @@ pytestmark = pytest.mark.skipif(shutil.which("bash") is None, reason="the comman
 UNCHECKED = {
     "docs/architecture.md": 1,  # the layers
     "docs/fast-on-a-gpu.md": 1,  # a GPU
-    "docs/how-do-i.md": 3,  # Slurm; datasets and torchao, which are not installed
     "docs/migrating-from-lightning.md": 1,  # the one import that changes
     "docs/recipes.md": 1,  # a folder of images
     "docs/scaling.md": 3,  # Slurm, Ray, and elastic nodes
