@@ -18,7 +18,7 @@ UNCHECKED = {
     "docs/migrating-from-lightning.md": 1,  # the one import that changes
     "docs/recipes.md": 1,  # a folder of images
     "docs/scaling.md": 3,  # Slurm, Ray, and elastic nodes
-    "docs/sweeps.md": 4,  # the lines of jobs, a table, four GPUs, Slurm
+    "docs/sweeps.md": 3,  # the lines of jobs, a table, Slurm
 }
 """Number of unchecked blocks per page: "text" and "diff" without a marker, and those that are not run; 0 if not listed.
 
