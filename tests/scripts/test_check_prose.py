@@ -62,3 +62,14 @@ def test_exit_status_is_1_above_a_limit(tmp_path, capsys):
     assert SCRIPT["main"]([str(good)]) == 0
     assert SCRIPT["main"]([str(good), str(bad)]) == 1
     assert "bad.md:1: 'somebody': use the user, the caller" in capsys.readouterr().out
+
+
+def test_pages_have_a_limit_of_their_words(tmp_path):
+    for name, words in (("long.md", 7), ("short.md", 3), ("code.py", 9), ("api/generated.md", 9)):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("word " * words)
+    assert SCRIPT["length"](tmp_path, 10) == []
+    assert SCRIPT["length"](tmp_path, 9) == [
+        f"{tmp_path}: 10 words, at most 9: shorten it (longest: long.md 7, short.md 3)"
+    ]
+    assert SCRIPT["length"](tmp_path / "long.md", 6)[0].startswith(f"{tmp_path / 'long.md'}: 7 words, at most 6")
