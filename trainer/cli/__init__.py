@@ -115,7 +115,7 @@ def _hydra(arguments: Arguments) -> int:
         given = list(arguments.overrides)
         folder = claim(arguments, config)
         if not sweeps(arguments, config):
-            config = composer.placed(config, arguments, folder)
+            config = composer.placed(config, folder)
         else:
             from trainer.cli import compare, sweep
             from trainer.cli.sweep.jobs import waiting_for
@@ -129,15 +129,13 @@ def _hydra(arguments: Arguments) -> int:
                 resume = resume_command(arguments.command, [*flags, *given], folder, "hydra.sweep.dir")
                 report = partial(sweep.report, folder, since=started, again=resume)
     try:
-        status = _call_hydra(arguments, composer, config, waiting)
+        status = _call_hydra(composer, config, waiting)
     finally:
         failed = report()
     return status or (FAILED if failed else OK)
 
 
-def _call_hydra(
-    arguments: Arguments, composer: Composer, config: DictConfig, waiting: AbstractContextManager[None] | None
-) -> int:
+def _call_hydra(composer: Composer, config: DictConfig, waiting: AbstractContextManager[None] | None) -> int:
     import hydra
     from hydra.errors import HydraException
 
@@ -150,16 +148,16 @@ def _call_hydra(
     try:
         with ExitStack() as stack:
             stack.callback(setattr, sys, "argv", sys.argv)
-            sys.argv = [sys.argv[0], *arguments.for_hydra()]  # launchers start the other ranks with it
+            sys.argv = [sys.argv[0], *composer.arguments.for_hydra()]  # launchers start the other ranks with it
             stack.enter_context(environment({"HYDRA_FULL_ERROR": "1"}))  # otherwise, Hydra prints errors and exits
             if waiting is not None:
                 stack.enter_context(waiting)
-                stack.enter_context(environment({SWEPT: " ".join(composer.swept(arguments, config))}))
-            if arguments.shows:
+                stack.enter_context(environment({SWEPT: " ".join(composer.swept(config))}))
+            if composer.arguments.shows:
                 main = hydra.main(config_path=str(packaged_conf()), config_name=CONFIG_NAME, **VERSION_BASE)
                 main(task)()
             elif waiting is not None:
-                composer.sweep(arguments, task)
+                composer.sweep(task)
             else:
                 composer.run(config, task)
     except ConfigurationError:

@@ -16,16 +16,18 @@ from functools import partial
 from shlex import quote
 from typing import Any
 
-from trainer.arguments import describe
+from trainer.arguments import SWITCH
 from trainer.cli.failure import is_about_settings
 from trainer.cli.parsing import UsageError
 from trainer.cli.processes import environment
-from trainer.cli.schema import TEXT_ADVICE, accepted_by_hint, mistake
+from trainer.cli.schema import LIST, TEXT_ADVICE, accepted_by_hint, check_settings, mistake
 from trainer.cli.targets import PACKAGES, Allowlist
 from trainer.cli.walk import walk
 from trainer.errors import did_you_mean
 
-_HYDRA_KEYS = ("_target_", "_args_", "_partial_", "_recursive_", "_convert_")
+_SPECIAL = {"_partial_": SWITCH, "_recursive_": SWITCH, "_args_": (LIST,), "_convert_": ("all", "partial", "object")}
+"""Accepted values of Hydra's keys. Objects always get plain containers."""
+_HYDRA_KEYS = ("_target_", *_SPECIAL)
 
 _SAFE_LOADS = {"TORCH_FORCE_WEIGHTS_ONLY_LOAD": "1", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": None}
 """Environment variables that make every ``torch.load`` use ``weights_only=True``, also in code of torchvision."""
@@ -45,24 +47,12 @@ def check(node: Any, key: str, allowlist: Allowlist) -> None:
     allowlist.locate_all(node, key)
     for entry in walk(node, key):
         if isinstance(entry.value, dict) and "_target_" in entry.value:
-            _check_special(entry.value, entry.key)
             _check_arguments(allowlist.locate(entry.value["_target_"]), entry.value, entry.key)
 
 
-def _check_special(node: dict[str, Any], key: str) -> None:
-    kinds = (("_partial_", bool, "true or false"), ("_recursive_", bool, "true or false"), ("_args_", list, "a list"))
-    for name, kind, expected in kinds:
-        if not isinstance(node.get(name, kind()), kind):
-            raise UsageError(f"{key}.{name} is {describe(node[name])}, expected {expected}.")
-    if node.get("_convert_", "all") not in ("all", "partial", "object"):
-        raise UsageError(
-            f"{key}._convert_ is {describe(node['_convert_'])}, expected all: objects get plain dicts and lists. If a"
-            " class needs OmegaConf containers, call OmegaConf.create in it."
-        )
-
-
 def _check_arguments(found: Any, node: dict[str, Any], key: str) -> None:
-    """Check the arguments of a node against the signature of ``found``, if it has one."""
+    """Check Hydra's keys in a node, and its arguments against the signature of ``found``, if it has one."""
+    check_settings(key, {name: value for name, value in node.items() if name in _SPECIAL}, _SPECIAL)
     try:
         signature = inspect.signature(found)
     except (TypeError, ValueError):  # a built-in function

@@ -129,7 +129,7 @@ def test_torch_that_cannot_be_imported(tmp_path):
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, cwd=tmp_path)
     assert ended.returncode == 1
     assert "Broken: torch cannot be imported: OSError: libcudart.so.13" in ended.stdout
-    assert "No training is possible before torch is repaired." in ended.stdout
+    assert "No training is possible before `pip install --force-reinstall torch`." in ended.stdout
     assert "Traceback" not in ended.stderr
 
 

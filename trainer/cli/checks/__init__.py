@@ -26,7 +26,7 @@ from trainer.cli.tune import plain
 from trainer.common import machine
 from trainer.common.machine import readable
 from trainer.common.terminal import Table, command_line, print_line
-from trainer.errors import ConfigurationError, did_you_mean
+from trainer.errors import did_you_mean
 from trainer.record.provenance import version_of
 
 if TYPE_CHECKING:
@@ -155,9 +155,9 @@ def command(arguments: Arguments) -> int:
 
             for check in CHECKS_OF_RECIPE:
                 check(found, found.recipe)
-    except ConfigurationError:
-        raise
     except Exception as error:  # raised by the recipe's code
+        if failure.is_about_settings(error):
+            raise UsageError(failure.one_line(error)) from error
         failure.print_error(error)
         return 1
     if arguments.words:
@@ -177,11 +177,8 @@ def check_versions(found: Findings) -> None:
     try:
         import torch
     except Exception as error:
-        found.problem(
-            f"torch cannot be imported: {type(error).__name__}: {' '.join(str(error).split())}. Install it again: pip"
-            " install --force-reinstall torch."
-        )
-        found.facts["verdict"] = "No training is possible before torch is repaired."
+        found.problem(f"torch cannot be imported: {type(error).__name__}: {failure.one_line(error)}")
+        found.facts["verdict"] = "No training is possible before `pip install --force-reinstall torch`."
         return
     cuda, hip = torch.version.cuda, torch.version.hip
     build = f"CUDA {cuda}" if cuda else f"ROCm {hip}" if hip else "no CUDA"
@@ -207,15 +204,13 @@ def check_speed(found: Findings) -> None:
     from trainer.precision import cpu_fp16
 
     for name, device in {_name(device): device for device in found.devices}.items():
-        supports = [precision_support(precision, device) for precision in PRECISIONS]
-        found.about(f"precisions on {name}", {one.precision: f"{one.how}: {one.why}" for one in supports})
+        found.about(f"precisions on {name}", {one: precision_support(one, device) for one in PRECISIONS})
     device, cores = found.devices[0], machine.cores().usable
     rates = measure(device)
     load = round(os.getloadavg()[0], 1) if hasattr(os, "getloadavg") else 0.0  # not on Windows
     if is_busy := device.type == "cpu" and load > cores:
         found.remark(
-            f"Other processes keep the cores busy (load {load:.1f}, cores {cores}), so the measured speeds are not"
-            " reliable. Run this again on an idle machine."
+            f"The speeds are not reliable, because the load is {load:.1f} on {cores} cores. Repeat them later."
         )
     found.facts["verdict"] = verdict(device, {} if is_busy else rates)
     threads = torch.get_num_threads()
@@ -254,10 +249,8 @@ def check_host(found: Findings) -> None:
     for disk in {disk.folder: disk for disk in (machine.disk(Path()), machine.disk(Path(_RUNS)))}.values():
         space = f"{readable(disk.free)} of {readable(disk.total)} free"
         if disk.problem is not None:
-            found.problem(
-                f"{disk.folder} cannot be written: {disk.problem} ({space}). Runs and checkpoints go there: work in"
-                " another folder, or choose one with hydra.run.dir=FOLDER."
-            )
+            advice = "Choose another folder for runs: hydra.run.dir=FOLDER."
+            found.problem(f"{disk.folder} cannot be written: {disk.problem} ({space}). {advice}")
         elif disk.free < _LOW_SPACE:
             found.remark(f"{disk.folder} has {readable(disk.free)} left: checkpoints may not fit.")
         network = f", on a network ({disk.network})" if disk.network else ""
@@ -286,10 +279,7 @@ def verdict(device: torch.device, rates: Mapping[str, Mapping[str, float]]) -> s
     choice, reason = AutoPrecision().choose(device)
     name = choice.name.removesuffix("-true")
     if name == "32":
-        return (
-            f"Use precision=32 here: {reason}. precision=16-mixed computes with true float16 numbers here too, which"
-            " shows problems of float16 without a GPU."
-        )
+        return f"Use precision=32 here: {reason}. precision=16-mixed shows problems of float16 here, too."
     measured = rates.get(_DTYPES[name.partition("-")[0]], {})
     ratios = {operation: rate / rates["float32"][operation] for operation, rate in measured.items()}
     text = " and ".join(f"{ratio:.1f}x in {operation}" for operation, ratio in ratios.items())

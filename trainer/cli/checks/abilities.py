@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from typing import Literal, NamedTuple
 
 import torch
 
@@ -19,32 +18,20 @@ PRECISIONS = tuple(sorted(PLUGINS.keys() - {"auto"}))
 _CPU_FLOAT16 = ("avx512_fp16", "amx_fp16", "sve", "fp16")
 
 
-class PrecisionSupport(NamedTuple):
-    """The support of a precision on a device.
+def precision_support(precision: str, device: torch.device) -> str:
+    """Return the support of ``precision`` on ``device`` and the reason, from the check of its plugin.
 
-    Args:
-        precision: canonical name.
-        how: ``native`` if the hardware computes in it, ``emulated`` if its numbers are computed with another type,
-            ``unsupported`` if the Trainer rejects it, ``unknown`` if torch does not report it.
-        why: the reason, as one line.
+    The first word is ``native`` if the hardware computes in it, ``emulated`` if its numbers are computed with another
+    type, ``unsupported`` if the Trainer rejects it, ``unknown`` if torch does not report it.
     """
-
-    precision: str
-    how: Literal["native", "emulated", "unsupported", "unknown"]
-    why: str
-
-
-def precision_support(precision: str, device: torch.device) -> PrecisionSupport:
-    """Return the support of ``precision`` on ``device``, from the check of its plugin."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the table reports emulation and small gradients
             plugin = resolve_precision(precision)
             plugin.check(device)
     except PrecisionError as error:
-        return PrecisionSupport(precision, "unsupported", str(error).partition(". Use")[0].partition(", expected")[0])
-    is_cpu = device.type == "cpu"
-    how: Literal["native", "emulated", "unknown"] = "native"
+        return f"unsupported: {str(error).partition('. Use')[0].partition(', expected')[0]}"
+    is_cpu, how = device.type == "cpu", "native"
     if not plugin.is_half:
         why = "slow, for reference results" if plugin.dtype is torch.float64 else "the reference"
     elif isinstance(plugin, Float8Precision):
@@ -61,7 +48,7 @@ def precision_support(precision: str, device: torch.device) -> PrecisionSupport:
     else:
         why = "instructions or units that torch uses"
     risk = "; small gradients underflow" if plugin.dtype is torch.float16 and not plugin.scales_loss else ""
-    return PrecisionSupport(precision, how, f"{why}{risk}")
+    return f"{how}: {why}{risk}"
 
 
 def instructions() -> list[str]:

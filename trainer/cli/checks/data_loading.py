@@ -9,7 +9,6 @@ from typing import Any
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 
 from trainer.arguments import describe
-from trainer.cli import failure
 from trainer.cli.build import check, make
 from trainer.cli.checks import LoadedBatch, Recipe
 from trainer.cli.folders import merge_recipes
@@ -35,12 +34,7 @@ def draw(recipe: Recipe) -> LoadedBatch:
     recipe.data = make(settings[name], name, allowlist)
     recipe.data.prepare_data()
     recipe.data.setup("fit")
-    try:
-        loader = recipe.data.train_dataloader()
-    except Exception as error:
-        if failure.is_about_settings(error):
-            raise UsageError(failure.one_line(error)) from error
-        raise
+    loader = recipe.data.train_dataloader()
     if not hasattr(loader, "__iter__"):
         raise UsageError(
             f"train_dataloader of {type(recipe.data).__name__} returns {describe(loader)}, expected a DataLoader."

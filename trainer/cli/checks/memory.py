@@ -73,9 +73,7 @@ def check_memory(found: Findings, recipe: Recipe) -> None:
     settings = read(recipe)
     gpus = [device for device in found.devices if device.type == "cuda"]
     memory = bytes_in(settings.gpu_memory)
-    if memory is not None:
-        found.remark(f"A device has {readable(memory)} (checks.gpu_memory).")
-    elif gpus:
+    if memory is None and gpus:
         memory = torch.cuda.get_device_properties(gpus[0]).total_memory
     number = settings.devices or (len(gpus) if len(gpus) > 1 else _ASSUMED_DEVICES)
     if settings.devices is None and len(gpus) < 2:
@@ -91,10 +89,9 @@ def check_memory(found: Findings, recipe: Recipe) -> None:
     except Exception as error:
         lines = "".join(f" It reads values in {line}." for line in format_synchronizations(reads.values()))
         found.problem(
-            f"The memory of this recipe cannot be predicted: {' '.join(str(error).split()).rstrip('.')}. The prediction"
-            " runs training_step on fake tensors, so the step must not depend on values (x[mask], mask.nonzero()) or"
-            f" use manual optimization. `{command_line('tune', 'batch_size', *recipe.words)}` measures the memory"
-            f" instead.{lines}"
+            f"The memory of this recipe cannot be predicted: {' '.join(str(error).split()).rstrip('.')}. On tensors"
+            " without values, a step must not depend on values (x[mask], mask.nonzero()) or use manual optimization."
+            f" `{command_line('tune', 'batch_size', *recipe.words)}` measures the memory instead.{lines}"
         )
         return
     found.remark(

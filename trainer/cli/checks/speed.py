@@ -16,13 +16,7 @@ from trainer.precision.devices import synchronized_time
 
 Call = Callable[[], object]
 
-FLOAT32, FLOAT16, BFLOAT16, FLOAT16_OF_TORCH = "float32", "float16", "bfloat16", "float16 (torch's own)"
-_DTYPES = {
-    FLOAT32: torch.float32,
-    FLOAT16: torch.float16,
-    BFLOAT16: torch.bfloat16,
-    FLOAT16_OF_TORCH: torch.float16,
-}
+_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
 def measure(
@@ -31,7 +25,7 @@ def measure(
     """Measure the speed of forward products in float32, float16 and bfloat16.
 
     On a CPU with slow float16 kernels, the row float16 measures the Trainer's: float32 products of numbers rounded to
-    float16. An additional row measures torch's own. The rates are medians.
+    float16. The rates are medians.
 
     Args:
         device: the device. A GPU is synchronized around every measurement.
@@ -42,10 +36,9 @@ def measure(
         Floating-point operations per second, by dtype and operation; without those that do not run.
     """
     slow = cpu_fp16.slow_families() if device.type == "cpu" else ()
-    is_emulated = "matrix product" in slow or "convolution" in slow
-    rates = dict[str, dict[str, float]]({name: {} for name in _DTYPES if name != FLOAT16_OF_TORCH or is_emulated})
+    rates: dict[str, dict[str, float]] = {name: {} for name in _DTYPES}
     for name, row in rates.items():
-        with torch.inference_mode(), cpu_fp16.fast_fp16_kernels(slow if name == FLOAT16 else ()):
+        with torch.inference_mode(), cpu_fp16.fast_fp16_kernels(slow if name == "float16" else ()):
             for operation, make in (("matrix products", _matmul), ("convolutions", _convolution)):
                 with suppress(RuntimeError, TypeError):  # no kernel for this dtype, or no memory
                     call, operations = make(device, _DTYPES[name])
