@@ -171,7 +171,7 @@ class Composer:
         return [group for group in groups if group not in ("hydra", "_schema")]
 
     def files(self, words: Sequence[str]) -> Iterator[tuple[Path, str, str]]:
-        """Iterate over file, config group and package of each file of a config, in the order in which they merge."""
+        """Iterate over file, config group and package of each file of a config, in the order of merging."""
         for default in self.loader.compute_defaults_list(self.config_name, list(words), RunMode.RUN).defaults:
             path, package = str(default.config_path), default.package or ""
             found = self.loader.repository.load_config(path)
