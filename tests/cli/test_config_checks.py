@@ -51,8 +51,8 @@ COMMANDS = {
 TUNE = {
     "tune.memory=lots": "tune.memory is lots, expected a size such as 3GiB",
     "tune.max_lr=1e-8": "tune.max_lr is 1e-08, expected more than tune.min_lr, which is 1e-06.",
-    "tune.batch_size_key=model.size": "tune.batch_size_key is model.size, and the config has no such setting",
-    "tune.batch_size_key=model.start": "tune.batch_size_key is model.start, and its value is 0.0; expected",
+    "tune.batch_size_key=model.size": "model.size is null, expected a whole number. tune.batch_size_key names",
+    "tune.batch_size_key=model.start": "model.start is 0.0, expected a whole number.",
     "data.batch_size=4,8": "data.batch_size=4,8 has several values, expected one. To run one job for each",
     "-m": "Got --multirun with tune, which does not support it.",
 }

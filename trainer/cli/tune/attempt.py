@@ -59,17 +59,12 @@ def train(
     observer = Meter(send, **limits or {}) if rates is None else LearningRateSweep(**rates)
     try:
         module, data, trainer = assemble(settings, folder)
-        trainer.callbacks = callbacks_that_stay(trainer.callbacks)
+        trainer.callbacks = [callback for callback in trainer.callbacks if not observes_only(callback)]
         rehearse(trainer, module, observer, datamodule=data, **({} if rates is None else first_weights(settings)))
         message = {"status": "ok", "precision": trainer.precision, **observer.found()}
     except (Exception, SystemExit) as error:
         message = _failure(error)
     send(message)
-
-
-def callbacks_that_stay(callbacks: list[Callback]) -> list[Callback]:
-    """Return the callbacks that may change the memory and time of a step."""
-    return [callback for callback in callbacks if not observes_only(callback)]
 
 
 class Meter(Clock):
@@ -101,14 +96,11 @@ class Meter(Clock):
         gigabytes of it that they never use.
         """
         self._device = trainer.strategy.root_device
-        if self._device.type == "cpu" and self._memory is None and (usable := machine.memory().usable) is not None:
-            self._memory = int(_MARGIN * usable)
-        if self._memory is None:
-            return
-        if self._device.type == "cuda":
+        if self._device.type == "cuda" and self._memory is not None:
             total = torch.cuda.get_device_properties(self._device).total_memory
             torch.cuda.set_per_process_memory_fraction(min(1.0, self._memory / total), self._device)
-        elif self._device.type == "cpu":
+        if self._device.type == "cpu":
+            self._memory = self._memory or int(_MARGIN * (machine.memory().usable or 0)) or sys.maxsize
             threading.Thread(target=watch_memory, args=(self._memory, self._send), daemon=True).start()
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -252,12 +244,7 @@ class LearningRateSweep(Callback):
 
     def found(self) -> dict[str, Any]:
         """Return the curve, as plain containers."""
-        return {
-            "points": self.points,
-            "first_loss": self.first_loss,
-            "ended_by": self.ended_by,
-            "skipped": self._skips,
-        }
+        return {"points": self.points, "first_loss": self.first_loss, "ended_by": self.ended_by, "skipped": self._skips}
 
     def _rate_at(self, step: int) -> float:
         """Return the rate after ``step`` steps that were not skipped."""
