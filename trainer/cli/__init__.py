@@ -84,10 +84,8 @@ def _dispatch(arguments: Arguments) -> int:
         return command.load()(arguments)
     if arguments.command is None:
         if not arguments.shows:
-            raise UsageError(
-                f"No command given, expected one of {', '.join(commands.names())}:"
-                f" `{command_line('fit', *arguments.overrides)}`."
-            )
+            example = command_line("fit", *arguments.overrides)
+            raise UsageError(f"No command given, expected one of {', '.join(commands.names())}: `{example}`.")
         arguments.command = "fit"
     return _hydra(arguments)
 
@@ -104,8 +102,7 @@ def _hydra(arguments: Arguments) -> int:
     started = time.time() - 1.0  # file time stamps are less precise than the clock
     if "--experimental-rerun" in arguments.flags:
         raise UsageError(
-            "Got --experimental-rerun, which loads a pickle that can run any code. Repeat the settings of the run"
-            " instead; they are in .hydra/overrides.yaml in its folder."
+            "Got --experimental-rerun, which can run any code. Repeat the run's .hydra/overrides.yaml instead."
         )
     resume_requeued_job(arguments)
     restore.apply(arguments)

@@ -182,9 +182,7 @@ def _check_mode(composer: Composer, config: DictConfig, overrides: Sequence[Over
                 " value, quote it; if it is a list, put it in brackets."
             )
         if override.is_interval_sweep() and "BasicSweeper" in config.hydra.sweeper["_target_"]:
-            raise UsageError(
-                f"{given} is an interval, which only hydra/sweeper=optuna takes. Add hydra/sweeper=optuna."
-            )
+            raise UsageError(f"{given} is an interval, which only hydra/sweeper=optuna uses. Add hydra/sweeper=optuna.")
         if is_sweep and key == "hydra.run.dir":
             raise UsageError(f"{given} has no effect on a sweep. Use hydra.sweep.dir instead.")
         if not (is_sweep or may_keep) and re.match(r"hydra[./](sweep|sweeper|launcher)\b|sweep$", key):

@@ -29,10 +29,7 @@ def command(arguments: Arguments) -> int:
     given, made = (Path(word).expanduser() for word in arguments.words)
     if to_file and not is_checkpoint_folder(given):
         found = f"there is no {MANIFEST} in it" if given.is_dir() else "it is a file, or missing"
-        raise UsageError(
-            f"consolidate got {given}, expected {folder}, such as outputs/RECIPE/DATE_TIME/checkpoints/last.ckpt:"
-            f" {found}."
-        )
+        raise UsageError(f"consolidate got {given}, expected {folder}: {found}.")
     if not (to_file or given.is_file()):
         raise UsageError(f"shard got {given}, which is a folder or missing, expected {file}.")
     check_new(made)

@@ -184,14 +184,11 @@ def _advice(error: BaseException) -> str:
             advice += f" To resume with another data.batch_size, name the run: hydra.run.dir={folder} resume=auto."
         return advice
     if isinstance(error, NonFiniteError):
-        return (
-            "On the command line, callbacks=nonfinite_guard names the step and the layer, and"
-            " callbacks.nonfinite_guard.policy=skip skips such steps and continues."
-        )
+        return "callbacks=nonfinite_guard names step and layer; callbacks.nonfinite_guard.policy=skip skips such steps."
     if isinstance(error, UnsafeCheckpointError):
         return (
-            "The command line has no such option. In your own program, load the file with torch.load(...,"
-            " weights_only=False), remove these objects, save the rest to another file with torch.save, and use that."
+            "In your own program, load the file with torch.load(..., weights_only=False), remove these objects, and"
+            " save the rest to another file with torch.save."
         )
     if isinstance(error, ModuleNotFoundError):
         if error.name is None:  # not raised by an import, such as in Lightning's loggers
@@ -203,9 +200,8 @@ def _advice(error: BaseException) -> str:
     if not is_out_of_memory(error) or isinstance(error, TrainerError):
         return ""
     return (
-        "Settings of the command line that need less memory: a smaller data.batch_size with a larger"
-        " trainer.accumulate_grad_batches, precision=bf16-mixed, callbacks=activation_checkpointing, and trainer=fsdp"
-        " on several devices. The command tune batch_size finds the largest batch that fits."
+        "Less memory: a smaller data.batch_size with a larger trainer.accumulate_grad_batches, precision=bf16-mixed,"
+        " callbacks=activation_checkpointing, or trainer=fsdp on several devices. tune batch_size finds the largest."
     )
 
 

@@ -69,16 +69,13 @@ def claim(arguments: Arguments, config: DictConfig) -> Path:
         flag = [] if arguments.command == "compare" else ["-m"]
         command = command_line(arguments.command, *flag, *arguments.overrides, "trainer=ddp", "trainer.devices=2")
         raise UsageError(
-            f"Got a sweep under torchrun or srun, but a sweep starts its own processes. Run it directly: `{command}`."
+            f"Got a sweep under torchrun or srun, but it starts its processes. Run it directly: `{command}`."
         )
     key = "hydra.sweep.dir" if sweeping else "hydra.run.dir"
     chosen = any(override.startswith(f"{key}=") for override in arguments.overrides)
     resumes = OmegaConf.select(config, "trainer.resume") == "auto"
     if resumes and arguments.command not in ("fit", "compare"):
-        raise UsageError(
-            f"Got resume=auto with {arguments.command}, expected fit or compare: only they can be resumed. To use the"
-            " weights of a run, use ckpt_path=RUN/checkpoints/last.ckpt."
-        )
+        raise UsageError(f"Got resume=auto with {arguments.command}, expected fit or compare. For a run, use ckpt=RUN.")
     step = slurm_step()
     if not (chosen or sweeping) and arguments.command in _EVALUATIONS:
         config = _place_below_run(arguments, config)

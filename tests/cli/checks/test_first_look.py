@@ -212,7 +212,7 @@ def test_anomalies_are_reported(settings, status, problem, remark, capsys):
     ("settings", "status", "expected"),
     [
         (["+recipe=mine", "data.kind=empty"], 2, "Got 0 batches from the training data"),
-        (["+recipe=mine", "data.kind=none"], 2, "train_dataloader of Data returns null, expected a DataLoader."),
+        (["+recipe=mine", "data.kind=none"], 2, "train_dataloader of data returns null, expected a DataLoader."),
         (["+recipe=mine", "data.kind=raises"], 1, "ValueError: sample 3 is not readable Raised in looked_at.py:"),
         (["+recipe=bare"], 2, "`train_dataloader` must be implemented"),
     ],

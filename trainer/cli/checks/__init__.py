@@ -25,7 +25,7 @@ from trainer.cli.parsing import Arguments, UsageError
 from trainer.cli.tune import plain
 from trainer.common import machine
 from trainer.common.machine import readable
-from trainer.common.terminal import Table, command_line, print_line
+from trainer.common.terminal import Table, print_line
 from trainer.errors import did_you_mean
 from trainer.record.provenance import version_of
 
@@ -135,10 +135,7 @@ def command(arguments: Arguments) -> int:
     """
     if arguments.words not in ([], ["json"]):
         given = arguments.words[0]
-        raise UsageError(
-            f"checks takes one word: json. Got {given!r}.{did_you_mean(given, ['json'])}"
-            f" `{command_line('checks', '+recipe=NAME')}` predicts the memory of a recipe."
-        )
+        raise UsageError(f"Got {given!r}.{did_you_mean(given, ['json'])} Expected the word json, or settings.")
     arguments.check_flags()
     found = Findings()
     if arguments.overrides:
@@ -209,9 +206,7 @@ def check_speed(found: Findings) -> None:
     rates = measure(device)
     load = round(os.getloadavg()[0], 1) if hasattr(os, "getloadavg") else 0.0  # not on Windows
     if is_busy := device.type == "cpu" and load > cores:
-        found.remark(
-            f"The speeds are not reliable, because the load is {load:.1f} on {cores} cores. Repeat them later."
-        )
+        found.remark(f"The speeds are not reliable: the load is {load:.1f} on {cores} cores. Measure again later.")
     found.facts["verdict"] = verdict(device, {} if is_busy else rates)
     threads = torch.get_num_threads()
     on_cpu = f", {threads} thread{'s' * (threads != 1)}" if device.type == "cpu" else ""
@@ -242,10 +237,8 @@ def check_host(found: Findings) -> None:
     if memory.limit is not None:
         host["memory limit"] = f"{readable(memory.left)} left of {readable(memory.limit)} (control group)"
     if shared is not None and shared[1] < _LOW_SPACE:
-        found.remark(
-            f"{machine.SHARED_MEMORY} has {readable(shared[1])}, and batches of dataloader workers travel through it:"
-            " start the container with --shm-size=8g or --ipc=host."
-        )
+        advice = "Dataloader workers use it: start the container with --shm-size=8g or --ipc=host."
+        found.remark(f"{machine.SHARED_MEMORY} has {readable(shared[1])}. {advice}")
     for disk in {disk.folder: disk for disk in (machine.disk(Path()), machine.disk(Path(_RUNS)))}.values():
         space = f"{readable(disk.free)} of {readable(disk.total)} free"
         if disk.problem is not None:

@@ -36,9 +36,7 @@ def draw(recipe: Recipe) -> LoadedBatch:
     recipe.data.setup("fit")
     loader = recipe.data.train_dataloader()
     if not hasattr(loader, "__iter__"):
-        raise UsageError(
-            f"train_dataloader of {type(recipe.data).__name__} returns {describe(loader)}, expected a DataLoader."
-        )
+        raise UsageError(f"train_dataloader of {name} returns {describe(loader)}, expected a DataLoader.")
     recipe.loaded = load(loader)
     return recipe.loaded
 

@@ -104,10 +104,8 @@ def _report_layers(found: Findings, seen: Layers) -> None:
     if broken:
         found.problem(f"In float32, values are not finite in {join_first(map(_name, broken), _MAX_LAYERS)}.")
     if seen.without_gradient:
-        found.remark(
-            f"{len(seen.without_gradient)} parameters that require gradients get none:"
-            f" {join_first(seen.without_gradient, _MAX_LAYERS)}."
-        )
+        names = join_first(seen.without_gradient, _MAX_LAYERS)
+        found.remark(f"{len(seen.without_gradient)} parameters that require gradients get none: {names}.")
     if seen.layers and not broken:
         found.remark(describe_float16(seen.layers))
 

@@ -121,12 +121,12 @@ def verdict(memory: int | None, needs: list[dict[str, Any]]) -> str:
         return "To check which strategies fit, set the memory of a device: checks.gpu_memory=80GiB."
     size = f"{readable(memory)} (with {readable(OVERHEAD)} reserved for CUDA)"
     fitting = ", ".join(_STRATEGIES[need["strategy"]] for need in needs if need["fits"])
-    return (
-        f"Fits into {size}: {fitting}."
-        if fitting
-        else f"No strategy fits into {size}. Try a smaller data.batch_size, callbacks=activation_checkpointing,"
-        " precision=bf16-mixed, or more devices, such as checks.devices=64."
+    if fitting:
+        return f"Fits into {size}: {fitting}."
+    smaller = (
+        "a smaller data.batch_size, callbacks=activation_checkpointing, precision=bf16-mixed, or checks.devices=64"
     )
+    return f"No strategy fits into {size}. Try {smaller}."
 
 
 def _measure(

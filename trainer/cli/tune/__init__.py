@@ -134,10 +134,9 @@ def composed(arguments: Arguments) -> tuple[DictConfig, Settings]:
     """
     config = validate(arguments)
     settings = read_settings(Settings, "tune", OmegaConf.to_container(config.tune, resolve=True))
-    if not settings.min_lr < settings.max_lr:
-        raise UsageError(
-            f"tune.max_lr is {settings.max_lr:g}, expected more than tune.min_lr, which is {settings.min_lr:g}."
-        )
+    low, high = settings.min_lr, settings.max_lr
+    if not low < high:
+        raise UsageError(f"tune.max_lr is {high:g}, expected more than tune.min_lr, which is {low:g}.")
     return config, settings
 
 

@@ -125,10 +125,8 @@ def find(
         if message["status"] == "ok":
             samples, batch = message["samples"], message["batch"]
             if batch < size and size == start and (samples is None or samples >= size):
-                raise UsageError(
-                    f"{key} is {size}, but the batches have {batch} samples. tune.batch_size_key names the setting of"
-                    " the batch size."
-                )
+                advice = "tune.batch_size_key names the setting of the batch size."
+                raise UsageError(f"{key} is {size}, but the batches have {batch} samples. {advice}")
             samples = batch if batch < size else samples  # the dataset has no more samples
             most = min((bound for bound in (samples, settings.max_batch_size) if bound is not None), default=None)
             fits = size if most is None else min(size, most)
