@@ -11,7 +11,7 @@ import inspect
 import re
 import typing
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from functools import partial
 from shlex import quote
 from typing import Any
@@ -136,7 +136,7 @@ def make(node: Any, key: str, allowlist: Allowlist, finish: Callable[[partial[An
     return _call(made, key, target)
 
 
-def _call(make: Callable[[], Any], key: str, target: str) -> Any:
+def _call(make: partial[Any], key: str, target: str) -> Any:
     """Return ``make()``. If a known package raises an error about its arguments, raise a `UsageError` with the key.
 
     During the call, ``torch.load`` uses ``weights_only=True``, except in ``recipes`` and the user's code.
@@ -151,8 +151,11 @@ def _call(make: Callable[[], Any], key: str, target: str) -> Any:
         is_about_values = isinstance(error, ValueError) or is_about_settings(error)
         if not is_about_values and (root == "recipes" or not isinstance(error, TypeError)):
             raise
-        reason = " ".join(str(error).split()).rstrip(".")
-        raise UsageError(f"{key}: {target} rejects its arguments: {reason}.") from error
+        reason, values = " ".join(str(error).split()).rstrip("."), make.keywords.values()
+        nulls = [name for name, value in make.keywords.items() if value is None and isinstance(error, TypeError)]
+        given = f" with {', '.join(nulls)}=null" if nulls else ""
+        advice = TEXT_ADVICE if isinstance(error, TypeError) and any(isinstance(value, str) for value in values) else ""
+        raise UsageError(f"{key}: {target} rejects its arguments{given}: {reason}.{advice}") from error
 
 
 def _try_optimizer(make: partial[Any], key: str, target: str) -> None:
@@ -160,14 +163,6 @@ def _try_optimizer(make: partial[Any], key: str, target: str) -> None:
     import torch
 
     is_class = isinstance(make.func, type) and issubclass(make.func, torch.optim.Optimizer)
-    if not (is_class and make.func.__module__.startswith("torch.optim.")):
-        return
-    try:
-        make([torch.nn.Parameter(torch.zeros(1))])
-    except (TypeError, ValueError) as error:
-        nulls = [f"{name}=null" for name, value in make.keywords.items() if value is None]
-        given = f", {', '.join(nulls)} among them" if nulls else ""
-        advice = TEXT_ADVICE if any(isinstance(value, str) for value in make.keywords.values()) else ""
-        raise UsageError(f"{key}: {target} rejects its arguments{given}: {str(error).rstrip('.')}.{advice}") from error
-    except RuntimeError:  # fused optimizers require parameters on a device that they support
-        return
+    if is_class and make.func.__module__.startswith("torch.optim."):
+        with suppress(RuntimeError):  # fused optimizers require parameters on a device that they support
+            _call(partial(make, [torch.nn.Parameter(torch.zeros(1))]), key, target)

@@ -165,9 +165,7 @@ def read(argv: Sequence[str]) -> Arguments:
             arguments.overrides.append(f"precision={','.join(COMPARED_PRECISIONS)}")
     if arguments.multirun and arguments.shows:
         given = ["compare" if arguments.command == "compare" else "--multirun", *set(arguments.flags) & _SHOW]
-        raise UsageError(
-            f"Got {' and '.join(given)}, which prints the config of a single run. Use one value each."
-        )
+        raise UsageError(f"Got {' and '.join(given)}, which prints the config of a single run. Use one value each.")
     return arguments
 
 

@@ -12,7 +12,7 @@ import torch
 
 from tests.support import on_machine
 from trainer.cli import checks, main
-from trainer.cli.checks import speed
+from trainer.cli.checks import precisions
 from trainer.common import machine
 from trainer.precision import devices
 
@@ -28,7 +28,7 @@ def measured(monkeypatch, tmp_path):
         "float16": {"matrix products": 9e10},
         "bfloat16": {"matrix products": 4.1e12, "convolutions": 1.6e11},
     }
-    monkeypatch.setattr(speed, "measure", lambda device: rates)
+    monkeypatch.setattr(precisions, "measure", lambda device: rates)
     return rates
 
 

@@ -196,8 +196,7 @@ def check_speed(found: Findings) -> None:
         return
     import torch
 
-    from trainer.cli.checks.abilities import PRECISIONS, precision_support
-    from trainer.cli.checks.speed import measure
+    from trainer.cli.checks.precisions import PRECISIONS, measure, precision_support
     from trainer.precision import cpu_fp16
 
     for name, device in {_name(device): device for device in found.devices}.items():
@@ -287,7 +286,7 @@ def verdict(device: torch.device, rates: Mapping[str, Mapping[str, float]]) -> s
 def _describe(device: torch.device) -> str:
     import torch
 
-    from trainer.cli.checks.abilities import instructions
+    from trainer.cli.checks.precisions import instructions
 
     memory, detail = machine.memory().total, "shares the host's memory"
     if device.type == "cuda":

@@ -12,7 +12,6 @@ import torch
 
 from trainer.cli import failure
 from trainer.cli.checks import Findings, LoadedBatch, Recipe, batch, memory, steps
-from trainer.cli.checks import data_loading as loading
 from trainer.cli.checks.layers import LARGEST, SCALE, Layer, Layers, largest_scale
 from trainer.common import machine
 from trainer.common.machine import readable
@@ -30,7 +29,7 @@ def check_batch(found: Findings, recipe: Recipe) -> None:
     """Describe a batch of the recipe's training data."""
     memory.read(recipe)  # raises before anything is run
     with steps.undisturbed(found.devices[0]):
-        loaded = loading.draw(recipe)
+        loaded = batch.draw(recipe)
     entries = [entry._asdict() for entry in batch.describe(loaded.batch)]
     picture = _PICTURES / f"{recipe.name.replace('/', '_')}.png"
     title = "A batch of the training data"
