@@ -22,7 +22,7 @@ from trainer.cli.folders import search_here
 from trainer.cli.parsing import Arguments, UsageError, read
 from trainer.cli.processes import DEBUG, environment, started_as
 from trainer.common.terminal import PROGRAM, QUIET, command_line
-from trainer.errors import ConfigurationError
+from trainer.errors import ConfigurationError, TrainerError
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -57,11 +57,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             if argv is None and only_prints and hasattr(signal, "SIGPIPE"):
                 signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `--cfg job | head` is not an error
             return _dispatch(arguments)
-        except ConfigurationError as error:
+        except TrainerError as error:
             from trainer.cli import failure
 
             failure.print_error(error)
-            return USAGE
+            return USAGE if isinstance(error, ConfigurationError) else FAILED
         except KeyboardInterrupt:
             print("trainer: interrupted.", file=sys.stderr)
             return INTERRUPTED

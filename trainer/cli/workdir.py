@@ -158,10 +158,11 @@ def _place_below_run(arguments: Arguments, config: DictConfig) -> DictConfig:
     if run is None or not (is_default and (run / RUN).is_file() and os.access(run, os.W_OK)):
         return config
     place = str(run).replace("${", "\\${")
-    return _with_folder(config, "hydra.run.dir", f"{place}/{arguments.command}/${{now:%Y-%m-%d_%H-%M-%S}}")
+    return with_folder(config, "hydra.run.dir", f"{place}/{arguments.command}/${{now:%Y-%m-%d_%H-%M-%S}}")
 
 
-def _with_folder(config: DictConfig, key: str, folder: str) -> DictConfig:
+def with_folder(config: DictConfig, key: str, folder: str) -> DictConfig:
+    """Return a copy of ``config`` with a folder at ``key``, in its node ``hydra``."""
     config = copy.deepcopy(config)
     OmegaConf.set_readonly(config.hydra, False)
     OmegaConf.update(config, key, folder)
@@ -182,7 +183,7 @@ def _named_after(arguments: Arguments, config: DictConfig, key: str, kind: str) 
     name = f"{kind}-{hashlib.sha256(json.dumps(counted).encode()).hexdigest()[:8]}"
     section = key.rpartition(".")[0]
     written: Any = OmegaConf.to_container(OmegaConf.select(config, section), resolve=False)
-    return _with_folder(config, key, re.sub(r"\$\{now:[^}]*\}", name, str(written["dir"])))
+    return with_folder(config, key, re.sub(r"\$\{now:[^}]*\}", name, str(written["dir"])))
 
 
 def _is_about_devices(word: str) -> bool:

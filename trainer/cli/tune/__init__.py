@@ -8,10 +8,8 @@ Each attempt is a process, so that one that runs out of memory does not affect t
 
 from __future__ import annotations
 
-import copy
 import json
 import re
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module
@@ -28,6 +26,7 @@ from trainer.cli.parsing import Arguments, UsageError
 from trainer.cli.processes import under_torchrun
 from trainer.cli.schema import read_settings, setting
 from trainer.cli.warm_process import warm_processes
+from trainer.cli.workdir import with_folder
 from trainer.common import redaction
 from trainer.common.files import from_here
 from trainer.common.terminal import command_line, is_quiet
@@ -100,9 +99,10 @@ def command(arguments: Arguments) -> int:
     """Run ``trainer tune batch_size`` or ``trainer tune lr``.
 
     Returns:
-        0, or 1 if nothing was found, or a training step failed for a reason other than memory.
+        0, or 1 if nothing was found.
 
     Raises:
+        TuneError: if a training step failed for a reason other than memory.
         UsageError: if `trainer.cli.config_checks.validate` raises it, the word is missing or unknown, a sweep was
             given, or the config cannot be built.
     """
@@ -117,12 +117,8 @@ def command(arguments: Arguments) -> int:
     arguments.check_flags()
     if under_torchrun():
         raise UsageError("Got tune under torchrun, but tune uses one device. Run it without torchrun.")
-    try:
-        with warm_processes():
-            status: int = import_module(_MODULES[words[0]]).run(arguments)
-    except TuneError as error:
-        print(f"trainer: {error}", file=sys.stderr)
-        return 1
+    with warm_processes():
+        status: int = import_module(_MODULES[words[0]]).run(arguments)
     return status
 
 
@@ -148,10 +144,8 @@ def plain(config: DictConfig, folder: Path, **changes: Any) -> dict[str, Any]:
         folder: folder of the run.
         changes: values by dotted key, such as ``**{"data.batch_size": 8}``.
     """
-    job = copy.deepcopy(config)
-    OmegaConf.set_readonly(job.hydra, False)
+    job = with_folder(config, "hydra.runtime.output_dir", str(folder))
     with open_dict(job):
-        job.hydra.runtime.output_dir = str(folder)
         HydraConfig.instance().set_config(job)  # for ${hydra:runtime.output_dir}
         del job["hydra"]
         for key, value in changes.items():
