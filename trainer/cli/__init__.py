@@ -22,7 +22,6 @@ from trainer.cli.folders import search_here
 from trainer.cli.parsing import Arguments, UsageError, read
 from trainer.cli.processes import DEBUG, environment, started_as
 from trainer.common.terminal import PROGRAM, QUIET, command_line
-from trainer.errors import ConfigurationError, TrainerError
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -57,11 +56,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             if argv is None and only_prints and hasattr(signal, "SIGPIPE"):
                 signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `--cfg job | head` is not an error
             return _dispatch(arguments)
-        except TrainerError as error:
+        except Exception as error:
             from trainer.cli import failure
 
             failure.print_error(error)
-            return USAGE if isinstance(error, ConfigurationError) else FAILED
+            return USAGE if failure.is_about_settings(error) else FAILED
         except KeyboardInterrupt:
             print("trainer: interrupted.", file=sys.stderr)
             return INTERRUPTED
@@ -157,15 +156,10 @@ def _call_hydra(composer: Composer, config: DictConfig, waiting: AbstractContext
                 composer.sweep(task)
             else:
                 composer.run(config, task)
-    except ConfigurationError:
-        raise
     except SystemExit as end:  # Hydra exits after --hydra-help
         return end.code if isinstance(end.code, int) else OK
-    except Exception as error:
-        if failure.is_about_settings(error):  # an error of Lightning
-            raise UsageError(failure.one_line(error)) from error
-        if isinstance(error, HydraException) and not failure.is_recorded(error):
-            raise UsageError(str(error)) from error
-        failure.print_error(error)
-        return FAILED
+    except HydraException as error:
+        if failure.is_recorded(error):  # raised by the run
+            raise
+        raise UsageError(str(error)) from error
     return OK

@@ -91,8 +91,8 @@ def print_error(error: Exception) -> None:
         return
     if is_debug():
         print(printable("".join(traceback.format_exception(_without_hydra_frames(error)))), file=sys.stderr)
-    text = f"trainer: {error}" if isinstance(error, ConfigurationError) else paragraph(error)
-    print(printable(text), file=sys.stderr)
+    about_settings = f"trainer: {error if isinstance(error, ConfigurationError) else one_line(error)}"
+    print(printable(about_settings if is_about_settings(error) else paragraph(error)), file=sys.stderr)
 
 
 def printable(text: str) -> str:

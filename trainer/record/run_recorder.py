@@ -102,9 +102,6 @@ class Series:
         self._floats: list[float] = []  # y-values
         self._tensors: list[Tensor] = []  # the next y-values, 0-dim and on their device
 
-    def __len__(self) -> int:
-        return len(self.steps)
-
     def append(self, step: int, value: float | Tensor) -> None:
         """Add a point. A 0-dim tensor stays on its device until `read`."""
         if len(self.steps) >= self.max_points:
@@ -112,11 +109,8 @@ class Series:
             del self.steps[1::2], self._floats[1::2]
             self.stride *= 2
         self.steps.append(step)
-        if isinstance(value, Tensor):
-            self._tensors.append(value)
-        else:
-            self.read()
-            self._floats.append(value)
+        values: list[Any] = self._tensors if isinstance(value, Tensor) else self.read()
+        values.append(value)
 
     def read(self) -> list[float]:
         """Return the y-values. A host-device synchronization if any are on the device."""
@@ -252,7 +246,7 @@ class RunRecorder(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: pl.LightningModule) -> None:
         """Drop points after the step that this run starts from, and start the clock."""
         assert self.record is not None
-        if trainer.global_step and not self.seconds:
+        if trainer.global_step and not self.seconds.steps:
             with suppress(LookupError, TypeError):  # no earlier run in this folder, or one without these curves
                 for name in ("seconds", "memory"):
                     getattr(self, name).load_state_dict(self.record.former["curves"][name])

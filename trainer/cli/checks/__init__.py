@@ -128,10 +128,11 @@ def command(arguments: Arguments) -> int:
 
     Returns:
         0, or 1 if there is a problem: torch cannot be imported, or a folder cannot be written. Problems of a recipe are
-        an exception in its code, values that are not finite, and a label that is out of range.
+        a step that fails, values that are not finite, and a label that is out of range.
 
     Raises:
         UsageError: for a word other than json, or for a recipe with a config that cannot be built.
+        Exception: any exception of the recipe's data.
     """
     if arguments.words not in ([], ["json"]):
         given = arguments.words[0]
@@ -142,21 +143,15 @@ def command(arguments: Arguments) -> int:
         config = validate(arguments)
         name, words = config.hydra.runtime.choices.get("recipe") or "unnamed", list(arguments.overrides)
         found.recipe = Recipe(name, plain(config, Path("outputs")), words=words)
-    try:
-        check_versions(found)
-        if found.recipe is None:
-            check_speed(found)
-            check_host(found)
-        elif found.devices:  # otherwise torch is broken
-            from trainer.cli.checks.first_look import CHECKS_OF_RECIPE
+    check_versions(found)
+    if found.recipe is None:
+        check_speed(found)
+        check_host(found)
+    elif found.devices:  # otherwise torch is broken
+        from trainer.cli.checks.first_look import CHECKS_OF_RECIPE
 
-            for check in CHECKS_OF_RECIPE:
-                check(found, found.recipe)
-    except Exception as error:  # raised by the recipe's code
-        if failure.is_about_settings(error):
-            raise UsageError(failure.one_line(error)) from error
-        failure.print_error(error)
-        return 1
+        for check in CHECKS_OF_RECIPE:
+            check(found, found.recipe)
     if arguments.words:
         print(json.dumps(found.facts, indent=2))
     else:

@@ -19,7 +19,6 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.types import LRSchedulerConfig
-from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from trainer.cli.execution import assemble
@@ -172,10 +171,8 @@ class LearningRateSweep(Callback):
         self.ended_by = "the end of the fit"
         self._min_lr, self._max_lr, self._steps = min_lr, max_lr, steps
         self._window: list[float] = []  # losses of the batches in the current accumulation window
-        self._rate: float | None = None  # rate of the last step
-        self._learned: float | None = None  # rate of the step before, if it was not skipped
-        self._is_updated = False  # whether this batch had a step
-        self._skips = self._skips_in_a_row = 0
+        self._rate: float | None = None  # rate of the last step, if it was not skipped
+        self._attempts = self._skips = self._skips_in_a_row = 0
         self._mean = self._lowest = math.inf  # running mean
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -199,21 +196,6 @@ class LearningRateSweep(Callback):
             group["initial_lr"] = rate / max(rates) if max(rates) > 0 else 1.0  # multiplied by the schedule
         trainer.lr_scheduler_configs[:] = [LRSchedulerConfig(LambdaLR(optimizer, self._rate_at), interval="step")]
 
-    def on_before_optimizer_step(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
-    ) -> None:
-        """Record the rate of this step. The outcome of the previous step is known by now."""
-        self._learned = None if self._skips_in_a_row else self._rate
-        self._rate = max(float(group["lr"]) for group in optimizer.param_groups)
-        self._is_updated = True
-
-    def on_after_optimizer_step(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer, outcome: Any
-    ) -> None:
-        """Count skipped steps. With a fused optimizer, the outcome is known only just before the next step."""
-        self._skips += outcome.skipped
-        self._skips_in_a_row = self._skips_in_a_row + 1 if outcome.skipped else 0
-
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
@@ -221,14 +203,18 @@ class LearningRateSweep(Callback):
         loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
         if loss is not None:
             self._window.append(float(loss))  # host-device synchronization
-        if not self._is_updated or not self._window:
+        if trainer.global_step == self._attempts or not self._window:
             return  # within an accumulation window
-        self._is_updated = False
         loss, self._window = sum(self._window), []  # each loss is divided by the size of the window
         if self.first_loss is None:
             self.first_loss = self._mean = loss
-        if self._learned is not None and math.isfinite(loss):
-            self.points.append((self._learned, loss))
+        if self._rate is not None and math.isfinite(loss):
+            self.points.append((self._rate, loss))
+        skips: int = trainer.skipped_steps  # type: ignore[attr-defined]  # of trainer.Trainer
+        is_skipped, learned = skips > self._skips, self._attempts - self._skips
+        self._rate = None if is_skipped else self._rate_at(learned)
+        self._skips_in_a_row = self._skips_in_a_row + 1 if is_skipped else 0
+        self._attempts, self._skips = trainer.global_step, skips
         self._mean = _MEMORY * self._mean + (1 - _MEMORY) * loss
         self._lowest = min(self._lowest, self._mean)
         threshold = max(self.first_loss, self._lowest + (_DIVERGED - 1) * abs(self._lowest))
