@@ -11,8 +11,6 @@ from tests.cli.conftest import FILES
 PROJECT = {
     **FILES,
     "typed.py": '''
-        from typing import Literal
-
         import line_fit
         import torch
 
@@ -20,8 +18,7 @@ PROJECT = {
         class Typed(line_fit.Line):
             """Arguments with annotations."""
 
-            def __init__(self, optimizer, width: int, rate: float = 0.1, kind: Literal["a", "b"] = "a", on: bool = True,
-                         name: str | None = None, sizes: list[int] | None = None):
+            def __init__(self, optimizer, width: int, rate: float = 0.1, on: bool = True):
                 super().__init__(optimizer)
 
 
@@ -95,16 +92,13 @@ CLIPPING = "+callbacks.c._target_=trainer.callbacks.GradientClipping +callbacks.
 
 _LATE = {
     # signatures
-    TYPED + "~model.width": "name, sizes. Set it: +model.width=VALUE",
+    TYPED + "~model.width": "rate, on. Set it: +model.width=VALUE",
     TYPED + "+model.widht=1": "typed.Typed has no argument 'widht'. Did you mean 'width'?",
     IT + "optimizer=adamw optimizer._target_=torch.optim.Rprop": "~optimizer.betas ~optimizer.eps",
     IT + "optimizer=adam +optimizer.nesterov=true": "~optimizer.nesterov",
     # annotations
-    TYPED + "model.width=1.5": "model.width is 1.5, expected a whole number.",
     TYPED + "\"model.width=${oc.env:NO_WIDTH,'4'}\"": "expected a whole number. Environment variables are text.",
-    TYPED + "+model.kind=c": "model.kind is c, expected a or b.",
-    TYPED + "+model.name=3": "model.name is 3, expected text or null.",
-    TYPED + "+model.sizes=3": "model.sizes is 3, expected a list or null.",
+    TYPED + "+model.on=ture": "model.on is ture, expected true or false. Did you mean 'true'?",
     # targets
     TYPED + "'model={_target_: typed.NoModule}' ~model.optimizer ~model.width": "a LightningModule",
     IT + "+model._args_=3": "model._args_ is 3, expected a list.",

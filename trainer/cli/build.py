@@ -9,25 +9,32 @@ from __future__ import annotations
 import copy
 import inspect
 import re
-import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from functools import partial
 from shlex import quote
 from typing import Any
 
-from trainer.arguments import SWITCH
+from trainer.arguments import NUMBER, SWITCH, WHOLE, Kind
 from trainer.cli.failure import is_about_settings
 from trainer.cli.parsing import UsageError
 from trainer.cli.processes import environment
-from trainer.cli.schema import LIST, TEXT_ADVICE, accepted_by_hint, check_settings, mistake
+from trainer.cli.schema import TEXT_ADVICE, check_settings, mistake
 from trainer.cli.targets import PACKAGES, Allowlist
 from trainer.cli.walk import walk
 from trainer.errors import did_you_mean
 
-_SPECIAL = {"_partial_": SWITCH, "_recursive_": SWITCH, "_args_": (LIST,), "_convert_": ("all", "partial", "object")}
+_SPECIAL = {
+    "_partial_": SWITCH,
+    "_recursive_": SWITCH,
+    "_args_": (Kind("a list", lambda value: isinstance(value, list)),),
+    "_convert_": ("all", "partial", "object"),
+}
 """Accepted values of Hydra's keys. Objects always get plain containers."""
 _HYDRA_KEYS = ("_target_", *_SPECIAL)
+
+_NUMBERS = {"bool": SWITCH, "int": (WHOLE,), "float": (NUMBER,)}
+"""Accepted values of arguments by their annotation. Only text is checked: other values are left to the class."""
 
 _SAFE_LOADS = {"TORCH_FORCE_WEIGHTS_ONLY_LOAD": "1", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": None}
 """Environment variables that make every ``torch.load`` use ``weights_only=True``, also in code of torchvision."""
@@ -74,12 +81,10 @@ def _check_arguments(found: Any, node: dict[str, Any], key: str) -> None:
         value = f"${{{missing[1]}}}" if missing and missing[1] in ("optimizer", "scheduler") else "VALUE"
         advice = f" Set it: {quote(f'+{key}.{missing[1]}={value}')}" if missing else ""
         raise UsageError(f"{key}: {target}: {error}. Its arguments: {', '.join(known) or 'none'}.{advice}") from error
-    hints = _hints(found)
     for name, value in given.items():
-        is_unchecked = value is None or value != value or isinstance(value, dict)  # a node becomes an object
-        if name not in parameters or is_unchecked or value == parameters[name].default:
-            continue  # null is often accepted although the annotation lacks it; the class itself rejects NaN
-        if problem := mistake(f"{key}.{name}", value, accepted_by_hint(hints.get(name, Any))):
+        annotation = parameters[name].annotation if isinstance(value, str) and name in parameters else None
+        accepts = _NUMBERS.get(inspect.formatannotation(annotation).strip("'").removesuffix(" | None"), ())
+        if problem := mistake(f"{key}.{name}", value, accepts):  # such as an environment variable
             raise UsageError(problem)
 
 
@@ -92,14 +97,6 @@ def _describe_unknown(unknown: list[Any], known: list[str], key: str) -> str:
     removal = " ".join(f"~{key}.{name}" for name in unknown)
     its_own = ", ".join(known) or "none"
     return f"has no argument {', '.join(map(repr, unknown))}.{hints} Its arguments: {its_own}. To remove it: {removal}"
-
-
-def _hints(found: Any) -> Mapping[str, Any]:
-    function = found.__init__ if isinstance(found, type) else found  # type: ignore[misc]
-    try:
-        return typing.get_type_hints(function)
-    except Exception:  # names in annotations may not exist at run time
-        return {}
 
 
 def make(node: Any, key: str, allowlist: Allowlist, finish: Callable[[partial[Any]], Any] | None = None) -> Any:

@@ -1,19 +1,17 @@
 """Check the values in a config. Imports no torch.
 
 All checks use the values that a setting accepts (`trainer.arguments.Argument`). These come from the table of the
-Trainer's arguments, the dataclass of a node such as ``tune``, or, once its class is imported, the class's signature.
+Trainer's arguments, or the dataclass of a node such as ``tune``.
 """
 
 from __future__ import annotations
 
 import re
-import typing
 from collections.abc import Mapping
 from dataclasses import field, fields, make_dataclass
-from types import NoneType, UnionType
 from typing import Any, TypeVar
 
-from trainer.arguments import ARGUMENTS, SWITCH, TEXT, Argument, Kind, describe
+from trainer.arguments import ARGUMENTS, Argument, describe
 from trainer.cli.parsing import UsageError
 from trainer.errors import did_you_mean
 
@@ -21,18 +19,6 @@ Made = TypeVar("Made")
 
 SETTINGS = {name: one for name, one in ARGUMENTS.items() if name not in ("precision", "logger", "callbacks")}
 """The Trainer's arguments that ``trainer.NAME`` sets; the others are config groups."""
-
-LIST = Kind("a list", lambda value: isinstance(value, list))
-_BY_TYPE: dict[Any, tuple[Any, ...]] = {
-    bool: SWITCH,
-    int: (Kind("a whole number", lambda value: isinstance(value, int)),),
-    float: (Kind("a number", lambda value: isinstance(value, int | float) and not isinstance(value, bool)),),
-    str: (TEXT,),
-    NoneType: (None,),
-    list: (LIST,),
-    tuple: (LIST,),
-    dict: (Kind("a node with settings", lambda value: isinstance(value, dict)),),
-}
 
 TrainerSettings = make_dataclass(
     "TrainerSettings",
@@ -42,19 +28,6 @@ TrainerSettings = make_dataclass(
 """The schema of the ``trainer`` node: names and defaults as in `trainer.Trainer`."""
 
 TEXT_ADVICE = " Environment variables are text. To convert one, use ${oc.decode:${oc.env:NAME}}."
-
-
-def accepted_by_hint(hint: Any) -> tuple[Any, ...]:
-    """Return the values that a type annotation accepts. Empty if it contains types other than plain values."""
-    members = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, UnionType) else (hint,)
-    accepts: list[Any] = []
-    for member in members:
-        kind = typing.get_origin(member) or member
-        words = typing.get_args(member) if kind is typing.Literal else ()
-        if not all(isinstance(word, str | bool | NoneType) for word in words) or not (words or kind in _BY_TYPE):
-            return ()
-        accepts += words or _BY_TYPE[kind]
-    return tuple(sorted(dict.fromkeys(accepts), key=lambda one: one is None))  # null comes last in a message
 
 
 def mistake(key: str, value: Any, accepts: tuple[Any, ...]) -> str | None:
