@@ -50,7 +50,6 @@ IT = "fit +recipe=it "
 
 _EARLY = {
     # the Trainer's arguments
-    IT + "trainer.min_epochs=9": "trainer.min_epochs is 9, expected at most trainer.max_epochs, which is 2.",
     IT + "'trainer.max_time={hour: 1}'": "or null. Did you mean 'hours'?",
     IT + "\"trainer.strategy=''\"": "trainer.strategy is empty, expected auto, ddp",
     # values at the top of the config
@@ -84,7 +83,7 @@ _EARLY = {
     IT + "hydra.job.name=a/b": "hydra.job.name is a/b, expected a name without slashes",
     # sweeps
     IT + "-m 'optimizer.lr=range(1,0)'": "optimizer.lr=range(1,0) has no values",
-    IT + "-m trainer.max_epochs=5,1 trainer.min_epochs=3": "is 3, expected at most trainer.max_epochs, which is 1.",
+    IT + "-m trainer.max_epochs=5,ten": "trainer.max_epochs is ten, expected a whole number",
 }
 
 TYPED = "fit +recipe=typed "

@@ -34,7 +34,7 @@ from trainer.cli.objective import Objective
 from trainer.cli.parsing import GROUPS_TO_ADD, Arguments, UsageError, canonical_precisions
 from trainer.cli.processes import environment
 from trainer.cli.restore import recipe_of, saved_config
-from trainer.cli.schema import SETTINGS, check_settings, check_trainer, read_settings, setting
+from trainer.cli.schema import ACCEPTED, check_settings, read_settings, setting
 from trainer.cli.targets import Allowlist
 from trainer.cli.walk import walk
 from trainer.cli.workdir import path_override, quoted, sweeps
@@ -64,7 +64,6 @@ _ROOT = {
     "seed": (WHOLE.at_least(0)._replace(most=2**32 - 1), None),
     "ckpt_path": (Kind("the path or URL of a file, best, last", _is_path), None),
     "weights": (Kind("the folder of a run, a checkpoint, a state dict, a .safetensors file", _is_path), None),
-    **{name: SETTINGS[name].accepts for name in ("resume", "exact_resume")},
 }
 
 
@@ -299,7 +298,7 @@ def _check_whole(composer: Composer, config: DictConfig, before: dict[str, Any],
     with environment(dict(config.hydra.job.env_set)):  # Hydra sets them when the run starts
         plain = resolve(job) if runs else unresolved(job)  # a config that is only shown may be incomplete
     check_settings("", {name: plain.get(name) for name in _ROOT}, _ROOT)
-    check_trainer(plain["trainer"])
+    check_settings("trainer", plain["trainer"], ACCEPTED)
     Allowlist.of(plain).check(plain)
     read_settings(Objective, "objective", plain["objective"])
     read_settings(_CheckpointFiles, "checkpoint_files", plain["checkpoint_files"])

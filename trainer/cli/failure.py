@@ -15,11 +15,10 @@ import traceback
 from pathlib import Path
 from types import TracebackType
 
-from trainer.cli.folders import PACKAGE
+from trainer.cli.folders import is_users
 from trainer.cli.processes import is_debug, is_first, rank
 from trainer.common import packages, redaction
 from trainer.common.files import from_here
-from trainer.common.packages import is_users_file
 from trainer.errors import (
     ConfigurationError,
     FolderInUseError,
@@ -145,12 +144,12 @@ def user_line(error: BaseException) -> str:
 
     Code outside of installed packages, Python's library and this package counts as the user's.
     """
-    if isinstance(error, SyntaxError) and error.filename and _is_own(error.filename):
+    if isinstance(error, SyntaxError) and error.filename and is_users(error.filename):
         return _place(error.filename, error.lineno or 1, "")
     in_text = [(f["file"], int(f["line"]), f["function"]) for f in _FRAME.finditer(str(error))]
     in_trace = [(f.filename, f.lineno or 0, f.name) for f in traceback.extract_tb(error.__traceback__)]
     for file, line, function in [*reversed(in_text), *reversed(in_trace)]:
-        if _is_own(file):
+        if is_users(file):
             return _place(file, line, function)
     return ""
 
@@ -159,11 +158,6 @@ def _place(file: str, line: int, function: str) -> str:
     source = linecache.getline(file, line).strip()
     inside = f", in {function}" if function and function != "<module>" else ""
     return f"{from_here(Path(file))}:{line}{inside}" + (f": {source}" if source else "")
-
-
-def _is_own(file: str) -> bool:
-    is_recipe = Path(file).resolve().is_relative_to(PACKAGE.parent / "recipes")
-    return not (file.startswith("<") or is_recipe) and is_users_file(file)
 
 
 def _shortened(message: str) -> str:

@@ -20,6 +20,9 @@ Made = TypeVar("Made")
 SETTINGS = {name: one for name, one in ARGUMENTS.items() if name not in ("precision", "logger", "callbacks")}
 """The Trainer's arguments that ``trainer.NAME`` sets; the others are config groups."""
 
+ACCEPTED = {name: one.accepts for name, one in SETTINGS.items()} | {"_target_": ()}
+"""The accepted values of the ``trainer`` node, as in `check_settings`."""
+
 TrainerSettings = make_dataclass(
     "TrainerSettings",
     [("_target_", str, "trainer.Trainer"), *((name, Any, one.default) for name, one in SETTINGS.items())],
@@ -64,15 +67,6 @@ def check_settings(node: str, values: Any, accepts: Mapping[str, tuple[Any, ...]
         problem = mistake(key, value, accepts[name])
         if problem and not str(value).startswith("${"):
             raise UsageError(problem)
-
-
-def check_trainer(settings: Mapping[str, Any]) -> None:
-    """Check the ``trainer`` node as in `check_settings`, and that no minimum is above its maximum."""
-    check_settings("trainer", settings, {name: one.accepts for name, one in SETTINGS.items()} | {"_target_": ()})
-    for unit in ("epochs", "steps"):
-        low, high = settings.get(f"min_{unit}"), settings.get(f"max_{unit}")
-        if isinstance(low, int) and isinstance(high, int) and -1 < high < low:
-            raise UsageError(f"trainer.min_{unit} is {low}, expected at most trainer.max_{unit}, which is {high}.")
 
 
 def setting(default: Any, *accepts: Any) -> Any:
