@@ -40,7 +40,7 @@ COMMANDS = {
     "compare +recipe=line compare.mode=best": "compare.mode is best, expected max, min or null.",
     "compare +recipe=line --cfg job": "Got compare and --cfg",
     "tune": "Got nothing to tune, expected batch_size, for the largest batch that fits into memory",
-    "tune batchsize +recipe=line": "Got 'batchsize', expected batch_size, for the largest batch that",
+    "tune batchsize +recipe=line": "Got batchsize, expected batch_size, for the largest batch that",
     "tune lr +recipe=line precision=16,32": "precision=16-mixed,32-true has several values",
     "checks jsn": "Got 'jsn'. Did you mean 'json'?",
     "checks +recipe=gpt checks.gpu_memory=much": "checks.gpu_memory is much, expected a size such as 3GiB",

@@ -70,8 +70,12 @@ def _check_arguments(found: Any, node: dict[str, Any], key: str) -> None:
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     known = [name for name, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     unknown = [name for name in given if not isinstance(name, str) or (name not in known and not takes_any)]
-    if unknown:
-        raise UsageError(f"{key}: {target} {_describe_unknown(unknown, known, key)}")
+    if unknown:  # a recipe or an option may have set them for another target
+        hints = "".join(did_you_mean(str(name), known) for name in unknown)
+        advice = (
+            f"Its arguments: {', '.join(known) or 'none'}. To remove it: {' '.join(f'~{key}.{n}' for n in unknown)}"
+        )
+        raise UsageError(f"{key}: {target} has no argument {', '.join(map(repr, unknown))}.{hints} {advice}")
     try:
         signature.bind_partial(*positional, **given)
         if not node.get("_partial_", False):
@@ -86,17 +90,6 @@ def _check_arguments(found: Any, node: dict[str, Any], key: str) -> None:
         accepts = _NUMBERS.get(inspect.formatannotation(annotation).strip("'").removesuffix(" | None"), ())
         if problem := mistake(f"{key}.{name}", value, accepts):  # such as an environment variable
             raise UsageError(problem)
-
-
-def _describe_unknown(unknown: list[Any], known: list[str], key: str) -> str:
-    """Return the second half of an error about arguments that a target lacks, with the overrides to remove them.
-
-    A recipe or an option may have set these arguments for another target.
-    """
-    hints = "".join(did_you_mean(str(name), known) for name in unknown)
-    removal = " ".join(f"~{key}.{name}" for name in unknown)
-    its_own = ", ".join(known) or "none"
-    return f"has no argument {', '.join(map(repr, unknown))}.{hints} Its arguments: {its_own}. To remove it: {removal}"
 
 
 def make(node: Any, key: str, allowlist: Allowlist, finish: Callable[[partial[Any]], Any] | None = None) -> Any:

@@ -61,9 +61,6 @@ _SIZES_FROM_VALUES = frozenset(
 _BY_MASK = frozenset(("index", "index_put", "index_put_", "_index_put_impl_"))
 _COPIES = frozenset(("tolist", "cpu", "numpy", "__array__", "__repr__", "__format__"))
 """Functions that copy from the device to the host. On a CPU they are no-ops, or no mode intercepts them."""
-_TENSOR_FACTORIES = frozenset(("tensor", "as_tensor", "asarray"))
-"""Functions that create tensors from Python values."""
-_TAKE_INDICES = frozenset(("__getitem__", "__setitem__", "index_put", "index_put_"))
 
 _LOOPS = ("trainer.loop", "trainer.run", "trainer.cli", "lightning.pytorch.loops", "lightning.pytorch.trainer")
 _OWN_WORK = (
@@ -71,8 +68,6 @@ _OWN_WORK = (
     "trainer.precision", "trainer.record", "trainer.state", "lightning.pytorch.callbacks", "lightning.pytorch.loggers",
 )  # fmt: skip
 """Modules with synchronizations that are not reported, because the user's code does not cause them."""
-_ON_THE_HOST = ("torch.utils.data",)
-_BEFORE_TRANSFER = "on_before_batch_transfer"
 _HOST = "_made_on_the_host"
 
 
@@ -292,7 +287,7 @@ def user_line(frame: FrameType | None) -> tuple[str, int] | None:
         module = outermost = str(frame.f_globals.get("__name__", ""))
         if module.startswith(_LOOPS):
             return found
-        if module.startswith(_ON_THE_HOST) or frame.f_code.co_name == _BEFORE_TRANSFER:
+        if module.startswith("torch.utils.data") or frame.f_code.co_name == "on_before_batch_transfer":
             return None
         is_of_mode = module == __name__ or frame.f_code.co_name == "__torch_function__"
         if found is None and not is_of_mode:
@@ -310,10 +305,10 @@ def _no_op_copy(name: str, args: Any, kwargs: Any, of_host: bool) -> str:
     """Return the name of the copy that would synchronize on a GPU but is a no-op on a CPU, or ""."""
     if name in _COPIES:
         return "" if of_host else name
-    if name in _TENSOR_FACTORIES:
+    if name in ("tensor", "as_tensor", "asarray"):
         is_from_host = not args or not isinstance(args[0], Tensor) or of_host
         return name if is_from_host and kwargs.get("device") is not None else ""
-    if name in _TAKE_INDICES:
+    if name in ("__getitem__", "__setitem__", "index_put", "index_put_"):
         return _HOST_INDEX if not _is_host(args[0]) and _is_on_host(args[1]) else ""
     is_asynchronous = kwargs.get("non_blocking") or any(arg is True for arg in args[2:4])
     device = _device_argument(args, kwargs)

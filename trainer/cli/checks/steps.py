@@ -11,7 +11,7 @@ import os
 import statistics
 import sys
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -79,18 +79,14 @@ def time_step(found: Findings, recipe: Recipe, batch: Any, samples: int) -> dict
     seconds = statistics.median(observer.seconds[1:] or observer.seconds)
     precision = trainer.engine.precision
     if isinstance(precision, Float8Precision):
-        found.remark(_float8(*precision.layers(trainer.lightning_module)))
+        chosen, others = precision.layers(trainer.lightning_module)
+        reasons = join_first((f"{name!r} {reason}" for name, reason in others.items()), 6, "; ")
+        rest, names = f" The others do not: {reasons}." if others else "", join_first(map(repr, chosen), 6)
+        found.remark(f"{len(chosen)} of {len(chosen) + len(others)} Linear layers compute in float8: {names}.{rest}")
     about = f"{trainer.precision} on {trainer.strategy.root_device}" + (
         f", measured with {taken} samples" if taken else ""
     )
     return {"measured": "a step", "seconds": seconds * (samples / taken if taken else 1.0), "about": about}
-
-
-def _float8(chosen: Mapping[str, Any], others: Mapping[str, str]) -> str:
-    reasons = join_first((f"{name!r} {reason}" for name, reason in others.items()), 6, "; ")
-    names = join_first(map(repr, chosen), 6)
-    rest = f" The others do not: {reasons}." if others else ""
-    return f"{len(chosen)} of {len(chosen) + len(others)} Linear layers compute in float8: {names}.{rest}"
 
 
 class _Clock(Clock):

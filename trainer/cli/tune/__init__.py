@@ -106,19 +106,16 @@ def command(arguments: Arguments) -> int:
         UsageError: if `trainer.cli.config_checks.validate` raises it, the word is missing or unknown, a sweep was
             given, or the config cannot be built.
     """
-    words = arguments.words
-    if not words or words[0] not in _MODULES:
-        given = f"Got {words[0]!r}" if words else "Got nothing to tune"
-        hint = did_you_mean(words[0], _MODULES) if words else ""
-        raise UsageError(
-            f"{given}, expected batch_size, for the largest batch that fits into memory, or lr, for a learning rate."
-            f"{hint} `{command_line('tune', 'batch_size', *(arguments.overrides or ['+recipe=NAME']))}`"
-        )
+    name = arguments.words[0] if arguments.words else "nothing to tune"
+    if name not in _MODULES:
+        example = command_line("tune", "batch_size", *(arguments.overrides or ["+recipe=NAME"]))
+        expected = "batch_size, for the largest batch that fits into memory, or lr, for a learning rate"
+        raise UsageError(f"Got {name}, expected {expected}.{did_you_mean(name, _MODULES)} `{example}`")
     arguments.check_flags()
     if under_torchrun():
         raise UsageError("Got tune under torchrun, but tune uses one device. Run it without torchrun.")
     with warm_processes():
-        status: int = import_module(_MODULES[words[0]]).run(arguments)
+        status: int = import_module(_MODULES[name]).run(arguments)
     return status
 
 
