@@ -108,12 +108,10 @@ def validate(arguments: Arguments, composer: Composer | None = None) -> DictConf
 
         compare.check(config, jobs=math.prod(len(values) for values in _values(overrides)))
     folders: set[str] = set()
+    HydraConfig.instance().set_config(composed[0][0])  # for ${hydra:...}
+    _check_hydra(composed[0][0], is_sweep=is_sweep)
     for config, before in composed:
-        HydraConfig.instance().set_config(config)  # for ${hydra:...}
-        if config is composed[0][0]:
-            _check_hydra(config)
-            if is_sweep:
-                plugins.prepare(config.hydra)
+        HydraConfig.instance().set_config(config)
         if is_sweep:
             _check_folder_of_job(config, folders)
         _check_whole(composer, config, before, overrides)
@@ -311,8 +309,8 @@ def _check_whole(composer: Composer, config: DictConfig, before: dict[str, Any],
         _check_used(OmegaConf.to_container(job, resolve=False), overrides)
 
 
-def _check_hydra(config: DictConfig) -> None:
-    """Check the settings of Hydra that a run depends on."""
+def _check_hydra(config: DictConfig, *, is_sweep: bool) -> None:
+    """Check the settings of Hydra that a run depends on, and register the launcher and the sweeper of a sweep."""
     for key in ("hydra.run.dir", "hydra.sweep.dir", "hydra.job.name"):
         with resolution_errors():
             name = str(OmegaConf.select(config, key))
@@ -321,6 +319,8 @@ def _check_hydra(config: DictConfig) -> None:
             raise UsageError(f"{key} is {describe(name)}, expected {expected}.")
     if OmegaConf.select(config, "hydra.job.chdir"):
         raise UsageError("hydra.job.chdir is true, expected false. The run's folder is ${hydra:runtime.output_dir}.")
+    if is_sweep:
+        plugins.prepare(config.hydra)
 
 
 def _check_folder_of_job(config: DictConfig, folders: set[str]) -> None:

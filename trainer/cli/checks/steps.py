@@ -23,7 +23,7 @@ import torch
 from trainer.cli.checks import Findings, Recipe
 from trainer.cli.execution import assemble
 from trainer.cli.processes import environment
-from trainer.cli.rehearsal import Clock, RehearsalDone, first_weights, rehearse
+from trainer.cli.rehearsal import Clock, RehearsalDone, rehearse
 from trainer.common.machine import readable
 from trainer.data.samples import batch_size, samples_of
 from trainer.errors import join_first
@@ -124,7 +124,7 @@ def fit(recipe: Recipe, batch: Any, observer: pl.Callback, **changes: Any) -> An
     """
     trainer_node = recipe.settings["trainer"] | {"_target_": "trainer.Trainer"}
     settings = recipe.settings | {"callbacks": {}, "data": None, "trainer": trainer_node} | changes
-    begin = first_weights(settings)
+    begin: dict[str, Any] = {"weights": settings["weights"]}
     with TemporaryDirectory() as folder:
         module, _, trainer = assemble(settings, Path(folder))
         trainer.callbacks = []

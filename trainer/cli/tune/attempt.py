@@ -23,7 +23,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from trainer.cli.execution import assemble
 from trainer.cli.failure import is_about_settings
-from trainer.cli.rehearsal import Clock, first_weights, rehearse
+from trainer.cli.rehearsal import Clock, rehearse
 from trainer.cli.tune.child import Message, Send
 from trainer.common import machine
 from trainer.common.traits import observes_only
@@ -59,7 +59,8 @@ def train(
     try:
         module, data, trainer = assemble(settings, folder)
         trainer.callbacks = [callback for callback in trainer.callbacks if not observes_only(callback)]
-        rehearse(trainer, module, observer, datamodule=data, **({} if rates is None else first_weights(settings)))
+        weights = {} if rates is None or settings["weights"] is None else {"weights": settings["weights"]}
+        rehearse(trainer, module, observer, datamodule=data, **weights)
         message = {"status": "ok", "precision": trainer.precision, **observer.found()}
     except (Exception, SystemExit) as error:
         message = _failure(error)
@@ -116,7 +117,7 @@ class Meter(Clock):
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
         self._samples.append(batch_size(batch))
         updates = trainer.global_step
-        self._skipped = trainer.skipped_steps  # type: ignore[attr-defined]  # of trainer.Trainer
+        self._skipped = getattr(trainer, "skipped_steps", 0)  # `lightning.Trainer` does not count them
         self._warm_up = self._warm_up or (len(self._samples) if updates else 0)
         is_measured = updates >= self._steps and updates - self._skipped >= 2
         trainer.should_stop = is_measured or self._skipped >= _MOST_SKIPPED
@@ -210,7 +211,7 @@ class LearningRateSweep(Callback):
             self.first_loss = self._mean = loss
         if self._rate is not None and math.isfinite(loss):
             self.points.append((self._rate, loss))
-        skips: int = trainer.skipped_steps  # type: ignore[attr-defined]  # of trainer.Trainer
+        skips: int = getattr(trainer, "skipped_steps", 0)  # `lightning.Trainer` does not count them
         is_skipped, learned = skips > self._skips, self._attempts - self._skips
         self._rate = None if is_skipped else self._rate_at(learned)
         self._skips_in_a_row = self._skips_in_a_row + 1 if is_skipped else 0
