@@ -124,7 +124,7 @@ STOPPED = {
 
 def build(node: Any, key: str = "", allowlist: Allowlist | None = None) -> Any:
     """Check a node of a config, and return the object that it describes."""
-    allowlist = allowlist or Allowlist()
+    allowlist = allowlist or Allowlist(())
     check(node, key, allowlist)
     return make(node, key, allowlist)
 

@@ -40,7 +40,7 @@ COMMANDS = {
     "compare +recipe=line compare.mode=best": "compare.mode is best, expected max, min or null.",
     "compare +recipe=line --cfg job": "Got compare and --cfg",
     "tune": "Got nothing to tune, expected batch_size, for the largest batch that fits into memory",
-    "tune batchsize +recipe=line": "Got 'batchsize', expected batch_size, for the largest batch that",
+    "tune batchsize +recipe=line": "Got batchsize, expected batch_size, for the largest batch that",
     "tune lr +recipe=line precision=16,32": "precision=16-mixed,32-true has several values",
     "checks jsn": "Got 'jsn'. Did you mean 'json'?",
     "checks +recipe=gpt checks.gpu_memory=much": "checks.gpu_memory is much, expected a size such as 3GiB",
@@ -51,8 +51,8 @@ COMMANDS = {
 TUNE = {
     "tune.memory=lots": "tune.memory is lots, expected a size such as 3GiB",
     "tune.max_lr=1e-8": "tune.max_lr is 1e-08, expected more than tune.min_lr, which is 1e-06.",
-    "tune.batch_size_key=model.size": "tune.batch_size_key is model.size, and the config has no such setting",
-    "tune.batch_size_key=model.start": "tune.batch_size_key is model.start, and its value is 0.0; expected",
+    "tune.batch_size_key=model.size": "model.size is null, expected a whole number. tune.batch_size_key names",
+    "tune.batch_size_key=model.start": "model.start is 0.0, expected a whole number.",
     "data.batch_size=4,8": "data.batch_size=4,8 has several values, expected one. To run one job for each",
     "-m": "Got --multirun with tune, which does not support it.",
 }

@@ -163,7 +163,7 @@ def test_out_of_memory_error_is_reported_and_recorded(capsys, monkeypatch):
     assert err.count("Memory ran out") == err.count("Live tensors: weights 8 bytes, ") == 1
     assert "in the forward pass." in err
     assert "accumulate_grad_batches" in err
-    assert "The command tune batch_size finds the largest batch that fits." in err
+    assert "tune batch_size finds the largest." in err
     found = result(Path("run"))
     assert found["status"] == "failed"
     assert (found["out_of_memory"]["weights"], found["out_of_memory"]["gradients"]) == (8, 0)

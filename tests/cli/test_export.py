@@ -129,7 +129,7 @@ MISTAKES = [
     (["ckpt=run", "to=a.pt2", "weights=run"], "with export, expected a command that trains"),
     (["ckpt=run", "to=a.safetensors", "data.batch_size=8"], "got ckpt=run data.batch_size=8, expected"),
     (["ckpt=run", "to=a.pt2", "model._target_=nets.Other"], "forward(points) of Other cannot be called with a b"),
-    (["ckpt=run", "to=a.pt2", "model._target_=line_fit.Line"], "and Line has no forward"),
+    (["ckpt=run", "to=a.pt2", "model._target_=line_fit.Line"], "Line has no forward"),
 ]
 
 

@@ -18,7 +18,6 @@ from tests.cli.conftest import write
 from trainer.cli import main
 from trainer.cli.checks import LoadedBatch, Recipe
 from trainer.cli.checks.first_look import bottleneck
-from trainer.cli.checks.steps import StepTime
 from trainer.cli.config_checks import validate
 from trainer.cli.folders import PACKAGE
 from trainer.cli.parsing import read
@@ -207,7 +206,7 @@ def compared(shell):
 
 def slow_step(shell):
     recipe = Recipe("line", {}, loaded=LoadedBatch(None, 0.0, 1e-6, 1, 0), words=["+recipe=line", *SHORT])
-    (command,) = commands_in(bottleneck(recipe, recipe.loaded, StepTime(1.0, 1, "32-true", "cpu"), 0))
+    (command,) = commands_in(bottleneck(recipe, recipe.loaded, 1.0, 0))
     shell.check(command)
 
 
@@ -250,7 +249,6 @@ SCENARIOS = {
     "cli/__init__.py:_dispatch": printed_by(*LINE),
     "cli/parsing.py:_read_flag": printed_by("fit", *LINE, "--lr", "1"),
     "cli/parsing.py:check_flags": printed_by("tune", "lr", *LINE, "--cfg", "job"),
-    "cli/checks/__init__.py:command": printed_by("checks", "jsn"),
     "cli/checks/first_look.py:bottleneck": slow_step,
     "cli/checks/memory.py:check_memory": unpredictable,
     "cli/compare/__init__.py:report": compared,

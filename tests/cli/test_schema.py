@@ -7,7 +7,7 @@ import pytest
 from trainer import Trainer
 from trainer.arguments import describe
 from trainer.cli.parsing import UsageError
-from trainer.cli.schema import check_trainer
+from trainer.cli.schema import ACCEPTED, check_settings
 from trainer.errors import ConfigurationError
 
 # Invalid values of each argument (wrong type, out of range, misspelled word), and the expected text.
@@ -30,7 +30,7 @@ def test_one_mistake_one_sentence(name):
     """In a config, and in Python with its spellings of null, true and false."""
     for value, message in MISTAKES[name].items():
         with pytest.raises(UsageError) as in_config:
-            check_trainer({name: value})
+            check_settings("trainer", {name: value}, ACCEPTED)
         start = f"trainer.{name} is {describe(value)}, expected "
         text = str(in_config.value)
         assert text.startswith(start)

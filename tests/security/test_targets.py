@@ -156,7 +156,7 @@ def test_pretrained_weights_are_loaded_as_weights_only(tmp_path, monkeypatch, pr
 def test_rerunning_a_pickle_is_refused(project, proof, capsys):
     (project / "config.pickle").write_bytes(pickle.dumps(Payload(proof)))
     assert main(["fit", "--experimental-rerun", "config.pickle"]) == 2
-    assert "--experimental-rerun, which loads a pickle" in capsys.readouterr().err
+    assert "--experimental-rerun, which can run any code" in capsys.readouterr().err
     assert not proof.exists()
 
 

@@ -22,7 +22,6 @@ from trainer.cli.folders import search_here
 from trainer.cli.parsing import Arguments, UsageError, read
 from trainer.cli.processes import DEBUG, environment, started_as
 from trainer.common.terminal import PROGRAM, QUIET, command_line
-from trainer.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -57,11 +56,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             if argv is None and only_prints and hasattr(signal, "SIGPIPE"):
                 signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `--cfg job | head` is not an error
             return _dispatch(arguments)
-        except ConfigurationError as error:
+        except Exception as error:
             from trainer.cli import failure
 
             failure.print_error(error)
-            return USAGE
+            return USAGE if failure.is_about_settings(error) else FAILED
         except KeyboardInterrupt:
             print("trainer: interrupted.", file=sys.stderr)
             return INTERRUPTED
@@ -84,10 +83,8 @@ def _dispatch(arguments: Arguments) -> int:
         return command.load()(arguments)
     if arguments.command is None:
         if not arguments.shows:
-            raise UsageError(
-                f"No command given, expected one of {', '.join(commands.names())}:"
-                f" `{command_line('fit', *arguments.overrides)}`."
-            )
+            example = command_line("fit", *arguments.overrides)
+            raise UsageError(f"No command given, expected one of {', '.join(commands.names())}: `{example}`.")
         arguments.command = "fit"
     return _hydra(arguments)
 
@@ -104,8 +101,7 @@ def _hydra(arguments: Arguments) -> int:
     started = time.time() - 1.0  # file time stamps are less precise than the clock
     if "--experimental-rerun" in arguments.flags:
         raise UsageError(
-            "Got --experimental-rerun, which loads a pickle that can run any code. Repeat the settings of the run"
-            " instead; they are in .hydra/overrides.yaml in its folder."
+            "Got --experimental-rerun, which can run any code. Repeat the run's .hydra/overrides.yaml instead."
         )
     resume_requeued_job(arguments)
     restore.apply(arguments)
@@ -115,7 +111,7 @@ def _hydra(arguments: Arguments) -> int:
         given = list(arguments.overrides)
         folder = claim(arguments, config)
         if not sweeps(arguments, config):
-            config = composer.placed(config, arguments, folder)
+            config = composer.placed(config, folder)
         else:
             from trainer.cli import compare, sweep
             from trainer.cli.sweep.jobs import waiting_for
@@ -129,15 +125,13 @@ def _hydra(arguments: Arguments) -> int:
                 resume = resume_command(arguments.command, [*flags, *given], folder, "hydra.sweep.dir")
                 report = partial(sweep.report, folder, since=started, again=resume)
     try:
-        status = _call_hydra(arguments, composer, config, waiting)
+        status = _call_hydra(composer, config, waiting)
     finally:
         failed = report()
     return status or (FAILED if failed else OK)
 
 
-def _call_hydra(
-    arguments: Arguments, composer: Composer, config: DictConfig, waiting: AbstractContextManager[None] | None
-) -> int:
+def _call_hydra(composer: Composer, config: DictConfig, waiting: AbstractContextManager[None] | None) -> int:
     import hydra
     from hydra.errors import HydraException
 
@@ -150,27 +144,22 @@ def _call_hydra(
     try:
         with ExitStack() as stack:
             stack.callback(setattr, sys, "argv", sys.argv)
-            sys.argv = [sys.argv[0], *arguments.for_hydra()]  # launchers start the other ranks with it
+            sys.argv = [sys.argv[0], *composer.arguments.for_hydra()]  # launchers start the other ranks with it
             stack.enter_context(environment({"HYDRA_FULL_ERROR": "1"}))  # otherwise, Hydra prints errors and exits
             if waiting is not None:
                 stack.enter_context(waiting)
-                stack.enter_context(environment({SWEPT: " ".join(composer.swept(arguments, config))}))
-            if arguments.shows:
+                stack.enter_context(environment({SWEPT: " ".join(composer.swept(config))}))
+            if composer.arguments.shows:
                 main = hydra.main(config_path=str(packaged_conf()), config_name=CONFIG_NAME, **VERSION_BASE)
                 main(task)()
             elif waiting is not None:
-                composer.sweep(arguments, task)
+                composer.sweep(task)
             else:
                 composer.run(config, task)
-    except ConfigurationError:
-        raise
     except SystemExit as end:  # Hydra exits after --hydra-help
         return end.code if isinstance(end.code, int) else OK
-    except Exception as error:
-        if failure.is_about_settings(error):  # an error of Lightning
-            raise UsageError(failure.one_line(error)) from error
-        if isinstance(error, HydraException) and not failure.is_recorded(error):
-            raise UsageError(str(error)) from error
-        failure.print_error(error)
-        return FAILED
+    except HydraException as error:
+        if failure.is_recorded(error):  # raised by the run
+            raise
+        raise UsageError(str(error)) from error
     return OK

@@ -9,23 +9,32 @@ from __future__ import annotations
 import copy
 import inspect
 import re
-import typing
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext, suppress
 from functools import partial
 from shlex import quote
 from typing import Any
 
-from trainer.arguments import describe
+from trainer.arguments import NUMBER, SWITCH, WHOLE, Kind
 from trainer.cli.failure import is_about_settings
 from trainer.cli.parsing import UsageError
 from trainer.cli.processes import environment
-from trainer.cli.schema import TEXT_ADVICE, accepted_by_hint, mistake
+from trainer.cli.schema import TEXT_ADVICE, check_settings, mistake
 from trainer.cli.targets import PACKAGES, Allowlist
 from trainer.cli.walk import walk
 from trainer.errors import did_you_mean
 
-_HYDRA_KEYS = ("_target_", "_args_", "_partial_", "_recursive_", "_convert_")
+_SPECIAL = {
+    "_partial_": SWITCH,
+    "_recursive_": SWITCH,
+    "_args_": (Kind("a list", lambda value: isinstance(value, list)),),
+    "_convert_": ("all", "partial", "object"),
+}
+"""Accepted values of Hydra's keys. Objects always get plain containers."""
+_HYDRA_KEYS = ("_target_", *_SPECIAL)
+
+_NUMBERS = {"bool": SWITCH, "int": (WHOLE,), "float": (NUMBER,)}
+"""Accepted values of arguments by their annotation. Only text is checked: other values are left to the class."""
 
 _SAFE_LOADS = {"TORCH_FORCE_WEIGHTS_ONLY_LOAD": "1", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": None}
 """Environment variables that make every ``torch.load`` use ``weights_only=True``, also in code of torchvision."""
@@ -45,24 +54,12 @@ def check(node: Any, key: str, allowlist: Allowlist) -> None:
     allowlist.locate_all(node, key)
     for entry in walk(node, key):
         if isinstance(entry.value, dict) and "_target_" in entry.value:
-            _check_special(entry.value, entry.key)
             _check_arguments(allowlist.locate(entry.value["_target_"]), entry.value, entry.key)
 
 
-def _check_special(node: dict[str, Any], key: str) -> None:
-    kinds = (("_partial_", bool, "true or false"), ("_recursive_", bool, "true or false"), ("_args_", list, "a list"))
-    for name, kind, expected in kinds:
-        if not isinstance(node.get(name, kind()), kind):
-            raise UsageError(f"{key}.{name} is {describe(node[name])}, expected {expected}.")
-    if node.get("_convert_", "all") not in ("all", "partial", "object"):
-        raise UsageError(
-            f"{key}._convert_ is {describe(node['_convert_'])}, expected all: objects get plain dicts and lists. If a"
-            " class needs OmegaConf containers, call OmegaConf.create in it."
-        )
-
-
 def _check_arguments(found: Any, node: dict[str, Any], key: str) -> None:
-    """Check the arguments of a node against the signature of ``found``, if it has one."""
+    """Check Hydra's keys in a node, and its arguments against the signature of ``found``, if it has one."""
+    check_settings(key, {name: value for name, value in node.items() if name in _SPECIAL}, _SPECIAL)
     try:
         signature = inspect.signature(found)
     except (TypeError, ValueError):  # a built-in function
@@ -73,8 +70,12 @@ def _check_arguments(found: Any, node: dict[str, Any], key: str) -> None:
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     known = [name for name, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     unknown = [name for name in given if not isinstance(name, str) or (name not in known and not takes_any)]
-    if unknown:
-        raise UsageError(f"{key}: {target} {_describe_unknown(unknown, known, key)}")
+    if unknown:  # a recipe or an option may have set them for another target
+        hints = "".join(did_you_mean(str(name), known) for name in unknown)
+        advice = (
+            f"Its arguments: {', '.join(known) or 'none'}. To remove it: {' '.join(f'~{key}.{n}' for n in unknown)}"
+        )
+        raise UsageError(f"{key}: {target} has no argument {', '.join(map(repr, unknown))}.{hints} {advice}")
     try:
         signature.bind_partial(*positional, **given)
         if not node.get("_partial_", False):
@@ -84,32 +85,11 @@ def _check_arguments(found: Any, node: dict[str, Any], key: str) -> None:
         value = f"${{{missing[1]}}}" if missing and missing[1] in ("optimizer", "scheduler") else "VALUE"
         advice = f" Set it: {quote(f'+{key}.{missing[1]}={value}')}" if missing else ""
         raise UsageError(f"{key}: {target}: {error}. Its arguments: {', '.join(known) or 'none'}.{advice}") from error
-    hints = _hints(found)
     for name, value in given.items():
-        is_unchecked = value is None or value != value or isinstance(value, dict)  # a node becomes an object
-        if name not in parameters or is_unchecked or value == parameters[name].default:
-            continue  # null is often accepted although the annotation lacks it; the class itself rejects NaN
-        if problem := mistake(f"{key}.{name}", value, accepted_by_hint(hints.get(name, Any))):
+        annotation = parameters[name].annotation if isinstance(value, str) and name in parameters else None
+        accepts = _NUMBERS.get(inspect.formatannotation(annotation).strip("'").removesuffix(" | None"), ())
+        if problem := mistake(f"{key}.{name}", value, accepts):  # such as an environment variable
             raise UsageError(problem)
-
-
-def _describe_unknown(unknown: list[Any], known: list[str], key: str) -> str:
-    """Return the second half of an error about arguments that a target lacks, with the overrides to remove them.
-
-    A recipe or an option may have set these arguments for another target.
-    """
-    hints = "".join(did_you_mean(str(name), known) for name in unknown)
-    removal = " ".join(f"~{key}.{name}" for name in unknown)
-    its_own = ", ".join(known) or "none"
-    return f"has no argument {', '.join(map(repr, unknown))}.{hints} Its arguments: {its_own}. To remove it: {removal}"
-
-
-def _hints(found: Any) -> Mapping[str, Any]:
-    function = found.__init__ if isinstance(found, type) else found  # type: ignore[misc]
-    try:
-        return typing.get_type_hints(function)
-    except Exception:  # names in annotations may not exist at run time
-        return {}
 
 
 def make(node: Any, key: str, allowlist: Allowlist, finish: Callable[[partial[Any]], Any] | None = None) -> Any:
@@ -146,7 +126,7 @@ def make(node: Any, key: str, allowlist: Allowlist, finish: Callable[[partial[An
     return _call(made, key, target)
 
 
-def _call(make: Callable[[], Any], key: str, target: str) -> Any:
+def _call(make: partial[Any], key: str, target: str) -> Any:
     """Return ``make()``. If a known package raises an error about its arguments, raise a `UsageError` with the key.
 
     During the call, ``torch.load`` uses ``weights_only=True``, except in ``recipes`` and the user's code.
@@ -161,8 +141,11 @@ def _call(make: Callable[[], Any], key: str, target: str) -> Any:
         is_about_values = isinstance(error, ValueError) or is_about_settings(error)
         if not is_about_values and (root == "recipes" or not isinstance(error, TypeError)):
             raise
-        reason = " ".join(str(error).split()).rstrip(".")
-        raise UsageError(f"{key}: {target} rejects its arguments: {reason}.") from error
+        reason, values = " ".join(str(error).split()).rstrip("."), make.keywords.values()
+        nulls = [name for name, value in make.keywords.items() if value is None and isinstance(error, TypeError)]
+        given = f" with {', '.join(nulls)}=null" if nulls else ""
+        advice = TEXT_ADVICE if isinstance(error, TypeError) and any(isinstance(value, str) for value in values) else ""
+        raise UsageError(f"{key}: {target} rejects its arguments{given}: {reason}.{advice}") from error
 
 
 def _try_optimizer(make: partial[Any], key: str, target: str) -> None:
@@ -170,14 +153,6 @@ def _try_optimizer(make: partial[Any], key: str, target: str) -> None:
     import torch
 
     is_class = isinstance(make.func, type) and issubclass(make.func, torch.optim.Optimizer)
-    if not (is_class and make.func.__module__.startswith("torch.optim.")):
-        return
-    try:
-        make([torch.nn.Parameter(torch.zeros(1))])
-    except (TypeError, ValueError) as error:
-        nulls = [f"{name}=null" for name, value in make.keywords.items() if value is None]
-        given = f", {', '.join(nulls)} among them" if nulls else ""
-        advice = TEXT_ADVICE if any(isinstance(value, str) for value in make.keywords.values()) else ""
-        raise UsageError(f"{key}: {target} rejects its arguments{given}: {str(error).rstrip('.')}.{advice}") from error
-    except RuntimeError:  # fused optimizers require parameters on a device that they support
-        return
+    if is_class and make.func.__module__.startswith("torch.optim."):
+        with suppress(RuntimeError):  # fused optimizers require parameters on a device that they support
+            _call(partial(make, [torch.nn.Parameter(torch.zeros(1))]), key, target)

@@ -23,11 +23,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, Quote, QuotedString
 from hydra.core.plugins import Plugins
 from hydra.core.utils import configure_log, run_job, setup_globals
-from hydra.errors import (
-    ConfigCompositionException,
-    HydraException,
-    MissingConfigException,
-)
+from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from hydra.types import HydraContext, RunMode, TaskFunction
 from omegaconf import DictConfig, OmegaConf
@@ -97,12 +93,17 @@ class Composer:
     Args:
         arguments: the command line.
 
+    Attributes:
+        arguments: as given.
+        config_name: name of the primary config.
+
     Raises:
         UsageError: if the value of ``--config-dir`` or ``--config-path`` is not a folder.
     """
 
     def __init__(self, arguments: Arguments) -> None:
         register()
+        self.arguments = arguments
         for flag in ("--config-dir", "--config-path"):
             if not Path(arguments.flags.get(flag, ".")).is_dir():
                 raise UsageError(f"{flag} is {arguments.flags[flag]}, expected a folder that exists.")
@@ -170,18 +171,14 @@ class Composer:
         return [group for group in groups if group not in ("hydra", "_schema")]
 
     def files(self, words: Sequence[str]) -> Iterator[tuple[Path, str, str]]:
-        """Iterate over file, config group and package of each file of a config, in the order in which they merge."""
+        """Iterate over file, config group and package of each file of a config, in the order of merging."""
         for default in self.loader.compute_defaults_list(self.config_name, list(words), RunMode.RUN).defaults:
             path, package = str(default.config_path), default.package or ""
             found = self.loader.repository.load_config(path)
             if found is not None and found.path.startswith("file://") and not package.startswith("hydra"):
                 yield Path(found.path.removeprefix("file://"), f"{path}.yaml"), path.rpartition("/")[0], package
 
-    def compose(
-        self,
-        overrides: Sequence[str],
-        check: Callable[[dict[str, Any]], None] | None = None,
-    ) -> DictConfig:
+    def compose(self, overrides: Sequence[str], check: Callable[[dict[str, Any]], None] | None = None) -> DictConfig:
         """Return the composed config, including the ``hydra`` node.
 
         Args:
@@ -216,13 +213,13 @@ class Composer:
         hint = did_you_mean(unknown[1], self.groups()) if unknown else ""
         return f"{_one_paragraph(re.split('full_key|To override', text)[0])}.{hint} {ADVICE_ON_DEFAULTS}"
 
-    def placed(self, config: DictConfig, arguments: Arguments, folder: Path) -> DictConfig:
-        """Return ``config`` with the folder of the run, which was added as the last override of ``arguments``."""
+    def placed(self, config: DictConfig, folder: Path) -> DictConfig:
+        """Return ``config`` with the folder of the run, which was added as the last override of the command line."""
         if not is_first():
-            return self.compose(arguments.config_overrides())  # the other ranks have additional overrides
+            return self.compose(self.arguments.config_overrides())  # the other ranks have additional overrides
         OmegaConf.set_readonly(config.hydra, None)
         config.hydra.run.dir, config.hydra.mode = str(folder), RunMode.RUN
-        config.hydra.overrides.hydra.append(arguments.overrides[-1])
+        config.hydra.overrides.hydra.append(self.arguments.overrides[-1])
         return config
 
     def run(self, config: DictConfig, task: TaskFunction) -> None:
@@ -235,23 +232,23 @@ class Composer:
         if isinstance(error := returned._return_value, Exception):
             raise error  # `returned.return_value` would print all overrides first
 
-    def swept(self, arguments: Arguments, config: DictConfig) -> list[str]:
+    def swept(self, config: DictConfig) -> list[str]:
         """Return the names of the settings for which the jobs of a sweep have different values.
 
         Empty if a sweeper such as Optuna's chooses the values, because it assigns them to jobs itself.
         """
         if "BasicSweeper" not in config.hydra.sweeper["_target_"]:
             return []
-        words = [override for override in self.parse(arguments.config_overrides()) if override.is_sweep_override()]
+        words = [override for override in self.parse(self.arguments.overrides) if override.is_sweep_override()]
         params = [str(name) for name in config.hydra.sweeper.get("params") or {}]
         return [*params, *(override.get_key_element().lstrip("+") for override in words)]
 
-    def sweep(self, arguments: Arguments, task: TaskFunction) -> None:
+    def sweep(self, task: TaskFunction) -> None:
         """Run a sweep with Hydra. The launcher calls ``task`` for each job."""
         hydra = Hydra("trainer", self.loader)
         GlobalHydra.instance().initialize(hydra)
         try:
-            hydra.multirun(self.config_name, task, [*arguments.config_overrides(), "hydra.mode=MULTIRUN"])
+            hydra.multirun(self.config_name, task, [*self.arguments.config_overrides(), "hydra.mode=MULTIRUN"])
         finally:
             GlobalHydra.instance().clear()
 

@@ -34,13 +34,7 @@ from trainer.cli.objective import Objective
 from trainer.cli.parsing import GROUPS_TO_ADD, Arguments, UsageError, canonical_precisions
 from trainer.cli.processes import environment
 from trainer.cli.restore import recipe_of, saved_config
-from trainer.cli.schema import (
-    SETTINGS,
-    check_trainer,
-    mistake,
-    read_settings,
-    setting,
-)
+from trainer.cli.schema import ACCEPTED, check_settings, read_settings, setting
 from trainer.cli.targets import Allowlist
 from trainer.cli.walk import walk
 from trainer.cli.workdir import path_override, quoted, sweeps
@@ -70,7 +64,6 @@ _ROOT = {
     "seed": (WHOLE.at_least(0)._replace(most=2**32 - 1), None),
     "ckpt_path": (Kind("the path or URL of a file, best, last", _is_path), None),
     "weights": (Kind("the folder of a run, a checkpoint, a state dict, a .safetensors file", _is_path), None),
-    **{name: SETTINGS[name].accepts for name in ("resume", "exact_resume")},
 }
 
 
@@ -106,8 +99,8 @@ def validate(arguments: Arguments, composer: Composer | None = None) -> DictConf
     config, before = _compose(composer, first)
     is_sweep = sweeps(arguments, config)
     if is_sweep:
-        overrides = [*_sweeper_params(arguments, composer, config), *overrides]
-    _check_several_values(overrides, config, is_sweep=is_sweep)
+        overrides = [*_sweeper_params(composer, config), *overrides]
+    _check_mode(composer, config, overrides, is_sweep=is_sweep)
     jobs = list(islice(_jobs(overrides), _MOST_JOBS))
     composed = [_compose(composer, job) if job != first else (config, before) for job in jobs]
     if arguments.command == "compare":
@@ -115,17 +108,13 @@ def validate(arguments: Arguments, composer: Composer | None = None) -> DictConf
 
         compare.check(config, jobs=math.prod(len(values) for values in _values(overrides)))
     folders: set[str] = set()
+    HydraConfig.instance().set_config(composed[0][0])  # for ${hydra:...}
+    _check_hydra(composed[0][0], is_sweep=is_sweep)
     for config, before in composed:
-        HydraConfig.instance().set_config(config)  # for ${hydra:...}
-        if config is composed[0][0]:
-            _check_hydra(config)
-            if not arguments.shows:
-                _check_mode(overrides, is_sweep=is_sweep)
-            if is_sweep:
-                plugins.prepare(config.hydra)
+        HydraConfig.instance().set_config(config)
         if is_sweep:
             _check_folder_of_job(config, folders)
-        _check_whole(composer, config, before, overrides, arguments)
+        _check_whole(composer, config, before, overrides)
     HydraConfig.instance().set_config(composed[0][0])
     return composed[0][0]
 
@@ -163,32 +152,38 @@ def _jobs(overrides: Sequence[Override]) -> Iterator[list[str]]:
             yield [choice if index == position else others[0] for index, others in enumerate(values)]
 
 
-def _sweeper_params(arguments: Arguments, composer: Composer, config: DictConfig) -> list[Override]:
+def _sweeper_params(composer: Composer, config: DictConfig) -> list[Override]:
     """Return the overrides in ``hydra.sweeper.params`` (set in conf/sweep), with full names of precisions."""
     params = dict(OmegaConf.select(config, "hydra.sweeper.params") or {})
     if "precision" in params and (known := canonical_precisions(str(params["precision"]))) != params["precision"]:
         params["precision"] = known
-        arguments.overrides.append(f"hydra.sweeper.params.precision={quoted(known)}")
+        composer.arguments.overrides.append(f"hydra.sweeper.params.precision={quoted(known)}")
     overrides = composer.parse([f"{key}={value}" for key, value in params.items()])
     for override in overrides:
         _check_option(composer, override)
     return overrides
 
 
-def _check_several_values(overrides: Sequence[Override], config: DictConfig, *, is_sweep: bool) -> None:
-    """Refuse several values without ``-m``, and intervals without a sweeper that can sample from them."""
-    has_search = "BasicSweeper" not in config.hydra.sweeper["_target_"]
+def _check_mode(composer: Composer, config: DictConfig, overrides: Sequence[Override], *, is_sweep: bool) -> None:
+    """Refuse several values without ``-m``, intervals that no sweeper samples from, and settings without effect.
+
+    A job of a sweep, which has ``hydra.mode=RUN``, may keep the settings of the sweep, and so may a config that is only
+    shown.
+    """
+    may_keep = composer.arguments.shows or any(override.key_or_group == "hydra.mode" for override in overrides)
     for override in overrides:
+        key, given = override.key_or_group, override.input_line
         if override.is_sweep_override() and not is_sweep:
             raise UsageError(
-                f"{override.input_line} has several values, expected one. To run one job for each value, add -m. If it"
-                " is a single value, quote it; if it is a list, put it in brackets."
+                f"{given} has several values, expected one. To run one job for each value, add -m. If it is a single"
+                " value, quote it; if it is a list, put it in brackets."
             )
-        if override.is_interval_sweep() and not has_search:
-            raise UsageError(
-                f"{override.input_line} is an interval, which only hydra/sweeper=optuna can sample from. Add"
-                " hydra/sweeper=optuna, or list the values."
-            )
+        if override.is_interval_sweep() and "BasicSweeper" in config.hydra.sweeper["_target_"]:
+            raise UsageError(f"{given} is an interval, which only hydra/sweeper=optuna uses. Add hydra/sweeper=optuna.")
+        if is_sweep and key == "hydra.run.dir":
+            raise UsageError(f"{given} has no effect on a sweep. Use hydra.sweep.dir instead.")
+        if not (is_sweep or may_keep) and re.match(r"hydra[./](sweep|sweeper|launcher)\b|sweep$", key):
+            raise UsageError(f"{given} has no effect on a single run. Add -m.")
 
 
 def _check_option(composer: Composer, override: Override) -> None:
@@ -282,13 +277,7 @@ def _nearest(key: str, known: Collection[str]) -> str:
     return f" Did you mean {by_last[matches[0]]!r}?" if matches else ""
 
 
-def _check_whole(
-    composer: Composer,
-    config: DictConfig,
-    before: dict[str, Any],
-    overrides: Sequence[Override],
-    arguments: Arguments,
-) -> None:
+def _check_whole(composer: Composer, config: DictConfig, before: dict[str, Any], overrides: Sequence[Override]) -> None:
     """Check the whole config: missing values, model, checkpoint, allowed targets, and settings without effect.
 
     Args:
@@ -296,18 +285,18 @@ def _check_whole(
         config: the config of a job.
         before: the config without the settings of the command line.
         overrides: the settings of the command line.
-        arguments: the command line.
     """
-    runs, job = not arguments.shows, OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])
-    _check_complete(job)
+    job = OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])
+    runs = not composer.arguments.shows
+    for name in _REQUIRED:
+        if name not in job:
+            raise UsageError(f"There is no {name} in the config, expected one: it cannot be removed.")
     if composer.config_name != RESTORED:  # a restored config was checked by its own run
         _check_ignored_keys(composer, config, before)
-    for key, accepts in _ROOT.items():
-        if (problem := mistake(key, value := job.get(key), accepts)) and not str(value).startswith("${"):
-            raise UsageError(problem)
     with environment(dict(config.hydra.job.env_set)):  # Hydra sets them when the run starts
         plain = resolve(job) if runs else unresolved(job)  # a config that is only shown may be incomplete
-    check_trainer(plain["trainer"])
+    check_settings("", {name: plain.get(name) for name in _ROOT}, _ROOT)
+    check_settings("trainer", plain["trainer"], ACCEPTED)
     Allowlist.of(plain).check(plain)
     read_settings(Objective, "objective", plain["objective"])
     read_settings(_CheckpointFiles, "checkpoint_files", plain["checkpoint_files"])
@@ -315,13 +304,13 @@ def _check_whole(
         tracking.check(plain)
         _check_targets(plain)
         _check_start(plain)
-        _check_model(plain, arguments, config.hydra.runtime.choices.get("recipe"))
+        _check_model(plain, composer.arguments, config.hydra.runtime.choices.get("recipe"))
         _check_resumed(plain, overrides)
         _check_used(OmegaConf.to_container(job, resolve=False), overrides)
 
 
-def _check_hydra(config: DictConfig) -> None:
-    """Check the settings of Hydra that a run depends on."""
+def _check_hydra(config: DictConfig, *, is_sweep: bool) -> None:
+    """Check the settings of Hydra that a run depends on, and register the launcher and the sweeper of a sweep."""
     for key in ("hydra.run.dir", "hydra.sweep.dir", "hydra.job.name"):
         with resolution_errors():
             name = str(OmegaConf.select(config, key))
@@ -329,24 +318,9 @@ def _check_hydra(config: DictConfig) -> None:
             expected = "a name without slashes" if key == "hydra.job.name" else "a folder for the run"
             raise UsageError(f"{key} is {describe(name)}, expected {expected}.")
     if OmegaConf.select(config, "hydra.job.chdir"):
-        raise UsageError(
-            "hydra.job.chdir is true, expected false: modules and paths are relative to the working directory of the"
-            " command. The folder of the run is ${hydra:runtime.output_dir}."
-        )
-
-
-def _check_mode(overrides: Sequence[Override], *, is_sweep: bool) -> None:
-    """Refuse settings of Hydra on the command line that have no effect in a single run, or in a sweep.
-
-    A job of a sweep, which has ``hydra.mode=RUN``, may keep the settings of the sweep.
-    """
-    has_mode = any(override.key_or_group == "hydra.mode" for override in overrides)
-    for override in overrides:
-        key = override.key_or_group
-        if is_sweep and key == "hydra.run.dir":
-            raise UsageError(f"{override.input_line} has no effect on a sweep. Use hydra.sweep.dir instead.")
-        if not (is_sweep or has_mode) and re.match(r"hydra[./](sweep|sweeper|launcher)\b|sweep$", key):
-            raise UsageError(f"{override.input_line} has no effect on a single run. Add -m.")
+        raise UsageError("hydra.job.chdir is true, expected false. The run's folder is ${hydra:runtime.output_dir}.")
+    if is_sweep:
+        plugins.prepare(config.hydra)
 
 
 def _check_folder_of_job(config: DictConfig, folders: set[str]) -> None:
@@ -362,18 +336,9 @@ def _check_folder_of_job(config: DictConfig, folders: set[str]) -> None:
     with resolution_errors():
         folder = str(OmegaConf.select(config, "hydra.sweep.subdir"))
     if folder in folders:
-        raise UsageError(
-            f"hydra.sweep.subdir is {written}, which is {folder} for several jobs, expected another folder for each"
-            " job. Add ${hydra:job.num} to it."
-        )
+        expected = "expected one folder for each job. Add ${hydra:job.num} to it."
+        raise UsageError(f"hydra.sweep.subdir is {written}, which is {folder} for several jobs, {expected}")
     folders.add(folder)
-
-
-def _check_complete(job: DictConfig) -> None:
-    """Check that all required nodes exist, because Hydra can delete them."""
-    for name in _REQUIRED:
-        if name not in job:
-            raise UsageError(f"There is no {name} in the config, expected one: it cannot be removed.")
 
 
 def _check_ignored_keys(composer: Composer, config: DictConfig, before: dict[str, Any]) -> None:
@@ -381,10 +346,8 @@ def _check_ignored_keys(composer: Composer, config: DictConfig, before: dict[str
     known, choices = unresolved(config), config.hydra.runtime.choices
     for group in GROUPS_TO_ADD:
         if group in known:
-            raise UsageError(
-                f"conf/{group}/{choices.get(group)}.yaml has no effect, because its settings are merged into the node"
-                f" {group!r}. Add `# @package _global_` as its first line."
-            )
+            file = f"conf/{group}/{choices.get(group)}.yaml"
+            raise UsageError(f"{file} sets only the node {group!r}. Add `# @package _global_` as its first line.")
     groups, text = composer.groups(), f"{before} {known}"  # an override may replace the only interpolation of a key
     keys = [entry.key for entry in walk(known, into_lists=False)]
     for name in known.keys() - {*groups, *OmegaConf.load(packaged_conf() / f"{CONFIG_NAME}.yaml")}:
@@ -406,9 +369,8 @@ def _check_targets(plain: dict[str, Any]) -> None:
     """Check that nodes that become objects are nodes."""
     nodes = {name: plain.get(name) for name in _REPLACEABLE}
     for group in ("callbacks", "logger"):
-        entries = plain[group]
-        is_group = isinstance(entries, dict)
-        nodes |= {f"{group}.{name}": node for name, node in entries.items()} if is_group else {group: entries}
+        entries = plain[group] if isinstance(plain[group], dict) else {"": plain[group]}
+        nodes |= {f"{group}.{name}".rstrip("."): node for name, node in entries.items()}
     for key, node in nodes.items():
         has_target = isinstance(node, dict) and ("_target_" in node or key not in ("model", "data"))
         if node is not None and not has_target:
@@ -458,24 +420,17 @@ def _check_start(plain: dict[str, Any]) -> None:
         )
     if weights is not None and command not in ("fit", "compare", "tune", "checks"):
         raise UsageError(
-            f"Got weights={weights} with {command}, expected a command that trains, because weights initializes"
-            f" training. To use the weights of a run: `{command_line(command, path_override('ckpt', weights))}`; with"
-            " another config: +recipe=NAME ckpt_path=FILE."
+            f"Got weights={weights} with {command}, expected a command that trains. To use the weights of a run:"
+            f" `{command_line(command, path_override('ckpt', weights))}`."
         )
     if weights is not None and given is not None:
-        raise UsageError(
-            f"Got weights={weights} and {given}, expected one of them: a checkpoint resumes a run with its optimizers"
-            " and counters, whereas weights initializes a new run."
-        )
+        raise UsageError(f"Got weights={weights} and {given}, expected one of them: weights begins a new run.")
     if weights is not None:
         find_weights(weights)
     if path is None or path in _NAMED_CHECKPOINTS or "://" in path or path.startswith("registry"):
         return
     if Path(path).is_dir() and not is_checkpoint_folder(Path(path)):
-        raise UsageError(
-            f"ckpt_path is {path}, which is a folder, expected a checkpoint. To use the folder of a run with its"
-            " config, use ckpt=FOLDER."
-        )
+        raise UsageError(f"ckpt_path is {path}, which is a folder, expected a checkpoint. For a run, use ckpt=FOLDER.")
     find(Path(path), key="ckpt_path")
 
 

@@ -29,10 +29,7 @@ def command(arguments: Arguments) -> int:
     given, made = (Path(word).expanduser() for word in arguments.words)
     if to_file and not is_checkpoint_folder(given):
         found = f"there is no {MANIFEST} in it" if given.is_dir() else "it is a file, or missing"
-        raise UsageError(
-            f"consolidate got {given}, expected {folder}, such as outputs/RECIPE/DATE_TIME/checkpoints/last.ckpt:"
-            f" {found}."
-        )
+        raise UsageError(f"consolidate got {given}, expected {folder}: {found}.")
     if not (to_file or given.is_file()):
         raise UsageError(f"shard got {given}, which is a folder or missing, expected {file}.")
     check_new(made)
@@ -60,7 +57,7 @@ def check_new(path: Path) -> None:
 
 
 def run_conversion(convert: Callable[[], str], made: Path) -> int:
-    """Run a conversion, and print the name and the size of its result, and the time. Return the exit status.
+    """Run a conversion, print the name and the size of its result, and the time, and return the exit status 0.
 
     Args:
         convert: writes ``made`` and returns a remark to print.
@@ -68,15 +65,15 @@ def run_conversion(convert: Callable[[], str], made: Path) -> int:
 
     Raises:
         UsageError: if the input is damaged or not a checkpoint.
+        CheckpointWriteError: if ``made`` cannot be written.
     """
     from trainer.cli import failure
 
     started = time.monotonic()
     try:
         remark = convert()
-    except CheckpointWriteError as error:
-        failure.print_error(error)
-        return 1
+    except CheckpointWriteError:
+        raise
     except CheckpointError as error:
         raise UsageError(failure.one_line(error)) from error
     files = [made] if made.is_file() else [one for one in made.iterdir() if one.is_file()]

@@ -12,7 +12,6 @@ from tempfile import TemporaryDirectory
 from trainer.cli.consolidate import check_new, run_conversion
 from trainer.cli.parsing import Arguments, UsageError
 from trainer.common import packages
-from trainer.errors import TrainerError
 from trainer.record.find_checkpoint import find
 
 WEIGHTS = ".safetensors"
@@ -24,8 +23,8 @@ _EXTRAS = {WEIGHTS: "safetensors", ".onnx": "export"}
 def command(arguments: Arguments) -> int:
     """Run ``export ckpt=RUN to=FILE [SETTING=VALUE]`` or ``export ckpt=RUN to=FILE.safetensors [prefix=PREFIX]``.
 
-    Returns:
-        0, or 1 if the module cannot be exported, or the outputs of the file differ from those of the module.
+    Raises:
+        ExportError: if the module cannot be exported, or the outputs of the file differ from those of the module.
     """
     arguments.check_flags()
     given = {word.partition("=")[0]: word.partition("=")[2].strip("'\"") for word in arguments.overrides}
@@ -71,7 +70,7 @@ def _weights(checkpoint: Path, file: Path, prefix: str) -> int:
 
 
 def _graph(arguments: Arguments, file: Path) -> int:
-    from trainer.cli import failure, restore
+    from trainer.cli import restore
     from trainer.cli.config_checks import validate
     from trainer.cli.tune import plain
 
@@ -90,12 +89,6 @@ def _graph(arguments: Arguments, file: Path) -> int:
             "weights": None,
             "trainer": settings["trainer"] | {"accelerator": "cpu", "limit_val_batches": None},
         }
-        try:
-            module, data, trainer = assemble(settings, Path(folder))
-            print(export(trainer, module, data, config.ckpt_path, file), flush=True)
-        except UsageError:
-            raise
-        except TrainerError as error:
-            failure.print_error(error)
-            return 1
+        module, data, trainer = assemble(settings, Path(folder))
+        print(export(trainer, module, data, config.ckpt_path, file), flush=True)
     return 0

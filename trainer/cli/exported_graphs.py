@@ -86,10 +86,7 @@ def export(
         CheckpointWriteError: if the file cannot be written.
     """
     if type(module).forward in (LightningModule.forward, torch.nn.Module.forward):
-        raise UsageError(
-            f"export writes the graph of forward, and {type(module).__name__} has no forward. Add a forward that"
-            " returns the outputs to export."
-        )
+        raise UsageError(f"{type(module).__name__} has no forward, expected one that returns the outputs to export.")
     batch = _first_batch(trainer, module, data, checkpoint)
     module.eval()
     with torch.no_grad(), warnings.catch_warnings():

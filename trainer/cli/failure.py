@@ -15,11 +15,10 @@ import traceback
 from pathlib import Path
 from types import TracebackType
 
-from trainer.cli.folders import PACKAGE
+from trainer.cli.folders import is_users
 from trainer.cli.processes import is_debug, is_first, rank
 from trainer.common import packages, redaction
 from trainer.common.files import from_here
-from trainer.common.packages import is_users_file
 from trainer.errors import (
     ConfigurationError,
     FolderInUseError,
@@ -91,8 +90,8 @@ def print_error(error: Exception) -> None:
         return
     if is_debug():
         print(printable("".join(traceback.format_exception(_without_hydra_frames(error)))), file=sys.stderr)
-    text = f"trainer: {error}" if isinstance(error, ConfigurationError) else paragraph(error)
-    print(printable(text), file=sys.stderr)
+    about_settings = f"trainer: {error if isinstance(error, ConfigurationError) else one_line(error)}"
+    print(printable(about_settings if is_about_settings(error) else paragraph(error)), file=sys.stderr)
 
 
 def printable(text: str) -> str:
@@ -145,12 +144,12 @@ def user_line(error: BaseException) -> str:
 
     Code outside of installed packages, Python's library and this package counts as the user's.
     """
-    if isinstance(error, SyntaxError) and error.filename and _is_own(error.filename):
+    if isinstance(error, SyntaxError) and error.filename and is_users(error.filename):
         return _place(error.filename, error.lineno or 1, "")
     in_text = [(f["file"], int(f["line"]), f["function"]) for f in _FRAME.finditer(str(error))]
     in_trace = [(f.filename, f.lineno or 0, f.name) for f in traceback.extract_tb(error.__traceback__)]
     for file, line, function in [*reversed(in_text), *reversed(in_trace)]:
-        if _is_own(file):
+        if is_users(file):
             return _place(file, line, function)
     return ""
 
@@ -159,11 +158,6 @@ def _place(file: str, line: int, function: str) -> str:
     source = linecache.getline(file, line).strip()
     inside = f", in {function}" if function and function != "<module>" else ""
     return f"{from_here(Path(file))}:{line}{inside}" + (f": {source}" if source else "")
-
-
-def _is_own(file: str) -> bool:
-    is_recipe = Path(file).resolve().is_relative_to(PACKAGE.parent / "recipes")
-    return not (file.startswith("<") or is_recipe) and is_users_file(file)
 
 
 def _shortened(message: str) -> str:
@@ -184,14 +178,11 @@ def _advice(error: BaseException) -> str:
             advice += f" To resume with another data.batch_size, name the run: hydra.run.dir={folder} resume=auto."
         return advice
     if isinstance(error, NonFiniteError):
-        return (
-            "On the command line, callbacks=nonfinite_guard names the step and the layer, and"
-            " callbacks.nonfinite_guard.policy=skip skips such steps and continues."
-        )
+        return "callbacks=nonfinite_guard names step and layer; callbacks.nonfinite_guard.policy=skip skips such steps."
     if isinstance(error, UnsafeCheckpointError):
         return (
-            "The command line has no such option. In your own program, load the file with torch.load(...,"
-            " weights_only=False), remove these objects, save the rest to another file with torch.save, and use that."
+            "In your own program, load the file with torch.load(..., weights_only=False), remove these objects, and"
+            " save the rest to another file with torch.save."
         )
     if isinstance(error, ModuleNotFoundError):
         if error.name is None:  # not raised by an import, such as in Lightning's loggers
@@ -203,9 +194,8 @@ def _advice(error: BaseException) -> str:
     if not is_out_of_memory(error) or isinstance(error, TrainerError):
         return ""
     return (
-        "Settings of the command line that need less memory: a smaller data.batch_size with a larger"
-        " trainer.accumulate_grad_batches, precision=bf16-mixed, callbacks=activation_checkpointing, and trainer=fsdp"
-        " on several devices. The command tune batch_size finds the largest batch that fits."
+        "Less memory: a smaller data.batch_size with a larger trainer.accumulate_grad_batches, precision=bf16-mixed,"
+        " callbacks=activation_checkpointing, or trainer=fsdp on several devices. tune batch_size finds the largest."
     )
 
 

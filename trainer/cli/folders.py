@@ -9,6 +9,7 @@ from pathlib import Path
 
 import trainer
 from trainer.cli.processes import is_first
+from trainer.common import packages
 
 PACKAGE = Path(trainer.__file__).resolve().parent
 _DEPENDENCIES = {"hydra", "lightning", "numpy", "omegaconf", "rich", "torch", "torchmetrics", "yaml"}
@@ -34,6 +35,12 @@ def conf_folders(extra: str | None = None) -> list[Path]:
     """
     folders = (user_conf(), packaged_conf(), Path(extra) if extra else None)
     return [folder for folder in folders if folder is not None and folder.is_dir()]
+
+
+def is_users(file: str) -> bool:
+    """Return whether a file of code is the user's (`packages.is_users_file`). The recipes of this project are not."""
+    is_recipe = Path(file).resolve().is_relative_to(PACKAGE.parent / "recipes")
+    return not (file.startswith("<") or is_recipe) and packages.is_users_file(file)
 
 
 def search_here() -> None:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import trainer
 from trainer.arguments import describe
 from trainer.cli import commands
+from trainer.cli.folders import conf_folders
 from trainer.cli.keys import meanings, options
 from trainer.cli.parsing import FLAGS, GROUPS_TO_ADD, Arguments
 from trainer.common.terminal import command_line, program
@@ -32,11 +33,6 @@ _PROGRAM_PLACEHOLDER = "python -m trainer"
 LISTS_SETTINGS = "fit"
 """The command that lists the settings and flags of all commands in its ``--help``."""
 
-_GROUPS = (
-    "recipe", "precision", "model", "data", "optimizer", "scheduler", "trainer", "callbacks", "compile", "tuning",
-    "logger", "compare", "tune", "checks", "debug", "sweep",
-)  # fmt: skip
-
 _ADDED = (
     ("+model.dropout=0.1", "+ adds a setting that is not in the config yet"),
     ("+name=my-run", "write the run to outputs/my-run/DATE_TIME"),
@@ -60,8 +56,9 @@ def help_text(command: str | None, config_dir: str | None = None) -> str:
     sections += _settings(config_dir, about.settings)
     if command == LISTS_SETTINGS:
         flags = [(f"{', '.join(reversed(one.spellings))} {one.value}", one.about) for one in FLAGS if one.about]
-        added = {group: f"{'+' * (group in GROUPS_TO_ADD)}{group}=" for group in _GROUPS}
-        groups = [(name, ", ".join(options(group, config_dir)) or "none yet") for group, name in added.items()]
+        names = sorted({path.name for folder in conf_folders(config_dir) for path in folder.iterdir() if path.is_dir()})
+        added = {group: f"{'+' * (group in GROUPS_TO_ADD)}{group}=" for group in names if group != "hydra"}
+        groups = [(name, text) for group, name in added.items() if (text := ", ".join(options(group, config_dir)))]
         heading = "Config groups: GROUP=OPTION uses conf/GROUP/OPTION.yaml of your project or of this package:"
         sections += [_format_rows(heading, groups), *_settings(config_dir, ["", "trainer"])]
         sections.append(_format_rows("Flags, at any position:", flags))

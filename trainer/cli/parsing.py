@@ -164,11 +164,8 @@ def read(argv: Sequence[str]) -> Arguments:
         if not any(override.partition("=")[0].lstrip("+") in chosen for override in arguments.overrides):
             arguments.overrides.append(f"precision={','.join(COMPARED_PRECISIONS)}")
     if arguments.multirun and arguments.shows:
-        raise UsageError(
-            f"Got {'compare' if arguments.command == 'compare' else '--multirun'} and"
-            f" {' '.join(set(arguments.flags) & _SHOW)}, which prints the config of a single run. Use fit with one"
-            " value for each setting."
-        )
+        given = ["compare" if arguments.command == "compare" else "--multirun", *set(arguments.flags) & _SHOW]
+        raise UsageError(f"Got {' and '.join(given)}, which prints the config of a single run. Use one value each.")
     return arguments
 
 
@@ -218,10 +215,7 @@ def _read_command(word: str, arguments: Arguments) -> None:
     if commands.find(word) is None:
         names = commands.names()
         if arguments.command is not None:
-            raise UsageError(
-                f"Got the word {word!r}, expected settings, key=value, without spaces around the =. To choose a recipe,"
-                " use +recipe=NAME."
-            )
+            raise UsageError(f"Got the word {word!r}, expected settings, key=value, without spaces, or +recipe=NAME.")
         hint = did_you_mean(word, names)
         raise UsageError(f"There is no command {word!r}.{hint} The commands are {', '.join(names)}.")
     if arguments.command not in (None, word):

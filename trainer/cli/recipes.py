@@ -130,9 +130,7 @@ def copy(name: str, new: str, config_dir: str | None = None) -> str:
 def _find(name: str, config_dir: str | None) -> Path:
     found = options("recipe", config_dir)
     if name not in found:
-        raise UsageError(
-            f"There is no recipe {name!r}.{did_you_mean(name, found)} `{command_line('recipes')}` lists them."
-        )
+        raise UsageError(f"There is no recipe {name!r}.{did_you_mean(name, found)} See `{command_line('recipes')}`.")
     return found[name]
 
 

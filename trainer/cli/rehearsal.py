@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -32,11 +32,6 @@ def rehearse(trainer: Trainer, module: Any, observer: pl.Callback, stage: str = 
     trainer.callbacks = [*trainer.callbacks, observer]
     with suppress(RehearsalDone):
         getattr(trainer, stage)(module, **arguments)
-
-
-def first_weights(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keyword argument of ``fit`` for the config's initial weights; empty if it has none."""
-    return {} if settings["weights"] is None else {"weights": settings["weights"]}
 
 
 class Clock(pl.Callback):

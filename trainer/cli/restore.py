@@ -46,10 +46,10 @@ def apply(arguments: Arguments) -> None:
     given = [word for word in arguments.overrides if word.lstrip("+").startswith("ckpt=")]
     if not given:
         return
-    given_ckpt = given[-1].partition("=")[2].strip("'\"")
+    given_ckpt = given[-1].partition("=")[2].strip("'\" ")
     if given_ckpt == "null":  # the default
         return
-    if not given_ckpt.strip():
+    if not given_ckpt:
         raise UsageError("ckpt is empty, expected a checkpoint, or the folder of a run. A shell variable may be unset.")
     _refuse_contradictions(arguments, given_ckpt)
     checkpoint = find(Path(given_ckpt).expanduser(), latest=arguments.command == "fit")
@@ -154,10 +154,13 @@ def saved_config(run: Path) -> dict[str, Any]:
     file = run / CONFIG
     try:
         saved = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
-        raise _damaged_error(file, "it is not valid YAML") from error
-    if not isinstance(saved, dict) or not isinstance(saved.get("trainer"), dict) or "model" not in saved:
-        raise _damaged_error(file, "expected the settings of a run, including trainer and model")
+        if not isinstance(saved["trainer"], dict) or "model" not in saved:
+            raise ValueError
+    except (OSError, LookupError, TypeError, ValueError, RecursionError, yaml.YAMLError) as error:
+        raise UsageError(
+            f"{file} is damaged, expected YAML with the settings of a run, including trainer and model. To use the"
+            " checkpoint anyway, choose its config: +recipe=NAME ckpt_path=FILE instead of ckpt."
+        ) from error
     return {str(name): value for name, value in saved.items()}
 
 
@@ -167,10 +170,3 @@ def _saved_hydra(run: Path, name: str) -> dict[str, Any]:
         node = yaml.safe_load((run / ".hydra" / "hydra.yaml").read_text(encoding="utf-8"))["hydra"][name]
         return node if isinstance(node, dict) else {}
     return {}
-
-
-def _damaged_error(file: Path, problem: str) -> UsageError:
-    return UsageError(
-        f"{file} is damaged: {problem}. To use the checkpoint anyway, choose its config: +recipe=NAME ckpt_path=FILE"
-        " instead of ckpt."
-    )

@@ -1,19 +1,17 @@
 """Check the values in a config. Imports no torch.
 
 All checks use the values that a setting accepts (`trainer.arguments.Argument`). These come from the table of the
-Trainer's arguments, the dataclass of a node such as ``tune``, or, once its class is imported, the class's signature.
+Trainer's arguments, or the dataclass of a node such as ``tune``.
 """
 
 from __future__ import annotations
 
 import re
-import typing
 from collections.abc import Mapping
 from dataclasses import field, fields, make_dataclass
-from types import NoneType, UnionType
 from typing import Any, TypeVar
 
-from trainer.arguments import ARGUMENTS, SWITCH, TEXT, Argument, Kind, describe
+from trainer.arguments import ARGUMENTS, Argument, describe
 from trainer.cli.parsing import UsageError
 from trainer.errors import did_you_mean
 
@@ -22,17 +20,8 @@ Made = TypeVar("Made")
 SETTINGS = {name: one for name, one in ARGUMENTS.items() if name not in ("precision", "logger", "callbacks")}
 """The Trainer's arguments that ``trainer.NAME`` sets; the others are config groups."""
 
-_LIST = Kind("a list", lambda value: isinstance(value, list))
-_BY_TYPE: dict[Any, tuple[Any, ...]] = {
-    bool: SWITCH,
-    int: (Kind("a whole number", lambda value: isinstance(value, int)),),
-    float: (Kind("a number", lambda value: isinstance(value, int | float) and not isinstance(value, bool)),),
-    str: (TEXT,),
-    NoneType: (None,),
-    list: (_LIST,),
-    tuple: (_LIST,),
-    dict: (Kind("a node with settings", lambda value: isinstance(value, dict)),),
-}
+ACCEPTED = {name: one.accepts for name, one in SETTINGS.items()} | {"_target_": ()}
+"""The accepted values of the ``trainer`` node, as in `check_settings`."""
 
 TrainerSettings = make_dataclass(
     "TrainerSettings",
@@ -42,19 +31,6 @@ TrainerSettings = make_dataclass(
 """The schema of the ``trainer`` node: names and defaults as in `trainer.Trainer`."""
 
 TEXT_ADVICE = " Environment variables are text. To convert one, use ${oc.decode:${oc.env:NAME}}."
-
-
-def accepted_by_hint(hint: Any) -> tuple[Any, ...]:
-    """Return the values that a type annotation accepts. Empty if it contains types other than plain values."""
-    members = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, UnionType) else (hint,)
-    accepts: list[Any] = []
-    for member in members:
-        kind = typing.get_origin(member) or member
-        words = typing.get_args(member) if kind is typing.Literal else ()
-        if not all(isinstance(word, str | bool | NoneType) for word in words) or not (words or kind in _BY_TYPE):
-            return ()
-        accepts += words or _BY_TYPE[kind]
-    return tuple(sorted(dict.fromkeys(accepts), key=lambda one: one is None))  # null comes last in a message
 
 
 def mistake(key: str, value: Any, accepts: tuple[Any, ...]) -> str | None:
@@ -71,22 +47,26 @@ def mistake(key: str, value: Any, accepts: tuple[Any, ...]) -> str | None:
     return problem
 
 
-def check_trainer(settings: Mapping[str, Any]) -> None:
-    """Check the ``trainer`` node. A setting that is still an interpolation is not checked.
+def check_settings(node: str, values: Any, accepts: Mapping[str, tuple[Any, ...]]) -> None:
+    """Check the settings of a node against a table. A setting that is still an interpolation is not checked.
+
+    Args:
+        node: name of the node in the config; "" for the config itself.
+        values: the node as a plain container.
+        accepts: accepted values by setting, as in `trainer.arguments.Argument`; () for any value.
 
     Raises:
-        UsageError: if an argument does not exist or does not accept its value, or a minimum is above its maximum.
+        UsageError: if a setting does not exist, or a value is not accepted.
     """
-    settings = {name: value for name, value in settings.items() if not str(value).startswith("${")}
-    for name in settings.keys() - {*SETTINGS, "_target_"}:
-        raise UsageError(f"There is no setting 'trainer.{name}'.{did_you_mean(name, SETTINGS)}")
-    for name, argument in SETTINGS.items():
-        if problem := mistake(f"trainer.{name}", settings.get(name, argument.default), argument.accepts):
+    if not isinstance(values, Mapping):
+        raise UsageError(f"{node} is {describe(values)}, expected a node with the settings {', '.join(accepts)}.")
+    for name, value in values.items():
+        key = f"{node}.{name}".removeprefix(".")
+        if name not in accepts:
+            raise UsageError(f"There is no setting {key!r}.{did_you_mean(name, accepts)}")
+        problem = mistake(key, value, accepts[name])
+        if problem and not str(value).startswith("${"):
             raise UsageError(problem)
-    for unit in ("epochs", "steps"):
-        low, high = settings.get(f"min_{unit}"), settings.get(f"max_{unit}")
-        if isinstance(low, int) and isinstance(high, int) and -1 < high < low:
-            raise UsageError(f"trainer.min_{unit} is {low}, expected at most trainer.max_{unit}, which is {high}.")
 
 
 def setting(default: Any, *accepts: Any) -> Any:
@@ -95,23 +75,6 @@ def setting(default: Any, *accepts: Any) -> Any:
 
 
 def read_settings(kind: type[Made], node: str, values: Any) -> Made:
-    """Return the settings of a node. A setting that is still an interpolation is not checked.
-
-    Args:
-        kind: dataclass of the settings.
-        node: name of the node in the config.
-        values: the node as a plain container.
-
-    Raises:
-        UsageError: if a setting does not exist, or a value is not accepted.
-    """
-    accepts = {one.name: one.metadata["accepts"] for one in fields(kind)}  # type: ignore[arg-type]
-    if not isinstance(values, dict):
-        raise UsageError(f"{node} is {describe(values)}, expected a node with the settings {', '.join(accepts)}.")
-    for name, value in values.items():
-        if name not in accepts:
-            raise UsageError(f"There is no setting '{node}.{name}'.{did_you_mean(name, accepts)}")
-        problem = mistake(f"{node}.{name}", value, accepts[name])
-        if problem and not str(value).startswith("${"):
-            raise UsageError(problem)
+    """Check the settings of a node as in `check_settings`, and return them as the dataclass ``kind``."""
+    check_settings(node, values, {one.name: one.metadata["accepts"] for one in fields(kind)})  # type: ignore[arg-type]
     return kind(**values)

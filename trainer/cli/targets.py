@@ -18,7 +18,7 @@ import importlib
 import importlib.util
 import os
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -92,10 +92,10 @@ class Allowlist:
 
     def __init__(
         self,
-        packages: Iterable[str] = (),
+        packages: Iterable[str],
         checkpoint: str | None = None,
         named: Iterable[str] = (),
-        given: Collection[str] = (),
+        given: Iterable[str] = (),
     ) -> None:
         self._packages, self._checkpoint = tuple(packages), checkpoint
         self._named, self._given = frozenset(named), tuple(given)

@@ -47,13 +47,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from importlib import import_module
 from importlib.util import find_spec
-from pathlib import Path
 from types import ModuleType
 from typing import IO, Any, NoReturn, Protocol
 
-from trainer.cli.folders import PACKAGE, merge_recipes
+from trainer.cli.folders import is_users, merge_recipes
 from trainer.cli.processes import PARENT
-from trainer.common import packages
 
 MAX_DESCRIPTORS = 100
 """Maximum number of open files that a program inherits."""
@@ -389,11 +387,6 @@ def import_library(name: str) -> None:
             found = import_module(module)
             if module == "recipes":
                 merge_recipes()
-
-
-def is_users(file: str) -> bool:
-    """Return whether a module of this file is the user's. The recipes of this project are not."""
-    return packages.is_users_file(file) and not Path(file).is_relative_to(PACKAGE.parent / "recipes")
 
 
 def is_forkable() -> bool:

@@ -69,16 +69,13 @@ def claim(arguments: Arguments, config: DictConfig) -> Path:
         flag = [] if arguments.command == "compare" else ["-m"]
         command = command_line(arguments.command, *flag, *arguments.overrides, "trainer=ddp", "trainer.devices=2")
         raise UsageError(
-            f"Got a sweep under torchrun or srun, but a sweep starts its own processes. Run it directly: `{command}`."
+            f"Got a sweep under torchrun or srun, but it starts its processes. Run it directly: `{command}`."
         )
     key = "hydra.sweep.dir" if sweeping else "hydra.run.dir"
     chosen = any(override.startswith(f"{key}=") for override in arguments.overrides)
     resumes = OmegaConf.select(config, "trainer.resume") == "auto"
     if resumes and arguments.command not in ("fit", "compare"):
-        raise UsageError(
-            f"Got resume=auto with {arguments.command}, expected fit or compare: only they can be resumed. To use the"
-            " weights of a run, use ckpt_path=RUN/checkpoints/last.ckpt."
-        )
+        raise UsageError(f"Got resume=auto with {arguments.command}, expected fit or compare. For a run, use ckpt=RUN.")
     step = slurm_step()
     if not (chosen or sweeping) and arguments.command in _EVALUATIONS:
         config = _place_below_run(arguments, config)
@@ -161,10 +158,11 @@ def _place_below_run(arguments: Arguments, config: DictConfig) -> DictConfig:
     if run is None or not (is_default and (run / RUN).is_file() and os.access(run, os.W_OK)):
         return config
     place = str(run).replace("${", "\\${")
-    return _with_folder(config, "hydra.run.dir", f"{place}/{arguments.command}/${{now:%Y-%m-%d_%H-%M-%S}}")
+    return with_folder(config, "hydra.run.dir", f"{place}/{arguments.command}/${{now:%Y-%m-%d_%H-%M-%S}}")
 
 
-def _with_folder(config: DictConfig, key: str, folder: str) -> DictConfig:
+def with_folder(config: DictConfig, key: str, folder: str) -> DictConfig:
+    """Return a copy of ``config`` with a folder at ``key``, in its node ``hydra``."""
     config = copy.deepcopy(config)
     OmegaConf.set_readonly(config.hydra, False)
     OmegaConf.update(config, key, folder)
@@ -185,7 +183,7 @@ def _named_after(arguments: Arguments, config: DictConfig, key: str, kind: str) 
     name = f"{kind}-{hashlib.sha256(json.dumps(counted).encode()).hexdigest()[:8]}"
     section = key.rpartition(".")[0]
     written: Any = OmegaConf.to_container(OmegaConf.select(config, section), resolve=False)
-    return _with_folder(config, key, re.sub(r"\$\{now:[^}]*\}", name, str(written["dir"])))
+    return with_folder(config, key, re.sub(r"\$\{now:[^}]*\}", name, str(written["dir"])))
 
 
 def _is_about_devices(word: str) -> bool:

@@ -29,7 +29,10 @@ EXTRAS: dict[str, dict[str, str]] = {
 }  # fmt: skip
 """Packages of each extra of ``pyproject.toml``: the name to import, and the name on the package index."""
 
-_NEEDED = ("hydra", "lightning", "numpy", "omegaconf", "pytorch_lightning", "rich", "torch", "torchmetrics")
+_NEEDED = (
+    "hydra", "lightning", "lightning_utilities", "numpy", "omegaconf", "pytorch_lightning", "rich", "torch",
+    "torchmetrics",
+)  # fmt: skip
 _INSTALLED = {"site-packages", "dist-packages"}
 
 

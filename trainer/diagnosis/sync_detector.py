@@ -9,7 +9,6 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterable
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -24,39 +23,36 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from trainer.common.module_tree import is_dense
+from trainer.common.packages import is_frameworks_file
 from trainer.common.run_callback import RunCallback
+from trainer.common.session import Session
 from trainer.errors import counted, expect
 
 log = logging.getLogger("lightning.pytorch.advice")
 """A child of Lightning's logger, so Lightning prints the advice; on the command line, the config
 ``hydra/job_logging: trainer`` prints it."""
 
-_NUMBER = "keep the tensor: self.log accepts tensors, and reads them only when it writes a row"
-_COPY = "collect tensors and copy them once, at the end of the epoch; or .to('cpu', non_blocking=True)"
-_TEXT = "print it every n-th step, or log it"
-_IF_ADVICE = "no `if` on a tensor: torch.where(condition, a, b), or multiply by the condition"
+_HOST_INDEX = "an index on the host"
 _SIZE = "the size of the result depends on values: torch.where, or a product with the mask, keeps the shape"
-_ITEM = f"{_SIZE}; for a number as an index, x[i[None]]"
-_CLASSES = "pass the number of classes: F.one_hot(labels, num_classes)"
-_CHECKED = "use torch.linalg.inv_ex, cholesky_ex or solve_ex: the host does not read whether they succeeded"
-_INDEX = "create the index on the device: torch.randperm(n, device=self.device); or register it as a buffer"
-_SENT = (
+_ADVICE = {
+    "keep the tensor: self.log accepts tensors, and reads them only when it writes a row":
+        ("item", "__float__", "__int__", "__index__", "_local_scalar_dense"),
+    "collect tensors and copy them once, at the end of the epoch; or .to('cpu', non_blocking=True)":
+        ("tolist", "cpu", "numpy", "__array__"),
+    "print it every n-th step, or log it": ("__repr__", "__str__", "__format__"),
+    "no `if` on a tensor: torch.where(condition, a, b), or multiply by the condition":
+        ("__bool__", "__contains__", "is_nonzero"),
+    _SIZE: ("nonzero", "argwhere", "masked_select", "unique", "unique_consecutive", "bincount"),
+    f"{_SIZE}; for a number as an index, x[i[None]]":
+        ("__getitem__", "__setitem__", "index", "index_put", "index_put_", "repeat_interleave"),
     "create it on the device (torch.zeros(..., device=self.device)), register it as a buffer, or copy it from pinned"
-    " memory: .pin_memory().to(device, non_blocking=True)"
-)
-_DEFAULT_ADVICE = "it synchronizes host and GPU: move it out of the step"
-_ADVICE_BY_FUNCTION = {
-    **dict.fromkeys(("item", "__float__", "__int__", "__index__", "_local_scalar_dense"), _NUMBER),
-    **dict.fromkeys(("tolist", "cpu", "numpy", "__array__"), _COPY),
-    **dict.fromkeys(("__repr__", "__str__", "__format__"), _TEXT),
-    **dict.fromkeys(("__bool__", "__contains__", "is_nonzero"), _IF_ADVICE),
-    **dict.fromkeys(("nonzero", "argwhere", "masked_select", "unique", "unique_consecutive", "bincount"), _SIZE),
-    **dict.fromkeys(("__getitem__", "__setitem__", "index", "index_put", "index_put_", "repeat_interleave"), _ITEM),
-    **dict.fromkeys(("tensor", "as_tensor", "asarray", "to", "cuda"), _SENT),
-    "one_hot": _CLASSES,
-    "_linalg_check_errors": _CHECKED,
-    (_HOST_INDEX := "an index on the host"): _INDEX,
-}
+    " memory: .pin_memory().to(device, non_blocking=True)": ("tensor", "as_tensor", "asarray", "to", "cuda"),
+    "pass the number of classes: F.one_hot(labels, num_classes)": ("one_hot",),
+    "use torch.linalg.inv_ex, cholesky_ex or solve_ex: the host does not read whether they succeeded":
+        ("_linalg_check_errors",),
+    "create the index on the device: torch.randperm(n, device=self.device); or register it as a buffer": (_HOST_INDEX,),
+}  # fmt: skip
+_ADVICE_BY_FUNCTION = {function: advice for advice, functions in _ADVICE.items() for function in functions}
 _SIZES_FROM_VALUES = frozenset(
     ("_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive", "equal",
      "allclose", "bincount", "repeat_interleave", "_linalg_check_errors")
@@ -65,23 +61,13 @@ _SIZES_FROM_VALUES = frozenset(
 _BY_MASK = frozenset(("index", "index_put", "index_put_", "_index_put_impl_"))
 _COPIES = frozenset(("tolist", "cpu", "numpy", "__array__", "__repr__", "__format__"))
 """Functions that copy from the device to the host. On a CPU they are no-ops, or no mode intercepts them."""
-_TENSOR_FACTORIES = frozenset(("tensor", "as_tensor", "asarray"))
-"""Functions that create tensors from Python values."""
-_TAKE_INDICES = frozenset(("__getitem__", "__setitem__", "index_put", "index_put_"))
 
-_LIBRARIES = frozenset(
-    ("torch", "numpy", "torchmetrics", "lightning", "lightning_utilities", "lightning_fabric", "pytorch_lightning",
-     "trainer", *sys.stdlib_module_names)
-)  # fmt: skip
-"""Packages other than the user's code. For a line in them, the line of the caller is reported."""
 _LOOPS = ("trainer.loop", "trainer.run", "trainer.cli", "lightning.pytorch.loops", "lightning.pytorch.trainer")
 _OWN_WORK = (
     "torch.optim", "trainer.callbacks", "trainer.data", "trainer.distributed", "trainer.diagnosis", "trainer.metrics",
     "trainer.precision", "trainer.record", "trainer.state", "lightning.pytorch.callbacks", "lightning.pytorch.loggers",
 )  # fmt: skip
 """Modules with synchronizations that are not reported, because the user's code does not cause them."""
-_ON_THE_HOST = ("torch.utils.data",)
-_BEFORE_TRANSFER = "on_before_batch_transfer"
 _HOST = "_made_on_the_host"
 
 
@@ -105,7 +91,7 @@ class Synchronization:
     @property
     def instead(self) -> str:
         """Advice on how to avoid the synchronization."""
-        return _ADVICE_BY_FUNCTION.get(self.cause, _DEFAULT_ADVICE)
+        return _ADVICE_BY_FUNCTION.get(self.cause, "it synchronizes host and GPU: move it out of the step")
 
 
 class SyncDetector(RunCallback):
@@ -140,12 +126,9 @@ class SyncDetector(RunCallback):
     def __init__(self, batches: int = 10, after: int = 2) -> None:
         expect(batches >= 1, "at least 1 batch", batches=batches)
         expect(after >= 0, "at least 0 batches", after=after)
-        self.batches = batches
-        self.after = after
+        self.batches, self.after = batches, after
         self.synchronizations: list[Synchronization] = []
-        self.watched = 0
-        self._seen = 0
-        self._is_done = False
+        self.watched = self._seen = 0
         self._watch: SyncWatch | None = None
         self._found: dict[tuple[str, int, str], Synchronization] = {}
 
@@ -153,20 +136,15 @@ class SyncDetector(RunCallback):
         """Drop the results of an earlier fit."""
         self.synchronizations, self._found = [], {}
         self.watched = self._seen = 0
-        self._is_done = False
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Start or end watching."""
         self._seen += 1
-        if self._seen <= self.after or self._is_done:
-            return
-        if self.watched == self.batches:
+        if self._seen == self.after + self.batches + 1:
             self._report(trainer)
-            return
-        self.watched += 1
-        if self._watch is None:
-            self._watch = SyncWatch(trainer.strategy.root_device.type, self._found)
-            self._watch.__enter__()
+        elif self.after < self._seen <= self.after + self.batches:
+            self.watched += 1
+            self._watch = self._watch or SyncWatch(trainer.strategy.root_device.type, self._found).__enter__()
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: LightningModule) -> None:
         """Stop watching, because a validation is not part of a step."""
@@ -174,7 +152,7 @@ class SyncDetector(RunCallback):
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: LightningModule) -> None:
         """Log the results if the fit ended before all batches were watched."""
-        if self.watched and not self._is_done:
+        if self.watched and self._seen <= self.after + self.batches:
             self._report(trainer)
 
     def run_facts(self) -> dict[str, Any]:
@@ -184,7 +162,7 @@ class SyncDetector(RunCallback):
     def _clean_up(self, trainer: pl.Trainer) -> None:
         """Stop watching."""
         if self._watch is not None:
-            self._watch.__exit__()
+            self._watch.close()
             self._watch = None
 
     def _report(self, trainer: pl.Trainer) -> None:
@@ -193,7 +171,6 @@ class SyncDetector(RunCallback):
         if self.synchronizations and trainer.is_global_zero:
             heading = f"These lines synchronize host and GPU (counts in {counted(self.watched, 'step')}):"
             log.info("\n  ".join([heading, *format_synchronizations(self.synchronizations)]))
-        self._is_done = True
 
 
 def format_synchronizations(synchronizations: Iterable[Synchronization]) -> list[str]:
@@ -205,7 +182,7 @@ def format_synchronizations(synchronizations: Iterable[Synchronization]) -> list
     ]
 
 
-class SyncWatch:
+class SyncWatch(Session):
     """A context that finds host-device synchronizations.
 
     Args:
@@ -214,47 +191,37 @@ class SyncWatch:
     """
 
     def __init__(self, device: str, found: dict[tuple[str, int, str], Synchronization]) -> None:
+        super().__init__()
         self.is_cuda = device == "cuda"
         self._found = found
-        self._stack = ExitStack()
         self.marked: dict[tuple[str, int], str] | None = None  # causes by line, during a call of a torch function
 
     def __enter__(self) -> SyncWatch:
         """Watch every call of a torch function."""
         if "torch._dynamo" in sys.modules:  # if not imported, nothing is compiled; importing it takes seconds
-            self._stack.enter_context(torch.compiler.set_stance("force_eager"))
+            self.enter_context(torch.compiler.set_stance("force_eager"))
         if self.is_cuda:
-            self._stack.enter_context(warnings.catch_warnings())
+            self.enter_context(warnings.catch_warnings())
             warnings.filterwarnings("ignore", message="Synchronization debug mode")
             warnings.filterwarnings("always", message=".*synchronizing CUDA operation")
             show = warnings.showwarning
             warnings.showwarning = lambda message, *args, **options: (
                 self.mark("") if "synchronizing CUDA operation" in str(message) else show(message, *args, **options)
             )
-            self._stack.callback(torch.cuda.set_sync_debug_mode, torch.cuda.get_sync_debug_mode())
+            self.callback(torch.cuda.set_sync_debug_mode, torch.cuda.get_sync_debug_mode())
             torch.cuda.set_sync_debug_mode("warn")
         else:
-            self._stack.enter_context(_Operations(self))
+            self.enter_context(_Operations(self))
             for name in ("from_numpy", "frombuffer"):  # no mode intercepts them
-                make = getattr(torch, name)
-                setattr(torch, name, _tag_host_tensors(make))
-                self._stack.callback(setattr, torch, name, make)
-        self._stack.enter_context(_Functions(self))
+                self.replace(torch, name, _tag_host_tensors(getattr(torch, name)))
+        self.enter_context(_Functions(self))
         return self
-
-    def __exit__(self, *error: object) -> None:
-        """Restore the previous state."""
-        self._stack.close()
 
     def mark(self, cause: str) -> None:
         """Record a synchronization at the current line."""
-        line = user_line(inspect.currentframe())
-        if line is None:
-            return
-        if self.marked is None:
-            self.add(line, cause)
-        else:
-            self.marked.setdefault(line, cause)
+        if (line := user_line(inspect.currentframe())) is not None:
+            add = self.add if self.marked is None else self.marked.setdefault
+            add(line, cause)
 
     def add(self, line: tuple[str, int], cause: str) -> None:
         """Count a synchronization."""
@@ -320,13 +287,13 @@ def user_line(frame: FrameType | None) -> tuple[str, int] | None:
         module = outermost = str(frame.f_globals.get("__name__", ""))
         if module.startswith(_LOOPS):
             return found
-        if module.startswith(_ON_THE_HOST) or frame.f_code.co_name == _BEFORE_TRANSFER:
+        if module.startswith("torch.utils.data") or frame.f_code.co_name == "on_before_batch_transfer":
             return None
         is_of_mode = module == __name__ or frame.f_code.co_name == "__torch_function__"
         if found is None and not is_of_mode:
             if module.startswith(_OWN_WORK):
                 return None
-            if module.partition(".")[0] not in _LIBRARIES:
+            if not is_frameworks_file(frame.f_code.co_filename):
                 found = (frame.f_code.co_filename, frame.f_lineno)
         frame = frame.f_back
     # on a GPU, autograd runs the backward pass in its own thread, which has no frame of a loop or of `threading`
@@ -338,10 +305,10 @@ def _no_op_copy(name: str, args: Any, kwargs: Any, of_host: bool) -> str:
     """Return the name of the copy that would synchronize on a GPU but is a no-op on a CPU, or ""."""
     if name in _COPIES:
         return "" if of_host else name
-    if name in _TENSOR_FACTORIES:
+    if name in ("tensor", "as_tensor", "asarray"):
         is_from_host = not args or not isinstance(args[0], Tensor) or of_host
         return name if is_from_host and kwargs.get("device") is not None else ""
-    if name in _TAKE_INDICES:
+    if name in ("__getitem__", "__setitem__", "index_put", "index_put_"):
         return _HOST_INDEX if not _is_host(args[0]) and _is_on_host(args[1]) else ""
     is_asynchronous = kwargs.get("non_blocking") or any(arg is True for arg in args[2:4])
     device = _device_argument(args, kwargs)

@@ -248,8 +248,7 @@ def _mixed_precision(run: RunRecord, rows: dict[str, Curve]) -> tuple[list[Chart
 def _continued(curve: Curve, logged: Curve) -> Curve:
     """Return ``curve`` with later points of ``logged``, because a running fit writes rows earlier than ``run.json``."""
     end = curve.steps[-1] if curve else -math.inf
-    later = [(step, value) for step, value in zip(logged.steps, logged.values, strict=True) if step > end]
-    return Curve([*curve.steps, *(step for step, _ in later)], [*curve.values, *(value for _, value in later)])
+    return Curve.through([*curve.points, *(point for point in logged.points if point[0] > end)])
 
 
 def _pace(run: RunRecord) -> tuple[list[Chart], list[str]]:
@@ -258,7 +257,7 @@ def _pace(run: RunRecord) -> tuple[list[Chart], list[str]]:
         unit = "training samples per second" if run.samples_per_step else "optimizer steps per second"
         charts.append(Chart("Throughput", [Line("rate", rate, 2)], "linear", note=f"{unit}, without validation"))
     if len(memory := run.memory) > 1:
-        in_mib = Curve(memory.steps, [value / 2**20 for value in memory.values])
+        in_mib = Curve.through((step, size / 2**20) for step, size in memory.points)
         kind = "reserved on the GPU" if run.memory_is_the_gpus else "of the whole process"
         charts.append(Chart("Memory", [Line("memory", in_mib, 3)], "linear", note=f"MiB, {kind}"))
     if charts or run.elapsed or run.command != "fit" or not run.rows:
@@ -273,11 +272,11 @@ def speed(run: RunRecord) -> Curve:
         return seconds
     step, time = seconds.steps[0], seconds.values[0]
     least = max(_SHORTEST, (seconds.values[-1] - time) / _PACE_POINTS)
-    for next_step, end in zip(seconds.steps, seconds.values, strict=True):
+    for next_step, end in seconds.points:
         if end - time >= least and next_step > step:
             points.append((next_step, (run.samples_per_step or 1) * (next_step - step) / (end - time)))
             step, time = next_step, end
-    return Curve([step for step, _ in points], [rate for _, rate in points])
+    return Curve.through(points)
 
 
 def _without_rows(run: RunRecord) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
@@ -27,6 +27,12 @@ class Curve:
     def __len__(self) -> int:
         return len(self.steps)
 
+    @classmethod
+    def through(cls, points: Iterable[tuple[float, float]]) -> Curve:
+        """Create a curve from pairs of a step and a value."""
+        listed = list(points)
+        return cls([step for step, _ in listed], [value for _, value in listed])
+
     @property
     def points(self) -> Iterator[tuple[float, float]]:
         """Pairs of a step and a value."""
@@ -45,13 +51,9 @@ class Curve:
     @classmethod
     def of(cls, written: Any) -> Curve:
         """Create a curve from a series in ``run.json``; without points if ``written`` is not a series."""
-        if not isinstance(written, Mapping):
-            return cls()
-        steps, values = written.get("steps"), written.get("values")
-        if not (isinstance(steps, list) and isinstance(values, list)):
-            return cls()
-        points = [(x, y) for x, y in zip(steps, values, strict=False) if _is_number(x) and _is_number(y)]
-        return cls([x for x, _ in points], [y for _, y in points])
+        series = written if isinstance(written, Mapping) else {}
+        columns = [column if isinstance(column := series.get(name), list) else [] for name in ("steps", "values")]
+        return cls.through(point for point in zip(*columns, strict=False) if all(map(_is_number, point)))
 
 
 def read_rows(file: Path) -> dict[str, Curve]:
@@ -77,8 +79,8 @@ def read_rows(file: Path) -> dict[str, Curve]:
             for name, cell in zip(names, row, strict=True):
                 if cell and (value := _number(cell)) is not None:
                     points.setdefault(name, {})[step] = value
-    columns = {name: sorted(found.items()) for name, found in points.items() if name not in ("step", "epoch", "")}
-    return {name: Curve([x for x, _ in found], [y for _, y in found]) for name, found in columns.items()}
+    left_out = ("step", "epoch", "")
+    return {name: Curve.through(sorted(found.items())) for name, found in points.items() if name not in left_out}
 
 
 def thin(curve: Curve, most: int) -> Curve:
@@ -100,8 +102,7 @@ def thin(curve: Curve, most: int) -> Curve:
         indices |= {int(start + low[start:end].argmin()), int(start + high[start:end].argmax())}
         if not finite[start:end].all():
             indices.add(int(start + finite[start:end].argmin()))
-    chosen = sorted(indices)
-    return Curve([curve.steps[i] for i in chosen], [curve.values[i] for i in chosen])
+    return Curve.through((curve.steps[i], curve.values[i]) for i in sorted(indices))
 
 
 def smooth(values: Sequence[float]) -> list[float]:

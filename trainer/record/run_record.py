@@ -381,8 +381,8 @@ class RunRecord:
         """The loss scale of each skipped step."""
         scales = self.scales
         at = [bisect_right(scales.steps, step) - 1 for step in self.skipped.steps]
-        found = [(step, scales.values[i]) for step, i in zip(self.skipped.steps, at, strict=True) if i >= 0]
-        return Curve([step for step, _ in found], [scale for _, scale in found])
+        found = zip(self.skipped.steps, at, strict=True)
+        return Curve.through((step, scales.values[i]) for step, i in found if i >= 0)
 
     @property
     def stages(self) -> dict[str, dict[str, Curve]]:

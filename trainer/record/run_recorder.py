@@ -102,9 +102,6 @@ class Series:
         self._floats: list[float] = []  # y-values
         self._tensors: list[Tensor] = []  # the next y-values, 0-dim and on their device
 
-    def __len__(self) -> int:
-        return len(self.steps)
-
     def append(self, step: int, value: float | Tensor) -> None:
         """Add a point. A 0-dim tensor stays on its device until `read`."""
         if len(self.steps) >= self.max_points:
@@ -112,11 +109,8 @@ class Series:
             del self.steps[1::2], self._floats[1::2]
             self.stride *= 2
         self.steps.append(step)
-        if isinstance(value, Tensor):
-            self._tensors.append(value)
-        else:
-            self.read()
-            self._floats.append(value)
+        values: list[Any] = self._tensors if isinstance(value, Tensor) else self.read()
+        values.append(value)
 
     def read(self) -> list[float]:
         """Return the y-values. A host-device synchronization if any are on the device."""
@@ -189,11 +183,8 @@ class RunRecorder(Callback):
         settings: Mapping[str, Any] | None = None,
     ) -> None:
         self.record: RunRecord | None = None
-        self.losses = Series(max_points)
-        self.scales = Series(max_points)
-        self.skipped = Series(max_points)
-        self.seconds = Series(max_points)
-        self.memory = Series(max_points)
+        self.losses, self.scales, self.skipped = (Series(max_points) for _ in range(3))
+        self.seconds, self.memory = Series(max_points), Series(max_points)
         self.metrics: dict[str, dict[str, Series]] = {"train": {}, "val": {}}
         self._given = record
         self._settings = settings
@@ -210,9 +201,8 @@ class RunRecorder(Callback):
         self._clock = time.perf_counter
         self._began: float | None = None  # start of training, by the clock
         self._ended: float | None = None
-        self._zero = 0.0  # time of the clock at which `seconds` is 0
-        self._paused: float | None = None  # start of the current validation
-        self._seconds_before = 0.0  # of training, in earlier fits
+        self._resumed: float | None = None  # last start of the clock; None during a validation
+        self._trained = self._seconds_before = 0.0  # seconds of training until then, and those in earlier fits
         self._next_reading = 0.0
         self._batches = 0
         self._first_size = 0  # number of samples in the first batch; 0 if unknown
@@ -233,7 +223,7 @@ class RunRecorder(Callback):
         for series in self._all_series():
             series.max_points = self._max_points
         self._is_fitting = True
-        self._began = self._ended = self._paused = None
+        self._began = self._ended = self._resumed = None
         self._samples = self._first_size = 0
         self.record = self._given or RunRecord.begin(self._folder(trainer) if trainer.is_global_zero else None)
         self._keeps_curves = self._writes or any(view.max_points for view in self._views)
@@ -256,7 +246,7 @@ class RunRecorder(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: pl.LightningModule) -> None:
         """Drop points after the step that this run starts from, and start the clock."""
         assert self.record is not None
-        if trainer.global_step and not self.seconds:
+        if trainer.global_step and not self.seconds.steps:
             with suppress(LookupError, TypeError):  # no earlier run in this folder, or one without these curves
                 for name in ("seconds", "memory"):
                     getattr(self, name).load_state_dict(self.record.former["curves"][name])
@@ -265,10 +255,9 @@ class RunRecorder(Callback):
         scales, seconds = self.scales.read(), self.seconds.read()
         self._scale = scales[-1] if scales else None
         self._known = dict(trainer.callback_metrics)
-        self._seconds_before = seconds[-1] if seconds else 0.0
+        self._trained = self._seconds_before = seconds[-1] if seconds else 0.0
         self._next_reading = 0.0
-        self._began = synchronized_time(trainer.strategy.root_device, self._clock)
-        self._zero = self._began - self._seconds_before
+        self._began = self._resumed = synchronized_time(trainer.strategy.root_device, self._clock)
 
     # --- at each step -----------------------------------------------------------------------------------------
 
@@ -284,7 +273,7 @@ class RunRecorder(Callback):
         if not self._keeps_curves or batches % self.losses.stride:
             return
         if not batches % self.seconds.stride:  # the stride of the losses, or a multiple if some batches have no loss
-            seconds = self._clock() - self._zero
+            seconds = self._seconds(self._clock())
             self.seconds.append(trainer.global_step, seconds)
             if seconds >= self._next_reading and (memory := memory_in_use(trainer.strategy.root_device)):
                 self.memory.append(trainer.global_step, memory)
@@ -313,8 +302,8 @@ class RunRecorder(Callback):
 
     def on_validation_start(self, trainer: Trainer, pl_module: pl.LightningModule) -> None:
         """Stop the clock, and store the metrics that training has logged so far."""
-        if self._began is not None:
-            self._paused = synchronized_time(trainer.strategy.root_device, self._clock)
+        if self._resumed is not None:
+            self._pause(synchronized_time(trainer.strategy.root_device, self._clock))
         self._known = dict(trainer.callback_metrics)
 
     def on_validation_end(self, trainer: Trainer, pl_module: pl.LightningModule) -> None:
@@ -323,9 +312,7 @@ class RunRecorder(Callback):
             return
         self._record_metrics(trainer, "val")
         self._write_periodically(trainer)
-        if self._paused is not None:
-            self._zero += synchronized_time(trainer.strategy.root_device, self._clock) - self._paused
-            self._paused = None
+        self._resumed = synchronized_time(trainer.strategy.root_device, self._clock)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: pl.LightningModule) -> None:
         """Record the metrics that training has logged for the epoch, and read the losses."""
@@ -406,7 +393,7 @@ class RunRecorder(Callback):
             known["samples_per_step"] = self._first_size * trainer.accumulate_grad_batches * processes
         if self._began is not None:
             end = self._ended or self._clock()
-            training = (self._paused or end) - self._zero - self._seconds_before
+            training = self._seconds(end) - self._seconds_before
             samples = self._samples * processes
             rate = known.get("throughput", {}).get("samples_per_second")  # without warm-up
             known |= {
@@ -457,13 +444,17 @@ class RunRecorder(Callback):
         named = next((view.dirpath for view in self._views if view.dirpath), None)
         return folder_of_files(trainer, self._dirpath or named)
 
-    def _stop(self, at: float) -> None:
-        if self._began is None or self._ended is not None:
-            return
-        if self._paused is not None:
-            self._zero += at - self._paused
-            self._paused = None
-        self._ended = at
+    def _seconds(self, now: float) -> float:
+        """Return the seconds of training until ``now``, without validations."""
+        return self._trained if self._resumed is None else self._trained + (now - self._resumed)
+
+    def _pause(self, now: float) -> None:
+        self._trained, self._resumed = self._seconds(now), None
+
+    def _stop(self, now: float) -> None:
+        if self._ended is None:
+            self._pause(now)
+            self._ended = now
 
     def _record_metrics(self, trainer: Trainer, stage: str) -> None:
         for name, value in trainer.callback_metrics.items():

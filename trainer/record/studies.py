@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import io
-import pickle
 from collections.abc import Mapping
 from typing import Any
 
 from trainer.errors import ConfigurationError, did_you_mean
 
 _PRUNERS = {"median": "MedianPruner", "hyperband": "HyperbandPruner", "none": "NopPruner"}
-_SAMPLERS = {"tpe": "TPESampler", "random": "RandomSampler", "grid": "RandomSampler", "cmaes": "CmaEsSampler"}
-
-
-_NUMPY_NAMES = ("dtype", "ndarray", "_reconstruct", "scalar", "_frombuffer")
-"""Names that unpickle NumPy arrays."""
+_SAMPLERS = {"tpe": "TPESampler", "random": "RandomSampler", "grid": "RandomSampler"}
 
 
 def make_pruner(settings: Mapping[str, Any] | None) -> Any:
@@ -35,7 +29,7 @@ def make_sampler(settings: Mapping[str, Any], trials: int) -> Any:
     """Build a sampler of Optuna.
 
     Args:
-        settings: ``name``, one of tpe, random, grid and cmaes, and arguments of Optuna's class. The points of a grid
+        settings: ``name``, one of tpe, random and grid, and arguments of Optuna's class. The points of a grid
             are put into the study's queue, so the grid's sampler has nothing to do.
         trials: number of trials in the study; it changes the seed, so that resumed studies draw new points.
 
@@ -61,42 +55,6 @@ def _make(module: Any, classes: Mapping[str, str], kind: str, settings: Mapping[
         return getattr(module, classes[name])(**arguments)
     except (TypeError, ValueError) as error:
         raise ConfigurationError(f"The {kind} {name} does not take these settings: {error}.") from error
-    except ImportError as error:
-        raise ConfigurationError(f"The {kind} {name} needs a package that is not installed: {error}") from error
-
-
-def check_pickles(study: Any) -> None:
-    """Check that an untrusted study contains no code.
-
-    Optuna's CMA-ES sampler stores its state in the trials' attributes as a pickle, and unpickles it.
-
-    Raises:
-        ConfigurationError: if a pickle names an object that CMA-ES does not use.
-    """
-    for trial in study.get_trials(deepcopy=False):
-        parts = {key: text for key, text in trial.system_attrs.items() if ":optimizer:" in key}
-        names = sorted(parts, key=lambda key: int(key.rpartition(":")[2]))
-        try:
-            _CmaUnpickler(
-                io.BytesIO(bytes.fromhex("".join(parts[name] for name in names)) or pickle.dumps(None))
-            ).load()
-        except Exception as error:  # a damaged pickle may raise anything
-            raise ConfigurationError(
-                f"The study {study.study_name} contains data that CMA-ES does not write and that can run any code"
-                f" ({error}). Choose another sampler, such as hydra.sweeper.sampler.name=tpe, or use your own study."
-            ) from error
-
-
-class _CmaUnpickler(pickle.Unpickler):
-    """Unpickles only classes of the package cmaes, and NumPy arrays."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        root = module.partition(".")[0]
-        if (root == "numpy" and name in _NUMPY_NAMES) or (root == "cmaes" and name.isidentifier()):
-            found = super().find_class(module, name)
-            if root == "numpy" or (isinstance(found, type) and found.__module__.startswith("cmaes.")):
-                return found
-        raise pickle.UnpicklingError(f"it imports {module}.{name}")
 
 
 def trial_of(storage: str, study_name: str, number: int, pruner: Mapping[str, Any] | None) -> Any:

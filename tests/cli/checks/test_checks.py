@@ -12,7 +12,7 @@ import torch
 
 from tests.support import on_machine
 from trainer.cli import checks, main
-from trainer.cli.checks import speed
+from trainer.cli.checks import precisions
 from trainer.common import machine
 from trainer.precision import devices
 
@@ -28,7 +28,7 @@ def measured(monkeypatch, tmp_path):
         "float16": {"matrix products": 9e10},
         "bfloat16": {"matrix products": 4.1e12, "convolutions": 1.6e11},
     }
-    monkeypatch.setattr(speed, "measure", lambda device: rates)
+    monkeypatch.setattr(precisions, "measure", lambda device: rates)
     return rates
 
 
@@ -129,7 +129,7 @@ def test_torch_that_cannot_be_imported(tmp_path):
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, cwd=tmp_path)
     assert ended.returncode == 1
     assert "Broken: torch cannot be imported: OSError: libcudart.so.13" in ended.stdout
-    assert "No training is possible before torch is repaired." in ended.stdout
+    assert "No training is possible before `pip install --force-reinstall torch`." in ended.stdout
     assert "Traceback" not in ended.stderr
 
 

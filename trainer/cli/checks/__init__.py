@@ -25,8 +25,8 @@ from trainer.cli.parsing import Arguments, UsageError
 from trainer.cli.tune import plain
 from trainer.common import machine
 from trainer.common.machine import readable
-from trainer.common.terminal import Table, command_line, print_line
-from trainer.errors import ConfigurationError, did_you_mean
+from trainer.common.terminal import Table, print_line
+from trainer.errors import did_you_mean
 from trainer.record.provenance import version_of
 
 if TYPE_CHECKING:
@@ -128,38 +128,30 @@ def command(arguments: Arguments) -> int:
 
     Returns:
         0, or 1 if there is a problem: torch cannot be imported, or a folder cannot be written. Problems of a recipe are
-        an exception in its code, values that are not finite, and a label that is out of range.
+        a step that fails, values that are not finite, and a label that is out of range.
 
     Raises:
         UsageError: for a word other than json, or for a recipe with a config that cannot be built.
+        Exception: any exception of the recipe's data.
     """
     if arguments.words not in ([], ["json"]):
         given = arguments.words[0]
-        raise UsageError(
-            f"checks takes one word: json. Got {given!r}.{did_you_mean(given, ['json'])}"
-            f" `{command_line('checks', '+recipe=NAME')}` predicts the memory of a recipe."
-        )
+        raise UsageError(f"Got {given!r}.{did_you_mean(given, ['json'])} Expected the word json, or settings.")
     arguments.check_flags()
     found = Findings()
     if arguments.overrides:
         config = validate(arguments)
         name, words = config.hydra.runtime.choices.get("recipe") or "unnamed", list(arguments.overrides)
         found.recipe = Recipe(name, plain(config, Path("outputs")), words=words)
-    try:
-        check_versions(found)
-        if found.recipe is None:
-            check_speed(found)
-            check_host(found)
-        elif found.devices:  # otherwise torch is broken
-            from trainer.cli.checks.first_look import CHECKS_OF_RECIPE
+    check_versions(found)
+    if found.recipe is None:
+        check_speed(found)
+        check_host(found)
+    elif found.devices:  # otherwise torch is broken
+        from trainer.cli.checks.first_look import CHECKS_OF_RECIPE
 
-            for check in CHECKS_OF_RECIPE:
-                check(found, found.recipe)
-    except ConfigurationError:
-        raise
-    except Exception as error:  # raised by the recipe's code
-        failure.print_error(error)
-        return 1
+        for check in CHECKS_OF_RECIPE:
+            check(found, found.recipe)
     if arguments.words:
         print(json.dumps(found.facts, indent=2))
     else:
@@ -177,11 +169,8 @@ def check_versions(found: Findings) -> None:
     try:
         import torch
     except Exception as error:
-        found.problem(
-            f"torch cannot be imported: {type(error).__name__}: {' '.join(str(error).split())}. Install it again: pip"
-            " install --force-reinstall torch."
-        )
-        found.facts["verdict"] = "No training is possible before torch is repaired."
+        found.problem(f"torch cannot be imported: {type(error).__name__}: {failure.one_line(error)}")
+        found.facts["verdict"] = "No training is possible before `pip install --force-reinstall torch`."
         return
     cuda, hip = torch.version.cuda, torch.version.hip
     build = f"CUDA {cuda}" if cuda else f"ROCm {hip}" if hip else "no CUDA"
@@ -202,21 +191,16 @@ def check_speed(found: Findings) -> None:
         return
     import torch
 
-    from trainer.cli.checks.abilities import PRECISIONS, precision_support
-    from trainer.cli.checks.speed import measure
+    from trainer.cli.checks.precisions import PRECISIONS, measure, precision_support
     from trainer.precision import cpu_fp16
 
     for name, device in {_name(device): device for device in found.devices}.items():
-        supports = [precision_support(precision, device) for precision in PRECISIONS]
-        found.about(f"precisions on {name}", {one.precision: f"{one.how}: {one.why}" for one in supports})
+        found.about(f"precisions on {name}", {one: precision_support(one, device) for one in PRECISIONS})
     device, cores = found.devices[0], machine.cores().usable
     rates = measure(device)
     load = round(os.getloadavg()[0], 1) if hasattr(os, "getloadavg") else 0.0  # not on Windows
     if is_busy := device.type == "cpu" and load > cores:
-        found.remark(
-            f"Other processes keep the cores busy (load {load:.1f}, cores {cores}), so the measured speeds are not"
-            " reliable. Run this again on an idle machine."
-        )
+        found.remark(f"The speeds are not reliable: the load is {load:.1f} on {cores} cores. Measure again later.")
     found.facts["verdict"] = verdict(device, {} if is_busy else rates)
     threads = torch.get_num_threads()
     on_cpu = f", {threads} thread{'s' * (threads != 1)}" if device.type == "cpu" else ""
@@ -247,17 +231,13 @@ def check_host(found: Findings) -> None:
     if memory.limit is not None:
         host["memory limit"] = f"{readable(memory.left)} left of {readable(memory.limit)} (control group)"
     if shared is not None and shared[1] < _LOW_SPACE:
-        found.remark(
-            f"{machine.SHARED_MEMORY} has {readable(shared[1])}, and batches of dataloader workers travel through it:"
-            " start the container with --shm-size=8g or --ipc=host."
-        )
+        advice = "Dataloader workers use it: start the container with --shm-size=8g or --ipc=host."
+        found.remark(f"{machine.SHARED_MEMORY} has {readable(shared[1])}. {advice}")
     for disk in {disk.folder: disk for disk in (machine.disk(Path()), machine.disk(Path(_RUNS)))}.values():
         space = f"{readable(disk.free)} of {readable(disk.total)} free"
         if disk.problem is not None:
-            found.problem(
-                f"{disk.folder} cannot be written: {disk.problem} ({space}). Runs and checkpoints go there: work in"
-                " another folder, or choose one with hydra.run.dir=FOLDER."
-            )
+            advice = "Choose another folder for runs: hydra.run.dir=FOLDER."
+            found.problem(f"{disk.folder} cannot be written: {disk.problem} ({space}). {advice}")
         elif disk.free < _LOW_SPACE:
             found.remark(f"{disk.folder} has {readable(disk.free)} left: checkpoints may not fit.")
         network = f", on a network ({disk.network})" if disk.network else ""
@@ -286,10 +266,7 @@ def verdict(device: torch.device, rates: Mapping[str, Mapping[str, float]]) -> s
     choice, reason = AutoPrecision().choose(device)
     name = choice.name.removesuffix("-true")
     if name == "32":
-        return (
-            f"Use precision=32 here: {reason}. precision=16-mixed computes with true float16 numbers here too, which"
-            " shows problems of float16 without a GPU."
-        )
+        return f"Use precision=32 here: {reason}. precision=16-mixed shows problems of float16 here, too."
     measured = rates.get(_DTYPES[name.partition("-")[0]], {})
     ratios = {operation: rate / rates["float32"][operation] for operation, rate in measured.items()}
     text = " and ".join(f"{ratio:.1f}x in {operation}" for operation, ratio in ratios.items())
@@ -304,7 +281,7 @@ def verdict(device: torch.device, rates: Mapping[str, Mapping[str, float]]) -> s
 def _describe(device: torch.device) -> str:
     import torch
 
-    from trainer.cli.checks.abilities import instructions
+    from trainer.cli.checks.precisions import instructions
 
     memory, detail = machine.memory().total, "shares the host's memory"
     if device.type == "cuda":

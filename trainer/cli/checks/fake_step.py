@@ -61,8 +61,7 @@ def measure(
     Raises:
         ValueError: if the module uses manual optimization, or its step depends on values.
     """
-    mesh_context = nullcontext() if shards is None else _fake_mesh(shards)
-    with mesh_context as mesh:
+    with nullcontext() if shards is None else _fake_mesh(shards) as mesh:
         module = _on_meta(build, precision)
         with without_values() as (fakes, living):
             module = precision.convert_module(module.to_empty(device="cpu"))

@@ -12,14 +12,12 @@ import torch
 
 from trainer.cli import failure
 from trainer.cli.checks import Findings, LoadedBatch, Recipe, batch, memory, steps
-from trainer.cli.checks import data_loading as loading
 from trainer.cli.checks.layers import LARGEST, SCALE, Layer, Layers, largest_scale
-from trainer.cli.checks.steps import StepTime
 from trainer.common import machine
 from trainer.common.machine import readable
 from trainer.common.terminal import command_line
 from trainer.data.samples import batch_size
-from trainer.errors import ConfigurationError, join_first
+from trainer.errors import join_first
 
 _PICTURES = Path("outputs", "checks")
 _ROWS = 8  # largest number of rows in the table of layers
@@ -31,7 +29,7 @@ def check_batch(found: Findings, recipe: Recipe) -> None:
     """Describe a batch of the recipe's training data."""
     memory.read(recipe)  # raises before anything is run
     with steps.undisturbed(found.devices[0]):
-        loaded = loading.draw(recipe)
+        loaded = batch.draw(recipe)
     entries = [entry._asdict() for entry in batch.describe(loaded.batch)]
     picture = _PICTURES / f"{recipe.name.replace('/', '_')}.png"
     title = "A batch of the training data"
@@ -61,13 +59,11 @@ def check_steps(found: Findings, recipe: Recipe) -> None:
             with steps.undisturbed(device):
                 # in float32, because float16 could overflow
                 steps.fit(recipe, part, seen, precision={"_target_": "trainer.precision.FullPrecision"})
-                step = None if seen.labels else steps.time_step(recipe, part, batch_size(recipe.loaded.batch))
-        except ConfigurationError:
-            raise
+                if not seen.labels:
+                    step = steps.time_step(found, recipe, part, batch_size(recipe.loaded.batch))
         except Exception as error:
-            place = failure.user_line(error)
             message = failure.printable(failure.one_line(error))
-            raised = f" Raised in {place}" if place else ""
+            raised = f" Raised in {place}" if (place := failure.user_line(error)) else ""
             found.problem(f"A training step on this batch fails: {type(error).__name__}: {message}{raised}")
         else:
             _report_layers(found, seen)
@@ -107,10 +103,8 @@ def _report_layers(found: Findings, seen: Layers) -> None:
     if broken:
         found.problem(f"In float32, values are not finite in {join_first(map(_name, broken), _MAX_LAYERS)}.")
     if seen.without_gradient:
-        found.remark(
-            f"{len(seen.without_gradient)} parameters that require gradients get none:"
-            f" {join_first(seen.without_gradient, _MAX_LAYERS)}."
-        )
+        names = join_first(seen.without_gradient, _MAX_LAYERS)
+        found.remark(f"{len(seen.without_gradient)} parameters that require gradients get none: {names}.")
     if seen.layers and not broken:
         found.remark(describe_float16(seen.layers))
 
@@ -150,19 +144,13 @@ def describe_float16(layers: list[Layer]) -> str:
     return " ".join([*sentences, "This was measured on one batch with the initial weights."])
 
 
-def _report_loading(found: Findings, recipe: Recipe, step: StepTime | None) -> None:
-    loaded, rows = recipe.loaded, []
+def _report_loading(found: Findings, recipe: Recipe, step: dict[str, Any] | None) -> None:
+    loaded, rows = recipe.loaded, [] if step is None else [step]
     assert loaded is not None
     if loaded.seconds is not None:
         workers = "" if loaded.workers is None else f"num_workers={loaded.workers}, "
         about = f"{workers}mean of {loaded.timed}; the first took {_time(loaded.first)}"
-        rows.append({"measured": "loading a batch", "seconds": loaded.seconds, "about": about})
-    if step is not None:
-        samples = f", measured with {step.samples} samples" if step.samples else ""
-        about = f"{step.precision} on {step.device}{samples}"
-        rows.append({"measured": "a step", "seconds": step.seconds, "about": about})
-        if step.float8:
-            found.remark(step.float8)
+        rows.insert(0, {"measured": "loading a batch", "seconds": loaded.seconds, "about": about})
     columns: dict[str, Callable[[Any], str]] = {
         "measured": itemgetter("measured"),
         "time": lambda row: _time(row["seconds"]),
@@ -170,32 +158,30 @@ def _report_loading(found: Findings, recipe: Recipe, step: StepTime | None) -> N
     }
     found.add("loading", "Measured time of loading and of a training step", columns, rows)
     gpus = sum(device.type == "cuda" for device in found.devices)
-    if sentence := bottleneck(recipe, loaded, step, gpus):
-        found.remark(sentence)
+    if step is not None and loaded.seconds is not None:
+        found.remark(bottleneck(recipe, loaded, step["seconds"], gpus))
 
 
-def bottleneck(recipe: Recipe, loaded: LoadedBatch, step: StepTime | None, gpus: int) -> str:
-    """Return a sentence that names the bottleneck, loading or the step, with advice; "" if it was not measured."""
-    if step is None or loaded.seconds is None:
-        return ""
+def bottleneck(recipe: Recipe, loaded: LoadedBatch, step: float, gpus: int) -> str:
+    """Return a sentence that names the bottleneck, loading or the step (in seconds), with advice."""
+    assert loaded.seconds is not None
     overlaps = bool(loaded.workers)  # workers load during a step
-    waited = max(0.0, loaded.seconds - step.seconds) if overlaps else loaded.seconds
-    share = waited / max(waited + step.seconds, 1e-9)
+    waited = max(0.0, loaded.seconds - step) if overlaps else loaded.seconds
+    share = waited / max(waited + step, 1e-9)
     if share < _NEGLIGIBLE_SHARE:
         return (
             f"The training step is the bottleneck: training waits for data {_percent(share)} of the time, so more"
             f" workers do not help. `{command_line('tune', 'batch_size', *recipe.words)}` finds the largest batch."
         )
-    limit = "The dataloader is the bottleneck: training" if waited > step.seconds else "Training"
+    limit = "The dataloader is the bottleneck: training" if waited > step else "Training"
     waits = f"{limit} waits for data {_percent(share)} of the time."
     if not overlaps and (workers := machine.suggested_workers(machine.cores().usable, gpus)):
         plus = "" if "num_workers" in (recipe.settings["data"] or {}) else "+"
         return f"{waits} Try {plus}data.num_workers={workers}: workers load batches during a step."
-    cheaper = (
-        "Make samples cheaper: decode and resize the data once in advance, use smaller files, or transform whole"
-        " batches."
+    return (
+        f"{waits} More workers help only if there are free cores. Make samples cheaper: decode and resize the data once"
+        " in advance, use smaller files, or transform whole batches."
     )
-    return f"{waits} More workers help only if there are free cores. {cheaper}"
 
 
 def _name(layer: Layer) -> str:

@@ -73,9 +73,7 @@ def check_memory(found: Findings, recipe: Recipe) -> None:
     settings = read(recipe)
     gpus = [device for device in found.devices if device.type == "cuda"]
     memory = bytes_in(settings.gpu_memory)
-    if memory is not None:
-        found.remark(f"A device has {readable(memory)} (checks.gpu_memory).")
-    elif gpus:
+    if memory is None and gpus:
         memory = torch.cuda.get_device_properties(gpus[0]).total_memory
     number = settings.devices or (len(gpus) if len(gpus) > 1 else _ASSUMED_DEVICES)
     if settings.devices is None and len(gpus) < 2:
@@ -91,10 +89,9 @@ def check_memory(found: Findings, recipe: Recipe) -> None:
     except Exception as error:
         lines = "".join(f" It reads values in {line}." for line in format_synchronizations(reads.values()))
         found.problem(
-            f"The memory of this recipe cannot be predicted: {' '.join(str(error).split()).rstrip('.')}. The prediction"
-            " runs training_step on fake tensors, so the step must not depend on values (x[mask], mask.nonzero()) or"
-            f" use manual optimization. `{command_line('tune', 'batch_size', *recipe.words)}` measures the memory"
-            f" instead.{lines}"
+            f"The memory of this recipe cannot be predicted: {' '.join(str(error).split()).rstrip('.')}. On tensors"
+            " without values, a step must not depend on values (x[mask], mask.nonzero()) or use manual optimization."
+            f" `{command_line('tune', 'batch_size', *recipe.words)}` measures the memory instead.{lines}"
         )
         return
     found.remark(
@@ -124,12 +121,12 @@ def verdict(memory: int | None, needs: list[dict[str, Any]]) -> str:
         return "To check which strategies fit, set the memory of a device: checks.gpu_memory=80GiB."
     size = f"{readable(memory)} (with {readable(OVERHEAD)} reserved for CUDA)"
     fitting = ", ".join(_STRATEGIES[need["strategy"]] for need in needs if need["fits"])
-    return (
-        f"Fits into {size}: {fitting}."
-        if fitting
-        else f"No strategy fits into {size}. Try a smaller data.batch_size, callbacks=activation_checkpointing,"
-        " precision=bf16-mixed, or more devices, such as checks.devices=64."
+    if fitting:
+        return f"Fits into {size}: {fitting}."
+    smaller = (
+        "a smaller data.batch_size, callbacks=activation_checkpointing, precision=bf16-mixed, or checks.devices=64"
     )
+    return f"No strategy fits into {size}. Try {smaller}."
 
 
 def _measure(

@@ -11,20 +11,20 @@ import os
 import statistics
 import sys
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, NamedTuple
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
 
-from trainer.cli.checks import Recipe
+from trainer.cli.checks import Findings, Recipe
 from trainer.cli.execution import assemble
 from trainer.cli.processes import environment
-from trainer.cli.rehearsal import Clock, RehearsalDone, first_weights, rehearse
-from trainer.common import machine
+from trainer.cli.rehearsal import Clock, RehearsalDone, rehearse
+from trainer.common.machine import readable
 from trainer.data.samples import batch_size, samples_of
 from trainer.errors import join_first
 from trainer.precision.float8 import Float8Precision
@@ -34,24 +34,6 @@ _SEEDS = ("PL_GLOBAL_SEED", "PL_SEED_WORKERS")
 _OPERATIONS = 1e11  # maximum number of operations of all steps on a CPU: a few seconds
 _STEPS = 5  # maximum number of steps; the first one warms up
 _SECONDS = 1.5  # time limit of the steps
-
-
-class StepTime(NamedTuple):
-    """The time of a step.
-
-    Args:
-        seconds: time of a step with the whole batch, in seconds.
-        samples: number of samples in the measured batch; 0 if the batch has no tensor.
-        precision: precision of the run.
-        device: device of the steps, such as ``cpu``.
-        float8: with ``fp8-mixed``, a sentence about the layers that compute in float8; otherwise "".
-    """
-
-    seconds: float
-    samples: int
-    precision: str
-    device: str
-    float8: str = ""
 
 
 def part_for(recipe: Recipe, device: torch.device, free: int) -> tuple[Any, str]:
@@ -69,9 +51,7 @@ def part_for(recipe: Recipe, device: torch.device, free: int) -> tuple[Any, str]
     batch = recipe.loaded.batch
     samples = batch_size(batch)
     if recipe.peak is not None and recipe.peak > free:
-        return None, (
-            f"No step was run: it needs {machine.readable(recipe.peak)}, and {machine.readable(free)} are free here."
-        )
+        return None, f"No step was run: it needs {readable(recipe.peak)}, and {readable(free)} are free here."
     if device.type != "cpu" or recipe.operations is None:
         return batch, ""
     all_steps = 3 * recipe.operations * (_STEPS + 1)  # a backward pass takes twice the operations of a forward pass
@@ -79,19 +59,16 @@ def part_for(recipe: Recipe, device: torch.device, free: int) -> tuple[Any, str]
     if taken >= samples:
         return batch, ""
     if taken < 1:
-        return None, (
-            f"No step was run: a forward pass of this batch has {recipe.operations / 1e12:,.1f} TFLOP, too many for a"
-            " quick check on a CPU."
-        )
-    return samples_of(batch, range(taken)), (
-        f"The steps were run with {taken} of the batch's {samples} samples to save time on the CPU."
-    )
+        return None, f"No step was run: {all_steps / 1e12:,.1f} TFLOP are too many for a quick check on a CPU."
+    reason = f"The steps were run with {taken} of the batch's {samples} samples to save time on the CPU."
+    return samples_of(batch, range(taken)), reason
 
 
-def time_step(recipe: Recipe, batch: Any, samples: int) -> StepTime:
-    """Run a few steps in the precision of the run, and return the time of a step.
+def time_step(found: Findings, recipe: Recipe, batch: Any, samples: int) -> dict[str, Any]:
+    """Run a few steps in the precision of the run, and return a row with the time of a step on the whole batch.
 
     Args:
+        found: gets a remark about the layers that compute in float8 with ``fp8-mixed``.
         recipe: the recipe.
         batch: the batch, or a part of it.
         samples: number of samples in the whole batch.
@@ -101,20 +78,15 @@ def time_step(recipe: Recipe, batch: Any, samples: int) -> StepTime:
     taken = batch_size(batch)
     seconds = statistics.median(observer.seconds[1:] or observer.seconds)
     precision = trainer.engine.precision
-    return StepTime(
-        seconds * (samples / taken if taken else 1.0),
-        taken,
-        str(trainer.precision),
-        str(trainer.strategy.root_device),
-        _float8(*precision.layers(trainer.lightning_module)) if isinstance(precision, Float8Precision) else "",
+    if isinstance(precision, Float8Precision):
+        chosen, others = precision.layers(trainer.lightning_module)
+        reasons = join_first((f"{name!r} {reason}" for name, reason in others.items()), 6, "; ")
+        rest, names = f" The others do not: {reasons}." if others else "", join_first(map(repr, chosen), 6)
+        found.remark(f"{len(chosen)} of {len(chosen) + len(others)} Linear layers compute in float8: {names}.{rest}")
+    about = f"{trainer.precision} on {trainer.strategy.root_device}" + (
+        f", measured with {taken} samples" if taken else ""
     )
-
-
-def _float8(chosen: Mapping[str, Any], others: Mapping[str, str]) -> str:
-    reasons = join_first((f"{name!r} {reason}" for name, reason in others.items()), 6, "; ")
-    names = join_first(map(repr, chosen), 6)
-    rest = f" The others do not: {reasons}." if others else ""
-    return f"{len(chosen)} of {len(chosen) + len(others)} Linear layers compute in float8: {names}.{rest}"
+    return {"measured": "a step", "seconds": seconds * (samples / taken if taken else 1.0), "about": about}
 
 
 class _Clock(Clock):
@@ -152,7 +124,7 @@ def fit(recipe: Recipe, batch: Any, observer: pl.Callback, **changes: Any) -> An
     """
     trainer_node = recipe.settings["trainer"] | {"_target_": "trainer.Trainer"}
     settings = recipe.settings | {"callbacks": {}, "data": None, "trainer": trainer_node} | changes
-    begin = first_weights(settings)
+    begin: dict[str, Any] = {"weights": settings["weights"]}
     with TemporaryDirectory() as folder:
         module, _, trainer = assemble(settings, Path(folder))
         trainer.callbacks = []

@@ -67,10 +67,7 @@ def check(config: DictConfig, jobs: int) -> None:
     """
     thresholds(config)
     if jobs < 2:
-        raise UsageError(
-            "Got 1 run to compare, expected at least 2. Give a setting several values, such as"
-            " precision=32,16-mixed,bf16-mixed, which is the default."
-        )
+        raise UsageError("Got 1 run to compare, expected at least 2. List several values: precision=32,16-mixed.")
     if OmegaConf.select(config, "seed") is None:
         raise UsageError("seed is null, expected a number, so that all runs get the same batches. Use seed=42.")
 

@@ -17,6 +17,10 @@ MIN_SPEEDUP = 1.5
 MIN_MEMORY_SAVING = 0.3
 """Smallest expected saving, as a share of the peak memory in 32 bits. If activations dominate, it is 30 to 50%."""
 
+_SAVED = (
+    " Mixed precision keeps weights, gradients and optimizer states in 32 bits, and copies of the weights in 16 bits."
+    " Only activations become smaller; their share grows with the batch size."
+)
 _SAME_SPEED = 1.05  # smaller ratios are reported as equal
 
 
@@ -88,9 +92,8 @@ def assess(run: RunRecord, first: RunRecord, goal: tuple[str, str] | None, thres
         wanted = _threshold(thresholds.min_speedup, MIN_SPEEDUP, run, first)
         clauses.append(_speed(speedup))
         if wanted is not None and speedup < wanted:
-            advice.append(
-                " ".join([f"Less than {wanted:g}x as fast as {first.label}.", *_slowness_reasons(run, first)])
-            )
+            reasons = _slowness_reasons(run, first) if run.memory_is_the_gpus else ()
+            advice.append(" ".join([f"Less than {wanted:g}x as fast as {first.label}.", *reasons]))
     memory, first_memory = run.peak_memory, first.peak_memory
     saving = 1 - memory / first_memory if memory and first_memory else None
     if saving is not None:
@@ -98,7 +101,7 @@ def assess(run: RunRecord, first: RunRecord, goal: tuple[str, str] | None, thres
         if wanted is not None or run.memory_is_the_gpus:
             clauses.append(_memory(saving))
         if wanted is not None and saving < wanted:
-            advice.append(" ".join([f"Saves less than {wanted:.0%} of the memory.", *_memory_reasons(run)]))
+            advice.append(f"Saves less than {wanted:.0%} of the memory.{_SAVED * run.memory_is_the_gpus}")
     text = f"{', '.join(clauses)}." if clauses else "no figure was measured in both runs."
     return Verdict(text, met=not advice, advice=tuple(advice), speedup=speedup, memory_saving=saving)
 
@@ -169,10 +172,7 @@ def _memory(saving: float) -> str:
 
 
 def _slowness_reasons(run: RunRecord, first: RunRecord) -> Iterable[str]:
-    """Iterate over reasons why 16 bits are not faster: recorded ones first, then usual ones."""
-    if not run.memory_is_the_gpus:
-        yield "A CPU has no Tensor Cores, and few CPUs have 16-bit instructions, so this is expected."
-        return
+    """Iterate over reasons why 16 bits are not faster on a GPU: recorded ones first, then usual ones."""
     waiting = run.throughput.get("waiting")
     if waiting is not None and waiting > 0.2:
         yield (
@@ -183,18 +183,6 @@ def _slowness_reasons(run: RunRecord, first: RunRecord) -> Iterable[str]:
         yield f"{first.label} used Tensor Cores too: TF32 in {' and '.join(tf32)}."
     yield (
         "Usual reasons: a GPU without Tensor Cores for this precision (compute capability below 7.0, or below 8.0 for"
-        " bfloat16), layer sizes that are not multiples of 8, batches that are too small to keep the GPU busy"
-        " (data.batch_size, torch.compile), or most of the work in 32 bits (precision.fp32_modules, operations that"
-        " autocast runs in float32)."
-    )
-
-
-def _memory_reasons(run: RunRecord) -> Iterable[str]:
-    """Iterate over reasons why 16 bits do not need less memory."""
-    if not run.memory_is_the_gpus:
-        yield "The memory is that of the whole process, including Python and its libraries."
-        return
-    yield (
-        "Mixed precision keeps weights, gradients and optimizer states in 32 bits, and copies of the weights in 16"
-        " bits. Only activations become smaller; their share grows with the batch size."
+        " bfloat16), layer sizes that are not multiples of 8, batches that do not keep the GPU busy (data.batch_size,"
+        " torch.compile), or most of the work in 32 bits (precision.fp32_modules, operations in float32)."
     )

@@ -30,7 +30,7 @@ from sqlalchemy.exc import ArgumentError
 from trainer.cli.objective import choose, monitored, not_logged
 from trainer.cli.parsing import UsageError, canonical_precisions
 from trainer.record.run_record import PRUNING, RUN, RunRecord
-from trainer.record.studies import check_pickles, make_pruner, make_sampler
+from trainer.record.studies import make_pruner, make_sampler
 from trainer.record.sweep_record import load_sweep
 
 _JOB, _FOLDER = "job", "folder"
@@ -43,7 +43,7 @@ class OptunaSweeper(Sweeper):
     Args:
         n_trials: total number of trials of the study, including pruned and failed ones.
         n_jobs: number of trials that are started at a time; the launcher runs them.
-        sampler: ``name`` (tpe, random, grid, cmaes), ``seed``, and arguments of Optuna's class.
+        sampler: ``name`` (tpe, random, grid), ``seed``, and arguments of Optuna's class.
         pruner: ``name`` (median, hyperband, none), and arguments of Optuna's class.
         study_name: name of the study in the storage.
         storage: URL as in Optuna. Default: None, ``study.db`` in the folder of the sweep.
@@ -180,8 +180,6 @@ class OptunaSweeper(Sweeper):
                 " hydra.sweeper.study_name=NAME."
             )
         trials = len(study.get_trials(deepcopy=False))
-        if self.sampler.get("name") == "cmaes":
-            check_pickles(study)
         study.sampler, study.pruner = make_sampler(self.sampler, trials), make_pruner(self.pruner)
         if self.sampler.get("name") == "grid":
             points = self._grid()

@@ -8,10 +8,8 @@ Each attempt is a process, so that one that runs out of memory does not affect t
 
 from __future__ import annotations
 
-import copy
 import json
 import re
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module
@@ -28,6 +26,7 @@ from trainer.cli.parsing import Arguments, UsageError
 from trainer.cli.processes import under_torchrun
 from trainer.cli.schema import read_settings, setting
 from trainer.cli.warm_process import warm_processes
+from trainer.cli.workdir import with_folder
 from trainer.common import redaction
 from trainer.common.files import from_here
 from trainer.common.terminal import command_line, is_quiet
@@ -100,29 +99,23 @@ def command(arguments: Arguments) -> int:
     """Run ``trainer tune batch_size`` or ``trainer tune lr``.
 
     Returns:
-        0, or 1 if nothing was found, or a training step failed for a reason other than memory.
+        0, or 1 if nothing was found.
 
     Raises:
+        TuneError: if a training step failed for a reason other than memory.
         UsageError: if `trainer.cli.config_checks.validate` raises it, the word is missing or unknown, a sweep was
             given, or the config cannot be built.
     """
-    words = arguments.words
-    if not words or words[0] not in _MODULES:
-        given = f"Got {words[0]!r}" if words else "Got nothing to tune"
-        hint = did_you_mean(words[0], _MODULES) if words else ""
-        raise UsageError(
-            f"{given}, expected batch_size, for the largest batch that fits into memory, or lr, for a learning rate."
-            f"{hint} `{command_line('tune', 'batch_size', *(arguments.overrides or ['+recipe=NAME']))}`"
-        )
+    name = arguments.words[0] if arguments.words else "nothing to tune"
+    if name not in _MODULES:
+        example = command_line("tune", "batch_size", *(arguments.overrides or ["+recipe=NAME"]))
+        expected = "batch_size, for the largest batch that fits into memory, or lr, for a learning rate"
+        raise UsageError(f"Got {name}, expected {expected}.{did_you_mean(name, _MODULES)} `{example}`")
     arguments.check_flags()
     if under_torchrun():
         raise UsageError("Got tune under torchrun, but tune uses one device. Run it without torchrun.")
-    try:
-        with warm_processes():
-            status: int = import_module(_MODULES[words[0]]).run(arguments)
-    except TuneError as error:
-        print(f"trainer: {error}", file=sys.stderr)
-        return 1
+    with warm_processes():
+        status: int = import_module(_MODULES[name]).run(arguments)
     return status
 
 
@@ -134,10 +127,9 @@ def composed(arguments: Arguments) -> tuple[DictConfig, Settings]:
     """
     config = validate(arguments)
     settings = read_settings(Settings, "tune", OmegaConf.to_container(config.tune, resolve=True))
-    if not settings.min_lr < settings.max_lr:
-        raise UsageError(
-            f"tune.max_lr is {settings.max_lr:g}, expected more than tune.min_lr, which is {settings.min_lr:g}."
-        )
+    low, high = settings.min_lr, settings.max_lr
+    if not low < high:
+        raise UsageError(f"tune.max_lr is {high:g}, expected more than tune.min_lr, which is {low:g}.")
     return config, settings
 
 
@@ -149,10 +141,8 @@ def plain(config: DictConfig, folder: Path, **changes: Any) -> dict[str, Any]:
         folder: folder of the run.
         changes: values by dotted key, such as ``**{"data.batch_size": 8}``.
     """
-    job = copy.deepcopy(config)
-    OmegaConf.set_readonly(job.hydra, False)
+    job = with_folder(config, "hydra.runtime.output_dir", str(folder))
     with open_dict(job):
-        job.hydra.runtime.output_dir = str(folder)
         HydraConfig.instance().set_config(job)  # for ${hydra:runtime.output_dir}
         del job["hydra"]
         for key, value in changes.items():

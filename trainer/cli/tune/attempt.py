@@ -19,12 +19,11 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.types import LRSchedulerConfig
-from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from trainer.cli.execution import assemble
 from trainer.cli.failure import is_about_settings
-from trainer.cli.rehearsal import Clock, first_weights, rehearse
+from trainer.cli.rehearsal import Clock, rehearse
 from trainer.cli.tune.child import Message, Send
 from trainer.common import machine
 from trainer.common.traits import observes_only
@@ -59,17 +58,13 @@ def train(
     observer = Meter(send, **limits or {}) if rates is None else LearningRateSweep(**rates)
     try:
         module, data, trainer = assemble(settings, folder)
-        trainer.callbacks = callbacks_that_stay(trainer.callbacks)
-        rehearse(trainer, module, observer, datamodule=data, **({} if rates is None else first_weights(settings)))
+        trainer.callbacks = [callback for callback in trainer.callbacks if not observes_only(callback)]
+        weights = {} if rates is None or settings["weights"] is None else {"weights": settings["weights"]}
+        rehearse(trainer, module, observer, datamodule=data, **weights)
         message = {"status": "ok", "precision": trainer.precision, **observer.found()}
     except (Exception, SystemExit) as error:
         message = _failure(error)
     send(message)
-
-
-def callbacks_that_stay(callbacks: list[Callback]) -> list[Callback]:
-    """Return the callbacks that may change the memory and time of a step."""
-    return [callback for callback in callbacks if not observes_only(callback)]
 
 
 class Meter(Clock):
@@ -101,14 +96,11 @@ class Meter(Clock):
         gigabytes of it that they never use.
         """
         self._device = trainer.strategy.root_device
-        if self._device.type == "cpu" and self._memory is None and (usable := machine.memory().usable) is not None:
-            self._memory = int(_MARGIN * usable)
-        if self._memory is None:
-            return
-        if self._device.type == "cuda":
+        if self._device.type == "cuda" and self._memory is not None:
             total = torch.cuda.get_device_properties(self._device).total_memory
             torch.cuda.set_per_process_memory_fraction(min(1.0, self._memory / total), self._device)
-        elif self._device.type == "cpu":
+        if self._device.type == "cpu":
+            self._memory = self._memory or int(_MARGIN * (machine.memory().usable or 0)) or sys.maxsize
             threading.Thread(target=watch_memory, args=(self._memory, self._send), daemon=True).start()
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -125,7 +117,7 @@ class Meter(Clock):
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
         self._samples.append(batch_size(batch))
         updates = trainer.global_step
-        self._skipped = trainer.skipped_steps  # type: ignore[attr-defined]  # of trainer.Trainer
+        self._skipped = getattr(trainer, "skipped_steps", 0)  # `lightning.Trainer` does not count them
         self._warm_up = self._warm_up or (len(self._samples) if updates else 0)
         is_measured = updates >= self._steps and updates - self._skipped >= 2
         trainer.should_stop = is_measured or self._skipped >= _MOST_SKIPPED
@@ -180,10 +172,8 @@ class LearningRateSweep(Callback):
         self.ended_by = "the end of the fit"
         self._min_lr, self._max_lr, self._steps = min_lr, max_lr, steps
         self._window: list[float] = []  # losses of the batches in the current accumulation window
-        self._rate: float | None = None  # rate of the last step
-        self._learned: float | None = None  # rate of the step before, if it was not skipped
-        self._is_updated = False  # whether this batch had a step
-        self._skips = self._skips_in_a_row = 0
+        self._rate: float | None = None  # rate of the last step, if it was not skipped
+        self._attempts = self._skips = self._skips_in_a_row = 0
         self._mean = self._lowest = math.inf  # running mean
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -207,21 +197,6 @@ class LearningRateSweep(Callback):
             group["initial_lr"] = rate / max(rates) if max(rates) > 0 else 1.0  # multiplied by the schedule
         trainer.lr_scheduler_configs[:] = [LRSchedulerConfig(LambdaLR(optimizer, self._rate_at), interval="step")]
 
-    def on_before_optimizer_step(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
-    ) -> None:
-        """Record the rate of this step. The outcome of the previous step is known by now."""
-        self._learned = None if self._skips_in_a_row else self._rate
-        self._rate = max(float(group["lr"]) for group in optimizer.param_groups)
-        self._is_updated = True
-
-    def on_after_optimizer_step(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer, outcome: Any
-    ) -> None:
-        """Count skipped steps. With a fused optimizer, the outcome is known only just before the next step."""
-        self._skips += outcome.skipped
-        self._skips_in_a_row = self._skips_in_a_row + 1 if outcome.skipped else 0
-
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
@@ -229,14 +204,18 @@ class LearningRateSweep(Callback):
         loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
         if loss is not None:
             self._window.append(float(loss))  # host-device synchronization
-        if not self._is_updated or not self._window:
+        if trainer.global_step == self._attempts or not self._window:
             return  # within an accumulation window
-        self._is_updated = False
         loss, self._window = sum(self._window), []  # each loss is divided by the size of the window
         if self.first_loss is None:
             self.first_loss = self._mean = loss
-        if self._learned is not None and math.isfinite(loss):
-            self.points.append((self._learned, loss))
+        if self._rate is not None and math.isfinite(loss):
+            self.points.append((self._rate, loss))
+        skips: int = getattr(trainer, "skipped_steps", 0)  # `lightning.Trainer` does not count them
+        is_skipped, learned = skips > self._skips, self._attempts - self._skips
+        self._rate = None if is_skipped else self._rate_at(learned)
+        self._skips_in_a_row = self._skips_in_a_row + 1 if is_skipped else 0
+        self._attempts, self._skips = trainer.global_step, skips
         self._mean = _MEMORY * self._mean + (1 - _MEMORY) * loss
         self._lowest = min(self._lowest, self._mean)
         threshold = max(self.first_loss, self._lowest + (_DIVERGED - 1) * abs(self._lowest))
@@ -252,12 +231,7 @@ class LearningRateSweep(Callback):
 
     def found(self) -> dict[str, Any]:
         """Return the curve, as plain containers."""
-        return {
-            "points": self.points,
-            "first_loss": self.first_loss,
-            "ended_by": self.ended_by,
-            "skipped": self._skips,
-        }
+        return {"points": self.points, "first_loss": self.first_loss, "ended_by": self.ended_by, "skipped": self._skips}
 
     def _rate_at(self, step: int) -> float:
         """Return the rate after ``step`` steps that were not skipped."""

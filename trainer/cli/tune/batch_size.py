@@ -15,8 +15,10 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from trainer.arguments import WHOLE
 from trainer.cli import tune
 from trainer.cli.parsing import COMPARED_PRECISIONS, Arguments, UsageError
+from trainer.cli.schema import mistake
 from trainer.cli.tune import LOG, Settings
 from trainer.cli.tune.child import Message, run_in_child
 from trainer.cli.workdir import claim
@@ -82,14 +84,9 @@ def start_of(config: DictConfig, settings: Settings) -> int:
     Raises:
         UsageError: if the config has none, or it is not a size.
     """
-    key = settings.batch_size_key
-    size = OmegaConf.select(config, key)
-    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-        found = "the config has no such setting" if size is None else f"its value is {size!r}"
-        raise UsageError(
-            f"tune.batch_size_key is {key}, and {found}; expected the setting of the batch size, a whole number. For"
-            " example: tune.batch_size_key=model.batch_size."
-        )
+    size: int = OmegaConf.select(config, settings.batch_size_key)
+    if problem := mistake(settings.batch_size_key, size, (WHOLE.at_least(1),)):
+        raise UsageError(f"{problem} tune.batch_size_key names the setting of the batch size.")
     return size if settings.max_batch_size is None else min(size, settings.max_batch_size)
 
 
@@ -128,10 +125,8 @@ def find(
         if message["status"] == "ok":
             samples, batch = message["samples"], message["batch"]
             if batch < size and size == start and (samples is None or samples >= size):
-                raise UsageError(
-                    f"{key} is {size}, but the batches have {batch} samples, so it is not the batch size. Name the"
-                    " setting of the batch size: tune.batch_size_key=KEY"
-                )
+                advice = "tune.batch_size_key names the setting of the batch size."
+                raise UsageError(f"{key} is {size}, but the batches have {batch} samples. {advice}")
             samples = batch if batch < size else samples  # the dataset has no more samples
             most = min((bound for bound in (samples, settings.max_batch_size) if bound is not None), default=None)
             fits = size if most is None else min(size, most)

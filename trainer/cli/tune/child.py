@@ -20,6 +20,7 @@ from trainer.cli.processes import end_with_parent
 from trainer.cli.walk import targets
 from trainer.cli.warm_process import start_process
 from trainer.common.files import write_text
+from trainer.record.run_record import read_json
 
 Message = dict[str, Any]
 Send = Callable[[Message], None]
@@ -58,9 +59,7 @@ def run_in_child(function: str, log: Path, **arguments: Any) -> Message:
         finally:
             process.send_signal(_SIGKILL)
             process.wait()
-        answer = Path(folder, _ANSWER)
-        if answer.is_file():
-            message: Message = json.loads(answer.read_text(encoding="utf-8"))
+        if message := read_json(Path(folder), _ANSWER):
             return message
     if status == -_SIGKILL:
         return {"status": "out of memory", "error": "killed by the system"}
