@@ -207,9 +207,10 @@ class Composer:
         text, path = str(error), getattr(error, "missing_cfg_file", None) or ""
         if path.partition("/")[0] in GROUPS_TO_ADD and path.count("/") > 1:
             text = f"There is no config {path}"
-        elif not re.search(r"Multiple values for|No match in the defaults|DictConfig with ListConfig", text):
+        elif not re.search(r"Multiple values for|No match in the defaults|No earlier|DictConfig with ListConfig", text):
             return None
-        unknown = re.search(r"Could not override '(?:\w+/)?(\w+)'", text)
+        # the messages of Hydra 1.3 and 1.4
+        unknown = re.search(r"(?:Could not override|No earlier Group Default for) '(?:\w+/)?(\w+)", text)
         hint = did_you_mean(unknown[1], self.groups()) if unknown else ""
         return f"{_one_paragraph(re.split('full_key|To override', text)[0])}.{hint} {ADVICE_ON_DEFAULTS}"
 
