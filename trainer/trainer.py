@@ -449,7 +449,7 @@ class Trainer(TrainerBase):
     @property
     def loss_share(self) -> float | Tensor:
         """The factor that turns the current batch's loss into its share of the mean over the accumulation window."""
-        return self.loop.window.factor
+        return self.loop.mean.factor
 
     @property
     def skipped_steps(self) -> int:

@@ -317,8 +317,9 @@ class ProcessState:
         return self._trainer.progress.position is STARTED
 
     def _window(self, _: State) -> State:
-        window = self._trainer.loop.window
-        return window.state_dict(is_open=window.is_open and not self._is_in_batch)
+        loop = self._trainer.loop
+        is_open = loop.window.is_open and not self._is_in_batch
+        return {**loop.window.state_dict(is_open=is_open), **loop.mean.state_dict(is_open=is_open)}
 
     def _restore_window(self, state: State) -> None:
         """Restore the window.
@@ -334,7 +335,8 @@ class ProcessState:
                 "Resume from a checkpoint that was written between two windows.",
                 exact=trainer.exact_resume,
             )
-        trainer.loop.window.load_state_dict(state, trainer.engine.device)
+        trainer.loop.window.load_state_dict(state)
+        trainer.loop.mean.load_state_dict(state)
         trainer.engine.check_accumulation(trainer.loop.window.batches)
 
     def _losses(self, state: State) -> list[Tensor]:
@@ -393,7 +395,7 @@ class ProcessState:
             waiting = [optimizer for optimizer in loop.optimizers if not loop.gradients.are_used(optimizer)]
         elif loop.gradients.are_parts:
             waiting = loop.optimizers if is_open else []  # may also be from batches of the other processes
-        elif keeps or (is_open and loop.window.backwards):
+        elif keeps or (is_open and loop.mean.backwards):
             waiting = loop.optimizers
         gradients: Gradients = loop.gradients
         return gradients.state_dict(self._named_parameters(), waiting)

@@ -270,8 +270,8 @@ def run(
         if not module.automatic_optimization:
             return
         loss, weight = loss_in(output)
-        if loss is not None and recorded.window.batch_weight != 0:
-            on_loss(copy(recorded.window).share(loss, weight))
+        if loss is not None and recorded.mean.batch_weight != 0:
+            on_loss(copy(recorded.mean).share(loss, weight))
 
 
 def silence(module: nn.Module) -> None:

@@ -45,7 +45,7 @@ from trainer.data.workers import guard_workers
 from trainer.errors import ConfigurationError, ResumeError, rank_zero_warn
 from trainer.lightning.loaders import DrawnLoaderSet, LoaderSet, watch_of
 from trainer.lightning.modules import snapshot_of
-from trainer.loop.accumulation import AccumulationWindow
+from trainer.loop.accumulation import WeightedMean
 from trainer.loop.overrides import overrides
 from trainer.metrics.metrics import MetricStore
 from trainer.state import random_states
@@ -444,7 +444,7 @@ class DataSource:
         if training and not are_exact and type(made) is LoaderSet:
             made.any_rank_on_host = trainer.engine.any_rank_on_host
         if samplers and type(made) is LoaderSet:
-            made.announce = partial(_set_batch_weight, trainer.loop.window, samplers[0])
+            made.announce = partial(_set_batch_weight, trainer.loop.mean, samplers[0])
         return made
 
     def _lengths(self, combined: CombinedLoader, training: bool) -> list[float]:
@@ -537,8 +537,8 @@ def _share_steps(metrics: MetricStore, fewest: float, batch_idx: int) -> None:
         metrics.share_steps(batch_idx < fewest)
 
 
-def _set_batch_weight(window: AccumulationWindow, sampler: ElasticSampler, batch_idx: int) -> None:
-    window.batch_weight = sampler.weight_of(batch_idx)
+def _set_batch_weight(mean: WeightedMean, sampler: ElasticSampler, batch_idx: int) -> None:
+    mean.batch_weight = sampler.weight_of(batch_idx)
 
 
 def move_training_batch(batch: Any, device: torch.device) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from copy import copy
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,10 +18,8 @@ from trainer.precision.readback import Readback
 if TYPE_CHECKING:
     from trainer.distributed.engine import LightningEngine
 
-_STATE = (
-    "batches", "size", "backwards", "is_first", "is_last", "factor", "correction", "_position", "_unit", "_total",
-    "_is_weighted", "_shared_unit",
-)  # fmt: skip
+_WINDOW_STATE = ("batches", "size", "is_first", "is_last", "_position")
+_MEAN_STATE = ("backwards", "factor", "correction", "_unit", "_total", "_is_weighted", "_shared_unit")
 
 _MIXED = (
     "Got a `training_step` that returned a 'weight' for some batches of an accumulation window and none for others,"
@@ -29,11 +28,88 @@ _MIXED = (
 
 
 class AccumulationWindow:
-    """The batches between two optimizer steps.
+    """The batches between two optimizer steps, and the position of the current batch among them.
 
-    A window has ``batches`` batches, or fewer at the end of an epoch. The update uses the weighted mean of the
-    gradients ``g`` of its batches' losses, ``sum(w * g) / sum(w)``, over all processes. The weight ``w`` of a batch is
-    the one that ``training_step`` returned; default: 1. A batch does not count if its ``training_step`` returned None.
+    A window has ``batches`` batches, or fewer at the end of an epoch.
+
+    Args:
+        batches: ``accumulate_grad_batches``, the number of batches in a full window. Default: 1.
+        straddles_epochs: whether a window continues in the next epoch. Default: False, the end of an epoch closes it.
+
+    Attributes:
+        batches: the number of batches in a full window. It can be changed at any time; the next window uses it.
+        given: the value of ``batches`` at the start of the fit, from the user's code. A checkpoint restores its
+            ``batches`` only if this value is the same in both runs.
+        size: the number of batches in the current window, as far as was known at its start.
+        is_first, is_last: whether the current batch is the first, or the last, of the window.
+
+    Raises:
+        ConfigurationError: if ``batches`` is not an integer, or is below 1.
+    """
+
+    def __init__(self, batches: int = 1, straddles_epochs: bool = False) -> None:
+        expect(is_count(batches), "a whole number of batches, at least 1", accumulate_grad_batches=batches)
+        self.batches = self.given = batches
+        self.straddles_epochs = straddles_epochs
+        self.size = batches
+        self.is_first = True
+        self.is_last = True
+        self._position = -1
+
+    @property
+    def is_open(self) -> bool:
+        """Whether accumulated batches wait for an optimizer step."""
+        return not self.is_last
+
+    def start_run(self) -> None:
+        """Start a fit."""
+        self.reset()
+        self.given = self.batches
+
+    def reset(self) -> None:
+        """Drop the current window; the next batch opens a new one."""
+        self._position = -1
+        self.is_last = True
+
+    def advance(self, batches_left: float, is_last_batch: bool, is_final_epoch: bool = True) -> None:
+        """Start the next batch.
+
+        Args:
+            batches_left: the number of batches left in the epoch, including this one; inf if unknown.
+            is_last_batch: whether this is the last batch of the epoch.
+            is_final_epoch: whether no other epoch follows, so that the window cannot continue. Default: True.
+        """
+        if self.straddles_epochs and not is_final_epoch:
+            batches_left, is_last_batch = math.inf, False
+        self.is_first = self.is_last
+        if self.is_first:
+            self._position = 0
+            self.size = int(min(self.batches, batches_left))
+        else:
+            self._position += 1
+        self.is_last = is_last_batch or self._position + 1 >= self.size
+
+    def state_dict(self, *, is_open: bool) -> dict[str, Any]:
+        """Return the state for a checkpoint: all of it, or only the part for the next window.
+
+        Args:
+            is_open: whether a resumed run continues the current window.
+        """
+        return _state_of(self, _WINDOW_STATE if is_open else ("batches",)) | {"given": self.given}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore the state of :meth:`state_dict`; ``batches`` only if ``given`` is the same in both runs."""
+        if state.get("given") != self.given:
+            state = {**state, "batches": self.batches}
+        _restore(self, _WINDOW_STATE, state)
+
+
+class WeightedMean:
+    """The weighted mean of the gradients of a window's batches, over all processes.
+
+    An update uses the mean of the gradients ``g`` of its batches' losses, ``sum(w * g) / sum(w)``. The weight ``w`` of
+    a batch is the one that ``training_step`` returned; default: 1. A batch does not count if its ``training_step``
+    returned None.
 
     ``sum(w)`` is unknown until the window's last forward pass. Therefore :meth:`share` multiplies each loss by an
     expected factor: its weight divided by the window's size and by a typical weight, called the unit. Thus the loss
@@ -52,37 +128,24 @@ class AccumulationWindow:
     more collective.
 
     Args:
-        batches: ``accumulate_grad_batches``, the number of batches in a full window. Default: 1.
-        straddles_epochs: whether a window continues in the next epoch. Default: False, the end of an epoch closes it.
+        window: the window; each of its batches begins with ``window.advance`` and :meth:`begin_batch`.
+        engine: computes sums over the processes, and multiplies gradients.
 
     Attributes:
-        batches: the number of batches in a full window. It can be changed at any time; the next window uses it.
-        given: the value of ``batches`` at the start of the fit, from the user's code. A checkpoint restores its
-            ``batches`` only if this value is the same in both runs.
-        size: the number of batches in the current window, as far as was known at its start.
         backwards: the number of batches with a loss in the current window so far.
-        is_first, is_last: whether the current batch is the first, or the last, of the window.
         batch_weight: the weight of the current batch if ``training_step`` returns no weight. If it is 0, the batch does
             not count, whatever ``training_step`` returns. Default: None, for 1. See ``trainer.data.elastic_sampling``.
         factor: the factor that turned the current batch's loss into its share.
         correction: the factor that :meth:`close` multiplied the gradients by.
-
-    Raises:
-        ConfigurationError: if ``batches`` is not an integer, or is below 1.
     """
 
-    def __init__(self, batches: int = 1, straddles_epochs: bool = False) -> None:
-        expect(is_count(batches), "a whole number of batches, at least 1", accumulate_grad_batches=batches)
-        self.batches = self.given = batches
-        self.straddles_epochs = straddles_epochs
-        self.size = batches
+    def __init__(self, window: AccumulationWindow, engine: LightningEngine) -> None:
+        self.window = window
+        self._engine = engine
         self.backwards = 0
-        self.is_first = True
-        self.is_last = True
         self.batch_weight: float | None = None
         self.factor: Weight = 1.0
         self.correction: Weight = 1.0
-        self._position = -1
         self._data_parallel_size = 1
         self._sums: Callable[[], list[Weight]] | None = None  # waits for the sums over the processes
         self._has_loss: bool | None = None  # None until the sums are known
@@ -94,56 +157,32 @@ class AccumulationWindow:
         self._readback: Readback | None = None  # copies to the host the weight that `close` reads
         self._reads_late = False
 
-    @property
-    def is_open(self) -> bool:
-        """Whether accumulated batches wait for an optimizer step."""
-        return not self.is_last
-
-    def start_run(self, data_parallel_size: int) -> None:
-        """Start a fit with this number of data-parallel processes."""
-        self.reset()
-        self.given = self.batches
-        self._data_parallel_size = data_parallel_size
+    def start_run(self) -> None:
+        """Start a fit."""
+        self._data_parallel_size = self._engine.data_parallel_size
         self._shared_unit = None
 
-    def reset(self) -> None:
-        """Drop the current window; the next batch opens a new one."""
-        self._position = -1
-        self.is_last = True
-
-    def advance(self, batches_left: float, is_last_batch: bool, is_final_epoch: bool = True) -> None:
-        """Start the next batch.
-
-        Args:
-            batches_left: the number of batches left in the epoch, including this one; inf if unknown.
-            is_last_batch: whether this is the last batch of the epoch.
-            is_final_epoch: whether no other epoch follows, so that the window cannot continue. Default: True.
-        """
-        if self.straddles_epochs and not is_final_epoch:
-            batches_left, is_last_batch = math.inf, False
-        if self.is_last:
-            self._position = 0
-            self.size = int(min(self.batches, batches_left))
+    def begin_batch(self) -> None:
+        """Start the next batch of the window, after ``window.advance``."""
+        if self.window.is_first:
             self.backwards = 0
-            self.is_first = True
             self._total = 0.0
             self._is_weighted = None
-        else:
-            self._position += 1
-            self.is_first = False
         self._before = self.backwards, self._total
         self.factor = self.correction = 1.0
-        self.is_last = is_last_batch or self._position + 1 >= self.size
         self._sums = self._has_loss = None
         self._reads_late = False
 
-    def mark(self) -> dict[str, Any]:
-        """Return the state of the window before its current batch, for :meth:`rewind`."""
-        return dict(vars(self))
+    def __copy__(self) -> WeightedMean:
+        """Return a copy with its own window."""
+        copied = WeightedMean(copy(self.window), self._engine)
+        vars(copied).update(vars(self) | {"window": copied.window})
+        return copied
 
-    def rewind(self, mark: dict[str, Any]) -> None:
-        """Restore the state that :meth:`mark` returned, to repeat or discard the batch."""
-        vars(self).update(mark)
+    def rewind(self, mark: WeightedMean) -> None:
+        """Restore the state of a copy, and that of its window, to repeat or discard the batch."""
+        vars(self.window).update(vars(mark.window))
+        vars(self).update(vars(mark) | {"window": self.window})
 
     def state_dict(self, *, is_open: bool) -> dict[str, Any]:
         """Return the state for a checkpoint: all of it, or only the part for the next window. Excludes gradients.
@@ -151,18 +190,11 @@ class AccumulationWindow:
         Args:
             is_open: whether a resumed run continues the current window.
         """
-        names = _STATE if is_open else ("batches", "_shared_unit", "_unit")
-        return {name.removeprefix("_"): getattr(self, name) for name in (*names, "given")}
+        return _state_of(self, _MEAN_STATE if is_open else ("_shared_unit", "_unit"))
 
-    def load_state_dict(self, state: dict[str, Any], device: torch.device) -> None:
-        """Restore the state of :meth:`state_dict`; ``batches`` only if ``given`` is the same in both runs."""
-        if state.get("given") != self.given:
-            state = {**state, "batches": self.batches}
-        for name in _STATE:
-            key = name.removeprefix("_")
-            if key in state:
-                value = state[key]
-                setattr(self, name, value.to(device) if isinstance(value, Tensor) else value)
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore the state of :meth:`state_dict`."""
+        _restore(self, _MEAN_STATE, state, self._engine.device)
 
     def share(self, loss: Tensor, weight: Weight | None = None) -> Tensor:
         """Return the current batch's expected share of the window's mean loss.
@@ -179,32 +211,32 @@ class AccumulationWindow:
         self._count(weight)
         return self._scale_loss(loss)
 
-    def joint_share(self, loss: Tensor | None, weight: Weight | None, engine: LightningEngine) -> Tensor | None:
+    def joint_share(self, loss: Tensor | None, weight: Weight | None) -> Tensor | None:
         """Return the same as :meth:`share`, but take part in collectives. All processes call this at the same batch.
 
         Args:
             loss, weight: as in :meth:`share`; the loss is None if this process has none.
-            engine: computes sums over the processes.
         """
-        if not (self.is_first and self.is_last):
-            self.find_unit(loss is not None, weight, engine)
+        window = self.window
+        if not (window.is_first and window.is_last):
+            self._find_unit(loss is not None, weight)
         if loss is not None:
             self._count(weight)
-        if self._data_parallel_size > 1 and self.is_last:
-            corrects = self.is_first and (bool(self._is_weighted) or engine.device.type != "cpu")
-            self._begin_sums(engine, corrects)
+        if self._data_parallel_size > 1 and window.is_last:
+            corrects = window.is_first and (bool(self._is_weighted) or self._engine.device.type != "cpu")
+            self._begin_sums(corrects)
             if corrects:
                 self._has_loss = self._finish_sums()
                 self.factor, self.correction = self.factor * self.correction, 1.0
         return None if loss is None else self._scale_loss(loss)
 
-    def may_read_late(self, engine: LightningEngine) -> bool:
+    def may_read_late(self) -> bool:
         """Return whether a weight on a device can be read after the backward pass, by :meth:`close`.
 
         This requires a window of one batch on one process, so that gradients can be dropped if the weight is 0. It also
         requires CUDA, where the copy does not wait for the backward pass.
         """
-        is_alone = self.size == 1 and self._data_parallel_size == 1
+        engine, is_alone = self._engine, self.window.size == 1 and self._data_parallel_size == 1
         return is_alone and engine.device.type == "cuda" and engine.supports_uneven_inputs
 
     def share_late(self, loss: Tensor, weight: Tensor) -> Tensor:
@@ -220,21 +252,20 @@ class AccumulationWindow:
         self._reads_late = True
         return self.share(loss)
 
-    def find_unit(self, has_loss: bool, weight: Weight | None, engine: LightningEngine) -> None:
+    def _find_unit(self, has_loss: bool, weight: Weight | None) -> None:
         """Set the unit to the mean weight of the processes' batches that have a loss. Keep it if there are none.
 
         A host-device synchronization, once per run: at the first batch that has a loss on any process.
 
         Args:
             has_loss: whether this process has a loss.
-            weight: the weight of its batch; None for 1.
-            engine: computes sums over the processes, which all call this at the same batch.
+            weight: the weight of its batch; None for ``batch_weight``.
         """
         if self._data_parallel_size == 1 or self._shared_unit is not None:
             return
-        weight = self._weight_of(weight)
+        weight = self.batch_weight if weight is None else weight
         weight = 1.0 if weight is None else weight
-        total, count, _ = engine.begin_sum(weight if has_loss else 0.0, float(has_loss), 0.0)()
+        total, count, _ = self._engine.begin_sum(weight if has_loss else 0.0, float(has_loss), 0.0)()
         if float(count):
             self._shared_unit = _positive(total / count)
 
@@ -244,17 +275,14 @@ class AccumulationWindow:
 
     def _scale_loss(self, loss: Tensor) -> Tensor:
         """Multiply the loss by the factor; without weights, divide by the size, as in a hand-written loop."""
-        if self._is_weighted or isinstance(self.factor, Tensor) or self.factor != 1.0 / self.size:
+        size = self.window.size
+        if self._is_weighted or isinstance(self.factor, Tensor) or self.factor != 1.0 / size:
             return loss * self.factor
-        return loss if self.size == 1 else loss / self.size
-
-    def _weight_of(self, given: Weight | None) -> Weight | None:
-        """Return the given weight of the current batch, or else ``batch_weight``. None means 1."""
-        return self.batch_weight if given is None else given
+        return loss if size == 1 else loss / size
 
     def _count(self, weight: Weight | None) -> None:
-        """Count the current batch and set the factor of its loss."""
-        weight = self._weight_of(weight)
+        """Count the current batch and set the factor of its loss. ``weight`` is None for ``batch_weight``."""
+        weight = self.batch_weight if weight is None else weight
         backwards, total = self._before
         if backwards and (weight is not None) is not self._is_weighted:
             raise ConfigurationError(_MIXED)
@@ -262,15 +290,15 @@ class AccumulationWindow:
         self.backwards = backwards + 1
         self._total = total + (1.0 if weight is None else weight)
         if weight is None:
-            self._unit, self.factor = 1.0, 1.0 / self.size
+            self._unit, self.factor = 1.0, 1.0 / self.window.size
             return
         if not backwards:
             self._unit = (
                 _positive(weight) if self._data_parallel_size == 1 and self._shared_unit is None else self._known_unit
             )
-        self.factor = weight / (self._unit * self.size)
+        self.factor = weight / (self._unit * self.window.size)
 
-    def close(self, optimizers: Iterable[Optimizer], engine: LightningEngine) -> bool:
+    def close(self, optimizers: Iterable[Optimizer]) -> bool:
         """Correct the window's gradients to the mean over the batches that it really had.
 
         All data-parallel processes call this together, after the window's last backward pass. Their sums take one
@@ -278,24 +306,23 @@ class AccumulationWindow:
 
         Args:
             optimizers: the optimizers of the gradients.
-            engine: sums over the processes, and multiplies gradients.
 
         Returns:
             Whether any process had a loss in the window. If not, the weights must not be updated.
         """
-        if self.size == 1 and self._data_parallel_size == 1 and self.backwards <= 1:
+        if self.window.size == 1 and self._data_parallel_size == 1 and self.backwards <= 1:
             if self._reads_late:
-                self._close_late(optimizers, engine)
+                self._close_late(optimizers)
             return bool(self.backwards)  # one loss, its factor is exact
         if self._has_loss is None:
             if self._data_parallel_size > 1 and self._sums is None:
-                self._begin_sums(engine, corrects=False)
+                self._begin_sums(corrects=False)
             self._has_loss = self._finish_sums()
             if isinstance(self.correction, Tensor) or self.correction != 1.0:
-                engine.gradients.multiply_(optimizers, self.correction)
+                self._engine.gradients.multiply_(optimizers, self.correction)
         return self._has_loss
 
-    def _close_late(self, optimizers: Iterable[Optimizer], engine: LightningEngine) -> None:
+    def _close_late(self, optimizers: Iterable[Optimizer]) -> None:
         """Read the weight of the only batch. If it is 0, drop the gradients, which may be 0 * inf = NaN.
 
         A host-device synchronization. It waits for the forward pass only; the backward pass is already queued.
@@ -305,11 +332,11 @@ class AccumulationWindow:
         if check_weight(*self._readback.wait()) == 0.0:
             self.backwards = 0
             for optimizer in optimizers:
-                engine.gradients.clear(optimizer)
+                self._engine.gradients.clear(optimizer)
 
-    def _begin_sums(self, engine: LightningEngine, corrects: bool) -> None:
+    def _begin_sums(self, corrects: bool) -> None:
         """Start the all-reduce. ``corrects`` is whether this process corrects its loss instead of its gradients."""
-        self._sums = engine.begin_sum(self._total / self._unit, float(self.backwards), float(corrects))
+        self._sums = self._engine.begin_sum(self._total / self._unit, float(self.backwards), float(corrects))
 
     def _finish_sums(self) -> bool:
         """Set the correction and the unit of the next window. Return whether any process had a loss."""
@@ -328,13 +355,24 @@ class AccumulationWindow:
         total = total if isinstance(total, float) else total.clamp_min(torch.finfo(total.dtype).tiny)
         # if this process had no loss, the others may have corrected theirs before their backward passes
         is_corrected = not self.backwards and float(corrects)
-        self.correction = 1.0 if is_corrected else self.size * self._data_parallel_size / total
+        self.correction = 1.0 if is_corrected else self.window.size * self._data_parallel_size / total
         return True
 
     def corrected(self, share: Tensor) -> Tensor:
         """Return a batch's real share of the window's mean loss, once the window is closed."""
         exact = isinstance(self.correction, float) and self.correction == 1.0
         return share if exact else share * self.correction
+
+
+def _state_of(part: object, names: Iterable[str]) -> dict[str, Any]:
+    return {name.removeprefix("_"): getattr(part, name) for name in names}
+
+
+def _restore(part: object, names: Iterable[str], state: dict[str, Any], device: torch.device | None = None) -> None:
+    for name in names:
+        if (key := name.removeprefix("_")) in state:
+            value = state[key]
+            setattr(part, name, value.to(device) if isinstance(value, Tensor) else value)
 
 
 def _positive(weight: Weight) -> Weight:

@@ -11,6 +11,7 @@ batch, and ``update`` runs once at the end of the batch.
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import copy
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -22,6 +23,7 @@ from torch.optim import Optimizer
 from trainer.common.module_tree import parameters_of
 from trainer.common.session import Session
 from trainer.errors import ConfigurationError, warn
+from trainer.loop.accumulation import WeightedMean
 from trainer.loop.fit import FitLoop
 from trainer.loop.optimizer_calls import needs_closure
 from trainer.loop.step_output import outputs_of
@@ -65,10 +67,10 @@ class ClosureOptimization:
         if loop.skips_epoch:
             return
         loop.finish_steps()  # steps taken in a hook
-        current = _Pass(batch, batch_idx, loop.window.mark())
+        current = _Pass(batch, batch_idx, copy(loop.mean))
         if loop.window.is_first:
             self._earlier.clear()
-        if loop.window.is_last and (batch is not None or loop.window.backwards):
+        if loop.window.is_last and (batch is not None or loop.mean.backwards):
             self._update(current)
         else:
             with loop.engine.gradient_sync(loop.window.is_last):
@@ -81,8 +83,8 @@ class ClosureOptimization:
     def close_window(self) -> None:
         """Step the optimizers on the batches of an open window, because no other batch follows."""
         loop = self._loop
-        if loop.window.backwards or loop.engine.data_parallel_size > 1:
-            self._update(_Pass(None, loop.progress.batch_idx, loop.window.mark()))
+        if loop.mean.backwards or loop.engine.data_parallel_size > 1:
+            self._update(_Pass(None, loop.progress.batch_idx, copy(loop.mean)))
 
     def _update(self, last: _Pass) -> None:
         """Call ``optimizer_step`` for each optimizer, with a closure that ends with the window's last batch."""
@@ -109,7 +111,7 @@ class ClosureOptimization:
     def _evaluate(self, current: _Pass) -> Tensor | None:
         """Run forward and backward of one batch. Return its share of the window's mean loss."""
         loop = self._loop
-        loop.window.rewind(current.mark)
+        loop.mean.rewind(current.mark)
         output = loop.run_training_step(current.batch, current.batch_idx)
         if loop.window.is_first:
             loop.clear_gradients()
@@ -120,7 +122,7 @@ class ClosureOptimization:
         else:
             loop.gradients.backward_without_loss(syncs_gradients=loop.window.is_last)
         if loop.window.is_last:
-            loop.window.close(loop.optimizers, loop.engine)
+            loop.mean.close(loop.optimizers)
         current.outputs = outputs_of(loss, output)
         return loss
 
@@ -137,7 +139,7 @@ class ClosureOptimization:
                     self._evaluate(one)
         last.is_evaluated = True
         loss = self._evaluate(last)
-        corrected = self._loop.window.corrected
+        corrected = self._loop.mean.corrected
         loss = None if loss is None else corrected(loss)
         shares = [corrected(previous.share) for previous in self._earlier if previous.share is not None]
         if not shares and not (loss is None and self.evaluates_again):
@@ -255,7 +257,7 @@ class _Pass:
 
     Args:
         batch, batch_idx: the arguments of ``training_step``.
-        mark: the state of the window before the batch.
+        mark: the window's mean before the batch.
 
     Attributes:
         share: the last evaluated share of the window's mean loss; None if the batch had no loss.
@@ -265,7 +267,7 @@ class _Pass:
 
     batch: Any
     batch_idx: int
-    mark: dict[str, Any]
+    mark: WeightedMean
     share: Tensor | None = None
     outputs: dict[str, Any] | None = field(default_factory=dict)
     is_evaluated: bool = False

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from trainer.data.batches import TrainingBatches, identity
-from trainer.loop.accumulation import AccumulationWindow
+from trainer.loop.accumulation import AccumulationWindow, WeightedMean
 from trainer.loop.batch_path import NO_PATH, TrainingPath, TrainingWrapper, wrapped
 from trainer.loop.gradients import total_norm
 from trainer.loop.hooks import NO_HOOKS, Hooks
@@ -61,6 +61,7 @@ class FitLoop:
         self.precision = engine.precision
         self.gradients = engine.gradients
         self.window = window
+        self.mean = WeightedMean(window, engine)
         self.progress = progress
         self.published = published
         self.metrics = MetricStore(training=True)
@@ -122,7 +123,8 @@ class FitLoop:
         self.gradients.scaler.forget_steps()  # an earlier run may have been interrupted in the middle of a step
         self.unresolved, self.outcome, self.grad_norms = (), None, {}
         self.stepped, self.freezes_scale = [], False
-        self.window.start_run(self.engine.data_parallel_size)
+        self.window.start_run()
+        self.mean.start_run()
         self.take_optimizers()
 
     def restore_outcome(self, outcome: StepOutcome | None, has_updated: bool) -> None:
@@ -293,7 +295,7 @@ class FitLoop:
                 path.add_gradients(loss)
             else:
                 self.gradients.backward_without_loss(syncs_gradients=window.is_last)
-        if window.is_last and window.close(self.optimizers, self.engine):
+        if window.is_last and self.mean.close(self.optimizers):
             path.update_weights()
         elif window.is_last and (batch is not None or self.engine.data_parallel_size > 1):
             # no batch of the window has a loss with a weight above 0: count a step, and leave the model unchanged
@@ -335,6 +337,7 @@ class FitLoop:
                 self.take_optimizers()
             is_final_epoch = not self.window.straddles_epochs or self.limits.is_final_epoch()
             self.window.advance(self.batches.num_batches - batch_idx, is_last, is_final_epoch)
+            self.mean.begin_batch()
         return batch
 
     def free_gradients(self) -> None:
@@ -362,28 +365,28 @@ class FitLoop:
     def share_of(self, output: Any, *, may_read_late: bool = False) -> Tensor | None:
         """Return the batch's share of the window's mean loss for the backward pass.
 
-        Returns None if the batch has no loss. If ``window.batch_weight`` is 0, also returns None, or 0 times the loss
+        Returns None if the batch has no loss. If ``mean.batch_weight`` is 0, also returns None, or 0 times the loss
         if the engine does not support uneven inputs (DeepSpeed).
 
         Args:
             output: the return value of ``training_step``.
-            may_read_late: whether ``window.close`` may read the batch's weight after the backward pass if
+            may_read_late: whether ``mean.close`` may read the batch's weight after the backward pass if
                 ``training_step`` returned it on a device. This avoids a host-device synchronization here. Default:
                 False.
         """
-        window = self.window
+        mean = self.mean
         loss, weight = loss_in(output, reads_weight=False)
         if loss is not None and isinstance(weight, Tensor):  # on a device
-            if may_read_late and window.may_read_late(self.engine):
-                return window.share_late(loss, weight)
+            if may_read_late and mean.may_read_late():
+                return mean.share_late(loss, weight)
             loss, weight = loss_in(output)  # a host-device synchronization
-        if window.batch_weight == 0 and self.engine.supports_uneven_inputs:
+        if mean.batch_weight == 0 and self.engine.supports_uneven_inputs:
             loss = None
-        elif window.batch_weight == 0:  # DeepSpeed needs a backward pass on all ranks; this rank adds zeros
+        elif mean.batch_weight == 0:  # DeepSpeed needs a backward pass on all ranks; this rank adds zeros
             weight = 0.0
         if loss is None:
             self.gradients.forward_without_loss(has_run=output is not NOTHING)
-        return window.joint_share(loss, weight, self.engine)
+        return mean.joint_share(loss, weight)
 
     def run_backward(self, loss: Tensor, run: Callable[[Tensor], None] | None = None) -> None:
         """Scale the loss, and add its gradients to those of the window's earlier batches.
@@ -572,6 +575,7 @@ class FitLoop:
         window, engine = self.window, self.engine
         if window.is_open and (engine.data_parallel_size == 1 or engine.supports_uneven_inputs):
             window.advance(0, is_last_batch=True)
+            self.mean.begin_batch()
             self.has_updated = False
             self.path.close_window()
             self.resolve_outcome()
@@ -585,5 +589,5 @@ class FitLoop:
         with self.engine.gradient_sync(True):
             self.share_of(NOTHING)
             self.gradients.backward_without_loss(syncs_gradients=True)
-        if self.window.close(self.optimizers, self.engine):
+        if self.mean.close(self.optimizers):
             self.path.update_weights()
