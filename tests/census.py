@@ -54,7 +54,7 @@ NOT_COMPARED: dict[str, str] = {
     r"eval_loops.*progress\.(epoch|total_done|total_batches)$": "Lightning's counters, set when a validation begins",
     r"eval_loops.*progress\.batches_by_loader\[": "counts of a pass, which start at 0 when a pass begins",
     r"eval_loops.*(metrics\.shared_hooks(\[\d\])?|sampler\.(epoch|shift))$": "set when a validation begins",
-    r"'OverflowReport'\]\._|loop\.wrappers\[|\.Evidence\.|scaler\.before_unscale\[": "evidence, which no step reads",
+    r"'OverflowReport'\]\._|\.wrappers\[|\.Evidence\.|scaler\.before_unscale\[": "evidence, which no step reads",
     r"'StochasticWeightAveraging'\]\._(init_n_averaged|scheduler_state)\b": "read when it begins to average",
     r"'LearningRateMonitor'\]\.(lrs|last)": "stock callback without a state",
     r"engine\._reductions$": "number of collectives so far in this process",

@@ -31,7 +31,7 @@ from trainer.lightning.views import MonitoredMetrics
 from trainer.loop.batch_path import NO_PATH, BatchPath, Clip, TrainingPath, TrainingWrapper, wrapped
 from trainer.loop.closures import ClosureOptimization
 from trainer.loop.evaluation import EvalLoop
-from trainer.loop.fit import FitLoop
+from trainer.loop.fit import FitLoop, FitPlan
 from trainer.loop.hooks import Hook, Hooks
 from trainer.loop.manual_optimization import ManualOptimization
 from trainer.loop.module_calls import ModuleCalls
@@ -113,19 +113,22 @@ class Preparation:
             hooks=self.hooks,
             batches=batches,
             schedules=self._schedules(),
-            build_path=partial(
-                self._build_path, self._transfer(move_training_batch), trainer.engine.step_function("training_step")
+            plan=FitPlan(
+                build_path=partial(
+                    self._build_path, self._transfer(move_training_batch), trainer.engine.step_function("training_step")
+                ),
+                follow_changes=partial(self._follow_changes, _set_once(self._module)),
+                validates=partial(getattr, trainer, "enable_validation"),
+                validate=validate,
+                begin=begin,
+                resumes=resumes,
             ),
-            follow_changes=partial(self._follow_changes, _set_once(self._module), validate),
-            begin=begin,
-            resumes=resumes,
         )
         self._check_counts(loaders)
 
-    def _follow_changes(self, before: dict[str, Any], validate: Callable[[], None]) -> None:
-        """Apply changes of the callbacks and of ``limit_val_batches``, and refuse changes of the module's methods."""
+    def _follow_changes(self, before: dict[str, Any]) -> None:
+        """Apply changes of the callbacks, and refuse changes of the module's methods."""
         _refuse_changes(self._module, before)
-        self._trainer.loop.validate = validate if self._trainer.enable_validation else None
         if self.hooks.follow(self._trainer.callbacks):
             self._trainer.loop.take_optimizers()
             loop = self._trainer.eval_loops[RunningStage.VALIDATING]

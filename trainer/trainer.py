@@ -436,7 +436,7 @@ class Trainer(TrainerBase):
         ``settled_outcome``.
         """
         self.loop.resolve_outcome()
-        return self.loop.outcome
+        return self.loop.update.outcome
 
     @property
     def settled_outcome(self) -> StepOutcome | None:
@@ -444,7 +444,7 @@ class Trainer(TrainerBase):
 
         Reading this property never synchronizes.
         """
-        return self.loop.outcome
+        return self.loop.update.outcome
 
     @property
     def loss_share(self) -> float | Tensor:

@@ -304,8 +304,8 @@ class ProcessState:
             one.progress.seen_batches.update(state.get(name, {}))
 
     def _outcome(self, _: State) -> list[Any]:
-        loop = self._trainer.loop
-        return [None if loop.outcome is None else list(loop.outcome), loop.has_updated]
+        update = self._trainer.loop.update
+        return [None if update.outcome is None else list(update.outcome), update.has_run]
 
     def _restore_outcome(self, state: list[Any]) -> None:
         outcome, has_updated = state

@@ -274,7 +274,7 @@ class Recorder:
     def _run_step(self, step: Callable[..., Any], batch: Any, batch_idx: int) -> Any:
         steps, window = self._loop.progress.optimizer_steps, self._loop.window
         is_automatic = self._module.automatic_optimization
-        if not self._loop.unresolved:
+        if not self._loop.update.unresolved:
             self.closed = []  # free its memory
         if window.is_first and is_automatic:
             self._open.clear()  # drop a window that made no update, for example because its loss weights sum to 0

@@ -409,7 +409,7 @@ def precision(trainer: Trainer, **settings: Any) -> str:
     """Return the argument that adds these settings to the run's `MixedPrecision`."""
     if is_command_line():
         return " ".join(shlex.quote(f"precision.{name}={_yaml(value)}") for name, value in settings.items())
-    own, given = trainer.loop.precision, {}
+    own, given = trainer.engine.precision, {}
     for name, parameter in list(inspect.signature(type(own).__init__).parameters.items())[2:]:
         if getattr(own, name, parameter.default) != parameter.default and name != "loss_scaling":
             given[name] = getattr(own, name)

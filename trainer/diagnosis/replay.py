@@ -74,7 +74,7 @@ class Variant(NamedTuple):
         if self.cuda:
             stack.enter_context(cuda_autocast_ops())
         if self.dtype is None:
-            stack.enter_context(_copy_context(trainer.loop.precision.autocast()))
+            stack.enter_context(_copy_context(trainer.engine.precision.autocast()))
         else:
             enabled = self.dtype is not torch.float32
             stack.enter_context(torch.autocast(device, self.dtype if enabled else torch.bfloat16, enabled))

@@ -363,7 +363,7 @@ class FitLoopView(_DataView, _FitLoop):
 
     @property
     def _skip_backward(self) -> bool:
-        return self._loop.forward_only in self._loop.wrappers
+        return self._loop.forward_only in self._loop.path.wrappers
 
     @_skip_backward.setter
     def _skip_backward(self, skip: bool) -> None:

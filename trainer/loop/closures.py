@@ -64,7 +64,7 @@ class ClosureOptimization:
         """Evaluate the loss inside a window; at its end, pass the closure to ``optimizer_step``."""
         loop = self._loop
         batch = loop.start_batch(batch, batch_idx, is_last)
-        if loop.skips_epoch:
+        if loop.progress.skips_epoch:
             return
         loop.finish_steps()  # steps taken in a hook
         current = _Pass(batch, batch_idx, copy(loop.mean))
@@ -89,7 +89,7 @@ class ClosureOptimization:
     def _update(self, last: _Pass) -> None:
         """Call ``optimizer_step`` for each optimizer, with a closure that ends with the window's last batch."""
         loop = self._loop
-        loop.freezes_scale = True
+        loop.update.freezes_scale = True
         try:
             with loop.engine.gradient_sync(True):
                 for optimizer in self._wrapped():
@@ -98,12 +98,12 @@ class ClosureOptimization:
                     # once per call, however often the optimizer steps in it, as in Lightning
                     loop.progress.optimizer_steps += 1
         finally:
-            loop.freezes_scale = False
-        if not loop.stepped:  # `optimizer_step` left the step out
+            loop.update.freezes_scale = False
+        if not loop.update.stepped:  # `optimizer_step` left the step out
             for optimizer in loop.optimizers:
                 loop.gradients.unscale_(optimizer)  # checks sharded gradients, which are still scaled
         unused = loop.gradients.scale_again()
-        if not loop.stepped:
+        if not loop.update.stepped:
             lower_scale_after(loop, [factor for _, factor in unused])
         loop.finish_steps()
         self._earlier.clear()  # not evaluated again
@@ -157,7 +157,7 @@ def refuse_scaled_closures(loop: FitLoop) -> None:
     refused = [type(o).__name__ for o in loop.optimizers if needs_closure(o)]
     if refused and loop.gradients.scaler.is_enabled():
         raise ConfigurationError(
-            f"Got the optimizer {refused[0]} with precision={loop.precision.name!r}, expected one that"
+            f"Got the optimizer {refused[0]} with precision={loop.engine.precision.name!r}, expected one that"
             " evaluates the loss once per step: an overflow in one of several evaluations could not be undone. Use"
             " precision='bf16-mixed' or '32-true'."
         )
@@ -177,7 +177,7 @@ def refuse_bare_steps(loop: FitLoop, session: Session) -> None:
     Such a step uses scaled gradients, and is not skipped after an overflow. If no loss was scaled, the module may scale
     its losses itself, so the first such step with gradients only causes a warning.
     """
-    scaler, precision = loop.gradients.scaler, f"precision={loop.precision.name!r}"
+    scaler, precision = loop.gradients.scaler, f"precision={loop.engine.precision.name!r}"
     warned = False
 
     def check(optimizer: Optimizer, *_: Any) -> None:
@@ -226,7 +226,7 @@ def step_with_closure(loop: FitLoop, optimizer: Optimizer, closure: Closure, **k
     else:
         result = optimizer.step(closure=evaluate, **kwargs)
     loop.gradients.mark_used(optimizer)
-    loop.stepped.append(optimizer)
+    loop.update.stepped.append(optimizer)
     return result
 
 

@@ -41,7 +41,7 @@ def draw_in_fit(loop: FitLoop, ends_epoch: bool, path: TrainingPath) -> Training
         except StopIteration:
             loop.hooks.scope.enter(None)
             loop.mean.rewind(mark)
-            loop.skips_epoch = True
+            loop.progress.skips_epoch = True
             loop.progress.discard_batch()
             loop.batches.discard_batch()
 
