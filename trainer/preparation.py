@@ -29,18 +29,17 @@ from trainer.lightning.loaders import DrawnLoaderSet, LoaderSet
 from trainer.lightning.profiling import Profiling
 from trainer.lightning.views import MonitoredMetrics
 from trainer.loop.batch_path import NO_PATH, BatchPath, Clip, TrainingPath, TrainingWrapper, wrapped
-from trainer.loop.closures import ClosureOptimization
+from trainer.loop.closures import ClosureOptimization, needs_closure, takes_closure
 from trainer.loop.evaluation import EvalLoop
 from trainer.loop.fit import FitLoop, FitPlan
-from trainer.loop.hooks import Hook, Hooks
+from trainer.loop.gradients import has_own_zero_grad
+from trainer.loop.hooks import Hook, Hooks, HookScope
 from trainer.loop.manual_optimization import ManualOptimization
 from trainer.loop.module_calls import ModuleCalls
-from trainer.loop.optimizer_calls import has_own_zero_grad, needs_closure, takes_closure
 from trainer.loop.optimizers import with_closure
 from trainer.loop.overrides import overrides
 from trainer.loop.own_batches import draw_in_evaluation, draw_in_fit
 from trainer.loop.schedules import Schedules
-from trainer.metrics.logging import ModuleScope
 from trainer.state.progress import STARTED
 
 if TYPE_CHECKING:
@@ -67,7 +66,7 @@ class Preparation:
             trainer,
             module,
             trainer.callbacks,
-            ModuleScope(module),
+            HookScope(module),
             overrides,
             traits.reads_epoch_metrics,
             traits.runs_last,
@@ -392,7 +391,7 @@ class Preparation:
 
     def _transfer(self, move: Callable[[Any, torch.device], Any] = move_data_to_device) -> Transfer:
         """Build the function that moves a batch to the device through the user's transfer hooks."""
-        engine, scope = self._trainer.engine, ModuleScope(self._module)
+        engine, scope = self._trainer.engine, HookScope(self._module)
         converts = overrides(engine.precision, "convert_batch")
 
         def hook(name: str) -> Hook | None:

@@ -46,6 +46,7 @@ from trainer.lightning.averaging import (
 from trainer.lightning.base_trainer import refuse_own_parts
 from trainer.lightning.checkpoint_connector import CheckpointConnector
 from trainer.loop.closures import refuse_bare_steps
+from trainer.loop.hooks import CURRENT_HOOK
 from trainer.loop.manual_optimization import count_bare_steps
 from trainer.loop.optimizers import returned_none
 from trainer.metrics.logging import attach_log
@@ -75,7 +76,7 @@ def _hook_of_fit(trainer: pl.Trainer) -> str | None:
     """Return the hook that a fit of ``trainer`` is running. None outside of a fit, and in its last hooks."""
     if trainer.state.fn is not TrainerFn.FITTING or trainer.state.status is not TrainerStatus.RUNNING:
         return None
-    hook = vars(trainer.lightning_module).get("_current_fx_name") or "a method"
+    hook = vars(trainer.lightning_module).get(CURRENT_HOOK) or "a method"
     return None if hook in ("on_train_end", "on_fit_end", "teardown") else hook
 
 

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from trainer.checkpoint.host_copy import on_host
 from trainer.common.module_tree import parameters_of
 from trainer.errors import join_first, rank_zero_warn, refuse_inexact, warn
-from trainer.loop.gradients import Gradients
-from trainer.loop.optimizer_calls import has_own_zero_grad, needs_closure
+from trainer.loop.closures import needs_closure
+from trainer.loop.gradients import Gradients, has_own_zero_grad
 from trainer.metrics.metric_objects import MetricObjects, tracked_in
 from trainer.metrics.metrics import MetricStore, moved, shared_among
 from trainer.state import random_states

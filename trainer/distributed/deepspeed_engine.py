@@ -40,8 +40,8 @@ from trainer.distributed.initialisation import initialise
 from trainer.distributed.sharding.settings import check_timeout
 from trainer.distributed.zero import ZeroGradients, ZeroModule, ZeroScaler
 from trainer.errors import CheckpointError, ConfigurationError, PrecisionError, UnsupportedError, expect
+from trainer.loop.closures import needs_closure
 from trainer.loop.gradients import Gradients
-from trainer.loop.optimizer_calls import needs_closure
 from trainer.loop.overrides import overrides
 from trainer.precision.base import Precision
 from trainer.precision.dtypes import cast

@@ -64,11 +64,11 @@ from trainer.errors import (
     UnsupportedError,
     join_first,
 )
+from trainer.loop.accumulation import Weight
 from trainer.loop.gradients import Gradients, zero_loss
 from trainer.loop.module_calls import ModuleCalls
 from trainer.loop.optimizers import set_up_optimizers
 from trainer.loop.overrides import overridden, overrides
-from trainer.loop.step_output import Weight
 from trainer.precision.base import Precision
 from trainer.precision.scaler import LossScaler
 

@@ -36,8 +36,8 @@ from trainer.distributed.sharding.settings import IS_SUPPORTED, check_sharding, 
 from trainer.distributed.sharding.sharded_gradients import ShardedGradients
 from trainer.distributed.sharding.wrap import Blocks, ReplacedParameter, ShardedModule, Sharding
 from trainer.errors import ConfigurationError, UnsupportedError
+from trainer.loop.accumulation import Weight
 from trainer.loop.gradients import Gradients
-from trainer.loop.step_output import Weight
 from trainer.metrics.metric_objects import reduce_over_group
 from trainer.precision.fp32_modules import find_modules
 from trainer.precision.scaler import LossScaler

@@ -1,8 +1,7 @@
 """The path of a batch if the optimizer, or the module's own ``optimizer_step``, evaluates the loss through a closure.
 
 It replaces ``FitLoop.train_batch`` if the module overrides ``optimizer_step``, if the optimizer evaluates the loss
-itself (LBFGS), or if the optimizer comes from another library and may do so (SAM); see
-``trainer.loop.optimizer_calls.takes_closure``.
+itself (LBFGS), or if the optimizer comes from another library and may do so (SAM); see :func:`takes_closure`.
 
 The rules for the scaler are those of the fit loop: gradients are unscaled once per step, the scale is constant during a
 batch, and ``update`` runs once at the end of the batch.
@@ -10,6 +9,7 @@ batch, and ``update`` runs once at the end of the batch.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass, field
@@ -23,10 +23,8 @@ from torch.optim import Optimizer
 from trainer.common.module_tree import parameters_of
 from trainer.common.session import Session
 from trainer.errors import ConfigurationError, warn
-from trainer.loop.accumulation import WeightedMean
+from trainer.loop.accumulation import WeightedMean, outputs_of
 from trainer.loop.fit import FitLoop
-from trainer.loop.optimizer_calls import needs_closure
-from trainer.loop.step_output import outputs_of
 
 Closure = Callable[[], Any]
 
@@ -150,6 +148,24 @@ class ClosureOptimization:
     def step(self, optimizer: Optimizer, closure: Closure, **kwargs: Any) -> Any:
         """Run ``optimizer.step(closure)`` for one optimizer. Return the closure's result."""
         return step_with_closure(self._loop, optimizer, closure, **kwargs)
+
+
+def needs_closure(optimizer: Optimizer) -> bool:
+    """Return whether the optimizer's ``step`` requires a closure, to evaluate the loss several times (LBFGS)."""
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty
+
+
+def takes_closure(optimizer: Optimizer) -> bool:
+    """Return whether to pass the optimizer a closure that trains: its ``step`` accepts one, and is not torch's own.
+
+    An optimizer of another library may evaluate the loss twice with it (SAM), pass it on (Lookahead), or require it.
+    """
+    step = type(optimizer).step
+    parameters = inspect.signature(step).parameters
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    is_known = step.__module__.startswith(("torch.", "lightning."))  # the defining module, even if inherited
+    return needs_closure(optimizer) or (not is_known and ("closure" in parameters or takes_any))
 
 
 def refuse_scaled_closures(loop: FitLoop) -> None:

@@ -18,16 +18,15 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from trainer.data.batches import TrainingBatches, identity
-from trainer.loop.accumulation import AccumulationWindow, WeightedMean
+from trainer.loop.accumulation import NOTHING, AccumulationWindow, WeightedMean, loss_in, outputs_of
 from trainer.loop.batch_path import NO_PATH, TrainingPath, TrainingWrapper
 from trainer.loop.gradients import total_norm
 from trainer.loop.hooks import NO_HOOKS, Hooks
 from trainer.loop.schedules import Schedules
-from trainer.loop.step_output import NOTHING, loss_in, outputs_of
 from trainer.metrics.metrics import MetricStore, PublishedMetrics
 from trainer.precision.scaler import UpdateOutcome
 from trainer.state.outcome import LastUpdate, StepOutcome
-from trainer.state.progress import DONE, EPOCH_ENDED, TRAINED, VALIDATED, VALIDATING, FitProgress
+from trainer.state.progress import DONE, EPOCH_ENDED, STARTED, TRAINED, VALIDATED, VALIDATING, FitProgress
 from trainer.state.stopping import StoppingConditions
 
 if TYPE_CHECKING:
@@ -309,7 +308,8 @@ class FitLoop:
         """Move the batch to the device, run ``on_train_batch_start``, advance the window, and return the batch."""
         progress, path = self.progress, self.path
         batch = path.transfer(batch)
-        progress.begin_batch(batch_idx, is_last)
+        progress.batch_idx, progress.is_last_batch, progress.position = batch_idx, is_last, STARTED
+        progress.batches_started += 1
         self.update.has_run = False
         self.metrics.begin_batch(batch)
         progress.skips_epoch = batch is not None and path.on_batch_start(batch, batch_idx) == -1
@@ -523,7 +523,8 @@ class FitLoop:
             self.progress.skipped_steps += 1
             self.progress.nonfinite_losses += nonfinite_loss
             self.progress.completed_steps.subtract(skipping)
-        self.schedules.confirm(except_of=skipped)
+        if self.schedules.tentative:
+            self.schedules.confirm(except_of=skipped)
         norm = None
         if update.grad_norms:
             norm, update.grad_norms = total_norm(update.grad_norms, self.path.norm_type), {}

@@ -54,16 +54,31 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 Call = Callable[..., Any]
+CURRENT_HOOK = "_current_fx_name"
+"""Lightning's attribute of a module: the name of the running hook."""
 
 
-class HookScope(Protocol):
-    """Stores the name of the running hook, which ``self.log`` reads."""
+class HookScope:
+    """Stores the name of the running hook in a LightningModule, for ``self.log``.
+
+    It writes to the module's ``__dict__``, because ``nn.Module.__setattr__`` takes a microsecond, twice per hook.
+
+    Args:
+        module: the LightningModule. None for the hooks of a loop without a run.
+    """
+
+    def __init__(self, module: Any) -> None:
+        self._state = {CURRENT_HOOK: None} if module is None else vars(module)
 
     def enter(self, name: str | None) -> str | None:
         """Set the running hook to ``name`` (None: no hook). Return the previous one."""
+        state = self._state
+        outer: str | None = state[CURRENT_HOOK]
+        state[CURRENT_HOOK] = name
+        return outer
 
 
 class Hook:
@@ -278,10 +293,5 @@ CALLBACK_HOOKS = (
 _NAMES = frozenset(CALLBACK_HOOKS)
 
 
-class _NoScope:
-    def enter(self, name: str | None) -> str | None:
-        return None
-
-
-NO_HOOKS = Hooks(None, None, (), _NoScope(), _return_false, _return_false)
+NO_HOOKS = Hooks(None, None, (), HookScope(None), _return_false, _return_false)
 """The hooks of a loop that has no run yet: all empty."""

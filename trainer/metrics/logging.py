@@ -49,26 +49,6 @@ _LOG = LightningModule.log
 _FxValidator.functions["on_after_optimizer_step"] = _FxValidator.functions["on_before_optimizer_step"]
 
 
-class ModuleScope:
-    """Stores the running hook in a LightningModule. Implements ``trainer.loop.hooks.HookScope``.
-
-    It writes to the module's ``__dict__``, because ``nn.Module.__setattr__`` takes a microsecond, twice per hook.
-
-    Args:
-        module: the LightningModule.
-    """
-
-    def __init__(self, module: LightningModule) -> None:
-        self._state = vars(module)
-
-    def enter(self, name: str | None) -> str | None:
-        """Set the running hook to ``name``. Return the previous one."""
-        state = self._state
-        outer: str | None = state["_current_fx_name"]
-        state["_current_fx_name"] = name
-        return outer
-
-
 class ModuleLog:
     """Replaces a module's ``log`` during a run.
 

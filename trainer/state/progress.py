@@ -133,11 +133,6 @@ class FitProgress:
         """Record the counters at the start of an epoch."""
         self.epoch_start = EpochStart(*(getattr(self, counter.name) for counter in fields(EpochStart)))
 
-    def begin_batch(self, batch_idx: int, is_last: bool) -> None:
-        """Update the counters at the start of a batch."""
-        self.batch_idx, self.is_last_batch, self.position = batch_idx, is_last, STARTED
-        self.batches_started += 1
-
     def end_epoch(self) -> None:
         """Update the counters at the end of an epoch, after its hooks."""
         self.epoch, self.batch_idx, self.position = self.epochs_trained, -1, DONE
