@@ -41,7 +41,7 @@ NOT_COMPARED: dict[str, str] = {
     r"\.(_first|_given|_paths|_inside|_outside|_tensors|_memory)\b": "identities of objects",
     r"hooks\._known|'ScaleMonitor'\]\._names": "identities of objects",
     r"\.validated_at|\w_time$|\w_at$|'Timer'\]\._(offset|start)": "times",
-    r"loop\.resume|_is_chosen|_first_batch": "that the run was resumed, and when",
+    r"plan\.resumes|_is_chosen|_first_batch": "that the run was resumed, and when",
     r"batches\.first\b": "that the run was resumed, and when",
     r"eval_loops.*_loaders\[\d+\]\.(_begun|_started|_sampler|epoch)\b": "set when a validation begins",
     r"_before_validation|\._training_modes|\._limits\b|limits\._decided|cast_cache": "written before it is read",

@@ -288,9 +288,10 @@ class Preparation:
         """
         if loaders is None or self._trainer.engine.world_size == 1:
             return
-        span = loaders.spans[0] if loaders.spans else Span(0, 0)
+        span = loaders.plan.spans[0] if loaders.plan.spans else Span(0, 0)
         reason = self._needs_equal_counts(loaders)
-        loaders.on_batch = partial(_share_batch, self._trainer.loop, reason, self._trainer.data.may_be_empty)
+        share_batch = partial(_share_batch, self._trainer.loop, reason, self._trainer.data.may_be_empty)
+        loaders.call_before_batches(share_batch)
         if span.fewest < span.most and reason is not None:
             raise ConfigurationError(
                 f"Got {span.fewest:.0f} to {span.most:.0f} training batches per process. {reason} needs the"
@@ -318,7 +319,7 @@ class Preparation:
         trainer.loop.limits.schedule_validation(
             interval,
             loaders.num_batches(),
-            loaders.has_length and not draws,
+            loaders.plan.has_length and not draws,
             validates=may_refuse and bool(trainer.limit_val_batches),
         )
 

@@ -166,7 +166,7 @@ class _EvaluationView(_DataView):
         Equal on all processes, because callbacks use it to determine whether a validation follows.
         """
         loaders = self.trainer.data.ready(self._stage) or self._loop.loaders
-        return [] if loaders is None else list(getattr(loaders, "most", loaders.limits))
+        return [] if loaders is None else list(loaders.plan.most)
 
 
 class EvalLoopView(_EvaluationView, _EvaluationLoop):

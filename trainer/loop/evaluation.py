@@ -163,7 +163,7 @@ class EvalLoop:
         A single span if the dataloaders are combined.
         """
         own = loaders.limits if loaders.is_sequential else [loaders.num_batches()]
-        spans = loaders.spans or [Span(number, number) for number in own]
+        spans = loaders.plan.spans or [Span(number, number) for number in own]
         if self.path.draws:
             spans = [Span(0, float("inf") if span.most else 0) for span in spans]
         return [Span(min(span.fewest, limit), min(span.most, limit)) for span in spans]
