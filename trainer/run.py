@@ -29,6 +29,7 @@ from trainer.callbacks.gradient_accumulation import find_callback
 from trainer.checkpoint import hparams, model_checkpoints
 from trainer.checkpoint.checkpoint_io import order_removals
 from trainer.common import redaction
+from trainer.common.lightning_private import TunerExit
 from trainer.common.session import Session
 from trainer.data.prefetching import Prefetching
 from trainer.diagnosis import explanation as diagnosis
@@ -131,7 +132,7 @@ class Run:
         state.fn, state.stage, state.status = fn, STAGES[fn], TrainerStatus.RUNNING
         try:
             yield
-        except tuning.TunerExit:
+        except TunerExit:  # BatchSizeFinder and LearningRateFinder end the run once they have a result
             modules.call_teardown_hooks(self._trainer)
             self._release()
         except KeyboardInterrupt as error:
@@ -206,7 +207,9 @@ class Run:
 
     def _refuse_module_in_training(self, module: Any) -> None:
         """Raise an error if the fit of another Trainer is training the module."""
-        other: Any = getattr(module, "_trainer", None)
+        other: Any = None
+        with suppress(AttributeError, RuntimeError):  # a module without a Trainer raises
+            other = module.trainer
         is_other = isinstance(other, pl.Trainer) and other is not self._trainer and other.lightning_module is module
         if is_other and (hook := _hook_of_fit(other)):
             assert self._trainer.state.fn is not None

@@ -14,11 +14,11 @@ from typing import Any, Literal
 
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.pytorch import Callback, LightningDataModule, LightningModule
-from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.accelerators import Accelerator, AcceleratorRegistry
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.plugins import CheckpointIO, LayerSync
 from lightning.pytorch.profilers import Profiler
-from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.strategies import Strategy, StrategyRegistry
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn, TrainerState
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.enums import GradClipAlgorithmType
@@ -35,6 +35,7 @@ from trainer.callbacks.gradient_accumulation import (
 from trainer.callbacks.gradient_clipping import GradientClipping
 from trainer.checkpoint.plain import require_loadable
 from trainer.checkpoint.process import ProcessState
+from trainer.common.lightning_private import defaults_from_environment, log_devices
 from trainer.distributed.engine import LightningEngine
 from trainer.distributed.signals import Signals
 from trainer.distributed.strategies import build_engine
@@ -57,7 +58,6 @@ from trainer.run import STAGES, Run
 from trainer.state.outcome import StepOutcome
 from trainer.state.progress import FitProgress
 from trainer.state.stopping import StoppingConditions
-from trainer.trainer_arguments import defaults_from_environment, log_devices, registered_names
 
 Plugin = CheckpointIO | ClusterEnvironment | LayerSync
 """The types of ``plugins``. A precision is not a plugin: use the argument ``precision``."""
@@ -174,7 +174,11 @@ class Trainer(TrainerBase):
         prefetch_batches: int = 1,
     ) -> None:
         given = dict(locals())
-        arguments.check(given, **registered_names())
+        arguments.check(
+            given,
+            accelerator=list(AcceleratorRegistry.available_accelerators()),
+            strategy=list(StrategyRegistry.available_strategies()),
+        )
         if barebones:
             arguments.check_barebones(given)
             off = ("enable_checkpointing", "enable_progress_bar", "enable_model_summary", "logger")

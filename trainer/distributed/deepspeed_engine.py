@@ -34,6 +34,7 @@ from trainer.checkpoint.checkpoint_io import files_of
 from trainer.checkpoint.optimizer_states import SavedDtypes
 from trainer.checkpoint.sharded_files import read_manifest
 from trainer.common import packages
+from trainer.common.lightning_private import settings_of
 from trainer.distributed.engine import LightningEngine
 from trainer.distributed.fsdp import UNCALLED, ShardingStrategy
 from trainer.distributed.initialisation import initialise
@@ -161,12 +162,10 @@ class DeepSpeedStrategy(ShardingStrategy, LightningDeepSpeedStrategy):
         scaling = {} if "fp16" in config else {name: getattr(strategy, name) for name in _SCALING}
         return cls(
             config=config,
-            process_group_backend=strategy._process_group_backend,
-            timeout=strategy._timeout,
-            accelerator=strategy._accelerator,
+            accelerator=strategy.accelerator,
             parallel_devices=strategy.parallel_devices,
             cluster_environment=strategy.cluster_environment,
-            checkpoint_io=strategy._checkpoint_io,
+            **settings_of(strategy),
             **scaling,
         )
 

@@ -14,8 +14,6 @@ from lightning.pytorch.callbacks import ProgressBar as AnyProgressBar
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.profilers import Profiler
-from lightning.pytorch.trainer.connectors.callback_connector import _CallbackConnector
-from lightning.pytorch.trainer.setup import _init_profiler
 from lightning.pytorch.utilities.model_summary.model_summary import get_formatted_model_size, get_human_readable_count
 from rich import get_console
 from rich.table import Table
@@ -26,6 +24,7 @@ from trainer.callbacks.gradient_accumulation import GradientAccumulation
 from trainer.callbacks.gradient_clipping import GradientClipping
 from trainer.callbacks.progress_bar import ProgressBar
 from trainer.callbacks.scaler_checkpoint import ScalerCheckpoint
+from trainer.common.lightning_private import add_timer, init_profiler
 from trainer.diagnosis.anomaly_detection import AnomalyDetection
 from trainer.diagnosis.nonfinite_guard import NonFiniteGuard
 from trainer.diagnosis.overflow_report import OverflowReport
@@ -129,7 +128,7 @@ def build_callbacks(
                 f" supported. Got {', '.join(found)}: keep one of them."
             )
     callbacks += build_clipping(given["gradient_clip_val"], given["gradient_clip_algorithm"])
-    _CallbackConnector(SimpleNamespace(callbacks=callbacks))._configure_timer_callback(given["max_time"])  # type: ignore[arg-type]
+    add_timer(callbacks, given["max_time"])
     barebones, shows = given["barebones"], wanted("enable_progress_bar")
     scales_loss, uses_tensor_cores = scales_loss and not barebones, uses_tensor_cores and not barebones
     defaults: list[tuple[bool, type, Callable[[], Any]]] = [
@@ -195,6 +194,6 @@ def build_profiler(given: Profiler | str | None) -> Profiler:
     """Return the profiler that ``given`` names. None stands for a profiler that records nothing."""
     refuse_other_package("profiler", given)
     holder: Any = SimpleNamespace()
-    _init_profiler(holder, given)
+    init_profiler(holder, given)
     profiler: Profiler = holder.profiler
     return profiler
