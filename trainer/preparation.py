@@ -28,14 +28,13 @@ from trainer.lightning.loader_set import move_training_batch
 from trainer.lightning.loaders import DrawnLoaderSet, LoaderSet
 from trainer.lightning.profiling import Profiling
 from trainer.lightning.views import MonitoredMetrics
-from trainer.loop.batch_path import NO_PATH, BatchPath, Clip, TrainingPath, TrainingWrapper, wrapped
+from trainer.loop.batch_path import NO_PATH, BatchPath, Clip, ModuleCalls, TrainingPath, TrainingWrapper, wrapped
 from trainer.loop.closures import ClosureOptimization, needs_closure, takes_closure
 from trainer.loop.evaluation import EvalLoop
 from trainer.loop.fit import FitLoop, FitPlan
 from trainer.loop.gradients import has_own_zero_grad
 from trainer.loop.hooks import Hook, Hooks, HookScope
 from trainer.loop.manual_optimization import ManualOptimization
-from trainer.loop.module_calls import ModuleCalls
 from trainer.loop.optimizers import with_closure
 from trainer.loop.overrides import overrides
 from trainer.loop.own_batches import draw_in_evaluation, draw_in_fit

@@ -25,7 +25,6 @@ from lightning.pytorch.utilities.enums import GradClipAlgorithmType
 from torch import Tensor
 
 from trainer import arguments
-from trainer import model_registry as registry
 from trainer.callbacks.gradient_accumulation import (
     GradientAccumulation,
     accumulation_schedule,
@@ -206,7 +205,7 @@ class Trainer(TrainerBase):
         self.val_check_interval = arguments.shown_interval(val_check_interval, limits)
         self.overfit_batches = limits["overfit_batches"] or 0.0
         self.pad_evaluation = self.pad_evaluation or not self.engine.supports_uneven_evaluation
-        self._model_registry = registry.model_name(model_registry)
+        self._model_registry = model_registry.split(":")[0] if model_registry else None
         self.profiler = defaults.build_profiler(profiler)
         self.state = TrainerState()
         self.data = DataSource(self)
@@ -217,7 +216,7 @@ class Trainer(TrainerBase):
 
         callbacks = defaults.build_callbacks(
             given,
-            default_checkpoint=registry.default_checkpoint(self._model_registry),
+            default_checkpoint=defaults.default_checkpoint(self._model_registry),
             scales_loss=self.scaler.is_enabled(),
             exposes_gradients=self.engine.exposes_gradients,
             uses_tensor_cores=self.engine.device.type == "cuda" and plugin.is_half,

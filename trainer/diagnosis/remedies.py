@@ -19,8 +19,8 @@ from trainer.common.module_tree import has_forward, is_dense, is_measurable, pla
 from trainer.diagnosis.examine import Finding, examine
 from trainer.diagnosis.recording import RecordedBatch
 from trainer.diagnosis.replay import FLOAT32, UNCHANGED, Variant, backward, replay, run, undisturbed
+from trainer.loop.batch_path import ModuleCalls
 from trainer.loop.closures import needs_closure
-from trainer.loop.module_calls import ModuleCalls
 from trainer.precision.underflow import SMALLEST_NORMAL
 from trainer.state import random_states
 

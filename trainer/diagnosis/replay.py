@@ -31,7 +31,7 @@ from trainer.data.samples import batch_size, samples_of
 from trainer.diagnosis.recording import RecordedBatch
 from trainer.diagnosis.replay_state import ObjectState
 from trainer.loop.accumulation import loss_in
-from trainer.loop.module_calls import ModuleCalls
+from trainer.loop.batch_path import ModuleCalls
 from trainer.precision.autocast_ops import cuda_autocast_ops
 from trainer.precision.cast_cache import unwatched
 from trainer.precision.fp32_modules import find_modules, in_float32

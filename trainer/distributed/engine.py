@@ -65,8 +65,8 @@ from trainer.errors import (
     join_first,
 )
 from trainer.loop.accumulation import Weight
+from trainer.loop.batch_path import ModuleCalls
 from trainer.loop.gradients import Gradients, zero_loss
-from trainer.loop.module_calls import ModuleCalls
 from trainer.loop.optimizers import set_up_optimizers
 from trainer.loop.overrides import overridden, overrides
 from trainer.precision.base import Precision

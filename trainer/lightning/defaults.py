@@ -9,12 +9,13 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch import Callback, LightningModule
-from lightning.pytorch.callbacks import Checkpoint, ModelSummary, RichModelSummary
+from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint, ModelSummary, RichModelSummary
 from lightning.pytorch.callbacks import ProgressBar as AnyProgressBar
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.profilers import Profiler
 from lightning.pytorch.utilities.model_summary.model_summary import get_formatted_model_size, get_human_readable_count
+from lightning_utilities.core.imports import RequirementCache
 from rich import get_console
 from rich.table import Table
 
@@ -188,6 +189,18 @@ def in_opening_order(loggers: Iterable[Any]) -> list[Any]:
     See :attr:`trainer.loggers.LoggerAdapter.opening_order`.
     """
     return sorted(loggers, key=lambda logger: adapter(logger).opening_order)
+
+
+def default_checkpoint(model_registry: str | None) -> Callable[[], Checkpoint]:
+    """Return a function that creates the default checkpoint callback; with a model registry, one that uploads.
+
+    That requires the package ``litmodels``. Without it, as in Lightning, ``model_registry`` has no effect.
+    """
+    if not model_registry or not RequirementCache("litmodels >=0.1.7"):
+        return ModelCheckpoint
+    from litmodels.integrations.checkpoints import LightningModelCheckpoint  # type: ignore[import-not-found]
+
+    return partial(LightningModelCheckpoint, model_registry=model_registry)
 
 
 def build_profiler(given: Profiler | str | None) -> Profiler:

@@ -36,8 +36,7 @@ from lightning.pytorch.utilities.data import _is_dataloader_shuffled, has_len_al
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, SequentialSampler
 
 from trainer.data.elastic_sampling import ElasticSampler, SampleOrder, not_ordered
-from trainer.data.epochs import objects_with_set_epoch
-from trainer.data.lengths import has_exact_length, is_trusted
+from trainer.data.loader_parts import has_exact_length, is_trusted, objects_with_set_epoch
 from trainer.data.prefetching import Prefetching
 from trainer.data.resumable import length_of
 from trainer.data.unpadded import BatchShare, SampleShare, Span

@@ -20,7 +20,7 @@ from torch.utils._pytree import keystr, tree_flatten_with_path
 from torch.utils.data import DataLoader, SequentialSampler
 
 from trainer.data.batches import IDLE, Batch, LookAhead, identity
-from trainer.data.epochs import objects_with_set_epoch
+from trainer.data.loader_parts import objects_with_set_epoch
 from trainer.data.resumable import (
     MapStyleLoader,
     ResumableLoader,

@@ -25,7 +25,6 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from trainer.common.graphs import keep_out_of_graphs
 from trainer.common.session import Session
 from trainer.errors import ConfigurationError, warn
 from trainer.loop.closures import (
@@ -37,6 +36,7 @@ from trainer.loop.closures import (
 )
 from trainer.loop.fit import FitLoop
 from trainer.precision.cast_cache import forget_casts
+from trainer.precision.compilation import keep_out_of_graphs
 
 
 class ManualOptimization:
