@@ -110,7 +110,14 @@ class Preparation:
         loop.prepare(
             hooks=self.hooks,
             batches=batches,
-            schedules=self._schedules(),
+            schedules=Schedules(
+                trainer.engine.schedules,
+                self.hooks.of_module("lr_scheduler_step"),
+                partial(MonitoredMetrics, trainer),
+                revocable=self.hooks.override_of("lr_scheduler_step") is None,  # an override may have other effects
+                progress=trainer.progress,
+                by_module=not self._module.automatic_optimization,
+            ),
             plan=FitPlan(
                 build_path=partial(
                     self._build_path, self._transfer(move_training_batch), trainer.engine.step_function("training_step")
@@ -236,12 +243,6 @@ class Preparation:
         trainer, optimizers = self._trainer, self._trainer.engine.optimizers
         allows_closure = len(optimizers) == 1 and not trainer.scaler.skips_steps
         return any(takes_closure(o) if allows_closure else needs_closure(o) for o in optimizers)
-
-    def _schedules(self) -> Schedules:
-        revocable = self.hooks.override_of("lr_scheduler_step") is None  # an override may have other effects
-        step, metrics = self.hooks.of_module("lr_scheduler_step"), partial(MonitoredMetrics, self._trainer)
-        by_module = not self._module.automatic_optimization
-        return Schedules(self._trainer.engine.schedules, step, metrics, revocable, self._trainer.progress, by_module)
 
     def _clipping(self) -> tuple[Clip | None, float]:
         """Return the function that clips the gradients, and the order of the norm that it returns.

@@ -37,13 +37,7 @@ from trainer.distributed.signals import Signals
 from trainer.distributed.stalls import StallWatch
 from trainer.errors import ConfigurationError, rank_zero_warn
 from trainer.lightning import callback_order, defaults, modules, tuning
-from trainer.lightning.averaging import (
-    attach_averaging,
-    defer_copies,
-    hide_averages,
-    resume_averaging,
-    shard_averages,
-)
+from trainer.lightning.averaging import attach_averaging, defer_copies, hide_averages, resume_averaging, shard_averages
 from trainer.lightning.base_trainer import refuse_own_parts
 from trainer.lightning.checkpoint_connector import CheckpointConnector
 from trainer.loop.closures import refuse_bare_steps

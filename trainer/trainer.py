@@ -173,11 +173,8 @@ class Trainer(TrainerBase):
         prefetch_batches: int = 1,
     ) -> None:
         given = dict(locals())
-        arguments.check(
-            given,
-            accelerator=list(AcceleratorRegistry.available_accelerators()),
-            strategy=list(StrategyRegistry.available_strategies()),
-        )
+        accelerators, strategies = AcceleratorRegistry.available_accelerators(), StrategyRegistry.available_strategies()
+        arguments.check(given, accelerator=list(accelerators), strategy=list(strategies))
         if barebones:
             arguments.check_barebones(given)
             off = ("enable_checkpointing", "enable_progress_bar", "enable_model_summary", "logger")

@@ -318,8 +318,7 @@ class ProcessState:
 
     def _window(self, _: State) -> State:
         loop = self._trainer.loop
-        is_open = loop.window.is_open and not self._is_in_batch
-        return {**loop.window.state_dict(is_open=is_open), **loop.mean.state_dict(is_open=is_open)}
+        return loop.mean.state_dict(is_open=loop.window.is_open and not self._is_in_batch)
 
     def _restore_window(self, state: State) -> None:
         """Restore the window.
@@ -335,7 +334,6 @@ class ProcessState:
                 "Resume from a checkpoint that was written between two windows.",
                 exact=trainer.exact_resume,
             )
-        trainer.loop.window.load_state_dict(state)
         trainer.loop.mean.load_state_dict(state)
         trainer.engine.check_accumulation(trainer.loop.window.batches)
 

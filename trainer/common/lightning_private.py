@@ -36,8 +36,7 @@ hpc_save_path = _CheckpointConnector.hpc_save_path
 
 def hparams_name_of(owner: Any) -> str | None:
     """Return the name of the argument that ``save_hyperparameters`` stores, or None before it is called."""
-    name: str | None = getattr(owner, "_hparams_name", None)
-    return name
+    return getattr(owner, "_hparams_name", None)
 
 
 def set_device_mesh(module: Any, mesh: Any) -> None:
@@ -51,10 +50,9 @@ def settings_of(strategy: Any) -> dict[str, Any]:
     return {name: getattr(strategy, f"_{name}") for name in names}
 
 
-def process_group_backend(strategy: Any) -> str:
+def process_group_backend(strategy: Any) -> Any:
     """Return the backend of the process group that the strategy creates."""
-    backend: str = strategy._get_process_group_backend()
-    return backend
+    return strategy._get_process_group_backend()
 
 
 def add_timer(callbacks: list[Any], max_time: Any) -> None:

@@ -19,7 +19,7 @@ from trainer.common.module_tree import is_dense
 from trainer.data.batches import identity
 from trainer.data.samples import PLAIN, leaves_in, nbytes
 from trainer.diagnosis.replay_state import BufferState
-from trainer.loop.accumulation import AccumulationWindow, WeightedMean
+from trainer.loop.accumulation import WeightedMean
 from trainer.loop.batch_path import TrainingPath
 from trainer.precision.scaler import snapshot_loss
 from trainer.state import random_states
@@ -75,7 +75,7 @@ class RecordedBatch(NamedTuple):
         batch: the batch on the device, by reference or as a copy.
         batch_idx: index of the batch in the epoch, zero-based.
         step: ``trainer.global_step`` before the batch.
-        mean: copy of the accumulation window's mean, which weights the loss.
+        mean: copy of the mean of the accumulation window, which weights the loss.
         random_state: states of all random generators (``trainer.state.random_states.capture``). Empty if they are not
             recorded.
         buffers: the floating-point buffers. None if they are not recorded with this batch.
@@ -89,11 +89,6 @@ class RecordedBatch(NamedTuple):
     random_state: dict[str, Any]
     buffers: BufferState | None = None
     rates: Sequence[Any] = ()
-
-    @property
-    def window(self) -> AccumulationWindow:
-        """The accumulation window at this batch."""
-        return self.mean.window
 
 
 class Evidence:

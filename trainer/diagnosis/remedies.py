@@ -365,7 +365,7 @@ def _optimizer_steps(trainer: Trainer) -> Iterator[Callable[..., list[float]]]:
             type(trainer.optimizers[0]).step(trainer.optimizers[0], closure)
         else:
             run(trainer, recorded, on_loss, variant)
-        if not is_manual and not with_closure and (is_last or recorded.window.is_last or not steps):
+        if not is_manual and not with_closure and (is_last or recorded.mean.window.is_last or not steps):
             for optimizer in trainer.optimizers if steps else ():
                 type(optimizer).step(optimizer)
             clear()

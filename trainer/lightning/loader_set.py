@@ -42,15 +42,7 @@ from trainer.data.resumable import length_of
 from trainer.data.unpadded import BatchShare, SampleShare, Span
 from trainer.data.workers import guard_workers
 from trainer.errors import ConfigurationError, ResumeError, rank_zero_warn
-from trainer.lightning.loaders import (
-    DrawnLoaderSet,
-    LoaderPlan,
-    LoaderSet,
-    Origin,
-    count_batches,
-    is_sequential,
-    watch_of,
-)
+from trainer.lightning.loaders import DrawnLoaderSet, LoaderPlan, LoaderSet, Origin, count_batches, watch_of
 from trainer.lightning.modules import snapshot_of
 from trainer.loop.accumulation import WeightedMean
 from trainer.loop.overrides import overrides
@@ -391,7 +383,7 @@ class DataSource:
         trainer.strategy.barrier(f"{stage.dataloader_prefix}_dataloader()")
         mode: Literal["max_size_cycle", "sequential"] = "max_size_cycle" if training else "sequential"
         combined = given if isinstance(given, CombinedLoader) else CombinedLoader(given, mode)
-        if stage is RunningStage.PREDICTING and not is_sequential(combined):
+        if stage is RunningStage.PREDICTING and combined._mode != "sequential":
             raise ConfigurationError(
                 '`trainer.predict()` only supports the `CombinedLoader(mode="sequential")` mode.'
                 f" Got {combined._mode!r}."
@@ -437,14 +429,14 @@ class DataSource:
         are_exact = exact.fewest > 0 or engine.world_size == 1
         most = [_parse_num_batches(stage, span.most, limit) for span in longest]
         limits = [min(pair) for pair in zip(lengths, most, strict=True)]
-        number = count_batches(combined, limits)
+        number, is_sequential = count_batches(combined, limits), combined._mode == "sequential"
         unknown = [span.most == float("inf") for span in longest]  # unknown, whatever the limit
-        spans = self._spans_over_ranks(limits if is_sequential(combined) else [number])
-        unknown = unknown if is_sequential(combined) else [any(unknown)]
+        spans = self._spans_over_ranks(limits if is_sequential else [number])
+        unknown = unknown if is_sequential else [any(unknown)]
         idle, announce = 0, None
         if not training:
             spans = [Span(0, span.most) if is_open else span for span, is_open in zip(spans, unknown, strict=True)]
-        elif any(unknown) or is_sequential(combined):
+        elif any(unknown) or is_sequential:
             spans = []
         else:
             idle = int(spans[0].most - number)

@@ -21,13 +21,7 @@ from torch.utils.data import DataLoader, SequentialSampler
 
 from trainer.data.batches import IDLE, Batch, LookAhead, identity
 from trainer.data.loader_parts import objects_with_set_epoch
-from trainer.data.resumable import (
-    MapStyleLoader,
-    ResumableLoader,
-    StatefulLoader,
-    length_of,
-    resumable,
-)
+from trainer.data.resumable import MapStyleLoader, ResumableLoader, StatefulLoader, length_of, resumable
 from trainer.data.unpadded import SampleShare, Span
 from trainer.errors import rank_zero_warn
 from trainer.lightning.profiling import records
@@ -134,7 +128,7 @@ class LoaderSet:
     @property
     def is_sequential(self) -> bool:
         """Whether the dataloaders run one after the other instead of combined."""
-        return is_sequential(self.combined)
+        return bool(self.combined._mode == "sequential")
 
     @property
     def limits(self) -> list[float]:
@@ -552,14 +546,9 @@ def _warn_of_replaying(loader: ResumableLoader, count: int) -> None:
     )
 
 
-def is_sequential(combined: CombinedLoader) -> bool:
-    """Return whether dataloaders run one after the other instead of combined."""
-    return bool(combined._mode == "sequential")
-
-
 def count_batches(combined: CombinedLoader, limits: list[float]) -> float:
     """Return the number of batches in a pass, from the number of each dataloader."""
-    if is_sequential(combined):
+    if combined._mode == "sequential":
         return sum(limits)
     ends_first = combined._mode == "min_size" or (combined._mode == "max_size_cycle" and 0 in limits)
     return min(limits, default=0) if ends_first else max(limits, default=0)

@@ -24,8 +24,11 @@ Weight = float | Tensor
 NOTHING: Mapping[str, Any] = {"loss": torch.zeros(()), "weight": 0.0}
 """The output of a batch that is None, for which ``training_step`` is not called."""
 
-_WINDOW_STATE = ("batches", "size", "is_first", "is_last", "_position")
-_MEAN_STATE = ("backwards", "factor", "correction", "_unit", "_total", "_is_weighted", "_shared_unit")
+_STATE = (
+    ("batches", "size", "is_first", "is_last", "_position"),
+    ("backwards", "factor", "correction", "_unit", "_total", "_is_weighted", "_shared_unit"),
+)
+"""The attributes of the window and of the mean that a checkpoint stores."""
 
 _MIXED = (
     "Got a `training_step` that returned a 'weight' for some batches of an accumulation window and none for others,"
@@ -52,7 +55,7 @@ def loss_in(output: Any, *, reads_weight: bool = True) -> tuple[Tensor | None, W
     if output is None:
         warn(
             "`training_step` returned `None`. If this was on purpose, ignore this warning: there is nothing to learn"
-            " from this batch.",
+            " from this batch."
         )
         return None, None
     if not isinstance(output, Mapping):
@@ -194,20 +197,6 @@ class AccumulationWindow:
             self._position += 1
         self.is_last = is_last_batch or self._position + 1 >= self.size
 
-    def state_dict(self, *, is_open: bool) -> dict[str, Any]:
-        """Return the state for a checkpoint: all of it, or only the part for the next window.
-
-        Args:
-            is_open: whether a resumed run continues the current window.
-        """
-        return _state_of(self, _WINDOW_STATE if is_open else ("batches",)) | {"given": self.given}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the state of :meth:`state_dict`; ``batches`` only if ``given`` is the same in both runs."""
-        if state.get("given") != self.given:
-            state = {**state, "batches": self.batches}
-        _restore(self, _WINDOW_STATE, state)
-
 
 class WeightedMean:
     """The weighted mean of the gradients of a window's batches, over all processes.
@@ -290,16 +279,24 @@ class WeightedMean:
         vars(self).update(vars(mark) | {"window": self.window})
 
     def state_dict(self, *, is_open: bool) -> dict[str, Any]:
-        """Return the state for a checkpoint: all of it, or only the part for the next window. Excludes gradients.
+        """Return the state for a checkpoint, with that of the window. Excludes gradients.
 
         Args:
-            is_open: whether a resumed run continues the current window.
+            is_open: whether a resumed run continues the current window. If not, only the part for the next window.
         """
-        return _state_of(self, _MEAN_STATE if is_open else ("_shared_unit", "_unit"))
+        window, mean = _STATE if is_open else (("batches",), ("_shared_unit", "_unit"))
+        parts = (self.window, (*window, "given")), (self, mean)
+        return {name.removeprefix("_"): getattr(part, name) for part, names in parts for name in names}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the state of :meth:`state_dict`."""
-        _restore(self, _MEAN_STATE, state, self._engine.device)
+        """Restore the state of :meth:`state_dict`; ``batches`` only if ``given`` is the same in both runs."""
+        if state.get("given") != self.window.given:
+            state = {**state, "batches": self.window.batches}
+        for part, names in zip((self.window, self), _STATE, strict=True):
+            for name in names:
+                if (key := name.removeprefix("_")) in state:
+                    value = state[key]
+                    setattr(part, name, value.to(self._engine.device) if isinstance(value, Tensor) else value)
 
     def share(self, loss: Tensor, weight: Weight | None = None) -> Tensor:
         """Return the current batch's expected share of the window's mean loss.
@@ -467,17 +464,6 @@ class WeightedMean:
         """Return a batch's real share of the window's mean loss, once the window is closed."""
         exact = isinstance(self.correction, float) and self.correction == 1.0
         return share if exact else share * self.correction
-
-
-def _state_of(part: object, names: Iterable[str]) -> dict[str, Any]:
-    return {name.removeprefix("_"): getattr(part, name) for name in names}
-
-
-def _restore(part: object, names: Iterable[str], state: dict[str, Any], device: torch.device | None = None) -> None:
-    for name in names:
-        if (key := name.removeprefix("_")) in state:
-            value = state[key]
-            setattr(part, name, value.to(device) if isinstance(value, Tensor) else value)
 
 
 def _positive(weight: Weight) -> Weight:

@@ -74,13 +74,7 @@ class EvalLoop:
         self.prepare(hooks=NO_HOOKS, module=nn.Module(), path=NO_PATH, loaders=None, inference_mode=False)
 
     def prepare(
-        self,
-        *,
-        hooks: Hooks,
-        module: nn.Module,
-        path: BatchPath,
-        loaders: LoaderSet | None,
-        inference_mode: bool,
+        self, *, hooks: Hooks, module: nn.Module, path: BatchPath, loaders: LoaderSet | None, inference_mode: bool
     ) -> None:
         """Set the parts that belong to one run.
 

@@ -220,7 +220,9 @@ class Hooks:
             Whether a callback was added or removed, or a hook was set on a callback or on the module.
         """
         callbacks = list(callbacks)
-        known = [(id(owner), _instance_hooks(owner)) for owner in (*callbacks, self._module, self._strategy)]
+        # the hooks that are set on an instance instead of its class
+        owners = ((id(one), getattr(one, "__dict__", {})) for one in (*callbacks, self._module, self._strategy))
+        known = [(number, {name: own[name] for name in _NAMES & own.keys()}) for number, own in owners]
         if known == self._known:
             return False
         self.callbacks, self._known = callbacks, known  # keeps the callbacks alive, so that their ids are not reused
@@ -273,12 +275,6 @@ class Hooks:
 
 def _nothing(*_: Any) -> None:
     pass
-
-
-def _instance_hooks(owner: Any) -> dict[str, Any]:
-    """Return the hooks that are set on the instance instead of its class."""
-    own = getattr(owner, "__dict__", {})
-    return {name: own[name] for name in _NAMES & own.keys()}
 
 
 CALLBACK_HOOKS = (

@@ -27,13 +27,7 @@ from torch.optim import Optimizer
 
 from trainer.common.session import Session
 from trainer.errors import ConfigurationError, warn
-from trainer.loop.closures import (
-    Closure,
-    is_of_run,
-    lower_scale_after,
-    refuse_scaled_closures,
-    step_with_closure,
-)
+from trainer.loop.closures import Closure, is_of_run, lower_scale_after, refuse_scaled_closures, step_with_closure
 from trainer.loop.fit import FitLoop
 from trainer.precision.cast_cache import forget_casts
 from trainer.precision.compilation import keep_out_of_graphs
