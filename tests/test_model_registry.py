@@ -8,8 +8,8 @@ import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from tests.parity import Classifier, Learner, data, ours
-from trainer import model_registry as registry
 from trainer.errors import CheckpointError
+from trainer.lightning import defaults as registry
 
 
 def test_without_the_package(tmp_path):

@@ -16,8 +16,8 @@ from torch import nn
 from tests.parity import Classifier, RecordingLogger, data, outcome, run_both
 from tests.support import Regression, loader_of, loss_of, make_batches, make_trainer
 from trainer.callbacks import NonFiniteGuard, RunSummary
+from trainer.common.lightning_private import TunerExit
 from trainer.errors import ConfigurationError
-from trainer.lightning.tuning import TunerExit
 
 FUNCTIONS = ("fit", "validate", "test", "predict")
 

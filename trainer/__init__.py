@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from trainer.checkpoint.checkpoint_io import CheckpointFiles
     from trainer.distributed.deepspeed_engine import DeepSpeedStrategy
     from trainer.distributed.fsdp import FSDP2Strategy
-    from trainer.loggers.images import log_images
+    from trainer.loggers import log_images
     from trainer.module_weights import LoadedWeights, load_weights
     from trainer.precision import LossScaler, Precision
     from trainer.record.run_record import load_run
@@ -56,7 +56,7 @@ _HOMES = {
     "load_run": "trainer.record.run_record",
     "load_sweep": "trainer.record.sweep_record",
     "load_weights": "trainer.module_weights",
-    "log_images": "trainer.loggers.images",
+    "log_images": "trainer.loggers",
 }
 
 

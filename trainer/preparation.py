@@ -28,19 +28,17 @@ from trainer.lightning.loader_set import move_training_batch
 from trainer.lightning.loaders import DrawnLoaderSet, LoaderSet
 from trainer.lightning.profiling import Profiling
 from trainer.lightning.views import MonitoredMetrics
-from trainer.loop.batch_path import NO_PATH, BatchPath, Clip, TrainingPath, TrainingWrapper, wrapped
-from trainer.loop.closures import ClosureOptimization
+from trainer.loop.batch_path import NO_PATH, BatchPath, Clip, ModuleCalls, TrainingPath, TrainingWrapper, wrapped
+from trainer.loop.closures import ClosureOptimization, needs_closure, takes_closure
 from trainer.loop.evaluation import EvalLoop
-from trainer.loop.fit import FitLoop
-from trainer.loop.hooks import Hook, Hooks
+from trainer.loop.fit import FitLoop, FitPlan
+from trainer.loop.gradients import has_own_zero_grad
+from trainer.loop.hooks import Hook, Hooks, HookScope
 from trainer.loop.manual_optimization import ManualOptimization
-from trainer.loop.module_calls import ModuleCalls
-from trainer.loop.optimizer_calls import has_own_zero_grad, needs_closure, takes_closure
 from trainer.loop.optimizers import with_closure
 from trainer.loop.overrides import overrides
 from trainer.loop.own_batches import draw_in_evaluation, draw_in_fit
 from trainer.loop.schedules import Schedules
-from trainer.metrics.logging import ModuleScope
 from trainer.state.progress import STARTED
 
 if TYPE_CHECKING:
@@ -67,7 +65,7 @@ class Preparation:
             trainer,
             module,
             trainer.callbacks,
-            ModuleScope(module),
+            HookScope(module),
             overrides,
             traits.reads_epoch_metrics,
             traits.runs_last,
@@ -112,20 +110,30 @@ class Preparation:
         loop.prepare(
             hooks=self.hooks,
             batches=batches,
-            schedules=self._schedules(),
-            build_path=partial(
-                self._build_path, self._transfer(move_training_batch), trainer.engine.step_function("training_step")
+            schedules=Schedules(
+                trainer.engine.schedules,
+                self.hooks.of_module("lr_scheduler_step"),
+                partial(MonitoredMetrics, trainer),
+                revocable=self.hooks.override_of("lr_scheduler_step") is None,  # an override may have other effects
+                progress=trainer.progress,
+                by_module=not self._module.automatic_optimization,
             ),
-            follow_changes=partial(self._follow_changes, _set_once(self._module), validate),
-            begin=begin,
-            resumes=resumes,
+            plan=FitPlan(
+                build_path=partial(
+                    self._build_path, self._transfer(move_training_batch), trainer.engine.step_function("training_step")
+                ),
+                follow_changes=partial(self._follow_changes, _set_once(self._module)),
+                validates=partial(getattr, trainer, "enable_validation"),
+                validate=validate,
+                begin=begin,
+                resumes=resumes,
+            ),
         )
         self._check_counts(loaders)
 
-    def _follow_changes(self, before: dict[str, Any], validate: Callable[[], None]) -> None:
-        """Apply changes of the callbacks and of ``limit_val_batches``, and refuse changes of the module's methods."""
+    def _follow_changes(self, before: dict[str, Any]) -> None:
+        """Apply changes of the callbacks, and refuse changes of the module's methods."""
         _refuse_changes(self._module, before)
-        self._trainer.loop.validate = validate if self._trainer.enable_validation else None
         if self.hooks.follow(self._trainer.callbacks):
             self._trainer.loop.take_optimizers()
             loop = self._trainer.eval_loops[RunningStage.VALIDATING]
@@ -236,12 +244,6 @@ class Preparation:
         allows_closure = len(optimizers) == 1 and not trainer.scaler.skips_steps
         return any(takes_closure(o) if allows_closure else needs_closure(o) for o in optimizers)
 
-    def _schedules(self) -> Schedules:
-        revocable = self.hooks.override_of("lr_scheduler_step") is None  # an override may have other effects
-        step, metrics = self.hooks.of_module("lr_scheduler_step"), partial(MonitoredMetrics, self._trainer)
-        by_module = not self._module.automatic_optimization
-        return Schedules(self._trainer.engine.schedules, step, metrics, revocable, self._trainer.progress, by_module)
-
     def _clipping(self) -> tuple[Clip | None, float]:
         """Return the function that clips the gradients, and the order of the norm that it returns.
 
@@ -286,9 +288,10 @@ class Preparation:
         """
         if loaders is None or self._trainer.engine.world_size == 1:
             return
-        span = loaders.spans[0] if loaders.spans else Span(0, 0)
+        span = loaders.plan.spans[0] if loaders.plan.spans else Span(0, 0)
         reason = self._needs_equal_counts(loaders)
-        loaders.on_batch = partial(_share_batch, self._trainer.loop, reason, self._trainer.data.may_be_empty)
+        share_batch = partial(_share_batch, self._trainer.loop, reason, self._trainer.data.may_be_empty)
+        loaders.call_before_batches(share_batch)
         if span.fewest < span.most and reason is not None:
             raise ConfigurationError(
                 f"Got {span.fewest:.0f} to {span.most:.0f} training batches per process. {reason} needs the"
@@ -316,7 +319,7 @@ class Preparation:
         trainer.loop.limits.schedule_validation(
             interval,
             loaders.num_batches(),
-            loaders.has_length and not draws,
+            loaders.plan.has_length and not draws,
             validates=may_refuse and bool(trainer.limit_val_batches),
         )
 
@@ -389,7 +392,7 @@ class Preparation:
 
     def _transfer(self, move: Callable[[Any, torch.device], Any] = move_data_to_device) -> Transfer:
         """Build the function that moves a batch to the device through the user's transfer hooks."""
-        engine, scope = self._trainer.engine, ModuleScope(self._module)
+        engine, scope = self._trainer.engine, HookScope(self._module)
         converts = overrides(engine.precision, "convert_batch")
 
         def hook(name: str) -> Hook | None:

@@ -29,6 +29,7 @@ from trainer.callbacks.gradient_accumulation import find_callback
 from trainer.checkpoint import hparams, model_checkpoints
 from trainer.checkpoint.checkpoint_io import order_removals
 from trainer.common import redaction
+from trainer.common.lightning_private import TunerExit
 from trainer.common.session import Session
 from trainer.data.prefetching import Prefetching
 from trainer.diagnosis import explanation as diagnosis
@@ -36,16 +37,11 @@ from trainer.distributed.signals import Signals
 from trainer.distributed.stalls import StallWatch
 from trainer.errors import ConfigurationError, rank_zero_warn
 from trainer.lightning import callback_order, defaults, modules, tuning
-from trainer.lightning.averaging import (
-    attach_averaging,
-    defer_copies,
-    hide_averages,
-    resume_averaging,
-    shard_averages,
-)
+from trainer.lightning.averaging import attach_averaging, defer_copies, hide_averages, resume_averaging, shard_averages
 from trainer.lightning.base_trainer import refuse_own_parts
 from trainer.lightning.checkpoint_connector import CheckpointConnector
 from trainer.loop.closures import refuse_bare_steps
+from trainer.loop.hooks import CURRENT_HOOK
 from trainer.loop.manual_optimization import count_bare_steps
 from trainer.loop.optimizers import returned_none
 from trainer.metrics.logging import attach_log
@@ -75,7 +71,7 @@ def _hook_of_fit(trainer: pl.Trainer) -> str | None:
     """Return the hook that a fit of ``trainer`` is running. None outside of a fit, and in its last hooks."""
     if trainer.state.fn is not TrainerFn.FITTING or trainer.state.status is not TrainerStatus.RUNNING:
         return None
-    hook = vars(trainer.lightning_module).get("_current_fx_name") or "a method"
+    hook = vars(trainer.lightning_module).get(CURRENT_HOOK) or "a method"
     return None if hook in ("on_train_end", "on_fit_end", "teardown") else hook
 
 
@@ -130,7 +126,7 @@ class Run:
         state.fn, state.stage, state.status = fn, STAGES[fn], TrainerStatus.RUNNING
         try:
             yield
-        except tuning.TunerExit:
+        except TunerExit:  # BatchSizeFinder and LearningRateFinder end the run once they have a result
             modules.call_teardown_hooks(self._trainer)
             self._release()
         except KeyboardInterrupt as error:
@@ -197,7 +193,7 @@ class Run:
                 f" {type(datamodule).__name__} and dataloaders for {' and '.join(given)}."
             )
         trainer.data.attach(module, dataloaders, datamodule)
-        if trainer.state.fn is TrainerFn.FITTING:
+        if self._is_fit:
             trainer.eval_loops[RunningStage.VALIDATING].loaders = None  # drop those of an earlier `validate`
         self._connector.select(ckpt_path, model_given=model is not None, weights=weights)
         trainer.published.begin_run()
@@ -205,7 +201,9 @@ class Run:
 
     def _refuse_module_in_training(self, module: Any) -> None:
         """Raise an error if the fit of another Trainer is training the module."""
-        other: Any = getattr(module, "_trainer", None)
+        other: Any = None
+        with suppress(AttributeError, RuntimeError):  # a module without a Trainer raises
+            other = module.trainer
         is_other = isinstance(other, pl.Trainer) and other is not self._trainer and other.lightning_module is module
         if is_other and (hook := _hook_of_fit(other)):
             assert self._trainer.state.fn is not None
@@ -228,8 +226,8 @@ class Run:
         module.trainer = trainer
         if trainer.datamodule is not None:
             trainer.datamodule.trainer = trainer
-        fitting, result = trainer.state.fn is TrainerFn.FITTING, None
-        preparation = self._set_up(module, weights_only, fitting=fitting)
+        fitting, result = self._is_fit, None  # a run that begins in on_train_end changes the Trainer's state
+        preparation = self._set_up(module, weights_only)
         if fitting:
             self._check_sanity(preparation)
             self._prepare_fit(preparation)
@@ -261,10 +259,25 @@ class Run:
         modules.call_teardown_hooks(trainer)
         return result
 
-    def _set_up(self, module: LightningModule, weights_only: bool | None, *, fitting: bool) -> Preparation:
-        """Do everything before the first batch: callbacks, loggers, the strategy, optimizers, the checkpoint."""
+    # --- before the first batch ------------------------------------------------------------------------------
+
+    def _set_up(self, module: LightningModule, weights_only: bool | None) -> Preparation:
+        """Do everything before the first batch, in five phases."""
+        self._connect(module)
+        self._configure_module(module)
+        self._set_up_engine(module, weights_only)
+        preparation = self._start_hooks(module)
+        self._restore(module, weights_only)
+        return preparation
+
+    @property
+    def _is_fit(self) -> bool:
+        return self._trainer.state.fn is TrainerFn.FITTING
+
+    def _connect(self, module: LightningModule) -> None:
+        """Connect the module, its callbacks and the processes to the run."""
         trainer, engine = self._trainer, self._trainer.engine
-        if fitting:
+        if self._is_fit:
             trainer.loop.limits.fill_in(self._default_max_epochs())
         if trainer.barebones:
             rank_zero_info(
@@ -275,29 +288,42 @@ class Run:
         engine.connect(module)
         callback_order.attach_model_callbacks(trainer)
         modules.verify(trainer, module)
-        if fitting:
+        if self._is_fit:
             modules.reset_results(trainer, self.session)
         attach_log(module, trainer, self.session)
         engine.setup_environment()
         self.stalls = self._watch_for_stalls()
-        if fitting and trainer.resume and not trainer.fast_dev_run:
+
+    def _configure_module(self, module: LightningModule) -> None:
+        """Download the data, open the loggers, and run ``setup`` and ``configure_model``."""
+        trainer = self._trainer
+        if self._is_fit and trainer.resume and not trainer.fast_dev_run:
             self._connector.find_newest(self.session)  # before a logger chooses its folder
         modules.set_up_profiler(trainer, module)
         trainer.data.connector.prepare_data()
         hide_averages(trainer, self.session)
         defer_copies(trainer, self.session)
-        self._call_setup_hooks()
+        self._connector.keep_rows()
+        for logger in defaults.in_opening_order(trainer.loggers):
+            _ = getattr(logger, "experiment", None)
+        model_checkpoints.claim_folders(trainer, self.session)
+        with model_checkpoints.without_needless_warnings(trainer):
+            modules.call_setup_hooks(trainer)
         modules.configure_model(trainer)
-        engine.convert_module()
+        trainer.engine.convert_module()
+
+    def _set_up_engine(self, module: LightningModule, weights_only: bool | None) -> None:
+        """Restore the module, wrap it for its devices, create the optimizers, and enter the precision."""
+        trainer, engine = self._trainer, self._trainer.engine
         if not engine.restores_after_setup:
             self._connector.restore_module_and_callbacks(weights_only)
-        if fitting:
+        if self._is_fit:
             self._connector.prepare_order()
         for metrics in (trainer.loop.metrics, *(loop.metrics for loop in trainer.eval_loops.values())):
             metrics.clear()  # remove the values of an interrupted run or of another module
         tuning.attach_finders(trainer, self.session)
         attach_averaging(trainer, self.session)
-        engine.setup(fitting=fitting)
+        engine.setup(fitting=self._is_fit)
         shard_averages(trainer, self.session)
         order_removals(trainer.strategy, self.session)
         # after the setup, which may replace modules (sync_batchnorm)
@@ -305,31 +331,39 @@ class Run:
         if engine.world_size > 1 and engine.device.type == "cpu" and engine.precision.dtype is torch.float16:
             # each rank has measured which float16 kernels are faster
             engine.precision.load_state_dict(engine.broadcast(engine.precision.state_dict()))
-        if fitting:
+        if self._is_fit:
             engine.precision.check_optimizers(engine.optimizers)
         if trainer.prefetch_batches and engine.device.type == "cuda":  # other devices have no streams for copies
             trainer.data.prefetching = Prefetching(engine.device)
-        if fitting:
+
+    def _start_hooks(self, module: LightningModule) -> Preparation:
+        """Look up the hooks of the run, run ``on_fit_start``, and log the hyperparameters."""
+        trainer = self._trainer
+        if self._is_fit:
             model_checkpoints.attach_savers(trainer, self.session)
         preparation = self.preparation = Preparation(trainer)
-        if fitting:
+        if self._is_fit:
             preparation.hooks.on_fit_start()
             model_checkpoints.attach_savers(trainer, self.session)  # of callbacks that were added
             modules.withdraw_early_stops(trainer, self.session)
             preparation.hooks.follow(trainer.callbacks)
         if trainer.enable_autolog_hparams:
             hparams.log_hyper_parameters(trainer)
-        if fitting and trainer.is_global_zero and model_checkpoints.are_written(trainer):
+        if self._is_fit and trainer.is_global_zero and model_checkpoints.are_written(trainer):
             hparams.announce(module, trainer.datamodule)
+        return preparation
+
+    def _restore(self, module: LightningModule, weights_only: bool | None) -> None:
+        """Restore the rest of the checkpoint. :meth:`_begin_training` restores the state of this process later."""
+        engine = self._trainer.engine
         if engine.restores_after_setup:
             self._connector.restore_module_and_callbacks(weights_only)
-        if fitting:
+        if self._is_fit:
             self.process_state = self._connector.restore_fit()
         self._connector.forget()
         self._signals.register_signal_handlers()
         engine.barrier("run-stage")
         module.zero_grad()
-        return preparation
 
     def _watch_for_stalls(self) -> StallWatch | None:
         trainer, engine = self._trainer, self._trainer.engine
@@ -356,14 +390,6 @@ class Run:
                 category=PossibleUserWarning,
             )
         return 1000
-
-    def _call_setup_hooks(self) -> None:
-        self._connector.keep_rows()
-        for logger in defaults.in_opening_order(self._trainer.loggers):
-            _ = getattr(logger, "experiment", None)
-        model_checkpoints.claim_folders(self._trainer, self.session)
-        with model_checkpoints.without_needless_warnings(self._trainer):
-            modules.call_setup_hooks(self._trainer)
 
     def _check_sanity(self, preparation: Preparation) -> None:
         """Run a few validation batches before training, to find errors in the validation code early."""

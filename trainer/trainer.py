@@ -14,18 +14,17 @@ from typing import Any, Literal
 
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.pytorch import Callback, LightningDataModule, LightningModule
-from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.accelerators import Accelerator, AcceleratorRegistry
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.plugins import CheckpointIO, LayerSync
 from lightning.pytorch.profilers import Profiler
-from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.strategies import Strategy, StrategyRegistry
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn, TrainerState
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.enums import GradClipAlgorithmType
 from torch import Tensor
 
 from trainer import arguments
-from trainer import model_registry as registry
 from trainer.callbacks.gradient_accumulation import (
     GradientAccumulation,
     accumulation_schedule,
@@ -35,6 +34,7 @@ from trainer.callbacks.gradient_accumulation import (
 from trainer.callbacks.gradient_clipping import GradientClipping
 from trainer.checkpoint.plain import require_loadable
 from trainer.checkpoint.process import ProcessState
+from trainer.common.lightning_private import defaults_from_environment, log_devices
 from trainer.distributed.engine import LightningEngine
 from trainer.distributed.signals import Signals
 from trainer.distributed.strategies import build_engine
@@ -57,7 +57,6 @@ from trainer.run import STAGES, Run
 from trainer.state.outcome import StepOutcome
 from trainer.state.progress import FitProgress
 from trainer.state.stopping import StoppingConditions
-from trainer.trainer_arguments import defaults_from_environment, log_devices, registered_names
 
 Plugin = CheckpointIO | ClusterEnvironment | LayerSync
 """The types of ``plugins``. A precision is not a plugin: use the argument ``precision``."""
@@ -174,7 +173,8 @@ class Trainer(TrainerBase):
         prefetch_batches: int = 1,
     ) -> None:
         given = dict(locals())
-        arguments.check(given, **registered_names())
+        accelerators, strategies = AcceleratorRegistry.available_accelerators(), StrategyRegistry.available_strategies()
+        arguments.check(given, accelerator=list(accelerators), strategy=list(strategies))
         if barebones:
             arguments.check_barebones(given)
             off = ("enable_checkpointing", "enable_progress_bar", "enable_model_summary", "logger")
@@ -202,7 +202,7 @@ class Trainer(TrainerBase):
         self.val_check_interval = arguments.shown_interval(val_check_interval, limits)
         self.overfit_batches = limits["overfit_batches"] or 0.0
         self.pad_evaluation = self.pad_evaluation or not self.engine.supports_uneven_evaluation
-        self._model_registry = registry.model_name(model_registry)
+        self._model_registry = model_registry.split(":")[0] if model_registry else None
         self.profiler = defaults.build_profiler(profiler)
         self.state = TrainerState()
         self.data = DataSource(self)
@@ -213,7 +213,7 @@ class Trainer(TrainerBase):
 
         callbacks = defaults.build_callbacks(
             given,
-            default_checkpoint=registry.default_checkpoint(self._model_registry),
+            default_checkpoint=defaults.default_checkpoint(self._model_registry),
             scales_loss=self.scaler.is_enabled(),
             exposes_gradients=self.engine.exposes_gradients,
             uses_tensor_cores=self.engine.device.type == "cuda" and plugin.is_half,
@@ -436,7 +436,7 @@ class Trainer(TrainerBase):
         ``settled_outcome``.
         """
         self.loop.resolve_outcome()
-        return self.loop.outcome
+        return self.loop.update.outcome
 
     @property
     def settled_outcome(self) -> StepOutcome | None:
@@ -444,12 +444,12 @@ class Trainer(TrainerBase):
 
         Reading this property never synchronizes.
         """
-        return self.loop.outcome
+        return self.loop.update.outcome
 
     @property
     def loss_share(self) -> float | Tensor:
         """The factor that turns the current batch's loss into its share of the mean over the accumulation window."""
-        return self.loop.window.factor
+        return self.loop.mean.factor
 
     @property
     def skipped_steps(self) -> int:

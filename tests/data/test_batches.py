@@ -7,6 +7,7 @@ from torch.utils.data import DataLoader
 
 from tests.data.test_resumable import Bookmarked, Noisy, Stream, batches_of
 from trainer.data.batches import LookAhead, TrainingBatches, Transfer
+from trainer.lightning.loaders import Origin
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 
@@ -33,7 +34,7 @@ class Drawing(Stream):
 def test_limit_draws_no_batch_too_many(known):
     stream = Drawing(5, known)
     batches = batches_of(DataLoader(stream, None), limit=2)
-    assert (batches.num_batches, batches.loaders.has_length) == (2, known)
+    assert (batches.num_batches, batches.loaders.plan.has_length) == (2, known)
     batches.start_epoch(0, skip=0)
     assert [(int(sample[0]), *more) for sample, *more in batches] == [(0, 0, False), (1, 1, True)]
     assert stream.drawn == 2
@@ -69,7 +70,7 @@ def test_states_of_replaced_dataloaders_are_not_used():
     before.start_epoch(3, 0)
     next(iter(before))
     replaced, renewed = batches_of(Bookmarked(5)), batches_of(Bookmarked(5))
-    replaced.loaders.made_in = renewed.loaders.made_in = 4
+    replaced.loaders.origin = renewed.loaders.origin = Origin(4)
     renews = TrainingBatches(batches_of(Bookmarked(5)).loaders, lambda: renewed.loaders)
     for batches in (replaced, renews):
         batches.load_state_dict(before.state_dict())

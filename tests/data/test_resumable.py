@@ -31,7 +31,7 @@ from tests.data.drawn import Drawn
 from trainer.data.batches import TrainingBatches
 from trainer.data.resumable import resumable
 from trainer.errors import ResumeError
-from trainer.lightning.loaders import LoaderSet
+from trainer.lightning.loaders import LoaderPlan, LoaderSet
 from trainer.state import random_states
 
 pytestmark = [
@@ -244,7 +244,9 @@ def batches_of(loaders, limit=inf):
             lengths.append(float(len(loader)))
         except TypeError:
             lengths.append(inf)
-    return TrainingBatches(LoaderSet(combined, [min(length, limit) for length in lengths], inf not in lengths))
+    return TrainingBatches(
+        LoaderSet(combined, LoaderPlan([min(length, limit) for length in lengths], inf not in lengths))
+    )
 
 
 def step(epoch, batch_idx, batch):
@@ -830,7 +832,9 @@ class Follows(Mosaic):
 ])  # fmt: skip
 def test_changes_that_persistent_workers_never_see_are_named_once(make, moment, what, name):
     dataset = make()
-    loaders = LoaderSet(CombinedLoader(DataLoader(dataset, None, num_workers=1, persistent_workers=True)), [2], True)
+    loaders = LoaderSet(
+        CombinedLoader(DataLoader(dataset, None, num_workers=1, persistent_workers=True)), LoaderPlan([2], True)
+    )
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for epoch in range(4):

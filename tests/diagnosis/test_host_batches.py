@@ -51,7 +51,7 @@ def fit(folder, module, bad=(3,)):
     trainer = make_trainer(folder, accelerator="gpu", devices=1, callbacks=[report])
     with pytest.raises(RuntimeError, match="device-side assert"):
         trainer.fit(module, loader_of(batches))
-    assert not trainer.loop.wrappers
+    assert not trainer.loop.path.wrappers
     return report
 
 

@@ -105,7 +105,7 @@ class Restores(Records):
 
     def on_after_optimizer_step(self, trainer, pl_module, optimizer, outcome):
         first, second = self.recorder.closed
-        self.updates[first.step] = (first.window.is_first, second.window.is_first, second.buffers)
+        self.updates[first.step] = (first.mean.window.is_first, second.mean.window.is_first, second.buffers)
         mean = pl_module.net[0].running_mean
         after = mean.clone()
         first.buffers.restore()

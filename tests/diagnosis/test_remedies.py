@@ -47,7 +47,7 @@ def test_other_weights_for_a_while(tmp_path):
 
 
 def test_the_settings_of_the_run_stay_in_the_remedy():
-    trainer = SimpleNamespace(loop=SimpleNamespace(precision=MixedPrecision("float16", init_scale=1024.0)))
+    trainer = SimpleNamespace(engine=SimpleNamespace(precision=MixedPrecision("float16", init_scale=1024.0)))
     assert remedies.precision(trainer, fp32_modules=("net.1",)) == (
         "precision=MixedPrecision('float16', init_scale=1024.0, fp32_modules=['net.1'])"
     )

@@ -288,7 +288,7 @@ def test_float32_replaces_16_bits_of_the_batch_and_of_the_code(tmp_path):
 
     class Replays(Callback):
         def on_before_optimizer_step(self, trainer, pl_module, optimizer):
-            batch = RecordedBatch(trainer.loop.metrics.batch, 0, 0, trainer.loop.window, {})
+            batch = RecordedBatch(trainer.loop.metrics.batch, 0, 0, trainer.loop.mean, {})
             finding = examine(trainer, [batch], 1.0, FLOAT32)
             assert (finding.error, finding.fails) == ("", False)
 

@@ -106,7 +106,7 @@ class Net(LightningModule):
 
     def training_step(self, batch, batch_idx):
         numbers, loss = batch[0], self.loss(batch)
-        weight = self.trainer.loop.window.batch_weight
+        weight = self.trainer.loop.mean.batch_weight
         self.seen.append((self.trainer.progress.updates, numbers.tolist(), weight))
         counts = weight is None or weight > 0  # a padded sample has weight 0
         self.log("loss", loss, on_step=False, on_epoch=True, sync_dist=True, batch_size=len(numbers) * counts)

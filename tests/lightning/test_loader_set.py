@@ -11,13 +11,13 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sequenti
 from tests.parity import DATAMODULE_HOOKS, Classifier, Learner, assert_agree, data, ours, recording, weights
 from tests.support import stream_of
 from trainer.data.unpadded import Span
-from trainer.lightning.loaders import LoaderSet
+from trainer.lightning.loaders import LoaderPlan, LoaderSet
 
 
 def test_limit_of_an_unknown_length_promises_no_batches():
     """Ranks exchange the number of batches that all of them have."""
     found, stage = [], RunningStage.TESTING
-    looks = LambdaCallback(on_test_start=lambda trainer, _: found.extend(trainer.data.loaders(stage).spans))
+    looks = LambdaCallback(on_test_start=lambda trainer, _: found.extend(trainer.data.loaders(stage).plan.spans))
     for given in (stream_of(data(3, batch_size=1)), data(20)):
         ours(limit_test_batches=5, callbacks=[looks]).test(Classifier(), given, verbose=False)
     assert found == [Span(0, 5), Span(5, 5)]
@@ -35,7 +35,9 @@ def test_epochs_reach_everything_that_has_set_epoch_once():
     one = DataLoader(dataset, batch_sampler=having("Batches", BatchSampler)(order, 2, False))
     two = DataLoader(dataset + Subset(other, [0]), sampler=order)
     combined = CombinedLoader([one, two, DataLoader(stream), having("Loader", list)([1])], "sequential")
-    LoaderSet(combined, [float(len(loader)) for loader in combined.flattened], has_length=True).start_epoch(3)
+    LoaderSet(combined, LoaderPlan([float(len(loader)) for loader in combined.flattened], has_length=True)).start_epoch(
+        3
+    )
     assert sorted(epochs) == [("Batches", 3), ("Data", 3), ("Data", 3), ("Loader", 3), ("Order", 3), ("Stream", 3)]
 
 

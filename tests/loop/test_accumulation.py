@@ -10,7 +10,7 @@ from lightning.pytorch import Callback
 
 from tests.support import Regression, loader_of, make_batches, make_trainer
 from trainer.errors import ConfigurationError
-from trainer.loop.accumulation import AccumulationWindow
+from trainer.loop.accumulation import AccumulationWindow, WeightedMean
 
 
 class Processes:
@@ -23,6 +23,7 @@ class Processes:
     gradients = SimpleNamespace(multiply_=lambda optimizers, factor: None)
 
     def __init__(self, *others, correcting=None):
+        self.data_parallel_size = 1 + len(others)
         self.others, self.correcting, self.unit, self.sums = others, correcting, 1.0, 0
 
     def begin_sum(self, total, count, corrects):
@@ -34,12 +35,17 @@ class Processes:
         return lambda: [total, count, corrects + correcting]
 
 
-def opened(size, processes):
-    """Return a window at its first batch."""
-    window = AccumulationWindow(size)
-    window.start_run(processes)
-    window.advance(size, size == 1)
-    return window
+def opened(size, engine):
+    """Return the mean of a window at its first batch."""
+    mean = WeightedMean(AccumulationWindow(size), engine)
+    mean.start_run()
+    advance(mean, size, size == 1)
+    return mean
+
+
+def advance(mean, batches_left, is_last):
+    mean.window.advance(batches_left, is_last)
+    mean.begin_batch()
 
 
 @pytest.mark.parametrize("batches", [0, -1, 1.5, True, "2"])
@@ -50,80 +56,84 @@ def test_impossible_windows(batches):
 
 @pytest.mark.parametrize("weights", [(None, 3.0), (3.0, None)])
 def test_weights_for_all_batches_or_for_none(weights):
-    window, loss = opened(2, 1), torch.tensor(1.0)
-    window.share(loss, weights[0])
-    window.advance(1, True)
+    mean, loss = opened(2, Processes()), torch.tensor(1.0)
+    mean.share(loss, weights[0])
+    advance(mean, 1, True)
     with pytest.raises(ConfigurationError, match="expected one for all of them or for none"):
-        window.share(loss, weights[1])
-    window.advance(2, False)  # a new window may be of the other kind
-    window.share(loss, weights[1])
+        mean.share(loss, weights[1])
+    advance(mean, 2, False)  # a new window may be of the other kind
+    mean.share(loss, weights[1])
 
 
 # --- several ranks ----------------------------------------------------------------------------------------------------
 
 
 def test_weights_are_measured_by_the_mean_of_the_last_window():
-    engine = Processes([2.0, 6.0])
-    window, loss = AccumulationWindow(2), torch.tensor(1.0)
-    window.start_run(2)
-    for weight in (4.0, 8.0):
-        window.advance(9, False)
-        window.share(loss, weight)
-        assert window.factor == pytest.approx(weight / 2)  # there was no window yet
-    window.close([], engine)
-    window.advance(7, False)
-    window.share(loss, 10.0)
-    assert window.factor == pytest.approx(10 / 5 / 2)  # the mean of 4, 8, 2 and 6 is 5
-    restored = AccumulationWindow(2)
-    restored.start_run(2)
-    restored.load_state_dict(window.state_dict(is_open=False), torch.device("cpu"))
-    restored.advance(7, False)
+    engine, loss = Processes([2.0, 6.0]), torch.tensor(1.0)
+    mean = opened(2, engine)
+    mean.share(loss, 4.0)
+    assert mean.factor == pytest.approx(4 / 2)  # there was no window yet
+    advance(mean, 8, False)
+    mean.share(loss, 8.0)
+    assert mean.factor == pytest.approx(8 / 2)
+    mean.close([])
+    advance(mean, 7, False)
+    mean.share(loss, 10.0)
+    assert mean.factor == pytest.approx(10 / 5 / 2)  # the mean of 4, 8, 2 and 6 is 5
+    restored = WeightedMean(AccumulationWindow(2), engine)
+    restored.start_run()
+    restored.load_state_dict(mean.state_dict(is_open=False))
+    advance(restored, 7, False)
     restored.share(loss, 10.0)
-    assert restored.factor == window.factor
+    assert restored.factor == mean.factor
 
 
 def test_first_window_is_measured_by_the_first_batches_of_all():
     """One of the ranks may have no loss. If none has one, the next batches are used."""
-    window, loss = opened(3, 3), torch.tensor(1.0)
-    assert window.joint_share(None, None, Processes([None], [None])) is None
-    window.advance(8, False)
-    window.joint_share(loss, 5000.0, engine := Processes([3000.0], [None]))
-    assert window.factor == pytest.approx(5000 / 4000 / 3)
-    window.advance(7, False)
-    window.share(loss, 6000.0)
-    assert window.factor == pytest.approx(6000 / 4000 / 3)
-    assert engine.sums == 1
+    engine, loss = Processes([None], [None]), torch.tensor(1.0)
+    mean = opened(3, engine)
+    assert mean.joint_share(None, None) is None
+    advance(mean, 8, False)
+    engine.others = [3000.0], [None]
+    mean.joint_share(loss, 5000.0)
+    assert mean.factor == pytest.approx(5000 / 4000 / 3)
+    advance(mean, 7, False)
+    mean.share(loss, 6000.0)
+    assert mean.factor == pytest.approx(6000 / 4000 / 3)
+    assert engine.sums == 2
 
 
 @pytest.mark.parametrize("on_a_device", [False, True])
 def test_window_of_one_batch_is_corrected_by_its_loss(on_a_device):
-    engine, window = Processes([9.0]), opened(1, 2)
+    engine = Processes([9.0])
+    mean = opened(1, engine)
     engine.gradients = None  # one number is multiplied instead of all gradients
     if on_a_device:
         begin, engine.device = engine.begin_sum, torch.device("cuda")
         engine.begin_sum = lambda *values: lambda: [torch.as_tensor(value) for value in begin(*values)()]
-    share = window.joint_share(torch.tensor(3.0), 3.0, engine)
-    assert window.close([], engine)
-    assert (engine.sums, window.correction) == (1, 1.0)
+    share = mean.joint_share(torch.tensor(3.0), 3.0)
+    assert mean.close([])
+    assert (engine.sums, mean.correction) == (1, 1.0)
     assert float(share) == pytest.approx(3.0 * 2 * 3 / 12)  # 3 of 12 samples, times two processes
 
 
 @pytest.mark.parametrize(("weight", "correction"), [(1.0, 2.0), (4.0, 1.0)])
 def test_rank_without_a_loss_scales_gradients_like_the_others(weight, correction):
     """Ranks with weights have multiplied their losses, and multiply no gradients."""
-    engine, window = Processes([weight], correcting=float(weight != 1.0)), opened(1, 2)
-    assert window.joint_share(None, None, engine) is None
-    assert window.close([], engine)
-    assert (engine.sums, window.correction) == (1, correction)
+    engine = Processes([weight], correcting=float(weight != 1.0))
+    mean = opened(1, engine)
+    assert mean.joint_share(None, None) is None
+    assert mean.close([])
+    assert (engine.sums, mean.correction) == (1, correction)
 
 
 @pytest.mark.parametrize("weight", [None, 3.0])
 def test_weights_on_some_ranks_only_are_refused_on_all(weight):
     """One rank would multiply its loss, the other its gradients."""
-    engine, window = Processes([3.0 if weight is None else 1.0], correcting=float(weight is None)), opened(1, 2)
+    mean = opened(1, Processes([3.0 if weight is None else 1.0], correcting=float(weight is None)))
     with pytest.raises(ConfigurationError, match="a 'weight' for some batches"):  # noqa: PT012
-        window.joint_share(torch.tensor(1.0), weight, engine)
-        window.close([], engine)
+        mean.joint_share(torch.tensor(1.0), weight)
+        mean.close([])
 
 
 class Windows(Callback):

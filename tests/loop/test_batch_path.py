@@ -13,7 +13,7 @@ LOOPS = {"trainer.loop", "self._loop", "loop", "self.loop", "self._trainer.loop"
 
 
 def test_only_loops_assign_to_the_path_of_a_batch():
-    names = {"path", "base_path", "wrappers", "build_path", *BatchPath.__slots__, *TrainingPath.__slots__}
+    names = {"path", *BatchPath.__slots__, *TrainingPath.__slots__}
     for file in PACKAGE.rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and node.attr in names:
@@ -46,4 +46,4 @@ def test_wrapper_lasts_until_it_is_removed_or_the_run_ends(tmp_path):
     module.removed_at = 1
     trainer.fit(module, loader_of(make_batches(1)))
     assert module.seen == [1, 2, 3]
-    assert trainer.loop.wrappers == ()
+    assert trainer.loop.path.wrappers == ()

@@ -145,6 +145,13 @@ def test_at_most_four_own_functions_between_fit_and_training_step(tmp_path):
     assert calls[::-1] == ["fit", "__call__", "run", "train_batch"]
 
 
+def test_loop_has_few_attributes(tmp_path):
+    """A reader of the loop meets each of them."""
+    trainer = make_trainer(tmp_path)
+    trainer.fit(Regression(), loader_of(make_batches(1)))
+    assert len(vars(trainer.loop)) <= 15
+
+
 # --- return values of training_step ---------------------------------------------------------------------------------
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tests.parity import Classifier, assert_agree, data, plain
 from trainer.errors import ConfigurationError
-from trainer.loop.step_output import loss_in, weight_in
+from trainer.loop.accumulation import loss_in, weight_in
 
 
 def test_loss_and_weight_in_a_dict():

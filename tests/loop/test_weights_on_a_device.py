@@ -119,12 +119,12 @@ def test_batch_that_an_elastic_order_leaves_out_contributes_nothing(tmp_path, mo
     with pytest.warns(UserWarning, match="returned `None`"):
         make_trainer(tmp_path, accumulate_grad_batches=2).fit(Skipping(nets[0], adam, none_in=(1,)), data)
     trainer = make_trainer(tmp_path, accumulate_grad_batches=2)
-    window, advance = trainer.loop.window, trainer.loop.window.advance
+    mean, begin_batch = trainer.loop.mean, trainer.loop.mean.begin_batch
 
-    def weigh(*args):
-        advance(*args)
-        window.batch_weight = float(trainer.progress.batch_idx != 1)
+    def weigh():
+        begin_batch()
+        mean.batch_weight = float(trainer.progress.batch_idx != 1)
 
-    monkeypatch.setattr(window, "advance", weigh)
+    monkeypatch.setattr(mean, "begin_batch", weigh)
     trainer.fit(Regression(nets[1], adam), data)
     assert_same_weights(*nets)

@@ -52,7 +52,7 @@ def test_trainer_logs_the_selected_name_once(tmp_path, hardware, caplog):
     messages = [record.getMessage() for record in caplog.records if "auto" in record.getMessage()]
     assert len(messages) == 1
     assert messages[0].startswith("precision='auto' is bf16-mixed here: this CPU ")
-    assert trainer.precision == trainer.loop.precision.name == "bf16-mixed"
+    assert trainer.precision == trainer.engine.precision.name == "bf16-mixed"
 
 
 def test_only_rank_zero_logs(hardware, caplog, monkeypatch):

@@ -43,7 +43,8 @@ def test_epoch_that_ended_early_is_continued_but_not_one_that_was_interrupted(is
     progress, resumed = FitProgress(epoch=1, epochs_trained=1, batches=3), FitProgress()
     progress.begin_epoch()
     for batch_idx in range(2):
-        progress.begin_batch(batch_idx, is_last=False)
+        progress.batch_idx = batch_idx
+        progress.batches_started += 1
         progress.batches += 1
     progress.epochs_trained = 2
     (progress.restart_epoch if is_interrupted else progress.end_epoch)()

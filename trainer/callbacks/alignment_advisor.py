@@ -26,14 +26,7 @@ MULTIPLE = 8
 """Number of 16-bit elements in 16 bytes, the alignment that Tensor Cores require for the best speed."""
 
 _IMAGE_CHANNELS = 4
-_Convolutions = (
-    nn.Conv1d,
-    nn.Conv2d,
-    nn.Conv3d,
-    nn.ConvTranspose1d,
-    nn.ConvTranspose2d,
-    nn.ConvTranspose3d,
-)
+_Convolutions = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 
 class Misaligned(NamedTuple):

@@ -34,10 +34,7 @@ class GradientAccumulation(Callback):
     """
 
     def __init__(
-        self,
-        batches: int | None = None,
-        schedule: Mapping[int, int] | None = None,
-        straddles_epochs: bool = False,
+        self, batches: int | None = None, schedule: Mapping[int, int] | None = None, straddles_epochs: bool = False
     ) -> None:
         expect((batches is None) != (schedule is None), "exactly one of them", batches=batches, schedule=schedule)
         steps = {0: batches} if schedule is None else {int(epoch): number for epoch, number in schedule.items()}

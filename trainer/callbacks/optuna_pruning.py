@@ -58,7 +58,7 @@ class OptunaPruning(L.Callback):
         self._reported = set(known.intermediate_values)
         if known.state.is_finished():
             warn(
-                f"Trial {self.trial} of the study {self.study_name} is over, so this run reports nothing to the study.",
+                f"Trial {self.trial} of the study {self.study_name} is over, so this run reports nothing to the study."
             )
             self._trial = None
 

@@ -57,12 +57,7 @@ class ScaleMonitor(RunCallback):
     observes_only: ClassVar = True
     reset_in_copies: ClassVar = {"_names": {}, "_probe": None, "_norms": {}, "_before_unscale": None}
 
-    def __init__(
-        self,
-        window: int = 100,
-        every_n_steps: int = 50,
-        worst_layers: int = 3,
-    ) -> None:
+    def __init__(self, window: int = 100, every_n_steps: int = 50, worst_layers: int = 3) -> None:
         expect(window >= 1, "a number of steps, at least 1", window=window)
         are_counts = every_n_steps >= 0 and worst_layers >= 0
         expect(are_counts, "whole numbers, at least 0", every_n_steps=every_n_steps, worst_layers=worst_layers)

@@ -10,7 +10,6 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
-from lightning.pytorch.loggers.utilities import _log_hyperparams
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.parsing import clean_namespace
 
@@ -18,6 +17,7 @@ from trainer.checkpoint.inert import refusal
 from trainer.checkpoint.plain import name_of, plain_numbers
 from trainer.checkpoint.plain_form import is_config, plain, plain_dict, resolved
 from trainer.common import redaction
+from trainer.common.lightning_private import hparams_name_of, log_hyperparams
 from trainer.errors import join_first, rank_zero_warn
 from trainer.loggers import adapter
 
@@ -33,8 +33,8 @@ def hyper_parameters_of(*owners: Any) -> dict[str, Any]:
     for owner in owners:
         if owner is None or not owner.hparams:
             continue
-        if hasattr(owner, "_hparams_name"):
-            entries[owner.CHECKPOINT_HYPER_PARAMS_NAME] = owner._hparams_name
+        if (name := hparams_name_of(owner)) is not None:
+            entries[owner.CHECKPOINT_HYPER_PARAMS_NAME] = name
         given = owner.hparams
         entries[owner.CHECKPOINT_HYPER_PARAMS_KEY] = given if is_config(given) else dict(given)
         if is_config(given):
@@ -125,7 +125,7 @@ def _report(owner: Any, objects_by_place: dict[str, str], reasons: dict[Any, str
 
 def log_hyper_parameters(trainer: Trainer) -> None:
     """Send the hyperparameters to the loggers, without secrets."""
-    _log_hyperparams(
+    log_hyperparams(
         SimpleNamespace(  # type: ignore[arg-type]
             loggers=[_WithoutSecrets(logger) for logger in trainer.loggers],
             lightning_module=trainer.lightning_module,

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from trainer.checkpoint.host_copy import on_host
 from trainer.common.module_tree import parameters_of
 from trainer.errors import join_first, rank_zero_warn, refuse_inexact, warn
-from trainer.loop.gradients import Gradients
-from trainer.loop.optimizer_calls import has_own_zero_grad, needs_closure
+from trainer.loop.closures import needs_closure
+from trainer.loop.gradients import Gradients, has_own_zero_grad
 from trainer.metrics.metric_objects import MetricObjects, tracked_in
 from trainer.metrics.metrics import MetricStore, moved, shared_among
 from trainer.state import random_states
@@ -304,8 +304,8 @@ class ProcessState:
             one.progress.seen_batches.update(state.get(name, {}))
 
     def _outcome(self, _: State) -> list[Any]:
-        loop = self._trainer.loop
-        return [None if loop.outcome is None else list(loop.outcome), loop.has_updated]
+        update = self._trainer.loop.update
+        return [None if update.outcome is None else list(update.outcome), update.has_run]
 
     def _restore_outcome(self, state: list[Any]) -> None:
         outcome, has_updated = state
@@ -317,8 +317,8 @@ class ProcessState:
         return self._trainer.progress.position is STARTED
 
     def _window(self, _: State) -> State:
-        window = self._trainer.loop.window
-        return window.state_dict(is_open=window.is_open and not self._is_in_batch)
+        loop = self._trainer.loop
+        return loop.mean.state_dict(is_open=loop.window.is_open and not self._is_in_batch)
 
     def _restore_window(self, state: State) -> None:
         """Restore the window.
@@ -334,7 +334,7 @@ class ProcessState:
                 "Resume from a checkpoint that was written between two windows.",
                 exact=trainer.exact_resume,
             )
-        trainer.loop.window.load_state_dict(state, trainer.engine.device)
+        trainer.loop.mean.load_state_dict(state)
         trainer.engine.check_accumulation(trainer.loop.window.batches)
 
     def _losses(self, state: State) -> list[Tensor]:
@@ -393,7 +393,7 @@ class ProcessState:
             waiting = [optimizer for optimizer in loop.optimizers if not loop.gradients.are_used(optimizer)]
         elif loop.gradients.are_parts:
             waiting = loop.optimizers if is_open else []  # may also be from batches of the other processes
-        elif keeps or (is_open and loop.window.backwards):
+        elif keeps or (is_open and loop.mean.backwards):
             waiting = loop.optimizers
         gradients: Gradients = loop.gradients
         return gradients.state_dict(self._named_parameters(), waiting)

@@ -19,6 +19,7 @@ from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvir
 from lightning.pytorch.strategies import ParallelStrategy
 from torch.distributed.constants import default_pg_timeout
 
+from trainer.common.lightning_private import process_group_backend, settings_of
 from trainer.common.rendezvous import is_served, store_of_this_start
 from trainer.errors import ClusterError
 
@@ -195,11 +196,11 @@ def join_process_group(strategy: Any) -> None:
         return
     if not is_served() or torch.distributed.is_initialized():
         return
-    device, timeout = strategy.root_device, strategy._timeout or default_pg_timeout  # type: ignore[attr-defined]
+    device, timeout = strategy.root_device, settings_of(strategy)["timeout"] or default_pg_timeout
     assert strategy.accelerator is not None
     strategy.accelerator.setup_device(device)
     torch.distributed.init_process_group(
-        strategy._get_process_group_backend(),  # type: ignore[attr-defined]
+        process_group_backend(strategy),
         store=store_of_this_start(timeout),
         rank=environment.global_rank(),
         world_size=environment.world_size(),

@@ -100,7 +100,7 @@ class TrainingBatches:
         if self._loaded or self._epoch < 0 or self.loaders is None:
             return self._loaded
         position = {"epoch": self._epoch, "batches": self._batches, "is_over": self.is_over}
-        return {**position, "made_in": self.loaders.made_in, **self.loaders.state_dict()}
+        return {**position, **self.loaders.state_dict()}
 
     def load_state_dict(self, state: State, *, exact: bool = True) -> None:
         """Continue with the next epoch from the position that ``state_dict`` returned.
@@ -134,7 +134,8 @@ class TrainingBatches:
                 ' each dataloader at a time: choose "max_size_cycle", "max_size" or "min_size".'
             )
         self._next_epoch, self.first, self._is_empty = epoch, skip, False
-        if state.get("made_in", self.loaders.made_in) != self.loaders.made_in:
+        made_in = self.loaders.origin.made_in
+        if state.get("made_in", made_in) != made_in:
             state = {}  # of dataloaders that have been replaced since
         is_its_epoch = bool(state) and state["epoch"] == epoch
         if state and state["epoch"] + 1 == epoch and not skip:
@@ -186,18 +187,19 @@ class TrainingBatches:
         self.is_over = True
 
     def __iter__(self) -> Iterator[tuple[Batch, int, bool]]:
-        assert self.loaders is not None
+        loaders = self.loaders
+        assert loaders is not None
         if self._is_empty:
             return iter(())
         if not self._is_open:
-            self.loaders.open()
+            loaders.open()
         self._is_open = False
-        source: Iterable[Batch] = iter(self.loaders)
+        source: Iterable[Batch] = iter(loaders)
         if self._watch is not None:
             source = self._watch(source)
         self._epoch, self._batches, self.is_over = self._next_epoch, self.first or 0, False
-        count = self.loaders.num_batches() if self.loaders.has_length else None  # callbacks may change `num_batches`
-        return chain(map(partial(self._number_batches, self.loaders, count), source), self._end())
+        count = loaders.num_batches() if loaders.plan.has_length else None  # callbacks may change `num_batches`
+        return chain(map(partial(self._number_batches, loaders, count), source), self._end())
 
     def _end(self) -> Iterator[tuple[Batch, int, bool]]:
         """Record that no batch is left. Yields nothing.

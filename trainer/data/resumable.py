@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
-from trainer.data.epochs import objects_with_set_epoch
+from trainer.data.loader_parts import objects_with_set_epoch
 from trainer.data.worker_random import WorkerRandom, recorded, states_of
 from trainer.data.workers import bounded_like
 from trainer.errors import rank_zero_warn
@@ -314,10 +314,6 @@ def _read_ahead(iterator: Iterator[Batch]) -> Iterator[Batch]:
     yield from iterator
 
 
-def _is_map_style(loader: Any) -> bool:
-    return _uses_default_iteration(loader) and not isinstance(loader.dataset, IterableDataset)
-
-
 def resumable(loader: Any, epoch: int = 0, *, uses_state: bool = True) -> ResumableLoader:
     """Return a :class:`ResumableLoader` around ``loader``, and set its epoch.
 
@@ -329,7 +325,7 @@ def resumable(loader: Any, epoch: int = 0, *, uses_state: bool = True) -> Resuma
     made: ResumableLoader
     if uses_state and _has_state(loader):
         made = StatefulLoader(loader)
-    elif _is_map_style(loader):
+    elif _uses_default_iteration(loader) and not isinstance(loader.dataset, IterableDataset):
         made = MapStyleLoader(loader)
     else:
         made = ResumableLoader(loader, shares_iterator=uses_state and not _uses_default_iteration(loader))

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, get_worker_info
 
-from trainer.data.epochs import objects_with_set_epoch
+from trainer.data.loader_parts import objects_with_set_epoch
 from trainer.state import random_states
 from trainer.state.random_states import State
 

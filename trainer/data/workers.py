@@ -118,7 +118,7 @@ class _BoundedGet:
             self._has_warned = True
             warn(
                 f"The workers of a DataLoader have sent nothing for {waited:.0f} seconds. The run ends after"
-                f" {self._seconds:g} seconds; Trainer(dataloader_timeout=...) sets this limit.",
+                f" {self._seconds:g} seconds; Trainer(dataloader_timeout=...) sets this limit."
             )
         return found
 

@@ -389,7 +389,7 @@ def _precision(trainer: Trainer, case: Case, finding: Finding, phase: str) -> Di
     cure = None if is_sharded or change is not None else remedies.find_cure(trainer, case.batches, finding)
     largest = "" if origin.inputs is None else f" (its input is up to {origin.inputs.largest:.3g})"
     made = "" if origin.outputs is None else origin.outputs.dtype
-    name = made if made in ("float16", "bfloat16") else str(trainer.loop.precision.dtype).removeprefix("torch.")
+    name = made if made in ("float16", "bfloat16") else str(trainer.engine.precision.dtype).removeprefix("torch.")
     is_too_large = origin.inputs is not None and origin.inputs.largest > torch.finfo(getattr(torch, name)).max
     verb = "makes nan in" if origin.is_nan and not is_too_large else "overflows"
     cause = f"{origin.name or 'An operation'} in {origin.place} {verb} {name}{largest}."
@@ -401,13 +401,13 @@ def _precision(trainer: Trainer, case: Case, finding: Finding, phase: str) -> Di
         )
     if _fits_with_cuda_ops(trainer, case):
         cause += f" CUDA's autocast would not overflow: {remedies.precision(trainer, autocast_ops='cuda')}."
-    wider = "32-true" if trainer.loop.precision.dtype is torch.bfloat16 else "bf16-mixed"
+    wider = "32-true" if trainer.engine.precision.dtype is torch.bfloat16 else "bf16-mixed"
     alternative, bfloat16 = _normalization(finding, 1000.0), remedies.other_precision(wider)
     if cure is not None:
         (variant, cured), fits = cure, ""
         remedy = bfloat16 if variant.dtype is torch.bfloat16 else remedies.other_precision("32-true")
         if variant.dtype is None:
-            own = getattr(trainer.loop.precision, "fp32_modules", ())
+            own = getattr(trainer.engine.precision, "fp32_modules", ())
             remedy = remedies.precision(trainer, fp32_modules=(*own, *variant.modules))
             fits = f", scales up to {cured.largest_scale:g} fit" if trainer.scaler.is_enabled() else ""
         tried = f"finite forward and backward{fits}"
@@ -681,7 +681,7 @@ def _normalization(finding: Finding, limit: float) -> str:
 
 def _fits_with_cuda_ops(trainer: Trainer, case: Case) -> bool:
     """Return whether the batch is finite on a CPU if autocast uses CUDA's lists of operations."""
-    own = getattr(trainer.loop.precision, "autocast_ops", "cuda")
+    own = getattr(trainer.engine.precision, "autocast_ops", "cuda")
     if own == "cuda" or trainer.engine.device.type != "cpu":
         return False
     variant = Variant(cuda=True)

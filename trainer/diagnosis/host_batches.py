@@ -98,7 +98,7 @@ class HostBatches:
                     given = host.on_after_batch_transfer(host.on_before_batch_transfer(batch, 0), 0)
                     host.training_step(given, *([batch_idx] if takes_index else []))
                 if call.found is not None:
-                    return RecordedBatch(batch, batch_idx, step, copy(self._loop.window), {}), call.found
+                    return RecordedBatch(batch, batch_idx, step, copy(self._loop.mean), {}), call.found
                 if time.monotonic() - began > _SECONDS:
                     break
         return None

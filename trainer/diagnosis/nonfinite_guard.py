@@ -14,7 +14,7 @@ from trainer.common.run_callback import RunCallback, refuse_other_trainers
 from trainer.diagnosis.diagnose import Case, diagnose
 from trainer.diagnosis.recording import RecordedBatch, Recorder
 from trainer.errors import ConfigurationError, NonFiniteError, expect, is_count, join_first, rank_zero_warn
-from trainer.loop.optimizer_calls import needs_closure
+from trainer.loop.closures import needs_closure
 from trainer.precision.guard import StepGuard
 from trainer.record.measures import last_diagnosis
 from trainer.state.outcome import StepOutcome

@@ -272,7 +272,7 @@ class OverflowReport(RunCallback):
                 self._check_losses(trainer)
             metrics, progress, step = fit.loop.metrics, fit.loop.progress, trainer.global_step
             if metrics.batch is not None and metrics.in_batch:
-                recorded = RecordedBatch(metrics.batch, progress.batch_idx, step, copy(fit.loop.window), {})
+                recorded = RecordedBatch(metrics.batch, progress.batch_idx, step, copy(fit.loop.mean), {})
                 self._explain(trainer, fit, "error", [recorded], step, trainer.scaler.current_scale, exception)
         super().on_exception(trainer, pl_module, exception)
 

@@ -19,7 +19,7 @@ from trainer.common.module_tree import is_dense
 from trainer.data.batches import identity
 from trainer.data.samples import PLAIN, leaves_in, nbytes
 from trainer.diagnosis.replay_state import BufferState
-from trainer.loop.accumulation import AccumulationWindow
+from trainer.loop.accumulation import WeightedMean
 from trainer.loop.batch_path import TrainingPath
 from trainer.precision.scaler import snapshot_loss
 from trainer.state import random_states
@@ -75,7 +75,7 @@ class RecordedBatch(NamedTuple):
         batch: the batch on the device, by reference or as a copy.
         batch_idx: index of the batch in the epoch, zero-based.
         step: ``trainer.global_step`` before the batch.
-        window: copy of the accumulation window, which weights the loss.
+        mean: copy of the mean of the accumulation window, which weights the loss.
         random_state: states of all random generators (``trainer.state.random_states.capture``). Empty if they are not
             recorded.
         buffers: the floating-point buffers. None if they are not recorded with this batch.
@@ -85,7 +85,7 @@ class RecordedBatch(NamedTuple):
     batch: Any
     batch_idx: int
     step: int
-    window: AccumulationWindow
+    mean: WeightedMean
     random_state: dict[str, Any]
     buffers: BufferState | None = None
     rates: Sequence[Any] = ()
@@ -132,7 +132,7 @@ class Evidence:
         self._follows_skip = False
         self._latest = 0  # `batches_started` of the newest batch
         self._room = 0  # usual maximum of recorded batches; 0 before the first batch
-        self._recent: deque[tuple[Any, int, int, AccumulationWindow, list[Any]]] = deque(maxlen=0)
+        self._recent: deque[tuple[Any, int, int, WeightedMean, list[Any]]] = deque(maxlen=0)
         self._stored: Callable[[Any], Any] = identity
         self._rates: list[Any] = []  # the current learning rates
         self._is_on_host = loop.engine.device.type == "cpu"
@@ -160,9 +160,9 @@ class Evidence:
             rates = list(map(_RATE, self.groups))
             if rates != self._rates:
                 self._rates = rates
-            window, batch = self._loop.window, self._loop.metrics.batch
-            position = window if window.batches == 1 else copy(window)
-            self._recent.append((self._stored(batch), progress.batch_idx, step, position, self._rates))
+            mean, batch = self._loop.mean, self._loop.metrics.batch
+            mean = mean if mean.window.batches == 1 else copy(mean)
+            self._recent.append((self._stored(batch), progress.batch_idx, step, mean, self._rates))
         if self._is_on_host and type(loss) is Tensor and loss.numel() == 1:
             number = loss.item()
             self.losses.append((step, number))
@@ -269,7 +269,7 @@ class Recorder:
     def _run_step(self, step: Callable[..., Any], batch: Any, batch_idx: int) -> Any:
         steps, window = self._loop.progress.optimizer_steps, self._loop.window
         is_automatic = self._module.automatic_optimization
-        if not self._loop.unresolved:
+        if not self._loop.update.unresolved:
             self.closed = []  # free its memory
         if window.is_first and is_automatic:
             self._open.clear()  # drop a window that made no update, for example because its loss weights sum to 0
@@ -277,7 +277,7 @@ class Recorder:
         buffers = None if recorded else BufferState(self._buffers)
         random_state = random_states.capture(self._trainer.engine.device) if self._keeps_batches else {}
         given = batch if self._keeps_batches else None
-        recorded.append(RecordedBatch(given, batch_idx, steps, copy(window), random_state, buffers))
+        recorded.append(RecordedBatch(given, batch_idx, steps, copy(self._loop.mean), random_state, buffers))
         output = step(batch, batch_idx)
         loss = output.get("loss") if isinstance(output, Mapping) else output
         if loss is None and is_automatic:

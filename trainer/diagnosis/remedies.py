@@ -19,8 +19,8 @@ from trainer.common.module_tree import has_forward, is_dense, is_measurable, pla
 from trainer.diagnosis.examine import Finding, examine
 from trainer.diagnosis.recording import RecordedBatch
 from trainer.diagnosis.replay import FLOAT32, UNCHANGED, Variant, backward, replay, run, undisturbed
-from trainer.loop.module_calls import ModuleCalls
-from trainer.loop.optimizer_calls import needs_closure
+from trainer.loop.batch_path import ModuleCalls
+from trainer.loop.closures import needs_closure
 from trainer.precision.underflow import SMALLEST_NORMAL
 from trainer.state import random_states
 
@@ -365,7 +365,7 @@ def _optimizer_steps(trainer: Trainer) -> Iterator[Callable[..., list[float]]]:
             type(trainer.optimizers[0]).step(trainer.optimizers[0], closure)
         else:
             run(trainer, recorded, on_loss, variant)
-        if not is_manual and not with_closure and (is_last or recorded.window.is_last or not steps):
+        if not is_manual and not with_closure and (is_last or recorded.mean.window.is_last or not steps):
             for optimizer in trainer.optimizers if steps else ():
                 type(optimizer).step(optimizer)
             clear()
@@ -409,7 +409,7 @@ def precision(trainer: Trainer, **settings: Any) -> str:
     """Return the argument that adds these settings to the run's `MixedPrecision`."""
     if is_command_line():
         return " ".join(shlex.quote(f"precision.{name}={_yaml(value)}") for name, value in settings.items())
-    own, given = trainer.loop.precision, {}
+    own, given = trainer.engine.precision, {}
     for name, parameter in list(inspect.signature(type(own).__init__).parameters.items())[2:]:
         if getattr(own, name, parameter.default) != parameter.default and name != "loss_scaling":
             given[name] = getattr(own, name)

@@ -30,8 +30,8 @@ from trainer.common.packages import is_frameworks_file
 from trainer.data.samples import batch_size, samples_of
 from trainer.diagnosis.recording import RecordedBatch
 from trainer.diagnosis.replay_state import ObjectState
-from trainer.loop.module_calls import ModuleCalls
-from trainer.loop.step_output import loss_in
+from trainer.loop.accumulation import loss_in
+from trainer.loop.batch_path import ModuleCalls
 from trainer.precision.autocast_ops import cuda_autocast_ops
 from trainer.precision.cast_cache import unwatched
 from trainer.precision.fp32_modules import find_modules, in_float32
@@ -74,7 +74,7 @@ class Variant(NamedTuple):
         if self.cuda:
             stack.enter_context(cuda_autocast_ops())
         if self.dtype is None:
-            stack.enter_context(_copy_context(trainer.loop.precision.autocast()))
+            stack.enter_context(_copy_context(trainer.engine.precision.autocast()))
         else:
             enabled = self.dtype is not torch.float32
             stack.enter_context(torch.autocast(device, self.dtype if enabled else torch.bfloat16, enabled))
@@ -270,8 +270,8 @@ def run(
         if not module.automatic_optimization:
             return
         loss, weight = loss_in(output)
-        if loss is not None and recorded.window.batch_weight != 0:
-            on_loss(copy(recorded.window).share(loss, weight))
+        if loss is not None and recorded.mean.batch_weight != 0:
+            on_loss(copy(recorded.mean).share(loss, weight))
 
 
 def silence(module: nn.Module) -> None:

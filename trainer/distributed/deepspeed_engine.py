@@ -34,14 +34,15 @@ from trainer.checkpoint.checkpoint_io import files_of
 from trainer.checkpoint.optimizer_states import SavedDtypes
 from trainer.checkpoint.sharded_files import read_manifest
 from trainer.common import packages
+from trainer.common.lightning_private import settings_of
 from trainer.distributed.engine import LightningEngine
 from trainer.distributed.fsdp import UNCALLED, ShardingStrategy
 from trainer.distributed.initialisation import initialise
 from trainer.distributed.sharding.settings import check_timeout
 from trainer.distributed.zero import ZeroGradients, ZeroModule, ZeroScaler
 from trainer.errors import CheckpointError, ConfigurationError, PrecisionError, UnsupportedError, expect
+from trainer.loop.closures import needs_closure
 from trainer.loop.gradients import Gradients
-from trainer.loop.optimizer_calls import needs_closure
 from trainer.loop.overrides import overrides
 from trainer.precision.base import Precision
 from trainer.precision.dtypes import cast
@@ -161,12 +162,10 @@ class DeepSpeedStrategy(ShardingStrategy, LightningDeepSpeedStrategy):
         scaling = {} if "fp16" in config else {name: getattr(strategy, name) for name in _SCALING}
         return cls(
             config=config,
-            process_group_backend=strategy._process_group_backend,
-            timeout=strategy._timeout,
-            accelerator=strategy._accelerator,
+            accelerator=strategy.accelerator,
             parallel_devices=strategy.parallel_devices,
             cluster_environment=strategy.cluster_environment,
-            checkpoint_io=strategy._checkpoint_io,
+            **settings_of(strategy),
             **scaling,
         )
 

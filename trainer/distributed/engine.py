@@ -24,7 +24,6 @@ from lightning.pytorch.core.optimizer import do_nothing_closure
 from lightning.pytorch.overrides.distributed import prepare_for_backward
 from lightning.pytorch.plugins.precision import Precision as LightningPrecision
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
-from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
 from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
 from lightning.pytorch.trainer.connectors.signal_connector import _get_sigkill_signal
 from lightning.pytorch.trainer.states import TrainerFn
@@ -45,6 +44,7 @@ from trainer.checkpoint.optimizer_states import SavedDtypes, keep_dtypes
 from trainer.common import cluster
 from trainer.common.aliases import alias
 from trainer.common.files import local_path
+from trainer.common.lightning_private import MultiProcessingLauncher, ScriptLauncher
 from trainer.common.module_tree import is_dense, parameters_of
 from trainer.common.session import Session
 from trainer.common.traits import unsupported_with
@@ -64,11 +64,11 @@ from trainer.errors import (
     UnsupportedError,
     join_first,
 )
+from trainer.loop.accumulation import Weight
+from trainer.loop.batch_path import ModuleCalls
 from trainer.loop.gradients import Gradients, zero_loss
-from trainer.loop.module_calls import ModuleCalls
 from trainer.loop.optimizers import set_up_optimizers
 from trainer.loop.overrides import overridden, overrides
-from trainer.loop.step_output import Weight
 from trainer.precision.base import Precision
 from trainer.precision.scaler import LossScaler
 
@@ -171,7 +171,7 @@ class LightningEngine:
         self.gradients = self.build_gradients(self.precision.build_scaler(self.device))
         self.adapter = PrecisionAdapter(self.precision, self.gradients.scaler)
         adopt(self.strategy)
-        if type(launcher := self.strategy.launcher) is _SubprocessScriptLauncher:
+        if type(launcher := self.strategy.launcher) is ScriptLauncher:
             self.strategy._launcher = WatchedLauncher(
                 launcher.cluster_environment, launcher.num_processes, launcher.num_nodes
             )
@@ -235,7 +235,7 @@ class LightningEngine:
     def launch(self) -> Callable[..., Any]:
         """The function that calls ``function(*args)`` here, or in every process of the strategy's launcher."""
         launcher = self.strategy.launcher
-        if isinstance(launcher, _MultiProcessingLauncher):
+        if isinstance(launcher, MultiProcessingLauncher):
             return partial(self._spawn, launcher)
         if launcher is None and self._trainer.state.fn is TrainerFn.FITTING:
             cluster.check_single_process(self.connector.cluster_environment)
@@ -245,9 +245,9 @@ class LightningEngine:
     @property
     def runs_here(self) -> bool:
         """Whether this process takes part in the run, instead of only starting the processes that do."""
-        return not isinstance(self.strategy.launcher, _MultiProcessingLauncher)
+        return not isinstance(self.strategy.launcher, MultiProcessingLauncher)
 
-    def _spawn(self, launcher: _MultiProcessingLauncher, function: Callable[..., Any], *args: Any) -> Any:
+    def _spawn(self, launcher: MultiProcessingLauncher, function: Callable[..., Any], *args: Any) -> Any:
         """Call ``function(*args)`` in processes started for it, and pass signals on to them."""
         with signals_passed_on(launcher), cluster.reserved_port(self.connector.cluster_environment):
             return launcher.launch(function, *args, trainer=self._trainer)
@@ -761,7 +761,7 @@ class LightningEngine:
     def kill(self) -> None:
         """Kill the processes that a launcher of scripts has started. A no-op with other launchers."""
         launcher = self.strategy.launcher
-        if isinstance(launcher, _SubprocessScriptLauncher):
+        if isinstance(launcher, ScriptLauncher):
             number = _get_sigkill_signal()
             children.expected.add(-number)
             launcher.kill(number)

@@ -16,8 +16,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from lightning.fabric.strategies.model_parallel import _setup_device_mesh
-from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch import LightningModule
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import DDPStrategy
@@ -29,6 +27,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.optim import Optimizer
 
 from trainer.checkpoint.checkpoint_io import files_of
+from trainer.common.lightning_private import optimizers_to_device, set_device_mesh, setup_device_mesh
 from trainer.common.module_tree import parameters_of
 from trainer.distributed.engine import LightningEngine
 from trainer.distributed.sharding import state_dicts as state
@@ -36,8 +35,8 @@ from trainer.distributed.sharding.settings import IS_SUPPORTED, check_sharding, 
 from trainer.distributed.sharding.sharded_gradients import ShardedGradients
 from trainer.distributed.sharding.wrap import Blocks, ReplacedParameter, ShardedModule, Sharding
 from trainer.errors import ConfigurationError, UnsupportedError
+from trainer.loop.accumulation import Weight
 from trainer.loop.gradients import Gradients
-from trainer.loop.step_output import Weight
 from trainer.metrics.metric_objects import reduce_over_group
 from trainer.precision.fp32_modules import find_modules
 from trainer.precision.scaler import LossScaler
@@ -187,7 +186,7 @@ class FSDP2Strategy(ShardingStrategy):
         """Join the process group, and create the device mesh."""
         super().setup_environment()
         self._mesh = self.make_mesh()
-        self.lightning_module._device_mesh = self._mesh  # `self.device_mesh` in `configure_model`
+        set_device_mesh(self.lightning_module, self._mesh)  # for `configure_model`
 
     def make_mesh(self) -> DeviceMesh:
         """Create the device mesh, with the dimensions to shard over.
@@ -258,7 +257,7 @@ class FSDP2Strategy(ShardingStrategy):
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return the full state dict of one optimizer, on rank 0."""
-        bare = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        bare = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
         whole: dict[str, Any] = state.gathered(bare.state_dict(), self.is_global_zero)
         return whole
 
@@ -274,7 +273,7 @@ class FSDP2Strategy(ShardingStrategy):
             sharded.restore_module()
             sharded.root.cpu()  # moves the buffers
             self.revert_sync()
-        _optimizers_to_device(self.optimizers, torch.device("cpu"))  # the shards of each process
+        optimizers_to_device(self.optimizers, torch.device("cpu"))  # the shards of each process
         super().teardown()
 
 
@@ -299,7 +298,7 @@ class ParallelStrategy(FSDP2Strategy):
     def make_mesh(self) -> DeviceMesh:
         """Create the mesh (data_parallel, tensor_parallel)."""
         data, tensor = self._sizes
-        return _setup_device_mesh(
+        return setup_device_mesh(
             self.num_nodes if data == "auto" else int(data),
             self.num_processes if tensor == "auto" else int(tensor),
             self.world_size,

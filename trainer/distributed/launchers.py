@@ -9,12 +9,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
-from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.multiprocessing.spawn import ProcessExitedException
 
 from trainer.common.cluster import check_addresses
+from trainer.common.lightning_private import MultiProcessingLauncher, ScriptLauncher, set_num_threads_if_needed
 from trainer.distributed.child_processes import children, parent_named, parent_watched
 
 if TYPE_CHECKING:
@@ -24,7 +23,7 @@ ENDING_SIGNALS = [signal.SIGINT, *([signal.SIGUSR1] if hasattr(signal, "SIGUSR1"
 """The signals that end a run; if several arrive, the last one in this list counts."""
 
 
-class WatchedLauncher(_SubprocessScriptLauncher):
+class WatchedLauncher(ScriptLauncher):
     """Lightning's launcher of scripts, with processes that end together."""
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: pl.Trainer | None = None, **kwargs: Any) -> Any:
@@ -37,7 +36,7 @@ class WatchedLauncher(_SubprocessScriptLauncher):
                 self._call_children_scripts()
             first = environment.node_rank() * self.num_processes
             children.watch({first + rank: process for rank, process in enumerate(self.procs, 1)})
-        _set_num_threads_if_needed(num_processes=self.num_processes)
+        set_num_threads_if_needed(num_processes=self.num_processes)
         children.start_run()
         with parent_watched():
             return function(*args, **kwargs)
@@ -50,7 +49,7 @@ class SignalForwarder:
         launcher: the launcher that has started them.
     """
 
-    def __init__(self, launcher: _MultiProcessingLauncher) -> None:
+    def __init__(self, launcher: MultiProcessingLauncher) -> None:
         self._launcher = launcher
         self._process = os.getpid()
         self._interrupts = 0
@@ -69,7 +68,7 @@ class SignalForwarder:
 
 
 @contextmanager
-def signals_passed_on(launcher: _MultiProcessingLauncher) -> Iterator[None]:
+def signals_passed_on(launcher: MultiProcessingLauncher) -> Iterator[None]:
     """Return a context for launching the processes of a run: signals to this process are passed on to them.
 
     Raises:

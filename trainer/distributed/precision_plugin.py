@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from trainer.errors import ConfigurationError, PrecisionError
-from trainer.loop.module_calls import ModuleCalls
+from trainer.loop.batch_path import ModuleCalls
 from trainer.loop.overrides import defines_defaults
 from trainer.precision.base import Precision
 from trainer.precision.scaler import LossScaler

@@ -16,12 +16,12 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
-from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 
 from trainer.checkpoint import model_checkpoints
 from trainer.checkpoint.checkpoint_io import wait_for_saves
+from trainer.common.lightning_private import hpc_save_path
 from trainer.distributed.async_max import AsyncMax
 from trainer.distributed.child_processes import children, deadline_after
 from trainer.distributed.launchers import ENDING_SIGNALS, SignalForwarder, default_handler, exception_of
@@ -82,9 +82,9 @@ class Signals:
         self._ends = self._is_inner = False
         self._process, self._first_batch = os.getpid(), trainer.progress.batches_started
         self._async_max = trainer.engine.async_max(2, "signals") if trainer.state.fn is TrainerFn.FITTING else None
-        environment = trainer._accelerator_connector.cluster_environment
-        requeues = isinstance(environment, SLURMEnvironment) and environment.auto_requeue
-        self._requeue_signal = environment.requeue_signal if requeues else None
+        environment = trainer.engine.connector.cluster_environment
+        requeues = environment if isinstance(environment, SLURMEnvironment) and environment.auto_requeue else None
+        self._requeue_signal = None if requeues is None else requeues.requeue_signal
         self._update_signal_checks()
         for number in ENDING_SIGNALS if self._requeue_signal is None else [*ENDING_SIGNALS, self._requeue_signal]:
             self._install(number)
@@ -278,7 +278,7 @@ class Signals:
         if trainer.state.fn is TrainerFn.FITTING:
             for logger in trainer.loggers:
                 logger.finalize("finished")  # flush all logged values to disk
-            path = trainer.engine.broadcast(str(_CheckpointConnector.hpc_save_path(trainer.default_root_dir)))
+            path = trainer.engine.broadcast(str(hpc_save_path(trainer.default_root_dir)))
             trainer.save_checkpoint(path)
             wait_for_saves(trainer.strategy)  # Slurm may end the job at once
         failure = _requeue_job() if trainer.is_global_zero else None

@@ -9,6 +9,7 @@ from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from torch.distributed.fsdp import ShardingStrategy
 
 from trainer.arguments import deepspeed_settings
+from trainer.common.lightning_private import settings_of
 from trainer.distributed.engine import LightningEngine
 from trainer.distributed.fsdp import FSDP2Strategy, ParallelStrategy, ShardedEngine
 from trainer.errors import UnsupportedError
@@ -64,10 +65,8 @@ def _replacement(strategy: Any) -> Any:
         return ParallelStrategy(
             strategy._data_parallel_size,
             strategy._tensor_parallel_size,
-            process_group_backend=strategy._process_group_backend,
-            timeout=strategy._timeout,
             cluster_environment=strategy.cluster_environment,
-            checkpoint_io=strategy._checkpoint_io,
+            **settings_of(strategy),
         )
     return strategy
 

@@ -125,7 +125,8 @@ class TrainerBase(LightningTrainer):
 
     def _set_window(self, batches: int) -> None:
         loop = self.loop
-        if loop.forward_only not in loop.wrappers:  # StochasticWeightAveraging adds `forward_only` for its last epoch
+        # StochasticWeightAveraging adds `forward_only` for its last epoch
+        if loop.forward_only not in loop.path.wrappers:
             arguments.check({"accumulate_grad_batches": batches})
             self.engine.check_accumulation(batches or 1)
         loop.window.batches = batches or 1

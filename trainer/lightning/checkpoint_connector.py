@@ -29,7 +29,7 @@ from trainer.errors import CheckpointError, ConfigurationError, ResumeError, ref
 from trainer.lightning import averaging, contents, loop_state, resumed_settings
 from trainer.lightning import elastic_resume as elastic
 from trainer.lightning.modules import snapshot_of
-from trainer.metrics.logging import ModuleScope
+from trainer.loop.hooks import HookScope
 from trainer.module_weights import load_into
 from trainer.record.find_checkpoint import find_weights
 
@@ -341,7 +341,7 @@ class CheckpointConnector(_CheckpointConnector):
 
     def dump_checkpoint(self, weights_only: bool | None = None) -> dict[str, Any]:
         """Return a checkpoint of the current state."""
-        trainer, scope = self.trainer, ModuleScope(self.trainer.lightning_module)
+        trainer, scope = self.trainer, HookScope(self.trainer.lightning_module)
         trainer.loop.resolve_outcome()
         averaging.follow(trainer)
         outer = scope.enter("on_save_checkpoint")

@@ -9,14 +9,13 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch import Callback, LightningModule
-from lightning.pytorch.callbacks import Checkpoint, ModelSummary, RichModelSummary
+from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint, ModelSummary, RichModelSummary
 from lightning.pytorch.callbacks import ProgressBar as AnyProgressBar
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.profilers import Profiler
-from lightning.pytorch.trainer.connectors.callback_connector import _CallbackConnector
-from lightning.pytorch.trainer.setup import _init_profiler
 from lightning.pytorch.utilities.model_summary.model_summary import get_formatted_model_size, get_human_readable_count
+from lightning_utilities.core.imports import RequirementCache
 from rich import get_console
 from rich.table import Table
 
@@ -26,6 +25,7 @@ from trainer.callbacks.gradient_accumulation import GradientAccumulation
 from trainer.callbacks.gradient_clipping import GradientClipping
 from trainer.callbacks.progress_bar import ProgressBar
 from trainer.callbacks.scaler_checkpoint import ScalerCheckpoint
+from trainer.common.lightning_private import add_timer, init_profiler
 from trainer.diagnosis.anomaly_detection import AnomalyDetection
 from trainer.diagnosis.nonfinite_guard import NonFiniteGuard
 from trainer.diagnosis.overflow_report import OverflowReport
@@ -129,7 +129,7 @@ def build_callbacks(
                 f" supported. Got {', '.join(found)}: keep one of them."
             )
     callbacks += build_clipping(given["gradient_clip_val"], given["gradient_clip_algorithm"])
-    _CallbackConnector(SimpleNamespace(callbacks=callbacks))._configure_timer_callback(given["max_time"])  # type: ignore[arg-type]
+    add_timer(callbacks, given["max_time"])
     barebones, shows = given["barebones"], wanted("enable_progress_bar")
     scales_loss, uses_tensor_cores = scales_loss and not barebones, uses_tensor_cores and not barebones
     defaults: list[tuple[bool, type, Callable[[], Any]]] = [
@@ -191,10 +191,22 @@ def in_opening_order(loggers: Iterable[Any]) -> list[Any]:
     return sorted(loggers, key=lambda logger: adapter(logger).opening_order)
 
 
+def default_checkpoint(model_registry: str | None) -> Callable[[], Checkpoint]:
+    """Return a function that creates the default checkpoint callback; with a model registry, one that uploads.
+
+    That requires the package ``litmodels``. Without it, as in Lightning, ``model_registry`` has no effect.
+    """
+    if not model_registry or not RequirementCache("litmodels >=0.1.7"):
+        return ModelCheckpoint
+    from litmodels.integrations.checkpoints import LightningModelCheckpoint  # type: ignore[import-not-found]
+
+    return partial(LightningModelCheckpoint, model_registry=model_registry)
+
+
 def build_profiler(given: Profiler | str | None) -> Profiler:
     """Return the profiler that ``given`` names. None stands for a profiler that records nothing."""
     refuse_other_package("profiler", given)
     holder: Any = SimpleNamespace()
-    _init_profiler(holder, given)
+    init_profiler(holder, given)
     profiler: Profiler = holder.profiler
     return profiler

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass
@@ -36,16 +36,15 @@ from lightning.pytorch.utilities.data import _is_dataloader_shuffled, has_len_al
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, SequentialSampler
 
 from trainer.data.elastic_sampling import ElasticSampler, SampleOrder, not_ordered
-from trainer.data.epochs import objects_with_set_epoch
-from trainer.data.lengths import has_exact_length, is_trusted
+from trainer.data.loader_parts import has_exact_length, is_trusted, objects_with_set_epoch
 from trainer.data.prefetching import Prefetching
 from trainer.data.resumable import length_of
 from trainer.data.unpadded import BatchShare, SampleShare, Span
 from trainer.data.workers import guard_workers
 from trainer.errors import ConfigurationError, ResumeError, rank_zero_warn
-from trainer.lightning.loaders import DrawnLoaderSet, LoaderSet, watch_of
+from trainer.lightning.loaders import DrawnLoaderSet, LoaderPlan, LoaderSet, Origin, count_batches, watch_of
 from trainer.lightning.modules import snapshot_of
-from trainer.loop.accumulation import AccumulationWindow
+from trainer.loop.accumulation import WeightedMean
 from trainer.loop.overrides import overrides
 from trainer.metrics.metrics import MetricStore
 from trainer.state import random_states
@@ -271,14 +270,14 @@ class DataSource:
         if (ready := self._ready.get(stage)) is None:
             return stage not in self._ready
         interval = self._trainer.reload_dataloaders_every_n_epochs
-        return ready.is_outdated or (bool(interval) and self._trainer.current_epoch - ready.made_in >= interval)
+        return ready.is_outdated or (bool(interval) and self._trainer.current_epoch - ready.origin.made_in >= interval)
 
     def invalidate(self, stage: RunningStage) -> None:
         """Create the dataloaders of ``stage`` again before its next pass; those for training before the next epoch."""
         if (ready := self._ready.get(stage)) is None:
             self.forget(stage)
         else:
-            ready.is_outdated = True
+            ready.invalidate()
 
     def loaders(self, stage: RunningStage, recreate: bool = False) -> LoaderSet | None:
         """Return the dataloaders of ``stage``, created at the first call; None without any, or if their limit is 0.
@@ -293,32 +292,31 @@ class DataSource:
         trainer, old = self._trainer, self._ready.get(stage)
         training = stage is RunningStage.TRAINING
         resumed = self.resumed if training else self.resumed_validation if stage is RunningStage.VALIDATING else None
-        origin = resumed if resumed and resumed.get("made_in", -1) >= 0 else None
-        if old is not None and origin is not None:  # `estimated_stepping_batches` created them before the resume
-            recreate |= (old.made_in, old.made_from) != (origin["made_in"], origin.get("made_from", {}))
-            recreate |= bool(origin.get("made_with"))
+        saved = resumed if resumed and resumed.get("made_in", -1) >= 0 else None
+        if old is not None and saved is not None:  # `estimated_stepping_batches` created them before the resume
+            before = saved["made_in"], saved.get("made_from", {})
+            recreate |= (old.origin.made_in, old.origin.made_from) != before or bool(saved.get("made_with"))
         if stage in self._ready and not recreate:
             return old
-        made_with = (
-            trainer.process.program.read(attributes_only=True) if origin is None else origin.get("made_with", {})
-        )
+        made_with = trainer.process.program.read(attributes_only=True) if saved is None else saved.get("made_with", {})
         timed = trainer.profiler.profile(f"setup_{stage.dataloader_prefix}_dataloader")
-        with timed, warnings.catch_warnings(), self._created_as(origin) as made_from:
+        with timed, warnings.catch_warnings(), self._created_as(saved) as made_from:
             # Lightning 2.6.6 calls torch's pytree in a way that torch 2.15 deprecates
             warnings.filterwarnings("ignore", message=".*LeafSpec", category=FutureWarning)
-            made = self._ready[stage] = self._make_loaders(stage)
-            if made is not None and random_states.capture() != made_from:
-                made.made_from = made_from
+            if (make := self._prepare_loaders(stage)) is None:
+                self._ready[stage] = None
+            made_from = {} if random_states.capture() == made_from else made_from
         if old is not None:
             old.close()
-        if made is None:
+        if make is None:
             return None
-        made.made_in, made.made_with = trainer.current_epoch, made_with
-        # the validation of this epoch reuses the dataloaders of the sanity check; without one, they are recreated
-        is_extra = trainer.sanity_checking and not trainer.loop.limits.epoch_validates()
-        made.is_outdated = is_extra and bool(trainer.reload_dataloaders_every_n_epochs)
-        if origin is not None:
-            made.made_in, made.is_outdated = origin["made_in"], origin.get("is_outdated", False)
+        if saved is not None:
+            made_in, is_outdated = saved["made_in"], saved.get("is_outdated", False)
+        else:
+            # the validation of this epoch reuses the dataloaders of the sanity check; without one, they are recreated
+            is_extra = trainer.sanity_checking and not trainer.loop.limits.epoch_validates()
+            made_in, is_outdated = trainer.current_epoch, is_extra and bool(trainer.reload_dataloaders_every_n_epochs)
+        made = self._ready[stage] = make(origin=Origin(made_in, made_from, made_with), is_outdated=is_outdated)
         if training and resumed is None:
             made.start_epoch(trainer.progress.epochs_trained)
             made.open()  # as early as in Lightning, because opening draws random numbers
@@ -372,7 +370,8 @@ class DataSource:
         owner = selector.get_instance(name)
         return getattr(owner, name) if overrides(owner, name) else None
 
-    def _make_loaders(self, stage: RunningStage) -> LoaderSet | None:
+    def _prepare_loaders(self, stage: RunningStage) -> Callable[..., LoaderSet] | None:
+        """Request the dataloaders and prepare them. Return the constructor of the set, for the remaining arguments."""
         trainer, source = self._trainer, self._sources[stage]
         limit = getattr(trainer, f"limit_{stage.dataloader_prefix}_batches")
         training = stage is RunningStage.TRAINING
@@ -399,53 +398,61 @@ class DataSource:
                 _check_dataloader_iterable(loader, source, function)  # raises; it would begin a pass of other loaders
         unprepared, combined.flattened = combined.flattened, [self._prepare(one, stage) for one in combined.flattened]
         samplers = self._put_in_order(combined, unprepared) if training and self.elastic_state is not None else []
-        made = self._limited(stage, combined, samplers)
-        if not all(map(is_trusted, objects_with_set_epoch(*combined.flattened))):  # the length may depend on the epoch
-            made.limit_again = partial(self._limited, stage, combined, samplers, made)
-        return made
+        fetcher = _select_data_fetcher(trainer, stage)
+        draws = isinstance(fetcher, _DataLoaderIterDataFetcher)
+        plan = partial(self._plan, stage, combined, samplers, draws)
+        is_constant = all(map(is_trusted, objects_with_set_epoch(*combined.flattened)))
+        arguments: dict[str, Any] = {"combined": combined, "plan": plan(), "replan": None if is_constant else plan}
+        if isinstance(fetcher, _DataLoaderIterDataFetcher):
+            return partial(DrawnLoaderSet, **arguments, fetcher=fetcher, profiler=trainer.profiler, stage=stage)
+        return partial(LoaderSet, **arguments, watch=watch_of(trainer.profiler, stage), trains=training)
 
-    def _limited(
-        self,
-        stage: RunningStage,
-        combined: CombinedLoader,
-        samplers: list[ElasticSampler],
-        made: LoaderSet | None = None,
-    ) -> LoaderSet:
-        """Return ``made``, or a new set of the dataloaders, with limits by their current lengths."""
-        trainer, training = self._trainer, stage is RunningStage.TRAINING
+    def _plan(
+        self, stage: RunningStage, combined: CombinedLoader, samplers: list[ElasticSampler], draws: bool
+    ) -> LoaderPlan:
+        """Limit the dataloaders by their current lengths. Takes collectives.
+
+        Args:
+            stage: the stage.
+            combined: its dataloaders.
+            samplers: the sampler of an elastic order, if there is one.
+            draws: whether the step draws its own batches.
+        """
+        trainer, engine, training = self._trainer, self._trainer.engine, stage is RunningStage.TRAINING
         limit = getattr(trainer, f"limit_{stage.dataloader_prefix}_batches")
         with warnings.catch_warnings():
             if training and combined._mode != "max_size":  # an empty dataloader raises an error later, except `[]`
                 warnings.filterwarnings("ignore", message="Total length of `(?!list`)")
             lengths = self._lengths(combined, training)
         is_exact = not training or all(map(has_exact_length, combined.flattened))
-        *spans, exact = self._spans_over_ranks([*lengths, float(is_exact)])
-        are_exact = exact.fewest > 0 or trainer.engine.world_size == 1
-        most = [_parse_num_batches(stage, span.most, limit) for span in spans]
+        *longest, exact = self._spans_over_ranks([*lengths, float(is_exact)])
+        are_exact = exact.fewest > 0 or engine.world_size == 1
+        most = [_parse_num_batches(stage, span.most, limit) for span in longest]
         limits = [min(pair) for pair in zip(lengths, most, strict=True)]
-        if made is None:
-            fetcher, watch = _select_data_fetcher(trainer, stage), watch_of(trainer.profiler, stage)
-            made = (
-                DrawnLoaderSet(combined, limits, fetcher, trainer.profiler, stage)
-                if isinstance(fetcher, _DataLoaderIterDataFetcher)
-                else LoaderSet(combined, limits, float("inf") not in lengths, watch, trains=training)
-            )
-        made.limits, made.most, made.idle, made.announce = limits, most, 0, None
-        unknown = [span.most == float("inf") for span in spans]  # unknown, whatever the limit
-        known = self._spans_over_ranks(limits if made.is_sequential else [made.num_batches()])
-        unknown = unknown if made.is_sequential else [any(unknown)]
+        number, is_sequential = count_batches(combined, limits), combined._mode == "sequential"
+        unknown = [span.most == float("inf") for span in longest]  # unknown, whatever the limit
+        spans = self._spans_over_ranks(limits if is_sequential else [number])
+        unknown = unknown if is_sequential else [any(unknown)]
+        idle, announce = 0, None
         if not training:
-            made.spans = [Span(0, span.most) if is_open else span for span, is_open in zip(known, unknown, strict=True)]
-        elif not any(unknown) and not made.is_sequential:
-            made.spans = known
-            made.idle = int(known[0].most - made.num_batches())
-            if known[0].fewest < known[0].most and are_exact:
-                made.announce = partial(_share_steps, trainer.loop.metrics, known[0].fewest)
-        if training and not are_exact and type(made) is LoaderSet:
-            made.any_rank_on_host = trainer.engine.any_rank_on_host
-        if samplers and type(made) is LoaderSet:
-            made.announce = partial(_set_batch_weight, trainer.loop.window, samplers[0])
-        return made
+            spans = [Span(0, span.most) if is_open else span for span, is_open in zip(spans, unknown, strict=True)]
+        elif any(unknown) or is_sequential:
+            spans = []
+        else:
+            idle = int(spans[0].most - number)
+            if spans[0].fewest < spans[0].most and are_exact:
+                announce = partial(_share_steps, trainer.loop.metrics, spans[0].fewest)
+        if samplers and not draws:
+            announce = partial(_set_batch_weight, trainer.loop.mean, samplers[0])
+        return LoaderPlan(
+            limits,
+            draws or float("inf") not in lengths,  # no look-ahead if the step draws the batches itself
+            most,
+            spans,
+            idle,
+            announce,
+            engine.any_rank_on_host if training and not are_exact and not draws else None,
+        )
 
     def _lengths(self, combined: CombinedLoader, training: bool) -> list[float]:
         """Return the number of batches of each dataloader in this process; inf for one without a length.
@@ -537,8 +544,8 @@ def _share_steps(metrics: MetricStore, fewest: float, batch_idx: int) -> None:
         metrics.share_steps(batch_idx < fewest)
 
 
-def _set_batch_weight(window: AccumulationWindow, sampler: ElasticSampler, batch_idx: int) -> None:
-    window.batch_weight = sampler.weight_of(batch_idx)
+def _set_batch_weight(mean: WeightedMean, sampler: ElasticSampler, batch_idx: int) -> None:
+    mean.batch_weight = sampler.weight_of(batch_idx)
 
 
 def move_training_batch(batch: Any, device: torch.device) -> Any:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import copy
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, islice, repeat
 from typing import Any
@@ -19,14 +20,8 @@ from torch.utils._pytree import keystr, tree_flatten_with_path
 from torch.utils.data import DataLoader, SequentialSampler
 
 from trainer.data.batches import IDLE, Batch, LookAhead, identity
-from trainer.data.epochs import objects_with_set_epoch
-from trainer.data.resumable import (
-    MapStyleLoader,
-    ResumableLoader,
-    StatefulLoader,
-    length_of,
-    resumable,
-)
+from trainer.data.loader_parts import objects_with_set_epoch
+from trainer.data.resumable import MapStyleLoader, ResumableLoader, StatefulLoader, length_of, resumable
 from trainer.data.unpadded import SampleShare, Span
 from trainer.errors import rank_zero_warn
 from trainer.lightning.profiling import records
@@ -41,6 +36,48 @@ _FETCHING = {
 """The names of the action "fetch a batch" in Lightning's profilers."""
 
 
+@dataclass(frozen=True)
+class LoaderPlan:
+    """The numbers of batches of the dataloaders of a stage, by their current lengths.
+
+    Args:
+        limits: the number of batches to run of each dataloader; inf for one without a length.
+        has_length: whether the lengths of all are known. If not, a limit may exceed the number of batches.
+        most: the limits of the process with the most batches, equal on all processes.
+        spans: the smallest and largest number of batches on any rank, for each dataloader. A single entry if the
+            dataloaders are combined, as usual in training. Empty in training if a length is unknown, or the dataloaders
+            run one after the other.
+        idle: the number of batches in a training pass that other processes have and this one lacks; each is replaced by
+            ``IDLE``. Default: 0.
+        announce: called with the index of each training batch before it is returned. Default: None, no call.
+        any_rank_on_host: :meth:`LightningEngine.any_rank_on_host` for several processes with inexact lengths, to give
+            them equal numbers of batches and a common end. Default: None.
+    """
+
+    limits: list[float]
+    has_length: bool
+    most: Sequence[float] = ()
+    spans: Sequence[Span] = ()
+    idle: int = 0
+    announce: Callable[[int], None] | None = None
+    any_rank_on_host: Callable[..., list[bool]] | None = None
+
+
+@dataclass(frozen=True)
+class Origin:
+    """How dataloaders were created, so that a resumed run can create the same ones.
+
+    Args:
+        made_in: the epoch.
+        made_from: the random states before; {} if no random numbers were used.
+        made_with: the state of the user's objects, from ``Snapshot.read``; {} before ``on_train_start``.
+    """
+
+    made_in: int = 0
+    made_from: random_states.State = field(default_factory=dict)
+    made_with: dict[str, Any] = field(default_factory=dict)
+
+
 class LoaderSet:
     """The dataloaders of one stage, ready to run: samplers distributed, limits applied.
 
@@ -49,56 +86,31 @@ class LoaderSet:
 
     Args:
         combined: the dataloaders, prepared.
-        limits: the number of batches to run of each; inf for one without a length.
-        has_length: whether the lengths of all are known. If not, a limit may exceed the number of batches.
+        plan: their numbers of batches.
+        origin: how they were created. Default: in the first epoch, without random numbers.
+        is_outdated: whether they must be created again before the next pass. Default: False.
+        replan: returns the plan for an epoch that begins. Default: None, the plan stays the same.
         watch: wraps a source of batches, so that a profiler times the fetching of each batch. Default: a no-op.
         trains: whether a ``state_dict`` of a dataloader is used, because a pass may be resumed inside. Default: True.
-
-    Attributes:
-        made_in: the epoch in which they were created. Set by DataSource.
-        made_from: the random states from which they were created; {} if this used no random numbers. Set by DataSource.
-        made_with: the state of the user's objects when they were created, from ``Snapshot.read``; {} if this was
-            before ``on_train_start``. Set by DataSource.
-        is_outdated: whether they must be created again before the next pass. Set by DataSource.
-        spans: the smallest and largest number of batches on any rank, for each dataloader. A single entry if the
-            dataloaders are combined, as usual in training. Empty in training if a length is unknown, or the dataloaders
-            run one after the other. Set by DataSource.
-        most: the limits of the process with the most batches, equal on all processes. Set by DataSource.
-        idle: the number of batches in a training pass that other processes have and this one lacks; each is replaced by
-            ``IDLE``. Set by DataSource.
-        announce: called with the index of each training batch before it is returned. None for no call.
-        any_rank_on_host: :meth:`LightningEngine.any_rank_on_host` for several processes with inexact lengths, to give
-            them equal numbers of batches and a common end; None otherwise. Set by DataSource.
-        on_batch: called before each training batch if the lengths are not exact. The argument is whether all ranks have
-            a batch. It may raise. Set by Preparation.
-        limit_again: sets the limits by the current lengths, which may depend on the epoch. None if they do not. Set by
-            DataSource.
     """
 
     def __init__(
         self,
         combined: CombinedLoader,
-        limits: list[float],
-        has_length: bool,
-        watch: Callable[..., Any] = identity,
+        plan: LoaderPlan,
+        origin: Origin | None = None,
         *,
+        is_outdated: bool = False,
+        replan: Callable[[], LoaderPlan] | None = None,
+        watch: Callable[..., Any] = identity,
         trains: bool = True,
     ) -> None:
         self.combined = combined
-        self.limits = limits
-        self.has_length = has_length
-        self.made_in = 0
-        self.made_from: random_states.State = {}
-        self.made_with: dict[str, Any] = {}
-        self.is_outdated = False
-        self.spans: list[Span] = []
-        self.most = limits
-        self.idle = 0
-        self.announce: Callable[[int], None] | None = None
-        self.any_rank_on_host: Callable[..., list[bool]] | None = None
-        self.on_batch: Callable[[bool], Any] = identity
-        self.limit_again: Callable[[], Any] | None = None
-        self._watch, self._trains = watch, trains
+        self.plan = plan
+        self.origin = origin or Origin()
+        self.is_outdated = is_outdated
+        self._replan, self._watch, self._trains = replan, watch, trains
+        self._on_batch: Callable[[bool], Any] = identity
         self._epoch = 0
         self._loaders: list[ResumableLoader] = []
         self._limited = combined
@@ -118,9 +130,26 @@ class LoaderSet:
         """Whether the dataloaders run one after the other instead of combined."""
         return bool(self.combined._mode == "sequential")
 
+    @property
+    def limits(self) -> list[float]:
+        """The number of batches to run of each dataloader; inf for one without a length."""
+        return self.plan.limits
+
     def num_batches(self) -> float:
         """Return the number of batches in one pass; inf if unknown."""
-        return self._count(self.limits) + self.idle
+        return count_batches(self.combined, self.limits) + self.plan.idle
+
+    def invalidate(self) -> None:
+        """Have the dataloaders created again before the next pass."""
+        self.is_outdated = True
+
+    def call_before_batches(self, on_batch: Callable[[bool], Any]) -> None:
+        """Call ``on_batch`` before each training batch if the lengths are not exact.
+
+        Args:
+            on_batch: gets whether all ranks have a batch. It may raise.
+        """
+        self._on_batch = on_batch
 
     def start_epoch(self, epoch: int, shift: int = 0) -> None:
         """Call ``set_epoch`` once for each sampler, batch sampler and dataset that has it.
@@ -135,8 +164,8 @@ class LoaderSet:
             part.set_epoch(epoch)
             if isinstance(part, SampleShare):
                 part.shift = shift
-        if self.limit_again is not None:
-            self.limit_again()
+        if self._replan is not None:
+            self.plan = self._replan()
             self._limited.limits = self.limits
         self._epoch = epoch
         for loader in self._loaders:
@@ -148,28 +177,21 @@ class LoaderSet:
         flattened = self.combined.flattened
         return len(flattened) == 1 and self.combined.iterables is flattened[0]
 
-    def _count(self, limits: list[float]) -> float:
-        """Return the number of batches in a pass, from the number of each dataloader."""
-        if self.is_sequential:
-            return sum(limits)
-        ends_first = self.combined._mode == "min_size" or (self.combined._mode == "max_size_cycle" and 0 in limits)
-        return min(limits, default=0) if ends_first else max(limits, default=0)
-
     def first_empty(self) -> str:
         """Return the name of the first dataloader without a batch. "" if there is no dataloader at all (``[]``)."""
-        iterables = self.combined.iterables
+        iterables, limits = self.combined.iterables, self.limits
         if isinstance(iterables, (list, tuple, dict)) and not iterables:
             return ""
         places, _ = tree_flatten_with_path(iterables, is_leaf=_is_leaf_or_primitive_container)
         for at, (path, loader) in enumerate(places):
-            if not self.limits[at] if 0 in self.limits else not self.loaders[at].has_begun:
+            if not limits[at] if 0 in limits else not self.loaders[at].has_begun:
                 return f"`train_dataloader{keystr(path)}`, a {type(loader).__name__}{_describe_contents(loader)},"
         return ""
 
     def batches(self, limit: float = float("inf")) -> Iterator[tuple[Batch, int, int]]:
         """Begin an evaluation pass: yield (batch, batch_idx, dataloader_idx), at most ``limit`` of each dataloader."""
         loaders, limits = self.loaders, [min(own, limit) for own in self.limits]
-        self._limited.limits, count = limits, self._count(limits)
+        self._limited.limits, count = limits, count_batches(self.combined, limits)
         source = iter(loaders[0]) if self._is_plain else _begin_combined(self._limited)
         batches = _take(iter(self._watch(LookAhead(source) if count == float("inf") else source)), count)
         return ((batch, index, 0) for index, batch in enumerate(batches)) if self._is_plain else batches
@@ -187,7 +209,8 @@ class LoaderSet:
         """
         if len(self.loaders) != len(state["own"]):
             return
-        self.made_in, self.is_outdated = state["made_in"], state.get("is_outdated", False)
+        self.origin = replace(self.origin, made_in=state["made_in"])
+        self.is_outdated = state.get("is_outdated", False)
         self.close()  # the workers of a sanity check
         for loader, workers, own in zip(self.loaders, state["loaders"], state["own"], strict=True):
             loader.load_state_dict({**workers, "is_over": True} if workers else {})
@@ -211,23 +234,23 @@ class LoaderSet:
 
         This draws random numbers, and fetches a batch if the number of batches is unknown.
         """
-        self._pass, self._ahead = None, {}  # ends the workers of the previous pass
-        source, count = iter(self._watch(self._begin(self.loaders))), self._count(self.limits)
+        plan, self._pass, self._ahead = self.plan, None, {}  # ends the workers of the previous pass
+        source, count = iter(self._watch(self._begin(self.loaders))), count_batches(self.combined, plan.limits)
         self._pass = left = _take(source, max(count - done, 0))  # below 0 if a resumed run has a lower limit
         nothing, number = IDLE if self._is_plain else (IDLE,), max(self.num_batches() - done, 0)
-        if self.any_rank_on_host is not None:
-            self._pass = left = _take(_synchronized(left, self.any_rank_on_host, nothing), number)
-        elif self.idle:
-            self._pass = left = chain(left, repeat(nothing, int(min(number, self.idle))))
-        if self.announce is not None:
-            self._pass = _announce_each(left, done, self.announce)
-        if not self.has_length:
+        if plan.any_rank_on_host is not None:
+            self._pass = left = _take(_synchronized(left, plan.any_rank_on_host, nothing), number)
+        elif plan.idle:
+            self._pass = left = chain(left, repeat(nothing, int(min(number, plan.idle))))
+        if plan.announce is not None:
+            self._pass = _announce_each(left, done, plan.announce)
+        if not plan.has_length:
             self._pass = self._look_ahead = LookAhead(left, self._mark, eager=count == float("inf"))
-        if self.any_rank_on_host is not None:
+        if plan.any_rank_on_host is not None:
             self._pass = map(self._yield_batch, self._pass)
 
     def _yield_batch(self, item: tuple[Any, bool]) -> Any:
-        self.on_batch(item[1])
+        self._on_batch(item[1])
         return item[0]
 
     def _begin(self, loaders: list[ResumableLoader]) -> Iterator[Any]:
@@ -277,8 +300,7 @@ class LoaderSet:
 
     def _origin(self) -> dict[str, Any]:
         """Return how the dataloaders were created, so that a resumed run can create the same ones."""
-        names = ("made_in", "made_from", "made_with", "is_outdated")
-        return {name: getattr(self, name) for name in names}
+        return {**vars(self.origin), "is_outdated": self.is_outdated}
 
     def _position_state(self) -> dict[str, Any]:
         state: dict[str, Any] = {"loaders": [loader.state_dict() for loader in self.loaders]}
@@ -384,7 +406,7 @@ class DrawnLoaderSet(LoaderSet):
 
     Args:
         combined: the dataloaders, prepared.
-        limits: the number of batches to run of each.
+        plan, origin, is_outdated, replan: as in :class:`LoaderSet`.
         fetcher: counts the drawn batches.
         profiler: times the fetching of each batch.
         stage: determines the name in the profiler.
@@ -393,12 +415,16 @@ class DrawnLoaderSet(LoaderSet):
     def __init__(
         self,
         combined: CombinedLoader,
-        limits: list[float],
+        plan: LoaderPlan,
+        origin: Origin,
+        *,
+        is_outdated: bool,
+        replan: Callable[[], LoaderPlan] | None,
         fetcher: _DataLoaderIterDataFetcher,
         profiler: Profiler,
         stage: RunningStage,
     ) -> None:
-        super().__init__(combined, limits, has_length=True)  # no look-ahead, because the step draws the batches itself
+        super().__init__(combined, plan, origin, is_outdated=is_outdated, replan=replan)
         self.fetcher = fetcher
         fetcher._start_profiler = partial(profiler.start, _FETCHING[stage])
         fetcher._stop_profiler = partial(profiler.stop, _FETCHING[stage])
@@ -518,6 +544,14 @@ def _warn_of_replaying(loader: ResumableLoader, count: int) -> None:
         " (torchdata's StatefulDataLoader).",
         category=PossibleUserWarning,
     )
+
+
+def count_batches(combined: CombinedLoader, limits: list[float]) -> float:
+    """Return the number of batches in a pass, from the number of each dataloader."""
+    if combined._mode == "sequential":
+        return sum(limits)
+    ends_first = combined._mode == "min_size" or (combined._mode == "max_size_cycle" and 0 in limits)
+    return min(limits, default=0) if ends_first else max(limits, default=0)
 
 
 def watch_of(profiler: Profiler, stage: RunningStage) -> Callable[..., Any]:

@@ -20,11 +20,11 @@ from typing import TYPE_CHECKING, Any
 from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import LearningRateFinder
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
-from lightning.pytorch.utilities.exceptions import _TunerExitException
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch.optim.lr_scheduler import CyclicLR, OneCycleLR
 
 from trainer.callbacks.gradient_clipping import GradientClipping
+from trainer.common.lightning_private import found_rate
 from trainer.common.session import Session
 from trainer.data.batches import TrainingBatches
 from trainer.diagnosis.replay_state import ObjectState
@@ -36,9 +36,6 @@ if TYPE_CHECKING:
     from trainer.loop.evaluation import EvalLoop
     from trainer.loop.fit import FitLoop
     from trainer.trainer import Trainer
-
-TunerExit = _TunerExitException
-"""Raised by Lightning's BatchSizeFinder and LearningRateFinder to end the run once they have a result."""
 
 
 def attach_finders(trainer: Trainer, session: Session) -> None:
@@ -108,10 +105,8 @@ def _find_rate(
     """Run ``LearningRateFinder.lr_find``; ``begun`` is the number of batches that were started before this fit."""
     begins, before = trainer.progress.batches_started == begun, _rates_of(trainer)
     find(trainer, pl_module)
-    best = getattr(callback.optimal_lr, "_optimal_idx", None)
-    if not callback._update_attr or callback.optimal_lr is None or best is None:
+    if (rate := found_rate(callback)) is None:
         return
-    rate: float = callback.optimal_lr.results["lr"][best]
     if begins and not trainer.engine.keeps_optimizers:
         with isolate_rng():
             trainer.strategy.setup_optimizers(trainer)

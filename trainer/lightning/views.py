@@ -166,7 +166,7 @@ class _EvaluationView(_DataView):
         Equal on all processes, because callbacks use it to determine whether a validation follows.
         """
         loaders = self.trainer.data.ready(self._stage) or self._loop.loaders
-        return [] if loaders is None else list(getattr(loaders, "most", loaders.limits))
+        return [] if loaders is None else list(loaders.plan.most)
 
 
 class EvalLoopView(_EvaluationView, _EvaluationLoop):
@@ -363,7 +363,7 @@ class FitLoopView(_DataView, _FitLoop):
 
     @property
     def _skip_backward(self) -> bool:
-        return self._loop.forward_only in self._loop.wrappers
+        return self._loop.forward_only in self._loop.path.wrappers
 
     @_skip_backward.setter
     def _skip_backward(self, skip: bool) -> None:

@@ -7,11 +7,11 @@ from io import StringIO
 from pathlib import Path
 from typing import Any
 
-from lightning.fabric.loggers.csv_logs import _ExperimentWriter
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.loggers.csv_logs import ExperimentWriter
 
 from trainer.common.files import local_path, write_text
+from trainer.common.lightning_private import FabricWriter
 
 
 def appending_writer(logger: Any, step: int | None, count: int | None) -> Any:
@@ -34,7 +34,7 @@ class _KeepFile:
         pass  # Lightning's version deletes the file
 
 
-class _PlainRows(_KeepFile, _ExperimentWriter):
+class _PlainRows(_KeepFile, FabricWriter):
     pass
 
 

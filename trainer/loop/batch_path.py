@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -21,6 +21,7 @@ from trainer.state.outcome import StepOutcome
 
 Clip = Callable[[Optimizer], Tensor | None]
 """Clips the gradients of one optimizer in place. Returns their norm before clipping, or None if it is not computed."""
+TrainingWrapper = Callable[["TrainingPath"], "TrainingPath"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +67,8 @@ class TrainingPath(BatchPath):
         norm_type: the order of the norms that ``clip`` returns.
         update_weights: steps all optimizers at the end of an accumulation window.
         follow_outcome: called with the outcome of each update when it is known, after the hooks. Default: a no-op.
+        wrappers: the wrappers that callbacks have added around the path during the run. Default: none.
+        inner: the path without these wrappers. Default: None, this one.
     """
 
     train_batch: Callable[[Any, int, bool], None]
@@ -80,10 +83,34 @@ class TrainingPath(BatchPath):
     norm_type: float
     update_weights: Callable[[], None]
     follow_outcome: Callable[[StepOutcome], Any] = identity
+    wrappers: tuple[TrainingWrapper, ...] = ()
+    inner: TrainingPath | None = None
+
+    def with_wrappers(self, wrappers: tuple[TrainingWrapper, ...]) -> TrainingPath:
+        """Return the path with these wrappers, the innermost first, instead of its ``wrappers``."""
+        inner = self.inner or self
+        return replace(wrapped(inner, wrappers), wrappers=wrappers, inner=inner)
+
+
+class ModuleCalls(NamedTuple):
+    """Functions that handle the calls that a module makes itself during a fit.
+
+    If a function is None, ``trainer.distributed.precision_plugin.PrecisionAdapter`` handles the call.
+
+    Attributes:
+        backward: handles ``LightningModule.manual_backward``. Gets (loss, function that runs the module's ``backward``
+            on the scaled loss).
+        step: handles ``optimizer.step`` of the optimizers from ``self.optimizers()``. Gets (optimizer, closure, other
+            arguments by name).
+        clip: handles ``LightningModule.clip_gradients``. Gets (optimizer, limit, ``"norm"`` or ``"value"``).
+    """
+
+    backward: Callable[[Tensor, Callable[[Tensor], None]], None] | None = None
+    step: Callable[..., Any] | None = None
+    clip: Callable[[Optimizer, float, str], None] | None = None
 
 
 Path = TypeVar("Path", bound=BatchPath)
-TrainingWrapper = Callable[[TrainingPath], TrainingPath]
 
 NO_PATH = TrainingPath(
     identity, identity, nullcontext, identity, identity, train_batch=identity, close_window=identity,

@@ -1,8 +1,7 @@
 """The path of a batch if the optimizer, or the module's own ``optimizer_step``, evaluates the loss through a closure.
 
 It replaces ``FitLoop.train_batch`` if the module overrides ``optimizer_step``, if the optimizer evaluates the loss
-itself (LBFGS), or if the optimizer comes from another library and may do so (SAM); see
-``trainer.loop.optimizer_calls.takes_closure``.
+itself (LBFGS), or if the optimizer comes from another library and may do so (SAM); see :func:`takes_closure`.
 
 The rules for the scaler are those of the fit loop: gradients are unscaled once per step, the scale is constant during a
 batch, and ``update`` runs once at the end of the batch.
@@ -10,7 +9,9 @@ batch, and ``update`` runs once at the end of the batch.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
+from copy import copy
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -22,9 +23,8 @@ from torch.optim import Optimizer
 from trainer.common.module_tree import parameters_of
 from trainer.common.session import Session
 from trainer.errors import ConfigurationError, warn
+from trainer.loop.accumulation import WeightedMean, outputs_of
 from trainer.loop.fit import FitLoop
-from trainer.loop.optimizer_calls import needs_closure
-from trainer.loop.step_output import outputs_of
 
 Closure = Callable[[], Any]
 
@@ -62,13 +62,13 @@ class ClosureOptimization:
         """Evaluate the loss inside a window; at its end, pass the closure to ``optimizer_step``."""
         loop = self._loop
         batch = loop.start_batch(batch, batch_idx, is_last)
-        if loop.skips_epoch:
+        if loop.progress.skips_epoch:
             return
         loop.finish_steps()  # steps taken in a hook
-        current = _Pass(batch, batch_idx, loop.window.mark())
+        current = _Pass(batch, batch_idx, copy(loop.mean))
         if loop.window.is_first:
             self._earlier.clear()
-        if loop.window.is_last and (batch is not None or loop.window.backwards):
+        if loop.window.is_last and (batch is not None or loop.mean.backwards):
             self._update(current)
         else:
             with loop.engine.gradient_sync(loop.window.is_last):
@@ -81,13 +81,13 @@ class ClosureOptimization:
     def close_window(self) -> None:
         """Step the optimizers on the batches of an open window, because no other batch follows."""
         loop = self._loop
-        if loop.window.backwards or loop.engine.data_parallel_size > 1:
-            self._update(_Pass(None, loop.progress.batch_idx, loop.window.mark()))
+        if loop.mean.backwards or loop.engine.data_parallel_size > 1:
+            self._update(_Pass(None, loop.progress.batch_idx, copy(loop.mean)))
 
     def _update(self, last: _Pass) -> None:
         """Call ``optimizer_step`` for each optimizer, with a closure that ends with the window's last batch."""
         loop = self._loop
-        loop.freezes_scale = True
+        loop.update.freezes_scale = True
         try:
             with loop.engine.gradient_sync(True):
                 for optimizer in self._wrapped():
@@ -96,12 +96,12 @@ class ClosureOptimization:
                     # once per call, however often the optimizer steps in it, as in Lightning
                     loop.progress.optimizer_steps += 1
         finally:
-            loop.freezes_scale = False
-        if not loop.stepped:  # `optimizer_step` left the step out
+            loop.update.freezes_scale = False
+        if not loop.update.stepped:  # `optimizer_step` left the step out
             for optimizer in loop.optimizers:
                 loop.gradients.unscale_(optimizer)  # checks sharded gradients, which are still scaled
         unused = loop.gradients.scale_again()
-        if not loop.stepped:
+        if not loop.update.stepped:
             lower_scale_after(loop, [factor for _, factor in unused])
         loop.finish_steps()
         self._earlier.clear()  # not evaluated again
@@ -109,7 +109,7 @@ class ClosureOptimization:
     def _evaluate(self, current: _Pass) -> Tensor | None:
         """Run forward and backward of one batch. Return its share of the window's mean loss."""
         loop = self._loop
-        loop.window.rewind(current.mark)
+        loop.mean.rewind(current.mark)
         output = loop.run_training_step(current.batch, current.batch_idx)
         if loop.window.is_first:
             loop.clear_gradients()
@@ -120,7 +120,7 @@ class ClosureOptimization:
         else:
             loop.gradients.backward_without_loss(syncs_gradients=loop.window.is_last)
         if loop.window.is_last:
-            loop.window.close(loop.optimizers, loop.engine)
+            loop.mean.close(loop.optimizers)
         current.outputs = outputs_of(loss, output)
         return loss
 
@@ -137,7 +137,7 @@ class ClosureOptimization:
                     self._evaluate(one)
         last.is_evaluated = True
         loss = self._evaluate(last)
-        corrected = self._loop.window.corrected
+        corrected = self._loop.mean.corrected
         loss = None if loss is None else corrected(loss)
         shares = [corrected(previous.share) for previous in self._earlier if previous.share is not None]
         if not shares and not (loss is None and self.evaluates_again):
@@ -150,12 +150,30 @@ class ClosureOptimization:
         return step_with_closure(self._loop, optimizer, closure, **kwargs)
 
 
+def needs_closure(optimizer: Optimizer) -> bool:
+    """Return whether the optimizer's ``step`` requires a closure, to evaluate the loss several times (LBFGS)."""
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty
+
+
+def takes_closure(optimizer: Optimizer) -> bool:
+    """Return whether to pass the optimizer a closure that trains: its ``step`` accepts one, and is not torch's own.
+
+    An optimizer of another library may evaluate the loss twice with it (SAM), pass it on (Lookahead), or require it.
+    """
+    step = type(optimizer).step
+    parameters = inspect.signature(step).parameters
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    is_known = step.__module__.startswith(("torch.", "lightning."))  # the defining module, even if inherited
+    return needs_closure(optimizer) or (not is_known and ("closure" in parameters or takes_any))
+
+
 def refuse_scaled_closures(loop: FitLoop) -> None:
     """Refuse an optimizer that requires a closure if the loss is scaled."""
     refused = [type(o).__name__ for o in loop.optimizers if needs_closure(o)]
     if refused and loop.gradients.scaler.is_enabled():
         raise ConfigurationError(
-            f"Got the optimizer {refused[0]} with precision={loop.precision.name!r}, expected one that"
+            f"Got the optimizer {refused[0]} with precision={loop.engine.precision.name!r}, expected one that"
             " evaluates the loss once per step: an overflow in one of several evaluations could not be undone. Use"
             " precision='bf16-mixed' or '32-true'."
         )
@@ -175,7 +193,7 @@ def refuse_bare_steps(loop: FitLoop, session: Session) -> None:
     Such a step uses scaled gradients, and is not skipped after an overflow. If no loss was scaled, the module may scale
     its losses itself, so the first such step with gradients only causes a warning.
     """
-    scaler, precision = loop.gradients.scaler, f"precision={loop.precision.name!r}"
+    scaler, precision = loop.gradients.scaler, f"precision={loop.engine.precision.name!r}"
     warned = False
 
     def check(optimizer: Optimizer, *_: Any) -> None:
@@ -224,7 +242,7 @@ def step_with_closure(loop: FitLoop, optimizer: Optimizer, closure: Closure, **k
     else:
         result = optimizer.step(closure=evaluate, **kwargs)
     loop.gradients.mark_used(optimizer)
-    loop.stepped.append(optimizer)
+    loop.update.stepped.append(optimizer)
     return result
 
 
@@ -255,7 +273,7 @@ class _Pass:
 
     Args:
         batch, batch_idx: the arguments of ``training_step``.
-        mark: the state of the window before the batch.
+        mark: the window's mean before the batch.
 
     Attributes:
         share: the last evaluated share of the window's mean loss; None if the batch had no loss.
@@ -265,7 +283,7 @@ class _Pass:
 
     batch: Any
     batch_idx: int
-    mark: dict[str, Any]
+    mark: WeightedMean
     share: Tensor | None = None
     outputs: dict[str, Any] | None = field(default_factory=dict)
     is_evaluated: bool = False

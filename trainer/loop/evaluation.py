@@ -74,13 +74,7 @@ class EvalLoop:
         self.prepare(hooks=NO_HOOKS, module=nn.Module(), path=NO_PATH, loaders=None, inference_mode=False)
 
     def prepare(
-        self,
-        *,
-        hooks: Hooks,
-        module: nn.Module,
-        path: BatchPath,
-        loaders: LoaderSet | None,
-        inference_mode: bool,
+        self, *, hooks: Hooks, module: nn.Module, path: BatchPath, loaders: LoaderSet | None, inference_mode: bool
     ) -> None:
         """Set the parts that belong to one run.
 
@@ -163,7 +157,7 @@ class EvalLoop:
         A single span if the dataloaders are combined.
         """
         own = loaders.limits if loaders.is_sequential else [loaders.num_batches()]
-        spans = loaders.spans or [Span(number, number) for number in own]
+        spans = loaders.plan.spans or [Span(number, number) for number in own]
         if self.path.draws:
             spans = [Span(0, float("inf") if span.most else 0) for span in spans]
         return [Span(min(span.fewest, limit), min(span.most, limit)) for span in spans]

@@ -11,27 +11,48 @@ and hooks may draw random numbers.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 from torch.optim import Optimizer
 
 from trainer.data.batches import TrainingBatches, identity
-from trainer.loop.accumulation import AccumulationWindow
-from trainer.loop.batch_path import NO_PATH, TrainingPath, TrainingWrapper, wrapped
+from trainer.loop.accumulation import NOTHING, AccumulationWindow, WeightedMean, loss_in, outputs_of
+from trainer.loop.batch_path import NO_PATH, TrainingPath, TrainingWrapper
 from trainer.loop.gradients import total_norm
 from trainer.loop.hooks import NO_HOOKS, Hooks
 from trainer.loop.schedules import Schedules
-from trainer.loop.step_output import NOTHING, loss_in, outputs_of
 from trainer.metrics.metrics import MetricStore, PublishedMetrics
 from trainer.precision.scaler import UpdateOutcome
-from trainer.state.outcome import StepOutcome
-from trainer.state.progress import DONE, EPOCH_ENDED, TRAINED, VALIDATED, VALIDATING, FitProgress
+from trainer.state.outcome import LastUpdate, StepOutcome
+from trainer.state.progress import DONE, EPOCH_ENDED, STARTED, TRAINED, VALIDATED, VALIDATING, FitProgress
 from trainer.state.stopping import StoppingConditions
 
 if TYPE_CHECKING:
     from trainer.distributed.engine import LightningEngine
+
+
+@dataclass(frozen=True)
+class FitPlan:
+    """The functions that the loop gets for one run.
+
+    Args:
+        build_path: builds the path of a batch. Called at the start of the run, and again if a callback has replaced
+            optimizers or schedules.
+        follow_changes: called at the start of each epoch to register changed callbacks and hooks. Default: a no-op.
+        validates: returns whether the run has validations, at the start of each epoch. Default: False.
+        validate: runs one validation. Default: a no-op.
+        begin: called after ``on_train_start``. Restores the state of a checkpoint, if any. Default: a no-op.
+        resumes: whether ``begin`` restores a state. Default: False.
+    """
+
+    build_path: Callable[[], TrainingPath]
+    follow_changes: Callable[[], Any] = identity
+    validates: Callable[[], bool] = bool
+    validate: Callable[[], None] = identity
+    begin: Callable[[], Any] = identity
+    resumes: bool = False
 
 
 class FitLoop:
@@ -58,71 +79,36 @@ class FitLoop:
         limits: StoppingConditions,
     ) -> None:
         self.engine = engine
-        self.precision = engine.precision
         self.gradients = engine.gradients
         self.window = window
+        self.mean = WeightedMean(window, engine)
         self.progress = progress
         self.published = published
         self.metrics = MetricStore(training=True)
         self.limits = limits
-        self.outcome: StepOutcome | None = None
-        self.grad_norms: dict[Optimizer, Tensor] = {}
-        # optimizers that the module or a closure stepped since the last update of the loss scale
-        self.stepped: list[Optimizer] = []
-        # the optimizer whose step runs, or the object that runs it, in manual optimization
-        self.stepping: Any = None
-        # True while a closure or a manual training step runs; the scale is updated once, after its end
-        self.freezes_scale = False
-        self.unresolved: tuple[int, ...] = ()  # indices of the optimizers in the last update, until its outcome is read
-        self.skipped: tuple[Optimizer, ...] = ()  # the optimizers that skipped the last update
-        self.has_updated = self.validates_this_epoch = False
-        self.skips_epoch = False  # whether `on_train_batch_start` has returned -1
         # the objects of one run
         self.hooks: Hooks = NO_HOOKS
         self.batches = TrainingBatches(None)
         self.optimizers: list[Optimizer] = []  # the engine's own list, without Lightning's wrappers
         self.schedules = Schedules([], identity, dict)
-        self.validate: Callable[[], None] | None = None
-        self.begin: Callable[[], Any] = identity
-        self.resumes = False  # whether `begin` restores the state of a checkpoint
-        self.follow_changes: Callable[[], Any] = identity
-        self.build_path: Callable[[], TrainingPath] = identity
-        # the functions that a batch passes through, with and without wrappers
-        self.path = self.base_path = NO_PATH
-        self.wrappers: tuple[TrainingWrapper, ...] = ()
+        self.update = LastUpdate()
+        self.plan = FitPlan(identity)
+        self.path = NO_PATH  # the functions that a batch passes through
 
-    def prepare(
-        self,
-        *,
-        hooks: Hooks,
-        batches: TrainingBatches,
-        schedules: Schedules,
-        build_path: Callable[[], TrainingPath],
-        follow_changes: Callable[[], Any] = identity,
-        validate: Callable[[], None] | None = None,
-        begin: Callable[[], Any] = identity,
-        resumes: bool = False,
-    ) -> None:
+    def prepare(self, *, hooks: Hooks, batches: TrainingBatches, schedules: Schedules, plan: FitPlan) -> None:
         """Set the objects of one run.
 
         Args:
             hooks: the hooks of callbacks and of the module.
             batches: the training data.
             schedules: the learning-rate schedules.
-            build_path: builds the functions that a batch passes through. Called here, and again when a callback has
-                replaced optimizers or schedules.
-            follow_changes: called at the start of each epoch to register changed callbacks and hooks. Default: a no-op.
-            validate: runs one validation. Default: None, no validation.
-            begin: called after ``on_train_start``. Restores the state of a checkpoint, if any. Default: a no-op.
-            resumes: whether ``begin`` restores a state. Default: False.
+            plan: the functions of the run.
         """
-        self.hooks, self.batches, self.schedules = hooks, batches, schedules
-        self.build_path, self.follow_changes, self.wrappers = build_path, follow_changes, ()
-        self.validate, self.begin, self.resumes = validate, begin, resumes
+        self.hooks, self.batches, self.schedules, self.plan = hooks, batches, schedules, plan
         self.gradients.scaler.forget_steps()  # an earlier run may have been interrupted in the middle of a step
-        self.unresolved, self.outcome, self.grad_norms = (), None, {}
-        self.stepped, self.freezes_scale = [], False
-        self.window.start_run(self.engine.data_parallel_size)
+        self.update, self.path = LastUpdate(), NO_PATH
+        self.window.start_run()
+        self.mean.start_run()
         self.take_optimizers()
 
     def restore_outcome(self, outcome: StepOutcome | None, has_updated: bool) -> None:
@@ -132,22 +118,21 @@ class FitLoop:
             outcome: the outcome. None before the first update.
             has_updated: whether the last batch made an optimizer step, even a skipped one.
         """
-        self.has_updated = has_updated
+        update, count = self.update, len(self.optimizers)
+        update.has_run = has_updated
         if outcome is not None:
-            self.outcome, count = outcome, len(self.optimizers)
-            self.skipped = tuple(self.optimizers[i] for i in outcome.skipped_optimizers if i < count)
+            update.outcome = outcome
+            update.skipped = tuple(self.optimizers[i] for i in outcome.skipped_optimizers if i < count)
 
     # --- the path of a batch --------------------------------------------------------------------------------
 
     def wrap(self, wrapper: TrainingWrapper) -> None:
         """Add a wrapper around the path of a batch, until it is removed or the run ends."""
-        self.wrappers = (*self.wrappers, wrapper)
-        self.path = wrapped(self.base_path, self.wrappers)
+        self.path = self.path.with_wrappers((*self.path.wrappers, wrapper))
 
     def unwrap(self, wrapper: TrainingWrapper) -> None:
         """Remove a wrapper. A no-op if it was not added in this run."""
-        self.wrappers = tuple(one for one in self.wrappers if one != wrapper)
-        self.path = wrapped(self.base_path, self.wrappers)
+        self.path = self.path.with_wrappers(tuple(one for one in self.path.wrappers if one != wrapper))
 
     def forward_only(self, path: TrainingPath) -> TrainingPath:
         """Return a path that runs forward passes and their hooks, without training, to update buffers (SWA)."""
@@ -158,29 +143,28 @@ class FitLoop:
         self.resolve_outcome()
         self.optimizers = self.engine.optimizers
         self.schedules.follow(self.engine.schedules, self.optimizers)
-        self.base_path = self.build_path()
-        self.path = wrapped(self.base_path, self.wrappers)
+        self.path = self.plan.build_path().with_wrappers(self.path.wrappers)
 
     # --- epochs ---------------------------------------------------------------------------------------------
 
     def run(self) -> None:
         """Train until the last epoch or the last step, or until ``should_stop`` is set."""
-        limits = self.limits
-        if not self.batches or (limits.fit_is_done() and not self.resumes):
+        limits, progress = self.limits, self.progress
+        if not self.batches or (limits.fit_is_done() and not self.plan.resumes):
             return
         self.hooks.on_train_start()
-        self.begin()
-        while self.progress.batches_this_epoch or not limits.fit_is_done():  # also finishes a resumed epoch
+        self.plan.begin()
+        while progress.batches_this_epoch or not limits.fit_is_done():  # also finishes a resumed epoch
             self.start_epoch()
             for batch, batch_idx, is_last in self.batches:
                 self.path.train_batch(batch, batch_idx, is_last)
                 del batch  # free its memory for the validation
-                if self.skips_epoch:
+                if progress.skips_epoch:
                     break
                 self.follow_up()
                 if limits.epoch_is_done():
                     break
-            if self.batches.is_over and not self.progress.is_last_batch:
+            if self.batches.is_over and not progress.is_last_batch:
                 self.end_data_early()
             self.end_epoch()
         self.close_window_early()
@@ -191,20 +175,20 @@ class FitLoop:
     def start_epoch(self) -> None:
         """Start an epoch, or continue one if the run was resumed from a checkpoint inside it."""
         progress = self.progress
-        self.skips_epoch = False
+        progress.skips_epoch = False
         self.batches.start_epoch(progress.epochs_trained, skip=progress.batches_this_epoch)
-        self.follow_changes()
+        self.plan.follow_changes()
         is_new = progress.batches_this_epoch == 0
         if is_new:
             progress.begin_epoch()
             self.hooks.on_train_epoch_start()
-            self.follow_changes()
+            self.plan.follow_changes()
             self.engine.follow_trained_parameters()
             if self.optimizers is not self.engine.optimizers:
                 self.take_optimizers()
             progress.is_last_batch = False
-        self.validates_this_epoch = self.validate is not None and self.limits.epoch_validates()
-        self.precision.watch_weights()
+        self.limits.validates_this_epoch = self.plan.validates() and self.limits.epoch_validates()
+        self.engine.precision.watch_weights()
         if progress.position is not DONE:
             self.follow_up()
         # before a new epoch, signals have already been handled
@@ -218,7 +202,7 @@ class FitLoop:
         The hooks of this batch have already run as if another batch followed.
         """
         progress = self.progress
-        progress.is_last_batch, self.skips_epoch = True, False
+        progress.is_last_batch, progress.skips_epoch = True, False
         self.resolve_outcome()
         if not self.window.straddles_epochs or self.limits.is_final_epoch():
             self.close_window_early()
@@ -237,7 +221,7 @@ class FitLoop:
         if not self.window.straddles_epochs:
             self.close_window_early()
         self.count_update()
-        if self.skips_epoch:
+        if progress.skips_epoch:
             self.schedules.advance("epoch")  # otherwise the last batch did this
         if progress.position is not VALIDATED:  # hooks read a validation metric, not a training metric of its name
             self.published.take(self.metrics.current())
@@ -262,11 +246,10 @@ class FitLoop:
 
     def run_validation(self) -> None:
         """Publish the metrics of training so far, and run a validation."""
-        assert self.validate is not None
         self.resolve_outcome()
         self.published.take(self.metrics.current())
         self.progress.position = VALIDATING
-        self.validate()
+        self.plan.validate()
         self.resolve_outcome()
 
     # --- one batch ------------------------------------------------------------------------------------------
@@ -274,7 +257,7 @@ class FitLoop:
     def train_batch(self, batch: Any, batch_idx: int, is_last: bool) -> None:
         """Run forward and backward and, if the batch closes a window, the optimizer step."""
         batch = self.start_batch(batch, batch_idx, is_last)
-        if self.skips_epoch:
+        if self.progress.skips_epoch:
             return
         window, path = self.window, self.path
         if window.is_first and path.clears_before_forward:
@@ -293,7 +276,7 @@ class FitLoop:
                 path.add_gradients(loss)
             else:
                 self.gradients.backward_without_loss(syncs_gradients=window.is_last)
-        if window.is_last and window.close(self.optimizers, self.engine):
+        if window.is_last and self.mean.close(self.optimizers):
             path.update_weights()
         elif window.is_last and (batch is not None or self.engine.data_parallel_size > 1):
             # no batch of the window has a loss with a weight above 0: count a step, and leave the model unchanged
@@ -305,7 +288,7 @@ class FitLoop:
     def forward_batch(self, batch: Any, batch_idx: int, is_last: bool) -> None:
         """Run the forward pass and its hooks, without training."""
         batch = self.start_batch(batch, batch_idx, is_last)
-        if self.skips_epoch:
+        if self.progress.skips_epoch:
             return
         loss, _ = loss_in(output := self.run_training_step(batch, batch_idx))
         self.end_batch(outputs_of(loss, output), batch, batch_idx)
@@ -323,18 +306,21 @@ class FitLoop:
 
     def start_batch(self, batch: Any, batch_idx: int, is_last: bool) -> Any:
         """Move the batch to the device, run ``on_train_batch_start``, advance the window, and return the batch."""
-        batch = self.path.transfer(batch)
-        self.progress.begin_batch(batch_idx, is_last)
-        self.has_updated = False
+        progress, path = self.progress, self.path
+        batch = path.transfer(batch)
+        progress.batch_idx, progress.is_last_batch, progress.position = batch_idx, is_last, STARTED
+        progress.batches_started += 1
+        self.update.has_run = False
         self.metrics.begin_batch(batch)
-        self.skips_epoch = batch is not None and self.path.on_batch_start(batch, batch_idx) == -1
-        if self.skips_epoch:
-            self.progress.is_last_batch = True
+        progress.skips_epoch = batch is not None and path.on_batch_start(batch, batch_idx) == -1
+        if progress.skips_epoch:
+            progress.is_last_batch = True
         else:
             if self.optimizers is not self.engine.optimizers or self.schedules.configs is not self.engine.schedules:
                 self.take_optimizers()
             is_final_epoch = not self.window.straddles_epochs or self.limits.is_final_epoch()
             self.window.advance(self.batches.num_batches - batch_idx, is_last, is_final_epoch)
+            self.mean.begin_batch()
         return batch
 
     def free_gradients(self) -> None:
@@ -362,28 +348,28 @@ class FitLoop:
     def share_of(self, output: Any, *, may_read_late: bool = False) -> Tensor | None:
         """Return the batch's share of the window's mean loss for the backward pass.
 
-        Returns None if the batch has no loss. If ``window.batch_weight`` is 0, also returns None, or 0 times the loss
+        Returns None if the batch has no loss. If ``mean.batch_weight`` is 0, also returns None, or 0 times the loss
         if the engine does not support uneven inputs (DeepSpeed).
 
         Args:
             output: the return value of ``training_step``.
-            may_read_late: whether ``window.close`` may read the batch's weight after the backward pass if
+            may_read_late: whether ``mean.close`` may read the batch's weight after the backward pass if
                 ``training_step`` returned it on a device. This avoids a host-device synchronization here. Default:
                 False.
         """
-        window = self.window
+        mean = self.mean
         loss, weight = loss_in(output, reads_weight=False)
         if loss is not None and isinstance(weight, Tensor):  # on a device
-            if may_read_late and window.may_read_late(self.engine):
-                return window.share_late(loss, weight)
+            if may_read_late and mean.may_read_late():
+                return mean.share_late(loss, weight)
             loss, weight = loss_in(output)  # a host-device synchronization
-        if window.batch_weight == 0 and self.engine.supports_uneven_inputs:
+        if mean.batch_weight == 0 and self.engine.supports_uneven_inputs:
             loss = None
-        elif window.batch_weight == 0:  # DeepSpeed needs a backward pass on all ranks; this rank adds zeros
+        elif mean.batch_weight == 0:  # DeepSpeed needs a backward pass on all ranks; this rank adds zeros
             weight = 0.0
         if loss is None:
             self.gradients.forward_without_loss(has_run=output is not NOTHING)
-        return window.joint_share(loss, weight, self.engine)
+        return mean.joint_share(loss, weight)
 
     def run_backward(self, loss: Tensor, run: Callable[[Tensor], None] | None = None) -> None:
         """Scale the loss, and add its gradients to those of the window's earlier batches.
@@ -401,27 +387,27 @@ class FitLoop:
 
     def end_batch(self, outputs: dict[str, Any] | None, batch: Any, batch_idx: int) -> None:
         """Step the schedules, run the hooks after the batch, and log."""
-        progress, closes_window = self.progress, self.window.is_last
+        progress, update, closes_window = self.progress, self.update, self.window.is_last
         progress.batches += 1
         progress.position, progress.closing = TRAINED, closes_window
-        if self.unresolved:
+        if update.unresolved:
             self.resolve_if_due()
         if self.schedules.stepped:
             self.advance_schedules()
         self.path.on_batch_end(outputs, batch, batch_idx)
-        if self.stepped:
+        if update.stepped:
             self.finish_steps()
             self.resolve_if_due()
         self.metrics.end_batch()
         if closes_window and self.limits.logging_is_due():
             self.published.send(self.metrics.current().logger, progress.updates)
-            self.precision.watch_weights()
+            self.engine.precision.watch_weights()
         self.hooks.save_after_batch(outputs, batch, batch_idx)
 
     def follow_up(self) -> None:
         """Run a validation if one is due after the batch, then step the schedules that wait for it."""
         progress = self.progress
-        if self.validates_this_epoch and self.validation_is_due():
+        if self.limits.validates_this_epoch and self.validation_is_due():
             self.run_validation()
         self.count_update()
         if progress.position is not VALIDATED:
@@ -430,7 +416,7 @@ class FitLoop:
     def count_update(self) -> None:
         """Count the update of a closed window, and step the plateau schedules. Called after any due validation."""
         if self.progress.closing:
-            if self.has_updated and self.schedules.stepped:
+            if self.update.has_run and self.schedules.stepped:
                 self.advance_by_step(on_plateau=True)
             self.progress.updates += 1
             self.progress.closing = False
@@ -438,7 +424,7 @@ class FitLoop:
     def validation_is_due(self) -> bool:
         """Return whether a validation follows the current batch. Checkpoints that monitor its metrics wait for it."""
         position = self.progress.position
-        if not self.validates_this_epoch or position is VALIDATED:
+        if not self.limits.validates_this_epoch or position is VALIDATED:
             return False
         return position is VALIDATING or self.limits.validation_is_due()
 
@@ -459,14 +445,14 @@ class FitLoop:
         self.hooks.on_before_optimizer_step(optimizer)
         clip = self.path.clip
         if clip is not None and (norm := clip(optimizer)) is not None:
-            self.grad_norms[optimizer] = norm
+            self.update.grad_norms[optimizer] = norm
 
     def clip_for_module(self, optimizer: Optimizer, limit: float, algorithm: str) -> None:
         """Clip gradients for ``LightningModule.clip_gradients``, and unscale them first if necessary."""
         self.begin_step()
         self.gradients.unscale_(optimizer)
         if (norm := self.gradients.clip_(optimizer, limit, algorithm)) is not None:
-            self.grad_norms[optimizer] = norm
+            self.update.grad_norms[optimizer] = norm
 
     def finish_update(self, stepped: tuple[int, ...], accumulating: Sequence[Optimizer] = ()) -> None:
         """Update the loss scale once for all optimizers, and take the outcome if it is already on the host.
@@ -475,8 +461,8 @@ class FitLoop:
             stepped: the indices of the optimizers that were stepped.
             accumulating: the optimizers with gradients that no step has used yet. Default: none.
         """
-        outcome = self.gradients.update(accumulating)
-        self.unresolved, self.skipped, self.has_updated = stepped, (), True
+        outcome, update = self.gradients.update(accumulating), self.update
+        update.unresolved, update.skipped, update.has_run = stepped, (), True
         for index in stepped:
             self.progress.completed_steps[index] += 1
         if outcome is not None:
@@ -484,28 +470,29 @@ class FitLoop:
 
     def begin_step(self) -> None:
         """Resolve the outcome of the last update, unless the module has stepped an optimizer since then."""
-        if not self.stepped:
+        if not self.update.stepped:
             self.resolve_outcome()
 
     def finish_steps(self) -> None:
         """Update the loss scale once for all optimizer steps of the module since the last update of the scale.
 
-        A no-op if there were none, or while ``freezes_scale`` is True.
+        A no-op if there were none, or while ``update.freezes_scale`` is True.
         """
-        if not self.stepped or self.freezes_scale:
+        update = self.update
+        if not update.stepped or update.freezes_scale:
             return
-        stepped, self.stepped = self.stepped, []
+        stepped, update.stepped = update.stepped, []
         ids = {id(optimizer) for optimizer in stepped}
         indices = tuple(i for i, optimizer in enumerate(self.optimizers) if id(optimizer) in ids)
         self.finish_update(indices, [o for o in self.optimizers if not self.gradients.are_used(o)])
         if not indices:  # only optimizers that `configure_optimizers` did not return
             self.resolve_outcome()
             self.progress.has_learned = True
-            self.hooks.on_after_optimizer_step(stepped[-1], self.outcome)
+            self.hooks.on_after_optimizer_step(stepped[-1], update.outcome)
 
     def resolve_if_due(self) -> None:
         """Resolve the outcome at the end of a batch if the epoch's metrics or the loggers need it."""
-        if self.unresolved and (self.progress.is_last_batch or self.limits.logging_is_due()):
+        if self.update.unresolved and (self.progress.is_last_batch or self.limits.logging_is_due()):
             self.resolve_outcome()
 
     def resolve_outcome(self) -> None:
@@ -517,28 +504,32 @@ class FitLoop:
         A fused optimizer decides on the device whether to skip the step. Therefore the outcome is read as late as
         possible: before the next update, or when it is needed. By then, the device has usually computed it.
         """
-        if self.stepped:
+        update = self.update
+        if update.stepped:
             self.finish_steps()
-        if self.unresolved:
+        if update.unresolved:
             self.take_outcome(self.gradients.resolve_outcome())
 
-    def take_outcome(self, update: UpdateOutcome) -> None:
+    def take_outcome(self, result: UpdateOutcome) -> None:
         """Count the outcome of the last weight update, confirm or revert schedule steps, and call the hooks."""
-        stepped, self.unresolved = self.unresolved, ()
-        self.skipped, scale, next_scale, nonfinite_loss = update
+        update = self.update
+        stepped, update.unresolved = update.unresolved, ()
+        skipped, scale, next_scale, nonfinite_loss = result
+        update.skipped = skipped
         skipping: tuple[int, ...] = ()
-        if self.skipped:
-            skipping = tuple(i for i in stepped if any(self.optimizers[i] is optimizer for optimizer in self.skipped))
+        if skipped:
+            skipping = tuple(i for i in stepped if any(self.optimizers[i] is optimizer for optimizer in skipped))
             nonfinite_loss = self.engine.any_rank(nonfinite_loss)
             self.progress.skipped_steps += 1
             self.progress.nonfinite_losses += nonfinite_loss
             self.progress.completed_steps.subtract(skipping)
-        self.schedules.confirm(except_of=self.skipped)
+        if self.schedules.tentative:
+            self.schedules.confirm(except_of=skipped)
         norm = None
-        if self.grad_norms:
-            norm, self.grad_norms = total_norm(self.grad_norms, self.path.norm_type), {}
-        values = bool(self.skipped), scale, next_scale, norm, stepped, skipping, nonfinite_loss
-        outcome = self.outcome = StepOutcome._make(values)
+        if update.grad_norms:
+            norm, update.grad_norms = total_norm(update.grad_norms, self.path.norm_type), {}
+        values = bool(skipped), scale, next_scale, norm, stepped, skipping, nonfinite_loss
+        outcome = update.outcome = StepOutcome._make(values)
         self.progress.has_learned |= len(skipping) < len(stepped)
         for index in stepped:
             self.hooks.on_after_optimizer_step(self.optimizers[index], outcome)
@@ -550,7 +541,7 @@ class FitLoop:
             self.resolve_outcome()
         if self.schedules.by_batch:
             self.schedules.advance("batch")
-        if self.has_updated:
+        if self.update.has_run:
             self.advance_by_step()
         if self.progress.is_last_batch:
             self.schedules.advance("epoch")
@@ -561,8 +552,8 @@ class FitLoop:
         If the outcome has not been read yet, the schedules step tentatively, so that hooks read the new learning rates.
         :meth:`resolve_outcome` later reverts the schedules of optimizers that skipped the step.
         """
-        unknown = bool(self.unresolved)
-        self.schedules.advance("step", on_plateau=on_plateau, except_of=self.skipped, tentatively=unknown)
+        unknown, skipped = bool(self.update.unresolved), self.update.skipped
+        self.schedules.advance("step", on_plateau=on_plateau, except_of=skipped, tentatively=unknown)
 
     def close_window_early(self) -> None:
         """Update the weights with the batches of an open window, because no other batch follows.
@@ -572,10 +563,11 @@ class FitLoop:
         window, engine = self.window, self.engine
         if window.is_open and (engine.data_parallel_size == 1 or engine.supports_uneven_inputs):
             window.advance(0, is_last_batch=True)
-            self.has_updated = False
+            self.mean.begin_batch()
+            self.update.has_run = False
             self.path.close_window()
             self.resolve_outcome()
-            if self.has_updated:
+            if self.update.has_run:
                 self.advance_by_step()
                 self.progress.closing = True
         window.reset()
@@ -585,5 +577,5 @@ class FitLoop:
         with self.engine.gradient_sync(True):
             self.share_of(NOTHING)
             self.gradients.backward_without_loss(syncs_gradients=True)
-        if self.window.close(self.optimizers, self.engine):
+        if self.mean.close(self.optimizers):
             self.path.update_weights()

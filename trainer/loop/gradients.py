@@ -36,14 +36,19 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainer.common.module_tree import parameters_of
-from trainer.loop.optimizer_calls import has_own_zero_grad
 from trainer.precision.dtypes import real_view
 from trainer.precision.scaler import LossScaler, UpdateOutcome, gradients_of
 
+_ZERO_GRAD = Optimizer.zero_grad
 _KEPT_MARK = "_is_kept"
 """Marks a gradient made by :meth:`Gradients.keep`. Autograd accumulates into it, so it stays the same tensor."""
 _USED_AT = "_used_at"
 """Attribute of a gradient: its version when a step used it."""
+
+
+def has_own_zero_grad(optimizer: Optimizer) -> bool:
+    """Return whether the optimizer overrides torch's ``zero_grad``."""
+    return type(optimizer).zero_grad is not _ZERO_GRAD or "zero_grad" in optimizer.__dict__
 
 
 class Gradients:

@@ -54,16 +54,31 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 Call = Callable[..., Any]
+CURRENT_HOOK = "_current_fx_name"
+"""Lightning's attribute of a module: the name of the running hook."""
 
 
-class HookScope(Protocol):
-    """Stores the name of the running hook, which ``self.log`` reads."""
+class HookScope:
+    """Stores the name of the running hook in a LightningModule, for ``self.log``.
+
+    It writes to the module's ``__dict__``, because ``nn.Module.__setattr__`` takes a microsecond, twice per hook.
+
+    Args:
+        module: the LightningModule. None for the hooks of a loop without a run.
+    """
+
+    def __init__(self, module: Any) -> None:
+        self._state = {CURRENT_HOOK: None} if module is None else vars(module)
 
     def enter(self, name: str | None) -> str | None:
         """Set the running hook to ``name`` (None: no hook). Return the previous one."""
+        state = self._state
+        outer: str | None = state[CURRENT_HOOK]
+        state[CURRENT_HOOK] = name
+        return outer
 
 
 class Hook:
@@ -205,7 +220,9 @@ class Hooks:
             Whether a callback was added or removed, or a hook was set on a callback or on the module.
         """
         callbacks = list(callbacks)
-        known = [(id(owner), _instance_hooks(owner)) for owner in (*callbacks, self._module, self._strategy)]
+        # the hooks that are set on an instance instead of its class
+        owners = ((id(one), getattr(one, "__dict__", {})) for one in (*callbacks, self._module, self._strategy))
+        known = [(number, {name: own[name] for name in _NAMES & own.keys()}) for number, own in owners]
         if known == self._known:
             return False
         self.callbacks, self._known = callbacks, known  # keeps the callbacks alive, so that their ids are not reused
@@ -260,12 +277,6 @@ def _nothing(*_: Any) -> None:
     pass
 
 
-def _instance_hooks(owner: Any) -> dict[str, Any]:
-    """Return the hooks that are set on the instance instead of its class."""
-    own = getattr(owner, "__dict__", {})
-    return {name: own[name] for name in _NAMES & own.keys()}
-
-
 CALLBACK_HOOKS = (
     *(name for name in Hooks.__annotations__ if name.startswith("on_")),
     *(
@@ -278,10 +289,5 @@ CALLBACK_HOOKS = (
 _NAMES = frozenset(CALLBACK_HOOKS)
 
 
-class _NoScope:
-    def enter(self, name: str | None) -> str | None:
-        return None
-
-
-NO_HOOKS = Hooks(None, None, (), _NoScope(), _return_false, _return_false)
+NO_HOOKS = Hooks(None, None, (), HookScope(None), _return_false, _return_false)
 """The hooks of a loop that has no run yet: all empty."""

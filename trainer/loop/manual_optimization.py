@@ -25,18 +25,12 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from trainer.common.graphs import keep_out_of_graphs
 from trainer.common.session import Session
 from trainer.errors import ConfigurationError, warn
-from trainer.loop.closures import (
-    Closure,
-    is_of_run,
-    lower_scale_after,
-    refuse_scaled_closures,
-    step_with_closure,
-)
+from trainer.loop.closures import Closure, is_of_run, lower_scale_after, refuse_scaled_closures, step_with_closure
 from trainer.loop.fit import FitLoop
 from trainer.precision.cast_cache import forget_casts
+from trainer.precision.compilation import keep_out_of_graphs
 
 
 class ManualOptimization:
@@ -56,20 +50,20 @@ class ManualOptimization:
 
     def train_batch(self, batch: Any, batch_idx: int, is_last: bool) -> None:
         """Run ``training_step``, which takes all steps; then update the scale once for all of them."""
-        loop, has_waiting = self._loop, self._loop.gradients.scaler.is_enabled() and not self._loop.has_updated
+        loop, has_waiting = self._loop, self._loop.gradients.scaler.is_enabled() and not self._loop.update.has_run
         batch = loop.start_batch(batch, batch_idx, is_last)
-        if loop.skips_epoch:
+        if loop.progress.skips_epoch:
             return
         loop.finish_steps()  # steps taken in a hook
-        loop.stepping = None  # a step of the previous batch may have raised an error
+        loop.update.stepping = None  # a step of the previous batch may have raised an error
         self._waiting = self._unused_gradients() if has_waiting else []
-        loop.freezes_scale = True
+        loop.update.freezes_scale = True
         try:
             output = loop.run_training_step(batch, batch_idx, nothing=None)
         finally:
-            loop.freezes_scale = False
+            loop.update.freezes_scale = False
         unused = loop.gradients.scale_again()  # gradients that the next batch adds to
-        if not loop.stepped:
+        if not loop.update.stepped:
             lower_scale_after(loop, [factor for optimizer, factor in unused if _mark_of(loop, optimizer) is None])
         loop.finish_steps()
         loop.end_batch(None if batch is None else self.outputs_of(output), batch, batch_idx)
@@ -80,7 +74,7 @@ class ManualOptimization:
         loop.finish_steps()  # steps taken in a hook
         loop.gradients.scale_again()
         waiting, self._waiting = self._waiting, []
-        if waiting and not loop.stepped:
+        if waiting and not loop.update.stepped:
             lower_scale_after(loop, [value for optimizer, mark, value in waiting if _mark_of(loop, optimizer) != mark])
         with _without_autocast(loop):
             loop.run_backward(loss, partial(loop.gradients.backward_by, run))
@@ -106,10 +100,10 @@ class ManualOptimization:
             with around:
                 return closure()
 
-        self._loop.stepping = self  # this method counts the step, and not the watcher of bare steps
+        self._loop.update.stepping = self  # this method counts the step, and not the watcher of bare steps
         with _without_autocast(self._loop):
             result = step_with_closure(self._loop, optimizer, forward, **kwargs)
-        self._loop.stepping = None
+        self._loop.update.stepping = None
         self._loop.progress.optimizer_steps += self._loop.engine.counts_steps_of(optimizer)
         return result
 
@@ -156,22 +150,22 @@ def count_bare_steps(loop: FitLoop, session: Session, *, counts_kept: bool) -> N
     warned = False
 
     def begin(optimizer: Optimizer, *_: Any) -> None:
-        if loop.stepping is None:  # otherwise, this step is a part of another one
-            loop.stepping = optimizer
+        if loop.update.stepping is None:  # otherwise, this step is a part of another one
+            loop.update.stepping = optimizer
 
     def end(optimizer: Optimizer, *_: Any) -> None:
         nonlocal warned
         forget_casts()  # a training step may enter autocast itself
-        if loop.stepping is not optimizer:
+        if loop.update.stepping is not optimizer:
             return
-        loop.stepping = None
+        loop.update.stepping = None
         if loop.engine.module_calls.clip is None:  # a replay
             return
         if optimizer not in belongs:
             belongs[optimizer] = is_of_run(loop, optimizer)
         if belongs[optimizer] and (counts_kept or any(optimizer is one for one in loop.optimizers)):
             loop.gradients.mark_used(optimizer)
-            loop.stepped.append(optimizer)
+            loop.update.stepped.append(optimizer)
             loop.progress.count_bare_step()
         elif not warned and not belongs[optimizer]:
             warned = True

@@ -21,7 +21,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from trainer.common.module_tree import parameters_of
 from trainer.errors import ConfigurationError, rank_zero_warn
-from trainer.loop.optimizer_calls import needs_closure
+from trainer.loop.closures import needs_closure
 from trainer.loop.overrides import overrides
 
 if TYPE_CHECKING:

@@ -7,6 +7,7 @@ A step that draws its own batches runs in the ordinary loop, over an iterator th
 
 from __future__ import annotations
 
+from copy import copy
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -34,13 +35,13 @@ def draw_in_fit(loop: FitLoop, ends_epoch: bool, path: TrainingPath) -> Training
         return cast("DrawnLoaderSet", loop.batches.loaders)  # may be created again before an epoch
 
     def train_batch(batch: Any, batch_idx: int, is_last: bool) -> None:
-        window = loop.window.mark()
+        mark = copy(loop.mean)
         try:
             path.train_batch(batch, batch_idx, is_last)
         except StopIteration:
             loop.hooks.scope.enter(None)
-            loop.window.rewind(window)
-            loop.skips_epoch = True
+            loop.mean.rewind(mark)
+            loop.progress.skips_epoch = True
             loop.progress.discard_batch()
             loop.batches.discard_batch()
 

@@ -37,6 +37,7 @@ class Schedules:
     Attributes:
         configs: the schedules.
         stepped: the schedules that are stepped here: all of them, or none.
+        tentative: the steps whose outcome is not known yet; see :meth:`confirm`.
         by_batch: whether a schedule counts batches instead of weight updates.
     """
 
@@ -54,7 +55,7 @@ class Schedules:
         self._by_module = by_module
         self._step = step
         self._metrics = metrics
-        self._tentative: list[_Step] = []
+        self.tentative: list[_Step] = []
         self._optimizers: Sequence[Optimizer] = ()
         self.follow(configs, ())
 
@@ -101,18 +102,18 @@ class Schedules:
                 step = _Step(config)
                 self._step(config.scheduler, metric)
                 step.end()
-                self._tentative.append(step)
+                self.tentative.append(step)
             else:
                 self._step(config.scheduler, metric)
             self._progress.schedule_steps += 1
 
     def confirm(self, except_of: Collection[Optimizer] = ()) -> None:
         """Revert the tentative steps of the schedules of these optimizers, and keep the others."""
-        for step in reversed(self._tentative):
+        for step in reversed(self.tentative):
             if except_of and _belongs(step.config, except_of):
                 step.take_back()
                 self._progress.schedule_steps -= 1
-        self._tentative.clear()
+        self.tentative.clear()
 
     def _count(self, config: LRSchedulerConfig) -> int:
         """Return the number of batches, completed steps of the schedule's optimizer, or epochs so far."""

@@ -25,7 +25,6 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch import Tensor
 from torchmetrics import Metric
 
-from trainer.common.graphs import keep_out_of_graphs
 from trainer.common.parts import whole
 from trainer.common.session import Session
 from trainer.errors import rank_zero_warn
@@ -37,6 +36,7 @@ from trainer.metrics.metrics import (
     accumulation_dtype,
     to_scalars,
 )
+from trainer.precision.compilation import keep_out_of_graphs
 
 if TYPE_CHECKING:
     from trainer.trainer import Trainer
@@ -47,26 +47,6 @@ _LOG = LightningModule.log
 
 # our own hook, which Lightning's table of hooks lacks
 _FxValidator.functions["on_after_optimizer_step"] = _FxValidator.functions["on_before_optimizer_step"]
-
-
-class ModuleScope:
-    """Stores the running hook in a LightningModule. Implements ``trainer.loop.hooks.HookScope``.
-
-    It writes to the module's ``__dict__``, because ``nn.Module.__setattr__`` takes a microsecond, twice per hook.
-
-    Args:
-        module: the LightningModule.
-    """
-
-    def __init__(self, module: LightningModule) -> None:
-        self._state = vars(module)
-
-    def enter(self, name: str | None) -> str | None:
-        """Set the running hook to ``name``. Return the previous one."""
-        state = self._state
-        outer: str | None = state["_current_fx_name"]
-        state["_current_fx_name"] = name
-        return outer
 
 
 class ModuleLog:
@@ -403,7 +383,7 @@ def attach_log(module: LightningModule, trainer: Trainer, session: Session) -> N
     for part in () if trainer.barebones else module.modules():
         if not isinstance(part, LightningModule):
             continue
-        if type(part).log is _LOG and _is_module_log(vars(part).get("log", log)):
+        if type(part).log is _LOG and isinstance(vars(part).get("log", log), (ModuleLog, _DetachedLog)):
             session.replace(part, "log", log)  # a child module logs through its parent's trainer
         for method in (part.log, part.log_dict):
             function = getattr(method, "__func__", method)
@@ -416,10 +396,6 @@ def attach_log(module: LightningModule, trainer: Trainer, session: Session) -> N
 
 def no_log(name: str, value: Any, **options: Any) -> None:
     """Do nothing: the ``log_metric`` of a Trainer that has no run yet, or has ``barebones=True``."""
-
-
-def _is_module_log(log: Any) -> bool:
-    return isinstance(log, (ModuleLog, _DetachedLog))
 
 
 def _batch_size(store: MetricStore) -> int:

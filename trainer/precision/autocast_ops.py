@@ -119,7 +119,7 @@ def _replaced() -> dict[str, Replaced]:
         **dict.fromkeys(_IN_THE_WIDEST.split(), _casting(_widest)),
         **dict.fromkeys(cpu_only_ops, _passing),
         _ROUNDED: _rounding,
-        _REFUSED: _refusing,
+        _REFUSED: lambda name: own_kernel(name, "AutocastCUDA"),  # raises an error that names another operation
     }
     replaced = {}
     for name, policy in policies.items():
@@ -229,11 +229,6 @@ def _rounding(name: str) -> Kernel:
         return in_float32(keys, *args, **kwargs).to(args[0].dtype)
 
     return kernel
-
-
-def _refusing(name: str) -> Kernel:
-    """Return CUDA's own kernel, which raises an error that names the operation to use instead."""
-    return own_kernel(name, "AutocastCUDA")
 
 
 def _is_eligible(value: Any) -> bool:

@@ -82,7 +82,7 @@ def warn_of_emulation(name: str, device: torch.device) -> None:
     if device.type == "cuda" and not native_bfloat16(device):
         warn(
             f"{torch.cuda.get_device_name(device)} has no bfloat16 units: precision={name!r} is emulated"
-            " and slow there. Use precision='16-mixed'.",
+            " and slow there. Use precision='16-mixed'."
         )
 
 

@@ -69,7 +69,7 @@ class HalfPrecision(Precision):
             warn(
                 "precision='16-true' keeps weights and gradients in float16 and does not scale the loss: gradients"
                 " below 6e-8 vanish, and so do updates below 1/2048 of a weight. Use precision='16-mixed', which has"
-                " float32 weights and a loss scale, or 'bf16-true', which has float32's range.",
+                " float32 weights and a loss scale, or 'bf16-true', which has float32's range."
             )
 
     def check_optimizers(self, optimizers: Iterable[Optimizer]) -> None:
@@ -87,7 +87,7 @@ class HalfPrecision(Precision):
                     warn(
                         f"{type(optimizer).__name__} has eps={eps:g} and float16 weights: if squared gradients"
                         " underflow in float16, it divides by eps, and weights become inf or NaN. Use eps=1e-4, SGD,"
-                        " or precision='16-mixed'.",
+                        " or precision='16-mixed'."
                     )
                     break
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.library import Library, get_kernel
 
-from trainer.common.graphs import keep_out_of_graphs
+from trainer.precision.compilation import keep_out_of_graphs
 
 Kernel = Callable[..., Any]
 """Takes the set of dispatch keys first, then the operation's arguments."""

@@ -11,10 +11,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from trainer.errors import PrecisionError, expect, join_first
-from trainer.precision import compiled_backward
 from trainer.precision.autocast_ops import cuda_autocast_ops
 from trainer.precision.base import Precision
 from trainer.precision.cast_cache import CastCache
+from trainer.precision.compilation import without_backward_autocast
 from trainer.precision.cpu_fp16 import Float16Kernels
 from trainer.precision.devices import check_kernels, float16_kernels, scales_losses, warn_of_emulation
 from trainer.precision.dtypes import half_dtype
@@ -157,11 +157,10 @@ class MixedPrecision(Precision):
         in_full = find_modules(module, self.fp32_modules)
         kernels = self.kernels = float16_kernels(self.cpu_kernels, self.dtype, module, device)
         ops = cuda_autocast_ops() if self.autocast_ops == "cuda" and device.type == "cpu" else nullcontext()
-        cast_cache = self._cast_cache = CastCache(
-            device.type, self.dtype, module, self.autocast_cache, self._advice.format("autocast_cache=False")
-        )
+        advice = f"Trainer(precision=MixedPrecision({str(self.dtype).removeprefix('torch.')!r}, autocast_cache=False))"
+        cast_cache = self._cast_cache = CastCache(device.type, self.dtype, module, self.autocast_cache, advice)
         try:
-            with kernels, ops, in_float32(in_full, device.type), compiled_backward.without_autocast():
+            with kernels, ops, in_float32(in_full, device.type), without_backward_autocast():
                 yield
         finally:
             cast_cache.close()
@@ -210,8 +209,3 @@ class MixedPrecision(Precision):
         cast_cache = self._cast_cache
         assert cast_cache is not None, "autocast() is used inside session()"
         return cast_cache.training if torch.is_grad_enabled() else cast_cache.evaluation
-
-    @property
-    def _advice(self) -> str:
-        """How to pass an argument to this plugin, with a placeholder for it."""
-        return f"Trainer(precision=MixedPrecision({str(self.dtype).removeprefix('torch.')!r}, {{}}))"

@@ -1,10 +1,12 @@
-"""The outcome of an optimizer step."""
+"""The last weight update, and its outcome."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 from torch import Tensor
+from torch.optim import Optimizer
 
 
 class StepOutcome(NamedTuple):
@@ -30,3 +32,28 @@ class StepOutcome(NamedTuple):
     optimizers: tuple[int, ...]
     skipped_optimizers: tuple[int, ...] = ()
     nonfinite_loss: bool = False
+
+
+@dataclass(eq=False)
+class LastUpdate:
+    """The last weight update of a run, and the optimizer steps since then.
+
+    Attributes:
+        outcome: the last outcome that was read. None before the first.
+        unresolved: the indices of the optimizers that the update stepped, until its outcome is read.
+        skipped: the optimizers that skipped the update, if its outcome was read.
+        has_run: whether the current batch has made it, even if it was skipped.
+        grad_norms: the norm of each optimizer's gradients before clipping, until the outcome is read.
+        stepped: the optimizers that the module or a closure has stepped since the last update of the loss scale.
+        stepping: the optimizer whose step runs, or the object that runs it, in manual optimization.
+        freezes_scale: whether a closure or a manual training step runs. The scale is updated once, after its end.
+    """
+
+    outcome: StepOutcome | None = None
+    unresolved: tuple[int, ...] = ()
+    skipped: tuple[Optimizer, ...] = ()
+    has_run: bool = False
+    grad_norms: dict[Optimizer, Tensor] = field(default_factory=dict)
+    stepped: list[Optimizer] = field(default_factory=list)
+    stepping: Any = None
+    freezes_scale: bool = False

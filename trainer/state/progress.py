@@ -96,6 +96,8 @@ class FitProgress:
             the fit loop.
         is_last_batch: whether the batch of ``batch_idx`` is its epoch's last; between epochs, whether the last epoch
             was trained to its end. Set by the fit loop when a batch starts.
+        skips_epoch: whether the rest of the epoch is skipped, because ``on_train_batch_start`` has returned -1. Set by
+            the fit loop when a batch starts.
         position: the position of the fit with respect to the batch of ``batch_idx``. Set by the fit loop, and by the
             evaluation loop before ``on_validation_end``.
         closing: whether a window has closed but ``updates`` does not include it yet. Set by the fit loop.
@@ -118,6 +120,7 @@ class FitProgress:
     schedule_steps: int = 0
     epoch_start: EpochStart = field(default_factory=EpochStart)
     is_last_batch: bool = False
+    skips_epoch: bool = False
     position: Position = DONE
     closing: bool = False
 
@@ -129,11 +132,6 @@ class FitProgress:
     def begin_epoch(self) -> None:
         """Record the counters at the start of an epoch."""
         self.epoch_start = EpochStart(*(getattr(self, counter.name) for counter in fields(EpochStart)))
-
-    def begin_batch(self, batch_idx: int, is_last: bool) -> None:
-        """Update the counters at the start of a batch."""
-        self.batch_idx, self.is_last_batch, self.position = batch_idx, is_last, STARTED
-        self.batches_started += 1
 
     def end_epoch(self) -> None:
         """Update the counters at the end of an epoch, after its hooks."""

@@ -210,13 +210,7 @@ class Snapshot:
                 found[path] = [kind, {n: deepcopy(v, memo) if n[0] == ":" else v for n, v in values.items()}]
         return found
 
-    def write(
-        self,
-        state: State,
-        *,
-        skip: Container[tuple[str, str]] = (),
-        resets: bool = False,
-    ) -> list[Lost]:
+    def write(self, state: State, *, skip: Container[tuple[str, str]] = (), resets: bool = False) -> list[Lost]:
         """Restore a state that :meth:`read` returned. Return the values that are not restored.
 
         Values of roots that do not exist any more are left out.

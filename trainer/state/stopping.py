@@ -57,6 +57,7 @@ class StoppingConditions:
             is a time, and before the first run.
         validates_at_end: whether an epoch's last batch is followed by a validation, independent of its index. True if
             ``val_check_batch`` divides the expected number of batches.
+        validates_this_epoch: whether the current epoch has a validation. Set by the fit loop when an epoch starts.
         validated_at: time of the start of the run or, if that is later, the end of the last validation
             (``time.monotonic``).
         should_stop: whether training ends after the current batch, if the minima are met. An :class:`EarlyStop` if only
@@ -79,6 +80,7 @@ class StoppingConditions:
     announce: Callable[[str], object] = str
     val_check_batch: float | None = field(default=None, init=False)
     validates_at_end: bool = field(default=False, init=False)
+    validates_this_epoch: bool = field(default=False, init=False)
     validated_at: float = field(default=0.0, init=False)
     should_stop: bool | EarlyStop = field(default=False, init=False)
     check_signals: Callable[[bool], None] | None = field(default=None, init=False)

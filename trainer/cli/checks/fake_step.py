@@ -163,7 +163,7 @@ def _clear(optimizers: Sequence[Optimizer]) -> None:
 def _optimizers(module: Any) -> list[Optimizer]:
     """Return the optimizers of the module, with ``foreach=True`` as on a GPU unless they choose an implementation."""
     module.log = module.log_dict = lambda *_, **__: None
-    module._trainer = SimpleNamespace(
+    module.trainer = SimpleNamespace(
         **dict.fromkeys(("current_epoch", "global_step", "global_rank", "local_rank"), 0),
         **dict.fromkeys(("max_epochs", "world_size", "accumulate_grad_batches"), 1),
         **dict.fromkeys(("estimated_stepping_batches", "num_training_batches"), 1000),

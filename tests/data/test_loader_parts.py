@@ -11,7 +11,7 @@ from torch.utils.data import (
     TensorDataset,
 )
 
-from trainer.data.lengths import has_exact_length
+from trainer.data.loader_parts import has_exact_length
 
 DATA = TensorDataset(torch.ones(6, 1))
 
