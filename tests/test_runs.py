@@ -14,7 +14,7 @@ from rich.console import Console
 from torch import nn
 
 from tests.parity import Classifier, RecordingLogger, data, outcome, run_both
-from tests.support import Regression, loader_of, loss_of, make_batches, make_trainer
+from tests.support import Regression, assert_identical, loader_of, loss_of, make_batches, make_trainer
 from trainer.callbacks import NonFiniteGuard, RunSummary
 from trainer.errors import ConfigurationError
 from trainer.lightning.tuning import TunerExit
@@ -134,6 +134,7 @@ def start(trainer, function, module):
     getattr(trainer, function)(module, *[data(2)] * (1 + (function == "fit")))
 
 
+@pytest.mark.filterwarnings("ignore:Nothing to do")  # of a fit after the fit
 @pytest.mark.parametrize("function", FUNCTIONS)
 @pytest.mark.parametrize(
     ("hook", "refused"), [("on_fit_start", True), ("on_train_batch_end", True), ("on_fit_end", False)]
@@ -255,6 +256,26 @@ def test_fit_that_changes_no_weight_fails_with_the_reason(tmp_path, caplog, why,
     assert found == ([] if message is None else [f"No weight was updated: {message}."])
     if found:
         assert (summary.summary["status"], summary.summary["error"]) == ("failed", found[0])
+
+
+def test_fit_that_trains_no_step_after_an_earlier_fit_names_the_cause(tmp_path, caplog):
+    """Of another module, which stays untrained, or of the same one. A complete run that is resumed needs no warning."""
+    caplog.set_level("INFO")
+    trainer = make_trainer(tmp_path, max_epochs=1)
+    trainer.fit(Regression(), loader_of(make_batches(3)))
+    path = tmp_path / "complete.ckpt"
+    trainer.save_checkpoint(path)
+    for module in (trainer.lightning_module, Regression()):
+        before = copy.deepcopy(module.state_dict())
+        with pytest.warns(UserWarning, match="Nothing to do") as caught:
+            trainer.fit(module, loader_of(make_batches(3)))
+        assert_identical(module.state_dict(), before)
+        (text,) = {str(one.message) for one in caught}
+        assert "already trained 3 optimizer steps in an earlier fit, and its counters continue" in text
+        assert "To train another module, or the same one from the start, use a new Trainer." in text
+        assert "a larger max_epochs (or max_steps) to a new Trainer, and a checkpoint of this run" in text
+    make_trainer(tmp_path, max_epochs=1).fit(Regression(), loader_of(make_batches(3)), ckpt_path=path)
+    assert "Nothing to do: the run has already trained 3 optimizer steps and is complete." in caplog.text
 
 
 class Draws(Regression):
