@@ -19,6 +19,7 @@ from tests.support import (
     Regression,
     assert_identical,
     loader_of,
+    loss_of,
     make_batches,
     make_trainer,
     manual_step,
@@ -340,3 +341,29 @@ def test_loss_that_is_not_finite_in_float32_is_reported_after_its_step(tmp_path,
     trainer.fit(Regression(), loader_of(batches))
     assert seen == [0, 0, 0, 0, 1, 1, 1, 1]
     assert callback.reports[0].step == 3
+
+
+class Draws(Regression):
+    """Draws its batches; each may be left out."""
+
+    def training_step(self, dataloader_iter):
+        return loss_of(self.net, next(dataloader_iter)[0])
+
+
+@pytest.mark.filterwarnings("ignore:.*`dataloader_iter`")
+@pytest.mark.parametrize(
+    ("precision", "gains", "lr", "kind", "parts"),
+    [
+        ("32-true", {3: math.nan}, 0.01, "unknown", ["A loss was not finite at step 3.", "draws its own batches"]),
+        (native_fp16(), {3: math.nan}, 0.01, "unknown", ["A loss was not finite at step 3.", "draws its own batches"]),
+        ("32-true", None, 20.0, "divergence", ["The steps make the loss grow without bound: the learning rate is 20."]),
+    ],
+)
+def test_step_that_draws_its_batches_is_not_repeated(tmp_path, precision, gains, lr, kind, parts):
+    module = Draws(optimizer=lambda parameters: torch.optim.SGD(parameters, lr))
+    callback, printed = report_on(tmp_path, module, make_batches(30, gains=gains), precision=precision)
+    (report,) = callback.reports
+    assert report.kind == kind
+    for part in parts:
+        assert part in printed
+    assert "iterator" not in printed

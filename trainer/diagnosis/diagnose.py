@@ -103,6 +103,8 @@ def diagnose(trainer: Trainer, case: Case) -> Diagnosis | None:
         batch are not the cause of the exception. With the trigger "step", a diagnosis with the largest loss scale that
         fits, instead of None.
     """
+    if trainer.loop.path.draws:
+        return _without_replay(trainer, case)
     if case.error is not None:
         if (found := _rejected(trainer, case)) is not None:
             return _out_of_range(trainer, case, found)
@@ -621,7 +623,7 @@ def _divergence(trainer: Trainer, case: Case, finding: Finding) -> Diagnosis:
         remedy = f"{'a schedule that stays at' if trainer.lr_scheduler_configs else 'a lower learning rate,'} {remedy}"
     return _diagnosis(
         case, finding, "divergence",
-        f"The steps make the loss grow without bound, in float32 too: {cause}.",
+        f"The steps make the loss grow without bound{', in float32 too' if case.batches else ''}: {cause}.",
         remedy, tried=tried,
         alternative=_normalization(finding, 20.0) or f"clip gradients: {remedies.clipping()}",
     )  # fmt: skip
@@ -660,6 +662,22 @@ def _unknown_cause(trainer: Trainer, case: Case, finding: Finding | None) -> Dia
         f"A loss or the weights became non-finite between steps {case.first} and {case.step}; that batch or the weights"
         " before it are no longer stored.",
         f"callbacks={guard} in the next run: it ends at that step and names the cause.",
+    )  # fmt: skip
+
+
+def _without_replay(trainer: Trainer, case: Case) -> Diagnosis | None:
+    """Explain losses or gradients that are not finite, or grow, if ``training_step`` draws its own batches."""
+    is_certain = case.trigger in ("loss", "growth") or (case.trigger == "skips" and not trainer.scaler.is_enabled())
+    if case.error is not None or not is_certain:
+        return None
+    finding = Finding(-1, 0, 1, trainer.global_rank, case.scale, fails=True)
+    if case.growth or case.trigger == "growth":
+        return _divergence(trainer, replace(case, before={}, batches=[]), finding)
+    return _diagnosis(
+        case, finding, "unknown",
+        f"A {'gradient' if case.trigger == 'skips' else 'loss'} was not finite at step {case.step}. The step cannot be"
+        " repeated to find the cause, because `training_step` draws its own batches (`dataloader_iter`).",
+        "use `training_step(self, batch, batch_idx)` in the next run, whose report then names the cause.",
     )  # fmt: skip
 
 

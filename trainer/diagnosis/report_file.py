@@ -19,7 +19,7 @@ TITLES = {
     "underflow": "underflow: small numbers become 0",
     "weights": "weights already not finite",
     "divergence": "divergence",
-    "unknown": "unknown: the evidence is gone",
+    "unknown": "unknown cause",
     "none": "none: nothing overflowed",
 }
 
