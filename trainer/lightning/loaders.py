@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, SequentialSampler
 
 from trainer.data.batches import IDLE, Batch, LookAhead, identity
 from trainer.data.epochs import objects_with_set_epoch
+from trainer.data.lengths import has_exact_length
 from trainer.data.resumable import (
     MapStyleLoader,
     ResumableLoader,
@@ -154,6 +155,11 @@ class LoaderSet:
             return sum(limits)
         ends_first = self.combined._mode == "min_size" or (self.combined._mode == "max_size_cycle" and 0 in limits)
         return min(limits, default=0) if ends_first else max(limits, default=0)
+
+    def full_batch_size(self, index: int) -> int | None:
+        """Return the number of samples in the first batch of a dataloader; None if it is not known."""
+        loader = self.combined.flattened[index]
+        return loader.batch_size if has_exact_length(loader) and len(loader) > 1 else None
 
     def first_empty(self) -> str:
         """Return the name of the first dataloader without a batch. "" if there is no dataloader at all (``[]``)."""
