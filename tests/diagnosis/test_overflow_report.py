@@ -12,6 +12,7 @@ from torch import nn
 from tests import census
 from tests.diagnosis.layers import Amplifier, Huge, Nan, OwnCode, Residual, sequential
 from tests.diagnosis.test_replay import Everything, everything
+from tests.parity import RecordingLogger
 from tests.support import (
     OPTIMIZERS,
     Killed,
@@ -330,6 +331,26 @@ def test_on_a_gpu(tmp_path):
         report_on(tmp_path, module, batches, precision=precision, report=options, **gpu)
         seen.append([*module.state_dict().values(), torch.cuda.get_rng_state().cpu()])
     assert all(torch.equal(a, b) for a, b in zip(*seen, strict=True))
+
+
+class Logs(Regression):
+    def training_step(self, batch, batch_idx):
+        self.log("loss", loss := super().training_step(batch, batch_idx))
+        return loss
+
+
+@pytest.mark.gpu
+def test_loss_that_is_not_finite_on_a_gpu_is_reported_before_the_row_that_reads_it(tmp_path):
+    """Also if the run was resumed between two rows."""
+    batches, path = make_batches(12, gains={6: math.nan}), tmp_path / "first.ckpt"
+    for steps, given in ((2, {}), (12, {"ckpt_path": path})):
+        seen, callback, logger = [], OverflowReport(console=Console(file=io.StringIO())), RecordingLogger()
+        logger.log_metrics = lambda metrics, step, seen=seen, callback=callback: seen.append(len(callback.reports))
+        options = {"accelerator": "gpu", "devices": 1, "max_steps": steps, "log_every_n_steps": 4, "logger": logger}
+        trainer = make_trainer(tmp_path, callbacks=[callback], **options)
+        trainer.fit(Logs(), loader_of(batches), **given)
+        trainer.save_checkpoint(path)
+    assert seen == [0, 1, 1]  # after steps 3, 7 and 11
 
 
 @pytest.mark.parametrize("every", [50, 0])
