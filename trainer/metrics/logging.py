@@ -246,7 +246,8 @@ class ModuleLog:
 
     def _check_batch_size(self, store: MetricStore, options: LogOptions) -> None:
         """Warn once if a mean infers a size of the first batch of a pass that is not that of its dataloader."""
-        if self._has_warned or not options.on_epoch or options.reduce_fx != "mean" or store.batch is None:
+        is_inferred = options.on_epoch and options.reduce_fx == "mean" and store.batch is not None
+        if self._has_warned or not is_inferred or (self._draws and store.training):
             return
         trainer, index = self._trainer, store.dataloader_idx or 0
         if store.training:
