@@ -1,7 +1,9 @@
 import io
+import json
 import math
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -208,6 +210,27 @@ def test_file(tmp_path):
     assert text.startswith("# Verdict: backward pass overflows in 16 bits (step 2)\n")
     for line in ("| step | 2, 3 skipped in a row |", "| loss scale | 16384 |", f"- Remedy: {report.remedy}"):
         assert line in text
+    facts = json.loads((folder / "diagnosis_step_2.json").read_text())
+    assert facts == report.as_dict()
+    names = ("verdict", "step", "skipped_in_a_row", "batch_idx", "remedy", "loss_scale")
+    assert [facts[name] for name in names] == ["backward", 2, 3, 2, report.remedy, 16384.0]
+    assert (facts["place"]["module"], facts["place"]["class"]) == ("net.4", "Amplifier")
+    assert facts["figures"]["largest_scale"]["before"] < facts["figures"]["largest_scale"]["after"]
+    guide = (Path(__file__).parents[2] / "docs" / "debugging-overflow.md").read_text(encoding="utf-8")
+    table = guide.partition("| key | value |")[2]
+    for name in (*facts, *facts["place"], *facts["place"]["inputs"]):
+        assert f"`{name}`" in table
+
+
+def test_json_file_has_the_samples_and_numbers_that_are_not_finite_as_text(tmp_path):
+    batches = make_batches(4)
+    batches[1][0][2, 0] = math.nan
+    report_on(tmp_path, Regression(), batches, precision="32-true")
+    text = (tmp_path / "diagnosis_step_1.json").read_text()
+    facts = json.loads(text, parse_constant=lambda word: pytest.fail(word))  # no JSON has NaN
+    assert (facts["verdict"], facts["samples"], facts["loss"]) == ("data", {"batch[0]": [2]}, "nan")
+    assert facts["figures"]["loss"]["before"] == "nan"
+    assert facts["figures"]["loss"]["after"] > 0
 
 
 def test_folder_that_cannot_be_written(tmp_path):
