@@ -3,9 +3,11 @@
 import copy
 import io
 import itertools
+import textwrap
 from contextlib import nullcontext
 from unittest.mock import Mock
 
+import lightning
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule
@@ -14,7 +16,7 @@ from rich.console import Console
 from torch import nn
 
 from tests.parity import Classifier, RecordingLogger, data, outcome, run_both
-from tests.support import Regression, loader_of, loss_of, make_batches, make_trainer
+from tests.support import Regression, assert_identical, loader_of, loss_of, make_batches, make_trainer
 from trainer.callbacks import NonFiniteGuard, RunSummary
 from trainer.common.lightning_private import TunerExit
 from trainer.errors import ConfigurationError
@@ -73,6 +75,18 @@ LACKING = {
 def test_errors_about_missing_methods_equal_lightnings(function, module):
     theirs, mine = run_both(lambda make: outcome(getattr(make(fast_dev_run=True), function), module()))
     assert mine == theirs
+
+
+def test_module_of_torch_is_refused_with_the_missing_methods():
+    with pytest.raises(TypeError, match=r"must be a `LightningModule` .* got `Linear`") as caught:
+        make_trainer(None).fit(nn.Linear(2, 1), data(2))
+    (note,) = caught.value.__notes__
+    assert "pass Module(Linear(...))" in note
+    names = {"L": lightning, "torch": torch, "loss_function": nn.functional.mse_loss}
+    exec(textwrap.dedent(note.partition(":\n")[2]), names)
+    module = names["Module"](nn.Linear(6, 3))
+    make_trainer(None, max_steps=2).fit(module, loader_of(make_batches(2)))
+    assert module.trainer.global_step == 2
 
 
 @pytest.mark.parametrize("evaluating", [[], ["net.0", "net.2"], [""]])
@@ -134,6 +148,7 @@ def start(trainer, function, module):
     getattr(trainer, function)(module, *[data(2)] * (1 + (function == "fit")))
 
 
+@pytest.mark.filterwarnings("ignore:Nothing to do")  # of a fit after the fit
 @pytest.mark.parametrize("function", FUNCTIONS)
 @pytest.mark.parametrize(
     ("hook", "refused"), [("on_fit_start", True), ("on_train_batch_end", True), ("on_fit_end", False)]
@@ -240,7 +255,8 @@ class Idle(Regression):
 @pytest.mark.filterwarnings("ignore:`LightningModule.configure_optimizers` returned `None`")
 @pytest.mark.parametrize(("why", "options", "message"), [
     ("no batch", {}, "no batch was trained in 2 epochs"),
-    ("no loss", {}, "`training_step` returned no loss with a weight above 0 in 6 batches"),
+    ("no loss", {}, "`training_step` returned no loss with a weight above 0 in 6 batches. Return the loss, or set"
+     " `self.automatic_optimization = False` if it steps the optimizers itself"),
     ("no step", {}, "the module stepped no optimizer in 6 batches (`automatic_optimization = False`)"),
     ("no optimizer", {}, None),
     ("no batch", {"limit_train_batches": 0}, None),
@@ -251,10 +267,30 @@ def test_fit_that_changes_no_weight_fails_with_the_reason(tmp_path, caplog, why,
     summary = RunSummary(console=Console(file=io.StringIO()))
     trainer = make_trainer(tmp_path, callbacks=[summary], **({"max_epochs": 2} | options))
     trainer.fit(Idle(why), loader_of(make_batches(3)))
-    found = [one for one in caplog.messages if "No weight was updated" in one]
-    assert found == ([] if message is None else [f"No weight was updated: {message}."])
+    found = [one for one in caplog.messages if "updated no weight" in one]
+    assert found == ([] if message is None else [f"The Trainer has updated no weight: {message}."])
     if found:
         assert (summary.summary["status"], summary.summary["error"]) == ("failed", found[0])
+
+
+def test_fit_that_trains_no_step_after_an_earlier_fit_names_the_cause(tmp_path, caplog):
+    """Of another module, which stays untrained, or of the same one. A complete run that is resumed needs no warning."""
+    caplog.set_level("INFO")
+    trainer = make_trainer(tmp_path, max_epochs=1)
+    trainer.fit(Regression(), loader_of(make_batches(3)))
+    path = tmp_path / "complete.ckpt"
+    trainer.save_checkpoint(path)
+    for module in (trainer.lightning_module, Regression()):
+        before = copy.deepcopy(module.state_dict())
+        with pytest.warns(UserWarning, match="Nothing to do") as caught:
+            trainer.fit(module, loader_of(make_batches(3)))
+        assert_identical(module.state_dict(), before)
+        (text,) = {str(one.message) for one in caught}
+        assert "already trained 3 optimizer steps in an earlier fit, and its counters continue" in text
+        assert "To train another module, or the same one from the start, use a new Trainer." in text
+        assert "a larger max_epochs (or max_steps) to a new Trainer, and a checkpoint of this run" in text
+    make_trainer(tmp_path, max_epochs=1).fit(Regression(), loader_of(make_batches(3)), ckpt_path=path)
+    assert "Nothing to do: the run has already trained 3 optimizer steps and is complete." in caplog.text
 
 
 class Draws(Regression):

@@ -140,6 +140,7 @@ def test_stop_with_a_limit_of_no_validation_validates_no_more(limit):
 # --- one run after another ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.filterwarnings("ignore:Nothing to do")
 def test_second_fit_continues_counters_and_scaler():
     trainer, module = ours(max_epochs=1, precision="16-mixed"), Learner()
     scaler = trainer.scaler

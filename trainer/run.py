@@ -75,6 +75,22 @@ def _hook_of_fit(trainer: pl.Trainer) -> str | None:
     return None if hook in ("on_train_end", "on_fit_end", "teardown") else hook
 
 
+def _report_no_step(trainer: pl.Trainer, steps: int) -> None:
+    """Report that a fit has trained nothing, because the counters are at the end of the training."""
+    longer = (
+        " To train longer, pass a larger max_epochs (or max_steps) to a new Trainer, and a checkpoint of this run to"
+        " its fit(ckpt_path=...), so that optimizers and schedules continue."
+    )
+    if trainer.ckpt_path is None:
+        rank_zero_warn(
+            f"Nothing to do: this fit trained no step, because the Trainer has already trained {steps} optimizer steps"
+            " in an earlier fit, and its counters continue. To train another module, or the same one from the start,"
+            f" use a new Trainer.{longer}"
+        )
+    elif trainer.is_global_zero:
+        advice.info(f"Nothing to do: the run has already trained {steps} optimizer steps and is complete.{longer}")
+
+
 class Run:
     """Execute the runs of a Trainer, one at a time.
 
@@ -235,12 +251,8 @@ class Run:
             with self._signals.saving():
                 trainer.loop.run()
             _ = trainer.fit_loop.done  # logs the reason for the end of the fit
-            if 0 < steps == trainer.global_step and trainer.is_global_zero:
-                advice.info(
-                    f"Nothing to do: the run has already trained {steps} optimizer steps and is complete. To train"
-                    " longer, pass a larger max_epochs (or max_steps) to a new Trainer, and a checkpoint of this run to"
-                    " its fit(ckpt_path=...), so that optimizers and schedules continue."
-                )
+            if 0 < steps == trainer.global_step:
+                _report_no_step(trainer, steps)
             if problem := reason_without_updates(trainer):
                 rank_zero_info(problem)  # not a warning, because a short trial run may end this way
         else:

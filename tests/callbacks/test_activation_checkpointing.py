@@ -257,6 +257,7 @@ def test_keys_copies_and_weights_are_the_modules_own(tmp_path):
     assert len(copies) == 2
 
 
+@pytest.mark.filterwarnings("ignore:Nothing to do")
 @pytest.mark.parametrize("fails", [False, True])
 def test_modules_are_restored(tmp_path, fails):
     def change(loss, batch_idx):

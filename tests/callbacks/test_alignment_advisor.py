@@ -59,6 +59,7 @@ Tensor Cores are fastest if sizes of 16-bit products are multiples of 8. 2 layer
   net.4 (Linear): out_features 3 -> 8"""
 
 
+@pytest.mark.filterwarnings("ignore:Nothing to do")
 def test_one_message_once(tmp_path, caplog):
     assert messages_of(tmp_path, caplog, everywhere=True, times=2) == [MESSAGE]
 

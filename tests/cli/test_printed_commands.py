@@ -186,13 +186,15 @@ def continued(shell):
 
 
 def best_of_a_sweep(shell):
-    """Its values depend on its number, and its recipe is in another folder."""
+    """Its values depend on its number, its recipe is in another folder, and its folder has a space and a comma."""
     write(Path.cwd(), FAR)
-    words = ["+recipe=far", *LINE[1:], "seed=${hydra:job.num}", "optimizer.lr=0.1,0.2", "hydra.sweep.dir=jobs"]
+    words = ["+recipe=far", *LINE[1:], "seed=${hydra:job.num}", "optimizer.lr=0.1,0.2", "hydra.sweep.dir='my jobs, 2'"]
     status, printed = shell.run("fit", "-m", "--config-dir", "far", *words)
-    (command,) = commands_in(printed)
-    (best,) = [job for job in json.loads(Path("jobs/summary.json").read_text()) if job["best"]]
-    shell.follow(f"{command} hydra.run.dir=again")
+    repeat, use = commands_in(printed)
+    (best,) = [job for job in json.loads(Path("my jobs, 2/summary.json").read_text()) if job["best"]]
+    shell.follow(f"{repeat} hydra.run.dir=again")
+    status, printed = shell.run(*shlex.split(use)[3:])
+    assert f"{best['best_score']:.6f}" in printed
     record = json.loads(Path("again/run.json").read_text())
     assert status == 0
     assert (record["metrics"], record["seed"]) == (best["metrics"], best["job"])

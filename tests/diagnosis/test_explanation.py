@@ -136,6 +136,8 @@ def test_tensor_of_inference_mode_that_is_kept_is_explained(tmp_path, uses):
         (lambda _, loss: {"loss": (loss > 0).float()}, "without a graph.*comparisons"),
         (lambda _, loss: loss.repeat(3), r"of shape \[3\] and dtype float32, expected a scalar.*loss\.mean\(\)"),
         (lambda module, loss: module.manual_backward(loss.detach()), "passed to `manual_backward` a tensor .*graph"),
+        (lambda _, loss: loss.backward() or loss, "remove these calls, .*automatic_optimization = False.*detach"),
+        (lambda module, loss: [module.manual_backward(loss) for _ in "ab"], "passed to `manual_backward` a .*freed"),
         (lambda module, _: module.net.requires_grad_(False)(torch.ones(1, 6)).sum(), "no parameter .*requires_grad_"),
     ],
 )

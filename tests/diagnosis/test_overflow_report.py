@@ -1,7 +1,9 @@
 import io
+import json
 import math
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from torch import nn
 from tests import census
 from tests.diagnosis.layers import Amplifier, Huge, Nan, OwnCode, Residual, sequential
 from tests.diagnosis.test_replay import Everything, everything
+from tests.parity import RecordingLogger
 from tests.support import (
     OPTIMIZERS,
     Killed,
@@ -19,6 +22,7 @@ from tests.support import (
     Regression,
     assert_identical,
     loader_of,
+    loss_of,
     make_batches,
     make_trainer,
     manual_step,
@@ -206,6 +210,27 @@ def test_file(tmp_path):
     assert text.startswith("# Verdict: backward pass overflows in 16 bits (step 2)\n")
     for line in ("| step | 2, 3 skipped in a row |", "| loss scale | 16384 |", f"- Remedy: {report.remedy}"):
         assert line in text
+    facts = json.loads((folder / "diagnosis_step_2.json").read_text())
+    assert facts == report.as_dict()
+    names = ("verdict", "step", "skipped_in_a_row", "batch_idx", "remedy", "loss_scale")
+    assert [facts[name] for name in names] == ["backward", 2, 3, 2, report.remedy, 16384.0]
+    assert (facts["place"]["module"], facts["place"]["class"]) == ("net.4", "Amplifier")
+    assert facts["figures"]["largest_scale"]["before"] < facts["figures"]["largest_scale"]["after"]
+    guide = (Path(__file__).parents[2] / "docs" / "debugging-overflow.md").read_text(encoding="utf-8")
+    table = guide.partition("| key | value |")[2]
+    for name in (*facts, *facts["place"], *facts["place"]["inputs"]):
+        assert f"`{name}`" in table
+
+
+def test_json_file_has_the_samples_and_numbers_that_are_not_finite_as_text(tmp_path):
+    batches = make_batches(4)
+    batches[1][0][2, 0] = math.nan
+    report_on(tmp_path, Regression(), batches, precision="32-true")
+    text = (tmp_path / "diagnosis_step_1.json").read_text()
+    facts = json.loads(text, parse_constant=lambda word: pytest.fail(word))  # no JSON has NaN
+    assert (facts["verdict"], facts["samples"], facts["loss"]) == ("data", {"batch[0]": [2]}, "nan")
+    assert facts["figures"]["loss"]["before"] == "nan"
+    assert facts["figures"]["loss"]["after"] > 0
 
 
 def test_folder_that_cannot_be_written(tmp_path):
@@ -331,6 +356,26 @@ def test_on_a_gpu(tmp_path):
     assert all(torch.equal(a, b) for a, b in zip(*seen, strict=True))
 
 
+class Logs(Regression):
+    def training_step(self, batch, batch_idx):
+        self.log("loss", loss := super().training_step(batch, batch_idx))
+        return loss
+
+
+@pytest.mark.gpu
+def test_loss_that_is_not_finite_on_a_gpu_is_reported_before_the_row_that_reads_it(tmp_path):
+    """Also if the run was resumed between two rows."""
+    batches, path = make_batches(12, gains={6: math.nan}), tmp_path / "first.ckpt"
+    for steps, given in ((2, {}), (12, {"ckpt_path": path})):
+        seen, callback, logger = [], OverflowReport(console=Console(file=io.StringIO())), RecordingLogger()
+        logger.log_metrics = lambda metrics, step, seen=seen, callback=callback: seen.append(len(callback.reports))
+        options = {"accelerator": "gpu", "devices": 1, "max_steps": steps, "log_every_n_steps": 4, "logger": logger}
+        trainer = make_trainer(tmp_path, callbacks=[callback], **options)
+        trainer.fit(Logs(), loader_of(batches), **given)
+        trainer.save_checkpoint(path)
+    assert seen == [0, 1, 1]  # after steps 3, 7 and 11
+
+
 @pytest.mark.parametrize("every", [50, 0])
 def test_loss_that_is_not_finite_in_float32_is_reported_after_its_step(tmp_path, every):
     seen, callback = [], OverflowReport(console=Console(file=io.StringIO()))
@@ -340,3 +385,29 @@ def test_loss_that_is_not_finite_in_float32_is_reported_after_its_step(tmp_path,
     trainer.fit(Regression(), loader_of(batches))
     assert seen == [0, 0, 0, 0, 1, 1, 1, 1]
     assert callback.reports[0].step == 3
+
+
+class Draws(Regression):
+    """Draws its batches; each may be left out."""
+
+    def training_step(self, dataloader_iter):
+        return loss_of(self.net, next(dataloader_iter)[0])
+
+
+@pytest.mark.filterwarnings("ignore:.*`dataloader_iter`")
+@pytest.mark.parametrize(
+    ("precision", "gains", "lr", "kind", "parts"),
+    [
+        ("32-true", {3: math.nan}, 0.01, "unknown", ["A loss was not finite at step 3.", "draws its own batches"]),
+        (native_fp16(), {3: math.nan}, 0.01, "unknown", ["A loss was not finite at step 3.", "draws its own batches"]),
+        ("32-true", None, 20.0, "divergence", ["The steps make the loss grow without bound: the learning rate is 20."]),
+    ],
+)
+def test_step_that_draws_its_batches_is_not_repeated(tmp_path, precision, gains, lr, kind, parts):
+    module = Draws(optimizer=lambda parameters: torch.optim.SGD(parameters, lr))
+    callback, printed = report_on(tmp_path, module, make_batches(30, gains=gains), precision=precision)
+    (report,) = callback.reports
+    assert report.kind == kind
+    for part in parts:
+        assert part in printed
+    assert "iterator" not in printed

@@ -12,12 +12,23 @@ from torchmetrics import MeanSquaredError
 from tests import census
 from tests.diagnosis.layers import Amplifier, sequential
 from tests.diagnosis.test_recording import Recording
-from tests.support import Regression, Skipping, loader_of, make_batches, make_trainer, manual_step, native_fp16, sgd
+from tests.support import (
+    Regression,
+    Skipping,
+    loader_of,
+    loss_of,
+    make_batches,
+    make_trainer,
+    manual_step,
+    native_fp16,
+    sgd,
+)
 from trainer import Trainer
-from trainer.callbacks import OverflowReport
+from trainer.callbacks import GradientCheck, OverflowReport
 from trainer.diagnosis.examine import examine
 from trainer.diagnosis.recording import RecordedBatch
 from trainer.diagnosis.replay import FLOAT32, rewind, run, undisturbed
+from trainer.errors import ConfigurationError
 
 
 class Everything(LightningModule):
@@ -311,3 +322,20 @@ def test_compiled_modules_run_eagerly(tmp_path, in_place):
         module.net = torch.compile(module.net, backend="eager")
     recorded_fit(tmp_path, module, lambda trainer, recorded: findings.append(examine(trainer, [recorded], 1024.0)))
     assert findings[0].origin.module == "net.4"
+
+
+@pytest.mark.filterwarnings("ignore:.*`dataloader_iter`")
+@pytest.mark.parametrize(
+    ("subject", "arguments"),
+    [
+        ("detect_anomaly=True with loss scaling", {"precision": native_fp16(), "detect_anomaly": True}),
+        ("GradientCheck", {"precision": "64-true", "callbacks": [GradientCheck()]}),
+    ],
+)
+def test_features_that_repeat_steps_refuse_one_that_draws_its_batches(tmp_path, subject, arguments):
+    class Draws(Regression):
+        def training_step(self, dataloader_iter):
+            return loss_of(self.net, next(dataloader_iter)[0])
+
+    with pytest.raises(ConfigurationError, match=f"{subject} repeats steps, .* draws its own batches"):
+        make_trainer(tmp_path, **arguments).fit(Draws(), loader_of(make_batches(2)))

@@ -8,7 +8,7 @@ import torch
 from lightning.fabric.utilities.warnings import PossibleUserWarning
 from lightning.pytorch import Callback
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
 from tests.parity import FEATURES, Classifier, assert_agree, data, ours, plain, weights
 from tests.support import SavesAt, Stream, manual_step, stream_of
@@ -134,6 +134,23 @@ def test_batch_size_is_set_by_the_module():
     trainer = ours(max_epochs=1)
     trainer.fit(Logs(), data(4))
     assert set(trainer.callback_metrics) == {"loss", "loss_step", "loss_epoch"}
+
+
+class Squares(Dataset):
+    def __len__(self):
+        return 3
+
+    def __getitem__(self, index):
+        if index == 3:
+            raise IndexError
+        return torch.full((4,), float(index)), torch.tensor(0)
+
+
+@pytest.mark.parametrize("stage", ["train", "val"])
+def test_dataset_instead_of_a_dataloader_is_a_warning(stage):
+    given = {"train": data(2), "val": data(2), stage: Squares()}
+    with pytest.warns(UserWarning, match=rf"Got a Squares as {stage}_dataloader: each .* `DataLoader\(dataset, batch_"):
+        ours(max_epochs=1, num_sanity_val_steps=0).fit(Evaluates(), given["train"], given["val"])
 
 
 # --- dataloaders that keep their place ----------------------------------------------------------------------------

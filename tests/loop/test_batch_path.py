@@ -4,6 +4,8 @@ import ast
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
 import trainer
 from tests.support import Regression, loader_of, make_batches, make_trainer
 from trainer.loop.batch_path import BatchPath, TrainingPath
@@ -20,6 +22,7 @@ def test_only_loops_assign_to_the_path_of_a_batch():
                 assert ast.unparse(node.value) not in LOOPS, file
 
 
+@pytest.mark.filterwarnings("ignore:Nothing to do")
 def test_wrapper_lasts_until_it_is_removed_or_the_run_ends(tmp_path):
     class Wrapped(Regression):
         seen: list[int]

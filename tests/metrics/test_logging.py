@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from lightning.pytorch import LightningModule
+from torch.utils.data import DataLoader, default_collate
 
 from tests.parity import Learner
 from tests.support import Regression, loader_of, make_batches, make_trainer
@@ -21,7 +22,8 @@ def stand_in(module, *, world_size=1):
     vars(module)["_current_fx_name"] = "training_step"
     engine = SimpleNamespace(reduce=lambda tensor, op, group: tensor)
     values = {"barebones": False, "logger": None, "callbacks": [], "world_size": world_size}
-    return SimpleNamespace(active_metrics=store, engine=engine, **values)
+    loop, progress = SimpleNamespace(batches=SimpleNamespace(loaders=None)), SimpleNamespace(batches_this_epoch=1)
+    return SimpleNamespace(active_metrics=store, engine=engine, loop=loop, progress=progress, **values)
 
 
 def test_epoch_values_on_several_processes_should_be_synchronised():
@@ -77,11 +79,13 @@ def test_collection_of_devices_is_reduced_on_one():
     assert entry.epoch_value().device.type == "meta"
 
 
+@pytest.mark.filterwarnings("ignore:.*the value needs to be floating to be reduced. Converting it to torch.float64.")
+@pytest.mark.parametrize("identity", [16777217, torch.tensor(16777217), torch.tensor(16777217, dtype=torch.int32)])
 @pytest.mark.parametrize("reduce_fx", ["mean", "sum", "max"])
-def test_python_numbers_keep_their_digits(tmp_path, reduce_fx):
+def test_numbers_and_integer_tensors_keep_their_digits(tmp_path, reduce_fx, identity):
     class Logs(Regression):
         def training_step(self, batch, batch_idx):
-            for name, value in (("id", 16777217), ("time", 1764349653.25), ("rate", 0.1)):
+            for name, value in (("id", identity), ("time", 1764349653.25), ("rate", 0.1)):
                 self.log(name, value, on_step=True, on_epoch=True, reduce_fx=reduce_fx, batch_size=4)
             return super().training_step(batch, batch_idx)
 
@@ -91,3 +95,55 @@ def test_python_numbers_keep_their_digits(tmp_path, reduce_fx):
         found = [trainer.callback_metrics[f"{name}{suffix}"] for name in ("id", "time", "rate")]
         assert [value.item() for value in found] == [16777217, 1764349653.25, 0.1]
         assert {value.dtype for value in found} == {torch.float64}
+
+
+class Samples(Regression):
+    """Its batches are lists of samples."""
+
+    def __init__(self, **options):
+        super().__init__()
+        self.options = options
+
+    def log_index(self, batch, batch_idx):
+        for name in ("index", "other"):
+            self.log(name, float(batch_idx), on_step=False, on_epoch=True, **self.options)
+
+    def training_step(self, batch, batch_idx):
+        self.log_index(batch, batch_idx)
+        return self.net(torch.stack([sample[0] for sample in batch])).square().mean()
+
+    validation_step = test_step = log_index
+
+
+class Tensors(Samples):
+    """Its batches are tensors."""
+
+    def training_step(self, batch, batch_idx):
+        return super().training_step([batch], batch_idx)
+
+
+def samples(number, collate=list):
+    return DataLoader([(torch.ones(6), torch.ones(6))] * number, batch_size=4, collate_fn=collate)
+
+
+def test_inferred_batch_size_that_is_not_the_loaders_is_one_warning(tmp_path):
+    trainer = make_trainer(tmp_path, max_epochs=2)
+    with pytest.warns(UserWarning, match=r"inferred a batch size of 6 .* batch_size=4\.") as caught:
+        trainer.fit(Samples(), samples(8), samples(8))
+    assert len(caught) == 1
+    with pytest.warns(UserWarning, match="inferred a batch size of 6"):
+        trainer.test(Samples(), samples(8), verbose=False)
+
+
+@pytest.mark.parametrize(
+    ("module", "number", "collate"),
+    [
+        (Tensors(), 6, default_collate),  # the last batch has two samples
+        (Samples(batch_size=4), 8, list),
+        (Samples(reduce_fx="max"), 8, list),
+        (Tensors(), 3, default_collate),  # the first batch has three samples
+    ],
+)
+def test_batch_size_that_is_right_given_or_not_needed_is_no_warning(tmp_path, module, number, collate):
+    data = samples(number, collate)
+    make_trainer(tmp_path).fit(module, data, data)

@@ -43,6 +43,7 @@ def test_selection_and_its_reason(hardware, device, bfloat16, cores, name, reaso
     assert (plugin.name, why) == (name, reason)
 
 
+@pytest.mark.filterwarnings("ignore:Nothing to do")
 def test_trainer_logs_the_selected_name_once(tmp_path, hardware, caplog):
     hardware(True, False)
     with caplog.at_level(logging.INFO, LOGGER):

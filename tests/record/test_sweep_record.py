@@ -77,6 +77,16 @@ def test_labels_are_the_overrides_that_differ(tmp_path):
     assert labels(tmp_path, *words) == ["optimizer.lr=0.01331 [1]", "optimizer.lr=0.01331 [2]", "2"]
 
 
+def test_label_of_a_run_that_continues_another_has_its_recipe(tmp_path):
+    write(tmp_path, 0, 0.5, overrides=["+recipe=line", "optimizer.lr=1"], recipe="line")
+    write(tmp_path, 1, 0.5, overrides=["ckpt=outputs/x/1", "optimizer.lr=1"], recipe="other")
+    sweep = load_sweep(tmp_path)
+    sweep.set_labels()
+    assert [run.label for run in sweep.runs] == ["line", "other ckpt=outputs/x/1"]
+    write(tmp_path, 1, 0.5, overrides=["ckpt=outputs/x/1", "optimizer.lr=2"], recipe="line")
+    assert load_sweep(tmp_path).own() == [["optimizer.lr=1"], ["ckpt=outputs/x/1", "optimizer.lr=2"]]
+
+
 def test_labels_that_are_equal(tmp_path):
     for name in ("a", "b"):
         write(tmp_path / name, 0, 0.5)

@@ -389,7 +389,8 @@ def _complete(
         except Exception:  # must not hide the error of the run
             log.warning("The record of the run is incomplete.", exc_info=True)
     facts |= {"status": "pruned" if status == "completed" and facts.get("pruned") else status, "error": error}
-    facts.setdefault("seconds", round(time.monotonic() - started, 3))
+    if facts["command"] != "fit" or facts["status"] in SUCCESSFUL:  # RunRecorder measures a fit that fails in training
+        facts.setdefault("seconds", round(time.monotonic() - started, 3))
 
 
 def _objective(settings: Mapping[str, Any], facts: Mapping[str, Any]) -> dict[str, Any] | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import textwrap
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, NamedTuple
@@ -80,6 +81,11 @@ def format_mebibytes(size: int | None) -> str:
     '3,072 MiB'
     """
     return "-" if size is None else f"{size / 2**20:,.0f} MiB"
+
+
+def shortened(text: str) -> str:
+    """Return a text in one line, cut at about 100 characters."""
+    return textwrap.shorten(text, 100, placeholder=" [...]")
 
 
 def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from trainer.common.run_callback import RunCallback, refuse_other_trainers
 from trainer.diagnosis.recording import Recorder
-from trainer.diagnosis.replay import backward, replay
+from trainer.diagnosis.replay import backward, refuse_drawn_batches, replay
 from trainer.state.outcome import StepOutcome
 
 if TYPE_CHECKING:
@@ -48,6 +48,7 @@ class AnomalyDetection(RunCallback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start to record batches."""
         refuse_other_trainers(self, trainer)
+        refuse_drawn_batches(trainer, "detect_anomaly=True with loss scaling")
         self._recorder = Recorder(trainer)
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:

@@ -103,6 +103,8 @@ def diagnose(trainer: Trainer, case: Case) -> Diagnosis | None:
         batch are not the cause of the exception. With the trigger "step", a diagnosis with the largest loss scale that
         fits, instead of None.
     """
+    if trainer.loop.path.draws:
+        return _without_replay(trainer, case)
     if case.error is not None:
         if (found := _rejected(trainer, case)) is not None:
             return _out_of_range(trainer, case, found)
@@ -224,6 +226,7 @@ def _data(trainer: Trainer, case: Case, finding: Finding, failing: Sequence[Reco
         f"The batch is not finite{hook}: {tensors}.",
         remedy,
         tried=tried, alternative=f"replace the values: {name}.nan_to_num_(0, 0, 0)", key=name,
+        samples=finding.broken_batch, figures=_figures(finding, cured) if tried else {},
     )  # fmt: skip
 
 
@@ -242,6 +245,8 @@ def _outliers(trainer: Trainer, case: Case, finding: Finding, failing: Sequence[
         tried="without them the batch is finite",
         alternative=f"replace the values: {name}.clamp_(-{limit:g}, {limit:g})",
         key=name,
+        samples={name: indices for name, (indices, _) in finding.outliers.items()},
+        figures=_figures(finding, cured),
     )  # fmt: skip
 
 
@@ -276,7 +281,7 @@ def _out_of_range(trainer: Trainer, case: Case, found: OutOfRange) -> Diagnosis:
         case, finding, "data",
         f"{name} is out of range in samples {join_first(map(str, rows), 8)}: got {join_first(map(str, values), 4)},"
         f" expected {low} to {high}.",
-        remedy, alternative=alternative, key=name,
+        remedy, alternative=alternative, key=name, samples={name: rows},
     )  # fmt: skip
 
 
@@ -403,8 +408,10 @@ def _precision(trainer: Trainer, case: Case, finding: Finding, phase: str) -> Di
         cause += f" CUDA's autocast would not overflow: {remedies.precision(trainer, autocast_ops='cuda')}."
     wider = "32-true" if trainer.engine.precision.dtype is torch.bfloat16 else "bf16-mixed"
     alternative, bfloat16 = _normalization(finding, 1000.0), remedies.other_precision(wider)
+    figures: dict[str, tuple[float, float]] = {}
     if cure is not None:
         (variant, cured), fits = cure, ""
+        figures = _figures(finding, cured)
         remedy = bfloat16 if variant.dtype is torch.bfloat16 else remedies.other_precision("32-true")
         if variant.dtype is None:
             own = getattr(trainer.engine.precision, "fp32_modules", ())
@@ -414,12 +421,14 @@ def _precision(trainer: Trainer, case: Case, finding: Finding, phase: str) -> Di
         with remedies.weights_of(trainer, case.before):
             is_divergent = alternative and case.before and remedies.diverges(trainer, case.batches)
         if is_divergent:
-            remedy, tried, alternative = alternative, "", remedy
+            remedy, tried, alternative, figures = alternative, "", remedy, {}
         elif variant.dtype is None:
             alternative = alternative or bfloat16
     else:
         remedy, tried = change or _wider_code(trainer, case, finding, origin)
-    return _diagnosis(case, finding, phase, cause, remedy, tried=tried, alternative=alternative, key=origin.module)
+    return _diagnosis(
+        case, finding, phase, cause, remedy, tried=tried, alternative=alternative, key=origin.module, figures=figures
+    )
 
 
 def _wider_code(trainer: Trainer, case: Case, finding: Finding, origin: Origin) -> tuple[str, str]:
@@ -595,7 +604,7 @@ def _buffers(trainer: Trainer, case: Case, finding: Finding) -> Diagnosis | None
         + "; ".join(
             f"torch.nan_to_num_({code}{f', {usual[name]}' * 3})" for name, code in list(broken.items())[:4]
         ),
-        tried="the batch is finite with it", key=next(iter(broken)),
+        tried="the batch is finite with it", key=next(iter(broken)), figures=_figures(finding, cured),
     )  # fmt: skip
 
 
@@ -621,9 +630,10 @@ def _divergence(trainer: Trainer, case: Case, finding: Finding) -> Diagnosis:
         remedy = f"{'a schedule that stays at' if trainer.lr_scheduler_configs else 'a lower learning rate,'} {remedy}"
     return _diagnosis(
         case, finding, "divergence",
-        f"The steps make the loss grow without bound, in float32 too: {cause}.",
+        f"The steps make the loss grow without bound{', in float32 too' if case.batches else ''}: {cause}.",
         remedy, tried=tried,
         alternative=_normalization(finding, 20.0) or f"clip gradients: {remedies.clipping()}",
+        figures={} if learned is None else {"loss": (learned.before, learned.after)},
     )  # fmt: skip
 
 
@@ -637,7 +647,8 @@ def _underflow(trainer: Trainer, case: Case) -> Diagnosis | None:
     worst = max((name for name in lost if name), key=lambda name: lost[name])
     remedy, tried, cap = "", "", trainer.scaler.max_scale
     scale = finding.largest_scale / 16 if math.isfinite(finding.largest_scale) else 2.0**40
-    if scale > case.scale and remedies.underflow(trainer, case.batches, scale).get("", 1.0) < MAX_UNDERFLOW / 3:
+    still_lost = remedies.underflow(trainer, case.batches, scale).get("", 1.0) if scale > case.scale else 1.0
+    if still_lost < MAX_UNDERFLOW / 3:
         tried = "the batch is finite at this scale, and little is lost"
         settings = {"init_scale": scale} | ({"max_scale": None} if cap < scale else {})
         remedy = remedies.precision(trainer, **settings)
@@ -648,6 +659,7 @@ def _underflow(trainer: Trainer, case: Case) -> Diagnosis | None:
         f"At a loss scale of {case.scale:g}, {lost['']:.0%} of the gradient is lost in float16; worst: {worst}"
         f" ({lost[worst]:.0%}).",
         remedy, tried=tried, alternative=remedies.other_precision("bf16-mixed") if tried else "",
+        figures={"lost_gradient": (lost[""], still_lost)} if tried else {},
     )  # fmt: skip
 
 
@@ -663,6 +675,22 @@ def _unknown_cause(trainer: Trainer, case: Case, finding: Finding | None) -> Dia
     )  # fmt: skip
 
 
+def _without_replay(trainer: Trainer, case: Case) -> Diagnosis | None:
+    """Explain losses or gradients that are not finite, or grow, if ``training_step`` draws its own batches."""
+    is_certain = case.trigger in ("loss", "growth") or (case.trigger == "skips" and not trainer.scaler.is_enabled())
+    if case.error is not None or not is_certain:
+        return None
+    finding = Finding(-1, 0, 1, trainer.global_rank, case.scale, fails=True)
+    if case.growth or case.trigger == "growth":
+        return _divergence(trainer, replace(case, before={}, batches=[]), finding)
+    return _diagnosis(
+        case, finding, "unknown",
+        f"A {'gradient' if case.trigger == 'skips' else 'loss'} was not finite at step {case.step}. The step cannot be"
+        " repeated to find the cause, because `training_step` draws its own batches (`dataloader_iter`).",
+        "use `training_step(self, batch, batch_idx)` in the next run, whose report then names the cause.",
+    )  # fmt: skip
+
+
 # --- shared by the verdicts ------------------------------------------------------------------------------------------
 
 
@@ -671,6 +699,11 @@ def _diagnosis(case: Case, finding: Finding, kind: str, cause: str, remedy: str,
     if case.trigger == "step":  # its outcome is not known yet
         in_a_row = in_a_row + 1 if finding.fails else 0
     return Diagnosis(kind, cause, remedy, finding=finding, step=case.step, in_a_row=in_a_row, **details)
+
+
+def _figures(finding: Finding, cured: Finding) -> dict[str, tuple[float, float]]:
+    """Return the figures of the replays without and with the remedy."""
+    return {name: (getattr(finding, name), getattr(cured, name)) for name in ("loss", "largest_scale")}
 
 
 def _normalization(finding: Finding, limit: float) -> str:

@@ -1,11 +1,8 @@
 """Explain the error that ended a run: add the batch, the phase and advice to it.
 
-This explains errors of dataloader workers, out-of-memory errors, timeouts of collectives, losses without a gradient,
-tensors of inference mode, and errors about shapes. The code runs only after an error. The timeouts of workers are in
-``trainer.data.workers``.
-
-Nothing is recorded during training: when an out-of-memory error arrives, its frames still hold the activations, and
-their names show the phase.
+This explains errors of dataloader workers, out-of-memory errors, timeouts of collectives, losses without a gradient or
+with a freed graph, tensors of inference mode, and errors about shapes. The code runs only after an error. The timeouts
+of workers are in ``trainer.data.workers``.
 """
 
 from __future__ import annotations
@@ -41,6 +38,7 @@ _COLLECTIVE_TIMEOUT = re.compile(
 )
 _NO_GRAPH = re.compile(r"does not require grad and does not have a grad_fn")
 _NO_SCALAR = re.compile(r"grad can be implicitly created only for scalar outputs")
+_FREED = re.compile(r"backward through the graph a second time")
 _INFERENCE = re.compile(r"[Ii]nference tensor")
 _BATCH_ERRORS = (IndexError, RuntimeError, TypeError, ValueError)
 _SHAPES = re.compile(
@@ -76,7 +74,7 @@ def explain(
         _explain_waiting(error, trainer)
         if stall is not None and (report := stall()) is not None:
             add_note(error, report)
-    elif isinstance(error, RuntimeError) and (_NO_GRAPH.search(text) or _NO_SCALAR.search(text)):
+    elif isinstance(error, RuntimeError) and any(one.search(text) for one in (_NO_GRAPH, _NO_SCALAR, _FREED)):
         _explain_loss(error, trainer)
     elif isinstance(error, RuntimeError) and _INFERENCE.search(text):
         add_note(
@@ -117,7 +115,15 @@ def _explain_loss(error: RuntimeError, trainer: Trainer) -> None:
     name, automatic = type(module).__name__, module.automatic_optimization
     subject = f"`{name}.training_step` {'returned' if automatic else 'passed to `manual_backward`'}"
     kind = f"a tensor of shape {list(loss.shape)} and dtype {str(loss.dtype).removeprefix('torch.')}"
-    if loss.numel() != 1:
+    if _FREED.search(str(error)):
+        advice = "a loss with a graph of which a part was already freed by another backward pass."
+        if automatic:
+            advice += (
+                " If `training_step` calls `loss.backward()` and `optimizer.step()`, remove these calls, because the"
+                " Trainer does both for the returned loss; or set `self.automatic_optimization = False`."
+            )
+        advice += " If it keeps a tensor of an earlier batch, such as a hidden state, use `tensor.detach()`."
+    elif loss.numel() != 1:
         advice = f"{kind}, expected a scalar. Reduce it, for example with `loss.mean()`."
     elif not any(parameter.requires_grad for parameter in module.parameters()):
         advice = (

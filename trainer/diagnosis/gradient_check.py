@@ -15,7 +15,7 @@ from torch import Tensor
 
 from trainer.common.terminal import print_line
 from trainer.data.samples import samples_of
-from trainer.diagnosis.replay import silence, undisturbed
+from trainer.diagnosis.replay import refuse_drawn_batches, silence, undisturbed
 from trainer.diagnosis.replay_state import BufferState
 from trainer.errors import ConfigurationError, GradientCheckError, counted, did_you_mean, expect, join_first
 
@@ -93,6 +93,7 @@ class GradientCheck(Callback):
         if trainer.should_stop:
             return
         trainer.should_stop = True
+        refuse_drawn_batches(trainer, "GradientCheck")
         names = self._choose(trainer, pl_module)
         compared = counted(len(names), "parameter")
         rank_zero_info(f"Comparing the gradients of {compared} with finite differences.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import os
@@ -118,8 +119,9 @@ class OverflowReport(RunCallback):
     a non-finite loss without loss scaling; a loss that grows without bound; gradients that vanish in float16; an index
     that is out of range. After a trigger, the batch is replayed in the run's precision and in float32, and
     :func:`~trainer.diagnosis.diagnose.diagnose` finds the cause. The verdict is printed in a few lines, once for each
-    cause, and written with its details to ``diagnosis_step_N.md``. A replay does not change the run: weights,
-    gradients, buffers, random states, metrics and logs stay the same, bit for bit.
+    cause, and written with its details to ``diagnosis_step_N.md`` and, for programs, ``diagnosis_step_N.json``. A
+    replay does not change the run: weights, gradients, buffers, random states, metrics and logs stay the same, bit for
+    bit.
 
     Adds no kernel to a step, and no host-device synchronization except every ``log_every_n_steps`` updates and before a
     validation or a checkpoint. Holds references to up to 64 MiB of recent batches (at least one batch), and a copy of
@@ -471,6 +473,7 @@ class OverflowReport(RunCallback):
         path = folder / f"diagnosis_step_{report.step}.md"
         try:
             write_text(path, report.markdown())
+            write_text(path.with_suffix(".json"), json.dumps(report.as_dict(), indent=2) + "\n")
         except OSError as problem:  # must not end the run
             warn(f"The diagnosis could not be written to {path}: {problem}")
             return None

@@ -128,7 +128,7 @@ class Evidence:
         self._most = most
         self._begin = begin
         self._examine = examine
-        self._updates = 0  # since the last examination that was due
+        self._updates = loop.progress.updates % every  # examined with the rows of the loggers, at multiples of `every`
         self._follows_skip = False
         self._latest = 0  # `batches_started` of the newest batch
         self._room = 0  # usual maximum of recorded batches; 0 before the first batch

@@ -30,6 +30,7 @@ from trainer.common.packages import is_frameworks_file
 from trainer.data.samples import batch_size, samples_of
 from trainer.diagnosis.recording import RecordedBatch
 from trainer.diagnosis.replay_state import ObjectState
+from trainer.errors import ConfigurationError
 from trainer.loop.accumulation import loss_in
 from trainer.loop.batch_path import ModuleCalls
 from trainer.precision.autocast_ops import cuda_autocast_ops
@@ -199,6 +200,15 @@ def undisturbed(trainer: Trainer) -> Iterator[ObjectState]:
             trainer.loggers, engine.module_calls = loggers, calls
             state.restore()
             random_states.restore(random_state, device)
+
+
+def refuse_drawn_batches(trainer: Trainer, subject: str) -> None:
+    """Raise an error if ``training_step`` draws its own batches, so that a step cannot be repeated."""
+    if trainer.loop.path.draws:
+        raise ConfigurationError(
+            f"{subject} repeats steps, which is not possible if `training_step` draws its own batches"
+            " (`dataloader_iter`). Use `training_step(self, batch, batch_idx)`."
+        )
 
 
 def in_step(trainer: Trainer, batches: Sequence[RecordedBatch]) -> list[RecordedBatch | None]:

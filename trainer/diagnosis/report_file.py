@@ -1,9 +1,11 @@
-"""A diagnosis in words: a few lines for the terminal, a file with the details."""
+"""A diagnosis in words: a few lines for the terminal, a file with the details; and as JSON, for programs."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -19,7 +21,7 @@ TITLES = {
     "underflow": "underflow: small numbers become 0",
     "weights": "weights already not finite",
     "divergence": "divergence",
-    "unknown": "unknown: the evidence is gone",
+    "unknown": "unknown cause",
     "none": "none: nothing overflowed",
 }
 
@@ -40,6 +42,9 @@ class Diagnosis:
         alternative: the second most plausible remedy, or "".
         key: identifies the cause, together with ``kind``.
         count: number of times that the cause was seen.
+        samples: the indices of the samples that are the cause, by the name of the tensor in the batch.
+        figures: numbers without and with the remedy, by name ("loss", "largest_scale", "lost_gradient"). Empty if the
+            remedy was not tried, or is a change of the code.
     """
 
     kind: str
@@ -52,6 +57,8 @@ class Diagnosis:
     alternative: str = ""
     key: str = ""
     count: int = 1
+    samples: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    figures: Mapping[str, tuple[float, float]] = field(default_factory=dict)
 
     @property
     def module(self) -> str | None:
@@ -78,6 +85,40 @@ class Diagnosis:
         parts = [f"# Verdict: {TITLES[self.kind]} (step {self.step})", self.cause, "\n".join(advice)]
         return "\n\n".join([part for part in parts if part] + [f"| | |\n|---|---|\n{rows}\n"])
 
+    def as_dict(self) -> dict[str, Any]:
+        """Return the content of the JSON file, which ``docs/debugging-overflow.md`` describes."""
+        finding, origin = self.finding, self.finding.origin
+        place = None
+        if origin is not None:
+            names = ("operation", "phase", "module", "file", "line", "source")
+            place = {name: getattr(origin, name) for name in names} | {"operation": origin.name, "class": origin.kind}
+            for name, magnitude in (("inputs", origin.inputs), ("outputs", origin.outputs)):
+                place[name] = None if magnitude is None else magnitude._asdict()
+        facts = {
+            "version": 1,
+            "verdict": self.kind,
+            "cause": self.cause,
+            "step": self.step,
+            "skipped_in_a_row": self.in_a_row,
+            "seen": self.count,
+            "batch_idx": finding.batch_idx if finding.batch_idx >= 0 else None,
+            "rank": finding.rank,
+            "place": place,
+            "samples": self.samples,
+            "remedy": self.remedy,
+            "tried": self.tried or None,
+            "alternative": self.alternative or None,
+            "figures": {name: {"before": old, "after": new} for name, (old, new) in self.figures.items()},
+            "loss": finding.loss,
+            "loss_scale": finding.scale,
+            "gradients_not_finite": finding.parameters,
+            "weights_not_finite": finding.broken_weights,
+            "largest_values": finding.ranges,
+            "replay_error": finding.error or None,
+        }
+        plain: dict[str, Any] = _plain(facts)
+        return plain
+
     def rows(self) -> list[tuple[str, str]]:
         """Return the details, each with a label."""
         finding = self.finding
@@ -103,6 +144,15 @@ class Diagnosis:
             if names:
                 rows.append((label, join_first(names, 12)))
         return rows
+
+
+def _plain(value: Any) -> Any:
+    """Return nested mappings and sequences as JSON has them: numbers that are not finite are text."""
+    if isinstance(value, Mapping):
+        return {name: _plain(one) for name, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(one) for one in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _rows_of(origin: Origin) -> list[tuple[str, str]]:

@@ -33,7 +33,15 @@ from lightning.pytorch.trainer.connectors.data_connector import (
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.data import _is_dataloader_shuffled, has_len_all_ranks
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, SequentialSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+)
 
 from trainer.data.elastic_sampling import ElasticSampler, SampleOrder, not_ordered
 from trainer.data.loader_parts import has_exact_length, is_trusted, objects_with_set_epoch
@@ -390,6 +398,11 @@ class DataSource:
             )
         for loader in combined.flattened:
             _name_saved_arguments(loader)
+            if isinstance(loader, Dataset) and not isinstance(loader, IterableDataset):
+                rank_zero_warn(
+                    f"Got a {type(loader).__name__} as {stage.dataloader_prefix}_dataloader: each of its samples is one"
+                    " batch. For batches of several samples, use `DataLoader(dataset, batch_size=...)`."
+                )
         if fitting and trainer.overfit_batches > 0:
             _resolve_overfit_batches(combined, stage)
         function = trainer.state.fn or TrainerFn.FITTING  # None outside a run

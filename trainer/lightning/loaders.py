@@ -20,7 +20,7 @@ from torch.utils._pytree import keystr, tree_flatten_with_path
 from torch.utils.data import DataLoader, SequentialSampler
 
 from trainer.data.batches import IDLE, Batch, LookAhead, identity
-from trainer.data.loader_parts import objects_with_set_epoch
+from trainer.data.loader_parts import has_exact_length, objects_with_set_epoch
 from trainer.data.resumable import MapStyleLoader, ResumableLoader, StatefulLoader, length_of, resumable
 from trainer.data.unpadded import SampleShare, Span
 from trainer.errors import rank_zero_warn
@@ -176,6 +176,11 @@ class LoaderSet:
         """Whether there is a single dataloader, which is iterated without CombinedLoader (saves 10 microseconds)."""
         flattened = self.combined.flattened
         return len(flattened) == 1 and self.combined.iterables is flattened[0]
+
+    def full_batch_size(self, index: int) -> int | None:
+        """Return the number of samples in the first batch of a dataloader; None if it is not known."""
+        loader = self.combined.flattened[index]
+        return loader.batch_size if has_exact_length(loader) and len(loader) > 1 else None
 
     def first_empty(self) -> str:
         """Return the name of the first dataloader without a batch. "" if there is no dataloader at all (``[]``)."""

@@ -73,6 +73,15 @@ configure_model = _call_configure_model
 call_teardown_hooks = _call_teardown_hook
 
 
+_PORT = """\
+Write a LightningModule that has it as an attribute (`import lightning as L`), and pass Module({name}(...)):
+  class Module(L.LightningModule):
+      def __init__(self, net): super().__init__(); self.net = net
+      def training_step(self, batch, batch_idx): return loss_function(self.net(batch[0]), batch[1])
+      def configure_optimizers(self): return torch.optim.AdamW(self.parameters())"""
+"""Note on the error about a module of torch that is no LightningModule."""
+
+
 def attach(trainer: Trainer, model: Any) -> LightningModule:
     """Make ``model`` the Trainer's module, or keep that of an earlier run if it is None. Return the module.
 
@@ -91,7 +100,12 @@ def attach(trainer: Trainer, model: Any) -> LightningModule:
             f"`Trainer.{trainer.state.fn.value}()` requires a `LightningModule` when it hasn't been passed in a"
             " previous run"
         )
-    module = trainer.lightning_module if model is None and not fitting else _maybe_unwrap_optimized(model)
+    try:
+        module = trainer.lightning_module if model is None and not fitting else _maybe_unwrap_optimized(model)
+    except TypeError as error:
+        if isinstance(model, nn.Module):
+            error.add_note(_PORT.format(name=type(model).__name__))
+        raise
     trainer.strategy._lightning_module = module
     module.trainer = trainer
     return module

@@ -64,6 +64,7 @@ class ModuleLog:
         self._state = vars(module)
         self._trainer = trainer
         step = getattr(module, "training_step", None)
+        self._has_warned = False  # of an inferred batch size
         self._draws = step is not None and is_param_in_hook_signature(step, "dataloader_iter", explicit=True)
 
     def __reduce__(self) -> Any:
@@ -98,6 +99,8 @@ class ModuleLog:
             entry = store.entries.get((hook, name, store.dataloader_idx if add_dataloader_idx else None))
         if entry is None:
             entry = self._register(store, hook, name, value, LogOptions(*given), metric_attribute)
+            if batch_size is None and store is not None and not isinstance(value, Metric):
+                self._check_batch_size(store, entry.options)
         elif entry.first_options is None:  # restored from a checkpoint
             restored, entry = entry, self._register(store, hook, name, value, LogOptions(*given), metric_attribute)
             entry.load_state_dict(restored.state_dict(), self._trainer.engine.device)
@@ -125,7 +128,7 @@ class ModuleLog:
             entry.update_metric(value)
             return
         elif isinstance(value, numbers.Number):
-            value = float(value)  # type: ignore[arg-type]
+            value = float(value) if isinstance(value, (int, float)) else torch.tensor(value, dtype=dtype)
         else:
             raise ValueError(
                 f"`self.log({name}, {value})` was called, but `{type(value).__name__}` values cannot be logged"
@@ -145,7 +148,7 @@ class ModuleLog:
         """Return a 0-dim tensor without a graph, in a lossless dtype, that the caller cannot change."""
         value = whole(value.detach())
         if value.dtype not in _LOSSLESS_DTYPES:
-            value = value.to(accumulation_dtype())
+            value = value.to(_lossless_dtype(value))
         elif self._copies:
             copy = value.clone()
             if not value.is_inference():  # inference tensors have no version
@@ -204,7 +207,7 @@ class ModuleLog:
         if isinstance(value, Tensor) and not value.is_floating_point():
             rank_zero_warn(
                 f"You called `self.log({name!r}, ...)` in your `{hook}` but the value needs to"
-                f" be floating to be reduced. Converting it to {accumulation_dtype()}."
+                f" be floating to be reduced. Converting it to {_lossless_dtype(value)}."
                 " You can silence this warning by converting the value to floating point yourself."
             )
         options = given._replace(
@@ -220,6 +223,26 @@ class ModuleLog:
         entry.shares_steps &= store.shares_steps
         store.entries[hook, name, dataloader_idx] = entry
         return entry
+
+    def _check_batch_size(self, store: MetricStore, options: LogOptions) -> None:
+        """Warn once if a mean infers a size of the first batch of a pass that is not that of its dataloader."""
+        is_inferred = options.on_epoch and options.reduce_fx == "mean" and store.batch is not None
+        if self._has_warned or not is_inferred or (self._draws and store.training):
+            return
+        trainer, index = self._trainer, store.dataloader_idx or 0
+        if store.training:
+            loaders, number = trainer.loop.batches.loaders, trainer.progress.batches_this_epoch
+        else:
+            loop = trainer.eval_loops[trainer.state.stage]
+            loaders, number = loop.loaders, loop.progress.batches_by_loader[index]
+        size = loaders.full_batch_size(index) if loaders is not None and number == 1 else None
+        if size is not None and size != (inferred := _batch_size(store)):
+            self._has_warned = True
+            rank_zero_warn(
+                f"`self.log` inferred a batch size of {inferred} from a batch of a dataloader with batch_size={size}."
+                " Means over an epoch are weighted by this number, so they may be wrong. Use"
+                " `self.log(..., batch_size=...)`."
+            )
 
 
 keep_out_of_graphs(ModuleLog.__call__)
@@ -396,6 +419,13 @@ def attach_log(module: LightningModule, trainer: Trainer, session: Session) -> N
 
 def no_log(name: str, value: Any, **options: Any) -> None:
     """Do nothing: the ``log_metric`` of a Trainer that has no run yet, or has ``barebones=True``."""
+
+
+def _lossless_dtype(value: Tensor) -> torch.dtype:
+    """Return the dtype that a logged tensor is converted to: integers to float64, except on MPS."""
+    if value.is_floating_point() or value.device.type == "mps":  # MPS has no double precision
+        return accumulation_dtype()
+    return torch.float64
 
 
 def _batch_size(store: MetricStore) -> int:

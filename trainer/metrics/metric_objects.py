@@ -226,7 +226,8 @@ def reduce_over_group(group: Any, module: nn.Module) -> Callable[[], None]:
         gathered: list[Tensor] = gather_all_tensors(tensor, group)
         return gathered
 
-    # not `process_group`: a metric must stay copyable (for MetricTracker), and a group cannot be copied
+    # not `process_group`: a metric must stay copyable (for MetricTracker), and a group cannot be copied;
+    # not `Session.replace`, which does not restore the copies
     for part in module.modules():
         if isinstance(part, Metric) and part.dist_sync_fn is None and part.process_group is None:
             part.dist_sync_fn = gather

@@ -95,11 +95,14 @@ def _reason_without_steps(trainer: Trainer) -> str | None:
         reason = f"no batch was trained in {progress.epochs_trained} epochs"
     elif module.automatic_optimization:
         is_requested = not progress.optimizer_steps  # stopped within the first accumulation window
-        reason = f"`training_step` returned no loss with a weight above 0 in {progress.batches} batches"
+        reason = (
+            f"`training_step` returned no loss with a weight above 0 in {progress.batches} batches. Return the loss, or"
+            " set `self.automatic_optimization = False` if it steps the optimizers itself"
+        )
     else:
         is_requested = False
         reason = f"the module stepped no optimizer in {progress.batches} batches (`automatic_optimization = False`)"
-    return None if is_requested else f"No weight was updated: {reason}."
+    return None if is_requested else f"The Trainer has updated no weight: {reason}."
 
 
 def last_diagnosis(trainer: pl.Trainer) -> Any | None:

@@ -87,7 +87,7 @@ def _table(record: RunRecord) -> Table:
     if record.monitor is not None and record.best_score is not None:
         metric, mode = record.monitor
         best = [("best by", f"{metric}, the {'lowest' if mode == 'min' else 'highest'}: {record.best_score:.4g}")]
-    title = f"fit {record.status}" + (f": {record.error}" if record.error else "")
+    title = f"fit {record.status}" + (f": {terminal.shortened(record.error)}" if record.error else "")
     return Table(title, (), [*counters, (), *metrics, (), *best])
 
 

@@ -56,14 +56,14 @@ class Sweep:
 
     @property
     def common(self) -> list[str]:
-        """The overrides that all runs have."""
-        first, *others = [run.chosen for run in self.runs] or [[]]
+        """The overrides that all runs have, and the recipe that they all have."""
+        first, *others = [_words_of(run) for run in self.runs] or [[]]
         return [word for word in first if all(word in words for words in others)]
 
     def own(self) -> list[list[str]]:
         """Return for each run its overrides that not all runs have; all of them if there is only one run."""
         common = set(self.common) if len(self.runs) > 1 else set()
-        return [[word for word in run.chosen if word not in common] for run in self.runs]
+        return [[word for word in _words_of(run) if word not in common] for run in self.runs]
 
     def table(self) -> list[dict[str, Any]]:
         """Return a dict for each run, such as for ``pandas.DataFrame``, with its metrics as columns.
@@ -97,6 +97,14 @@ class Sweep:
         counts = Counter(run.label for run in self.runs)
         for number, run in enumerate(self.runs, start=1):
             run.label += f" [{number}]" if counts[run.label] > 1 else ""
+
+
+def _words_of(run: RunRecord) -> list[str]:
+    """Return the overrides of a run, with the recipe of a run that has it from another one (``ckpt=``)."""
+    words = run.chosen
+    if run.recipe is None or any(word.lstrip("+").startswith("recipe=") for word in words):
+        return words
+    return [f"+recipe={run.recipe}", *words]
 
 
 def best_of(runs: Iterable[RunRecord], goal: tuple[str, str] | None) -> RunRecord | None:

@@ -75,6 +75,14 @@ def test_best_value_of_a_run_that_monitors_another_metric(two, make_run):
     assert "Highest val_acc 0.9375 at step 2, third" in page.text
 
 
+def test_title_of_many_recipes(make_run):
+    runs = [
+        make_run(f"a/{name}", **NO_CURVES | {"record": facts(recipe=name, overrides=[f"+recipe={name}"], curves={})})
+        for name in "abcde"
+    ]
+    assert "5 runs a, b, c and 2 more" in several(*runs).text
+
+
 def test_charts_that_runs_share(make_run):
     """Learning rates of different optimizers share a chart, and heat maps are left out."""
     rows = "grad_norm/net.0,lr-SGD,step,val/loss\n0.5,,1,0.5\n,0.1,2,0.25\n"

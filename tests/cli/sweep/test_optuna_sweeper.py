@@ -169,6 +169,10 @@ def test_space_in_a_config_a_grid_and_a_batch(trials, capsys):
         ([LR, "objective.metric=null"], "Set objective.metric=val_loss"),
         (["optimizer.lr=0.1"], "hydra/sweeper=optuna without a search space"),
         ([LR, "hydra.sweeper.n_trials=0"], "hydra.sweeper.n_trials is 0, expected a whole number of at least 1."),
+        (
+            ["optimizer.lr=interval(0.1,1)", "hydra.sweeper.sampler.name=grid"],
+            "the sampler grid needs a list of values",
+        ),
         ([LR, "hydra.sweeper.sampler.name=tpee"], "The sampler is tpee, expected one of tpe, random"),
         ([LR, "+hydra.sweeper.pruner.patience=1"], "The pruner median does not take these settings"),
         (["optimizer.lr=tag(log,interval(0,1))"], "Cannot choose from 'optimizer.lr=tag(log,interval(0,1))'"),
@@ -176,9 +180,11 @@ def test_space_in_a_config_a_grid_and_a_batch(trials, capsys):
     ],
 )
 def test_mistakes(trials, capsys, words, complaint):
+    shutil.rmtree("jobs")
     assert main([*SWEEP, *words]) == 2
     assert complaint in capsys.readouterr().err
     assert not trials.started
+    assert not Path("jobs").exists()
 
 
 def test_metric_that_no_job_logs_ends_the_sweep_after_the_first_one(trials, capsys):

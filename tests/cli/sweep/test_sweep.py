@@ -13,6 +13,7 @@ from tests.cli.conftest import write
 from trainer.cli import main
 from trainer.cli.sweep import report
 from trainer.cli.sweep.jobs import Job as SweepJob
+from trainer.record.run_record import read_json
 
 LINE = ["+recipe=line", "callbacks=none", "logger=none", "trainer.enable_checkpointing=false"]
 
@@ -37,6 +38,7 @@ def test_sweep_loses_only_the_job_that_fails(project, python, monkeypatch):
     assert place.startswith("    Raised in line_fit.py:")
     assert re.fullmatch(r"Job 1: \+recipe=line .* model\.fail_at=null, [\d.]+ s, completed", rest[-1])
     assert "Results are in jobs" in done.stdout
+    assert done.stdout.count("asked to fail") == 3  # with the line of code, and once below the table
     assert "fit completed" in Path("jobs/1/console.log").read_text()
     assert "fit completed" not in done.stdout
 
@@ -78,6 +80,27 @@ def test_table_has_the_differences_and_results(tmp_path, capsys):
     out = capsys.readouterr().out
     assert "0.9877" in out
     assert "Job 10 failed: Oops: no" in out
+
+
+def test_error_is_whole_only_once(tmp_path, capsys, monkeypatch):
+    """In the line about its job, which a quiet sweep does not print."""
+    error = f"Oops: {'no ' * 50}\nand the rest"
+    left(tmp_path, result(0, status="failed", error=error, metrics={}))
+    report(tmp_path)
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("Job 0 failed: Oops: no")]
+    assert line.endswith("no [...]")
+    assert len(line) <= 120
+    monkeypatch.setenv("TRAINER_QUIET", "1")
+    report(tmp_path)
+    assert f"Job 0 failed: {error}" in capsys.readouterr().out
+
+
+def test_fit_that_fails_before_its_training_has_no_time(project, python):
+    settings = ["+recipe=line", "callbacks.learning_rate_monitor=null", "hydra.sweep.dir=jobs"]
+    assert python.trainer("fit", "-m", *settings, "optimizer._target_=torch.optim.SGDD,torch.optim.SGD").returncode == 1
+    failed, completed = (read_json(Path("jobs") / number) for number in "01")
+    assert (failed["status"], "seconds" in failed) == ("failed", False)
+    assert completed["seconds"] > 0
 
 
 def reached(job, value, mode="min", metric="loss", **more):

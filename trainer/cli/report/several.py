@@ -23,6 +23,7 @@ from trainer.cli.report.selection import ReportSubject
 from trainer.common import redaction
 from trainer.common.machine import readable
 from trainer.common.terminal import format_number, format_seconds, four_digits
+from trainer.errors import join_first
 from trainer.record.charts import overlay, sections_of
 from trainer.record.drawing import PALETTE
 from trainer.record.run_record import SUCCESSFUL, RunRecord, direction_of, load_run, read_json
@@ -85,7 +86,7 @@ def several_page(about: ReportSubject) -> tuple[str, list[str]]:
     text = render(
         "several.html.jinja",
         folder=about.folder if is_sweep or about.folder != Path() else "",
-        title=", ".join(names[:3]) or about.folder.resolve().name,
+        title=join_first(names, 3) or about.folder.resolve().name,
         kind="Comparison" if comparison else "Sweep" if is_sweep else "Runs",
         noun="job" if is_sweep else "run",
         jobs=jobs,

@@ -9,8 +9,20 @@ import re
 from pathlib import Path
 from statistics import fmean, stdev
 
-from trainer.common.terminal import Table, command_line, format_mebibytes, format_number, markdown_table, print_line
+from trainer.cli.workdir import path_override
+from trainer.common.files import from_here
+from trainer.common.terminal import (
+    Table,
+    command_line,
+    format_mebibytes,
+    format_number,
+    is_quiet,
+    markdown_table,
+    print_line,
+    shortened,
+)
 from trainer.errors import counted
+from trainer.record.find_checkpoint import run_of
 from trainer.record.run_record import SUCCESSFUL, RunRecord
 from trainer.record.sweep_record import Sweep, load_sweep
 
@@ -51,8 +63,8 @@ def report(folder: Path, since: float = 0.0, again: str = "") -> int:
     if result:
         print_line(result, "bold green" if "Best: job" in result else "yellow")
     for run in sweep.runs:
-        if run.error:
-            print_line(f"Job {run.job} {run.status}: {run.error}")
+        if run.error:  # the line about the job has the whole error
+            print_line(f"Job {run.job} {run.status}: {run.error if is_quiet() else shortened(run.error)}")
     print_line(f"Results are in {folder}")
     if again and any(run.status == "interrupted" for run in sweep.runs):
         print(f"To resume: {again}", flush=True)
@@ -108,9 +120,17 @@ def _best(sweep: Sweep) -> str:
         place = " at its best checkpoint" if best.reached(goal).is_best else ""
         value = f"the {'lowest' if goal[1] == 'min' else 'highest'} {goal[0]}, {best.objective_value:.4g}{place}"
         numbers = [f"hydra.job.num={best.job}", f"hydra.job.id={best.job}"]  # for interpolations in its config
-        words = [*(best.facts.get("flags") or []), *best.chosen, *(numbers if "hydra:job." in str(best.config) else [])]
+        flags = best.facts.get("flags") or []
+        words = [*flags, *best.chosen, *(numbers if "hydra:job." in str(best.config) else [])]
         command = command_line(best.command, *words)
-        return f"Best: job {best.job}, with {value}{f': {own}' if own else ''}\n\n    {command}"
+        text = f"Best: job {best.job}, with {value}{f': {own}' if own else ''}\n\n    {command}"
+        is_validated = place and goal[0] in best.stages.get("val", {})
+        if is_validated and run_of(Path(str(best.paths.get("best_checkpoint")))) == (folder := from_here(best.folder)):
+            pairs = zip(flags[::2], flags[1::2], strict=True)
+            others = [word for pair in pairs if pair[0] != "--config-name" for word in pair]  # ckpt= has a config
+            command = command_line("validate", *others, path_override("ckpt", folder))
+            text += f"\n\nTo use its best checkpoint (test, predict and export take the same ckpt=):\n\n    {command}"
+        return text
     objectives = {run.objective for run in sweep.runs if run.objective}
     if len(objectives) == 1 and any(run.completed for run in sweep.runs):
         return f"There is no best job: no job has a finite value of {objectives.pop()[0]}."

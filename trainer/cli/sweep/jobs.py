@@ -338,7 +338,7 @@ class StopFile:
 
 @contextmanager
 def waiting_for(hydra: Any, folder: Path) -> Iterator[None]:
-    """Inside the context, a sweep waits for its jobs, and signals are passed on to them.
+    """Inside the context, a sweep waits for its jobs, and signals are passed on to them. Removes an empty folder.
 
     Args:
         hydra: the config's node ``hydra``.
@@ -356,7 +356,11 @@ def waiting_for(hydra: Any, folder: Path) -> Iterator[None]:
             stack.enter_context(stop.signals())
         if target.startswith((_BASIC, PARALLEL)):
             stack.enter_context(warm_processes())
-        yield
+        try:
+            yield
+        finally:
+            with suppress(OSError):  # not empty, unless the sweep was refused before its first job
+                os.removedirs(os.path.relpath(folder))
 
 
 @contextmanager

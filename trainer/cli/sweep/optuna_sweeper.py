@@ -92,17 +92,21 @@ class OptunaSweeper(Sweeper):
             UsageError: if there is no objective or no search space, or the study has another mode or search space.
         """
         optuna.logging.set_verbosity(optuna.logging.WARNING)
-        folder = Path(str(self.config.hydra.sweep.dir)).resolve()
-        folder.mkdir(parents=True, exist_ok=True)
-        OmegaConf.save(self.config, folder / "multirun.yaml")
         self._fixed, self._space = self._parameters(arguments)
         chosen = choose(self.config.get("objective"), monitored(self.config.get("callbacks")))
         if chosen is None:
             raise UsageError(
-                "Got hydra/sweeper=optuna without a metric to optimize. Set objective.metric=val_loss, or another"
-                " metric that the model logs, and objective.mode=min or max unless its name implies it."
+                "Got hydra/sweeper=optuna without a metric to optimize, which the study needs before its first job. Set"
+                " objective.metric=val_loss, or another metric that the model logs, and objective.mode=min or max"
+                " unless its name implies it."
             )
         self._metric, mode = chosen
+        # these raise errors about the settings, before there is a folder or a study
+        make_sampler(self.sampler, 0), make_pruner(self.pruner)
+        self._points = self._grid() if self.sampler["name"] == "grid" else []
+        folder = Path(str(self.config.hydra.sweep.dir)).resolve()
+        folder.mkdir(parents=True, exist_ok=True)
+        OmegaConf.save(self.config, folder / "multirun.yaml")
         written = OmegaConf.to_container(self.config.hydra.sweeper, resolve=False)
         assert isinstance(written, dict)
         own = f"sqlite:///{(folder / 'study.db').as_posix()}"
@@ -181,10 +185,9 @@ class OptunaSweeper(Sweeper):
             )
         trials = len(study.get_trials(deepcopy=False))
         study.sampler, study.pruner = make_sampler(self.sampler, trials), make_pruner(self.pruner)
-        if self.sampler.get("name") == "grid":
-            points = self._grid()
-            self.n_trials = min(self.n_trials, len(points))
-            for point in points if trials == 0 else ():
+        if self._points:
+            self.n_trials = min(self.n_trials, len(self._points))
+            for point in self._points if trials == 0 else ():
                 study.enqueue_trial(dict(zip(self._space, point, strict=True)))
         return study
 
