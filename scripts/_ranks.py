@@ -24,8 +24,8 @@ from recipes.language_model import LanguageModel
 from scripts._scale import kind_of
 from trainer import FSDP2Strategy, Trainer
 from trainer.cli.checks.fake_step import without_values
+from trainer.common import collectives
 from trainer.data.unpadded import Span
-from trainer.distributed.engine import LightningEngine
 from trainer.lightning.loader_set import DataSource
 
 TOKENS, VOCABULARY, MEASURED = 1024, 50304, 2
@@ -36,7 +36,7 @@ def pretend(ranks: int) -> None:
     """Initialize a fake process group with this world size. Collectives return the data of rank 0."""
     os.environ |= {"LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
-    ours: Any = LightningEngine
+    ours: Any = collectives.Collectives
     ours.num_collectives = lambda self: 0  # a fake group does not count them
     ours.async_max = lambda self, count, purpose: None  # needs a gloo group
     ours.any_rank_on_host = lambda self, *flags: list(flags)

@@ -508,6 +508,7 @@ class FakeTrainer:
         self.callback_metrics, self.progress_bar_metrics = {}, {}
         self.progress = SimpleNamespace(skipped_steps=0, nonfinite_losses=0, has_learned=True)
         self.state = SimpleNamespace(fn=TrainerFn.FITTING)
+        self.run_state = self
         vars(self).update(values)
 
     def hook(self, name, *arguments):
@@ -529,6 +530,7 @@ class FakeTrainer:
         scale = self.scale or 1.0
         if skipped:
             self.scale, self.skipped_steps = scale / 2, self.skipped_steps + 1
+            self.progress.skipped_steps += 1
         self.settled_outcome = SimpleNamespace(skipped=skipped, scale=scale, next_scale=self.scale or 1.0)
         for optimizer in optimizers:
             self.hook("on_after_optimizer_step", optimizer, self.settled_outcome)

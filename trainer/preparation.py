@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from lightning.fabric.utilities import move_data_to_device
@@ -19,10 +19,11 @@ from torchmetrics import Metric
 from trainer.callbacks.gradient_clipping import GradientClipping
 from trainer.common import traits
 from trainer.common.module_tree import parameters_of
-from trainer.data.batches import NO_BATCHES, TrainingBatches, Transfer, identity
+from trainer.data.batches import NO_BATCHES, Loaders, TrainingBatches, Transfer, identity
 from trainer.data.unpadded import Span
 from trainer.errors import ConfigurationError, rank_zero_warn
 from trainer.lightning import modules
+from trainer.lightning.base_trainer import TrainerBase
 from trainer.lightning.defaults import build_clipping
 from trainer.lightning.loader_set import move_training_batch
 from trainer.lightning.loaders import DrawnLoaderSet, LoaderSet
@@ -41,9 +42,6 @@ from trainer.loop.own_batches import draw_in_evaluation, draw_in_fit
 from trainer.loop.schedules import Schedules
 from trainer.state.progress import STARTED
 
-if TYPE_CHECKING:
-    from trainer.trainer import Trainer
-
 
 class Preparation:
     """Prepares the loops for one run: hooks, batches, schedules, clipping, the path of a batch, a profiler.
@@ -55,11 +53,12 @@ class Preparation:
         hooks: the hooks of callbacks and of the module.
     """
 
-    def __init__(self, trainer: Trainer) -> None:
+    def __init__(self, trainer: TrainerBase) -> None:
         module = trainer.lightning_module
-        self._trainer = trainer
+        self._trainer, self._run, self._engine = trainer, trainer.run_state, trainer.engine
+        self._loop, self._data, self._progress = trainer.loop, trainer.data, trainer.progress
         self._module = module
-        self._profiling = Profiling.of(trainer)
+        self._profiling = Profiling.of(self._run)
         self._optimization: FitLoop | ManualOptimization | ClosureOptimization | None = None
         self.hooks = Hooks(
             trainer,
@@ -83,19 +82,19 @@ class Preparation:
             begin: called after ``on_train_start``. Restores this process's state from the checkpoint, if any.
             resumes: whether there is such a state.
         """
-        trainer, loop, profiling = self._trainer, self._trainer.loop, self._profiling
+        trainer, loop, profiling = self._trainer, self._loop, self._profiling
         # `estimated_stepping_batches` may have created the dataloaders before the checkpoint set the epoch
-        loaders = trainer.data.loaders(RunningStage.TRAINING, recreate=trainer.data.is_due(RunningStage.TRAINING))
+        loaders = self._data.loaders(RunningStage.TRAINING, recreate=self._data.is_due(RunningStage.TRAINING))
         if loaders is not None:
             if not loaders.num_batches() and not loop.limits.ends_fit() and (name := loaders.first_empty()):
                 raise ConfigurationError(f"{name} has no batch.{NO_BATCHES}")
             self.schedule_validation(loaders)
             self._warn_of_missing_rows(loaders)
             self._report_short_windows(loaders)
-        saved = trainer.data.resumed_validation  # whether the saved run had validation dataloaders; None for a new run
+        saved = self._data.resumed_validation  # whether the saved run had validation dataloaders; None for a new run
         if trainer.enable_validation and (loop.limits.epoch_validates() if saved is None else saved):
             self.validation(renew=saved is None)
-        epochs = trainer.progress.epochs_trained
+        epochs = self._progress.epochs_trained
         batches = TrainingBatches(
             loaders,
             self.renewed_loaders,
@@ -104,14 +103,14 @@ class Preparation:
             epochs if trainer.ckpt_path is not None or not epochs else -1,
             self._resized,
         )
-        if (resumed := trainer.data.resumed) is not None:
-            trainer.data.resumed = trainer.data.resumed_validation = None
+        if (resumed := self._data.resumed) is not None:
+            self._data.resumed = self._data.resumed_validation = None
             batches.load_state_dict(resumed, exact=trainer.exact_resume)
         loop.prepare(
             hooks=self.hooks,
             batches=batches,
             schedules=Schedules(
-                trainer.engine.schedules,
+                self._engine.schedules,
                 self.hooks.of_module("lr_scheduler_step"),
                 partial(MonitoredMetrics, trainer),
                 revocable=self.hooks.override_of("lr_scheduler_step") is None,  # an override may have other effects
@@ -120,7 +119,7 @@ class Preparation:
             ),
             plan=FitPlan(
                 build_path=partial(
-                    self._build_path, self._transfer(move_training_batch), trainer.engine.step_function("training_step")
+                    self._build_path, self._transfer(move_training_batch), self._engine.step_function("training_step")
                 ),
                 follow_changes=partial(self._follow_changes, _set_once(self._module)),
                 validates=partial(getattr, trainer, "enable_validation"),
@@ -135,7 +134,7 @@ class Preparation:
         """Apply changes of the callbacks, and refuse changes of the module's methods."""
         _refuse_changes(self._module, before)
         if self.hooks.follow(self._trainer.callbacks):
-            self._trainer.loop.take_optimizers()
+            self._loop.take_optimizers()
             loop = self._trainer.eval_loops[RunningStage.VALIDATING]
             if loop.loaders is not None:
                 loop.use(self._build_evaluation_path(loop, loop.loaders))
@@ -147,7 +146,7 @@ class Preparation:
             transfer: moves a batch to the device. It stays the same if callbacks or optimizers are exchanged.
             step: the ``training_step``. It also stays the same.
         """
-        loop, engine, hooks, profiling = self._trainer.loop, self._trainer.engine, self.hooks, self._profiling
+        loop, engine, hooks, profiling = self._loop, self._engine, self.hooks, self._profiling
         optimization = self._optimization = self._choose_optimization()
         zero_grad, strategy_backward = hooks.override_of("optimizer_zero_grad"), engine.override_of("backward")
         clip, norm_type = self._clipping()
@@ -180,7 +179,7 @@ class Preparation:
 
     def _backward_by(self, backward: Callable[..., Any]) -> Hook:
         """Return a hook that calls the strategy's ``backward``, which calls the module's ``backward``."""
-        loop = self._trainer.loop
+        loop = self._loop
         return Hook("backward", self.hooks.scope, module=lambda loss: backward(loss, loop.optimizers[0]))
 
     def _after_backward(self) -> Callable[[], Any]:
@@ -192,10 +191,10 @@ class Preparation:
         """
         trainer, hook = self._trainer, self.hooks.of("on_after_backward")
         is_read = not self._module.automatic_optimization
-        if not (is_read or trainer.engine.gradients.are_parts):
+        if not (is_read or self._engine.gradients.are_parts):
             is_read = not hook.is_empty or self.hooks.override_of("optimizer_step") is not None
         if is_read and trainer.scaler.is_enabled():
-            return partial(_after_unscaling, trainer.loop, hook)
+            return partial(_after_unscaling, self._loop, hook)
         return self.hooks.on_after_backward
 
     def _choose_optimization(self) -> FitLoop | ManualOptimization | ClosureOptimization:
@@ -205,7 +204,7 @@ class Preparation:
             ConfigurationError: if the optimizers have been exchanged inside a batch, and the new ones require a
                 different object.
         """
-        trainer, loop, engine, current = self._trainer, self._trainer.loop, self._trainer.engine, self._optimization
+        _trainer, loop, engine, current = self._trainer, self._loop, self._engine, self._optimization
         chosen: FitLoop | ManualOptimization | ClosureOptimization = loop
         if not self._module.automatic_optimization:
             chosen = current or ManualOptimization(loop)
@@ -217,7 +216,7 @@ class Preparation:
             chosen = ClosureOptimization(loop, optimizer_step, lambda: engine.wrapped_optimizers)
         if chosen is current:
             return chosen
-        if current is not None and trainer.progress.position is STARTED:
+        if current is not None and self._progress.position is STARTED:
             names = ", ".join(type(optimizer).__name__ for optimizer in engine.optimizers)
             raise ConfigurationError(
                 f"The optimizers were replaced by {names}, and one of the old or new optimizers evaluates the loss"
@@ -238,10 +237,10 @@ class Preparation:
         An optimizer that accepts a closure but does not need it gets one only if there is no other optimizer, and no
         scaler has to run between the backward pass and the step.
         """
-        if self.hooks.override_of("optimizer_step") or self._trainer.engine.override_of("optimizer_step"):
+        if self.hooks.override_of("optimizer_step") or self._engine.override_of("optimizer_step"):
             return True
-        trainer, optimizers = self._trainer, self._trainer.engine.optimizers
-        allows_closure = len(optimizers) == 1 and not trainer.scaler.skips_steps
+        _trainer, optimizers = self._trainer, self._engine.optimizers
+        allows_closure = len(optimizers) == 1 and not self._run.skips_steps
         return any(takes_closure(o) if allows_closure else needs_closure(o) for o in optimizers)
 
     def _clipping(self) -> tuple[Clip | None, float]:
@@ -259,13 +258,13 @@ class Preparation:
             return partial(_clip_by_module, own, trainer), 2.0
         if not callbacks:
             return None, 2.0
-        clippers: list[Clip] = [partial(callback.clip, trainer.engine.gradients) for callback in callbacks]
+        clippers: list[Clip] = [partial(callback.clip, self._engine.gradients) for callback in callbacks]
         clip = clippers[0] if len(clippers) == 1 else partial(_clip_with_all, clippers)
         return clip, callbacks[0].norm_type
 
     def renewed_loaders(self) -> LoaderSet | None:
         """Return new training dataloaders for the epoch that begins. None if they are not due to be created again."""
-        data = self._trainer.data
+        data = self._data
         if not data.is_due(RunningStage.TRAINING):
             return None
         loaders = data.loaders(RunningStage.TRAINING, recreate=True)
@@ -276,7 +275,7 @@ class Preparation:
 
     def _resized(self) -> None:
         """Follow a new number of training batches."""
-        if (loaders := self._trainer.loop.batches.loaders) is not None:
+        if isinstance(loaders := self._loop.batches.loaders, LoaderSet):
             self.schedule_validation(loaders, may_refuse=False)
             self._check_counts(loaders)
 
@@ -286,11 +285,11 @@ class Preparation:
         Raises:
             ConfigurationError: if the inputs are refused. The message contains the numbers of batches.
         """
-        if loaders is None or self._trainer.engine.world_size == 1:
+        if loaders is None or self._engine.world_size == 1:
             return
         span = loaders.plan.spans[0] if loaders.plan.spans else Span(0, 0)
         reason = self._needs_equal_counts(loaders)
-        share_batch = partial(_share_batch, self._trainer.loop, reason, self._trainer.data.may_be_empty)
+        share_batch = partial(_share_batch, self._loop, reason, self._data.may_be_empty)
         loaders.call_before_batches(share_batch)
         if span.fewest < span.most and reason is not None:
             raise ConfigurationError(
@@ -307,16 +306,16 @@ class Preparation:
             return "Manual optimization"
         if isinstance(self._optimization, ClosureOptimization):
             return "An overridden `optimizer_step`, or an optimizer that evaluates the loss itself,"
-        return _module_with_collectives(self._module) if self._trainer.engine.supports_uneven_inputs else "DeepSpeed"
+        return _module_with_collectives(self._module) if self._engine.supports_uneven_inputs else "DeepSpeed"
 
     def schedule_validation(self, loaders: LoaderSet, may_refuse: bool = True) -> None:
         """Schedule the validations within an epoch of ``loaders``. Optionally refuse an interval above its length."""
         trainer = self._trainer
         draws = isinstance(loaders, DrawnLoaderSet)
-        elastic = trainer.data.elastic_state
+        elastic = self._run.elastic_state
         interval, at_end = (elastic and elastic.interval) or (trainer.val_check_interval, False)
-        trainer.loop.limits.validates_at_end = at_end or draws  # as in Lightning: the interval counts steps
-        trainer.loop.limits.schedule_validation(
+        self._loop.limits.validates_at_end = at_end or draws  # as in Lightning: the interval counts steps
+        self._loop.limits.schedule_validation(
             interval,
             loaders.num_batches(),
             loaders.plan.has_length and not draws,
@@ -334,7 +333,7 @@ class Preparation:
             )
 
     def _report_short_windows(self, loaders: LoaderSet) -> None:
-        num_batches, window = loaders.num_batches(), self._trainer.loop.window
+        num_batches, window = loaders.num_batches(), self._loop.window
         if 0 < num_batches < window.batches and not window.straddles_epochs and not self._trainer.fast_dev_run:
             rank_zero_info(
                 f"accumulate_grad_batches is {window.batches}, but an epoch ends after {num_batches} batches: no"
@@ -353,7 +352,7 @@ class Preparation:
         """
         module, loop = self._module, self._trainer.eval_loops[stage]
         has_step = stage is RunningStage.PREDICTING or overrides(module, f"{loop.stage}_step")
-        loaders = self._trainer.data.loaders(stage) if has_step else None
+        loaders = self._data.loaders(stage) if has_step else None
         if loaders is not None:
             modules.verify_dataloader_idx(module, loop.stage, stage, loaders)
         loop.prepare(
@@ -364,9 +363,9 @@ class Preparation:
             inference_mode=inference_mode,
         )
 
-    def _build_evaluation_path(self, loop: EvalLoop, loaders: LoaderSet) -> BatchPath:
+    def _build_evaluation_path(self, loop: EvalLoop, loaders: Loaders) -> BatchPath:
         """Build the path of an evaluation batch: our functions or their overrides, and the wrappers around them."""
-        engine, hooks = self._trainer.engine, self.hooks
+        engine, hooks = self._engine, self.hooks
         path = BatchPath(
             transfer=self._transfer(),
             on_batch_start=getattr(hooks, f"on_{loop.stage}_batch_start"),
@@ -383,7 +382,7 @@ class Preparation:
 
     def validation(self, renew: bool = True) -> None:
         """Prepare the validation inside a fit, with new dataloaders if these are due and ``renew`` is True."""
-        data, state = self._trainer.data, self._trainer.state
+        data, state = self._data, self._trainer.state
         if data.is_due(RunningStage.VALIDATING):
             outer, state.stage = state.stage, RunningStage.VALIDATING
             data.loaders(RunningStage.VALIDATING, recreate=renew)
@@ -392,11 +391,11 @@ class Preparation:
 
     def _transfer(self, move: Callable[[Any, torch.device], Any] = move_data_to_device) -> Transfer:
         """Build the function that moves a batch to the device through the user's transfer hooks."""
-        engine, scope = self._trainer.engine, HookScope(self._module)
+        engine, scope = self._engine, HookScope(self._module)
         converts = overrides(engine.precision, "convert_batch")
 
         def hook(name: str) -> Hook | None:
-            own = self._trainer.data.transfer_hook(name)
+            own = self._data.transfer_hook(name)
             if own is not None and self._profiling is not None:
                 own = self._profiling.hook(getattr(own, "__self__", self._module), name, own)
             return None if own is None else Hook(name, scope, module=own)
@@ -405,7 +404,7 @@ class Preparation:
         after = hook("on_after_batch_transfer")
         if (own := engine.override_of("batch_to_device")) is not None:  # it calls both hooks itself
             transfer, after = lambda batch, _, index: own(batch, dataloader_idx=index), None
-        if (prefetching := self._trainer.data.prefetching) is not None:
+        if (prefetching := self._data.prefetching) is not None:
             move, transfer = prefetching.around(move), None if transfer is None else prefetching.around(transfer)
         return Transfer(
             engine.device,
@@ -482,7 +481,7 @@ def _after_unscaling(loop: FitLoop, hook: Hook) -> None:
         loop.gradients.scale_again()
 
 
-def _clip_by_module(clip: Hook, trainer: Trainer, optimizer: Optimizer) -> None:
+def _clip_by_module(clip: Hook, trainer: TrainerBase, optimizer: Optimizer) -> None:
     limit, algorithm = trainer.gradient_clip_val, trainer.gradient_clip_algorithm
     clip.of_module(optimizer, gradient_clip_val=limit, gradient_clip_algorithm=algorithm)
 

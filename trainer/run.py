@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -30,7 +30,6 @@ from trainer.checkpoint import hparams, model_checkpoints
 from trainer.checkpoint.checkpoint_io import order_removals
 from trainer.common import redaction
 from trainer.common.lightning_private import TunerExit
-from trainer.common.session import Session
 from trainer.data.prefetching import Prefetching
 from trainer.diagnosis import explanation as diagnosis
 from trainer.distributed.signals import Signals
@@ -38,7 +37,7 @@ from trainer.distributed.stalls import StallWatch
 from trainer.errors import ConfigurationError, rank_zero_warn
 from trainer.lightning import callback_order, defaults, modules, tuning
 from trainer.lightning.averaging import attach_averaging, defer_copies, hide_averages, resume_averaging, shard_averages
-from trainer.lightning.base_trainer import refuse_own_parts
+from trainer.lightning.base_trainer import TrainerBase, refuse_own_parts
 from trainer.lightning.checkpoint_connector import CheckpointConnector
 from trainer.loop.closures import refuse_bare_steps
 from trainer.loop.hooks import CURRENT_HOOK
@@ -49,9 +48,6 @@ from trainer.metrics.metric_objects import add_tracked, update_counts
 from trainer.metrics.metrics import to_scalars
 from trainer.preparation import Preparation
 from trainer.record.measures import folder_of_reports, reason_without_updates
-
-if TYPE_CHECKING:
-    from trainer.trainer import Trainer
 
 advice = logging.getLogger("lightning.pytorch.advice")  # the command line prints the messages of this logger
 
@@ -69,7 +65,8 @@ START = "start.ckpt"
 
 def _hook_of_fit(trainer: pl.Trainer) -> str | None:
     """Return the hook that a fit of ``trainer`` is running. None outside of a fit, and in its last hooks."""
-    if trainer.state.fn is not TrainerFn.FITTING or trainer.state.status is not TrainerStatus.RUNNING:
+    state = trainer.state
+    if state.fn is not TrainerFn.FITTING or state.status is not TrainerStatus.RUNNING:
         return None
     hook = vars(trainer.lightning_module).get(CURRENT_HOOK) or "a method"
     return None if hook in ("on_train_end", "on_fit_end", "teardown") else hook
@@ -106,11 +103,13 @@ class Run:
         stalls: detects processes that wait for another one. None in a run of a single process.
     """
 
-    def __init__(self, trainer: Trainer, signals: Signals, connector: CheckpointConnector) -> None:
-        self._trainer = trainer
+    def __init__(self, trainer: TrainerBase, signals: Signals, connector: CheckpointConnector) -> None:
+        self._trainer, self._run, self._engine = trainer, trainer.run_state, trainer.engine
+        self._loop, self._eval_loops, self._published = trainer.loop, trainer.eval_loops, trainer.published
+        self._data, self._process, self._progress = trainer.data, trainer.process, trainer.progress
         self._signals = signals
         self._connector = connector
-        self.session = Session()
+        self.session = self._run.session
         self.preparation: Preparation | None = None
         self.process_state: dict[str, Any] | None = None
         self.stalls: StallWatch | None = None
@@ -138,7 +137,7 @@ class Run:
                 " Call it after the fit, or in on_fit_end. To evaluate during the fit, pass `val_dataloaders`, and set"
                 " `val_check_interval` or `check_val_every_n_epoch`."
             )
-        state = self._trainer.state
+        state = self._run.status
         state.fn, state.stage, state.status = fn, STAGES[fn], TrainerStatus.RUNNING
         try:
             yield
@@ -151,7 +150,7 @@ class Run:
                 rank_zero_info("\nDetected KeyboardInterrupt, attempting graceful shutdown ...")
             with self._signals.ending(error):
                 self._fail(error)
-                self._trainer.engine.kill()
+                self._engine.kill()
             if not is_interactive:
                 sys.exit(1)
             if fn is not TrainerFn.FITTING:
@@ -161,13 +160,13 @@ class Run:
             stall = None if self.stalls is None else self.stalls.found
             explained = None
             with suppress(Exception):  # raise `error`, even if it cannot be explained
-                explained = diagnosis.explain(error, self._trainer, self._folder, stall)
+                explained = diagnosis.explain(error, self._run, self._folder, stall)
             with self._signals.ending(error):
                 self._fail(explained or error)
             if explained is not None:
                 raise explained from error
             raise
-        state = self._trainer.state  # a launcher that spawns processes replaces it
+        state = self._run.status  # a launcher that spawns processes replaces it
         state.status, state.stage = TrainerStatus.FINISHED, None
         self._signals.end_after_run()
 
@@ -203,16 +202,17 @@ class Run:
         if isinstance(first, LightningDataModule) and datamodule is None:  # fit(model, datamodule)
             datamodule, given = first, given[1:]
         if datamodule is not None and given:
-            assert trainer.state.fn is not None
+            fn = self._run.fn
+            assert fn is not None
             raise ConfigurationError(
-                f"You cannot pass both dataloaders and a datamodule to `Trainer.{trainer.state.fn.value}`. Got"
+                f"You cannot pass both dataloaders and a datamodule to `Trainer.{fn.value}`. Got"
                 f" {type(datamodule).__name__} and dataloaders for {' and '.join(given)}."
             )
-        trainer.data.attach(module, dataloaders, datamodule)
-        if self._is_fit:
-            trainer.eval_loops[RunningStage.VALIDATING].loaders = None  # drop those of an earlier `validate`
+        self._data.attach(module, dataloaders, datamodule)
+        if self._run.fits:
+            self._eval_loops[RunningStage.VALIDATING].loaders = None  # drop those of an earlier `validate`
         self._connector.select(ckpt_path, model_given=model is not None, weights=weights)
-        trainer.published.begin_run()
+        self._published.begin_run()
         return module
 
     def _refuse_module_in_training(self, module: Any) -> None:
@@ -222,9 +222,10 @@ class Run:
             other = module.trainer
         is_other = isinstance(other, pl.Trainer) and other is not self._trainer and other.lightning_module is module
         if is_other and (hook := _hook_of_fit(other)):
-            assert self._trainer.state.fn is not None
+            fn = self._run.fn
+            assert fn is not None
             raise ConfigurationError(
-                f"`Trainer.{self._trainer.state.fn.value}` was called in {hook} with the module that another Trainer"
+                f"`Trainer.{fn.value}` was called in {hook} with the module that another Trainer"
                 " was training. This would replace `module.trainer` and clear the gradients. Pass a copy of the module:"
                 " `copy.deepcopy(module)`."
             )
@@ -240,26 +241,26 @@ class Run:
         trainer = self._trainer
         # set the references again, because a module and a datamodule are pickled without their trainer
         module.trainer = trainer
-        if trainer.datamodule is not None:
-            trainer.datamodule.trainer = trainer
-        fitting, result = self._is_fit, None  # a run that begins in on_train_end changes the Trainer's state
+        if (datamodule := trainer.datamodule) is not None:
+            datamodule.trainer = trainer
+        fitting, result = self._run.fits, None  # a run that begins in on_train_end changes the Trainer's state
         preparation = self._set_up(module, weights_only)
         if fitting:
             self._check_sanity(preparation)
             self._prepare_fit(preparation)
             steps = trainer.global_step
             with self._signals.saving():
-                trainer.loop.run()
+                self._loop.run()
             _ = trainer.fit_loop.done  # logs the reason for the end of the fit
             if 0 < steps == trainer.global_step:
                 _report_no_step(trainer, steps)
             if problem := reason_without_updates(trainer):
                 rank_zero_info(problem)  # not a warning, because a short trial run may end this way
         else:
-            stage, fn = trainer.state.stage, trainer.state.fn
+            stage, fn = self._run.stage, self._run.fn
             assert stage is not None
             assert fn is not None
-            loop, view = trainer.eval_loops[stage], getattr(trainer, f"{fn.value}_loop")
+            loop, view = self._eval_loops[stage], getattr(trainer, f"{fn.value}_loop")
             distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
             is_gloo = distributed and torch.distributed.get_backend() == "gloo"  # gloo cannot send inference tensors
             preparation.evaluation(stage, inference_mode=view.inference_mode and not is_gloo)
@@ -267,7 +268,7 @@ class Run:
         self._release()
         if fitting:
             preparation.hooks.on_fit_end()
-            trainer.loop.resolve_outcome()
+            self._loop.resolve_outcome()
         modules.call_teardown_hooks(trainer)
         return result
 
@@ -282,15 +283,11 @@ class Run:
         self._restore(module, weights_only)
         return preparation
 
-    @property
-    def _is_fit(self) -> bool:
-        return self._trainer.state.fn is TrainerFn.FITTING
-
     def _connect(self, module: LightningModule) -> None:
         """Connect the module, its callbacks and the processes to the run."""
-        trainer, engine = self._trainer, self._trainer.engine
-        if self._is_fit:
-            trainer.loop.limits.fill_in(self._default_max_epochs())
+        trainer, run, engine = self._trainer, self._run, self._engine
+        if run.fits:
+            self._loop.limits.fill_in(self._default_max_epochs())
         if trainer.barebones:
             rank_zero_info(
                 "`Trainer(barebones=True)` started running. The progress bar is disabled so you might want to manually"
@@ -298,70 +295,70 @@ class Run:
             )
         hparams.drop_unpicklable(module)
         engine.connect(module)
-        callback_order.attach_model_callbacks(trainer)
+        callback_order.attach_model_callbacks(run)
         modules.verify(trainer, module)
-        if self._is_fit:
-            modules.reset_results(trainer, self.session)
-        attach_log(module, trainer, self.session)
+        if run.fits:
+            modules.reset_results(run, self.session)
+        run.log_metric = attach_log(module, run, self.session, barebones=trainer.barebones)
         engine.setup_environment()
         self.stalls = self._watch_for_stalls()
 
     def _configure_module(self, module: LightningModule) -> None:
         """Download the data, open the loggers, and run ``setup`` and ``configure_model``."""
         trainer = self._trainer
-        if self._is_fit and trainer.resume and not trainer.fast_dev_run:
+        if self._run.fits and trainer.resume and not trainer.fast_dev_run:
             self._connector.find_newest(self.session)  # before a logger chooses its folder
-        modules.set_up_profiler(trainer, module)
-        trainer.data.connector.prepare_data()
-        hide_averages(trainer, self.session)
-        defer_copies(trainer, self.session)
+        modules.set_up_profiler(self._run)
+        self._data.connector.prepare_data()
+        hide_averages(self._run, self.session)
+        defer_copies(self._run, self.session)
         self._connector.keep_rows()
         for logger in defaults.in_opening_order(trainer.loggers):
             _ = getattr(logger, "experiment", None)
-        model_checkpoints.claim_folders(trainer, self.session)
-        with model_checkpoints.without_needless_warnings(trainer):
+        model_checkpoints.claim_folders(self._run, self.session)
+        with model_checkpoints.without_needless_warnings(self._run):
             modules.call_setup_hooks(trainer)
         modules.configure_model(trainer)
-        trainer.engine.convert_module()
+        self._engine.convert_module()
 
     def _set_up_engine(self, module: LightningModule, weights_only: bool | None) -> None:
         """Restore the module, wrap it for its devices, create the optimizers, and enter the precision."""
-        trainer, engine = self._trainer, self._trainer.engine
+        trainer, run, engine = self._trainer, self._run, self._engine
         if not engine.restores_after_setup:
             self._connector.restore_module_and_callbacks(weights_only)
-        if self._is_fit:
+        if run.fits:
             self._connector.prepare_order()
-        for metrics in (trainer.loop.metrics, *(loop.metrics for loop in trainer.eval_loops.values())):
+        for metrics in (self._loop.metrics, *(loop.metrics for loop in self._eval_loops.values())):
             metrics.clear()  # remove the values of an interrupted run or of another module
-        tuning.attach_finders(trainer, self.session)
-        attach_averaging(trainer, self.session)
-        engine.setup(fitting=self._is_fit)
-        shard_averages(trainer, self.session)
+        tuning.attach_finders(run, self.session)
+        attach_averaging(run, self.session)
+        engine.setup(fitting=run.fits)
+        shard_averages(run, self.session)
         order_removals(trainer.strategy, self.session)
         # after the setup, which may replace modules (sync_batchnorm)
         self.session.enter_context(engine.precision.session(module, engine.device))
         if engine.world_size > 1 and engine.device.type == "cpu" and engine.precision.dtype is torch.float16:
             # each rank has measured which float16 kernels are faster
-            engine.precision.load_state_dict(engine.broadcast(engine.precision.state_dict()))
-        if self._is_fit:
+            engine.precision.load_state_dict(engine.collectives.broadcast(engine.precision.state_dict()))
+        if run.fits:
             engine.precision.check_optimizers(engine.optimizers)
         if trainer.prefetch_batches and engine.device.type == "cuda":  # other devices have no streams for copies
-            trainer.data.prefetching = Prefetching(engine.device)
+            self._data.prefetching = Prefetching(engine.device)
 
     def _start_hooks(self, module: LightningModule) -> Preparation:
         """Look up the hooks of the run, run ``on_fit_start``, and log the hyperparameters."""
         trainer = self._trainer
-        if self._is_fit:
+        if self._run.fits:
             model_checkpoints.attach_savers(trainer, self.session)
         preparation = self.preparation = Preparation(trainer)
-        if self._is_fit:
+        if self._run.fits:
             preparation.hooks.on_fit_start()
             model_checkpoints.attach_savers(trainer, self.session)  # of callbacks that were added
-            modules.withdraw_early_stops(trainer, self.session)
+            modules.withdraw_early_stops(self._run, self.session)
             preparation.hooks.follow(trainer.callbacks)
         if trainer.enable_autolog_hparams:
-            hparams.log_hyper_parameters(trainer)
-        if self._is_fit and trainer.is_global_zero and model_checkpoints.are_written(trainer):
+            hparams.log_hyper_parameters(self._run)
+        if self._run.fits and trainer.is_global_zero and model_checkpoints.are_written(self._run):
             hparams.announce(module, trainer.datamodule)
         return preparation
 
@@ -370,29 +367,29 @@ class Run:
         engine = self._trainer.engine
         if engine.restores_after_setup:
             self._connector.restore_module_and_callbacks(weights_only)
-        if self._is_fit:
+        if self._run.fits:
             self.process_state = self._connector.restore_fit()
         self._connector.forget()
         self._signals.register_signal_handlers()
-        engine.barrier("run-stage")
+        engine.collectives.barrier("run-stage")
         module.zero_grad()
 
     def _watch_for_stalls(self) -> StallWatch | None:
-        trainer, engine = self._trainer, self._trainer.engine
+        _trainer, run, engine = self._trainer, self._run, self._engine
         if engine.world_size == 1 or not torch.distributed.is_initialized():
             return None
-        evaluations = [loop.progress for loop in set(trainer.eval_loops.values())]
+        evaluations = [loop.progress for loop in set(self._eval_loops.values())]
         watch = StallWatch(
             (engine.global_rank, engine.world_size),
-            engine.timeout,
-            lambda: (trainer.progress.batches_started, trainer.progress.batches, *(e.batches for e in evaluations)),
-            lambda frames: diagnosis.whereabouts(frames, trainer),
+            engine.collectives.timeout,
+            lambda: (self._progress.batches_started, self._progress.batches, *(e.batches for e in evaluations)),
+            lambda frames: diagnosis.whereabouts(frames, run),
             self._folder,
         )
         return self.session.enter_context(watch)
 
     def _default_max_epochs(self) -> int:
-        limits = self._trainer.loop.limits
+        limits = self._loop.limits
         if limits.max_steps != -1 or find_callback(self._trainer.callbacks, Timer) is not None:
             return -1
         if limits.max_epochs is None:
@@ -406,9 +403,9 @@ class Run:
     def _check_sanity(self, preparation: Preparation) -> None:
         """Run a few validation batches before training, to find errors in the validation code early."""
         trainer = self._trainer
-        state, loop = trainer.state, trainer.eval_loops[RunningStage.SANITY_CHECKING]
+        state, loop = trainer.state, self._eval_loops[RunningStage.SANITY_CHECKING]
         # as in Lightning, a resumed run skips the check if it resumes inside an epoch or if max_steps is set
-        resumes = trainer.ckpt_path is not None and (trainer.progress.batches_this_epoch or trainer.max_steps != -1)
+        resumes = trainer.ckpt_path is not None and (self._progress.batches_this_epoch or trainer.max_steps != -1)
         if not trainer.enable_validation or not trainer.num_sanity_val_steps or resumes:
             return
         with isolate_rng():  # creating the dataloaders may also draw random numbers
@@ -418,27 +415,27 @@ class Run:
             loop.run(limit=trainer.num_sanity_val_steps)
             preparation.hooks.on_sanity_check_end()
             state.stage, loop.sanity_checking = RunningStage.TRAINING, False
-        trainer.published.clear()
+        self._published.clear()
 
     def _prepare_fit(self, preparation: Preparation) -> None:
-        trainer = self._trainer
+        trainer, scales_loss = self._trainer, self._run.scaler.is_enabled()
         torch.set_grad_enabled(True)
-        if not trainer.loop.limits.ends_fit():
+        if not self._loop.limits.ends_fit():
             modules.warn_of_eval_mode(trainer)
-            modules.warn_of_gradient_hooks(trainer)
-        trainer.process.begin_fit()
-        if trainer.detect_anomaly and not trainer.scaler.is_enabled():  # with loss scaling, AnomalyDetection does this
+            modules.warn_of_gradient_hooks(self._run)
+        self._process.begin_fit()
+        if trainer.detect_anomaly and not scales_loss:  # with loss scaling, AnomalyDetection does this
             self.session.enter_context(torch.autograd.set_detect_anomaly(True))
         preparation.fit(
             validate=self._validate,
             begin=self._begin_training,
             resumes=self.process_state is not None,
         )
-        is_manual = not trainer.lightning_module.automatic_optimization
+        is_manual = not self._run.is_automatic
         if is_manual:
-            count_bare_steps(trainer.loop, self.session, counts_kept=returned_none(trainer.loop.optimizers))
-        if trainer.scaler.is_enabled() and (is_manual or preparation.hooks.override_of("optimizer_step") is not None):
-            refuse_bare_steps(trainer.loop, self.session)
+            count_bare_steps(self._loop, self.session, counts_kept=returned_none(self._loop.optimizers))
+        if scales_loss and (is_manual or preparation.hooks.override_of("optimizer_step") is not None):
+            refuse_bare_steps(self._loop, self.session)
 
     def _validate(self) -> None:
         """Run the validation inside a fit."""
@@ -446,23 +443,23 @@ class Run:
         assert preparation is not None
         if not trainer.limit_val_batches:  # a hook has set it to 0
             return
-        trainer.process.begin_validation()
-        trainer.state.stage = RunningStage.VALIDATING
-        if trainer.data.prefetching is not None:
-            trainer.data.prefetching.release_batch()  # free the memory of the last training batch
-        if not trainer.loop.window.is_open and not self._keeps_manual_gradients(preparation):
+        self._process.begin_validation()
+        self._run.stage = RunningStage.VALIDATING
+        if self._data.prefetching is not None:
+            self._data.prefetching.release_batch()  # free the memory of the last training batch
+        if not self._loop.window.is_open and not self._keeps_manual_gradients(preparation):
             preparation.hooks.of_module("on_validation_model_zero_grad")()  # free the memory of the gradients
-        loop = trainer.eval_loops[RunningStage.VALIDATING]
-        if trainer.data.is_due(RunningStage.VALIDATING) or loop.loaders is None:
+        loop = self._eval_loops[RunningStage.VALIDATING]
+        if self._data.is_due(RunningStage.VALIDATING) or loop.loaders is None:
             preparation.validation()
-        loop.progress.begin_epoch(trainer.progress.epoch)
-        training = trainer.loop.metrics
+        loop.progress.begin_epoch(self._progress.epoch)
+        training = self._loop.metrics
         updates_before = update_counts(entry.metric for entry in training.entries.values())
         loop.run()
-        trainer.process.end_validation()
+        self._process.end_validation()
         training.refuse_shared_metrics(updates_before)
-        trainer.loop.limits.restart_validation_clock()
-        trainer.state.stage = RunningStage.TRAINING
+        self._loop.limits.restart_validation_clock()
+        self._run.stage = RunningStage.TRAINING
 
     def _keeps_manual_gradients(self, preparation: Preparation) -> bool:
         """Return whether a validation must keep the gradients for a later step of manual optimization.
@@ -483,21 +480,21 @@ class Run:
         self.process_state = None
         if state is not None:
             add_tracked(trainer.lightning_module, state["tracked"])
-        trainer.process.program = modules.snapshot_of(trainer)
-        is_elastic = trainer.resume == "auto" and trainer.engine.may_change_world_size
+        self._run.program = modules.snapshot_of(self._run)
+        is_elastic = trainer.resume == "auto" and self._engine.may_change_world_size
         if trainer.ckpt_path is not None:
-            resume_averaging(trainer)
-            if state is None and trainer.progress.batches_this_epoch:
-                callback_order.resume_accumulation(trainer)
+            resume_averaging(self._run)
+            if state is None and self._progress.batches_this_epoch:
+                callback_order.resume_accumulation(self._run)
         if state is not None:
-            trainer.process.load(state, stops=trainer.resume == "auto")
-            if trainer.resume == "auto" and state["should_stop"] and trainer.loop.limits.may_stop():
+            self._process.load(state, stops=trainer.resume == "auto")
+            if trainer.resume == "auto" and state["should_stop"] and self._loop.limits.may_stop():
                 rank_zero_info(
                     "resume='auto': the run had stopped early (should_stop), so it does not continue. To continue, pass"
                     " its checkpoint to a Trainer without resume='auto':"
                     f" fit(ckpt_path={redaction.text(str(trainer.ckpt_path))!r})."
                 )
-        elif is_elastic and trainer.ckpt_path is None and (folder := model_checkpoints.first_folder(trainer)):
+        elif is_elastic and trainer.ckpt_path is None and (folder := model_checkpoints.first_folder(self._run)):
             # stores the number of samples per optimizer step, for a restart with another number of processes
             trainer.save_checkpoint(f"{folder}/{START}")
 
@@ -506,9 +503,9 @@ class Run:
         preparation = self.preparation = Preparation(self._trainer)
         if stage is RunningStage.TRAINING:
             self._prepare_fit(preparation)
-            self._trainer.loop.run()
+            self._loop.run()
         else:
-            loop = self._trainer.eval_loops[stage]
+            loop = self._eval_loops[stage]
             preparation.evaluation(stage, inference_mode=loop.inference_mode)
             loop.run()
 
@@ -517,21 +514,21 @@ class Run:
     def _release(self) -> None:
         """Release the resources of a run: the device, the module's wrapper, contexts. Safe to call twice."""
         trainer = self._trainer
-        if trainer.state.fn is TrainerFn.PREDICTING:
-            loop = trainer.eval_loops[RunningStage.PREDICTING]
+        if self._run.fn is TrainerFn.PREDICTING:
+            loop = self._eval_loops[RunningStage.PREDICTING]
             loop.predictions = move_data_to_device(loop.predictions, torch.device("cpu"))
         if (metrics := trainer.active_metrics) is not None:  # the run was interrupted
             with suppress(ConfigurationError):  # the metrics may be the cause of the error
-                trainer.published.take(metrics.current(on_step=True))
+                self._published.take(metrics.current(on_step=True))
             metrics.end_batch()  # frees the batch
-        if trainer.data.prefetching is not None:
-            trainer.data.prefetching.close()
-        trainer.published.take_to_cpu()
+        if self._data.prefetching is not None:
+            self._data.prefetching.close()
+        self._published.take_to_cpu()
         try:
-            trainer.engine.teardown()  # raises if an asynchronous save has failed
+            self._engine.teardown()  # raises if an asynchronous save has failed
         finally:
             self.session.close()
-            trainer.data.release()
+            self._data.release()
             self._signals.teardown()
 
     def _folder(self) -> Path | None:
@@ -540,19 +537,19 @@ class Run:
     def _fail(self, error: BaseException) -> None:
         """Handle ``error``: notify callbacks, datamodule, strategy and loggers, then release all resources."""
         trainer = self._trainer
-        trainer.state.status = TrainerStatus.INTERRUPTED
+        self._run.status.status = TrainerStatus.INTERRUPTED
         try:
             with suppress(Exception):  # report `error`, even if the outcome cannot be read
-                trainer.loop.resolve_outcome()
+                self._loop.resolve_outcome()
             for callback in trainer.callbacks if trainer.lightning_module is not None else ():
                 callback.on_exception(trainer, trainer.lightning_module, error)
-            if trainer.datamodule is not None:
-                trainer.datamodule.on_exception(error)
-            trainer.engine.on_exception(error)
+            if (datamodule := trainer.datamodule) is not None:
+                datamodule.on_exception(error)
+            self._engine.on_exception(error)
             for logger in trainer.loggers:
                 logger.finalize("failed")
         finally:
             if trainer.lightning_module is not None:
                 self._release()
-            trainer.eval_loops[RunningStage.SANITY_CHECKING].sanity_checking = False
-            trainer.state.stage = None
+            self._eval_loops[RunningStage.SANITY_CHECKING].sanity_checking = False
+            self._run.stage = None

@@ -19,7 +19,7 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.plugins import CheckpointIO, LayerSync
 from lightning.pytorch.profilers import Profiler
 from lightning.pytorch.strategies import Strategy, StrategyRegistry
-from lightning.pytorch.trainer.states import RunningStage, TrainerFn, TrainerState
+from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.enums import GradClipAlgorithmType
 from torch import Tensor
@@ -48,9 +48,9 @@ from trainer.lightning.views import EvalLoopView, FitLoopView, PredictLoopView
 from trainer.loop.accumulation import AccumulationWindow, count_windows
 from trainer.loop.evaluation import EvalLoop
 from trainer.loop.fit import FitLoop
-from trainer.metrics.logging import LoggerConnector, no_log
+from trainer.loop.run_state import RunState
+from trainer.metrics.logging import LoggerConnector
 from trainer.metrics.metrics import PublishedMetrics
-from trainer.module_weights import LoadedWeights
 from trainer.precision.base import Precision
 from trainer.precision.registry import resolve_precision
 from trainer.run import STAGES, Run
@@ -64,10 +64,14 @@ Plugin = CheckpointIO | ClusterEnvironment | LayerSync
 
 _ATTRIBUTES = (
     "limit_train_batches", "limit_val_batches", "limit_test_batches", "limit_predict_batches",
-    "num_sanity_val_steps", "reload_dataloaders_every_n_epochs", "enable_autolog_hparams", "resume", "exact_resume",
-    "dataloader_timeout", "pad_evaluation", "prefetch_batches", "barebones", "inference_mode", "detect_anomaly",
+    "num_sanity_val_steps", "enable_autolog_hparams", "prefetch_batches", "barebones", "inference_mode",
+    "detect_anomaly",
 )  # fmt: skip
 """The arguments that become attributes of the same name, with the values that ``arguments.parse_limits`` returns."""
+
+
+_RUN_OPTIONS = "resume", "exact_resume", "dataloader_timeout", "reload_dataloaders_every_n_epochs"
+"""The same for the attributes of the RunState."""
 
 
 class Trainer(TrainerBase):
@@ -181,7 +185,7 @@ class Trainer(TrainerBase):
             given |= dict.fromkeys(off, False) | {"log_every_n_steps": 0, "num_sanity_val_steps": 0}
         limits = arguments.parse_limits(given, rank_zero_info)
         plugin = resolve_precision(precision)
-        self.engine = self._build_engine(
+        engine = self._build_engine(
             plugin,
             plugins,
             accelerator=accelerator,
@@ -193,48 +197,41 @@ class Trainer(TrainerBase):
             deterministic=deterministic,
             use_distributed_sampler=use_distributed_sampler,
         )
-        plugin = self.engine.precision
+        plugin = engine.precision
 
         self._default_root_dir = os.path.expanduser(default_root_dir or os.getcwd())
         self.default_root_dir_given = bool(default_root_dir)
-        self.fast_dev_run = True if fast_dev_run == 1 else fast_dev_run or False
         vars(self).update({name: limits[name] for name in _ATTRIBUTES})
         self.val_check_interval = arguments.shown_interval(val_check_interval, limits)
-        self.overfit_batches = limits["overfit_batches"] or 0.0
-        self.pad_evaluation = self.pad_evaluation or not self.engine.supports_uneven_evaluation
         self._model_registry = model_registry.split(":")[0] if model_registry else None
-        self.profiler = defaults.build_profiler(profiler)
-        self.state = TrainerState()
-        self.data = DataSource(self)
-        self.process = ProcessState(self)
-        self.loaded_weights: LoadedWeights | None = None
         self._gradient_clip_val = gradient_clip_val
         self._gradient_clip_algorithm = gradient_clip_algorithm
 
         callbacks = defaults.build_callbacks(
             given,
             default_checkpoint=defaults.default_checkpoint(self._model_registry),
-            scales_loss=self.scaler.is_enabled(),
-            exposes_gradients=self.engine.exposes_gradients,
-            uses_tensor_cores=self.engine.device.type == "cuda" and plugin.is_half,
+            scales_loss=engine.gradients.scaler.is_enabled(),
+            exposes_gradients=engine.exposes_gradients,
+            uses_tensor_cores=engine.device.type == "cuda" and plugin.is_half,
         )
-        self.callbacks = callback_order.sort_callbacks([*callbacks, *callback_order.external_callbacks()])
-        self.progress = FitProgress()
-        self.log_metric = no_log
-        self.published = PublishedMetrics(self.progress)
-        self.published.loggers = defaults.build_loggers(
+        callbacks = callback_order.sort_callbacks([*callbacks, *callback_order.external_callbacks()])
+        progress = FitProgress()
+        published = PublishedMetrics(progress)
+        published.loggers = defaults.build_loggers(
             given["logger"], self._default_root_dir, fast_dev_run=bool(fast_dev_run)
         )
-        accumulation = find_callback(self.callbacks, GradientAccumulation)
+        accumulation = find_callback(callbacks, GradientAccumulation)
         accumulation = accumulation or GradientAccumulation(accumulate_grad_batches or 1)
-        shared: dict[str, Any] = {"engine": self.engine, "published": self.published}
-        evaluation: dict[str, Any] = {"fit_progress": self.progress, "counts_once": not self.pad_evaluation}
-        self.loop = FitLoop(
+        shared: dict[str, Any] = {"engine": engine, "published": published}
+        pad_evaluation = limits["pad_evaluation"] or not engine.supports_uneven_evaluation
+        evaluation: dict[str, Any] = {"fit_progress": progress, "counts_once": not pad_evaluation}
+        validation = EvalLoop("validation", **shared, **evaluation)
+        loop = FitLoop(
             **shared,
             window=AccumulationWindow(accumulation.batches_in(0), accumulation.straddles_epochs),
-            progress=self.progress,
+            progress=progress,
             limits=StoppingConditions(
-                self.progress,
+                progress,
                 max_epochs=limits["max_epochs"],
                 min_epochs=min_epochs,
                 max_steps=limits["max_steps"],
@@ -242,26 +239,39 @@ class Trainer(TrainerBase):
                 check_val_every_n_epoch=limits["check_val_every_n_epoch"],
                 log_every_n_steps=50 if given["log_every_n_steps"] is None else given["log_every_n_steps"],
                 val_check_seconds=limits["val_check_seconds"],
-                any_rank=self.engine.any_rank,
+                any_rank=engine.collectives.any_rank,
                 announce=rank_zero_info,
             ),
         )
-        self.engine.refuse(self.callbacks)
-        self.engine.check_accumulation(max(accumulation_schedule(self).values()))
-        validation = EvalLoop("validation", **shared, **evaluation)
-        self.eval_loops = {
-            RunningStage.SANITY_CHECKING: validation,
-            RunningStage.VALIDATING: validation,
-            RunningStage.TESTING: EvalLoop("test", **shared, **evaluation),
-            RunningStage.PREDICTING: EvalLoop("predict", **shared, **evaluation),
-        }
+        self.run_state = RunState(
+            self,
+            engine,
+            progress,
+            published,
+            loop,
+            {
+                RunningStage.SANITY_CHECKING: validation,
+                RunningStage.VALIDATING: validation,
+                RunningStage.TESTING: EvalLoop("test", **shared, **evaluation),
+                RunningStage.PREDICTING: EvalLoop("predict", **shared, **evaluation),
+            },
+            callbacks,
+            fast_dev_run=True if fast_dev_run == 1 else fast_dev_run or False,
+            profiler=defaults.build_profiler(profiler),
+            pad_evaluation=pad_evaluation,
+            overfit_batches=limits["overfit_batches"] or 0.0,
+            **{name: limits[name] for name in _RUN_OPTIONS},
+        )
+        self.run_state.data, self.run_state.process = DataSource(self.run_state), ProcessState(self.run_state)
+        engine.refuse(callbacks)
+        engine.check_accumulation(max(accumulation_schedule(self.run_state).values()))
         self.fit_loop = FitLoopView(self)
-        self.validate_loop = EvalLoopView(self, RunningStage.VALIDATING, TrainerFn.VALIDATING)
-        self.test_loop = EvalLoopView(self, RunningStage.TESTING, TrainerFn.TESTING)
-        self.predict_loop = PredictLoopView(self, RunningStage.PREDICTING, TrainerFn.PREDICTING)
-        self._signal_connector = Signals(self)
+        self.validate_loop = EvalLoopView(self, RunningStage.VALIDATING, TrainerFn.VALIDATING, inference_mode)
+        self.test_loop = EvalLoopView(self, RunningStage.TESTING, TrainerFn.TESTING, inference_mode)
+        self.predict_loop = PredictLoopView(self, RunningStage.PREDICTING, TrainerFn.PREDICTING, inference_mode)
+        self._signal_connector = Signals(self.run_state, engine)
         self._checkpoint_connector = CheckpointConnector(self)
-        self._logger_connector = LoggerConnector(self)
+        self._logger_connector = LoggerConnector(self, self.run_state)
         self._runner = Run(self, self._signal_connector, self._checkpoint_connector)
         self._announce()
 
@@ -491,7 +501,7 @@ class Trainer(TrainerBase):
         batches = 0 if loaders is None else loaders.num_batches()
         if batches == float("inf"):
             return float("inf") if loop.limits.max_steps == -1 else loop.limits.max_steps
-        schedule = accumulation_schedule(self)
+        schedule = accumulation_schedule(self.run_state)
         sizes = (batches_in(schedule, epoch) for epoch in range(max(loop.limits.max_epochs, 1)))
         steps = count_windows(int(batches), sizes, loop.window.straddles_epochs)
         return steps if loop.limits.max_steps == -1 else min(steps, loop.limits.max_steps)

@@ -23,7 +23,7 @@ class Steps:
         self.trainer = FakeTrainer(optimizers=[0, 1], engine=None, log_metric=log, **values)
 
     def __call__(self, scale, skipped=False, optimizers=(0,)):
-        self.trainer.skipped_steps += skipped
+        self.trainer.progress.skipped_steps += skipped
         outcome = StepOutcome(skipped, scale * 2 if skipped else scale, scale, None, optimizers)
         for optimizer in optimizers:
             self.monitor.on_after_optimizer_step(self.trainer, None, optimizer, outcome)
@@ -181,7 +181,7 @@ def test_a_resumed_run_goes_on_counting():
         if i == 7:
             second.monitor.load_state_dict(first.monitor.state_dict())
             second.monitor.on_train_start(second.trainer, None)
-            second.trainer.skipped_steps = first.trainer.skipped_steps
+            second.trainer.progress.skipped_steps = first.trainer.progress.skipped_steps
         (first if i < 7 else second)(*outcome)
     assert first.logged + second.logged == whole.logged
     second.monitor.on_train_start(second.trainer, None)

@@ -313,11 +313,12 @@ def test_error_of_the_run_is_not_replaced(tmp_path, disk):
 def test_all_ranks_raise_if_rank_zero_cannot_write(tmp_path, monkeypatch):
     """This process acts as another rank, which writes nothing itself."""
     fitted = fit(tmp_path, max_epochs=1, enable_checkpointing=False)
-    monkeypatch.setattr(fitted.engine, "any_rank", lambda decision: True)
+    collectives = fitted.engine.collectives
+    monkeypatch.setattr(collectives, "any_rank", lambda decision: True)
     with pytest.raises(CheckpointWriteError, match=r"x.ckpt was not written; see the error of another process"):
         fitted.save_checkpoint(tmp_path / "x.ckpt")
     monkeypatch.undo()
-    monkeypatch.setattr(type(fitted), "is_global_zero", False)
-    monkeypatch.setattr(fitted.engine, "broadcast", lambda value: (None, FolderInUseError("it is in use")))
+    monkeypatch.setattr(type(collectives), "global_rank", 1)
+    monkeypatch.setattr(collectives, "broadcast", lambda value: (None, FolderInUseError("it is in use")))
     with pytest.raises(FolderInUseError, match="it is in use"):
         fitted.fit(Regression(), loader_of(BATCHES))

@@ -6,8 +6,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from tests.data.test_resumable import Bookmarked, Noisy, Stream, batches_of
-from trainer.data.batches import LookAhead, TrainingBatches, Transfer
-from trainer.lightning.loaders import Origin
+from trainer.data.batches import LookAhead, Origin, TrainingBatches, Transfer
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 

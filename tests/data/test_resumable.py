@@ -28,10 +28,10 @@ from torch.utils.data import (
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from tests.data.drawn import Drawn
-from trainer.data.batches import TrainingBatches
+from trainer.data.batches import LoaderPlan, TrainingBatches
 from trainer.data.resumable import resumable
 from trainer.errors import ResumeError
-from trainer.lightning.loaders import LoaderPlan, LoaderSet
+from trainer.lightning.loaders import LoaderSet
 from trainer.state import random_states
 
 pytestmark = [

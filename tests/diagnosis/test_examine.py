@@ -18,7 +18,7 @@ def examined(folder, module, batches, scale=2.0**16, window=1, variant=UNCHANGED
 
     class Examine(Recording):
         def on_after_optimizer_step(self, trainer, pl_module, optimizer, outcome):
-            findings.append(examine(trainer, self.recorder.closed, scale, variant))
+            findings.append(examine(trainer.run_state, self.recorder.closed, scale, variant))
 
     arguments = {"precision": native_fp16(init_scale=scale), "accumulate_grad_batches": window}
     make_trainer(folder, max_steps=1, callbacks=[Examine()], **arguments).fit(module, loader_of(batches))

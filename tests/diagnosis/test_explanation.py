@@ -323,7 +323,7 @@ def test_collective_that_times_out(trainer, stage, is_uneven, message):
     error = RuntimeError(message)
     trainer.state.fn, trainer.state.stage = TrainerFn.VALIDATING, stage
     trainer.eval_loops[RunningStage.VALIDATING].distributed_pass = SimpleNamespace(is_uneven=is_uneven)
-    assert explain(error, trainer, stall=lambda: "Rank 3 has not come.") is None
+    assert explain(error, trainer.run_state, stall=lambda: "Rank 3 has not come.") is None
     notes = " ".join(getattr(error, "__notes__", ()))
     assert notes.endswith("Rank 3 has not come.")
     assert ("Trainer(pad_evaluation=True)" in notes) == (is_uneven and stage is RunningStage.VALIDATING)

@@ -31,7 +31,7 @@ class Recording(Callback):
         self.keeps_batches = keeps_batches
 
     def on_train_start(self, trainer, pl_module):
-        self.recorder = Recorder(trainer, keeps_batches=self.keeps_batches)
+        self.recorder = Recorder(trainer.run_state, keeps_batches=self.keeps_batches)
 
     def on_before_optimizer_step(self, trainer, pl_module, optimizer):
         self.recorder.close()

@@ -1,5 +1,4 @@
 import math
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -33,11 +32,11 @@ def test_other_weights_for_a_while(tmp_path):
     def look(trainer, recorded):
         module, batches = trainer.lightning_module, [recorded._replace(buffers=None)]
         before = {name: p.detach().clone() for name, p in module.named_parameters()}
-        own = remedies.losses(trainer, batches)
-        with remedies.weights_of(trainer, {name: torch.zeros_like(p) for name, p in before.items()}):
-            others = remedies.losses(trainer, batches)
+        own = remedies.losses(trainer.run_state, batches)
+        with remedies.weights_of(trainer.run_state, {name: torch.zeros_like(p) for name, p in before.items()}):
+            others = remedies.losses(trainer.run_state, batches)
         assert all(torch.equal(p, before[name]) for name, p in module.named_parameters())
-        assert remedies.losses(trainer, batches) == own != others
+        assert remedies.losses(trainer.run_state, batches) == own != others
         _, y, gain = recorded.batch
         found.append((others, [pytest.approx(float(y.square().mean() * gain))]))
 
@@ -47,8 +46,7 @@ def test_other_weights_for_a_while(tmp_path):
 
 
 def test_the_settings_of_the_run_stay_in_the_remedy():
-    trainer = SimpleNamespace(engine=SimpleNamespace(precision=MixedPrecision("float16", init_scale=1024.0)))
-    assert remedies.precision(trainer, fp32_modules=("net.1",)) == (
+    assert remedies.precision(MixedPrecision("float16", init_scale=1024.0), fp32_modules=("net.1",)) == (
         "precision=MixedPrecision('float16', init_scale=1024.0, fp32_modules=['net.1'])"
     )
     assert remedies.other_precision("bf16-mixed") == "precision='bf16-mixed'"

@@ -27,7 +27,7 @@ from trainer import Trainer
 from trainer.callbacks import GradientCheck, OverflowReport
 from trainer.diagnosis.examine import examine
 from trainer.diagnosis.recording import RecordedBatch
-from trainer.diagnosis.replay import FLOAT32, rewind, run, undisturbed
+from trainer.diagnosis.replay import FLOAT32, rewind, run_batch, undisturbed
 from trainer.errors import ConfigurationError
 
 
@@ -106,7 +106,7 @@ class Replays(Recording):
         if optimizer is trainer.optimizers[0]:
             gradients = [p.grad for p in pl_module.parameters()]
             values = [None if g is None else g.clone() for g in gradients]
-            self.findings.append(examine(trainer, self.recorder.closed, outcome.scale))
+            self.findings.append(examine(trainer.run_state, self.recorder.closed, outcome.scale))
             for p, gradient, value in zip(pl_module.parameters(), gradients, values, strict=True):
                 assert p.grad is gradient
                 assert gradient is None or torch.equal(gradient.nan_to_num(), value.nan_to_num())
@@ -182,10 +182,10 @@ def test_forward_is_bitwise_equal(tmp_path):
 
     def look(trainer, recorded):
         torch.rand(5)
-        with undisturbed(trainer) as now:
+        with undisturbed(trainer.run_state) as now:
             for _ in range(2):
-                rewind(trainer, now, recorded)
-                run(trainer, recorded, lambda loss: losses.append(loss.item()))
+                rewind(trainer.run_state, now, recorded)
+                run_batch(trainer.run_state, recorded, lambda loss: losses.append(loss.item()))
 
     recorded_fit(tmp_path, Module(), look)
     assert len(losses) == 5
@@ -197,9 +197,9 @@ def test_gradients_outside_the_module_are_preserved(tmp_path):
 
     def look(trainer, recorded):
         before = gain.grad.clone()
-        with undisturbed(trainer) as now:
-            rewind(trainer, now, recorded)
-            run(trainer, recorded, lambda loss: loss.backward())
+        with undisturbed(trainer.run_state) as now:
+            rewind(trainer.run_state, now, recorded)
+            run_batch(trainer.run_state, recorded, lambda loss: loss.backward())
         assert gain.grad.equal(before)
 
     def optimizer(parameters):
@@ -223,7 +223,7 @@ def test_error_leaves_no_trace_either(tmp_path):
         module.loss = fail
         rng = torch.get_rng_state()
         loggers, calls = trainer.loggers, trainer.engine.module_calls
-        assert examine(trainer, [recorded], 1.0).error == "RuntimeError: in the replay"
+        assert examine(trainer.run_state, [recorded], 1.0).error == "RuntimeError: in the replay"
         assert torch.equal(torch.get_rng_state(), rng)
         assert module.net.training
         assert module.steps == 1
@@ -250,7 +250,9 @@ def test_each_backward_of_a_manual_step_is_examined(tmp_path):
 
     findings = []
     gan = Gan(nn.ModuleList([nn.Linear(6, 3), nn.Sequential(nn.Linear(6, 3), Amplifier())]))
-    recorded_fit(tmp_path, gan, lambda trainer, recorded: findings.append(examine(trainer, [recorded], 1024.0)))
+    recorded_fit(
+        tmp_path, gan, lambda trainer, recorded: findings.append(examine(trainer.run_state, [recorded], 1024.0))
+    )
     (finding,) = findings
     assert (finding.fails, finding.error) == (True, "")
     assert finding.parameters[0].startswith("net.1.0.")
@@ -271,7 +273,9 @@ def test_closures_run_once(tmp_path):
             self.optimizers().step(closure)
 
     findings, module = [], Closure()
-    recorded_fit(tmp_path, module, lambda trainer, recorded: findings.append(examine(trainer, [recorded], 1.0)))
+    recorded_fit(
+        tmp_path, module, lambda trainer, recorded: findings.append(examine(trainer.run_state, [recorded], 1.0))
+    )
     assert module.evaluated == 1
     assert math.isfinite(findings[0].loss)
     assert not findings[0].error
@@ -282,7 +286,7 @@ def test_batch_without_a_loss_is_not_a_failure(tmp_path):
 
     def look(trainer, recorded):
         module.none_in = (0,)
-        findings.append(examine(trainer, [recorded], 1.0))
+        findings.append(examine(trainer.run_state, [recorded], 1.0))
 
     recorded_fit(tmp_path, module, look)
     assert not findings[0].fails
@@ -300,7 +304,7 @@ def test_float32_replaces_16_bits_of_the_batch_and_of_the_code(tmp_path):
     class Replays(Callback):
         def on_before_optimizer_step(self, trainer, pl_module, optimizer):
             batch = RecordedBatch(trainer.loop.metrics.batch, 0, 0, trainer.loop.mean, {})
-            finding = examine(trainer, [batch], 1.0, FLOAT32)
+            finding = examine(trainer.run_state, [batch], 1.0, FLOAT32)
             assert (finding.error, finding.fails) == ("", False)
 
     dtypes = []
@@ -320,7 +324,9 @@ def test_compiled_modules_run_eagerly(tmp_path, in_place):
         module.net.compile(backend="eager")
     else:
         module.net = torch.compile(module.net, backend="eager")
-    recorded_fit(tmp_path, module, lambda trainer, recorded: findings.append(examine(trainer, [recorded], 1024.0)))
+    recorded_fit(
+        tmp_path, module, lambda trainer, recorded: findings.append(examine(trainer.run_state, [recorded], 1024.0))
+    )
     assert findings[0].origin.module == "net.4"
 
 

@@ -13,13 +13,13 @@ import torch.distributed as distributed
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from scripts import _ranks, _scale
-from trainer.distributed.engine import LightningEngine
+from trainer.common.collectives import Collectives
 
 
 def main(size, file):
     distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
-    LightningEngine.async_max = lambda self, count, purpose: None  # a group of gloo's
-    LightningEngine.num_collectives = lambda self: 0  # a fake group does not count them
+    Collectives.async_max = lambda self, count, purpose: None  # a group of gloo's
+    Collectives.num_collectives = lambda self: 0  # a fake group does not count them
     file.write_text(json.dumps(_scale.count("fsdp", "16-mixed", True)))
 
 

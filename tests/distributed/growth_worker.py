@@ -22,7 +22,7 @@ from tests.distributed.worker import Regression, samples
 from tests.support import native_fp16
 from trainer import CheckpointFiles, Trainer
 from trainer.checkpoint import shards
-from trainer.distributed.engine import LightningEngine
+from trainer.common import collectives
 
 counts = Counter()
 plain_save = shards._save_state_dict
@@ -61,7 +61,7 @@ def replace_torchs():
     distributed.gather_object, distributed.all_gather_object = gather_object, all_gather_object
     distributed.broadcast_object_list = broadcast_object_list
     distributed.new_group = lambda *_, **__: distributed.group.WORLD
-    LightningEngine.num_collectives = lambda self: 0  # a fake group does not count them
+    collectives.Collectives.num_collectives = lambda self: 0  # a fake group does not count them
     shards._save_state_dict = save_alone
 
 

@@ -155,11 +155,11 @@ def test_custom_engine_does_all_gradient_operations():
 
 def test_batch_that_another_process_lacks_cannot_wait_for_it():
     trainer, error = Trainer(**QUIET), ConfigurationError("there is nobody")
-    with trainer.engine.forbid_collectives(error):
+    with trainer.engine.collectives.forbid_collectives(error):
         for name in ("all_gather", "barrier", "broadcast", "reduce_boolean_decision"):
             with pytest.raises(ConfigurationError, match="there is nobody"):
                 getattr(trainer.strategy, name)(torch.ones(1))
     assert torch.equal(trainer.strategy.all_gather(torch.ones(1)), torch.ones(1))
     assert not trainer.engine.forward_runs_collectives
     trainer.engine.idle_forward()
-    assert trainer.engine.num_collectives() == 0
+    assert trainer.engine.collectives.num_collectives() == 0

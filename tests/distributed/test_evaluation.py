@@ -17,7 +17,7 @@ from torchmetrics.classification import BinaryAUROC, MulticlassAccuracy, Multicl
 from torchmetrics.retrieval import RetrievalMAP
 
 from tests.support import Stream, make_trainer, needs_fsdp2
-from trainer.distributed import async_max
+from trainer.common import async_max
 
 
 class Module(LightningModule):

@@ -10,8 +10,9 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sequenti
 
 from tests.parity import DATAMODULE_HOOKS, Classifier, Learner, assert_agree, data, ours, recording, weights
 from tests.support import stream_of
+from trainer.data.batches import LoaderPlan
 from trainer.data.unpadded import Span
-from trainer.lightning.loaders import LoaderPlan, LoaderSet
+from trainer.lightning.loaders import LoaderSet
 
 
 def test_limit_of_an_unknown_length_promises_no_batches():

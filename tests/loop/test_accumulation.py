@@ -23,7 +23,7 @@ class Processes:
     gradients = SimpleNamespace(multiply_=lambda optimizers, factor: None)
 
     def __init__(self, *others, correcting=None):
-        self.data_parallel_size = 1 + len(others)
+        self.collectives, self.data_parallel_size = self, 1 + len(others)
         self.others, self.correcting, self.unit, self.sums = others, correcting, 1.0, 0
 
     def begin_sum(self, total, count, corrects):
@@ -109,8 +109,8 @@ def test_window_of_one_batch_is_corrected_by_its_loss(on_a_device):
     mean = opened(1, engine)
     engine.gradients = None  # one number is multiplied instead of all gradients
     if on_a_device:
-        begin, engine.device = engine.begin_sum, torch.device("cuda")
-        engine.begin_sum = lambda *values: lambda: [torch.as_tensor(value) for value in begin(*values)()]
+        begin, engine.device = engine.collectives.begin_sum, torch.device("cuda")
+        engine.collectives.begin_sum = lambda *values: lambda: [torch.as_tensor(value) for value in begin(*values)()]
     share = mean.joint_share(torch.tensor(3.0), 3.0)
     assert mean.close([])
     assert (engine.sums, mean.correction) == (1, 1.0)

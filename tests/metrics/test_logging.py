@@ -20,10 +20,10 @@ def stand_in(module, *, world_size=1):
     store = MetricStore(True)
     store.begin_batch([torch.zeros(3, 2)])
     vars(module)["_current_fx_name"] = "training_step"
-    engine = SimpleNamespace(reduce=lambda tensor, op, group: tensor)
-    values = {"barebones": False, "logger": None, "callbacks": [], "world_size": world_size}
-    loop, progress = SimpleNamespace(batches=SimpleNamespace(loaders=None)), SimpleNamespace(batches_this_epoch=1)
-    return SimpleNamespace(active_metrics=store, engine=engine, loop=loop, progress=progress, **values)
+    collectives = SimpleNamespace(reduce=lambda tensor, op, group: tensor)
+    values = {"loggers": [], "callbacks": [], "world_size": world_size}
+    values["first_batch_size"] = lambda index: None
+    return SimpleNamespace(active_metrics=store, collectives=collectives, **values)
 
 
 def test_epoch_values_on_several_processes_should_be_synchronised():
@@ -51,7 +51,7 @@ def test_parts_with_their_own_log_keep_it():
     module = Learner()
     module.child, module.other = Learner(), Overrides()
     with Session() as session:
-        attach_log(module, stand_in(module), session)
+        attach_log(module, stand_in(module), session, barebones=False)
         assert isinstance(vars(module)["log"], ModuleLog)
         assert vars(module.child)["log"] is vars(module)["log"]
         assert "log" not in vars(module.other)

@@ -111,10 +111,9 @@ def state_of(module, data=None, callbacks=(), **engine):
         "communication": None,
         "device": torch.device("cpu"),
     } | engine
-    engine = SimpleNamespace(gradients=SimpleNamespace(are_parts=False), **engine)
-    trainer = SimpleNamespace(lightning_module=module, datamodule=data, callbacks=callbacks, optimizers=[])
-    trainer.lr_scheduler_configs, trainer.engine = [], engine
-    return snapshot_of(trainer)
+    run = SimpleNamespace(module=module, datamodule=data, callbacks=callbacks, optimizers=[], schedules=[])
+    run.engine, run.trainer, run.is_sharded = SimpleNamespace(**engine), SimpleNamespace(), False
+    return snapshot_of(run)
 
 
 def carried(change, *into):

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
+import lightning.pytorch as pl
 from lightning.pytorch import Callback, LightningModule
 from torch import nn
 
 from trainer.common.module_tree import plain_class, plain_name
 from trainer.common.run_callback import refuse_other_trainers
 from trainer.errors import expect
+from trainer.loop.run_state import state_of
 from trainer.precision.devices import tensor_cores
 from trainer.precision.fp32_modules import running_in_float32
-
-if TYPE_CHECKING:
-    from trainer.trainer import Trainer
 
 log = logging.getLogger("lightning.pytorch.advice")
 """A child of Lightning's logger, so Lightning prints the advice; on the command line, the config
@@ -71,11 +70,11 @@ class AlignmentAdvisor(Callback):
         self.max_lines = max_lines
         self._message_logged = ""
 
-    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: LightningModule) -> None:
         """Check the layers."""
         refuse_other_trainers(self, trainer)
-        is_half = trainer.engine.precision.is_half
-        if not self.everywhere and not (is_half and tensor_cores(trainer.strategy.root_device)):
+        engine = state_of(trainer).engine
+        if not self.everywhere and not (engine.precision.is_half and tensor_cores(engine.device)):
             return
         found = list(misaligned(pl_module))
         layers = "1 layer has other sizes" if len(found) == 1 else f"{len(found)} layers have other sizes"

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import lightning.pytorch as pl
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities import rank_zero_info
 
+from trainer.loop.run_state import state_of
 from trainer.record.run_record import direction_of, without_step_epoch_variants
-
-if TYPE_CHECKING:
-    from trainer.trainer import Trainer
 
 AUTO = "auto"
 
@@ -49,11 +48,11 @@ class BestCheckpoint(ModelCheckpoint):
         intervals = {"every_n_train_steps": self._every_n_train_steps, "every_n_epochs": self._every_n_epochs}
         return self._generate_state_key(monitor=AUTO, **intervals, train_time_interval=self._train_time_interval)
 
-    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: LightningModule) -> None:
         """Store the metrics, to recognize those that the validation logs."""
         self._known = dict(trainer.callback_metrics)
 
-    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: LightningModule) -> None:
         """Choose the metric if none is chosen yet, then save if a checkpoint is due."""
         if self._chooses and self.monitor is None and not self.best_model_path and not trainer.sanity_checking:
             metrics = trainer.callback_metrics
@@ -62,7 +61,7 @@ class BestCheckpoint(ModelCheckpoint):
         if not self._should_save_on_train_epoch_end(trainer):
             self._save_last(trainer)
 
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: LightningModule) -> None:
         """Save if a checkpoint is due."""
         super().on_train_epoch_end(trainer, pl_module)
         if self._should_save_on_train_epoch_end(trainer) or self._defer_save_until_validation:
@@ -78,12 +77,12 @@ class BestCheckpoint(ModelCheckpoint):
             self._monitor(state_dict["monitor"], state_dict["mode"])
         super().load_state_dict(state_dict)
 
-    def save_last_before_validation(self, trainer: Trainer) -> None:
+    def save_last_before_validation(self, trainer: pl.Trainer) -> None:
         """Write the last checkpoint if a save waits for a validation that does not follow this batch."""
-        if not trainer.is_last_batch and not trainer.loop.validation_is_due():
+        if not trainer.is_last_batch and not state_of(trainer).loop.validation_is_due():
             self._save_last(trainer)
 
-    def _save_last(self, trainer: Trainer) -> None:
+    def _save_last(self, trainer: pl.Trainer) -> None:
         """Write the last checkpoint, unless Lightning has just written it."""
         interval, is_deferred = self._every_n_epochs, self._defer_save_until_validation
         is_due = is_deferred or (interval >= 1 and (trainer.current_epoch + 1) % interval == 0)

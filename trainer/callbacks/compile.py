@@ -23,6 +23,7 @@ from trainer.common.run_callback import RunCallback
 from trainer.common.session import Session
 from trainer.errors import ConfigurationError, expect, warn
 from trainer.precision import compilation
+from trainer.record.measures import device_of
 
 _USUAL_RECOMPILATIONS = 4
 """Usual number of recompilations of a function: with and without gradients, and when a size first varies."""
@@ -122,7 +123,7 @@ class Compile(RunCallback):
                 f"{type(module).__name__} is compiled with torch.compile already, expected an uncompiled module for"
                 " the callback Compile. Pass the original module, or remove the callback."
             )
-        self._marks = compilation.reuses_memory(self.settings, trainer.strategy.root_device)
+        self._marks = compilation.reuses_memory(self.settings, device_of(trainer))
         self._warned = False
         options: dict[str, Any] = {"settings": self.settings, "reuses_memory": self._marks}
         parts = _parts(module) if self.modules is None else select_modules(module, self.modules, "Compile")

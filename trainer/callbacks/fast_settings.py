@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from trainer.common.run_callback import RunCallback
+from trainer.record.measures import device_of
 from trainer.record.memory_usage import ALLOCATOR, expands_segments
 
 _TF32, _BENCHMARK, _LAYOUT, _SEGMENTS = "TF32", "cudnn.benchmark", "channels_last", "expandable segments"
@@ -77,7 +78,7 @@ class FastSettings(RunCallback):
     def setup(self, trainer: pl.Trainer, pl_module: LightningModule, stage: str) -> None:
         """Turn the settings on."""
         self._clean_up(trainer)
-        device, precision = trainer.strategy.root_device, getattr(getattr(trainer, "engine", None), "precision", None)
+        device, precision = device_of(trainer), getattr(getattr(trainer, "engine", None), "precision", None)
         has_convolutions = bool(_convolutions(pl_module))
         self.on = []
         if device.type == "cuda":

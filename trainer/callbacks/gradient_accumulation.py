@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 
 from trainer.errors import ConfigurationError, expect
-
-if TYPE_CHECKING:
-    from trainer.trainer import Trainer
+from trainer.loop.run_state import RunState
 
 
 class GradientAccumulation(Callback):
@@ -66,13 +64,13 @@ def find_callback(callbacks: Sequence[Any], kind: type) -> Any:
     return next((callback for callback in callbacks if isinstance(callback, kind)), None)
 
 
-def accumulation_schedule(trainer: Trainer) -> dict[int, int]:
+def accumulation_schedule(run: RunState) -> dict[int, int]:
     """Return the number of batches in an accumulation window, keyed by the first epoch with this number.
 
     The schedule is that of a callback, or the current ``accumulate_grad_batches`` if no callback sets it.
     """
-    if (callback := find_callback(trainer.callbacks, GradientAccumulation)) is not None:
+    if (callback := find_callback(run.callbacks, GradientAccumulation)) is not None:
         return dict(callback.schedule)
-    if (stock := find_callback(trainer.callbacks, GradientAccumulationScheduler)) is not None:
+    if (stock := find_callback(run.callbacks, GradientAccumulationScheduler)) is not None:
         return dict(stock.scheduling)
-    return {0: trainer.accumulate_grad_batches}
+    return {0: run.accumulate_grad_batches}

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
+import lightning.pytorch as pl
 from lightning.pytorch import Callback, LightningModule
 from torch import Tensor
 from torch.optim import Optimizer
@@ -12,10 +12,8 @@ from torch.optim import Optimizer
 from trainer.common.run_callback import refuse_other_trainers
 from trainer.errors import ConfigurationError, expect
 from trainer.loop.gradients import Gradients
+from trainer.loop.run_state import state_of
 from trainer.state.outcome import StepOutcome
-
-if TYPE_CHECKING:
-    from trainer.trainer import Trainer
 
 
 class GradientClipping(Callback):
@@ -74,7 +72,7 @@ class GradientClipping(Callback):
         """``"norm"`` or ``"value"``, as in ``Trainer(gradient_clip_algorithm=...)``."""
         return "norm" if self.max_norm is not None else "value"
 
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+    def setup(self, trainer: pl.Trainer, pl_module: LightningModule, stage: str) -> None:
         """Refuse Lightning's Trainer, which would not clip."""
         refuse_other_trainers(self, trainer)
 
@@ -91,11 +89,11 @@ class GradientClipping(Callback):
         return gradients.clip_(optimizer, self.limit, self.algorithm, self.norm_type, measure=self.log_norm)
 
     def on_after_optimizer_step(
-        self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer, outcome: StepOutcome
+        self, trainer: pl.Trainer, pl_module: LightningModule, optimizer: Optimizer, outcome: StepOutcome
     ) -> None:
         """Log the norm of a step that was not skipped."""
         if self.log_norm and outcome.grad_norm is not None and not outcome.skipped:
             # the gradients, and therefore their norm, are equal on all ranks
-            trainer.log_metric(
+            state_of(trainer).log_metric(
                 "grad_norm", outcome.grad_norm, on_step=True, on_epoch=True, batch_size=1, rank_zero_only=True
             )

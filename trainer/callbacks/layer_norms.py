@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from functools import reduce
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
+import lightning.pytorch as pl
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
@@ -12,12 +13,9 @@ from torch.optim import Optimizer
 
 from trainer.common.run_callback import RunCallback, refuse_other_trainers
 from trainer.errors import expect, is_count
-from trainer.loop.gradients import Gradients
+from trainer.loop.run_state import state_of
 from trainer.precision.readback import Readback
 from trainer.state.outcome import StepOutcome
-
-if TYPE_CHECKING:
-    from trainer.trainer import Trainer
 
 LOGGED = "grad_norm/"
 """The prefix of the logged names."""
@@ -61,28 +59,29 @@ class LayerNorms(RunCallback):
         self._seen_at = 0
         self._readback: Readback | None = None
 
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_train_start(self, trainer: pl.Trainer, pl_module: LightningModule) -> None:
         """Map parameters to layers."""
         refuse_other_trainers(self, trainer)
         self._layers = {id(parameter): name.rpartition(".")[0] for name, parameter in pl_module.named_parameters()}
         self._seen, self._numbers = [], []
         self._readback = Readback(pl_module.device.type)
 
-    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
+    def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         """Measure the gradients of one optimizer."""
-        if (trainer.progress.updates + 1) % self.every_n_steps:
+        run = state_of(trainer)
+        updates = run.progress.updates
+        if (updates + 1) % self.every_n_steps:
             return
-        gradients: Gradients = trainer.engine.gradients
-        if not (found := gradients.norms(optimizer)):
+        if not (found := run.gradients.norms(optimizer)):
             return
-        self._seen_at = trainer.progress.updates
+        self._seen_at = updates
         self._seen += [self._layers.get(id(parameter), "?") for parameter, _ in found]
         self._numbers += [norm for _, norm in found]
         assert self._readback is not None
         self._readback.start(self._numbers)  # the norms of all optimizers so far
 
     def on_after_optimizer_step(
-        self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer, outcome: StepOutcome
+        self, trainer: pl.Trainer, pl_module: LightningModule, optimizer: Optimizer, outcome: StepOutcome
     ) -> None:
         """Log the measurement. With loss scaling the norms are on the host, like the outcome; otherwise, wait."""
         if not self._numbers or self._readback is None:

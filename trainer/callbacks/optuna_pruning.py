@@ -64,13 +64,13 @@ class OptunaPruning(L.Callback):
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Store the value of the metric, to recognize whether the validation logs it."""
-        self._known = trainer.callback_metrics.get(self.metric)
+        self._known = self._current(trainer)
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Report the metric if the validation has logged it."""
         if trainer.sanity_checking or trainer.state.fn != "fit":
             return
-        self._is_validated |= trainer.callback_metrics.get(self.metric) is not self._known
+        self._is_validated |= self._current(trainer) is not self._known
         if self._is_validated:
             self._report(trainer)
 
@@ -79,8 +79,11 @@ class OptunaPruning(L.Callback):
         if not self._is_validated:
             self._report(trainer)
 
+    def _current(self, trainer: L.Trainer) -> Any:
+        return trainer.callback_metrics.get(self.metric)
+
     def _report(self, trainer: L.Trainer) -> None:
-        stop, value = False, trainer.callback_metrics.get(self.metric)
+        stop, value = False, self._current(trainer)
         if self._trial is not None and value is not None:
             if self.validations not in self._reported:  # Optuna would ignore a second value, and warn
                 self._trial.report(float(value), step=self.validations)

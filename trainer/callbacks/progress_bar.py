@@ -318,11 +318,10 @@ class ProgressBar(RunCallback, LightningProgressBar):
         items = [(name, _format(value)) for name, value in metrics.items()]
         scaler = trainer.scaler
         outcome = getattr(trainer, "settled_outcome", None)  # `lightning.Trainer` does not have it
-        if scaler is not None and scaler.is_enabled() and outcome is not None:
-            skipped = trainer.progress.skipped_steps  # type: ignore[attr-defined]  # without waiting
-            items += [("scale", f"{outcome.next_scale:.10g}"), ("skipped", str(skipped))]
-        elif getattr(scaler, "skips_steps", False):
-            items.append(("skipped", str(trainer.progress.skipped_steps)))  # type: ignore[attr-defined]
+        if scales := scaler is not None and scaler.is_enabled() and outcome is not None:
+            items.append(("scale", f"{outcome.next_scale:.10g}"))
+        if scales or getattr(scaler, "skips_steps", False):
+            items.append(("skipped", str(trainer.progress.skipped_steps)))  # type: ignore[attr-defined]  # without waiting
         self._display.items = items
 
     def _begin_epoch(self, trainer: "pl.Trainer") -> None:

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from collections import deque
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
+import lightning.pytorch as pl
 from lightning.pytorch import LightningModule
 from torch import Tensor
 from torch.optim import Optimizer
 
 from trainer.common.run_callback import RunCallback, refuse_other_trainers
 from trainer.errors import expect
-from trainer.loop.gradients import Gradients, total_norm
+from trainer.loop.gradients import total_norm
+from trainer.loop.run_state import RunState, state_of
 from trainer.precision.underflow import Underflow, UnderflowProbe
 from trainer.state.outcome import StepOutcome
-
-if TYPE_CHECKING:
-    from trainer.trainer import Trainer
+from trainer.state.progress import FitProgress
 
 
 class ScaleMonitor(RunCallback):
@@ -80,20 +80,22 @@ class ScaleMonitor(RunCallback):
         """The share of skipped steps among the last ``window``; 0 before the first."""
         return self._recent_skips / len(self._recent) if self._recent else 0.0
 
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_train_start(self, trainer: pl.Trainer, pl_module: LightningModule) -> None:
         """Reset the skip rate, and register the measurement of gradients before ``unscale_``."""
         refuse_other_trainers(self, trainer)
-        self._logs_norm = not any(getattr(callback, "log_norm", False) for callback in trainer.callbacks)
+        run = state_of(trainer)
+        self._logs_norm = not any(getattr(callback, "log_norm", False) for callback in run.callbacks)
         self._norms = {}
         if not self._is_resumed:
             self._recent_skips = 0
             self._recent.clear()
         self._is_resumed = False
-        if self.every_n_steps and trainer.scaler.is_enabled():
+        scaler = run.scaler
+        if self.every_n_steps and scaler.is_enabled():
             self._names = {id(parameter): name for name, parameter in pl_module.named_parameters()}
             self._probe = UnderflowProbe(pl_module.device.type)
-            self._before_unscale = partial(self._start_probe, trainer)
-            trainer.scaler.before_unscale.append(self._before_unscale)
+            self._before_unscale = partial(self._start_probe, run)
+            scaler.before_unscale.append(self._before_unscale)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the outcomes of the last ``window`` steps."""
@@ -105,72 +107,76 @@ class ScaleMonitor(RunCallback):
         self._recent_skips = sum(self._recent)
         self._is_resumed = True
 
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_train_end(self, trainer: pl.Trainer, pl_module: LightningModule) -> None:
         """Stop the measurement of gradients."""
         self._clean_up(trainer)
 
-    def _clean_up(self, trainer: Trainer) -> None:
-        if self._before_unscale is not None and self._before_unscale in trainer.scaler.before_unscale:
-            trainer.scaler.before_unscale.remove(self._before_unscale)
+    def _clean_up(self, trainer: pl.Trainer) -> None:
+        if self._before_unscale is not None:
+            measurements = state_of(trainer).scaler.before_unscale
+            if self._before_unscale in measurements:
+                measurements.remove(self._before_unscale)
         self._before_unscale = None
 
-    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
+    def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         """Measure the norm of the unscaled gradients, unless GradientClipping does."""
-        if self._logs_norm and self._is_due(trainer):
-            gradients: Gradients = trainer.engine.gradients
-            norm = gradients.norm(optimizer)
+        run = state_of(trainer)
+        if self._logs_norm and self._is_due(run.progress):
+            norm = run.gradients.norm(optimizer)
             if norm is not None:
                 self._norms[optimizer] = norm
 
     def on_after_optimizer_step(
-        self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer, outcome: StepOutcome
+        self, trainer: pl.Trainer, pl_module: LightningModule, optimizer: Optimizer, outcome: StepOutcome
     ) -> None:
         """Log the outcome of a step."""
-        if optimizer is not trainer.optimizers[outcome.optimizers[0]]:
+        run = state_of(trainer)
+        if optimizer is not run.optimizers[outcome.optimizers[0]]:
             return
         norm = total_norm(self._norms)
         if norm is not None and not outcome.skipped:
-            trainer.log_metric("grad_norm", norm, on_step=True, on_epoch=True, batch_size=1, rank_zero_only=True)
+            run.log_metric("grad_norm", norm, on_step=True, on_epoch=True, batch_size=1, rank_zero_only=True)
         self._norms = {}
-        if not trainer.scaler.is_enabled():
+        if not run.scaler.is_enabled():
             return
         if len(self._recent) == self.window:
             self._recent_skips -= self._recent[0]
         self._recent.append(outcome.skipped)
         self._recent_skips += outcome.skipped
-        trainer.log_metric("amp/scale", outcome.scale)
-        trainer.log_metric("amp/skipped_steps", float(trainer.skipped_steps))
-        trainer.log_metric("amp/skip_rate", self.skip_rate)
-        if number := trainer.progress.nonfinite_losses:
-            trainer.log_metric("amp/nonfinite_losses", float(number))
+        progress = run.progress
+        run.log_metric("amp/scale", outcome.scale)
+        run.log_metric("amp/skipped_steps", float(progress.skipped_steps))
+        run.log_metric("amp/skip_rate", self.skip_rate)
+        if number := progress.nonfinite_losses:
+            run.log_metric("amp/nonfinite_losses", float(number))
         if self._probe is not None and (found := self._probe.finish()):
-            self._report(trainer, found, outcome)
+            self._report(run, found, outcome)
 
-    def _is_due(self, trainer: Trainer) -> bool:
+    def _is_due(self, progress: FitProgress) -> bool:
         """Return whether the gradients of this update are measured.
 
         With the default of ``every_n_steps``, these are the updates with rows in the loggers
         (``log_every_n_steps=50``).
         """
-        return bool(self.every_n_steps) and (trainer.progress.updates + 1) % self.every_n_steps == 0
+        return bool(self.every_n_steps) and (progress.updates + 1) % self.every_n_steps == 0
 
-    def _start_probe(self, trainer: Trainer, optimizer: Optimizer) -> None:
-        if self._probe is not None and self._is_due(trainer):
-            self._probed_at = trainer.progress.updates
-            gradients: Gradients = trainer.engine.gradients
+    def _start_probe(self, run: RunState, optimizer: Optimizer) -> None:
+        progress, gradients = run.progress, run.gradients
+        if self._probe is not None and self._is_due(progress):
+            self._probed_at = progress.updates
             local = gradients.local(optimizer)
             total = partial(gradients.total, of=[p for p, _ in local]) if gradients.are_parts else None
             named = ((self._names.get(id(p), "?"), p.numel() * (1 + p.is_complex()), gradient) for p, gradient in local)
             self._probe.start(named, total)
 
-    def _report(self, trainer: Trainer, found: list[Underflow], outcome: StepOutcome) -> None:
+    def _report(self, run: RunState, found: list[Underflow], outcome: StepOutcome) -> None:
         if outcome.skipped:  # infinite gradients contain no information about small gradients
             return
         self.underflow = found
         total, *layers = found
-        trainer.log_metric("amp/underflow", total.subnormal)
-        trainer.log_metric("amp/zeros", total.zeros)
+        run.log_metric("amp/underflow", total.subnormal)
+        run.log_metric("amp/zeros", total.zeros)
         rows = {f"amp/underflow/{layer.name}": layer.subnormal for layer in layers[: self.worst_layers]}
         rows |= {f"amp/zeros/{one.name}": one.zeros for one in layers[: self.worst_layers]}
-        for logger in trainer.loggers:  # not self.log, which would repeat a layer's value when others are worse
+        for logger in run.loggers:  # not self.log, which would repeat a layer's value when others are worse
             logger.log_metrics(rows, step=self._probed_at)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import lightning.pytorch as pl
 from lightning.pytorch import Callback, LightningModule
 
 from trainer.errors import rank_zero_warn
-
-if TYPE_CHECKING:
-    from trainer.trainer import Trainer
+from trainer.loop.run_state import state_of
 
 KEY = "MixedPrecision"
 """Lightning's key (the class name of its precision plugin), so that each Trainer restores the other's state."""
@@ -27,33 +26,34 @@ class ScalerCheckpoint(Callback):
     def __init__(self) -> None:
         self._unused: dict[str, Any] = {}
 
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+    def setup(self, trainer: pl.Trainer, pl_module: LightningModule, stage: str) -> None:
         """Drop the state that an earlier fit has loaded."""
         if stage == "fit":
             self._unused = {}
 
-    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+    def on_save_checkpoint(self, trainer: pl.Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Add the scaler's state. Checkpoints are saved between updates, so it is complete."""
-        state = trainer.scaler.state_dict() or self._unused
+        state = state_of(trainer).scaler.state_dict() or self._unused
         if state:
             checkpoint[KEY] = state
 
-    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+    def on_load_checkpoint(self, trainer: pl.Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Restore the state, or warn if it is missing or unused. Evaluating a checkpoint does not change the scaler."""
         if not trainer.training:
             return
         # by its contents, because other versions and strategies of Lightning use other keys
         states = (value for value in checkpoint.values() if isinstance(value, dict) and "_growth_tracker" in value)
         state = next(states, None)
-        enabled = trainer.scaler.is_enabled()
+        scaler = state_of(trainer).scaler
+        enabled = scaler.is_enabled()
         self._unused = dict(state) if state and not enabled else {}
         if state and enabled:
-            trainer.scaler.load_state_dict(state)
+            scaler.load_state_dict(state)
         elif enabled:
             rank_zero_warn(
                 "The checkpoint has no loss-scaler state (it was saved by a run without loss scaling), but"
                 f" precision={trainer.precision!r} scales the loss. The scale starts again at"
-                f" {trainer.scaler.current_scale:g}; a few steps may be skipped until it has settled."
+                f" {scaler.current_scale:g}; a few steps may be skipped until it has settled."
             )
         elif state:
             rank_zero_warn(

@@ -15,7 +15,7 @@ from trainer.common.module_tree import bytes_of, is_dense
 from trainer.data.samples import batch_size, tensors_in
 from trainer.precision.devices import synchronized_time
 from trainer.record.flops import FlopCounter, is_compiled, peak_flops
-from trainer.record.measures import data_parallel_size_of, tensor_cores_of
+from trainer.record.measures import data_parallel_size_of, device_of, tensor_cores_of
 
 
 class Throughput(Callback):
@@ -176,7 +176,7 @@ class Throughput(Callback):
         if self._resumed is not None:
             self._stop(trainer)
         if not trainer.sanity_checking:
-            self._evaluated = _Evaluation(synchronized_time(trainer.strategy.root_device, self._clock))
+            self._evaluated = _Evaluation(self._now(trainer))
 
     def on_validation_batch_end(
         self,
@@ -194,17 +194,18 @@ class Throughput(Callback):
         evaluated.samples += batch_size(batch)
         evaluated.batches += 1
         if evaluated.batches == 1:
-            evaluated.warm = synchronized_time(trainer.strategy.root_device, self._clock)
+            evaluated.warm = self._now(trainer)
             evaluated.warm_samples = evaluated.samples
 
     def on_validation_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Store the rate of the evaluation."""
         if trainer.sanity_checking:
             return
-        rate = self._evaluated.rate(synchronized_time(trainer.strategy.root_device, self._clock))
+        rate = self._evaluated.rate(self._now(trainer))
         if rate is not None:
-            assert trainer.state.fn is not None
-            stage = "validate" if trainer.state.fn == "fit" else str(trainer.state.fn.value)
+            fn = trainer.state.fn
+            assert fn is not None
+            stage = "validate" if fn == "fit" else str(fn.value)
             self.evaluation_rates[stage] = rate * data_parallel_size_of(trainer)
 
     on_test_start = on_predict_start = on_validation_start
@@ -235,12 +236,15 @@ class Throughput(Callback):
         self._seconds = 0.0
         self._samples = self._batches = 0
 
+    def _now(self, trainer: "pl.Trainer") -> float:
+        return synchronized_time(device_of(trainer), self._clock)
+
     def _resume(self, trainer: "pl.Trainer") -> None:
-        self._resumed = self._left = synchronized_time(trainer.strategy.root_device, self._clock)
+        self._resumed = self._left = self._now(trainer)
 
     def _stop(self, trainer: "pl.Trainer") -> None:
         assert self._resumed is not None
-        seconds = synchronized_time(trainer.strategy.root_device, self._clock) - self._resumed
+        seconds = self._now(trainer) - self._resumed
         self._resumed = None
         self._seconds += seconds
         self.train_seconds += seconds
@@ -272,7 +276,7 @@ def _peak(trainer: "pl.Trainer", convolves: bool) -> float | None:
         trainer: the Trainer with devices and a precision.
         convolves: whether most operations are convolutions: for these, TensorFloat-32 is a separate setting.
     """
-    device = trainer.strategy.root_device
+    device = device_of(trainer)
     if device.type != "cuda" or not torch.cuda.is_available():
         return None
     found = tensor_cores_of(device) or {}

@@ -7,7 +7,7 @@ plain containers, and other objects unchanged.
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakKeyDictionary
 
 from lightning.pytorch.utilities import rank_zero_info
@@ -20,9 +20,7 @@ from trainer.common import redaction
 from trainer.common.lightning_private import hparams_name_of, log_hyperparams
 from trainer.errors import join_first, rank_zero_warn
 from trainer.loggers import adapter
-
-if TYPE_CHECKING:
-    from trainer.trainer import Trainer
+from trainer.loop.run_state import RunState
 
 _reported: WeakKeyDictionary[Any, set[str]] = WeakKeyDictionary()  # by module or datamodule
 
@@ -123,13 +121,13 @@ def _report(owner: Any, objects_by_place: dict[str, str], reasons: dict[Any, str
     reported.update(objects_by_place, map(str, reasons), new)
 
 
-def log_hyper_parameters(trainer: Trainer) -> None:
+def log_hyper_parameters(run: RunState) -> None:
     """Send the hyperparameters to the loggers, without secrets."""
     log_hyperparams(
         SimpleNamespace(  # type: ignore[arg-type]
-            loggers=[_WithoutSecrets(logger) for logger in trainer.loggers],
-            lightning_module=trainer.lightning_module,
-            datamodule=trainer.datamodule,
+            loggers=[_WithoutSecrets(logger) for logger in run.loggers],
+            lightning_module=run.module,
+            datamodule=run.datamodule,
         )
     )
 

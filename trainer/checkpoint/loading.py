@@ -13,7 +13,7 @@ from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -34,12 +34,10 @@ from trainer.errors import (
     refuse_inexact,
     warn,
 )
+from trainer.loop.run_state import RunState
 from trainer.metrics.metric_objects import MetricObjects, reset
-from trainer.state.progress import EPOCH_ENDED
+from trainer.state.progress import EPOCH_ENDED, FitProgress
 from trainer.state.snapshot import selected
-
-if TYPE_CHECKING:
-    from trainer.trainer import Trainer
 
 FORMAT = 5
 """Version of the entries under ``amp_trainer``. A checkpoint with another one cannot be resumed."""
@@ -122,35 +120,35 @@ def read(load: Callable[[Any, bool], Any], path: str | Path, weights_only: bool 
     return checkpoint
 
 
-def restore_callbacks(trainer: Trainer, checkpoint: dict[str, Any], callbacks: Iterable[Any] | None = None) -> None:
+def restore_callbacks(run: RunState, checkpoint: dict[str, Any], callbacks: Iterable[Any] | None = None) -> None:
     """Restore the states of ``callbacks``, which must be among the run's callbacks. Default: all of them."""
-    callbacks = list(trainer.callbacks if callbacks is None else callbacks)
+    callbacks = list(run.callbacks if callbacks is None else callbacks)
     states = checkpoint.get("callbacks")
     if states is None:
         return
     # the key of a state is the class in files from before Lightning 1.5
-    missing = states.keys() - {key for callback in trainer.callbacks for key in (callback.state_key, type(callback))}
+    missing = states.keys() - {key for callback in run.callbacks for key in (callback.state_key, type(callback))}
     if missing:
         warn(
             "Be aware that when using `ckpt_path`, callbacks used to create the checkpoint need to be provided during"
             f" `Trainer` instantiation. Please add the following callbacks: {sorted(map(str, missing))}.",
         )
     for callback in callbacks:
-        callback.on_load_checkpoint(trainer, trainer.lightning_module, checkpoint)
+        callback.on_load_checkpoint(run.trainer, run.module, checkpoint)
     states = {**states, **_trainer_state(checkpoint).get("callbacks", {})}
     for callback in callbacks:
         if state := states.get(callback.state_key, states.get(type(callback))):
             callback.load_state_dict(deepcopy(state))
 
 
-def restore_progress(trainer: Trainer, checkpoint: dict[str, Any], progress_from: Callable[..., None]) -> None:
+def restore_progress(run: RunState, checkpoint: dict[str, Any], progress_from: Callable[..., None]) -> None:
     """Restore the counters.
 
     As in Lightning, an epoch that the saved run ended early continues if ``max_steps`` allows more steps now. Without
     ``max_steps``, the next epoch begins.
 
     Args:
-        trainer: the Trainer.
+        run: the state of the run.
         checkpoint: the result of :func:`read`.
         progress_from: sets the counters from those of Lightning's fit loop.
 
@@ -158,6 +156,7 @@ def restore_progress(trainer: Trainer, checkpoint: dict[str, Any], progress_from
         ResumeError: if another version of this package wrote the checkpoint.
     """
     trainer_state, loops = _trainer_state(checkpoint), checkpoint.get("loops", {})
+    progress, limits = run.progress, run.limits
     if trainer_state:
         if trainer_state["format"] != FORMAT:
             raise ResumeError(
@@ -166,15 +165,15 @@ def restore_progress(trainer: Trainer, checkpoint: dict[str, Any], progress_from
                 " weights of the checkpoint: Trainer.fit(weights=PATH)."
             )
         state = trainer_state["progress"]
-        trainer.progress.load_state_dict(state, finish_epoch=trainer.max_steps > state["optimizer_steps"])
+        progress.load_state_dict(state, finish_epoch=limits.max_steps > state["optimizer_steps"])
     elif loops:
-        progress_from(loops["fit_loop"], trainer.progress, finish_epoch=trainer.max_steps != -1)
-        trainer.progress.discard_batch()
+        progress_from(loops["fit_loop"], progress, finish_epoch=limits.max_steps != -1)
+        progress.discard_batch()
 
 
-def optimizer_states(trainer: Trainer, _: dict[str, Any]) -> list[dict[str, Any]]:
+def optimizer_states(run: RunState, _: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the state of each optimizer, with those of optimizers inside it that its state dict does not include."""
-    engine = trainer.engine
+    engine = run.engine
     states = [engine.optimizer_state(optimizer) for optimizer in engine.optimizers]
     if not engine.exposes_gradients or engine.gradients.are_parts:  # only whole states can be loaded one by one
         return states
@@ -184,7 +183,7 @@ def optimizer_states(trainer: Trainer, _: dict[str, Any]) -> list[dict[str, Any]
     return states
 
 
-def restore_optimizers(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
+def restore_optimizers(run: RunState, checkpoint: dict[str, Any]) -> None:
     """Restore the states of the optimizers.
 
     Raises:
@@ -192,12 +191,12 @@ def restore_optimizers(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
         CheckpointError: if it has a different number of optimizers, or other types.
         ResumeError: if it lacks the states of optimizers inside of others, and the resume must be exact.
     """
-    engine, trainer_state = trainer.engine, _trainer_state(checkpoint)
-    _check_number(trainer, checkpoint, "optimizer_states", engine.optimizers)
+    engine, trainer_state = run.engine, _trainer_state(checkpoint)
+    _check_number(run.progress, checkpoint, "optimizer_states", engine.optimizers)
     for optimizer, state in zip(engine.optimizers, checkpoint["optimizer_states"], strict=False):
         _refuse_other_kind(optimizer, state)
         _keep_implementation(optimizer, state)
-    names = parameter_names(trainer.lightning_module, engine.optimizers)
+    names = parameter_names(run.module, engine.optimizers)
     _reorder_states(checkpoint, trainer_state.get("parameters", []), names)
     saved = _saved_dtypes(checkpoint, trainer_state, names, engine.optimizers)
     with ExitStack() as sharing:
@@ -211,23 +210,23 @@ def restore_optimizers(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
                 f"The checkpoint has the states of {len(states)} optimizers inside of {type(optimizer).__name__}, and"
                 f" this run has {len(inner)}, such as the base optimizer of SAM.",
                 f"Define state_dict and load_state_dict in {type(optimizer).__name__}, so that they include these.",
-                exact=trainer.exact_resume and bool(trainer_state),  # Lightning's checkpoints never have them
+                exact=run.exact_resume and bool(trainer_state),  # Lightning's checkpoints never have them
             )
         for one, own in zip(inner, states, strict=False):
             with keep_dtypes([one], [own], saved), keep_sharing(optimizer):
                 one.load_state_dict(own)
 
 
-def schedule_states(trainer: Trainer, _: dict[str, Any]) -> list[dict[str, Any]]:
+def schedule_states(run: RunState, _: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the state of each schedule."""
-    return [config.scheduler.state_dict() for config in trainer.engine.schedules]
+    return [config.scheduler.state_dict() for config in run.schedules]
 
 
-def restore_schedules(trainer: Trainer, checkpoint: dict[str, Any], *, may_be_removed: bool = False) -> None:
+def restore_schedules(run: RunState, checkpoint: dict[str, Any], *, may_be_removed: bool = False) -> None:
     """Restore the states of the schedules, and the metrics that they will read.
 
     Args:
-        trainer: the Trainer, with new schedules.
+        run: the state of the run, with new schedules.
         checkpoint: the checkpoint.
         may_be_removed: whether a callback may have removed all schedules of this run. Default: False.
 
@@ -235,25 +234,26 @@ def restore_schedules(trainer: Trainer, checkpoint: dict[str, Any], *, may_be_re
         IncompleteCheckpointError: if the checkpoint contains only weights.
         CheckpointError: if it has a different number of schedules, but not if it has none.
     """
-    if trainer.engine.schedules or not may_be_removed:
-        _check_number(trainer, checkpoint, "lr_schedulers", trainer.engine.schedules)
-    for config, state in zip(trainer.engine.schedules, checkpoint["lr_schedulers"]):  # noqa: B905  # one of them may be empty
+    progress, schedules = run.progress, run.schedules
+    if schedules or not may_be_removed:
+        _check_number(progress, checkpoint, "lr_schedulers", schedules)
+    for config, state in zip(schedules, checkpoint["lr_schedulers"]):  # noqa: B905  # one of them may be empty
         config.scheduler.load_state_dict(state)
     awaited = _trainer_state(checkpoint).get("awaited", {})
     metrics = {name: torch.tensor(value, dtype=torch.float64) for name, value in awaited.items()}
-    if trainer.progress.batches_this_epoch:
-        trainer.callback_metrics.update(metrics)  # read at the end of the resumed epoch
+    if progress.batches_this_epoch:
+        run.published.callback.update(metrics)  # read at the end of the resumed epoch
     # saved at the end of an epoch, before the schedules stepped; an interrupted epoch does not advance them
     position = _trainer_state(checkpoint).get("progress", {}).get("position")
-    follow = position == EPOCH_ENDED.name and trainer.progress.is_last_batch
-    for config in trainer.engine.schedules if follow else ():
+    follow = position == EPOCH_ENDED.name and progress.is_last_batch
+    for config in schedules if follow else ():
         waits = config.reduce_on_plateau and config.interval == "epoch" and config.monitor in metrics
-        if waits and trainer.progress.epoch % config.frequency == 0:
-            trainer.lightning_module.lr_scheduler_step(config.scheduler, metrics[str(config.monitor)])
-            trainer.progress.schedule_steps += 1
+        if waits and progress.epoch % config.frequency == 0:
+            run.module.lr_scheduler_step(config.scheduler, metrics[str(config.monitor)])
+            progress.schedule_steps += 1
 
 
-def _check_number(trainer: Trainer, checkpoint: dict[str, Any], key: str, current: Sequence[Any]) -> None:
+def _check_number(progress: FitProgress, checkpoint: dict[str, Any], key: str, current: Sequence[Any]) -> None:
     """Check that the number of saved optimizers or schedules equals the current number."""
     if key not in checkpoint:
         raise IncompleteCheckpointError(
@@ -262,7 +262,7 @@ def _check_number(trainer: Trainer, checkpoint: dict[str, Any], key: str, curren
             " To start a new run with its weights, use fit(weights=...) instead of ckpt_path."
         )
     if current and not checkpoint[key]:
-        if trainer.progress.batches or not checkpoint.get("loops"):  # else it was saved before the first fit
+        if progress.batches or not checkpoint.get("loops"):  # else it was saved before the first fit
             warn(f"The checkpoint has no {key}: those of this run start from their initial states.")
     elif len(checkpoint[key]) != len(current):
         raise CheckpointError(
@@ -272,7 +272,7 @@ def _check_number(trainer: Trainer, checkpoint: dict[str, Any], key: str, curren
 
 
 def roll_back(
-    trainer: Trainer,
+    run: RunState,
     checkpoint: dict[str, Any],
     process: dict[str, Any],
     callbacks: Iterable[Any],
@@ -284,19 +284,19 @@ def roll_back(
     it at the end of a batch that closes an accumulation window, after the row for the loggers.
 
     Args:
-        trainer: the Trainer, with its ``loop``.
+        run: the state of the run, with its ``loop``.
         checkpoint: the result of :func:`read`, of this run.
         process: the checkpoint's state of this process.
         callbacks: callbacks with states that depend on the weights.
         restore_training: restores the counters, the optimizers and the schedules.
     """
-    loop, progress, module = trainer.loop, trainer.progress, trainer.lightning_module
+    loop, progress, module = run.loop, run.progress, run.module
     loop.resolve_outcome()
     before = replace(progress)
     module.on_load_checkpoint(checkpoint)
-    trainer.engine.load_module_state(checkpoint, strict=module.strict_loading)
-    restore_callbacks(trainer, checkpoint, callbacks)
-    restore_training(trainer, checkpoint)
+    run.engine.load_module_state(checkpoint, strict=module.strict_loading)
+    restore_callbacks(run, checkpoint, callbacks)
+    restore_training(run, checkpoint)
     is_same_epoch, closing = progress.epoch == before.epoch, progress.closing
     epochs = progress.epoch + (progress.is_last_batch and progress.batches_this_epoch > 0)
     for epoch in range(epochs, before.epoch + before.is_last_batch):  # epochs that have ended in between
@@ -315,7 +315,7 @@ def roll_back(
     process["outcome"] = [process["outcome"][0], process["outcome"][1] and closing]
     if not is_same_epoch:  # drop the values logged in an epoch that has ended
         process |= {"metrics": {**process["metrics"], "entries": []}}
-    trainer.process.load(process, stops=False)
+    run.process.load(process, stops=False)
     progress.closing = loop.window.is_last  # of the checkpoint; the update is counted again after the batch
     progress.updates -= progress.closing
 
@@ -332,9 +332,9 @@ def parameter_names(module: nn.Module, optimizers: Iterable[Optimizer]) -> list[
     return [[names[one] for one in ids] if names.keys() >= set(ids) else [] for ids in held]
 
 
-def parameter_dtypes(trainer: Trainer, _: dict[str, Any]) -> list[list[torch.dtype]]:
+def parameter_dtypes(run: RunState, _: dict[str, Any]) -> list[list[torch.dtype]]:
     """Return the dtypes of each optimizer's parameters."""
-    return [[parameter.dtype for parameter in parameters_of(optimizer)] for optimizer in trainer.engine.optimizers]
+    return [[parameter.dtype for parameter in parameters_of(optimizer)] for optimizer in run.optimizers]
 
 
 def _trainer_state(checkpoint: dict[str, Any]) -> dict[str, Any]:
@@ -427,8 +427,8 @@ def is_own_callback(callback: Any) -> bool:
     return type(callback).__module__.startswith(f"{__name__.partition('.')[0]}.")
 
 
-def awaited_metrics(trainer: Trainer, _: dict[str, Any]) -> dict[str, float]:
+def awaited_metrics(run: RunState, _: dict[str, Any]) -> dict[str, float]:
     """Return the metrics that schedules monitor, as far as they are known."""
-    metrics = trainer.callback_metrics
-    names = {str(config.monitor) for config in trainer.engine.schedules if config.reduce_on_plateau}
+    metrics = run.trainer.callback_metrics
+    names = {str(config.monitor) for config in run.schedules if config.reduce_on_plateau}
     return {name: float(metrics[name]) for name in sorted(names & metrics.keys())}

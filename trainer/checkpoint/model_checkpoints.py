@@ -23,10 +23,10 @@ from copy import copy
 from functools import cache, partial
 from pathlib import Path
 from types import MethodType, SimpleNamespace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
-from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
-from lightning.pytorch.trainer.states import TrainerFn
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint, OnExceptionCheckpoint
 from torch import Tensor
 
 from trainer.checkpoint.checkpoint_io import files_of
@@ -34,12 +34,11 @@ from trainer.checkpoint.folder_locks import LOCK, describe_owner, lock_folder
 from trainer.checkpoint.loading import TRAINER_KEY
 from trainer.checkpoint.reading import EXTENSION
 from trainer.common import cluster
+from trainer.common.collectives import Collectives
 from trainer.common.files import local_path
 from trainer.common.session import Session
+from trainer.loop.run_state import RunState, state_of
 from trainer.state.progress import TRAINED
-
-if TYPE_CHECKING:
-    from trainer.trainer import Trainer
 
 T = TypeVar("T")
 _STATES = "savers"
@@ -49,14 +48,14 @@ _PACKAGES = ("lightning", "pytorch_lightning", "trainer")
 _COUNTERS = (None, "epoch", "step")  # values of `monitor` that need no metric
 
 
-def model_checkpoints_of(trainer: Trainer) -> list[ModelCheckpoint]:
+def model_checkpoints_of(trainer: pl.Trainer) -> list[ModelCheckpoint]:
     """Return the ModelCheckpoints of ``trainer``."""
     return [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
 
 
-def are_written(trainer: Trainer) -> bool:
-    """Return whether callbacks write checkpoints during a fit of ``trainer``."""
-    callbacks = [] if trainer.fast_dev_run else trainer.checkpoint_callbacks
+def are_written(run: RunState) -> bool:
+    """Return whether callbacks write checkpoints during a fit."""
+    callbacks = [] if run.fast_dev_run else [one for one in run.callbacks if isinstance(one, Checkpoint)]
     return any(
         not isinstance(callback, ModelCheckpoint)
         or callback.save_top_k != 0
@@ -69,7 +68,7 @@ def are_written(trainer: Trainer) -> bool:
 # --- when they save ---------------------------------------------------------------------------------------------------
 
 
-def attach_savers(trainer: Trainer, session: Session) -> None:
+def attach_savers(trainer: pl.Trainer, session: Session) -> None:
     """Make each ModelCheckpoint save as described above until ``session`` closes.
 
     A ``on_train_batch_end`` that is overridden stays. Called twice, because hooks may add callbacks.
@@ -88,7 +87,7 @@ def _waits_for_validations(saver: ModelCheckpoint) -> bool:
     return isinstance(method := saver.on_train_batch_end, partial) and method.func is _save_after_batch
 
 
-def _save_after_batch(saver: ModelCheckpoint, trainer: Trainer, *_: Any) -> None:
+def _save_after_batch(saver: ModelCheckpoint, trainer: pl.Trainer, *_: Any) -> None:
     """Save if ``every_n_train_steps`` or ``train_time_interval`` is due, in automatic and in manual optimization.
 
     Lightning's method ignores ``train_time_interval`` in manual optimization, and ranks weights by the metrics of an
@@ -106,28 +105,28 @@ def _save_after_batch(saver: ModelCheckpoint, trainer: Trainer, *_: Any) -> None
             save_last(trainer)
 
 
-def _call(saver: ModelCheckpoint, hook: str, method: Callable[..., None], trainer: Trainer, module: Any) -> None:
+def _call(saver: ModelCheckpoint, hook: str, method: Callable[..., None], trainer: pl.Trainer, module: Any) -> None:
     """Call a hook of the saver at the end of a validation or of an epoch."""
     with _deciding(saver, hook, trainer):
         _SAVES[hook](saver, method, trainer, module)
 
 
 @contextmanager
-def _deciding(saver: ModelCheckpoint, hook: str, trainer: Trainer) -> Iterator[None]:
-    """Return a context for a hook of a saver: ``savers_after`` of the connector returns the savers after the hook."""
-    connector, savers = trainer._checkpoint_connector, model_checkpoints_of(trainer)
+def _deciding(saver: ModelCheckpoint, hook: str, trainer: pl.Trainer) -> Iterator[None]:
+    """Return a context for a hook of a saver: ``RunState.savers_after`` returns the savers after the hook."""
+    run, savers = state_of(trainer), model_checkpoints_of(trainer)
     if saver not in savers:  # a copy
         yield
         return
     pairs = [(saver, _copied(saver)), *((other, other) for other in savers[savers.index(saver) + 1 :])]
-    connector.savers_after = cache(partial(_decide, trainer, hook, pairs))
+    run.savers_after = cache(partial(_decide, trainer, hook, pairs))
     try:
         yield
     finally:
-        connector.savers_after = dict
+        run.savers_after = dict
 
 
-def _decide(trainer: Trainer, hook: str, pairs: list[tuple[Any, Any]]) -> dict[Any, ModelCheckpoint]:
+def _decide(trainer: pl.Trainer, hook: str, pairs: list[tuple[Any, Any]]) -> dict[Any, ModelCheckpoint]:
     """Return a copy of each saver after a hook, without writing or removing files.
 
     Savers that override the methods used here are left out, and so are those whose metric does not exist.
@@ -168,16 +167,18 @@ def _copied(saver: ModelCheckpoint) -> ModelCheckpoint:
     return one
 
 
-def _note_save(saver: ModelCheckpoint, exists: dict[str, bool], trainer: Trainer, path: str) -> None:
+def _note_save(saver: ModelCheckpoint, exists: dict[str, bool], trainer: pl.Trainer, path: str) -> None:
     exists[path] = True
     saver._last_global_step_saved, saver._last_checkpoint_saved = trainer.global_step, path
 
 
-def _exists_after(exists: dict[str, bool], method: Callable[..., bool], path: str, trainer: Trainer) -> bool:
+def _exists_after(exists: dict[str, bool], method: Callable[..., bool], path: str, trainer: pl.Trainer) -> bool:
     return exists[path] if path in exists else method(path, trainer)
 
 
-def _save_after_validation(saver: ModelCheckpoint, method: Callable[..., None], trainer: Trainer, module: Any) -> None:
+def _save_after_validation(
+    saver: ModelCheckpoint, method: Callable[..., None], trainer: pl.Trainer, module: Any
+) -> None:
     """Save if a save waits for this validation, then call the saver's method.
 
     Lightning's method never makes such a save if validations run at the ends of epochs.
@@ -189,7 +190,7 @@ def _save_after_validation(saver: ModelCheckpoint, method: Callable[..., None], 
     method(trainer, module)
 
 
-def _save_after_epoch(saver: ModelCheckpoint, method: Callable[..., None], trainer: Trainer, module: Any) -> None:
+def _save_after_epoch(saver: ModelCheckpoint, method: Callable[..., None], trainer: pl.Trainer, module: Any) -> None:
     """Call the saver's method. Report a save that waits for a metric that neither the epoch nor a validation logged.
 
     In Lightning, a ModelCheckpoint with ``every_n_train_steps`` waits until the end of the fit, and saves nothing.
@@ -204,42 +205,42 @@ def _save_after_epoch(saver: ModelCheckpoint, method: Callable[..., None], train
 _SAVES = {"on_validation_end": _save_after_validation, "on_train_epoch_end": _save_after_epoch}
 
 
-def _candidates_of_rank_0(method: Callable[..., dict[str, Tensor]], trainer: Trainer) -> dict[str, Tensor]:
+def _candidates_of_rank_0(method: Callable[..., dict[str, Tensor]], trainer: pl.Trainer) -> dict[str, Tensor]:
     """Return the metrics of rank 0, so that all ranks select the same checkpoint, with the name of its file."""
     candidates = method(trainer)
     # only one rank may have raised an exception, and then the others do not join a broadcast
     if trainer.world_size == 1 or trainer.interrupted:
         return candidates
-    return trainer.engine.broadcast({name: value.cpu() for name, value in candidates.items()})
+    return state_of(trainer).collectives.broadcast({name: value.cpu() for name, value in candidates.items()})
 
 
-def _save(saver: ModelCheckpoint, trainer: Trainer) -> None:
+def _save(saver: ModelCheckpoint, trainer: pl.Trainer) -> None:
     candidates = saver._monitor_candidates(trainer)
     saver._save_topk_checkpoint(trainer, candidates)
     saver._save_last_checkpoint(trainer, candidates)
 
 
-def _steps_are_due(saver: ModelCheckpoint, trainer: Trainer) -> bool:
+def _steps_are_due(saver: ModelCheckpoint, trainer: pl.Trainer) -> bool:
     interval = saver._every_n_train_steps
     return interval >= 1 and trainer.global_step % interval == 0
 
 
-def _time_is_up(saver: ModelCheckpoint, trainer: Trainer) -> bool:
+def _time_is_up(saver: ModelCheckpoint, trainer: pl.Trainer) -> bool:
     """Return whether ``train_time_interval`` has passed, by the clock of rank 0, and restart it if it has."""
     if saver._train_time_interval is None:
         return False
     now, before = time.monotonic(), saver._last_time_checked
     is_up = before is not None and now - before >= saver._train_time_interval.total_seconds()
-    if is_up := trainer.strategy.broadcast(is_up):
+    if is_up := state_of(trainer).collectives.broadcast(is_up):
         saver._last_time_checked = now
     return bool(is_up)
 
 
-def _has_metric(saver: ModelCheckpoint, trainer: Trainer) -> bool:
+def _has_metric(saver: ModelCheckpoint, trainer: pl.Trainer) -> bool:
     return saver.monitor in _COUNTERS or saver.monitor in trainer.callback_metrics
 
 
-def _must_wait(saver: ModelCheckpoint, trainer: Trainer) -> bool:
+def _must_wait(saver: ModelCheckpoint, trainer: pl.Trainer) -> bool:
     """Return whether a save that is due now must wait for the metrics of the next validation.
 
     It waits if its metric does not exist yet, or if a validation follows this batch. If its metric exists, a save by
@@ -250,13 +251,13 @@ def _must_wait(saver: ModelCheckpoint, trainer: Trainer) -> bool:
     if not _has_metric(saver, trainer):
         return True
     has_batches = not trainer.num_val_batches or any(trainer.num_val_batches)  # [] before the loaders are built
-    return saver._train_time_interval is None and has_batches and trainer.loop.validation_is_due()
+    return saver._train_time_interval is None and has_batches and state_of(trainer).loop.validation_is_due()
 
 
 # --- folders ----------------------------------------------------------------------------------------------------------
 
 
-def folders_of(trainer: Trainer) -> list[str]:
+def folders_of(trainer: pl.Trainer) -> list[str]:
     """Return the folders that the ModelCheckpoints of ``trainer`` write to, paths and URLs. Call it on rank 0 only.
 
     Loggers that number their folders choose the number here, if they have not yet.
@@ -264,7 +265,7 @@ def folders_of(trainer: Trainer) -> list[str]:
     return list(dict.fromkeys(str(getattr(callback, _RESOLVE)(trainer)) for callback in model_checkpoints_of(trainer)))
 
 
-def folders_with_files(trainer: Trainer) -> list[str]:
+def folders_with_files(trainer: pl.Trainer) -> list[str]:
     """Return :func:`folders_of`, and their subfolders if file names have a slash, as those with ``{val/loss}`` have."""
     found = folders_of(trainer)
     for callback in model_checkpoints_of(trainer):
@@ -276,15 +277,15 @@ def folders_with_files(trainer: Trainer) -> list[str]:
     return found
 
 
-def first_folder(trainer: Trainer) -> str | None:
+def first_folder(run: RunState) -> str | None:
     """Return the folder of the first ModelCheckpoint of a run. None without one, and with ``fast_dev_run``."""
-    if trainer.fast_dev_run:
+    if run.fast_dev_run:
         return None
-    folders = (callback.dirpath for callback in model_checkpoints_of(trainer) if callback.dirpath is not None)
+    folders = (callback.dirpath for callback in model_checkpoints_of(run.trainer) if callback.dirpath is not None)
     return next((os.fspath(folder).rstrip("/") for folder in folders), None)
 
 
-def claim_folders(trainer: Trainer, session: ExitStack) -> None:
+def claim_folders(run: RunState, session: ExitStack) -> None:
     """Lock the folders that a fit writes to, for this run, until ``session`` closes.
 
     Rank 0 locks them, and all ranks raise if it fails.
@@ -296,7 +297,7 @@ def claim_folders(trainer: Trainer, session: ExitStack) -> None:
     """
 
     def claim() -> None:
-        folders = folders_of(trainer) if trainer.state.fn is TrainerFn.FITTING else []
+        folders = folders_of(trainer) if run.fits else []
         if (files := files_of(trainer.strategy)) is not None:
             savers = (saver for saver in trainer.checkpoint_callbacks if isinstance(saver, OnExceptionCheckpoint))
             files.belong(folders, [saver.ckpt_path for saver in savers])
@@ -304,38 +305,40 @@ def claim_folders(trainer: Trainer, session: ExitStack) -> None:
             if (place := local_path(folder)) is not None:
                 session.enter_context(lock_folder(place))
 
-    if not trainer.fast_dev_run:
-        on_first_rank(trainer, claim)
-        _check_shared(trainer)
+    trainer = run.trainer
+    if not run.fast_dev_run:
+        on_first_rank(run.collectives, claim)
+        _check_shared(run)
 
 
-def _check_shared(trainer: Trainer) -> None:
+def _check_shared(run: RunState) -> None:
     """Check that all nodes see the folders of rank 0, if the run requires it.
 
     Raises:
         ClusterError: if they do not.
     """
-    shards = getattr(files_of(trainer.strategy), "sharded", False)
-    if trainer.num_nodes == 1 or trainer.state.fn is not TrainerFn.FITTING or not (trainer.resume == "auto" or shards):
+    trainer, shards = run.trainer, run.engine.saves_shards
+    if trainer.num_nodes == 1 or not run.fits or not (run.resume == "auto" or shards):
         return
-    folders = folders_of(trainer) if trainer.is_global_zero else []
+    folders = folders_of(trainer) if run.is_global_zero else []
     reason = "every node writes its shards there" if shards else "resume='auto' must find them on any node"
-    for folder in trainer.engine.broadcast([os.path.realpath(place) for one in folders if (place := local_path(one))]):
+    collectives = run.collectives
+    for folder in collectives.broadcast([os.path.realpath(place) for one in folders if (place := local_path(one))]):
         cluster.check_shared(
-            trainer.engine, partial(describe_owner, folder), f"Checkpoints are written to {folder}, and {reason}"
+            collectives, partial(describe_owner, folder), f"Checkpoints are written to {folder}, and {reason}"
         )
 
 
-def on_first_rank(trainer: Trainer, work: Callable[[], T]) -> T:
+def on_first_rank(collectives: Collectives, work: Callable[[], T]) -> T:
     """Call ``work`` on rank 0. All ranks return its result, or raise its exception."""
     result: Any = None
     error: Exception | None = None
-    if trainer.is_global_zero:
+    if collectives.global_rank == 0:
         try:
             result = work()
         except Exception as problem:
             error = problem
-    result, error = trainer.engine.broadcast((result, error))
+    result, error = collectives.broadcast((result, error))
     if error is not None:
         raise error
     found: T = result
@@ -343,15 +346,15 @@ def on_first_rank(trainer: Trainer, work: Callable[[], T]) -> T:
 
 
 @contextmanager
-def without_needless_warnings(trainer: Trainer) -> Iterator[None]:
+def without_needless_warnings(run: RunState) -> Iterator[None]:
     """Return a context for the ``setup`` hooks that filters ModelCheckpoint's warning about folders that are not empty.
 
     The warning is suppressed for folders that hold only our lock, and for a run with ``resume="auto"``.
     """
     with warnings.catch_warnings():
-        if trainer.is_global_zero and trainer.state.fn is TrainerFn.FITTING and not trainer.fast_dev_run:
-            for folder in folders_of(trainer):
-                if trainer.resume == "auto" or _is_empty(folder):
+        if run.is_global_zero and run.fits and not run.fast_dev_run:
+            for folder in folders_of(run.trainer):
+                if run.resume == "auto" or _is_empty(folder):
                     message = f"Checkpoint directory {re.escape(folder)} exists and is not empty"
                     warnings.filterwarnings("ignore", message=message)
         yield
@@ -365,7 +368,7 @@ def _is_empty(folder: str) -> bool:
 # --- state ------------------------------------------------------------------------------------------------------------
 
 
-def states_to_save(trainer: Trainer, _: dict[str, Any]) -> dict[str, Any] | None:
+def states_to_save(run: RunState, _: dict[str, Any]) -> dict[str, Any] | None:
     """Return the state of each ModelCheckpoint for the checkpoint that is about to be written, or None without any.
 
     The state is the step at which it last saved, so that it does not save twice, and whether it waits for the metrics
@@ -373,9 +376,9 @@ def states_to_save(trainer: Trainer, _: dict[str, Any]) -> dict[str, Any] | None
     a batch, another ModelCheckpoint may not have been called yet: if its save is due and must wait for a validation, it
     counts as waiting.
     """
-    states, path = {}, trainer._checkpoint_connector.destination
-    after = trainer._checkpoint_connector.savers_after()
-    ends_batch = trainer.progress.position is TRAINED
+    trainer, states, path = run.trainer, {}, run.destination
+    after, progress = run.savers_after(), run.progress
+    ends_batch = progress.position is TRAINED
     for saver in model_checkpoints_of(trainer):
         decided = after.get(saver, saver)
         step, waits = decided._last_global_step_saved, decided._defer_save_until_validation
@@ -383,15 +386,16 @@ def states_to_save(trainer: Trainer, _: dict[str, Any]) -> dict[str, Any] | None
         is_due = is_due and decided is saver
         waits = waits or (is_due and _waits_for_validations(saver) and _must_wait(saver, trainer))
         if decided is saver and path in (saver.best_model_path, saver.last_model_path, *saver.best_k_models):
-            step, waits = trainer.global_step, False
+            step, waits = progress.optimizer_steps, False
         states[saver.state_key] = {"dirpath": str(saver.dirpath), "step": step, "waits": waits}
     return states or None
 
 
-def restore_states(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
+def restore_states(run: RunState, checkpoint: dict[str, Any]) -> None:
     """Restore the result of :func:`states_to_save`; the step only if the folder is the same."""
-    if trainer.state.fn is not TrainerFn.FITTING:
+    if not run.fits:
         return
+    trainer = run.trainer
     states = checkpoint.get("loops", {}).get(TRAINER_KEY, {}).get(_STATES, {})
     for saver in model_checkpoints_of(trainer):
         if (state := states.get(saver.state_key)) is None:
@@ -402,7 +406,7 @@ def restore_states(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
             saver.last_model_path = saver.last_model_path or _link_to(str(trainer.ckpt_path), str(saver.dirpath))
 
 
-def allow_removal(trainer: Trainer, session: Session) -> None:
+def allow_removal(trainer: pl.Trainer, session: Session) -> None:
     """Let ModelCheckpoint remove the checkpoint that the run was resumed from, until ``session`` closes.
 
     ModelCheckpoint keeps the file of ``trainer.ckpt_path``, because usually the user has given it.
@@ -411,7 +415,7 @@ def allow_removal(trainer: Trainer, session: Session) -> None:
         session.replace(saver, "_should_remove_checkpoint", partial(_should_remove, saver))
 
 
-def _should_remove(saver: ModelCheckpoint, trainer: Trainer, previous: str, current: str) -> bool:
+def _should_remove(saver: ModelCheckpoint, trainer: pl.Trainer, previous: str, current: str) -> bool:
     without_path: Any = SimpleNamespace(ckpt_path=None)
     return type(saver)._should_remove_checkpoint(saver, without_path, previous, current)
 

@@ -8,10 +8,11 @@ the compact form of :mod:`trainer.checkpoint.compact`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
+from lightning.pytorch.callbacks import EarlyStopping, Timer
 from torch import Tensor, nn
 
 from trainer.checkpoint.host_copy import on_host
@@ -19,6 +20,7 @@ from trainer.common.module_tree import parameters_of
 from trainer.errors import join_first, rank_zero_warn, refuse_inexact, warn
 from trainer.loop.closures import needs_closure
 from trainer.loop.gradients import Gradients, has_own_zero_grad
+from trainer.loop.run_state import RunState
 from trainer.metrics.metric_objects import MetricObjects, tracked_in
 from trainer.metrics.metrics import MetricStore, moved, shared_among
 from trainer.state import random_states
@@ -27,9 +29,6 @@ from trainer.state.progress import EPOCH_ENDED, STARTED, VALIDATING
 from trainer.state.random_states import State
 from trainer.state.snapshot import Lost, Snapshot, has, lost_in, selected
 from trainer.state.stopping import EarlyStop
-
-if TYPE_CHECKING:
-    from trainer.trainer import Trainer
 
 _LOST_AT_SAVE = (
     "The checkpoint lacks values that the run has changed and that cannot be saved: {names}. If the training depends on"
@@ -67,37 +66,41 @@ class ProcessState:
     """Save and restore the state of a process.
 
     Args:
-        trainer: the Trainer.
+        run: the state of the run.
 
     Attributes:
-        program: the user's objects since ``on_train_start``, which a resumed run calls, too.
         set_by_hooks: the values of these objects that hooks have set in :meth:`restored_for_hooks`, by path and name.
     """
 
-    def __init__(self, trainer: Trainer) -> None:
-        self._trainer = trainer
+    def __init__(self, run: RunState) -> None:
+        self._run = run
+        self._engine, self._loop, self._progress, self._loops_of_stages = (
+            run.engine,
+            run.loop,
+            run.progress,
+            run.eval_loops,
+        )
         # during a validation: parts of the state from before it
         self._before_validation: State = {}
         self._training_modes: dict[nn.Module, bool] = {}
-        self.program = Snapshot()
         self.set_by_hooks: set[tuple[str, str]] = set()
         self._reported: set[Lost] = set()
 
     def _parts(self) -> tuple[Part, ...]:
         """Return the parts in the order in which they are saved and loaded."""
-        trainer, loop, engine = self._trainer, self._trainer.loop, self._trainer.engine
+        run, data, loop, engine = self._run, self._run.data, self._loop, self._engine
         is_alone = engine.world_size == 1
         return (
             Part("rng", lambda _: random_states.capture(engine.device), is_repeated=True),  # loaded last
             Part("data", lambda _: loop.batches.state_dict(), is_repeated=True),  # datasets may share generators
-            Part("tracked", lambda _: tracked_in(trainer.lightning_module)),  # restored by the caller
+            Part("tracked", lambda _: tracked_in(run.module)),  # restored by the caller
             Part("metrics", self._logged, self._restore_logged),
             Part("published", self._published, self._restore_published),
             Part("seen_batches", self._seen_batches, self._restore_seen_batches, is_repeated=True),
-            Part("evaluation", lambda _: trainer.data.evaluation_state(), trainer.data.load_evaluation_state, True),
+            Part("evaluation", lambda _: data.evaluation_state(), data.load_evaluation_state, True),
             Part("outcome", self._outcome, self._restore_outcome),
             # a resumed run may have more time
-            Part("should_stop", lambda _: False if trainer.is_out_of_time else self._stop()),
+            Part("should_stop", lambda _: False if _is_out_of_time(run.callbacks) else self._stop()),
             Part("window", self._window, self._restore_window),
             Part("precision", lambda _: engine.precision.state_dict(), engine.precision.load_state_dict),
             Part("program", self._program, self._restore_program, is_repeated=True),
@@ -112,7 +115,7 @@ class ProcessState:
     def begin_fit(self) -> None:
         """Forget the objects of an earlier fit."""
         self.end_validation()  # an earlier fit may have been interrupted in one
-        self.program, self._reported = Snapshot(), set()
+        self._run.program, self._reported = Snapshot(), set()
 
     @contextmanager
     def restored_for_hooks(self, program: Snapshot, state: State) -> Iterator[None]:
@@ -132,7 +135,7 @@ class ProcessState:
 
     def begin_validation(self) -> None:
         """Copy the state before a validation inside a fit, without weights. A run that resumes inside it repeats it."""
-        module = self._trainer.lightning_module
+        module = self._run.module
         self._before_validation = {part.key: part.save({}) for part in self._parts() if part.is_repeated}
         self._training_modes = {part: part.training for part in module.modules()}
 
@@ -143,13 +146,13 @@ class ProcessState:
     def dump(self) -> dict[str, Any]:
         """Return the state of this process, as it is between two batches."""
         state: dict[str, Any] = {}
-        before = self._before_validation if self._trainer.progress.position is VALIDATING else {}
+        before = self._before_validation if self._progress.position is VALIDATING else {}
         for part in self._parts():
             value = before[part.key] if part.is_repeated and before else part.save(state)
             if value is not None:
                 state[part.key] = value
         self._report_lost(state["program"])
-        if self._trainer.engine.world_size == 1:
+        if self._engine.world_size == 1:
             return state
         copied: dict[str, Any] = on_host(state)  # so that another process can read it
         return copied
@@ -164,7 +167,7 @@ class ProcessState:
             stops: whether to restore a decision to stop if ``min_epochs`` and ``min_steps`` are met. A decision that
                 waits for them is always restored.
         """
-        limits = self._trainer.loop.limits
+        limits = self._loop.limits
         for part in self._parts():
             if part.load is not None and part.key in state:
                 part.load(state[part.key])
@@ -172,7 +175,7 @@ class ProcessState:
         stop = state["should_stop"]
         if stop and not limits.should_stop and (stops or not limits.may_stop()):
             limits.should_stop = stop if stop is True else EarlyStop.of(stop)
-        random_states.restore(state["rng"], self._trainer.engine.device)
+        random_states.restore(state["rng"], self._engine.device)
 
     def convert_states(self, states: list[dict[str, Any]]) -> tuple[dict[str, Any], set[str]]:
         """Convert the states of a run with another number of processes to the state of this process.
@@ -187,7 +190,7 @@ class ProcessState:
         Returns:
             The state for :meth:`load`, and the names of metric objects that lose a part of their state.
         """
-        engine, first = self._trainer.engine, states[0]
+        engine, first = self._engine, states[0]
         rank, number = engine.global_rank, engine.world_size
         program, lost = self._metrics.shared([state["program"] for state in states], rank, number)
         window = {key: value for key, value in first["window"].items() if key != "shared_unit"}
@@ -208,11 +211,11 @@ class ProcessState:
 
     def _program(self, _: State) -> State:
         metrics = self._metrics
-        state = self.program.read(modes=self._training_modes or None)
-        if self._is_in_batch and not self._trainer.lightning_module.automatic_optimization:
+        state = self._run.program.read(modes=self._training_modes or None)
+        if self._is_in_batch and not self._run.is_automatic:
             for _, values in state.values():
                 values.pop(":requires_grad", None)  # `toggle_optimizer` has changed it only for this batch
-        loops = [one for _, one in self._eval_loops()] + [self._trainer.loop] * self._ends_epoch
+        loops = [one for _, one in self._eval_loops()] + [self._loop] * self._ends_epoch
         logged = [metrics.name_of(entry.metric) for one in loops for entry in one.metrics.entries.values()]
         reset = metrics.without_updates(but=filter(None, logged))  # these are reset with the other logged values
         names = metrics.states_in_snapshot(reset)
@@ -231,10 +234,10 @@ class ProcessState:
         Raises:
             ResumeError: if one of these values would change the run (see ``_REFUSED``), and the resume must be exact.
         """
-        trainer, by_ddp = self._trainer, self._lost_by_ddp(state)
-        lost = [*self.program.write(state, skip=self.set_by_hooks | by_ddp.keys()), *by_ddp.values()]
+        by_ddp = self._lost_by_ddp(state)
+        lost = [*self._run.program.write(state, skip=self.set_by_hooks | by_ddp.keys()), *by_ddp.values()]
         self.set_by_hooks = set()
-        trainer.engine.follow_trained_parameters()
+        self._engine.follow_trained_parameters()
         self._metrics.clear_results()
         others = [one for one in lost if one.reason not in _REFUSED]
         if others:
@@ -247,18 +250,18 @@ class ProcessState:
         for reason, remedy in _REFUSED.items():
             if names := join_first(dict.fromkeys(one.name for one in lost if one.reason == reason), 5):
                 problem = f"The run would not continue exactly: {names} cannot be restored."
-                refuse_inexact(problem, remedy, exact=trainer.exact_resume)
+                refuse_inexact(problem, remedy, exact=self._run.exact_resume)
 
     def _lost_by_ddp(self, state: State) -> dict[tuple[str, str], Lost]:
         """Return the values of communication hooks, and the weights, that are not restored, by path and name."""
-        found, communicates = dict[tuple[str, str], Lost](), self._trainer.engine.communication
+        found, communicates = dict[tuple[str, str], Lost](), self._engine.communication
         if communicates is None:
             return found
         if communicates.diverges:
             found["", ""] = Lost("the weights of each process", "weights")
         for number, holder in enumerate(communicates.holders):
             path, kind = f"hooks.{number}", type(holder).__name__
-            if path not in self.program.objects:
+            if path not in self._run.program.objects:
                 found[path, ""] = Lost(kind, "hook")
             elif not communicates.keeps_buckets:
                 values = state.get(path, ["", {}])[1]
@@ -269,55 +272,53 @@ class ProcessState:
 
     @property
     def _metrics(self) -> MetricObjects:
-        return MetricObjects(self._trainer.lightning_module)
+        return MetricObjects(self._run.module)
 
     @property
     def _ends_epoch(self) -> bool:
         """Whether the values logged in the epoch are about to be reset."""
-        return self._trainer.progress.position is EPOCH_ENDED
+        return self._progress.position is EPOCH_ENDED
 
     def _logged(self, _: State) -> State:
-        store = MetricStore(training=True) if self._ends_epoch else self._trainer.loop.metrics
+        store = MetricStore(training=True) if self._ends_epoch else self._loop.metrics
         return store.state_dict(self._metrics.name_of)
 
     def _restore_logged(self, state: State) -> None:
-        engine = self._trainer.engine
+        engine = self._engine
         metrics = self._metrics.by_name.get
-        self._trainer.loop.metrics.load_state_dict(state, metrics, engine.reduce, engine.device)
+        self._loop.metrics.load_state_dict(state, metrics, engine.collectives.reduce, engine.device)
 
     def _published(self, _: State) -> State:
         return {
-            name: {
-                k: v for k, v in getattr(self._trainer.published, name).items() if isinstance(v, (Tensor, int, float))
-            }
+            name: {k: v for k, v in getattr(self._run.published, name).items() if isinstance(v, (Tensor, int, float))}
             for name in ("callback", "logged", "progress_bar")
         }
 
     def _restore_published(self, state: State) -> None:
         for name, values in state.items():
-            device = self._trainer.engine.device
+            device = self._engine.device
             found = {k: moved(v, device) if isinstance(v, Tensor) else v for k, v in values.items()}
-            getattr(self._trainer.published, name).update(found)
+            getattr(self._run.published, name).update(found)
 
     def _restore_seen_batches(self, state: State) -> None:
         for name, one in self._eval_loops():
             one.progress.seen_batches.update(state.get(name, {}))
 
     def _outcome(self, _: State) -> list[Any]:
-        update = self._trainer.loop.update
+        update = self._loop.update
         return [None if update.outcome is None else list(update.outcome), update.has_run]
 
     def _restore_outcome(self, state: list[Any]) -> None:
         outcome, has_updated = state
-        self._trainer.loop.restore_outcome(None if outcome is None else StepOutcome(*outcome), has_updated)
+        self._loop.restore_outcome(None if outcome is None else StepOutcome(*outcome), has_updated)
 
     @property
     def _is_in_batch(self) -> bool:
         """Whether a resumed run repeats the current batch, without the earlier batches of its window."""
-        return self._trainer.progress.position is STARTED
+        return self._progress.position is STARTED
 
     def _window(self, _: State) -> State:
-        loop = self._trainer.loop
+        loop = self._loop
         return loop.mean.state_dict(is_open=loop.window.is_open and not self._is_in_batch)
 
     def _restore_window(self, state: State) -> None:
@@ -326,41 +327,44 @@ class ProcessState:
         Raises:
             ResumeError: if an optimizer evaluates its earlier batches again (LBFGS), and the resume must be exact.
         """
-        trainer = self._trainer
-        if "size" in state and any(map(needs_closure, trainer.loop.optimizers)):
+        loop = self._loop
+        if "size" in state and any(map(needs_closure, loop.optimizers)):
             refuse_inexact(
                 "The checkpoint was written inside an accumulation window, and the optimizer evaluates the earlier"
                 " batches of the window again. They are not saved.",
                 "Resume from a checkpoint that was written between two windows.",
-                exact=trainer.exact_resume,
+                exact=self._run.exact_resume,
             )
-        trainer.loop.mean.load_state_dict(state)
-        trainer.engine.check_accumulation(trainer.loop.window.batches)
+        loop.mean.load_state_dict(state)
+        self._engine.check_accumulation(loop.window.batches)
 
     def _losses(self, state: State) -> list[Tensor]:
-        return list(self._trainer.loop.gradients.scaler.losses) if state["gradients"] else []
+        return list(self._run.scaler.losses) if state["gradients"] else []
 
     def _restore_losses(self, state: list[Tensor]) -> None:
-        self._trainer.loop.gradients.scaler.losses = [loss.to(self._trainer.engine.device) for loss in state]
+        self._run.scaler.losses = [loss.to(self._engine.device) for loss in state]
 
     def _stop(self) -> bool | list[str]:
         """Return ``should_stop``, or the keys of the callbacks that may withdraw their requests."""
-        stop = self._trainer.loop.limits.should_stop
+        stop = self._loop.limits.should_stop
         return sorted(stop.callbacks) if isinstance(stop, EarlyStop) else bool(stop)
+
+    def _early_stopping_callbacks(self) -> list[EarlyStopping]:
+        return [callback for callback in self._run.callbacks if isinstance(callback, EarlyStopping)]
 
     def _early_stopping(self, _: State) -> State | None:
         """Return the states of the callbacks, because a training metric may differ between processes."""
-        callbacks = self._trainer.early_stopping_callbacks if self._trainer.engine.world_size > 1 else []
+        callbacks = self._early_stopping_callbacks() if self._engine.world_size > 1 else []
         return {one.state_key: one.state_dict() for one in callbacks} or None
 
     def _restore_early_stopping(self, state: State) -> None:
-        for callback in self._trainer.early_stopping_callbacks:
+        for callback in self._early_stopping_callbacks():
             if (own := state.get(callback.state_key)) is not None:
                 callback.load_state_dict({**own, "patience": callback.patience})
 
     def _restore_next(self, exchanges: bool) -> None:
         if not exchanges:
-            self._trainer.engine.skip_next_buffer_sync()
+            self._engine.skip_next_buffer_sync()
 
     # --- parameters and gradients -----------------------------------------------------------------------------
 
@@ -369,7 +373,7 @@ class ProcessState:
 
         Optimizers may train parameters that are not the module's, such as those of modules in a plain list.
         """
-        engine, named = self._trainer.engine, dict(self._trainer.lightning_module.named_parameters())
+        engine, named = self._engine, dict(self._run.module.named_parameters())
         yield from named.items()
         own, number = set(map(id, named.values())), 0
         for optimizer in engine.optimizers if engine.exposes_gradients else ():  # others may hold flat copies
@@ -385,11 +389,11 @@ class ProcessState:
         ``optimizer_zero_grad``, which may keep them. A module that steps its optimizers itself may accumulate gradients
         over any number of batches; those that a step has used are left out.
         """
-        trainer, loop, waiting = self._trainer, self._trainer.loop, []
-        is_open, keeps = "size" in state["window"], loop.path.zero_grad is not None and trainer.engine.exposes_gradients
+        loop, waiting = self._loop, []
+        is_open, keeps = "size" in state["window"], loop.path.zero_grad is not None and self._engine.exposes_gradients
         if self._is_in_batch:
             pass  # the batch is repeated
-        elif not trainer.lightning_module.automatic_optimization:
+        elif not self._run.is_automatic:
             waiting = [optimizer for optimizer in loop.optimizers if not loop.gradients.are_used(optimizer)]
         elif loop.gradients.are_parts:
             waiting = loop.optimizers if is_open else []  # may also be from batches of the other processes
@@ -399,7 +403,7 @@ class ProcessState:
         return gradients.state_dict(self._named_parameters(), waiting)
 
     def _load_zeros(self, names: list[str]) -> None:
-        loop = self._trainer.loop
+        loop = self._loop
         loop.gradients.load_zeros(self._named_parameters(), names, loop.optimizers)
 
     def _used_gradients(self, state: State) -> list[str]:
@@ -407,22 +411,22 @@ class ProcessState:
 
         Optimizers leave a parameter without a gradient unchanged, but apply momentum and weight decay with one of 0.
         """
-        loop, module = self._trainer.loop, self._trainer.lightning_module
+        loop, module = self._loop, self._run.module
         keeps = not module.automatic_optimization or any(map(has_own_zero_grad, loop.optimizers))
-        is_whole = self._trainer.engine.exposes_gradients and not loop.gradients.are_parts
+        is_whole = self._engine.exposes_gradients and not loop.gradients.are_parts
         if not (keeps and is_whole) or self._is_in_batch:
             return []
         return loop.gradients.names(p for p in self._named_parameters() if p[0] not in state["gradients"])
 
     def _restore_gradients(self, state: dict[str, Tensor]) -> None:
-        trainer, gradients = self._trainer, self._trainer.loop.gradients
+        gradients = self._loop.gradients
         parameters = list(self._named_parameters())
-        if trainer.engine.any_rank(not gradients.can_load(parameters, state)):
+        if self._engine.collectives.any_rank(not gradients.can_load(parameters, state)):
             problem = (
                 "The checkpoint has gradients that no optimizer step has used, and another strategy saved them: this"
                 " one holds other parts of the parameters."
             )
-            refuse_inexact(problem, "Resume with the strategy of the saved run.", exact=trainer.exact_resume)
+            refuse_inexact(problem, "Resume with the strategy of the saved run.", exact=self._run.exact_resume)
             state = {}
         gradients.load_state_dict(parameters, state)
 
@@ -430,4 +434,11 @@ class ProcessState:
         return {name: dict(one.progress.seen_batches) for name, one in self._eval_loops()}
 
     def _eval_loops(self) -> Iterator[tuple[str, Any]]:
-        return ((loop.stage, loop) for loop in set(self._trainer.eval_loops.values()))
+        return ((loop.stage, loop) for loop in set(self._loops_of_stages.values()))
+
+
+def _is_out_of_time(callbacks: Iterable[Any]) -> bool:
+    """Return whether ``max_time`` has passed: a fit then stops because of the time, not because of its results."""
+    timer = next((callback for callback in callbacks if isinstance(callback, Timer)), None)
+    left = None if timer is None else timer.time_remaining()
+    return left is not None and left <= 0

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from itertools import zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lightning.pytorch.utilities import rank_zero_info
 
@@ -24,15 +24,13 @@ from trainer.common.session import Session
 from trainer.errors import ConfigurationError, rank_zero_warn
 from trainer.loggers import adapter
 from trainer.loggers.numbered import CSV
-
-if TYPE_CHECKING:
-    from trainer.trainer import Trainer
+from trainer.loop.run_state import RunState
 
 _ROWS = "rows"
 _CHECKPOINTS = "checkpoints/**/*.ckpt"  # below the folder of a logger: the default of ModelCheckpoint
 
 
-def newest_checkpoint(trainer: Trainer, session: Session, extra: Any = None) -> str | None:
+def newest_checkpoint(run: RunState, session: Session, extra: Any = None) -> str | None:
     """Return the newest good checkpoint in the folders of this run or at the local path ``extra``, or None.
 
     The result is the same on all ranks.
@@ -44,32 +42,33 @@ def newest_checkpoint(trainer: Trainer, session: Session, extra: Any = None) -> 
         FolderInUseError: if another run has locked one of the folders.
         ConfigurationError: if the folders are not in local file systems.
     """
-    path, versions = on_first_rank(trainer, lambda: _choose_checkpoint(trainer, session, extra))
+    path, versions = on_first_rank(run.collectives, lambda: _choose_checkpoint(run, session, extra))
     for index, version in versions.items():
-        adapter(trainer.loggers[index]).use_version(version)
+        adapter(run.loggers[index]).use_version(version)
     if path is not None:
-        allow_removal(trainer, session)
+        allow_removal(run.trainer, session)
         rank_zero_info(f"resume='auto': resuming from {path}")
-        _continue_logs(trainer, path)
+        _continue_logs(run, path)
     return path
 
 
-def keep_rows(trainer: Trainer, path: str | Path) -> None:
+def keep_rows(run: RunState, path: str | Path) -> None:
     """Let CSV loggers with a fixed folder append to the rows before a checkpoint. Lightning's delete the file."""
-    _continue_logs(trainer, path, lambda one: isinstance(one, CSV) and not one.is_numbered and not one.is_open)
+    _continue_logs(run, path, lambda one: isinstance(one, CSV) and not one.is_numbered and not one.is_open)
 
 
-def _continue_logs(trainer: Trainer, path: str | Path, chosen: Callable[[Any], bool] = lambda _: True) -> None:
-    if trainer.is_global_zero:
+def _continue_logs(run: RunState, path: str | Path, chosen: Callable[[Any], bool] = lambda _: True) -> None:
+    if run.is_global_zero:
         step, places = _place_in_logs(path)
-        for logger, place in zip_longest(trainer.loggers, places[: len(trainer.loggers)]):
+        for logger, place in zip_longest(run.loggers, places[: len(run.loggers)]):
             if chosen(one := adapter(logger)):
                 one.resume(step, place)
 
 
-def _choose_checkpoint(trainer: Trainer, session: Session, extra: Any) -> tuple[str | None, dict[int, Any]]:
+def _choose_checkpoint(run: RunState, session: Session, extra: Any) -> tuple[str | None, dict[int, Any]]:
     """Return the checkpoint, and the version of each numbered logger."""
-    numbered = {index: one for index, one in enumerate(map(adapter, trainer.loggers)) if one.is_numbered}
+    trainer, engine = run.trainer, run.engine
+    numbered = {index: one for index, one in enumerate(map(adapter, run.loggers)) if one.is_numbered}
     former = None
     if 0 in numbered:  # the folder of the first logger holds the checkpoints
         former = numbered[0].newest_version(_CHECKPOINTS)
@@ -88,7 +87,7 @@ def _choose_checkpoint(trainer: Trainer, session: Session, extra: Any) -> tuple[
             session.enter_context(lock_folder(folder))
     others = [] if extra is None or local_path(extra) is None else [Path(extra)]
     path = files.newest_valid(
-        folders_with_files(trainer), lambda file: checkpoints.read(trainer.engine.load, file, None), others
+        folders_with_files(trainer), lambda file: checkpoints.read(engine.load, file, None), others
     )
     if path is None:
         if folders:
@@ -98,17 +97,17 @@ def _choose_checkpoint(trainer: Trainer, session: Session, extra: Any) -> tuple[
     return str(path), versions if former is None else {**versions, 0: former}
 
 
-def places_to_save(trainer: Trainer, _: dict[str, Any]) -> list[Any] | None:
+def places_to_save(run: RunState, _: dict[str, Any]) -> list[Any] | None:
     """Return the position of each logger in its files, where a resumed run continues.
 
     None on ranks other than 0, and for a checkpoint that is not written to a file.
     """
-    if trainer._checkpoint_connector.destination is None:
+    if run.destination is None:
         return None
     # with Trainer(resume=...), write the files of all loggers; `position` writes only those of CSV loggers
-    for logger in trainer.loggers if trainer.resume else ():
+    for logger in run.loggers if run.resume else ():
         logger.save()
-    return [adapter(logger).position() for logger in trainer.loggers] if trainer.is_global_zero else None
+    return [adapter(logger).position() for logger in run.loggers] if run.is_global_zero else None
 
 
 def _place_in_logs(path: str | Path) -> tuple[int | None, list[int | str | None]]:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import lightning.pytorch as pl
 
 from trainer.precision.devices import synchronized_time
+from trainer.record.measures import device_of
 
 if TYPE_CHECKING:
     from trainer.trainer import Trainer
@@ -51,8 +52,8 @@ class Clock(pl.Callback):
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """Start the clock."""
-        self._started = synchronized_time(trainer.strategy.root_device, self.clock)
+        self._started = synchronized_time(device_of(trainer), self.clock)
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Stop the clock."""
-        self.seconds.append(synchronized_time(trainer.strategy.root_device, self.clock) - self._started)
+        self.seconds.append(synchronized_time(device_of(trainer), self.clock) - self._started)

@@ -19,6 +19,7 @@ from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvir
 from lightning.pytorch.strategies import ParallelStrategy
 from torch.distributed.constants import default_pg_timeout
 
+from trainer.common.collectives import Collectives
 from trainer.common.lightning_private import process_group_backend, settings_of
 from trainer.common.rendezvous import is_served, store_of_this_start
 from trainer.errors import ClusterError
@@ -209,25 +210,25 @@ def join_process_group(strategy: Any) -> None:
     )
 
 
-def check_shared(engine: Any, look: Callable[[], Any], subject: str) -> None:
+def check_shared(collectives: Collectives, look: Callable[[], Any], subject: str) -> None:
     """Check that ``look`` returns the same on all processes.
 
     Waits up to 10 seconds, because a network file system may show changes late.
 
     Args:
-        engine: the engine of the run; all of its processes call this.
+        collectives: the processes, which all call this.
         look: reads the shared file or folder. Its result on rank 0 is expected on the other ranks.
         subject: the beginning of the error message, with the file or folder, and the reason that all nodes need it.
 
     Raises:
         ClusterError: on all processes, if the results still differ.
     """
-    expected, end = engine.broadcast(look()), time.monotonic() + _FILE_TIMEOUT
+    expected, end = collectives.broadcast(look()), time.monotonic() + _FILE_TIMEOUT
     while (found := look()) != expected and time.monotonic() < end:
         time.sleep(0.1)
-    if not engine.any_rank(found != expected):
+    if not collectives.any_rank(found != expected):
         return
-    places = engine.gather((socket.gethostname(), found == expected))
+    places = collectives.gather((socket.gethostname(), found == expected))
     missing_ranks = [f"rank {rank} on {host}" for rank, (host, is_same) in enumerate(places) if not is_same]
     error = None
     if places:
@@ -237,7 +238,7 @@ def check_shared(engine: Any, look: Callable[[], Any], subject: str) -> None:
             " Trainer(default_root_dir=...) or ModelCheckpoint(dirpath=...); on the command line, use"
             " hydra.run.dir=FOLDER."
         )
-    if (error := engine.broadcast(error)) is not None:
+    if (error := collectives.broadcast(error)) is not None:
         raise ClusterError(error)
 
 

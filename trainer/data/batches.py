@@ -6,22 +6,20 @@ would lose data, and torch's ``Join`` does not support FSDP2.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, islice
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from trainer.data.unpadded import Span
 from trainer.errors import ConfigurationError, rank_zero_warn, refuse_inexact, warn
 from trainer.state import random_states
 from trainer.state.random_states import State
-
-if TYPE_CHECKING:
-    from trainer.lightning.loaders import LoaderSet
 
 Batch = Any
 IDLE: Any = object()
@@ -47,6 +45,70 @@ class EndOfPass(Exception):  # noqa: N818 - no error
     """Raised if a step that draws its own batches finds no more of them."""
 
 
+@dataclass(frozen=True)
+class LoaderPlan:
+    """The numbers of batches of the dataloaders of a stage, by their current lengths.
+
+    Args:
+        limits: the number of batches to run of each dataloader; inf for one without a length.
+        has_length: whether the lengths of all are known. If not, a limit may exceed the number of batches.
+        most: the limits of the process with the most batches, equal on all processes.
+        spans: the smallest and largest number of batches on any rank, for each dataloader. A single entry if the
+            dataloaders are combined, as usual in training. Empty in training if a length is unknown, or the dataloaders
+            run one after the other.
+        idle: the number of batches in a training pass that other processes have and this one lacks; each is replaced by
+            ``IDLE``. Default: 0.
+        announce: called with the index of each training batch before it is returned. Default: None, no call.
+        any_rank_on_host: :meth:`Collectives.any_rank_on_host` for several processes with inexact lengths, to give
+            them equal numbers of batches and a common end. Default: None.
+    """
+
+    limits: list[float]
+    has_length: bool
+    most: Sequence[float] = ()
+    spans: Sequence[Span] = ()
+    idle: int = 0
+    announce: Callable[[int], None] | None = None
+    any_rank_on_host: Callable[..., list[bool]] | None = None
+
+
+@dataclass(frozen=True)
+class Origin:
+    """How dataloaders were created, so that a resumed run can create the same ones.
+
+    Args:
+        made_in: the epoch.
+        made_from: the random states before; {} if no random numbers were used.
+        made_with: the state of the user's objects, from ``Snapshot.read``; {} before ``on_train_start``.
+    """
+
+    made_in: int = 0
+    made_from: random_states.State = field(default_factory=dict)
+    made_with: dict[str, Any] = field(default_factory=dict)
+
+
+class Loaders(Protocol):
+    """The dataloaders of a stage: a ``trainer.lightning.loaders.LoaderSet``."""
+
+    plan: LoaderPlan
+    origin: Origin
+
+    @property
+    def limits(self) -> list[float]: ...
+    @property
+    def is_sequential(self) -> bool: ...
+    @property
+    def is_exhausted(self) -> bool: ...
+    def __iter__(self) -> Iterator[Batch]: ...
+    def num_batches(self) -> float: ...
+    def first_empty(self) -> str: ...
+    def start_epoch(self, epoch: int, shift: int = 0) -> None: ...
+    def open(self, done: int = 0) -> None: ...
+    def batches(self, limit: float = float("inf")) -> Iterator[tuple[Batch, int, int]]: ...
+    def state_dict(self) -> State: ...
+    def load_state_dict(self, state: State) -> list[str]: ...
+
+
 class TrainingBatches:
     """The training data for the fit loop. Iterating it yields (batch, batch_idx, is_last).
 
@@ -68,8 +130,8 @@ class TrainingBatches:
 
     def __init__(
         self,
-        loaders: LoaderSet | None,
-        renew: Callable[[], LoaderSet | None] | None = None,
+        loaders: Loaders | None,
+        renew: Callable[[], Loaders | None] | None = None,
         watch: Callable[[Iterable[Batch]], Iterable[Batch]] | None = None,
         opened_for: int = -1,
         resized: Callable[[], Any] = identity,
@@ -216,7 +278,7 @@ class TrainingBatches:
             warn(f"{text} The epoch ends without training. {_AN_ITERATOR}")
         yield from ()
 
-    def _number_batches(self, loaders: LoaderSet, count: float | None, batch: Batch) -> tuple[Batch, int, bool]:
+    def _number_batches(self, loaders: Loaders, count: float | None, batch: Batch) -> tuple[Batch, int, bool]:
         """Count a yielded batch. Keeps no reference to it, because it may be in GPU memory."""
         self._batches += 1
         self.is_over = loaders.is_exhausted if count is None else self._batches == count

@@ -96,6 +96,22 @@ def not_ordered(loader: Any) -> str | None:
     return None
 
 
+@dataclass
+class ElasticState:
+    """The state that a run takes from the run that it resumes, which had another number of processes.
+
+    Attributes:
+        order: the order of the training samples.
+        given: the settings that are counted in batches, as they were given to this run.
+        interval: the number of batches of this run between two validations, and whether each epoch ends with a
+            validation. Default: None, ``val_check_interval`` applies.
+    """
+
+    order: SampleOrder
+    given: dict[str, Any]
+    interval: tuple[int, bool] | None = None
+
+
 class ElasticSampler(Sampler[int]):
     """Yields the samples of one process from the row that a :class:`SampleOrder` describes.
 

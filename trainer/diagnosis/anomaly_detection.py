@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
+import lightning.pytorch as pl
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
@@ -14,10 +15,8 @@ from torch.optim import Optimizer
 from trainer.common.run_callback import RunCallback, refuse_other_trainers
 from trainer.diagnosis.recording import Recorder
 from trainer.diagnosis.replay import backward, refuse_drawn_batches, replay
+from trainer.loop.run_state import state_of
 from trainer.state.outcome import StepOutcome
-
-if TYPE_CHECKING:
-    from trainer.trainer import Trainer
 
 _SCALE = 2.0**-100
 """Loss scale of the replay: no gradient of a float32 loss can overflow in float16 with it."""
@@ -45,19 +44,20 @@ class AnomalyDetection(RunCallback):
     def __init__(self) -> None:
         self._recorder: Recorder | None = None
 
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_train_start(self, trainer: pl.Trainer, pl_module: LightningModule) -> None:
         """Start to record batches."""
         refuse_other_trainers(self, trainer)
-        refuse_drawn_batches(trainer, "detect_anomaly=True with loss scaling")
-        self._recorder = Recorder(trainer)
+        run = state_of(trainer)
+        refuse_drawn_batches(run, "detect_anomaly=True with loss scaling")
+        self._recorder = Recorder(run)
 
-    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
+    def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         """Assign the recorded batches to this step."""
         if self._recorder is not None:
             self._recorder.close()
 
     def on_after_optimizer_step(
-        self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer, outcome: StepOutcome
+        self, trainer: pl.Trainer, pl_module: LightningModule, optimizer: Optimizer, outcome: StepOutcome
     ) -> None:
         """Replay a step that was skipped."""
         if self._recorder is None or optimizer is not trainer.optimizers[outcome.optimizers[0]]:
@@ -65,9 +65,9 @@ class AnomalyDetection(RunCallback):
         batches = self._recorder.closed
         if outcome.skipped:
             with torch.autograd.set_detect_anomaly(True):
-                deque(replay(trainer, batches, _backward), maxlen=0)
+                deque(replay(state_of(trainer), batches, _backward), maxlen=0)
 
-    def _clean_up(self, trainer: Trainer) -> None:
+    def _clean_up(self, trainer: pl.Trainer) -> None:
         """Drop the recorded batches."""
         if self._recorder is not None:
             self._recorder.stop()

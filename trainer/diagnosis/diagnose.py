@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,13 +26,11 @@ from trainer.diagnosis.examine import Finding, examine, samples_not_finite
 from trainer.diagnosis.out_of_range import MESSAGE, OutOfRange, RaisedCall
 from trainer.diagnosis.recording import RecordedBatch
 from trainer.diagnosis.remedies import LOW_SCALE, Weights
-from trainer.diagnosis.replay import FLOAT32, UNCHANGED, Variant, has_half_weights, run, undisturbed
+from trainer.diagnosis.replay import FLOAT32, UNCHANGED, Variant, has_half_weights, run_batch, undisturbed
 from trainer.diagnosis.report_file import Diagnosis
 from trainer.diagnosis.trace import Origin
 from trainer.errors import join_first
-
-if TYPE_CHECKING:
-    from trainer.trainer import Trainer
+from trainer.loop.run_state import RunState
 
 MAX_UNDERFLOW = 0.3
 """Share of the gradient elements that may be lost in float16."""
@@ -95,7 +93,7 @@ class Case:
     growth: float = 0.0
 
 
-def diagnose(trainer: Trainer, case: Case) -> Diagnosis | None:
+def diagnose(run: RunState, case: Case) -> Diagnosis | None:
     """Replay the case and explain it. All ranks call this together.
 
     Returns:
@@ -103,52 +101,52 @@ def diagnose(trainer: Trainer, case: Case) -> Diagnosis | None:
         batch are not the cause of the exception. With the trigger "step", a diagnosis with the largest loss scale that
         fits, instead of None.
     """
-    if trainer.loop.path.draws:
-        return _without_replay(trainer, case)
+    if run.loop.path.draws:
+        return _without_replay(run, case)
     if case.error is not None:
-        if (found := _rejected(trainer, case)) is not None:
-            return _out_of_range(trainer, case, found)
-        if "without overflow" not in f"{case.error}" and are_finite(trainer.lightning_module, case.batches[0].batch):
+        if (found := _rejected(run, case)) is not None:
+            return _out_of_range(run, case, found)
+        if "without overflow" not in f"{case.error}" and are_finite(run.module, case.batches[0].batch):
             return None
     if case.trigger == "underflow":
-        return None if trainer.engine.gradients.are_parts else _underflow(trainer, case)
-    finding = examine(trainer, case.batches, case.scale)
+        return None if run.is_sharded else _underflow(run, case)
+    finding = examine(run, case.batches, case.scale)
     if finding is None:
-        return None if case.trigger == "growth" else _unknown_cause(trainer, case, None)
+        return None if case.trigger == "growth" else _unknown_cause(run, case, None)
     if finding.error and case.error is None and not finding.broken_weights:
         cause = f"The replay of the batch ended with {finding.error}; the run did not."
         return _diagnosis(case, finding, "unknown", cause, "", key=finding.error)
-    diagnosis = _explain_or_reuse(trainer, case, finding)
+    diagnosis = _explain_or_reuse(run, case, finding)
     if diagnosis is None and case.trigger == "step":
         cause = f"The largest loss scale that fits is {finding.largest_scale:g}."
         return _diagnosis(case, finding, "none", cause, "")
     return diagnosis
 
 
-def _rejected(trainer: Trainer, case: Case) -> OutOfRange | None:
+def _rejected(run: RunState, case: Case) -> OutOfRange | None:
     """Return the tensor that torch rejects in a replay of the batch, or None."""
     if isinstance(case.error, OutOfRange):
         return case.error
     call = RaisedCall()
     if MESSAGE.search(f"{case.error}"):
-        with suppress(Exception), undisturbed(trainer), call:
-            run(trainer, case.batches[0], lambda loss: None)
+        with suppress(Exception), undisturbed(run), call:
+            run_batch(run, case.batches[0], lambda loss: None)
     return call.found
 
 
-def _explain_or_reuse(trainer: Trainer, case: Case, finding: Finding) -> Diagnosis | None:
+def _explain_or_reuse(run: RunState, case: Case, finding: Finding) -> Diagnosis | None:
     for earlier in case.known:
         if finding.fails and _origin_of(finding) == _origin_of(earlier.finding):
             return earlier
     if finding.broken_weights:
-        return _weights(trainer, case, finding)
+        return _weights(run, case, finding)
     if not finding.fails and case.trigger == "loss" and case.before:  # the loss may be that of the weights before
-        with remedies.weights_of(trainer, case.before):
-            second = examine(trainer, case.batches, case.scale)
-            if second is None or second.fails or trainer.world_size > 1:
-                return None if second is None else _explain(trainer, case, second)
-        return _repeat_steps(trainer, case, finding)
-    return _explain(trainer, case, finding)
+        with remedies.weights_of(run, case.before):
+            second = examine(run, case.batches, case.scale)
+            if second is None or second.fails or run.world_size > 1:
+                return None if second is None else _explain(run, case, second)
+        return _repeat_steps(run, case, finding)
+    return _explain(run, case, finding)
 
 
 def _origin_of(finding: Finding) -> tuple[Any, ...]:
@@ -158,55 +156,55 @@ def _origin_of(finding: Finding) -> tuple[Any, ...]:
     return place, [*finding.broken_batch], bool(finding.broken_weights)
 
 
-def _explain(trainer: Trainer, case: Case, finding: Finding) -> Diagnosis | None:
+def _explain(run: RunState, case: Case, finding: Finding) -> Diagnosis | None:
     """Explain why a batch fails with the current weights."""
     failing = [case.batches[finding.position]] if finding.position < len(case.batches) else []
-    if finding.broken_batch and (found := _data(trainer, case, finding, failing)) is not None:
+    if finding.broken_batch and (found := _data(run, case, finding, failing)) is not None:
         return found
     if not finding.fails:
-        grown = case.trigger == "growth" and _has_diverged(trainer, case, failing, finding.origin)
-        return _divergence(trainer, case, finding) if grown else None
-    if finding.outliers and finding.is_hopeless and (found := _outliers(trainer, case, finding, failing)) is not None:
+        grown = case.trigger == "growth" and _has_diverged(run, case, failing, finding.origin)
+        return _divergence(run, case, finding) if grown else None
+    if finding.outliers and finding.is_hopeless and (found := _outliers(run, case, finding, failing)) is not None:
         return found
-    full = _in_float32(trainer, case)
+    full = _in_float32(run, case)
     fits = finding.largest_scale
     diverged: Diagnosis | None = None
-    if (finding.is_hopeless or fits < LOW_SCALE) and _has_diverged(trainer, case, failing, finding.origin):
-        diverged = _divergence(trainer, case, finding)
-    if diverged is not None and (diverged.tried or case.growth or not _rates_are_finite(trainer)):
+    if (finding.is_hopeless or fits < LOW_SCALE) and _has_diverged(run, case, failing, finding.origin):
+        diverged = _divergence(run, case, finding)
+    if diverged is not None and (diverged.tried or case.growth or not _rates_are_finite(run)):
         return diverged
     origin = finding.origin
     # whether neither a wider dtype nor another loss scale can make the first non-finite result finite
     is_beyond = origin is None or origin.is_nan or (origin.phase == "backward" and not fits)
     if full.fails if full is not None else is_beyond:
-        if (buffers := _buffers(trainer, case, finding)) is not None:
+        if (buffers := _buffers(run, case, finding)) is not None:
             return buffers
-        model = _model(trainer, case, full or finding, is_float32=full is not None)
+        model = _model(run, case, full or finding, is_float32=full is not None)
         return model if model.tried or diverged is None else diverged
     if finding.is_hopeless and finding.origin is not None and finding.origin.phase == "forward":
-        return _precision(trainer, case, finding, "forward")
-    is_settling = fits >= trainer.scaler.min_scale and (
-        fits >= LOW_SCALE or remedies.underflow(trainer, case.batches, fits).get("", 0.0) <= MAX_UNDERFLOW
+        return _precision(run, case, finding, "forward")
+    is_settling = fits >= run.scaler.min_scale and (
+        fits >= LOW_SCALE or remedies.underflow(run, case.batches, fits).get("", 0.0) <= MAX_UNDERFLOW
     )
-    return None if is_settling else _precision(trainer, case, finding, "backward")
+    return None if is_settling else _precision(run, case, finding, "backward")
 
 
-def _in_float32(trainer: Trainer, case: Case) -> Finding | None:
+def _in_float32(run: RunState, case: Case) -> Finding | None:
     """Return the finding of a replay in float32, or None if the module cannot run in float32."""
-    if trainer.engine.gradients.are_parts:
+    if run.is_sharded:
         return None  # if one rank raises in a sharded forward pass, the others wait for it
-    full = examine(trainer, case.batches, 1.0, FLOAT32)
+    full = examine(run, case.batches, 1.0, FLOAT32)
     return None if full is None or full.error else full
 
 
 # --- one function for each verdict ----------------------------------------------------------------------------------
 
 
-def _data(trainer: Trainer, case: Case, finding: Finding, failing: Sequence[RecordedBatch]) -> Diagnosis | None:
+def _data(run: RunState, case: Case, finding: Finding, failing: Sequence[RecordedBatch]) -> Diagnosis | None:
     left_out = tuple(sorted({index for rows in finding.broken_batch.values() for index in rows}))
     names = " or ".join(finding.broken_batch)
-    hook = next((f" after {one}" for one in _TRANSFER_HOOKS if trainer.loop.hooks.override_of(one) is not None), "")
-    cured = examine(trainer, failing or case.batches, min(case.scale, 1.0), Variant(without=left_out))
+    hook = next((f" after {one}" for one in _TRANSFER_HOOKS if run.loop.hooks.override_of(one) is not None), "")
+    cured = examine(run, failing or case.batches, min(case.scale, 1.0), Variant(without=left_out))
     name = next(iter(finding.broken_batch))
     # whether all inputs of the operation that failed first were finite
     is_made = finding.origin is not None and bool(finding.origin.operation)
@@ -230,10 +228,10 @@ def _data(trainer: Trainer, case: Case, finding: Finding, failing: Sequence[Reco
     )  # fmt: skip
 
 
-def _outliers(trainer: Trainer, case: Case, finding: Finding, failing: Sequence[RecordedBatch]) -> Diagnosis | None:
+def _outliers(run: RunState, case: Case, finding: Finding, failing: Sequence[RecordedBatch]) -> Diagnosis | None:
     """Explain samples with numbers far above those of the others, if the batch is finite without them."""
     left_out = tuple(sorted({index for rows, _ in finding.outliers.values() for index in rows}))
-    cured = examine(trainer, failing or case.batches, min(case.scale, 1.0), Variant(without=left_out))
+    cured = examine(run, failing or case.batches, min(case.scale, 1.0), Variant(without=left_out))
     if cured is None or cured.is_hopeless:
         return None
     name, (rows, usual) = next(iter(finding.outliers.items()))
@@ -250,10 +248,10 @@ def _outliers(trainer: Trainer, case: Case, finding: Finding, failing: Sequence[
     )  # fmt: skip
 
 
-def _out_of_range(trainer: Trainer, case: Case, found: OutOfRange) -> Diagnosis:
+def _out_of_range(run: RunState, case: Case, found: OutOfRange) -> Diagnosis:
     """Explain an index, label or probability that is out of range."""
     batch_idx, bad, low, high = case.batches[0].batch_idx, found.rejected, found.low, found.high
-    finding = Finding(batch_idx, 0, 1, trainer.global_rank, case.scale, fails=True, error=found.error)
+    finding = Finding(batch_idx, 0, 1, run.global_rank, case.scale, fails=True, error=found.error)
     values = sorted(set(found.values[bad].tolist()))
     tensors = dict(named_tensors_in(case.batches[0].batch, "batch"))
     columns = {
@@ -289,12 +287,12 @@ def _have_same_values(tensor: Tensor, values: Tensor) -> bool:
     return tensor.numel() == values.numel() and bool((tensor.flatten() == values.flatten()).all())
 
 
-def _model(trainer: Trainer, case: Case, finding: Finding, *, is_float32: bool) -> Diagnosis:
+def _model(run: RunState, case: Case, finding: Finding, *, is_float32: bool) -> Diagnosis:
     origin = finding.origin
     assert origin is not None
     location = f"{Path(origin.file).name}:{origin.line}" if origin.file else origin.place
     hint = f"guard the operation against this input: {rewrite.HINTS.get(origin.name, rewrite.OTHER_HINT)}"
-    remedy, tried = _changed_code(trainer, case, origin, rewrite.propose) or (hint, "")
+    remedy, tried = _changed_code(run, case, origin, rewrite.propose) or (hint, "")
     line = f", {location}: {origin.source}" if origin.file else ""
     return _diagnosis(
         case, finding, "model",
@@ -305,7 +303,7 @@ def _model(trainer: Trainer, case: Case, finding: Finding, *, is_float32: bool) 
 
 
 def _changed_code(
-    trainer: Trainer,
+    run: RunState,
     case: Case,
     origin: Origin,
     propose: Callable[[Origin], Iterable[rewrite.Change]],
@@ -316,13 +314,13 @@ def _changed_code(
     If the batch fails at another place with a change, this place is changed, too.
 
     Args:
-        trainer: the Trainer.
+        run: the state of the run.
         case: the case.
         origin: the operation that fails.
         propose: returns changes of the code.
         variant: the precision to try the changes in, in addition to float32. Default: the run's.
     """
-    is_sharded = trainer.engine.gradients.are_parts
+    is_sharded = run.is_sharded
     if is_sharded and origin.name == "mul":
         # the change of a product raises if a factor is a Python number, and then the other ranks would wait
         return None
@@ -332,8 +330,8 @@ def _changed_code(
         moved: tuple[rewrite.Change, Origin] | None = None
         for one in propose(origin):
             together = one if change is None else change.also(one)
-            failure = _failure_with(trainer, case, together, variant)
-            if failure is None and _learns_with(trainer, case, together):
+            failure = _failure_with(run, case, together, variant)
+            if failure is None and _learns_with(run, case, together):
                 return str(together), "the batch is finite with it"
             if failure is None:
                 finite = finite or together
@@ -347,31 +345,35 @@ def _changed_code(
     return None if finite is None else (str(finite), "the batch is finite with it")
 
 
-def _failure_with(trainer: Trainer, case: Case, change: rewrite.Change, variant: Variant) -> Finding | None:
+def _failure_with(run: RunState, case: Case, change: rewrite.Change, variant: Variant) -> Finding | None:
     """Return None if the batch is finite with the changed code, in float32 and with ``variant``.
 
     Otherwise return the failing replay. The losses of other batches must stay about the same, because a remedy must not
     change the model.
     """
-    others = case.recent[-_COMPARED:] if trainer.world_size == 1 else []
-    failure = Finding(-1, 0, 1, trainer.global_rank, 1.0, fails=True)
-    before = remedies.losses(trainer, others)
-    with change.applied({type(module) for module in trainer.lightning_module.modules()}) as is_applied:
+    others = case.recent[-_COMPARED:] if run.world_size == 1 else []
+    failure = Finding(-1, 0, 1, run.global_rank, 1.0, fails=True)
+    before = remedies.losses(run, others)
+    with change.applied(_classes_in(run.module)) as is_applied:
         if not is_applied:
             return failure
         for one in (FLOAT32, variant):
-            tried = examine(trainer, case.batches, 1.0, one)
+            tried = examine(run, case.batches, 1.0, one)
             if tried is None or tried.is_hopeless or (one.dtype is not None and tried.fails):
                 return tried or failure
             if abs(tried.loss) > _LARGEST_LOSS:
                 return failure
-        after = remedies.losses(trainer, others)
+        after = remedies.losses(run, others)
     pairs = [(a, b) for a, b in zip(before, after, strict=True) if math.isfinite(a)]
     usual = statistics.median([abs(a) for a, _ in pairs] or [0.0])
     return None if all(abs(a - b) <= 0.1 * max(abs(a), usual) for a, b in pairs) else failure
 
 
-def _learns_with(trainer: Trainer, case: Case, change: rewrite.Change) -> bool:
+def _classes_in(module: nn.Module) -> set[type]:
+    return {type(part) for part in module.modules()}
+
+
+def _learns_with(run: RunState, case: Case, change: rewrite.Change) -> bool:
     """Return whether a few steps with the changed code do not make the loss grow; True if the model is large.
 
     A limit near 0 makes a batch finite, but its gradient may be so large that the next steps diverge.
@@ -379,22 +381,22 @@ def _learns_with(trainer: Trainer, case: Case, change: rewrite.Change) -> bool:
     if not case.before:
         return True
     batches = [*case.recent[-_COMPARED:], *case.batches][-8:]
-    with change.applied({type(module) for module in trainer.lightning_module.modules()}):
-        return not remedies.diverges(trainer, batches)
+    with change.applied(_classes_in(run.module)):
+        return not remedies.diverges(run, batches)
 
 
-def _precision(trainer: Trainer, case: Case, finding: Finding, phase: str) -> Diagnosis:
+def _precision(run: RunState, case: Case, finding: Finding, phase: str) -> Diagnosis:
     origin = finding.origin
     assert origin is not None
-    is_sharded, change = trainer.engine.gradients.are_parts, _without_autocast(trainer, case, finding, None)
+    precision, is_sharded, change = run.precision, run.is_sharded, _without_autocast(run, case, finding, None)
     # whether a number was rounded to 0; nan from another operation than a quotient means a negative number
     is_at_0 = origin.name == "div" or (origin.name in rewrite.FAILS_AT_0 and not origin.is_nan)
     if change is None and phase == "forward" and is_at_0:
-        change = _changed_code(trainer, case, origin, rewrite.propose)
-    cure = None if is_sharded or change is not None else remedies.find_cure(trainer, case.batches, finding)
+        change = _changed_code(run, case, origin, rewrite.propose)
+    cure = None if is_sharded or change is not None else remedies.find_cure(run, case.batches, finding)
     largest = "" if origin.inputs is None else f" (its input is up to {origin.inputs.largest:.3g})"
     made = "" if origin.outputs is None else origin.outputs.dtype
-    name = made if made in ("float16", "bfloat16") else str(trainer.engine.precision.dtype).removeprefix("torch.")
+    name = made if made in ("float16", "bfloat16") else str(precision.dtype).removeprefix("torch.")
     is_too_large = origin.inputs is not None and origin.inputs.largest > torch.finfo(getattr(torch, name)).max
     verb = "makes nan in" if origin.is_nan and not is_too_large else "overflows"
     cause = f"{origin.name or 'An operation'} in {origin.place} {verb} {name}{largest}."
@@ -404,9 +406,9 @@ def _precision(trainer: Trainer, case: Case, finding: Finding, phase: str) -> Di
             f"No loss scale fits: the gradients of {join_first(finding.parameters, 3)} overflow in {origin.place}"
             f" at every scale{limit}."
         )
-    if _fits_with_cuda_ops(trainer, case):
-        cause += f" CUDA's autocast would not overflow: {remedies.precision(trainer, autocast_ops='cuda')}."
-    wider = "32-true" if trainer.engine.precision.dtype is torch.bfloat16 else "bf16-mixed"
+    if _fits_with_cuda_ops(run, case):
+        cause += f" CUDA's autocast would not overflow: {remedies.precision(precision, autocast_ops='cuda')}."
+    wider = "32-true" if precision.dtype is torch.bfloat16 else "bf16-mixed"
     alternative, bfloat16 = _normalization(finding, 1000.0), remedies.other_precision(wider)
     figures: dict[str, tuple[float, float]] = {}
     if cure is not None:
@@ -414,71 +416,70 @@ def _precision(trainer: Trainer, case: Case, finding: Finding, phase: str) -> Di
         figures = _figures(finding, cured)
         remedy = bfloat16 if variant.dtype is torch.bfloat16 else remedies.other_precision("32-true")
         if variant.dtype is None:
-            own = getattr(trainer.engine.precision, "fp32_modules", ())
-            remedy = remedies.precision(trainer, fp32_modules=(*own, *variant.modules))
-            fits = f", scales up to {cured.largest_scale:g} fit" if trainer.scaler.is_enabled() else ""
+            own = getattr(precision, "fp32_modules", ())
+            remedy = remedies.precision(precision, fp32_modules=(*own, *variant.modules))
+            fits = f", scales up to {cured.largest_scale:g} fit" if run.scaler.is_enabled() else ""
         tried = f"finite forward and backward{fits}"
-        with remedies.weights_of(trainer, case.before):
-            is_divergent = alternative and case.before and remedies.diverges(trainer, case.batches)
+        with remedies.weights_of(run, case.before):
+            is_divergent = alternative and case.before and remedies.diverges(run, case.batches)
         if is_divergent:
             remedy, tried, alternative, figures = alternative, "", remedy, {}
         elif variant.dtype is None:
             alternative = alternative or bfloat16
     else:
-        remedy, tried = change or _wider_code(trainer, case, finding, origin)
+        remedy, tried = change or _wider_code(run, case, finding, origin)
     return _diagnosis(
         case, finding, phase, cause, remedy, tried=tried, alternative=alternative, key=origin.module, figures=figures
     )
 
 
-def _wider_code(trainer: Trainer, case: Case, finding: Finding, origin: Origin) -> tuple[str, str]:
+def _wider_code(run: RunState, case: Case, finding: Finding, origin: Origin) -> tuple[str, str]:
     """Return the instruction to compute more of the code in 32 bits, and the result of trying it."""
     bfloat16, wide = remedies.other_precision("bf16-mixed"), Variant(torch.bfloat16)
-    if removal := _without_autocast(trainer, case, finding, torch.bfloat16):
+    if removal := _without_autocast(run, case, finding, torch.bfloat16):
         return removal
-    if change := _changed_code(trainer, case, origin, rewrite.widen):
+    if change := _changed_code(run, case, origin, rewrite.widen):
         return change
-    if trainer.world_size > 1 or has_half_weights(trainer.lightning_module):
+    if run.world_size > 1 or has_half_weights(run.module):
         return bfloat16, ""
-    if change := _changed_code(trainer, case, origin, rewrite.widen, wide):
+    if change := _changed_code(run, case, origin, rewrite.widen, wide):
         return f"{bfloat16}, and {change[0]}", change[1]
     return f"{remedies.other_precision('32-true')}, and no 16-bit dtypes in the code", "the batch is finite with it"
 
 
-def _without_autocast(
-    trainer: Trainer, case: Case, finding: Finding, dtype: torch.dtype | None
-) -> tuple[str, str] | None:
+def _without_autocast(run: RunState, case: Case, finding: Finding, dtype: torch.dtype | None) -> tuple[str, str] | None:
     """Return the instruction to remove the code's own autocast, and the result of trying it; None if it does not help.
 
     Args:
-        trainer: the Trainer.
+        run: the state of the run.
         case: the case.
         finding: the replay that fails.
         dtype: another dtype for the run's autocast. None to keep the dtype.
     """
     variant, scale = Variant(dtype, own_autocast=False), case.scale if dtype is None else 1.0
-    if not finding.autocast or not remedies.is_cured(examine(trainer, case.batches, scale, variant), variant):
+    if not finding.autocast or not remedies.is_cured(examine(run, case.batches, scale, variant), variant):
         return None
     added = "" if dtype is None else f", and use {remedies.other_precision('bf16-mixed')}"
     return f"remove torch.autocast in {finding.autocast}{added}", "the batch is finite with it"
 
 
-def _weights(trainer: Trainer, case: Case, finding: Finding) -> Diagnosis | None:
+def _weights(run: RunState, case: Case, finding: Finding) -> Diagnosis | None:
     """Explain weights that are not finite before the step."""
     broken = [name for name, value in case.before.items() if not value.isfinite().all()]
     names = broken or finding.broken_weights
     if case.before and not broken:
-        return _repeat_steps(trainer, case, finding)
+        return _repeat_steps(run, case, finding)
     if case.first >= 0 and not case.before:
-        return _divergence(trainer, case, finding) if case.growth else _unknown_cause(trainer, case, finding)
+        return _divergence(run, case, finding) if case.growth else _unknown_cause(run, case, finding)
     remedy = (
         f"load other weights. If there are none: torch.nan_to_num_(model.get_parameter({names[0]!r}).data, 0, 0, 0)"
     )
-    module, _, _ = names[0].rpartition(".")
-    parameter = trainer.lightning_module.get_parameter(names[0])
-    if not parameter.isfinite().any() and hasattr(trainer.lightning_module.get_submodule(module), "reset_parameters"):
-        remedy = f"load other weights. If there are none: model.get_submodule({module!r}).reset_parameters()"
-    source = getattr(trainer, "ckpt_path", None) or getattr(getattr(trainer, "loaded_weights", None), "path", None)
+    module, (owner, _, _) = run.module, names[0].rpartition(".")
+    parameter = module.get_parameter(names[0])
+    if not parameter.isfinite().any() and hasattr(module.get_submodule(owner), "reset_parameters"):
+        remedy = f"load other weights. If there are none: model.get_submodule({owner!r}).reset_parameters()"
+    trainer: Any = run.trainer
+    source = trainer.ckpt_path or getattr(trainer.loaded_weights, "path", None)
     return _diagnosis(
         case, finding, "weights",
         f"Weights were not finite when training began{f', in {source}' if source else ''}: {join_first(names, 4)}.",
@@ -487,7 +488,7 @@ def _weights(trainer: Trainer, case: Case, finding: Finding) -> Diagnosis | None
     )  # fmt: skip
 
 
-def _repeat_steps(trainer: Trainer, case: Case, finding: Finding) -> Diagnosis | None:
+def _repeat_steps(run: RunState, case: Case, finding: Finding) -> Diagnosis | None:
     """Repeat the steps since the weights ``case.before``, and explain the first batch that fails.
 
     If no batch fails, the batches of the failed window are repeated with other random numbers. If no batch fails then
@@ -495,34 +496,34 @@ def _repeat_steps(trainer: Trainer, case: Case, finding: Finding) -> Diagnosis |
     """
     batches = [*case.recent, *case.batches]
     repeated = [batch for batch in batches if batch.step >= case.weights_step]
-    is_whole = bool(repeated) and repeated[0].step == case.weights_step and remedies.can_step(trainer)
+    is_whole = bool(repeated) and repeated[0].step == case.weights_step and remedies.can_step(run)
     is_whole &= all(batch.rates for batch in repeated)
-    with remedies.weights_of(trainer, case.before):
-        usual = [abs(loss) for loss in remedies.losses(trainer, batches) if math.isfinite(loss)]
+    with remedies.weights_of(run, case.before):
+        usual = [abs(loss) for loss in remedies.losses(run, batches) if math.isfinite(loss)]
     limit = _DIVERGENCE_FACTOR * max(usual, default=1.0) if case.growth else math.inf
-    recorded, weights = remedies.repeat(trainer, repeated if is_whole else batches, case.before, limit)
+    recorded, weights = remedies.repeat(run, repeated if is_whole else batches, case.before, limit)
     fails = recorded is None and bool(weights)
     if not weights:
         weights = case.before if finding.broken_weights else {}
-        with remedies.weights_of(trainer, weights):
-            recorded = remedies.failing_draw(trainer, case.batches)
+        with remedies.weights_of(run, weights):
+            recorded = remedies.failing_draw(run, case.batches)
     if recorded is not None:
-        with remedies.weights_of(trainer, weights):
-            found = examine(trainer, [recorded], case.scale)
+        with remedies.weights_of(run, weights):
+            found = examine(run, [recorded], case.scale)
             fails = found is not None and found.fails
             if found is not None and found.is_hopeless:
                 one = replace(case, batches=[recorded], step=recorded.step)
-                if (verdict := _explain(trainer, one, found)) is not None:
+                if (verdict := _explain(run, one, found)) is not None:
                     return verdict
     if not finding.broken_weights:
         return None
-    if (verdict := _optimizer(trainer, case, finding)) is not None:
+    if (verdict := _optimizer(run, case, finding)) is not None:
         return verdict
-    if fails or case.growth or not _rates_are_finite(trainer):
-        return _divergence(trainer, case, finding)
+    if fails or case.growth or not _rates_are_finite(run):
+        return _divergence(run, case, finding)
     if recorded is not None or not is_whole:
-        return _unknown_cause(trainer, case, finding)
-    named = dict(trainer.lightning_module.named_parameters())
+        return _unknown_cause(run, case, finding)
+    named = dict(run.module.named_parameters())
     # A step with a gradient that is not finite breaks all trained weights. If all are broken, it is certain only of the
     # frozen ones that other code has broken them.
     certain = [name for name in finding.broken_weights if not named[name].requires_grad]
@@ -530,7 +531,7 @@ def _repeat_steps(trainer: Trainer, case: Case, finding: Finding) -> Diagnosis |
         certain = finding.broken_weights
     names = join_first(certain, 4) if certain else "Weights"
     state = "" if not case.weights_step else ", or the optimizer had a state that was not finite"
-    hooks = join_first(_hooks_between_steps(trainer), 3)
+    hooks = join_first(_hooks_between_steps(run), 3)
     return _diagnosis(
         case, finding, "weights",
         f"{names} became non-finite between the forward passes of steps {case.step - 1} and {case.step}, but stay"
@@ -541,9 +542,9 @@ def _repeat_steps(trainer: Trainer, case: Case, finding: Finding) -> Diagnosis |
     )  # fmt: skip
 
 
-def _hooks_between_steps(trainer: Trainer) -> list[str]:
+def _hooks_between_steps(run: RunState) -> list[str]:
     """Return the user's hooks that run between a backward pass and the next forward pass, each with its line."""
-    owners = {type(owner): None for owner in (trainer.lightning_module, *trainer.callbacks)}
+    owners = {type(owner): None for owner in (run.module, *run.callbacks)}
     hooks = [(owner.__name__, getattr(owner, name, None)) for owner in owners for name in _BETWEEN_STEPS]
     codes = {code: owner for owner, hook in hooks if (code := getattr(hook, "__code__", None)) is not None}
     return [
@@ -553,9 +554,9 @@ def _hooks_between_steps(trainer: Trainer) -> list[str]:
     ]
 
 
-def _optimizer(trainer: Trainer, case: Case, finding: Finding) -> Diagnosis | None:
+def _optimizer(run: RunState, case: Case, finding: Finding) -> Diagnosis | None:
     """Explain a step that divides by ``eps``, if ``eps`` is 0 in the dtype of the weights."""
-    for optimizer in trainer.optimizers:
+    for optimizer in run.optimizers:
         for group in optimizer.param_groups:
             eps, dtypes = group.get("eps", 1.0), {parameter.dtype for parameter in group["params"]}
             if dtype := next((one for one in dtypes if not torch.tensor(eps, dtype=one)), None):
@@ -569,16 +570,16 @@ def _optimizer(trainer: Trainer, case: Case, finding: Finding) -> Diagnosis | No
     return None
 
 
-def _buffers(trainer: Trainer, case: Case, finding: Finding) -> Diagnosis | None:
+def _buffers(run: RunState, case: Case, finding: Finding) -> Diagnosis | None:
     """Explain buffers that had nan or inf when training began, and tensors in other attributes that have them now.
 
     These values are the cause if the batch is finite without them. A value of -inf is not, because it may be part of a
     mask.
     """
-    module = trainer.lightning_module
+    module = run.module
     buffers = dict(module.named_buffers())
     # the values of attributes may differ between ranks, which must replay together
-    attributes = remedies.tensor_attributes(module) if trainer.world_size == 1 else {}
+    attributes = remedies.tensor_attributes(module) if run.world_size == 1 else {}
     broken = {
         name: f"model.get_buffer({name!r})"
         for name, largest in case.buffers.items()
@@ -593,8 +594,8 @@ def _buffers(trainer: Trainer, case: Case, finding: Finding) -> Diagnosis | None
         return None
     current, batches = buffers | attributes, [batch._replace(buffers=None) for batch in case.batches]
     usual = {name: int(name.endswith("running_var")) for name in broken}  # BatchNorm divides by a variance
-    with remedies.weights_of(trainer, {name: current[name].nan_to_num(*[one] * 3) for name, one in usual.items()}):
-        cured = examine(trainer, batches, 1.0)
+    with remedies.weights_of(run, {name: current[name].nan_to_num(*[one] * 3) for name, one in usual.items()}):
+        cured = examine(run, batches, 1.0)
     if cured is None or cured.fails:
         return None
     return _diagnosis(
@@ -608,7 +609,7 @@ def _buffers(trainer: Trainer, case: Case, finding: Finding) -> Diagnosis | None
     )  # fmt: skip
 
 
-def _divergence(trainer: Trainer, case: Case, finding: Finding) -> Diagnosis:
+def _divergence(run: RunState, case: Case, finding: Finding) -> Diagnosis:
     if case.growth < 0:
         return _diagnosis(
             case, finding, "divergence",
@@ -616,9 +617,9 @@ def _divergence(trainer: Trainer, case: Case, finding: Finding) -> Diagnosis:
             "check the sign of the loss, and that each of its terms has a lower limit.",
         )  # fmt: skip
     batches = [*case.recent, *case.batches]
-    can_try = case.before and remedies.can_step(trainer)
-    learned = remedies.find_setting(trainer, batches[-8:], case.before) if can_try else None
-    rates = [float(group["lr"]) for optimizer in trainer.optimizers for group in optimizer.param_groups]
+    can_try = case.before and remedies.can_step(run)
+    learned = remedies.find_setting(run, batches[-8:], case.before) if can_try else None
+    rates = [float(group["lr"]) for optimizer in run.optimizers for group in optimizer.param_groups]
     rate = max([*rates, *(float(one) for batch in batches for one in batch.rates)])
     setting = f"lr={rate / 10 if math.isfinite(rate) else 0.01:g}"
     cause, tried = f"the learning rate is {rate:g}", ""
@@ -627,7 +628,7 @@ def _divergence(trainer: Trainer, case: Case, finding: Finding) -> Diagnosis:
         tried = f"a few steps bring the loss from {learned.before:.3g} to {learned.after:.3g}"
     remedy = remedies.optimizer_setting(setting)
     if setting.startswith("lr="):
-        remedy = f"{'a schedule that stays at' if trainer.lr_scheduler_configs else 'a lower learning rate,'} {remedy}"
+        remedy = f"{'a schedule that stays at' if run.schedules else 'a lower learning rate,'} {remedy}"
     return _diagnosis(
         case, finding, "divergence",
         f"The steps make the loss grow without bound{', in float32 too' if case.batches else ''}: {cause}.",
@@ -637,21 +638,21 @@ def _divergence(trainer: Trainer, case: Case, finding: Finding) -> Diagnosis:
     )  # fmt: skip
 
 
-def _underflow(trainer: Trainer, case: Case) -> Diagnosis | None:
-    lost = remedies.underflow(trainer, case.batches, case.scale)
-    if lost.get("", 0.0) <= MAX_UNDERFLOW or remedies.largest_update(trainer, case.batches) < _TINY:
+def _underflow(run: RunState, case: Case) -> Diagnosis | None:
+    lost = remedies.underflow(run, case.batches, case.scale)
+    if lost.get("", 0.0) <= MAX_UNDERFLOW or remedies.largest_update(run, case.batches) < _TINY:
         return None  # little is lost, or the updates would be too small in float32, too
-    finding = examine(trainer, case.batches, case.scale)
+    finding = examine(run, case.batches, case.scale)
     if finding is None or finding.fails:
         return None
     worst = max((name for name in lost if name), key=lambda name: lost[name])
-    remedy, tried, cap = "", "", trainer.scaler.max_scale
+    remedy, tried, cap = "", "", run.scaler.max_scale
     scale = finding.largest_scale / 16 if math.isfinite(finding.largest_scale) else 2.0**40
-    still_lost = remedies.underflow(trainer, case.batches, scale).get("", 1.0) if scale > case.scale else 1.0
+    still_lost = remedies.underflow(run, case.batches, scale).get("", 1.0) if scale > case.scale else 1.0
     if still_lost < MAX_UNDERFLOW / 3:
         tried = "the batch is finite at this scale, and little is lost"
         settings = {"init_scale": scale} | ({"max_scale": None} if cap < scale else {})
-        remedy = remedies.precision(trainer, **settings)
+        remedy = remedies.precision(run.precision, **settings)
     else:
         remedy = remedies.other_precision("bf16-mixed")
     return _diagnosis(
@@ -663,9 +664,9 @@ def _underflow(trainer: Trainer, case: Case) -> Diagnosis | None:
     )  # fmt: skip
 
 
-def _unknown_cause(trainer: Trainer, case: Case, finding: Finding | None) -> Diagnosis:
+def _unknown_cause(run: RunState, case: Case, finding: Finding | None) -> Diagnosis:
     """Return a verdict without a cause, because the batch or the weights before it are no longer stored."""
-    finding = finding or Finding(-1, 0, 1, trainer.global_rank, case.scale, fails=True)
+    finding = finding or Finding(-1, 0, 1, run.global_rank, case.scale, fails=True)
     guard = "nonfinite_guard" if remedies.is_command_line() else "[NonFiniteGuard('stop')]"
     return _diagnosis(
         case, finding, "unknown",
@@ -675,14 +676,14 @@ def _unknown_cause(trainer: Trainer, case: Case, finding: Finding | None) -> Dia
     )  # fmt: skip
 
 
-def _without_replay(trainer: Trainer, case: Case) -> Diagnosis | None:
+def _without_replay(run: RunState, case: Case) -> Diagnosis | None:
     """Explain losses or gradients that are not finite, or grow, if ``training_step`` draws its own batches."""
-    is_certain = case.trigger in ("loss", "growth") or (case.trigger == "skips" and not trainer.scaler.is_enabled())
+    is_certain = case.trigger in ("loss", "growth") or (case.trigger == "skips" and not run.scaler.is_enabled())
     if case.error is not None or not is_certain:
         return None
-    finding = Finding(-1, 0, 1, trainer.global_rank, case.scale, fails=True)
+    finding = Finding(-1, 0, 1, run.global_rank, case.scale, fails=True)
     if case.growth or case.trigger == "growth":
-        return _divergence(trainer, replace(case, before={}, batches=[]), finding)
+        return _divergence(run, replace(case, before={}, batches=[]), finding)
     return _diagnosis(
         case, finding, "unknown",
         f"A {'gradient' if case.trigger == 'skips' else 'loss'} was not finite at step {case.step}. The step cannot be"
@@ -712,32 +713,32 @@ def _normalization(finding: Finding, limit: float) -> str:
     return f"normalize the inputs ({join_first(wide, 2)})" if wide else ""
 
 
-def _fits_with_cuda_ops(trainer: Trainer, case: Case) -> bool:
+def _fits_with_cuda_ops(run: RunState, case: Case) -> bool:
     """Return whether the batch is finite on a CPU if autocast uses CUDA's lists of operations."""
-    own = getattr(trainer.engine.precision, "autocast_ops", "cuda")
-    if own == "cuda" or trainer.engine.device.type != "cpu":
+    own = getattr(run.precision, "autocast_ops", "cuda")
+    if own == "cuda" or run.device.type != "cpu":
         return False
     variant = Variant(cuda=True)
-    return remedies.is_cured(examine(trainer, case.batches, case.scale, variant), variant)
+    return remedies.is_cured(examine(run, case.batches, case.scale, variant), variant)
 
 
-def _rates_are_finite(trainer: Trainer) -> bool:
-    return all(math.isfinite(g["lr"]) for optimizer in trainer.optimizers for g in optimizer.param_groups)
+def _rates_are_finite(run: RunState) -> bool:
+    return all(math.isfinite(g["lr"]) for optimizer in run.optimizers for g in optimizer.param_groups)
 
 
-def _has_diverged(trainer: Trainer, case: Case, failing: Sequence[RecordedBatch], origin: Origin | None) -> bool:
+def _has_diverged(run: RunState, case: Case, failing: Sequence[RecordedBatch], origin: Origin | None) -> bool:
     """Return whether most of the recent batches have a much larger loss than with earlier weights, in float32.
 
     If no loss is finite any more, return True, unless an operation is not defined for its input, such as log(-1).
     """
-    if not _rates_are_finite(trainer):
+    if not _rates_are_finite(run):
         return True
-    if not case.before or trainer.world_size > 1:
+    if not case.before or run.world_size > 1:
         return False
     batches = [*case.recent[-_COMPARED:], *failing]
-    current_losses = remedies.losses(trainer, batches)
-    with remedies.weights_of(trainer, case.before):
-        earlier_losses = remedies.losses(trainer, batches)
+    current_losses = remedies.losses(run, batches)
+    with remedies.weights_of(run, case.before):
+        earlier_losses = remedies.losses(run, batches)
     pairs = [(a, b) for a, b in zip(current_losses, earlier_losses, strict=True) if math.isfinite(b)]
     if not pairs:
         return False

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,14 +22,12 @@ from trainer.diagnosis.replay import (
     own_autocast,
     replay,
     rewind,
-    run,
+    run_batch,
     undisturbed,
 )
 from trainer.diagnosis.replay_state import ObjectState
 from trainer.diagnosis.trace import Origin, Trace, measure
-
-if TYPE_CHECKING:
-    from trainer.trainer import Trainer
+from trainer.loop.run_state import RunState
 
 _POWERS = (-128, 127)
 """Lowest and highest exponent in the search for a scale: those of float32, and -128 for "none". The search takes 8
@@ -90,7 +88,7 @@ class Finding:
 
 
 def examine(
-    trainer: Trainer, recorded: Sequence[RecordedBatch], scale: float, variant: Variant = UNCHANGED
+    run: RunState, recorded: Sequence[RecordedBatch], scale: float, variant: Variant = UNCHANGED
 ) -> Finding | None:
     """Replay the batches of one weight update, find the first one that fails, and the operation that fails first.
 
@@ -99,23 +97,25 @@ def examine(
     no loss: one forward and ten backward passes of one batch and, if the window has several batches, one more forward
     and backward pass of each. Restores the state of the run (:func:`~trainer.diagnosis.replay.undisturbed`).
     """
-    engine = trainer.engine
-    batches = in_step(trainer, recorded)
+    engine = run.engine
+    batches = in_step(run, recorded)
     if not batches:
         return None
     position = 0
     if len(batches) > 1:
-        first = torch.tensor(_first_failing(trainer, recorded, scale, variant), device=engine.device)
-        position = int(engine.reduce(first, "min")) % len(batches)  # if no batch fails by itself, examine the first
+        first = torch.tensor(_first_failing(run, recorded, scale, variant), device=engine.device)
+        position = int(engine.collectives.reduce(first, "min")) % len(
+            batches
+        )  # if no batch fails by itself, examine the first
     batch = batches[position]
     batch_idx = -1 if batch is None else batch.batch_idx
     finding = Finding(batch_idx, position, len(batches), engine.global_rank, scale)
     try:
-        with undisturbed(trainer) as state:
-            _look_into(trainer, state, batch, finding, variant)
+        with undisturbed(run) as state:
+            _look_into(run, state, batch, finding, variant)
     except Exception as error:  # a report must not end the run, and the other ranks wait below
         finding.error = f"{type(error).__name__}: {error}".splitlines()[0]
-    findings: list[Finding] = engine.broadcast(engine.gather(finding))
+    findings: list[Finding] = engine.collectives.broadcast(engine.collectives.gather(finding))
     failing = [one for one in findings if one.fails] or [one for one in findings if not math.isnan(one.loss)]
     # collectives of the backward pass may spread the failure to other ranks, so choose the rank where it began
     chosen = min(failing or findings, key=lambda one: (not one.broken_batch, math.isfinite(one.loss), one.rank))
@@ -142,19 +142,19 @@ def largest_power(fits: Callable[[float], bool]) -> float:
     return 2.0**low if low > _POWERS[0] else 0.0
 
 
-def _first_failing(trainer: Trainer, batches: Sequence[RecordedBatch], scale: float, variant: Variant) -> int:
+def _first_failing(run: RunState, batches: Sequence[RecordedBatch], scale: float, variant: Variant) -> int:
     """Return the index of the first batch that raises, or has a loss or gradient that is not finite. Runs all batches.
 
     If no batch fails, return their number, including batches that only other ranks have.
     """
     failing: list[bool] = []
-    part = trainer.engine.gradients.part
+    part = run.part
 
     def is_finite(loss: Tensor, watched: Mapping[str, Tensor]) -> bool:
         return _fits(loss, scale, watched, part) and bool(loss.isfinite().all())
 
     try:
-        for found in replay(trainer, batches, is_finite, variant):
+        for found in replay(run, batches, is_finite, variant):
             failing.append(not all(found))
     except Exception:
         failing.append(True)
@@ -162,13 +162,13 @@ def _first_failing(trainer: Trainer, batches: Sequence[RecordedBatch], scale: fl
 
 
 def _look_into(
-    trainer: Trainer, state: ObjectState, recorded: RecordedBatch | None, finding: Finding, variant: Variant
+    run: RunState, state: ObjectState, recorded: RecordedBatch | None, finding: Finding, variant: Variant
 ) -> None:
-    module, parameters = trainer.lightning_module, optimized(trainer)
-    part = trainer.engine.gradients.part
+    module, parameters = run.module, optimized(run)
+    part = run.part
     if recorded is None:
         parameters = {}
-    rewind(trainer, state, recorded)
+    rewind(run, state, recorded)
     finding.broken_weights = [
         name
         for name, parameter in module.named_parameters()
@@ -199,7 +199,7 @@ def _look_into(
     trace = Trace(module, part)
     try:
         with trace, own_autocast() as places:
-            run(trainer, recorded, on_loss, variant)
+            run_batch(run, recorded, on_loss, variant)
         finding.autocast = next(iter(places), "")
     except Exception:
         finding.fails, finding.largest_scale, finding.origin = True, 0.0, trace.fallback()

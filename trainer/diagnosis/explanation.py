@@ -13,8 +13,9 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from lightning.pytorch.trainer.states import RunningStage
 from torch import Tensor, nn
 
 from trainer.common import machine
@@ -22,12 +23,10 @@ from trainer.common.machine import readable
 from trainer.data.samples import batch_size, tensors_in
 from trainer.data.workers import DEAD_WORKER
 from trainer.errors import DataLoaderError, is_out_of_memory
+from trainer.loop.run_state import RunState
 from trainer.record import memory_usage as memory
 from trainer.record.memory_usage import Usage
 from trainer.state.progress import STARTED, TRAINED
-
-if TYPE_CHECKING:
-    from trainer.trainer import Trainer
 
 Folder = Callable[[], Path | None]
 
@@ -47,7 +46,7 @@ _SHAPES = re.compile(
 
 
 def explain(
-    error: BaseException, trainer: Trainer, folder: Folder | None = None, stall: Callable[[], str | None] | None = None
+    error: BaseException, run: RunState, folder: Folder | None = None, stall: Callable[[], str | None] | None = None
 ) -> DataLoaderError | None:
     """Add a note to ``error``, which has ended a run, or return a more specific error.
 
@@ -56,7 +55,7 @@ def explain(
             errors about shapes and out-of-memory errors get a note (``__notes__``), which a traceback shows below the
             message. An out-of-memory error also gets the attribute ``memory``
             (:class:`~trainer.record.memory_usage.Usage`), and the tensors in its traceback are released.
-        trainer: the Trainer of the run, in the state at the error.
+        run: the state of the run, in the state at the error.
         folder: returns the folder of the run, for a snapshot of a GPU's memory. Default: None, no snapshot.
         stall: returns the report of a hang. Default: None, hangs are not detected.
 
@@ -65,17 +64,17 @@ def explain(
     """
     text = str(error)
     if isinstance(error, Exception) and _RAISED.search(text):
-        add_note(error, f"It was raised while {_describe_position(trainer)} was loaded.")
+        add_note(error, f"It was raised while {_describe_position(run)} was loaded.")
     elif isinstance(error, RuntimeError) and (found := DEAD_WORKER.search(text)):
-        return _worker_error(trainer, [int(pid) for pid in found["pids"].split(",")], found["how"])
+        return _worker_error(run, [int(pid) for pid in found["pids"].split(",")], found["how"])
     elif isinstance(error, RuntimeError) and (found := _HUNG.search(text)):
-        return _worker_error(trainer, [], f"have sent nothing for {found['seconds']} seconds")
+        return _worker_error(run, [], f"have sent nothing for {found['seconds']} seconds")
     elif isinstance(error, RuntimeError) and _COLLECTIVE_TIMEOUT.search(text):
-        _explain_waiting(error, trainer)
+        _explain_waiting(error, run)
         if stall is not None and (report := stall()) is not None:
             add_note(error, report)
     elif isinstance(error, RuntimeError) and any(one.search(text) for one in (_NO_GRAPH, _NO_SCALAR, _FREED)):
-        _explain_loss(error, trainer)
+        _explain_loss(error, run)
     elif isinstance(error, RuntimeError) and _INFERENCE.search(text):
         add_note(
             error,
@@ -83,32 +82,32 @@ def explain(
             " mode. Use Trainer(inference_mode=False), or do not keep such tensors.",
         )
     elif is_out_of_memory(error):
-        _explain_memory(error, trainer, folder)
+        _explain_memory(error, run, folder)
         release_tensors(error)
     elif isinstance(error, _BATCH_ERRORS) and _SHAPES.search(text):
-        batch = _batch_of(trainer)
+        batch = _batch_of(run)
         if batch is not None:  # None outside of a batch, for example if an optimizer refuses its parameters
-            add_note(error, f"It was raised by {_describe_position(trainer)}: {describe_batch(batch)}.")
+            add_note(error, f"It was raised by {_describe_position(run)}: {describe_batch(batch)}.")
     return None
 
 
-def _explain_waiting(error: RuntimeError, trainer: Trainer) -> None:
+def _explain_waiting(error: RuntimeError, run: RunState) -> None:
     """Add advice to the timeout of a collective if processes may have different numbers of batches."""
-    loop = trainer.eval_loops.get(trainer.state.stage)
+    loop = run.eval_loop
     if loop is not None and loop.distributed_pass is not None and loop.distributed_pass.is_uneven:
         add_note(
             error,
-            f"The process waited at {_describe_position(trainer)}. Processes may have different numbers of batches"
+            f"The process waited at {_describe_position(run)}. Processes may have different numbers of batches"
             f" there. If {loop.stage}_step or a batch hook runs collectives (torch.distributed), give all"
             " processes the same number of batches: Trainer(pad_evaluation=True).",
         )
 
 
-def _explain_loss(error: RuntimeError, trainer: Trainer) -> None:
+def _explain_loss(error: RuntimeError, run: RunState) -> None:
     """Add the loss, the expected one and advice to an error of the fit's backward pass."""
-    code = type(trainer.loop).run_backward.__code__
+    code = type(run.loop).run_backward.__code__
     places = (frame for frame, _ in traceback.walk_tb(error.__traceback__) if frame.f_code is code)
-    frame, module = next(places, None), trainer.lightning_module
+    frame, module = next(places, None), run.module
     if frame is None:  # the module ran the backward pass itself
         return
     loss = frame.f_locals["loss"]
@@ -141,11 +140,9 @@ def _explain_loss(error: RuntimeError, trainer: Trainer) -> None:
 # --- workers of dataloaders -----------------------------------------------------------------------------------
 
 
-def _worker_error(trainer: Trainer, pids: list[int], event: str) -> DataLoaderError:
+def _worker_error(run: RunState, pids: list[int], event: str) -> DataLoaderError:
     subject = f"A worker process of a DataLoader (pid {', '.join(map(str, pids))}) "
-    lines = [
-        f"{subject if pids else 'The worker processes of a DataLoader '}{event}: at {_describe_position(trainer)}."
-    ]
+    lines = [f"{subject if pids else 'The worker processes of a DataLoader '}{event}: at {_describe_position(run)}."]
     if not pids:
         lines += [
             "Either they hang (a lock that was held when the process was forked, a file system or network that does"
@@ -167,7 +164,7 @@ def _worker_error(trainer: Trainer, pids: list[int], event: str) -> DataLoaderEr
             "If the worker printed an error, it is above. Try num_workers=0, which shows the traceback, or"
             " DataLoader(multiprocessing_context='spawn') for libraries that do not survive a fork."
         ]
-    return DataLoaderError(" ".join(lines), _prefix(trainer), _batch_idx(trainer), pids)
+    return DataLoaderError(" ".join(lines), _prefix(run), _batch_idx(run), pids)
 
 
 _SHARED_MEMORY_ADVICE = (
@@ -215,16 +212,16 @@ def describe_batch(batch: Any) -> str:
     return type(batch).__name__
 
 
-def _explain_memory(error: BaseException, trainer: Trainer, folder: Folder | None) -> None:
+def _explain_memory(error: BaseException, run: RunState, folder: Folder | None) -> None:
     """Add a note with the phase, the live tensors and advice, as far as they are known."""
-    device, batch, usage = trainer.engine.device, _batch_of(trainer), None
+    device, batch, usage = run.device, _batch_of(run), None
     size = (None if batch is None else batch_size(batch)) or None
     with suppress(Exception):
         tensors = [] if batch is None else tensors_in(batch)
-        usage = memory.measure(device, trainer.lightning_module, trainer.engine.optimizers, tensors)
+        usage = memory.measure(device, run.module, run.optimizers, tensors)
         error.__dict__["memory"] = usage
     phase = _phase(frame for frame, _ in traceback.walk_tb(error.__traceback__))
-    moment = "before the first batch" if phase == _SET_UP else f"at {_describe_position(trainer)}"
+    moment = "before the first batch" if phase == _SET_UP else f"at {_describe_position(run)}"
     samples = "" if size is None else f", which has {size} sample{'s' * (size != 1)}"
     during = f", in {phase}" if phase else ""
     lines = [f"Memory ran out {moment}{samples}, on {device}{_describe_peak(usage)}{during}."]
@@ -233,15 +230,16 @@ def _explain_memory(error: BaseException, trainer: Trainer, folder: Folder | Non
     if batch is not None:
         lines[-1] += f" The batch is {describe_batch(batch)}."
     if folder is not None:
-        lines += _write_snapshot(trainer, folder)
-    if advice := _advice(trainer, usage, size):
+        lines += _write_snapshot(run, folder)
+    if advice := _advice(run, usage, size):
         lines.append(advice)
     add_note(error, "\n".join(lines))
 
 
-def _batch_of(trainer: Trainer) -> Any:
+def _batch_of(run: RunState) -> Any:
     """Return the current batch, or None."""
-    return None if trainer.active_metrics is None else trainer.active_metrics.batch
+    metrics = run.active_metrics
+    return None if metrics is None else metrics.batch
 
 
 _SET_UP = "the set-up"
@@ -297,22 +295,22 @@ def _describe_peak(usage: Usage | None) -> str:
     return f" (at the peak, {subject} took {readable(usage.peak)} of {readable(usage.total)})"
 
 
-def _write_snapshot(trainer: Trainer, folder: Folder) -> list[str]:
+def _write_snapshot(run: RunState, folder: Folder) -> list[str]:
     """Write torch's snapshot of the memory if there is one, and return the line that names the file."""
-    rank = f"_rank_{trainer.global_rank}" if trainer.world_size > 1 else ""
+    rank = f"_rank_{run.global_rank}" if run.world_size > 1 else ""
     try:
         place = folder()
         file = None if place is None else place / f"memory_snapshot{rank}.pickle"
-        if file is not None and memory.write_snapshot(trainer.engine.device, file):
+        if file is not None and memory.write_snapshot(run.device, file):
             return [f"The allocated blocks are in {file}: open it at https://pytorch.org/memory_viz."]
     except Exception as problem:  # the out-of-memory error is more important
         return [f"A snapshot of the memory could not be written: {problem}."]
     return []
 
 
-def _advice(trainer: Trainer, usage: Usage | None, size: int | None) -> str:
+def _advice(run: RunState, usage: Usage | None, size: int | None) -> str:
     """Return the advice, most promising first."""
-    training, tries = trainer.training, list[str]()
+    training, tries = run.stage is RunningStage.TRAINING, list[str]()
     if usage is not None and usage.is_fragmented and usage.elsewhere is not None and not memory.expands_segments():
         tries.append("PYTORCH_ALLOC_CONF=expandable_segments:True in the environment, which reduces fragmentation.")
     if training and usage is not None and usage.is_mostly_states:
@@ -324,12 +322,12 @@ def _advice(trainer: Trainer, usage: Usage | None, size: int | None) -> str:
         parts = 2 if size is None else next(n for n in range(2, size + 1) if size % n == 0)
         smaller = "a batch of half the size" if size is None else f"batches of {size // parts}"
         tries.append(
-            f"{smaller} with accumulate_grad_batches={trainer.accumulate_grad_batches * parts}, which keeps the"
+            f"{smaller} with accumulate_grad_batches={run.accumulate_grad_batches * parts}, which keeps the"
             " number of samples per step."
             if training
             else "a smaller batch."
         )
-    if training and not trainer.engine.precision.is_half:
+    if training and not run.precision.is_half:
         tries.append("precision='bf16-mixed', which halves the memory of activations.")
     if training:
         tries.append(
@@ -341,39 +339,39 @@ def _advice(trainer: Trainer, usage: Usage | None, size: int | None) -> str:
 # --- where a run is -------------------------------------------------------------------------------------------
 
 
-def whereabouts(frames: list[FrameType], trainer: Trainer) -> str:
+def whereabouts(frames: list[FrameType], run: RunState) -> str:
     """Return the phase of a process: ``in the forward pass, in net.blocks.7 (Block), at step 20, batch_idx 17 of ...``.
 
     Args:
         frames: stack frames of its main thread, from the outermost.
-        trainer: the Trainer of the run.
+        run: the state of the run.
     """
-    module = trainer.lightning_module
+    module = run.module
     names = {} if module is None else {id(one): name for name, one in module.named_modules()}
     inside = [
         own for frame in frames if isinstance(own := frame.f_locals.get("self"), nn.Module) and names.get(id(own))
     ]
     parts = [f"in {phase}"] if (phase := _phase(frames)) else []
     parts += [f"in {names[id(own)]} ({type(own).__name__})" for own in inside[-1:]]
-    return ", ".join([*parts, f"at step {trainer.global_step}, {_describe_position(trainer, with_rank=False)}"])
+    return ", ".join([*parts, f"at step {run.global_step}, {_describe_position(run, with_rank=False)}"])
 
 
-def _describe_position(trainer: Trainer, *, with_rank: bool = True) -> str:
+def _describe_position(run: RunState, *, with_rank: bool = True) -> str:
     """Return the position as text: ``batch_idx 17 of epoch 2 (train_dataloader)``."""
-    epoch = f" of epoch {trainer.current_epoch}" if trainer.state.fn == "fit" else ""
-    check = ", in the sanity check" if trainer.sanity_checking else ""
-    rank = f", on rank {trainer.global_rank}" if with_rank and trainer.world_size > 1 else ""
-    return f"batch_idx {_batch_idx(trainer)}{epoch} ({_prefix(trainer)}_dataloader{check}{rank})"
+    epoch = f" of epoch {run.epoch}" if run.fn == "fit" else ""
+    check = ", in the sanity check" if run.stage is RunningStage.SANITY_CHECKING else ""
+    rank = f", on rank {run.global_rank}" if with_rank and run.world_size > 1 else ""
+    return f"batch_idx {_batch_idx(run)}{epoch} ({_prefix(run)}_dataloader{check}{rank})"
 
 
-def _prefix(trainer: Trainer) -> str:
-    stage = trainer.state.stage
+def _prefix(run: RunState) -> str:
+    stage = run.stage
     return "train" if stage is None else str(stage.dataloader_prefix)
 
 
-def _batch_idx(trainer: Trainer) -> int:
+def _batch_idx(run: RunState) -> int:
     """Return the index of the current batch or, between two batches, of the next one."""
-    loop, progress = trainer.eval_loops.get(trainer.state.stage), trainer.progress
+    loop, progress = run.eval_loop, run.progress
     if loop is not None:
         return int(loop.progress.batches_done)
     return int(progress.batch_idx + (progress.position not in (STARTED, TRAINED)))

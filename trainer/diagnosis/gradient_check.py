@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
+import lightning.pytorch as pl
 import torch
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.utilities import rank_zero_info
@@ -18,9 +19,7 @@ from trainer.data.samples import samples_of
 from trainer.diagnosis.replay import refuse_drawn_batches, silence, undisturbed
 from trainer.diagnosis.replay_state import BufferState
 from trainer.errors import ConfigurationError, GradientCheckError, counted, did_you_mean, expect, join_first
-
-if TYPE_CHECKING:
-    from trainer.trainer import Trainer
+from trainer.loop.run_state import state_of
 
 Loss = Callable[[], Tensor]
 """Returns the loss (0-dim, float64) at the current weights."""
@@ -88,16 +87,16 @@ class GradientCheck(Callback):
         self.jitter = jitter
         self.problems: dict[str, str] = {}
 
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Check the gradients on the first batch."""
         if trainer.should_stop:
             return
         trainer.should_stop = True
-        refuse_drawn_batches(trainer, "GradientCheck")
+        refuse_drawn_batches(state_of(trainer), "GradientCheck")
         names = self._choose(trainer, pl_module)
         compared = counted(len(names), "parameter")
         rank_zero_info(f"Comparing the gradients of {compared} with finite differences.")
-        with undisturbed(trainer):
+        with undisturbed(state_of(trainer)):
             silence(pl_module)  # it would log hundreds of times per batch
             loss = _loss_of(trainer, pl_module, samples_of(batch, range(self.samples)), batch_idx)
             unused = self._check(loss, names, dict(pl_module.named_parameters()))
@@ -107,7 +106,7 @@ class GradientCheck(Callback):
             remark = f" The loss does not depend on {join_first(unused, 5)}." if unused else ""
             print_line(f"The gradients of {compared} agree with finite differences of the loss.{remark}")
 
-    def _choose(self, trainer: Trainer, module: LightningModule) -> list[str]:
+    def _choose(self, trainer: pl.Trainer, module: LightningModule) -> list[str]:
         if not module.automatic_optimization:
             raise ConfigurationError(
                 f"Got {type(module).__name__} with manual optimization, expected a training_step that returns its loss,"
@@ -183,7 +182,7 @@ class GradientCheck(Callback):
         )
 
 
-def _loss_of(trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> Loss:
+def _loss_of(trainer: pl.Trainer, module: LightningModule, batch: Any, batch_idx: int) -> Loss:
     """Build the function that computes the loss of one batch, with the current buffers and random numbers."""
     buffers = BufferState(module.buffers())
     takes_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)

@@ -10,7 +10,7 @@ from contextlib import ExitStack, suppress
 from copy import copy, deepcopy
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
@@ -24,9 +24,7 @@ from trainer.diagnosis.out_of_range import OutOfRange, RaisedCall
 from trainer.diagnosis.recording import RecordedBatch, storage_for
 from trainer.diagnosis.replay import silence
 from trainer.loop.batch_path import TrainingPath
-
-if TYPE_CHECKING:
-    from trainer.trainer import Trainer
+from trainer.loop.run_state import RunState
 
 _BATCHES = 64
 """Maximum number of stored batches: the host issues a limited number of kernels before it waits for the device."""
@@ -48,12 +46,12 @@ class HostBatches:
     weights, can no longer be read then. The CPU reports it at once: :meth:`failing` runs the recent batches there.
 
     Args:
-        trainer: the Trainer. The path of its batches is wrapped.
+        run: the state of the run. The path of its batches is wrapped.
     """
 
-    def __init__(self, trainer: Trainer) -> None:
-        self._trainer = trainer
-        self._loop = trainer.loop
+    def __init__(self, run: RunState) -> None:
+        self._run = run
+        self._loop = run.loop
         self._recent: deque[tuple[int, Any]] = deque(maxlen=0)
         self._stored: Callable[[Any], Any] = identity
         self._loop.wrap(self)
@@ -81,16 +79,16 @@ class HostBatches:
             The first batch with an index that is out of range, and the index. None if no batch has one, or if the model
             is too large.
         """
-        module = self._trainer.lightning_module
+        module, trainer = self._run.module, self._run.trainer
         if sum(p.nbytes for p in module.parameters() if is_dense(p)) > _MAX_WEIGHTS:
             return None
-        began, step = time.monotonic(), self._trainer.global_step
+        began, step = time.monotonic(), self._run.global_step
         with ExitStack() as stack:
             stack.enter_context(torch.no_grad())
             if "torch._dynamo" in sys.modules:
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
             with _ZerosOnHost():
-                host: LightningModule = deepcopy(module, {id(self._trainer): self._trainer}).to("cpu")
+                host: LightningModule = deepcopy(module, {id(trainer): trainer}).to("cpu")
             silence(host)
             takes_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
             for batch_idx, batch in reversed(self._recent):

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
+import lightning.pytorch as pl
 from lightning.pytorch import LightningModule
 from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
@@ -15,13 +16,11 @@ from trainer.diagnosis.diagnose import Case, diagnose
 from trainer.diagnosis.recording import RecordedBatch, Recorder
 from trainer.errors import ConfigurationError, NonFiniteError, expect, is_count, join_first, rank_zero_warn
 from trainer.loop.closures import needs_closure
+from trainer.loop.run_state import RunState, state_of
 from trainer.precision.guard import StepGuard
 from trainer.record.measures import last_diagnosis
 from trainer.state.outcome import StepOutcome
-
-if TYPE_CHECKING:
-    from trainer.distributed.engine import LightningEngine
-    from trainer.trainer import Trainer
+from trainer.state.progress import FitProgress
 
 
 class NonFiniteGuard(RunCallback):
@@ -102,14 +101,15 @@ class NonFiniteGuard(RunCallback):
             return {}
         return {"deepspeed": "runs batches again to find the origin of a nonfinite value. Use NonFiniteGuard('skip')."}
 
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+    def setup(self, trainer: pl.Trainer, pl_module: LightningModule, stage: str) -> None:
         """If the Trainer's scaler neither scales nor skips, use one that skips steps."""
         refuse_other_trainers(self, trainer)
-        if stage == "fit" and self.every_step and not trainer.scaler.skips_steps:
-            engine = trainer.engine
+        run = state_of(trainer)
+        if stage == "fit" and self.every_step and not run.skips_steps:
+            engine = run.engine
             self._scaler = engine.gradients.use_scaler(StepGuard(engine.device.type))
 
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_train_start(self, trainer: pl.Trainer, pl_module: LightningModule) -> None:
         """Reset the counts."""
         self._in_a_row, self._has_warned = 0, False
         if not self.every_step:
@@ -120,15 +120,15 @@ class NonFiniteGuard(RunCallback):
                 f"Got NonFiniteGuard({self.policy!r}) and the optimizer {greedy[0]}, which evaluates the loss itself,"
                 " several times a step: such a step cannot be skipped. Use NonFiniteGuard(every_step=False)."
             )
-        self._recorder = Recorder(trainer, keeps_batches=self.policy == "stop")
+        self._recorder = Recorder(state_of(trainer), keeps_batches=self.policy == "stop")
 
-    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
+    def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         """Assign the recorded batches to this step."""
         if self._recorder is not None:
             self._recorder.close()
 
     def on_after_optimizer_step(
-        self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer, outcome: StepOutcome
+        self, trainer: pl.Trainer, pl_module: LightningModule, optimizer: Optimizer, outcome: StepOutcome
     ) -> None:
         """Apply the policy to a skipped step."""
         if self._recorder is None or optimizer is not trainer.optimizers[outcome.optimizers[0]]:
@@ -142,18 +142,20 @@ class NonFiniteGuard(RunCallback):
         for recorded in batches:
             if recorded.buffers is not None:
                 recorded.buffers.restore_nonfinite()
-        scales = trainer.scaler.is_enabled()
+        run = state_of(trainer)
+        scales = run.scaler.is_enabled()
         if self.policy == "stop":
             if not scales or outcome.nonfinite_loss:
-                raise _error(trainer, step, outcome, batches)
+                raise _error(run, step, outcome, batches)
         elif not scales:
-            self._warn_or_stop(trainer, step)
+            self._warn_or_stop(run.progress, step)
 
-    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+    def on_save_checkpoint(self, trainer: pl.Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Raise if weights are not finite, to keep the last good checkpoint. A host-device synchronization."""
-        if self.policy == "continue" or trainer.state.fn != "fit" or trainer.state.status != "running":
+        state = trainer.state
+        if self.policy == "continue" or state.fn != "fit" or state.status != "running":
             return
-        if broken := _nonfinite_parameters(pl_module, trainer.engine):
+        if broken := _nonfinite_parameters(state_of(trainer)):
             report = last_diagnosis(trainer)
             raise NonFiniteError(
                 f"The weights are not finite at step {trainer.global_step} of epoch {trainer.current_epoch}, so they"
@@ -163,11 +165,11 @@ class NonFiniteGuard(RunCallback):
                 step=trainer.global_step,
             )
 
-    def _warn_or_stop(self, trainer: Trainer, step: int) -> None:
+    def _warn_or_stop(self, progress: FitProgress, step: int) -> None:
         """Warn once, and end the run if too many steps in a row were skipped."""
         if self._in_a_row == self.max_in_a_row:
             raise NonFiniteError(
-                f"{self._in_a_row} optimizer steps in a row, up to step {step} of epoch {trainer.current_epoch}, were"
+                f"{self._in_a_row} optimizer steps in a row, up to step {step} of epoch {progress.epoch}, were"
                 " skipped because gradients were not finite. The weights are those of the last good step."
                 " NonFiniteGuard('stop') names their origin; NonFiniteGuard('skip', max_in_a_row=None) has no maximum.",
                 step=step,
@@ -175,28 +177,28 @@ class NonFiniteGuard(RunCallback):
         if not self._has_warned:
             self._has_warned = True
             rank_zero_warn(
-                f"Optimizer step {step} of epoch {trainer.current_epoch} was skipped, because gradients were not"
+                f"Optimizer step {step} of epoch {progress.epoch} was skipped, because gradients were not"
                 " finite. Further skipped steps are only counted, in trainer.skipped_steps. NonFiniteGuard('stop')"
                 " names their origin."
             )
 
-    def _clean_up(self, trainer: Trainer) -> None:
+    def _clean_up(self, trainer: pl.Trainer) -> None:
         """Stop recording, and restore the Trainer's scaler."""
         if self._recorder is not None:
             self._recorder.stop()
             self._recorder = None
         if self._scaler is not None:
-            trainer.engine.gradients.use_scaler(self._scaler)
+            state_of(trainer).gradients.use_scaler(self._scaler)
             self._scaler = None
 
 
-def _error(trainer: Trainer, step: int, outcome: StepOutcome, batches: list[RecordedBatch]) -> NonFiniteError:
+def _error(run: RunState, step: int, outcome: StepOutcome, batches: list[RecordedBatch]) -> NonFiniteError:
     """Return the error, with the diagnosis of the step. All ranks call this together."""
     case = Case(step, batches, outcome.scale, in_a_row=1)
-    report = diagnose(trainer, case) if batches or trainer.world_size > 1 else None
+    report = diagnose(run, case) if batches or run.world_size > 1 else None
     lines = [] if report is None else report.lines()
     lines = [
-        f"Gradients were not finite at optimizer step {step} of epoch {trainer.current_epoch}.",
+        f"Gradients were not finite at optimizer step {step} of epoch {run.epoch}.",
         *lines,
         "The step was skipped: weights, optimizers and schedules are those of the last good step."
         " NonFiniteGuard('skip') continues after such steps.",
@@ -205,20 +207,20 @@ def _error(trainer: Trainer, step: int, outcome: StepOutcome, batches: list[Reco
     return NonFiniteError("\n".join(lines), step=step, batch_idx=batch_idx, report=report)
 
 
-def _nonfinite_parameters(module: LightningModule, engine: LightningEngine) -> list[str]:
+def _nonfinite_parameters(run: RunState) -> list[str]:
     """Return the names of nonfinite trained parameters. One host-device synchronization if all are finite.
 
     If parameters are sharded, all processes must call it together, and get the same result.
     """
-    part = engine.gradients.part
+    module, part, collectives = run.module, run.part, run.collectives
     measurable = [(name, p) for name, p in module.named_parameters() if is_measurable(p)]
     trained = [(name, part(p.detach())) for name, p in measurable if p.requires_grad]
     tensors = [parameter for _, parameter in trained]
     is_broken = bool(tensors) and not get_total_norm(tensors).isfinite()
-    if not (engine.any_rank(is_broken) if engine.gradients.are_parts else is_broken):
+    if not (collectives.any_rank(is_broken) if run.is_sharded else is_broken):
         return []
     # the norm of large finite numbers may overflow
     broken = [name for name, parameter in trained if not parameter.isfinite().all()]
-    if not engine.gradients.are_parts:
+    if not run.is_sharded:
         return broken
-    return list(dict.fromkeys(name for names in engine.broadcast(engine.gather(broken)) for name in names))
+    return list(dict.fromkeys(name for names in collectives.broadcast(collectives.gather(broken)) for name in names))

@@ -16,8 +16,9 @@ from copy import copy
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import Any, ClassVar, cast
 
+import lightning.pytorch as pl
 import torch
 from lightning.pytorch import LightningModule
 from rich.console import Console
@@ -37,12 +38,10 @@ from trainer.diagnosis.replay_state import BufferState
 from trainer.diagnosis.report_file import Diagnosis
 from trainer.errors import LossScaleCollapse, expect, is_out_of_memory, warn
 from trainer.loop.gradients import norm_of
+from trainer.loop.run_state import RunState, state_of
 from trainer.precision.underflow import Underflow, UnderflowProbe
 from trainer.record.measures import folder_of_reports
 from trainer.state.outcome import StepOutcome
-
-if TYPE_CHECKING:
-    from trainer.trainer import Trainer
 
 log = logging.getLogger(__name__)
 
@@ -185,102 +184,108 @@ class OverflowReport(RunCallback):
         if at_step is None:
             self._omit(OverflowReport.on_before_optimizer_step)
 
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_train_start(self, trainer: pl.Trainer, pl_module: LightningModule) -> None:
         """Reset the state of an earlier fit."""
         refuse_other_trainers(self, trainer)
         self._clean_up(trainer)
         self.reports = []
-        part, scaler = trainer.engine.gradients.part, trainer.scaler
+        run = state_of(trainer)
+        part, scaler, device = run.part, run.scaler, run.device
         real = {name: b for name, b in pl_module.named_buffers() if is_measurable(b) and not b.is_complex()}
         parts = {name: part(buffer.detach()) for name, buffer in real.items()}
         buffers = {name: buffer.max() for name, buffer in parts.items() if buffer.numel()}
-        examine, begin = partial(self._examine, trainer), partial(self._begin, trainer)
-        every = trainer.log_every_n_steps or 50
-        evidence = Evidence(trainer.loop, every, _KEEP_EVERY + every, begin, examine)
-        self._fit = _Fit(trainer.loop, evidence, buffers)
+        examine, begin = partial(self._examine, run), partial(self._begin, run)
+        every = run.limits.log_every_n_steps or 50
+        evidence = Evidence(run.loop, every, _KEEP_EVERY + every, begin, examine)
+        self._fit = _Fit(run.loop, evidence, buffers)
         self._fit.occurrences["step"] = int(self.at_step is None or trainer.global_step > self.at_step)
         if scaler.is_enabled():
-            self._probe = UnderflowProbe(trainer.engine.device.type)
+            self._probe = UnderflowProbe(device.type)
             scaler.before_unscale.append(self._count_small)
-        if trainer.engine.device.type == "cuda" and trainer.world_size == 1:
-            self._fit.host_batches = HostBatches(trainer)
+        if device.type == "cuda" and run.world_size == 1:
+            self._fit.host_batches = HostBatches(run)
 
-    def _begin(self, trainer: Trainer) -> None:
+    def _begin(self, run: RunState) -> None:
         """Copy the weights before the first batch, or keep their norm. Reads no value from the device."""
         fit = self._fit
         assert fit is not None
-        self._keep_weights(trainer, fit)
+        self._keep_weights(run, fit)
         if not fit.weights:
-            part = trainer.engine.gradients.part
-            measurable = filter(is_measurable, trainer.lightning_module.parameters())
+            part = run.part
+            measurable = filter(is_measurable, run.module.parameters())
             fit.first_norm = norm_of([part(parameter.detach()) for parameter in measurable])
 
-    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: LightningModule) -> None:
         """Look the parameters up again, because a callback may have replaced some."""
         if self._fit is not None:
             self._fit.parameters = None
 
-    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
+    def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         """Report on ``at_step``."""
         fit, step = self._fit, trainer.global_step
         if fit is not None and not fit.occurrences["step"] and step >= (self.at_step or 0):
-            self._explain(trainer, fit, "step", fit.evidence.batches_of(step), step, trainer.scaler.current_scale)
+            run = state_of(trainer)
+            self._explain(run, fit, "step", fit.evidence.batches_of(step), step, run.loss_scale)
 
-    def _examine(self, trainer: Trainer, outcome: StepOutcome, is_due: bool) -> None:
+    def _examine(self, run: RunState, outcome: StepOutcome, is_due: bool) -> None:
         """Process a skipped step or a change of the loss scale, and check the losses if that is due."""
         fit = self._fit
         if fit is None:
             return
         if outcome.skipped:
-            self._process_skip(trainer, fit, trainer.global_step - len(outcome.optimizers), outcome)
+            self._process_skip(run, fit, run.global_step - len(outcome.optimizers), outcome)
         elif fit.skips:
             fit.skips = fit.skips_at_floor = 0
             fit.first_skip = None
             fit.evidence.resize()
         if outcome.scale != outcome.next_scale:
-            fit.raised_at = trainer.global_step if outcome.next_scale > outcome.scale else -1
+            fit.raised_at = run.global_step if outcome.next_scale > outcome.scale else -1
         if is_due:
-            self._check_losses(trainer)
-            found = [] if self._probe is None else self._finish_probe(trainer, fit, self._probe)
+            self._check_losses(run)
+            found = [] if self._probe is None else self._finish_probe(run, fit, self._probe)
             if found and not outcome.skipped and (found[0].subnormal > MAX_UNDERFLOW or found[0].zeros == 1.0):
-                step = trainer.global_step - len(outcome.optimizers)
-                self._explain(trainer, fit, "underflow", fit.evidence.batches_of(step), step, outcome.scale)
+                step = run.global_step - len(outcome.optimizers)
+                self._explain(run, fit, "underflow", fit.evidence.batches_of(step), step, outcome.scale)
 
-    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: LightningModule) -> None:
         """Check the losses so far."""
-        self._check_losses(trainer)
+        self._check_losses(state_of(trainer))
 
-    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+    def on_save_checkpoint(self, trainer: pl.Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Check the losses so far."""
-        self._check_losses(trainer)
+        self._check_losses(state_of(trainer))
 
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_train_end(self, trainer: pl.Trainer, pl_module: LightningModule) -> None:
         """Check the last losses."""
-        self._check_losses(trainer)
+        self._check_losses(state_of(trainer))
         for report in self.reports:
             if report.count > 1:
-                self._write(trainer, report)
+                self._write(state_of(trainer), report)
 
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+    def on_exception(self, trainer: pl.Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Explain an index that is out of range, or a number that exceeds the range of float16."""
-        fit, is_examined = self._fit, isinstance(exception, (IndexError, RuntimeError, ValueError))
-        if fit is not None and fit.host_batches is not None and is_device_assert(exception):
+        if self._fit is not None:
+            self._explain_error(state_of(trainer), self._fit, exception)
+        super().on_exception(trainer, pl_module, exception)
+
+    def _explain_error(self, run: RunState, fit: _Fit, exception: BaseException) -> None:
+        is_examined = isinstance(exception, (IndexError, RuntimeError, ValueError))
+        if fit.host_batches is not None and is_device_assert(exception):
             fit.first_norm = None  # on the device, which can no longer be read
             with suppress(Exception):  # the module cannot be copied, or does not run on the CPU
                 if (found := fit.host_batches.failing()) is not None:
-                    self._explain(trainer, fit, "error", [found[0]], found[0].step, fit.evidence.scale, found[1])
-        elif fit is not None and trainer.world_size == 1 and is_examined and not is_out_of_memory(exception):
+                    self._explain(run, fit, "error", [found[0]], found[0].step, fit.evidence.scale, found[1])
+        elif run.world_size == 1 and is_examined and not is_out_of_memory(exception):
             with suppress(Exception):  # the run ends with `exception`
-                self._check_losses(trainer)
-            metrics, progress, step = fit.loop.metrics, fit.loop.progress, trainer.global_step
+                self._check_losses(run)
+            metrics, progress, step = fit.loop.metrics, fit.loop.progress, run.global_step
             if metrics.batch is not None and metrics.in_batch:
                 recorded = RecordedBatch(metrics.batch, progress.batch_idx, step, copy(fit.loop.mean), {})
-                self._explain(trainer, fit, "error", [recorded], step, trainer.scaler.current_scale, exception)
-        super().on_exception(trainer, pl_module, exception)
+                self._explain(run, fit, "error", [recorded], step, run.loss_scale, exception)
 
     def _explain(
         self,
-        trainer: Trainer,
+        run: RunState,
         fit: _Fit,
         trigger: str,
         batches: Sequence[RecordedBatch],
@@ -291,7 +296,7 @@ class OverflowReport(RunCallback):
         """Report the cause of an event, or count it if it was reported before. All ranks call this.
 
         Args:
-            trainer: the Trainer.
+            run: the state of the run.
             fit: the evidence.
             trigger: the kind of event (:class:`~trainer.diagnosis.diagnose.Case`). Only the 1st, 2nd, 4th
                 and 8th event of a kind are examined.
@@ -312,11 +317,11 @@ class OverflowReport(RunCallback):
         try:
             norm = fit.first_norm  # reading it is a host-device synchronization; None on a rank without a loss so far
             since = fit.known if norm is None or norm.isfinite() else -1
-            since = int(trainer.engine.reduce(torch.tensor(since, device=trainer.engine.device), "min"))
+            since = int(run.collectives.reduce(torch.tensor(since, device=run.device), "min"))
             evidence = recent, fit.weights, since, fit.first_buffers
             counts = fit.skips, trigger, self.reports, fit.weights_step
             case = Case(step, batches, scale, *evidence, *counts, error, fit.growth)
-            found = diagnose(trainer, case)
+            found = diagnose(run, case)
         except Exception:  # the user's code may fail if it runs twice; this must not end the run
             log.info("Step %d could not be examined, because its replay failed.", step, exc_info=True)
             return
@@ -325,15 +330,15 @@ class OverflowReport(RunCallback):
         known = next((report for report in self.reports if (report.kind, report.key) == (found.kind, found.key)), None)
         fit.latest[trigger] = known or found
         if known is None:
-            self._report(trainer, found)
+            self._report(run, found)
         else:
             known.count += 1
 
     # --- losses and gradients -------------------------------------------------------------------------------------
 
-    def _check_losses(self, trainer: Trainer) -> None:
+    def _check_losses(self, run: RunState) -> None:
         """Read the losses since the last check. A host-device synchronization."""
-        fit, engine, scaled = self._fit, trainer.engine, trainer.scaler.skips_steps
+        fit, engine, scaled = self._fit, run.engine, run.skips_steps
         if fit is None:
             return
         is_alone, step = engine.world_size == 1, fit.loop.progress.optimizer_steps
@@ -348,21 +353,21 @@ class OverflowReport(RunCallback):
             steps = (at for (at, _), value in zip(due, values, strict=True) if not math.isfinite(value))
             broken = [at for at in steps if at not in fit.skipped]
         fit.skipped.clear()
-        if engine.any_rank(bool(broken)):
-            scale = trainer.scaler.current_scale
+        if engine.collectives.any_rank(bool(broken)):
+            scale = run.loss_scale
             fit.is_broken = not scaled
             local = torch.tensor(broken[0] if broken else sys.maxsize, device=engine.device)
-            step = int(engine.reduce(local, "min"))  # the first step on any rank
+            step = int(engine.collectives.reduce(local, "min"))  # the first step on any rank
             self._note_growth(fit, due, step)
-            self._explain(trainer, fit, "loss", fit.evidence.batches_of(step), step, scale)
+            self._explain(run, fit, "loss", fit.evidence.batches_of(step), step, scale)
             return
         is_comparable = is_alone and engine.module.automatic_optimization
         if is_comparable and len(finite) >= 6 and _has_grown(fit, finite):
             fit.growth = 0.0
             batches = fit.evidence.batches()[-1:]
-            self._explain(trainer, fit, "growth", batches, step, trainer.scaler.current_scale)
+            self._explain(run, fit, "growth", batches, step, run.loss_scale)
         elif len(finite) == len(values):
-            self._keep_weights(trainer, fit)
+            self._keep_weights(run, fit)
 
     def _note_growth(self, fit: _Fit, losses: list[tuple[int, float | Tensor]], step: int) -> None:
         """Note whether these losses grew or fell without bound before a step. A host-device synchronization."""
@@ -376,16 +381,16 @@ class OverflowReport(RunCallback):
         if falls or latest - lowest > _GROWTH_FACTOR * abs(lowest):
             fit.growth = latest
 
-    def _keep_weights(self, trainer: Trainer, fit: _Fit) -> None:
+    def _keep_weights(self, run: RunState, fit: _Fit) -> None:
         fit.known = fit.loop.progress.optimizer_steps
         if fit.weights and fit.known - fit.weights_step < _KEEP_EVERY:
             return
         fit.weights_step = fit.known
         if fit.parameters is None:
-            named: dict[str, Tensor] = dict(trainer.lightning_module.named_parameters())
+            named: dict[str, Tensor] = dict(run.module.named_parameters())
             named = {name: parameter for name, parameter in named.items() if is_dense(parameter)}
             is_small = sum(parameter.nbytes for parameter in named.values()) <= _BYTES
-            is_whole = trainer.world_size == 1 and not trainer.engine.gradients.are_parts
+            is_whole = run.world_size == 1 and not run.is_sharded
             fit.parameters = named if is_whole and is_small else {}
         if fit.parameters and fit.weights.keys() == fit.parameters.keys():
             with torch.no_grad():
@@ -393,17 +398,18 @@ class OverflowReport(RunCallback):
         else:
             fit.weights = {name: parameter.detach().clone() for name, parameter in fit.parameters.items()}
 
-    def _finish_probe(self, trainer: Trainer, fit: _Fit, probe: UnderflowProbe) -> list[Underflow]:
+    def _finish_probe(self, run: RunState, fit: _Fit, probe: UnderflowProbe) -> list[Underflow]:
         """Return the counts before this check. The next counts are due before the 1st, 2nd, 4th check and so on."""
         fit.checks += 1
-        self._stop_probe(trainer)
+        self._stop_probe(run)
         if not fit.checks & (fit.checks + 1):
-            trainer.scaler.before_unscale.append(self._count_small)
+            run.scaler.before_unscale.append(self._count_small)
         return probe.finish()
 
-    def _stop_probe(self, trainer: Trainer) -> None:
-        if self._count_small in trainer.scaler.before_unscale:
-            trainer.scaler.before_unscale.remove(self._count_small)
+    def _stop_probe(self, run: RunState) -> None:
+        measurements = run.scaler.before_unscale
+        if self._count_small in measurements:
+            measurements.remove(self._count_small)
 
     def _count_small(self, optimizer: Optimizer) -> None:
         """Count gradient elements that are subnormal in float16, in the last update before a check."""
@@ -417,58 +423,58 @@ class OverflowReport(RunCallback):
 
     # --- skipped steps --------------------------------------------------------------------------------------------
 
-    def _process_skip(self, trainer: Trainer, fit: _Fit, step: int, outcome: StepOutcome) -> None:
+    def _process_skip(self, run: RunState, fit: _Fit, step: int, outcome: StepOutcome) -> None:
         """Count one skipped step, explain it if necessary, and end the run after too many of them."""
         fit.skips += 1
-        fit.skips_at_floor = fit.skips_at_floor + 1 if outcome.scale <= trainer.scaler.min_scale else 0
+        fit.skips_at_floor = fit.skips_at_floor + 1 if outcome.scale <= run.scaler.min_scale else 0
         if fit.first_skip is None:
-            buffers = BufferState(buffer.detach() for buffer in trainer.lightning_module.buffers() if is_dense(buffer))
+            buffers = BufferState(buffer.detach() for buffer in run.module.buffers() if is_dense(buffer))
             fit.first_skip = (step, time.time(), outcome.scale, buffers)
             # the outcome of a step may be known after the forward passes of the next one
             fit.evidence.resize(2 * fit.loop.window.size)
-        fit.skipped.update(range(step, trainer.global_step))
+        fit.skipped.update(range(step, run.global_step))
         collapses = fit.skips == self.collapse_after or fit.skips_at_floor == self.at_floor
         # with manual optimization, a replay would all-reduce gradients, which changes the state of communication hooks
-        replays = trainer.world_size == 1 or trainer.lightning_module.automatic_optimization
+        replays = run.world_size == 1 or run.is_automatic
         trigger = ""
         if outcome.nonfinite_loss and replays:
             trigger = "loss"
-        elif self.after is not None and fit.skips == 1 and _examines_single(trainer, fit, step):
+        elif self.after is not None and fit.skips == 1 and _examines_single(run, fit, step):
             trigger = "single skip"
         elif collapses or (self.after is not None and fit.skips >= self.after):
             trigger = "skips"
         if trigger:
             self._note_growth(fit, fit.evidence.losses, step)
-            self._explain(trainer, fit, trigger, fit.evidence.batches_of(step), step, outcome.scale)
+            self._explain(run, fit, trigger, fit.evidence.batches_of(step), step, outcome.scale)
         if collapses:
-            self._collapse_error(trainer, fit, fit.first_skip, step)
+            self._collapse_error(run, fit, fit.first_skip, step)
 
-    def _clean_up(self, trainer: Trainer) -> None:
+    def _clean_up(self, trainer: pl.Trainer) -> None:
         """Drop the recorded batches and weights."""
         if self._fit is not None:
             self._fit.evidence.stop()
             if self._fit.host_batches is not None:
                 self._fit.host_batches.stop()
         if self._probe is not None:
-            self._stop_probe(trainer)
+            self._stop_probe(state_of(trainer))
         self._fit = self._probe = None
 
     # --- output ---------------------------------------------------------------------------------------------------
 
-    def _report(self, trainer: Trainer, report: Diagnosis) -> None:
+    def _report(self, run: RunState, report: Diagnosis) -> None:
         self.reports.append(report)
-        if not trainer.is_global_zero:
+        if not run.is_global_zero:
             return
         console = terminal.console(self._console)
-        path = self._write(trainer, report)
+        path = self._write(run, report)
         for line in report.lines():
             console.print(Text(line), soft_wrap=True)
         if path is not None:
             console.print(Text(f"  Details: {from_here(path)}"), soft_wrap=True)
 
-    def _write(self, trainer: Trainer, report: Diagnosis) -> Path | None:
-        folder = Path(self.dirpath).absolute() if self.dirpath else folder_of_reports(trainer)
-        if trainer.fast_dev_run or folder is None or not trainer.is_global_zero:
+    def _write(self, run: RunState, report: Diagnosis) -> Path | None:
+        folder = Path(self.dirpath).absolute() if self.dirpath else folder_of_reports(run.trainer)
+        if run.fast_dev_run or folder is None or not run.is_global_zero:
             return None
         path = folder / f"diagnosis_step_{report.step}.md"
         try:
@@ -480,20 +486,21 @@ class OverflowReport(RunCallback):
         return path
 
     def _collapse_error(
-        self, trainer: Trainer, fit: _Fit, first: tuple[int, float, float, BufferState], step: int
+        self, run: RunState, fit: _Fit, first: tuple[int, float, float, BufferState], step: int
     ) -> None:
-        (first_step, seconds, scale, buffers), module = first, trainer.lightning_module
+        (first_step, seconds, scale, buffers), module = first, run.module
+        trainer, scaler = run.trainer, run.scaler
         lines = [
             f"{fit.skips} optimizer steps in a row were skipped, from step {first_step} to step {step}, because"
             f" gradients were not finite; {fit.skips_at_floor} of them at the smallest loss scale,"
-            f" min_scale={trainer.scaler.min_scale:g}.",
-            f"Loss scale: {scale:g} at step {first_step}, {trainer.scaler.current_scale:g} now.",
+            f" min_scale={scaler.min_scale:g}.",
+            f"Loss scale: {scale:g} at step {first_step}, {scaler.current_scale:g} now.",
         ]
         buffers.restore()
-        trainer.scaler.load_state_dict({"scale": scale, "_growth_tracker": 0})
+        scaler.load_state_dict({"scale": scale, "_growth_tracker": 0})
         if self.reports:
             lines += self.reports[-1].lines()
-        if trainer.checkpoint_callbacks and not trainer.fast_dev_run and are_finite(module):
+        if trainer.checkpoint_callbacks and not run.fast_dev_run and are_finite(module):
             folder = getattr(trainer.checkpoint_callback, "dirpath", None) or folder_of_reports(trainer)
             folder = folder or trainer.default_root_dir
             path = os.path.join(folder, "before_collapse.ckpt")  # no Path: it may be a URL
@@ -546,13 +553,13 @@ def _has_grown(fit: _Fit, losses: list[float]) -> bool:
     return not (was_higher and statistics.median(third[-3:]) < peak / 2)
 
 
-def _examines_single(trainer: Trainer, fit: _Fit, step: int) -> bool:
+def _examines_single(run: RunState, fit: _Fit, step: int) -> bool:
     """Return whether to examine a single skip: the second one and later ones, because the first one is normal.
 
     Returns False if the scaler has just raised the scale, and with several processes, because a replay would need
     collectives.
     """
-    if trainer.world_size > 1 or not trainer.progress.has_learned or step <= fit.raised_at:
+    if run.world_size > 1 or not run.progress.has_learned or step <= fit.raised_at:
         return False
     fit.singles += 1
     return fit.singles > 1

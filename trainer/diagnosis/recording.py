@@ -21,13 +21,13 @@ from trainer.data.samples import PLAIN, leaves_in, nbytes
 from trainer.diagnosis.replay_state import BufferState
 from trainer.loop.accumulation import WeightedMean
 from trainer.loop.batch_path import TrainingPath
+from trainer.loop.run_state import RunState
 from trainer.precision.scaler import snapshot_loss
 from trainer.state import random_states
 from trainer.state.outcome import StepOutcome
 
 if TYPE_CHECKING:
     from trainer.loop.fit import FitLoop
-    from trainer.trainer import Trainer
 
 _BYTES = 2**26
 """Maximum size of stored batches."""
@@ -234,19 +234,19 @@ class Recorder:
     calls :meth:`close` in ``on_before_optimizer_step``, and reads ``closed`` in ``on_after_optimizer_step``.
 
     Args:
-        trainer: the Trainer.
+        run: the state of the run.
         keeps_batches: whether to record the batches and random states. Default: True.
 
     Attributes:
         closed: the batches of the last update, or of the update that is being made.
     """
 
-    def __init__(self, trainer: Trainer, *, keeps_batches: bool = True) -> None:
-        self._trainer = trainer
-        self._module = trainer.lightning_module
+    def __init__(self, run: RunState, *, keeps_batches: bool = True) -> None:
+        self._run = run
+        self._module = run.module
         self._keeps_batches = keeps_batches
         self._buffers = [b for b in self._module.buffers() if is_dense(b) and b.is_floating_point() and b.numel()]
-        self._loop = trainer.loop
+        self._loop = run.loop
         self._open: list[RecordedBatch] = []  # the batches since the last update
         self._has_run = False  # whether a batch has run since the last update
         self.closed: list[RecordedBatch] = []
@@ -275,7 +275,7 @@ class Recorder:
             self._open.clear()  # drop a window that made no update, for example because its loss weights sum to 0
         recorded, self._has_run = self._open, True
         buffers = None if recorded else BufferState(self._buffers)
-        random_state = random_states.capture(self._trainer.engine.device) if self._keeps_batches else {}
+        random_state = random_states.capture(self._run.device) if self._keeps_batches else {}
         given = batch if self._keeps_batches else None
         recorded.append(RecordedBatch(given, batch_idx, steps, copy(self._loop.mean), random_state, buffers))
         output = step(batch, batch_idx)

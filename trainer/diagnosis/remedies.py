@@ -10,7 +10,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,14 +18,13 @@ from torch import Tensor, nn
 from trainer.common.module_tree import has_forward, is_dense, is_measurable, plain_name
 from trainer.diagnosis.examine import Finding, examine
 from trainer.diagnosis.recording import RecordedBatch
-from trainer.diagnosis.replay import FLOAT32, UNCHANGED, Variant, backward, replay, run, undisturbed
+from trainer.diagnosis.replay import FLOAT32, UNCHANGED, Variant, backward, replay, run_batch, undisturbed
 from trainer.loop.batch_path import ModuleCalls
 from trainer.loop.closures import needs_closure
+from trainer.loop.run_state import RunState
+from trainer.precision.base import Precision
 from trainer.precision.underflow import SMALLEST_NORMAL
 from trainer.state import random_states
-
-if TYPE_CHECKING:
-    from trainer.trainer import Trainer
 
 LOW_SCALE = 128.0
 """Smallest loss scale at which small gradients do not vanish."""
@@ -55,7 +54,7 @@ def is_cured(finding: Finding | None, variant: Variant) -> bool:
     return not finding.fails if variant.dtype is not None else finding.largest_scale >= LOW_SCALE
 
 
-def find_cure(trainer: Trainer, batches: Sequence[RecordedBatch], finding: Finding) -> tuple[Variant, Finding] | None:
+def find_cure(run: RunState, batches: Sequence[RecordedBatch], finding: Finding) -> tuple[Variant, Finding] | None:
     """Try modules in float32, one more as long as a value overflows; then bfloat16 or float32 for the whole model.
 
     All ranks call this together.
@@ -63,12 +62,12 @@ def find_cure(trainer: Trainer, batches: Sequence[RecordedBatch], finding: Findi
     Returns:
         The first change of the precision that cures the batch, and its replay. None if none does.
     """
-    named = {plain_name(name): module for name, module in trainer.lightning_module.named_modules()}
+    named = {plain_name(name): module for name, module in run.module.named_modules()}
     leaves = {name for name, module in named.items() if name and not [*module.children()] and [*module.parameters()]}
 
     def tried(variant: Variant) -> tuple[Variant, Finding] | None:
         scale = 1.0 if variant.dtype is not None else finding.scale
-        found = examine(trainer, batches, scale, variant)
+        found = examine(run, batches, scale, variant)
         return (variant, found) if found is not None and is_cured(found, variant) else None
 
     chosen: list[str] = []
@@ -81,7 +80,7 @@ def find_cure(trainer: Trainer, batches: Sequence[RecordedBatch], finding: Findi
         if new is None:
             break
         chosen.append(new)
-        latest = examine(trainer, batches, finding.scale, Variant(modules=tuple(chosen)))
+        latest = examine(run, batches, finding.scale, Variant(modules=tuple(chosen)))
         if is_cured(latest, Variant()):
             break
     else:
@@ -97,40 +96,38 @@ def find_cure(trainer: Trainer, batches: Sequence[RecordedBatch], finding: Findi
     return tried(Variant(modules=patterns)) or tried(Variant(modules=tuple(chosen)))
 
 
-def underflow(trainer: Trainer, batches: Sequence[RecordedBatch], scale: float) -> dict[str, float]:
+def underflow(run: RunState, batches: Sequence[RecordedBatch], scale: float) -> dict[str, float]:
     """Return the share of each parameter's gradient that is lost in float16 at this scale, by name; "" is for all.
 
     Lost elements are zero or subnormal in float16. Only elements that matter in float32 are counted.
     """
-    preserved, totals = _counts(trainer, batches, scale, None), _counts(trainer, batches, 1.0, torch.float32)
+    preserved, totals = _counts(run, batches, scale, None), _counts(run, batches, 1.0, torch.float32)
     preserved[""], totals[""] = sum(preserved.values()), sum(totals.values())
     return {name: max(0.0, 1.0 - preserved.get(name, 0) / number) for name, number in totals.items() if number}
 
 
-def _counts(
-    trainer: Trainer, batches: Sequence[RecordedBatch], scale: float, dtype: torch.dtype | None
-) -> dict[str, int]:
-    part, smallest = trainer.engine.gradients.part, 0.0 if dtype is torch.float32 else SMALLEST_NORMAL
+def _counts(run: RunState, batches: Sequence[RecordedBatch], scale: float, dtype: torch.dtype | None) -> dict[str, int]:
+    engine, part, smallest = run.engine, run.part, 0.0 if dtype is torch.float32 else SMALLEST_NORMAL
 
     def count(gradient: Tensor) -> int:
         values = part(gradient).abs().float()
         floor = max(values.max().item() * _RELEVANT_RATIO, smallest) if values.numel() else 1.0
         return int((values >= floor).sum()) * (floor > 0)
 
-    passes = replay(trainer, batches, lambda loss, watched: backward(loss, scale, watched, count), Variant(dtype))
+    passes = replay(run, batches, lambda loss, watched: backward(loss, scale, watched, count), Variant(dtype))
     own = [counts for found in passes for counts in found]
-    counts_by_batch = [counts for one in trainer.engine.broadcast(trainer.engine.gather(own)) for counts in one]
+    counts_by_batch = [counts for one in engine.collectives.broadcast(engine.collectives.gather(own)) for counts in one]
     return {name: sum(one.get(name, 0) for one in counts_by_batch) for counts in counts_by_batch for name in counts}
 
 
-def largest_update(trainer: Trainer, batches: Sequence[RecordedBatch]) -> float:
+def largest_update(run: RunState, batches: Sequence[RecordedBatch]) -> float:
     """Return the largest change of a weight by one step in float32, divided by the largest weight.
 
     It is estimated from the learning rate and, for optimizers with ``betas`` and ``eps``, from their normalization. All
     ranks call this together.
     """
-    groups = {id(p): group for o in trainer.optimizers for group in o.param_groups for p in group["params"]}
-    named = dict(trainer.lightning_module.named_parameters())
+    groups = {id(p): group for o in run.optimizers for group in o.param_groups for p in group["params"]}
+    named = dict(run.module.named_parameters())
     weights = [parameter.detach() for parameter in filter(is_measurable, named.values())]
     largest = max((weight.abs().max().item() for weight in weights), default=1.0) or 1.0
     updates = [0.0]
@@ -138,18 +135,18 @@ def largest_update(trainer: Trainer, batches: Sequence[RecordedBatch]) -> float:
     def size_of(gradient: Tensor) -> float:
         return gradient.abs().max().item() if gradient.numel() else 0.0
 
-    for found in replay(trainer, batches, lambda loss, watched: backward(loss, 1.0, watched, size_of), FLOAT32):
+    for found in replay(run, batches, lambda loss, watched: backward(loss, 1.0, watched, size_of), FLOAT32):
         for name, size in (item for sizes in found for item in sizes.items()):
             group = groups[id(named[name])]
             normalized = size / (size + group["eps"]) if size and {"betas", "eps"} <= group.keys() else size
             updates.append(float(group["lr"]) * normalized / largest)
-    update = torch.tensor(max(updates), dtype=torch.float32, device=trainer.engine.device)
-    return float(trainer.engine.reduce(update, "max")) if trainer.world_size > 1 else max(updates)
+    update = torch.tensor(max(updates), dtype=torch.float32, device=run.device)
+    return float(run.collectives.reduce(update, "max")) if run.world_size > 1 else max(updates)
 
 
-def losses(trainer: Trainer, batches: Sequence[RecordedBatch]) -> list[float]:
+def losses(run: RunState, batches: Sequence[RecordedBatch]) -> list[float]:
     """Return the loss of each batch in float32, with the current weights; nan without a loss."""
-    found = replay(trainer, batches, lambda loss, _: loss.item(), FLOAT32)
+    found = replay(run, batches, lambda loss, _: loss.item(), FLOAT32)
     return [seen[-1] if seen else math.nan for seen in found]
 
 
@@ -164,9 +161,9 @@ def tensor_attributes(module: nn.Module) -> dict[str, Tensor]:
 
 
 @contextmanager
-def weights_of(trainer: Trainer, weights: Weights) -> Iterator[None]:
+def weights_of(run: RunState, weights: Weights) -> Iterator[None]:
     """A context in which the module has other weights, buffers, or tensors in attributes."""
-    module = trainer.lightning_module
+    module = run.module
     named = {**tensor_attributes(module), **dict(module.named_parameters()), **dict(module.named_buffers())}
     current = {name: named[name].detach().clone() for name in weights}
     for name, value in weights.items():
@@ -193,7 +190,7 @@ class Learned(NamedTuple):
     after: float
 
 
-def find_setting(trainer: Trainer, batches: Sequence[RecordedBatch], weights: Weights) -> Learned | None:
+def find_setting(run: RunState, batches: Sequence[RecordedBatch], weights: Weights) -> Learned | None:
     """Find a setting of the optimizers with which a few steps reduce the loss.
 
     Trains for a few steps on the recorded batches in float32, and restores everything afterwards. Tries to correct a
@@ -201,11 +198,11 @@ def find_setting(trainer: Trainer, batches: Sequence[RecordedBatch], weights: We
     a margin, returns a quarter of the first rate that reduces the loss, if the quarter also reduces it. Returns None if
     no setting helps.
     """
-    groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
-    highest = _highest_rate(trainer)
+    groups = [group for optimizer in run.optimizers for group in optimizer.param_groups]
+    highest = _highest_rate(run)
     start = highest if 0 < highest < math.inf else 10.0
-    with weights_of(trainer, weights):
-        first = [loss for loss in losses(trainer, batches) if math.isfinite(loss)]
+    with weights_of(run, weights):
+        first = [loss for loss in losses(run, batches) if math.isfinite(loss)]
     if not first:
         return None
     usual, limit = sum(first) / len(first), max(first) + 0.5 * abs(max(first))
@@ -216,41 +213,41 @@ def find_setting(trainer: Trainer, batches: Sequence[RecordedBatch], weights: We
     for rate in (float(f"{start / 10**power:.0e}") for power in range(1, _RATES + 1)):
         tries.append((f"lr={rate / 4:g}", "", [rate, rate / 4], {}))  # a margin for batches that were not recorded
     for setting, fault, rates_to_try, settings in tries:
-        with weights_of(trainer, weights):
-            means = [_last_mean(_train(trainer, batches, rate, limit, settings), batches) for rate in rates_to_try]
+        with weights_of(run, weights):
+            means = [_last_mean(_train(run, batches, rate, limit, settings), batches) for rate in rates_to_try]
         if max(means) < usual - 0.01 * abs(usual):
             return Learned(setting, fault, usual, means[-1])
     return None
 
 
-def diverges(trainer: Trainer, batches: Sequence[RecordedBatch]) -> bool:
+def diverges(run: RunState, batches: Sequence[RecordedBatch]) -> bool:
     """Return whether a few steps in float32, with the settings of the run, make the loss grow far above its median."""
-    if not can_step(trainer):
+    if not can_step(run):
         return False
-    limit = _GROWTH_FACTOR * statistics.median(map(abs, losses(trainer, batches)))
-    return any(not loss <= limit for loss in _train(trainer, batches, _highest_rate(trainer), limit, {}))
+    limit = _GROWTH_FACTOR * statistics.median(map(abs, losses(run, batches)))
+    return any(not loss <= limit for loss in _train(run, batches, _highest_rate(run), limit, {}))
 
 
-def _highest_rate(trainer: Trainer) -> float:
-    return max(float(group["lr"]) for optimizer in trainer.optimizers for group in optimizer.param_groups)
+def _highest_rate(run: RunState) -> float:
+    return max(float(group["lr"]) for optimizer in run.optimizers for group in optimizer.param_groups)
 
 
 def _train(
-    trainer: Trainer, batches: Sequence[RecordedBatch], rate: float, limit: float, settings: Mapping[str, Any]
+    run: RunState, batches: Sequence[RecordedBatch], rate: float, limit: float, settings: Mapping[str, Any]
 ) -> list[float]:
     """Train for a few passes. Return the losses up to the first one that exceeds the limit.
 
     Args:
-        trainer: the Trainer.
+        run: the state of the run.
         batches: the batches of a pass.
         rate: the highest learning rate of the parameter groups; the others keep their ratio to it.
         limit: largest loss.
         settings: other settings of the parameter groups.
     """
     seen: list[float] = []
-    highest = _highest_rate(trainer)
-    with _optimizer_steps(trainer) as step:
-        for group in (group for optimizer in trainer.optimizers for group in optimizer.param_groups):
+    highest = _highest_rate(run)
+    with _optimizer_steps(run) as step:
+        for group in (group for optimizer in run.optimizers for group in optimizer.param_groups):
             group.update({name: value for name, value in settings.items() if name in group})
             is_usual = math.isfinite(float(group["lr"])) and 0 < highest < math.inf
             group["lr"] = rate * float(group["lr"]) / highest if is_usual else rate
@@ -273,7 +270,7 @@ def _last_mean(seen: Sequence[float], batches: Sequence[RecordedBatch]) -> float
 
 
 def repeat(
-    trainer: Trainer, batches: Sequence[RecordedBatch], weights: Weights, limit: float
+    run: RunState, batches: Sequence[RecordedBatch], weights: Weights, limit: float
 ) -> tuple[RecordedBatch | None, Weights]:
     """Train on these batches again, from earlier weights and with new optimizer states.
 
@@ -285,14 +282,14 @@ def repeat(
         If a loss exceeds the limit, or weights are not finite although all gradients are: None and the current weights.
         If nothing fails: None and {}.
     """
-    named = dict(trainer.lightning_module.named_parameters())
-    with weights_of(trainer, weights), _optimizer_steps(trainer) as step:
-        groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
+    named = dict(run.module.named_parameters())
+    with weights_of(run, weights), _optimizer_steps(run) as step:
+        groups = [group for optimizer in run.optimizers for group in optimizer.param_groups]
         for recorded in batches:
             for group, own_rate in zip(groups, recorded.rates, strict=False):
                 group["lr"] = own_rate
             before = {name: parameter.detach().clone() for name, parameter in named.items()}
-            random_state = random_states.capture(trainer.engine.device)
+            random_state = random_states.capture(run.device)
             *found, are_finite = step(recorded, UNCHANGED)
             if not all(bool(value.isfinite().all()) for value in before.values()):
                 return None, before
@@ -303,45 +300,45 @@ def repeat(
     return None, {}
 
 
-def failing_draw(trainer: Trainer, batches: Sequence[RecordedBatch]) -> RecordedBatch | None:
+def failing_draw(run: RunState, batches: Sequence[RecordedBatch]) -> RecordedBatch | None:
     """Repeat batches with other random numbers. Return the first one that fails, with its random numbers, or None."""
 
     def is_finite(loss: Tensor, watched: Mapping[str, Tensor]) -> bool:
         gradients = backward(loss, 1.0, watched, lambda gradient: bool(gradient.isfinite().all()))
         return bool(loss.isfinite().all()) and all(gradients.values())
 
-    if trainer.world_size > 1:
+    if run.world_size > 1:
         return None
     draws = [*batches] * _DRAWS
-    passes = replay(trainer, draws, is_finite)
+    passes = replay(run, draws, is_finite)
     for recorded in draws:
-        random_state = random_states.capture(trainer.engine.device)
+        random_state = random_states.capture(run.device)
         if not all(next(passes)):
             passes.close()
             return recorded._replace(random_state=random_state)
-        if random_state == random_states.capture(trainer.engine.device):
+        if random_state == random_states.capture(run.device):
             break  # draws no random numbers
     passes.close()
     return None
 
 
-def can_step(trainer: Trainer) -> bool:
+def can_step(run: RunState) -> bool:
     """Return whether a step can be taken again: on one process, and without a closure in manual optimization."""
-    is_automatic = trainer.lightning_module.automatic_optimization
-    return trainer.world_size == 1 and (is_automatic or not any(map(needs_closure, trainer.optimizers)))
+    is_automatic = run.is_automatic
+    return run.world_size == 1 and (is_automatic or not any(map(needs_closure, run.optimizers)))
 
 
 @contextmanager
-def _optimizer_steps(trainer: Trainer) -> Iterator[Callable[..., list[float]]]:
+def _optimizer_steps(run: RunState) -> Iterator[Callable[..., list[float]]]:
     """Yield a function that takes a step on a batch, and returns its losses, then whether gradients are finite.
 
     Its arguments are the batch, the variant, and whether to step before the end of the window.
 
     Afterwards, weights and optimizers are as before.
     """
-    states = [optimizer.state for optimizer in trainer.optimizers]
-    parameters = [p for o in trainer.optimizers for g in o.param_groups for p in g["params"] if p.requires_grad]
-    steps, is_manual = can_step(trainer), not trainer.lightning_module.automatic_optimization
+    states = [optimizer.state for optimizer in run.optimizers]
+    parameters = [p for o in run.optimizers for g in o.param_groups for p in g["params"] if p.requires_grad]
+    steps, is_manual = can_step(run), not run.is_automatic
 
     def step(recorded: RecordedBatch, variant: Variant, is_last: bool = False) -> list[float]:
         found: list[float] = []
@@ -357,16 +354,16 @@ def _optimizer_steps(trainer: Trainer) -> Iterator[Callable[..., list[float]]]:
 
         def closure() -> float:
             clear()
-            run(trainer, recorded, on_loss, variant)
+            run_batch(run, recorded, on_loss, variant)
             return found[-1] if found else 0.0
 
-        with_closure = any(map(needs_closure, trainer.optimizers)) and steps
+        with_closure = any(map(needs_closure, run.optimizers)) and steps
         if with_closure:
-            type(trainer.optimizers[0]).step(trainer.optimizers[0], closure)
+            type(run.optimizers[0]).step(run.optimizers[0], closure)
         else:
-            run(trainer, recorded, on_loss, variant)
+            run_batch(run, recorded, on_loss, variant)
         if not is_manual and not with_closure and (is_last or recorded.mean.window.is_last or not steps):
-            for optimizer in trainer.optimizers if steps else ():
+            for optimizer in run.optimizers if steps else ():
                 type(optimizer).step(optimizer)
             clear()
         return [*found, all(are_finite)]
@@ -382,13 +379,13 @@ def _optimizer_steps(trainer: Trainer) -> Iterator[Callable[..., list[float]]]:
         return result
 
     try:
-        with undisturbed(trainer):
-            trainer.engine.module_calls = ModuleCalls(step=take_step)
-            for optimizer in trainer.optimizers:
+        with undisturbed(run):
+            run.engine.module_calls = ModuleCalls(step=take_step)
+            for optimizer in run.optimizers:
                 optimizer.state = defaultdict(dict)
             yield step
     finally:
-        for optimizer, state in zip(trainer.optimizers, states, strict=True):
+        for optimizer, state in zip(run.optimizers, states, strict=True):
             optimizer.state = state
 
 
@@ -405,11 +402,11 @@ def is_command_line() -> bool:
     return run is not None and run.is_running
 
 
-def precision(trainer: Trainer, **settings: Any) -> str:
+def precision(own: Precision, **settings: Any) -> str:
     """Return the argument that adds these settings to the run's `MixedPrecision`."""
     if is_command_line():
         return " ".join(shlex.quote(f"precision.{name}={_yaml(value)}") for name, value in settings.items())
-    own, given = trainer.engine.precision, {}
+    given = {}
     for name, parameter in list(inspect.signature(type(own).__init__).parameters.items())[2:]:
         if getattr(own, name, parameter.default) != parameter.default and name != "loss_scaling":
             given[name] = getattr(own, name)

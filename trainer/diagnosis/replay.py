@@ -15,7 +15,7 @@ from inspect import currentframe
 from itertools import chain
 from pathlib import Path
 from traceback import walk_stack
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from lightning.pytorch import LightningModule
@@ -33,13 +33,11 @@ from trainer.diagnosis.replay_state import ObjectState
 from trainer.errors import ConfigurationError
 from trainer.loop.accumulation import loss_in
 from trainer.loop.batch_path import ModuleCalls
+from trainer.loop.run_state import RunState
 from trainer.precision.autocast_ops import cuda_autocast_ops
 from trainer.precision.cast_cache import unwatched
 from trainer.precision.fp32_modules import find_modules, in_float32
 from trainer.state import random_states
-
-if TYPE_CHECKING:
-    from trainer.trainer import Trainer
 
 T = TypeVar("T")
 _HALF = (torch.float16, torch.bfloat16)
@@ -67,15 +65,15 @@ class Variant(NamedTuple):
     is_wide: bool = False
     own_autocast: bool = True
 
-    def applied(self, trainer: Trainer) -> ExitStack:
+    def applied(self, run: RunState) -> ExitStack:
         """Return the context of the forward pass."""
-        device, stack = trainer.engine.device.type, ExitStack()
+        device, stack = run.device.type, ExitStack()
         if self.modules:
-            stack.enter_context(in_float32(find_modules(trainer.lightning_module, self.modules), device))
+            stack.enter_context(in_float32(find_modules(run.module, self.modules), device))
         if self.cuda:
             stack.enter_context(cuda_autocast_ops())
         if self.dtype is None:
-            stack.enter_context(_copy_context(trainer.engine.precision.autocast()))
+            stack.enter_context(_copy_context(run.precision.autocast()))
         else:
             enabled = self.dtype is not torch.float32
             stack.enter_context(torch.autocast(device, self.dtype if enabled else torch.bfloat16, enabled))
@@ -165,7 +163,7 @@ FLOAT32 = Variant(dtype=torch.float32, is_wide=True)
 
 
 @contextmanager
-def undisturbed(trainer: Trainer) -> Iterator[ObjectState]:
+def undisturbed(run: RunState) -> Iterator[ObjectState]:
     """Preserve the state of a run during replays, bit for bit. Yields the state for :func:`rewind`.
 
     Restores random states; weights, buffers and attributes of the module and of its metrics (see
@@ -174,13 +172,13 @@ def undisturbed(trainer: Trainer) -> Iterator[ObjectState]:
 
     Changes that a ``training_step`` makes outside the module (files, other objects, its batch) are not reverted.
     """
-    engine = trainer.engine
-    module, device = trainer.lightning_module, engine.device
+    engine = run.engine
+    module, device = run.module, engine.device
     random_state = random_states.capture(device)
-    schedules = [config.scheduler for config in trainer.lr_scheduler_configs]
-    groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
-    state = ObjectState([module, *schedules, *groups], without=trainer.optimizers)
-    calls, loggers = engine.module_calls, trainer.loggers
+    schedules = [config.scheduler for config in run.schedules]
+    groups = [group for optimizer in run.optimizers for group in optimizer.param_groups]
+    state = ObjectState([module, *schedules, *groups], without=run.optimizers)
+    calls, loggers = engine.module_calls, run.loggers
     with ExitStack() as stack:
         stack.enter_context(unwatched())  # a late outcome may be read inside a training step
         stack.enter_context(torch.inference_mode(False))
@@ -188,37 +186,37 @@ def undisturbed(trainer: Trainer) -> Iterator[ObjectState]:
         stack.enter_context(torch.autocast(device.type, enabled=False))
         stack.enter_context(engine.gradient_sync(False))
         # an optimizer step without gradients changes nothing
-        optimized_parameters = chain.from_iterable(map(parameters_of, trainer.optimizers))  # may not be the module's
+        optimized_parameters = chain.from_iterable(map(parameters_of, run.optimizers))  # may not be the module's
         stack.enter_context(engine.gradients.set_aside(chain(module.parameters(), optimized_parameters)))
         if "torch._dynamo" in sys.modules:  # otherwise nothing is compiled, and importing it takes seconds
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         try:
             engine.module_calls = ModuleCalls(step=lambda optimizer, closure, **_: closure())  # without a step
-            trainer.loggers = [DummyLogger()] if loggers else []
+            run.loggers = [DummyLogger()] if loggers else []
             yield state
         finally:
-            trainer.loggers, engine.module_calls = loggers, calls
+            run.loggers, engine.module_calls = loggers, calls
             state.restore()
             random_states.restore(random_state, device)
 
 
-def refuse_drawn_batches(trainer: Trainer, subject: str) -> None:
+def refuse_drawn_batches(run: RunState, subject: str) -> None:
     """Raise an error if ``training_step`` draws its own batches, so that a step cannot be repeated."""
-    if trainer.loop.path.draws:
+    if run.loop.path.draws:
         raise ConfigurationError(
             f"{subject} repeats steps, which is not possible if `training_step` draws its own batches"
             " (`dataloader_iter`). Use `training_step(self, batch, batch_idx)`."
         )
 
 
-def in_step(trainer: Trainer, batches: Sequence[RecordedBatch]) -> list[RecordedBatch | None]:
+def in_step(run: RunState, batches: Sequence[RecordedBatch]) -> list[RecordedBatch | None]:
     """Pad the batches with None, so that all processes have the same number. All processes must call it together."""
-    engine = trainer.engine
-    most = int(engine.reduce(torch.tensor(len(batches), device=engine.device), "max"))
+    engine = run.engine
+    most = int(engine.collectives.reduce(torch.tensor(len(batches), device=engine.device), "max"))
     return [*batches, *[None] * (most - len(batches))]
 
 
-def rewind(trainer: Trainer, state: ObjectState, recorded: RecordedBatch | None) -> None:
+def rewind(run: RunState, state: ObjectState, recorded: RecordedBatch | None) -> None:
     """Restore the buffers and random states that were recorded before the ``training_step`` of a batch.
 
     Everything else is restored to ``state``, which was captured when the replays began.
@@ -227,22 +225,23 @@ def rewind(trainer: Trainer, state: ObjectState, recorded: RecordedBatch | None)
     if recorded is not None:
         if recorded.buffers is not None:
             recorded.buffers.restore()
-        random_states.restore(recorded.random_state, trainer.engine.device)
+        random_states.restore(recorded.random_state, run.device)
 
 
-def optimized(trainer: Trainer) -> dict[str, Tensor]:
+def optimized(run: RunState) -> dict[str, Tensor]:
     """Return the parameters of the optimizers by name, or the gathered tensors of sharded ones.
 
     The backward pass computes gradients for these tensors. A step is skipped if one of the gradients is not finite. All
     processes must call it together.
     """
-    leaves: dict[str, Tensor] = trainer.engine.gradients.leaves(trainer.lightning_module)
-    stepped = {id(p) for optimizer in trainer.optimizers for p in parameters_of(optimizer)}
-    return {name: leaves[name] for name, p in trainer.lightning_module.named_parameters() if id(p) in stepped}
+    module = run.module
+    leaves: dict[str, Tensor] = run.gradients.leaves(module)
+    stepped = {id(p) for optimizer in run.optimizers for p in parameters_of(optimizer)}
+    return {name: leaves[name] for name, p in module.named_parameters() if id(p) in stepped}
 
 
-def run(
-    trainer: Trainer,
+def run_batch(
+    run: RunState,
     recorded: RecordedBatch | None,
     on_loss: Callable[[Tensor], object],
     variant: Variant = UNCHANGED,
@@ -252,14 +251,14 @@ def run(
     If parameters are sharded, a process without a batch or a loss takes part in the collectives with a loss of 0.
 
     Args:
-        trainer: the Trainer.
+        run: the state of the run.
         recorded: the batch. None if this process has no batch.
         on_loss: called with the loss before scaling: the batch's share of the window's mean. A fit corrects the shares
             at the end of a window if its batches have different weights, or some have no loss; a replay does not. In
             manual optimization, called for each ``manual_backward``.
         variant: the change for the replay. Default: none.
     """
-    module, engine = trainer.lightning_module, trainer.engine
+    module, engine = run.module, run.engine
     silence(module)
     if recorded is None:
         idle = engine.gradients.idle_loss()
@@ -275,7 +274,7 @@ def run(
     takes_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
     batch = variant.changed(recorded.batch)
     with _wide_weights(module) if variant.is_wide else nullcontext():
-        with variant.applied(trainer):
+        with variant.applied(run):
             output = engine.replay_step("training_step")(batch, *([recorded.batch_idx] if takes_index else []))
         if not module.automatic_optimization:
             return
@@ -292,7 +291,7 @@ def silence(module: nn.Module) -> None:
 
 
 def replay(
-    trainer: Trainer,
+    run: RunState,
     batches: Sequence[RecordedBatch],
     on_loss: Callable[[Tensor, Mapping[str, Tensor]], T],
     variant: Variant = UNCHANGED,
@@ -300,18 +299,18 @@ def replay(
     """Replay batches, and yield for each the results of ``on_loss``. All processes must call it together.
 
     Args:
-        trainer: the Trainer.
+        run: the state of the run.
         batches: the batches of this process.
         on_loss: called with each loss and the parameters for :func:`backward`.
         variant: the change for the replay. Default: none.
     """
-    with undisturbed(trainer) as state:
-        parameters = optimized(trainer)
-        for recorded in in_step(trainer, batches):
+    with undisturbed(run) as state:
+        parameters = optimized(run)
+        for recorded in in_step(run, batches):
             found: list[T] = []
             watched = {} if recorded is None else parameters
-            rewind(trainer, state, recorded)
-            run(trainer, recorded, lambda loss: found.append(on_loss(loss, watched)), variant)  # noqa: B023
+            rewind(run, state, recorded)
+            run_batch(run, recorded, lambda loss: found.append(on_loss(loss, watched)), variant)  # noqa: B023
             yield found
 
 

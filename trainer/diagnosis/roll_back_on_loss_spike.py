@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from collections import deque
 from statistics import median
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
+import lightning.pytorch as pl
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -14,10 +15,8 @@ from torch import Tensor
 
 from trainer.common.run_callback import RunCallback
 from trainer.errors import ConfigurationError, LossSpikeError, expect, rank_zero_warn
+from trainer.loop.run_state import state_of
 from trainer.precision.readback import Readback
-
-if TYPE_CHECKING:
-    from trainer.trainer import Trainer
 
 
 class RollBackOnLossSpike(RunCallback):
@@ -85,7 +84,7 @@ class RollBackOnLossSpike(RunCallback):
         # the update that is not checked yet: its step, and the loss if it was read
         self._last: tuple[int, float | None] | None = None
 
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_train_start(self, trainer: pl.Trainer, pl_module: LightningModule) -> None:
         """Refuse fits that cannot be rolled back."""
         if not pl_module.automatic_optimization:
             raise ConfigurationError(
@@ -97,23 +96,24 @@ class RollBackOnLossSpike(RunCallback):
                 "Got RollBackOnLossSpike without a ModelCheckpoint, so there is no checkpoint to roll back to. Add one,"
                 " such as ModelCheckpoint(every_n_train_steps=500, save_top_k=-1)."
             )
-        self._readback, self._step = Readback(trainer.engine.device.type), trainer.global_step
+        self._readback, self._step = Readback(state_of(trainer).device.type), trainer.global_step
 
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: pl.Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Add the batch's share of the loss; at the end of an update, check the loss and roll back after a spike."""
         loss = outputs.get("loss") if isinstance(outputs, dict) else None
         if loss is not None:
             self._sum = loss.detach().float().clone() if self._sum is None else self._sum + loss.detach()
-        if trainer.loop.window.is_open:
+        run = state_of(trainer)
+        if run.window.is_open:
             return
         total, self._sum, step, self._step = self._sum, None, self._step, trainer.global_step
         unchecked = self._read_loss()  # on a GPU, of the previous update
-        engine = trainer.engine
+        engine = run.engine
         numbers: list[Any] = [] if total is None else [total]
         if engine.data_parallel_size > 1:
-            numbers = engine.begin_sum(0.0 if total is None else total, float(total is not None))()
+            numbers = engine.collectives.begin_sum(0.0 if total is None else total, float(total is not None))()
         if numbers:
             self._readback.start([torch.as_tensor(number) for number in numbers])
             self._last = step, None
@@ -133,11 +133,11 @@ class RollBackOnLossSpike(RunCallback):
             loss = total / count[0] if count else total
         return step, loss
 
-    def _check_spike(self, trainer: Trainer, batch_idx: int, step: int, loss: float) -> None:
+    def _check_spike(self, trainer: pl.Trainer, batch_idx: int, step: int, loss: float) -> None:
         """Record the loss of the update that began at ``step``, or roll back if it is a spike."""
         is_complete, is_finite = len(self._losses) == self.window, math.isfinite(loss)
         usual = median(self._losses) if is_complete else math.inf
-        if not is_complete or (loss <= self.threshold * usual if is_finite else trainer.scaler.skips_steps):
+        if not is_complete or (loss <= self.threshold * usual if is_finite else state_of(trainer).scaler.skips_steps):
             if is_finite:
                 self._losses.append(loss)
             return
@@ -150,7 +150,7 @@ class RollBackOnLossSpike(RunCallback):
                 " clipping, a larger limit, or an older checkpoint (margin=...)."
             )
         earlier, epoch = self.rollbacks, trainer.current_epoch
-        restored = trainer.roll_back(step - self.margin)
+        restored = trainer.roll_back(step - self.margin)  # type: ignore[attr-defined]
         if restored is None:
             if is_finite:
                 self._losses.append(loss)

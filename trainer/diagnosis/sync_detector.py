@@ -27,6 +27,7 @@ from trainer.common.packages import is_frameworks_file
 from trainer.common.run_callback import RunCallback
 from trainer.common.session import Session
 from trainer.errors import counted, expect
+from trainer.record.measures import device_of
 
 log = logging.getLogger("lightning.pytorch.advice")
 """A child of Lightning's logger, so Lightning prints the advice; on the command line, the config
@@ -144,7 +145,7 @@ class SyncDetector(RunCallback):
             self._report(trainer)
         elif self.after < self._seen <= self.after + self.batches:
             self.watched += 1
-            self._watch = self._watch or SyncWatch(trainer.strategy.root_device.type, self._found).__enter__()
+            self._watch = self._watch or SyncWatch(device_of(trainer).type, self._found).__enter__()
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: LightningModule) -> None:
         """Stop watching, because a validation is not part of a step."""

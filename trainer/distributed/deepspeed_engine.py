@@ -15,14 +15,15 @@ from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import lightning.pytorch as pl
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.strategies import DeepSpeedStrategy as LightningDeepSpeedStrategy
-from lightning.pytorch.trainer.states import RunningStage, TrainerFn
+from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities import rank_zero_info
 from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
@@ -44,13 +45,11 @@ from trainer.errors import CheckpointError, ConfigurationError, PrecisionError, 
 from trainer.loop.closures import needs_closure
 from trainer.loop.gradients import Gradients
 from trainer.loop.overrides import overrides
+from trainer.loop.run_state import RunState, state_of
 from trainer.precision.base import Precision
 from trainer.precision.dtypes import cast
 from trainer.precision.mixed import MixedPrecision
 from trainer.precision.scaler import LossScaler
-
-if TYPE_CHECKING:
-    from trainer.trainer import Trainer
 
 _SCALING = {"initial_scale_power": 16, "loss_scale_window": 1000, "hysteresis": 2, "min_loss_scale": 1, "loss_scale": 0}
 """DeepSpeed's settings for loss scaling, with Lightning's defaults."""
@@ -267,14 +266,14 @@ class DeepSpeedStrategy(ShardingStrategy, LightningDeepSpeedStrategy):
         self._set_node_environment_variables()
         deepspeed.init_distributed(self._get_process_group_backend(), auto_mpi_discovery=False, verbose=False)
 
-    def setup(self, trainer: Trainer) -> None:
+    def setup(self, trainer: pl.Trainer) -> None:
         """Pass the module and, in a fit, its optimizer to DeepSpeed."""
-        fitting, module, precision = self.begin(trainer), self.lightning_module, trainer.engine.precision.name
+        run, fitting, module = state_of(trainer), self.begin(trainer), self.lightning_module
         if fitting:
             self.setup_optimizers(trainer)
             _refuse_module(module, self.optimizers)
         optimizer = self.optimizers[0] if fitting else None
-        config = self.complete(precision, _window_of(trainer)[-1])
+        config = self.complete(run.precision.name, _window_of(run)[-1])
         self.zero = ZeroModule(module, optimizer, config, self.root_device)
         self.model = self.zero.engine
         self.setup_precision_plugin()
@@ -338,9 +337,9 @@ def _check_equal(config: dict[str, Any], key: str, expected: Any, given: str) ->
         )
 
 
-def _window_of(trainer: Trainer) -> list[int]:
+def _window_of(run: RunState) -> list[int]:
     """Return the different sizes of accumulation windows over the epochs, in ascending order."""
-    return sorted(set(accumulation_schedule(trainer).values()))
+    return sorted(set(accumulation_schedule(run).values()))
 
 
 def _refuse_module(module: LightningModule, optimizers: list[Optimizer]) -> None:
@@ -438,7 +437,7 @@ class DeepSpeedEngine(LightningEngine):
     uncalled = {**UNCALLED, "backward": "training_step", "optimizer_step": "on_before_zero_grad"}
     accumulates = True
 
-    def __init__(self, trainer: Trainer, precision: Precision, plugins: Any = None, **options: Any) -> None:
+    def __init__(self, trainer: pl.Trainer, precision: Precision, plugins: Any = None, **options: Any) -> None:
         super().__init__(trainer, ZeroPrecision(precision, options["strategy"]), plugins, **options)
         self.supports_uneven_evaluation = self.strategy.stage != 3
         self._folder: Path | None = None  # a checkpoint that DeepSpeed will read
@@ -446,8 +445,7 @@ class DeepSpeedEngine(LightningEngine):
     def build_gradients(self, scaler: LossScaler) -> Gradients:
         """Build the operations on DeepSpeed's gradients."""
         assert isinstance(scaler, ZeroScaler)
-        trainer = self._trainer
-        return ZeroGradients(scaler, self._zero, self.strategy.stage, lambda: trainer.loop.window.reset())
+        return ZeroGradients(scaler, self._zero, self.strategy.stage, lambda: self._run.window.reset())
 
     def _zero(self) -> ZeroModule:
         assert self.strategy.zero is not None
@@ -478,9 +476,8 @@ class DeepSpeedEngine(LightningEngine):
 
     def _refuse_config(self) -> None:
         """Refuse a DeepSpeed config that contradicts the Trainer."""
-        trainer, config = self._trainer, self.strategy.config
-        windows = _window_of(trainer)
-        clip = trainer.gradient_clip_val or 0.0
+        config, windows = self.strategy.config, _window_of(self._run)
+        clip = self._trainer.gradient_clip_val or 0.0
         for key, name, expected in (
             ("gradient_accumulation_steps", "accumulate_grad_batches", windows[0] if len(windows) == 1 else windows),
             ("gradient_clipping", "gradient_clip_val", clip),
@@ -539,14 +536,14 @@ class DeepSpeedEngine(LightningEngine):
         return super().step_function(name)
 
     def _refuse_batch_sizes(self) -> None:
-        trainer, config = self._trainer, self.strategy.config
-        loaders = trainer.data.loaders(RunningStage.TRAINING)
+        run, config = self._run, self.strategy.config
+        loaders = run.data.loaders(RunningStage.TRAINING)
         sizes = (
             [] if loaders is None else [getattr(loader, "batch_size", None) for loader in loaders.combined.flattened]
         )
         if len(sizes) != 1 or (size := sizes[0]) is None:
             return
-        total = size * self.world_size * _window_of(trainer)[-1]
+        total = size * self.world_size * _window_of(run)[-1]
         for key, expected, description in (
             ("train_micro_batch_size_per_gpu", size, "the dataloader's batch size"),
             ("train_batch_size", total, "batch size times processes times accumulate_grad_batches"),
@@ -597,12 +594,12 @@ class DeepSpeedEngine(LightningEngine):
             super().save_shards(checkpoint, path)
             return
         write = partial(parts.write, self._zero().engine)
-        self._files.save_shards(checkpoint, path, self._get_save_group(), write, {parts.FACT: self._topology})
+        self._files.save_shards(checkpoint, path, self.collectives.group("saves"), write, {parts.FACT: self._topology})
 
     def reads_parts(self, folder: Path) -> bool:
         """Return whether DeepSpeed reads the folder: in a fit, with equal number of processes, stage and precision."""
         is_same = read_manifest(folder).facts.get(parts.FACT) == self._topology
-        self._folder = folder if is_same and self._trainer.state.fn is TrainerFn.FITTING else None
+        self._folder = folder if is_same and self._run.fits else None
         return self._folder is not None
 
     def load_optimizer_states(self, checkpoint: Mapping[str, Any], saved: SavedDtypes) -> None:

@@ -8,17 +8,14 @@ with them.
 from __future__ import annotations
 
 import operator
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from datetime import timedelta
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from hashlib import sha256
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
+import lightning.pytorch as pl
 import torch
-from lightning.fabric.utilities.apply_func import convert_to_tensors
 from lightning.pytorch import LightningModule
 from lightning.pytorch.core.optimizer import do_nothing_closure
 from lightning.pytorch.overrides.distributed import prepare_for_backward
@@ -26,13 +23,10 @@ from lightning.pytorch.plugins.precision import Precision as LightningPrecision
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
 from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
 from lightning.pytorch.trainer.connectors.signal_connector import _get_sigkill_signal
-from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.migration.utils import pl_legacy_patch
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from lightning.pytorch.utilities.types import LRSchedulerConfig
-from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
-from torch.distributed.constants import default_pg_timeout
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -43,14 +37,13 @@ from trainer.checkpoint.checkpoint_io import CheckpointFiles, adopt, files_of, u
 from trainer.checkpoint.optimizer_states import SavedDtypes, keep_dtypes
 from trainer.common import cluster
 from trainer.common.aliases import alias
+from trainer.common.collectives import Collectives
 from trainer.common.files import local_path
 from trainer.common.lightning_private import MultiProcessingLauncher, ScriptLauncher
 from trainer.common.module_tree import is_dense, parameters_of
 from trainer.common.session import Session
 from trainer.common.traits import unsupported_with
-from trainer.distributed.async_max import AsyncMax
 from trainer.distributed.child_processes import children, leave_group_at_exit
-from trainer.distributed.communication import Communication, communication_of
 from trainer.distributed.initialisation import initialise
 from trainer.distributed.launchers import WatchedLauncher, signals_passed_on
 from trainer.distributed.precision_plugin import PrecisionAdapter
@@ -64,16 +57,14 @@ from trainer.errors import (
     UnsupportedError,
     join_first,
 )
-from trainer.loop.accumulation import Weight
 from trainer.loop.batch_path import ModuleCalls
 from trainer.loop.gradients import Gradients, zero_loss
 from trainer.loop.optimizers import set_up_optimizers
 from trainer.loop.overrides import overridden, overrides
+from trainer.loop.run_state import RunState, state_of
 from trainer.precision.base import Precision
 from trainer.precision.scaler import LossScaler
-
-if TYPE_CHECKING:
-    from trainer.trainer import Trainer
+from trainer.state.communication import Communication, communication_of
 
 T = TypeVar("T")
 _CALLED_WITH = {"backward": ("pre_backward", "post_backward"), "training_step": ("post_training_step",)}
@@ -99,6 +90,7 @@ class LightningEngine:
             ``deterministic``, ``use_distributed_sampler``, as in Lightning's Trainer.
 
     Attributes:
+        collectives: the processes, and the operations that all of them call together.
         precision: the plugin for this device.
         gradients: all operations on gradients; the same object during the engine's lifetime.
         module_calls: handles calls that a module makes itself, such as ``manual_backward``. Set for each fit.
@@ -138,9 +130,12 @@ class LightningEngine:
     device: torch.device = alias("strategy.root_device")
     model: nn.Module = alias("strategy.model")
     module: LightningModule = alias("strategy.lightning_module")
+    world_size: int = alias("collectives.world_size")
+    global_rank: int = alias("collectives.global_rank")
+    data_parallel_size: int = alias("collectives.data_parallel_size")
     restores_after_setup: bool = alias("strategy.restore_checkpoint_after_setup")
 
-    def __init__(self, trainer: Trainer, precision: Precision, plugins: Any = None, **options: Any) -> None:
+    def __init__(self, trainer: pl.Trainer, precision: Precision, plugins: Any = None, **options: Any) -> None:
         if plugins is not None and not isinstance(plugins, (list, tuple)):
             plugins = [plugins]
         refuse_other_package("plugins", *plugins or ())
@@ -166,6 +161,7 @@ class LightningEngine:
                 " DDP or FSDP: strategy='ddp', or strategy='fsdp' to shard the model."
             )
         self._ddp = self.strategy if isinstance(self.strategy, DDPStrategy) else None  # read at every step
+        self.collectives = self.build_collectives()
         self.precision = precision.for_device(self.device)
         self.precision.check(self.device)
         self.gradients = self.build_gradients(self.precision.build_scaler(self.device))
@@ -176,14 +172,14 @@ class LightningEngine:
                 launcher.cluster_environment, launcher.num_processes, launcher.num_nodes
             )
         self.kinds: dict[str, list[str]] = {}
-        self._reductions = 0  # collectives of `reduce`
         self._communication: Communication | None = None
         self._parameters: list[torch.nn.Parameter] = []  # of the module when DDP registered them
         self._trained: list[bool] = []  # `requires_grad` of each of them
-        # gloo groups, by purpose; weak, because torch.distributed keeps them until the end
-        self._groups: dict[str, Callable[[], Any]] = {}
-        self._host_max: AsyncMax | None = None
         self._take_strategy()
+
+    def build_collectives(self) -> Collectives:
+        """Build the operations of all processes."""
+        return Collectives(self.strategy)
 
     def build_gradients(self, scaler: LossScaler) -> Gradients:
         """Build the operations on gradients for the strategy."""
@@ -193,6 +189,10 @@ class LightningEngine:
         """Refuse overrides that are never called, and make the strategy use the adapter."""
         self._refuse_overrides()
         self.strategy.precision_plugin = self.adapter
+
+    @property
+    def _run(self) -> RunState:
+        return state_of(self._trainer)
 
     @property
     def wrapped_optimizers(self) -> list[Any]:
@@ -209,35 +209,12 @@ class LightningEngine:
         return all(one._on_after_step is do_nothing_closure for one in wrapped if one.optimizer is optimizer)
 
     @property
-    def world_size(self) -> int:
-        """The number of processes."""
-        return 1 if self._ddp is None else self._ddp.world_size
-
-    @property
-    def timeout(self) -> timedelta:
-        """The time that a process waits for the others in a collective."""
-        return (self._ddp and self._ddp._timeout) or default_pg_timeout
-
-    @property
-    def data_parallel_size(self) -> int:
-        """The number of processes with different batches, over which gradients are averaged.
-
-        All processes, unless several of them share a batch (tensor parallelism).
-        """
-        return self.world_size
-
-    @property
-    def global_rank(self) -> int:
-        """This process's global rank."""
-        return int(getattr(self.strategy, "global_rank", 0))
-
-    @property
     def launch(self) -> Callable[..., Any]:
         """The function that calls ``function(*args)`` here, or in every process of the strategy's launcher."""
         launcher = self.strategy.launcher
         if isinstance(launcher, MultiProcessingLauncher):
             return partial(self._spawn, launcher)
-        if launcher is None and self._trainer.state.fn is TrainerFn.FITTING:
+        if launcher is None and self._run.fits:
             cluster.check_single_process(self.connector.cluster_environment)
         cluster.check_counts(self.connector.cluster_environment, self.strategy)
         return operator.call if launcher is None else partial(launcher.launch, trainer=self._trainer)
@@ -356,9 +333,10 @@ class LightningEngine:
 
     def setup(self, *, fitting: bool) -> None:
         """Move and wrap the module; in a fit, create the optimizers."""
+        session = self._run.session
         if not overrides(self.strategy, "setup_optimizers"):
-            set_up = partial(set_up_optimizers, self.strategy)
-            self._trainer._session.replace(self.strategy, "setup_optimizers", set_up)
+            set_up = partial(set_up_optimizers, self.strategy, self)
+            session.replace(self.strategy, "setup_optimizers", set_up)
         try:
             self.strategy.setup(self._trainer)
         except ConfigurationError:
@@ -373,18 +351,18 @@ class LightningEngine:
                 " lazy modules with one batch before the fit."
             ) from error
         if fitting:
-            self._follow_averages()
+            self._follow_averages(session)
             _refuse_outside_parameters(self.model, self.optimizers)
         self._trained = self._trained_parameters()
 
-    def _follow_averages(self) -> None:
+    def _follow_averages(self, session: Session) -> None:
         """If DDP averages weights instead of gradients, synchronize skipped steps, so that averages ignore them."""
         averager = self._ddp._model_averager if self._ddp is not None and self._averages_weights else None
         if isinstance(self.gradients, _StrategyGradients):
             self.gradients.reduce_skips(averager is not None)
         if averager is not None:
             average = partial(_average_unless_skipped, self.gradients, averager.average_parameters)
-            self._trainer._session.replace(averager, "average_parameters", average)
+            session.replace(averager, "average_parameters", average)
 
     def follow_trained_parameters(self) -> None:
         """Wrap the module in DDP again if the trained parameters have changed.
@@ -442,68 +420,6 @@ class LightningEngine:
         """
         _run_idle_forward(self.strategy.model)
 
-    def num_collectives(self) -> int:
-        """Return the number of collectives issued on the default process group, without those of :meth:`reduce`.
-
-        0 if it is not known.
-        """
-        distributed = torch.distributed
-        if self.world_size == 1 or not distributed.is_initialized():
-            return 0
-        group: Any = distributed.group.WORLD
-        begun: int = group._get_sequence_number_for_group()
-        return begun - self._reductions
-
-    @contextmanager
-    def forbid_collectives(self, error: Exception) -> Iterator[None]:
-        """Return a context in which the collectives of the strategy, except ``reduce``, raise ``error``."""
-        names = ("all_gather", "barrier", "broadcast", "reduce_boolean_decision")
-        with Session() as session:
-            for name in names:
-                session.replace(self.strategy, name, partial(_raise, error))
-            yield
-
-    @contextmanager
-    def equal_shapes(self) -> Iterator[None]:
-        """Return a context in which ``self.all_gather`` raises an error on all ranks if they gather different tensors.
-
-        Their number, shapes and dtypes must be equal.
-        """
-        if self.world_size == 1:
-            yield
-            return
-        gather_tensor = self.strategy.all_gather
-        distributed = torch.distributed
-
-        def compare(tensors: str, group: Any) -> None:
-            if distributed.is_initialized() and group in (None, distributed.group.WORLD):
-                found = self.gather_if_different(tensors)
-                if len(found) > 1:
-                    raise ConfigurationError(
-                        f"self.all_gather got different tensors on the ranks: {'; '.join(found)}."
-                        " Ranks can have different numbers of samples. Gather the tensors with"
-                        " torch.distributed.all_gather_object, log a torchmetrics object instead, or use"
-                        " Trainer(pad_evaluation=True): all ranks then evaluate equally many samples, and some samples"
-                        " are counted twice, as in Lightning."
-                    )
-
-        def all_gather(gather: Any, data: Any, group: Any = None, sync_grads: bool = False) -> Any:
-            tensors: list[Tensor] = []
-            apply_to_collection(convert_to_tensors(data, self.device), Tensor, tensors.append)
-            compare(f"{len(tensors)} tensors", group)
-            return gather(data, group, sync_grads)
-
-        def all_gather_tensor(tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-            compare(f"{tuple(tensor.shape)}, {tensor.dtype}", group)
-            return gather_tensor(tensor, group, sync_grads)
-
-        with Session() as session:
-            session.replace(self.strategy, "all_gather", all_gather_tensor)
-            for module in self.module.modules():
-                if isinstance(module, LightningModule):
-                    session.replace(module, "all_gather", partial(all_gather, module.all_gather))
-            yield
-
     def replay_step(self, name: str) -> Callable[..., Any]:
         """Return the module's step for a replay, without DDP. If weights are sharded, the step gathers them."""
         step: Callable[..., Any] = getattr(self.module, name)
@@ -519,36 +435,6 @@ class LightningEngine:
             self.follow_trained_parameters()
         return _NULL_CONTEXT
 
-    def gather(self, value: T) -> list[T]:
-        """Gather each process's ``value`` on rank 0; [] on the others, and if the process group is not initialized."""
-        if self.world_size == 1:
-            return [value]
-        if not torch.distributed.is_initialized():
-            return []
-        gathered: list[Any] | None = [None] * self.world_size if self.global_rank == 0 else None
-        torch.distributed.gather_object(value, gathered)
-        return gathered or []
-
-    def gather_if_different(self, value: T) -> list[T]:
-        """Return the values of all processes, on each process; only one value if all have the same ``repr``."""
-        if self.world_size == 1:
-            return [value]
-        number = int.from_bytes(sha256(repr(value).encode()).digest()[:7], "big")
-        extremes = torch.tensor([number, -number], device=self.device)
-        torch.distributed.all_reduce(extremes, torch.distributed.ReduceOp.MAX)
-        most, least = extremes.tolist()
-        return [value] if most == -least else self.broadcast(self.gather(value))
-
-    def reduce(self, tensor: Tensor, op: str = "mean", group: Any = None) -> Tensor:
-        """Reduce ``tensor`` over the processes: ``"mean"``, ``"sum"``, ``"min"`` or ``"max"``.
-
-        This happens on the process's device, because a logged number may be on the CPU.
-        """
-        before = self.num_collectives()
-        reduced: Tensor = self.strategy.reduce(tensor.to(self.device), group=group, reduce_op=op)
-        self._reductions += self.num_collectives() - before
-        return reduced
-
     @property
     def next_forward_syncs_buffers(self) -> bool:
         """Whether DDP's next forward may broadcast buffers: not after a forward without gradient averaging.
@@ -561,70 +447,6 @@ class LightningEngine:
         """Skip DDP's buffer broadcast in the next forward, because the run was resumed between two broadcasts."""
         if isinstance(self.model, DistributedDataParallel):
             self.model.require_forward_param_sync = False
-
-    def begin_sum(self, *values: Weight) -> Callable[[], list[Weight]]:
-        """Start a sum over the processes, and return a function that waits for it.
-
-        On a GPU the sums stay on the device, and the host does not synchronize. Unlike the strategy's ``reduce``, this
-        has no barrier, which would block the host.
-        """
-        tensors = [
-            value if isinstance(value, Tensor) else torch.full((), value, device=self.device) for value in values
-        ]
-        totals = torch.stack([value.to(self.device, torch.float32) for value in tensors])
-        work = torch.distributed.all_reduce(totals, async_op=True)
-
-        def sums() -> list[Weight]:
-            work.wait()
-            return totals.tolist() if totals.is_cpu else list(totals)
-
-        return sums
-
-    def any_rank(self, decision: bool) -> bool:
-        """Return whether ``decision`` is True on any process."""
-        return decision if self.world_size == 1 else self.strategy.reduce_boolean_decision(decision, all=False)
-
-    def any_rank_on_host(self, *flags: bool) -> list[bool]:
-        """Return whether each of the flags is true on any process. Waits for the processes, but not for a device."""
-        if self.device.type == "cpu":
-            return [float(total) > 0 for total in self.begin_sum(*map(float, flags))()]
-        if self._host_max is None:
-            self._host_max = self.async_max(len(flags), "batches")
-        if self._host_max is None:
-            return [self.any_rank(flag) for flag in flags]
-        return [number > 0 for number in self._host_max.reduce_now(flags)]
-
-    def async_max(self, count: int, purpose: str) -> AsyncMax | None:
-        """Create an asynchronous all-reduce that computes the maxima of ``count`` numbers, on the host.
-
-        Return None for a single process, and without gloo. The all-reduce uses a gloo group, because NCCL would queue
-        its work behind that of the GPUs. All processes must call this together, after the device is selected. The new
-        all-reduce replaces the previous one with the same ``purpose``.
-        """
-        distributed = torch.distributed
-        if self._ddp is None or self.world_size == 1:
-            return None
-        if not distributed.is_initialized() or not distributed.is_gloo_available():
-            return None
-        if (before := self._groups.get(purpose, _dead_reference)()) is not None:
-            with suppress(ValueError):  # if all groups have been destroyed since
-                distributed.destroy_process_group(before)
-        return AsyncMax(self._new_group(purpose), count)
-
-    def _new_group(self, purpose: str) -> Any:
-        """Create a gloo group of all processes, which call this together."""
-        assert self._ddp is not None
-        group = torch.distributed.new_group(backend="gloo", timeout=self._ddp._timeout)
-        self._groups[purpose] = weakref.ref(group)
-        return group
-
-    def broadcast(self, value: T) -> T:
-        """Return the ``value`` of rank 0."""
-        return self.strategy.broadcast(value)
-
-    def barrier(self, name: str | None = None) -> None:
-        """Wait for the other processes."""
-        self.strategy.barrier(name)
 
     def module_state(self) -> dict[str, Any]:
         """Return the module's state dict. Sharded tensors stay sharded: :meth:`save` gathers them if necessary."""
@@ -677,7 +499,7 @@ class LightningEngine:
 
     def save_shards(self, checkpoint: dict[str, Any], path: str | Path) -> None:
         """Write a checkpoint as a folder; each process writes its part."""
-        self._files.save_shards(checkpoint, path, self._get_save_group())
+        self._files.save_shards(checkpoint, path, self.collectives.group("saves"))
 
     @property
     def saves_shards(self) -> bool:
@@ -689,15 +511,6 @@ class LightningEngine:
         files = files_of(self.strategy)
         assert files is not None
         return files
-
-    def _get_save_group(self) -> Any:
-        """Return a gloo group of all processes for saves in the background, because other groups are in use meanwhile.
-
-        None for a single process. All processes create it together at the first call.
-        """
-        if self.world_size == 1:
-            return None
-        return self._groups.get("saves", _dead_reference)() or self._new_group("saves")
 
     def gathered(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
         """Return ``checkpoint`` with full tensors instead of sharded ones, on rank 0.
@@ -750,7 +563,7 @@ class LightningEngine:
             result = work()
         except Exception as raised:
             error = raised
-        if self.any_rank(error is not None):
+        if self.collectives.any_rank(error is not None):
             raise error or kind(f"{problem}; see the error of another process.")
         return result
 
@@ -768,7 +581,7 @@ class LightningEngine:
 
     def teardown(self) -> None:
         """Unwrap the module and move it back to the CPU."""
-        self._host_max = None
+        self.collectives.end_run()
         self.strategy.teardown()
 
 
@@ -862,14 +675,6 @@ def _all_reduce_max(flag: Tensor) -> None:
 def _average_unless_skipped(gradients: Gradients, average: Callable[[Any], None], parameters: Any) -> None:
     if not gradients.scaler.skipped_last_step():
         average(parameters)
-
-
-def _raise(error: Exception, *_: Any, **__: Any) -> None:
-    raise error
-
-
-def _dead_reference() -> None:
-    """Stands for a weak reference to a deleted object."""
 
 
 def _call_after_step(step: Callable[..., Any], after: Callable[[], None], *args: Any) -> Any:

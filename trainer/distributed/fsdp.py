@@ -13,13 +13,13 @@ from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import lightning.pytorch as pl
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import DDPStrategy
-from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -27,6 +27,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.optim import Optimizer
 
 from trainer.checkpoint.checkpoint_io import files_of
+from trainer.common.collectives import Collectives
 from trainer.common.lightning_private import optimizers_to_device, set_device_mesh, setup_device_mesh
 from trainer.common.module_tree import parameters_of
 from trainer.distributed.engine import LightningEngine
@@ -37,12 +38,10 @@ from trainer.distributed.sharding.wrap import Blocks, ReplacedParameter, Sharded
 from trainer.errors import ConfigurationError, UnsupportedError
 from trainer.loop.accumulation import Weight
 from trainer.loop.gradients import Gradients
+from trainer.loop.run_state import state_of
 from trainer.metrics.metric_objects import reduce_over_group
 from trainer.precision.fp32_modules import find_modules
 from trainer.precision.scaler import LossScaler
-
-if TYPE_CHECKING:
-    from trainer.trainer import Trainer
 
 
 class ShardingStrategy(DDPStrategy):
@@ -55,11 +54,11 @@ class ShardingStrategy(DDPStrategy):
     lightning_module: LightningModule
     _failed = False
 
-    def begin(self, trainer: Trainer) -> bool:
+    def begin(self, trainer: pl.Trainer) -> bool:
         """Set up the accelerator; in a fit, also ``sync_batchnorm``. Return whether the run is a fit."""
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
-        fitting, self._failed = trainer.state.fn == TrainerFn.FITTING, False
+        fitting, self._failed = state_of(trainer).fits, False
         self._synced = self._layer_sync if fitting else None
         if self._synced is not None:
             assert self.model is not None
@@ -205,11 +204,11 @@ class FSDP2Strategy(ShardingStrategy):
         shape = (self.replicas, world_size // self.replicas)
         return init_device_mesh(device, shape, mesh_dim_names=("replicas", "shards"))
 
-    def setup(self, trainer: Trainer) -> None:
+    def setup(self, trainer: pl.Trainer) -> None:
         """Shard the module, for training and for evaluation; in a fit, create the optimizers."""
         fitting = self.begin(trainer)
         assert self.model is not None
-        in_float32 = find_modules(self.model, getattr(trainer.engine.precision, "fp32_modules", ()))
+        in_float32 = find_modules(self.model, getattr(state_of(trainer).engine.precision, "fp32_modules", ()))
         settings = self._settings_for(self.model)
         self.sharded = ShardedModule(self.model, self.data_mesh, self.root_device, settings, in_float32)
         self.sharding = self._describe(self.sharded)
@@ -315,7 +314,7 @@ class ParallelStrategy(FSDP2Strategy):
         """The share of the data for this process: the same as for the others of its group."""
         return {"num_replicas": self.data_mesh.size(), "rank": self.data_mesh.get_local_rank()}
 
-    def setup(self, trainer: Trainer) -> None:
+    def setup(self, trainer: pl.Trainer) -> None:
         """Set up the strategy, and make metric objects count the batches of a group of processes once."""
         super().setup(trainer)
         self._put_metrics_back = reduce_over_group(self.data_mesh.get_group(), self.lightning_module)
@@ -374,6 +373,28 @@ _CHECKED_STEPS = 3
 """Number of optimizer steps in which in-place changes of weights by ``training_step`` are detected."""
 
 
+class ShardedCollectives(Collectives):
+    """Processes of which some may have the same batch (tensor parallelism).
+
+    Args:
+        strategy: the strategy.
+    """
+
+    def __init__(self, strategy: FSDP2Strategy) -> None:
+        super().__init__(strategy)
+        self._sharding = strategy
+
+    @property
+    def data_parallel_size(self) -> int:
+        """The number of processes with different batches."""
+        return self._sharding.data_mesh.size()
+
+    def begin_sum(self, *values: Weight) -> Callable[[], list[Weight]]:
+        """Sum over the processes with different batches."""
+        sums, copies = super().begin_sum(*values), self.world_size // self.data_parallel_size
+        return sums if copies == 1 else lambda: [value / copies for value in sums()]
+
+
 class ShardedEngine(LightningEngine):
     """Lightning's launcher and collectives, with sharded parameters and gradients."""
 
@@ -384,6 +405,10 @@ class ShardedEngine(LightningEngine):
     def build_gradients(self, scaler: LossScaler) -> Gradients:
         """Build the operations on sharded gradients."""
         return ShardedGradients(scaler, self._sharded, self.device)
+
+    def build_collectives(self) -> Collectives:
+        """Build the operations of all processes, of which some may share a batch."""
+        return ShardedCollectives(self.strategy)
 
     def _sharded(self) -> ShardedModule:
         assert self.strategy.sharded is not None
@@ -413,16 +438,6 @@ class ShardedEngine(LightningEngine):
         return state.template(self.module, place, shape, dtype)
 
     @property
-    def data_parallel_size(self) -> int:
-        """The number of processes with different batches."""
-        return self.strategy.data_mesh.size()
-
-    def begin_sum(self, *values: Weight) -> Callable[[], list[Weight]]:
-        """Sum over the processes with different batches."""
-        sums, copies = super().begin_sum(*values), self.world_size // self.data_parallel_size
-        return sums if copies == 1 else lambda: [value / copies for value in sums()]
-
-    @property
     def goes_through_wrapper(self) -> bool:
         """True: steps are called through the module's own forward, which has FSDP's hooks."""
         return True
@@ -432,13 +447,13 @@ class ShardedEngine(LightningEngine):
         module = self.module
         if name == "training_step" and not module.automatic_optimization:
             renew = self._sharded().prepare_manual()
-            self._trainer._session.watch_steps(lambda: self.optimizers, after=renew)
+            self._run.session.watch_steps(lambda: self.optimizers, after=renew)
         return super().step_function(name)
 
     def _through_wrapper(self, name: str, *args: Any) -> Any:
         sharded, module = self._sharded(), self.module
         sharded.before_forward()
-        is_early = name == "training_step" and self._trainer.progress.optimizer_steps < _CHECKED_STEPS
+        is_early = name == "training_step" and self._trainer.global_step < _CHECKED_STEPS
         if name == "training_step" and not module.automatic_optimization:
             with sharded.manual_step():
                 output = module.training_step(*args)
@@ -460,7 +475,8 @@ class ShardedEngine(LightningEngine):
 
     def idle_forward(self) -> None:
         """Run the collectives of one forward of an evaluation."""
-        sharded, loop = self._sharded(), self._trainer.eval_loops[self._trainer.state.stage]
+        sharded, loop = self._sharded(), self._run.eval_loop
+        assert loop is not None
         with torch.no_grad():
             sharded.idle.forward(f"{loop.stage}_step")
         sharded.end_forward()

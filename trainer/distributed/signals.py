@@ -13,23 +13,21 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
-from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 
 from trainer.checkpoint import model_checkpoints
 from trainer.checkpoint.checkpoint_io import wait_for_saves
+from trainer.common.async_max import AsyncMax
 from trainer.common.lightning_private import hpc_save_path
-from trainer.distributed.async_max import AsyncMax
 from trainer.distributed.child_processes import children, deadline_after
+from trainer.distributed.engine import LightningEngine
 from trainer.distributed.launchers import ENDING_SIGNALS, SignalForwarder, default_handler, exception_of
 from trainer.errors import NonFiniteError, RequeueError, rank_zero_warn
 from trainer.loop.evaluation import EvalLoop
-
-if TYPE_CHECKING:
-    from trainer.trainer import Trainer
+from trainer.loop.run_state import RunState
 
 INTERRUPTED = "interrupted.ckpt"
 """The file that an interrupted fit writes to the folder of its first ModelCheckpoint."""
@@ -39,17 +37,20 @@ class Signals:
     """Ends or requeues the runs of one Trainer when a signal arrives. It is ``trainer._signal_connector``.
 
     Args:
-        trainer: the Trainer.
+        run: the state of the run.
+        engine: devices and processes.
 
     Attributes:
         received_sigterm: whether this run has received a SIGTERM; on several processes, whether any of them has.
         interruption: the exception that has ended this run because of a signal. None without a signal.
     """
 
-    def __init__(self, trainer: Trainer) -> None:
+    def __init__(self, run: RunState, engine: LightningEngine) -> None:
         self.received_sigterm = False
         self.interruption: BaseException | None = None
-        self._trainer = trainer
+        self._run = run
+        self._trainer, self._engine, self._progress = run.trainer, engine, run.progress
+        self._loop, self._eval_loops = run.loop, run.eval_loops
         self._async_max: AsyncMax | None = None
         self._handlers: dict[int, Any] = {}  # those that were installed before ours
         self._process = 0
@@ -76,13 +77,13 @@ class Signals:
 
         Python allows this only in the main thread. In other threads, no handlers are installed.
         """
-        trainer = self._trainer
+        run = self._run
         self.received_sigterm, self.interruption = False, None
         self._noted, self._global_signal, self._interrupts, self._to_requeue = 0, 0, 0, False
         self._ends = self._is_inner = False
-        self._process, self._first_batch = os.getpid(), trainer.progress.batches_started
-        self._async_max = trainer.engine.async_max(2, "signals") if trainer.state.fn is TrainerFn.FITTING else None
-        environment = trainer.engine.connector.cluster_environment
+        self._process, self._first_batch = os.getpid(), self._progress.batches_started
+        self._async_max = self._engine.collectives.async_max(2, "signals") if run.fits else None
+        environment = self._engine.connector.cluster_environment
         requeues = environment if isinstance(environment, SLURMEnvironment) and environment.auto_requeue else None
         self._requeue_signal = None if requeues is None else requeues.requeue_signal
         self._update_signal_checks()
@@ -126,7 +127,7 @@ class Signals:
     @contextmanager
     def ending(self, error: BaseException) -> Iterator[None]:
         """Return a context for a run that ends with ``error``. If a signal caused it, further signals are ignored."""
-        engine, decided_together = self._trainer.engine, error is self.interruption and self._async_max is not None
+        engine, decided_together = self._engine, error is self.interruption and self._async_max is not None
         with deadline_after(error, waited_for=engine.runs_here and engine.world_size > 1 and not decided_together):
             if not isinstance(error, KeyboardInterrupt) and error is not self.interruption:
                 yield
@@ -177,7 +178,7 @@ class Signals:
             self._update_signal_checks()
             if is_first:
                 self._announce(number)
-            if self._async_max is None and self._trainer.engine.runs_here and number != signal.SIGINT:
+            if self._async_max is None and self._engine.runs_here and number != signal.SIGINT:
                 children.send(number)  # the terminal sends a Ctrl-C to them, too
         before = self._handlers.get(number)
         if number == signal.SIGTERM and callable(before):
@@ -185,18 +186,14 @@ class Signals:
 
     def _announce(self, number: int) -> None:
         """Print that a signal has arrived, with ``os.write``, because ``print`` is not reentrant."""
-        if not self._trainer.is_global_zero:
+        if not self._run.is_global_zero:
             return
-        saves = model_checkpoints.first_folder(self._trainer) is not None
+        saves = model_checkpoints.first_folder(self._run) is not None
         consequence = "and its state is saved" if saves else "and ends"
         if number == self._requeue_signal:
             consequence = "and the job is requeued"
         hint = " Press Ctrl-C again to stop at once." if number == signal.SIGINT else ""
-        action = (
-            f"the fit finishes the step, {consequence}"
-            if self._trainer.state.fn is TrainerFn.FITTING
-            else "the run finishes the batch"
-        )
+        action = f"the fit finishes the step, {consequence}" if self._run.fits else "the run finishes the batch"
         os.write(2, f"\nReceived {signal.Signals(number).name}: {action}.{hint}\n".encode())
 
     def _update_signal_checks(self) -> None:
@@ -204,8 +201,8 @@ class Signals:
         self._set_signal_checks(bool(self._noted or self._to_requeue or self._async_max is not None))
 
     def _set_signal_checks(self, enabled: bool) -> None:
-        self._trainer.loop.limits.check_signals = self._check_signals if enabled else None
-        for loop in self._trainer.eval_loops.values():
+        self._loop.limits.check_signals = self._check_signals if enabled else None
+        for loop in self._eval_loops.values():
             loop.check_signals = partial(self._check_signals_in_evaluation, loop) if enabled else None
 
     # --- between two batches ----------------------------------------------------------------------------------
@@ -237,31 +234,31 @@ class Signals:
             if self._async_max is None:
                 self._update_signal_checks()
         self._global_signal = noted = max(noted, self._global_signal)
-        if not noted or (self._trainer.engine.may_change_world_size and self._trainer.loop.window.is_open):
+        if not noted or (self._engine.may_change_world_size and self._loop.window.is_open):
             return  # wait for the update: a run on another number of processes cannot resume inside a window
         self._noted, self._ends = noted, True
         self.received_sigterm |= self.received == signal.SIGTERM
         self.interruption = exception_of(self.received)
-        if isinstance(self.interruption, KeyboardInterrupt) and not self._trainer.engine.runs_here:
+        if isinstance(self.interruption, KeyboardInterrupt) and not self._engine.runs_here:
             # a spawned process that ends with a KeyboardInterrupt counts as successful
             self.interruption = SystemExit(128 + self.received)
         raise self.interruption
 
     def _save(self) -> None:
         """Save the state of an interrupted fit."""
-        trainer = self._trainer
-        name, step = signal.Signals(self.received).name, trainer.global_step
+        run = self._run
+        name, step = signal.Signals(self.received).name, run.global_step
         ended = f"{name} has ended the fit after step {step}"
-        if trainer.progress.batches_started == self._first_batch:
+        if self._progress.batches_started == self._first_batch:
             rank_zero_info(f"{ended}, before the first training step, so nothing is saved.")
             return
-        folder = model_checkpoints.first_folder(trainer)
+        folder = model_checkpoints.first_folder(self._run)
         if folder is None:
             rank_zero_info(f"{ended}. Nothing is saved: this Trainer writes no checkpoints.")
             return
         path = f"{folder}/{INTERRUPTED}"
         try:
-            trainer.save_checkpoint(path)
+            self._trainer.save_checkpoint(path)
         except NonFiniteError as error:  # on all processes; the run ends anyway
             rank_zero_warn(f"{ended}. {error}")
             return
@@ -273,17 +270,18 @@ class Signals:
         Raises:
             RequeueError: if Slurm does not requeue it; in a fit on all processes, otherwise on rank 0.
         """
-        trainer = self._trainer
+        run = self._run
         path: str | None = None
-        if trainer.state.fn is TrainerFn.FITTING:
-            for logger in trainer.loggers:
+        if run.fits:
+            for logger in run.loggers:
                 logger.finalize("finished")  # flush all logged values to disk
-            path = trainer.engine.broadcast(str(hpc_save_path(trainer.default_root_dir)))
-            trainer.save_checkpoint(path)
-            wait_for_saves(trainer.strategy)  # Slurm may end the job at once
-        failure = _requeue_job() if trainer.is_global_zero else None
-        if trainer.state.fn is TrainerFn.FITTING:
-            failure = trainer.engine.broadcast(failure)
+            folder = self._trainer.default_root_dir
+            path = self._engine.collectives.broadcast(str(hpc_save_path(folder)))
+            self._trainer.save_checkpoint(path)
+            wait_for_saves(self._trainer.strategy)  # Slurm may end the job at once
+        failure = _requeue_job() if run.is_global_zero else None
+        if run.fits:
+            failure = self._engine.collectives.broadcast(failure)
         if failure is not None:
             saved = "" if path is None else f" The state of the fit is in {path}: a resubmitted job resumes from it."
             raise RequeueError(

@@ -38,7 +38,7 @@ _CHECKS_PER_TIMEOUT = 20
 _LINES = 4
 """Stack lines in the message for a process that is waited for; the file has all lines."""
 _LIBRARIES = re.compile(r"[/\\](torch|lightning|pytorch_lightning|deepspeed)[/\\]")
-_INTERNAL = ("torch.distributed", "trainer.distributed.async_max")
+_INTERNAL = ("torch.distributed", "trainer.common.async_max")
 """Modules in which a process waits for other processes."""
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import lightning.pytorch as pl
 from lightning.pytorch.strategies import DeepSpeedStrategy as LightningDeepSpeedStrategy
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from torch.distributed.fsdp import ShardingStrategy
@@ -16,11 +17,8 @@ from trainer.errors import UnsupportedError
 from trainer.loop.overrides import overridden
 from trainer.precision.base import Precision
 
-if TYPE_CHECKING:
-    from trainer.trainer import Trainer
 
-
-def build_engine(trainer: Trainer, precision: Precision, plugins: Any, **options: Any) -> LightningEngine:
+def build_engine(trainer: pl.Trainer, precision: Precision, plugins: Any, **options: Any) -> LightningEngine:
     """Build the engine for ``options["strategy"]``; see :class:`LightningEngine`.
 
     Raises:

@@ -24,12 +24,13 @@ from contextlib import contextmanager
 from copy import deepcopy
 from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import lightning.pytorch as pl
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
-from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.trainer.states import RunningStage
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
@@ -37,10 +38,9 @@ from torch.optim.swa_utils import AveragedModel
 from trainer.common.parts import spread
 from trainer.common.session import Session
 from trainer.distributed.sharding.state_dicts import load_module_state
+from trainer.loop.fit import FitLoop
+from trainer.loop.run_state import RunState, state_of
 from trainer.state.outcome import StepOutcome
-
-if TYPE_CHECKING:
-    from trainer.trainer import Trainer
 
 _HOOK, _QUESTION, _SWAP = "on_after_optimizer_step", "should_update", "_swap_models"
 _COPY, _TRANSFER = "_copy_average_to_current", "transfer_weights"
@@ -48,38 +48,39 @@ Part = Callable[[Tensor], Tensor]
 """Returns the part of a tensor that this process holds."""
 
 
-def defer_copies(trainer: Trainer, session: Session) -> None:
+def defer_copies(run: RunState, session: Session) -> None:
     """Prevent averaging callbacks from copying weights in ``setup`` if the weights will be sharded."""
-    if not trainer.engine.gradients.are_parts:
+    if not run.is_sharded:
         return
-    for callback in trainer.callbacks:
+    for callback in run.callbacks:
         for kind in (WeightAveraging, StochasticWeightAveraging):
             if isinstance(callback, kind) and _is_default(callback, kind, "setup"):
                 session.replace(callback, "setup", _skip_copy)
 
 
-def hide_averages(trainer: Trainer, session: Session) -> None:
+def hide_averages(run: RunState, session: Session) -> None:
     """Hide the averages of an earlier fit from a run that does not train, until ``session`` closes.
 
     Otherwise, Lightning's callback would validate its average instead of the module's weights, and load the training
     weights of a checkpoint instead of its average.
     """
-    for callback in trainer.callbacks if trainer.state.fn is not TrainerFn.FITTING else ():
+    for callback in run.callbacks if not run.fits else ():
         if isinstance(callback, WeightAveraging):
             session.callback(setattr, callback, "_average_model", callback._average_model)
             callback._average_model = None
 
 
-def attach_averaging(trainer: Trainer, session: Session) -> None:
+def attach_averaging(run: RunState, session: Session) -> None:
     """Make averaging callbacks ignore skipped steps, and make their averages follow the weights until the first update.
 
     If the weights will be sharded, create the averages. The methods that are replaced are restored when ``session``
     closes.
     """
-    for callback in trainer.callbacks:
+    makes_averages = run.is_sharded and run.stage is RunningStage.TRAINING
+    for callback in run.callbacks:
         replace = partial(session.replace, callback)
-        if trainer.engine.gradients.are_parts and trainer.training:
-            _make_average(callback, trainer.lightning_module)
+        if makes_averages:
+            _make_average(callback, run.module)
         if isinstance(callback, StochasticWeightAveraging):
             replace(_TRANSFER, partial(_transfer, callback, callback.transfer_weights))
         if not isinstance(callback, WeightAveraging):
@@ -88,20 +89,20 @@ def attach_averaging(trainer: Trainer, session: Session) -> None:
         replace(_COPY, partial(_copy_to_current, callback, callback._copy_average_to_current))
         if _is_default(callback, WeightAveraging, "on_train_batch_end"):
             replace(_HOOK, partial(_average, callback))
-        elif trainer.scaler.skips_steps:
-            replace(_QUESTION, partial(_unless_skipped, trainer, callback.should_update))
+        elif run.skips_steps:
+            replace(_QUESTION, partial(_unless_skipped, run.loop, callback.should_update))
 
 
-def shard_averages(trainer: Trainer, session: Session) -> None:
+def shard_averages(run: RunState, session: Session) -> None:
     """Copy the weights of the module, which has been sharded, into the averages."""
-    if not (trainer.engine.gradients.are_parts and trainer.training):
+    if not (run.is_sharded and run.stage is RunningStage.TRAINING):
         return
-    module, part = trainer.lightning_module, trainer.engine.gradients.part
-    for callback in trainer.callbacks:
+    module, part = run.module, run.part
+    for callback in run.callbacks:
         if isinstance(callback, WeightAveraging):
             average: Any = callback._average_model
             _fill(average.module, module)
-            average.n_averaged = average.n_averaged.to(trainer.engine.device)
+            average.n_averaged = average.n_averaged.to(run.device)
             session.replace(average, "update_parameters", partial(_update, average, part))
             session.replace(callback, "on_load_checkpoint", partial(_load, callback.on_load_checkpoint))
         elif isinstance(callback, StochasticWeightAveraging):
@@ -111,10 +112,11 @@ def shard_averages(trainer: Trainer, session: Session) -> None:
             session.replace(callback, "_load_average_model_state", partial(_load_swa, callback))
 
 
-def call_load_hook(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
+def call_load_hook(run: RunState, checkpoint: dict[str, Any]) -> None:
     """Call the module's ``on_load_checkpoint``, and change the training weights as it has changed the average."""
+    module = run.module
     if "current_model_state" not in checkpoint:  # of a run without averages
-        trainer.lightning_module.on_load_checkpoint(checkpoint)
+        module.on_load_checkpoint(checkpoint)
         return
 
     def versions(key: str) -> dict[str, tuple[int, int]]:
@@ -123,7 +125,7 @@ def call_load_hook(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
     both = "state_dict", "current_model_state"
     held = [dict(checkpoint.get(key) or {}) for key in both]  # so that the ids stay those of these values
     before = [versions(key) for key in both]
-    trainer.lightning_module.on_load_checkpoint(checkpoint)
+    module.on_load_checkpoint(checkpoint)
     trained: Any = checkpoint.get(both[1])
     after = [versions(key) for key in both]
     for name in (before[0].keys() | after[0].keys()) if trained else ():
@@ -139,16 +141,14 @@ def _version(value: Any) -> int:
     return value._version if isinstance(value, Tensor) and not value.is_inference() else 0
 
 
-def training_state(trainer: Trainer, checkpoint: dict[str, Any]) -> dict[str, Any]:
+def training_state(run: RunState, checkpoint: dict[str, Any]) -> dict[str, Any]:
     """Return a checkpoint that a fit loads the module from: with the training weights instead of their average.
 
     Without ``strict_loading``, the weights that the checkpoint lacks, such as frozen ones, are added, because
     ``WeightAveraging.on_load_checkpoint`` requires all of them.
     """
-    module = trainer.lightning_module
-    averages = trainer.state.fn is TrainerFn.FITTING and any(
-        isinstance(callback, WeightAveraging) for callback in trainer.callbacks
-    )
+    module = run.module
+    averages = run.fits and any(isinstance(callback, WeightAveraging) for callback in run.callbacks)
     if not averages or "current_model_state" not in checkpoint:
         return checkpoint
     if not module.strict_loading:
@@ -158,29 +158,30 @@ def training_state(trainer: Trainer, checkpoint: dict[str, Any]) -> dict[str, An
     return checkpoint | {"state_dict": checkpoint["current_model_state"]}
 
 
-def follow(trainer: Trainer) -> None:
+def follow(run: RunState) -> None:
     """Copy the current weights and buffers into each average that has not been updated yet."""
-    for callback in trainer.callbacks:
+    for callback in run.callbacks:
         if isinstance(callback, WeightAveraging):
-            _follow(callback, trainer.lightning_module)
+            _follow(callback, run.module)
 
 
-def resume_averaging(trainer: Trainer) -> None:
+def resume_averaging(run: RunState) -> None:
     """Continue SWA: set up its schedule and, if it has begun, the pass that updates BatchNorm's statistics.
 
     Lightning's callback does this at the start of an epoch. That is too late for the rest of the resumed epoch, and
     does not happen after the last averaged epoch.
     """
-    epoch, module = trainer.current_epoch, trainer.lightning_module
-    for callback in trainer.callbacks:
+    progress, module = run.progress, run.module
+    epoch = progress.epoch
+    for callback in run.callbacks:
         if not isinstance(callback, StochasticWeightAveraging) or callback._scheduler_state is None:
             continue
-        start = partial(StochasticWeightAveraging.on_train_epoch_start, callback, trainer, module)
+        start = partial(StochasticWeightAveraging.on_train_epoch_start, callback, run.trainer, module)
         saved = callback._max_epochs, callback._latest_update_epoch
         callback._max_epochs, callback._latest_update_epoch = epoch + 1, epoch  # an epoch that has been averaged
         start()
         callback._max_epochs, callback._latest_update_epoch = saved
-        if callback.swa_end < epoch - (not trainer.progress.batches_this_epoch):  # that pass has begun
+        if callback.swa_end < epoch - (not progress.batches_this_epoch):  # that pass has begun
             statistics = [buffer.clone() for buffer in module.buffers()]
             callback._max_epochs = epoch
             start()  # resets the statistics
@@ -249,19 +250,24 @@ def _transfer(
 
 
 def _average(
-    callback: WeightAveraging, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer, outcome: StepOutcome
+    callback: WeightAveraging,
+    trainer: pl.Trainer,
+    pl_module: LightningModule,
+    optimizer: Optimizer,
+    outcome: StepOutcome,
 ) -> None:
     last = trainer.optimizers[outcome.optimizers[-1]] if outcome.optimizers else optimizer
     # called for each optimizer; averaged once
     if optimizer is last and not _was_skipped(outcome):
-        callback.on_train_batch_end(trainer, pl_module, {}, None, trainer.progress.batch_idx)
+        callback.on_train_batch_end(trainer, pl_module, {}, None, state_of(trainer).progress.batch_idx)
 
 
 def _unless_skipped(
-    trainer: Trainer, should_update: Callable[..., bool], step_idx: int | None = None, epoch_idx: int | None = None
+    loop: FitLoop, should_update: Callable[..., bool], step_idx: int | None = None, epoch_idx: int | None = None
 ) -> bool:
     if step_idx is not None:
-        outcome = trainer.step_outcome  # host-device synchronization with a fused optimizer on a GPU
+        loop.resolve_outcome()  # host-device synchronization with a fused optimizer on a GPU
+        outcome = loop.update.outcome
         if outcome is not None and _was_skipped(outcome):
             return False
     return should_update(step_idx=step_idx, epoch_idx=epoch_idx)
@@ -274,7 +280,7 @@ def _was_skipped(outcome: StepOutcome) -> bool:
 # --- sharded weights ----------------------------------------------------------------------------------------
 
 
-def _skip_copy(trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+def _skip_copy(trainer: pl.Trainer, pl_module: LightningModule, stage: str) -> None:
     """Replace ``setup`` by a no-op: see :func:`_make_average`."""
 
 
@@ -334,7 +340,9 @@ def _update_swa(update: Callable[..., None], part: Part, average: nn.Module, mod
     update(_Parts(average, part), _Parts(model, part), *more)
 
 
-def _load(load: Callable[..., None], trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+def _load(
+    load: Callable[..., None], trainer: pl.Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+) -> None:
     """Run ``WeightAveraging.on_load_checkpoint`` on a checkpoint that may hold full tensors."""
     like = pl_module.state_dict()
     for key in {"state_dict", "current_model_state"} & checkpoint.keys():

@@ -15,16 +15,14 @@ from typing import Any, TypeVar
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch import Trainer as LightningTrainer
-from lightning.pytorch.callbacks import Timer
+from lightning.pytorch.profilers import Profiler
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.connectors.callback_connector import _CallbackConnector
 from lightning.pytorch.trainer.states import RunningStage, TrainerState
 
 from trainer import arguments
-from trainer.callbacks.gradient_accumulation import find_callback
 from trainer.checkpoint.process import ProcessState
 from trainer.common.aliases import alias
-from trainer.common.session import Session
 from trainer.distributed.engine import LightningEngine
 from trainer.distributed.signals import Signals
 from trainer.errors import ConfigurationError
@@ -34,14 +32,14 @@ from trainer.lightning.views import EvalLoopView, FitLoopView, LoopAttribute, Pr
 from trainer.loop.evaluation import EvalLoop
 from trainer.loop.fit import FitLoop
 from trainer.loop.overrides import overrides
+from trainer.loop.run_state import RunState
 from trainer.metrics.logging import LoggerConnector
 from trainer.metrics.metrics import MetricStore, PublishedMetrics
+from trainer.module_weights import LoadedWeights
 from trainer.precision.scaler import LossScaler
 from trainer.state.progress import FitProgress
 
 Method = TypeVar("Method", bound=Callable[..., Any])
-# local names, because in Python 3.11 reading a member of an enum is a function call
-_TRAINING, _PREDICTING = RunningStage.TRAINING, RunningStage.PREDICTING
 
 # so that `except MisconfigurationException` catches our errors. This is not in `trainer.errors`, which the command line
 # imports to report mistyped arguments, because importing Lightning takes seconds
@@ -74,26 +72,10 @@ _CONNECTORS = {
 class TrainerBase(LightningTrainer):
     """Lightning's Trainer on top of our parts. ``Trainer`` assigns every attribute declared here in its constructor."""
 
-    engine: LightningEngine
-    data: DataSource
-    progress: FitProgress
-    published: PublishedMetrics
-    loop: FitLoop
-    eval_loops: dict[RunningStage | None, EvalLoop]
-    state: TrainerState
-    callbacks: list[Any]
-    process: ProcessState
-    fast_dev_run: int | bool
-    resume: str | None
-    exact_resume: bool
-    pad_evaluation: bool
+    run_state: RunState
     prefetch_batches: int
-    reload_dataloaders_every_n_epochs: int
-    dataloader_timeout: float
     inference_mode: bool
     detect_anomaly: bool
-    log_metric: Callable[..., None]
-    """Logs a value like the module's ``self.log``, with the same arguments, but bypasses overrides; for callbacks."""
 
     # the parts of Lightning's Trainer that inherited methods read
     fit_loop = LoopAttribute[FitLoopView]()
@@ -103,25 +85,48 @@ class TrainerBase(LightningTrainer):
     _signal_connector: Signals  # type: ignore[assignment]
     _checkpoint_connector: CheckpointConnector
     _logger_connector: LoggerConnector
-    _accelerator_connector: Any = alias("engine.connector")
-    _data_connector: Any = alias("data.connector")
-    _session: Session = alias("_runner.session")
-    _loggers: list[Any] = alias("published.loggers", writable=True)
+    _accelerator_connector: Any = alias("run_state.engine.connector")
+    _data_connector: Any = alias("run_state.data.connector")
+    _loggers: list[Any] = alias("run_state.published.loggers", writable=True)
+
+    # the state of the run
+    engine: LightningEngine = alias("run_state.engine", writable=True)
+    progress: FitProgress = alias("run_state.progress", writable=True)
+    published: PublishedMetrics = alias("run_state.published", writable=True)
+    loop: FitLoop = alias("run_state.loop", writable=True)
+    eval_loops: dict[RunningStage | None, EvalLoop] = alias("run_state.eval_loops", writable=True)
+    callbacks: list[Any] = alias("run_state.callbacks", writable=True)
+    data: DataSource = alias("run_state.data", writable=True)
+    process: ProcessState = alias("run_state.process", writable=True)
+    state: TrainerState = alias("run_state.status", writable=True)
+    fast_dev_run: int | bool = alias("run_state.fast_dev_run", writable=True)
+    resume: str | None = alias("run_state.resume", writable=True)
+    exact_resume: bool = alias("run_state.exact_resume", writable=True)
+    pad_evaluation: bool = alias("run_state.pad_evaluation", writable=True)
+    dataloader_timeout: float = alias("run_state.dataloader_timeout", writable=True)
+    overfit_batches: int | float = alias("run_state.overfit_batches", writable=True)
+    reload_dataloaders_every_n_epochs: int = alias("run_state.reload_dataloaders_every_n_epochs", writable=True)
+    profiler: Profiler = alias("run_state.profiler", writable=True)
+    log_metric: Callable[..., None] = alias("run_state.log_metric", writable=True)
+    """Logs a value like the module's ``self.log``, with the same arguments, but bypasses overrides; for callbacks."""
+
+    active_metrics: MetricStore | None = alias("run_state.active_metrics")
+    loaded_weights: LoadedWeights | None = alias("_checkpoint_connector.loaded_weights")
 
     # attributes of Lightning's Trainer that our parts hold
-    scaler: LossScaler = alias("engine.gradients.scaler")
-    datamodule: LightningDataModule | None = alias("data.datamodule", writable=True)
-    should_stop: bool = alias("loop.limits.should_stop", writable=True)
-    check_val_every_n_epoch: int | None = alias("loop.limits.check_val_every_n_epoch", writable=True)
-    log_every_n_steps: int = alias("loop.limits.log_every_n_steps", writable=True)
-    val_check_batch: float | None = alias("loop.limits.val_check_batch", writable=True)
-    _val_check_time_interval: float | None = alias("loop.limits.val_check_seconds")
-    _last_val_time: float = alias("loop.limits.validated_at", writable=True)
+    scaler: LossScaler = alias("run_state.engine.gradients.scaler")
+    datamodule: LightningDataModule | None = alias("run_state.data.datamodule", writable=True)
+    should_stop: bool = alias("run_state.loop.limits.should_stop", writable=True)
+    check_val_every_n_epoch: int | None = alias("run_state.loop.limits.check_val_every_n_epoch", writable=True)
+    log_every_n_steps: int = alias("run_state.loop.limits.log_every_n_steps", writable=True)
+    val_check_batch: float | None = alias("run_state.loop.limits.val_check_batch", writable=True)
+    _val_check_time_interval: float | None = alias("run_state.loop.limits.val_check_seconds")
+    _last_val_time: float = alias("run_state.loop.limits.validated_at", writable=True)
 
     # same values as Lightning's, but without a view in between, because every step reads them
-    global_step: int = alias("progress.optimizer_steps")
-    current_epoch: int = alias("progress.epoch")
-    is_last_batch: bool = alias("progress.is_last_batch")
+    global_step: int = alias("run_state.progress.optimizer_steps")
+    current_epoch: int = alias("run_state.progress.epoch")
+    is_last_batch: bool = alias("run_state.progress.is_last_batch")
 
     def _set_window(self, batches: int) -> None:
         loop = self.loop
@@ -131,7 +136,7 @@ class TrainerBase(LightningTrainer):
             self.engine.check_accumulation(batches or 1)
         loop.window.batches = batches or 1
 
-    accumulate_grad_batches: int = alias("loop.window.batches").setter(_set_window)
+    accumulate_grad_batches: int = alias("run_state.loop.window.batches").setter(_set_window)
 
     @property
     def _callback_connector(self) -> _CallbackConnector:  # type: ignore[override]
@@ -152,27 +157,6 @@ class TrainerBase(LightningTrainer):
         return self.data.source(RunningStage.VALIDATING).is_defined() and overrides(
             self.lightning_module, "validation_step"
         )
-
-    @property
-    def active_metrics(self) -> MetricStore | None:
-        """The store that ``self.log`` currently writes to. None if nothing may be logged."""
-        stage = self.state.stage
-        if stage is _TRAINING:
-            return self.loop.metrics
-        if stage is None or stage is _PREDICTING:
-            return None
-        # not `eval_loops[stage]`: a RunningStage computes its hash in Python
-        for evaluated, loop in self.eval_loops.items():
-            if evaluated is stage:
-                return loop.metrics
-        return None
-
-    @property
-    def is_out_of_time(self) -> bool:
-        """Whether ``max_time`` has passed: a fit then stops because of the time, not because of its results."""
-        timer = find_callback(self.callbacks, Timer)
-        left = None if timer is None else timer.time_remaining()
-        return left is not None and left <= 0
 
     def _teardown(self) -> None:
         self.engine.teardown()

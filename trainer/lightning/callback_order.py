@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lightning.fabric.utilities import registry
 from lightning.pytorch.trainer.connectors.callback_connector import _CallbackConnector, _validate_callbacks_list
@@ -14,9 +14,7 @@ from lightning.pytorch.trainer.connectors.callback_connector import _CallbackCon
 from trainer.arguments import refuse_other_package
 from trainer.callbacks.gradient_accumulation import accumulation_schedule
 from trainer.errors import ConfigurationError
-
-if TYPE_CHECKING:
-    from trainer.trainer import Trainer
+from trainer.loop.run_state import RunState
 
 
 def sort_callbacks(callbacks: Sequence[Any]) -> list[Any]:
@@ -34,26 +32,27 @@ def sort_callbacks(callbacks: Sequence[Any]) -> list[Any]:
     return _CallbackConnector._reorder_callbacks(list(callbacks))
 
 
-def attach_model_callbacks(trainer: Trainer) -> None:
+def attach_model_callbacks(run: RunState) -> None:
     """Add the callbacks of ``LightningModule.configure_callbacks``.
 
     Each of them replaces the callbacks of the same type or of one of its base classes.
     """
-    before = trainer.callbacks
-    trainer._callback_connector._attach_model_callbacks()
+    before = run.callbacks
+    run.trainer._callback_connector._attach_model_callbacks()
     try:
-        for callback in trainer.callbacks:
+        for callback in run.callbacks:
             is_given = any(callback is one for one in before)
             refuse_other_package("trainer.callbacks" if is_given else "configure_callbacks", callback)
     except ConfigurationError:
-        trainer.callbacks = before
+        run.callbacks = before
         raise
 
 
-def resume_accumulation(trainer: Trainer) -> None:
+def resume_accumulation(run: RunState) -> None:
     """Set the number of batches in a window for the rest of an epoch, as a callback sets it when the epoch starts."""
-    schedule = accumulation_schedule(trainer)
-    trainer.accumulate_grad_batches = schedule[max(epoch for epoch in schedule if epoch <= trainer.current_epoch)]
+    schedule = accumulation_schedule(run)
+    current = run.epoch
+    run.accumulate_grad_batches = schedule[max(epoch for epoch in schedule if epoch <= current)]
 
 
 _FACTORIES = "lightning.pytorch.callbacks_factory"

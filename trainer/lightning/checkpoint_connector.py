@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
+import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Checkpoint, ModelPruning, Timer
 from lightning.pytorch.trainer.call import _call_callbacks_load_state_dict
 from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
-from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.model_registry import _is_registry, download_model_from_registry
 from lightning_utilities.core.imports import module_available
@@ -30,11 +30,9 @@ from trainer.lightning import averaging, contents, loop_state, resumed_settings
 from trainer.lightning import elastic_resume as elastic
 from trainer.lightning.modules import snapshot_of
 from trainer.loop.hooks import HookScope
-from trainer.module_weights import load_into
+from trainer.loop.run_state import state_of
+from trainer.module_weights import LoadedWeights, load_into
 from trainer.record.find_checkpoint import find_weights
-
-if TYPE_CHECKING:
-    from trainer.trainer import Trainer
 
 log = logging.getLogger(__name__)
 
@@ -60,18 +58,18 @@ class CheckpointConnector(_CheckpointConnector):
     It is used by the Trainer, by the tuner's finders, and by programs that dump a checkpoint.
     """
 
-    trainer: Trainer
+    trainer: pl.Trainer
 
-    def __init__(self, trainer: Trainer) -> None:
+    def __init__(self, trainer: pl.Trainer) -> None:
         super().__init__(trainer)
+        self._run = state_of(trainer)
+        self._engine = self._run.engine
         self._has_order = True  # False if the sample order cannot be restored
         self._is_chosen = False  # by the user
         self._foreign: dict[str, str] = {}  # by `best_model_path`: the checkpoint that contains it
         self._weights: Path | None = None  # of another run, to start with
         self._states: list[dict[str, Any]] = []  # of the processes that saved the loaded checkpoint
-        self.destination: str | None = None  # of the checkpoint that is being saved
-        # while a ModelCheckpoint is called: returns copies of it and of the following ones after this point
-        self.savers_after: Callable[[], dict[Any, Any]] = dict
+        self.loaded_weights: LoadedWeights | None = None
 
     def select(self, given: str | Path | None, *, model_given: bool, weights: str | Path | None = None) -> None:
         """Set ``trainer.ckpt_path``, the file to load in a run that was called with ``ckpt_path=given``.
@@ -89,7 +87,7 @@ class CheckpointConnector(_CheckpointConnector):
                 warning), or no file of ``weights``; if the best checkpoint is outside the folders of the run and only
                 a restored checkpoint names it; or if both a checkpoint and weights are given. A path is not checked.
         """
-        trainer, is_assigned = self.trainer, self._user_managed and not given
+        run, is_assigned = self._run, self._user_managed and not given
         if weights is not None and (given or is_assigned):
             raise ConfigurationError(
                 f"Got ckpt_path={redaction.text(str(given or self._ckpt_path))!r} and weights={str(weights)!r},"
@@ -97,17 +95,18 @@ class CheckpointConnector(_CheckpointConnector):
                 " a new run."
             )
         self._weights = None if weights is None else find_weights(weights)
-        if trainer.state.fn is TrainerFn.FITTING:
-            trainer.loaded_weights = None
+        if run.fits:
+            self.loaded_weights = None
         if given and _is_registry(given) and module_available("litmodels"):
-            download_model_from_registry(given, trainer)
+            download_model_from_registry(given, self.trainer)
         try:
-            assert trainer.state.fn is not None
-            path = self._select_ckpt_path(trainer.state.fn, given, model_provided=model_given, model_connected=True)
+            fn = run.fn
+            assert fn is not None
+            path = self._select_ckpt_path(fn, given, model_provided=model_given, model_connected=True)
         except ValueError as error:
             advice = "Add ModelCheckpoint(monitor=...) to the callbacks, or pass the path of a file."
             if given == "hpc":
-                advice = f"Expected a file hpc_ckpt_*.ckpt in {trainer.default_root_dir}."
+                advice = f"Expected a file hpc_ckpt_*.ckpt in {self.trainer.default_root_dir}."
             raise ConfigurationError(f"{str(error).rstrip('.')}. {advice}") from error
         if path != given and not is_assigned:
             self._refuse_foreign(str(path))
@@ -122,12 +121,12 @@ class CheckpointConnector(_CheckpointConnector):
             session: locks the folders for this run until it closes.
         """
         if not self._is_chosen:
-            self._ckpt_path = resuming.newest_checkpoint(self.trainer, session, self._ckpt_path)
+            self._ckpt_path = resuming.newest_checkpoint(self._run, session, self._ckpt_path)
 
     def keep_rows(self) -> None:
         """Let CSV loggers keep their rows from before the checkpoint that the user has chosen for a fit."""
-        if self._is_chosen and self._ckpt_path is not None and self.trainer.state.fn is TrainerFn.FITTING:
-            resuming.keep_rows(self.trainer, self._ckpt_path)
+        if self._is_chosen and self._ckpt_path is not None and self._run.fits:
+            resuming.keep_rows(self._run, self._ckpt_path)
 
     def restore_module_and_callbacks(self, weights_only: bool | None) -> None:
         """Read the checkpoint of the run, if any, and restore the parts that the setup of the strategy requires."""
@@ -140,35 +139,35 @@ class CheckpointConnector(_CheckpointConnector):
         rank_zero_info(f"Restoring states from the checkpoint path at {redaction.text(str(self._ckpt_path))}")
         if self.trainer.num_nodes > 1 and (path := local_path(self._ckpt_path)) is not None:
             subject = f"The run resumes from the checkpoint {redaction.text(str(path))}, which every process reads"
-            cluster.check_shared(self.trainer.engine, path.exists, subject)
+            cluster.check_shared(self._engine.collectives, path.exists, subject)
         self.resume_start(self._ckpt_path, weights_only)
         with self._program_restored():
-            contents.load(self.trainer, self._loaded_checkpoint, "set-up")
+            contents.load(self._run, self._loaded_checkpoint, "set-up")
         self._note_foreign()
 
     @contextmanager
     def _program_restored(self) -> Iterator[None]:
         """Return a context in which the user's objects are restored, because what a hook sets in it is kept."""
-        trainer = self.trainer
-        if trainer.state.fn is not TrainerFn.FITTING:
+        run = self._run
+        if not run.fits:
             yield
             return
         self._states = checkpoints.process_states_in(self._loaded_checkpoint)
-        state = (self._states[trainer.global_rank :] or self._states or [{}])[0]
-        with trainer.process.restored_for_hooks(snapshot_of(trainer), state):
+        state = (self._states[run.global_rank :] or self._states or [{}])[0]
+        with run.process.restored_for_hooks(snapshot_of(run), state):
             yield
 
     def _begin_with_weights(self, weights_only: bool | None) -> None:
         """Load the weights of another run that a fit starts with, and report the loaded and the missing ones."""
-        trainer, engine = self.trainer, self.trainer.engine
+        run, engine = self._run, self._engine
         if self._weights is None:
             return
         # broadcast, because the other run may write a new best checkpoint meanwhile
-        file = Path(engine.broadcast(str(self._weights)))
-        loaded = load_into(trainer.lightning_module, file, engine.load_module_state, weights_only, engine.template)
-        averaging.follow(trainer)
-        trainer.loaded_weights = loaded
-        if trainer.is_global_zero:
+        file = Path(engine.collectives.broadcast(str(self._weights)))
+        loaded = load_into(run.module, file, engine.load_module_state, weights_only, engine.template)
+        averaging.follow(run)
+        self.loaded_weights = loaded
+        if run.is_global_zero:
             report = logging.getLogger("lightning.pytorch.advice").info if loaded.complete else log.warning
             report("%s", redaction.text(str(loaded)))
 
@@ -179,36 +178,37 @@ class CheckpointConnector(_CheckpointConnector):
             ConfigurationError: if the checkpoint has more epochs than ``max_epochs``.
             ResumeError: if the resume cannot be exact and ``exact_resume`` is True.
         """
-        trainer, checkpoint = self.trainer, self._loaded_checkpoint
+        run, checkpoint = self._run, self._loaded_checkpoint
+        data, progress, limits = run.data, run.progress, run.limits
         if not checkpoint:
-            trainer.progress.restart_epoch()
+            progress.restart_epoch()
             return None
-        if trainer.is_global_zero:
-            where, given = (" in another folder", "resume") if trainer.resume else ("", "ckpt_path")
+        if run.is_global_zero:
+            where, given = (" in another folder", "resume") if run.resume else ("", "ckpt_path")
             advice = f"start a new run{where} with weights={redaction.text(str(self._ckpt_path))!r} instead of {given}"
-            resumed_settings.announce_restored(trainer, checkpoint, advice)
-        contents.load(trainer, checkpoint, "training")
+            resumed_settings.announce_restored(run, checkpoint, advice)
+        contents.load(run, checkpoint, "training")
         if loops := checkpoint.get("loops"):
-            loop_state.evaluation_from(loops["fit_loop"], trainer)
-            loop_state.resume_validation(trainer)
-        if trainer.max_epochs not in (None, -1) and trainer.current_epoch > trainer.max_epochs:
+            loop_state.evaluation_from(loops["fit_loop"], run)
+            loop_state.resume_validation(run)
+        if limits.max_epochs not in (None, -1) and progress.epoch > limits.max_epochs:
             raise ConfigurationError(
-                f"You restored a checkpoint with current_epoch={trainer.current_epoch}, but you have set"
-                f" Trainer(max_epochs={trainer.max_epochs}). Set max_epochs to the total number of epochs."
+                f"You restored a checkpoint with current_epoch={progress.epoch}, but you have set"
+                f" Trainer(max_epochs={limits.max_epochs}). Set max_epochs to the total number of epochs."
             )
         state = self._process_state(checkpoint)
-        position = loop_state.data_position_in(checkpoint, trainer.progress, trainer.max_steps != -1)
-        prunes = any(isinstance(callback, ModelPruning) for callback in trainer.callbacks)
-        if state is not None and prunes and not trainer.loop.limits.ends_fit():
+        position = loop_state.data_position_in(checkpoint, progress, limits.max_steps != -1)
+        prunes = any(isinstance(callback, ModelPruning) for callback in run.callbacks)
+        if state is not None and prunes and not limits.ends_fit():
             problem = (
                 "A resume with ModelPruning is not exact: the checkpoint has the pruned weights, but not the masks, so"
                 " these weights are trained until the callback prunes again."
             )
-            refuse_inexact(problem, exact=trainer.exact_resume)
+            refuse_inexact(problem, exact=run.exact_resume)
         if state is not None or position:
-            trainer.data.resumed = (state or {}).get("data") or position
+            data.resumed = (state or {}).get("data") or position
         if state is not None:
-            trainer.data.resumed_validation = state.get("evaluation", {}).get("validation", {})
+            data.resumed_validation = state.get("evaluation", {}).get("validation", {})
         return state
 
     def prepare_order(self) -> None:
@@ -224,7 +224,7 @@ class CheckpointConnector(_CheckpointConnector):
             return
         loops = self._loaded_checkpoint.get("loops") or resuming.loops_in(self._ckpt_path)
         trainer_state = loops.get(checkpoints.TRAINER_KEY, {})
-        if elastic.is_elastic(self.trainer, trainer_state):
+        if elastic.is_elastic(self._run, trainer_state):
             self._has_order = bool(self._translated(elastic.prepare, trainer_state))
 
     def _process_state(self, checkpoint: dict[str, Any]) -> dict[str, Any] | None:
@@ -233,39 +233,40 @@ class CheckpointConnector(_CheckpointConnector):
         Raises:
             ResumeError: if it cannot be translated and ``exact_resume`` is True.
         """
-        trainer = self.trainer
+        run = self._run
         states = self._states
-        if not states or not elastic.is_elastic(trainer, self._trainer_state):
-            return states[trainer.global_rank] if states else None
-        if self._has_order and trainer.data.elastic_state is None:  # `prepare_order` could not read the file in parts
+        if not states or not elastic.is_elastic(run, self._trainer_state):
+            return states[run.global_rank] if states else None
+        if self._has_order and run.elastic_state is None:  # `prepare_order` could not read the file in parts
             self._has_order = bool(self._translated(elastic.prepare, self._trainer_state))
         return self._translated(elastic.resume, self._trainer_state, states) if self._has_order else None
 
     def _translated(self, translate: Callable[..., Any], trainer_state: dict[str, Any], *states: Any) -> Any:
         """Return the result of ``translate``; None, with a warning, if it fails and the resume need not be exact."""
-        trainer = self.trainer
+        run = self._run
         try:
-            return translate(trainer, trainer_state, *states)
+            return translate(run, trainer_state, *states)
         except ResumeError as error:
             problem = (
                 f"The checkpoint is of a run with world size {elastic.written_by(trainer_state)}, but this run has"
-                f" world size {trainer.world_size}: each update would get other samples. Reason: {error}."
+                f" world size {run.world_size}: each update would get other samples. Reason: {error}."
             )
-        refuse_inexact(problem, "Resume with the same number.", exact=trainer.exact_resume)
-        trainer.data.drop_sample_order()
+        refuse_inexact(problem, "Resume with the same number.", exact=run.exact_resume)
+        run.data.drop_sample_order()
         return None
 
     def roll_back(self, max_step: int) -> RolledBack | None:
         """Implement ``Trainer.roll_back``."""
-        trainer, to = self.trainer, model_checkpoints.on_first_rank(self.trainer, partial(self._newest_until, max_step))
+        run, engine = self._run, self._engine
+        to = model_checkpoints.on_first_rank(run.collectives, partial(self._newest_until, max_step))
         if to is None:
             return None
-        checkpoint = checkpoints.read(trainer.engine.load, to.path, None)
+        checkpoint = checkpoints.read(engine.load, to.path, None)
         states = checkpoints.process_states_in(checkpoint)
         apart = (Checkpoint, Timer)  # they count written files and time, which are not rolled back
-        callbacks = [callback for callback in trainer.callbacks if not isinstance(callback, apart)]
-        state = states[trainer.global_rank]
-        checkpoints.roll_back(trainer, checkpoint, state, callbacks, partial(contents.load, moment="training"))
+        callbacks = [callback for callback in run.callbacks if not isinstance(callback, apart)]
+        state = states[run.global_rank]
+        checkpoints.roll_back(run, checkpoint, state, callbacks, partial(contents.load, moment="training"))
         return to
 
     def _newest_until(self, max_step: int) -> RolledBack | None:
@@ -286,13 +287,12 @@ class CheckpointConnector(_CheckpointConnector):
 
     def forget(self) -> None:
         """Log which checkpoint was restored, and free its memory."""
-        trainer, path = self.trainer, redaction.text(str(self._ckpt_path))
-        if self._loaded_checkpoint and trainer.state.fn is not TrainerFn.FITTING:
+        run, path = self._run, redaction.text(str(self._ckpt_path))
+        if self._loaded_checkpoint and not run.fits:
             rank_zero_info(f"Loaded model weights from the checkpoint at {path}")
-        elif self._loaded_checkpoint and trainer.is_global_zero:
+        elif self._loaded_checkpoint and run.is_global_zero:
             logging.getLogger("lightning.pytorch.advice").info(  # the command line also prints this logger
-                f"Restored all states from the checkpoint at {path}: epoch {trainer.current_epoch}, step"
-                f" {trainer.global_step}"
+                f"Restored all states from the checkpoint at {path}: epoch {run.epoch}, step {run.global_step}"
             )
         self._loaded_checkpoint, self._states = {}, []
 
@@ -311,16 +311,17 @@ class CheckpointConnector(_CheckpointConnector):
 
     def _refuse_foreign(self, path: str) -> None:
         if path in self._foreign:
-            assert self.trainer.state.fn is not None
+            fn = self._run.fn
+            assert fn is not None
             raise ConfigurationError(
                 f"The best checkpoint is {redaction.text(path)}, according to {redaction.text(self._foreign[path])},"
                 " from which this run was resumed; but it is not in a folder of this run, and a checkpoint may"
                 " contain any path. To use it, pass its path:"
-                f" `.{self.trainer.state.fn.value}(ckpt_path={redaction.text(path)!r})`."
+                f" `.{fn.value}(ckpt_path={redaction.text(path)!r})`."
             )
 
     def _get_loops_state_dict(self) -> dict[str, Any]:
-        return loop_state.loops_of(self.trainer)
+        return loop_state.loops_of(self._run)
 
     def restore_callbacks(self) -> None:
         """Restore the states of the callbacks."""
@@ -330,8 +331,8 @@ class CheckpointConnector(_CheckpointConnector):
     def restore_loops(self) -> None:
         """Restore the counters."""
         super().restore_loops()
-        if self.trainer.state.fn is TrainerFn.FITTING and "progress" in self._trainer_state:
-            self.trainer.progress.load_state_dict(self._trainer_state["progress"])
+        if self._run.fits and "progress" in self._trainer_state:
+            self._run.progress.load_state_dict(self._trainer_state["progress"])
 
     @property
     def _trainer_state(self) -> dict[str, Any]:
@@ -341,43 +342,45 @@ class CheckpointConnector(_CheckpointConnector):
 
     def dump_checkpoint(self, weights_only: bool | None = None) -> dict[str, Any]:
         """Return a checkpoint of the current state."""
-        trainer, scope = self.trainer, HookScope(self.trainer.lightning_module)
-        trainer.loop.resolve_outcome()
-        averaging.follow(trainer)
+        run, scope = self._run, HookScope(self._run.module)
+        run.loop.resolve_outcome()
+        averaging.follow(run)
         outer = scope.enter("on_save_checkpoint")
-        checkpoint = contents.dump(trainer, weights_only=bool(weights_only))
+        checkpoint = contents.dump(run, weights_only=bool(weights_only))
         scope.enter(outer)
         return checkpoint
 
     @contextmanager
     def saving_to(self, path: str | Path) -> Iterator[None]:
         """Return a context that sets ``path`` as the destination of the checkpoint from :meth:`dump_checkpoint`."""
-        before, self.destination = self.destination, os.fspath(path)
+        run = self._run
+        before, run.destination = run.destination, os.fspath(path)
         try:
             yield
         finally:
-            self.destination = before
+            run.destination = before
 
     def resume_start(self, checkpoint_path: str | Path | None = None, weights_only: bool | None = None) -> None:
         """Read a checkpoint for the methods that restore parts of it."""
         self._ckpt_path = checkpoint_path
         if checkpoint_path:
-            self._loaded_checkpoint = checkpoints.read(self.trainer.engine.load, checkpoint_path, weights_only)
+            self._loaded_checkpoint = checkpoints.read(self._engine.load, checkpoint_path, weights_only)
 
     def restore(self, checkpoint_path: str | Path | None = None, weights_only: bool | None = None) -> None:
         """Restore all entries of a checkpoint of this run."""
         if not checkpoint_path:
             return
-        trainer = self.trainer
-        checkpoint = checkpoints.read(trainer.engine.load, checkpoint_path, weights_only)
-        trainer.engine.barrier("restore")  # after this, rank 0 may remove the file, as a tuner does
-        contents.load(trainer, checkpoint, "set-up")
-        if trainer.state.fn is not TrainerFn.FITTING:
+        run = self._run
+        engine = self._engine
+        checkpoint = checkpoints.read(engine.load, checkpoint_path, weights_only)
+        engine.collectives.barrier("restore")  # after this, rank 0 may remove the file, as a tuner does
+        contents.load(run, checkpoint, "set-up")
+        if not run.fits:
             return
-        if "lr_schedulers" in checkpoint and len(checkpoint["lr_schedulers"]) != len(trainer.engine.schedules):
+        if "lr_schedulers" in checkpoint and len(checkpoint["lr_schedulers"]) != len(engine.schedules):
             checkpoint["lr_schedulers"] = []  # a finder has failed and left its own schedule; its error is reported
-            trainer.engine.schedules.clear()
-        contents.load(trainer, checkpoint, "training")
+            engine.schedules.clear()
+        contents.load(run, checkpoint, "training")
 
 
 def _is_inside(path: str, folder: str) -> bool:

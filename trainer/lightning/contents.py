@@ -30,12 +30,12 @@ The keys are Lightning's; ``loops.amp_trainer`` holds the entries that Lightning
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import lightning
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, StochasticWeightAveraging
-from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 
 from trainer.checkpoint import hparams, model_checkpoints, resuming
@@ -45,9 +45,7 @@ from trainer.checkpoint.manifest import TRAINER_KEY
 from trainer.common.traits import sees_each_save
 from trainer.lightning import averaging, loop_state, resumed_settings
 from trainer.lightning import elastic_resume as elastic
-
-if TYPE_CHECKING:
-    from trainer.trainer import Trainer
+from trainer.loop.run_state import RunState
 
 Checkpoint = dict[str, Any]
 Moment = Literal["set-up", "training"]
@@ -59,8 +57,8 @@ class Entry(NamedTuple):
     Attributes:
         key: the key of its value, with dots between nested keys. If "", the value is a dict that is merged into the
             checkpoint.
-        save: returns the value, from the Trainer and the entries before it. None leaves the entry out.
-        load: restores the entry, from the Trainer and the checkpoint. Default: None, nothing is restored.
+        save: returns the value, from the state of the run and the entries before it. None leaves the entry out.
+        load: restores the entry, from the state of the run and the checkpoint. Default: None, nothing is restored.
         moment: when it is loaded: ``"set-up"``, before the strategy wraps the module (afterwards if the strategy shards
             it); or ``"training"``, when the optimizers exist. Default: ``"set-up"``.
         is_for_resuming: whether a checkpoint with weights only leaves it out. Default: True.
@@ -73,18 +71,18 @@ class Entry(NamedTuple):
     is_for_resuming: bool = True
 
 
-def dump(trainer: Trainer, *, weights_only: bool) -> Checkpoint:
+def dump(run: RunState, *, weights_only: bool) -> Checkpoint:
     """Return a checkpoint of the current state.
 
     Args:
-        trainer: the Trainer.
+        run: the state of the run.
         weights_only: whether to leave out the entries that only a resumed run needs.
     """
     checkpoint: Checkpoint = {}
     for entry in ENTRIES:
         if entry.save is None or (weights_only and entry.is_for_resuming):
             continue
-        if (value := entry.save(trainer, checkpoint)) is None:
+        if (value := entry.save(run, checkpoint)) is None:
             continue
         *path, key = entry.key.split(".")
         owner = checkpoint
@@ -94,11 +92,11 @@ def dump(trainer: Trainer, *, weights_only: bool) -> Checkpoint:
     return checkpoint
 
 
-def load(trainer: Trainer, checkpoint: Checkpoint, moment: Moment) -> None:
+def load(run: RunState, checkpoint: Checkpoint, moment: Moment) -> None:
     """Restore the entries of one moment, in their order."""
     for entry in ENTRIES:
         if entry.load is not None and entry.moment == moment:
-            entry.load(trainer, checkpoint)
+            entry.load(run, checkpoint)
 
 
 def _trainer_entry(key: str, save: Callable[[Any, Checkpoint], Any], **more: Any) -> Entry:
@@ -109,108 +107,113 @@ def _weights_entry(key: str, save: Callable[[Any, Checkpoint], Any], **more: Any
     return Entry(key, save, is_for_resuming=False, **more)
 
 
-def _load_weights(trainer: Trainer, checkpoint: Checkpoint) -> None:
-    weights = averaging.training_state(trainer, checkpoint)
-    trainer.engine.load_module_state(weights, strict=trainer.lightning_module.strict_loading)
+def _load_weights(run: RunState, checkpoint: Checkpoint) -> None:
+    weights = averaging.training_state(run, checkpoint)
+    run.engine.load_module_state(weights, strict=run.module.strict_loading)
 
 
-def _dump_datamodule(trainer: Trainer, _: Checkpoint) -> Checkpoint | None:
-    if (datamodule := trainer.datamodule) is None:
+def _timed(run: RunState, name: str) -> AbstractContextManager[None]:
+    return run.profiler.profile(f"[LightningDataModule]{type(run.datamodule).__name__}.{name}")
+
+
+def _dump_datamodule(run: RunState, _: Checkpoint) -> Checkpoint | None:
+    if (datamodule := run.datamodule) is None:
         return None
-    with trainer.profiler.profile(f"[LightningDataModule]{type(datamodule).__name__}.state_dict"):
+    with _timed(run, "state_dict"):
         saved = datamodule.state_dict()
     return {type(datamodule).__qualname__: saved} if saved else None
 
 
-def _load_datamodule(trainer: Trainer, checkpoint: Checkpoint) -> None:
-    if (datamodule := trainer.datamodule) is not None and type(datamodule).__qualname__ in checkpoint:
-        with trainer.profiler.profile(f"[LightningDataModule]{type(datamodule).__name__}.load_state_dict"):
+def _load_datamodule(run: RunState, checkpoint: Checkpoint) -> None:
+    if (datamodule := run.datamodule) is not None and type(datamodule).__qualname__ in checkpoint:
+        with _timed(run, "load_state_dict"):
             datamodule.load_state_dict(checkpoint[type(datamodule).__qualname__])
 
 
-def _dump_loops(trainer: Trainer, _: Checkpoint) -> Checkpoint:
-    loops = loop_state.loops_of(trainer)
-    loops["fit_loop"]["state_dict"].update(trainer.data.state_dict())
+def _dump_loops(run: RunState, _: Checkpoint) -> Checkpoint:
+    loops = loop_state.loops_of(run)
+    loops["fit_loop"]["state_dict"].update(run.data.state_dict())
     return loops
 
 
-def _dump_parameters(trainer: Trainer, checkpoint: Checkpoint) -> list[list[str]]:
+def _dump_parameters(run: RunState, checkpoint: Checkpoint) -> list[list[str]]:
     names = {name: name for name in checkpoint["state_dict"]}  # equal strings are written once
-    found = state.parameter_names(trainer.lightning_module, trainer.engine.optimizers)
+    found = state.parameter_names(run.module, run.optimizers)
     return [[names.setdefault(name, name) for name in known] for known in found]
 
 
-def _dump_processes(trainer: Trainer, checkpoint: Checkpoint) -> list[Any]:
-    engine, own = trainer.engine, trainer.process.dump()
+def _dump_processes(run: RunState, checkpoint: Checkpoint) -> list[Any]:
+    engine, own = run.engine, run.process.dump()
     names = {name: name for name in checkpoint["state_dict"]}
-    return [packed(one, names) for one in ([own] if engine.saves_shards else engine.gather(own))]
+    return [packed(one, names) for one in ([own] if engine.saves_shards else engine.collectives.gather(own))]
 
 
-def _dump_callbacks(trainer: Trainer, _: Checkpoint, *, own: bool) -> Checkpoint:
-    callbacks = [callback for callback in trainer.callbacks if state.is_own_callback(callback) is own]
-    after = trainer._checkpoint_connector.savers_after()
+def _dump_callbacks(run: RunState, _: Checkpoint, *, own: bool) -> Checkpoint:
+    callbacks = [callback for callback in run.callbacks if state.is_own_callback(callback) is own]
+    after = run.savers_after()
     states = ((callback.state_key, after.get(callback, callback).state_dict()) for callback in callbacks)
     return {key: saved for key, saved in states if saved}
 
 
-def _load_callbacks(trainer: Trainer, checkpoint: Checkpoint) -> None:
+def _load_callbacks(run: RunState, checkpoint: Checkpoint) -> None:
     """Restore the states of the callbacks.
 
     ``EarlyStopping`` keeps the patience that the code sets. In an evaluation after a fit, ``ModelCheckpoint`` and
     ``EarlyStopping`` keep the results of that fit.
     """
-    keeps_results = trainer.state.fn is not TrainerFn.FITTING and trainer.progress.optimizer_steps > 0
+    keeps_results = not run.fits and run.global_step > 0
     kept = (ModelCheckpoint, EarlyStopping) if keeps_results else ()
-    callbacks = [callback for callback in trainer.callbacks if not isinstance(callback, kept)]
+    callbacks = [callback for callback in run.callbacks if not isinstance(callback, kept)]
     patience = {callback: callback.patience for callback in callbacks if isinstance(callback, EarlyStopping)}
-    state.restore_callbacks(trainer, checkpoint, callbacks)
+    state.restore_callbacks(run, checkpoint, callbacks)
     for callback, given in patience.items():
         if callback.patience != given:
             rank_zero_info(f"EarlyStopping continues with patience={given}; the checkpoint has {callback.patience}.")
             callback.patience = given
 
 
-def _load_schedules(trainer: Trainer, checkpoint: Checkpoint) -> None:
-    averages = any(isinstance(callback, StochasticWeightAveraging) for callback in trainer.callbacks)
-    state.restore_schedules(trainer, checkpoint, may_be_removed=averages)  # SWA continues with its own schedule
+def _load_schedules(run: RunState, checkpoint: Checkpoint) -> None:
+    averages = any(isinstance(callback, StochasticWeightAveraging) for callback in run.callbacks)
+    state.restore_schedules(run, checkpoint, may_be_removed=averages)  # SWA continues with its own schedule
 
 
-def _call_save_hooks(trainer: Trainer, checkpoint: Checkpoint) -> None:
+def _call_save_hooks(run: RunState, checkpoint: Checkpoint) -> None:
     is_whole = "optimizer_states" in checkpoint
-    for callback in trainer.callbacks:
+    module = run.module
+    for callback in run.callbacks:
         if is_whole or sees_each_save(callback):  # as in Lightning, others do not see a save of weights only
-            callback.on_save_checkpoint(trainer, trainer.lightning_module, checkpoint)
-    trainer.lightning_module.on_save_checkpoint(checkpoint)
+            callback.on_save_checkpoint(run.trainer, module, checkpoint)
+    module.on_save_checkpoint(checkpoint)
 
 
-def _make_loadable(trainer: Trainer, checkpoint: Checkpoint) -> None:
-    hparams.make_loadable(checkpoint, trainer.lightning_module, trainer.datamodule)
+def _make_loadable(run: RunState, checkpoint: Checkpoint) -> None:
+    hparams.make_loadable(checkpoint, run.module, run.datamodule)
 
 
 ENTRIES: tuple[Entry, ...] = (
     # may change the entries that are loaded after it
     Entry("", None, averaging.call_load_hook),
-    _weights_entry("epoch", lambda trainer, _: trainer.progress.epoch),
-    _weights_entry("global_step", lambda trainer, _: trainer.progress.optimizer_steps),
-    _weights_entry("state_dict", lambda trainer, _: trainer.engine.module_state(), load=_load_weights),
+    _weights_entry("epoch", lambda run, _: run.epoch),
+    _weights_entry("global_step", lambda run, _: run.global_step),
+    _weights_entry("state_dict", lambda run, _: run.engine.module_state(), load=_load_weights),
     _weights_entry("", _dump_datamodule, load=_load_datamodule),
     _weights_entry("pytorch-lightning_version", lambda *_: lightning.__version__),
     _weights_entry("loops", _dump_loops),
     _weights_entry(f"loops.{TRAINER_KEY}.format", lambda *_: state.FORMAT),
-    _weights_entry(f"loops.{TRAINER_KEY}.progress", lambda trainer, _: trainer.progress.state_dict()),
+    _weights_entry(f"loops.{TRAINER_KEY}.progress", lambda run, _: run.progress.state_dict()),
     Entry("", None, partial(state.restore_progress, progress_from=loop_state.progress_from), "training"),
     _trainer_entry("awaited", state.awaited_metrics),
     _trainer_entry("parameters", _dump_parameters),
     _trainer_entry("processes", _dump_processes),  # restored by ProcessState.load, after every `on_train_start`
     _trainer_entry("dtypes", state.parameter_dtypes),
-    _trainer_entry("kinds", lambda trainer, _: trainer.engine.kinds),
+    _trainer_entry("kinds", lambda run, _: run.engine.kinds),
     _trainer_entry("callbacks", partial(_dump_callbacks, own=True)),
     Entry("callbacks", partial(_dump_callbacks, own=False), _load_callbacks),
     Entry("", None, resumed_settings.continue_settings, "training"),
     Entry("optimizer_states", state.optimizer_states, state.restore_optimizers, "training"),
     Entry("lr_schedulers", state.schedule_states, _load_schedules, "training"),
     Entry("", None, resumed_settings.refuse_exceeded, "training"),
-    _weights_entry("", lambda trainer, _: hparams.hyper_parameters_of(trainer.lightning_module, trainer.datamodule)),
+    _weights_entry("", lambda run, _: hparams.hyper_parameters_of(run.module, run.datamodule)),
     _weights_entry("", _call_save_hooks),
     _trainer_entry("order", elastic.order_to_save),
     _trainer_entry("savers", model_checkpoints.states_to_save, load=model_checkpoints.restore_states),

@@ -14,34 +14,33 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import lightning.pytorch as pl
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities import rank_zero_info
 
 from trainer.callbacks.gradient_accumulation import GradientAccumulation, accumulation_schedule, find_callback
-from trainer.data.elastic_sampling import ElasticSampler, SampleOrder
+from trainer.data.elastic_sampling import ElasticSampler, ElasticState, SampleOrder
 from trainer.errors import ResumeError
-from trainer.lightning.loader_set import ElasticState
 from trainer.lightning.loaders import DrawnLoaderSet, LoaderSet
+from trainer.loop.run_state import RunState
 from trainer.state.progress import FitProgress
-
-if TYPE_CHECKING:
-    from trainer.trainer import Trainer
 
 _KEY = "order"
 _LIMITED = "limit_train_batches {}, expected 1.0"
 
 
-def order_to_save(trainer: Trainer, _: dict[str, Any]) -> dict[str, Any] | None:
+def order_to_save(run: RunState, _: dict[str, Any]) -> dict[str, Any] | None:
     """Return the settings that a run on another number of processes requires; None without training dataloaders."""
-    loaders = trainer.data.ready(RunningStage.TRAINING)
+    trainer, data = run.trainer, run.data
+    loaders = data.ready(RunningStage.TRAINING)
     if loaders is None:
         return None
-    given = _given_settings(trainer)
-    order = _order_of(trainer, loaders, given)
-    is_resized, world_size = trainer.data.elastic_state is not None, trainer.engine.world_size
+    given = _given_settings(run)
+    order = _order_of(trainer, run.elastic_state, loaders, given)
+    is_resized, world_size = run.elastic_state is not None, run.world_size
     saved = {"given": given, "carried": is_resized, "world_size": world_size}
     if isinstance(order, str):
         return {**saved, "problem": order}
@@ -50,19 +49,19 @@ def order_to_save(trainer: Trainer, _: dict[str, Any]) -> dict[str, Any] | None:
         "samples": asdict(order),
         "processes": _replicas(trainer),
         "batch_size": batch_size,
-        "interval": _interval(trainer, _replicas(trainer) * batch_size),
+        "interval": _interval(trainer.val_check_interval, run.elastic_state, _replicas(trainer) * batch_size),
     }
 
 
-def is_elastic(trainer: Trainer, trainer_state: dict[str, Any]) -> bool:
+def is_elastic(run: RunState, trainer_state: dict[str, Any]) -> bool:
     """Return whether a checkpoint is from another number of processes, or from a run that resumed such a checkpoint.
 
     Args:
-        trainer: the Trainer that resumes from it.
+        run: the state of the run that resumes from it.
         trainer_state: the entries of this package in the checkpoint.
     """
     elastic = bool(trainer_state.get(_KEY, {}).get("carried"))
-    return elastic or written_by(trainer_state) not in (0, trainer.engine.world_size)
+    return elastic or written_by(trainer_state) not in (0, run.world_size)
 
 
 def written_by(trainer_state: dict[str, Any]) -> int:
@@ -70,13 +69,13 @@ def written_by(trainer_state: dict[str, Any]) -> int:
     return len(trainer_state.get("processes", ())) or int(trainer_state.get(_KEY, {}).get("world_size", 0))
 
 
-def prepare(trainer: Trainer, trainer_state: dict[str, Any]) -> bool:
+def prepare(run: RunState, trainer_state: dict[str, Any]) -> bool:
     """Create dataloaders that give each update the samples that it would have got, and set the accumulation to match.
 
     Called before ``configure_optimizers``, because a module may read the number of updates there.
 
     Args:
-        trainer: the Trainer that resumes a run on another number of processes.
+        run: the state of the run that resumes a run on another number of processes.
         trainer_state: our entries in the checkpoint.
 
     Returns:
@@ -88,27 +87,28 @@ def prepare(trainer: Trainer, trainer_state: dict[str, Any]) -> bool:
     saved = trainer_state.get(_KEY, {"problem": "the version that wrote it did not record the sample order"})
     if "problem" in saved:
         raise ResumeError(saved["problem"])
-    if (limit := trainer.limit_train_batches) != 1.0:
+    if (limit := run.trainer.limit_train_batches) != 1.0:
         raise ResumeError(_LIMITED.format(f"is {limit}"))
     order = SampleOrder(**saved["samples"])
-    elastic = trainer.data.elastic_state = ElasticState(order, _given_settings(trainer))
-    trainer.data.resumed = {}  # `loaders` begins no training pass
-    loaders = trainer.data.loaders(RunningStage.TRAINING, recreate=True)
+    data = run.data
+    elastic = run.elastic_state = ElasticState(order, _given_settings(run))
+    data.resumed = {}  # `loaders` begins no training pass
+    loaders = data.loaders(RunningStage.TRAINING, recreate=True)
     assert loaders is not None
     if isinstance(loaders, DrawnLoaderSet):
         raise ResumeError("the training_step draws its own batches")
     change = _BatchConversion(saved, order, loaders)
-    needed = _accumulation(trainer, change, saved["given"])
-    elastic.interval = change.validation(trainer)
-    _accumulate(trainer, needed)
+    needed = _accumulation(run, change, saved["given"])
+    elastic.interval = change.validation(run)
+    _accumulate(run, needed)
     return True
 
 
-def resume(trainer: Trainer, trainer_state: dict[str, Any], states: list[Any]) -> dict[str, Any]:
+def resume(run: RunState, trainer_state: dict[str, Any], states: list[Any]) -> dict[str, Any]:
     """Translate the counters and schedules of the saved run to this run, after :func:`prepare`.
 
     Args:
-        trainer: the Trainer, with the counters of the checkpoint.
+        run: the state of the run, with the counters of the checkpoint.
         trainer_state: our entries in the checkpoint.
         states: the states of the processes in the checkpoint. If this run has the same number of processes, only the
             state of this process is needed, and the others may be None.
@@ -120,33 +120,34 @@ def resume(trainer: Trainer, trainer_state: dict[str, Any], states: list[Any]) -
         ResumeError: if the checkpoint is from the middle of an update, a schedule counts batches of another size, or
             the batches of this run cannot have the samples of the saved run.
     """
-    elastic, loaders = trainer.data.elastic_state, trainer.data.loaders(RunningStage.TRAINING)
+    window = run.window
+    elastic, loaders = run.elastic_state, run.data.loaders(RunningStage.TRAINING)
     assert elastic is not None
     assert loaders is not None
     saved = trainer_state[_KEY]
     change = _BatchConversion(saved, elastic.order, loaders)
-    for config in trainer.engine.schedules:
+    for config in run.schedules:
         if config.interval == "batch" and change.saved_samples != change.samples:
             name = type(config.scheduler).__name__
             raise ResumeError(f"the schedule {name} counts batches: use interval 'step' with frequency 1")
-    if len(states) == trainer.engine.world_size:
+    if len(states) == run.world_size:
         if change.saved_samples != change.samples:
             raise ResumeError(
                 f"a batch of all processes had {change.saved_samples} samples, and in this run it has {change.samples}"
             )
-        own: dict[str, Any] = states[trainer.global_rank]
+        own: dict[str, Any] = states[run.global_rank]
         return own
-    if trainer.engine.data_parallel_size != trainer.engine.world_size:
+    if run.engine.data_parallel_size != run.world_size:
         raise ResumeError("some processes of this run share their samples with others (tensor parallelism)")
-    done = _position(states[0], trainer.progress, change)
-    change.translate(trainer.progress, done)
+    done = _position(states[0], run.progress, change)
+    change.translate(run.progress, done)
     state: dict[str, Any]
     states = states[:: len(states) // saved["processes"]]  # one state for each group of processes with the same samples
-    state, lost = trainer.process.convert_states(states)
+    state, lost = run.process.convert_states(states)
     if state["data"]:
         state["data"] = loaders.convert_state(states[0]["data"], done, state["rng"])
-    state["window"] = {**state["window"], "batches": change.accumulated, "given": trainer.loop.window.batches}
-    rank_zero_info(_summary(trainer, change, lost))
+    state["window"] = {**state["window"], "batches": change.accumulated, "given": window.batches}
+    rank_zero_info(_summary(run, change, lost))
     return state
 
 
@@ -175,7 +176,7 @@ class _BatchConversion:
         """The number of batches in an update."""
         return self.order.update_size // self.samples
 
-    def validation(self, trainer: Trainer) -> tuple[int, bool] | None:
+    def validation(self, run: RunState) -> tuple[int, bool] | None:
         """Return the number of batches between two validations, and whether each epoch ends with one.
 
         Returns:
@@ -185,15 +186,16 @@ class _BatchConversion:
             ResumeError: if it cannot be converted.
         """
         samples, size = self.saved["interval"], self.samples
-        is_given = _given_settings(trainer)["val_check_interval"] == self.saved["given"]["val_check_interval"]
-        if samples is None or not is_given or not trainer.enable_validation:
+        is_given = _given_settings(run)["val_check_interval"] == self.saved["given"]["val_check_interval"]
+        if samples is None or not is_given or not run.trainer.enable_validation:
             return None
-        if samples % size or (trainer.check_val_every_n_epoch is None and size != self.saved_samples):
+        only_counts_batches = run.limits.check_val_every_n_epoch is None
+        if samples % size or (only_counts_batches and size != self.saved_samples):
             raise ResumeError(
                 f"there were {samples} samples between two validations, and in this run a batch over all processes has"
                 f" {size}: set another val_check_interval, a multiple, and not check_val_every_n_epoch=None"
             )
-        if trainer.check_val_every_n_epoch is None:
+        if only_counts_batches:
             return samples // size, False
         order = self.order
         epoch = order.batches(self.sampler.samples) * order.processes * order.batch_size
@@ -214,33 +216,34 @@ class _BatchConversion:
         return epochs * self.batches + rest * self.saved_samples // self.samples
 
 
-def _given_settings(trainer: Trainer) -> dict[str, Any]:
+def _given_settings(run: RunState) -> dict[str, Any]:
     """Return the settings that are counted in batches, as the user gave them, as plain data."""
-    if trainer.data.elastic_state is not None:
-        return trainer.data.elastic_state.given
-    interval = trainer.val_check_interval
+    if (elastic := run.elastic_state) is not None:
+        return elastic.given
+    interval = run.trainer.val_check_interval
     return {
-        "accumulate_grad_batches": _constant_accumulation(trainer),
+        "accumulate_grad_batches": _constant_accumulation(run),
         "val_check_interval": int(interval) if isinstance(interval, int) else None,  # a checkpoint holds plain numbers
     }
 
 
-def _interval(trainer: Trainer, size: int) -> int | None:
+def _interval(interval: float | None, elastic: ElasticState | None, size: int) -> int | None:
     """Return the number of samples between two validations, with ``size`` in a batch; None if they count no batches."""
-    interval = trainer.val_check_interval
-    if (elastic := trainer.data.elastic_state) is not None and elastic.interval is not None:
+    if elastic is not None and elastic.interval is not None:
         interval = elastic.interval[0]
     return int(interval) * size if isinstance(interval, int) else None
 
 
-def _replicas(trainer: Trainer) -> int:
+def _replicas(trainer: pl.Trainer) -> int:
     return int((trainer.distributed_sampler_kwargs or {"num_replicas": 1})["num_replicas"])
 
 
-def _order_of(trainer: Trainer, loaders: LoaderSet, given: dict[str, Any]) -> SampleOrder | str:
+def _order_of(
+    trainer: pl.Trainer, elastic: ElasticState | None, loaders: LoaderSet, given: dict[str, Any]
+) -> SampleOrder | str:
     """Return the order of a run's samples, or the reason why no other number of processes gives the same updates."""
-    if trainer.data.elastic_state is not None:
-        return trainer.data.elastic_state.order
+    if elastic is not None:
+        return elastic.order
     if isinstance(loaders, DrawnLoaderSet):
         return "the training_step drew its own batches"
     if len(loaders.combined.flattened) != 1:
@@ -253,14 +256,14 @@ def _order_of(trainer: Trainer, loaders: LoaderSet, given: dict[str, Any]) -> Sa
     return SampleOrder.of(loader, accumulate, _replicas(trainer))
 
 
-def _constant_accumulation(trainer: Trainer) -> int:
+def _constant_accumulation(run: RunState) -> int:
     """Return ``accumulate_grad_batches``; 0 if it changes with the epochs."""
-    schedule = accumulation_schedule(trainer)
-    is_lightnings = find_callback(trainer.callbacks, GradientAccumulationScheduler) is not None
+    schedule = accumulation_schedule(run)
+    is_lightnings = find_callback(run.callbacks, GradientAccumulationScheduler) is not None
     return 0 if is_lightnings or len(schedule) > 1 else schedule.get(0, 1)
 
 
-def _accumulation(trainer: Trainer, change: _BatchConversion, before: dict[str, Any]) -> int:
+def _accumulation(run: RunState, change: _BatchConversion, before: dict[str, Any]) -> int:
     """Return the ``accumulate_grad_batches`` that gives each update the samples of the saved run.
 
     Raises:
@@ -273,19 +276,19 @@ def _accumulation(trainer: Trainer, change: _BatchConversion, before: dict[str, 
             f" batch size x accumulate_grad_batches), which is no multiple of {sampler.num_replicas} x"
             f" {sampler.batch_size} = {change.samples}; {_batch_size_advice(size, sampler.num_replicas)}"
         )
-    needed, given = change.accumulated, _given_settings(trainer)["accumulate_grad_batches"]
+    needed, given = change.accumulated, _given_settings(run)["accumulate_grad_batches"]
     if given not in (needed, before["accumulate_grad_batches"], order.accumulate):
         raise ResumeError(
             f"got accumulate_grad_batches={given or 'a schedule'}, expected {needed}, because an update has {size}"
             f" samples, and a batch has {change.samples} ({sampler.num_replicas} x {sampler.batch_size}: processes x"
             " batch size); set the expected value, or that of the saved run"
         )
-    if not trainer.lightning_module.automatic_optimization and needed != 1:
+    if not run.is_automatic and needed != 1:
         raise ResumeError(
             "with manual optimization, an optimizer step is assumed for each batch, so that a batch of all processes"
             f" must have {change.saved_samples} samples, and in this run it has {change.samples}"
         )
-    if trainer.loop.window.straddles_epochs and change.saved_samples != change.samples:
+    if run.window.straddles_epochs and change.saved_samples != change.samples:
         raise ResumeError("straddles_epochs=True counts the short last batch of an epoch like a full one")
     return needed
 
@@ -298,15 +301,15 @@ def _batch_size_advice(size: int, processes: int) -> str:
     return f"set a batch size of {', '.join(map(str, sizes[-4:]))}"
 
 
-def _accumulate(trainer: Trainer, needed: int) -> None:
+def _accumulate(run: RunState, needed: int) -> None:
     """Set the accumulation of this run to ``needed``, until the end of the run."""
-    window, session = trainer.loop.window, trainer._session
-    accumulation = find_callback(trainer.callbacks, GradientAccumulation)
+    window, session = run.window, run.session
+    accumulation = find_callback(run.callbacks, GradientAccumulation)
     if accumulation is not None:
         session.callback(setattr, accumulation, "schedule", accumulation.schedule)
         accumulation.schedule = {0: needed}
     session.callback(setattr, window, "batches", window.batches)
-    trainer.engine.check_accumulation(needed)
+    run.engine.check_accumulation(needed)
     window.batches = needed
 
 
@@ -334,7 +337,7 @@ def _position(state: dict[str, Any], progress: FitProgress, change: _BatchConver
     return done * change.saved_samples // change.samples
 
 
-def _summary(trainer: Trainer, change: _BatchConversion, lost: set[str]) -> str:
+def _summary(run: RunState, change: _BatchConversion, lost: set[str]) -> str:
     """Return a message about the parts of the resume that are exact and those that are not."""
     order, sampler, saved, size = change.order, change.sampler, change.saved, change.order.update_size
     text = (

@@ -10,10 +10,10 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from copy import copy
-from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
+import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch import LightningDataModule, LightningModule
@@ -43,23 +43,22 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
-from trainer.data.elastic_sampling import ElasticSampler, SampleOrder, not_ordered
+from trainer.data.batches import LoaderPlan, Origin
+from trainer.data.elastic_sampling import ElasticSampler, not_ordered
 from trainer.data.loader_parts import has_exact_length, is_trusted, objects_with_set_epoch
 from trainer.data.prefetching import Prefetching
 from trainer.data.resumable import length_of
 from trainer.data.unpadded import BatchShare, SampleShare, Span
 from trainer.data.workers import guard_workers
 from trainer.errors import ConfigurationError, ResumeError, rank_zero_warn
-from trainer.lightning.loaders import DrawnLoaderSet, LoaderPlan, LoaderSet, Origin, count_batches, watch_of
+from trainer.lightning.loaders import DrawnLoaderSet, LoaderSet, count_batches, watch_of
 from trainer.lightning.modules import snapshot_of
 from trainer.loop.accumulation import WeightedMean
 from trainer.loop.overrides import overrides
+from trainer.loop.run_state import RunState
 from trainer.metrics.metrics import MetricStore
 from trainer.state import random_states
 from trainer.state.snapshot import Snapshot
-
-if TYPE_CHECKING:
-    from trainer.trainer import Trainer
 
 _STAGES = RunningStage.TRAINING, RunningStage.VALIDATING, RunningStage.TESTING, RunningStage.PREDICTING
 
@@ -68,14 +67,15 @@ class _Connector(_DataConnector):
     """Lightning's data connector, which passes attached data to our source of dataloaders.
 
     Args:
-        trainer: the Trainer.
+        run: the state of the run.
         source: our source of dataloaders.
     """
 
-    trainer: Trainer
+    trainer: pl.Trainer
 
-    def __init__(self, trainer: Trainer, source: DataSource) -> None:
-        super().__init__(trainer)
+    def __init__(self, run: RunState, source: DataSource) -> None:
+        super().__init__(run.trainer)
+        self._run = run
         self._source = source
 
     def attach_data(
@@ -102,7 +102,7 @@ class _Connector(_DataConnector):
         batches = getattr(dataloader, "batch_sampler", None)
         if not isinstance(dataloader, DataLoader) or batches is None:
             return super()._prepare_dataloader(dataloader, shuffle, mode)
-        trainer, predicts = self.trainer, mode is RunningStage.PREDICTING
+        predicts = mode is RunningStage.PREDICTING
         divides, is_list = self._requires_distributed_sampler(dataloader), isinstance(batches, (list, tuple))
         if divides and predicts and not is_list and not _takes_sampler(batches):
             raise ConfigurationError(
@@ -115,8 +115,8 @@ class _Connector(_DataConnector):
             shuffle = mode is RunningStage.TRAINING and _is_dataloader_shuffled(dataloader)
         if not is_list and (hasattr(batches, "__dict__") or not predicts):
             return super()._prepare_dataloader(dataloader, shuffle, mode)
-        padded = mode is not RunningStage.TRAINING and not predicts and trainer.pad_evaluation
-        share = BatchShare(batches, **(trainer.distributed_sampler_kwargs or {}) if divides else {}, padded=padded)
+        padded = mode is not RunningStage.TRAINING and not predicts and self._run.pad_evaluation
+        share = BatchShare(batches, **(self.trainer.distributed_sampler_kwargs or {}) if divides else {}, padded=padded)
         view = copy(dataloader)  # changed through `vars`, because a dataloader refuses another batch sampler
         vars(view).update(batch_sampler=_IndexBatchSamplerWrapper(share) if predicts else share, _iterator=None)
         return view
@@ -127,8 +127,8 @@ class _Connector(_DataConnector):
         With ``shuffle=True``, training uses torch's ``DistributedSampler``, as in Lightning. Otherwise, the samples of
         all processes have the order of a single process.
         """
-        trainer, sampler, trains = self.trainer, dataloader.sampler, mode is RunningStage.TRAINING
-        as_in_lightning = trainer.pad_evaluation and mode is not RunningStage.PREDICTING
+        sampler, trains = dataloader.sampler, mode is RunningStage.TRAINING
+        as_in_lightning = self._run.pad_evaluation and mode is not RunningStage.PREDICTING
         if trains:
             sampler = getattr(dataloader.batch_sampler, "sampler", None)
             if isinstance(sampler, DistributedSampler):
@@ -137,7 +137,7 @@ class _Connector(_DataConnector):
         if as_in_lightning or not self._requires_distributed_sampler(dataloader):
             return super()._resolve_sampler(dataloader, shuffle, mode)
         seed = int(os.environ.get("PL_GLOBAL_SEED", "0"))
-        return SampleShare(sampler, **(trainer.distributed_sampler_kwargs or {}), seed=seed, padded=trains)
+        return SampleShare(sampler, **(self.trainer.distributed_sampler_kwargs or {}), seed=seed, padded=trains)
 
     def attach_dataloaders(self, model: LightningModule, *args: Any, **kwargs: Any) -> None:
         """Attach dataloaders, without a datamodule."""
@@ -186,46 +186,29 @@ def _with_batch_size(dataloader: DataLoader[Any], batches: BatchSampler) -> Data
     return view
 
 
-@dataclass
-class ElasticState:
-    """The state that a run takes from the run that it resumes, which had another number of processes.
-
-    Attributes:
-        order: the order of the training samples.
-        given: the settings that are counted in batches, as they were given to this run.
-        interval: the number of batches of this run between two validations, and whether each epoch ends with a
-            validation. Default: None, ``val_check_interval`` applies.
-    """
-
-    order: SampleOrder
-    given: dict[str, Any]
-    interval: tuple[int, bool] | None = None
-
-
 class DataSource:
     """The source of a run's dataloaders: arguments, the methods of the module, or those of a datamodule.
 
     Args:
-        trainer: the Trainer; Lightning's connector reads ranks and strategy from it.
+        run: the state of the run; Lightning's connector reads ranks and strategy from it.
 
     Attributes:
         resumed: the position of the training data in the checkpoint, for ``TrainingBatches.load_state_dict``; {} if it
             is unknown, None if nothing is resumed.
         resumed_validation: the state of the validation dataloaders in the checkpoint; {} if there were none, None if
             nothing is resumed or the state is unknown.
-        elastic_state: the state of a resumed run that had another number of processes. None if there is no such run.
         prefetching: copies batches to a GPU while the previous step runs. None if batches are not prefetched.
     """
 
-    def __init__(self, trainer: Trainer) -> None:
-        self._trainer = trainer
-        self.connector = _Connector(trainer, self)
+    def __init__(self, run: RunState) -> None:
+        self._run = run
+        self._trainer = run.trainer
+        self.connector = _Connector(run, self)
         self.datamodule: LightningDataModule | None = None
         self._sources: dict[RunningStage, _DataLoaderSource] = {}
         self._ready: dict[RunningStage, LoaderSet | None] = {}
         self.resumed: dict[str, Any] | None = None
         self.resumed_validation: dict[str, Any] | None = None
-        self.elastic_state: ElasticState | None = None
         self.prefetching: Prefetching | None = None
 
     def attach(self, module: LightningModule, given: dict[RunningStage, Any], datamodule: Any) -> None:
@@ -239,7 +222,7 @@ class DataSource:
         """
         self.connector._datahook_selector = _DataHookSelector(module, datamodule)
         self._ready.clear()
-        self.resumed = self.resumed_validation = self.elastic_state = self.prefetching = None
+        self.resumed = self.resumed_validation = self._run.elastic_state = self.prefetching = None
         for stage in _STAGES:
             loaders = given.get(stage)
             instance = datamodule if datamodule is not None else module if loaders is None else loaders
@@ -260,7 +243,7 @@ class DataSource:
 
     def drop_sample_order(self) -> None:
         """Make the training dataloaders order their samples as in a new run."""
-        self.elastic_state = self.resumed = None
+        self._run.elastic_state = self.resumed = None
         self.forget(RunningStage.TRAINING)
 
     def forget(self, stage: RunningStage) -> None:
@@ -277,7 +260,7 @@ class DataSource:
         """Return whether the dataloaders of ``stage`` must be created before its next pass, or created again."""
         if (ready := self._ready.get(stage)) is None:
             return stage not in self._ready
-        interval = self._trainer.reload_dataloaders_every_n_epochs
+        interval = self._run.reload_dataloaders_every_n_epochs
         return ready.is_outdated or (bool(interval) and self._trainer.current_epoch - ready.origin.made_in >= interval)
 
     def invalidate(self, stage: RunningStage) -> None:
@@ -297,7 +280,7 @@ class DataSource:
             stage: the stage.
             recreate: whether to create them again if they exist. Default: False.
         """
-        trainer, old = self._trainer, self._ready.get(stage)
+        run, trainer, old = self._run, self._trainer, self._ready.get(stage)
         training = stage is RunningStage.TRAINING
         resumed = self.resumed if training else self.resumed_validation if stage is RunningStage.VALIDATING else None
         saved = resumed if resumed and resumed.get("made_in", -1) >= 0 else None
@@ -306,8 +289,8 @@ class DataSource:
             recreate |= (old.origin.made_in, old.origin.made_from) != before or bool(saved.get("made_with"))
         if stage in self._ready and not recreate:
             return old
-        made_with = trainer.process.program.read(attributes_only=True) if saved is None else saved.get("made_with", {})
-        timed = trainer.profiler.profile(f"setup_{stage.dataloader_prefix}_dataloader")
+        made_with = run.program.read(attributes_only=True) if saved is None else saved.get("made_with", {})
+        timed = run.profiler.profile(f"setup_{stage.dataloader_prefix}_dataloader")
         with timed, warnings.catch_warnings(), self._created_as(saved) as made_from:
             # Lightning 2.6.6 calls torch's pytree in a way that torch 2.15 deprecates
             warnings.filterwarnings("ignore", message=".*LeafSpec", category=FutureWarning)
@@ -322,11 +305,11 @@ class DataSource:
             made_in, is_outdated = saved["made_in"], saved.get("is_outdated", False)
         else:
             # the validation of this epoch reuses the dataloaders of the sanity check; without one, they are recreated
-            is_extra = trainer.sanity_checking and not trainer.loop.limits.epoch_validates()
-            made_in, is_outdated = trainer.current_epoch, is_extra and bool(trainer.reload_dataloaders_every_n_epochs)
+            is_extra = trainer.sanity_checking and not run.limits.epoch_validates()
+            made_in, is_outdated = trainer.current_epoch, is_extra and bool(run.reload_dataloaders_every_n_epochs)
         made = self._ready[stage] = make(origin=Origin(made_in, made_from, made_with), is_outdated=is_outdated)
         if training and resumed is None:
-            made.start_epoch(trainer.progress.epochs_trained)
+            made.start_epoch(run.progress.epochs_trained)
             made.open()  # as early as in Lightning, because opening draws random numbers
         return made
 
@@ -336,13 +319,13 @@ class DataSource:
 
         If ``origin`` is None, it changes nothing.
         """
-        progress = self._trainer.progress
+        progress = self._run.progress
         if origin is None:
             yield random_states.capture()
             return
         epoch = progress.epoch
         made_with = origin.get("made_with", {})
-        program = snapshot_of(self._trainer) if made_with else Snapshot()
+        program = snapshot_of(self._run) if made_with else Snapshot()
         with random_states.isolated(), program.as_in(made_with):
             random_states.restore(origin.get("made_from", {}))
             progress.epoch = origin["made_in"]
@@ -383,7 +366,7 @@ class DataSource:
         trainer, source = self._trainer, self._sources[stage]
         limit = getattr(trainer, f"limit_{stage.dataloader_prefix}_batches")
         training = stage is RunningStage.TRAINING
-        fitting = training or trainer.state.fn is TrainerFn.FITTING
+        fitting = training or self._run.fits
         optional = fitting and not training
         if limit == 0 or (optional and not source.is_defined()):
             return None  # a required loader is requested even if undefined, because the error names the missing method
@@ -403,22 +386,22 @@ class DataSource:
                     f"Got a {type(loader).__name__} as {stage.dataloader_prefix}_dataloader: each of its samples is one"
                     " batch. For batches of several samples, use `DataLoader(dataset, batch_size=...)`."
                 )
-        if fitting and trainer.overfit_batches > 0:
+        if fitting and self._run.overfit_batches > 0:
             _resolve_overfit_batches(combined, stage)
-        function = trainer.state.fn or TrainerFn.FITTING  # None outside a run
+        function = self._run.fn or TrainerFn.FITTING  # None outside a run
         for loader in combined.flattened:
             if not isinstance(loader, Iterable) and not hasattr(loader, "__getitem__"):
                 _check_dataloader_iterable(loader, source, function)  # raises; it would begin a pass of other loaders
         unprepared, combined.flattened = combined.flattened, [self._prepare(one, stage) for one in combined.flattened]
-        samplers = self._put_in_order(combined, unprepared) if training and self.elastic_state is not None else []
+        samplers = self._put_in_order(combined, unprepared) if training and self._run.elastic_state is not None else []
         fetcher = _select_data_fetcher(trainer, stage)
         draws = isinstance(fetcher, _DataLoaderIterDataFetcher)
         plan = partial(self._plan, stage, combined, samplers, draws)
         is_constant = all(map(is_trusted, objects_with_set_epoch(*combined.flattened)))
         arguments: dict[str, Any] = {"combined": combined, "plan": plan(), "replan": None if is_constant else plan}
         if isinstance(fetcher, _DataLoaderIterDataFetcher):
-            return partial(DrawnLoaderSet, **arguments, fetcher=fetcher, profiler=trainer.profiler, stage=stage)
-        return partial(LoaderSet, **arguments, watch=watch_of(trainer.profiler, stage), trains=training)
+            return partial(DrawnLoaderSet, **arguments, fetcher=fetcher, profiler=self._run.profiler, stage=stage)
+        return partial(LoaderSet, **arguments, watch=watch_of(self._run.profiler, stage), trains=training)
 
     def _plan(
         self, stage: RunningStage, combined: CombinedLoader, samplers: list[ElasticSampler], draws: bool
@@ -431,7 +414,7 @@ class DataSource:
             samplers: the sampler of an elastic order, if there is one.
             draws: whether the step draws its own batches.
         """
-        trainer, engine, training = self._trainer, self._trainer.engine, stage is RunningStage.TRAINING
+        run, trainer, loop, training = self._run, self._trainer, self._run.loop, stage is RunningStage.TRAINING
         limit = getattr(trainer, f"limit_{stage.dataloader_prefix}_batches")
         with warnings.catch_warnings():
             if training and combined._mode != "max_size":  # an empty dataloader raises an error later, except `[]`
@@ -439,7 +422,7 @@ class DataSource:
             lengths = self._lengths(combined, training)
         is_exact = not training or all(map(has_exact_length, combined.flattened))
         *longest, exact = self._spans_over_ranks([*lengths, float(is_exact)])
-        are_exact = exact.fewest > 0 or engine.world_size == 1
+        are_exact = exact.fewest > 0 or run.world_size == 1
         most = [_parse_num_batches(stage, span.most, limit) for span in longest]
         limits = [min(pair) for pair in zip(lengths, most, strict=True)]
         number, is_sequential = count_batches(combined, limits), combined._mode == "sequential"
@@ -454,9 +437,9 @@ class DataSource:
         else:
             idle = int(spans[0].most - number)
             if spans[0].fewest < spans[0].most and are_exact:
-                announce = partial(_share_steps, trainer.loop.metrics, spans[0].fewest)
+                announce = partial(_share_steps, loop.metrics, spans[0].fewest)
         if samplers and not draws:
-            announce = partial(_set_batch_weight, trainer.loop.mean, samplers[0])
+            announce = partial(_set_batch_weight, loop.mean, samplers[0])
         return LoaderPlan(
             limits,
             draws or float("inf") not in lengths,  # no look-ahead if the step draws the batches itself
@@ -464,7 +447,7 @@ class DataSource:
             spans,
             idle,
             announce,
-            engine.any_rank_on_host if training and not are_exact and not draws else None,
+            run.collectives.any_rank_on_host if training and not are_exact and not draws else None,
         )
 
     def _lengths(self, combined: CombinedLoader, training: bool) -> list[float]:
@@ -473,26 +456,25 @@ class DataSource:
         Raises:
             RuntimeError: if a training or padded dataloader has no batches in this process, but some in others.
         """
-        trainer = self._trainer
-        may_be_empty = not (training or trainer.pad_evaluation) or self.may_be_empty
+        may_be_empty = not (training or self._run.pad_evaluation) or self.may_be_empty
         return [
-            len(loader) if has_len_all_ranks(loader, trainer.strategy, may_be_empty) else float("inf")
+            len(loader) if has_len_all_ranks(loader, self._trainer.strategy, may_be_empty) else float("inf")
             for loader in combined.flattened
         ]
 
     @property
     def may_be_empty(self) -> bool:
         """Whether the module or the datamodule allows that a process has no training batch at all."""
-        owners = self._trainer.lightning_module, self.datamodule
+        owners = self._run.module, self.datamodule
         return any(getattr(owner, "allow_zero_length_dataloader_with_multiple_devices", False) for owner in owners)
 
     def _spans_over_ranks(self, batches: list[float]) -> list[Span]:
         """Return the smallest and largest of these numbers over the processes. Takes one collective."""
-        engine = self._trainer.engine
+        engine = self._run.engine
         if engine.world_size == 1:
             return [Span(number, number) for number in batches]
         bounds = torch.tensor([*batches, *(-number for number in batches)], dtype=torch.float64)
-        found = engine.reduce(bounds, "max").tolist()
+        found = engine.collectives.reduce(bounds, "max").tolist()
         return [
             Span(0, most) if most == float("inf") else Span(-fewest, most)
             for most, fewest in zip(found[: len(batches)], found[len(batches) :], strict=True)
@@ -510,28 +492,29 @@ class DataSource:
         Raises:
             ResumeError: if there is not exactly one dataloader, or its samples cannot be divided among the processes.
         """
-        assert self.elastic_state is not None
+        elastic = self._run.elastic_state
+        assert elastic is not None
         if len(combined.flattened) != 1:
             raise ResumeError(f"there are {len(combined.flattened)} training dataloaders, expected one")
         given, loader = unprepared[0], combined.flattened[0]
         if (reason := not_ordered(given) or not_ordered(loader)) is not None:
             raise ResumeError(reason)
-        kind, own = self.elastic_state.order.sampler, type(given.batch_sampler.sampler).__name__
+        kind, own = elastic.order.sampler, type(given.batch_sampler.sampler).__name__
         if kind != own and "RandomSampler" in (kind, own) and kind != "DistributedSampler":
             raise ResumeError(f"the DataLoader's sampler was a {kind} and is a {own}")
         replicas = self._trainer.distributed_sampler_kwargs or {"num_replicas": 1, "rank": 0}
         if replicas["num_replicas"] > 1 and type(loader.batch_sampler.sampler) is not DistributedSampler:
             raise ResumeError("use_distributed_sampler=False makes each process read all samples")
-        engine = self._trainer.engine
+        engine = self._run.engine
         sampler = ElasticSampler(
-            self.elastic_state.order,
+            elastic.order,
             given.batch_sampler.sampler,
             given.dataset,
             replicas["num_replicas"],
             replicas["rank"],
             loader.batch_size,
             # not the bound method: the search for generators in the attributes of samplers would enter the engine
-            lambda value: engine.broadcast(value),
+            lambda value: engine.collectives.broadcast(value),
         )
         ordered = copy(loader)  # changed through `vars`, because a dataloader refuses another sampler
         batches = BatchSampler(sampler, loader.batch_size, drop_last=False)
@@ -542,7 +525,7 @@ class DataSource:
     def _prepare(self, loader: Any, stage: RunningStage) -> Any:
         # as in a fit, because all passes set the epochs of samplers when they start
         loader = _process_dataloader(self._trainer, TrainerFn.FITTING, stage, loader)
-        guard_workers(self._trainer._session, loader, self._trainer.dataloader_timeout)
+        guard_workers(self._run.session, loader, self._run.dataloader_timeout)
         return loader
 
 

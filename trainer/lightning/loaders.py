@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from copy import copy
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from itertools import chain, islice, repeat
 from typing import Any
@@ -19,10 +19,10 @@ from lightning.pytorch.utilities.combined_loader import CombinedLoader, _MaxSize
 from torch.utils._pytree import keystr, tree_flatten_with_path
 from torch.utils.data import DataLoader, SequentialSampler
 
-from trainer.data.batches import IDLE, Batch, LookAhead, identity
+from trainer.data.batches import IDLE, Batch, LoaderPlan, LookAhead, Origin, identity
 from trainer.data.loader_parts import has_exact_length, objects_with_set_epoch
 from trainer.data.resumable import MapStyleLoader, ResumableLoader, StatefulLoader, length_of, resumable
-from trainer.data.unpadded import SampleShare, Span
+from trainer.data.unpadded import SampleShare
 from trainer.errors import rank_zero_warn
 from trainer.lightning.profiling import records
 from trainer.state import random_states
@@ -34,48 +34,6 @@ _FETCHING = {
     RunningStage.PREDICTING: "[_PredictionLoop].predict_next",
 }
 """The names of the action "fetch a batch" in Lightning's profilers."""
-
-
-@dataclass(frozen=True)
-class LoaderPlan:
-    """The numbers of batches of the dataloaders of a stage, by their current lengths.
-
-    Args:
-        limits: the number of batches to run of each dataloader; inf for one without a length.
-        has_length: whether the lengths of all are known. If not, a limit may exceed the number of batches.
-        most: the limits of the process with the most batches, equal on all processes.
-        spans: the smallest and largest number of batches on any rank, for each dataloader. A single entry if the
-            dataloaders are combined, as usual in training. Empty in training if a length is unknown, or the dataloaders
-            run one after the other.
-        idle: the number of batches in a training pass that other processes have and this one lacks; each is replaced by
-            ``IDLE``. Default: 0.
-        announce: called with the index of each training batch before it is returned. Default: None, no call.
-        any_rank_on_host: :meth:`LightningEngine.any_rank_on_host` for several processes with inexact lengths, to give
-            them equal numbers of batches and a common end. Default: None.
-    """
-
-    limits: list[float]
-    has_length: bool
-    most: Sequence[float] = ()
-    spans: Sequence[Span] = ()
-    idle: int = 0
-    announce: Callable[[int], None] | None = None
-    any_rank_on_host: Callable[..., list[bool]] | None = None
-
-
-@dataclass(frozen=True)
-class Origin:
-    """How dataloaders were created, so that a resumed run can create the same ones.
-
-    Args:
-        made_in: the epoch.
-        made_from: the random states before; {} if no random numbers were used.
-        made_with: the state of the user's objects, from ``Snapshot.read``; {} before ``on_train_start``.
-    """
-
-    made_in: int = 0
-    made_from: random_states.State = field(default_factory=dict)
-    made_with: dict[str, Any] = field(default_factory=dict)
 
 
 class LoaderSet:

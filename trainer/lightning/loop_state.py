@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lightning.pytorch.loops.progress import (
     _BaseProgress,
@@ -26,10 +26,8 @@ from lightning.pytorch.loops.progress import (
 )
 from lightning.pytorch.trainer.states import RunningStage
 
+from trainer.loop.run_state import RunState
 from trainer.state.progress import DONE, STARTED, TRAINED, VALIDATING, EpochStart, EvalProgress, FitProgress
-
-if TYPE_CHECKING:
-    from trainer.trainer import Trainer
 
 
 def epochs_of(fit: FitProgress) -> _Progress:
@@ -57,20 +55,20 @@ def schedules_of(fit: FitProgress) -> _SchedulerProgress:
     return _SchedulerProgress(_ready_completed(steps), _ready_completed(in_epoch))
 
 
-def is_automatic(trainer: Trainer) -> bool:
+def is_automatic(run: RunState) -> bool:
     """Return whether optimization is automatic."""
-    return trainer.lightning_module is None or bool(trainer.lightning_module.automatic_optimization)
+    return run.module is None or run.is_automatic
 
 
-def optimization_of(trainer: Trainer) -> _OptimizationProgress:
+def optimization_of(run: RunState) -> _OptimizationProgress:
     """Return ``fit_loop.epoch_loop.automatic_optimization.optim_progress``.
 
     The last batch of a window counts as ready for its step while the batch is in progress.
     """
-    if not is_automatic(trainer):
+    if not is_automatic(run):
         return _OptimizationProgress()
-    fit = trainer.progress
-    ahead, cleared = fit.position is STARTED and trainer.loop.window.is_last, fit.zero_grads
+    fit = run.progress
+    ahead, cleared = fit.position is STARTED and run.window.is_last, fit.zero_grads
     total, current = (_ready_completed(fit.optimizer_steps - n, ahead) for n in (0, fit.epoch_start.optimizer_steps))
     step = _Progress(
         _StepCounts(total, {"completed": partial(setattr, fit, "optimizer_steps")}), _StepCounts(current, {})
@@ -81,46 +79,46 @@ def optimization_of(trainer: Trainer) -> _OptimizationProgress:
     return _OptimizationProgress(_OptimizerProgress(step, zero_grad))
 
 
-def manual_steps_of(trainer: Trainer) -> _Progress:
+def manual_steps_of(run: RunState) -> _Progress:
     """Return ``fit_loop.epoch_loop.manual_optimization.optim_step_progress``; ``current`` also counts the whole run.
 
     A module that steps optimizers directly instead of their wrappers adds its steps to ``total.completed``.
     """
-    fit, by_hand = trainer.progress, not is_automatic(trainer)
+    fit, by_hand = run.progress, not is_automatic(run)
     total, current = (_ready_completed((fit.optimizer_steps - fit.own_steps) * by_hand) for _ in range(2))
     total.completed = fit.optimizer_steps * by_hand
     return _Progress(_StepCounts(total, {"completed": fit.count_own_steps}), _StepCounts(current, {}))
 
 
-def evaluation_of(progress: EvalProgress, epoch: int | None = None) -> _BatchProgress:
-    """Return ``batch_progress`` of an evaluation loop, or of the validation in the epoch ``epoch`` of a fit."""
-    counts = epoch is None or epoch == progress.epoch
+def evaluation_of(progress: EvalProgress, fit: FitProgress | None = None) -> _BatchProgress:
+    """Return ``batch_progress`` of an evaluation loop, or of the validation in the current epoch of ``fit``."""
+    counts = fit is None or fit.epoch_start.epoch == progress.epoch
     total = _all_counts(progress.total_batches * counts, progress.total_done * counts)
     return _BatchProgress(total, _all_counts(progress.batches, progress.batches_done), progress.is_last_batch)
 
 
-def fit_loop_of(trainer: Trainer) -> dict[str, Any]:
+def fit_loop_of(run: RunState) -> dict[str, Any]:
     """Return the state that Lightning's fit loop would have written at this point."""
-    fit, val = trainer.progress, trainer.eval_loops[RunningStage.VALIDATING].progress
+    fit, val = run.progress, run.eval_loops[RunningStage.VALIDATING].progress
     return {
         "state_dict": {},
         "epoch_loop.state_dict": {"_batches_that_stepped": fit.updates},
         "epoch_loop.batch_progress": batches_of(fit).state_dict(),
         "epoch_loop.scheduler_progress": schedules_of(fit).state_dict(),
         "epoch_loop.automatic_optimization.state_dict": {},
-        "epoch_loop.automatic_optimization.optim_progress": optimization_of(trainer).state_dict(),
+        "epoch_loop.automatic_optimization.optim_progress": optimization_of(run).state_dict(),
         "epoch_loop.manual_optimization.state_dict": {},
-        "epoch_loop.manual_optimization.optim_step_progress": manual_steps_of(trainer).state_dict(),
+        "epoch_loop.manual_optimization.optim_step_progress": manual_steps_of(run).state_dict(),
         "epoch_loop.val_loop.state_dict": {},
-        "epoch_loop.val_loop.batch_progress": evaluation_of(val, fit.epoch_start.epoch).state_dict(),
+        "epoch_loop.val_loop.batch_progress": evaluation_of(val, fit).state_dict(),
         "epoch_progress": epochs_of(fit).state_dict(),
     }
 
 
-def loops_of(trainer: Trainer) -> dict[str, Any]:
+def loops_of(run: RunState) -> dict[str, Any]:
     """Return the ``loops`` entry of a checkpoint of ``trainer``, without our own entries."""
-    done = {stage: loop.progress for stage, loop in trainer.eval_loops.items()}
-    loops: dict[str, Any] = {"fit_loop": fit_loop_of(trainer)}
+    done = {stage: loop.progress for stage, loop in run.eval_loops.items()}
+    loops: dict[str, Any] = {"fit_loop": fit_loop_of(run)}
     # our only validation loop is that of the fit; a save after the fit also contains the tests and predictions since
     after = {"validate": EvalProgress(), "test": done[RunningStage.TESTING], "predict": done[RunningStage.PREDICTING]}
     for name, progress in after.items():
@@ -202,26 +200,26 @@ def data_position_in(checkpoint: dict[str, Any], progress: FitProgress, counts_s
     return {"epoch": progress.epochs_trained, "batches": batches, "is_over": False, "combined_loader": list(states)}
 
 
-def evaluation_from(fit: dict[str, Any], trainer: Trainer) -> None:
+def evaluation_from(fit: dict[str, Any], run: RunState) -> None:
     """Set the counters of the validation inside a fit from the state of Lightning's fit loop.
 
     The counters of training must be set already.
     """
-    val = trainer.eval_loops[RunningStage.VALIDATING].progress
+    val = run.eval_loops[RunningStage.VALIDATING].progress
     older = fit.get("epoch_loop.val_loop.epoch_loop.batch_progress")  # of checkpoints from before Lightning 2.0
     batches = older or fit["epoch_loop.val_loop.batch_progress"]
-    val.epoch = trainer.progress.epoch_start.epoch
+    val.epoch = run.progress.epoch_start.epoch
     val.total_batches, val.total_done = batches["total"]["ready"], batches["total"]["completed"]
     val.batches, val.batches_done = batches["current"]["ready"], batches["current"]["completed"]
     val.is_last_batch = batches["is_last_batch"]
 
 
-def resume_validation(trainer: Trainer) -> None:
+def resume_validation(run: RunState) -> None:
     """Repeat the validation in which a checkpoint was written, from its beginning, because its logged values are lost.
 
     The counters are already restored.
     """
-    val, progress = trainer.eval_loops[RunningStage.VALIDATING].progress, trainer.progress
+    val, progress = run.eval_loops[RunningStage.VALIDATING].progress, run.progress
     if progress.position is VALIDATING or val.batches > val.batches_done:
         progress.position = VALIDATING
         val.forget_batches()

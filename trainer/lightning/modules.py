@@ -10,9 +10,10 @@ from copy import deepcopy
 from functools import cache, partial
 from inspect import getsource
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import Any, cast
 from weakref import WeakKeyDictionary, ref
 
+import lightning.pytorch as pl
 from lightning.pytorch import Callback, LightningDataModule, LightningModule
 from lightning.pytorch.callbacks import (
     EarlyStopping,
@@ -25,7 +26,7 @@ from lightning.pytorch.callbacks.early_stopping import EarlyStoppingReason
 from lightning.pytorch.loops.utilities import _verify_dataloader_idx_requirement
 from lightning.pytorch.trainer.call import _call_configure_model, _call_setup_hook, _call_teardown_hook
 from lightning.pytorch.trainer.configuration_validator import _verify_loop_configurations
-from lightning.pytorch.trainer.states import RunningStage, TrainerFn
+from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities.compile import _maybe_unwrap_optimized, _verify_strategy_supports_compile
 from torch import Tensor, nn
 from torch.amp import GradScaler
@@ -45,12 +46,10 @@ from trainer.common.parts import local
 from trainer.common.session import Session
 from trainer.errors import ConfigurationError, join_first, warn
 from trainer.lightning.loaders import DrawnLoaderSet, LoaderSet
+from trainer.loop.run_state import RunState, state_of
 from trainer.metrics.metric_objects import state_names
 from trainer.state.snapshot import MAX_NUMBERS, STATELESS, UNLIMITED, Rules, Snapshot, memory_of
 from trainer.state.stopping import EarlyStop
-
-if TYPE_CHECKING:
-    from trainer.trainer import Trainer
 
 _BASES = {*LightningModule.__mro__, *LightningDataModule.__mro__}
 _FRAMEWORKS = sys.stdlib_module_names | {"lightning", "pytorch_lightning", "torch", "trainer"}
@@ -65,7 +64,7 @@ _OF_METRICS = _OF_MODULES | vars(SumMetric()).keys()
 """Attributes of a metric object that torchmetrics and torch set, and the states of this one."""
 
 _WITH_RESULTS = (EarlyStopping, ModelCheckpoint, StochasticWeightAveraging, Timer, WeightAveraging)
-_FITS: WeakKeyDictionary[Callback, tuple[ref[Trainer], dict[str, Any], dict[str, Any]]] = WeakKeyDictionary()
+_FITS: WeakKeyDictionary[Callback, tuple[ref[pl.Trainer], dict[str, Any], dict[str, Any]]] = WeakKeyDictionary()
 """The Trainer of the last fit, and the attributes before the first fit and after the last one."""
 
 call_setup_hooks = _call_setup_hook
@@ -82,7 +81,7 @@ Write a LightningModule that has it as an attribute (`import lightning as L`), a
 """Note on the error about a module of torch that is no LightningModule."""
 
 
-def attach(trainer: Trainer, model: Any) -> LightningModule:
+def attach(trainer: pl.Trainer, model: Any) -> LightningModule:
     """Make ``model`` the Trainer's module, or keep that of an earlier run if it is None. Return the module.
 
     Args:
@@ -94,11 +93,12 @@ def attach(trainer: Trainer, model: Any) -> LightningModule:
         TypeError: if it is not a LightningModule, or is None without an earlier run.
     """
     refuse_other_package("model", getattr(model, "_orig_mod", model))
-    fitting = trainer.state.fn is TrainerFn.FITTING
+    run = state_of(trainer)
+    fitting, fn = run.fits, run.fn
+    assert fn is not None
     if model is None and not fitting and trainer.lightning_module is None:
         raise TypeError(
-            f"`Trainer.{trainer.state.fn.value}()` requires a `LightningModule` when it hasn't been passed in a"
-            " previous run"
+            f"`Trainer.{fn.value}()` requires a `LightningModule` when it hasn't been passed in a previous run"
         )
     try:
         module = trainer.lightning_module if model is None and not fitting else _maybe_unwrap_optimized(model)
@@ -111,19 +111,20 @@ def attach(trainer: Trainer, model: Any) -> LightningModule:
     return module
 
 
-def verify(trainer: Trainer, module: LightningModule) -> None:
+def verify(trainer: pl.Trainer, module: LightningModule) -> None:
     """Check that the module and the Trainer's settings are compatible, before the setup."""
     _verify_strategy_supports_compile(module, trainer.strategy)
-    if trainer.state.fn is TrainerFn.FITTING and not module.automatic_optimization:
-        _refuse_automatic_parts(trainer)
+    run = state_of(trainer)
+    if run.fits and not module.automatic_optimization:
+        _refuse_automatic_parts(run)
     _verify_loop_configurations(trainer)
 
 
-def _refuse_automatic_parts(trainer: Trainer) -> None:
+def _refuse_automatic_parts(run: RunState) -> None:
     """Refuse clipping and accumulation by the Trainer in manual optimization, where the module does them."""
-    clips = find_callback(trainer.callbacks, GradientClipping) is not None
-    own = find_callback(trainer.callbacks, GradientAccumulation)  # Lightning's refuses it itself
-    accumulates = max([trainer.accumulate_grad_batches] if own is None else own.schedule.values()) > 1
+    clips = find_callback(run.callbacks, GradientClipping) is not None
+    own = find_callback(run.callbacks, GradientAccumulation)  # Lightning's refuses it itself
+    accumulates = max([run.accumulate_grad_batches] if own is None else own.schedule.values()) > 1
     for is_used, what, instead in (
         (clips, "gradient_clip_val, or GradientClipping,", "call `self.clip_gradients` before `optimizer.step()`"),
         (accumulates, "accumulate_grad_batches, or its callback,", "step the optimizer after every N batches"),
@@ -154,47 +155,47 @@ def verify_dataloader_idx(module: LightningModule, name: str, stage: RunningStag
     _verify_dataloader_idx_requirement(hooks, several, stage, module)
 
 
-def warn_of_eval_mode(trainer: Trainer) -> None:
+def warn_of_eval_mode(trainer: pl.Trainer) -> None:
     """Warn if parts of the module are in eval mode when training begins."""
     trainer.fit_loop._warn_if_modules_in_eval_mode()
 
 
-def warn_of_gradient_hooks(trainer: Trainer) -> None:
+def warn_of_gradient_hooks(run: RunState) -> None:
     """Warn of hooks on gradients of parameters and modules if losses are scaled: they run inside backward passes."""
-    scales = trainer.scaler.is_enabled() and any(map(parameters_of, trainer.optimizers))
-    if not (scales and trainer.engine.exposes_gradients):
+    scales = run.scaler.is_enabled() and any(map(parameters_of, run.optimizers))
+    if not (scales and run.engine.exposes_gradients):
         return
-    module = trainer.lightning_module
+    module = run.module
     hooked = [name for name, p in module.named_parameters() if p._backward_hooks or p._post_accumulate_grad_hooks]
     hooked += [name or "the module" for name, m in module.named_modules() if m._backward_hooks or m._backward_pre_hooks]
     if hooked:
         warn(
-            f"Got hooks on the gradients of {join_first(hooked, 3)} with precision={trainer.precision!r}. Autograd"
+            f"Got hooks on the gradients of {join_first(hooked, 3)} with precision={run.precision.name!r}. Autograd"
             " calls them inside the backward pass, when gradients are multiplied by the loss scale. Hooks that multiply"
             " gradients, such as masks, work. Hooks that clip or log gradients or step an optimizer do not: use"
             " gradient_clip_val or on_after_backward instead, or precision='bf16-mixed'."
         )
 
 
-def set_up_profiler(trainer: Trainer, module: LightningModule) -> None:
+def set_up_profiler(run: RunState) -> None:
     """Set the module and the folder of the profiler."""
-    profiler: Any = trainer.profiler
-    profiler._lightning_module = module
-    rank = trainer.local_rank if trainer.world_size > 1 else None
-    profiler.setup(stage=trainer.state.fn, local_rank=rank, log_dir=trainer.log_dir)
+    trainer, profiler = run.trainer, cast(Any, run.profiler)
+    profiler._lightning_module = run.module
+    rank = trainer.local_rank if run.world_size > 1 else None
+    profiler.setup(stage=run.fn, local_rank=rank, log_dir=trainer.log_dir)
 
 
-def snapshot_of(trainer: Trainer) -> Snapshot:
+def snapshot_of(run: RunState) -> Snapshot:
     """Return the snapshot of the user's objects: changes from now on are part of a checkpoint."""
-    engine, module, datamodule = trainer.engine, trainer.lightning_module, trainer.datamodule
+    engine, module, datamodule = run.engine, run.module, run.datamodule
     packages = {package_of(base) for one in (module, datamodule) for base in type(one).__mro__} - _FRAMEWORKS
     users = frozenset({*packages, "torchmetrics"})
-    elsewhere = {*map(id, with_inner(trainer.optimizers)), *(id(one.scheduler) for one in trainer.lr_scheduler_configs)}
+    elsewhere = {*map(id, with_inner(run.optimizers)), *(id(one.scheduler) for one in run.schedules)}
 
     def ignored(value: Any) -> Container[str] | None:
         kind: type = type(value)
-        if value is trainer:
-            return set(vars(trainer))
+        if value is run.trainer:
+            return set(vars(value))
         if not _is_searched(kind, users):
             return None
         if isinstance(value, Metric):
@@ -220,7 +221,7 @@ def snapshot_of(trainer: Trainer) -> Snapshot:
 
     averages = {
         f"{callback.state_key}.{name}": value
-        for callback in trainer.callbacks
+        for callback in run.callbacks
         for name, value in vars(callback).items()
         if isinstance(callback, WeightAveraging) and isinstance(value, AveragedModel)
     }
@@ -236,19 +237,19 @@ def snapshot_of(trainer: Trainer) -> Snapshot:
         limit=lambda value: UNLIMITED if isinstance(value, Metric) else MAX_NUMBERS,
         device=engine.device,
         elsewhere=saved_elsewhere,
-        trained=lambda: memory_of(chain.from_iterable(map(parameters_of, trainer.optimizers))),
-        saves_states=not engine.gradients.are_parts,
+        trained=lambda: memory_of(chain.from_iterable(map(parameters_of, run.optimizers))),
+        saves_states=not run.is_sharded,
         saves_weights=engine.world_size == 1,
         saves_buffers=engine.global_rank > 0,
     )
     roots: dict[str, Any] = {
-        "trainer": trainer,
+        "trainer": run.trainer,
         "module": module,
         "datamodule": datamodule,
-        **_by_key(trainer.callbacks),
+        **_by_key(run.callbacks),
         **averages,
     }
-    roots |= {f"optimizers.{number}": optimizer for number, optimizer in enumerate(trainer.optimizers)}
+    roots |= {f"optimizers.{number}": optimizer for number, optimizer in enumerate(run.optimizers)}
     if engine.communication is not None:
         roots |= {f"hooks.{number}": holder for number, holder in enumerate(engine.communication.holders)}
     return Snapshot(roots, rules)
@@ -305,12 +306,12 @@ def assigned_by_bases(kind: type) -> Set[str]:
     return frozenset(name for target in chain(*targets) for name in re.findall(r"self\.(\w+)", target))
 
 
-def reset_results(trainer: Trainer, session: ExitStack) -> None:
+def reset_results(run: RunState, session: ExitStack) -> None:
     """Reset the results of callbacks that the fit of another Trainer has used. Called when a fit starts.
 
     Attributes that the user has set after that fit are kept.
     """
-    for callback in trainer.callbacks:
+    for callback in run.callbacks:
         if not isinstance(callback, _WITH_RESULTS):
             continue
         kind: type = type(callback)
@@ -318,25 +319,25 @@ def reset_results(trainer: Trainer, session: ExitStack) -> None:
         owner, first, last = _FITS.get(callback, (None, {}, {}))
         if owner is None:
             first = {name: deepcopy(value) for name, value in own.items() if name in names}
-        elif (is_timer := isinstance(callback, Timer)) or owner() is not trainer:  # each fit has its own time
+        elif (is_timer := isinstance(callback, Timer)) or owner() is not run.trainer:  # each fit has its own time
             changed = {name for name in first if is_timer or own.get(name) is last.get(name)}
             own.update({name: deepcopy(first[name]) for name in changed})
-        _FITS[callback] = ref(trainer), first, {}
-        session.callback(partial(_note, callback, ref(trainer), first))
+        _FITS[callback] = ref(run.trainer), first, {}
+        session.callback(partial(_note, callback, ref(run.trainer), first))
 
 
-def withdraw_early_stops(trainer: Trainer, session: Session) -> None:
+def withdraw_early_stops(run: RunState, session: Session) -> None:
     """Make ``EarlyStopping`` withdraw a request if its metric recovers before ``min_epochs`` and ``min_steps`` are met.
 
     ``trainer.should_stop = True`` of other code stays.
     """
-    for callback in trainer.early_stopping_callbacks:
+    for callback in (one for one in run.callbacks if isinstance(one, EarlyStopping)):
         check = callback._run_early_stopping_check
         session.replace(callback, "_run_early_stopping_check", partial(_check_again, callback, check))
 
 
-def _check_again(callback: EarlyStopping, check: Callable[[Trainer], None], trainer: Trainer) -> None:
-    limits, key = trainer.loop.limits, callback.state_key
+def _check_again(callback: EarlyStopping, check: Callable[[pl.Trainer], None], trainer: pl.Trainer) -> None:
+    limits, key = state_of(trainer).loop.limits, callback.state_key
     before = limits.should_stop if limits.should_stop else EarlyStop.of(())
     if not isinstance(before, EarlyStop) or callback.monitor not in trainer.callback_metrics:
         check(trainer)
@@ -350,5 +351,5 @@ def _check_again(callback: EarlyStopping, check: Callable[[Trainer], None], trai
         callback.stopping_reason = EarlyStoppingReason.NOT_STOPPED
 
 
-def _note(callback: Callback, owner: ref[Trainer], first: dict[str, Any]) -> None:
+def _note(callback: Callback, owner: ref[pl.Trainer], first: dict[str, Any]) -> None:
     _FITS[callback] = owner, first, dict(vars(callback))

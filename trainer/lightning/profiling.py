@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.profilers import PassThroughProfiler, Profiler
@@ -19,9 +19,7 @@ from lightning.pytorch.strategies import Strategy
 
 from trainer.loop.batch_path import BatchPath, TrainingPath
 from trainer.loop.overrides import overrides
-
-if TYPE_CHECKING:
-    from trainer.trainer import Trainer
+from trainer.loop.run_state import RunState
 
 Call = Callable[..., Any]
 
@@ -37,18 +35,18 @@ class Profiling:
     """Wraps the calls of one run for the Trainer's profiler.
 
     Args:
-        trainer: the Trainer with the profiler, the module and the strategy.
+        run: the state of the run, with the profiler, the module and the strategy.
     """
 
-    def __init__(self, trainer: Trainer) -> None:
-        self._profiler = trainer.profiler
-        self._module: LightningModule = trainer.lightning_module
-        self._strategy = f"[Strategy]{type(trainer.strategy).__name__}"
+    def __init__(self, run: RunState) -> None:
+        self._profiler = run.profiler
+        self._module: LightningModule = run.module
+        self._strategy = f"[Strategy]{type(run.trainer.strategy).__name__}"
 
     @classmethod
-    def of(cls, trainer: Trainer) -> Profiling | None:
-        """Create the profiling at the start of a run of ``trainer``, or return None without a profiler."""
-        return cls(trainer) if records(trainer.profiler) else None
+    def of(cls, run: RunState) -> Profiling | None:
+        """Create the profiling at the start of a run , or return None without a profiler."""
+        return cls(run) if records(run.profiler) else None
 
     def action(self, name: str, call: Call) -> Call:
         """Return ``call``, timed as ``name``."""

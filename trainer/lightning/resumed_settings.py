@@ -20,7 +20,7 @@ import re
 import warnings
 from collections.abc import Mapping
 from reprlib import repr as shortened
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR, ReduceLROnPlateau
@@ -28,9 +28,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR, ReduceLR
 from trainer.checkpoint.manifest import TRAINER_KEY
 from trainer.errors import ConfigurationError, refuse_inexact
 from trainer.loop.optimizers import nested_schedules
-
-if TYPE_CHECKING:
-    from trainer.trainer import Trainer
+from trainer.loop.run_state import RunState
 
 log = logging.getLogger("lightning.pytorch.advice")  # the command line shows it
 
@@ -45,23 +43,23 @@ _CHOICES = ("params", "fused", "foreach", "capturable")
 """Keys of a parameter group that are not compared: a resumed run uses its own."""
 
 
-def continue_settings(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
+def continue_settings(run: RunState, checkpoint: dict[str, Any]) -> None:
     """Compare new optimizers and schedules with the checkpoint, and change its states to the settings of the code.
 
     Args:
-        trainer: the Trainer, with new optimizers and schedules.
+        run: the state of the run, with new optimizers and schedules.
         checkpoint: the checkpoint; its ``lr_schedulers`` and ``optimizer_states`` are changed, and restored afterwards.
 
     Raises:
         ResumeError: if a class differs from that of the saved run, and the resume must be exact.
     """
-    engine, states = trainer.engine, checkpoint.get("optimizer_states", [])
-    for index in _of_other_classes(trainer, checkpoint, "optimizer", states):
+    engine, states = run.engine, checkpoint.get("optimizer_states", [])
+    for index in _of_other_classes(run, checkpoint, "optimizer", states):
         states[index] = engine.optimizer_state(engine.optimizers[index])
     schedules = [config.scheduler for config in engine.schedules]
     owners = [getattr(schedule, "optimizer", None) for schedule in schedules]
     saved_states = checkpoint.get("lr_schedulers", [])
-    others = _of_other_classes(trainer, checkpoint, "schedule", saved_states)
+    others = _of_other_classes(run, checkpoint, "schedule", saved_states)
     if len(saved_states) != len(schedules):
         return
     for number, (schedule, saved) in enumerate(zip(schedules, saved_states, strict=True)):
@@ -95,19 +93,19 @@ def continue_settings(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
                 f"{kind} continues with {new} of the code at step {_position(saved)} of the schedule; the checkpoint"
                 f" has {former}: learning rate {float(before[0]):.4g} before, {float(groups[0]['lr']):.4g} now."
             )
-        if trainer.is_global_zero:
+        if run.is_global_zero:
             log.info(message)
 
 
-def announce_restored(trainer: Trainer, checkpoint: dict[str, Any], advice: str) -> None:
+def announce_restored(run: RunState, checkpoint: dict[str, Any], advice: str) -> None:
     """Log the settings that differ in the code and are restored, because a change of them has no effect.
 
     Args:
-        trainer: the Trainer, with new optimizers and schedules.
+        run: the state of the run, with new optimizers and schedules.
         checkpoint: the checkpoint.
         advice: how to train with the settings of the code.
     """
-    engine = trainer.engine
+    engine = run.engine
     found: list[tuple[Any, Any, Any]] = [
         (optimizer, group, saved)
         for optimizer, state in zip(engine.optimizers, checkpoint.get("optimizer_states", ()), strict=False)
@@ -134,16 +132,14 @@ def announce_restored(trainer: Trainer, checkpoint: dict[str, Any], advice: str)
             )
 
 
-def _of_other_classes(
-    trainer: Trainer, checkpoint: dict[str, Any], kind: str, states: list[dict[str, Any]]
-) -> list[int]:
+def _of_other_classes(run: RunState, checkpoint: dict[str, Any], kind: str, states: list[dict[str, Any]]) -> list[int]:
     """Return the indices of the optimizers or schedules of another class; [] if the file does not record classes.
 
     Raises:
         ResumeError: if there are any, and the resume must be exact.
     """
     saved = checkpoint.get("loops", {}).get(TRAINER_KEY, {}).get("kinds", {}).get(kind, [])
-    pairs = zip(saved, trainer.engine.kinds.get(kind, []), range(len(states)))  # noqa: B905  # numbers are checked later
+    pairs = zip(saved, run.engine.kinds.get(kind, []), range(len(states)))  # noqa: B905  # numbers are checked later
     found = [(index, one, own) for one, own, index in pairs if one != own]
     for _, one, own in found:
         refuse_inexact(
@@ -151,7 +147,7 @@ def _of_other_classes(
             " would start with a new state.",
             f"Return the {kind} of the saved run, or start a new run with its weights: fit(weights=...), on the command"
             " line weights=RUN.",
-            exact=trainer.exact_resume,
+            exact=run.exact_resume,
         )
     return [index for index, _, _ in found]
 
@@ -179,22 +175,22 @@ def _plain(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
-def refuse_exceeded(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
+def refuse_exceeded(run: RunState, checkpoint: dict[str, Any]) -> None:
     """Refuse a run that takes more steps or epochs than ``OneCycleLR`` has, which would raise in the middle of the run.
 
     Raises:
         ConfigurationError: if the run takes more. The message contains both numbers.
     """
-    configs = trainer.engine.schedules if len(trainer.engine.optimizers) == 1 else []
+    trainer, configs = run.trainer, run.schedules if len(run.optimizers) == 1 else []
     for config in configs:
         schedule, unit = config.scheduler, config.interval
         if not isinstance(schedule, OneCycleLR) or unit not in ("step", "epoch") or config.frequency != 1:
             continue
         total = schedule.total_steps
         if unit == "step":  # only here, because it requests the training dataloader
-            steps, done = trainer.estimated_stepping_batches, trainer.progress.updates
+            steps, done = trainer.estimated_stepping_batches, run.progress.updates
         else:
-            steps, done = trainer.max_epochs or -1, trainer.current_epoch
+            steps, done = trainer.max_epochs or -1, run.epoch
         if total < min(steps, schedule.last_epoch + steps - done) < float("inf"):
             raise ConfigurationError(
                 f"Got a run of {steps} {'optimizer steps' if unit == 'step' else 'epochs'} and"

@@ -15,11 +15,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol, cast
 
+import lightning.pytorch as pl
 from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import LearningRateFinder
-from lightning.pytorch.trainer.states import RunningStage, TrainerFn
+from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch.optim.lr_scheduler import CyclicLR, OneCycleLR
 
@@ -28,17 +29,16 @@ from trainer.common.lightning_private import found_rate
 from trainer.common.session import Session
 from trainer.data.batches import TrainingBatches
 from trainer.diagnosis.replay_state import ObjectState
+from trainer.distributed.signals import Signals
 from trainer.errors import rank_zero_warn
+from trainer.loop.evaluation import EvalLoop
+from trainer.loop.fit import FitLoop
 from trainer.loop.optimizers import nested_schedules
+from trainer.loop.run_state import RunData, RunState, state_of
 from trainer.metrics.metrics import MetricStore
 
-if TYPE_CHECKING:
-    from trainer.loop.evaluation import EvalLoop
-    from trainer.loop.fit import FitLoop
-    from trainer.trainer import Trainer
 
-
-def attach_finders(trainer: Trainer, session: Session) -> None:
+def attach_finders(run: RunState, session: Session) -> None:
     """Make the fit use the rate that a ``LearningRateFinder`` finds as the configured rate.
 
     Before the first batch, ``configure_optimizers`` is called again, with the module's attribute set. Later, or if the
@@ -46,92 +46,105 @@ def attach_finders(trainer: Trainer, session: Session) -> None:
     in the schedules that read it from there.
 
     Args:
-        trainer: the Trainer, before ``on_fit_start``.
+        run: the state of the run, before ``on_fit_start``.
         session: detaches the finders when it closes.
     """
-    for callback in trainer.callbacks:
+    for callback in run.callbacks:
         if isinstance(callback, LearningRateFinder):
-            find, begun = callback.lr_find, trainer.progress.batches_started
+            find, begun = callback.lr_find, run.progress.batches_started
             session.replace(callback, "lr_find", partial(_find_rate, callback, find, begun))
 
 
-def rerun(trainer: Trainer, stage: RunningStage) -> None:
+class Runner(Protocol):
+    """``trainer._runner``: executes the runs of a Trainer (``trainer.run.Run``)."""
+
+    preparation: Any
+
+    def repeat(self, stage: RunningStage) -> None: ...
+
+
+def _runner_of(trainer: pl.Trainer) -> Runner:
+    runner: Runner = trainer._runner  # type: ignore[attr-defined]
+    return runner
+
+
+def rerun(trainer: pl.Trainer, stage: RunningStage) -> None:
     """Run the loop of ``stage`` from its beginning, with the current callbacks, limits and dataloaders.
 
     A finder has replaced the callbacks. Those that clip gradients are kept, because the result depends on them.
     """
-    limits, steps = trainer.loop.limits, trainer.global_step
-    outer, callbacks = trainer._runner.preparation, trainer.callbacks
-    assert outer is not None
-    kept = [c for c in outer.hooks.callbacks if isinstance(c, GradientClipping) and c not in callbacks]
-    trainer.callbacks = [*callbacks, *kept]  # the finder restores its own list
-    with trainer._signal_connector.inner_run(), _preserve_outer_run(trainer):
+    run, runner = state_of(trainer), _runner_of(trainer)
+    limits, steps, callbacks = run.limits, run.global_step, run.callbacks
+    kept = [c for c in runner.preparation.hooks.callbacks if isinstance(c, GradientClipping) and c not in callbacks]
+    run.callbacks = [*callbacks, *kept]  # the finder restores its own list
+    with cast(Signals, trainer._signal_connector).inner_run(), _preserve_outer_run(run, runner):
         if 0 < limits.max_steps <= steps:  # set by ``scale_batch_size``, for the steps of this run only
             limits.max_steps += steps
-        trainer._runner.repeat(stage)
+        runner.repeat(stage)
 
 
-def set_up_training_data(trainer: Trainer) -> None:
+def set_up_training_data(trainer: pl.Trainer) -> None:
     """Make the fit loop iterate the current training dataloaders; new ones, if a finder has dropped them."""
-    loop, loaders = trainer.loop, _loaders(trainer, RunningStage.TRAINING)
+    run, preparation = state_of(trainer), _runner_of(trainer).preparation
+    loop, loaders = run.loop, _loaders(run.data, RunningStage.TRAINING)
     if loaders is None or loop.batches.loaders is None:
         return
-    preparation = trainer._runner.preparation
-    assert preparation is not None
     preparation.schedule_validation(loaders)  # again, because the dataloaders may be new
     loop.batches = TrainingBatches(loaders, preparation.renewed_loaders)
     loop.batches.start_epoch(loop.progress.epochs_trained, skip=loop.progress.batches_this_epoch)
     set_up_evaluation_data(trainer, RunningStage.VALIDATING)
 
 
-def set_up_evaluation_data(trainer: Trainer, stage: RunningStage) -> None:
+def set_up_evaluation_data(trainer: pl.Trainer, stage: RunningStage) -> None:
     """Make the loop of ``stage`` iterate its current dataloaders; new ones, if a finder has dropped them."""
-    if stage is RunningStage.VALIDATING and trainer.state.fn is TrainerFn.FITTING and not trainer.enable_validation:
+    run = state_of(trainer)
+    if stage is RunningStage.VALIDATING and run.fits and not trainer.enable_validation:
         return
-    loop, loaders = trainer.eval_loops[stage], _loaders(trainer, stage)
+    loop, loaders = run.eval_loops[stage], _loaders(run.data, stage)
     if loop.loaders is not None:
         loop.loaders = loaders
 
 
-def _loaders(trainer: Trainer, stage: RunningStage) -> Any:
+def _loaders(data: RunData, stage: RunningStage) -> Any:
     """Return the dataloaders of ``stage``; request them again if a limit of 0 prevented that before."""
-    loaders = trainer.data.loaders(stage)
-    return trainer.data.loaders(stage, recreate=True) if loaders is None else loaders
+    loaders = data.loaders(stage)
+    return data.loaders(stage, recreate=True) if loaders is None else loaders
 
 
 def _find_rate(
-    callback: LearningRateFinder, find: Callable[..., None], begun: int, trainer: Trainer, pl_module: LightningModule
+    callback: LearningRateFinder, find: Callable[..., None], begun: int, trainer: pl.Trainer, pl_module: LightningModule
 ) -> None:
     """Run ``LearningRateFinder.lr_find``; ``begun`` is the number of batches that were started before this fit."""
-    begins, before = trainer.progress.batches_started == begun, _rates_of(trainer)
+    run = state_of(trainer)
+    begins, before = run.progress.batches_started == begun, _rates_of(run)
     find(trainer, pl_module)
     if (rate := found_rate(callback)) is None:
         return
-    if begins and not trainer.engine.keeps_optimizers:
+    if begins and not run.engine.keeps_optimizers:
         with isolate_rng():
             trainer.strategy.setup_optimizers(trainer)
-        if _rates_of(trainer) != before:
+        if _rates_of(run) != before:
             return
-    _configure(trainer, rate, before if begins else None)
+    _configure(run, rate, before if begins else None)
 
 
-def _rates_of(trainer: Trainer) -> list[tuple[Any, ...]]:
+def _rates_of(run: RunState) -> list[tuple[Any, ...]]:
     """Return the current rate of each parameter group, and those that it and its schedules were configured with."""
-    groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
+    groups = [group for optimizer in run.optimizers for group in optimizer.param_groups]
     return [(group["lr"], group.get("initial_lr"), group.get("max_lr")) for group in groups]
 
 
-def _configure(trainer: Trainer, rate: float, before: list[tuple[Any, ...]] | None) -> None:
+def _configure(run: RunState, rate: float, before: list[tuple[Any, ...]] | None) -> None:
     """Replace the rate that the optimizer was configured with.
 
     Args:
-        trainer: the Trainer, with one optimizer.
+        run: the state of the run, with one optimizer.
         rate: the new rate, of all parameter groups.
         before: the result of :func:`_rates_of` before the first batch, if none has been trained. If the schedules have
             changed the configured rate, as a warm-up does, the new rate is changed by the same factor. None to set the
             current rate to ``rate``.
     """
-    schedules = [part for config in trainer.lr_scheduler_configs for part in nested_schedules(config.scheduler)]
+    schedules = [part for config in run.schedules for part in nested_schedules(config.scheduler)]
     for schedule in schedules:
         if isinstance(schedule, (OneCycleLR, CyclicLR)):
             rank_zero_warn(
@@ -140,7 +153,7 @@ def _configure(trainer: Trainer, rate: float, before: list[tuple[Any, ...]] | No
                 " and search before the first batch."
             )
             return
-    groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
+    groups = [group for optimizer in run.optimizers for group in optimizer.param_groups]
     for group, (current, configured, _) in zip(groups, before or [(rate, None, None)] * len(groups), strict=True):
         group["lr"] = rate * (current / configured) if configured else rate
         if "initial_lr" in group:
@@ -151,21 +164,21 @@ def _configure(trainer: Trainer, rate: float, before: list[tuple[Any, ...]] | No
 
 
 @contextmanager
-def _preserve_outer_run(trainer: Trainer) -> Iterator[None]:
+def _preserve_outer_run(run: RunState, runner: Runner) -> Iterator[None]:
     """Return a context for the inner run that keeps and restores the state of the outer one."""
-    engine, state, module = trainer.engine, trainer.state, trainer.lightning_module
-    loops: list[FitLoop | EvalLoop] = [trainer.loop, *trainer.eval_loops.values()]
-    owners = [*loops, trainer.loop.limits, state]
+    engine, loop, module = run.engine, run.loop, run.module
+    loops: list[FitLoop | EvalLoop] = [loop, *run.eval_loops.values()]
+    owners = [*loops, loop.limits, run.status]
     saved = [(owner, dict(vars(owner))) for owner in owners]
-    preparation, calls = trainer._runner.preparation, engine.module_calls
-    own = ObjectState([module], without=trainer.optimizers)  # Lightning's finders restore only its state dict
-    for loop in loops:
-        loop.metrics = MetricStore(training=loop is trainer.loop)
+    preparation, calls = runner.preparation, engine.module_calls
+    own = ObjectState([module], without=run.optimizers)  # Lightning's finders restore only its state dict
+    for one in loops:
+        one.metrics = MetricStore(training=one is loop)
     try:
         yield
     finally:
         for owner, attributes in saved:
             vars(owner).update(attributes)
-        trainer._runner.preparation, engine.module_calls = preparation, calls
+        runner.preparation, engine.module_calls = preparation, calls
         own.restore()
-        trainer.loop.window.reset()
+        loop.window.reset()

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
+import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import BasePredictionWriter
 from lightning.pytorch.loops.evaluation_loop import _EvaluationLoop
@@ -33,11 +34,9 @@ from trainer.errors import ConfigurationError, rank_zero_warn
 from trainer.lightning import loop_state, tuning
 from trainer.loop.evaluation import EvalLoop
 from trainer.loop.fit import FitLoop
+from trainer.loop.run_state import RunData, RunState, state_of
 from trainer.metrics.logging import ResultsView
 from trainer.state.progress import DONE
-
-if TYPE_CHECKING:
-    from trainer.trainer import Trainer
 
 _warnings = WarningCache()
 View = TypeVar("View")
@@ -90,21 +89,22 @@ def _overrides_of(loop: Any) -> set[str]:
 class _DataView(_Loop):
     """The dataloaders of the loop of a stage."""
 
-    trainer: Trainer
+    _run: RunState
+    _data: RunData
     _stage = RunningStage.TRAINING
 
     @property
     def _data_source(self) -> Any:
-        return self.trainer.data.source(self._stage)
+        return self._data.source(self._stage)
 
     @property
     def _combined_loader(self) -> Any:
-        loaders = self.trainer.data.ready(self._stage)
+        loaders = self._data.ready(self._stage)
         return None if loaders is None else loaders.combined
 
     @_combined_loader.setter
     def _combined_loader(self, combined: None) -> None:
-        self.trainer.data.forget(self._stage)
+        self._data.forget(self._stage)
 
 
 class _EvaluationView(_DataView):
@@ -113,12 +113,13 @@ class _EvaluationView(_DataView):
     verbose: bool = alias("_loop.verbose", writable=True)
     _has_run: bool = alias("_loop.progress.has_run")
 
-    def __init__(self, trainer: Trainer, stage: RunningStage, fn: TrainerFn) -> None:
+    def __init__(self, trainer: pl.Trainer, stage: RunningStage, fn: TrainerFn, inference_mode: bool = False) -> None:
         _Loop.__init__(self, trainer)
-        self._loop: EvalLoop = trainer.eval_loops[stage]
+        self._run, self._data = state_of(trainer), state_of(trainer).data
+        self._loop: EvalLoop = self._run.eval_loops[stage]
         self._stage = stage
         self._trainer_fn = fn
-        self.inference_mode = trainer.inference_mode and fn is not TrainerFn.FITTING
+        self.inference_mode = inference_mode
 
     @property
     def _data_fetcher(self) -> Any:
@@ -143,9 +144,9 @@ class _EvaluationView(_DataView):
     @property
     def batch_progress(self) -> Any:
         """Counts of batches."""
-        inside_fit = self._stage is RunningStage.VALIDATING and self.trainer.state.fn is TrainerFn.FITTING
-        epoch = self.trainer.progress.epoch_start.epoch if inside_fit else None
-        return loop_state.evaluation_of(self._loop.progress, epoch)
+        run = self._run
+        inside_fit = self._stage is RunningStage.VALIDATING and run.fits
+        return loop_state.evaluation_of(self._loop.progress, run.progress if inside_fit else None)
 
     @property
     def run(self) -> Callable[[], Any]:
@@ -165,7 +166,7 @@ class _EvaluationView(_DataView):
 
         Equal on all processes, because callbacks use it to determine whether a validation follows.
         """
-        loaders = self.trainer.data.ready(self._stage) or self._loop.loaders
+        loaders = self._data.ready(self._stage) or self._loop.loaders
         return [] if loaders is None else list(loaders.plan.most)
 
 
@@ -176,12 +177,12 @@ class EvalLoopView(_EvaluationView, _EvaluationLoop):
 
     @property
     def _results(self) -> Any:
-        return ResultsView(self.trainer, self._loop.metrics)
+        return ResultsView(self._run, self._loop.metrics)
 
     @property
     def _max_batches(self) -> list[float]:
         """Number of batches to run, by dataloader; [] for the validation of a fit while ``validate`` runs."""
-        in_use = self._trainer_fn is TrainerFn.FITTING and self.trainer.state.fn is TrainerFn.VALIDATING
+        in_use = self._trainer_fn is TrainerFn.FITTING and self._run.fn is TrainerFn.VALIDATING
         return [] if in_use else self._limits()
 
     def print_results(self, results: list[Mapping[str, float]]) -> None:
@@ -240,19 +241,17 @@ class PredictLoopView(_EvaluationView, _PredictionLoop):
     @property
     def is_written_at_the_end(self) -> bool:
         """Whether a callback writes all predictions at the end of the epoch, so that they must be kept."""
-        callbacks = self.trainer.callbacks
+        callbacks = self._run.callbacks
         return any(isinstance(callback, BasePredictionWriter) and callback.interval.on_epoch for callback in callbacks)
 
 
 class AutomaticOptimizationView(_AutomaticOptimization):
     """``epoch_loop.automatic_optimization``: Lightning's, with our counts. Programs may call it to train a batch."""
 
-    trainer: Trainer
-
     @property
     def optim_progress(self) -> Any:
         """Counts of optimizer steps."""
-        return loop_state.optimization_of(self.trainer)
+        return loop_state.optimization_of(state_of(self.trainer))
 
     @optim_progress.setter
     def optim_progress(self, progress: Any) -> None:
@@ -262,12 +261,10 @@ class AutomaticOptimizationView(_AutomaticOptimization):
 class ManualOptimizationView(_ManualOptimization):
     """``epoch_loop.manual_optimization``: Lightning's, with our counts."""
 
-    trainer: Trainer
-
     @property
     def optim_step_progress(self) -> Any:
         """Counts of optimizer steps."""
-        return loop_state.manual_steps_of(self.trainer)
+        return loop_state.manual_steps_of(state_of(self.trainer))
 
     @optim_step_progress.setter
     def optim_step_progress(self, progress: Any) -> None:
@@ -277,7 +274,6 @@ class ManualOptimizationView(_ManualOptimization):
 class EpochLoopView(_TrainingEpochLoop):
     """``fit_loop.epoch_loop``."""
 
-    trainer: Trainer
     val_loop = LoopAttribute[EvalLoopView]()
     min_steps: int | None = alias("_loop.limits.min_steps", writable=True)
     max_steps: int = alias("_loop.limits.max_steps", writable=True)
@@ -285,9 +281,10 @@ class EpochLoopView(_TrainingEpochLoop):
     _batches_that_stepped: int = alias("_loop.progress.updates")
     _warning_cache = _warnings
 
-    def __init__(self, trainer: Trainer) -> None:
+    def __init__(self, trainer: pl.Trainer) -> None:
         _Loop.__init__(self, trainer)
-        self._loop: FitLoop = trainer.loop
+        self._run = state_of(trainer)
+        self._loop: FitLoop = self._run.loop
         self.val_loop = EvalLoopView(trainer, RunningStage.VALIDATING, TrainerFn.FITTING)
         self.automatic_optimization = AutomaticOptimizationView(trainer)
         self.manual_optimization = ManualOptimizationView(trainer)
@@ -304,7 +301,7 @@ class EpochLoopView(_TrainingEpochLoop):
 
     @property
     def _results(self) -> Any:
-        return ResultsView(self.trainer, self._loop.metrics)
+        return ResultsView(self._run, self._loop.metrics)
 
     def reset(self) -> None:
         """Drop the current batch."""
@@ -321,15 +318,15 @@ class MonitoredMetrics(Mapping[str, Any]):
     These are ``trainer.callback_metrics``, read through the method that Lightning calls.
     """
 
-    def __init__(self, trainer: Trainer) -> None:
+    def __init__(self, trainer: pl.Trainer) -> None:
         self._trainer = trainer
 
     def __getitem__(self, name: str) -> Any:
         if (value := self._trainer.fit_loop.epoch_loop._get_monitor_value(name)) is None:
             raise KeyError(name)
-        engine = self._trainer.engine
+        engine = state_of(self._trainer).engine
         if engine.world_size > 1 and isinstance(value, Tensor):  # equal on all ranks, so that learning rates are equal
-            value = torch.full_like(value, engine.broadcast(value.item()))
+            value = torch.full_like(value, engine.collectives.broadcast(value.item()))
         return value
 
     def __iter__(self) -> Iterator[str]:
@@ -346,9 +343,10 @@ class FitLoopView(_DataView, _FitLoop):
     min_epochs: int | None = alias("_loop.limits.min_epochs", writable=True)
     max_epochs: int | None = alias("_loop.limits.max_epochs", writable=True)
 
-    def __init__(self, trainer: Trainer) -> None:
+    def __init__(self, trainer: pl.Trainer) -> None:
         _Loop.__init__(self, trainer)
-        self._loop: FitLoop = trainer.loop
+        self._run, self._data = state_of(trainer), state_of(trainer).data
+        self._loop: FitLoop = self._run.loop
         self.epoch_loop = EpochLoopView(trainer)
 
     @property
@@ -378,7 +376,7 @@ class FitLoopView(_DataView, _FitLoop):
     def max_batches(self) -> int | float:
         """Number of batches in one epoch; inf if unknown. Writing it does not change the number of batches that run."""
         batches = self._loop.batches
-        loaders = self.trainer.data.ready(self._stage) or batches.loaders
+        loaders = self._data.ready(self._stage) or batches.loaders
         number = batches.num_batches or float("inf")
         if loaders is not None:  # SWA writes the number of the loaders that the loop iterates
             number = batches.num_batches if loaders is batches.loaders else loaders.num_batches()
@@ -407,9 +405,9 @@ class FitLoopView(_DataView, _FitLoop):
 
     def state_dict(self, destination: dict[str, Any] | None = None, prefix: str = "") -> dict[str, Any]:
         """Return the counters of this loop and of the loops in it, for a checkpoint."""
-        return loop_state.fit_loop_of(self.trainer)
+        return loop_state.fit_loop_of(self._run)
 
     def load_state_dict(self, state_dict: dict[str, Any], prefix: str = "") -> None:
         """Restore the state of :meth:`state_dict`."""
         loop_state.progress_from(state_dict, self._loop.progress)
-        loop_state.evaluation_from(state_dict, self.trainer)
+        loop_state.evaluation_from(state_dict, self._run)

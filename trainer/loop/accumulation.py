@@ -5,17 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from numbers import Real
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from trainer.errors import ConfigurationError, expect, is_count, warn
+from trainer.loop.engine_protocol import Engine
 from trainer.precision.readback import Readback
-
-if TYPE_CHECKING:
-    from trainer.distributed.engine import LightningEngine
 
 Weight = float | Tensor
 """Weight of a loss or metric: a number, or a 0-dim tensor on the device if reading it would synchronize."""
@@ -232,7 +230,7 @@ class WeightedMean:
         correction: the factor that :meth:`close` multiplied the gradients by.
     """
 
-    def __init__(self, window: AccumulationWindow, engine: LightningEngine) -> None:
+    def __init__(self, window: AccumulationWindow, engine: Engine) -> None:
         self.window = window
         self._engine = engine
         self.backwards = 0
@@ -367,7 +365,7 @@ class WeightedMean:
             return
         weight = self.batch_weight if weight is None else weight
         weight = 1.0 if weight is None else weight
-        total, count, _ = self._engine.begin_sum(weight if has_loss else 0.0, float(has_loss), 0.0)()
+        total, count, _ = self._engine.collectives.begin_sum(weight if has_loss else 0.0, float(has_loss), 0.0)()
         if float(count):
             self._shared_unit = _positive(total / count)
 
@@ -438,7 +436,9 @@ class WeightedMean:
 
     def _begin_sums(self, corrects: bool) -> None:
         """Start the all-reduce. ``corrects`` is whether this process corrects its loss instead of its gradients."""
-        self._sums = self._engine.begin_sum(self._total / self._unit, float(self.backwards), float(corrects))
+        self._sums = self._engine.collectives.begin_sum(
+            self._total / self._unit, float(self.backwards), float(corrects)
+        )
 
     def _finish_sums(self) -> bool:
         """Set the correction and the unit of the next window. Return whether any process had a loss."""

@@ -12,20 +12,33 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from typing import TYPE_CHECKING
+from typing import Protocol
+
+from torch import nn
 
 from trainer.data.unpadded import Span
 from trainer.errors import ConfigurationError, warn
+from trainer.loop.engine_protocol import Engine
 from trainer.metrics.metric_objects import MetricObjects
-
-if TYPE_CHECKING:
-    from trainer.loop.evaluation import EvalLoop
+from trainer.metrics.metrics import MetricStore
 
 _REMEDY = (
     " Communicate after the last batch instead: with self.log(..., sync_dist=True), a torchmetrics object, or in"
     " on_{stage}_epoch_end. Or have all processes evaluate equally many batches, as Lightning does, which counts some"
     " samples twice: Trainer(pad_evaluation=True)."
 )
+
+
+class PassLoop(Protocol):
+    """The parts of an ``EvalLoop`` that a pass needs."""
+
+    engine: Engine
+    module: nn.Module
+    metrics: MetricStore
+    stage: str
+
+    @property
+    def is_shared(self) -> bool: ...
 
 
 class DistributedPass:
@@ -45,7 +58,7 @@ class DistributedPass:
             samples are divided, and a metric object synchronizes at each batch.
     """
 
-    def __init__(self, loop: EvalLoop, spans: Sequence[Span], whole: Sequence[Span]) -> None:
+    def __init__(self, loop: PassLoop, spans: Sequence[Span], whole: Sequence[Span]) -> None:
         self._module, self._engine, self._metrics, self._stage = loop.module, loop.engine, loop.metrics, loop.stage
         self._spans, self._whole, self._watches = spans, whole, loop.is_shared
         engine, watches, objects = self._engine, self._watches, MetricObjects(loop.module)
@@ -66,9 +79,9 @@ class DistributedPass:
                     raise self._error(f"The metric {name!r}, with dist_sync_on_step=True,", uneven[0])
         engine.idle_forward()
         if watches and uneven:
-            before = engine.num_collectives()
+            before = engine.collectives.num_collectives()
             engine.idle_forward()
-            self._per_forward = engine.num_collectives() - before
+            self._per_forward = engine.collectives.num_collectives() - before
 
     def run(self, dataloader_idx: int, evaluate: Callable[[], None]) -> None:
         """Evaluate one batch. With uneven inputs, check some of the batches for collectives.
@@ -83,7 +96,7 @@ class DistributedPass:
         self._done += 1
         self.all_have_batch = index < span.fewest
         if engine.forward_runs_collectives and span.most == float("inf"):
-            engine.any_rank(True)  # this process still has a batch
+            engine.collectives.any_rank(True)  # this process still has a batch
         if not self._watches:
             evaluate()
             return
@@ -93,12 +106,14 @@ class DistributedPass:
         if whole.fewest == whole.most or whole.most == float("inf"):
             evaluate()
             return
-        before = engine.num_collectives()
+        before = engine.collectives.num_collectives()
         subject = f"The `{self._stage}_step`, or a hook of the batch,"
-        with nullcontext() if self.all_have_batch else engine.forbid_collectives(self._error(subject, whole)):
+        with (
+            nullcontext() if self.all_have_batch else engine.collectives.forbid_collectives(self._error(subject, whole))
+        ):
             evaluate()
         is_last = index == span.fewest - 1 and span.fewest < span.most
-        if (index == 0 or is_last) and engine.num_collectives() - before > self._per_forward:
+        if (index == 0 or is_last) and engine.collectives.num_collectives() - before > self._per_forward:
             error = self._error(subject, whole)
             if is_last:
                 raise error
@@ -112,7 +127,7 @@ class DistributedPass:
         if not engine.forward_runs_collectives:
             return
         if most == float("inf"):
-            while engine.any_rank(False):
+            while engine.collectives.any_rank(False):
                 engine.idle_forward()
         else:
             for _ in range(done, int(most)):
@@ -127,9 +142,9 @@ class DistributedPass:
         """Reduce all values that any process has logged for the current dataloader, on all processes."""
         engine, metrics, objects = self._engine, self._metrics, MetricObjects(self._module)
         local_outlines = metrics.outline(objects.name_of), objects.outline(self._updates)
-        outlines = engine.gather_if_different(local_outlines)
+        outlines = engine.collectives.gather_if_different(local_outlines)
         objects.complete([outline for _, outline in outlines], engine.device)
-        metrics.complete([outline for outline, _ in outlines], objects.by_name.__getitem__, engine.reduce)
+        metrics.complete([outline for outline, _ in outlines], objects.by_name.__getitem__, engine.collectives.reduce)
 
     def _error(self, subject: str, span: Span) -> ConfigurationError:
         return ConfigurationError(

@@ -5,24 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from trainer.data.batches import EndOfPass
+from trainer.data.batches import EndOfPass, Loaders
 from trainer.data.unpadded import Span
 from trainer.errors import warn
 from trainer.loop.batch_path import NO_PATH, BatchPath
 from trainer.loop.distributed_pass import DistributedPass
+from trainer.loop.engine_protocol import Engine
 from trainer.loop.hooks import NO_HOOKS, Hooks
 from trainer.metrics.metric_objects import metric_objects_in, update_counts, updates_of
 from trainer.metrics.metrics import MetricStore, PublishedMetrics
 from trainer.state.progress import EvalProgress, FitProgress
-
-if TYPE_CHECKING:
-    from trainer.distributed.engine import LightningEngine
-    from trainer.lightning.loaders import LoaderSet
 
 Metrics = dict[str, Tensor]
 
@@ -50,7 +47,7 @@ class EvalLoop:
         self,
         stage: str,
         *,
-        engine: LightningEngine,
+        engine: Engine,
         published: PublishedMetrics,
         fit_progress: FitProgress,
         counts_once: bool = True,
@@ -70,11 +67,11 @@ class EvalLoop:
         self.check_signals: Callable[[], None] | None = None
         self.counts_once = counts_once
         self.distributed_pass: DistributedPass | None = None
-        self.loaders: LoaderSet | None = None
+        self.loaders: Loaders | None = None
         self.prepare(hooks=NO_HOOKS, module=nn.Module(), path=NO_PATH, loaders=None, inference_mode=False)
 
     def prepare(
-        self, *, hooks: Hooks, module: nn.Module, path: BatchPath, loaders: LoaderSet | None, inference_mode: bool
+        self, *, hooks: Hooks, module: nn.Module, path: BatchPath, loaders: Loaders | None, inference_mode: bool
     ) -> None:
         """Set the parts that belong to one run.
 
@@ -116,7 +113,7 @@ class EvalLoop:
         self.progress.begin_pass()
         self.predictions = [[] for _ in loaders.limits]
         without_gradients = torch.inference_mode if self.inference_mode else torch.no_grad
-        with without_gradients(), self.engine.equal_shapes():
+        with without_gradients(), self.engine.collectives.equal_shapes(self.module):
             batches = self.begin(loaders, limit)  # before the hooks, because it draws random numbers, as in Lightning
             with self.eval_mode():
                 self.hooks.of(f"on_{self.stage}_start")()
@@ -130,7 +127,7 @@ class EvalLoop:
                 self.metrics.refuse_shared_metrics(updates_before)
                 if self.is_shared:
                     self.metrics.current()  # first, because a hook of one process may have begun these reductions
-                    self.metrics.take_first(self.engine.broadcast)
+                    self.metrics.take_first(self.engine.collectives.broadcast)
                 at_the_end = self.publish()
                 for metrics in logged:
                     metrics.update(at_the_end)
@@ -146,12 +143,12 @@ class EvalLoop:
             self.progress.forget_pass()
         return logged
 
-    def begin(self, loaders: LoaderSet, limit: float) -> Iterator[tuple[Any, int, int]]:
+    def begin(self, loaders: Loaders, limit: float) -> Iterator[tuple[Any, int, int]]:
         """Begin a pass over the data."""
         loaders.start_epoch(self.fit_progress.epochs_trained, shift=self.fit_progress.batches)
         return loaders.batches(limit)
 
-    def spans(self, loaders: LoaderSet, limit: float) -> list[Span]:
+    def spans(self, loaders: Loaders, limit: float) -> list[Span]:
         """Return the smallest and largest number of batches per process for each dataloader.
 
         A single span if the dataloaders are combined.
@@ -172,7 +169,7 @@ class EvalLoop:
         """Whether all processes are known to have the current batch."""
         return self.distributed_pass is None or self.distributed_pass.all_have_batch
 
-    def evaluate(self, batches: Iterator[tuple[Any, int, int]], loaders: LoaderSet, limit: float) -> list[Metrics]:
+    def evaluate(self, batches: Iterator[tuple[Any, int, int]], loaders: Loaders, limit: float) -> list[Metrics]:
         """Evaluate all batches. Return the logged metrics as :meth:`run` does."""
         several = loaders.is_sequential and len(loaders.limits) > 1
         spans, logged, current = self.spans(loaders, limit), [], 0

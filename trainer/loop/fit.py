@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from trainer.data.batches import TrainingBatches, identity
 from trainer.loop.accumulation import NOTHING, AccumulationWindow, WeightedMean, loss_in, outputs_of
 from trainer.loop.batch_path import NO_PATH, TrainingPath, TrainingWrapper
+from trainer.loop.engine_protocol import Engine
 from trainer.loop.gradients import total_norm
 from trainer.loop.hooks import NO_HOOKS, Hooks
 from trainer.loop.schedules import Schedules
@@ -28,9 +29,6 @@ from trainer.precision.scaler import UpdateOutcome
 from trainer.state.outcome import LastUpdate, StepOutcome
 from trainer.state.progress import DONE, EPOCH_ENDED, STARTED, TRAINED, VALIDATED, VALIDATING, FitProgress
 from trainer.state.stopping import StoppingConditions
-
-if TYPE_CHECKING:
-    from trainer.distributed.engine import LightningEngine
 
 
 @dataclass(frozen=True)
@@ -72,7 +70,7 @@ class FitLoop:
     def __init__(
         self,
         *,
-        engine: LightningEngine,
+        engine: Engine,
         window: AccumulationWindow,
         progress: FitProgress,
         published: PublishedMetrics,
@@ -241,7 +239,7 @@ class FitLoop:
     def reduce_metrics(self) -> None:
         """Reduce the metrics of the epoch over all processes. Afterwards, reading them runs no collective."""
         if self.engine.world_size > 1:
-            self.metrics.align(self.engine.gather_if_different, self.engine.reduce)
+            self.metrics.align(self.engine.collectives.gather_if_different, self.engine.collectives.reduce)
             self.metrics.current()
 
     def run_validation(self) -> None:
@@ -519,7 +517,7 @@ class FitLoop:
         skipping: tuple[int, ...] = ()
         if skipped:
             skipping = tuple(i for i in stepped if any(self.optimizers[i] is optimizer for optimizer in skipped))
-            nonfinite_loss = self.engine.any_rank(nonfinite_loss)
+            nonfinite_loss = self.engine.collectives.any_rank(nonfinite_loss)
             self.progress.skipped_steps += 1
             self.progress.nonfinite_losses += nonfinite_loss
             self.progress.completed_steps.subtract(skipping)

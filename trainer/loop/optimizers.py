@@ -8,8 +8,9 @@ interval of a schedule may be ``"batch"``, which counts batches, while ``"step"`
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import lightning.pytorch as pl
 from lightning.pytorch import LightningModule
 from lightning.pytorch.core import optimizer as parsing
 from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult
@@ -22,10 +23,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from trainer.common.module_tree import parameters_of
 from trainer.errors import ConfigurationError, rank_zero_warn
 from trainer.loop.closures import needs_closure
+from trainer.loop.engine_protocol import Engine
 from trainer.loop.overrides import overrides
-
-if TYPE_CHECKING:
-    from trainer.trainer import Trainer
 
 
 class MultipleOptimizersError(ConfigurationError, RuntimeError):
@@ -35,7 +34,7 @@ class MultipleOptimizersError(ConfigurationError, RuntimeError):
     """
 
 
-def set_up_optimizers(strategy: Strategy, trainer: Trainer) -> None:
+def set_up_optimizers(strategy: Strategy, engine: Engine, trainer: pl.Trainer) -> None:
     """Create the optimizers and schedules of the strategy's module, and set them on the strategy.
 
     Raises:
@@ -67,10 +66,10 @@ def set_up_optimizers(strategy: Strategy, trainer: Trainer) -> None:
     parsing._validate_optimizers_attached(optimizers, configs)
     parsing._validate_scheduler_api(configs, module)
     if module.automatic_optimization and len(optimizers) > 1:
-        owns_step = overrides(module, "optimizer_step") or trainer.engine.override_of("optimizer_step") is not None
+        owns_step = overrides(module, "optimizer_step") or engine.override_of("optimizer_step") is not None
         _check_several(module, optimizers, owns_step)
     strategy.optimizers, strategy.lr_scheduler_configs = optimizers, configs
-    trainer.engine.kinds = kinds_of(optimizers, configs)
+    engine.kinds = kinds_of(optimizers, configs)
 
 
 def kinds_of(optimizers: list[Optimizer], configs: list[Any]) -> dict[str, list[str]]:

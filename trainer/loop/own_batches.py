@@ -7,9 +7,10 @@ A step that draws its own batches runs in the ordinary loop, over an iterator th
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from copy import copy
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, Protocol, cast
 
 from trainer.data.batches import EndOfPass, identity
 from trainer.errors import ConfigurationError
@@ -17,8 +18,17 @@ from trainer.loop.batch_path import BatchPath, TrainingPath
 from trainer.loop.fit import FitLoop
 from trainer.loop.hooks import HookScope
 
-if TYPE_CHECKING:
-    from trainer.lightning.loaders import DrawnLoaderSet
+
+class DrawnLoaders(Protocol):
+    """Dataloaders that a step draws from: a ``trainer.lightning.loaders.DrawnLoaderSet``."""
+
+    fetcher: Any
+
+    @property
+    def is_done(self) -> bool: ...
+    @property
+    def last(self) -> tuple[Any, int, int]: ...
+    def iterator(self) -> Iterator[tuple[Any, int, int]]: ...
 
 
 def draw_in_fit(loop: FitLoop, ends_epoch: bool, path: TrainingPath) -> TrainingPath:
@@ -31,8 +41,8 @@ def draw_in_fit(loop: FitLoop, ends_epoch: bool, path: TrainingPath) -> Training
         path: the path of a batch.
     """
 
-    def loaders() -> DrawnLoaderSet:
-        return cast("DrawnLoaderSet", loop.batches.loaders)  # may be created again before an epoch
+    def loaders() -> DrawnLoaders:
+        return cast("DrawnLoaders", loop.batches.loaders)  # may be created again before an epoch
 
     def train_batch(batch: Any, batch_idx: int, is_last: bool) -> None:
         mark = copy(loop.mean)
@@ -73,7 +83,7 @@ def draw_in_fit(loop: FitLoop, ends_epoch: bool, path: TrainingPath) -> Training
     )  # fmt: skip
 
 
-def draw_in_evaluation(scope: HookScope, loaders: DrawnLoaderSet, path: BatchPath) -> BatchPath:
+def draw_in_evaluation(scope: HookScope, loaders: DrawnLoaders, path: BatchPath) -> BatchPath:
     """Return a path with a ``validation_step`` (and so on) that draws its own batches.
 
     A StopIteration that leaves the step ends the pass.

@@ -8,11 +8,12 @@ metrics through :class:`ResultsView`.
 from __future__ import annotations
 
 import numbers
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import FunctionType, SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 from zlib import crc32
 
+import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.fabric.utilities.warnings import PossibleUserWarning
@@ -25,6 +26,7 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch import Tensor
 from torchmetrics import Metric
 
+from trainer.common.collectives import Collectives
 from trainer.common.parts import whole
 from trainer.common.session import Session
 from trainer.errors import rank_zero_warn
@@ -37,9 +39,7 @@ from trainer.metrics.metrics import (
     to_scalars,
 )
 from trainer.precision.compilation import keep_out_of_graphs
-
-if TYPE_CHECKING:
-    from trainer.trainer import Trainer
+from trainer.state.progress import FitProgress
 
 _LOSSLESS_DTYPES = (torch.float32, torch.float64)
 """Values of other dtypes are converted to one of these; otherwise, the sum over an epoch would lose digits."""
@@ -49,20 +49,40 @@ _LOG = LightningModule.log
 _FxValidator.functions["on_after_optimizer_step"] = _FxValidator.functions["on_before_optimizer_step"]
 
 
+class LoggedRun(Protocol):
+    """The parts of a run that logging needs: a ``trainer.loop.run_state.RunState``."""
+
+    callbacks: list[Any]
+    collectives: Collectives
+    device: torch.device
+    progress: FitProgress
+    published: PublishedMetrics
+
+    @property
+    def active_metrics(self) -> MetricStore | None: ...
+    @property
+    def loggers(self) -> list[Any]: ...
+    @property
+    def module(self) -> LightningModule: ...
+    @property
+    def world_size(self) -> int: ...
+    def first_batch_size(self, index: int) -> int | None: ...
+
+
 class ModuleLog:
     """Replaces a module's ``log`` during a run.
 
     Args:
         module: the LightningModule, or an object with its ``_current_fx_name``.
-        trainer: provides the metrics of the running stage (``active_metrics``) and the loggers.
+        run: the state of the run, with the metrics of the running stage (``active_metrics``) and the loggers.
         copies: whether a tensor is copied, because the caller may change it in place later. Default: True.
     """
 
-    def __init__(self, module: Any, trainer: Trainer, *, copies: bool = True) -> None:
+    def __init__(self, module: Any, run: LoggedRun, *, copies: bool = True) -> None:
         self._module = module
         self._copies = copies
         self._state = vars(module)
-        self._trainer = trainer
+        self._run = run
         step = getattr(module, "training_step", None)
         self._has_warned = False  # of an inferred batch size
         self._draws = step is not None and is_param_in_hook_signature(step, "dataloader_iter", explicit=True)
@@ -89,7 +109,7 @@ class ModuleLog:
         rank_zero_only: bool = False,
     ) -> None:
         """Log a value. Arguments and errors are those of ``LightningModule.log``."""
-        store: MetricStore | None = self._trainer.active_metrics
+        store: MetricStore | None = self._run.active_metrics
         hook = self._state["_current_fx_name"]
         # LogOptions as a bare tuple, which costs a tenth of a named one
         given: tuple[Any, ...] = (prog_bar, logger, on_step, on_epoch, reduce_fx, sync_dist, sync_dist_group,
@@ -103,7 +123,7 @@ class ModuleLog:
                 self._check_batch_size(store, entry.options)
         elif entry.first_options is None:  # restored from a checkpoint
             restored, entry = entry, self._register(store, hook, name, value, LogOptions(*given), metric_attribute)
-            entry.load_state_dict(restored.state_dict(), self._trainer.engine.device)
+            entry.load_state_dict(restored.state_dict(), self._run.device)
         elif entry.first_options != given or (not add_dataloader_idx and entry.dataloader_idx != store.dataloader_idx):  # type: ignore[union-attr]
             if entry.first_options != given or entry.has_value:
                 raise MisconfigurationException(
@@ -166,7 +186,7 @@ class ModuleLog:
         metric_attribute: str | None,
     ) -> LoggedValue:
         """Check the options of a name that is logged for the first time, and create its entry."""
-        trainer = self._trainer
+        run = self._run
         if store is None:
             raise MisconfigurationException(
                 "You are trying to `self.log()` but the loop's result collection is not registered"
@@ -191,13 +211,13 @@ class ModuleLog:
         checked = _Metadata(hook, name, on_step=on_step, on_epoch=on_epoch, reduce_fx=reduce_fx)
         if isinstance(value, Metric) and metric_attribute is None:
             _find_attribute(self._module, name, value)
-        if given.logger and trainer.logger is None:
+        if given.logger and not run.loggers:
             rank_zero_warn(
                 f"You called `self.log({name!r}, ..., logger=True)` but have no logger configured. You can enable one"
                 " by doing `Trainer(logger=ALogger(...))`"
             )
         is_shared = given.sync_dist or given.rank_zero_only or hook in store.shared_hooks
-        if trainer.world_size > 1 and on_epoch and not isinstance(value, Metric) and not is_shared:
+        if run.world_size > 1 and on_epoch and not isinstance(value, Metric) and not is_shared:
             rank_zero_warn(
                 f"It is recommended to use `self.log({name!r}, ..., sync_dist=True)`"
                 " when logging on epoch level in distributed setting to accumulate the metric across"
@@ -215,10 +235,10 @@ class ModuleLog:
             on_step=on_step,
             on_epoch=on_epoch,
             reduce_fx=checked.reduce_fx.__name__,
-            sync_dist=given.sync_dist and trainer.world_size > 1,
+            sync_dist=given.sync_dist and run.world_size > 1,
         )
         dataloader_idx = store.dataloader_idx if given.add_dataloader_idx else None
-        entry = LoggedValue(hook, name, options, store.dataloader_idx, trainer.engine.reduce)
+        entry = LoggedValue(hook, name, options, store.dataloader_idx, run.collectives.reduce)
         entry.first_options = given
         entry.shares_steps &= store.shares_steps
         store.entries[hook, name, dataloader_idx] = entry
@@ -229,13 +249,7 @@ class ModuleLog:
         is_inferred = options.on_epoch and options.reduce_fx == "mean" and store.batch is not None
         if self._has_warned or not is_inferred or (self._draws and store.training):
             return
-        trainer, index = self._trainer, store.dataloader_idx or 0
-        if store.training:
-            loaders, number = trainer.loop.batches.loaders, trainer.progress.batches_this_epoch
-        else:
-            loop = trainer.eval_loops[trainer.state.stage]
-            loaders, number = loop.loaders, loop.progress.batches_by_loader[index]
-        size = loaders.full_batch_size(index) if loaders is not None and number == 1 else None
+        size = self._run.first_batch_size(store.dataloader_idx or 0)
         if size is not None and size != (inferred := _batch_size(store)):
             self._has_warned = True
             rank_zero_warn(
@@ -310,16 +324,16 @@ class ResultsView(Mapping[str, ResultView]):
     Lightning's ``log`` writes here if a module overrides ``log`` and calls ``super().log()``.
 
     Args:
-        trainer: the Trainer.
+        run: the state of the run.
         store: the metrics of its running stage.
     """
 
-    def __init__(self, trainer: Trainer, store: MetricStore) -> None:
-        self._trainer = trainer
+    def __init__(self, run: LoggedRun, store: MetricStore) -> None:
+        self._run = run
         self._store = store
 
     def __getitem__(self, key: str) -> ResultView:
-        return ResultView(self._by_key()[key], self._trainer.lightning_module)
+        return ResultView(self._by_key()[key], self._run.module)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._by_key())
@@ -354,7 +368,7 @@ class ResultsView(Mapping[str, ResultView]):
     def log(self, fx: str, name: str, value: Any, *, sync_dist_fn: Any = None, **options: Any) -> None:
         """Log a value. Lightning has filled in the options that were not given: ``logger=None`` has become True."""
         options["logger"] = None if options.get("logger") else False
-        log = ModuleLog(SimpleNamespace(_current_fx_name=fx), self._trainer)
+        log = ModuleLog(SimpleNamespace(_current_fx_name=fx), self._run)
         log(name, value, **options)
 
     def reset(self, metrics: bool | None = None, fx: str | None = None) -> None:
@@ -364,7 +378,9 @@ class ResultsView(Mapping[str, ResultView]):
 class LoggerConnector(_LoggerConnector):
     """``trainer._logger_connector``: Lightning's, for the metrics that our loops publish."""
 
-    trainer: Trainer
+    def __init__(self, trainer: pl.Trainer, run: LoggedRun) -> None:
+        super().__init__(trainer)
+        self._run = run
 
     @property
     def callback_metrics(self) -> dict[str, Any]:
@@ -383,27 +399,26 @@ class LoggerConnector(_LoggerConnector):
 
     def _fresh(self) -> PublishedMetrics:
         """Return the published metrics, updated with those that the running stage has logged since."""
-        store: MetricStore | None = self.trainer.active_metrics
-        published: PublishedMetrics = self.trainer.published
+        store, published = self._run.active_metrics, self._run.published
         if store is not None and store.entries:
             published.take(store.current())
         return published
 
     def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
         """Send a row to the loggers."""
-        at = self.trainer.progress.updates if step is None else step
-        self.trainer.published.send(metrics, at, exact_step=step is not None)
+        run = self._run
+        at = run.progress.updates if step is None else step
+        run.published.send(metrics, at, exact_step=step is not None)
 
 
-def attach_log(module: LightningModule, trainer: Trainer, session: Session) -> None:
+def attach_log(module: LightningModule, run: LoggedRun, session: Session, *, barebones: bool) -> Callable[..., None]:
     """Replace ``module.log`` by a :class:`ModuleLog`, unless it is overridden in a class or on an instance.
 
     Callbacks get the module's ``log`` and ``log_dict``; ours use ``trainer.log_metric``, which bypasses overrides and
     does not copy values. With ``barebones`` the module keeps Lightning's ``log``, which warns that nothing is logged.
     """
-    log = ModuleLog(module, trainer)
-    trainer.log_metric = no_log if trainer.barebones else ModuleLog(module, trainer, copies=False)
-    for part in () if trainer.barebones else module.modules():
+    log = ModuleLog(module, run)
+    for part in () if barebones else module.modules():
         if not isinstance(part, LightningModule):
             continue
         if type(part).log is _LOG and isinstance(vars(part).get("log", log), (ModuleLog, _DetachedLog)):
@@ -412,9 +427,10 @@ def attach_log(module: LightningModule, trainer: Trainer, session: Session) -> N
             function = getattr(method, "__func__", method)
             if isinstance(function, FunctionType):
                 keep_out_of_graphs(function)
-    for callback in trainer.callbacks:
+    for callback in run.callbacks:
         session.replace(callback, "log", module.log)
         session.replace(callback, "log_dict", module.log_dict)
+    return no_log if barebones else ModuleLog(module, run, copies=False)
 
 
 def no_log(name: str, value: Any, **options: Any) -> None:

@@ -43,7 +43,7 @@ class LogOptions(NamedTuple):
 
 
 Reduce = Callable[..., Tensor]
-"""``engine.reduce``: takes (tensor, op, group), and returns the tensor reduced over the processes."""
+"""``engine.collectives.reduce``: takes (tensor, op, group), and returns the tensor reduced over the processes."""
 
 
 class LoggedValue:

@@ -19,9 +19,8 @@ from trainer.common.files import write_text
 from trainer.record.measures import folder_of_run
 
 if TYPE_CHECKING:
+    import lightning.pytorch as pl
     import PIL.Image
-
-    from trainer.trainer import Trainer
 
 FOLDER = "figures"
 """Name of the folder."""
@@ -31,7 +30,7 @@ _SIDES = (72, 256)  # pixels: smaller images are enlarged by an integer factor, 
 _MARGIN, _LINE = 6, 16  # pixels: around an image, and the height of a line of its caption
 
 
-def figures_of(trainer: Trainer) -> Path | None:
+def figures_of(trainer: pl.Trainer) -> Path | None:
     """Create and return the folder for figures of the current run, or return None on ranks above 0 or without a folder.
 
     Args:
@@ -46,7 +45,9 @@ def figures_of(trainer: Trainer) -> Path | None:
     return folder / FOLDER
 
 
-def write_confusion_matrix(trainer: Trainer, name: str, counts: Tensor, classes: Sequence[str] | None = None) -> None:
+def write_confusion_matrix(
+    trainer: pl.Trainer, name: str, counts: Tensor, classes: Sequence[str] | None = None
+) -> None:
     """Write a confusion matrix to ``figures/NAME.json``.
 
     Args:
@@ -70,7 +71,7 @@ def write_confusion_matrix(trainer: Trainer, name: str, counts: Tensor, classes:
         write_text(folder / f"{name}.json", json.dumps(content) + "\n")
 
 
-def write_pictures(trainer: Trainer, name: str, images: Tensor, captions: Sequence[str] = ()) -> None:
+def write_pictures(trainer: pl.Trainer, name: str, images: Tensor, captions: Sequence[str] = ()) -> None:
     """Write images to ``figures/NAME.png``, eight in a row.
 
     Args:

@@ -13,21 +13,21 @@ from torch import Tensor
 from trainer.common import machine
 from trainer.common.module_tree import parameters_of
 from trainer.loggers import adapter
+from trainer.loop.run_state import RunState, state_of
 from trainer.precision.cpu_fp16 import kernel_facts
 from trainer.precision.devices import peak_memory
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
-    from trainer.trainer import Trainer
 
 _MIN_SKIPPED = 3
 """Minimum number of skipped steps for a message, if no other steps were taken. Fewer are normal at the start."""
 
 
-def facts_of(trainer: Trainer) -> dict[str, Any]:
+def facts_of(trainer: pl.Trainer) -> dict[str, Any]:
     """Return the current facts of a Trainer for ``run.json``, including the ``run_facts`` of its callbacks."""
-    device = trainer.strategy.root_device
+    device = device_of(trainer)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type.upper()
     facts = {
         "precision": str(trainer.precision),
@@ -58,29 +58,29 @@ def facts_of(trainer: Trainer) -> dict[str, Any]:
         facts["float16_kernels"] = described
     if (loaded := getattr(trainer, "loaded_weights", None)) is not None:
         facts["weights"] = loaded.facts
-    for callback in trainer.callbacks:
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
         facts |= getattr(callback, "run_facts", dict)()
     return facts
 
 
-def reason_without_updates(trainer: Trainer) -> str | None:
+def reason_without_updates(trainer: pl.Trainer) -> str | None:
     """Return the message for a fit that updated no weight, with the reason, or None.
 
     Returns None for a ``fast_dev_run``, for fewer than three skipped steps, which are normal at the start, and if no
     optimizer has a parameter.
     """
     progress = getattr(trainer, "progress", None)  # `lightning.Trainer` has none
-    if progress is None or progress.has_learned or trainer.fast_dev_run:
+    if progress is None or progress.has_learned or state_of(trainer).fast_dev_run:
         return None
     if not progress.skipped_steps and any(map(parameters_of, trainer.optimizers)):
-        return _reason_without_steps(trainer)
+        return _reason_without_steps(state_of(trainer))
     if progress.skipped_steps < _MIN_SKIPPED:
         return None
     steps, scale = trainer.global_step, loss_scale(trainer)
     reason = f"No weight was updated: all {steps} optimizer steps were skipped, because gradients were not finite."
     if (report := last_diagnosis(trainer)) is not None:
         return f"{reason} {report.cause}"
-    if scale is None or scale <= trainer.scaler.min_scale:
+    if scale is None or scale <= state_of(trainer).scaler.min_scale:
         return reason
     return (
         f"{reason} The loss scale was still decreasing, and is {scale:g}: train longer, or start there:"
@@ -88,10 +88,10 @@ def reason_without_updates(trainer: Trainer) -> str | None:
     )
 
 
-def _reason_without_steps(trainer: Trainer) -> str | None:
-    progress, module = trainer.progress, trainer.lightning_module
+def _reason_without_steps(run: RunState) -> str | None:
+    progress, module = run.progress, run.module
     if not progress.batches:
-        is_requested = trainer.should_stop or not progress.epochs_trained  # limit_train_batches=0, max_epochs=0
+        is_requested = run.limits.should_stop or not progress.epochs_trained  # limit_train_batches=0, max_epochs=0
         reason = f"no batch was trained in {progress.epochs_trained} epochs"
     elif module.automatic_optimization:
         is_requested = not progress.optimizer_steps  # stopped within the first accumulation window
@@ -109,6 +109,11 @@ def last_diagnosis(trainer: pl.Trainer) -> Any | None:
     """Return the last diagnosis of the run (`trainer.diagnosis.report_file.Diagnosis`), or None without one."""
     reports = [report for callback in trainer.callbacks for report in getattr(callback, "reports", ())]  # type: ignore[attr-defined]
     return reports[-1] if reports else None
+
+
+def device_of(trainer: pl.Trainer) -> torch.device:
+    """Return the device of this process."""
+    return trainer.strategy.root_device
 
 
 def data_parallel_size_of(trainer: pl.Trainer) -> int:
@@ -177,19 +182,19 @@ def folder_of_files(trainer: pl.Trainer, given: str | os.PathLike[str] | None) -
     return None if "://" in folder else Path(folder).absolute()
 
 
-def folder_of_run(trainer: Trainer) -> Path | None:
+def folder_of_run(trainer: pl.Trainer) -> Path | None:
     """Return the folder of ``run.json``, or else the first logger's folder. None if neither is on this machine.
 
     On ranks above zero, loggers do not count, because only rank zero opens them. No communication.
     """
-    for callback in trainer.callbacks:
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if (find := getattr(callback, "folder_of_record", None)) and (folder := find(trainer)) is not None:
             return Path(folder)
     folders = folders_of_loggers(trainer) if trainer.is_global_zero else []
     return Path(folders[0]).absolute() if folders else None
 
 
-def folder_of_reports(trainer: Trainer) -> Path | None:
+def folder_of_reports(trainer: pl.Trainer) -> Path | None:
     """Return the folder for reports about an overflow, an out-of-memory error or a hang.
 
     The folder of the run, else the ``default_root_dir`` that the user passed to the Trainer, except in a
@@ -198,7 +203,8 @@ def folder_of_reports(trainer: Trainer) -> Path | None:
     if (folder := folder_of_run(trainer)) is not None:
         return folder
     is_given = getattr(trainer, "default_root_dir_given", True)  # `lightning.Trainer` does not have it
-    return None if trainer.fast_dev_run or not is_given else folder_of_files(trainer, trainer.default_root_dir)
+    writes = is_given and not trainer.fast_dev_run  # type: ignore[attr-defined]
+    return folder_of_files(trainer, trainer.default_root_dir) if writes else None
 
 
 def folders_of_loggers(trainer: pl.Trainer) -> list[str]:

@@ -9,7 +9,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import lightning.pytorch as pl
 import torch
@@ -20,9 +20,11 @@ from trainer.common import redaction
 from trainer.data.samples import batch_size
 from trainer.errors import memory_at, warn
 from trainer.loggers import adapter
+from trainer.loop.run_state import state_of
 from trainer.precision.devices import synchronized_time
 from trainer.record.measures import (
     data_parallel_size_of,
+    device_of,
     facts_of,
     folder_of_files,
     memory_in_use,
@@ -33,9 +35,6 @@ from trainer.record.measures import (
 )
 from trainer.record.provenance import environment
 from trainer.record.run_record import RUN, RunRecord
-
-if TYPE_CHECKING:
-    from trainer.trainer import Trainer
 
 log = logging.getLogger(__name__)
 
@@ -69,9 +68,9 @@ class RecordView(Callback):
         self.dirpath = dirpath
         self.max_points = max_points
 
-    def setup(self, trainer: Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Add a recorder if the Trainer has none."""
-        callbacks: list[Any] = trainer.callbacks
+        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
         if not any(isinstance(callback, RunRecorder) for callback in callbacks):
             callbacks.append(RunRecorder(writes=False))
 
@@ -210,14 +209,14 @@ class RunRecorder(Callback):
 
     # --- a fit begins -----------------------------------------------------------------------------------------
 
-    def setup(self, trainer: Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Start the record of a fit, and log the settings of any run."""
         if self._given is not None and self._settings is not None and trainer.is_global_zero:
             ids = {one.key(): one.log_settings(self._settings) for one in map(adapter, trainer.loggers)}
             self._given.facts["tracking"] = {name: run for name, run in ids.items() if run is not None}
         if stage != "fit":
             return
-        callbacks: list[Any] = trainer.callbacks
+        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
         self._views = [callback for callback in callbacks if isinstance(callback, RecordView)]
         self._max_points = next((view.max_points for view in self._views if view.max_points), self._max_points)
         for series in self._all_series():
@@ -236,14 +235,14 @@ class RunRecorder(Callback):
                     self.record.facts["weights"] = self.record.former["weights"]
             self._write_if_possible()
 
-    def on_fit_start(self, trainer: Trainer, pl_module: pl.LightningModule) -> None:
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Start to measure the peak of a GPU's memory."""
-        device = trainer.strategy.root_device
+        device = device_of(trainer)
         self._on_device = device.type != "cpu"
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
 
-    def on_train_start(self, trainer: Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Drop points after the step that this run starts from, and start the clock."""
         assert self.record is not None
         if trainer.global_step and not self.seconds.steps:
@@ -257,12 +256,12 @@ class RunRecorder(Callback):
         self._known = dict(trainer.callback_metrics)
         self._trained = self._seconds_before = seconds[-1] if seconds else 0.0
         self._next_reading = 0.0
-        self._began = self._resumed = synchronized_time(trainer.strategy.root_device, self._clock)
+        self._began = self._resumed = self._now(trainer)
 
     # --- at each step -----------------------------------------------------------------------------------------
 
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Count the batch; record loss, time and memory."""
         batches = self._batches
@@ -275,7 +274,7 @@ class RunRecorder(Callback):
         if not batches % self.seconds.stride:  # the stride of the losses, or a multiple if some batches have no loss
             seconds = self._seconds(self._clock())
             self.seconds.append(trainer.global_step, seconds)
-            if seconds >= self._next_reading and (memory := memory_in_use(trainer.strategy.root_device)):
+            if seconds >= self._next_reading and (memory := memory_in_use(device_of(trainer))):
                 self.memory.append(trainer.global_step, memory)
                 self._next_reading = seconds + _SECONDS_BETWEEN_READINGS
         loss = training_loss(trainer, outputs, keep=self._on_device)
@@ -284,14 +283,14 @@ class RunRecorder(Callback):
             self.losses.append(trainer.global_step, loss.item() if loss.is_cpu else loss)
 
     def on_after_optimizer_step(
-        self, trainer: Trainer, pl_module: pl.LightningModule, optimizer: Any, outcome: Any
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any, outcome: Any
     ) -> None:
         """Record a change of the scale, and a skipped step."""
         if outcome is self._outcome:  # called once for each of several optimizers
             return
         self._outcome = outcome
         if outcome.skipped:
-            self.skipped.append(trainer.global_step, trainer.skipped_steps)
+            self.skipped.append(trainer.global_step, state_of(trainer).progress.skipped_steps)
         if outcome.scale != self._scale:
             self.scales.append(trainer.global_step, outcome.scale)
         if outcome.next_scale != outcome.scale:
@@ -300,21 +299,21 @@ class RunRecorder(Callback):
 
     # --- at the ends of epochs and validations ----------------------------------------------------------------
 
-    def on_validation_start(self, trainer: Trainer, pl_module: pl.LightningModule) -> None:
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Stop the clock, and store the metrics that training has logged so far."""
         if self._resumed is not None:
-            self._pause(synchronized_time(trainer.strategy.root_device, self._clock))
+            self._pause(self._now(trainer))
         self._known = dict(trainer.callback_metrics)
 
-    def on_validation_end(self, trainer: Trainer, pl_module: pl.LightningModule) -> None:
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Record the metrics that the validation has logged, and restart the clock."""
         if self._began is None or not self._is_fitting:
             return
         self._record_metrics(trainer, "val")
         self._write_periodically(trainer)
-        self._resumed = synchronized_time(trainer.strategy.root_device, self._clock)
+        self._resumed = self._now(trainer)
 
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Record the metrics that training has logged for the epoch, and read the losses."""
         self._record_metrics(trainer, "train")
         self.losses.read()
@@ -322,11 +321,11 @@ class RunRecorder(Callback):
 
     # --- the fit ends -----------------------------------------------------------------------------------------
 
-    def on_train_end(self, trainer: Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Stop the clock before other callbacks draw and write."""
-        self._stop(synchronized_time(trainer.strategy.root_device, self._clock))
+        self._stop(self._now(trainer))
 
-    def on_fit_end(self, trainer: Trainer, pl_module: pl.LightningModule) -> None:
+    def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Complete the record of a successful fit. Its status is failed if no weight was ever updated.
 
         If a second fit of the Trainer has nothing left to do, the record of the first fit is kept.
@@ -342,7 +341,7 @@ class RunRecorder(Callback):
             self._update(trainer, "failed" if problem else "completed", problem, facts_of(trainer))
             self._complete()
 
-    def on_exception(self, trainer: Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """Complete the record of a fit that has failed or was interrupted."""
         if not self._is_fitting:
             return
@@ -379,7 +378,7 @@ class RunRecorder(Callback):
 
     # --- helpers ------------------------------------------------------------------------------------------------
 
-    def _update(self, trainer: Trainer, status: str, error: str | None, facts: dict[str, Any]) -> None:
+    def _update(self, trainer: pl.Trainer, status: str, error: str | None, facts: dict[str, Any]) -> None:
         """Update the record; ``facts`` are those of the Trainer."""
         assert self.record is not None
         known = self.record.facts
@@ -422,7 +421,7 @@ class RunRecorder(Callback):
         for view in self._views:
             view.show(self.record)
 
-    def _write_periodically(self, trainer: Trainer) -> None:
+    def _write_periodically(self, trainer: pl.Trainer) -> None:
         if trainer.is_global_zero and time.monotonic() - self._written >= _SECONDS_BETWEEN_WRITES:
             self._update(trainer, "running", None, facts_of(trainer))
             self._write_if_possible()
@@ -434,13 +433,16 @@ class RunRecorder(Callback):
                 self.record.write()
         self._written = time.monotonic()
 
-    def folder_of_record(self, trainer: Trainer) -> Path | None:
+    def folder_of_record(self, trainer: pl.Trainer) -> Path | None:
         """Return the folder of ``run.json``, or None if this process writes none. No communication."""
         if self._given is not None:
             return self._given.home
         return self._folder(trainer) if self._writes and trainer.is_global_zero else None
 
-    def _folder(self, trainer: Trainer) -> Path | None:
+    def _now(self, trainer: pl.Trainer) -> float:
+        return synchronized_time(device_of(trainer), self._clock)
+
+    def _folder(self, trainer: pl.Trainer) -> Path | None:
         named = next((view.dirpath for view in self._views if view.dirpath), None)
         return folder_of_files(trainer, self._dirpath or named)
 
@@ -456,7 +458,7 @@ class RunRecorder(Callback):
             self._pause(now)
             self._ended = now
 
-    def _record_metrics(self, trainer: Trainer, stage: str) -> None:
+    def _record_metrics(self, trainer: pl.Trainer, stage: str) -> None:
         for name, value in trainer.callback_metrics.items():
             if stage == "train" and name in self.metrics["val"] and name not in self.metrics["train"]:
                 continue  # from a validation before the checkpoint

@@ -28,6 +28,7 @@ from trainer.common.machine import readable
 from trainer.data.samples import batch_size, samples_of
 from trainer.errors import join_first
 from trainer.precision.float8 import Float8Precision
+from trainer.record.measures import device_of
 from trainer.state import random_states
 
 _SEEDS = ("PL_GLOBAL_SEED", "PL_SEED_WORKERS")
@@ -83,9 +84,7 @@ def time_step(found: Findings, recipe: Recipe, batch: Any, samples: int) -> dict
         reasons = join_first((f"{name!r} {reason}" for name, reason in others.items()), 6, "; ")
         rest, names = f" The others do not: {reasons}." if others else "", join_first(map(repr, chosen), 6)
         found.remark(f"{len(chosen)} of {len(chosen) + len(others)} Linear layers compute in float8: {names}.{rest}")
-    about = f"{trainer.precision} on {trainer.strategy.root_device}" + (
-        f", measured with {taken} samples" if taken else ""
-    )
+    about = f"{trainer.precision} on {device_of(trainer)}" + (f", measured with {taken} samples" if taken else "")
     return {"measured": "a step", "seconds": seconds * (samples / taken if taken else 1.0), "about": about}
 
 

@@ -30,6 +30,7 @@ from trainer.common.traits import observes_only
 from trainer.data.samples import batch_size
 from trainer.errors import ConfigurationError, PrecisionError, is_out_of_memory
 from trainer.precision.devices import peak_memory
+from trainer.record.measures import device_of
 
 _MOST_SKIPPED = 30  # the initial loss scale reaches 1 after 16 skipped steps
 _MEMORY = 0.9  # decay of the running mean that detects divergence
@@ -95,7 +96,7 @@ class Meter(Clock):
         ``RLIMIT_AS`` and ``RLIMIT_DATA`` are not used: they limit the address space, and GPU libraries reserve
         gigabytes of it that they never use.
         """
-        self._device = trainer.strategy.root_device
+        self._device = device_of(trainer)
         if self._device.type == "cuda" and self._memory is not None:
             total = torch.cuda.get_device_properties(self._device).total_memory
             torch.cuda.set_per_process_memory_fraction(min(1.0, self._memory / total), self._device)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trainer.distributed.async_max import MOST_BATCHES, SECONDS, AsyncMax
+from trainer.common.async_max import MOST_BATCHES, SECONDS, AsyncMax
 
 
 class Others:
