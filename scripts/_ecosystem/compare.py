@@ -37,6 +37,7 @@ class Known:
     kind: str = "more"
 
 
+AFTER_HOOK = "each file has the states of all of them after the hook"
 GO_ON = "metrics, and the number of logged evaluation batches, after a resume"
 KNOWN = [
     Known(
@@ -70,8 +71,12 @@ KNOWN = [
         "checkpoint|resume",
         r"/callbacks/ModelCheckpoint.*/(last_model_path|best_|kth_|current_score)",
         "Different on purpose",
-        "each file has the states of all of them after the hook",
+        AFTER_HOOK,
         "other",
+    ),
+    *(
+        Known("checkpoint", r"last-v1\.ckpt$|/last\.ckpt/callbacks/ModelCheckpoint.*/best_k_models/", *place)
+        for place in (("Different on purpose", AFTER_HOOK, "less"), ("Different on purpose", AFTER_HOOK, "more"))
     ),
 ]
 
