@@ -64,7 +64,7 @@ KNOWN = [
         "metrics|resume|results|checkpoint|reload",
         r"",
         "Different on purpose",
-        "are float64 in `callback_metrics`, loggers and progress bars",
+        "pass through float32 | are float64",
         "digits",
     ),
     Known(
