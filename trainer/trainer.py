@@ -397,7 +397,7 @@ class Trainer(TrainerBase):
         ):
             checkpoint = connector.dump_checkpoint(weights_only)
             checkpoint = require_loadable(checkpoint, strict=self.resume == "auto", warn=self.is_global_zero)
-            self.engine.save(checkpoint, filepath, storage_options)
+            self.engine.checkpoints.save(checkpoint, filepath, storage_options)
 
     def roll_back(self, max_step: int) -> RolledBack | None:
         """Restore the newest valid checkpoint of this run that has at most ``max_step`` optimizer steps.

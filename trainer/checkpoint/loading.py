@@ -174,12 +174,12 @@ def restore_progress(run: RunState, checkpoint: dict[str, Any], progress_from: C
 def optimizer_states(run: RunState, _: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the state of each optimizer, with those of optimizers inside it that its state dict does not include."""
     engine = run.engine
-    states = [engine.optimizer_state(optimizer) for optimizer in engine.optimizers]
+    states = [engine.checkpoints.optimizer_state(optimizer) for optimizer in engine.optimizers]
     if not engine.exposes_gradients or engine.gradients.are_parts:  # only whole states can be loaded one by one
         return states
     for state, optimizer in zip(states, engine.optimizers, strict=True):
         if inner := unsaved_inner(optimizer):
-            state[_INNER] = [engine.optimizer_state(one) for one in inner]
+            state[_INNER] = [engine.checkpoints.optimizer_state(one) for one in inner]
     return states
 
 
@@ -202,7 +202,7 @@ def restore_optimizers(run: RunState, checkpoint: dict[str, Any]) -> None:
     with ExitStack() as sharing:
         for optimizer in engine.optimizers:
             sharing.enter_context(keep_sharing(optimizer))
-        engine.load_optimizer_states(checkpoint, saved)
+        engine.checkpoints.load_optimizer_states(checkpoint, saved)
     for optimizer, state in zip(engine.optimizers, checkpoint["optimizer_states"], strict=False):
         inner, states = unsaved_inner(optimizer), state.get(_INNER, [])
         if len(inner) != len(states):
@@ -294,7 +294,7 @@ def roll_back(
     loop.resolve_outcome()
     before = replace(progress)
     module.on_load_checkpoint(checkpoint)
-    run.engine.load_module_state(checkpoint, strict=module.strict_loading)
+    run.engine.checkpoints.load_module_state(checkpoint, strict=module.strict_loading)
     restore_callbacks(run, checkpoint, callbacks)
     restore_training(run, checkpoint)
     is_same_epoch, closing = progress.epoch == before.epoch, progress.closing

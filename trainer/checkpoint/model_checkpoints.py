@@ -317,7 +317,7 @@ def _check_shared(run: RunState) -> None:
     Raises:
         ClusterError: if they do not.
     """
-    trainer, shards = run.trainer, run.engine.saves_shards
+    trainer, shards = run.trainer, run.engine.checkpoints.saves_shards
     if trainer.num_nodes == 1 or not run.fits or not (run.resume == "auto" or shards):
         return
     folders = folders_of(trainer) if run.is_global_zero else []

@@ -87,7 +87,7 @@ def _choose_checkpoint(run: RunState, session: Session, extra: Any) -> tuple[str
             session.enter_context(lock_folder(folder))
     others = [] if extra is None or local_path(extra) is None else [Path(extra)]
     path = files.newest_valid(
-        folders_with_files(trainer), lambda file: checkpoints.read(engine.load, file, None), others
+        folders_with_files(trainer), lambda file: checkpoints.read(engine.checkpoints.load, file, None), others
     )
     if path is None:
         if folders:

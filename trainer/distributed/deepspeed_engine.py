@@ -36,6 +36,7 @@ from trainer.checkpoint.optimizer_states import SavedDtypes
 from trainer.checkpoint.sharded_files import read_manifest
 from trainer.common import packages
 from trainer.common.lightning_private import settings_of
+from trainer.distributed.checkpoint_backend import CheckpointBackend
 from trainer.distributed.engine import LightningEngine
 from trainer.distributed.fsdp import UNCALLED, ShardingStrategy
 from trainer.distributed.initialisation import initialise
@@ -426,6 +427,74 @@ class ZeroPrecision(Precision):
         return cast(batch, self.dtype) if self.is_half else batch
 
 
+class ZeroCheckpoints(CheckpointBackend):
+    """The states of DeepSpeed, which writes and reads the tensors of a folder itself.
+
+    Args:
+        engine: the engine.
+    """
+
+    _engine: DeepSpeedEngine
+
+    def __init__(self, engine: DeepSpeedEngine) -> None:
+        super().__init__(engine)
+        self._folder: Path | None = None  # a checkpoint that DeepSpeed will read
+
+    def module_state(self) -> dict[str, Any]:
+        """Return the full state dict of the module on rank 0; {} if DeepSpeed writes it."""
+        if self._engine.strategy.zero is None:  # between runs
+            return super().module_state()
+        return {} if self._writes_parts else self._engine.zero().module_state(self._engine.global_rank == 0)
+
+    def load_module_state(self, checkpoint: Mapping[str, Any], strict: bool) -> None:
+        """Load ``checkpoint["state_dict"]``, or let DeepSpeed read its files, including those of the optimizer."""
+        folder, self._folder = self._folder, None
+        if folder is None:
+            self._engine.zero().load_module_state(checkpoint["state_dict"], strict)
+        else:
+            parts.read(self._engine.zero().engine, folder, strict)
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Return the full state dict of the optimizer on rank 0; only its settings if DeepSpeed writes the states."""
+        if self._writes_parts:
+            return {"state": {}, "param_groups": optimizer.state_dict()["param_groups"]}
+        if self._engine.strategy.zero is None:
+            raise CheckpointError(
+                "DeepSpeed released the optimizer states at the end of the run. Write this checkpoint during the run"
+                " with ModelCheckpoint(save_last=True), or save only the weights: trainer.save_checkpoint(path,"
+                " weights_only=True)."
+            )
+        return self._engine.zero().optimizer_state(self._engine.global_rank == 0)
+
+    @property
+    def _writes_parts(self) -> bool:
+        return self.saves_shards and self._engine.strategy.zero is not None and bool(self._engine.optimizers)
+
+    @property
+    def _topology(self) -> dict[str, Any]:
+        engine = self._engine
+        return {"stage": engine.strategy.stage, "processes": engine.world_size, "precision": engine.precision.name}
+
+    def save_shards(self, checkpoint: dict[str, Any], path: str | Path) -> None:
+        """Write a folder with the files of DeepSpeed and of this package."""
+        if not self._writes_parts:
+            super().save_shards(checkpoint, path)
+            return
+        write, group = partial(parts.write, self._engine.zero().engine), self._engine.collectives.group("saves")
+        self._files.save_shards(checkpoint, path, group, write, {parts.FACT: self._topology})
+
+    def reads_parts(self, folder: Path) -> bool:
+        """Return whether DeepSpeed reads the folder: in a fit, with equal number of processes, stage and precision."""
+        is_same = read_manifest(folder).facts.get(parts.FACT) == self._topology
+        self._folder = folder if is_same and self._engine.run.fits else None
+        return self._folder is not None
+
+    def load_optimizer_states(self, checkpoint: Mapping[str, Any], saved: SavedDtypes) -> None:
+        """Load ``checkpoint["optimizer_states"]`` with their saved dtypes."""
+        for state in checkpoint["optimizer_states"]:
+            self._engine.zero().load_optimizer_state(state, saved)
+
+
 class DeepSpeedEngine(LightningEngine):
     """Lightning's launcher and collectives, with the gradients and steps of DeepSpeed."""
 
@@ -440,14 +509,18 @@ class DeepSpeedEngine(LightningEngine):
     def __init__(self, trainer: pl.Trainer, precision: Precision, plugins: Any = None, **options: Any) -> None:
         super().__init__(trainer, ZeroPrecision(precision, options["strategy"]), plugins, **options)
         self.supports_uneven_evaluation = self.strategy.stage != 3
-        self._folder: Path | None = None  # a checkpoint that DeepSpeed will read
+
+    def build_checkpoints(self) -> CheckpointBackend:
+        """Build the operations on DeepSpeed's states."""
+        return ZeroCheckpoints(self)
 
     def build_gradients(self, scaler: LossScaler) -> Gradients:
         """Build the operations on DeepSpeed's gradients."""
         assert isinstance(scaler, ZeroScaler)
-        return ZeroGradients(scaler, self._zero, self.strategy.stage, lambda: self._run.window.reset())
+        return ZeroGradients(scaler, self.zero, self.strategy.stage, lambda: self.run.window.reset())
 
-    def _zero(self) -> ZeroModule:
+    def zero(self) -> ZeroModule:
+        """Return the wrapped module."""
         assert self.strategy.zero is not None
         return self.strategy.zero
 
@@ -476,7 +549,7 @@ class DeepSpeedEngine(LightningEngine):
 
     def _refuse_config(self) -> None:
         """Refuse a DeepSpeed config that contradicts the Trainer."""
-        config, windows = self.strategy.config, _window_of(self._run)
+        config, windows = self.strategy.config, _window_of(self.run)
         clip = self._trainer.gradient_clip_val or 0.0
         for key, name, expected in (
             ("gradient_accumulation_steps", "accumulate_grad_batches", windows[0] if len(windows) == 1 else windows),
@@ -502,7 +575,7 @@ class DeepSpeedEngine(LightningEngine):
         if fitting:
             scaler = self.gradients.scaler
             assert isinstance(scaler, ZeroScaler)
-            scaler.follow(lambda: self._zero().loss_scaler)
+            scaler.follow(lambda: self.zero().loss_scaler)
 
     def teardown(self) -> None:
         """Disconnect the scaler, and tear down the engine."""
@@ -526,7 +599,7 @@ class DeepSpeedEngine(LightningEngine):
 
     def gradient_sync(self, enabled: bool) -> AbstractContextManager[object]:
         """Set whether this batch is the last one of the window."""
-        self._zero().engine.set_gradient_accumulation_boundary(enabled)
+        self.zero().engine.set_gradient_accumulation_boundary(enabled)
         return nullcontext()
 
     def step_function(self, name: str) -> Callable[..., Any]:
@@ -536,7 +609,7 @@ class DeepSpeedEngine(LightningEngine):
         return super().step_function(name)
 
     def _refuse_batch_sizes(self) -> None:
-        run, config = self._run, self.strategy.config
+        run, config = self.run, self.strategy.config
         loaders = run.data.loaders(RunningStage.TRAINING)
         sizes = (
             [] if loaders is None else [getattr(loader, "batch_size", None) for loader in loaders.combined.flattened]
@@ -553,56 +626,3 @@ class DeepSpeedEngine(LightningEngine):
     def replay_step(self, name: str) -> Callable[..., Any]:
         """Return a step that is called through DeepSpeed's wrapper, which gathers the weights."""
         return partial(self._through_wrapper, name)
-
-    def module_state(self) -> dict[str, Any]:
-        """Return the full state dict of the module on rank 0; {} if DeepSpeed writes it."""
-        if self.strategy.zero is None:  # between runs
-            return super().module_state()
-        return {} if self._writes_parts else self._zero().module_state(self.global_rank == 0)
-
-    def load_module_state(self, checkpoint: Mapping[str, Any], strict: bool) -> None:
-        """Load ``checkpoint["state_dict"]``, or let DeepSpeed read its files, including those of the optimizer."""
-        folder, self._folder = self._folder, None
-        if folder is None:
-            self._zero().load_module_state(checkpoint["state_dict"], strict)
-        else:
-            parts.read(self._zero().engine, folder, strict)
-
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the full state dict of the optimizer on rank 0; only its settings if DeepSpeed writes the states."""
-        if self._writes_parts:
-            return {"state": {}, "param_groups": optimizer.state_dict()["param_groups"]}
-        if self.strategy.zero is None:
-            raise CheckpointError(
-                "DeepSpeed released the optimizer states at the end of the run. Write this checkpoint during the run"
-                " with ModelCheckpoint(save_last=True), or save only the weights: trainer.save_checkpoint(path,"
-                " weights_only=True)."
-            )
-        return self._zero().optimizer_state(self.global_rank == 0)
-
-    @property
-    def _writes_parts(self) -> bool:
-        return self.saves_shards and self.strategy.zero is not None and bool(self.optimizers)
-
-    @property
-    def _topology(self) -> dict[str, Any]:
-        return {"stage": self.strategy.stage, "processes": self.world_size, "precision": self.precision.name}
-
-    def save_shards(self, checkpoint: dict[str, Any], path: str | Path) -> None:
-        """Write a folder with the files of DeepSpeed and of this package."""
-        if not self._writes_parts:
-            super().save_shards(checkpoint, path)
-            return
-        write = partial(parts.write, self._zero().engine)
-        self._files.save_shards(checkpoint, path, self.collectives.group("saves"), write, {parts.FACT: self._topology})
-
-    def reads_parts(self, folder: Path) -> bool:
-        """Return whether DeepSpeed reads the folder: in a fit, with equal number of processes, stage and precision."""
-        is_same = read_manifest(folder).facts.get(parts.FACT) == self._topology
-        self._folder = folder if is_same and self._run.fits else None
-        return self._folder is not None
-
-    def load_optimizer_states(self, checkpoint: Mapping[str, Any], saved: SavedDtypes) -> None:
-        """Load ``checkpoint["optimizer_states"]`` with their saved dtypes."""
-        for state in checkpoint["optimizer_states"]:
-            self._zero().load_optimizer_state(state, saved)

@@ -11,7 +11,6 @@ import operator
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from pathlib import Path
 from typing import Any, TypeVar
 
 import lightning.pytorch as pl
@@ -23,7 +22,6 @@ from lightning.pytorch.plugins.precision import Precision as LightningPrecision
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
 from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
 from lightning.pytorch.trainer.connectors.signal_connector import _get_sigkill_signal
-from lightning.pytorch.utilities.migration.utils import pl_legacy_patch
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch import Tensor, nn
@@ -32,17 +30,15 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from trainer.arguments import refuse_other_package
-from trainer.checkpoint import sharded_files
-from trainer.checkpoint.checkpoint_io import CheckpointFiles, adopt, files_of, up_to_date, without_objects
-from trainer.checkpoint.optimizer_states import SavedDtypes, keep_dtypes
+from trainer.checkpoint.checkpoint_io import adopt
 from trainer.common import cluster
 from trainer.common.aliases import alias
 from trainer.common.collectives import Collectives
-from trainer.common.files import local_path
 from trainer.common.lightning_private import MultiProcessingLauncher, ScriptLauncher
 from trainer.common.module_tree import is_dense, parameters_of
 from trainer.common.session import Session
 from trainer.common.traits import unsupported_with
+from trainer.distributed.checkpoint_backend import CheckpointBackend
 from trainer.distributed.child_processes import children, leave_group_at_exit
 from trainer.distributed.initialisation import initialise
 from trainer.distributed.launchers import WatchedLauncher, signals_passed_on
@@ -50,8 +46,6 @@ from trainer.distributed.precision_plugin import PrecisionAdapter
 from trainer.distributed.sharding.wrap import restore_module
 from trainer.distributed.stalls import record_collectives
 from trainer.errors import (
-    CheckpointError,
-    CheckpointWriteError,
     ConfigurationError,
     PrecisionError,
     UnsupportedError,
@@ -162,6 +156,7 @@ class LightningEngine:
             )
         self._ddp = self.strategy if isinstance(self.strategy, DDPStrategy) else None  # read at every step
         self.collectives = self.build_collectives()
+        self.checkpoints = self.build_checkpoints()
         self.precision = precision.for_device(self.device)
         self.precision.check(self.device)
         self.gradients = self.build_gradients(self.precision.build_scaler(self.device))
@@ -181,6 +176,10 @@ class LightningEngine:
         """Build the operations of all processes."""
         return Collectives(self.strategy)
 
+    def build_checkpoints(self) -> CheckpointBackend:
+        """Build the operations on states and checkpoints."""
+        return CheckpointBackend(self)
+
     def build_gradients(self, scaler: LossScaler) -> Gradients:
         """Build the operations on gradients for the strategy."""
         return _StrategyGradients(scaler, self.strategy)
@@ -191,7 +190,8 @@ class LightningEngine:
         self.strategy.precision_plugin = self.adapter
 
     @property
-    def _run(self) -> RunState:
+    def run(self) -> RunState:
+        """The state of the Trainer's run."""
         return state_of(self._trainer)
 
     @property
@@ -214,7 +214,7 @@ class LightningEngine:
         launcher = self.strategy.launcher
         if isinstance(launcher, MultiProcessingLauncher):
             return partial(self._spawn, launcher)
-        if launcher is None and self._run.fits:
+        if launcher is None and self.run.fits:
             cluster.check_single_process(self.connector.cluster_environment)
         cluster.check_counts(self.connector.cluster_environment, self.strategy)
         return operator.call if launcher is None else partial(launcher.launch, trainer=self._trainer)
@@ -333,7 +333,7 @@ class LightningEngine:
 
     def setup(self, *, fitting: bool) -> None:
         """Move and wrap the module; in a fit, create the optimizers."""
-        session = self._run.session
+        session = self.run.session
         if not overrides(self.strategy, "setup_optimizers"):
             set_up = partial(set_up_optimizers, self.strategy, self)
             session.replace(self.strategy, "setup_optimizers", set_up)
@@ -448,124 +448,12 @@ class LightningEngine:
         if isinstance(self.model, DistributedDataParallel):
             self.model.require_forward_param_sync = False
 
-    def module_state(self) -> dict[str, Any]:
-        """Return the module's state dict. Sharded tensors stay sharded: :meth:`save` gathers them if necessary."""
-        return self.strategy.lightning_module_state_dict()
-
-    def load_module_state(self, checkpoint: Mapping[str, Any], strict: bool) -> None:
-        """Load ``checkpoint["state_dict"]``. Its tensors may be whole, or sharded like the module's."""
-        self.strategy.load_model_state_dict(checkpoint, strict=strict)
-
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the state dict of one optimizer."""
-        return self.strategy.optimizer_state(optimizer)
-
-    def load_optimizer_states(self, checkpoint: Mapping[str, Any], saved: SavedDtypes) -> None:
-        """Load ``checkpoint["optimizer_states"]`` with their saved dtypes, unless the strategy loads them itself.
-
-        Args:
-            checkpoint: the checkpoint. Tensors may be whole, or sharded like the parameters.
-            saved: the dtype of each parameter when the checkpoint was saved.
-        """
-        if self.strategy.lightning_restore_optimizer:
-            with keep_dtypes(self.optimizers, checkpoint["optimizer_states"], saved):
-                self.strategy.load_optimizer_state_dict(checkpoint)
-
     @property
     def communication(self) -> Communication | None:
         """How DDP communicates, in the current or the last run. None for its default: see ``communication_of``."""
         if isinstance(model := self.strategy.model, DistributedDataParallel):
             self._communication = communication_of(model)
         return self._communication
-
-    def save(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
-        """Write a checkpoint, a file from rank 0 or a folder from all ranks.
-
-        Waits until it is written, unless the checkpoint IO writes in the background. All processes must call it
-        together. For a file, sharded tensors are gathered one after the other.
-
-        Raises:
-            CheckpointError: on all ranks, if it, or an earlier one in the background, cannot be written.
-        """
-        write: Callable[[], Any]
-        if self.saves_shards:
-            write = self._files.wait  # may raise on rank 0 only, which removes old checkpoints
-        else:
-            whole = self.gathered(checkpoint)
-            write = partial(self.strategy.save_checkpoint, whole, path, storage_options=storage_options)
-        self._on_all(write, f"The checkpoint {path} was not written", CheckpointWriteError)
-        if self.saves_shards:
-            self.save_shards(checkpoint, path)
-
-    def save_shards(self, checkpoint: dict[str, Any], path: str | Path) -> None:
-        """Write a checkpoint as a folder; each process writes its part."""
-        self._files.save_shards(checkpoint, path, self.collectives.group("saves"))
-
-    @property
-    def saves_shards(self) -> bool:
-        """Whether the checkpoints are folders (``CheckpointFiles(sharded=True)``)."""
-        return getattr(files_of(self.strategy), "sharded", False)
-
-    @property
-    def _files(self) -> CheckpointFiles:
-        files = files_of(self.strategy)
-        assert files is not None
-        return files
-
-    def gathered(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
-        """Return ``checkpoint`` with full tensors instead of sharded ones, on rank 0.
-
-        All processes call this together.
-        """
-        return checkpoint
-
-    def template(self, place: tuple[str, ...], shape: torch.Size, dtype: torch.dtype) -> Tensor | None:
-        """Return a tensor to read a tensor of a sharded checkpoint into; None for a plain one in host memory."""
-        return None
-
-    def reads_parts(self, folder: Path) -> bool:
-        """Return whether the strategy itself reads the tensors of a sharded checkpoint, into the wrapped module."""
-        return False
-
-    def load(self, path: str | Path, weights_only: bool) -> dict[str, Any]:
-        """Read a checkpoint; from a folder, only the parts for this process.
-
-        All processes call this together if the checkpoint is a folder.
-        """
-        with pl_legacy_patch():
-            folder = local_path(path)
-            if folder is not None and folder.is_dir() and files_of(self.strategy) is not None:
-                checkpoint = self._load_shards(folder, weights_only)
-            else:
-                if folder is not None and (folder.parent / sharded_files.MANIFEST).is_file():
-                    raise CheckpointError(f"{folder} is a part of a checkpoint. Expected the folder: {folder.parent}")
-                with without_objects(self.strategy, path) if weights_only else nullcontext():
-                    checkpoint = self.strategy.load_checkpoint(path, weights_only=weights_only)
-            return up_to_date(checkpoint, path)
-
-    def _load_shards(self, folder: Path, weights_only: bool) -> dict[str, Any]:
-        """Read a folder. Each process verifies a part of the files."""
-        from trainer.checkpoint import shards
-
-        self._files.wait()
-        read = partial(
-            shards.read_whole, folder, weights_only=weights_only, template=self.template,
-            process=(self.global_rank, self.world_size), joins=not self.reads_parts(folder),
-        )  # fmt: skip
-        self._on_all(partial(sharded_files.verify, folder, self.global_rank, self.world_size), f"{folder} is damaged")
-        checkpoint: dict[str, Any] = self._on_all(read, f"{folder} cannot be read")
-        return checkpoint
-
-    def _on_all(self, work: Callable[[], Any], problem: str, kind: type[CheckpointError] = CheckpointError) -> Any:
-        """Call ``work`` on all ranks, and wait for all of them. If it raises on one, the others raise ``problem``."""
-        result, error = None, None
-        try:
-            result = work()
-        except Exception as raised:
-            error = raised
-        if self.collectives.any_rank(error is not None):
-            raise error or kind(f"{problem}; see the error of another process.")
-        return result
 
     def on_exception(self, error: BaseException) -> None:
         """Call ``on_exception`` of the strategy."""

@@ -30,6 +30,7 @@ from trainer.checkpoint.checkpoint_io import files_of
 from trainer.common.collectives import Collectives
 from trainer.common.lightning_private import optimizers_to_device, set_device_mesh, setup_device_mesh
 from trainer.common.module_tree import parameters_of
+from trainer.distributed.checkpoint_backend import CheckpointBackend
 from trainer.distributed.engine import LightningEngine
 from trainer.distributed.sharding import state_dicts as state
 from trainer.distributed.sharding.settings import IS_SUPPORTED, check_sharding, check_timeout
@@ -395,6 +396,35 @@ class ShardedCollectives(Collectives):
         return sums if copies == 1 else lambda: [value / copies for value in sums()]
 
 
+class ShardedCheckpoints(CheckpointBackend):
+    """The states of sharded parameters."""
+
+    _engine: ShardedEngine
+
+    def load(self, path: str | Path, weights_only: bool) -> dict[str, Any]:
+        """Read a checkpoint; a file is memory-mapped, so that no process holds all of it in memory."""
+        if (files := files_of(self._engine.strategy)) is not None:
+            files.maps_files = True
+        return super().load(path, weights_only)
+
+    def module_state(self) -> dict[str, Any]:
+        """Return the module's state dict, with sharded tensors."""
+        return self._engine.module.state_dict()
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Return the state dict of one optimizer, with sharded tensors."""
+        return optimizer.state_dict()
+
+    def gathered(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
+        """Return ``checkpoint`` with full tensors, on rank 0."""
+        whole: dict[str, Any] = state.gathered(checkpoint, self._engine.global_rank == 0)
+        return whole
+
+    def template(self, place: tuple[str, ...], shape: torch.Size, dtype: torch.dtype) -> Tensor | None:
+        """Return a tensor that is sharded like the parameter it belongs to."""
+        return state.template(self._engine.module, place, shape, dtype)
+
+
 class ShardedEngine(LightningEngine):
     """Lightning's launcher and collectives, with sharded parameters and gradients."""
 
@@ -406,6 +436,10 @@ class ShardedEngine(LightningEngine):
         """Build the operations on sharded gradients."""
         return ShardedGradients(scaler, self._sharded, self.device)
 
+    def build_checkpoints(self) -> CheckpointBackend:
+        """Build the operations on sharded states."""
+        return ShardedCheckpoints(self)
+
     def build_collectives(self) -> Collectives:
         """Build the operations of all processes, of which some may share a batch."""
         return ShardedCollectives(self.strategy)
@@ -413,29 +447,6 @@ class ShardedEngine(LightningEngine):
     def _sharded(self) -> ShardedModule:
         assert self.strategy.sharded is not None
         return self.strategy.sharded
-
-    def load(self, path: str | Path, weights_only: bool) -> dict[str, Any]:
-        """Read a checkpoint; a file is memory-mapped, so that no process holds all of it in memory."""
-        if (files := files_of(self.strategy)) is not None:
-            files.maps_files = True
-        return super().load(path, weights_only)
-
-    def module_state(self) -> dict[str, Any]:
-        """Return the module's state dict, with sharded tensors."""
-        return self.module.state_dict()
-
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the state dict of one optimizer, with sharded tensors."""
-        return optimizer.state_dict()
-
-    def gathered(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
-        """Return ``checkpoint`` with full tensors, on rank 0."""
-        whole: dict[str, Any] = state.gathered(checkpoint, self.global_rank == 0)
-        return whole
-
-    def template(self, place: tuple[str, ...], shape: torch.Size, dtype: torch.dtype) -> Tensor | None:
-        """Return a tensor that is sharded like the parameter it belongs to."""
-        return state.template(self.module, place, shape, dtype)
 
     @property
     def goes_through_wrapper(self) -> bool:
@@ -447,7 +458,7 @@ class ShardedEngine(LightningEngine):
         module = self.module
         if name == "training_step" and not module.automatic_optimization:
             renew = self._sharded().prepare_manual()
-            self._run.session.watch_steps(lambda: self.optimizers, after=renew)
+            self.run.session.watch_steps(lambda: self.optimizers, after=renew)
         return super().step_function(name)
 
     def _through_wrapper(self, name: str, *args: Any) -> Any:
@@ -475,7 +486,7 @@ class ShardedEngine(LightningEngine):
 
     def idle_forward(self) -> None:
         """Run the collectives of one forward of an evaluation."""
-        sharded, loop = self._sharded(), self._run.eval_loop
+        sharded, loop = self._sharded(), self.run.eval_loop
         assert loop is not None
         with torch.no_grad():
             sharded.idle.forward(f"{loop.stage}_step")

@@ -164,7 +164,8 @@ class CheckpointConnector(_CheckpointConnector):
             return
         # broadcast, because the other run may write a new best checkpoint meanwhile
         file = Path(engine.collectives.broadcast(str(self._weights)))
-        loaded = load_into(run.module, file, engine.load_module_state, weights_only, engine.template)
+        backend = engine.checkpoints
+        loaded = load_into(run.module, file, backend.load_module_state, weights_only, backend.template)
         averaging.follow(run)
         self.loaded_weights = loaded
         if run.is_global_zero:
@@ -261,7 +262,7 @@ class CheckpointConnector(_CheckpointConnector):
         to = model_checkpoints.on_first_rank(run.collectives, partial(self._newest_until, max_step))
         if to is None:
             return None
-        checkpoint = checkpoints.read(engine.load, to.path, None)
+        checkpoint = checkpoints.read(engine.checkpoints.load, to.path, None)
         states = checkpoints.process_states_in(checkpoint)
         apart = (Checkpoint, Timer)  # they count written files and time, which are not rolled back
         callbacks = [callback for callback in run.callbacks if not isinstance(callback, apart)]
@@ -364,7 +365,7 @@ class CheckpointConnector(_CheckpointConnector):
         """Read a checkpoint for the methods that restore parts of it."""
         self._ckpt_path = checkpoint_path
         if checkpoint_path:
-            self._loaded_checkpoint = checkpoints.read(self._engine.load, checkpoint_path, weights_only)
+            self._loaded_checkpoint = checkpoints.read(self._engine.checkpoints.load, checkpoint_path, weights_only)
 
     def restore(self, checkpoint_path: str | Path | None = None, weights_only: bool | None = None) -> None:
         """Restore all entries of a checkpoint of this run."""
@@ -372,7 +373,7 @@ class CheckpointConnector(_CheckpointConnector):
             return
         run = self._run
         engine = self._engine
-        checkpoint = checkpoints.read(engine.load, checkpoint_path, weights_only)
+        checkpoint = checkpoints.read(engine.checkpoints.load, checkpoint_path, weights_only)
         engine.collectives.barrier("restore")  # after this, rank 0 may remove the file, as a tuner does
         contents.load(run, checkpoint, "set-up")
         if not run.fits:

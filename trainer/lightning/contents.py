@@ -109,7 +109,7 @@ def _weights_entry(key: str, save: Callable[[Any, Checkpoint], Any], **more: Any
 
 def _load_weights(run: RunState, checkpoint: Checkpoint) -> None:
     weights = averaging.training_state(run, checkpoint)
-    run.engine.load_module_state(weights, strict=run.module.strict_loading)
+    run.engine.checkpoints.load_module_state(weights, strict=run.module.strict_loading)
 
 
 def _timed(run: RunState, name: str) -> AbstractContextManager[None]:
@@ -145,7 +145,8 @@ def _dump_parameters(run: RunState, checkpoint: Checkpoint) -> list[list[str]]:
 def _dump_processes(run: RunState, checkpoint: Checkpoint) -> list[Any]:
     engine, own = run.engine, run.process.dump()
     names = {name: name for name in checkpoint["state_dict"]}
-    return [packed(one, names) for one in ([own] if engine.saves_shards else engine.collectives.gather(own))]
+    states = [own] if engine.checkpoints.saves_shards else engine.collectives.gather(own)
+    return [packed(one, names) for one in states]
 
 
 def _dump_callbacks(run: RunState, _: Checkpoint, *, own: bool) -> Checkpoint:
@@ -195,7 +196,7 @@ ENTRIES: tuple[Entry, ...] = (
     Entry("", None, averaging.call_load_hook),
     _weights_entry("epoch", lambda run, _: run.epoch),
     _weights_entry("global_step", lambda run, _: run.global_step),
-    _weights_entry("state_dict", lambda run, _: run.engine.module_state(), load=_load_weights),
+    _weights_entry("state_dict", lambda run, _: run.engine.checkpoints.module_state(), load=_load_weights),
     _weights_entry("", _dump_datamodule, load=_load_datamodule),
     _weights_entry("pytorch-lightning_version", lambda *_: lightning.__version__),
     _weights_entry("loops", _dump_loops),

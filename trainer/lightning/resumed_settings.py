@@ -55,7 +55,7 @@ def continue_settings(run: RunState, checkpoint: dict[str, Any]) -> None:
     """
     engine, states = run.engine, checkpoint.get("optimizer_states", [])
     for index in _of_other_classes(run, checkpoint, "optimizer", states):
-        states[index] = engine.optimizer_state(engine.optimizers[index])
+        states[index] = engine.checkpoints.optimizer_state(engine.optimizers[index])
     schedules = [config.scheduler for config in engine.schedules]
     owners = [getattr(schedule, "optimizer", None) for schedule in schedules]
     saved_states = checkpoint.get("lr_schedulers", [])
