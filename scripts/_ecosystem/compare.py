@@ -64,7 +64,7 @@ KNOWN = [
         "metrics|resume|results|checkpoint|reload",
         r"",
         "Different on purpose",
-        "pass through float32 | are float64",
+        "are float64 (integer tensors on MPS: float32) in `callback_metrics`, loggers and progress bars",
         "digits",
     ),
     Known(
