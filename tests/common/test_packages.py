@@ -54,6 +54,23 @@ def test_imported_packages_are_declared():
     assert undeclared == set()
 
 
+@pytest.mark.parametrize(
+    ("name", "extras"), [("run", ("recipes", "report", "plots", "tensorboard")), ("test", ("dev",))]
+)
+def test_locks_have_the_pinned_versions_and_all_requirements(name, extras):
+    """After a change of a version or a requirement, run scripts/lock."""
+    text = (ROOT / "scripts" / "_locks" / f"{name}.txt").read_text()
+    locked = dict(re.findall(r"^([\w.-]+)==(\S+)", text, re.M))
+    assert all(re.search(rf"^{package}==.*\\\n    --hash=sha256:", text, re.M) for package in locked)
+    pinned = dict(re.findall(r"^([\w.-]+)==(\S+)", (ROOT / "constraints.txt").read_text(), re.M))
+    pinned = {package.lower().replace("_", "-"): version for package, version in pinned.items()}
+    assert {package: pinned.get(package, version) for package, version in locked.items()} == locked
+    (own,) = (Requirement(one) for one in PROJECT["optional-dependencies"]["dev"] if one.startswith("amp-trainer["))
+    extras = (*extras, *own.extras) if "dev" in extras else extras
+    wanted = [*PROJECT["dependencies"], *(one for extra in extras for one in PROJECT["optional-dependencies"][extra])]
+    assert {Requirement(one).name.lower() for one in wanted} - {"amp-trainer"} <= locked.keys()
+
+
 def test_modules_of_the_table_are_those_that_the_packages_install():
     modules = {module for extra in packages.EXTRAS.values() for module in extra}
     assert {module for module in modules if not packages.is_installed(module)} <= {"ray"}  # not in dev

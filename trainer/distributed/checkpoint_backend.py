@@ -17,21 +17,14 @@ from torch.optim import Optimizer
 from trainer.checkpoint import sharded_files
 from trainer.checkpoint.checkpoint_io import CheckpointFiles, files_of, up_to_date, without_objects
 from trainer.checkpoint.optimizer_states import SavedDtypes, keep_dtypes
-from trainer.common.collectives import Collectives
 from trainer.common.files import local_path
 from trainer.errors import CheckpointError, CheckpointWriteError
+from trainer.loop.engine_protocol import Engine
 
 
-class _Engine(Protocol):
-    collectives: Collectives
-    optimizers: list[Optimizer]
-
+class _Engine(Engine, Protocol):
     @property
     def strategy(self) -> Strategy: ...
-    @property
-    def global_rank(self) -> int: ...
-    @property
-    def world_size(self) -> int: ...
 
 
 class CheckpointBackend:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from trainer.loop.batch_path import ModuleCalls
@@ -53,7 +53,6 @@ class Engine(Protocol):
     kinds: dict[str, list[str]]
     device: torch.device
     module: LightningModule
-    model: nn.Module
     exposes_gradients: bool
     keeps_optimizers: bool
     supports_uneven_inputs: bool

@@ -174,7 +174,7 @@ class ModuleLog:
             if not value.is_inference():  # inference tensors have no version
                 store.copies.append((value, value._version, copy))
             value = copy
-        return value.reshape(())
+        return value.reshape(()) if value.dim() else value
 
     def _register(
         self,
