@@ -231,19 +231,17 @@ def tests(part: Part) -> None:
     found = re.findall(r"^(tests/\S+\.py)::(.*?) (PASSED|FAILED|ERROR|SKIPPED)", output, re.MULTILINE)
     if not found:
         raise NotRunError(f"pytest ran no test:\n{output[-1500:]}")
-    for file in files:
-        ends = [end for of, _, end in found if of == file]
-        names = [name for of, name, end in found if of == file and end in ("FAILED", "ERROR")]
-        if ends:
-            skipped = f", {ends.count('SKIPPED')} skipped" * ("SKIPPED" in ends)
-            measured = f"{ends.count('PASSED')} passed, {len(names)} failed{skipped}"
-            command_of_row = f"python -m pytest -m gpu {file}"
-            part.row(file, measured, DIFFERS if names else AGREES, "no failure", command_of_row)
-        for name in names:
-            part.row(f"{file}::{name}", "failed", DIFFERS, "passes", f"python -m pytest '{file}::{name}'")
+    ends = [end for *_, end in found]
+    bad = [f"{file}::{name}" for file, name, end in found if end in ("FAILED", "ERROR")]
+    skipped = f", {ends.count('SKIPPED')} skipped" * ("SKIPPED" in ends)
+    measured = f"{ends.count('PASSED')} passed, {len(bad)} failed{skipped}"
+    tested = f"{len({file for file, *_ in found})} files"
+    part.row(tested, measured, DIFFERS if bad else AGREES, "no failure", "python -m pytest -m gpu")
+    for name in bad:
+        part.row(name, "failed", DIFFERS, "passes", f"python -m pytest '{name}'")
     if not ended:
         part.row("all tests", f"{len(found)} in {limit:.0f} s, then stopped", NOT_RUN)
-    print(output[-3000:] if any(end in ("FAILED", "ERROR") for *_, end in found) else output[-200:])
+    print(output[-3000:] if bad else output[-200:])
 
 
 def diagnosis(part: Part) -> None:

@@ -7,6 +7,8 @@ import torch
 from _ecosystem.compare import KNOWN, differences
 from _ecosystem.describe import Describer
 
+from tests.scripts.conftest import loaded
+
 ROOT = Path(__file__).parents[2]
 
 PROGRAM = '''
@@ -67,12 +69,29 @@ def test_program_is_run_with_both_and_differences_are_named(tmp_path, python):
     text = page.read_text()
     assert "| tiny | tiny | same | same (1) | same | same (2) | same | same (1) | **differs** |" in text
     assert "(1) Arguments: the norm before clipping is logged as `grad_norm`." in text
-    assert f"tiny: torch {torch.__version__.partition('+')[0]}" in text
+    assert f"torch {torch.__version__.partition('+')[0]}." in text
     assert "\nold\n" not in text
     assert "| tiny | killed | fails |" in text
     saved = torch.load(tmp_path / "kept" / "tiny" / "tiny" / "ours" / "record.pt", weights_only=False)
     assert saved["hooks"]["1. fit: calls"]["Tiny.training_step"] == 3
     assert saved["resume"]["hooks: 2. fit: calls"]["callback.on_train_batch_end"] == 3  # the library builds our Trainer
+
+
+def test_cases_with_the_same_results_share_a_row():
+    with loaded("ecosystem") as script:
+        known = {"column": "metrics", "known": "a sentence of the guide"}
+        rows = [
+            script.Row("lib", "one", "lib 1.0, torch 2.15", columns=["weights", "metrics"], differences=[known]),
+            script.Row("lib", "two", "lib 1.0, torch 2.15", columns=["weights", "resume"]),
+            script.Row("lib", "bad", "torch 2.15", columns=["weights"], differences=[{**known, "known": ""}]),
+        ]
+        rows[2].differences[0]["column"] = "weights"
+        text = script.markdown(rows)
+    assert text.splitlines()[2:4] == [
+        "| lib | one, two | same | same (1) | - | - | - | same | - |",
+        "| lib | bad | **differs** | - | - | - | - | - | - |",
+    ]
+    assert text.endswith("on a CPU; lib 1.0, torch 2.15.")
 
 
 def record(**columns):
