@@ -75,6 +75,12 @@ def test_links_have_targets():
                 assert anchor in _anchors(path), (page, link)
 
 
+def test_tables_begin_with_a_heading():
+    for page in PAGES:
+        for table in re.findall(r"^\|.*(?:\n\|.*)*", without_blocks(page.read_text(encoding="utf-8")), re.MULTILINE):
+            assert re.match(r".*\n\|[-:| ]+(\n|$)", table), (page, table)
+
+
 @cache
 def _anchors(page):
     return anchors(page.read_text(encoding="utf-8"))
