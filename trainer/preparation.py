@@ -152,7 +152,7 @@ class Preparation:
         clip, norm_type = self._clipping()
         zeroes_as_usual = zero_grad is None and hooks.of("on_before_zero_grad").is_empty
         path = TrainingPath(
-            transfer=transfer,
+            transfer=transfer.__call__,
             on_batch_start=hooks.on_train_batch_start,
             forward_context=engine.forward_context("training_step"),
             step=step,
@@ -367,7 +367,7 @@ class Preparation:
         """Build the path of an evaluation batch: our functions or their overrides, and the wrappers around them."""
         engine, hooks = self._engine, self.hooks
         path = BatchPath(
-            transfer=self._transfer(),
+            transfer=self._transfer().__call__,
             on_batch_start=getattr(hooks, f"on_{loop.stage}_batch_start"),
             forward_context=engine.forward_context(loop.step_name),
             step=engine.step_function(loop.step_name),

@@ -46,6 +46,16 @@ class BatchPath:
     on_batch_end: Callable[..., Any]
     draws: bool = False
 
+    def of_dataloader(self, index: int) -> BatchPath:
+        """Return the path of one of several dataloaders, which passes its index to the step and to the hooks."""
+        return replace(
+            self,
+            transfer=lambda batch: self.transfer(batch, index),
+            on_batch_start=lambda *args: self.on_batch_start(*args, index),
+            step=lambda *args: self.step(*args, index),
+            on_batch_end=lambda *args: self.on_batch_end(*args, index),
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingPath(BatchPath):

@@ -208,16 +208,17 @@ class EvalLoop:
         if self.check_signals is not None:
             self.check_signals()
         progress, path = self.progress, self.path
-        batch = path.transfer(batch, dataloader_idx or 0)
-        indices = (batch_idx,) if dataloader_idx is None else (batch_idx, dataloader_idx)
+        if dataloader_idx is not None:
+            path = path.of_dataloader(dataloader_idx)
+        batch = path.transfer(batch)
         progress.batches += 1
         progress.batches_by_loader[dataloader_idx or 0] += 1
         progress.total_batches += 1
         self.metrics.begin_batch(batch, dataloader_idx)
-        path.on_batch_start(batch, *indices)
+        path.on_batch_start(batch, batch_idx)
         outer = self.hooks.scope.enter(self.step_name)
         with path.forward_context():
-            output = path.step(batch, *indices)
+            output = path.step(batch, batch_idx)
         self.hooks.scope.enter(outer)
         if batch_idx == 0:
             self.note_resets()
@@ -227,7 +228,7 @@ class EvalLoop:
                 warn("predict returned None. If this was on purpose, ignore this warning.")
         if self.keep_predictions:
             self.predictions[dataloader_idx or 0].append(output)
-        path.on_batch_end(output, batch, *indices)
+        path.on_batch_end(output, batch, batch_idx)
         self.metrics.end_batch()
         progress.batches_done += 1
         progress.total_done += 1
