@@ -27,7 +27,7 @@ from trainer.state import random_states
 from trainer.state.outcome import StepOutcome
 from trainer.state.progress import EPOCH_ENDED, STARTED, VALIDATING
 from trainer.state.random_states import State
-from trainer.state.snapshot import Lost, Snapshot, has, lost_in, selected
+from trainer.state.snapshot import Lost, Snapshot, lost_in, selected
 from trainer.state.stopping import EarlyStop
 
 _LOST_AT_SAVE = (
@@ -37,8 +37,7 @@ _LOST_AT_SAVE = (
 _REFUSED = {
     "iterator": "The position of an iterator cannot be saved: pass a second dataloader to `fit` in a `CombinedLoader`.",
     "generator": "Create the random generator on the CPU before the training begins.",
-    "hook": "The state of a communication hook is saved if its class is yours; its tensors only with"
-    " DDPStrategy(find_unused_parameters=True), which keeps the buckets of gradients.",
+    "hook": "The state of a communication hook of DDP is not saved. Use a hook without a state.",
     "weights": "Under DDP, embeddings with max_norm get other weights in each process; the checkpoint has those of the"
     " first. Normalize the rows in the forward pass instead.",
     "buffer": "Create the modules of these buffers before the training begins, such as in configure_model.",
@@ -223,8 +222,8 @@ class ProcessState:
 
     def _report_lost(self, program: State) -> None:
         """Warn of values that a checkpoint lacks, once for each."""
-        found = (*lost_in(program), *self._lost_by_ddp(program).values())
-        if lost := [one for one in found if one not in self._reported]:
+        unsaved = (*lost_in(program), *self._engine.lost_by_ddp)
+        if lost := [one for one in unsaved if one not in self._reported]:
             self._reported.update(lost)
             rank_zero_warn(_LOST_AT_SAVE.format(names=join_first(dict.fromkeys(one.name for one in lost), 5)))
 
@@ -234,8 +233,7 @@ class ProcessState:
         Raises:
             ResumeError: if one of these values would change the run (see ``_REFUSED``), and the resume must be exact.
         """
-        by_ddp = self._lost_by_ddp(state)
-        lost = [*self._run.program.write(state, skip=self.set_by_hooks | by_ddp.keys()), *by_ddp.values()]
+        lost = [*self._run.program.write(state, skip=self.set_by_hooks), *self._engine.lost_by_ddp]
         self.set_by_hooks = set()
         self._engine.follow_trained_parameters()
         self._metrics.clear_results()
@@ -251,22 +249,6 @@ class ProcessState:
             if names := join_first(dict.fromkeys(one.name for one in lost if one.reason == reason), 5):
                 problem = f"The run would not continue exactly: {names} cannot be restored."
                 refuse_inexact(problem, remedy, exact=self._run.exact_resume)
-
-    def _lost_by_ddp(self, state: State) -> dict[tuple[str, str], Lost]:
-        """Return the values of communication hooks, and the weights, that are not restored, by path and name."""
-        found, communicates = dict[tuple[str, str], Lost](), self._engine.communication
-        if communicates is None:
-            return found
-        if communicates.diverges:
-            found["", ""] = Lost("the weights of each process", "weights")
-        for number, holder in enumerate(communicates.holders):
-            path, kind = f"hooks.{number}", type(holder).__name__
-            if path not in self._run.program.objects:
-                found[path, ""] = Lost(kind, "hook")
-            elif not communicates.keeps_buckets:
-                values = state.get(path, ["", {}])[1]
-                found |= {(path, n): Lost(f"{kind}.{n}", "hook") for n, value in values.items() if has(value, "tensor")}
-        return found
 
     # --- metrics, counters, the accumulation window -----------------------------------------------------------
 

@@ -11,6 +11,7 @@ import operator
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from itertools import chain
 from typing import Any, TypeVar
 
 import lightning.pytorch as pl
@@ -45,12 +46,7 @@ from trainer.distributed.launchers import WatchedLauncher, signals_passed_on
 from trainer.distributed.precision_plugin import PrecisionAdapter
 from trainer.distributed.sharding.wrap import restore_module
 from trainer.distributed.stalls import record_collectives
-from trainer.errors import (
-    ConfigurationError,
-    PrecisionError,
-    UnsupportedError,
-    join_first,
-)
+from trainer.errors import ConfigurationError, PrecisionError, UnsupportedError, join_first
 from trainer.loop.batch_path import ModuleCalls
 from trainer.loop.gradients import Gradients, zero_loss
 from trainer.loop.optimizers import set_up_optimizers
@@ -58,12 +54,14 @@ from trainer.loop.overrides import overridden, overrides
 from trainer.loop.run_state import RunState, state_of
 from trainer.precision.base import Precision
 from trainer.precision.scaler import LossScaler
-from trainer.state.communication import Communication, communication_of
+from trainer.state.snapshot import Lost
 
 T = TypeVar("T")
 _CALLED_WITH = {"backward": ("pre_backward", "post_backward"), "training_step": ("post_training_step",)}
 """By method of a strategy: the methods that run together with it. If one of them is overridden, all are called."""
 _NULL_CONTEXT: AbstractContextManager[None] = nullcontext()
+_WITHOUT_STATE = (type(None), torch.distributed.ProcessGroup, nn.Module)
+"""The types of values that communication hooks get instead of a state."""
 
 
 class LightningEngine:
@@ -167,7 +165,7 @@ class LightningEngine:
                 launcher.cluster_environment, launcher.num_processes, launcher.num_nodes
             )
         self.kinds: dict[str, list[str]] = {}
-        self._communication: Communication | None = None
+        self._lost_by_ddp: list[Lost] = []
         self._parameters: list[torch.nn.Parameter] = []  # of the module when DDP registered them
         self._trained: list[bool] = []  # `requires_grad` of each of them
         self._take_strategy()
@@ -449,11 +447,11 @@ class LightningEngine:
             self.model.require_forward_param_sync = False
 
     @property
-    def communication(self) -> Communication | None:
-        """How DDP communicates, in the current or the last run. None for its default: see ``communication_of``."""
+    def lost_by_ddp(self) -> list[Lost]:
+        """The values that DDP keeps in each process and no checkpoint has, in the current or the last run."""
         if isinstance(model := self.strategy.model, DistributedDataParallel):
-            self._communication = communication_of(model)
-        return self._communication
+            self._lost_by_ddp = _lost_by_ddp(model)
+        return self._lost_by_ddp
 
     def on_exception(self, error: BaseException) -> None:
         """Call ``on_exception`` of the strategy."""
@@ -554,6 +552,17 @@ def _run_idle_forward(model: Any) -> None:
     if isinstance(model, DistributedDataParallel):
         model._pre_forward(None)  # type: ignore[no-untyped-call]  # without an input, DDP fails if it moves inputs
         model._post_forward(None)  # type: ignore[no-untyped-call]
+
+
+def _lost_by_ddp(model: DistributedDataParallel) -> list[Lost]:
+    """Return the states of hooks and, with ``max_norm``, the weights: each process normalizes the rows that it uses."""
+    states = chain.from_iterable((state, getattr(hook, "__self__", None)) for hook, state in model._comm_hooks)
+    embeddings = (module for module in model.modules() if isinstance(module, (nn.Embedding, nn.EmbeddingBag)))
+    normalizes = any(module.max_norm is not None for module in embeddings)
+    return [
+        *(Lost(type(state).__name__, "hook") for state in states if not isinstance(state, _WITHOUT_STATE)),
+        *([Lost("the weights of each process", "weights")] if normalizes else []),
+    ]
 
 
 def _all_reduce_max(flag: Tensor) -> None:

@@ -250,8 +250,6 @@ def snapshot_of(run: RunState) -> Snapshot:
         **averages,
     }
     roots |= {f"optimizers.{number}": optimizer for number, optimizer in enumerate(run.optimizers)}
-    if engine.communication is not None:
-        roots |= {f"hooks.{number}": holder for number, holder in enumerate(engine.communication.holders)}
     return Snapshot(roots, rules)
 
 
