@@ -233,29 +233,3 @@ def test_overridden_methods_are_called_in_each_fit(tmp_path):
         assert len(updates) == BATCHES * EPOCHS * number
         assert average.should_update is should
         assert average._average_model.n_averaged == 1
-
-
-def test_change_of_the_weights_in_on_load_checkpoint_applies_to_the_training_weights(tmp_path):
-    """Replaced, in place, renamed; a change of ``current_model_state`` itself is kept."""
-
-    class Changes(Module):
-        def on_load_checkpoint(self, checkpoint):
-            state = checkpoint["state_dict"] = dict(checkpoint["state_dict"])
-            state["net.0.weight"] = torch.zeros_like(state["net.0.weight"])
-            state["net.0.bias"].fill_(2.0)
-            state["net.1.weight"].fill_(3.0)
-            checkpoint["current_model_state"]["net.1.weight"].fill_(4.0)
-            self.rest = {name: value.clone() for name, value in checkpoint["current_model_state"].items()}
-
-        def on_train_start(self):
-            self.began = copy_of(self)
-
-    trainer, *_ = fit(tmp_path, EMAWeightAveraging(decay=0.5))
-    trainer.save_checkpoint(tmp_path / "x.ckpt")
-    path = next(path for path in sorted(tmp_path.glob("*.ckpt")) if "current_model_state" in torch.load(path))
-    _, module, *_ = fit(tmp_path / "again", EMAWeightAveraging(decay=0.5), kind=Changes, ckpt_path=path, saves=False)
-    values = {"net.0.weight": 0.0, "net.0.bias": 2.0, "net.1.weight": 4.0}
-    expected = {
-        name: torch.full_like(value, values[name]) if name in values else value for name, value in module.rest.items()
-    }
-    assert_identical(module.began, expected)

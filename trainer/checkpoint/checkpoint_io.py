@@ -27,7 +27,6 @@ from trainer.checkpoint.host_copy import on_host
 from trainer.checkpoint.inert import allow_stand_ins
 from trainer.checkpoint.manifest import facts_of
 from trainer.common.files import local_path
-from trainer.common.session import Session
 from trainer.errors import CheckpointError, CheckpointWriteError, ConfigurationError, expect, rank_zero_warn
 
 _LAUNCHER_FILE = ".temp.ckpt"  # file that Lightning's launchers use to return weights to the main process
@@ -363,34 +362,6 @@ def adopt(strategy: Strategy) -> None:
         strategy.checkpoint_io = CheckpointFiles()
     elif isinstance(given, _WrappingCheckpointIO) and given.checkpoint_io is None:
         given.checkpoint_io = CheckpointFiles()  # AsyncCheckpointIO() without an argument
-
-
-def order_removals(strategy: Strategy, session: Session) -> None:
-    """Make Lightning's ``AsyncCheckpointIO`` remove checkpoints after earlier saves, until ``session`` closes."""
-    io: Any = strategy.checkpoint_io
-    while isinstance(io, _WrappingCheckpointIO):
-        own = vars(io).get("remove_checkpoint") or type(io).remove_checkpoint
-        if isinstance(io, AsyncCheckpointIO) and own is _WrappingCheckpointIO.remove_checkpoint:
-            session.replace(io, "remove_checkpoint", partial(_remove_after_saves, io))
-        io = io.checkpoint_io
-
-
-def _remove_after_saves(io: AsyncCheckpointIO, path: str | Path) -> None:
-    """Remove a checkpoint after the saves in the background, because one of them may not have written it yet.
-
-    Lightning removes it at once: if saves take longer than the training between them, every checkpoint stays.
-    """
-    if io._executor is None:
-        _WrappingCheckpointIO.remove_checkpoint(io, path)
-    else:
-        io._executor.submit(_remove, io, path)
-
-
-def _remove(io: AsyncCheckpointIO, path: str | Path) -> None:
-    try:
-        _WrappingCheckpointIO.remove_checkpoint(io, path)
-    except BaseException as error:  # raised by the next save or `teardown`, as the errors of saves are
-        io._error = error
 
 
 def files_of(strategy: Strategy) -> CheckpointFiles | None:

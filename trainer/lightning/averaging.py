@@ -112,35 +112,6 @@ def shard_averages(run: RunState, session: Session) -> None:
             session.replace(callback, "_load_average_model_state", partial(_load_swa, callback))
 
 
-def call_load_hook(run: RunState, checkpoint: dict[str, Any]) -> None:
-    """Call the module's ``on_load_checkpoint``, and change the training weights as it has changed the average."""
-    module = run.module
-    if "current_model_state" not in checkpoint:  # of a run without averages
-        module.on_load_checkpoint(checkpoint)
-        return
-
-    def versions(key: str) -> dict[str, tuple[int, int]]:
-        return {name: (id(value), _version(value)) for name, value in (checkpoint.get(key) or {}).items()}
-
-    both = "state_dict", "current_model_state"
-    held = [dict(checkpoint.get(key) or {}) for key in both]  # so that the ids stay those of these values
-    before = [versions(key) for key in both]
-    module.on_load_checkpoint(checkpoint)
-    trained: Any = checkpoint.get(both[1])
-    after = [versions(key) for key in both]
-    for name in (before[0].keys() | after[0].keys()) if trained else ():
-        is_changed, own_is_changed = (then.get(name) != now.get(name) for then, now in zip(before, after, strict=True))
-        if is_changed and not own_is_changed:  # the hook may have changed both
-            trained.pop(name, None)
-            if name in after[0]:
-                trained[name] = deepcopy(checkpoint["state_dict"][name])
-    del held
-
-
-def _version(value: Any) -> int:
-    return value._version if isinstance(value, Tensor) and not value.is_inference() else 0
-
-
 def training_state(run: RunState, checkpoint: dict[str, Any]) -> dict[str, Any]:
     """Return a checkpoint that a fit loads the module from: with the training weights instead of their average.
 

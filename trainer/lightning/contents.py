@@ -193,7 +193,7 @@ def _make_loadable(run: RunState, checkpoint: Checkpoint) -> None:
 
 ENTRIES: tuple[Entry, ...] = (
     # may change the entries that are loaded after it
-    Entry("", None, averaging.call_load_hook),
+    Entry("", None, lambda run, checkpoint: run.module.on_load_checkpoint(checkpoint)),
     _weights_entry("epoch", lambda run, _: run.epoch),
     _weights_entry("global_step", lambda run, _: run.global_step),
     _weights_entry("state_dict", lambda run, _: run.engine.checkpoints.module_state(), load=_load_weights),

@@ -14,10 +14,7 @@ from lightning.pytorch.callbacks import ProgressBar as AnyProgressBar
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.profilers import Profiler
-from lightning.pytorch.utilities.model_summary.model_summary import get_formatted_model_size, get_human_readable_count
 from lightning_utilities.core.imports import RequirementCache
-from rich import get_console
-from rich.table import Table
 
 from trainer.arguments import check, refuse_other_package, refuse_twice
 from trainer.callbacks.alignment_advisor import AlignmentAdvisor
@@ -38,50 +35,13 @@ if TYPE_CHECKING:
 
 
 class _ModelSummary(RichModelSummary):
-    """Lightning's summary, without its warning about sizes in mixed precision, because the weights are float32.
-
-    FLOPs are left out if they are unknown: Lightning counts them for a module that has an ``example_input_array``, and
-    prints 0 for others.
-    """
+    """Lightning's summary, without its warning about sizes in mixed precision, because the weights are float32."""
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: LightningModule) -> None:
         """Print the summary."""
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Precision .* is not supported by the model summary")
             super().on_fit_start(trainer, pl_module)
-
-    @staticmethod
-    def summarize(
-        summary_data: list[tuple[str, list[str]]],
-        total_parameters: int,
-        trainable_parameters: int,
-        model_size: float,
-        total_training_modes: dict[str, int],
-        total_flops: int,
-        **summarize_kwargs: Any,
-    ) -> None:
-        """Print the table, and the totals below it."""
-        shown = dict(summary_data)
-        if not total_flops:
-            del shown["FLOPs"]
-        table = Table(header_style=summarize_kwargs.get("header_style", "bold magenta"))
-        for name in shown:
-            table.add_column(name, justify="right" if name.startswith(("Params", "FLOPs")) else "left")
-        for row in zip(*shown.values(), strict=True):
-            table.add_row(*row)
-        totals = {
-            "Trainable params": get_human_readable_count(trainable_parameters),
-            "Non-trainable params": get_human_readable_count(total_parameters - trainable_parameters),
-            "Total params": get_human_readable_count(total_parameters),
-            "Total estimated model params size (MB)": get_formatted_model_size(model_size),
-            "Modules in train mode": total_training_modes["train"],
-            "Modules in eval mode": total_training_modes["eval"],
-            **({"Total FLOPs": get_human_readable_count(total_flops)} if total_flops else {}),
-        }
-        console = get_console()
-        console.print(table)
-        lines = [f"[bold]{name}[/]: {total}".rstrip() for name, total in totals.items()]
-        console.print("\n".join(lines), highlight=False)  # one call, because each print is a separate box in a notebook
 
 
 def build_callbacks(
