@@ -135,8 +135,8 @@ class ProcessState:
     def begin_validation(self) -> None:
         """Copy the state before a validation inside a fit, without weights. A run that resumes inside it repeats it."""
         module = self._run.module
-        self._before_validation = {part.key: part.save({}) for part in self._parts() if part.is_repeated}
-        self._training_modes = {part: part.training for part in module.modules()}
+        self._before_validation = {entry.key: entry.save({}) for entry in self._parts() if entry.is_repeated}
+        self._training_modes = {submodule: submodule.training for submodule in module.modules()}
 
     def end_validation(self) -> None:
         """Drop the state from before the validation."""
@@ -146,10 +146,10 @@ class ProcessState:
         """Return the state of this process, as it is between two batches."""
         state: dict[str, Any] = {}
         before = self._before_validation if self._progress.position is VALIDATING else {}
-        for part in self._parts():
-            value = before[part.key] if part.is_repeated and before else part.save(state)
+        for entry in self._parts():
+            value = before[entry.key] if entry.is_repeated and before else entry.save(state)
             if value is not None:
-                state[part.key] = value
+                state[entry.key] = value
         self._report_lost(state["program"])
         if self._engine.world_size == 1:
             return state
@@ -167,9 +167,9 @@ class ProcessState:
                 waits for them is always restored.
         """
         limits = self._loop.limits
-        for part in self._parts():
-            if part.load is not None and part.key in state:
-                part.load(state[part.key])
+        for entry in self._parts():
+            if entry.load is not None and entry.key in state:
+                entry.load(state[entry.key])
         # a stop that waits for `min_epochs` or `min_steps` stays pending
         stop = state["should_stop"]
         if stop and not limits.should_stop and (stops or not limits.may_stop()):
@@ -196,10 +196,10 @@ class ProcessState:
         if engine.data_parallel_size > 1:
             unit = first["window"].get("shared_unit")
             window["shared_unit"] = window.get("unit", 1.0) if unit is None else unit
-        own = states[rank]["rng"] if rank < len(states) else random_states.derived(first["rng"], rank)
+        rng = states[rank]["rng"] if rank < len(states) else random_states.derived(first["rng"], rank)
         return {
             **first,
-            "rng": own,
+            "rng": rng,
             "metrics": shared_among(number, [state["metrics"] for state in states]),
             "program": program,
             "should_stop": next((stop for state in states if (stop := state["should_stop"])), False),
@@ -214,8 +214,8 @@ class ProcessState:
         if self._is_in_batch and not self._run.is_automatic:
             for _, values in state.values():
                 values.pop(":requires_grad", None)  # `toggle_optimizer` has changed it only for this batch
-        loops = [one for _, one in self._eval_loops()] + [self._loop] * self._ends_epoch
-        logged = [metrics.name_of(entry.metric) for one in loops for entry in one.metrics.entries.values()]
+        loops = [loop for _, loop in self._eval_loops()] + [self._loop] * self._ends_epoch
+        logged = [metrics.name_of(entry.metric) for loop in loops for entry in loop.metrics.entries.values()]
         reset = metrics.without_updates(but=filter(None, logged))  # these are reset with the other logged values
         names = metrics.states_in_snapshot(reset)
         return selected(state, lambda path, name: name not in names.get(path, ()))
@@ -223,9 +223,9 @@ class ProcessState:
     def _report_lost(self, program: State) -> None:
         """Warn of values that a checkpoint lacks, once for each."""
         unsaved = (*lost_in(program), *self._engine.lost_by_ddp)
-        if lost := [one for one in unsaved if one not in self._reported]:
+        if lost := [value for value in unsaved if value not in self._reported]:
             self._reported.update(lost)
-            rank_zero_warn(_LOST_AT_SAVE.format(names=join_first(dict.fromkeys(one.name for one in lost), 5)))
+            rank_zero_warn(_LOST_AT_SAVE.format(names=join_first(dict.fromkeys(value.name for value in lost), 5)))
 
     def _restore_program(self, state: State) -> None:
         """Restore the user's objects, except the values that hooks have set.
@@ -237,16 +237,16 @@ class ProcessState:
         self.set_by_hooks = set()
         self._engine.follow_trained_parameters()
         self._metrics.clear_results()
-        others = [one for one in lost if one.reason not in _REFUSED]
+        others = [value for value in lost if value.reason not in _REFUSED]
         if others:
-            names = join_first(dict.fromkeys(one.name for one in others), 5)
+            names = join_first(dict.fromkeys(value.name for value in others), 5)
             warn(
                 f"These values of the program are not restored: {names}. All others are. The checkpoint does not have"
                 " them, or the program has other objects now. If the training depends on them, save and load them in"
                 " `on_save_checkpoint` and `on_load_checkpoint`; register large tensors as buffers."
             )
         for reason, remedy in _REFUSED.items():
-            if names := join_first(dict.fromkeys(one.name for one in lost if one.reason == reason), 5):
+            if names := join_first(dict.fromkeys(value.name for value in lost if value.reason == reason), 5):
                 problem = f"The run would not continue exactly: {names} cannot be restored."
                 refuse_inexact(problem, remedy, exact=self._run.exact_resume)
 
@@ -283,8 +283,8 @@ class ProcessState:
             getattr(self._run.published, name).update(found)
 
     def _restore_seen_batches(self, state: State) -> None:
-        for name, one in self._eval_loops():
-            one.progress.seen_batches.update(state.get(name, {}))
+        for name, loop in self._eval_loops():
+            loop.progress.seen_batches.update(state.get(name, {}))
 
     def _outcome(self, _: State) -> list[Any]:
         update = self._loop.update
@@ -337,12 +337,12 @@ class ProcessState:
     def _early_stopping(self, _: State) -> State | None:
         """Return the states of the callbacks, because a training metric may differ between processes."""
         callbacks = self._early_stopping_callbacks() if self._engine.world_size > 1 else []
-        return {one.state_key: one.state_dict() for one in callbacks} or None
+        return {callback.state_key: callback.state_dict() for callback in callbacks} or None
 
     def _restore_early_stopping(self, state: State) -> None:
         for callback in self._early_stopping_callbacks():
-            if (own := state.get(callback.state_key)) is not None:
-                callback.load_state_dict({**own, "patience": callback.patience})
+            if (saved := state.get(callback.state_key)) is not None:
+                callback.load_state_dict({**saved, "patience": callback.patience})
 
     def _restore_next(self, exchanges: bool) -> None:
         if not exchanges:
@@ -357,10 +357,10 @@ class ProcessState:
         """
         engine, named = self._engine, dict(self._run.module.named_parameters())
         yield from named.items()
-        own, number = set(map(id, named.values())), 0
+        known, number = set(map(id, named.values())), 0
         for optimizer in engine.optimizers if engine.exposes_gradients else ():  # others may hold flat copies
             for parameter in parameters_of(optimizer):
-                if id(parameter) not in own:
+                if id(parameter) not in known:
                     yield f"outside parameter {number}", parameter
                     number += 1
 
@@ -413,7 +413,7 @@ class ProcessState:
         gradients.load_state_dict(parameters, state)
 
     def _seen_batches(self, _: State) -> dict[str, dict[int, int]]:
-        return {name: dict(one.progress.seen_batches) for name, one in self._eval_loops()}
+        return {name: dict(loop.progress.seen_batches) for name, loop in self._eval_loops()}
 
     def _eval_loops(self) -> Iterator[tuple[str, Any]]:
         return ((loop.stage, loop) for loop in set(self._loops_of_stages.values()))

@@ -147,8 +147,8 @@ class DeepSpeedStrategy(ShardingStrategy, LightningDeepSpeedStrategy):
         self.scaling: dict[str, float] = {}
         given = initial_scale_power, loss_scale_window, hysteresis, min_loss_scale, loss_scale
         for name, value in zip(_SCALING, given, strict=True):
-            self.scaling[name] = found = self._set_default(("fp16", name), value, _SCALING[name], name)
-            expect(isinstance(found, (int, float)) and found >= 0, "a number of at least 0", **{name: found})
+            self.scaling[name] = chosen = self._set_default(("fp16", name), value, _SCALING[name], name)
+            expect(isinstance(chosen, (int, float)) and chosen >= 0, "a number of at least 0", **{name: chosen})
         self._check()
         self.zero: ZeroModule | None = None
 
@@ -171,13 +171,13 @@ class DeepSpeedStrategy(ShardingStrategy, LightningDeepSpeedStrategy):
     def _set_default(self, place: tuple[str, str], given: Any, default: Any, argument: str) -> Any:
         """Set a value in the config if it is missing there, and return the value of the config."""
         block = self.config.setdefault(place[0], {})
-        found = block.setdefault(place[1], default if given is None else given)
-        if given is not None and found != given:
+        chosen = block.setdefault(place[1], default if given is None else given)
+        if given is not None and chosen != given:
             raise ConfigurationError(
-                f"Got DeepSpeedStrategy({argument}={given!r}) and {place[1]!r}: {found!r} in its config, expected one"
+                f"Got DeepSpeedStrategy({argument}={given!r}) and {place[1]!r}: {chosen!r} in its config, expected one"
                 " of them."
             )
-        return found
+        return chosen
 
     def _offload(self, name: str, wanted: bool | None) -> None:
         block = self.config["zero_optimization"]
@@ -250,9 +250,9 @@ class DeepSpeedStrategy(ShardingStrategy, LightningDeepSpeedStrategy):
         from deepspeed.accelerator import get_accelerator
 
         deepspeed.utils.logging.logger.setLevel("ERROR")
-        if (found := get_accelerator().device_name()) != device:
+        if (used := get_accelerator().device_name()) != device:
             raise ConfigurationError(
-                f"Got accelerator={device!r}, but DeepSpeed uses {found!r}. Set the environment variable"
+                f"Got accelerator={device!r}, but DeepSpeed uses {used!r}. Set the environment variable"
                 f" DS_ACCELERATOR={device}."
             )
         if self.precision_plugin.precision == "16-mixed" and not get_accelerator().is_fp16_supported():
@@ -328,7 +328,7 @@ def _check_blocks(config: dict[str, Any], names: Iterable[str]) -> None:
 
 def _without_auto(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {str(name): _without_auto(one) for name, one in value.items() if one not in ("auto", None)}
+        return {str(name): _without_auto(item) for name, item in value.items() if item not in ("auto", None)}
     return [_without_auto(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 

@@ -204,7 +204,7 @@ class LightningEngine:
         wrapped optimizer: a common way to count one step per batch of a GAN.
         """
         wrapped = self.strategy._lightning_optimizers
-        return all(one._on_after_step is do_nothing_closure for one in wrapped if one.optimizer is optimizer)
+        return all(w._on_after_step is do_nothing_closure for w in wrapped if w.optimizer is optimizer)
 
     @property
     def launch(self) -> Callable[..., Any]:
@@ -268,16 +268,16 @@ class LightningEngine:
         self.strategy.connect(module)  # type: ignore[arg-type]
 
     def _refuse_overrides(self) -> None:
-        kind = type(self.strategy).__name__
+        owner = type(self.strategy).__name__
         for name in self.uncalled:
             if overrides(self.strategy, name):
                 raise UnsupportedError(
-                    f"Got {kind} with its own `{name}`, which is never called, because this strategy does not use it."
+                    f"Got {owner} with its own `{name}`, which is never called, because this strategy does not use it."
                     f" Override `LightningModule.{self.uncalled[name]}` instead, or use strategy='ddp'."
                 )
         if self.strategy.handles_gradient_accumulation and not self.accumulates:
             raise UnsupportedError(
-                f"Got {kind}.handles_gradient_accumulation=True, expected False: the Trainer accumulates gradients by"
+                f"Got {owner}.handles_gradient_accumulation=True, expected False: the Trainer accumulates gradients by"
                 " itself. Remove the override."
             )
 
@@ -291,7 +291,7 @@ class LightningEngine:
         strategy = self.strategy
         inner = _CALLED_WITH.get(name, ())
         averages = name == "optimizer_step" and self._averages_weights
-        if not averages and not any(overrides(strategy, one) for one in (name, *inner)):
+        if not averages and not any(overrides(strategy, method_name) for method_name in (name, *inner)):
             return None
         method: Callable[..., Any] = getattr(strategy, name)
         return method
@@ -384,8 +384,9 @@ class LightningEngine:
         """
         method = getattr(self.module, name)
         step: Callable[..., Any] = method
-        if (own := self.override_of(name)) is not None:
-            step = partial(_call_after_step, own, self.strategy.post_training_step) if name == "training_step" else own
+        if (override := self.override_of(name)) is not None:
+            after = self.strategy.post_training_step if name == "training_step" else None
+            step = override if after is None else partial(_call_after_step, override, after)
         elif self.goes_through_wrapper:
             step = partial(self._through_wrapper, name)
         if not is_param_in_hook_signature(method, "batch_idx", min_args=2):
@@ -534,9 +535,9 @@ def _refuse_outside_parameters(module: torch.nn.Module, optimizers: Iterable[Opt
     """Raise an error if an optimizer trains parameters that are not the module's: their gradients are not averaged."""
     if not isinstance(module, (DistributedDataParallel, FSDPModule)):
         return
-    own = {id(parameter) for parameter in module.parameters()}
-    found = (parameter for optimizer in optimizers for parameter in parameters_of(optimizer))
-    if outside := [tuple(parameter.shape) for parameter in found if id(parameter) not in own]:
+    inside = {id(parameter) for parameter in module.parameters()}
+    trained = (parameter for optimizer in optimizers for parameter in parameters_of(optimizer))
+    if outside := [tuple(parameter.shape) for parameter in trained if id(parameter) not in inside]:
         raise UnsupportedError(
             f"Got an optimizer of parameters that are not the module's, with the shapes {join_first(outside, 4)}: their"
             " gradients would not be averaged over the processes. Make them part of the module: assign modules as"

@@ -24,14 +24,14 @@ def build_engine(trainer: pl.Trainer, precision: Precision, plugins: Any, **opti
         UnsupportedError: if it is FSDP1 (the message contains the alternative), or DeepSpeed and that is not installed.
     """
     given = options["strategy"] = _replacement(options.get("strategy"))
-    kind: type[LightningEngine] = LightningEngine
+    engine_class: type[LightningEngine] = LightningEngine
     if isinstance(given, FSDP2Strategy):
-        kind = ShardedEngine
+        engine_class = ShardedEngine
     elif isinstance(given, LightningDeepSpeedStrategy):
         from trainer.distributed.deepspeed_engine import DeepSpeedEngine
 
-        kind = DeepSpeedEngine
-    return kind(trainer, precision, plugins, **options)
+        engine_class = DeepSpeedEngine
+    return engine_class(trainer, precision, plugins, **options)
 
 
 def _replacement(strategy: Any) -> Any:
@@ -69,11 +69,11 @@ def _replacement(strategy: Any) -> Any:
     return strategy
 
 
-def _refuse_overrides(strategy: Any, kind: type, replacement: str) -> None:
+def _refuse_overrides(strategy: Any, base: type, replacement: str) -> None:
     """Refuse methods that would be lost, because only the settings of the strategy are used."""
-    if names := overridden(strategy, kind):
+    if names := overridden(strategy, base):
         raise UnsupportedError(
             f"Got {type(strategy).__name__} with its own `{names[0]}`, which is never called, because only the settings"
-            f" of a {kind.__name__} are used. Derive from {replacement} instead, or override a method of the"
+            f" of a {base.__name__} are used. Derive from {replacement} instead, or override a method of the"
             " LightningModule."
         )

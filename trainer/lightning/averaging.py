@@ -53,8 +53,8 @@ def defer_copies(run: RunState, session: Session) -> None:
     if not run.is_sharded:
         return
     for callback in run.callbacks:
-        for kind in (WeightAveraging, StochasticWeightAveraging):
-            if isinstance(callback, kind) and _is_default(callback, kind, "setup"):
+        for base in (WeightAveraging, StochasticWeightAveraging):
+            if isinstance(callback, base) and _is_default(callback, base, "setup"):
                 session.replace(callback, "setup", _skip_copy)
 
 
@@ -175,9 +175,9 @@ def training_weights(callbacks: Iterable[Any], module: LightningModule) -> Itera
             swap(module)
 
 
-def _is_default(callback: Any, kind: type, name: str) -> bool:
+def _is_default(callback: Any, base: type, name: str) -> bool:
     """Return whether neither a subclass of ``kind`` nor the callback itself overrides the method ``name``."""
-    return name not in vars(callback) and getattr(type(callback), name) is getattr(kind, name)
+    return name not in vars(callback) and getattr(type(callback), name) is getattr(base, name)
 
 
 class _Swap:
@@ -274,10 +274,10 @@ def _fill(average: nn.Module, module: nn.Module) -> None:
         copied = average.get_submodule(path)
         for name, parameter in owner._parameters.items():
             if parameter is not None:
-                one = copies.setdefault(
+                copied_parameter = copies.setdefault(
                     id(parameter), nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
                 )
-                copied._parameters[name] = one
+                copied._parameters[name] = copied_parameter
         for name, buffer in owner._buffers.items():
             copied._buffers[name] = None if buffer is None else buffer.detach().clone()
 

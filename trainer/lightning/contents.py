@@ -138,15 +138,15 @@ def _dump_loops(run: RunState, _: Checkpoint) -> Checkpoint:
 
 def _dump_parameters(run: RunState, checkpoint: Checkpoint) -> list[list[str]]:
     names = {name: name for name in checkpoint["state_dict"]}  # equal strings are written once
-    found = state.parameter_names(run.module, run.optimizers)
-    return [[names.setdefault(name, name) for name in known] for known in found]
+    names_by_optimizer = state.parameter_names(run.module, run.optimizers)
+    return [[names.setdefault(name, name) for name in known] for known in names_by_optimizer]
 
 
 def _dump_processes(run: RunState, checkpoint: Checkpoint) -> list[Any]:
-    engine, own = run.engine, run.process.dump()
+    engine, process = run.engine, run.process.dump()
     names = {name: name for name in checkpoint["state_dict"]}
-    states = [own] if engine.checkpoints.saves_shards else engine.collectives.gather(own)
-    return [packed(one, names) for one in states]
+    states = [process] if engine.checkpoints.saves_shards else engine.collectives.gather(process)
+    return [packed(process, names) for process in states]
 
 
 def _dump_callbacks(run: RunState, _: Checkpoint, *, own: bool) -> Checkpoint:

@@ -65,28 +65,28 @@ def build_callbacks(
         ConfigurationError: if a setting is made twice, there are two progress bars, another argument forbids a
             callback, or an algorithm is unknown.
     """
-    own = given["callbacks"]
-    refuse_other_package("callbacks", own, *(own if isinstance(own, Sequence) else ()))
-    callbacks: list[Any] = [] if own is None else [own] if isinstance(own, Callback) else list(own)
+    passed = given["callbacks"]
+    refuse_other_package("callbacks", passed, *(passed if isinstance(passed, Sequence) else ()))
+    callbacks: list[Any] = [] if passed is None else [passed] if isinstance(passed, Callback) else list(passed)
 
-    def missing(kind: type) -> bool:
-        return not any(isinstance(callback, kind) for callback in callbacks)
+    def missing(class_: type) -> bool:
+        return not any(isinstance(callback, class_) for callback in callbacks)
 
     def wanted(name: str) -> bool:
         return given[name] is not False
 
     refuse_twice("accumulate_grad_batches", given["accumulate_grad_batches"], 1, callbacks, GradientAccumulation)
     refuse_twice("gradient_clip_val", given["gradient_clip_val"], None, callbacks, GradientClipping)
-    for kind, argument in ((AnyProgressBar, "enable_progress_bar"), (Checkpoint, "enable_checkpointing")):
-        found = [type(callback).__name__ for callback in callbacks if isinstance(callback, kind)]
-        if found and not wanted(argument):
+    for class_, argument in ((AnyProgressBar, "enable_progress_bar"), (Checkpoint, "enable_checkpointing")):
+        names = [type(callback).__name__ for callback in callbacks if isinstance(callback, class_)]
+        if names and not wanted(argument):
             raise ConfigurationError(
-                f"Trainer was configured with `{argument}=False` but found `{found[0]}` in callbacks list."
+                f"Trainer was configured with `{argument}=False` but found `{names[0]}` in callbacks list."
             )
-        if kind is AnyProgressBar and len(found) > 1:
+        if class_ is AnyProgressBar and len(names) > 1:
             raise ConfigurationError(
                 "You added multiple progress bar callbacks to the Trainer, but currently only one progress bar is"
-                f" supported. Got {', '.join(found)}: keep one of them."
+                f" supported. Got {', '.join(names)}: keep one of them."
             )
     callbacks += build_clipping(given["gradient_clip_val"], given["gradient_clip_algorithm"])
     add_timer(callbacks, given["max_time"])
@@ -103,7 +103,7 @@ def build_callbacks(
         (not missing(RecordView), RunRecorder, partial(RunRecorder, writes=False)),
         (wanted("enable_checkpointing"), Checkpoint, default_checkpoint),
     ]
-    callbacks += [default() for is_wanted, kind, default in defaults if is_wanted and missing(kind)]
+    callbacks += [default() for is_wanted, class_, default in defaults if is_wanted and missing(class_)]
     return callbacks
 
 

@@ -144,7 +144,7 @@ def _configure(run: RunState, rate: float, before: list[tuple[Any, ...]] | None)
             changed the configured rate, as a warm-up does, the new rate is changed by the same factor. None to set the
             current rate to ``rate``.
     """
-    schedules = [part for config in run.schedules for part in nested_schedules(config.scheduler)]
+    schedules = [schedule for config in run.schedules for schedule in nested_schedules(config.scheduler)]
     for schedule in schedules:
         if isinstance(schedule, (OneCycleLR, CyclicLR)):
             rank_zero_warn(
@@ -171,14 +171,14 @@ def _preserve_outer_run(run: RunState, runner: Runner) -> Iterator[None]:
     owners = [*loops, loop.limits, run.status]
     saved = [(owner, dict(vars(owner))) for owner in owners]
     preparation, calls = runner.preparation, engine.module_calls
-    own = ObjectState([module], without=run.optimizers)  # Lightning's finders restore only its state dict
-    for one in loops:
-        one.metrics = MetricStore(training=one is loop)
+    attributes_before = ObjectState([module], without=run.optimizers)  # Lightning's finders restore only its state dict
+    for inner_loop in loops:
+        inner_loop.metrics = MetricStore(training=inner_loop is loop)
     try:
         yield
     finally:
         for owner, attributes in saved:
             vars(owner).update(attributes)
         runner.preparation, engine.module_calls = preparation, calls
-        own.restore()
+        attributes_before.restore()
         loop.window.reset()

@@ -221,8 +221,10 @@ class Hooks:
         """
         callbacks = list(callbacks)
         # the hooks that are set on an instance instead of its class
-        owners = ((id(one), getattr(one, "__dict__", {})) for one in (*callbacks, self._module, self._strategy))
-        known = [(number, {name: own[name] for name in _NAMES & own.keys()}) for number, own in owners]
+        owners = ((id(owner), getattr(owner, "__dict__", {})) for owner in (*callbacks, self._module, self._strategy))
+        known = [
+            (number, {name: own_hooks[name] for name in _NAMES & own_hooks.keys()}) for number, own_hooks in owners
+        ]
         if known == self._known:
             return False
         self.callbacks, self._known = callbacks, known  # keeps the callbacks alive, so that their ids are not reused
@@ -234,11 +236,11 @@ class Hooks:
                 calls = [(c, call) for c, call in calls if not self._saves(c)]
                 self.of(_SAVING[name]).set((), None, saving)
             late = {"on_train_epoch_end": self._monitors, "on_validation_end": self._saves}.get(name, _return_false)
-            own = self._part_of(self._strategy, name) if self._strategy is not None and name in STRATEGY_HOOKS else None
+            strategy = self._part_of(self._strategy, name) if self._strategy and name in STRATEGY_HOOKS else None
             self.of(name).set(
                 [call for c, call in calls if not late(c)],
                 None if name in CALLBACK_ONLY_HOOKS else self._part_of(self._module, name),
-                [*([] if own is None else [own]), *(call for c, call in calls if late(c))],
+                [*([] if strategy is None else [strategy]), *(call for c, call in calls if late(c))],
             )
         # calling an empty Hook takes ten times as long as calling a function
         vars(self).update((name, _nothing if hook.is_empty else hook) for name, hook in self._hooks.items())

@@ -124,8 +124,8 @@ class CastCache:
         if enabled is not False:
             self._hooks.watch_steps(after=forget_casts)
         if enabled:
-            for part in self.module.modules():
-                handle = part.register_load_state_dict_post_hook(forget_casts)  # type: ignore[no-untyped-call]
+            for submodule in self.module.modules():
+                handle = submodule.register_load_state_dict_post_hook(forget_casts)  # type: ignore[no-untyped-call]
                 self._hooks.callback(handle.remove)
         if enabled is None:
             self.training = self._watch
@@ -167,10 +167,10 @@ class _InspectingAutocast(TorchFunctionMode):
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
-        self._autocast.__exit__(kind, error, trace)
+        super().__exit__(error_type, error, trace)  # type: ignore[no-untyped-call]
+        self._autocast.__exit__(error_type, error, trace)
 
 
 class WeightWatch(_InspectingAutocast):
@@ -201,10 +201,10 @@ class WeightWatch(_InspectingAutocast):
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         _watches.remove(self)
-        super().__exit__(kind, error, trace)
+        super().__exit__(error_type, error, trace)
         self.forget()
         self._writes.clear()
         if error is None:
@@ -270,12 +270,12 @@ def unwatched() -> Iterator[None]:
 
 def _leaf_tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
     """Return the tensors without a graph among the arguments and in lists of them."""
-    found = []
+    leaves = []
     for value in (*args, *kwargs.values()):
         for item in value if isinstance(value, (list, tuple)) else (value,):
             if isinstance(item, Tensor) and item.is_leaf and not item.is_inference():
-                found.append(item)
-    return found
+                leaves.append(item)
+    return leaves
 
 
 def _version_of(tensor: Tensor) -> int:
@@ -302,13 +302,13 @@ def _hides_operations(module: nn.Module) -> bool:
     """Return whether a part of the module runs without Python, so that a torch function mode does not see it."""
     if getattr(module, "_compiler_ctx", None) is not None:
         return True
-    for part in module.modules():
-        if hasattr(part, "_orig_mod") or getattr(part, "_compiled_call_impl", None) is not None:
+    for submodule in module.modules():
+        if hasattr(submodule, "_orig_mod") or getattr(submodule, "_compiled_call_impl", None) is not None:
             return True
-        forward = vars(part).get("forward")
+        forward = vars(submodule).get("forward")
         if hasattr(forward, "_torchdynamo_orig_callable") or hasattr(forward, "_compiled"):
             return True
-        if isinstance(part, torch.jit.ScriptModule):
+        if isinstance(submodule, torch.jit.ScriptModule):
             return True
     return False
 

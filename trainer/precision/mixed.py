@@ -191,14 +191,14 @@ class MixedPrecision(Precision):
 
     def state_dict(self) -> dict[str, Any]:
         """Return whether the run has enabled autocast's cache, and its float16 kernels on a CPU."""
-        parts = (self._cast_cache, self.kernels)
-        return {key: value for part in parts if part is not None for key, value in part.state_dict().items()}
+        states = [choice.state_dict() for choice in (self._cast_cache, self.kernels) if choice is not None]
+        return {key: value for state in states for key, value in state.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Enable or disable autocast's cache and use kernels as the saved run did, unless these are set."""
-        for part in (self._cast_cache, self.kernels):
-            if part is not None:
-                part.load_state_dict(state)
+        for choice in (self._cast_cache, self.kernels):
+            if choice is not None:
+                choice.load_state_dict(state)
 
     def autocast(self) -> AbstractContextManager[object]:
         """Return the context of one forward. It is reused, because creating ``torch.autocast`` costs a microsecond.
