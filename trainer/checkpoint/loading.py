@@ -171,7 +171,7 @@ def restore_progress(run: RunState, checkpoint: dict[str, Any], progress_from: C
         progress.discard_batch()
 
 
-def optimizer_states(run: RunState, _: dict[str, Any]) -> list[dict[str, Any]]:
+def optimizer_states(run: RunState) -> list[dict[str, Any]]:
     """Return the state of each optimizer, with those of optimizers inside it that its state dict does not include."""
     engine = run.engine
     states = [engine.checkpoints.optimizer_state(optimizer) for optimizer in engine.optimizers]
@@ -215,11 +215,6 @@ def restore_optimizers(run: RunState, checkpoint: dict[str, Any]) -> None:
         for base, base_state in zip(inner, states, strict=False):
             with keep_dtypes([base], [base_state], saved), keep_sharing(optimizer):
                 base.load_state_dict(base_state)
-
-
-def schedule_states(run: RunState, _: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the state of each schedule."""
-    return [config.scheduler.state_dict() for config in run.schedules]
 
 
 def restore_schedules(run: RunState, checkpoint: dict[str, Any], *, may_be_removed: bool = False) -> None:
@@ -332,7 +327,7 @@ def parameter_names(module: nn.Module, optimizers: Iterable[Optimizer]) -> list[
     return [[names[number] for number in ids] if names.keys() >= set(ids) else [] for ids in held]
 
 
-def parameter_dtypes(run: RunState, _: dict[str, Any]) -> list[list[torch.dtype]]:
+def parameter_dtypes(run: RunState) -> list[list[torch.dtype]]:
     """Return the dtypes of each optimizer's parameters."""
     return [[parameter.dtype for parameter in parameters_of(optimizer)] for optimizer in run.optimizers]
 
@@ -427,7 +422,7 @@ def is_own_callback(callback: Any) -> bool:
     return type(callback).__module__.startswith(f"{__name__.partition('.')[0]}.")
 
 
-def awaited_metrics(run: RunState, _: dict[str, Any]) -> dict[str, float]:
+def awaited_metrics(run: RunState) -> dict[str, float]:
     """Return the metrics that schedules monitor, as far as they are known."""
     metrics = run.trainer.callback_metrics
     names = {str(config.monitor) for config in run.schedules if config.reduce_on_plateau}

@@ -23,7 +23,7 @@ from copy import copy
 from functools import cache, partial
 from pathlib import Path
 from types import MethodType, SimpleNamespace
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint, OnExceptionCheckpoint
@@ -341,8 +341,7 @@ def on_first_rank(collectives: Collectives, work: Callable[[], T]) -> T:
     result, error = collectives.broadcast((result, error))
     if error is not None:
         raise error
-    found: T = result
-    return found
+    return cast(T, result)
 
 
 @contextmanager
@@ -368,7 +367,7 @@ def _is_empty(folder: str) -> bool:
 # --- state ------------------------------------------------------------------------------------------------------------
 
 
-def states_to_save(run: RunState, _: dict[str, Any]) -> dict[str, Any] | None:
+def states_to_save(run: RunState) -> dict[str, Any] | None:
     """Return the state of each ModelCheckpoint for the checkpoint that is about to be written, or None without any.
 
     The state is the step at which it last saved, so that it does not save twice, and whether it waits for the metrics

@@ -97,7 +97,7 @@ def _choose_checkpoint(run: RunState, session: Session, extra: Any) -> tuple[str
     return str(path), versions if former is None else {**versions, 0: former}
 
 
-def places_to_save(run: RunState, _: dict[str, Any]) -> list[Any] | None:
+def places_to_save(run: RunState) -> list[Any] | None:
     """Return the position of each logger in its files, where a resumed run continues.
 
     None on ranks other than 0, and for a checkpoint that is not written to a file.

@@ -32,7 +32,7 @@ _KEY = "order"
 _LIMITED = "limit_train_batches {}, expected 1.0"
 
 
-def order_to_save(run: RunState, _: dict[str, Any]) -> dict[str, Any] | None:
+def order_to_save(run: RunState) -> dict[str, Any] | None:
     """Return the settings that a run on another number of processes requires; None without training dataloaders."""
     trainer, data = run.trainer, run.data
     loaders = data.ready(RunningStage.TRAINING)

@@ -148,8 +148,8 @@ class Gradients:
         """
         unused = self.scaler.forget_unused()
         for optimizer, factor in unused:
-            parts = [self.part(gradient) for gradient in gradients_of(optimizer)]
-            values = [part.coalesce().values() if part.is_sparse else part for part in parts]
+            shards = [self.part(gradient) for gradient in gradients_of(optimizer)]
+            values = [shard.coalesce().values() if shard.is_sparse else shard for shard in shards]
             values = [value for value in values if value.numel()]  # torch raises for the norm of an empty shard
             if values:
                 # gradients that `zero_grad(set_to_none=False)` has cleared stay 0, although 0 times inf is NaN

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import wraps
+from itertools import chain
 from typing import Any
 
 import torch
@@ -200,9 +201,9 @@ class ShardedModule:
 
     def _refuse_mixed_dtypes(self) -> None:
         names = {id(parameter): name for name, parameter in self.root.named_parameters()}
-        for group in (one for part in sharded_modules(self.root) for one in part._get_fsdp_state()._fsdp_param_groups):
+        for group in chain(*(module._get_fsdp_state()._fsdp_param_groups for module in sharded_modules(self.root))):
             by_dtype: dict[torch.dtype, str] = {}
-            for parameter in (one.sharded_param for one in group.fsdp_params if one.sharded_param.requires_grad):
+            for parameter in (p.sharded_param for p in group.fsdp_params if p.sharded_param.requires_grad):
                 by_dtype.setdefault(parameter.dtype, names[id(parameter)])
             if len(by_dtype) > 1:
                 self._restore()
@@ -348,13 +349,13 @@ def _problems(root: nn.Module) -> Iterator[tuple[str, str]]:
 _TIE = "Assign the same parameter to both modules (decoder.weight = encoder.weight), or use strategy='ddp'."
 _PARTS: dict[str, Callable[[Any], bool]] = {
     "torch's fully_shard does not support scripted modules. Use the original module.": (
-        lambda part: isinstance(part, torch.jit.ScriptModule) and any(True for _ in part.parameters())
+        lambda module: isinstance(module, torch.jit.ScriptModule) and any(True for _ in module.parameters())
     ),
     "sparse gradients cannot be reduced to shards. Use sparse=False, or strategy='ddp'.": (
-        lambda part: isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.sparse
+        lambda module: isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse
     ),
     "max_norm changes the weight in the forward pass, and the change would be lost. Use torch.renorm on the output.": (
-        lambda part: isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.max_norm is not None
+        lambda module: isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None
     ),
 }
 """Reasons to refuse a module, with the condition."""
