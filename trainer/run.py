@@ -543,7 +543,7 @@ class Run:
                 callback.on_exception(trainer, trainer.lightning_module, error)
             if (datamodule := trainer.datamodule) is not None:
                 datamodule.on_exception(error)
-            self._engine.on_exception(error)
+            trainer.strategy.on_exception(error)
             for logger in trainer.loggers:
                 logger.finalize("failed")
         finally:

@@ -60,7 +60,7 @@ def batches_in(schedule: Mapping[int, int], epoch: int) -> int:
 
 
 def find_callback(callbacks: Sequence[Any], class_: type) -> Any:
-    """Return the first of ``callbacks`` that is an instance of ``kind``, or None."""
+    """Return the first of ``callbacks`` that is of the class, or None."""
     return next((callback for callback in callbacks if isinstance(callback, class_)), None)
 
 

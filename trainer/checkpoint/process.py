@@ -212,8 +212,8 @@ class ProcessState:
         if self._is_in_batch and not self._run.is_automatic:
             for _, values in state.values():
                 values.pop(":requires_grad", None)  # `toggle_optimizer` has changed it only for this batch
-        loops = [*self._eval_loops, *[self._loop] * self._ends_epoch]
-        logged = [metrics.name_of(entry.metric) for loop in loops for entry in loop.metrics.entries.values()]
+        stores = [loop.metrics for loop in self._eval_loops] + [self._loop.metrics] * self._ends_epoch
+        logged = [metrics.name_of(entry.metric) for store in stores for entry in store.entries.values()]
         reset = metrics.without_updates(but=filter(None, logged))  # these are reset with the other logged values
         names = metrics.states_in_snapshot(reset)
         return selected(state, lambda path, name: name not in names.get(path, ()))

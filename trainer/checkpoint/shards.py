@@ -435,36 +435,26 @@ def _metadata_of(folder: Path, manifest: Manifest) -> Metadata:
     return metadata
 
 
+_ALLOWED = {
+    "torch.distributed.checkpoint.metadata": {
+        "Metadata", "MetadataIndex", "TensorStorageMetadata", "ChunkStorageMetadata", "TensorProperties", "StorageMeta",
+        "_MEM_FORMAT_ENCODING",
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch": {"Size"},
+    "torch.serialization": {"_get_layout"},
+    "pathlib": {"PosixPath", "WindowsPath"},
+    "pathlib._local": {"PosixPath", "WindowsPath"},
+}  # fmt: skip
+"""The names in DCP's metadata, by module."""
+
+
 class _MetadataReader(pickle._Unpickler):  # in Python: operations of the C class cannot be replaced
     """Read DCP's metadata, and reject all names except those of the expected plain classes.
 
     Attributes are set only on instances of DCP's dataclasses, because setting them on a class would change it for the
     whole program.
     """
-
-    _CLASSES: ClassVar[frozenset[tuple[str, str]]] = frozenset(
-        {
-            *(
-                ("torch.distributed.checkpoint.metadata", name)
-                for name in (
-                    "Metadata",
-                    "TensorStorageMetadata",
-                    "ChunkStorageMetadata",
-                    "TensorProperties",
-                    "_MEM_FORMAT_ENCODING",
-                    "MetadataIndex",
-                    "StorageMeta",
-                )
-            ),
-            ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-            ("torch", "Size"),
-            ("torch.serialization", "_get_layout"),
-            ("pathlib", "PosixPath"),
-            ("pathlib", "WindowsPath"),
-            ("pathlib._local", "PosixPath"),
-            ("pathlib._local", "WindowsPath"),
-        }
-    )
 
     def _build(self) -> None:
         built = self.stack[-2]  # type: ignore[attr-defined]
@@ -480,7 +470,7 @@ class _MetadataReader(pickle._Unpickler):  # in Python: operations of the C clas
             return dtype
         if (module, name) == ("builtins", "getattr"):
             return _member
-        if (module, name) not in self._CLASSES:
+        if name not in _ALLOWED.get(module, ()):
             raise pickle.UnpicklingError(f"its {_METADATA} refers to {module}.{name}, which is not allowed there")
         return super().find_class(module.replace("pathlib._local", "pathlib"), name)
 

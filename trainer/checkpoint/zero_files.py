@@ -216,11 +216,11 @@ def _optimizer_file(folder: Path, rank: int) -> Path:
     return folder / f"bf16_{name}" if (folder / f"bf16_{name}").is_file() else folder / name
 
 
-Found = Iterator[tuple[str, str | None, Any]]
+NamedTensors = Iterator[tuple[str, str | None, Any]]
 """Name of a parameter; key of an optimizer state, or None for the weights; the whole value."""
 
 
-def _tensors_of_slices(shapes: list[dict[str, torch.Size]], optimizers: list[dict[str, Any]]) -> Found:
+def _tensors_of_slices(shapes: list[dict[str, torch.Size]], optimizers: list[dict[str, Any]]) -> NamedTensors:
     """Yield the tensors of stages 1 and 2: each process has a slice of the concatenated parameters of a group."""
     for group, group_shapes in enumerate(shapes):
         flats = [
@@ -238,7 +238,7 @@ def _tensors_of_slices(shapes: list[dict[str, torch.Size]], optimizers: list[dic
             yield from _join_slices(name, shape, slices)
 
 
-def _tensors_of_partitions(shapes: list[dict[str, torch.Size]], optimizers: list[dict[str, Any]]) -> Found:
+def _tensors_of_partitions(shapes: list[dict[str, torch.Size]], optimizers: list[dict[str, Any]]) -> NamedTensors:
     """Yield the tensors of stage 3: each process stores its pieces of the parameters in flat tensors."""
     flats = [
         [
@@ -258,7 +258,7 @@ def _tensors_of_partitions(shapes: list[dict[str, torch.Size]], optimizers: list
             start += size
 
 
-def _join_slices(name: str, shape: torch.Size, slices: list[tuple[_FlatPart, int, int]]) -> Found:
+def _join_slices(name: str, shape: torch.Size, slices: list[tuple[_FlatPart, int, int]]) -> NamedTensors:
     def join(key: str | None) -> Tensor:
         parts = [
             (flat.weights if key is None else flat.states[key])[start : start + size] for flat, start, size in slices

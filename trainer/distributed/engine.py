@@ -390,7 +390,7 @@ class LightningEngine:
         elif self.goes_through_wrapper:
             step = partial(self._through_wrapper, name)
         if not is_param_in_hook_signature(method, "batch_idx", min_args=2):
-            return partial(_without_batch_idx, step)
+            return lambda batch, batch_idx, *more: step(batch, *more)
         return step
 
     @property
@@ -453,10 +453,6 @@ class LightningEngine:
         if isinstance(model := self.strategy.model, DistributedDataParallel):
             self._lost_by_ddp = _lost_by_ddp(model)
         return self._lost_by_ddp
-
-    def on_exception(self, error: BaseException) -> None:
-        """Call ``on_exception`` of the strategy."""
-        self.strategy.on_exception(error)
 
     def kill(self) -> None:
         """Kill the processes that a launcher of scripts has started. A no-op with other launchers."""
@@ -579,10 +575,6 @@ def _call_after_step(step: Callable[..., Any], after: Callable[[], None], *args:
     output = step(*args)
     after()
     return output
-
-
-def _without_batch_idx(step: Callable[..., Any], batch: Any, batch_idx: int, *more: Any) -> Any:
-    return step(batch, *more)
 
 
 def _refuse_lightning_precision(plugin: Any, source: str, precision: Precision) -> None:

@@ -176,7 +176,7 @@ def training_weights(callbacks: Iterable[Any], module: LightningModule) -> Itera
 
 
 def _is_default(callback: Any, base: type, name: str) -> bool:
-    """Return whether neither a subclass of ``kind`` nor the callback itself overrides the method ``name``."""
+    """Return whether neither a subclass of ``base`` nor the callback itself overrides the method ``name``."""
     return name not in vars(callback) and getattr(type(callback), name) is getattr(base, name)
 
 

@@ -177,7 +177,10 @@ class EvalLoop:
             hooks = {self.step_name, f"on_{self.stage}_batch_start", f"on_{self.stage}_batch_end"}
             self.metrics.shared_hooks = hooks if self.is_shared else ()
             self.metrics.share_steps(True)
-            self.distributed_pass = DistributedPass(self, spans, self.spans(loaders, float("inf")))
+            self.distributed_pass = DistributedPass(
+                self.engine, self.module, self.metrics, self.stage, self.is_shared, spans,
+                self.spans(loaders, float("inf")),
+            )  # fmt: skip
 
         def close_until(dataloader_idx: int) -> None:
             """Close the dataloaders before ``dataloader_idx``, even empty ones that have batches in other processes."""

@@ -55,7 +55,7 @@ class MixedPrecision(Precision):
             several times is cast once. Default: None, the first 16 training steps decide: training continues with the
             cache if a step used a weight several times, and no step changed a weight between two uses. Evaluation runs
             without it. True enables it everywhere, as in plain torch; steps must then not change weights, except by
-            optimizers and ``load_state_dict``. False disables it.
+            optimizers and ``load_state_dict``. False disables it. With torch 2.10, it is always disabled.
 
     Attributes:
         kernels: the float16 kernels of the current or the last run; None before the first.

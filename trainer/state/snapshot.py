@@ -539,7 +539,7 @@ class Snapshot:
 
 
 def differences(state: State, other: State) -> set[tuple[str, str]]:
-    """Return the paths and names of the values in ``one`` that differ from those in ``other``."""
+    """Return the paths and names of the values in ``state`` that differ from those in ``other``."""
     return {
         (path, name)
         for path, (_, values) in state.items()

@@ -236,7 +236,7 @@ def _copies_on(mesh: DeviceMesh, placements: tuple[Placement, ...], processes: i
 
 
 def _as_dtensor(shard: Tensor, parameter: Any) -> Tensor:
-    """Return the DTensor that has ``part`` as this process's part, sharded as ``parameter`` is."""
+    """Return the DTensor that has ``shard`` as this process's part, sharded as ``parameter`` is."""
     if not isinstance(parameter, DTensor):
         return shard
     whole: Tensor = DTensor.from_local(
