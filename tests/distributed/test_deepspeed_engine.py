@@ -42,7 +42,7 @@ def test_names_are_lightnings(name, stage, optimizer, parameters):
     assert isinstance(trainer.engine.gradients, ZeroGradients)
     assert trainer.strategy.zero_stage_3 is trainer.pad_evaluation is (stage == 3)
     config = zero(trainer)
-    assert (config["stage"], trainer.strategy.offloads) == (stage, optimizer)
+    assert config["stage"] == stage
     assert ["offload_optimizer" in config, "offload_param" in config] == [optimizer, parameters]
 
 

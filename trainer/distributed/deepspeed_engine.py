@@ -220,11 +220,6 @@ class DeepSpeedStrategy(ShardingStrategy, LightningDeepSpeedStrategy):
         """Description of the sharding, for messages."""
         return f"ZeRO {self.stage} over {self.world_size} processes, by DeepSpeed"
 
-    @property
-    def offloads(self) -> bool:
-        """Whether the optimizer steps on the CPU."""
-        return (self.config["zero_optimization"].get("offload_optimizer") or {}).get("device") == "cpu"
-
     def complete(self, precision: str, batches: int) -> dict[str, Any]:
         """Return the config for DeepSpeed, with the precision and the number of batches in an accumulation window."""
         config: dict[str, Any] = copy.deepcopy(self.config)

@@ -268,7 +268,7 @@ class DataSource:
         if (ready := self._ready.get(stage)) is None:
             self.forget(stage)
         else:
-            ready.invalidate()
+            ready.is_outdated = True
 
     def loaders(self, stage: RunningStage, recreate: bool = False) -> LoaderSet | None:
         """Return the dataloaders of ``stage``, created at the first call; None without any, or if their limit is 0.

@@ -50,6 +50,10 @@ class LoaderSet:
         replan: returns the plan for an epoch that begins. Default: None, the plan stays the same.
         watch: wraps a source of batches, so that a profiler times the fetching of each batch. Default: a no-op.
         trains: whether a ``state_dict`` of a dataloader is used, because a pass may be resumed inside. Default: True.
+
+    Attributes:
+        on_batch: called before each training batch if the lengths are not exact, with whether all ranks have a batch.
+            It may raise. Default: a no-op.
     """
 
     def __init__(
@@ -68,7 +72,7 @@ class LoaderSet:
         self.origin = origin or Origin()
         self.is_outdated = is_outdated
         self._replan, self._watch, self._trains = replan, watch, trains
-        self._on_batch: Callable[[bool], Any] = identity
+        self.on_batch: Callable[[bool], Any] = identity
         self._epoch = 0
         self._loaders: list[ResumableLoader] = []
         self._limited = combined
@@ -96,18 +100,6 @@ class LoaderSet:
     def num_batches(self) -> float:
         """Return the number of batches in one pass; inf if unknown."""
         return count_batches(self.combined, self.limits) + self.plan.idle
-
-    def invalidate(self) -> None:
-        """Have the dataloaders created again before the next pass."""
-        self.is_outdated = True
-
-    def call_before_batches(self, on_batch: Callable[[bool], Any]) -> None:
-        """Call ``on_batch`` before each training batch if the lengths are not exact.
-
-        Args:
-            on_batch: gets whether all ranks have a batch. It may raise.
-        """
-        self._on_batch = on_batch
 
     def start_epoch(self, epoch: int, shift: int = 0) -> None:
         """Call ``set_epoch`` once for each sampler, batch sampler and dataset that has it.
@@ -213,7 +205,7 @@ class LoaderSet:
             self._pass = map(self._yield_batch, self._pass)
 
     def _yield_batch(self, item: tuple[Any, bool]) -> Any:
-        self._on_batch(item[1])
+        self.on_batch(item[1])
         return item[0]
 
     def _begin(self, loaders: list[ResumableLoader]) -> Iterator[Any]:

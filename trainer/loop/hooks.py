@@ -86,17 +86,10 @@ class Hook:
 
     __slots__ = ("_after", "_before", "_module", "_scope", "is_empty", "name")
 
-    def __init__(
-        self,
-        name: str,
-        scope: HookScope,
-        before: Sequence[Call] = (),
-        module: Call | None = None,
-        after: Sequence[Call] = (),
-    ) -> None:
+    def __init__(self, name: str, scope: HookScope, module: Call | None = None) -> None:
         self.name = name
         self._scope = scope
-        self.set(before, module, after)
+        self.set((), module, ())
 
     def set(self, before: Sequence[Call], module: Call | None, after: Sequence[Call]) -> None:
         """Set the calls: those of the callbacks, of the module, and of the callbacks that run after the module."""
