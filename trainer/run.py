@@ -156,7 +156,7 @@ class Run:
                 raise
             return
         except BaseException as error:
-            stall = None if self.stalls is None else self.stalls.found
+            stall = None if self.stalls is None else self.stalls.last_report
             explained = None
             with suppress(Exception):  # raise `error`, even if it cannot be explained
                 explained = diagnosis.explain(error, self._run, self._folder, stall)

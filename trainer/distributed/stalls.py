@@ -99,7 +99,7 @@ class StallWatch:
     def __exit__(self, *_: object) -> None:
         self._ends.set()
 
-    def found(self) -> str | None:
+    def last_report(self) -> str | None:
         """Return the report of the current or last stall, from whichever process wrote it, or None."""
         with suppress(Exception):
             if self._store is not None and self._store.check([f"{self._key}/report"]):

@@ -47,13 +47,13 @@ def widen(data: Any) -> Any:
         return _float32(data)
     cast_some: list[bool] = []
 
-    def one(tensor: Tensor) -> Tensor:
+    def widened(tensor: Tensor) -> Tensor:
         wide = _float32(tensor)
         if wide is not tensor:
             cast_some.append(True)
         return wide
 
-    wide = apply_to_collection(data, Tensor, one, allow_frozen=True)
+    wide = apply_to_collection(data, Tensor, widened, allow_frozen=True)
     return wide if cast_some else data
 
 
