@@ -91,6 +91,8 @@ def with_tables(readme: str) -> str:
 def _public(module: griffe.Object | griffe.Alias) -> Iterator[griffe.Object]:
     """Return the exported classes and functions of a module, or of all modules of a package without ``__all__``."""
     exported = [str(name) for name in module.exports or ()]
+    if isinstance(homes := getattr(module.members.get("_HOMES"), "value", None), griffe.ExprDict):
+        exported = exported or [str(name).strip("'\"") for name in homes.keys]  # __all__ = list(_HOMES)
     if not exported and module.is_init_module:
         for part in sorted(module.modules.values(), key=lambda each: each.name):
             yield from _public(part)

@@ -137,7 +137,7 @@ class Preparation:
             self._loop.take_optimizers()
             loop = self._trainer.eval_loops[RunningStage.VALIDATING]
             if loop.loaders is not None:
-                loop.use(self._build_evaluation_path(loop, loop.loaders))
+                loop.path = self._build_evaluation_path(loop, loop.loaders)
 
     def _build_path(self, transfer: Transfer, step: Callable[..., Any]) -> TrainingPath:
         """Build the path of a training batch: our functions or their overrides, and the wrappers around them.
@@ -289,8 +289,7 @@ class Preparation:
             return
         span = loaders.plan.spans[0] if loaders.plan.spans else Span(0, 0)
         reason = self._needs_equal_counts(loaders)
-        share_batch = partial(_share_batch, self._loop, reason, self._data.may_be_empty)
-        loaders.call_before_batches(share_batch)
+        loaders.on_batch = partial(_share_batch, self._loop, reason, self._data.may_be_empty)
         if span.fewest < span.most and reason is not None:
             raise ConfigurationError(
                 f"Got {span.fewest:.0f} to {span.most:.0f} training batches per process. {reason} needs the"

@@ -27,7 +27,6 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from trainer import arguments
 from trainer.callbacks.gradient_accumulation import find_callback
 from trainer.checkpoint import hparams, model_checkpoints
-from trainer.checkpoint.checkpoint_io import order_removals
 from trainer.common import redaction
 from trainer.common.lightning_private import TunerExit
 from trainer.data.prefetching import Prefetching
@@ -157,7 +156,7 @@ class Run:
                 raise
             return
         except BaseException as error:
-            stall = None if self.stalls is None else self.stalls.found
+            stall = None if self.stalls is None else self.stalls.last_report
             explained = None
             with suppress(Exception):  # raise `error`, even if it cannot be explained
                 explained = diagnosis.explain(error, self._run, self._folder, stall)
@@ -334,7 +333,6 @@ class Run:
         attach_averaging(run, self.session)
         engine.setup(fitting=run.fits)
         shard_averages(run, self.session)
-        order_removals(trainer.strategy, self.session)
         # after the setup, which may replace modules (sync_batchnorm)
         self.session.enter_context(engine.precision.session(module, engine.device))
         if engine.world_size > 1 and engine.device.type == "cpu" and engine.precision.dtype is torch.float16:
@@ -545,7 +543,7 @@ class Run:
                 callback.on_exception(trainer, trainer.lightning_module, error)
             if (datamodule := trainer.datamodule) is not None:
                 datamodule.on_exception(error)
-            self._engine.on_exception(error)
+            trainer.strategy.on_exception(error)
             for logger in trainer.loggers:
                 logger.finalize("failed")
         finally:

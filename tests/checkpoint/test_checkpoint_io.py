@@ -12,7 +12,6 @@ import fsspec
 import pytest
 import torch
 from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
-from lightning.pytorch.plugins.io import AsyncCheckpointIO
 
 from tests.support import Regression, loader_of, make_batches, make_trainer
 from trainer import CheckpointFiles
@@ -269,15 +268,6 @@ def test_asynchronous_save_has_the_state_of_its_call(tmp_path, monkeypatch):
     may_write.set()
     loaded = io.load_checkpoint(tmp_path / "x.ckpt")  # waits
     assert (loaded["state_dict"]["a"].tolist(), loaded["list"]) == ([0, 0, 0], [1])
-
-
-def test_checkpoint_that_is_not_written_yet_is_removed_afterwards(tmp_path, monkeypatch):
-    ended, write = threading.Event(), files.write
-    monkeypatch.setattr(files, "write", lambda *arguments: ended.wait(20) and write(*arguments))
-    ends = LambdaCallback(on_train_end=lambda *_: ended.set())
-    saver = ModelCheckpoint(tmp_path / "c", every_n_train_steps=1)
-    fit(tmp_path, saver, ends, plugins=AsyncCheckpointIO(), max_epochs=1)
-    assert names(tmp_path / "c") == [f"epoch=0-step={len(BATCHES)}.ckpt"]
 
 
 @pytest.mark.parametrize(

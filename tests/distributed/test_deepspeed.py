@@ -114,8 +114,6 @@ REFUSED = {
     "Got a batch without a loss with": ({"stage": 2}, Setup(none=frozenset({(0, 0, 1), (1, 0, 1)})), {}),
     "Got batches with different weights in an accumulation window":
         ({"stage": 3}, Setup(weighted="number"), {"accumulate_grad_batches": 2}),
-    "Got 2 as the dataloader's batch size and 'train_micro_batch_size_per_gpu': 3 in the DeepSpeed config":
-        ({"stage": 2, "config": {"train_micro_batch_size_per_gpu": 3}}, Setup(), {}),
     "The set of trained parameters has changed since the fit began, which strategy='deepspeed'":
         ({"stage": 2}, Setup(frozen=True), {"callbacks": [Unfreeze()]}),
     "Got 3 to 5 training batches per process. DeepSpeed needs the same number": ({"stage": 1}, Setup(fewer=(0, 2)), {}),
@@ -128,9 +126,7 @@ def refusals(folder):
     for expected, (strategy, setup, arguments) in REFUSED.items():
         with only_these_warnings():
             trainer, module, rank = trainer_of(strategy, **arguments), Fitted(setup), torch.distributed.get_rank()
-            size = 2 if "config" in strategy else None
-            batches = batches_of(range(rank, rank + 1), setup.batches_of(rank))
-            train = DataLoader(batches, batch_size=size, collate_fn=(lambda given: given[0]) if size else None)
+            train = DataLoader(batches_of(range(rank, rank + 1), setup.batches_of(rank)), batch_size=None)
             messages.append((expected, error_of(lambda: trainer.fit(module, train))))  # noqa: B023
     with only_these_warnings():
         trainer, module = trainer_of({"stage": 2}, max_epochs=1), Fitted(Setup())

@@ -21,7 +21,7 @@ def test_stall_is_reported_in_each_run_of_the_same_processes(monkeypatch):
                 time.sleep(0.01)
             assert len(messages) == run
             assert messages[-1].startswith("The run has not moved for ")
-            assert watch.found() == messages[-1]
+            assert watch.last_report() == messages[-1]
 
 
 def test_stall_that_ends_during_the_exchange_is_not_reported(monkeypatch):

@@ -26,7 +26,6 @@ from trainer.callbacks import ActivationCheckpointing
 from trainer.common.module_tree import plain_name
 from trainer.errors import PrecisionError
 from trainer.precision import HalfPrecision, MixedPrecision, cpu_fp16
-from trainer.precision.cast_cache import loses_gradients
 from trainer.precision.fp32_modules import find_modules, in_float32, running_in_float32
 
 CPU = torch.device("cpu")
@@ -295,10 +294,8 @@ def test_short_cuts_of_transformer_layers_are_off(tmp_path):
     layer, data = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), loader_of([torch.randn(2, 3, 8)])
     module, layer.norm1 = Regression(layer), Norm(8)
     module.predict_step = lambda batch, batch_idx: layer(batch)
-    # a mode that observes every operation, which torch 2.10 needs, disables this shortcut as well
-    if not loses_gradients():
-        make_trainer(tmp_path, precision="bf16-mixed").predict(module, data)
-        assert called == []
+    make_trainer(tmp_path, precision="bf16-mixed").predict(module, data)
+    assert called == []
     make_trainer(tmp_path, precision=MixedPrecision("bfloat16", fp32_modules=["*.norm1"])).predict(module, data)
     assert called == [torch.float32]
 

@@ -60,8 +60,8 @@ def test_watch_reports_used_generators():
     for name, functions in draws.items():
         for function in functions:
             function()
-            assert watch.changes() == {name: random_states.capture(own=own)[name]}
+            assert watch.changes() == {name: random_states.capture(objects=own)[name]}
             assert watch.changes() == {}
     draw()
-    state = random_states.capture(own=own)
+    state = random_states.capture(objects=own)
     assert watch.changes() == {name: state[name] for name in ("python", "numpy", "torch")}

@@ -108,7 +108,6 @@ def state_of(module, data=None, callbacks=(), **engine):
         "exposes_gradients": True,
         "world_size": 1,
         "global_rank": 0,
-        "communication": None,
         "device": torch.device("cpu"),
     } | engine
     run = SimpleNamespace(module=module, datamodule=data, callbacks=callbacks, optimizers=[], schedules=[])

@@ -12,53 +12,28 @@ from typing import TYPE_CHECKING, Any
 from trainer.common.lazy import attribute_from
 
 if TYPE_CHECKING:
-    from trainer.callbacks.activation_checkpointing import ActivationCheckpointing
-    from trainer.callbacks.alignment_advisor import AlignmentAdvisor
-    from trainer.callbacks.best_checkpoint import BestCheckpoint
-    from trainer.callbacks.compile import Compile
-    from trainer.callbacks.fast_settings import FastSettings
-    from trainer.callbacks.gradient_accumulation import GradientAccumulation
-    from trainer.callbacks.gradient_clipping import GradientClipping
-    from trainer.callbacks.layer_norms import LayerNorms
-    from trainer.callbacks.optuna_pruning import OptunaPruning
-    from trainer.callbacks.progress_bar import ProgressBar
-    from trainer.callbacks.scale_monitor import ScaleMonitor
-    from trainer.callbacks.scaler_checkpoint import ScalerCheckpoint
-    from trainer.callbacks.throughput import Throughput
-    from trainer.diagnosis.anomaly_detection import AnomalyDetection
-    from trainer.diagnosis.gradient_check import GradientCheck
-    from trainer.diagnosis.nonfinite_guard import NonFiniteGuard
-    from trainer.diagnosis.overflow_report import OverflowReport
-    from trainer.diagnosis.roll_back_on_loss_spike import RollBackOnLossSpike
-    from trainer.diagnosis.sync_detector import SyncDetector
-    from trainer.record.curves import Curves
-    from trainer.record.run_recorder import RunRecorder
-    from trainer.record.run_summary import RunSummary
-
-__all__ = [
-    "ActivationCheckpointing",
-    "AnomalyDetection",
-    "AlignmentAdvisor",
-    "BestCheckpoint",
-    "Compile",
-    "Curves",
-    "FastSettings",
-    "GradientAccumulation",
-    "GradientCheck",
-    "GradientClipping",
-    "LayerNorms",
-    "NonFiniteGuard",
-    "OptunaPruning",
-    "OverflowReport",
-    "ProgressBar",
-    "RollBackOnLossSpike",
-    "RunRecorder",
-    "RunSummary",
-    "ScaleMonitor",
-    "ScalerCheckpoint",
-    "SyncDetector",
-    "Throughput",
-]
+    from trainer.callbacks.activation_checkpointing import ActivationCheckpointing as ActivationCheckpointing
+    from trainer.callbacks.alignment_advisor import AlignmentAdvisor as AlignmentAdvisor
+    from trainer.callbacks.best_checkpoint import BestCheckpoint as BestCheckpoint
+    from trainer.callbacks.compile import Compile as Compile
+    from trainer.callbacks.fast_settings import FastSettings as FastSettings
+    from trainer.callbacks.gradient_accumulation import GradientAccumulation as GradientAccumulation
+    from trainer.callbacks.gradient_clipping import GradientClipping as GradientClipping
+    from trainer.callbacks.layer_norms import LayerNorms as LayerNorms
+    from trainer.callbacks.optuna_pruning import OptunaPruning as OptunaPruning
+    from trainer.callbacks.progress_bar import ProgressBar as ProgressBar
+    from trainer.callbacks.scale_monitor import ScaleMonitor as ScaleMonitor
+    from trainer.callbacks.scaler_checkpoint import ScalerCheckpoint as ScalerCheckpoint
+    from trainer.callbacks.throughput import Throughput as Throughput
+    from trainer.diagnosis.anomaly_detection import AnomalyDetection as AnomalyDetection
+    from trainer.diagnosis.gradient_check import GradientCheck as GradientCheck
+    from trainer.diagnosis.nonfinite_guard import NonFiniteGuard as NonFiniteGuard
+    from trainer.diagnosis.overflow_report import OverflowReport as OverflowReport
+    from trainer.diagnosis.roll_back_on_loss_spike import RollBackOnLossSpike as RollBackOnLossSpike
+    from trainer.diagnosis.sync_detector import SyncDetector as SyncDetector
+    from trainer.record.curves import Curves as Curves
+    from trainer.record.run_recorder import RunRecorder as RunRecorder
+    from trainer.record.run_summary import RunSummary as RunSummary
 
 _HOMES = {
     "ActivationCheckpointing": "trainer.callbacks.activation_checkpointing",
@@ -84,6 +59,7 @@ _HOMES = {
     "SyncDetector": "trainer.diagnosis.sync_detector",
     "Throughput": "trainer.callbacks.throughput",
 }
+__all__ = list(_HOMES)
 
 
 def __getattr__(name: str) -> Any:

@@ -80,8 +80,8 @@ class _CheckpointedForward(OwnForward):
     def __init__(self, module: nn.Module) -> None:
         super().__init__(module)
         self._buffers = [(owner, name) for owner in module.modules() for name, _ in owner.named_buffers(recurse=False)]
-        own = [value for owner in module.modules() for value in vars(owner).values() if is_random(value)]
-        self._generators: list[RandomGenerator] = [*OF_PROCESS, *own]  # after the first forward, those that it has used
+        generators = [value for owner in module.modules() for value in vars(owner).values() if is_random(value)]
+        self._generators: list[RandomGenerator] = [*OF_PROCESS, *generators]  # later, those that a forward has used
         self._has_run = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -131,7 +131,7 @@ class _Snapshot:
             set_state(generator, state)
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         for (owner, name), original in zip(self._buffers, self._originals, strict=True):
             setattr(owner, name, original)

@@ -76,17 +76,17 @@ class AlignmentAdvisor(Callback):
         engine = state_of(trainer).engine
         if not self.everywhere and not (engine.precision.is_half and tensor_cores(engine.device)):
             return
-        found = list(misaligned(pl_module))
-        layers = "1 layer has other sizes" if len(found) == 1 else f"{len(found)} layers have other sizes"
+        layers_found = list(misaligned(pl_module))
+        layers = "1 layer has other sizes" if len(layers_found) == 1 else f"{len(layers_found)} layers have other sizes"
         lines = [
             f"Tensor Cores are fastest if sizes of 16-bit products are multiples of {MULTIPLE}. {layers},"
             " which can be padded:",
-            *map(str, found[: self.max_lines]),
+            *map(str, layers_found[: self.max_lines]),
         ]
-        if len(found) > self.max_lines:
-            lines.append(f"and {len(found) - self.max_lines} more")
+        if len(layers_found) > self.max_lines:
+            lines.append(f"and {len(layers_found) - self.max_lines} more")
         message = "\n  ".join(lines)
-        if found and message != self._message_logged:
+        if layers_found and message != self._message_logged:
             self._message_logged = message  # once, even if the same module is fitted again
             if trainer.is_global_zero:
                 log.info(message)

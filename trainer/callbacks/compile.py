@@ -138,9 +138,9 @@ class Compile(RunCallback):
         self.compiled = [*parts, *(["forward"] if whole else [])]
         if whole:
             self._session.replace(module, "forward", compilation.CompiledForward(module, **options))
-        for part in parts.values():
-            if not compilation.is_compiled(part):
-                compilation.compile_in_place(self._session, part, **options)
+        for module_part in parts.values():
+            if not compilation.is_compiled(module_part):
+                compilation.compile_in_place(self._session, module_part, **options)
         self._is_on = True
         self._watch.start()
 
@@ -202,21 +202,21 @@ class Compile(RunCallback):
                 **{name: value for name, value in self.settings.items() if isinstance(value, (str, bool))},
                 "compilations": len(self.compilations),
                 "recompilations": len(recompiled),
-                "reasons": list(dict.fromkeys(f"{one.function}: {one.reason}" for one in recompiled))[:_REASONS],
+                "reasons": list(dict.fromkeys(f"{r.function}: {r.reason}" for r in recompiled))[:_REASONS],
                 "graph_breaks": self._watch.graph_breaks,
-                "seconds": round(sum(one.seconds for one in self.compilations), 3),
+                "seconds": round(sum(record.seconds for record in self.compilations), 3),
             }
         }
 
     def _warn_of_recompiling(self) -> None:
         recompiled = [record for record in self.compilations if record.reason]
-        function, times = Counter(one.function for one in recompiled).most_common(1)[0] if recompiled else ("", 0)
+        function, times = Counter(record.function for record in recompiled).most_common(1)[0] if recompiled else ("", 0)
         if self._warned or times <= _USUAL_RECOMPILATIONS:
             return
         self._warned = True
-        compilations = [one for one in recompiled if one.function == function]
+        compilations = [record for record in recompiled if record.function == function]
         warn(
-            f"{function} was recompiled {times} times, in {sum(one.seconds for one in compilations):.1f} s; the last"
+            f"{function} was recompiled {times} times, in {sum(r.seconds for r in compilations):.1f} s; the last"
             f" time because: {compilations[-1].reason}. After 8 times, torch runs it uncompiled. If sizes differ"
             " between batches, use dynamic=True. Python numbers are constants of the graph: pass those that change as"
             " tensors.",
@@ -228,24 +228,24 @@ def _parts(module: nn.Module) -> dict[str, nn.Module]:
     """Return the parts of a module to compile: sharded parts, or else its children. Containers are searched."""
     if units := _units(module):
         return units
-    found: dict[str, nn.Module] = {}
+    parts: dict[str, nn.Module] = {}
     for name, child in module.named_children():
         if isinstance(child, (Metric, MetricCollection)):
             continue
         if not has_forward(child):
-            found |= {f"{name}.{inner}": part for inner, part in _parts(child).items()}
+            parts |= {f"{name}.{inner}": child_part for inner, child_part in _parts(child).items()}
         elif not _is_one_layer(child):
-            found[name] = child
-    return found
+            parts[name] = child
+    return parts
 
 
 def _units(module: nn.Module) -> dict[str, nn.Module]:
     """Return the innermost modules that are sharded separately and consist of more than one layer."""
-    sharded = {name: part for name, part in module.named_modules() if name and hasattr(part, "unshard")}
+    sharded = {name: unit for name, unit in module.named_modules() if name and hasattr(unit, "unshard")}
     return {
-        name: part
-        for name, part in sharded.items()
-        if not any(other.startswith(f"{name}.") for other in sharded) and not _is_one_layer(part)
+        name: unit
+        for name, unit in sharded.items()
+        if not any(other.startswith(f"{name}.") for other in sharded) and not _is_one_layer(unit)
     }
 
 

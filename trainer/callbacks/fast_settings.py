@@ -154,7 +154,7 @@ class FastSettings(RunCallback):
             return
         for convolution in _convolutions(module):
             weight = convolution.weight
-            if weight.is_meta or not weight.is_contiguous() or any(weight is one for one in self._weights):
+            if weight.is_meta or not weight.is_contiguous() or any(weight is known for known in self._weights):
                 continue
             laid_out = _to_channels_last(weight.data)
             if laid_out.stride() != weight.stride():
@@ -182,10 +182,10 @@ def missing_settings(module: nn.Module, settings: FastSettings | None, *, precis
 def _convolutions(module: nn.Module) -> list[Any]:
     """Return the 2-d convolutions with weights that are parameters (not computed by a parametrization)."""
     return [
-        part
-        for part in module.modules()
-        if isinstance(part, (nn.Conv2d, nn.ConvTranspose2d))
-        and (weight := dict(part.named_parameters(recurse=False)).get("weight")) is not None
+        submodule
+        for submodule in module.modules()
+        if isinstance(submodule, (nn.Conv2d, nn.ConvTranspose2d))
+        and (weight := dict(submodule.named_parameters(recurse=False)).get("weight")) is not None
         and not nn.parameter.is_lazy(weight)
     ]
 

@@ -59,9 +59,9 @@ def batches_in(schedule: Mapping[int, int], epoch: int) -> int:
     return next((schedule[first] for first in sorted(schedule, reverse=True) if epoch >= first), 1)
 
 
-def find_callback(callbacks: Sequence[Any], kind: type) -> Any:
-    """Return the first of ``callbacks`` that is an instance of ``kind``, or None."""
-    return next((callback for callback in callbacks if isinstance(callback, kind)), None)
+def find_callback(callbacks: Sequence[Any], class_: type) -> Any:
+    """Return the first of ``callbacks`` that is of the class, or None."""
+    return next((callback for callback in callbacks if isinstance(callback, class_)), None)
 
 
 def accumulation_schedule(run: RunState) -> dict[int, int]:

@@ -72,11 +72,11 @@ class LayerNorms(RunCallback):
         updates = run.progress.updates
         if (updates + 1) % self.every_n_steps:
             return
-        if not (found := run.gradients.norms(optimizer)):
+        if not (norms := run.gradients.norms(optimizer)):
             return
         self._seen_at = updates
-        self._seen += [self._layers.get(id(parameter), "?") for parameter, _ in found]
-        self._numbers += [norm for _, norm in found]
+        self._seen += [self._layers.get(id(parameter), "?") for parameter, _ in norms]
+        self._numbers += [norm for _, norm in norms]
         assert self._readback is not None
         self._readback.start(self._numbers)  # the norms of all optimizers so far
 

@@ -149,8 +149,8 @@ class ScaleMonitor(RunCallback):
         run.log_metric("amp/skip_rate", self.skip_rate)
         if number := progress.nonfinite_losses:
             run.log_metric("amp/nonfinite_losses", float(number))
-        if self._probe is not None and (found := self._probe.finish()):
-            self._report(run, found, outcome)
+        if self._probe is not None and (underflow := self._probe.finish()):
+            self._report(run, underflow, outcome)
 
     def _is_due(self, progress: FitProgress) -> bool:
         """Return whether the gradients of this update are measured.
@@ -169,14 +169,14 @@ class ScaleMonitor(RunCallback):
             named = ((self._names.get(id(p), "?"), p.numel() * (1 + p.is_complex()), gradient) for p, gradient in local)
             self._probe.start(named, total)
 
-    def _report(self, run: RunState, found: list[Underflow], outcome: StepOutcome) -> None:
+    def _report(self, run: RunState, underflow: list[Underflow], outcome: StepOutcome) -> None:
         if outcome.skipped:  # infinite gradients contain no information about small gradients
             return
-        self.underflow = found
-        total, *layers = found
+        self.underflow = underflow
+        total, *layers = underflow
         run.log_metric("amp/underflow", total.subnormal)
         run.log_metric("amp/zeros", total.zeros)
         rows = {f"amp/underflow/{layer.name}": layer.subnormal for layer in layers[: self.worst_layers]}
-        rows |= {f"amp/zeros/{one.name}": one.zeros for one in layers[: self.worst_layers]}
+        rows |= {f"amp/zeros/{layer.name}": layer.zeros for layer in layers[: self.worst_layers]}
         for logger in run.loggers:  # not self.log, which would repeat a layer's value when others are worse
             logger.log_metrics(rows, step=self._probed_at)

@@ -279,8 +279,8 @@ def _peak(trainer: "pl.Trainer", convolves: bool) -> float | None:
     device = device_of(trainer)
     if device.type != "cuda" or not torch.cuda.is_available():
         return None
-    found = tensor_cores_of(device) or {}
-    tf32 = ("convolutions" if convolves else "matrix products") in found.get("tf32", ())
+    uses = tensor_cores_of(device) or {}
+    tf32 = ("convolutions" if convolves else "matrix products") in uses.get("tf32", ())
     peak = peak_flops(torch.cuda.get_device_name(device), str(trainer.precision), tf32)
     return None if peak is None else peak * trainer.world_size
 

@@ -27,7 +27,6 @@ from trainer.checkpoint.host_copy import on_host
 from trainer.checkpoint.inert import allow_stand_ins
 from trainer.checkpoint.manifest import facts_of
 from trainer.common.files import local_path
-from trainer.common.session import Session
 from trainer.errors import CheckpointError, CheckpointWriteError, ConfigurationError, expect, rank_zero_warn
 
 _LAUNCHER_FILE = ".temp.ckpt"  # file that Lightning's launchers use to return weights to the main process
@@ -147,8 +146,8 @@ class CheckpointFiles(TorchCheckpointIO):
                 f"Got CheckpointFiles(sharded=True) and a checkpoint at {path}, expected a folder of this machine's"
                 " file systems. Write there, or use sharded=False."
             )
-        tree, tensors, own = shards.split_for_write(checkpoint, 0 if group is None else group.rank())
-        rest, copied = (tree, own), None
+        tree, tensors, processes = shards.split_for_write(checkpoint, 0 if group is None else group.rank())
+        rest, copied = (tree, processes), None
         if self.asynchronous:
             tensors = self._stage(tensors)
             with suppress(Exception):  # see `save_checkpoint`
@@ -169,12 +168,12 @@ class CheckpointFiles(TorchCheckpointIO):
         return staged
 
     def _save_shards(
-        self, tree: Any, own: dict[int, Any], tensors: Any, facts: dict[str, Any], place: Path, group: Any, save: Any
+        self, tree: Any, states: dict[int, Any], tensors: Any, facts: dict[str, Any], place: Path, group: Any, save: Any
     ) -> list[str]:
         from trainer.checkpoint import shards
 
         try:
-            shards.write(place, tree, tensors, own, facts, group, save)
+            shards.write(place, tree, tensors, states, facts, group, save)
         except OSError as error:
             needed = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
             return self._note_failure(files.write_error(place, error, needed))
@@ -365,40 +364,12 @@ def adopt(strategy: Strategy) -> None:
         given.checkpoint_io = CheckpointFiles()  # AsyncCheckpointIO() without an argument
 
 
-def order_removals(strategy: Strategy, session: Session) -> None:
-    """Make Lightning's ``AsyncCheckpointIO`` remove checkpoints after earlier saves, until ``session`` closes."""
-    io: Any = strategy.checkpoint_io
-    while isinstance(io, _WrappingCheckpointIO):
-        own = vars(io).get("remove_checkpoint") or type(io).remove_checkpoint
-        if isinstance(io, AsyncCheckpointIO) and own is _WrappingCheckpointIO.remove_checkpoint:
-            session.replace(io, "remove_checkpoint", partial(_remove_after_saves, io))
-        io = io.checkpoint_io
-
-
-def _remove_after_saves(io: AsyncCheckpointIO, path: str | Path) -> None:
-    """Remove a checkpoint after the saves in the background, because one of them may not have written it yet.
-
-    Lightning removes it at once: if saves take longer than the training between them, every checkpoint stays.
-    """
-    if io._executor is None:
-        _WrappingCheckpointIO.remove_checkpoint(io, path)
-    else:
-        io._executor.submit(_remove, io, path)
-
-
-def _remove(io: AsyncCheckpointIO, path: str | Path) -> None:
-    try:
-        _WrappingCheckpointIO.remove_checkpoint(io, path)
-    except BaseException as error:  # raised by the next save or `teardown`, as the errors of saves are
-        io._error = error
-
-
 def files_of(strategy: Strategy) -> CheckpointFiles | None:
     """Return the `CheckpointFiles` of ``strategy``, even inside a wrapper, or None if it uses another checkpoint IO."""
-    found: Any = strategy.checkpoint_io
-    while isinstance(found, _WrappingCheckpointIO):
-        found = found.checkpoint_io
-    return found if isinstance(found, CheckpointFiles) else None
+    io: Any = strategy.checkpoint_io
+    while isinstance(io, _WrappingCheckpointIO):
+        io = io.checkpoint_io
+    return io if isinstance(io, CheckpointFiles) else None
 
 
 def wait_for_saves(strategy: Strategy) -> None:
@@ -409,8 +380,8 @@ def wait_for_saves(strategy: Strategy) -> None:
     """
     if isinstance(strategy.checkpoint_io, AsyncCheckpointIO):
         strategy.checkpoint_io.teardown()  # the next save starts another thread
-    if (own := files_of(strategy)) is not None:
-        own.wait()
+    if (files_io := files_of(strategy)) is not None:
+        files_io.wait()
 
 
 @contextmanager
@@ -435,8 +406,8 @@ def _name(path: str | Path) -> str:
 
 
 def _identity(path: Path) -> Identity:
-    found = [one.stat() for one in ([path, *path.iterdir()] if path.is_dir() else [path])]
-    return found[0].st_ino, sum(one.st_size for one in found), max(one.st_mtime_ns for one in found)
+    stats = [file.stat() for file in ([path, *path.iterdir()] if path.is_dir() else [path])]
+    return stats[0].st_ino, sum(stat.st_size for stat in stats), max(stat.st_mtime_ns for stat in stats)
 
 
 def _save_function(checkpoint: Any) -> Callable[[Any], None]:

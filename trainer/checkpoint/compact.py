@@ -58,32 +58,32 @@ class _Packer:
         self._made: dict[int, Any] = {}  # by id, so that shared objects stay shared
 
     def pack(self, value: Any) -> Any:
-        kind = type(value)
-        if kind is str:
+        class_ = type(value)
+        if class_ is str:
             return self._names.setdefault(value, value)
-        if kind is bytes:
+        if class_ is bytes:
             # weights_only=True rejects empty bytes
             return value if 0 < len(value) < _MIN_SIZE else self._pack_bytes(value)
-        if kind not in (dict, list, tuple):
+        if class_ not in (dict, list, tuple):
             return value
         if id(value) not in self._made:
-            made: Any
-            if kind is dict:
-                made = {self.pack(key): self.pack(one) for key, one in value.items()}
+            packed: Any
+            if class_ is dict:
+                packed = {self.pack(key): self.pack(item) for key, item in value.items()}
             else:
-                made = kind([self.pack(item) for item in value])
-            self._made[id(value)] = made
+                packed = class_([self.pack(item) for item in value])
+            self._made[id(value)] = packed
         return self._made[id(value)]
 
     def _pack_bytes(self, value: bytes) -> tuple[Any, ...]:
         is_torch, first, rest = _split(value)
         return (_MARK, is_torch, self._offset_of(first), len(first), self._offset_of(rest), len(rest))
 
-    def _offset_of(self, part: bytes) -> int:
-        if part not in self._places:
-            self._places[part] = len(self.bytes)
-            self.bytes += part
-        return self._places[part]
+    def _offset_of(self, content: bytes) -> int:
+        if content not in self._places:
+            self._places[content] = len(self.bytes)
+            self.bytes += content
+        return self._places[content]
 
 
 def _split(value: bytes) -> tuple[bool, bytes, bytes]:
@@ -97,8 +97,8 @@ def _split(value: bytes) -> tuple[bool, bytes, bytes]:
 
 
 def _unpack(value: Any, memory: bytes) -> Any:
-    kind = type(value)
-    if kind is tuple and len(value) == 6 and value[0] == _MARK:
+    class_ = type(value)
+    if class_ is tuple and len(value) == 6 and value[0] == _MARK:
         _, is_torch, at, size, rest_at, rest_size = value
         first, rest = memory[at : at + size], memory[rest_at : rest_at + rest_size]
         if not is_torch:
@@ -106,6 +106,6 @@ def _unpack(value: Any, memory: bytes) -> Any:
         words = np.zeros(2 * _WORDS // 4, np.uint32)
         words[::2] = np.frombuffer(first, np.uint32)
         return rest[:_HEADER] + words.tobytes() + rest[_HEADER:]
-    if kind is dict:
-        return {key: _unpack(one, memory) for key, one in value.items()}
-    return kind([_unpack(item, memory) for item in value]) if kind in (list, tuple) else value
+    if class_ is dict:
+        return {key: _unpack(item, memory) for key, item in value.items()}
+    return class_([_unpack(item, memory) for item in value]) if class_ in (list, tuple) else value

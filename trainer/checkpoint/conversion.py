@@ -43,9 +43,9 @@ def split(file: Path, folder: Path) -> list[str]:
         CheckpointError: if the file is damaged or contains unexpected objects, or the folder cannot be written.
     """
     checkpoint, left_out = _read(file)
-    tree, tensors, own = shards.split_for_write(checkpoint)
+    tree, tensors, processes = shards.split_for_write(checkpoint)
     try:
-        shards.write(folder, tree, tensors, own, facts_of(checkpoint), None)
+        shards.write(folder, tree, tensors, processes, facts_of(checkpoint), None)
     except OSError as error:
         raise CheckpointWriteError(f"{folder} was not written: {error.strerror or error}.", error.errno) from error
     return left_out
@@ -58,13 +58,13 @@ def weights_of(checkpoint: Path, prefix: str = "") -> dict[str, Tensor]:
         CheckpointError: if the checkpoint is damaged, contains unexpected objects, or has no such weights.
     """
     weights = read_weights(checkpoint)
-    found = {name.removeprefix(prefix): value for name, value in weights.items() if name.startswith(prefix)}
-    if not found:
+    chosen = {name.removeprefix(prefix): value for name, value in weights.items() if name.startswith(prefix)}
+    if not chosen:
         examples = ", ".join(list(weights)[:3])
         raise CheckpointError(
             f"{checkpoint} has no weights with names that start with {prefix!r}; it has {examples} ..."
         )
-    return found
+    return chosen
 
 
 def export(weights: Mapping[str, Tensor], file: Path) -> None:
@@ -82,22 +82,22 @@ def export(weights: Mapping[str, Tensor], file: Path) -> None:
     plain: dict[str, Tensor] = {}
     for name, value in weights.items():  # safetensors rejects tensors that share memory, such as tied weights
         if not _is_supported(value):
-            kind = f"{value.dtype}, {value.layout}".replace("torch.", "")
-            raise CheckpointError(f"safetensors does not support {name} ({kind}). Leave it out with a PREFIX.")
+            dtype = f"{value.dtype}, {value.layout}".replace("torch.", "")
+            raise CheckpointError(f"safetensors does not support {name} ({dtype}). Leave it out with a PREFIX.")
         is_shared = value.untyped_storage().data_ptr() in taken
         taken.add(value.untyped_storage().data_ptr())
         value = value.detach().resolve_conj().resolve_neg().contiguous()
         plain[name] = value.clone() if is_shared else value
-    part = sharded_files.temporary_path(file)
+    temporary = sharded_files.temporary_path(file)
     try:
         files.make_folder(file.parent)
-        save_file(plain, part, metadata={"format": "pt"})
-        part.replace(file)
+        save_file(plain, temporary, metadata={"format": "pt"})
+        temporary.replace(file)
     except (OSError, SafetensorError) as error:  # SafetensorError if the disk is full
         reason, number = getattr(error, "strerror", None) or error, getattr(error, "errno", None)
         raise CheckpointWriteError(f"{file} was not written: {reason}.", number) from error
     finally:
-        sharded_files.discard(part)
+        sharded_files.discard(temporary)
 
 
 def _is_supported(value: Tensor) -> bool:
@@ -131,9 +131,9 @@ def _plain(value: Any, place: str, left_out: list[str]) -> Any:
         left_out.append(place)
         return _REMOVED
     if isinstance(value, dict):
-        made = {name: _plain(one, f"{place}.{name}", left_out) for name, one in value.items()}
-        return type(value)((name, one) for name, one in made.items() if one is not _REMOVED)
+        entries = {name: _plain(item, f"{place}.{name}", left_out) for name, item in value.items()}
+        return type(value)((name, item) for name, item in entries.items() if item is not _REMOVED)
     if type(value) in (list, tuple):
-        items = [_plain(one, f"{place}[{i}]", left_out) for i, one in enumerate(value)]
+        items = [_plain(item, f"{place}[{i}]", left_out) for i, item in enumerate(value)]
         return type(value)(item for item in items if item is not _REMOVED)
     return value

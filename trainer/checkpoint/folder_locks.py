@@ -51,11 +51,11 @@ def lock_folder(folder: str | Path) -> Iterator[None]:
         finally:
             _holds[key] -= 1
         return
-    made: list[Path] = []
+    created: list[Path] = []
     with ExitStack() as locks:
         try:
-            made = make_folder(folder)
-            locks.callback(_remove_empty, made)
+            created = make_folder(folder)
+            locks.callback(_remove_empty, created)
             _lock(folder, locks)
             with TemporaryFile(dir=folder):  # fail now instead of at the first save
                 pass

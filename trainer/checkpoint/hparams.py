@@ -56,8 +56,8 @@ def make_loadable(checkpoint: dict[str, Any], *owners: Any) -> None:
         if is_config(given):
             if reason := refusal(given):
                 left_out: list[str] = []
-                made = redaction.containers(plain(resolved(given), "", left_out))
-                checkpoint[owner.CHECKPOINT_HYPER_PARAMS_KEY] = made
+                entries = redaction.containers(plain(resolved(given), "", left_out))
+                checkpoint[owner.CHECKPOINT_HYPER_PARAMS_KEY] = entries
                 # if the type is a string, Lightning loads the hyperparameters as an `AttributeDict`
                 checkpoint[owner.CHECKPOINT_HYPER_PARAMS_TYPE] = name_of(given)
                 _report(owner, {}, {"hparams": reason}, left_out)
@@ -75,12 +75,12 @@ def announce(*owners: Any) -> None:
 
 
 def _loadable(owner: Any, given: dict[Any, Any]) -> dict[Any, Any]:
-    made, objects, offences = {}, {}, {}
+    entries, objects, offences = {}, {}, {}
     for name, value in redaction.containers(dict(given)).items():
-        found: list[tuple[str, Any]] = []
-        made[name] = plain_numbers(value, str(name), found)
-        if found:
-            objects[name], offences[name] = made[name], found
+        places: list[tuple[str, Any]] = []
+        entries[name] = plain_numbers(value, str(name), places)
+        if places:
+            objects[name], offences[name] = entries[name], places
     reasons_by_name: dict[Any, str] = {}
     while objects and (combined_reason := refusal(objects)):
         refused = {name: reason for name, value in objects.items() if (reason := refusal({name: value}))}
@@ -88,7 +88,7 @@ def _loadable(owner: Any, given: dict[Any, Any]) -> dict[Any, Any]:
         objects = {name: value for name, value in objects.items() if name not in reasons_by_name}
     left_out: list[str] = []
     loadable: dict[Any, Any] = {}
-    for name, value in made.items():
+    for name, value in entries.items():
         loadable |= (
             redaction.containers(plain_dict({name: value}, "", left_out)) if name in reasons_by_name else {name: value}
         )
@@ -101,7 +101,7 @@ def _loadable(owner: Any, given: dict[Any, Any]) -> dict[Any, Any]:
 def _report(owner: Any, objects_by_place: dict[str, str], reasons: dict[Any, str], left_out: list[str]) -> None:
     """Report once which hyperparameters are objects, which are saved in plain form and why, and which are not saved."""
     name, reported = type(owner).__name__, _reported.setdefault(owner, set())
-    objects = [f"{place} ({kind})" for place, kind in objects_by_place.items() if place not in reported]
+    objects = [f"{place} ({class_})" for place, class_ in objects_by_place.items() if place not in reported]
     if objects:
         rank_zero_info(
             f"Hyperparameters of {name} are objects: {join_first(objects, 5)}. Checkpoints contain them, but only"

@@ -137,13 +137,13 @@ class _Outline:
     def stand_ins(self) -> list[Any]:
         """Return arguments for `torch.serialization.safe_globals`, without names that the user has registered."""
         declared = declared_safe()
-        made = [
+        stand_ins = [
             (type("StandIn", (StandIn,), {"stands_for": name, "made": call.made}), name)
             for call in self._calls
             for name in dict.fromkeys(call.names)
             if name not in declared
         ]
-        return [*made, *zip((StandIn, _StandInType), _NO_NAMES, strict=True)] if made else []
+        return [*stand_ins, *zip((StandIn, _StandInType), _NO_NAMES, strict=True)] if stand_ins else []
 
 
 def _collect(tree: Any) -> tuple[set[type[_ObjectCall]], set[str]]:
@@ -181,17 +181,17 @@ def allow_stand_ins(file: IO[bytes]) -> Iterator[None]:
         file: the checkpoint. Any other file has no effect.
     """
     try:
-        made = _Outline(file).stand_ins()
+        stand_ins = _Outline(file).stand_ins()
     except Exception:  # torch raises if the archive is missing or damaged
-        made = []
-    if not made:
+        stand_ins = []
+    if not stand_ins:
         yield
         return
-    with _lock, safe_globals(made):
+    with _lock, safe_globals(stand_ins):
         try:
             yield
         except (TypeError, ValueError, AttributeError, KeyError, IndexError) as error:
-            names = ", ".join(name for _, name in made[:5])
+            names = ", ".join(name for _, name in stand_ins[:5])
             raise pickle.UnpicklingError(f"its hyperparameters cannot be skipped ({names}): {error}") from error
 
 
@@ -249,10 +249,10 @@ def write_without_data(value: Any, file: IO[bytes]) -> None:
 
 class _WithoutData(pickle.Pickler):
     def reducer_override(self, value: Any) -> Any:
-        kind = type(value)
-        if kind in (torch.Tensor, torch.nn.Parameter) and not value.__dict__:
+        class_ = type(value)
+        if class_ in (torch.Tensor, torch.nn.Parameter) and not value.__dict__:
             return torch.empty(0, dtype=value.dtype).__reduce_ex__(2)  # type: ignore[no-untyped-call]
         numpy = sys.modules.get("numpy")
-        if numpy is not None and kind is numpy.ndarray and value.size > _MAX_ELEMENTS and not value.dtype.hasobject:
+        if numpy is not None and class_ is numpy.ndarray and value.size > _MAX_ELEMENTS and not value.dtype.hasobject:
             return numpy.empty(0, value.dtype).__reduce__()
         return NotImplemented

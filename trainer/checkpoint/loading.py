@@ -103,8 +103,8 @@ def read(load: Callable[[Any, bool], Any], path: str | Path, weights_only: bool 
         if not isinstance(error, UnpicklingError):
             detail = f"{type(error).__name__}: {redaction.text(str(error))}"
             raise CheckpointError(f"{shown} cannot be read as a checkpoint; it may be cut short: {detail}") from error
-        found = re.search(r"GLOBAL (\S+) (?:was not an allowed global|whose module)", str(error))
-        detail = f"it refers to {found[1]}" if found else str(error).splitlines()[0].rstrip(".")
+        match = re.search(r"GLOBAL (\S+) (?:was not an allowed global|whose module)", str(error))
+        detail = f"it refers to {match[1]}" if match else str(error).splitlines()[0].rstrip(".")
         raise UnsafeCheckpointError(
             f"{shown} contains more than tensors and plain containers, or is damaged: {detail}. If you created the file"
             " yourself, pass its classes to torch.serialization.add_safe_globals, or pass weights_only=False, which"
@@ -171,7 +171,7 @@ def restore_progress(run: RunState, checkpoint: dict[str, Any], progress_from: C
         progress.discard_batch()
 
 
-def optimizer_states(run: RunState, _: dict[str, Any]) -> list[dict[str, Any]]:
+def optimizer_states(run: RunState) -> list[dict[str, Any]]:
     """Return the state of each optimizer, with those of optimizers inside it that its state dict does not include."""
     engine = run.engine
     states = [engine.checkpoints.optimizer_state(optimizer) for optimizer in engine.optimizers]
@@ -179,7 +179,7 @@ def optimizer_states(run: RunState, _: dict[str, Any]) -> list[dict[str, Any]]:
         return states
     for state, optimizer in zip(states, engine.optimizers, strict=True):
         if inner := unsaved_inner(optimizer):
-            state[_INNER] = [engine.checkpoints.optimizer_state(one) for one in inner]
+            state[_INNER] = [engine.checkpoints.optimizer_state(base) for base in inner]
     return states
 
 
@@ -212,14 +212,9 @@ def restore_optimizers(run: RunState, checkpoint: dict[str, Any]) -> None:
                 f"Define state_dict and load_state_dict in {type(optimizer).__name__}, so that they include these.",
                 exact=run.exact_resume and bool(trainer_state),  # Lightning's checkpoints never have them
             )
-        for one, own in zip(inner, states, strict=False):
-            with keep_dtypes([one], [own], saved), keep_sharing(optimizer):
-                one.load_state_dict(own)
-
-
-def schedule_states(run: RunState, _: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the state of each schedule."""
-    return [config.scheduler.state_dict() for config in run.schedules]
+        for base, base_state in zip(inner, states, strict=False):
+            with keep_dtypes([base], [base_state], saved), keep_sharing(optimizer):
+                base.load_state_dict(base_state)
 
 
 def restore_schedules(run: RunState, checkpoint: dict[str, Any], *, may_be_removed: bool = False) -> None:
@@ -307,7 +302,7 @@ def roll_back(
     metrics = MetricObjects(module)
     for metric in metrics.by_name.values():
         reset(metric)
-    logged = set() if is_same_epoch else {one["metric"] for one in process["metrics"]["entries"]}
+    logged = set() if is_same_epoch else {entry["metric"] for entry in process["metrics"]["entries"]}
     states = metrics.states_in_snapshot(metrics.by_name.keys() - logged)
     # keep the batch counts, and the attributes of modules and callbacks, which may count the calls of this function
     program = selected(process["program"], lambda path, name: name[0] == ":" or name in states.get(path, ()))
@@ -328,11 +323,11 @@ def process_states_in(checkpoint: dict[str, Any]) -> list[dict[str, Any]]:
 def parameter_names(module: nn.Module, optimizers: Iterable[Optimizer]) -> list[list[str]]:
     """Return the names of each optimizer's parameters in its order; [] if some of them are not the module's."""
     names = {id(parameter): plain_name(name) for name, parameter in module.named_parameters()}
-    held = [[id(one) for one in parameters_of(optimizer)] for optimizer in optimizers]
-    return [[names[one] for one in ids] if names.keys() >= set(ids) else [] for ids in held]
+    held = [[id(parameter) for parameter in parameters_of(optimizer)] for optimizer in optimizers]
+    return [[names[number] for number in ids] if names.keys() >= set(ids) else [] for ids in held]
 
 
-def parameter_dtypes(run: RunState, _: dict[str, Any]) -> list[list[torch.dtype]]:
+def parameter_dtypes(run: RunState) -> list[list[torch.dtype]]:
     """Return the dtypes of each optimizer's parameters."""
     return [[parameter.dtype for parameter in parameters_of(optimizer)] for optimizer in run.optimizers]
 
@@ -403,11 +398,11 @@ def _refuse_other_kind(optimizer: Any, state: dict[str, Any]) -> None:
             " Trainer.fit(weights=PATH)."
         )
     both = state.get("param_groups", ()), optimizer.param_groups
-    sizes, own = [[len(group["params"]) for group in groups] for groups in both]
-    if saved and sizes != own and type(optimizer).load_state_dict is Optimizer.load_state_dict:
+    sizes, sizes_now = [[len(group["params"]) for group in groups] for groups in both]
+    if saved and sizes != sizes_now and type(optimizer).load_state_dict is Optimizer.load_state_dict:
         raise CheckpointError(
             f"The checkpoint's optimizer has parameter groups of {sizes} parameters, but {type(optimizer).__name__} of"
-            f" this run has {own}. Return all groups from configure_optimizers. To add groups during a run, use"
+            f" this run has {sizes_now}. Return all groups from configure_optimizers. To add groups during a run, use"
             " lightning.pytorch.callbacks.BaseFinetuning, which adds them again before a resume."
         )
 
@@ -427,7 +422,7 @@ def is_own_callback(callback: Any) -> bool:
     return type(callback).__module__.startswith(f"{__name__.partition('.')[0]}.")
 
 
-def awaited_metrics(run: RunState, _: dict[str, Any]) -> dict[str, float]:
+def awaited_metrics(run: RunState) -> dict[str, float]:
     """Return the metrics that schedules monitor, as far as they are known."""
     metrics = run.trainer.callback_metrics
     names = {str(config.monitor) for config in run.schedules if config.reduce_on_plateau}

@@ -23,7 +23,7 @@ from copy import copy
 from functools import cache, partial
 from pathlib import Path
 from types import MethodType, SimpleNamespace
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint, OnExceptionCheckpoint
@@ -55,13 +55,13 @@ def model_checkpoints_of(trainer: pl.Trainer) -> list[ModelCheckpoint]:
 
 def are_written(run: RunState) -> bool:
     """Return whether callbacks write checkpoints during a fit."""
-    callbacks = [] if run.fast_dev_run else [one for one in run.callbacks if isinstance(one, Checkpoint)]
-    return any(
+    return not run.fast_dev_run and any(
         not isinstance(callback, ModelCheckpoint)
         or callback.save_top_k != 0
         or callback.save_last
         or callback.save_on_exception
-        for callback in callbacks
+        for callback in run.callbacks
+        if isinstance(callback, Checkpoint)
     )
 
 
@@ -143,28 +143,28 @@ def _decide(trainer: pl.Trainer, hook: str, pairs: list[tuple[Any, Any]]) -> dic
         known = all(method.__module__.partition(".")[0] in _PACKAGES for method in methods)
         if not known or not _has_metric(saver, trainer):
             continue
-        one = decided[saver] = _copied(before)
-        vars(one).pop(hook, None)
-        vars(one)["_save_checkpoint"] = partial(_note_save, one, exists)
-        vars(one)["_remove_checkpoint"] = lambda _, path: exists.update({path: False})
-        vars(one)["_link_checkpoint"] = lambda _, __, link: exists.update({link: True})
-        vars(one)["file_exists"] = partial(_exists_after, exists, saver.file_exists)
+        after = decided[saver] = _copied(before)
+        vars(after).pop(hook, None)
+        vars(after)["_save_checkpoint"] = partial(_note_save, after, exists)
+        vars(after)["_remove_checkpoint"] = lambda _, path: exists.update({path: False})
+        vars(after)["_link_checkpoint"] = lambda _, __, link: exists.update({link: True})
+        vars(after)["file_exists"] = partial(_exists_after, exists, saver.file_exists)
         usual = logging.root.manager.disable
         logging.disable(max(usual, logging.INFO))  # the call itself logs
         try:
             if hook == "on_train_batch_end":
-                _save_after_batch(one, trainer)
+                _save_after_batch(after, trainer)
             else:
-                _SAVES[hook](one, MethodType(methods[0], one), trainer, trainer.lightning_module)
+                _SAVES[hook](after, MethodType(methods[0], after), trainer, trainer.lightning_module)
         finally:
             logging.disable(usual)
     return decided
 
 
 def _copied(saver: ModelCheckpoint) -> ModelCheckpoint:
-    one = copy(saver)
-    one.best_k_models = dict(saver.best_k_models)
-    return one
+    copied = copy(saver)
+    copied.best_k_models = dict(saver.best_k_models)
+    return copied
 
 
 def _note_save(saver: ModelCheckpoint, exists: dict[str, bool], trainer: pl.Trainer, path: str) -> None:
@@ -267,14 +267,14 @@ def folders_of(trainer: pl.Trainer) -> list[str]:
 
 def folders_with_files(trainer: pl.Trainer) -> list[str]:
     """Return :func:`folders_of`, and their subfolders if file names have a slash, as those with ``{val/loss}`` have."""
-    found = folders_of(trainer)
+    folders = folders_of(trainer)
     for callback in model_checkpoints_of(trainer):
         name = callback.format_checkpoint_name({}).removeprefix(os.fspath(callback.dirpath or "")).lstrip("/")
         folder = local_path(getattr(callback, _RESOLVE)(trainer))
         if folder is not None and "/" in name:
             subfolders = folder.glob("/".join("*" * name.count("/")))
-            found += [str(one) for one in subfolders if EXTENSION not in one.name]  # not a sharded checkpoint
-    return found
+            folders += [str(path) for path in subfolders if EXTENSION not in path.name]  # not a sharded checkpoint
+    return folders
 
 
 def first_folder(run: RunState) -> str | None:
@@ -323,7 +323,7 @@ def _check_shared(run: RunState) -> None:
     folders = folders_of(trainer) if run.is_global_zero else []
     reason = "every node writes its shards there" if shards else "resume='auto' must find them on any node"
     collectives = run.collectives
-    for folder in collectives.broadcast([os.path.realpath(place) for one in folders if (place := local_path(one))]):
+    for folder in collectives.broadcast([os.path.realpath(place) for local in folders if (place := local_path(local))]):
         cluster.check_shared(
             collectives, partial(describe_owner, folder), f"Checkpoints are written to {folder}, and {reason}"
         )
@@ -341,8 +341,7 @@ def on_first_rank(collectives: Collectives, work: Callable[[], T]) -> T:
     result, error = collectives.broadcast((result, error))
     if error is not None:
         raise error
-    found: T = result
-    return found
+    return cast(T, result)
 
 
 @contextmanager
@@ -368,7 +367,7 @@ def _is_empty(folder: str) -> bool:
 # --- state ------------------------------------------------------------------------------------------------------------
 
 
-def states_to_save(run: RunState, _: dict[str, Any]) -> dict[str, Any] | None:
+def states_to_save(run: RunState) -> dict[str, Any] | None:
     """Return the state of each ModelCheckpoint for the checkpoint that is about to be written, or None without any.
 
     The state is the step at which it last saved, so that it does not save twice, and whether it waits for the metrics
@@ -423,6 +422,6 @@ def _should_remove(saver: ModelCheckpoint, trainer: pl.Trainer, previous: str, c
 def _link_to(path: str, folder: str) -> str:
     """Return the link to ``path`` in ``folder`` (``save_last="link"``), or ""."""
     place = local_path(folder)
-    links = [] if place is None else [one for one in place.glob(f"*{EXTENSION}") if one.is_symlink()]
+    links = [] if place is None else [file for file in place.glob(f"*{EXTENSION}") if file.is_symlink()]
     target = os.path.realpath(path)
     return next((os.path.join(folder, link.name) for link in links if os.path.realpath(link) == target), "")

@@ -82,7 +82,7 @@ def unsaved_inner(optimizer: Any) -> list[Optimizer]:
     if not isinstance(optimizer, Optimizer) or type(optimizer).state_dict is not Optimizer.state_dict:
         return []
     inner = dict.fromkeys(with_inner([optimizer]))
-    return [one for one in inner if one is not optimizer and one.state is not optimizer.state]
+    return [base for base in inner if base is not optimizer and base.state is not optimizer.state]
 
 
 @contextmanager
@@ -91,14 +91,14 @@ def keep_sharing(optimizer: Any) -> Iterator[None]:
 
     Only what they shared before the block is shared again.
     """
-    inner = [one for one in with_inner([optimizer]) if one is not optimizer]
-    groups = [one for one in inner if list(map(id, one.param_groups)) == list(map(id, optimizer.param_groups))]
-    states = [one for one in inner if one.state is optimizer.state]
+    inner = [base for base in with_inner([optimizer]) if base is not optimizer]
+    groups = [base for base in inner if list(map(id, base.param_groups)) == list(map(id, optimizer.param_groups))]
+    states = [base for base in inner if base.state is optimizer.state]
     yield
-    for one in groups:
-        one.param_groups = optimizer.param_groups
-    for one in states:
-        one.state = optimizer.state
+    for base in groups:
+        base.param_groups = optimizer.param_groups
+    for base in states:
+        base.state = optimizer.state
 
 
 def _restore(optimizer: Optimizer, state: Mapping[str, Any], saved: SavedDtypes) -> None:

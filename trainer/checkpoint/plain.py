@@ -38,7 +38,7 @@ def require_loadable(checkpoint: dict[str, Any], *, strict: bool, warn: bool) ->
     offences: list[tuple[str, Any]] = []
     places = {place: checkpoint[place] for place in PLACES & checkpoint.keys()}
     looked_at = {name: value for name, value in checkpoint.items() if name not in places}
-    made: dict[str, Any] = plain_numbers(looked_at, "checkpoint", offences)
+    plain: dict[str, Any] = plain_numbers(looked_at, "checkpoint", offences)
     if offences:
         listed = join_first((f"{place} is a {name_of(value)}" for place, value in offences), 5)
         message = (
@@ -50,7 +50,7 @@ def require_loadable(checkpoint: dict[str, Any], *, strict: bool, warn: bool) ->
             raise CheckpointError(f"{message} With resume='auto' every checkpoint has to be readable.")
         if warn:
             issue_warning(message)
-    return checkpoint if made is looked_at else made | places
+    return checkpoint if plain is looked_at else plain | places
 
 
 def plain_numbers(value: Any, place: str, offences: list[tuple[str, Any]]) -> Any:
@@ -61,18 +61,18 @@ def plain_numbers(value: Any, place: str, offences: list[tuple[str, Any]]) -> An
         place: its place in the checkpoint, for ``offences``.
         offences: list that collects the objects that ``torch.load(weights_only=True)`` rejects, each as (place, value).
     """
-    kind = type(value)
-    if kind in _LEAVES or is_sharded(value):
+    class_ = type(value)
+    if class_ in _LEAVES or is_sharded(value):
         return value
-    if kind in _DICTS:
+    if class_ in _DICTS:
         return _plain_dict(value, place, offences)
-    if kind is list or kind is tuple:
+    if class_ is list or class_ is tuple:
         children = [plain_numbers(child, f"{place}[{index}]", offences) for index, child in enumerate(value)]
-        return value if all(a is b for a, b in zip(children, value, strict=True)) else kind(children)
-    if kind is set:
-        made = {child: plain_numbers(child, f"{place}{{}}", offences) for child in value}
-        return value if all(child is new for child, new in made.items()) else set(made.values())
-    if kind.__module__ == "numpy" and getattr(value, "shape", None) == () and hasattr(value, "item"):
+        return value if all(a is b for a, b in zip(children, value, strict=True)) else class_(children)
+    if class_ is set:
+        items = {child: plain_numbers(child, f"{place}{{}}", offences) for child in value}
+        return value if all(child is new for child, new in items.items()) else set(items.values())
+    if class_.__module__ == "numpy" and getattr(value, "shape", None) == () and hasattr(value, "item"):
         number = value.item()
         if type(number) in _LEAVES:
             return number
@@ -110,5 +110,5 @@ def _is_loadable(value: Any) -> bool:
 
 def name_of(value: Any) -> str:
     """Return the name of the value's class, or of the value itself if it is a class."""
-    kind = value if isinstance(value, type) else type(value)
-    return f"{kind.__module__}.{kind.__qualname__}".removeprefix("builtins.")
+    class_ = value if isinstance(value, type) else type(value)
+    return f"{class_.__module__}.{class_.__qualname__}".removeprefix("builtins.")

@@ -38,9 +38,9 @@ def plain(value: Any, place: str, left_out: list[str]) -> Any:
     if isinstance(value, enum.Enum):
         is_simple = value.value is None or isinstance(value.value, _LEAVES)
         return plain(value.value, place, left_out) if is_simple else value.name
-    for kind in _LEAVES:
-        if isinstance(value, kind):
-            return kind(value)  # type: ignore[arg-type]  # an instance of a subclass
+    for leaf in _LEAVES:
+        if isinstance(value, leaf):
+            return leaf(value)  # type: ignore[arg-type]  # an instance of a subclass
     if is_config(value):
         value = resolved(value)
     elif isinstance(value, Namespace):
@@ -71,14 +71,14 @@ def plain(value: Any, place: str, left_out: list[str]) -> Any:
 
 def plain_dict(value: Mapping[Any, Any], place: str, left_out: list[str]) -> dict[Any, Any]:
     """Return a mapping as a dict of plain values, without the values that have no plain form. See :func:`plain`."""
-    made = {}
+    entries = {}
     for name, child in value.items():
         child_place = f"{place}.{name}" if place else str(name)
         missing = len(left_out)
         new = plain(child, child_place, left_out)
         if new is not None or child is None or len(left_out) == missing:
-            made[name if type(name) in _LEAVES else str(name)] = new
-    return made
+            entries[name if type(name) in _LEAVES else str(name)] = new
+    return entries
 
 
 def is_config(value: object) -> TypeGuard[Container]:

@@ -8,9 +8,9 @@ the compact form of :mod:`trainer.checkpoint.compact`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, cast
 
 from lightning.pytorch.callbacks import EarlyStopping, Timer
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ from trainer.checkpoint.host_copy import on_host
 from trainer.common.module_tree import parameters_of
 from trainer.errors import join_first, rank_zero_warn, refuse_inexact, warn
 from trainer.loop.closures import needs_closure
+from trainer.loop.evaluation import EvalLoop
 from trainer.loop.gradients import Gradients, has_own_zero_grad
 from trainer.loop.run_state import RunState
 from trainer.metrics.metric_objects import MetricObjects, tracked_in
@@ -27,7 +28,7 @@ from trainer.state import random_states
 from trainer.state.outcome import StepOutcome
 from trainer.state.progress import EPOCH_ENDED, STARTED, VALIDATING
 from trainer.state.random_states import State
-from trainer.state.snapshot import Lost, Snapshot, has, lost_in, selected
+from trainer.state.snapshot import Lost, Snapshot, lost_in, selected
 from trainer.state.stopping import EarlyStop
 
 _LOST_AT_SAVE = (
@@ -37,29 +38,12 @@ _LOST_AT_SAVE = (
 _REFUSED = {
     "iterator": "The position of an iterator cannot be saved: pass a second dataloader to `fit` in a `CombinedLoader`.",
     "generator": "Create the random generator on the CPU before the training begins.",
-    "hook": "The state of a communication hook is saved if its class is yours; its tensors only with"
-    " DDPStrategy(find_unused_parameters=True), which keeps the buckets of gradients.",
+    "hook": "The state of a communication hook of DDP is not saved. Use a hook without a state.",
     "weights": "Under DDP, embeddings with max_norm get other weights in each process; the checkpoint has those of the"
     " first. Normalize the rows in the forward pass instead.",
     "buffer": "Create the modules of these buffers before the training begins, such as in configure_model.",
 }
 """Reasons why a resume is refused, and their remedies."""
-
-
-class Part(NamedTuple):
-    """A part of the state of a process.
-
-    Attributes:
-        key: its key.
-        save: returns it, from the parts before it. None leaves the part out.
-        load: restores it. Default: None, :meth:`ProcessState.load` or its caller reads it.
-        is_repeated: whether a run that resumes inside a validation, and repeats it, gets the part from before it.
-    """
-
-    key: str
-    save: Callable[[State], Any]
-    load: Callable[[Any], None] | None = None
-    is_repeated: bool = False
 
 
 class ProcessState:
@@ -74,43 +58,12 @@ class ProcessState:
 
     def __init__(self, run: RunState) -> None:
         self._run = run
-        self._engine, self._loop, self._progress, self._loops_of_stages = (
-            run.engine,
-            run.loop,
-            run.progress,
-            run.eval_loops,
-        )
-        # during a validation: parts of the state from before it
+        self._engine, self._loop, self._progress = run.engine, run.loop, run.progress
+        # during a validation: the part of the state from before it
         self._before_validation: State = {}
         self._training_modes: dict[nn.Module, bool] = {}
         self.set_by_hooks: set[tuple[str, str]] = set()
         self._reported: set[Lost] = set()
-
-    def _parts(self) -> tuple[Part, ...]:
-        """Return the parts in the order in which they are saved and loaded."""
-        run, data, loop, engine = self._run, self._run.data, self._loop, self._engine
-        is_alone = engine.world_size == 1
-        return (
-            Part("rng", lambda _: random_states.capture(engine.device), is_repeated=True),  # loaded last
-            Part("data", lambda _: loop.batches.state_dict(), is_repeated=True),  # datasets may share generators
-            Part("tracked", lambda _: tracked_in(run.module)),  # restored by the caller
-            Part("metrics", self._logged, self._restore_logged),
-            Part("published", self._published, self._restore_published),
-            Part("seen_batches", self._seen_batches, self._restore_seen_batches, is_repeated=True),
-            Part("evaluation", lambda _: data.evaluation_state(), data.load_evaluation_state, True),
-            Part("outcome", self._outcome, self._restore_outcome),
-            # a resumed run may have more time
-            Part("should_stop", lambda _: False if _is_out_of_time(run.callbacks) else self._stop()),
-            Part("window", self._window, self._restore_window),
-            Part("precision", lambda _: engine.precision.state_dict(), engine.precision.load_state_dict),
-            Part("program", self._program, self._restore_program, is_repeated=True),
-            Part("early_stopping", self._early_stopping, self._restore_early_stopping),
-            Part("next_forward", lambda _: None if is_alone else engine.next_forward_syncs_buffers, self._restore_next),
-            Part("gradients", self._gradients),
-            Part("used_gradients", self._used_gradients, self._load_zeros),
-            Part("gradients", lambda state: state["gradients"], self._restore_gradients),
-            Part("losses", self._losses, self._restore_losses),
-        )
 
     def begin_fit(self) -> None:
         """Forget the objects of an earlier fit."""
@@ -136,26 +89,50 @@ class ProcessState:
     def begin_validation(self) -> None:
         """Copy the state before a validation inside a fit, without weights. A run that resumes inside it repeats it."""
         module = self._run.module
-        self._before_validation = {part.key: part.save({}) for part in self._parts() if part.is_repeated}
-        self._training_modes = {part: part.training for part in module.modules()}
+        self._before_validation = self._repeated_state()
+        self._training_modes = {submodule: submodule.training for submodule in module.modules()}
 
     def end_validation(self) -> None:
         """Drop the state from before the validation."""
         self._before_validation, self._training_modes = {}, {}
 
-    def dump(self) -> dict[str, Any]:
+    def _repeated_state(self) -> State:
+        """Return the part of the state that a run needs from before a validation, to repeat it."""
+        return {
+            "rng": random_states.capture(self._engine.device),
+            "data": self._loop.batches.state_dict(),
+            "seen_batches": {loop.stage: dict(loop.progress.seen_batches) for loop in self._eval_loops},
+            "evaluation": self._run.data.evaluation_state(),
+            "program": self._program(),
+        }
+
+    def dump(self) -> State:
         """Return the state of this process, as it is between two batches."""
-        state: dict[str, Any] = {}
+        run, engine, loop = self._run, self._engine, self._loop
         before = self._before_validation if self._progress.position is VALIDATING else {}
-        for part in self._parts():
-            value = before[part.key] if part.is_repeated and before else part.save(state)
-            if value is not None:
-                state[part.key] = value
-        self._report_lost(state["program"])
-        if self._engine.world_size == 1:
-            return state
-        copied: dict[str, Any] = on_host(state)  # so that another process can read it
-        return copied
+        repeated = before or self._repeated_state()
+        self._report_lost(repeated["program"])
+        window = loop.mean.state_dict(is_open=loop.window.is_open and not self._is_in_batch)
+        gradients = self._gradients(is_open="size" in window)
+        outcome = loop.update.outcome
+        state = {
+            **repeated,
+            "tracked": tracked_in(run.module),
+            "metrics": self._logged(),
+            "published": self._published(),
+            "outcome": [None if outcome is None else list(outcome), loop.update.has_run],
+            # a resumed run may have more time
+            "should_stop": False if _is_out_of_time(run.callbacks) else self._stop(),
+            "window": window,
+            "precision": engine.precision.state_dict(),
+            "early_stopping": self._early_stopping(),
+            "next_forward": engine.next_forward_syncs_buffers,
+            "gradients": gradients,
+            "used_gradients": self._used_gradients(but=gradients),
+            "losses": list(run.scaler.losses) if gradients else [],
+        }
+        # so that another process can read it
+        return state if engine.world_size == 1 else cast(State, on_host(state))
 
     def load(self, state: dict[str, Any], *, stops: bool) -> None:
         """Restore the state that :meth:`dump` returned, after setup and after all ``on_train_start`` hooks.
@@ -167,15 +144,35 @@ class ProcessState:
             stops: whether to restore a decision to stop if ``min_epochs`` and ``min_steps`` are met. A decision that
                 waits for them is always restored.
         """
-        limits = self._loop.limits
-        for part in self._parts():
-            if part.load is not None and part.key in state:
-                part.load(state[part.key])
+        run, engine, loop = self._run, self._engine, self._loop
+        limits = loop.limits
+        loop.metrics.load_state_dict(
+            state["metrics"], self._metrics.by_name.get, engine.collectives.reduce, engine.device
+        )
+        for name, values in state["published"].items():
+            published = {k: moved(v, engine.device) if isinstance(v, Tensor) else v for k, v in values.items()}
+            getattr(run.published, name).update(published)
+        for evaluation in self._eval_loops:
+            evaluation.progress.seen_batches.update(state["seen_batches"].get(evaluation.stage, {}))
+        run.data.load_evaluation_state(state["evaluation"])
+        outcome, has_updated = state["outcome"]
+        loop.restore_outcome(None if outcome is None else StepOutcome(*outcome), has_updated)
+        self._restore_window(state["window"])
+        engine.precision.load_state_dict(state["precision"])
+        self._restore_program(state["program"])
+        for callback in self._early_stopping_callbacks:
+            if (saved := state["early_stopping"].get(callback.state_key)) is not None:
+                callback.load_state_dict({**saved, "patience": callback.patience})
+        if not state["next_forward"]:
+            engine.skip_next_buffer_sync()
+        loop.gradients.load_zeros(self._named_parameters(), state["used_gradients"], loop.optimizers)
+        self._restore_gradients(state["gradients"])
+        run.scaler.losses = [loss.to(engine.device) for loss in state["losses"]]
         # a stop that waits for `min_epochs` or `min_steps` stays pending
         stop = state["should_stop"]
         if stop and not limits.should_stop and (stops or not limits.may_stop()):
             limits.should_stop = stop if stop is True else EarlyStop.of(stop)
-        random_states.restore(state["rng"], self._engine.device)
+        random_states.restore(state["rng"], engine.device)  # last: the other states may draw
 
     def convert_states(self, states: list[dict[str, Any]]) -> tuple[dict[str, Any], set[str]]:
         """Convert the states of a run with another number of processes to the state of this process.
@@ -197,10 +194,10 @@ class ProcessState:
         if engine.data_parallel_size > 1:
             unit = first["window"].get("shared_unit")
             window["shared_unit"] = window.get("unit", 1.0) if unit is None else unit
-        own = states[rank]["rng"] if rank < len(states) else random_states.derived(first["rng"], rank)
+        rng = states[rank]["rng"] if rank < len(states) else random_states.derived(first["rng"], rank)
         return {
             **first,
-            "rng": own,
+            "rng": rng,
             "metrics": shared_among(number, [state["metrics"] for state in states]),
             "program": program,
             "should_stop": next((stop for state in states if (stop := state["should_stop"])), False),
@@ -209,24 +206,24 @@ class ProcessState:
 
     # --- the user's objects -----------------------------------------------------------------------------------
 
-    def _program(self, _: State) -> State:
+    def _program(self) -> State:
         metrics = self._metrics
         state = self._run.program.read(modes=self._training_modes or None)
         if self._is_in_batch and not self._run.is_automatic:
             for _, values in state.values():
                 values.pop(":requires_grad", None)  # `toggle_optimizer` has changed it only for this batch
-        loops = [one for _, one in self._eval_loops()] + [self._loop] * self._ends_epoch
-        logged = [metrics.name_of(entry.metric) for one in loops for entry in one.metrics.entries.values()]
+        stores = [loop.metrics for loop in self._eval_loops] + [self._loop.metrics] * self._ends_epoch
+        logged = [metrics.name_of(entry.metric) for store in stores for entry in store.entries.values()]
         reset = metrics.without_updates(but=filter(None, logged))  # these are reset with the other logged values
         names = metrics.states_in_snapshot(reset)
         return selected(state, lambda path, name: name not in names.get(path, ()))
 
     def _report_lost(self, program: State) -> None:
         """Warn of values that a checkpoint lacks, once for each."""
-        found = (*lost_in(program), *self._lost_by_ddp(program).values())
-        if lost := [one for one in found if one not in self._reported]:
+        unsaved = (*lost_in(program), *self._engine.lost_by_ddp)
+        if lost := [value for value in unsaved if value not in self._reported]:
             self._reported.update(lost)
-            rank_zero_warn(_LOST_AT_SAVE.format(names=join_first(dict.fromkeys(one.name for one in lost), 5)))
+            rank_zero_warn(_LOST_AT_SAVE.format(names=join_first(dict.fromkeys(value.name for value in lost), 5)))
 
     def _restore_program(self, state: State) -> None:
         """Restore the user's objects, except the values that hooks have set.
@@ -234,39 +231,22 @@ class ProcessState:
         Raises:
             ResumeError: if one of these values would change the run (see ``_REFUSED``), and the resume must be exact.
         """
-        by_ddp = self._lost_by_ddp(state)
-        lost = [*self._run.program.write(state, skip=self.set_by_hooks | by_ddp.keys()), *by_ddp.values()]
+        lost = [*self._run.program.write(state, skip=self.set_by_hooks), *self._engine.lost_by_ddp]
         self.set_by_hooks = set()
         self._engine.follow_trained_parameters()
         self._metrics.clear_results()
-        others = [one for one in lost if one.reason not in _REFUSED]
+        others = [value for value in lost if value.reason not in _REFUSED]
         if others:
-            names = join_first(dict.fromkeys(one.name for one in others), 5)
+            names = join_first(dict.fromkeys(value.name for value in others), 5)
             warn(
                 f"These values of the program are not restored: {names}. All others are. The checkpoint does not have"
                 " them, or the program has other objects now. If the training depends on them, save and load them in"
                 " `on_save_checkpoint` and `on_load_checkpoint`; register large tensors as buffers."
             )
         for reason, remedy in _REFUSED.items():
-            if names := join_first(dict.fromkeys(one.name for one in lost if one.reason == reason), 5):
+            if names := join_first(dict.fromkeys(value.name for value in lost if value.reason == reason), 5):
                 problem = f"The run would not continue exactly: {names} cannot be restored."
                 refuse_inexact(problem, remedy, exact=self._run.exact_resume)
-
-    def _lost_by_ddp(self, state: State) -> dict[tuple[str, str], Lost]:
-        """Return the values of communication hooks, and the weights, that are not restored, by path and name."""
-        found, communicates = dict[tuple[str, str], Lost](), self._engine.communication
-        if communicates is None:
-            return found
-        if communicates.diverges:
-            found["", ""] = Lost("the weights of each process", "weights")
-        for number, holder in enumerate(communicates.holders):
-            path, kind = f"hooks.{number}", type(holder).__name__
-            if path not in self._run.program.objects:
-                found[path, ""] = Lost(kind, "hook")
-            elif not communicates.keeps_buckets:
-                values = state.get(path, ["", {}])[1]
-                found |= {(path, n): Lost(f"{kind}.{n}", "hook") for n, value in values.items() if has(value, "tensor")}
-        return found
 
     # --- metrics, counters, the accumulation window -----------------------------------------------------------
 
@@ -279,47 +259,20 @@ class ProcessState:
         """Whether the values logged in the epoch are about to be reset."""
         return self._progress.position is EPOCH_ENDED
 
-    def _logged(self, _: State) -> State:
+    def _logged(self) -> State:
         store = MetricStore(training=True) if self._ends_epoch else self._loop.metrics
         return store.state_dict(self._metrics.name_of)
 
-    def _restore_logged(self, state: State) -> None:
-        engine = self._engine
-        metrics = self._metrics.by_name.get
-        self._loop.metrics.load_state_dict(state, metrics, engine.collectives.reduce, engine.device)
-
-    def _published(self, _: State) -> State:
+    def _published(self) -> State:
         return {
             name: {k: v for k, v in getattr(self._run.published, name).items() if isinstance(v, (Tensor, int, float))}
             for name in ("callback", "logged", "progress_bar")
         }
 
-    def _restore_published(self, state: State) -> None:
-        for name, values in state.items():
-            device = self._engine.device
-            found = {k: moved(v, device) if isinstance(v, Tensor) else v for k, v in values.items()}
-            getattr(self._run.published, name).update(found)
-
-    def _restore_seen_batches(self, state: State) -> None:
-        for name, one in self._eval_loops():
-            one.progress.seen_batches.update(state.get(name, {}))
-
-    def _outcome(self, _: State) -> list[Any]:
-        update = self._loop.update
-        return [None if update.outcome is None else list(update.outcome), update.has_run]
-
-    def _restore_outcome(self, state: list[Any]) -> None:
-        outcome, has_updated = state
-        self._loop.restore_outcome(None if outcome is None else StepOutcome(*outcome), has_updated)
-
     @property
     def _is_in_batch(self) -> bool:
         """Whether a resumed run repeats the current batch, without the earlier batches of its window."""
         return self._progress.position is STARTED
-
-    def _window(self, _: State) -> State:
-        loop = self._loop
-        return loop.mean.state_dict(is_open=loop.window.is_open and not self._is_in_batch)
 
     def _restore_window(self, state: State) -> None:
         """Restore the window.
@@ -338,33 +291,23 @@ class ProcessState:
         loop.mean.load_state_dict(state)
         self._engine.check_accumulation(loop.window.batches)
 
-    def _losses(self, state: State) -> list[Tensor]:
-        return list(self._run.scaler.losses) if state["gradients"] else []
-
-    def _restore_losses(self, state: list[Tensor]) -> None:
-        self._run.scaler.losses = [loss.to(self._engine.device) for loss in state]
-
     def _stop(self) -> bool | list[str]:
         """Return ``should_stop``, or the keys of the callbacks that may withdraw their requests."""
         stop = self._loop.limits.should_stop
         return sorted(stop.callbacks) if isinstance(stop, EarlyStop) else bool(stop)
 
+    @property
     def _early_stopping_callbacks(self) -> list[EarlyStopping]:
         return [callback for callback in self._run.callbacks if isinstance(callback, EarlyStopping)]
 
-    def _early_stopping(self, _: State) -> State | None:
+    def _early_stopping(self) -> State:
         """Return the states of the callbacks, because a training metric may differ between processes."""
-        callbacks = self._early_stopping_callbacks() if self._engine.world_size > 1 else []
-        return {one.state_key: one.state_dict() for one in callbacks} or None
+        callbacks = self._early_stopping_callbacks if self._engine.world_size > 1 else []
+        return {callback.state_key: callback.state_dict() for callback in callbacks}
 
-    def _restore_early_stopping(self, state: State) -> None:
-        for callback in self._early_stopping_callbacks():
-            if (own := state.get(callback.state_key)) is not None:
-                callback.load_state_dict({**own, "patience": callback.patience})
-
-    def _restore_next(self, exchanges: bool) -> None:
-        if not exchanges:
-            self._engine.skip_next_buffer_sync()
+    @property
+    def _eval_loops(self) -> set[EvalLoop]:
+        return set(self._run.eval_loops.values())
 
     # --- parameters and gradients -----------------------------------------------------------------------------
 
@@ -375,14 +318,14 @@ class ProcessState:
         """
         engine, named = self._engine, dict(self._run.module.named_parameters())
         yield from named.items()
-        own, number = set(map(id, named.values())), 0
+        known, number = set(map(id, named.values())), 0
         for optimizer in engine.optimizers if engine.exposes_gradients else ():  # others may hold flat copies
             for parameter in parameters_of(optimizer):
-                if id(parameter) not in own:
+                if id(parameter) not in known:
                     yield f"outside parameter {number}", parameter
                     number += 1
 
-    def _gradients(self, state: State) -> dict[str, Tensor]:
+    def _gradients(self, *, is_open: bool) -> dict[str, Tensor]:
         """Return the gradients that no optimizer step has used yet; {} inside a batch, which will be repeated.
 
         In automatic optimization these are the gradients of an open window, and all gradients if the module overrides
@@ -390,7 +333,7 @@ class ProcessState:
         over any number of batches; those that a step has used are left out.
         """
         loop, waiting = self._loop, []
-        is_open, keeps = "size" in state["window"], loop.path.zero_grad is not None and self._engine.exposes_gradients
+        keeps = loop.path.zero_grad is not None and self._engine.exposes_gradients
         if self._is_in_batch:
             pass  # the batch is repeated
         elif not self._run.is_automatic:
@@ -402,11 +345,7 @@ class ProcessState:
         gradients: Gradients = loop.gradients
         return gradients.state_dict(self._named_parameters(), waiting)
 
-    def _load_zeros(self, names: list[str]) -> None:
-        loop = self._loop
-        loop.gradients.load_zeros(self._named_parameters(), names, loop.optimizers)
-
-    def _used_gradients(self, state: State) -> list[str]:
+    def _used_gradients(self, but: Mapping[str, Tensor]) -> list[str]:
         """Return the names of the other gradients that exist, if ``zero_grad`` may set them to 0 instead of None.
 
         Optimizers leave a parameter without a gradient unchanged, but apply momentum and weight decay with one of 0.
@@ -416,7 +355,7 @@ class ProcessState:
         is_whole = self._engine.exposes_gradients and not loop.gradients.are_parts
         if not (keeps and is_whole) or self._is_in_batch:
             return []
-        return loop.gradients.names(p for p in self._named_parameters() if p[0] not in state["gradients"])
+        return loop.gradients.names(p for p in self._named_parameters() if p[0] not in but)
 
     def _restore_gradients(self, state: dict[str, Tensor]) -> None:
         gradients = self._loop.gradients
@@ -429,12 +368,6 @@ class ProcessState:
             refuse_inexact(problem, "Resume with the strategy of the saved run.", exact=self._run.exact_resume)
             state = {}
         gradients.load_state_dict(parameters, state)
-
-    def _seen_batches(self, _: State) -> dict[str, dict[int, int]]:
-        return {name: dict(one.progress.seen_batches) for name, one in self._eval_loops()}
-
-    def _eval_loops(self) -> Iterator[tuple[str, Any]]:
-        return ((loop.stage, loop) for loop in set(self._loops_of_stages.values()))
 
 
 def _is_out_of_time(callbacks: Iterable[Any]) -> bool:

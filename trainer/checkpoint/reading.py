@@ -172,8 +172,8 @@ def make_folder(folder: Path) -> list[Path]:
         missing.append(above)
         above = above.parent
     folder.mkdir(parents=True, exist_ok=True)  # raises a descriptive error if it is a file
-    for made in missing:
-        sync_folder(made.parent)
+    for folder_made in missing:
+        sync_folder(folder_made.parent)
     return missing
 
 
@@ -250,8 +250,8 @@ def verify(path: str | Path) -> bool:
             return False
         _check_archive(path, manifest)
     except OSError as error:
-        kind = CheckpointNotFoundError if isinstance(error, FileNotFoundError) else CheckpointError
-        raise kind(f"{path} cannot be read: {error.strerror or error}.") from error
+        error_class = CheckpointNotFoundError if isinstance(error, FileNotFoundError) else CheckpointError
+        raise error_class(f"{path} cannot be read: {error.strerror or error}.") from error
     return True
 
 

@@ -54,21 +54,21 @@ def newest_checkpoint(run: RunState, session: Session, extra: Any = None) -> str
 
 def keep_rows(run: RunState, path: str | Path) -> None:
     """Let CSV loggers with a fixed folder append to the rows before a checkpoint. Lightning's delete the file."""
-    _continue_logs(run, path, lambda one: isinstance(one, CSV) and not one.is_numbered and not one.is_open)
+    _continue_logs(run, path, lambda logger: isinstance(logger, CSV) and not logger.is_numbered and not logger.is_open)
 
 
 def _continue_logs(run: RunState, path: str | Path, chosen: Callable[[Any], bool] = lambda _: True) -> None:
     if run.is_global_zero:
         step, places = _place_in_logs(path)
         for logger, place in zip_longest(run.loggers, places[: len(run.loggers)]):
-            if chosen(one := adapter(logger)):
-                one.resume(step, place)
+            if chosen(adapted := adapter(logger)):
+                adapted.resume(step, place)
 
 
 def _choose_checkpoint(run: RunState, session: Session, extra: Any) -> tuple[str | None, dict[int, Any]]:
     """Return the checkpoint, and the version of each numbered logger."""
     trainer, engine = run.trainer, run.engine
-    numbered = {index: one for index, one in enumerate(map(adapter, run.loggers)) if one.is_numbered}
+    numbered = {index: logger for index, logger in enumerate(map(adapter, run.loggers)) if logger.is_numbered}
     former = None
     if 0 in numbered:  # the folder of the first logger holds the checkpoints
         former = numbered[0].newest_version(_CHECKPOINTS)
@@ -93,11 +93,11 @@ def _choose_checkpoint(run: RunState, session: Session, extra: Any) -> tuple[str
         if folders:
             rank_zero_info(f"resume='auto': no checkpoint in {', '.join(folders)}: starting from the beginning")
         return None, dict.fromkeys(numbered)
-    versions = {index: one.newest_version() for index, one in numbered.items()}
+    versions = {index: logger.newest_version() for index, logger in numbered.items()}
     return str(path), versions if former is None else {**versions, 0: former}
 
 
-def places_to_save(run: RunState, _: dict[str, Any]) -> list[Any] | None:
+def places_to_save(run: RunState) -> list[Any] | None:
     """Return the position of each logger in its files, where a resumed run continues.
 
     None on ranks other than 0, and for a checkpoint that is not written to a file.

@@ -44,11 +44,11 @@ def temporary_path(place: Path, end: str = PART) -> Path:
     return place.parent / f".{os.getpid()}-{secrets.token_hex(6)}{end}"
 
 
-def seal(part: Path, name: str, files: Mapping[str, tuple[int, str]], facts: Mapping[str, Any]) -> None:
-    """Write the manifest of the folder ``part`` after its other files, and flush it to disk.
+def seal(temporary: Path, name: str, files: Mapping[str, tuple[int, str]], facts: Mapping[str, Any]) -> None:
+    """Write the manifest of the folder ``temporary`` after its other files, and flush it to disk.
 
     Args:
-        part: the folder.
+        temporary: the folder.
         name: its final name.
         files: size and SHA-256 of each file as written, by name.
         facts: additional plain values for the manifest.
@@ -57,28 +57,28 @@ def seal(part: Path, name: str, files: Mapping[str, tuple[int, str]], facts: Map
         OSError: if the manifest cannot be written, or a file is missing or has another size.
     """
     for file, (size, _) in files.items():
-        found = (part / file).stat().st_size  # written by another process, possibly on another machine
-        if found != size:
-            raise OSError(f"{part / file} has {found:,} bytes, and was written with {size:,}")
+        written = (temporary / file).stat().st_size  # written by another process, possibly on another machine
+        if written != size:
+            raise OSError(f"{temporary / file} has {written:,} bytes, and was written with {size:,}")
     header = {"format": FORMAT, "saved_at": time.time(), "name": name, **facts}
     header["files"] = {file: list(files[file]) for file in sorted(files)}
     text = f'{json.dumps(header)[:-1]}, "sha256": "'
     sha256 = hashlib.sha256(text.encode()).hexdigest()
-    with (part / MANIFEST).open("xb") as stream:
+    with (temporary / MANIFEST).open("xb") as stream:
         stream.write(f'{text}{sha256}"}}'.encode())
         stream.flush()
         os.fsync(stream.fileno())
-    sync_folder(part)
+    sync_folder(temporary)
 
 
-def move_into_place(part: Path, place: Path) -> None:
-    """Rename the sealed folder ``part`` to ``place``, and replace an older checkpoint there.
+def move_into_place(temporary: Path, place: Path) -> None:
+    """Rename the sealed folder ``temporary`` to ``place``, and replace an older checkpoint there.
 
     Raises:
         OSError: if it cannot be renamed.
     """
     with moved_aside(place):
-        part.rename(place)
+        temporary.rename(place)
         sync_folder(place.parent)
 
 
@@ -89,7 +89,7 @@ def check_replaceable(place: Path) -> None:
         IsADirectoryError: if ``place`` is such a folder.
     """
     if place.is_dir() and not place.is_symlink():
-        names = {one.name for one in place.iterdir()}
+        names = {file.name for file in place.iterdir()}
         if names and not names & {MANIFEST, STATE, ".metadata"}:
             raise IsADirectoryError(errno.EISDIR, "it is a folder, but not a checkpoint", str(place))
 
@@ -125,14 +125,14 @@ def remove(folder: Path) -> None:
     discard(older)
 
 
-def discard(part: Path) -> None:
+def discard(temporary: Path) -> None:
     """Remove a temporary file or folder if possible. The manifest is removed first, which invalidates a folder."""
     with suppress(OSError):
-        if part.is_symlink() or not part.is_dir():
-            part.unlink()
+        if temporary.is_symlink() or not temporary.is_dir():
+            temporary.unlink()
             return
-        (part / MANIFEST).unlink(missing_ok=True)
-        shutil.rmtree(part)
+        (temporary / MANIFEST).unlink(missing_ok=True)
+        shutil.rmtree(temporary)
 
 
 def recover(folder: Path) -> None:
@@ -141,17 +141,17 @@ def recover(folder: Path) -> None:
     If there are several for one place, the newest is used. Folders that were being removed are ignored. No process may
     be writing into ``folder``.
     """
-    found = []
-    for part in folder.glob(f".*{PART}"):
+    complete = []
+    for temporary in folder.glob(f".*{PART}"):
         with suppress(CheckpointError, OSError):
-            if not part.name.endswith(_REMOVED) and not part.is_symlink() and part.is_dir():
-                found.append((read_manifest(part), part))
-    for manifest, part in sorted(found, key=lambda one: one[0].saved_at, reverse=True):
+            if not temporary.name.endswith(_REMOVED) and not temporary.is_symlink() and temporary.is_dir():
+                complete.append((read_manifest(temporary), temporary))
+    for manifest, temporary in sorted(complete, key=lambda pair: pair[0].saved_at, reverse=True):
         name = str(manifest.facts.get("name", ""))
         place = folder / name
         if name and name == Path(name).name and not name.startswith(".") and not os.path.lexists(place):
             with suppress(OSError):
-                part.rename(place)
+                temporary.rename(place)
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -189,20 +189,20 @@ def _manifest(header: dict[str, Any], sha256: str) -> Manifest:
     return Manifest(float(header["saved_at"]), size, sha256, facts, files)
 
 
-def verify(folder: Path, part: int = 0, parts: int = 1) -> Manifest:
-    """Verify that a folder is unchanged since it was written. Reads all files, or one of several parts of them.
+def verify(folder: Path, reader: int = 0, readers: int = 1) -> Manifest:
+    """Verify that a folder is unchanged since it was written. Reads all files, or the share of one of several readers.
 
     Args:
         folder: the folder.
-        part: index of the part to read. Default: 0.
-        parts: number of parts. Default: 1.
+        reader: number of this reader, which reads a share of the files. Default: 0.
+        readers: number of readers. Default: 1.
 
     Raises:
         CheckpointError: if a file is missing or changed, or cannot be read.
     """
     try:
         manifest = read_manifest(folder)
-        part_files = sorted(manifest.files.items(), key=lambda file: file[1])[part::parts]  # sorted by size
+        part_files = sorted(manifest.files.items(), key=lambda file: file[1])[reader::readers]  # sorted by size
         with ThreadPoolExecutor(_THREADS, "verify") as threads:
             for problem in threads.map(lambda file: _problem(folder / file[0], *file[1]), part_files):
                 if problem:
@@ -214,13 +214,13 @@ def verify(folder: Path, part: int = 0, parts: int = 1) -> Manifest:
 
 def _problem(path: Path, size: int, sha256: str) -> str:
     try:
-        found = path.lstat()
+        status = path.lstat()
     except FileNotFoundError:
         return f"{path.name} is missing."
-    if not stat.S_ISREG(found.st_mode):
+    if not stat.S_ISREG(status.st_mode):
         return f"{path.name} is not a file."
-    if found.st_size != size:
-        return f"{path.name} has {found.st_size:,} bytes, and was written with {size:,}."
+    if status.st_size != size:
+        return f"{path.name} has {status.st_size:,} bytes, and was written with {size:,}."
     with path.open("rb", buffering=0) as file:
         digest = hashlib.file_digest(file, "sha256")
     if digest.hexdigest() != sha256:

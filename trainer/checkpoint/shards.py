@@ -130,8 +130,8 @@ def split(checkpoint: Mapping[str, Any], names: list[list[str]], *, is_first: bo
         tensors[key] = value.detach()
         return torch.empty(value.shape, dtype=value.dtype, device="meta")
 
-    made = mapped(tree, take)
-    return made, {key: one for key, one in tensors.items() if is_first or isinstance(one, DTensor)}
+    outline = mapped(tree, take)
+    return outline, {key: tensor for key, tensor in tensors.items() if is_first or isinstance(tensor, DTensor)}
 
 
 def _unique_key(place: KeyPath, taken: Mapping[str, Any]) -> str:
@@ -151,20 +151,21 @@ def by_name(states: list[dict[str, Any]], names: list[list[str]]) -> list[dict[s
 
 def by_number(states: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[list[str]]]:
     """Invert :func:`by_name`. Also returns the names, in the order of the parameters' numbers."""
-    made, names = [], []
+    numbered, names = [], []
     for state in states:
-        known = [one for group in state.get("param_groups", ()) for one in group["params"]]
-        is_named = bool(known) and all(isinstance(one, str) for one in known)
+        known = [parameter for group in state.get("param_groups", ()) for parameter in group["params"]]
+        is_named = bool(known) and all(isinstance(parameter, str) for parameter in known)
         names.append(known if is_named else [])
-        made.append(_rename_parameters(state, {name: index for index, name in enumerate(known)}) if is_named else state)
-    return made, names
+        numbers = {name: index for index, name in enumerate(known)} if is_named else {}
+        numbered.append(_rename_parameters(state, numbers))
+    return numbered, names
 
 
 def _rename_parameters(state: dict[str, Any], new: Mapping[Any, Any]) -> dict[str, Any]:
     if "param_groups" not in state or "state" not in state:
         return state
-    groups = [{**group, "params": [new.get(one, one) for one in group["params"]]} for group in state["param_groups"]]
-    renamed = {new.get(one, one): value for one, value in state["state"].items()}
+    groups = [{**group, "params": [new.get(old, old) for old in group["params"]]} for group in state["param_groups"]]
+    renamed = {new.get(old, old): value for old, value in state["state"].items()}
     return {**state, "state": renamed, "param_groups": groups}
 
 
@@ -175,7 +176,7 @@ def write(
     place: Path,
     tree: Tree,
     tensors: dict[str, Tensor],
-    own: Mapping[int, Any],
+    processes: Mapping[int, Any],
     facts: Mapping[str, Any],
     group: distributed.ProcessGroup | None,
     save: Save | None = None,
@@ -186,7 +187,7 @@ def write(
         place: path of the folder, on a file system that all processes share.
         tree: from :func:`split`; that of process 0 is written.
         tensors: from :func:`split`. They must not change during the call.
-        own: the per-process state, by rank.
+        processes: the per-process state, by rank.
         facts: additional plain values for the manifest.
         group: a gloo group of the processes that is used for nothing else; None for this process alone.
         save: writes tensors in addition to those of DCP. Default: None.
@@ -195,14 +196,14 @@ def write(
         OSError: if writing failed; raised on all processes. An older checkpoint is unchanged.
     """
     rank, is_alone = (0, True) if group is None else (distributed.get_rank(group), False)
-    part: Path = _call_on_first(group, lambda: _make_temporary_folder(place))
+    temporary: Path = _call_on_first(group, lambda: _make_temporary_folder(place))
     try:
         files = _HashingFileSystem()
         if save is not None:
-            _call_on_all(group, lambda: save(part, files))
-        writer = FileSystemWriter(part)
+            _call_on_all(group, lambda: save(temporary, files))
+        writer = FileSystemWriter(temporary)
         writer.fs = files
-        tensors = tensors | {_process_key(number): _bytes_of(state) for number, state in own.items()}
+        tensors = tensors | {_process_key(number): _bytes_of(state) for number, state in processes.items()}
         _run_dcp(lambda: _save_state_dict(tensors, writer, group, no_dist=is_alone))
         each = [files.sums]
         if not is_alone:
@@ -210,24 +211,24 @@ def write(
             distributed.gather_object(files.sums, each or None, group=group)
 
         def finish() -> None:
-            files.save(tree, part / STATE)
-            sums = {name: one for found in [*each, files.sums] for name, one in found.items()}
-            sharded_files.seal(part, place.name, sums, facts)
-            sharded_files.move_into_place(part, place)
+            files.save(tree, temporary / STATE)
+            sums = {name: checksum for written in [*each, files.sums] for name, checksum in written.items()}
+            sharded_files.seal(temporary, place.name, sums, facts)
+            sharded_files.move_into_place(temporary, place)
 
         _call_on_first(group, finish)
     except BaseException:
         if rank == 0:
-            sharded_files.discard(part)
+            sharded_files.discard(temporary)
         raise
 
 
 def _make_temporary_folder(place: Path) -> Path:
     sharded_files.check_replaceable(place)
     make_folder(place.parent)
-    part = sharded_files.temporary_path(place)
-    part.mkdir()
-    return part
+    temporary = sharded_files.temporary_path(place)
+    temporary.mkdir()
+    return temporary
 
 
 def _process_key(rank: int) -> str:
@@ -377,11 +378,11 @@ def read(
         if not value.is_meta or (only and place[0] != only):
             return value
         key = _unique_key(place, targets)
-        found = metadata.state_dict_metadata.get(key)
-        if not isinstance(found, TensorStorageMetadata):
+        entry = metadata.state_dict_metadata.get(key)
+        if not isinstance(entry, TensorStorageMetadata):
             raise CheckpointError(f"{folder} is damaged: it lacks {key}.")
-        made = None if template is None else template(place, value.shape, value.dtype)
-        targets[key] = torch.empty(value.shape, dtype=value.dtype) if made is None else made
+        target = None if template is None else template(place, value.shape, value.dtype)
+        targets[key] = torch.empty(value.shape, dtype=value.dtype) if target is None else target
         return targets[key]
 
     tree = mapped(tree, make)
@@ -392,14 +393,14 @@ def read(
     count = sum(key.startswith(_PROCESS) for key in metadata.state_dict_metadata)
     wanted = [] if only else range(count) if process is None or process[1] != count else [process[0]]
     for rank in wanted:
-        found = metadata.state_dict_metadata.get(_process_key(rank))
-        if not isinstance(found, TensorStorageMetadata):
+        entry = metadata.state_dict_metadata.get(_process_key(rank))
+        if not isinstance(entry, TensorStorageMetadata):
             raise CheckpointError(f"{folder} is damaged: it lacks the entries of process {rank}.")
-        targets[_process_key(rank)] = torch.empty(found.size, dtype=torch.uint8)
+        targets[_process_key(rank)] = torch.empty(entry.size, dtype=torch.uint8)
     if targets:
         _run_dcp(lambda: _load_state_dict(targets, _Reader(folder, metadata), no_dist=True))
-    own = [targets[_process_key(i)] if i in wanted else None for i in range(count)]
-    files = [None if one is None else BytesIO(one.numpy().tobytes()) for one in own]
+    buffers = [targets[_process_key(i)] if i in wanted else None for i in range(count)]
+    files = [None if buffer is None else BytesIO(buffer.numpy().tobytes()) for buffer in buffers]
     return tree, [None if file is None else load_inert(file, weights_only=weights_only) for file in files]
 
 
@@ -420,18 +421,32 @@ def _metadata_of(folder: Path, manifest: Manifest) -> Metadata:
         and all(isinstance(entry, TensorStorageMetadata) for entry in metadata.state_dict_metadata.values())
         and all(
             isinstance(index, MetadataIndex)
-            and isinstance(one, _StorageInfo)
-            and one.relative_path in files
-            and not one.transform_descriptors
-            for index, one in metadata.storage_data.items()
+            and isinstance(info, _StorageInfo)
+            and info.relative_path in files
+            and not info.transform_descriptors
+            for index, info in metadata.storage_data.items()
         )
     ):
         raise CheckpointError(f"{folder} is damaged: its {_METADATA} has entries other than tensors of its files.")
-    for key, one in metadata.state_dict_metadata.items():
-        assert isinstance(one, TensorStorageMetadata)
-        if sum(chunk.sizes.numel() for chunk in one.chunks) < one.size.numel():
+    for key, info in metadata.state_dict_metadata.items():
+        assert isinstance(info, TensorStorageMetadata)
+        if sum(chunk.sizes.numel() for chunk in info.chunks) < info.size.numel():
             raise CheckpointError(f"{folder} is damaged: parts of {key} are missing.")
     return metadata
+
+
+_ALLOWED = {
+    "torch.distributed.checkpoint.metadata": {
+        "Metadata", "MetadataIndex", "TensorStorageMetadata", "ChunkStorageMetadata", "TensorProperties", "StorageMeta",
+        "_MEM_FORMAT_ENCODING",
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch": {"Size"},
+    "torch.serialization": {"_get_layout"},
+    "pathlib": {"PosixPath", "WindowsPath"},
+    "pathlib._local": {"PosixPath", "WindowsPath"},
+}  # fmt: skip
+"""The names in DCP's metadata, by module."""
 
 
 class _MetadataReader(pickle._Unpickler):  # in Python: operations of the C class cannot be replaced
@@ -441,33 +456,9 @@ class _MetadataReader(pickle._Unpickler):  # in Python: operations of the C clas
     whole program.
     """
 
-    _CLASSES: ClassVar[frozenset[tuple[str, str]]] = frozenset(
-        {
-            *(
-                ("torch.distributed.checkpoint.metadata", name)
-                for name in (
-                    "Metadata",
-                    "TensorStorageMetadata",
-                    "ChunkStorageMetadata",
-                    "TensorProperties",
-                    "_MEM_FORMAT_ENCODING",
-                    "MetadataIndex",
-                    "StorageMeta",
-                )
-            ),
-            ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-            ("torch", "Size"),
-            ("torch.serialization", "_get_layout"),
-            ("pathlib", "PosixPath"),
-            ("pathlib", "WindowsPath"),
-            ("pathlib._local", "PosixPath"),
-            ("pathlib._local", "WindowsPath"),
-        }
-    )
-
     def _build(self) -> None:
-        made = self.stack[-2]  # type: ignore[attr-defined]
-        if isinstance(made, type) or not dataclasses.is_dataclass(made):
+        built = self.stack[-2]  # type: ignore[attr-defined]
+        if isinstance(built, type) or not dataclasses.is_dataclass(built):
             raise pickle.UnpicklingError(f"its {_METADATA} changes an object outside of it")
         self.load_build()  # type: ignore[attr-defined]
 
@@ -475,19 +466,19 @@ class _MetadataReader(pickle._Unpickler):  # in Python: operations of the C clas
 
     def find_class(self, module: str, name: str) -> Any:
         """Return the object for a name in the file."""
-        if module == "torch" and isinstance(found := vars(torch).get(name), torch.dtype):
-            return found
+        if module == "torch" and isinstance(dtype := vars(torch).get(name), torch.dtype):
+            return dtype
         if (module, name) == ("builtins", "getattr"):
             return _member
-        if (module, name) not in self._CLASSES:
+        if name not in _ALLOWED.get(module, ()):
             raise pickle.UnpicklingError(f"its {_METADATA} refers to {module}.{name}, which is not allowed there")
         return super().find_class(module.replace("pathlib._local", "pathlib"), name)
 
 
-def _member(kind: Any, name: Any) -> Enum:
+def _member(class_: Any, name: Any) -> Enum:
     """Return a member of an enumeration, which Python 3.11.0 to 3.11.3 pickle as an attribute of its class."""
-    if isinstance(kind, type) and issubclass(kind, Enum) and name in kind.__members__:
-        return kind[name]
+    if isinstance(class_, type) and issubclass(class_, Enum) and name in class_.__members__:
+        return class_[name]
     raise pickle.UnpicklingError(f"its {_METADATA} refers to an attribute, which is not allowed")
 
 

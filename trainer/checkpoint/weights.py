@@ -71,10 +71,10 @@ def _tensors_in(loaded: Any, path: Path) -> dict[str, Tensor]:
             tensors = {name: value for name, value in node.items() if isinstance(value, Tensor)}
             if tensors and all(isinstance(name, str) for name in tensors):
                 return tensors
-    found = f"a {type(loaded).__name__}"
+    contents = f"a {type(loaded).__name__}"
     if isinstance(loaded, Mapping):
-        found = f"a mapping with the keys {', '.join(map(str, list(loaded)[:5]))}" if loaded else "an empty mapping"
+        contents = f"a mapping with the keys {', '.join(map(str, list(loaded)[:5]))}" if loaded else "an empty mapping"
     raise CheckpointError(
-        f"{path} has no weights: it contains {found}. Expected a checkpoint, or tensors by name, at the top level or"
+        f"{path} has no weights: it contains {contents}. Expected a checkpoint, or tensors by name, at the top level or"
         f" under the key {', '.join(_KEYS[:-1])} or {_KEYS[-1]}."
     )

@@ -132,25 +132,25 @@ def write(engine: Any, folder: Path, sums: FileHasher) -> None:
                 sums.add(path)
 
 
-def check(folder: Path, manifest: Manifest, part: int, parts: int) -> None:
+def check(folder: Path, manifest: Manifest, reader: int, readers: int) -> None:
     """Check that DeepSpeed's files contain no unexpected objects, before the processes read them together.
 
-    Each process checks a part of the list of files: every ``parts``-th file, beginning with number ``part``.
+    Each process checks a share of the list of files: every ``readers``-th file, beginning with number ``reader``.
 
     Args:
         folder: the folder.
         manifest: its manifest.
-        part: index of the part.
-        parts: number of parts.
+        reader: number of this reader.
+        readers: number of readers.
 
     Raises:
         pickle.UnpicklingError: if a file contains an unexpected object.
     """
-    for name in sorted(manifest.files)[part::parts]:
+    for name in sorted(manifest.files)[reader::readers]:
         if name.endswith(".pt"):
-            for found in get_unsafe_globals_in_checkpoint(folder / name):
-                if found not in _CLASSES:
-                    raise UnpicklingError(f"GLOBAL {found} was not an allowed global in {name}")
+            for global_name in get_unsafe_globals_in_checkpoint(folder / name):
+                if global_name not in _CLASSES:
+                    raise UnpicklingError(f"GLOBAL {global_name} was not an allowed global in {name}")
 
 
 def read(engine: Any, folder: Path, strict: bool) -> None:
@@ -216,11 +216,11 @@ def _optimizer_file(folder: Path, rank: int) -> Path:
     return folder / f"bf16_{name}" if (folder / f"bf16_{name}").is_file() else folder / name
 
 
-Found = Iterator[tuple[str, str | None, Any]]
+NamedTensors = Iterator[tuple[str, str | None, Any]]
 """Name of a parameter; key of an optimizer state, or None for the weights; the whole value."""
 
 
-def _tensors_of_slices(shapes: list[dict[str, torch.Size]], optimizers: list[dict[str, Any]]) -> Found:
+def _tensors_of_slices(shapes: list[dict[str, torch.Size]], optimizers: list[dict[str, Any]]) -> NamedTensors:
     """Yield the tensors of stages 1 and 2: each process has a slice of the concatenated parameters of a group."""
     for group, group_shapes in enumerate(shapes):
         flats = [
@@ -230,7 +230,7 @@ def _tensors_of_slices(shapes: list[dict[str, torch.Size]], optimizers: list[dic
             )
             for optimizer in optimizers
         ]
-        places = [one["param_slice_mappings"][group] for one in optimizers]
+        places = [optimizer["param_slice_mappings"][group] for optimizer in optimizers]
         for name, shape in group_shapes.items():
             slices = [
                 (flat, at[name].start, at[name].numel) for flat, at in zip(flats, places, strict=True) if name in at
@@ -238,7 +238,7 @@ def _tensors_of_slices(shapes: list[dict[str, torch.Size]], optimizers: list[dic
             yield from _join_slices(name, shape, slices)
 
 
-def _tensors_of_partitions(shapes: list[dict[str, torch.Size]], optimizers: list[dict[str, Any]]) -> Found:
+def _tensors_of_partitions(shapes: list[dict[str, torch.Size]], optimizers: list[dict[str, Any]]) -> NamedTensors:
     """Yield the tensors of stage 3: each process stores its pieces of the parameters in flat tensors."""
     flats = [
         [
@@ -258,7 +258,7 @@ def _tensors_of_partitions(shapes: list[dict[str, torch.Size]], optimizers: list
             start += size
 
 
-def _join_slices(name: str, shape: torch.Size, slices: list[tuple[_FlatPart, int, int]]) -> Found:
+def _join_slices(name: str, shape: torch.Size, slices: list[tuple[_FlatPart, int, int]]) -> NamedTensors:
     def join(key: str | None) -> Tensor:
         parts = [
             (flat.weights if key is None else flat.states[key])[start : start + size] for flat, start, size in slices

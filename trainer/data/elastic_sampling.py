@@ -57,8 +57,8 @@ class SampleOrder:
             return f"each of {processes} processes has a {type(sampler).__name__} over all samples"
         if shared and sampler.drop_last:
             return "the DistributedSampler drops samples (drop_last=True)"
-        own = {"shuffle": sampler.shuffle, "seed": sampler.seed} if shared else {}
-        return cls(type(sampler).__name__, processes, loader.batch_size, loader.drop_last, accumulate, **own)
+        shuffling = {"shuffle": sampler.shuffle, "seed": sampler.seed} if shared else {}
+        return cls(type(sampler).__name__, processes, loader.batch_size, loader.drop_last, accumulate, **shuffling)
 
     @property
     def update_size(self) -> int:
@@ -67,8 +67,8 @@ class SampleOrder:
 
     def batches(self, samples: int) -> int:
         """Return the number of batches of one process in an epoch of ``samples`` samples."""
-        own = self._row(samples) // self.processes
-        return own // self.batch_size if self.drop_last else math.ceil(own / self.batch_size)
+        share = self._row(samples) // self.processes
+        return share // self.batch_size if self.drop_last else math.ceil(share / self.batch_size)
 
     def total(self, samples: int) -> int:
         """Return the number of samples that all processes train in an epoch, including repeated ones."""
@@ -167,13 +167,13 @@ class ElasticSampler(Sampler[int]):
         self.epoch = epoch
 
     def __len__(self) -> int:
-        own = len(range(self.rank, self.total, self.num_replicas))
-        return max(own, (self.batches - 1) * self.batch_size + 1) if self.total else 0
+        share = len(range(self.rank, self.total, self.num_replicas))
+        return max(share, (self.batches - 1) * self.batch_size + 1) if self.total else 0
 
     def __iter__(self) -> Iterator[int]:
         row, count = self._next_row(), len(self)
-        own = row[self.rank :: self.num_replicas]
-        return iter([*own.tolist(), *row[-1:].tolist() * (count - len(own))])
+        share = row[self.rank :: self.num_replicas]
+        return iter([*share.tolist(), *row[-1:].tolist() * (count - len(share))])
 
     @property
     def last_update(self) -> int:
@@ -189,9 +189,10 @@ class ElasticSampler(Sampler[int]):
         start = self.total - self.last_update
         if first < start:
             return None
-        own = range(first + self.rank, min(first + self.num_replicas * self.batch_size, self.total), self.num_replicas)
+        end = min(first + self.num_replicas * self.batch_size, self.total)
+        share = range(first + self.rank, end, self.num_replicas)
         batches = self.batches - start // (self.num_replicas * self.batch_size)
-        return len(own) * self.num_replicas * batches / self.last_update  # 1 on average
+        return len(share) * self.num_replicas * batches / self.last_update  # 1 on average
 
     def _next_row(self) -> Tensor:
         order, samples = self.order, self.samples
@@ -206,9 +207,9 @@ class ElasticSampler(Sampler[int]):
     def _draw_together(self) -> list[int]:
         """Draw the order on the first process, and repeat this on the others without changing their random states."""
         generators = random_states.find(self._source)
-        state = self._share(random_states.capture(own=generators))
+        state = self._share(random_states.capture(objects=generators))
         if self.rank == 0:
             return list(self._source)[: self.total]
         with random_states.isolated():
-            random_states.restore(state, own=generators)
+            random_states.restore(state, objects=generators)
             return list(self._source)[: self.total]

@@ -26,33 +26,33 @@ def objects_with_set_epoch(*roots: Any) -> list[Any]:
     of torch's ``Subset``, ``ConcatDataset``, ``ChainDataset`` and ``StackDataset`` count, too. Any other dataset that
     wraps a dataset must pass the epoch on itself.
     """
-    found: list[Any] = []
+    with_set_epoch: list[Any] = []
     queue, seen = list(roots), set[int]()
     while queue:
-        part = queue.pop(0)
-        if part is None or id(part) in seen:
+        value = queue.pop(0)
+        if value is None or id(value) in seen:
             continue
-        seen.add(id(part))
-        if callable(getattr(part, "set_epoch", None)):
-            found.append(part)
-        queue += _parts_of(part)
-    return found
+        seen.add(id(value))
+        if callable(getattr(value, "set_epoch", None)):
+            with_set_epoch.append(value)
+        queue += _parts_of(value)
+    return with_set_epoch
 
 
-def _parts_of(part: Any) -> list[Any]:
-    if isinstance(part, Subset):
-        return [part.dataset]
-    if isinstance(part, (ConcatDataset, ChainDataset, StackDataset)):
-        datasets: Any = part.datasets
+def _parts_of(value: Any) -> list[Any]:
+    if isinstance(value, Subset):
+        return [value.dataset]
+    if isinstance(value, (ConcatDataset, ChainDataset, StackDataset)):
+        datasets: Any = value.datasets
         return list(datasets.values() if isinstance(datasets, dict) else datasets)
-    if isinstance(part, (Dataset, Sampler)):
+    if isinstance(value, (Dataset, Sampler)):
         return []
-    samplers = [getattr(part, "sampler", None)]  # of a dataloader
-    batch_sampler = getattr(part, "batch_sampler", None)
+    samplers = [getattr(value, "sampler", None)]  # of a dataloader
+    batch_sampler = getattr(value, "batch_sampler", None)
     while batch_sampler is not None and len(samplers) < _MAX_DEPTH:
         samplers += [batch_sampler, getattr(batch_sampler, "sampler", None)]
         batch_sampler = getattr(batch_sampler, "batch_sampler", None)
-    return [*samplers, getattr(part, "dataset", None)]
+    return [*samplers, getattr(value, "dataset", None)]
 
 
 def has_exact_length(loader: Any) -> bool:
@@ -68,6 +68,6 @@ def has_exact_length(loader: Any) -> bool:
     return all(map(is_trusted, parts))
 
 
-def is_trusted(part: Any) -> bool:
+def is_trusted(value: Any) -> bool:
     """Return whether the class of a sampler, dataset or dataloader is torch's, torchdata's, Lightning's or ours."""
-    return type(part).__module__.partition(".")[0] in _TRUSTED
+    return type(value).__module__.partition(".")[0] in _TRUSTED

@@ -114,9 +114,9 @@ class Prefetching(TorchFunctionMode):
 
 def _is_small(batch: Any) -> bool:
     """Return whether a batch (a tensor, or a list, tuple or dict of tensors) has only small dense tensors."""
-    kind = type(batch)
-    for part in batch if kind in (list, tuple) else batch.values() if kind is dict else (batch,):
-        if type(part) is not Tensor or part.layout is not torch.strided or part.nbytes >= MIN_BYTES:
+    class_ = type(batch)
+    for tensor in batch if class_ in (list, tuple) else batch.values() if class_ is dict else (batch,):
+        if type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.nbytes >= MIN_BYTES:
             return False
     return True
 

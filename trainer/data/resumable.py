@@ -105,8 +105,8 @@ class ResumableLoader:
 
     def _note_copies(self) -> None:
         if self.persists:
-            found: list[Any] = random_states.find(self.loader.dataset)
-            self._copied, self._sent = (found[0], found[0].read()) if found else (None, {})
+            snapshots: list[Any] = random_states.find(self.loader.dataset)
+            self._copied, self._sent = (snapshots[0], snapshots[0].read()) if snapshots else (None, {})
 
     def start_epoch(self, epoch: int) -> None:
         """Set the epoch, also for persistent workers, which have copies of the dataset."""
@@ -169,14 +169,14 @@ class ResumableLoader:
             if state["kind"] != self.kind:
                 return []
             if self.persists and "epoch" in state:
-                for part in objects_with_set_epoch(self.loader.dataset):  # new workers copy the dataset, with its epoch
-                    part.set_epoch(state["epoch"])
+                for dataset in objects_with_set_epoch(self.loader.dataset):  # new workers copy it, with its epoch
+                    dataset.set_epoch(state["epoch"])
                 self.epoch = state["epoch"]
             reasons = self._follow(state)
         elif state["kind"] != self.kind:
             self._resumed = self._skip(state["batches"])
-            kind = type(self.loader).__name__
-            return [f"the dataloader is of another kind than the one that was saved: it is now a {kind}"]
+            class_ = type(self.loader).__name__
+            return [f"the dataloader is of another kind than the one that was saved: it is now a {class_}"]
         else:
             reasons = _changes(state, self.loader)
             self._resumed = self._resume(state, reasons)
@@ -186,7 +186,7 @@ class ResumableLoader:
     def _begin(self) -> Iterator[Batch]:
         """Return an iterator over a new pass, with new workers or those of the last pass."""
         is_running = self.persists and self._running._iterator is not None
-        self._begun, self._batches = random_states.capture(own=self.generators), 0
+        self._begun, self._batches = random_states.capture(objects=self.generators), 0
         if is_running:
             self.warn_of_stale_copies()
             return self._count_batches(iter(self._running))
@@ -213,7 +213,7 @@ class ResumableLoader:
     def _resume(self, state: State, reasons: list[str]) -> Iterator[Batch]:
         """Return an iterator over the rest of the pass in ``state``. Appends to ``reasons`` why it may differ."""
         reasons += self._lost_by_workers(state)
-        random_states.restore(state["started"], own=self.generators)
+        random_states.restore(state["started"], objects=self.generators)
         iterator = self._begin()
         if self._iterator is not None and "iterator" in state:
             self._iterator.set_state(state["iterator"])
@@ -237,7 +237,7 @@ class ResumableLoader:
         """
         if not self.persists or self._running._iterator is not None or _changes(state, self.loader):
             return []
-        random_states.restore(state["started"], own=self.generators)
+        random_states.restore(state["started"], objects=self.generators)
         self._start({})  # these workers stay for the next pass
         self._begun, self._started = state["begun"], state["started"]
         return self._lost_by_workers({**state, "is_first": False})
@@ -322,15 +322,15 @@ def resumable(loader: Any, epoch: int = 0, *, uses_state: bool = True) -> Resuma
         epoch: the epoch. Default: 0.
         uses_state: whether a ``state_dict`` of the dataloader is used. Default: True.
     """
-    made: ResumableLoader
+    wrapped: ResumableLoader
     if uses_state and _has_state(loader):
-        made = StatefulLoader(loader)
+        wrapped = StatefulLoader(loader)
     elif _uses_default_iteration(loader) and not isinstance(loader.dataset, IterableDataset):
-        made = MapStyleLoader(loader)
+        wrapped = MapStyleLoader(loader)
     else:
-        made = ResumableLoader(loader, shares_iterator=uses_state and not _uses_default_iteration(loader))
-    made.start_epoch(epoch)
-    return made
+        wrapped = ResumableLoader(loader, shares_iterator=uses_state and not _uses_default_iteration(loader))
+    wrapped.start_epoch(epoch)
+    return wrapped
 
 
 def _uses_default_iteration(loader: Any) -> bool:
@@ -376,14 +376,15 @@ class StatefulLoader(ResumableLoader):
         self._records_workers = is_torchdatas and loader.num_workers > 0
         self._is_generator = is_loader and inspect.isgeneratorfunction(type(loader).__iter__)
         # begins each pass from the start, but without workers its dataset may continue where it was
-        own = (loader.dataset if not loader.num_workers else None) if is_torchdatas else loader
-        self._lasting: Any = own if _has_state(own) else None
+        lasting = (loader.dataset if not loader.num_workers else None) if is_torchdatas else loader
+        self._lasting: Any = lasting if _has_state(lasting) else None
         self._late: Iterator[Batch] | None = None  # the pass that a generator has resumed
         samplers, dataset = ((loader.sampler, loader.batch_sampler), loader.dataset) if is_loader else ((), None)
         self._samplers = random_states.find(*samplers, unwatched=_has_position, except_in=dataset)
 
     def _sampler_attributes(self) -> list[Any]:
-        return [one for one in map(random_states.without_generators, random_states.states_of(self._samplers)) if one]
+        states = map(random_states.without_generators, random_states.states_of(self._samplers))
+        return [state for state in states if state]
 
     def replays(self, state: State) -> bool:
         """Return whether a resume loads the trained batches again, as its ``state_dict`` lacks states of workers."""
@@ -395,7 +396,7 @@ class StatefulLoader(ResumableLoader):
         if self.persists and not state["is_first"]:
             reasons.append("it is not the first pass of persistent workers: use persistent_workers=False")
         self.loader.load_state_dict(state["state"])
-        random_states.restore(state["begun"], own=self.generators)
+        random_states.restore(state["begun"], objects=self.generators)
         if self._is_generator:
             iterator = self._late = self._late_start(state["begun"])
         else:
@@ -424,14 +425,14 @@ class StatefulLoader(ResumableLoader):
 
         It draws this number when the first batch is requested, which must not change the current random states.
         """
-        loader, own = self.loader, self.loader.generator
+        loader, generator = self.loader, self.loader.generator
         loader.generator = torch.Generator()
         random_states.set_state(loader.generator, begun["torch"])
         try:
             iterator = iter(loader)
             first = list(islice(iterator, 1))
         finally:
-            loader.generator = own
+            loader.generator = generator
         yield from chain(first, iterator)
 
     def _follow(self, state: State) -> list[str]:
@@ -537,13 +538,13 @@ class MapStyleLoader(ResumableLoader):
         loader, batches = self.loader, state["batches"]
         if not reasons:
             reasons += random_states.differences(self.generators, state.get("own", []))
-        random_states.restore(state["started"], own=self.generators)
+        random_states.restore(state["started"], objects=self.generators)
         iterator = self._start(state["workers"], silent=True)
         if state["begun"] != state["started"]:
-            random_states.restore(state["begun"], own=self.generators)
+            random_states.restore(state["begun"], objects=self.generators)
             iter(self._sampler)
         self._begun, self._started = state["begun"], state["started"]
-        random_states.restore(state["asked"], own=self.generators)
+        random_states.restore(state["asked"], objects=self.generators)
         if self._advance(iterator, batches, exhausted=state.get("exhausted", False)):
             reasons.append("the sampler draws from the global random state during the epoch, and so does other code")
         saved, current = state["last"], self._sampler.describe(batches - 1)
@@ -578,7 +579,7 @@ class MapStyleLoader(ResumableLoader):
         return draws
 
     def _skip(self, batches: int) -> Iterator[Batch]:
-        self._begun = self._started = random_states.capture(own=self.generators)
+        self._begun = self._started = random_states.capture(objects=self.generators)
         iterator = self._start({}, silent=True)
         self._advance(iterator, batches)
         return self._count_batches(iterator)
@@ -629,7 +630,7 @@ class _RecordedSampler:
     def rest(self) -> Iterator[Any]:
         """Yield the batches that are left."""
         if not self.drawn:
-            self.initial_states = random_states.capture(own=self._generators)
+            self.initial_states = random_states.capture(objects=self._generators)
         for indices in self._indices:
             self.drawn += 1
             self._recent.append(indices)

@@ -79,26 +79,26 @@ def samples_of(batch: Any, indices: Sequence[int]) -> Any:
 
 
 def _select(value: Any, size: int, chosen: Any) -> Any:
-    def part(item: Any) -> Any:
+    def chosen_of(item: Any) -> Any:
         return _select(item, size, chosen)
 
     if isinstance(value, Tensor):
         return value[chosen] if value.dim() and len(value) == size else value
     if isinstance(value, Mapping):
-        parts = {key: part(item) for key, item in value.items()}
+        parts = {key: chosen_of(item) for key, item in value.items()}
         if not isinstance(value, MutableMapping):
             return type(value)(parts)  # type: ignore[call-arg]  # immutable mappings are constructed
-        made: Any = copy.copy(value)
-        made.update(parts)
-        return made
+        selected: Any = copy.copy(value)
+        selected.update(parts)
+        return selected
     if isinstance(value, (list, tuple)):
         if len(value) == size and not any(tensor.dim() for tensor in tensors_in(value)):
             return value[chosen] if isinstance(chosen, slice) else [value[index] for index in chosen]
-        items = [part(item) for item in value]
+        items = [chosen_of(item) for item in value]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     if is_dataclass(value) and not isinstance(value, type):
-        made = copy.copy(value)
+        selected = copy.copy(value)
         for field in fields(value):
-            object.__setattr__(made, field.name, part(getattr(value, field.name)))
-        return made
+            object.__setattr__(selected, field.name, chosen_of(getattr(value, field.name)))
+        return selected
     return value

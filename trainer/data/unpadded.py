@@ -71,8 +71,8 @@ class SampleShare(DistributedSampler[int]):
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch, also of the sampler if it has ``set_epoch``."""
         super().set_epoch(epoch)
-        if callable(own := getattr(self.sampler, "set_epoch", None)):
-            own(epoch)
+        if callable(set_inner := getattr(self.sampler, "set_epoch", None)):
+            set_inner(epoch)
 
 
 class BatchShare:

@@ -72,11 +72,11 @@ class WorkerRandom:
         self._dataset, self._number = info.dataset, worker
         if self._init is not None:
             self._init(worker)
-        own = random_states.find(self._dataset, self._collate)
+        objects = random_states.find(self._dataset, self._collate)
         self._values = memoryview(self._shared.numpy())  # faster to read
         self._states = {EPOCH: self._values[0], **self._starts.get(worker, {})}
-        random_states.restore(self._states, own=own)
-        self._watch = random_states.Watch(own)
+        random_states.restore(self._states, objects=objects)
+        self._watch = random_states.Watch(objects)
 
     def collate(self, samples: Any) -> Batch:
         """Collate samples into a batch, as the ``collate_fn`` of a worker."""
@@ -97,8 +97,8 @@ class WorkerRandom:
         """Set the epoch of the worker's copy of the dataset if it has changed."""
         if self._values[0] != self._states[EPOCH]:
             self._states[EPOCH] = self._values[0]
-            for part in objects_with_set_epoch(self._dataset):
-                part.set_epoch(self._values[0])
+            for dataset in objects_with_set_epoch(self._dataset):
+                dataset.set_epoch(self._values[0])
 
 
 class WorkerDataset:
@@ -132,12 +132,12 @@ class WorkerDataset:
 def recorded(loader: DataLoader[Any], worker: WorkerRandom, *, wraps: bool) -> Iterator[None]:
     """Return a context in which ``loader`` starts these workers. The loader is not changed."""
     attributes = worker.attributes(loader.dataset, wraps=wraps)
-    own = {name: vars(loader)[name] for name in attributes}
+    before = {name: vars(loader)[name] for name in attributes}
     vars(loader).update(attributes)
     try:
         yield
     finally:
-        vars(loader).update(own)
+        vars(loader).update(before)
 
 
 def states_of(received: dict[int, Any]) -> dict[int, State]:

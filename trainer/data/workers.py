@@ -92,7 +92,7 @@ class _BoundedGet:
         if timeout > self._seconds:
             timeout = self._seconds
         try:
-            found: tuple[bool, Any] = self._look(iterator, timeout)
+            result: tuple[bool, Any] = self._look(iterator, timeout)
         except (RuntimeError, ConnectionError, EOFError, FileNotFoundError) as error:
             if isinstance(error, RuntimeError) and not DEAD_WORKER.search(str(error)):
                 raise
@@ -104,9 +104,9 @@ class _BoundedGet:
             if message:
                 raise RuntimeError(message) from error
             raise
-        if found[0]:
+        if result[0]:
             self._waits_since = None
-            return found
+            return result
         now = time.monotonic()
         if self._waits_since is None:
             self._waits_since = now - timeout
@@ -120,7 +120,7 @@ class _BoundedGet:
                 f"The workers of a DataLoader have sent nothing for {waited:.0f} seconds. The run ends after"
                 f" {self._seconds:g} seconds; Trainer(dataloader_timeout=...) sets this limit."
             )
-        return found
+        return result
 
 
 def _kill_workers(iterator: Any) -> None:

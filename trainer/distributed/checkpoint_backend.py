@@ -139,13 +139,13 @@ class CheckpointBackend:
         checkpoint: dict[str, Any] = self._on_all(read, f"{folder} cannot be read")
         return checkpoint
 
-    def _on_all(self, work: Callable[[], Any], problem: str, kind: type[CheckpointError] = CheckpointError) -> Any:
+    def _on_all(self, work: Callable[[], Any], problem: str, error: type[CheckpointError] = CheckpointError) -> Any:
         """Call ``work`` on all ranks, and wait for all of them. If it raises on one, the others raise ``problem``."""
-        result, error = None, None
+        result, raised = None, None
         try:
             result = work()
-        except Exception as raised:
-            error = raised
-        if self._engine.collectives.any_rank(error is not None):
-            raise error or kind(f"{problem}; see the error of another process.")
+        except Exception as exception:
+            raised = exception
+        if self._engine.collectives.any_rank(raised is not None):
+            raise raised or error(f"{problem}; see the error of another process.")
         return result

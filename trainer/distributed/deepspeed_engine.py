@@ -23,7 +23,6 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.strategies import DeepSpeedStrategy as LightningDeepSpeedStrategy
-from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities import rank_zero_info
 from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
@@ -46,7 +45,7 @@ from trainer.errors import CheckpointError, ConfigurationError, PrecisionError, 
 from trainer.loop.closures import needs_closure
 from trainer.loop.gradients import Gradients
 from trainer.loop.overrides import overrides
-from trainer.loop.run_state import RunState, state_of
+from trainer.loop.run_state import state_of
 from trainer.precision.base import Precision
 from trainer.precision.dtypes import cast
 from trainer.precision.mixed import MixedPrecision
@@ -70,8 +69,8 @@ class DeepSpeedStrategy(ShardingStrategy, LightningDeepSpeedStrategy):
     DeepSpeed runs the backward pass and the step, and scales the loss. ``precision="16-mixed"`` and ``"bf16-mixed"``
     have DeepSpeed's meaning: weights in 16 bits, and copies in float32 for the optimizer.
 
-    The Trainer sets accumulation, clipping and batch sizes; the module sets the optimizer. If the config also sets one
-    of these, the value must be the same or ``"auto"``.
+    The Trainer sets accumulation, clipping and batch sizes; the module sets the optimizer. The config may set them only
+    to ``"auto"``.
 
     Args:
         stage: the state that is sharded: 1 for optimizer states, 2 also for gradients, 3 also for parameters. Default:
@@ -148,8 +147,8 @@ class DeepSpeedStrategy(ShardingStrategy, LightningDeepSpeedStrategy):
         self.scaling: dict[str, float] = {}
         given = initial_scale_power, loss_scale_window, hysteresis, min_loss_scale, loss_scale
         for name, value in zip(_SCALING, given, strict=True):
-            self.scaling[name] = found = self._set_default(("fp16", name), value, _SCALING[name], name)
-            expect(isinstance(found, (int, float)) and found >= 0, "a number of at least 0", **{name: found})
+            self.scaling[name] = chosen = self._set_default(("fp16", name), value, _SCALING[name], name)
+            expect(isinstance(chosen, (int, float)) and chosen >= 0, "a number of at least 0", **{name: chosen})
         self._check()
         self.zero: ZeroModule | None = None
 
@@ -172,13 +171,13 @@ class DeepSpeedStrategy(ShardingStrategy, LightningDeepSpeedStrategy):
     def _set_default(self, place: tuple[str, str], given: Any, default: Any, argument: str) -> Any:
         """Set a value in the config if it is missing there, and return the value of the config."""
         block = self.config.setdefault(place[0], {})
-        found = block.setdefault(place[1], default if given is None else given)
-        if given is not None and found != given:
+        chosen = block.setdefault(place[1], default if given is None else given)
+        if given is not None and chosen != given:
             raise ConfigurationError(
-                f"Got DeepSpeedStrategy({argument}={given!r}) and {place[1]!r}: {found!r} in its config, expected one"
+                f"Got DeepSpeedStrategy({argument}={given!r}) and {place[1]!r}: {chosen!r} in its config, expected one"
                 " of them."
             )
-        return found
+        return chosen
 
     def _offload(self, name: str, wanted: bool | None) -> None:
         block = self.config["zero_optimization"]
@@ -221,11 +220,6 @@ class DeepSpeedStrategy(ShardingStrategy, LightningDeepSpeedStrategy):
         """Description of the sharding, for messages."""
         return f"ZeRO {self.stage} over {self.world_size} processes, by DeepSpeed"
 
-    @property
-    def offloads(self) -> bool:
-        """Whether the optimizer steps on the CPU."""
-        return (self.config["zero_optimization"].get("offload_optimizer") or {}).get("device") == "cpu"
-
     def complete(self, precision: str, batches: int) -> dict[str, Any]:
         """Return the config for DeepSpeed, with the precision and the number of batches in an accumulation window."""
         config: dict[str, Any] = copy.deepcopy(self.config)
@@ -236,7 +230,6 @@ class DeepSpeedStrategy(ShardingStrategy, LightningDeepSpeedStrategy):
         config["gradient_accumulation_steps"] = batches
         config["gradient_clipping"] = 0.0  # set at each step
         config.setdefault("train_micro_batch_size_per_gpu", 1)  # for DeepSpeed's own statistics
-        config.pop("train_batch_size", None)
         config.setdefault("zero_allow_untested_optimizer", True)
         config.setdefault("zero_force_ds_cpu_optimizer", False)  # torch's optimizers also run on the CPU
         config.setdefault("steps_per_print", sys.maxsize)
@@ -252,9 +245,9 @@ class DeepSpeedStrategy(ShardingStrategy, LightningDeepSpeedStrategy):
         from deepspeed.accelerator import get_accelerator
 
         deepspeed.utils.logging.logger.setLevel("ERROR")
-        if (found := get_accelerator().device_name()) != device:
+        if (used := get_accelerator().device_name()) != device:
             raise ConfigurationError(
-                f"Got accelerator={device!r}, but DeepSpeed uses {found!r}. Set the environment variable"
+                f"Got accelerator={device!r}, but DeepSpeed uses {used!r}. Set the environment variable"
                 f" DS_ACCELERATOR={device}."
             )
         if self.precision_plugin.precision == "16-mixed" and not get_accelerator().is_fp16_supported():
@@ -274,7 +267,7 @@ class DeepSpeedStrategy(ShardingStrategy, LightningDeepSpeedStrategy):
             self.setup_optimizers(trainer)
             _refuse_module(module, self.optimizers)
         optimizer = self.optimizers[0] if fitting else None
-        config = self.complete(run.precision.name, _window_of(run)[-1])
+        config = self.complete(run.precision.name, max(accumulation_schedule(run).values()))
         self.zero = ZeroModule(module, optimizer, config, self.root_device)
         self.model = self.zero.engine
         self.setup_precision_plugin()
@@ -294,6 +287,10 @@ _REFUSED = {
     "scheduler": "Create the scheduler in configure_optimizers, and remove it from the config.",
     "torch_autocast": "Leave it out: with precision='16-mixed' and 'bf16-mixed' DeepSpeed keeps weights in 16 bits.",
     "amp": "Set Trainer(precision='16-mixed') instead.",
+    "gradient_accumulation_steps": "Set Trainer(accumulate_grad_batches=...), and remove it from the config.",
+    "gradient_clipping": "Set Trainer(gradient_clip_val=...), and remove it from the config.",
+    "train_batch_size": "Remove it from the config: the dataloader has the batch size.",
+    "train_micro_batch_size_per_gpu": "Remove it from the config: the dataloader has the batch size.",
 }
 """Settings that would duplicate those of the Trainer, and the alternatives."""
 
@@ -326,21 +323,8 @@ def _check_blocks(config: dict[str, Any], names: Iterable[str]) -> None:
 
 def _without_auto(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {str(name): _without_auto(one) for name, one in value.items() if one not in ("auto", None)}
+        return {str(name): _without_auto(item) for name, item in value.items() if item not in ("auto", None)}
     return [_without_auto(item) for item in value] if isinstance(value, (list, tuple)) else value
-
-
-def _check_equal(config: dict[str, Any], key: str, expected: Any, given: str) -> None:
-    if key in config and config[key] != expected:
-        raise ConfigurationError(
-            f"Got {given} and {key!r}: {config[key]!r} in the DeepSpeed config, expected equal values. Change one"
-            " of them, or leave it out of the config."
-        )
-
-
-def _window_of(run: RunState) -> list[int]:
-    """Return the different sizes of accumulation windows over the epochs, in ascending order."""
-    return sorted(set(accumulation_schedule(run).values()))
 
 
 def _refuse_module(module: LightningModule, optimizers: list[Optimizer]) -> None:
@@ -525,7 +509,7 @@ class DeepSpeedEngine(LightningEngine):
         return self.strategy.zero
 
     def refuse(self, callbacks: Iterable[Any]) -> None:
-        """Refuse callbacks that DeepSpeed does not support, and a config that contradicts the Trainer."""
+        """Refuse callbacks and checkpoint files that DeepSpeed does not support."""
         callbacks = list(callbacks)
         super().refuse(callbacks)
         for callback in callbacks:
@@ -535,7 +519,6 @@ class DeepSpeedEngine(LightningEngine):
                     f"Got {type(callback).__name__} with strategy='deepspeed'. It averages whole weights in float32."
                     " Use stage 1 or 2 with precision='32-true', or FSDP."
                 )
-        self._refuse_config()
         files = files_of(self.strategy)
         if files is not None and files.sharded and files.asynchronous:
             raise UnsupportedError(
@@ -546,16 +529,6 @@ class DeepSpeedEngine(LightningEngine):
             rank_zero_info(
                 "ScaleMonitor: strategy='deepspeed' does not expose gradients, so underflow is not measured."
             )
-
-    def _refuse_config(self) -> None:
-        """Refuse a DeepSpeed config that contradicts the Trainer."""
-        config, windows = self.strategy.config, _window_of(self.run)
-        clip = self._trainer.gradient_clip_val or 0.0
-        for key, name, expected in (
-            ("gradient_accumulation_steps", "accumulate_grad_batches", windows[0] if len(windows) == 1 else windows),
-            ("gradient_clipping", "gradient_clip_val", clip),
-        ):
-            _check_equal(config, key, expected, f"Trainer({name}={expected!r})")
 
     def setup_environment(self) -> None:
         """Run the usual setup, then restore a module that an earlier run has left with DeepSpeed."""
@@ -601,27 +574,6 @@ class DeepSpeedEngine(LightningEngine):
         """Set whether this batch is the last one of the window."""
         self.zero().engine.set_gradient_accumulation_boundary(enabled)
         return nullcontext()
-
-    def step_function(self, name: str) -> Callable[..., Any]:
-        """Return the step function. For training, check the batch sizes in the config first."""
-        if name == "training_step":
-            self._refuse_batch_sizes()
-        return super().step_function(name)
-
-    def _refuse_batch_sizes(self) -> None:
-        run, config = self.run, self.strategy.config
-        loaders = run.data.loaders(RunningStage.TRAINING)
-        sizes = (
-            [] if loaders is None else [getattr(loader, "batch_size", None) for loader in loaders.combined.flattened]
-        )
-        if len(sizes) != 1 or (size := sizes[0]) is None:
-            return
-        total = size * self.world_size * _window_of(run)[-1]
-        for key, expected, description in (
-            ("train_micro_batch_size_per_gpu", size, "the dataloader's batch size"),
-            ("train_batch_size", total, "batch size times processes times accumulate_grad_batches"),
-        ):
-            _check_equal(config, key, expected, f"{expected} as {description}")
 
     def replay_step(self, name: str) -> Callable[..., Any]:
         """Return a step that is called through DeepSpeed's wrapper, which gathers the weights."""

@@ -11,6 +11,7 @@ import operator
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from itertools import chain
 from typing import Any, TypeVar
 
 import lightning.pytorch as pl
@@ -45,12 +46,7 @@ from trainer.distributed.launchers import WatchedLauncher, signals_passed_on
 from trainer.distributed.precision_plugin import PrecisionAdapter
 from trainer.distributed.sharding.wrap import restore_module
 from trainer.distributed.stalls import record_collectives
-from trainer.errors import (
-    ConfigurationError,
-    PrecisionError,
-    UnsupportedError,
-    join_first,
-)
+from trainer.errors import ConfigurationError, PrecisionError, UnsupportedError, join_first
 from trainer.loop.batch_path import ModuleCalls
 from trainer.loop.gradients import Gradients, zero_loss
 from trainer.loop.optimizers import set_up_optimizers
@@ -58,12 +54,14 @@ from trainer.loop.overrides import overridden, overrides
 from trainer.loop.run_state import RunState, state_of
 from trainer.precision.base import Precision
 from trainer.precision.scaler import LossScaler
-from trainer.state.communication import Communication, communication_of
+from trainer.state.snapshot import Lost
 
 T = TypeVar("T")
 _CALLED_WITH = {"backward": ("pre_backward", "post_backward"), "training_step": ("post_training_step",)}
 """By method of a strategy: the methods that run together with it. If one of them is overridden, all are called."""
 _NULL_CONTEXT: AbstractContextManager[None] = nullcontext()
+_WITHOUT_STATE = (type(None), torch.distributed.ProcessGroup, nn.Module)
+"""The types of values that communication hooks get instead of a state."""
 
 
 class LightningEngine:
@@ -167,7 +165,7 @@ class LightningEngine:
                 launcher.cluster_environment, launcher.num_processes, launcher.num_nodes
             )
         self.kinds: dict[str, list[str]] = {}
-        self._communication: Communication | None = None
+        self._lost_by_ddp: list[Lost] = []
         self._parameters: list[torch.nn.Parameter] = []  # of the module when DDP registered them
         self._trained: list[bool] = []  # `requires_grad` of each of them
         self._take_strategy()
@@ -206,7 +204,7 @@ class LightningEngine:
         wrapped optimizer: a common way to count one step per batch of a GAN.
         """
         wrapped = self.strategy._lightning_optimizers
-        return all(one._on_after_step is do_nothing_closure for one in wrapped if one.optimizer is optimizer)
+        return all(w._on_after_step is do_nothing_closure for w in wrapped if w.optimizer is optimizer)
 
     @property
     def launch(self) -> Callable[..., Any]:
@@ -270,16 +268,16 @@ class LightningEngine:
         self.strategy.connect(module)  # type: ignore[arg-type]
 
     def _refuse_overrides(self) -> None:
-        kind = type(self.strategy).__name__
+        owner = type(self.strategy).__name__
         for name in self.uncalled:
             if overrides(self.strategy, name):
                 raise UnsupportedError(
-                    f"Got {kind} with its own `{name}`, which is never called, because this strategy does not use it."
+                    f"Got {owner} with its own `{name}`, which is never called, because this strategy does not use it."
                     f" Override `LightningModule.{self.uncalled[name]}` instead, or use strategy='ddp'."
                 )
         if self.strategy.handles_gradient_accumulation and not self.accumulates:
             raise UnsupportedError(
-                f"Got {kind}.handles_gradient_accumulation=True, expected False: the Trainer accumulates gradients by"
+                f"Got {owner}.handles_gradient_accumulation=True, expected False: the Trainer accumulates gradients by"
                 " itself. Remove the override."
             )
 
@@ -293,7 +291,7 @@ class LightningEngine:
         strategy = self.strategy
         inner = _CALLED_WITH.get(name, ())
         averages = name == "optimizer_step" and self._averages_weights
-        if not averages and not any(overrides(strategy, one) for one in (name, *inner)):
+        if not averages and not any(overrides(strategy, method_name) for method_name in (name, *inner)):
             return None
         method: Callable[..., Any] = getattr(strategy, name)
         return method
@@ -386,12 +384,13 @@ class LightningEngine:
         """
         method = getattr(self.module, name)
         step: Callable[..., Any] = method
-        if (own := self.override_of(name)) is not None:
-            step = partial(_call_after_step, own, self.strategy.post_training_step) if name == "training_step" else own
+        if (override := self.override_of(name)) is not None:
+            after = self.strategy.post_training_step if name == "training_step" else None
+            step = override if after is None else partial(_call_after_step, override, after)
         elif self.goes_through_wrapper:
             step = partial(self._through_wrapper, name)
         if not is_param_in_hook_signature(method, "batch_idx", min_args=2):
-            return partial(_without_batch_idx, step)
+            return lambda batch, batch_idx, *more: step(batch, *more)
         return step
 
     @property
@@ -449,15 +448,11 @@ class LightningEngine:
             self.model.require_forward_param_sync = False
 
     @property
-    def communication(self) -> Communication | None:
-        """How DDP communicates, in the current or the last run. None for its default: see ``communication_of``."""
+    def lost_by_ddp(self) -> list[Lost]:
+        """The values that DDP keeps in each process and no checkpoint has, in the current or the last run."""
         if isinstance(model := self.strategy.model, DistributedDataParallel):
-            self._communication = communication_of(model)
-        return self._communication
-
-    def on_exception(self, error: BaseException) -> None:
-        """Call ``on_exception`` of the strategy."""
-        self.strategy.on_exception(error)
+            self._lost_by_ddp = _lost_by_ddp(model)
+        return self._lost_by_ddp
 
     def kill(self) -> None:
         """Kill the processes that a launcher of scripts has started. A no-op with other launchers."""
@@ -536,9 +531,9 @@ def _refuse_outside_parameters(module: torch.nn.Module, optimizers: Iterable[Opt
     """Raise an error if an optimizer trains parameters that are not the module's: their gradients are not averaged."""
     if not isinstance(module, (DistributedDataParallel, FSDPModule)):
         return
-    own = {id(parameter) for parameter in module.parameters()}
-    found = (parameter for optimizer in optimizers for parameter in parameters_of(optimizer))
-    if outside := [tuple(parameter.shape) for parameter in found if id(parameter) not in own]:
+    inside = {id(parameter) for parameter in module.parameters()}
+    trained = (parameter for optimizer in optimizers for parameter in parameters_of(optimizer))
+    if outside := [tuple(parameter.shape) for parameter in trained if id(parameter) not in inside]:
         raise UnsupportedError(
             f"Got an optimizer of parameters that are not the module's, with the shapes {join_first(outside, 4)}: their"
             " gradients would not be averaged over the processes. Make them part of the module: assign modules as"
@@ -556,6 +551,17 @@ def _run_idle_forward(model: Any) -> None:
         model._post_forward(None)  # type: ignore[no-untyped-call]
 
 
+def _lost_by_ddp(model: DistributedDataParallel) -> list[Lost]:
+    """Return the states of hooks and, with ``max_norm``, the weights: each process normalizes the rows that it uses."""
+    states = chain.from_iterable((state, getattr(hook, "__self__", None)) for hook, state in model._comm_hooks)
+    embeddings = (module for module in model.modules() if isinstance(module, (nn.Embedding, nn.EmbeddingBag)))
+    normalizes = any(module.max_norm is not None for module in embeddings)
+    return [
+        *(Lost(type(state).__name__, "hook") for state in states if not isinstance(state, _WITHOUT_STATE)),
+        *([Lost("the weights of each process", "weights")] if normalizes else []),
+    ]
+
+
 def _all_reduce_max(flag: Tensor) -> None:
     torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MAX)
 
@@ -569,10 +575,6 @@ def _call_after_step(step: Callable[..., Any], after: Callable[[], None], *args:
     output = step(*args)
     after()
     return output
-
-
-def _without_batch_idx(step: Callable[..., Any], batch: Any, batch_idx: int, *more: Any) -> Any:
-    return step(batch, *more)
 
 
 def _refuse_lightning_precision(plugin: Any, source: str, precision: Precision) -> None:

@@ -263,8 +263,8 @@ class FSDP2Strategy(ShardingStrategy):
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load state dicts with full or sharded tensors."""
-        for optimizer, one in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
-            state.load_optimizer_state(optimizer, one)
+        for optimizer, saved in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
+            state.load_optimizer_state(optimizer, saved)
 
     def teardown(self) -> None:
         """Restore the module with plain tensors on the CPU, and move the optimizer states there."""

@@ -37,7 +37,7 @@ def initialise(root: nn.Module, device: torch.device, finish: Callable[[Tensor, 
         ConfigurationError: if a parameter or buffer was not initialized. The message names it. Booleans and integers of
             8 bits are checked only if no method initializes their module.
     """
-    empty = [(one.owner, one.name, one.path) for one in owned_tensors(root) if one.tensor.is_meta]
+    empty = [(owned.owner, owned.name, owned.path) for owned in owned_tensors(root) if owned.tensor.is_meta]
     if not empty:
         return
     _allocate(root, device, sharded=finish is not None)
@@ -53,8 +53,8 @@ def initialise(root: nn.Module, device: torch.device, finish: Callable[[Tensor, 
                     " seeded by the parameter's name, or use the reset_parameters() of the modules and rename this"
                     " method."
                 ) from problem
-        found = [(part, name, outer, getattr(part, name)) for part, name, outer in empty]
-        unfilled = [_named(part, name, outer) for part, name, outer, tensor in found if _is_empty(tensor)]
+        tensors = [(owner, name, outer, getattr(owner, name)) for owner, name, outer in empty]
+        unfilled = [_named(owner, name, outer) for owner, name, outer, tensor in tensors if _is_empty(tensor)]
     else:
         unfilled = list(_fill_each(root, empty, device, finish))
     if unfilled:
@@ -73,36 +73,36 @@ def _fill_each(
 ) -> Iterator[str]:
     """Initialize each module with its own methods. Yields the names of tensors that they did not fill."""
     by_part: dict[nn.Module, list[tuple[str, str]]] = {}
-    for part, name, outer in empty:
-        by_part.setdefault(part, []).append((name, outer))
+    for owner, name, outer in empty:
+        by_part.setdefault(owner, []).append((name, outer))
     around = _initializers(root)
-    for part, members in by_part.items():
+    for owner, members in by_part.items():
         sharded: dict[str, nn.Parameter] = {}
         if finish is not None:
-            sharded = {name: one for name, _ in members if (one := part._parameters.get(name)) is not None}
-            part._parameters.update({name: _allocated_parameter(one, device) for name, one in sharded.items()})
-        fillers = [getattr(part, "reset_parameters", None), getattr(around.get(part), "_init_weights", None)]
+            sharded = {name: parameter for name, _ in members if (parameter := owner._parameters.get(name)) is not None}
+            owner._parameters.update({name: _allocated_parameter(empty, device) for name, empty in sharded.items()})
+        fillers = [getattr(owner, "reset_parameters", None), getattr(around.get(owner), "_init_weights", None)]
         with torch.no_grad():
             if callable(fillers[0]):
                 fillers[0]()
             if callable(fillers[1]):
-                fillers[1](part)
+                fillers[1](owner)
         for name, outer in members:
-            tensor = getattr(part, name)
+            tensor = getattr(owner, name)
             if _is_empty(tensor) or not (tensor.is_floating_point() or any(map(callable, fillers))):
-                yield _named(part, name, outer)
+                yield _named(owner, name, outer)
             if finish is not None and name in sharded:
                 finish(tensor.detach(), sharded[name])
-                part._parameters[name] = sharded[name]
+                owner._parameters[name] = sharded[name]
 
 
 def _initializers(root: nn.Module) -> dict[nn.Module, nn.Module]:
     """Map each module to the innermost enclosing module, or itself, that has ``_init_weights``."""
-    found: dict[nn.Module, nn.Module] = {}
+    initializers: dict[nn.Module, nn.Module] = {}
     for outer in root.modules():
         if callable(getattr(outer, "_init_weights", None)):
-            found.update(dict.fromkeys(outer.modules(), outer))
-    return found
+            initializers.update(dict.fromkeys(outer.modules(), outer))
+    return initializers
 
 
 def _allocate(root: nn.Module, device: torch.device, *, sharded: bool) -> None:
@@ -111,21 +111,21 @@ def _allocate(root: nn.Module, device: torch.device, *, sharded: bool) -> None:
         apply: Any = root._apply  # as `to_empty` does; FSDP takes its new shards from here
         apply(lambda tensor: _allocated_shard(tensor, device) if tensor.is_meta else tensor)
         return
-    made: dict[int, nn.Parameter] = {}  # by id, so that shared parameters stay shared
-    for _, part, name, tensor in owned_tensors(root):
+    allocated: dict[int, nn.Parameter] = {}  # by id, so that shared parameters stay shared
+    for _, owner, name, tensor in owned_tensors(root):
         if tensor.is_meta and isinstance(tensor, nn.Parameter):
-            if id(tensor) not in made:
-                made[id(tensor)] = _allocated_parameter(tensor, device)
-            part._parameters[name] = made[id(tensor)]
+            if id(tensor) not in allocated:
+                allocated[id(tensor)] = _allocated_parameter(tensor, device)
+            owner._parameters[name] = allocated[id(tensor)]
         elif tensor.is_meta:
-            part._buffers[name] = _allocated(tensor, device)
+            owner._buffers[name] = _allocated(tensor, device)
 
 
 def _allocated_parameter(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
     """Return a parameter with allocated memory, and with the attributes of ``parameter``."""
-    made = nn.Parameter(_allocated(parameter, device), requires_grad=parameter.requires_grad)
-    vars(made).update(vars(parameter))
-    return made
+    allocated = nn.Parameter(_allocated(parameter, device), requires_grad=parameter.requires_grad)
+    vars(allocated).update(vars(parameter))
+    return allocated
 
 
 def _allocated(tensor: Tensor, device: torch.device) -> Tensor:
@@ -149,11 +149,11 @@ def _mark(tensor: Tensor) -> float:
 
 
 def _is_empty(tensor: Any) -> bool:
-    part = local(tensor).detach()
-    if part.is_meta or part.dtype in _INTEGERS:
-        return bool(part.is_meta or (part == _mark(part)).any())
-    return bool(part.is_floating_point() and part.isnan().any())
+    shard = local(tensor).detach()
+    if shard.is_meta or shard.dtype in _INTEGERS:
+        return bool(shard.is_meta or (shard == _mark(shard)).any())
+    return bool(shard.is_floating_point() and shard.isnan().any())
 
 
-def _named(part: nn.Module, name: str, outer: str) -> str:
-    return f"{outer}.{name} ({type(part).__name__})" if outer else name
+def _named(owner: nn.Module, name: str, outer: str) -> str:
+    return f"{outer}.{name} ({type(owner).__name__})" if outer else name

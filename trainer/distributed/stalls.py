@@ -99,7 +99,7 @@ class StallWatch:
     def __exit__(self, *_: object) -> None:
         self._ends.set()
 
-    def found(self) -> str | None:
+    def last_report(self) -> str | None:
         """Return the report of the current or last stall, from whichever process wrote it, or None."""
         with suppress(Exception):
             if self._store is not None and self._store.check([f"{self._key}/report"]):
@@ -190,19 +190,19 @@ def begun_collectives() -> dict[str, tuple[int, str]]:
     Read from torch's flight recorder, which keeps the last 2,000 (``TORCH_NCCL_TRACE_BUFFER_SIZE``). Without it, only
     the number of collectives issued on the default process group is known.
     """
-    found: dict[str, tuple[int, str]] = {}
+    begun: dict[str, tuple[int, str]] = {}
     for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
         with suppress(Exception):
-            for one in json.loads(getattr(torch._C._distributed_c10d, name)())["entries"]:
-                group, number = str(one["process_group"][0]), int(one["collective_seq_id"])
-                if not one["is_p2p"] and number > found.get(group, (0, ""))[0]:
-                    found[group] = number, f"{one['profiling_name']} of {one['input_sizes']}, number {number}"
-    if not found:
+            for entry in json.loads(getattr(torch._C._distributed_c10d, name)())["entries"]:
+                group, number = str(entry["process_group"][0]), int(entry["collective_seq_id"])
+                if not entry["is_p2p"] and number > begun.get(group, (0, ""))[0]:
+                    begun[group] = number, f"{entry['profiling_name']} of {entry['input_sizes']}, number {number}"
+    if not begun:
         with suppress(Exception):
             group_of_all: Any = distributed.group.WORLD
             number = group_of_all._get_sequence_number_for_group()
-            found["0"] = number, f"collective number {number}"
-    return found
+            begun["0"] = number, f"collective number {number}"
+    return begun
 
 
 def missing_ranks(states: list[RankState]) -> list[int]:
@@ -222,14 +222,14 @@ def missing_ranks(states: list[RankState]) -> list[int]:
 
 def _blocked_in(frames: list[FrameType]) -> str:
     """Return the function of torch.distributed that the main thread is blocked in; "" if it is not blocked."""
-    found = ""
+    function = ""
     for frame in reversed(frames):
         module = str(frame.f_globals.get("__name__"))
         if not module.startswith(_INTERNAL):
             break
         if frame.f_code.co_name != "wrapper":
-            found = frame.f_code.co_name
-    return found
+            function = frame.f_code.co_name
+    return function
 
 
 def _report(states: list[RankState], silent: Sequence[int] = ()) -> str:
@@ -267,18 +267,18 @@ def _describe(state: RankState) -> str:
 
 def _ranks(ranks: list[int]) -> str:
     """Return ``Rank 3``, ``Ranks 0-2, 4-7``."""
-    parts: list[list[int]] = []
+    spans: list[list[int]] = []
     for rank in ranks:
-        if parts and rank == parts[-1][-1] + 1:
-            parts[-1][1:] = [rank]
+        if spans and rank == spans[-1][-1] + 1:
+            spans[-1][1:] = [rank]
         else:
-            parts.append([rank])
-    return f"Rank{'s' * (len(ranks) > 1)} {', '.join('-'.join(map(str, part)) for part in parts)}"
+            spans.append([rank])
+    return f"Rank{'s' * (len(ranks) > 1)} {', '.join('-'.join(map(str, span)) for span in spans)}"
 
 
 def _stacks(states: list[RankState]) -> str:
     """Return each distinct stack once, with the ranks that have it."""
-    found: dict[str, list[int]] = {}
+    ranks_by_stack: dict[str, list[int]] = {}
     for state in states:
-        found.setdefault("\n".join(state.stack), []).append(state.rank)
-    return "\n\n".join(f"{_ranks(ranks)}:\n{stack}" for stack, ranks in found.items())
+        ranks_by_stack.setdefault("\n".join(state.stack), []).append(state.rank)
+    return "\n\n".join(f"{_ranks(ranks)}:\n{stack}" for stack, ranks in ranks_by_stack.items())

@@ -160,11 +160,11 @@ class ZeroModule:
             return
         for group, flat in zip(zero.bit16_groups, self.engine.basic_optimizer.param_groups, strict=True):
             for parameter in group:
-                found, (whole,) = parameter._hp_mapping, flat["params"]
-                if found is None:
+                mapping, (whole,) = parameter._hp_mapping, flat["params"]
+                if mapping is None:
                     yield parameter, Part(whole, 0, 0, 0)
                 else:
-                    full_address, half_address = found.hp_fragment_address, found.lp_fragment_address
+                    full_address, half_address = mapping.hp_fragment_address, mapping.lp_fragment_address
                     yield parameter, Part(whole, full_address.start, half_address.start, full_address.numel)
 
     def whole(self, parameter: nn.Parameter, key: str | None = None) -> Tensor:
@@ -256,14 +256,14 @@ class ZeroModule:
         for number, parameter in enumerate(parameters_of(self.optimizer)):
             if (part := self._parts.get(parameter)) is None:
                 continue
-            found = {
+            gathered = {
                 key: _copy_or_empty(self.whole(parameter, key), keep)
                 if isinstance(value, Tensor) and value.shape == part.flat.shape  # sharded like the flat tensor
                 else copy.deepcopy(value)
                 for key, value in self.engine.basic_optimizer.state.get(part.flat, {}).items()
             }
-            if found:
-                states[number] = found
+            if gathered:
+                states[number] = gathered
         return {"state": states, "param_groups": self.optimizer.state_dict()["param_groups"]}
 
     def load_optimizer_state(self, state: Mapping[str, Any], saved_dtypes: SavedDtypes) -> None:
@@ -326,10 +326,10 @@ _DEEPSPEED_PREFIXES = (
 
 def _remove_deepspeed_state(module: nn.Module) -> None:
     """Remove the attributes and hooks that DeepSpeed has left in a module."""
-    own = vars(module)
-    if type(own["_parameters"]) is not dict:
-        own["_parameters"] = dict(own["_parameters"])
-    hook_dicts = [hooks for name, hooks in own.items() if "_hooks" in name and isinstance(hooks, dict)]
+    attributes = vars(module)
+    if type(attributes["_parameters"]) is not dict:
+        attributes["_parameters"] = dict(attributes["_parameters"])
+    hook_dicts = [hooks for name, hooks in attributes.items() if "_hooks" in name and isinstance(hooks, dict)]
     deepspeed_keys = {
         key
         for hooks in hook_dicts
@@ -339,8 +339,8 @@ def _remove_deepspeed_state(module: nn.Module) -> None:
     for hooks in hook_dicts:  # some of these dicts hold options of the hooks in other dicts
         for key in deepspeed_keys & hooks.keys():
             del hooks[key]
-    for name in [name for name in own if name.startswith(_DEEPSPEED_PREFIXES)]:
-        del own[name]
+    for name in [name for name in attributes if name.startswith(_DEEPSPEED_PREFIXES)]:
+        del attributes[name]
 
 
 class ZeroScaler(LossScaler):

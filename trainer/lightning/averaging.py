@@ -44,7 +44,7 @@ from trainer.state.outcome import StepOutcome
 
 _HOOK, _QUESTION, _SWAP = "on_after_optimizer_step", "should_update", "_swap_models"
 _COPY, _TRANSFER = "_copy_average_to_current", "transfer_weights"
-Part = Callable[[Tensor], Tensor]
+PartOf = Callable[[Tensor], Tensor]
 """Returns the part of a tensor that this process holds."""
 
 
@@ -53,8 +53,8 @@ def defer_copies(run: RunState, session: Session) -> None:
     if not run.is_sharded:
         return
     for callback in run.callbacks:
-        for kind in (WeightAveraging, StochasticWeightAveraging):
-            if isinstance(callback, kind) and _is_default(callback, kind, "setup"):
+        for base in (WeightAveraging, StochasticWeightAveraging):
+            if isinstance(callback, base) and _is_default(callback, base, "setup"):
                 session.replace(callback, "setup", _skip_copy)
 
 
@@ -97,18 +97,18 @@ def shard_averages(run: RunState, session: Session) -> None:
     """Copy the weights of the module, which has been sharded, into the averages."""
     if not (run.is_sharded and run.stage is RunningStage.TRAINING):
         return
-    module, part = run.module, run.part
+    module, part_of = run.module, run.part
     for callback in run.callbacks:
         if isinstance(callback, WeightAveraging):
             average: Any = callback._average_model
             _fill(average.module, module)
             average.n_averaged = average.n_averaged.to(run.device)
-            session.replace(average, "update_parameters", partial(_update, average, part))
+            session.replace(average, "update_parameters", partial(_update, average, part_of))
             session.replace(callback, "on_load_checkpoint", partial(_load, callback.on_load_checkpoint))
         elif isinstance(callback, StochasticWeightAveraging):
             assert callback._average_model is not None
             _fill(callback._average_model, module)
-            session.replace(callback, "update_parameters", partial(_update_swa, callback.update_parameters, part))
+            session.replace(callback, "update_parameters", partial(_update_swa, callback.update_parameters, part_of))
             session.replace(callback, "_load_average_model_state", partial(_load_swa, callback))
 
 
@@ -204,9 +204,9 @@ def training_weights(callbacks: Iterable[Any], module: LightningModule) -> Itera
             swap(module)
 
 
-def _is_default(callback: Any, kind: type, name: str) -> bool:
-    """Return whether neither a subclass of ``kind`` nor the callback itself overrides the method ``name``."""
-    return name not in vars(callback) and getattr(type(callback), name) is getattr(kind, name)
+def _is_default(callback: Any, base: type, name: str) -> bool:
+    """Return whether neither a subclass of ``base`` nor the callback itself overrides the method ``name``."""
+    return name not in vars(callback) and getattr(type(callback), name) is getattr(base, name)
 
 
 class _Swap:
@@ -303,10 +303,10 @@ def _fill(average: nn.Module, module: nn.Module) -> None:
         copied = average.get_submodule(path)
         for name, parameter in owner._parameters.items():
             if parameter is not None:
-                one = copies.setdefault(
+                copied_parameter = copies.setdefault(
                     id(parameter), nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
                 )
-                copied._parameters[name] = one
+                copied._parameters[name] = copied_parameter
         for name, buffer in owner._buffers.items():
             copied._buffers[name] = None if buffer is None else buffer.detach().clone()
 
@@ -317,27 +317,27 @@ class _Parts(nn.Module):
     An average is computed elementwise, so each process averages its own shards.
     """
 
-    def __init__(self, module: nn.Module, part: Part) -> None:
+    def __init__(self, module: nn.Module, part_of: PartOf) -> None:
         super().__init__()
         for number, parameter in enumerate(module.parameters()):
-            self.register_parameter(f"p{number}", nn.Parameter(part(parameter.detach()), requires_grad=False))
+            self.register_parameter(f"p{number}", nn.Parameter(part_of(parameter.detach()), requires_grad=False))
         for number, buffer in enumerate(module.buffers()):
             self.register_buffer(f"b{number}", buffer)
 
 
-def _update(average: AveragedModel, part: Part, model: nn.Module) -> None:
+def _update(average: AveragedModel, part_of: PartOf, model: nn.Module) -> None:
     """Run ``AveragedModel.update_parameters`` on the shards of this process."""
     whole = average.module
-    average.module = _Parts(whole, part)
+    average.module = _Parts(whole, part_of)
     try:
-        AveragedModel.update_parameters(average, _Parts(model, part))
+        AveragedModel.update_parameters(average, _Parts(model, part_of))
     finally:
         average.module = whole
 
 
-def _update_swa(update: Callable[..., None], part: Part, average: nn.Module, model: nn.Module, *more: Any) -> None:
+def _update_swa(update: Callable[..., None], part_of: PartOf, average: nn.Module, model: nn.Module, *more: Any) -> None:
     """Run ``StochasticWeightAveraging.update_parameters`` on the shards of this process."""
-    update(_Parts(average, part), _Parts(model, part), *more)
+    update(_Parts(average, part_of), _Parts(model, part_of), *more)
 
 
 def _load(

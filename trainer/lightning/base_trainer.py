@@ -164,11 +164,11 @@ class TrainerBase(LightningTrainer):
 
 def refuse_own_parts(trainer: TrainerBase) -> None:
     """Raise an error if the Trainer has its own private methods or connectors, which would not run."""
-    kind = type(trainer)
-    own = [name for name, method in _METHODS.items() if getattr(kind, name) is not method]
-    own += [name for name, connector in _CONNECTORS.items() if not isinstance(getattr(trainer, name), connector)]
-    if own:
+    class_ = type(trainer)
+    replaced = [name for name, method in _METHODS.items() if getattr(class_, name) is not method]
+    replaced += [name for name, connector in _CONNECTORS.items() if not isinstance(getattr(trainer, name), connector)]
+    if replaced:
         raise ConfigurationError(
-            f"Got a {kind.__qualname__} with its own {', '.join(own)}, expected a Trainer that keeps the private"
+            f"Got a {class_.__qualname__} with its own {', '.join(replaced)}, expected a Trainer that keeps the private"
             " methods and connectors: Lightning's do not run. Use hooks of the module or of a callback."
         )

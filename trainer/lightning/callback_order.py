@@ -41,7 +41,7 @@ def attach_model_callbacks(run: RunState) -> None:
     run.trainer._callback_connector._attach_model_callbacks()
     try:
         for callback in run.callbacks:
-            is_given = any(callback is one for one in before)
+            is_given = any(callback is given for given in before)
             refuse_other_package("trainer.callbacks" if is_given else "configure_callbacks", callback)
     except ConfigurationError:
         run.callbacks = before

@@ -142,7 +142,7 @@ class CheckpointConnector(_CheckpointConnector):
             cluster.check_shared(self._engine.collectives, path.exists, subject)
         self.resume_start(self._ckpt_path, weights_only)
         with self._program_restored():
-            contents.load(self._run, self._loaded_checkpoint, "set-up")
+            contents.load_before_setup(self._run, self._loaded_checkpoint)
         self._note_foreign()
 
     @contextmanager
@@ -188,7 +188,7 @@ class CheckpointConnector(_CheckpointConnector):
             where, given = (" in another folder", "resume") if run.resume else ("", "ckpt_path")
             advice = f"start a new run{where} with weights={redaction.text(str(self._ckpt_path))!r} instead of {given}"
             resumed_settings.announce_restored(run, checkpoint, advice)
-        contents.load(run, checkpoint, "training")
+        contents.load_training(run, checkpoint)
         if loops := checkpoint.get("loops"):
             loop_state.evaluation_from(loops["fit_loop"], run)
             loop_state.resume_validation(run)
@@ -267,7 +267,7 @@ class CheckpointConnector(_CheckpointConnector):
         apart = (Checkpoint, Timer)  # they count written files and time, which are not rolled back
         callbacks = [callback for callback in run.callbacks if not isinstance(callback, apart)]
         state = states[run.global_rank]
-        checkpoints.roll_back(run, checkpoint, state, callbacks, partial(contents.load, moment="training"))
+        checkpoints.roll_back(run, checkpoint, state, callbacks, contents.load_training)
         return to
 
     def _newest_until(self, max_step: int) -> RolledBack | None:
@@ -375,13 +375,13 @@ class CheckpointConnector(_CheckpointConnector):
         engine = self._engine
         checkpoint = checkpoints.read(engine.checkpoints.load, checkpoint_path, weights_only)
         engine.collectives.barrier("restore")  # after this, rank 0 may remove the file, as a tuner does
-        contents.load(run, checkpoint, "set-up")
+        contents.load_before_setup(run, checkpoint)
         if not run.fits:
             return
         if "lr_schedulers" in checkpoint and len(checkpoint["lr_schedulers"]) != len(engine.schedules):
             checkpoint["lr_schedulers"] = []  # a finder has failed and left its own schedule; its error is reported
             engine.schedules.clear()
-        contents.load(run, checkpoint, "training")
+        contents.load_training(run, checkpoint)
 
 
 def _is_inside(path: str, folder: str) -> bool:

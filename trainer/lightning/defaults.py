@@ -14,10 +14,7 @@ from lightning.pytorch.callbacks import ProgressBar as AnyProgressBar
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.profilers import Profiler
-from lightning.pytorch.utilities.model_summary.model_summary import get_formatted_model_size, get_human_readable_count
 from lightning_utilities.core.imports import RequirementCache
-from rich import get_console
-from rich.table import Table
 
 from trainer.arguments import check, refuse_other_package, refuse_twice
 from trainer.callbacks.alignment_advisor import AlignmentAdvisor
@@ -38,50 +35,13 @@ if TYPE_CHECKING:
 
 
 class _ModelSummary(RichModelSummary):
-    """Lightning's summary, without its warning about sizes in mixed precision, because the weights are float32.
-
-    FLOPs are left out if they are unknown: Lightning counts them for a module that has an ``example_input_array``, and
-    prints 0 for others.
-    """
+    """Lightning's summary, without its warning about sizes in mixed precision, because the weights are float32."""
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: LightningModule) -> None:
         """Print the summary."""
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Precision .* is not supported by the model summary")
             super().on_fit_start(trainer, pl_module)
-
-    @staticmethod
-    def summarize(
-        summary_data: list[tuple[str, list[str]]],
-        total_parameters: int,
-        trainable_parameters: int,
-        model_size: float,
-        total_training_modes: dict[str, int],
-        total_flops: int,
-        **summarize_kwargs: Any,
-    ) -> None:
-        """Print the table, and the totals below it."""
-        shown = dict(summary_data)
-        if not total_flops:
-            del shown["FLOPs"]
-        table = Table(header_style=summarize_kwargs.get("header_style", "bold magenta"))
-        for name in shown:
-            table.add_column(name, justify="right" if name.startswith(("Params", "FLOPs")) else "left")
-        for row in zip(*shown.values(), strict=True):
-            table.add_row(*row)
-        totals = {
-            "Trainable params": get_human_readable_count(trainable_parameters),
-            "Non-trainable params": get_human_readable_count(total_parameters - trainable_parameters),
-            "Total params": get_human_readable_count(total_parameters),
-            "Total estimated model params size (MB)": get_formatted_model_size(model_size),
-            "Modules in train mode": total_training_modes["train"],
-            "Modules in eval mode": total_training_modes["eval"],
-            **({"Total FLOPs": get_human_readable_count(total_flops)} if total_flops else {}),
-        }
-        console = get_console()
-        console.print(table)
-        lines = [f"[bold]{name}[/]: {total}".rstrip() for name, total in totals.items()]
-        console.print("\n".join(lines), highlight=False)  # one call, because each print is a separate box in a notebook
 
 
 def build_callbacks(
@@ -105,28 +65,28 @@ def build_callbacks(
         ConfigurationError: if a setting is made twice, there are two progress bars, another argument forbids a
             callback, or an algorithm is unknown.
     """
-    own = given["callbacks"]
-    refuse_other_package("callbacks", own, *(own if isinstance(own, Sequence) else ()))
-    callbacks: list[Any] = [] if own is None else [own] if isinstance(own, Callback) else list(own)
+    passed = given["callbacks"]
+    refuse_other_package("callbacks", passed, *(passed if isinstance(passed, Sequence) else ()))
+    callbacks: list[Any] = [] if passed is None else [passed] if isinstance(passed, Callback) else list(passed)
 
-    def missing(kind: type) -> bool:
-        return not any(isinstance(callback, kind) for callback in callbacks)
+    def missing(class_: type) -> bool:
+        return not any(isinstance(callback, class_) for callback in callbacks)
 
     def wanted(name: str) -> bool:
         return given[name] is not False
 
     refuse_twice("accumulate_grad_batches", given["accumulate_grad_batches"], 1, callbacks, GradientAccumulation)
     refuse_twice("gradient_clip_val", given["gradient_clip_val"], None, callbacks, GradientClipping)
-    for kind, argument in ((AnyProgressBar, "enable_progress_bar"), (Checkpoint, "enable_checkpointing")):
-        found = [type(callback).__name__ for callback in callbacks if isinstance(callback, kind)]
-        if found and not wanted(argument):
+    for class_, argument in ((AnyProgressBar, "enable_progress_bar"), (Checkpoint, "enable_checkpointing")):
+        names = [type(callback).__name__ for callback in callbacks if isinstance(callback, class_)]
+        if names and not wanted(argument):
             raise ConfigurationError(
-                f"Trainer was configured with `{argument}=False` but found `{found[0]}` in callbacks list."
+                f"Trainer was configured with `{argument}=False` but found `{names[0]}` in callbacks list."
             )
-        if kind is AnyProgressBar and len(found) > 1:
+        if class_ is AnyProgressBar and len(names) > 1:
             raise ConfigurationError(
                 "You added multiple progress bar callbacks to the Trainer, but currently only one progress bar is"
-                f" supported. Got {', '.join(found)}: keep one of them."
+                f" supported. Got {', '.join(names)}: keep one of them."
             )
     callbacks += build_clipping(given["gradient_clip_val"], given["gradient_clip_algorithm"])
     add_timer(callbacks, given["max_time"])
@@ -143,7 +103,7 @@ def build_callbacks(
         (not missing(RecordView), RunRecorder, partial(RunRecorder, writes=False)),
         (wanted("enable_checkpointing"), Checkpoint, default_checkpoint),
     ]
-    callbacks += [default() for is_wanted, kind, default in defaults if is_wanted and missing(kind)]
+    callbacks += [default() for is_wanted, class_, default in defaults if is_wanted and missing(class_)]
     return callbacks
 
 

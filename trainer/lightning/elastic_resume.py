@@ -32,7 +32,7 @@ _KEY = "order"
 _LIMITED = "limit_train_batches {}, expected 1.0"
 
 
-def order_to_save(run: RunState, _: dict[str, Any]) -> dict[str, Any] | None:
+def order_to_save(run: RunState) -> dict[str, Any] | None:
     """Return the settings that a run on another number of processes requires; None without training dataloaders."""
     trainer, data = run.trainer, run.data
     loaders = data.ready(RunningStage.TRAINING)
@@ -135,8 +135,8 @@ def resume(run: RunState, trainer_state: dict[str, Any], states: list[Any]) -> d
             raise ResumeError(
                 f"a batch of all processes had {change.saved_samples} samples, and in this run it has {change.samples}"
             )
-        own: dict[str, Any] = states[run.global_rank]
-        return own
+        process: dict[str, Any] = states[run.global_rank]
+        return process
     if run.engine.data_parallel_size != run.world_size:
         raise ResumeError("some processes of this run share their samples with others (tensor parallelism)")
     done = _position(states[0], run.progress, change)
@@ -297,7 +297,7 @@ def _batch_size_advice(size: int, processes: int) -> str:
     """Return the advice on the batch size."""
     if size % processes:
         return f"{size} samples cannot be divided evenly among {processes} processes"
-    sizes = [own for own in range(1, size // processes + 1) if size // processes % own == 0]
+    sizes = [batch_size for batch_size in range(1, size // processes + 1) if size // processes % batch_size == 0]
     return f"set a batch size of {', '.join(map(str, sizes[-4:]))}"
 
 

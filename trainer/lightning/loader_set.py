@@ -178,11 +178,11 @@ def _with_batch_size(dataloader: DataLoader[Any], batches: BatchSampler) -> Data
 
     Lightning divides ``dataloader.sampler`` and keeps ``dataloader.batch_size``, which the batch sampler does not use.
     """
-    view, own = copy(dataloader), {"batch_size": batches.batch_size, "drop_last": batches.drop_last}
-    vars(view).update(own, sampler=batches.sampler)
+    view, sizes = copy(dataloader), {"batch_size": batches.batch_size, "drop_last": batches.drop_last}
+    vars(view).update(sizes, sampler=batches.sampler)
     saved = "__pl_saved_kwargs"  # the arguments of a dataloader that was created in a hook of the module
     if saved in vars(view):
-        vars(view)[saved] = {**vars(view)[saved], **own}
+        vars(view)[saved] = {**vars(view)[saved], **sizes}
     return view
 
 
@@ -268,7 +268,7 @@ class DataSource:
         if (ready := self._ready.get(stage)) is None:
             self.forget(stage)
         else:
-            ready.invalidate()
+            ready.is_outdated = True
 
     def loaders(self, stage: RunningStage, recreate: bool = False) -> LoaderSet | None:
         """Return the dataloaders of ``stage``, created at the first call; None without any, or if their limit is 0.
@@ -307,11 +307,11 @@ class DataSource:
             # the validation of this epoch reuses the dataloaders of the sanity check; without one, they are recreated
             is_extra = trainer.sanity_checking and not run.limits.epoch_validates()
             made_in, is_outdated = trainer.current_epoch, is_extra and bool(run.reload_dataloaders_every_n_epochs)
-        made = self._ready[stage] = make(origin=Origin(made_in, made_from, made_with), is_outdated=is_outdated)
+        loader_set = self._ready[stage] = make(origin=Origin(made_in, made_from, made_with), is_outdated=is_outdated)
         if training and resumed is None:
-            made.start_epoch(run.progress.epochs_trained)
-            made.open()  # as early as in Lightning, because opening draws random numbers
-        return made
+            loader_set.start_epoch(run.progress.epochs_trained)
+            loader_set.open()  # as early as in Lightning, because opening draws random numbers
+        return loader_set
 
     @contextmanager
     def _created_as(self, origin: dict[str, Any] | None) -> Iterator[random_states.State]:
@@ -392,7 +392,8 @@ class DataSource:
         for loader in combined.flattened:
             if not isinstance(loader, Iterable) and not hasattr(loader, "__getitem__"):
                 _check_dataloader_iterable(loader, source, function)  # raises; it would begin a pass of other loaders
-        unprepared, combined.flattened = combined.flattened, [self._prepare(one, stage) for one in combined.flattened]
+        unprepared = combined.flattened
+        combined.flattened = [self._prepare(loader, stage) for loader in unprepared]
         samplers = self._put_in_order(combined, unprepared) if training and self._run.elastic_state is not None else []
         fetcher = _select_data_fetcher(trainer, stage)
         draws = isinstance(fetcher, _DataLoaderIterDataFetcher)
@@ -474,10 +475,10 @@ class DataSource:
         if engine.world_size == 1:
             return [Span(number, number) for number in batches]
         bounds = torch.tensor([*batches, *(-number for number in batches)], dtype=torch.float64)
-        found = engine.collectives.reduce(bounds, "max").tolist()
+        largest = engine.collectives.reduce(bounds, "max").tolist()
         return [
             Span(0, most) if most == float("inf") else Span(-fewest, most)
-            for most, fewest in zip(found[: len(batches)], found[len(batches) :], strict=True)
+            for most, fewest in zip(largest[: len(batches)], largest[len(batches) :], strict=True)
         ]
 
     def _put_in_order(self, combined: CombinedLoader, unprepared: list[Any]) -> list[ElasticSampler]:
@@ -499,9 +500,9 @@ class DataSource:
         given, loader = unprepared[0], combined.flattened[0]
         if (reason := not_ordered(given) or not_ordered(loader)) is not None:
             raise ResumeError(reason)
-        kind, own = elastic.order.sampler, type(given.batch_sampler.sampler).__name__
-        if kind != own and "RandomSampler" in (kind, own) and kind != "DistributedSampler":
-            raise ResumeError(f"the DataLoader's sampler was a {kind} and is a {own}")
+        before, now = elastic.order.sampler, type(given.batch_sampler.sampler).__name__
+        if before != now and "RandomSampler" in (before, now) and before != "DistributedSampler":
+            raise ResumeError(f"the DataLoader's sampler was a {before} and is a {now}")
         replicas = self._trainer.distributed_sampler_kwargs or {"num_replicas": 1, "rank": 0}
         if replicas["num_replicas"] > 1 and type(loader.batch_sampler.sampler) is not DistributedSampler:
             raise ResumeError("use_distributed_sampler=False makes each process read all samples")

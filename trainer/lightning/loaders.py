@@ -50,6 +50,10 @@ class LoaderSet:
         replan: returns the plan for an epoch that begins. Default: None, the plan stays the same.
         watch: wraps a source of batches, so that a profiler times the fetching of each batch. Default: a no-op.
         trains: whether a ``state_dict`` of a dataloader is used, because a pass may be resumed inside. Default: True.
+
+    Attributes:
+        on_batch: called before each training batch if the lengths are not exact, with whether all ranks have a batch.
+            It may raise. Default: a no-op.
     """
 
     def __init__(
@@ -68,7 +72,7 @@ class LoaderSet:
         self.origin = origin or Origin()
         self.is_outdated = is_outdated
         self._replan, self._watch, self._trains = replan, watch, trains
-        self._on_batch: Callable[[bool], Any] = identity
+        self.on_batch: Callable[[bool], Any] = identity
         self._epoch = 0
         self._loaders: list[ResumableLoader] = []
         self._limited = combined
@@ -97,18 +101,6 @@ class LoaderSet:
         """Return the number of batches in one pass; inf if unknown."""
         return count_batches(self.combined, self.limits) + self.plan.idle
 
-    def invalidate(self) -> None:
-        """Have the dataloaders created again before the next pass."""
-        self.is_outdated = True
-
-    def call_before_batches(self, on_batch: Callable[[bool], Any]) -> None:
-        """Call ``on_batch`` before each training batch if the lengths are not exact.
-
-        Args:
-            on_batch: gets whether all ranks have a batch. It may raise.
-        """
-        self._on_batch = on_batch
-
     def start_epoch(self, epoch: int, shift: int = 0) -> None:
         """Call ``set_epoch`` once for each sampler, batch sampler and dataset that has it.
 
@@ -118,10 +110,10 @@ class LoaderSet:
         """
         for loader in self._loaders:
             loader.warn_of_stale_copies()
-        for part in objects_with_set_epoch(*self.combined.flattened):
-            part.set_epoch(epoch)
-            if isinstance(part, SampleShare):
-                part.shift = shift
+        for holder in objects_with_set_epoch(*self.combined.flattened):
+            holder.set_epoch(epoch)
+            if isinstance(holder, SampleShare):
+                holder.shift = shift
         if self._replan is not None:
             self.plan = self._replan()
             self._limited.limits = self.limits
@@ -153,7 +145,7 @@ class LoaderSet:
 
     def batches(self, limit: float = float("inf")) -> Iterator[tuple[Batch, int, int]]:
         """Begin an evaluation pass: yield (batch, batch_idx, dataloader_idx), at most ``limit`` of each dataloader."""
-        loaders, limits = self.loaders, [min(own, limit) for own in self.limits]
+        loaders, limits = self.loaders, [min(own_limit, limit) for own_limit in self.limits]
         self._limited.limits, count = limits, count_batches(self.combined, limits)
         source = iter(loaders[0]) if self._is_plain else _begin_combined(self._limited)
         batches = _take(iter(self._watch(LookAhead(source) if count == float("inf") else source)), count)
@@ -161,9 +153,9 @@ class LoaderSet:
 
     def evaluation_state(self) -> dict[str, Any]:
         """Return the state between two passes of evaluation: tensors and plain containers."""
-        own = [random_states.states_of(loader.generators) for loader in self.loaders]
+        generators = [random_states.states_of(loader.generators) for loader in self.loaders]
         workers = [loader.state_dict() if loader.persists else {} for loader in self.loaders]
-        return {**self._origin(), "own": own, "loaders": workers}
+        return {**self._origin(), "own": generators, "loaders": workers}
 
     def load_evaluation_state(self, state: dict[str, Any]) -> None:
         """Restore a state of :meth:`evaluation_state` for the next pass. Changes the random states of this process.
@@ -175,9 +167,9 @@ class LoaderSet:
         self.origin = replace(self.origin, made_in=state["made_in"])
         self.is_outdated = state.get("is_outdated", False)
         self.close()  # the workers of a sanity check
-        for loader, workers, own in zip(self.loaders, state["loaders"], state["own"], strict=True):
+        for loader, workers, generators in zip(self.loaders, state["loaders"], state["own"], strict=True):
             loader.load_state_dict({**workers, "is_over": True} if workers else {})
-            random_states.set_states(loader.generators, own)
+            random_states.set_states(loader.generators, generators)
 
     # --- training, with passes that can be resumed ---
 
@@ -213,7 +205,7 @@ class LoaderSet:
             self._pass = map(self._yield_batch, self._pass)
 
     def _yield_batch(self, item: tuple[Any, bool]) -> Any:
-        self._on_batch(item[1])
+        self.on_batch(item[1])
         return item[0]
 
     def _begin(self, loaders: list[ResumableLoader]) -> Iterator[Any]:
@@ -281,11 +273,11 @@ class LoaderSet:
         """
         (loader,) = self.loaders
         assert isinstance(loader, MapStyleLoader)
-        (own,) = first["loaders"]
-        if own:  # if the pass is over, workers of the next one start from the beginning
-            between = {"own": own["own"], "workers": None} if first["is_over"] else {}
-            own = {**loader.convert_state(own, batches, random), **between}
-        return {**first, "batches": batches, "loaders": [own], "ahead": {}}
+        (saved,) = first["loaders"]
+        if saved:  # if the pass is over, workers of the next one start from the beginning
+            between = {"own": saved["own"], "workers": None} if first["is_over"] else {}
+            saved = {**loader.convert_state(saved, batches, random), **between}
+        return {**first, "batches": batches, "loaders": [saved], "ahead": {}}
 
     def loader_states(self) -> list[dict[str, Any]]:
         """Return the states of loaders that have a ``state_dict``, in Lightning's format."""
@@ -326,17 +318,17 @@ class LoaderSet:
         if not state["is_over"]:
             return self._resume(state, state["ahead"] or state)
         reasons = []
-        for loader, own in zip(loaders, states, strict=True):
-            reasons += loader.load_state_dict({**own, "is_over": True} if own else {})
+        for loader, saved in zip(loaders, states, strict=True):
+            reasons += loader.load_state_dict({**saved, "is_over": True} if saved else {})
         return reasons
 
     def _resume(self, state: dict[str, Any], position: dict[str, Any]) -> list[str]:
         reasons, batches, is_one = [], state["batches"], len(self.loaders) == 1
-        for loader, own in zip(self.loaders, position["loaders"], strict=True):
-            if own and own["kind"] == loader.kind and loader.replays(own):
-                _warn_of_replaying(loader, own["batches"])
+        for loader, saved in zip(self.loaders, position["loaders"], strict=True):
+            if saved and saved["kind"] == loader.kind and loader.replays(saved):
+                _warn_of_replaying(loader, saved["batches"])
             inside = {"batches": batches, "exhausted": False, "own": [], "last": ""}
-            reasons += loader.load_state_dict({**own, **inside} if own and state["inside"] and is_one else own)
+            reasons += loader.load_state_dict({**saved, **inside} if saved and state["inside"] and is_one else saved)
         self._resumed = position
         if "random" not in position:
             self.open(batches)
@@ -346,8 +338,8 @@ class LoaderSet:
             self.open(batches)
             if self._look_ahead is not None:
                 self._look_ahead.fetch_first()
-        for loader, own in zip(self.loaders, state["loaders"], strict=True):
-            random_states.set_states(loader.generators, own["own"])
+        for loader, saved in zip(self.loaders, state["loaders"], strict=True):
+            random_states.set_states(loader.generators, saved["own"])
         return reasons
 
     def _skip(self, batches: int) -> None:
@@ -409,7 +401,7 @@ class DrawnLoaderSet(LoaderSet):
     def batches(self, limit: float = float("inf")) -> Iterator[tuple[Batch, int, int]]:
         """Begin a pass that yields, for each step, the batch that the previous step drew last."""
         assert len(self.loaders) == len(self.limits)
-        self._limited.limits = [min(own, limit) for own in self.limits]
+        self._limited.limits = [min(own_limit, limit) for own_limit in self.limits]
         self.fetcher.setup(self._limited)
         iter(self.fetcher)
         return self._steps()

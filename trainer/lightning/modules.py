@@ -123,8 +123,8 @@ def verify(trainer: pl.Trainer, module: LightningModule) -> None:
 def _refuse_automatic_parts(run: RunState) -> None:
     """Refuse clipping and accumulation by the Trainer in manual optimization, where the module does them."""
     clips = find_callback(run.callbacks, GradientClipping) is not None
-    own = find_callback(run.callbacks, GradientAccumulation)  # Lightning's refuses it itself
-    accumulates = max([run.accumulate_grad_batches] if own is None else own.schedule.values()) > 1
+    accumulation = find_callback(run.callbacks, GradientAccumulation)  # Lightning's refuses it itself
+    accumulates = max([run.accumulate_grad_batches] if accumulation is None else accumulation.schedule.values()) > 1
     for is_used, what, instead in (
         (clips, "gradient_clip_val, or GradientClipping,", "call `self.clip_gradients` before `optimizer.step()`"),
         (accumulates, "accumulate_grad_batches, or its callback,", "step the optimizer after every N batches"),
@@ -188,32 +188,32 @@ def set_up_profiler(run: RunState) -> None:
 def snapshot_of(run: RunState) -> Snapshot:
     """Return the snapshot of the user's objects: changes from now on are part of a checkpoint."""
     engine, module, datamodule = run.engine, run.module, run.datamodule
-    packages = {package_of(base) for one in (module, datamodule) for base in type(one).__mro__} - _FRAMEWORKS
+    packages = {package_of(base) for root in (module, datamodule) for base in type(root).__mro__} - _FRAMEWORKS
     users = frozenset({*packages, "torchmetrics"})
-    elsewhere = {*map(id, with_inner(run.optimizers)), *(id(one.scheduler) for one in run.schedules)}
+    elsewhere = {*map(id, with_inner(run.optimizers)), *(id(config.scheduler) for config in run.schedules)}
 
     def ignored(value: Any) -> Container[str] | None:
-        kind: type = type(value)
+        class_: type = type(value)
         if value is run.trainer:
             return set(vars(value))
-        if not _is_searched(kind, users):
+        if not _is_searched(class_, users):
             return None
         if isinstance(value, Metric):
             return _OF_METRICS - state_names(value)
         if isinstance(value, Callback):
-            return assigned_by_bases(kind)
+            return assigned_by_bases(class_)
         if isinstance(value, Optimizer):
-            return None if _defines(kind, _STATE, users) else _OF_OPTIMIZERS
+            return None if _defines(class_, _STATE, users) else _OF_OPTIMIZERS
         return _OF_MODULES if isinstance(value, nn.Module) else frozenset()
 
     def saves_itself(value: Any) -> bool:
-        kind: type = type(value)
+        class_: type = type(value)
         is_torchs = isinstance(value, (Optimizer, LRScheduler, GradScaler))
         if id(value) in elsewhere or isinstance(value, (Callback, LightningDataModule, DataLoader)):
             return False
         if is_torchs:
-            return engine.exposes_gradients and not kind.__module__.startswith(_SAVED_BY_OTHERS)
-        return _defines(kind, _STATE, users)
+            return engine.exposes_gradients and not class_.__module__.startswith(_SAVED_BY_OTHERS)
+        return _defines(class_, _STATE, users)
 
     def load(value: Any, state: Any) -> None:
         with keep_dtypes([value], [state], {}) if isinstance(value, Optimizer) else nullcontext():
@@ -227,7 +227,7 @@ def snapshot_of(run: RunState) -> Snapshot:
     }
 
     def saved_elsewhere() -> Set[int]:
-        saved = [part for one in (module, *averages.values()) for part in (*one.parameters(), *one.buffers())]
+        saved = [tensor for root in (module, *averages.values()) for tensor in (*root.parameters(), *root.buffers())]
         return memory_of(map(local, saved))
 
     rules = Rules(
@@ -250,8 +250,6 @@ def snapshot_of(run: RunState) -> Snapshot:
         **averages,
     }
     roots |= {f"optimizers.{number}": optimizer for number, optimizer in enumerate(run.optimizers)}
-    if engine.communication is not None:
-        roots |= {f"hooks.{number}": holder for number, holder in enumerate(engine.communication.holders)}
     return Snapshot(roots, rules)
 
 
@@ -264,44 +262,44 @@ def _by_key(callbacks: Iterable[Callback]) -> dict[str, Callback]:
 
 
 @cache
-def _is_searched(kind: type, packages: Set[str]) -> bool:
+def _is_searched(class_: type, packages: Set[str]) -> bool:
     """Return whether the attributes of the objects of a class are part of a snapshot.
 
     The class must be the user's, have a ``__dict__``, and have no bases in other packages with a state that the
     framework does not know.
     """
-    own, others = _bases(kind, packages)
-    return bool(own and kind.__dictoffset__ and all(map(_is_base, others)))
+    users, others = _bases(class_, packages)
+    return bool(users and class_.__dictoffset__ and all(map(_is_base, others)))
 
 
 @cache
-def _defines(kind: type, names: tuple[str, ...], packages: Set[str]) -> bool:
+def _defines(class_: type, names: tuple[str, ...], packages: Set[str]) -> bool:
     """Return whether the user's bases of a class define all methods."""
-    own, _ = _bases(kind, packages)
-    return all(any(name in vars(base) for base in own) for name in names)
+    users, _ = _bases(class_, packages)
+    return all(any(name in vars(base) for base in users) for name in names)
 
 
-def _bases(kind: type, packages: Set[str]) -> tuple[list[type], set[type]]:
+def _bases(class_: type, packages: Set[str]) -> tuple[list[type], set[type]]:
     """Return the bases of a class that are the user's, and those of other packages, except the ones without a state."""
-    own = [base for base in kind.__mro__ if is_users_module(base.__module__) or package_of(base) in packages]
-    others = {base for base in kind.__mro__ if base not in own and not base.__module__.startswith("torch.distributed.")}
-    return own, others - STATELESS
+    users = [base for base in class_.__mro__ if is_users_module(base.__module__) or package_of(base) in packages]
+    others = {base for base in class_.__mro__ if not base.__module__.startswith("torch.distributed.")}
+    return users, others - STATELESS - {*users}
 
 
-def package_of(kind: type) -> str:
+def package_of(class_: type) -> str:
     """Return the top-level package of a class."""
-    return kind.__module__.partition(".")[0]
+    return class_.__module__.partition(".")[0]
 
 
-def _is_base(kind: type) -> bool:
-    is_torchs = kind.__module__.startswith("torch.nn.") and issubclass(kind, nn.Module)
-    return is_torchs or kind in _BASES or issubclass(kind, (Callback, Optimizer))
+def _is_base(class_: type) -> bool:
+    is_torchs = class_.__module__.startswith("torch.nn.") and issubclass(class_, nn.Module)
+    return is_torchs or class_ in _BASES or issubclass(class_, (Callback, Optimizer))
 
 
 @cache
-def assigned_by_bases(kind: type) -> Set[str]:
+def assigned_by_bases(class_: type) -> Set[str]:
     """Return the attributes of a callback that its bases in Lightning and in this package assign, by their source."""
-    bases = [base for base in kind.__mro__ if package_of(base) in ("lightning", "pytorch_lightning", "trainer")]
+    bases = [base for base in class_.__mro__ if package_of(base) in ("lightning", "pytorch_lightning", "trainer")]
     targets = [re.findall(r"^ *(self\.[^=\n]*?) [-+*/|]?= ", getsource(base), re.MULTILINE) for base in bases]
     return frozenset(name for target in chain(*targets) for name in re.findall(r"self\.(\w+)", target))
 
@@ -314,14 +312,14 @@ def reset_results(run: RunState, session: ExitStack) -> None:
     for callback in run.callbacks:
         if not isinstance(callback, _WITH_RESULTS):
             continue
-        kind: type = type(callback)
-        own, names = vars(callback), assigned_by_bases(kind)
+        class_: type = type(callback)
+        attributes, names = vars(callback), assigned_by_bases(class_)
         owner, first, last = _FITS.get(callback, (None, {}, {}))
         if owner is None:
-            first = {name: deepcopy(value) for name, value in own.items() if name in names}
+            first = {name: deepcopy(value) for name, value in attributes.items() if name in names}
         elif (is_timer := isinstance(callback, Timer)) or owner() is not run.trainer:  # each fit has its own time
-            changed = {name for name in first if is_timer or own.get(name) is last.get(name)}
-            own.update({name: deepcopy(first[name]) for name in changed})
+            changed = {name for name in first if is_timer or attributes.get(name) is last.get(name)}
+            attributes.update({name: deepcopy(first[name]) for name in changed})
         _FITS[callback] = ref(run.trainer), first, {}
         session.callback(partial(_note, callback, ref(run.trainer), first))
 
@@ -331,9 +329,10 @@ def withdraw_early_stops(run: RunState, session: Session) -> None:
 
     ``trainer.should_stop = True`` of other code stays.
     """
-    for callback in (one for one in run.callbacks if isinstance(one, EarlyStopping)):
-        check = callback._run_early_stopping_check
-        session.replace(callback, "_run_early_stopping_check", partial(_check_again, callback, check))
+    for callback in run.callbacks:
+        if isinstance(callback, EarlyStopping):
+            check = callback._run_early_stopping_check
+            session.replace(callback, "_run_early_stopping_check", partial(_check_again, callback, check))
 
 
 def _check_again(callback: EarlyStopping, check: Callable[[pl.Trainer], None], trainer: pl.Trainer) -> None:

@@ -54,14 +54,14 @@ class Profiling:
 
     def hook(self, owner: Any, name: str, call: Call) -> Call:
         """Return ``call``, timed as the hook ``name`` of a callback, a module or a datamodule."""
-        kind, owner_name = "Callback", type(owner).__name__
+        owner_kind, owner_name = "Callback", type(owner).__name__
         if isinstance(owner, (LightningModule, LightningDataModule)):
-            kind = "LightningModule" if isinstance(owner, LightningModule) else "LightningDataModule"
+            owner_kind = "LightningModule" if isinstance(owner, LightningModule) else "LightningDataModule"
         elif isinstance(owner, Strategy):
-            kind = "Strategy"
+            owner_kind = "Strategy"
         else:
             owner_name = getattr(owner, "state_key", owner_name)
-        return self.action(f"[{kind}]{owner_name}.{name}", call)
+        return self.action(f"[{owner_kind}]{owner_name}.{name}", call)
 
     def training_epoch(self, batches: Iterable[Any]) -> Iterator[Any]:
         """Yield ``batches``, and time them as one action."""

@@ -64,12 +64,12 @@ def continue_settings(run: RunState, checkpoint: dict[str, Any]) -> None:
         return
     for number, (schedule, saved) in enumerate(zip(schedules, saved_states, strict=True)):
         current = schedule.state_dict()
-        index = next((i for i, one in enumerate(engine.optimizers) if one is owners[number]), len(states))
+        index = next((i for i, optimizer in enumerate(engine.optimizers) if optimizer is owners[number]), len(states))
         groups = states[index].get("param_groups", []) if index < len(states) else []
         if number in others:
             saved_states[number] = current
-            for group, own in zip(groups, engine.optimizers[index].param_groups if groups else (), strict=True):
-                group.update({name: value for name, value in own.items() if name not in _CHOICES})
+            for group, given in zip(groups, engine.optimizers[index].param_groups if groups else (), strict=True):
+                group.update({name: value for name, value in given.items() if name not in _CHOICES})
             continue
         if not isinstance(schedule, LRScheduler) or _position(current) != 0:
             continue
@@ -77,20 +77,20 @@ def continue_settings(run: RunState, checkpoint: dict[str, Any]) -> None:
         if not changed and not _factors_differ(schedule, saved):
             continue
         new, former = _described(changed)
-        kind, before = type(schedule).__name__, [group.get("lr") for group in groups]
+        name, before = type(schedule).__name__, [group.get("lr") for group in groups]
         if isinstance(schedule, ReduceLROnPlateau):
             saved.update({key: current[key] for key in changed})
-            message = f"{kind} continues with {new} of the code; the checkpoint has {former}."
+            message = f"{name} continues with {new} of the code; the checkpoint has {former}."
         elif not before or owners.count(owners[number]) > 1:
             message = (
-                f"{kind} continues with {former} from the checkpoint; the code has {new}, which has no effect, because"
+                f"{name} continues with {former} from the checkpoint; the code has {new}, which has no effect, because"
                 " another schedule changes the same optimizer."
             )
         else:
             _advance_to(saved, schedule, groups)
             saved_states[number] = schedule.state_dict()
             message = (
-                f"{kind} continues with {new} of the code at step {_position(saved)} of the schedule; the checkpoint"
+                f"{name} continues with {new} of the code at step {_position(saved)} of the schedule; the checkpoint"
                 f" has {former}: learning rate {float(before[0]):.4g} before, {float(groups[0]['lr']):.4g} now."
             )
         if run.is_global_zero:
@@ -106,58 +106,57 @@ def announce_restored(run: RunState, checkpoint: dict[str, Any], advice: str) ->
         advice: how to train with the settings of the code.
     """
     engine = run.engine
-    found: list[tuple[Any, Any, Any]] = [
+    holders: list[tuple[Any, Any, Any]] = [
         (optimizer, group, saved)
         for optimizer, state in zip(engine.optimizers, checkpoint.get("optimizer_states", ()), strict=False)
         for group, saved in zip(optimizer.param_groups, state.get("param_groups", ()), strict=False)
     ]
     schedules = [config.scheduler for config in engine.schedules]
     for schedule, state in zip(schedules, checkpoint.get("lr_schedulers", ()), strict=False):
-        current, saved = (
-            {name: one[name] for name in ("max_lrs",) if name in one} for one in (schedule.state_dict(), state)
-        )
-        found.append((schedule, current, saved))
+        current = schedule.state_dict()
+        if "max_lrs" in current and "max_lrs" in state:
+            holders.append((schedule, {"max_lrs": current["max_lrs"]}, {"max_lrs": state["max_lrs"]}))
     reported = set()
-    for holder, current, saved in found:
+    for holder, current, saved in holders:
         set_by_schedule = (("initial_lr", "lr"), ("max_momentum", "momentum"), ("max_momentum", "betas"))
         without = {*_CHOICES, *(name for key, name in set_by_schedule if key in current.keys() & saved.keys())}
         names = [name for name in current if name in saved and name not in without]
         changed = {name: (current[name], saved[name]) for name in names if _plain(current[name]) != _plain(saved[name])}
         if changed and holder not in reported:
             reported.add(holder)
-            own, former = _described(changed)
+            new, former = _described(changed)
             log.info(
-                f"{type(holder).__name__} continues with {former} from the checkpoint; the code has {own}, which has no"
-                f" effect. To train with {own}, {advice}."
+                f"{type(holder).__name__} continues with {former} from the checkpoint; the code has {new}, which has no"
+                f" effect. To train with {new}, {advice}."
             )
 
 
-def _of_other_classes(run: RunState, checkpoint: dict[str, Any], kind: str, states: list[dict[str, Any]]) -> list[int]:
+def _of_other_classes(run: RunState, checkpoint: dict[str, Any], role: str, states: list[dict[str, Any]]) -> list[int]:
     """Return the indices of the optimizers or schedules of another class; [] if the file does not record classes.
 
     Raises:
         ResumeError: if there are any, and the resume must be exact.
     """
-    saved = checkpoint.get("loops", {}).get(TRAINER_KEY, {}).get("kinds", {}).get(kind, [])
-    pairs = zip(saved, run.engine.kinds.get(kind, []), range(len(states)))  # noqa: B905  # numbers are checked later
-    found = [(index, one, own) for one, own, index in pairs if one != own]
-    for _, one, own in found:
+    saved = checkpoint.get("loops", {}).get(TRAINER_KEY, {}).get("kinds", {}).get(role, [])
+    pairs = zip(saved, run.engine.kinds.get(role, []), range(len(states)))  # noqa: B905  # numbers are checked later
+    changed = [(index, before, now) for before, now, index in pairs if before != now]
+    for _, before, now in changed:
         refuse_inexact(
-            f"configure_optimizers returned the {kind} {own}, but the checkpoint is of a run with {one}. The {kind}"
+            f"configure_optimizers returned the {role} {now}, but the checkpoint is of a run with {before}. The {role}"
             " would start with a new state.",
-            f"Return the {kind} of the saved run, or start a new run with its weights: fit(weights=...), on the command"
+            f"Return the {role} of the saved run, or start a new run with its weights: fit(weights=...), on the command"
             " line weights=RUN.",
             exact=run.exact_resume,
         )
-    return [index for index, _, _ in found]
+    return [index for index, _, _ in changed]
 
 
 def _described(changed: Mapping[str, tuple[Any, Any]]) -> tuple[str, str]:
     """Return the settings of the code and those of the checkpoint as text."""
     if not changed:  # functions cannot be printed
         return "the functions", "others"
-    own, saved = ([(name, _plain(values[side])) for name, values in changed.items()] for side in (0, 1))
-    return _text_of(own), _text_of(saved)
+    given, saved = ([(name, _plain(values[side])) for name, values in changed.items()] for side in (0, 1))
+    return _text_of(given), _text_of(saved)
 
 
 def _text_of(settings: list[tuple[str, Any]]) -> str:
@@ -207,16 +206,16 @@ def _differences(current: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[s
     A state with other settings is that of another kind of schedule, which a callback may have set during the run.
     """
     names = list(filter(_SETTINGS.fullmatch, current))
-    found: dict[str, tuple[Any, Any]] = {}
+    changed: dict[str, tuple[Any, Any]] = {}
     if set(names) == set(filter(_SETTINGS.fullmatch, saved)):
-        found = {name: (current[name], saved[name]) for name in names if _plain(current[name]) != _plain(saved[name])}
+        changed = {name: (current[name], saved[name]) for name in names if _plain(current[name]) != _plain(saved[name])}
     for name in current.keys() & saved.keys():
         value, saved_value = current[name], saved[name]
         if isinstance(value, list) and isinstance(saved_value, list):
-            for one, other in zip(value, saved_value, strict=False):
-                if isinstance(one, Mapping) and isinstance(other, Mapping):
-                    found |= _differences(one, other)
-    return found
+            for inner, other in zip(value, saved_value, strict=False):
+                if isinstance(inner, Mapping) and isinstance(other, Mapping):
+                    changed |= _differences(inner, other)
+    return changed
 
 
 def _factors_differ(schedule: LRScheduler, saved: Mapping[str, Any]) -> bool:
@@ -225,8 +224,8 @@ def _factors_differ(schedule: LRScheduler, saved: Mapping[str, Any]) -> bool:
         factors = [factor(_position(saved)) for factor in schedule.lr_lambdas]
         rates = zip(saved["base_lrs"], factors, saved["_last_lr"], strict=False)
         return not all(math.isclose(base * factor, float(rate), rel_tol=1e-9) for base, factor, rate in rates)
-    parts = zip(getattr(schedule, "_schedulers", ()), saved.get("_schedulers", ()), strict=False)
-    return any(_factors_differ(part, state) for part, state in parts)
+    inner_schedules = zip(getattr(schedule, "_schedulers", ()), saved.get("_schedulers", ()), strict=False)
+    return any(_factors_differ(inner, state) for inner, state in inner_schedules)
 
 
 def _position(state: Mapping[str, Any]) -> int:
@@ -245,9 +244,9 @@ def _advance_to(saved: Mapping[str, Any], schedule: LRScheduler, saved_groups: l
         first, saved_lr = float(group.get("initial_lr", 0.0)), float(saved_group.get("initial_lr", 0.0))
         if first and saved_lr and first != saved_lr:
             group["lr"] = group["lr"] * (saved_lr / first)
-            for part in nested_schedules(schedule):
-                if hasattr(part, "base_lrs"):
-                    part.base_lrs[index] = part.base_lrs[index] * (saved_lr / first)
+            for inner in nested_schedules(schedule):
+                if hasattr(inner, "base_lrs"):
+                    inner.base_lrs[index] = inner.base_lrs[index] * (saved_lr / first)
         group.update({name: saved_group[name] for name in _RATES[1:] if name in group and name in saved_group})
     if "max_lrs" in saved:
         vars(schedule)["max_lrs"] = list(saved["max_lrs"])  # of CyclicLR

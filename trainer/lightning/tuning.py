@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import lightning.pytorch as pl
 from lightning.pytorch import LightningModule
@@ -55,25 +55,12 @@ def attach_finders(run: RunState, session: Session) -> None:
             session.replace(callback, "lr_find", partial(_find_rate, callback, find, begun))
 
 
-class Runner(Protocol):
-    """``trainer._runner``: executes the runs of a Trainer (``trainer.run.Run``)."""
-
-    preparation: Any
-
-    def repeat(self, stage: RunningStage) -> None: ...
-
-
-def _runner_of(trainer: pl.Trainer) -> Runner:
-    runner: Runner = trainer._runner  # type: ignore[attr-defined]
-    return runner
-
-
-def rerun(trainer: pl.Trainer, stage: RunningStage) -> None:
+def rerun(trainer: Any, stage: RunningStage) -> None:
     """Run the loop of ``stage`` from its beginning, with the current callbacks, limits and dataloaders.
 
     A finder has replaced the callbacks. Those that clip gradients are kept, because the result depends on them.
     """
-    run, runner = state_of(trainer), _runner_of(trainer)
+    run, runner = state_of(trainer), trainer._runner
     limits, steps, callbacks = run.limits, run.global_step, run.callbacks
     kept = [c for c in runner.preparation.hooks.callbacks if isinstance(c, GradientClipping) and c not in callbacks]
     run.callbacks = [*callbacks, *kept]  # the finder restores its own list
@@ -83,9 +70,9 @@ def rerun(trainer: pl.Trainer, stage: RunningStage) -> None:
         runner.repeat(stage)
 
 
-def set_up_training_data(trainer: pl.Trainer) -> None:
+def set_up_training_data(trainer: Any) -> None:
     """Make the fit loop iterate the current training dataloaders; new ones, if a finder has dropped them."""
-    run, preparation = state_of(trainer), _runner_of(trainer).preparation
+    run, preparation = state_of(trainer), trainer._runner.preparation
     loop, loaders = run.loop, _loaders(run.data, RunningStage.TRAINING)
     if loaders is None or loop.batches.loaders is None:
         return
@@ -144,7 +131,7 @@ def _configure(run: RunState, rate: float, before: list[tuple[Any, ...]] | None)
             changed the configured rate, as a warm-up does, the new rate is changed by the same factor. None to set the
             current rate to ``rate``.
     """
-    schedules = [part for config in run.schedules for part in nested_schedules(config.scheduler)]
+    schedules = [schedule for config in run.schedules for schedule in nested_schedules(config.scheduler)]
     for schedule in schedules:
         if isinstance(schedule, (OneCycleLR, CyclicLR)):
             rank_zero_warn(
@@ -164,21 +151,21 @@ def _configure(run: RunState, rate: float, before: list[tuple[Any, ...]] | None)
 
 
 @contextmanager
-def _preserve_outer_run(run: RunState, runner: Runner) -> Iterator[None]:
+def _preserve_outer_run(run: RunState, runner: Any) -> Iterator[None]:
     """Return a context for the inner run that keeps and restores the state of the outer one."""
     engine, loop, module = run.engine, run.loop, run.module
     loops: list[FitLoop | EvalLoop] = [loop, *run.eval_loops.values()]
     owners = [*loops, loop.limits, run.status]
     saved = [(owner, dict(vars(owner))) for owner in owners]
     preparation, calls = runner.preparation, engine.module_calls
-    own = ObjectState([module], without=run.optimizers)  # Lightning's finders restore only its state dict
-    for one in loops:
-        one.metrics = MetricStore(training=one is loop)
+    attributes_before = ObjectState([module], without=run.optimizers)  # Lightning's finders restore only its state dict
+    for inner_loop in loops:
+        inner_loop.metrics = MetricStore(training=inner_loop is loop)
     try:
         yield
     finally:
         for owner, attributes in saved:
             vars(owner).update(attributes)
         runner.preparation, engine.module_calls = preparation, calls
-        own.restore()
+        attributes_before.restore()
         loop.window.reset()

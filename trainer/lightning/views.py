@@ -61,29 +61,29 @@ class LoopAttribute(Generic[View]):
         if type(loop).__module__ == __name__ or not isinstance(loop, _Loop):  # a view, or a test double
             vars(holder)[self._name] = loop
             return
-        own = _overrides_of(loop)
-        if own - {"_print_results"}:
+        overridden = _overrides_of(loop)
+        if others := overridden - {"_print_results"}:
             raise ConfigurationError(
                 f"Got a loop of the class {type(loop).__name__} for `{self._name}`, expected one that overrides at most"
-                f" `_print_results`, not {', '.join(sorted(own - {'_print_results'}))}: the loops that run are our own."
+                f" `_print_results`, not {', '.join(sorted(others))}: the loops that run are our own."
                 " Use hooks of the module or of a callback."
             )
-        if own:
+        if overridden:
             vars(holder)[self._name]._print_results = getattr(loop, "_print_results")  # noqa: B009
 
 
 def _overrides_of(loop: Any) -> set[str]:
     """Return the methods that the class of ``loop``, or a base class that is not Lightning's, overrides or adds."""
-    own: set[str] = set()
+    names: set[str] = set()
     for cls in type(loop).__mro__:
         if cls.__module__.partition(".")[0] in ("lightning", "pytorch_lightning"):
             break
-        own |= {
+        names |= {
             name
             for name, value in vars(cls).items()
             if not name.startswith("__") or (callable(value) and hasattr(_Loop, name))  # not `__annotations__`
         }
-    return own
+    return names
 
 
 class _DataView(_Loop):

@@ -283,18 +283,18 @@ class WeightedMean:
             is_open: whether a resumed run continues the current window. If not, only the part for the next window.
         """
         window, mean = _STATE if is_open else (("batches",), ("_shared_unit", "_unit"))
-        parts = (self.window, (*window, "given")), (self, mean)
-        return {name.removeprefix("_"): getattr(part, name) for part, names in parts for name in names}
+        holders = (self.window, (*window, "given")), (self, mean)
+        return {name.removeprefix("_"): getattr(holder, name) for holder, names in holders for name in names}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the state of :meth:`state_dict`; ``batches`` only if ``given`` is the same in both runs."""
         if state.get("given") != self.window.given:
             state = {**state, "batches": self.window.batches}
-        for part, names in zip((self.window, self), _STATE, strict=True):
+        for holder, names in zip((self.window, self), _STATE, strict=True):
             for name in names:
                 if (key := name.removeprefix("_")) in state:
                     value = state[key]
-                    setattr(part, name, value.to(self._engine.device) if isinstance(value, Tensor) else value)
+                    setattr(holder, name, value.to(self._engine.device) if isinstance(value, Tensor) else value)
 
     def share(self, loss: Tensor, weight: Weight | None = None) -> Tensor:
         """Return the current batch's expected share of the window's mean loss.

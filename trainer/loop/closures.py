@@ -133,8 +133,8 @@ class ClosureOptimization:
         """
         if last.is_evaluated:
             with self._loop.engine.gradient_sync(False):
-                for one in self._earlier:
-                    self._evaluate(one)
+                for earlier in self._earlier:
+                    self._evaluate(earlier)
         last.is_evaluated = True
         loss = self._evaluate(last)
         corrected = self._loop.mean.corrected
@@ -181,10 +181,10 @@ def refuse_scaled_closures(loop: FitLoop) -> None:
 
 def is_of_run(loop: FitLoop, optimizer: Optimizer) -> bool:
     """Return whether ``configure_optimizers`` returned the optimizer, or a parameter of the module is in it."""
-    if any(optimizer is one for one in loop.optimizers):
+    if any(optimizer is known for known in loop.optimizers):
         return True
-    own = {id(parameter) for parameter in loop.engine.module.parameters()}
-    return any(id(parameter) in own for parameter in parameters_of(optimizer))
+    parameters = {id(parameter) for parameter in loop.engine.module.parameters()}
+    return any(id(parameter) in parameters for parameter in parameters_of(optimizer))
 
 
 def refuse_bare_steps(loop: FitLoop, session: Session) -> None:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from typing import Protocol
 
 from torch import nn
 
@@ -29,24 +28,16 @@ _REMEDY = (
 )
 
 
-class PassLoop(Protocol):
-    """The parts of an ``EvalLoop`` that a pass needs."""
-
-    engine: Engine
-    module: nn.Module
-    metrics: MetricStore
-    stage: str
-
-    @property
-    def is_shared(self) -> bool: ...
-
-
 class DistributedPass:
     """One pass of evaluation on several processes.
 
     Args:
-        loop: the loop that runs the pass. If its samples are divided among the processes (``is_shared``), the pass
-            looks for collectives in batches that some processes lack.
+        engine: the processes.
+        module: the LightningModule.
+        metrics: the logged values.
+        stage: the prefix of the step function.
+        is_shared: whether the samples are divided among the processes. If so, the pass looks for collectives in batches
+            that some processes lack.
         spans: the smallest and largest number of batches per process in this pass, by dataloader.
         whole: the same for a full pass; a sanity check is shorter.
 
@@ -58,10 +49,19 @@ class DistributedPass:
             samples are divided, and a metric object synchronizes at each batch.
     """
 
-    def __init__(self, loop: PassLoop, spans: Sequence[Span], whole: Sequence[Span]) -> None:
-        self._module, self._engine, self._metrics, self._stage = loop.module, loop.engine, loop.metrics, loop.stage
-        self._spans, self._whole, self._watches = spans, whole, loop.is_shared
-        engine, watches, objects = self._engine, self._watches, MetricObjects(loop.module)
+    def __init__(
+        self,
+        engine: Engine,
+        module: nn.Module,
+        metrics: MetricStore,
+        stage: str,
+        is_shared: bool,
+        spans: Sequence[Span],
+        whole: Sequence[Span],
+    ) -> None:
+        self._engine, self._module, self._metrics, self._stage = engine, module, metrics, stage
+        self._spans, self._whole, self._watches = spans, whole, is_shared
+        objects = MetricObjects(module)
         self._done = 0  # batches of the current dataloader in this process
         self._updates = objects.counts()
         self._per_forward = 0
@@ -69,16 +69,16 @@ class DistributedPass:
         uneven = [span for span in whole if span.fewest < span.most < float("inf")]
         if uneven and not engine.supports_uneven_evaluation:
             raise ConfigurationError(
-                f"Got processes with {uneven[0].fewest:.0f} to {uneven[0].most:.0f} {loop.stage} batches, expected the"
+                f"Got processes with {uneven[0].fewest:.0f} to {uneven[0].most:.0f} {stage} batches, expected the"
                 " same number in each, because each forward pass exchanges weights at stage 3 of DeepSpeed's ZeRO."
                 " Divide the data evenly."
             )
-        if watches and uneven:
+        if is_shared and uneven:
             for name, metric in objects.by_name.items():
                 if metric.dist_sync_on_step:
                     raise self._error(f"The metric {name!r}, with dist_sync_on_step=True,", uneven[0])
         engine.idle_forward()
-        if watches and uneven:
+        if is_shared and uneven:
             before = engine.collectives.num_collectives()
             engine.idle_forward()
             self._per_forward = engine.collectives.num_collectives() - before

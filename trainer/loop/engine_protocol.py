@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from trainer.loop.batch_path import ModuleCalls
 from trainer.loop.gradients import Gradients
 from trainer.precision.base import Precision
-from trainer.state.communication import Communication
+from trainer.state.snapshot import Lost
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
@@ -68,7 +68,7 @@ class Engine(Protocol):
     @property
     def next_forward_syncs_buffers(self) -> bool: ...
     @property
-    def communication(self) -> Communication | None: ...
+    def lost_by_ddp(self) -> list[Lost]: ...
 
     # steps
     def check_accumulation(self, batches: int) -> None: ...

@@ -95,10 +95,6 @@ class EvalLoop:
         self.progress.seen_batches.clear()
         self.updates_before: dict[int, int] = {}  # update counts of metric objects before the current dataloader
 
-    def use(self, path: BatchPath) -> None:
-        """Replace the path of a batch, because the hooks have changed."""
-        self.path = path
-
     def run(self, limit: float = float("inf")) -> list[Metrics]:
         """Run one pass. Return the logged metrics, one dict for each dataloader; [] if no dataloader has a batch.
 
@@ -133,7 +129,7 @@ class EvalLoop:
                     metrics.update(at_the_end)
                 if not self.sanity_checking:
                     self.published.send(
-                        {k: v for one in reversed(logged) for k, v in one.items()}, self.fit_progress.updates
+                        {k: v for metrics in reversed(logged) for k, v in metrics.items()}, self.fit_progress.updates
                     )
                 self.fit_progress.end_validation()
                 self.hooks.of(f"on_{self.stage}_end")()
@@ -153,8 +149,8 @@ class EvalLoop:
 
         A single span if the dataloaders are combined.
         """
-        own = loaders.limits if loaders.is_sequential else [loaders.num_batches()]
-        spans = loaders.plan.spans or [Span(number, number) for number in own]
+        limits = loaders.limits if loaders.is_sequential else [loaders.num_batches()]
+        spans = loaders.plan.spans or [Span(number, number) for number in limits]
         if self.path.draws:
             spans = [Span(0, float("inf") if span.most else 0) for span in spans]
         return [Span(min(span.fewest, limit), min(span.most, limit)) for span in spans]
@@ -177,7 +173,10 @@ class EvalLoop:
             hooks = {self.step_name, f"on_{self.stage}_batch_start", f"on_{self.stage}_batch_end"}
             self.metrics.shared_hooks = hooks if self.is_shared else ()
             self.metrics.share_steps(True)
-            self.distributed_pass = DistributedPass(self, spans, self.spans(loaders, float("inf")))
+            self.distributed_pass = DistributedPass(
+                self.engine, self.module, self.metrics, self.stage, self.is_shared, spans,
+                self.spans(loaders, float("inf")),
+            )  # fmt: skip
 
         def close_until(dataloader_idx: int) -> None:
             """Close the dataloaders before ``dataloader_idx``, even empty ones that have batches in other processes."""
@@ -267,7 +266,7 @@ class EvalLoop:
     @contextmanager
     def eval_mode(self) -> Iterator[None]:
         """Put the module into eval mode, and restore the mode of each submodule afterwards."""
-        modes = {part: part.training for part in self.module.modules()}
+        modes = {submodule: submodule.training for submodule in self.module.modules()}
         self.hooks.of_module(f"on_{self.stage}_model_eval")()
         try:
             yield
@@ -282,5 +281,5 @@ class EvalLoop:
 
 
 def _restore_modes(modes: dict[nn.Module, bool]) -> None:
-    for part, training in modes.items():
-        part.training = training
+    for submodule, training in modes.items():
+        submodule.training = training

@@ -130,7 +130,7 @@ class FitLoop:
 
     def unwrap(self, wrapper: TrainingWrapper) -> None:
         """Remove a wrapper. A no-op if it was not added in this run."""
-        self.path = self.path.with_wrappers(tuple(one for one in self.path.wrappers if one != wrapper))
+        self.path = self.path.with_wrappers(tuple(other for other in self.path.wrappers if other != wrapper))
 
     def forward_only(self, path: TrainingPath) -> TrainingPath:
         """Return a path that runs forward passes and their hooks, without training, to update buffers (SWA)."""

@@ -148,9 +148,9 @@ class Gradients:
         """
         unused = self.scaler.forget_unused()
         for optimizer, factor in unused:
-            parts = [self.part(gradient) for gradient in gradients_of(optimizer)]
-            values = [part.coalesce().values() if part.is_sparse else part for part in parts]
-            values = [one for one in values if one.numel()]  # torch raises for the norm of an empty shard
+            shards = [self.part(gradient) for gradient in gradients_of(optimizer)]
+            values = [shard.coalesce().values() if shard.is_sparse else shard for shard in shards]
+            values = [value for value in values if value.numel()]  # torch raises for the norm of an empty shard
             if values:
                 # gradients that `zero_grad(set_to_none=False)` has cleared stay 0, although 0 times inf is NaN
                 are_cleared = torch.nn.utils.get_total_norm(values, inf).to(factor.device) == 0
@@ -185,8 +185,8 @@ class Gradients:
 
         If gradients are sharded, the norm is that of the whole gradient, and all processes must call this method.
         """
-        found = self.local(optimizer)
-        return [(p, norm) for (p, _), norm in zip(found, each_norm([g for _, g in found]), strict=True)]
+        gradients = self.local(optimizer)
+        return [(p, norm) for (p, _), norm in zip(gradients, each_norm([g for _, g in gradients]), strict=True)]
 
     def clip_(
         self, optimizer: Optimizer, limit: float, algorithm: str, norm_type: float = 2.0, *, measure: bool = True
@@ -330,8 +330,8 @@ class Gradients:
 
     def names(self, parameters: Iterable[tuple[str, Tensor]]) -> list[str]:
         """Return the names of the parameters with a dense gradient of their dtype."""
-        found = [(name, parameter.dtype, parameter.grad) for name, parameter in parameters]
-        return [name for name, dtype, g in found if g is not None and (g.dtype, g.layout) == (dtype, torch.strided)]
+        gradients = [(name, parameter.dtype, parameter.grad) for name, parameter in parameters]
+        return [name for name, dtype, g in gradients if g is not None and (g.dtype, g.layout) == (dtype, torch.strided)]
 
     def load_zeros(
         self, parameters: Iterable[tuple[str, Tensor]], names: Container[str], optimizers: Iterable[Optimizer]
@@ -389,12 +389,12 @@ def each_norm(tensors: Sequence[Tensor]) -> list[Tensor]:
     kinds: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     for index, value in enumerate(values):
         kinds.setdefault((value.device, value.dtype), []).append(index)
-    found: dict[int, Tensor] = {}
+    norm_by_index: dict[int, Tensor] = {}
     for (_, dtype), indices in kinds.items():
         wide = torch.promote_types(dtype, torch.float32)
         norms = torch._foreach_norm([values[i] for i in indices], 2.0, dtype=wide)  # noqa: SLF001 - one kernel for all
-        found |= zip(indices, norms, strict=True)
-    return [found[index] for index in range(len(values))]
+        norm_by_index |= zip(indices, norms, strict=True)
+    return [norm_by_index[index] for index in range(len(values))]
 
 
 def total_norm(norms: Mapping[Optimizer, Tensor], norm_type: float = 2.0) -> Tensor | None:

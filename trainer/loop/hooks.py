@@ -86,17 +86,10 @@ class Hook:
 
     __slots__ = ("_after", "_before", "_module", "_scope", "is_empty", "name")
 
-    def __init__(
-        self,
-        name: str,
-        scope: HookScope,
-        before: Sequence[Call] = (),
-        module: Call | None = None,
-        after: Sequence[Call] = (),
-    ) -> None:
+    def __init__(self, name: str, scope: HookScope, module: Call | None = None) -> None:
         self.name = name
         self._scope = scope
-        self.set(before, module, after)
+        self.set((), module, ())
 
     def set(self, before: Sequence[Call], module: Call | None, after: Sequence[Call]) -> None:
         """Set the calls: those of the callbacks, of the module, and of the callbacks that run after the module."""
@@ -221,8 +214,10 @@ class Hooks:
         """
         callbacks = list(callbacks)
         # the hooks that are set on an instance instead of its class
-        owners = ((id(one), getattr(one, "__dict__", {})) for one in (*callbacks, self._module, self._strategy))
-        known = [(number, {name: own[name] for name in _NAMES & own.keys()}) for number, own in owners]
+        owners = ((id(owner), getattr(owner, "__dict__", {})) for owner in (*callbacks, self._module, self._strategy))
+        known = [
+            (number, {name: own_hooks[name] for name in _NAMES & own_hooks.keys()}) for number, own_hooks in owners
+        ]
         if known == self._known:
             return False
         self.callbacks, self._known = callbacks, known  # keeps the callbacks alive, so that their ids are not reused
@@ -234,11 +229,11 @@ class Hooks:
                 calls = [(c, call) for c, call in calls if not self._saves(c)]
                 self.of(_SAVING[name]).set((), None, saving)
             late = {"on_train_epoch_end": self._monitors, "on_validation_end": self._saves}.get(name, _return_false)
-            own = self._part_of(self._strategy, name) if self._strategy is not None and name in STRATEGY_HOOKS else None
+            strategy = self._part_of(self._strategy, name) if self._strategy and name in STRATEGY_HOOKS else None
             self.of(name).set(
                 [call for c, call in calls if not late(c)],
                 None if name in CALLBACK_ONLY_HOOKS else self._part_of(self._module, name),
-                [*([] if own is None else [own]), *(call for c, call in calls if late(c))],
+                [*([] if strategy is None else [strategy]), *(call for c, call in calls if late(c))],
             )
         # calling a function or a method takes a fraction of the time of calling an object
         vars(self).update((name, _nothing if hook.is_empty else hook.__call__) for name, hook in self._hooks.items())

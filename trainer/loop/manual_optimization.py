@@ -82,12 +82,12 @@ class ManualOptimization:
 
     def _unused_gradients(self) -> list[tuple[Optimizer, Any, Tensor]]:
         """Return each optimizer with gradients that no step has used, their mark, and one element of them."""
-        found = []
+        unused = []
         for optimizer in self._loop.optimizers:
             first = self._loop.gradients.first(optimizer)
             if first is not None and not first.is_sparse and not self._loop.gradients.are_used(optimizer):
-                found.append((optimizer, _mark_of(self._loop, optimizer), first.reshape(-1)[:1].sum()))
-        return found
+                unused.append((optimizer, _mark_of(self._loop, optimizer), first.reshape(-1)[:1].sum()))
+        return unused
 
     def step(self, optimizer: Optimizer, closure: Closure, **kwargs: Any) -> Any:
         """Run ``optimizer.step(closure)`` for one optimizer. Return the closure's result."""
@@ -163,7 +163,7 @@ def count_bare_steps(loop: FitLoop, session: Session, *, counts_kept: bool) -> N
             return
         if optimizer not in belongs:
             belongs[optimizer] = is_of_run(loop, optimizer)
-        if belongs[optimizer] and (counts_kept or any(optimizer is one for one in loop.optimizers)):
+        if belongs[optimizer] and (counts_kept or any(optimizer is known for known in loop.optimizers)):
             loop.gradients.mark_used(optimizer)
             loop.update.stepped.append(optimizer)
             loop.progress.count_bare_step()

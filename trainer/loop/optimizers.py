@@ -74,9 +74,11 @@ def set_up_optimizers(strategy: Strategy, engine: Engine, trainer: pl.Trainer) -
 
 def kinds_of(optimizers: list[Optimizer], configs: list[Any]) -> dict[str, list[str]]:
     """Return the classes of the optimizers and of the schedules, which include those of the schedules inside them."""
-    parts = [[type(part).__name__ for part in nested_schedules(config.scheduler)] for config in configs]
-    schedules = [names or [type(config.scheduler).__name__] for names, config in zip(parts, configs, strict=True)]
-    return {"optimizer": [type(one).__name__ for one in optimizers], "schedule": [" of ".join(n) for n in schedules]}
+    nested = [list(nested_schedules(config.scheduler)) or [config.scheduler] for config in configs]
+    return {
+        "optimizer": [type(optimizer).__name__ for optimizer in optimizers],
+        "schedule": [" of ".join(type(schedule).__name__ for schedule in schedules) for schedules in nested],
+    }
 
 
 def nested_schedules(schedule: Any) -> Iterator[LRScheduler]:

@@ -53,9 +53,9 @@ def overrides(owner: Any, name: str) -> bool:
     A method that is set to None does not count as an override. Neither does a wrapper of
     ``on_validation_model_train`` and the like that is set on a module, because our loop does more than the default.
     """
-    own = getattr(owner, "__dict__", {})
-    if name in own:
-        return own[name] is not None and (not name.endswith("_model_train") or is_overridden(name, owner))
+    attributes = getattr(owner, "__dict__", {})
+    if name in attributes:
+        return attributes[name] is not None and (not name.endswith("_model_train") or is_overridden(name, owner))
     if name == "on_train_batch_end" and follows_outcomes(owner):
         return False
     definitions = [vars(cls)[name] for cls in type(owner).__mro__ if name in vars(cls)]

@@ -7,28 +7,15 @@ A step that draws its own batches runs in the ordinary loop, over an iterator th
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from copy import copy
 from dataclasses import replace
-from typing import Any, Protocol, cast
+from typing import Any
 
 from trainer.data.batches import EndOfPass, identity
 from trainer.errors import ConfigurationError
 from trainer.loop.batch_path import BatchPath, TrainingPath
 from trainer.loop.fit import FitLoop
 from trainer.loop.hooks import HookScope
-
-
-class DrawnLoaders(Protocol):
-    """Dataloaders that a step draws from: a ``trainer.lightning.loaders.DrawnLoaderSet``."""
-
-    fetcher: Any
-
-    @property
-    def is_done(self) -> bool: ...
-    @property
-    def last(self) -> tuple[Any, int, int]: ...
-    def iterator(self) -> Iterator[tuple[Any, int, int]]: ...
 
 
 def draw_in_fit(loop: FitLoop, ends_epoch: bool, path: TrainingPath) -> TrainingPath:
@@ -41,8 +28,8 @@ def draw_in_fit(loop: FitLoop, ends_epoch: bool, path: TrainingPath) -> Training
         path: the path of a batch.
     """
 
-    def loaders() -> DrawnLoaders:
-        return cast("DrawnLoaders", loop.batches.loaders)  # may be created again before an epoch
+    def loaders() -> Any:
+        return loop.batches.loaders  # may be created again before an epoch
 
     def train_batch(batch: Any, batch_idx: int, is_last: bool) -> None:
         mark = copy(loop.mean)
@@ -83,14 +70,14 @@ def draw_in_fit(loop: FitLoop, ends_epoch: bool, path: TrainingPath) -> Training
     )  # fmt: skip
 
 
-def draw_in_evaluation(scope: HookScope, loaders: DrawnLoaders, path: BatchPath) -> BatchPath:
+def draw_in_evaluation(scope: HookScope, loaders: Any, path: BatchPath) -> BatchPath:
     """Return a path with a ``validation_step`` (and so on) that draws its own batches.
 
     A StopIteration that leaves the step ends the pass.
 
     Args:
         scope: the scope of hooks.
-        loaders: the dataloaders to draw from.
+        loaders: the dataloaders to draw from: a ``trainer.lightning.loaders.DrawnLoaderSet``.
         path: the path of a batch.
     """
 

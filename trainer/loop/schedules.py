@@ -121,8 +121,8 @@ class Schedules:
             return self._progress.batches
         if config.interval == "epoch":
             return self._progress.epoch + 1  # an epoch is counted after its hooks
-        own = getattr(config.scheduler, "optimizer", None)
-        index = next((i for i, optimizer in enumerate(self._optimizers) if optimizer is own), 0)
+        owner = getattr(config.scheduler, "optimizer", None)
+        index = next((i for i, optimizer in enumerate(self._optimizers) if optimizer is owner), 0)
         return self._progress.completed_steps[index]
 
     def _monitored(self, config: LRSchedulerConfig) -> Any:
@@ -145,8 +145,8 @@ class Schedules:
 
 def _belongs(config: LRSchedulerConfig, optimizers: Collection[Optimizer]) -> bool:
     """Return whether a schedule belongs to one of these optimizers, or to an unknown one."""
-    own = getattr(config.scheduler, "optimizer", None)
-    return own is None or any(own is optimizer for optimizer in optimizers)
+    owner = getattr(config.scheduler, "optimizer", None)
+    return owner is None or any(owner is optimizer for optimizer in optimizers)
 
 
 class _Step:

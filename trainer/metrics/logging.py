@@ -343,7 +343,7 @@ class ResultsView(Mapping[str, ResultView]):
 
     def _by_key(self) -> dict[str, LoggedValue]:
         entries = self._store.entries.items()
-        return {".".join(str(part) for part in key if part is not None): entry for key, entry in entries}
+        return {".".join(str(word) for word in key if word is not None): entry for key, entry in entries}
 
     @property
     def result_metrics(self) -> list[ResultView]:
@@ -418,12 +418,12 @@ def attach_log(module: LightningModule, run: LoggedRun, session: Session, *, bar
     does not copy values. With ``barebones`` the module keeps Lightning's ``log``, which warns that nothing is logged.
     """
     log = ModuleLog(module, run)
-    for part in () if barebones else module.modules():
-        if not isinstance(part, LightningModule):
+    for submodule in () if barebones else module.modules():
+        if not isinstance(submodule, LightningModule):
             continue
-        if type(part).log is _LOG and isinstance(vars(part).get("log", log), (ModuleLog, _DetachedLog)):
-            session.replace(part, "log", log)  # a child module logs through its parent's trainer
-        for method in (part.log, part.log_dict):
+        if type(submodule).log is _LOG and isinstance(vars(submodule).get("log", log), (ModuleLog, _DetachedLog)):
+            session.replace(submodule, "log", log)  # a child module logs through its parent's trainer
+        for method in (submodule.log, submodule.log_dict):
             function = getattr(method, "__func__", method)
             if isinstance(function, FunctionType):
                 keep_out_of_graphs(function)
@@ -451,8 +451,8 @@ def _batch_size(store: MetricStore) -> int:
         batch = store.batch
         if batch is None:
             return 1
-        parts = batch.values() if isinstance(batch, dict) else batch if isinstance(batch, (list, tuple)) else (batch,)
-        sizes = {len(part) if isinstance(part, Tensor) and part.dim() else None for part in parts}
+        items = batch.values() if isinstance(batch, dict) else batch if isinstance(batch, (list, tuple)) else (batch,)
+        sizes = {len(item) if isinstance(item, Tensor) and item.dim() else None for item in items}
         # the usual case, tensors of one size, in a tenth of the time of Lightning's function
         size = store.batch_size = (sizes.pop() if len(sizes) == 1 else None) or extract_batch_size(batch)
     return size
@@ -460,7 +460,7 @@ def _batch_size(store: MetricStore) -> int:
 
 def _attributes_of(module: Any) -> dict[int, str]:
     """Return the attribute names of a module's metric objects, by ``id``."""
-    return {id(part): name for name, part in module.named_modules() if isinstance(part, Metric)}
+    return {id(metric): name for name, metric in module.named_modules() if isinstance(metric, Metric)}
 
 
 def _find_attribute(module: LightningModule, name: str, metric: Metric) -> None:

@@ -36,10 +36,10 @@ class MetricObjects:
         self._find()
 
     def _find(self) -> None:
-        for part in self._module.modules():
-            if isinstance(part, MetricCollection):  # updates metrics that share a state
-                list(part.values(copy_state=False))
-        self.by_name = {name: part for name, part in self._module.named_modules() if isinstance(part, Metric)}
+        for submodule in self._module.modules():
+            if isinstance(submodule, MetricCollection):  # updates metrics that share a state
+                list(submodule.values(copy_state=False))
+        self.by_name = {name: metric for name, metric in self._module.named_modules() if isinstance(metric, Metric)}
         self._names = {id(metric): name for name, metric in self.by_name.items()}
 
     def name_of(self, metric: Any) -> str | None:
@@ -74,13 +74,13 @@ class MetricObjects:
             since: an earlier result of :meth:`counts`. Updates are counted from there.
         """
         self._find()
-        found = {}
+        outlines = {}
         for name, metric in self.by_name.items():
             if metric.sync_on_compute:
                 lists = {n: value for n, value in metric.metric_state.items() if isinstance(value, list)}
                 updates = metric.update_count - since.get(name, 0)
-                found[name] = {"updates": updates, "lists": {n: _kind(v) for n, v in lists.items()}}
-        return found
+                outlines[name] = {"updates": updates, "lists": {n: _kind(v) for n, v in lists.items()}}
+        return outlines
 
     def complete(self, outlines: Sequence[dict[str, dict[str, Any]]], device: torch.device) -> None:
         """Give empty states to metrics that were updated only on other processes, so that they can be reduced.
@@ -97,15 +97,15 @@ class MetricObjects:
         """
         for name, metric in self.by_name.items():
             descriptions = [outline[name] for outline in outlines if name in outline]
-            if not any(one["updates"] for one in descriptions):
+            if not any(description["updates"] for description in descriptions):
                 continue
             metric._update_count = max(metric._update_count, 1)
             metric._computed = None  # from before another process's last update
             for state, value in metric.metric_state.items():
                 if not isinstance(value, list):
                     continue
-                kinds = [description["lists"][state] for description in descriptions]
-                counts = [kind[0] for kind in kinds]
+                layouts = [description["lists"][state] for description in descriptions]
+                counts = [layout[0] for layout in layouts]
                 if metric._reductions[state] is not dim_zero_cat and len(set(counts)) > 1:
                     raise ConfigurationError(
                         f"The metric {name!r} ({type(metric).__name__}) keeps {state!r} as a list of tensors,"
@@ -114,7 +114,7 @@ class MetricObjects:
                         " samples: Trainer(pad_evaluation=True), which counts some twice."
                     )
                 if not value and any(counts):
-                    _, dtype, shape = next(kind for kind in kinds if kind[0])
+                    _, dtype, shape = next(layout for layout in layouts if layout[0])
                     setattr(metric, state, [torch.empty((0, *shape), dtype=dtype, device=device)])
 
     def shared(self, snapshots: Sequence[State], rank: int, processes: int) -> tuple[State, set[str]]:
@@ -134,21 +134,21 @@ class MetricObjects:
         for name, metric in self.by_name.items():
             path, names = path_of(name), state_names(metric)
             values = [snapshot[path][1] if path in snapshot else {} for snapshot in snapshots]
-            present = [own for own in values if "_update_count" in own]
+            present = [saved for saved in values if "_update_count" in saved]
             if not present:
                 continue
-            own = {key: value for key, value in values[0].items() if key not in names}
-            own["_update_count"] = max(one["_update_count"] for one in present)
+            merged = {key: value for key, value in values[0].items() if key not in names}
+            merged["_update_count"] = max(saved["_update_count"] for saved in present)
             for state, reduce in metric._reductions.items():
                 if reduce in _REDUCTIONS:
                     if rank == 0 or reduce not in (dim_zero_sum, dim_zero_cat):
-                        own[state] = _reduced([one[state] for one in present if state in one], reduce)
+                        merged[state] = _reduced([saved[state] for saved in present if state in saved], reduce)
                     continue
                 if rank < len(values) and state in values[rank]:
-                    own[state] = values[rank][state]
+                    merged[state] = values[rank][state]
                 if len(values) > processes:
                     lost.add(name)
-            shared[path] = [type(metric).__qualname__, own]
+            shared[path] = [type(metric).__qualname__, merged]
         return shared, lost
 
 
@@ -164,19 +164,19 @@ def state_names(metric: Metric) -> set[str]:
 
 def tracked_in(module: nn.Module) -> dict[str, int]:
     """Return the number of metrics in each MetricTracker, by name."""
-    return {name: len(part) for name, part in module.named_modules() if isinstance(part, MetricTracker)}
+    return {name: len(tracker) for name, tracker in module.named_modules() if isinstance(tracker, MetricTracker)}
 
 
 def add_tracked(module: nn.Module, tracked: dict[str, int]) -> None:
     """Add the metrics that each MetricTracker had created when :func:`tracked_in` was called."""
-    for name, part in list(module.named_modules()):
-        while isinstance(part, MetricTracker) and len(part) < tracked.get(name, 0):
-            part.increment()
+    for name, tracker in list(module.named_modules()):
+        while isinstance(tracker, MetricTracker) and len(tracker) < tracked.get(name, 0):
+            tracker.increment()
 
 
 def metric_objects_in(module: nn.Module) -> list[Metric]:
     """Return the metric objects among a module's submodules."""
-    return [part for part in module.modules() if isinstance(part, Metric)]
+    return [metric for metric in module.modules() if isinstance(metric, Metric)]
 
 
 def updates_of(metric: Metric) -> int:
@@ -186,18 +186,19 @@ def updates_of(metric: Metric) -> int:
     ``CompositionalMetric`` does not reset its own count.
     """
     return sum(
-        vars(part).get("_num_vals_seen", 0) if isinstance(part, WrapperMetric) else part.update_count
-        for part in metric_objects_in(metric)
-        if not isinstance(part, CompositionalMetric)
+        vars(inner).get("_num_vals_seen", 0) if isinstance(inner, WrapperMetric) else inner.update_count
+        for inner in metric_objects_in(metric)
+        if not isinstance(inner, CompositionalMetric)
     )
 
 
 def reset(metric: Metric) -> None:
     """Reset a metric and those that it wraps, with the number of updates, which an override of ``reset`` may leave."""
     metric.reset()
-    for part in metric_objects_in(metric):
-        if part._update_count and all(_is_initial(getattr(part, name), own) for name, own in part._defaults.items()):
-            part._update_count = 0
+    for inner in metric_objects_in(metric):
+        defaults = inner._defaults.items()
+        if inner._update_count and all(_is_initial(getattr(inner, name), default) for name, default in defaults):
+            inner._update_count = 0
 
 
 def _is_initial(state: Any, initial: Any) -> bool:
@@ -228,14 +229,14 @@ def reduce_over_group(group: Any, module: nn.Module) -> Callable[[], None]:
 
     # not `process_group`: a metric must stay copyable (for MetricTracker), and a group cannot be copied;
     # not `Session.replace`, which does not restore the copies
-    for part in module.modules():
-        if isinstance(part, Metric) and part.dist_sync_fn is None and part.process_group is None:
-            part.dist_sync_fn = gather
+    for metric in module.modules():
+        if isinstance(metric, Metric) and metric.dist_sync_fn is None and metric.process_group is None:
+            metric.dist_sync_fn = gather
 
     def restore() -> None:
-        for part in module.modules():
-            if isinstance(part, Metric) and part.dist_sync_fn is gather:
-                part.dist_sync_fn = None
+        for metric in module.modules():
+            if isinstance(metric, Metric) and metric.dist_sync_fn is gather:
+                metric.dist_sync_fn = None
 
     return restore
 
@@ -252,8 +253,8 @@ _REDUCTIONS = {dim_zero_sum, dim_zero_mean, dim_zero_max, dim_zero_min, dim_zero
 
 def _reduced(values: list[Any], reduce: Any) -> Any:
     """Return the reduction of encoded states (see ``trainer.state.snapshot``)."""
-    kind, first = values[0][:2]
-    if kind == "list":
+    tag, first = values[0][:2]
+    if tag == "list":
         return ["list", [item for value in values for item in value[1]]]
     tensors: Any = [value[1] for value in values]
     if reduce is not dim_zero_cat:

@@ -226,8 +226,8 @@ class LoggedValue:
 
     def replace(self, value: float) -> None:
         """Replace the epoch's value until the next update."""
-        if (own := self.epoch_value()) is not None:
-            self._epoch_value = torch.full_like(own, value)
+        if (current := self.epoch_value()) is not None:
+            self._epoch_value = torch.full_like(current, value)
 
     def _reduced(self) -> Tensor | None:
         total, samples, dtype = self.accumulated()
@@ -367,14 +367,14 @@ class MetricStore:
         Args:
             name_of: returns the name of a metric object. Objects without a name (None) are excluded.
         """
-        found = []
+        outlines = []
         for key, entry in self.entries.items():
             options = entry.options
             if not entry.has_value or not options.on_epoch or entry.dataloader_idx != self.dataloader_idx:
                 continue
             if entry.metric is not None:
                 if (name := name_of(entry.metric)) is not None:
-                    found.append(
+                    outlines.append(
                         Outline(key, tuple(options._replace(sync_dist_group=None)), entry.dataloader_idx, name)
                     )
             elif (options.sync_dist or entry.hook in self.shared_hooks) and not (
@@ -382,8 +382,8 @@ class MetricStore:
             ):
                 total, _, value_dtype = entry.accumulated()
                 dtype = None if total is None else total.dtype
-                found.append(Outline(key, tuple(options), entry.dataloader_idx, None, dtype, value_dtype))
-        return found
+                outlines.append(Outline(key, tuple(options), entry.dataloader_idx, None, dtype, value_dtype))
+        return outlines
 
     def complete(self, outlines: Sequence[Sequence[Outline]], metric_of: Callable[[str], Any], reduce: Reduce) -> None:
         """Let all processes reduce the same values in the same order, even if only one of them has logged a value.
@@ -393,17 +393,18 @@ class MetricStore:
             metric_of: returns the metric object with a name.
             reduce: reduces a tensor over the processes.
         """
-        union = {one.key: one for outline in outlines for one in outline}
-        for key, one in union.items():
+        union = {described.key: described for outline in outlines for described in outline}
+        for key, described in union.items():
             if (entry := self.entries.get(key)) is None:
-                entry = LoggedValue(key[0] or "", key[1], LogOptions(*one.options), one.dataloader_idx, reduce)
+                options = LogOptions(*described.options)
+                entry = LoggedValue(key[0] or "", key[1], options, described.dataloader_idx, reduce)
                 self.entries[key] = entry
-            if one.metric is not None:
-                entry.metric, entry.has_value = metric_of(one.metric), True
+            if described.metric is not None:
+                entry.metric, entry.has_value = metric_of(described.metric), True
             else:
                 same = [other for outline in outlines for other in outline if other.key == key]
                 dtypes = (filter(None, map(attrgetter(name), same)) for name in ("dtype", "value_dtype"))
-                entry.join(*(functools.reduce(torch.promote_types, found) for found in dtypes))
+                entry.join(*(functools.reduce(torch.promote_types, each) for each in dtypes))
         if [key for key in self.entries if key in union] != list(union):
             rest = {key: entry for key, entry in self.entries.items() if key not in union}
             ordered = {key: self.entries[key] for key in union}
@@ -442,15 +443,16 @@ class MetricStore:
         Args:
             broadcast: returns the argument of rank 0.
         """
-        own = {
+        unreduced = {
             key: entry
             for key, entry in self.entries.items()
             if entry.has_value and entry.metric is None and not (entry.shares_epochs or entry.options.rank_zero_only)
         }
-        values = to_scalars({key: value for key, entry in own.items() if (value := entry.epoch_value()) is not None})
+        current = {key: entry.epoch_value() for key, entry in unreduced.items()}
+        values = to_scalars({key: value for key, value in current.items() if value is not None})
         for key, value in broadcast(values).items():
             if key in values:
-                own[key].replace(value)
+                unreduced[key].replace(value)
 
     def refuse_shared_metrics(self, before: Mapping[int, int]) -> None:
         """Raise an error if the value of a logged metric object also includes data of another stage or dataloader.
@@ -560,23 +562,23 @@ class MetricStore:
             device: the device of the values.
         """
         self.in_batch = state["in_batch"]
-        for one in state["entries"]:
-            options = LogOptions(*one["options"])
-            entry = LoggedValue(one["hook"], one["name"], options, one["dataloader_idx"], reduce)
-            entry.load_state_dict(one, device)
-            if one["metric"] is not None:
-                entry.metric = metric_of(one["metric"])
-            hook, name, dataloader_idx = one["key"]
+        for saved in state["entries"]:
+            options = LogOptions(*saved["options"])
+            entry = LoggedValue(saved["hook"], saved["name"], options, saved["dataloader_idx"], reduce)
+            entry.load_state_dict(saved, device)
+            if saved["metric"] is not None:
+                entry.metric = metric_of(saved["metric"])
+            hook, name, dataloader_idx = saved["key"]
             self.entries[hook, name, dataloader_idx] = entry
 
     def names(self) -> set[str]:
         """Return all names that its values may have been published under."""
-        found = set()
+        names = set()
         for entry in self.entries.values():
             has_index = entry.options.add_dataloader_idx and entry.dataloader_idx is not None
             index = f"/dataloader_idx_{entry.dataloader_idx}" if has_index else ""
-            found |= {f"{entry.name}{moment}{index}" for moment in ("", "_step", "_epoch")}
-        return found
+            names |= {f"{entry.name}{moment}{index}" for moment in ("", "_step", "_epoch")}
+        return names
 
     def clear(self) -> None:
         """Remove all values and all names."""
@@ -599,18 +601,18 @@ def shared_among(processes: int, states: Sequence[dict[str, Any]]) -> dict[str, 
     """
     logged: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for state in states:
-        for one in state["entries"]:
-            logged.setdefault(tuple(one["key"]), []).append(one)
+        for entry in state["entries"]:
+            logged.setdefault(tuple(entry["key"]), []).append(entry)
     return {**states[0], "entries": [_shared(ones, processes) for ones in logged.values()]}
 
 
-def _shared(ones: list[dict[str, Any]], processes: int) -> dict[str, Any]:
-    first, options = ones[0], LogOptions(*ones[0]["options"])
+def _shared(entries: list[dict[str, Any]], processes: int) -> dict[str, Any]:
+    first, options = entries[0], LogOptions(*entries[0]["options"])
     sums: list[tuple[Tensor, Any]] = []
     dtype = first.get("dtype")
-    for one in ones:
-        value = LoggedValue(one["hook"], one["name"], options, one["dataloader_idx"], torch.as_tensor)
-        value.load_state_dict(one, torch.device("cpu"))
+    for entry in entries:
+        value = LoggedValue(entry["hook"], entry["name"], options, entry["dataloader_idx"], torch.as_tensor)
+        value.load_state_dict(entry, torch.device("cpu"))
         total, weight, value_dtype = value.accumulated()
         sums += [] if total is None else [(total.double(), weight)]
         dtype = value_dtype or dtype
@@ -721,9 +723,9 @@ def to_scalars(metrics: dict[T, Any]) -> dict[T, Any]:
             scalars[name] = value.item()
         else:
             on_device.setdefault((value.device, _dtype_to_read(value)), []).append((name, value))
-    for (_, dtype), found in on_device.items():
-        numbers = torch.stack([value.detach().reshape(()).to(dtype) for _, value in found]).tolist()
-        scalars.update(zip((name for name, _ in found), numbers, strict=True))
+    for (_, dtype), named in on_device.items():
+        numbers = torch.stack([value.detach().reshape(()).to(dtype) for _, value in named]).tolist()
+        scalars.update(zip((name for name, _ in named), numbers, strict=True))
     return scalars
 
 

@@ -95,11 +95,11 @@ def ops_that_differ() -> Iterator[dict[str, tuple[str, str]]]:
         the one with CUDA's; "an error" if CUDA rejects it.
     """
     global _record
-    found: dict[str, tuple[str, str]] = {}
-    _record = found
+    differing: dict[str, tuple[str, str]] = {}
+    _record = differing
     try:
         with cuda_autocast_ops():
-            yield found
+            yield differing
     finally:
         _record = None
 
@@ -124,8 +124,8 @@ def _replaced() -> dict[str, Replaced]:
     replaced = {}
     for name, policy in policies.items():
         if name in cuda_ops | cpu_ops:  # an older torch has shorter lists
-            own = own_kernel(name, "AutocastCPU") if name in cpu_ops else _passing(name)
-            replaced[name] = Replaced(own, _recorded(name, own, policy(name)))
+            original = own_kernel(name, "AutocastCPU") if name in cpu_ops else _passing(name)
+            replaced[name] = Replaced(original, _recorded(name, original, policy(name)))
     return replaced
 
 
@@ -208,7 +208,7 @@ def _casting(to: Callable[[tuple[Any, ...]], torch.dtype]) -> Policy:
 def _passing_float32(name: str) -> Kernel:
     """Return a kernel that adds ``dtype=float32`` if the first argument is eligible and the caller sets no dtype."""
     op, with_dtype = _overload(name), _overload(_WITH_DTYPE.get(name, name))
-    by_place = [one for one in op._schema.arguments if not one.kwarg_only and one.name != "dtype"]
+    by_place = [argument for argument in op._schema.arguments if not argument.kwarg_only and argument.name != "dtype"]
 
     def kernel(keys: torch.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
         dtype = args[len(by_place)] if len(args) > len(by_place) else kwargs.get("dtype")

@@ -75,8 +75,8 @@ class Precision:
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         hooks = [name for name in vars(Precision) if not name.startswith("_")]
-        own = {name for name, value in vars(cls).items() if callable(value) and not name.startswith("_")}
-        for name in sorted(own):
+        methods = {name for name, value in vars(cls).items() if callable(value) and not name.startswith("_")}
+        for name in sorted(methods):
             matches = [] if hasattr(super(cls, cls), name) else get_close_matches(name, hooks, n=1, cutoff=0.8)
             if matches:
                 raise PrecisionError(

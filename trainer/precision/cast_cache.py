@@ -12,11 +12,8 @@ Steps that use each weight once have bit-identical results and the same speed wi
 
 **Casts without a graph.** torch 2.10 also keeps a copy made without gradients (under ``no_grad`` or ``inference_mode``,
 or inside the ``forward`` of an ``autograd.Function``) and reuses it in a later forward with gradients. The weight then
-gets no gradient, or a wrong one, without an error (torch #65766, #112583, #120483). Since torch 2.11, the copy has a
-graph even if it is made without gradients, so that a later forward can reuse it. :func:`with_trusted_cache` keeps the
-cache enabled. On a torch with the bug, a torch function mode inspects every operation of the forward: the first one
-with gradients after one without clears the cache. Unlike hooks on modules, the mode also sees weights that are used
-directly, and custom functions. It costs some microseconds per operation, and is not used on a torch without the bug.
+gets no gradient, or a wrong one, without an error (torch #65766, #112583, #120483). On such a torch, the cache is
+always disabled. Since torch 2.11, the copy has a graph even if it is made without gradients.
 
 Other ways to detect changed weights fail: version counters and checksums miss weights that are swapped in and back, a
 ``TorchDispatchMode`` does not see ``weight.data = other`` and disables ``torch.compile``, and a repeated step would
@@ -40,7 +37,7 @@ from torch.overrides import TorchFunctionMode
 from trainer.common.session import Session
 from trainer.errors import PrecisionError
 
-__all__ = ["CastCache", "WeightWatch", "forget_casts", "loses_gradients", "unwatched", "with_trusted_cache"]
+__all__ = ["CastCache", "WeightWatch", "forget_casts", "loses_gradients", "unwatched"]
 
 WATCHED_STEPS = 16
 """Number of training steps that are watched before the decision."""
@@ -66,7 +63,8 @@ class CastCache:
         device_type: device type of the weights.
         dtype: 16-bit dtype that autocast computes in.
         module: module to train.
-        enabled: whether to use the cache, in training and evaluation; None decides as above.
+        enabled: whether to use the cache, in training and evaluation; None decides as above. With torch 2.10, it is
+            never used.
         advice: how to disable the cache, for the error message.
 
     Attributes:
@@ -78,7 +76,9 @@ class CastCache:
     def __init__(
         self, device_type: str, dtype: torch.dtype, module: nn.Module, enabled: bool | None, advice: str
     ) -> None:
-        self._cached = with_trusted_cache(torch.autocast(device_type, dtype=dtype))
+        if loses_gradients():
+            enabled = False
+        self._cached = torch.autocast(device_type, dtype=dtype)
         self._uncached = torch.autocast(device_type, dtype=dtype, cache_enabled=False)
         self._watch = WeightWatch(self._cached, self._finish_step)
         self.module = module
@@ -124,8 +124,8 @@ class CastCache:
         if enabled is not False:
             self._hooks.watch_steps(after=forget_casts)
         if enabled:
-            for part in self.module.modules():
-                handle = part.register_load_state_dict_post_hook(forget_casts)  # type: ignore[no-untyped-call]
+            for submodule in self.module.modules():
+                handle = submodule.register_load_state_dict_post_hook(forget_casts)  # type: ignore[no-untyped-call]
                 self._hooks.callback(handle.remove)
         if enabled is None:
             self.training = self._watch
@@ -154,27 +154,10 @@ class CastCache:
             self._decide(self._reuses_weights)
 
 
-class _InspectingAutocast(TorchFunctionMode):
-    """Autocast that inspects every operation. Reusable, but not re-entrant."""
-
-    def __init__(self, autocast: AbstractContextManager[object]) -> None:
-        super().__init__()
-        self._autocast = autocast
-
-    def __enter__(self) -> Self:
-        self._autocast.__enter__()
-        super().__enter__()  # type: ignore[no-untyped-call]
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
-        self._autocast.__exit__(kind, error, trace)
-
-
-class WeightWatch(_InspectingAutocast):
+class WeightWatch(TorchFunctionMode):
     """Autocast that detects weights that are used several times, and weights that change in between.
+
+    It inspects every operation. Reusable, but not re-entrant.
 
     A weight is a leaf tensor that requires a gradient. It has changed if one of these is not the same as at its last
     use: its version, its memory, or the number of in-place operations on other tensors with the same memory
@@ -188,7 +171,8 @@ class WeightWatch(_InspectingAutocast):
     """
 
     def __init__(self, autocast: AbstractContextManager[object], finish: Callable[[bool, bool], None]) -> None:
-        super().__init__(autocast)
+        super().__init__()
+        self._autocast = autocast
         self._finish = finish
         self._reuses = self._changes = False
         self._used: dict[int, tuple[Tensor, object]] = {}  # weights that may be in the cache, and their last state
@@ -196,15 +180,17 @@ class WeightWatch(_InspectingAutocast):
 
     def __enter__(self) -> Self:
         self._reuses = self._changes = False
-        super().__enter__()
+        self._autocast.__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
         _watches.append(self)
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         _watches.remove(self)
-        super().__exit__(kind, error, trace)
+        super().__exit__(error_type, error, trace)  # type: ignore[no-untyped-call]
+        self._autocast.__exit__(error_type, error, trace)
         self.forget()
         self._writes.clear()
         if error is None:
@@ -270,12 +256,12 @@ def unwatched() -> Iterator[None]:
 
 def _leaf_tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
     """Return the tensors without a graph among the arguments and in lists of them."""
-    found = []
+    leaves = []
     for value in (*args, *kwargs.values()):
         for item in value if isinstance(value, (list, tuple)) else (value,):
             if isinstance(item, Tensor) and item.is_leaf and not item.is_inference():
-                found.append(item)
-    return found
+                leaves.append(item)
+    return leaves
 
 
 def _version_of(tensor: Tensor) -> int:
@@ -302,20 +288,15 @@ def _hides_operations(module: nn.Module) -> bool:
     """Return whether a part of the module runs without Python, so that a torch function mode does not see it."""
     if getattr(module, "_compiler_ctx", None) is not None:
         return True
-    for part in module.modules():
-        if hasattr(part, "_orig_mod") or getattr(part, "_compiled_call_impl", None) is not None:
+    for submodule in module.modules():
+        if hasattr(submodule, "_orig_mod") or getattr(submodule, "_compiled_call_impl", None) is not None:
             return True
-        forward = vars(part).get("forward")
+        forward = vars(submodule).get("forward")
         if hasattr(forward, "_torchdynamo_orig_callable") or hasattr(forward, "_compiled"):
             return True
-        if isinstance(part, torch.jit.ScriptModule):
+        if isinstance(submodule, torch.jit.ScriptModule):
             return True
     return False
-
-
-def with_trusted_cache(autocast: AbstractContextManager[object]) -> AbstractContextManager[object]:
-    """Return ``autocast`` itself if torch's cache is correct, else a wrapper that clears it; both are reusable."""
-    return _AutocastClearingStaleCasts(autocast) if loses_gradients() else autocast
 
 
 @cache
@@ -327,21 +308,3 @@ def loses_gradients() -> bool:
             torch.mm(weight, weight)
         with torch.enable_grad():
             return not torch.mm(weight, weight).requires_grad
-
-
-class _AutocastClearingStaleCasts(_InspectingAutocast):
-    """Autocast that clears its cache at the first operation with gradients after operations without."""
-
-    def __init__(self, autocast: AbstractContextManager[object]) -> None:
-        super().__init__(autocast)
-        self._may_hold_casts_without_graph = False
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if torch.compiler.is_compiling():
-            pass  # compiled graphs contain their casts, and use no cache
-        elif not torch.is_grad_enabled():
-            self._may_hold_casts_without_graph = True
-        elif self._may_hold_casts_without_graph:
-            torch.clear_autocast_cache()
-            self._may_hold_casts_without_graph = False
-        return func(*args, **(kwargs or {}))

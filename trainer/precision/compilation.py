@@ -211,8 +211,8 @@ class Compilations:
             return False
         self._has_news = False
         news = [record for record in _records() if record.start_time > self._until]  # torch keeps the last 64
-        self.done += [_compilation_of(one) for one in news]
-        self._until = max((one.start_time for one in news), default=self._until)
+        self.done += [_compilation_of(record) for record in news]
+        self._until = max((record.start_time for record in news), default=self._until)
         self.graph_breaks = _graph_breaks() - self._breaks_before
         return True
 
@@ -235,7 +235,7 @@ def _records() -> list[Any]:
     except ImportError:
         return []
     records = get_compilation_metrics()
-    return [one for one in records if one.co_filename is not None and one.start_time is not None]
+    return [record for record in records if record.co_filename is not None and record.start_time is not None]
 
 
 def _graph_breaks() -> int:

@@ -126,16 +126,16 @@ def _kernel(
         finish: computes the result of the variant from (result of the operation in float32, arguments, ``out``).
         is_ours: returns whether a call with these arguments uses our kernel. Default: if all tensors are fp16.
     """
-    own, functional = own_kernel(f"{name}{suffix}", "CPU"), own_kernel(name, "CPU")
+    original, functional = own_kernel(f"{name}{suffix}", "CPU"), own_kernel(name, "CPU")
 
     def kernel(keys: torch.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
         out = kwargs.get("out")
         if not is_ours(args if out is None else (*args, out)):
-            return own(keys, *args, **kwargs)
+            return original(keys, *args, **kwargs)
         widened = {key: _widen(value) for key, value in kwargs.items() if key != "out"}
         return finish(functional(keys, *map(_widen, args), **widened), args, out)
 
-    return Replaced(own, kernel)
+    return Replaced(original, kernel)
 
 
 def _rounded(result: Any, args: tuple[Any, ...], out: Any) -> Any:

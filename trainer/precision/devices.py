@@ -112,8 +112,8 @@ def cpu_instructions(names: Iterable[str]) -> list[str] | None:
 
 
 def _cpu_has_bfloat16() -> bool:
-    found = cpu_instructions(CPU_BFLOAT16)
-    if found is not None:
-        return bool(found)
+    instructions = cpu_instructions(CPU_BFLOAT16)
+    if instructions is not None:
+        return bool(instructions)
     # x86 only. Every CPU with AMX tiles has AMX-BF16.
     return bool(torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported())

@@ -25,11 +25,11 @@ def half_dtype(dtype: str | torch.dtype) -> torch.dtype:
     Raises:
         PrecisionError: if it is not ``float16`` or ``bfloat16``.
     """
-    found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
-    if found not in (torch.float16, torch.bfloat16):
+    chosen = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if chosen not in (torch.float16, torch.bfloat16):
         raise PrecisionError(f"Got dtype={dtype!r}, expected 'float16' or 'bfloat16'.")
-    assert isinstance(found, torch.dtype)
-    return found
+    assert isinstance(chosen, torch.dtype)
+    return chosen
 
 
 def real_view(tensor: Tensor) -> Tensor:
@@ -47,13 +47,13 @@ def widen(data: Any) -> Any:
         return _float32(data)
     cast_some: list[bool] = []
 
-    def one(tensor: Tensor) -> Tensor:
+    def widened(tensor: Tensor) -> Tensor:
         wide = _float32(tensor)
         if wide is not tensor:
             cast_some.append(True)
         return wide
 
-    wide = apply_to_collection(data, Tensor, one, allow_frozen=True)
+    wide = apply_to_collection(data, Tensor, widened, allow_frozen=True)
     return wide if cast_some else data
 
 
@@ -79,7 +79,7 @@ class DefaultDtype:
             torch.set_default_dtype(self._inside)
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._outside is not self._inside:
             torch.set_default_dtype(self._outside)

@@ -89,10 +89,11 @@ class Float8Precision(MixedPrecision):
                 f"Got precision='fp8-mixed' on a device of type {device.type!r}, expected cuda, or cpu, where it is"
                 " emulated. Use precision='bf16-mixed'."
             )
-        if device.type == "cuda" and (found := torch.cuda.get_device_capability(device)) < _CAPABILITY:
+        if device.type == "cuda" and (capability := torch.cuda.get_device_capability(device)) < _CAPABILITY:
             raise PrecisionError(
-                f"Got precision='fp8-mixed' on a GPU of compute capability {found[0]}.{found[1]}, expected 8.9 or newer"
-                " (Ada, Hopper, Blackwell): older ones have no products in float8. Use precision='bf16-mixed'."
+                f"Got precision='fp8-mixed' on a GPU of compute capability {capability[0]}.{capability[1]}, expected"
+                " 8.9 or newer (Ada, Hopper, Blackwell): older ones have no products in float8. Use"
+                " precision='bf16-mixed'."
             )
         super().check(device)
 
@@ -103,7 +104,7 @@ class Float8Precision(MixedPrecision):
             PrecisionError: if a pattern of ``modules`` matches no Linear layer, or one of ``fp32_modules`` no module.
         """
         in_full = all_modules(*find_modules(module, self.fp32_modules))
-        linear = {plain_name(path): part for path, part in module.named_modules() if isinstance(part, nn.Linear)}
+        linear = {plain_name(path): layer for path, layer in module.named_modules() if isinstance(layer, nn.Linear)}
         for pattern in self.modules:
             if linear and not any(fnmatchcase(name, pattern) for name in linear):
                 raise PrecisionError(

@@ -72,26 +72,26 @@ def find_modules(root: nn.Module, patterns: Iterable[str]) -> list[nn.Module]:
     """
     named = modules_by_name(root)
     named.pop("")
-    found: dict[nn.Module, None] = {}
+    chosen: dict[nn.Module, None] = {}
     for pattern in patterns:
         names = [name for name in named if fnmatchcase(name, pattern)]
         if not names:
             raise PrecisionError(_no_match(pattern, root, named))
-        parts = [part for name in names for part in _called(name, named)]
-        if not parts:
+        modules = [module for name in names for module in _called(name, named)]
+        if not modules:
             raise PrecisionError(
                 f"fp32_modules: {pattern!r} is {names[0]}, a {type(named[names[0]]).__name__} that is never called."
                 " Name the module that uses it."
             )
-        for part in parts:
-            if isinstance(part, torch.jit.ScriptModule):
+        for module in modules:
+            if isinstance(module, torch.jit.ScriptModule):
                 raise PrecisionError(
                     f"fp32_modules: {pattern!r} matches {names[0]}, which torch.jit has compiled, so its forward"
                     " cannot be replaced. Disable autocast in its Python code before compiling."
                 )
-        found.update(dict.fromkeys(parts))
-    _refuse_attention_projections(named, found)
-    return [module for module in dict.fromkeys(named.values()) if module in found]
+        chosen.update(dict.fromkeys(modules))
+    _refuse_attention_projections(named, chosen)
+    return [module for module in dict.fromkeys(named.values()) if module in chosen]
 
 
 @contextmanager
@@ -108,7 +108,7 @@ def in_float32(modules: Iterable[nn.Module], device_type: str, back_to: torch.dt
             expects it. Default: None, outputs are not cast, because autocast casts them.
     """
     modules = list(modules)
-    inner = {part for module in modules for part in module.modules() if part is not module}
+    inner = {submodule for module in modules for submodule in module.modules() if submodule is not module}
     with Session() as session:
         if modules:
             # In evaluation, torch's transformer layers use the weights of their submodules without calling them.
@@ -134,13 +134,13 @@ def forward(self: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
     return _run(self, type(self).forward, (self,), *args, **kwargs)
 
 
-def _run(module: nn.Module, own: Callable[..., Any], first: tuple[Any, ...], /, *args: Any, **kwargs: Any) -> Any:
+def _run(module: nn.Module, inner: Callable[..., Any], first: tuple[Any, ...], /, *args: Any, **kwargs: Any) -> Any:
     setting: tuple[str, torch.dtype | None] | None = getattr(module, _SETTING, None)
     if setting is None:  # the run is over
-        return own(*first, *args, **kwargs)
+        return inner(*first, *args, **kwargs)
     device_type, output_dtype = setting
     with torch.autocast(device_type, enabled=False), DefaultDtype(torch.float32):
-        output = own(*first, *map(widen, args), **{name: widen(value) for name, value in kwargs.items()})
+        output = inner(*first, *map(widen, args), **{name: widen(value) for name, value in kwargs.items()})
     return output if output_dtype is None else cast(output, output_dtype)
 
 
@@ -158,10 +158,10 @@ def _called(name: str, named: dict[str, nn.Module]) -> list[nn.Module]:
     return [module for inside, module in named.items() if inside.startswith(f"{name}.") and has_forward(module)]
 
 
-def _refuse_attention_projections(named: dict[str, nn.Module], found: dict[nn.Module, None]) -> None:
-    covered = {part for module in found for part in module.modules() if part is not module}
+def _refuse_attention_projections(named: dict[str, nn.Module], chosen: dict[nn.Module, None]) -> None:
+    covered = {submodule for module in chosen for submodule in module.modules() if submodule is not module}
     for name, module in named.items():
-        if isinstance(module, nn.MultiheadAttention) and module.out_proj in found and module.out_proj not in covered:
+        if isinstance(module, nn.MultiheadAttention) and module.out_proj in chosen and module.out_proj not in covered:
             raise PrecisionError(
                 f"fp32_modules: {name}.out_proj is never called; nn.MultiheadAttention reads its weights. Name the"
                 f" attention: {name!r}."

@@ -69,9 +69,9 @@ class StepGuard(LossScaler):
         if {(g.dtype, g.device, g.layout) for g in gradients} == {(torch.float32, device, torch.strided)}:
             if self._one.device != device:
                 self._one = self._one.to(device)
-            found = torch.zeros((), device=device)
-            torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, self._one)  # times 1, which is exact
-            return {device: found}
+            found_inf = torch.zeros((), device=device)
+            torch._amp_foreach_non_finite_check_and_unscale_(gradients, found_inf, self._one)  # times 1, which is exact
+            return {device: found_inf}
         by_device: dict[torch.device, list[Tensor]] = defaultdict(list)
         for gradient in gradients:
             values = gradient if gradient.layout is torch.strided else gradient.coalesce().values()
@@ -86,7 +86,7 @@ _ZERO = torch.zeros(())
 def _any_not_finite(gradients: list[Tensor]) -> Tensor:
     """Return 1 if an element is not finite, else 0, as a 0-dim float32 tensor on their device."""
     largest = list(torch._foreach_norm(gradients, torch.inf))  # NaN and inf propagate
-    if len(dtypes := {one.dtype for one in largest}) > 1:
+    if len(dtypes := {norm.dtype for norm in largest}) > 1:
         widest = reduce(torch.promote_types, dtypes)
-        largest = [one.to(widest) for one in largest]
+        largest = [norm.to(widest) for norm in largest]
     return (~torch.stack(largest).isfinite().all()).float()

@@ -104,7 +104,7 @@ class HalfPrecision(Precision):
             PrecisionError: if a pattern of ``fp32_modules`` matches no module.
         """
         float32_modules = all_modules(*find_modules(module, self.fp32_modules))
-        set_aside = [one for one in owned_tensors(module) if is_lazy(one.tensor) or one.tensor.is_quantized]
+        set_aside = [owned for owned in owned_tensors(module) if is_lazy(owned.tensor) or owned.tensor.is_quantized]
         for _, owner, name, _ in set_aside:
             setattr(owner, name, None)
         parameters = [

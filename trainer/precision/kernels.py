@@ -95,6 +95,6 @@ class Replacement:
             with torch.autograd.set_detect_anomaly(False):
                 return kernel(*args, **kwargs)
 
-        own = kernel_below_autograd if self._key == "CPU" else kernel
-        keep_out_of_graphs(own)  # torch.compile cannot trace torch's kernels
-        return own
+        switched = kernel_below_autograd if self._key == "CPU" else kernel
+        keep_out_of_graphs(switched)  # torch.compile cannot trace torch's kernels
+        return switched

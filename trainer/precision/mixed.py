@@ -55,7 +55,7 @@ class MixedPrecision(Precision):
             several times is cast once. Default: None, the first 16 training steps decide: training continues with the
             cache if a step used a weight several times, and no step changed a weight between two uses. Evaluation runs
             without it. True enables it everywhere, as in plain torch; steps must then not change weights, except by
-            optimizers and ``load_state_dict``. False disables it.
+            optimizers and ``load_state_dict``. False disables it. With torch 2.10, it is always disabled.
 
     Attributes:
         kernels: the float16 kernels of the current or the last run; None before the first.
@@ -191,14 +191,14 @@ class MixedPrecision(Precision):
 
     def state_dict(self) -> dict[str, Any]:
         """Return whether the run has enabled autocast's cache, and its float16 kernels on a CPU."""
-        parts = (self._cast_cache, self.kernels)
-        return {key: value for part in parts if part is not None for key, value in part.state_dict().items()}
+        states = [choice.state_dict() for choice in (self._cast_cache, self.kernels) if choice is not None]
+        return {key: value for state in states for key, value in state.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Enable or disable autocast's cache and use kernels as the saved run did, unless these are set."""
-        for part in (self._cast_cache, self.kernels):
-            if part is not None:
-                part.load_state_dict(state)
+        for choice in (self._cast_cache, self.kernels):
+            if choice is not None:
+                choice.load_state_dict(state)
 
     def autocast(self) -> AbstractContextManager[object]:
         """Return the context of one forward. It is reused, because creating ``torch.autocast`` costs a microsecond.

@@ -20,7 +20,7 @@ def match(precision: str | int, names: Collection[str]) -> str | None:
     ('16-mixed', '32-true', 'fp8-mixed')
     """
     given = str(precision).strip().lower()
-    forms = (f"{stem}{kind}" for stem in (given, given.removeprefix("fp")) for kind in ("", "-mixed", "-true"))
+    forms = (f"{stem}{suffix}" for stem in (given, given.removeprefix("fp")) for suffix in ("", "-mixed", "-true"))
     return next((name for name in forms if name in names), None)
 
 

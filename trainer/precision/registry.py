@@ -31,14 +31,14 @@ def resolve_precision(precision: str | int | Precision | None) -> Precision:
         return PLUGINS[name](**PLUGINS[name].names[name])
     if isinstance(precision, Precision):
         return precision
-    kind = type(precision)  # type: ignore[unreachable]  # callers without types
+    class_ = type(precision)  # type: ignore[unreachable]  # callers without types
     raise PrecisionError(
-        f"Got precision of type {kind.__module__}.{kind.__qualname__}, expected a name such as '16-mixed' or a"
+        f"Got precision of type {class_.__module__}.{class_.__qualname__}, expected a name such as '16-mixed' or a"
         " trainer.precision.Precision object."
         + (
             " Lightning's precision plugins have their own autocast and scaler. Use trainer.precision.MixedPrecision,"
             " HalfPrecision, FullPrecision or DoublePrecision instead."
-            if kind.__module__.startswith(("lightning", "pytorch_lightning"))
+            if class_.__module__.startswith(("lightning", "pytorch_lightning"))
             else ""
         )
     )

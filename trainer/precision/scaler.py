@@ -47,13 +47,13 @@ def snapshot_loss(loss: Tensor) -> Tensor:
 
     Of a ``DTensor``, as in ``loss_parallel``, it is the whole tensor; this may be a collective.
     """
-    own = loss.detach()
-    if type(own) is not Tensor and hasattr(own, "full_tensor"):
-        own = own.full_tensor()
+    detached = loss.detach()
+    if type(detached) is not Tensor and hasattr(detached, "full_tensor"):
+        detached = detached.full_tensor()
     if not loss.is_cuda:
-        return own
+        return detached
     is_view = loss._is_view()  # noqa: SLF001 - no public API reports it
-    return own.clone() if is_view or isinstance(loss.grad_fn, BackwardCFunction) else own
+    return detached.clone() if is_view or isinstance(loss.grad_fn, BackwardCFunction) else detached
 
 
 class LossScaler(torch.amp.GradScaler):
@@ -166,16 +166,16 @@ class LossScaler(torch.amp.GradScaler):
         """Divide the gradients by the scale, in place. No-op if that was done since the last ``step``."""
         if not self._enabled:
             return
-        if "_on_before_step" in (own := vars(optimizer)):  # a LightningOptimizer
-            optimizer = own["_optimizer"]
+        if "_on_before_step" in (attributes := vars(optimizer)):  # a LightningOptimizer
+            optimizer = attributes["_optimizer"]
         state = self._per_optimizer_states[id(optimizer)]
         # if the stage is STEPPED, this is another step before the update; _checks keeps the check of the first
         if state["stage"] is not OptState.UNSCALED and self.has_scaled:
-            found = self._check_gradients(optimizer, unscales=self.unscales)
-            state["found_inf_per_device"] = found
-            if found:
+            found_inf = self._check_gradients(optimizer, unscales=self.unscales)
+            state["found_inf_per_device"] = found_inf
+            if found_inf:
                 state["stage"] = OptState.UNSCALED
-                self._checks.append(Check(optimizer, list(found.values())))
+                self._checks.append(Check(optimizer, list(found_inf.values())))
 
     def _check_gradients(self, optimizer: Optimizer, *, unscales: bool) -> dict[torch.device, Tensor]:
         """Return a flag on each device with gradients: above 0 if one of them is not finite. May unscale them, too."""
@@ -476,10 +476,10 @@ class LossScaler(torch.amp.GradScaler):
         Such an optimizer is stepped without this argument, like one that is not fused. With the argument, it would
         unscale the gradients again.
         """
-        kind = type(optimizer)
-        if kind not in self._accepts_scaler:  # torch inspects the signature at each step
-            self._accepts_scaler[kind] = "grad_scaler" in inspect.signature(optimizer.step).parameters
-        return self._accepts_scaler[kind]
+        class_ = type(optimizer)
+        if class_ not in self._accepts_scaler:  # torch inspects the signature at each step
+            self._accepts_scaler[class_] = "grad_scaler" in inspect.signature(optimizer.step).parameters
+        return self._accepts_scaler[class_]
 
     def _momentum_starting(self, optimizer: SGD) -> list[Tensor]:
         """Return the parameters that will get momentum in the next step. Does not search once all of them have it."""

@@ -60,16 +60,16 @@ class UnderflowProbe:
             gradients: (name, number of elements, gradient) for each; the gradient may be this process's part.
             total: sums a tensor over the processes: the counts, of shape (gradients, 2). Default: None, no sum.
         """
-        found: list[Tensor] = []
+        numbers: list[Tensor] = []
         for name, elements, gradient in gradients:
             values = gradient.coalesce().values() if gradient.is_sparse else gradient
             self._names.append(name)
             self._sizes.append(elements)
-            parts = _parts(values)
-            found += [_nonzero(parts), _nonzero(F.hardshrink(part, _LARGEST_SUBNORMAL) for part in parts)]
-        if not found:
+            chunks = _parts(values)
+            numbers += [_nonzero(chunks), _nonzero(F.hardshrink(chunk, _LARGEST_SUBNORMAL) for chunk in chunks)]
+        if not numbers:
             return
-        counts = torch.stack(found).reshape(-1, 2)
+        counts = torch.stack(numbers).reshape(-1, 2)
         if total is not None:
             counts = total(counts)
         self._counts += list(counts.float().flatten())
@@ -85,7 +85,7 @@ class UnderflowProbe:
             return []
         each = [_shares(*triple) for triple in triples]
         totals = (sum(column) for column in list(zip(*triples, strict=True))[1:])
-        return [_shares("", *totals), *sorted(each, key=lambda one: one.subnormal, reverse=True)]
+        return [_shares("", *totals), *sorted(each, key=lambda underflow: underflow.subnormal, reverse=True)]
 
 
 def _parts(values: Tensor) -> Sequence[Tensor]:
@@ -96,13 +96,13 @@ def _parts(values: Tensor) -> Sequence[Tensor]:
     return list(torch.split(values, rows))
 
 
-def _nonzero(parts: Iterable[Tensor]) -> Tensor:
+def _nonzero(chunks: Iterable[Tensor]) -> Tensor:
     """Return the number of nonzero elements of all parts; exact, and 0-dim."""
     numbers = [
-        torch.count_nonzero(part)
-        if part.device.type == "mps"  # has no double precision
-        else torch.linalg.vector_norm(part, 0, dtype=torch.float64)
-        for part in parts
+        torch.count_nonzero(chunk)
+        if chunk.device.type == "mps"  # has no double precision
+        else torch.linalg.vector_norm(chunk, 0, dtype=torch.float64)
+        for chunk in chunks
     ]
     return numbers[0] if len(numbers) == 1 else torch.stack(numbers).sum()
 

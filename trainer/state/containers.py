@@ -24,10 +24,10 @@ def items_of(value: Any, max_items: int) -> list[Any]:
     """
     if not isinstance(value, CONTAINERS):
         return []
-    kind = next(kind for kind in CONTAINERS if isinstance(value, kind))
-    if kind.__len__(value) > max_items:
+    container = next(container for container in CONTAINERS if isinstance(value, container))
+    if container.__len__(value) > max_items:
         return []
-    return list(dict.values(value) if kind is dict else kind.__iter__(value))
+    return list(dict.values(value) if container is dict else container.__iter__(value))
 
 
 def mapped(value: Any, change: Callable[[KeyPath, Tensor], Any], place: KeyPath = ()) -> Any:
@@ -43,13 +43,13 @@ def mapped(value: Any, change: Callable[[KeyPath, Tensor], Any], place: KeyPath 
     if isinstance(value, Tensor):
         return change(place, value)
     if isinstance(value, dict):
-        made = {key: mapped(one, change, (*place, str(key))) for key, one in value.items()}
-        if all(made[key] is one for key, one in value.items()):
+        changed = {key: mapped(item, change, (*place, str(key))) for key, item in value.items()}
+        if all(changed[key] is item for key, item in value.items()):
             return value
         copied = copy(value)  # with the `_metadata` of a module's state
-        copied.update(made)
+        copied.update(changed)
         return copied
     if type(value) in (list, tuple):
-        items = [mapped(one, change, (*place, str(index))) for index, one in enumerate(value)]
+        items = [mapped(item, change, (*place, str(index))) for index, item in enumerate(value)]
         return value if all(a is b for a, b in zip(items, value, strict=True)) else type(value)(items)
     return value

@@ -75,10 +75,10 @@ def _with_bytes(state: Any) -> Any:
 
 def _with_arrays(state: dict[str, Any]) -> dict[str, Any]:
     """Invert :func:`_with_bytes`."""
-    kind = np.uint32 if state["bit_generator"] == "MT19937" else np.uint64
+    dtype = np.uint32 if state["bit_generator"] == "MT19937" else np.uint64
 
     def array_of(value: Any) -> Any:
-        return np.frombuffer(value, dtype=kind) if isinstance(value, bytes) else value
+        return np.frombuffer(value, dtype=dtype) if isinstance(value, bytes) else value
 
     numbers = {key: array_of(value) for key, value in state["state"].items()}
     return {**{key: array_of(value) for key, value in state.items()}, "state": numbers}

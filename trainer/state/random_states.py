@@ -40,36 +40,36 @@ _OF_LOADERS = frozenset(vars(DataLoader[Any](Dataset())))
 """Attributes of a DataLoader that torch sets."""
 
 
-def capture(device: torch.device | None = None, own: Sequence[Generator] = ()) -> State:
+def capture(device: torch.device | None = None, objects: Sequence[Generator] = ()) -> State:
     """Return the current states of the process's generators.
 
     Args:
         device: device with a generator to include. Default: None, only the host's. The state of a GPU generator is on
             the host, too: no synchronization.
-        own: additional generators to include. Default: none.
+        objects: additional generators to include. Default: none.
 
     Returns:
         Plain data, about 10 KB. Takes about 60 microseconds, most of them for NumPy.
     """
     state: State = {name: state_of(generator) for name, generator in _GLOBAL.items()}
-    if own:
-        state["own"] = states_of(own)
+    if objects:
+        state["own"] = states_of(objects)
     if device is not None and device.type != "cpu":
         state["device"] = torch.get_device_module(device).get_rng_state(device)
     return state
 
 
-def restore(state: State, device: torch.device | None = None, own: Sequence[Generator] = ()) -> None:
+def restore(state: State, device: torch.device | None = None, objects: Sequence[Generator] = ()) -> None:
     """Restore the generators.
 
     Args:
         state: the result of :func:`capture`, or a part of it. Generators that are not in it stay unchanged.
         device: device with a generator to restore. Default: None, only the host's.
-        own: the generators given to :func:`capture`. Default: none.
+        objects: the generators given to :func:`capture`. Default: none.
     """
     for name in _GLOBAL.keys() & state.keys():
         set_state(_GLOBAL[name], state[name])
-    set_states(own, state.get("own", []))
+    set_states(objects, state.get("own", []))
     if device is not None and device.type != "cpu" and "device" in state:
         torch.get_device_module(device).set_rng_state(state["device"], device)
 
@@ -78,16 +78,16 @@ class Watch:
     """Detects which of the process's generators have been used.
 
     Args:
-        own: additional generators to watch. Default: none.
+        objects: additional generators to watch. Default: none.
     """
 
-    def __init__(self, own: Sequence[Generator] = ()) -> None:
-        self._own = own
-        self._seen = capture(own=own)
+    def __init__(self, objects: Sequence[Generator] = ()) -> None:
+        self._own = objects
+        self._seen = capture(objects=objects)
 
     def changes(self) -> State:
         """Return the states that have changed since the last call, in the format of :func:`capture`."""
-        before, self._seen = self._seen, capture(own=self._own)
+        before, self._seen = self._seen, capture(objects=self._own)
         return {name: state for name, state in self._seen.items() if state != before[name]}
 
 
@@ -125,14 +125,14 @@ def set_state(generator: Generator, state: Any) -> None:
         generators.set_state(generator, state)
 
 
-def states_of(own: Sequence[Generator]) -> list[Any]:
+def states_of(objects: Sequence[Generator]) -> list[Any]:
     """Return the state of each generator and snapshot."""
-    return [state_of(generator) for generator in own]
+    return [state_of(generator) for generator in objects]
 
 
-def set_states(own: Sequence[Generator], states: Sequence[Any]) -> None:
+def set_states(objects: Sequence[Generator], states: Sequence[Any]) -> None:
     """Restore the state of each generator and snapshot. Objects that do not exist any more are left out."""
-    for generator, state in zip(own, states, strict=False):
+    for generator, state in zip(objects, states, strict=False):
         set_state(generator, state)
 
 
@@ -141,18 +141,19 @@ def without_generators(state: State) -> State:
     return {path: entry for path, entry in state.items() if ":state" not in entry[1]}
 
 
-def differences(own: Sequence[Generator], states: Sequence[Any]) -> list[str]:
+def differences(objects: Sequence[Generator], states: Sequence[Any]) -> list[str]:
     """Return the reasons why :func:`set_states` cannot restore the objects of a dataloader; empty if it can.
 
     Samplers of torch are excluded, because only their epoch changes, which ``set_epoch`` sets.
 
     Args:
-        own: as :func:`find` returns them.
+        objects: as :func:`find` returns them.
         states: the result of :func:`states_of`.
     """
-    found = own[0] if own else Snapshot()
-    assert isinstance(found, Snapshot)
-    missing = [name for state in states for name in found.missing(state) if not re.fullmatch(r"torch\..*Sampler", name)]
+    snapshot = objects[0] if objects else Snapshot()
+    assert isinstance(snapshot, Snapshot)
+    missing = [name for state in states for name in snapshot.missing(state)]
+    missing = [name for name in missing if not re.fullmatch(r"torch\..*Sampler", name)]
     if not missing:
         return []
     return [f"{', '.join(missing)} of the data had changed, and the data has another number of these objects now"]
@@ -179,10 +180,10 @@ def find(*roots: Any, except_in: Any = None, unwatched: Callable[[Any], bool] = 
             return _OF_LOADERS if is_part(value) else vars(value).keys()
         return frozenset() if is_part(value) else None
 
-    rules = Rules(ignored, limit=lambda one: _SAMPLERS if isinstance(one, Sampler) else _DATASETS, of_data=True)
+    rules = Rules(ignored, limit=lambda holder: _SAMPLERS if isinstance(holder, Sampler) else _DATASETS, of_data=True)
     objects = {str(number): root for number, root in enumerate(roots)}
-    found = Snapshot(objects, rules, [except_in, *_GLOBAL.values()])
-    return [found] if found else []
+    snapshot = Snapshot(objects, rules, [except_in, *_GLOBAL.values()])
+    return [snapshot] if snapshot else []
 
 
 def is_watched(value: Any) -> bool:

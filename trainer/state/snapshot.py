@@ -9,7 +9,7 @@ generator, or of an object that saves itself. A value is stored as follows:
 value                                        stored
 ===========================================  ===============================================================
 number, string, None                         itself
-list, tuple, set, dict, deque                ``[kind, items]``; the items of a dict are its keys and values
+list, tuple, set, dict, deque                ``[tag, items]`` ; the items of a dict are its keys and values
 tensor                                       ``["tensor", dtype, shape, bytes, device]``
 NumPy array or scalar                        ``["array", dtype, shape, bytes]``
 an object of the walk                        ``["object", path]``
@@ -114,7 +114,7 @@ class Rules(NamedTuple):
 
     ignored: Callable[[Any], Container[str] | None]
     saves_itself: Callable[[Any], bool] = lambda _: False
-    load: Callable[[Any, Any], Any] = lambda one, state: one.load_state_dict(state)
+    load: Callable[[Any, Any], Any] = lambda value, state: value.load_state_dict(state)
     limit: Callable[[Any], int] = lambda _: MAX_NUMBERS
     elsewhere: Callable[[], Set[int]] = frozenset[int]
     trained: Callable[[], Set[int]] = frozenset[int]
@@ -150,16 +150,16 @@ class Snapshot:
         self._roots = {path: root for path, root in (roots or {}).items() if root is not None}
         self._memory: tuple[Set[int], Set[int]] | None = None  # the results of `elsewhere` and `trained`, if needed
         modules = [root for root in self._roots.values() if isinstance(root, nn.Module)]
-        self._inside = {id(part) for root in modules for part in root.modules()}
+        self._inside = {id(submodule) for root in modules for submodule in root.modules()}
         self._ignored: dict[str, Container[str] | None] = {}
         self._itself: set[str] = set()  # the paths of objects that save themselves
         self._paths: dict[int, str] = {}
         self.objects = self._walk({*map(id, without)})
-        self._paths = {id(one): path for path, one in self.objects.items()}
-        self._given = {path: dict(vars(one)) for path, one in self.objects.items() if path in self._ignored}
+        self._paths = {id(value): path for path, value in self.objects.items()}
+        self._given = {path: dict(vars(value)) for path, value in self.objects.items() if path in self._ignored}
         self._first = {
-            path: {n: () if has(v, "weights") else v for n, v in self._values(path, one) if n != ":state"}
-            for path, one in self.objects.items()
+            path: {n: () if has(v, "weights") else v for n, v in self._values(path, value) if n != ":state"}
+            for path, value in self.objects.items()
         }
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
@@ -180,35 +180,35 @@ class Snapshot:
         """
         self._memory = None
         state: State = {}
-        for path, one in chain(self.objects.items(), self._new_modules()):
+        for path, holder in chain(self.objects.items(), self._new_modules()):
             if attributes_only and path in self._itself:
                 continue
             values, first = {}, self._first.get(path, {})
-            for name, value in self._values(path, one):
+            for name, value in self._values(path, holder):
                 if name == ":training":
-                    value = (modes or {}).get(one, value)
-                if attributes_only and (has(value, "weights") or (name[0] == ":" and not generators.is_random(one))):
+                    value = (modes or {}).get(holder, value)
+                if attributes_only and (has(value, "weights") or (name[0] == ":" and not generators.is_random(holder))):
                     continue
                 if name not in first or value != first[name]:
-                    values[name] = self._stored(path, one, name, value)
+                    values[name] = self._stored(path, holder, name, value)
             if self._rules.of_data and any(value[:1] == ["held"] for value in values.values() if type(value) is list):
                 with suppress(Exception):  # its method may need arguments
-                    own = self._encode(one.state_dict(), MAX_NUMBERS)
-                    values = values if isinstance(own, _Held) else {":state": own}
+                    itself = self._encode(holder.state_dict(), MAX_NUMBERS)
+                    values = values if isinstance(itself, _Held) else {":state": itself}
             if values:
-                state[path] = [class_name(one), values]
+                state[path] = [class_name(holder), values]
         return state
 
     def current(self, state: State) -> State:
         """Return copies of the current values of the objects and names in ``state``."""
         self._memory, memo = None, dict[int, Any]()
-        found = State()
-        for path, (kind, names) in state.items():
-            if self._has(path, kind):
-                one = self.objects[path]
-                values = {n: self._stored("", one, n, v) for n, v in self._values(path, one) if n in names}
-                found[path] = [kind, {n: deepcopy(v, memo) if n[0] == ":" else v for n, v in values.items()}]
-        return found
+        current = State()
+        for path, (name, names) in state.items():
+            if self._has(path, name):
+                holder = self.objects[path]
+                values = {n: self._stored("", holder, n, v) for n, v in self._values(path, holder) if n in names}
+                current[path] = [name, {n: deepcopy(v, memo) if n[0] == ":" else v for n, v in values.items()}]
+        return current
 
     def write(self, state: State, *, skip: Container[tuple[str, str]] = (), resets: bool = False) -> list[Lost]:
         """Restore a state that :meth:`read` returned. Return the values that are not restored.
@@ -223,17 +223,17 @@ class Snapshot:
         lost: list[Lost] = []
         created: dict[int, Any] = {}  # generators by number
         kinds = set(map(class_name, self.objects.values()))
-        for path, one in self.objects.items() if resets else ():
+        for path, holder in self.objects.items() if resets else ():
             if path in self._given:
-                self._reset(path, one, state.get(path, ["", {}])[1])
-        for path, (kind, values) in state.items():
-            is_known = kind in kinds or any(path.startswith(f"{root}.") for root in self._roots)
+                self._reset(path, holder, state.get(path, ["", {}])[1])
+        for path, (class_, values) in state.items():
+            is_known = class_ in kinds or any(path.startswith(f"{root}.") for root in self._roots)
             for name, value in values.items():
                 reason = "buffer" if name.startswith(":tensor ") else "missing" if is_known else ""
-                if self._has(path, kind):
+                if self._has(path, class_):
                     reason = "" if (path, name) in skip else self._set(path, self.objects[path], name, value, created)
                 if reason:
-                    lost.append(Lost(_shown(kind, name), reason))
+                    lost.append(Lost(_shown(class_, name), reason))
         return lost
 
     @contextmanager
@@ -254,7 +254,7 @@ class Snapshot:
             yield changed
         finally:
             changed |= differences(written, self.current(state))
-            kept = {(path, ":state") for path, one in self.objects.items() if rewinds and generators.is_random(one)}
+            kept = {(path, ":state") for path, value in self.objects.items() if rewinds and generators.is_random(value)}
             self.write(before, skip=changed - kept)
             for path, name in differences(written, before) - changed:
                 if name not in before[path][1]:
@@ -268,52 +268,53 @@ class Snapshot:
         """
 
         def may_change(path: str, name: str) -> bool:
-            one = self.objects.get(path)
-            if not name.startswith(":tensor ") or id(one) not in self._inside:
+            holder = self.objects.get(path)
+            if not name.startswith(":tensor ") or id(holder) not in self._inside:
                 return name != ":requires_grad"
-            return name.partition(" ")[2] in getattr(one, "_non_persistent_buffers_set", ())
+            return name.partition(" ")[2] in getattr(holder, "_non_persistent_buffers_set", ())
 
         return selected(state, may_change)
 
     def missing(self, state: State) -> list[str]:
         """Return the classes of the objects in ``state`` that this process does not have."""
-        return list(dict.fromkeys(kind for path, (kind, _) in state.items() if not self._has(path, kind)))
+        return list(dict.fromkeys(name for path, (name, _) in state.items() if not self._has(path, name)))
 
-    def _has(self, path: str, kind: str) -> bool:
-        return path in self.objects and (path in self._roots or class_name(self.objects[path]) == kind)
+    def _has(self, path: str, name: str) -> bool:
+        return path in self.objects and (path in self._roots or class_name(self.objects[path]) == name)
 
     # --- the walk ---------------------------------------------------------------------------------------------
 
     def _walk(self, seen: set[int]) -> dict[str, Any]:
-        found: dict[str, Any] = {}
-        queue = deque((part, f"{path}{name and '.'}{name}", True) for path, name, part in self._parts())
+        objects: dict[str, Any] = {}
+        queue = deque((holder, f"{path}{name and '.'}{name}", True) for path, name, holder in self._parts())
         while queue and len(seen) < _MAX_OBJECTS:
             value, path, may_search = queue.popleft()
             if id(value) in seen or isinstance(value, (Tensor, np.ndarray, type, ModuleType)):
                 continue
             seen.add(id(value))
             if generators.is_random(value):
-                found[path] = value
+                objects[path] = value
                 continue
             children: list[tuple[Any, Any]] = list(enumerate(items_of(value, _MAX_ITEMS)))
             if type(value) not in _CONTAINERS.values():
                 path, is_module = plain_name(path), isinstance(value, nn.Module)
                 if not is_module and self._rules.saves_itself(value) and self._can_save(value):
-                    found[path] = value
+                    objects[path] = value
                     self._itself.add(path)
                     continue
                 ignored = self._rules.ignored(value) if may_search else None
-                own = _attributes_of(value) if ignored is not None or self._rules.of_data else []
+                attributes = _attributes_of(value) if ignored is not None or self._rules.of_data else []
                 children += vars(value).get("_modules", {}).items() if is_module else ()  # a scripted one has none
-                children += [one for one in own if self._rules.of_data or one[0] not in (ignored or ())]
+                children += [child for child in attributes if self._rules.of_data or child[0] not in (ignored or ())]
                 holds = ignored is not None or (is_module and not self._rules.of_data)
                 if self._rules.of_data:  # the objects in objects that are not searched are not part of the data
                     may_search = ignored is not None
-                    holds |= any(generators.is_random(one) for _, one in own)
+                    holds |= any(generators.is_random(child) for _, child in attributes)
                 if holds and type(value).__dictoffset__ and isinstance(vars(value), dict):
-                    found[path], self._ignored[path] = value, ignored
-            queue.extend((one, f"{path}.{name}", may_search) for name, one in children if type(one) not in _LEAVES)
-        return found
+                    objects[path], self._ignored[path] = value, ignored
+            searched = ((name, child) for name, child in children if type(child) not in _LEAVES)
+            queue.extend((child, f"{path}.{name}", may_search) for name, child in searched)
+        return objects
 
     def _can_save(self, value: Any) -> bool:
         """Return whether an object saves itself. If its attributes are not searched, it is held otherwise."""
@@ -324,34 +325,34 @@ class Snapshot:
 
     def _new_modules(self) -> Iterator[tuple[str, nn.Module]]:
         """Yield the submodules of the roots that were created during the run. Their buffers are saved, too."""
-        for path, name, part in self._parts():
-            if isinstance(part, nn.Module) and id(part) not in self._inside:
-                yield plain_name(f"{path}.{name}"), part
+        for path, name, module in self._parts():
+            if isinstance(module, nn.Module) and id(module) not in self._inside:
+                yield plain_name(f"{path}.{name}"), module
 
     def _parts(self) -> Iterator[tuple[str, str, Any]]:
         """Yield the roots and their submodules, each with the root's path and its name."""
         for path, root in self._roots.items():
-            for name, part in root.named_modules() if isinstance(root, nn.Module) else (("", root),):
-                yield path, name, part
+            for name, holder in root.named_modules() if isinstance(root, nn.Module) else (("", root),):
+                yield path, name, holder
 
     # --- values -----------------------------------------------------------------------------------------------
 
-    def _values(self, path: str, one: Any) -> Iterator[tuple[str, Any]]:
+    def _values(self, path: str, holder: Any) -> Iterator[tuple[str, Any]]:
         """Yield the names and the encoded values of an object."""
-        if generators.is_random(one):
-            yield ":state", generators.state_of(one)
+        if generators.is_random(holder):
+            yield ":state", generators.state_of(holder)
         elif path in self._itself:
-            own: Any = _Held(None)
+            encoded: Any = _Held(None)
             with suppress(Exception):
-                own = self._encode(one.state_dict() if self._rules.saves_states else one, UNLIMITED)
-            yield ":state", own
+                encoded = self._encode(holder.state_dict() if self._rules.saves_states else holder, UNLIMITED)
+            yield ":state", encoded
         else:  # it is a module if it is not known: one that was created during the run
             is_known = path in self._ignored
-            limit = self._rules.limit(one)
-            for name, value in _state_of(one, self._ignored[path] if is_known else self._rules.ignored(one)):
+            limit = self._rules.limit(holder)
+            for name, value in _state_of(holder, self._ignored[path] if is_known else self._rules.ignored(holder)):
                 yield name, self._encode(value, limit)
-            if isinstance(one, nn.Module):
-                of_module = self._of_module(one, is_inside=not is_known or id(one) in self._inside)
+            if isinstance(holder, nn.Module):
+                of_module = self._of_module(holder, is_inside=not is_known or id(holder) in self._inside)
                 yield from (pair for pair in of_module if is_known or pair[0].startswith(":tensor "))
 
     def _of_module(self, module: nn.Module, *, is_inside: bool) -> Iterator[tuple[str, Any]]:
@@ -359,27 +360,27 @@ class Snapshot:
         yield ":training", module.training
         parameters = list(module.named_parameters(recurse=False))
         if parameters:
-            yield ":requires_grad", {name: one.requires_grad for name, one in parameters}
-        own = module._non_persistent_buffers_set
+            yield ":requires_grad", {name: tensor.requires_grad for name, tensor in parameters}
+        non_persistent = module._non_persistent_buffers_set
         for name, buffer in module._buffers.items() if is_inside else ():
-            is_saved = name in own or (buffer is not None and self._rules.saves_buffers)
+            is_saved = name in non_persistent or (buffer is not None and self._rules.saves_buffers)
             if is_saved and (buffer is None or not (is_lazy(buffer) or buffer.is_meta)):
                 yield f":tensor {name}", _weights(buffer)
-        for name, one in () if is_inside else (*parameters, *module.named_buffers(recurse=False)):
-            is_plain = type(one) in (Tensor, nn.Parameter) and is_dense(one) and not one.is_meta
-            if is_plain and not self._is_elsewhere(one):
-                yield f":tensor {name}", ["checksum", zlib.crc32(bytes_of(one).data)]
+        for name, tensor in () if is_inside else (*parameters, *module.named_buffers(recurse=False)):
+            is_plain = type(tensor) in (Tensor, nn.Parameter) and is_dense(tensor) and not tensor.is_meta
+            if is_plain and not self._is_elsewhere(tensor):
+                yield f":tensor {name}", ["checksum", zlib.crc32(bytes_of(tensor).data)]
 
-    def _stored(self, path: str, one: Any, name: str, value: Any) -> Any:
+    def _stored(self, path: str, holder: Any, name: str, value: Any) -> Any:
         """Return the encoded value as it is stored. With a path, mark containers and tensors that were replaced."""
         if isinstance(value, list) and value[0] == "checksum":
-            own = getattr(one, name.partition(" ")[2])
-            return _weights(own) if self._rules.saves_weights else ["held", "value"]
+            tensor = getattr(holder, name.partition(" ")[2])
+            return _weights(tensor) if self._rules.saves_weights else ["held", "value"]
         is_plain = type(value) is list and value[0] in (*_CONTAINERS, "tensor", "array") and not has(value, "weights")
         if path in self._given and name[0] != ":" and is_plain:
-            now = vars(one)[name]
+            now = vars(holder)[name]
             if now is not self._given[path].get(name):
-                value = ["new", value] if type(now) in _CREATED or not _kind_of(now) else _Held(None)
+                value = ["new", value] if type(now) in _CREATED or not _tag_of(now) else _Held(None)
         return ["held", value.reason] if isinstance(value, _Held) else value
 
     def _encode(self, value: Any, limit: int) -> Any:
@@ -387,13 +388,13 @@ class Snapshot:
 
     def _encoded(self, value: Any, left: list[int], *, is_item: bool) -> Any:
         """Encode a value with at most ``left[0]`` numbers, and subtract its numbers from them."""
-        kind = type(value)
-        if kind in NUMBERS:
+        class_ = type(value)
+        if class_ in NUMBERS:
             return value
         if (path := self._paths.get(id(value))) is not None:
             return ["object", path]
-        if name := _kind_of(value):
-            if kind in _CREATED or not is_item or left[0] > MAX_NUMBERS:
+        if name := _tag_of(value):
+            if class_ in _CREATED or not is_item or left[0] > MAX_NUMBERS:
                 return self._encoded_items(name, value, left)
         elif isinstance(value, (Tensor, np.ndarray, np.generic)):
             count = value.numel() if isinstance(value, Tensor) else value.size
@@ -413,9 +414,9 @@ class Snapshot:
         left[0] -= 2 * len(value) if name == "dict" else len(value)
         if left[0] < 0:
             return _Held((id(value), self._version(value)))
-        items = [one for pair in value.items() for one in pair] if name == "dict" else list(value)
-        encoded = [one if type(one) in NUMBERS else self._encoded(one, left, is_item=True) for one in items]
-        reasons = {one.reason for one in encoded if type(one) is _Held}
+        items = [item for pair in value.items() for item in pair] if name == "dict" else list(value)
+        encoded = [item if type(item) in NUMBERS else self._encoded(item, left, is_item=True) for item in items]
+        reasons = {item.reason for item in encoded if type(item) is _Held}
         if not reasons:
             return [name, encoded]
         mark = object() if "iterator" in reasons else (id(value), self._version(value))
@@ -442,7 +443,7 @@ class Snapshot:
         if isinstance(value, Tensor):
             is_fixed = self._rules.of_data or value.is_inference() or self._is_elsewhere(value)
             return 0 if is_fixed else value._version
-        if not _kind_of(value):
+        if not _tag_of(value):
             return 0
         items = items_of(value, 0 if self._rules.of_data or not depth else _MAX_COMPARED)
         return hash((len(value), *((id(item), self._version(item, depth - 1)) for item in items)))
@@ -463,33 +464,33 @@ class Snapshot:
 
     # --- restoring --------------------------------------------------------------------------------------------
 
-    def _reset(self, path: str, one: Any, saved: Container[str]) -> None:
-        first, given, own = self._first[path], self._given[path], vars(one)
-        for name, value in list(self._values(path, one)):
+    def _reset(self, path: str, holder: Any, saved: Container[str]) -> None:
+        first, given, attributes = self._first[path], self._given[path], vars(holder)
+        for name, value in list(self._values(path, holder)):
             if name in first and name not in saved and name[0] != ":" and value != first[name]:
                 is_held = isinstance(first[name], _Held)
-                own[name] = given[name] if is_held else self._decoded(first[name], own.get(name), {})
+                attributes[name] = given[name] if is_held else self._decoded(first[name], attributes.get(name), {})
 
-    def _set(self, path: str, one: Any, name: str, value: Any, created: dict[int, Any]) -> str:
+    def _set(self, path: str, holder: Any, name: str, value: Any, created: dict[int, Any]) -> str:
         """Restore one value, and return why it cannot be restored, or ""."""
         if type(value) is list and value[:1] == ["held"]:
             return str(value[1])
         if not self._rules.of_data:
             self._first[path].pop(name, None)  # it counts as changed: the next process may begin with another value
         try:
-            if generators.is_random(one):
-                generators.set_state(one, value)
+            if generators.is_random(holder):
+                generators.set_state(holder, value)
             elif name == ":state":
-                self._rules.load(one, self._decoded(value, None, created))
+                self._rules.load(holder, self._decoded(value, None, created))
             elif name.startswith(":tensor "):
-                return _set_tensor(one, name.partition(" ")[2], value[1], may_create=id(one) in self._inside)
+                return _set_tensor(holder, name.partition(" ")[2], value[1], may_create=id(holder) in self._inside)
             elif name == ":training":
-                one.training = value
+                holder.training = value
             elif name == ":requires_grad":
-                for own in value.keys() & one._parameters.keys():
-                    one._parameters[own].requires_grad_(value[own])
+                for parameter in value.keys() & holder._parameters.keys():
+                    holder._parameters[parameter].requires_grad_(value[parameter])
             else:
-                vars(one)[name] = self._decoded(value, vars(one).get(name), created)
+                vars(holder)[name] = self._decoded(value, vars(holder).get(name), created)
         except LookupError:  # it refers to an object that this process does not have
             return "missing"
         return ""
@@ -498,25 +499,25 @@ class Snapshot:
         """Return the stored value. If possible, ``current`` is changed to it in place and returned."""
         if type(value) is not list:
             return value
-        kind, content = value[:2]
-        if kind == "object":
+        tag, content = value[:2]
+        if tag == "object":
             return self.objects[content]
-        if kind == "weights":
+        if tag == "weights":
             return content.to(self._device_of(value))
-        if kind == "new":  # the attribute was set to another object during the run
+        if tag == "new":  # the attribute was set to another object during the run
             return self._decoded(content, None, created)
-        if kind == "generator":
+        if tag == "generator":
             if content not in created:
                 created[content] = generators.create(value[2])
             return created[content]
-        if kind in ("tensor", "array"):
-            return _array_of(value, current) if kind == "array" else self._tensor_of(value, current)
-        items = [self._decoded(one, None, created) for one in content]
-        made: Any = dict(zip(items[::2], items[1::2], strict=True)) if kind == "dict" else _CONTAINERS[kind](items)
-        if kind == "tuple" or not isinstance(current, type(made)):
-            return made
+        if tag in ("tensor", "array"):
+            return _array_of(value, current) if tag == "array" else self._tensor_of(value, current)
+        items = [self._decoded(item, None, created) for item in content]
+        container: Any = dict(zip(items[::2], items[1::2], strict=True)) if tag == "dict" else _CONTAINERS[tag](items)
+        if tag == "tuple" or not isinstance(current, type(container)):
+            return container
         current.clear()
-        current.extend(made) if kind in ("list", "deque") else current.update(made)
+        current.extend(container) if tag in ("list", "deque") else current.update(container)
         return current
 
     def _tensor_of(self, value: list[Any], current: Any) -> Tensor:
@@ -537,11 +538,11 @@ class Snapshot:
         return "cpu" if value[-1] == "cpu" else self._rules.device
 
 
-def differences(one: State, other: State) -> set[tuple[str, str]]:
-    """Return the paths and names of the values in ``one`` that differ from those in ``other``."""
+def differences(state: State, other: State) -> set[tuple[str, str]]:
+    """Return the paths and names of the values in ``state`` that differ from those in ``other``."""
     return {
         (path, name)
-        for path, (_, values) in one.items()
+        for path, (_, values) in state.items()
         for name, value in values.items()
         if path not in other or name not in other[path][1] or not _is_same(value, other[path][1][name])
     }
@@ -550,25 +551,25 @@ def differences(one: State, other: State) -> set[tuple[str, str]]:
 def selected(state: State, keeps: Callable[[str, str], bool]) -> State:
     """Return a state with the values for which ``keeps`` returns True for their path and name."""
     return {
-        path: [kind, {name: value for name, value in values.items() if keeps(path, name)}]
-        for path, (kind, values) in state.items()
+        path: [class_, {name: value for name, value in values.items() if keeps(path, name)}]
+        for path, (class_, values) in state.items()
     }
 
 
 def lost_in(state: Any) -> list[Lost]:
     """Return the held values in a state of :meth:`Snapshot.read`."""
     return [
-        Lost(_shown(kind, name), value[1])
-        for kind, values in state.values()
+        Lost(_shown(class_, name), value[1])
+        for class_, values in state.values()
         for name, value in values.items()
         if type(value) is list and value[:1] == ["held"]
     ]
 
 
-def _shown(kind: str, name: str) -> str:
+def _shown(class_: str, name: str) -> str:
     """Return the name of a value for messages."""
-    kind = kind.removeprefix("torch.")
-    return kind if name == ":state" else f"{kind}.{name.rpartition(' ')[2]}"
+    class_ = class_.removeprefix("torch.")
+    return class_ if name == ":state" else f"{class_}.{name.rpartition(' ')[2]}"
 
 
 def memory_of(tensors: Iterable[Tensor]) -> set[int]:
@@ -578,25 +579,25 @@ def memory_of(tensors: Iterable[Tensor]) -> set[int]:
 
 def class_name(value: Any) -> str:
     """Return a name that stays the same if the class moves to another module, or FSDP wraps it."""
-    kind = next(base for base in type(value).__mro__ if not base.__module__.startswith("torch.distributed."))
-    return f"torch.{kind.__qualname__}" if kind.__module__.startswith("torch.") else kind.__qualname__
+    owner = next(base for base in type(value).__mro__ if not base.__module__.startswith("torch.distributed."))
+    return f"torch.{owner.__qualname__}" if owner.__module__.startswith("torch.") else owner.__qualname__
 
 
-def has(value: Any, kind: str) -> bool:
-    """Return whether an encoded value contains one of a kind, such as ``"tensor"``."""
-    return type(value) is list and (value[:1] == [kind] or any(has(one, kind) for one in value))
+def has(value: Any, tag: str) -> bool:
+    """Return whether an encoded value contains one with a tag, such as ``"tensor"``."""
+    return type(value) is list and (value[:1] == [tag] or any(has(item, tag) for item in value))
 
 
-def _state_of(one: Any, ignored: Container[str] | None) -> Iterator[tuple[str, Any]]:
+def _state_of(holder: Any, ignored: Container[str] | None) -> Iterator[tuple[str, Any]]:
     """Yield the attributes that belong to the state of an object: numbers or generators if it is not searched."""
-    kind = type(one)
-    for name, value in vars(one).items():
+    class_ = type(holder)
+    for name, value in vars(holder).items():
         if ignored is None:
-            is_state = generators.is_random(value) if not isinstance(one, nn.Module) else type(value) in NUMBERS
+            is_state = generators.is_random(value) if not isinstance(holder, nn.Module) else type(value) in NUMBERS
             if is_state and name not in OF_MODULES:
                 yield name, value
         elif name not in ignored:
-            of_class = getattr(kind, name, None)
+            of_class = getattr(class_, name, None)
             is_method = callable(value) and (callable(of_class) or _is_of_trainer(value))
             if not is_method and not isinstance(of_class, cached_property):
                 yield name, value
@@ -608,21 +609,21 @@ def _is_of_trainer(function: Any) -> bool:
     return str(getattr(function, "__module__", "")).startswith(("trainer.", "lightning."))
 
 
-def _kind_of(value: Any) -> str:
-    """Return the kind of a container; "" for other values, and for named tuples, which cannot be created by items."""
-    kind = next((name for name, kind in _CONTAINERS.items() if isinstance(value, kind)), "")
-    return "" if kind == "tuple" and type(value) is not tuple else kind
+def _tag_of(value: Any) -> str:
+    """Return the tag of a container; "" for other values, and for named tuples, which cannot be created by items."""
+    tag = next((name for name, container in _CONTAINERS.items() if isinstance(value, container)), "")
+    return "" if tag == "tuple" and type(value) is not tuple else tag
 
 
-def _is_same(one: Any, other: Any) -> bool:
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        is_like = (one.shape, one.dtype, is_dense(one)) == (other.shape, other.dtype, True)
-        return is_like and bytes_of(one).tobytes() == bytes_of(other).tobytes()
-    if isinstance(one, (list, tuple)) and type(one) is type(other):
-        return len(one) == len(other) and all(map(_is_same, one, other))
-    if isinstance(one, dict) and isinstance(other, dict):
-        return one.keys() == other.keys() and all(_is_same(value, other[name]) for name, value in one.items())
-    return type(one) is type(other) and bool(one == other or one is other or (one != one and other != other))
+def _is_same(first: Any, other: Any) -> bool:
+    if isinstance(first, Tensor) and isinstance(other, Tensor):
+        is_like = (first.shape, first.dtype, is_dense(first)) == (other.shape, other.dtype, True)
+        return is_like and bytes_of(first).tobytes() == bytes_of(other).tobytes()
+    if isinstance(first, (list, tuple)) and type(first) is type(other):
+        return len(first) == len(other) and all(map(_is_same, first, other))
+    if isinstance(first, dict) and isinstance(other, dict):
+        return first.keys() == other.keys() and all(_is_same(value, other[name]) for name, value in first.items())
+    return type(first) is type(other) and bool(first == other or first is other or (first != first and other != other))
 
 
 def _attributes_of(value: Any) -> list[tuple[str, Any]]:
@@ -652,8 +653,8 @@ def _weights(tensor: Tensor | None) -> list[Any]:
 
 def _local(tensor: Tensor) -> Tensor:
     """Return a detached tensor; of a DTensor, the part of this process."""
-    own = tensor.detach()
-    return getattr(own, "_local_tensor", own)
+    detached = tensor.detach()
+    return getattr(detached, "_local_tensor", detached)
 
 
 def _set_tensor(module: nn.Module, name: str, saved: Tensor | None, *, may_create: bool) -> str:
@@ -663,8 +664,8 @@ def _set_tensor(module: nn.Module, name: str, saved: Tensor | None, *, may_creat
     is_used = not (current is None or is_lazy(current) or current.is_meta)
     if saved is not None and is_used:
         with suppress(RuntimeError):  # it is expanded, or an inference tensor
-            if (own := _local(current)).shape == saved.shape:
-                own.copy_(saved)
+            if (local := _local(current)).shape == saved.shape:
+                local.copy_(saved)
                 return ""
     if owner is module._parameters or not may_create:
         return "missing"

@@ -95,8 +95,8 @@ class ShardedGradients(Gradients):
 
     def multiply_(self, optimizers: Iterable[Optimizer], factor: float | Tensor) -> None:
         """Multiply the parts in this process. The factor must be the same on all processes."""
-        for parts in _by_device(part for optimizer in optimizers for part in self._parts(optimizer)):
-            torch._foreach_mul_(parts, factor.to(parts[0].device) if isinstance(factor, Tensor) else factor)
+        for shards in _by_device(shard for optimizer in optimizers for shard in self._parts(optimizer)):
+            torch._foreach_mul_(shards, factor.to(shards[0].device) if isinstance(factor, Tensor) else factor)
 
     # --- one optimizer step -------------------------------------------------------------------------------------
 
@@ -112,12 +112,12 @@ class ShardedGradients(Gradients):
         processes = distributed.get_world_size()
         groups: dict[tuple[int, torch.device, torch.dtype], list[Tensor]] = {}
         for gradient in gradients:
-            if (part := real_view(local(gradient))).numel():
-                groups.setdefault((_copies(gradient, processes), part.device, part.dtype), []).append(part)
+            if (shard := real_view(local(gradient))).numel():
+                groups.setdefault((_copies(gradient, processes), shard.device, shard.dtype), []).append(shard)
         norms = [torch.zeros((), device=self._device)]
-        for (copies, _, dtype), parts in groups.items():
+        for (copies, _, dtype), shards in groups.items():
             wide = torch.promote_types(dtype, torch.float32)
-            each = torch.stack(torch._foreach_norm(parts, norm_type, dtype=wide)).to(self._device)
+            each = torch.stack(torch._foreach_norm(shards, norm_type, dtype=wide)).to(self._device)
             norms.append(torch.linalg.vector_norm(each, norm_type) * copies ** (-1 / norm_type))
         local_norm = norms[-1] if len(norms) <= 2 else torch.linalg.vector_norm(torch.stack(norms), norm_type)
         # the same dtype on all processes, even if the parts of one are empty
@@ -131,12 +131,12 @@ class ShardedGradients(Gradients):
 
     def norms(self, optimizer: Optimizer) -> list[tuple[Tensor, Tensor]]:
         """Return the norms of the whole gradients. One collective sums the squared norms of all parts in float64."""
-        found = super().norms(optimizer)
-        if not found:
+        norms = super().norms(optimizer)
+        if not norms:
             return []
-        squares = torch.stack([norm.to(self._device, torch.float64) for _, norm in found]).square()
-        whole = self.total(squares.unsqueeze(1), [parameter for parameter, _ in found]).sqrt().flatten()
-        return [(p, total.to(norm.dtype)) for (p, norm), total in zip(found, whole, strict=True)]
+        squares = torch.stack([norm.to(self._device, torch.float64) for _, norm in norms]).square()
+        whole = self.total(squares.unsqueeze(1), [parameter for parameter, _ in norms]).sqrt().flatten()
+        return [(p, total.to(norm.dtype)) for (p, norm), total in zip(norms, whole, strict=True)]
 
     def clip_(
         self, optimizer: Optimizer, limit: float, algorithm: str, norm_type: float = 2.0, *, measure: bool = True
@@ -167,14 +167,14 @@ class ShardedGradients(Gradients):
     def leaves(self, module: nn.Module) -> dict[str, Tensor]:
         """Return the whole parameters, as they are during a forward pass. Gathers each block once to find them."""
         self._sharded().reshard_root()
-        parameters, found = dict(module.named_parameters()), dict[str, Tensor]()
+        parameters, whole_parameters = dict(module.named_parameters()), dict[str, Tensor]()
         for path, block in module.named_modules():
             if isinstance(block, FSDPModule):
                 block.unshard()
                 gathered = module.get_submodule(path).named_parameters(path)
-                found |= {name: whole for name, whole in gathered if whole is not parameters.get(name)}
+                whole_parameters |= {name: whole for name, whole in gathered if whole is not parameters.get(name)}
                 block.reshard()
-        return {name: found.get(name, parameter) for name, parameter in parameters.items()}
+        return {name: whole_parameters.get(name, parameter) for name, parameter in parameters.items()}
 
     def idle_loss(self) -> Tensor:
         """Run the collectives of the other processes' forward pass."""
@@ -186,10 +186,10 @@ class ShardedGradients(Gradients):
     ) -> dict[str, Tensor]:
         """Return this process's parts of the gradients that no step has used, and whole gradients of an open window."""
         parameters, optimizers = list(parameters), list(optimizers)
-        found = {name: local(gradient) for name, gradient in super().state_dict(parameters, optimizers).items()}
+        shards = {name: local(gradient) for name, gradient in super().state_dict(parameters, optimizers).items()}
         held = {id(parameter) for optimizer in optimizers for parameter in parameters_of(optimizer)}
-        whole = {id(one): gradient for one, gradient in unreduced_gradients(self._sharded().root).items()}
-        return found | {_WHOLE_PREFIX + name: whole[id(p)] for name, p in parameters if id(p) in held & whole.keys()}
+        whole = {id(parameter): gradient for parameter, gradient in unreduced_gradients(self._sharded().root).items()}
+        return shards | {_WHOLE_PREFIX + name: whole[id(p)] for name, p in parameters if id(p) in held & whole.keys()}
 
     def can_load(self, parameters: Iterable[tuple[str, Tensor]], state: Mapping[str, Tensor]) -> bool:
         """Return whether all gradients are parts of this process, or whole gradients of an open window."""
@@ -235,12 +235,12 @@ def _copies_on(mesh: DeviceMesh, placements: tuple[Placement, ...], processes: i
     return held * (processes // mesh.size())
 
 
-def _as_dtensor(part: Tensor, parameter: Any) -> Tensor:
-    """Return the DTensor that has ``part`` as this process's part, sharded as ``parameter`` is."""
+def _as_dtensor(shard: Tensor, parameter: Any) -> Tensor:
+    """Return the DTensor that has ``shard`` as this process's part, sharded as ``parameter`` is."""
     if not isinstance(parameter, DTensor):
-        return part
+        return shard
     whole: Tensor = DTensor.from_local(
-        part.to(parameter.device),
+        shard.to(parameter.device),
         parameter.device_mesh,
         parameter.placements,
         run_check=False,
@@ -250,8 +250,8 @@ def _as_dtensor(part: Tensor, parameter: Any) -> Tensor:
     return whole
 
 
-def _by_device(parts: Iterable[Tensor]) -> Iterable[list[Tensor]]:
+def _by_device(shards: Iterable[Tensor]) -> Iterable[list[Tensor]]:
     groups: dict[torch.device, list[Tensor]] = {}
-    for part in parts:
-        groups.setdefault(part.device, []).append(part)
+    for shard in shards:
+        groups.setdefault(shard.device, []).append(shard)
     return groups.values()

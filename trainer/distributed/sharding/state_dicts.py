@@ -64,8 +64,8 @@ def template(module: nn.Module, place: KeyPath, shape: torch.Size, dtype: torch.
 
 def _parameter(module: nn.Module, name: str) -> Any:
     """Return the parameter of this name, or None. Averaged weights are saved with the prefix ``module.``."""
-    for one in (name, name.removeprefix("module.")):
-        owner, _, last = one.rpartition(".")
+    for path in (name, name.removeprefix("module.")):
+        owner, _, last = path.rpartition(".")
         try:
             return getattr(module.get_submodule(owner), last)
         except AttributeError:
@@ -84,7 +84,7 @@ def load_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any]) -> None
     parameters = parameters_of(optimizer)
     numbers = [number for group in state["param_groups"] for number in group["params"]]
     owners = dict(zip(numbers, parameters, strict=False))
-    states = {number: mapped(one, partial(_state_like, owners.get(number))) for number, one in state["state"].items()}
+    states = {n: mapped(value, partial(_state_like, owners.get(n))) for n, value in state["state"].items()}
     optimizer.load_state_dict({**state, "state": states})
 
 
@@ -102,14 +102,14 @@ def unreduced_gradients(root: nn.Module) -> dict[nn.Parameter, Tensor]:
 
     They exist inside a window if gradients are reduced only at its end.
     """
-    found = {}
+    gradients = {}
     for parameter in _fsdp_parameters(root):
         gradient = parameter.unsharded_accumulated_grad
         if gradient is None and hasattr(parameter, "_unsharded_param"):
             gradient = parameter.unsharded_param.grad
         if gradient is not None:
-            found[parameter.sharded_param] = gradient.detach()
-    return found
+            gradients[parameter.sharded_param] = gradient.detach()
+    return gradients
 
 
 def load_unreduced_gradients(root: nn.Module, gradients: Mapping[nn.Parameter, Tensor]) -> None:

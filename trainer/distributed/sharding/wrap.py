@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import wraps
+from itertools import chain
 from typing import Any
 
 import torch
@@ -118,7 +119,7 @@ class ShardedModule:
         initialise(module, torch.device("cpu") if settings.cpu_offload else device, self._fill_shard)
         self._free_originals()
         self.blocks = len(sharded_modules(module)) - 1
-        buffers = {one.tensor: (one.owner, one.name) for one in owned_buffers(module)}
+        buffers = {owned.tensor: (owned.owner, owned.name) for owned in owned_buffers(module)}
         self._buffers = [place for buffer, place in buffers.items() if not isinstance(buffer, DTensor)]
         self.idle = IdlePasses(module, self.before_forward)
         vars(module)[_SHARDED] = self
@@ -155,16 +156,16 @@ class ShardedModule:
         """Return the modules that must be blocks to stay in float32, because a block has only one dtype."""
         if self.settings.policy.param_dtype is None and len({p.dtype for p in self.root.parameters()}) == 1:
             return []
-        found = list(chosen)
-        self._in_float32 = all_modules(*found)
-        return found
+        blocks = list(chosen)
+        self._in_float32 = all_modules(*blocks)
+        return blocks
 
     def _materialize(self, module: nn.Module) -> None:
         """Move the unsharded tensors of ``module`` to the device, broadcast them from rank 0, and record them."""
         owned = [parameter for parameter in owned_parameters(module) if not isinstance(parameter.tensor, DTensor)]
-        self._owners += [(one.owner, one.name, one.tensor) for one in owned]
-        tensors = dict.fromkeys(one.tensor for one in (*owned, *owned_buffers(module)))
-        whole = [one for one in tensors if not one.is_meta and not isinstance(one, DTensor)]
+        self._owners += [(entry.owner, entry.name, entry.tensor) for entry in owned]
+        tensors = dict.fromkeys(entry.tensor for entry in (*owned, *owned_buffers(module)))
+        whole = [tensor for tensor in tensors if not tensor.is_meta and not isinstance(tensor, DTensor)]
         for tensor in whole:
             tensor.data = tensor.data.to(self._device).contiguous()
         _broadcast(whole)
@@ -185,8 +186,8 @@ class ShardedModule:
         on_device = whole.to(self._device).contiguous()
         _broadcast([on_device])
         if isinstance(sharded, DTensor):
-            part = distribute_tensor(on_device, sharded.device_mesh, sharded.placements, src_data_rank=None)
-            sharded._local_tensor.data.copy_(part._local_tensor)
+            shard = distribute_tensor(on_device, sharded.device_mesh, sharded.placements, src_data_rank=None)
+            sharded._local_tensor.data.copy_(shard._local_tensor)
         else:
             sharded.data.copy_(on_device)
 
@@ -200,22 +201,22 @@ class ShardedModule:
 
     def _refuse_mixed_dtypes(self) -> None:
         names = {id(parameter): name for name, parameter in self.root.named_parameters()}
-        for group in (one for part in sharded_modules(self.root) for one in part._get_fsdp_state()._fsdp_param_groups):
+        for group in chain(*(module._get_fsdp_state()._fsdp_param_groups for module in sharded_modules(self.root))):
             by_dtype: dict[torch.dtype, str] = {}
-            for parameter in (one.sharded_param for one in group.fsdp_params if one.sharded_param.requires_grad):
+            for parameter in (p.sharded_param for p in group.fsdp_params if p.sharded_param.requires_grad):
                 by_dtype.setdefault(parameter.dtype, names[id(parameter)])
             if len(by_dtype) > 1:
                 self._restore()
-                found = " and ".join(f"{name} ({str(dtype)[6:]})" for dtype, name in by_dtype.items())
+                mixed = " and ".join(f"{name} ({str(dtype)[6:]})" for dtype, name in by_dtype.items())
                 raise UnsupportedError(
-                    f"Got trained parameters of different dtypes in one block, expected one dtype: {found}. Convert"
+                    f"Got trained parameters of different dtypes in one block, expected one dtype: {mixed}. Convert"
                     " them to one dtype, make their modules blocks (FSDP2Strategy(blocks=...)), or use strategy='ddp'."
                 )
 
     def before_forward(self) -> None:
         """Broadcast the buffers from rank 0, as DDP does before each forward: running means, for example."""
-        found = (getattr(owner, name, None) for owner, name in self._buffers)  # SWA replaces buffers
-        _broadcast([buffer for buffer in found if buffer is not None])
+        buffers = (getattr(owner, name, None) for owner, name in self._buffers)  # SWA replaces buffers
+        _broadcast([buffer for buffer in buffers if buffer is not None])
 
     def prepare_manual(self) -> Callable[..., None]:
         """Prepare for manual optimization: ``training_step`` is not the root's forward, and runs several passes.
@@ -276,7 +277,7 @@ class ShardedModule:
         """
         root: Any = self.root
         names, changed = {id(parameter): name for name, parameter in root.named_parameters()}, []
-        for group in (one for one in root._get_fsdp_state()._fsdp_param_groups if one.is_unsharded):
+        for group in (group for group in root._get_fsdp_state()._fsdp_param_groups if group.is_unsharded):
             for parameter in group.fsdp_params:
                 whole, sharded = parameter.unsharded_param, parameter.sharded_param
                 if isinstance(whole, DTensor) or not whole.data_ptr():  # with tensor parallelism, or without values
@@ -323,18 +324,18 @@ class ShardedModule:
 
 def _refuse_unsupported(root: nn.Module) -> None:
     """Raise an error if torch cannot shard a parameter, or would silently lose its hooks, ties or in-place changes."""
-    found: dict[str, list[str]] = {}
+    names_by_reason: dict[str, list[str]] = {}
     for name, reason in _problems(root):
-        found.setdefault(reason, []).append(name)
-    for reason, names in found.items():
+        names_by_reason.setdefault(reason, []).append(name)
+    for reason, names in names_by_reason.items():
         raise UnsupportedError(f"FSDP cannot shard {join_first(names, 8)}: {reason}")
 
 
 def _problems(root: nn.Module) -> Iterator[tuple[str, str]]:
     """Yield the names of unsupported modules and parameters, with the reason and the remedy."""
-    for kind, named in ((_PARTS, root.named_modules()), (_PARAMETERS, root.named_parameters())):
-        for name, one in named:
-            yield from ((name, reason) for reason, applies in kind.items() if applies(one))
+    for reasons, named in ((_PARTS, root.named_modules()), (_PARAMETERS, root.named_parameters())):
+        for name, value in named:
+            yield from ((name, reason) for reason, applies in reasons.items() if applies(value))
     owners: dict[int, str] = {}  # parameters by their address in memory
     for name, tensor in (*root.named_parameters(), *root.named_buffers()):
         address = 0 if isinstance(tensor, DTensor) or not is_dense(tensor) else tensor.data_ptr()
@@ -348,13 +349,13 @@ def _problems(root: nn.Module) -> Iterator[tuple[str, str]]:
 _TIE = "Assign the same parameter to both modules (decoder.weight = encoder.weight), or use strategy='ddp'."
 _PARTS: dict[str, Callable[[Any], bool]] = {
     "torch's fully_shard does not support scripted modules. Use the original module.": (
-        lambda part: isinstance(part, torch.jit.ScriptModule) and any(True for _ in part.parameters())
+        lambda module: isinstance(module, torch.jit.ScriptModule) and any(True for _ in module.parameters())
     ),
     "sparse gradients cannot be reduced to shards. Use sparse=False, or strategy='ddp'.": (
-        lambda part: isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.sparse
+        lambda module: isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse
     ),
     "max_norm changes the weight in the forward pass, and the change would be lost. Use torch.renorm on the output.": (
-        lambda part: isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.max_norm is not None
+        lambda module: isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None
     ),
 }
 """Reasons to refuse a module, with the condition."""
@@ -458,34 +459,34 @@ def find_blocks(
         more: additional modules that must be blocks. Default: none.
     """
     if classes is not None:
-        found = _blocks_of_classes(module, list(classes))
+        blocks = _blocks_of_classes(module, list(classes))
     else:
         most = sum(parameter.numel() for parameter in module.parameters()) / 2
-        found = list(_list_members(module, most))
-    found += [block for block in more if block not in found]
-    uses = Counter(one.tensor for one in owned_parameters(module))
-    return [block for block in found if _owns_parameters(block, uses)]
+        blocks = list(_list_members(module, most))
+    blocks += [block for block in more if block not in blocks]
+    uses = Counter(owned.tensor for owned in owned_parameters(module))
+    return [block for block in blocks if _owns_parameters(block, uses)]
 
 
 def _blocks_of_classes(module: nn.Module, classes: list[type[nn.Module] | str]) -> list[nn.Module]:
-    found: dict[nn.Module, None] = {}
-    for kind in classes:
-        parts = [part for part in module.modules() if part is not module and _is_a(part, kind)]
-        if not parts:
-            named = sorted({type(part).__name__ for part in module.modules() if part is not module})
-            name = kind if isinstance(kind, str) else kind.__name__
+    blocks: dict[nn.Module, None] = {}
+    for class_ in classes:
+        matching = [submodule for submodule in module.modules() if submodule is not module and _is_a(submodule, class_)]
+        if not matching:
+            named = sorted({type(submodule).__name__ for submodule in module.modules() if submodule is not module})
+            name = class_ if isinstance(class_, str) else class_.__name__
             raise ConfigurationError(
                 f"Got FSDP2Strategy(blocks=[{name}]), which {type(module).__name__} does not contain, expected classes"
                 f" of its modules.{did_you_mean(name, named)} They are: {', '.join(named[:12])}."
             )
-        found.update(dict.fromkeys(parts))
-    return [part for part in module.modules() if part in found]
+        blocks.update(dict.fromkeys(matching))
+    return [submodule for submodule in module.modules() if submodule in blocks]
 
 
-def _is_a(module: nn.Module, kind: type[nn.Module] | str) -> bool:
-    if isinstance(kind, str):
-        return any(base.__name__ == kind for base in type(module).__mro__)
-    return isinstance(module, kind)
+def _is_a(module: nn.Module, class_: type[nn.Module] | str) -> bool:
+    if isinstance(class_, str):
+        return any(base.__name__ == class_ for base in type(module).__mro__)
+    return isinstance(module, class_)
 
 
 def _list_members(module: nn.Module, most: float) -> Iterator[nn.Module]:
@@ -500,7 +501,7 @@ def _list_members(module: nn.Module, most: float) -> Iterator[nn.Module]:
 
 def _owns_parameters(block: nn.Module, uses: Mapping[Tensor, int]) -> bool:
     """Return whether a block has parameters, and shares none with outer modules, which torch does not support."""
-    inside = Counter(one.tensor for one in owned_parameters(block))
+    inside = Counter(owned.tensor for owned in owned_parameters(block))
     return bool(inside) and all(uses[parameter] == number for parameter, number in inside.items())
 
 
@@ -531,6 +532,6 @@ def _unwrap(module: Any) -> None:
             parameter._post_load_hook_handle.remove()
     module.__class__ = type(module).__mro__[module._orig_cls_mro_index]
     _module_state_mapping.pop(module, None)
-    for part in module.modules():
+    for submodule in module.modules():
         for key in (STATE_KEY, REGISTRY_KEY, "_is_fsdp_managed_module", "_fsdp_use_orig_params"):
-            part.__dict__.pop(key, None)
+            submodule.__dict__.pop(key, None)
