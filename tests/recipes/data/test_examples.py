@@ -38,15 +38,15 @@ def test_batches_are_padded_to_their_longest(tmp_path):
 def test_long_prompt_loses_its_beginning(tmp_path):
     data = examples(tmp_path, [{"prompt": "a" * 30, "completion": "bc"}] * 4, context=6)
     tokens, targets = data.splits["train"][0]
-    assert tokens == [*b"aaaabc"]
+    assert tokens == [0, *b"aaabc"]
     assert targets == [NO_TARGET] * 3 + [*b"bc", 0]
 
 
 def test_classes(tmp_path):
     data = examples(tmp_path, [{"text": "abc"[: 1 + i % 3], "label": i % 3} for i in range(12)])
     tokens, mask, labels = next(iter(data.test_dataloader()))
-    assert labels.tolist() == [size - 1 for size in mask.sum(1).tolist()]
-    assert tokens[0, 0] == ord("a")
+    assert labels.tolist() == [size - 2 for size in mask.sum(1).tolist()]
+    assert tokens[0, :2].tolist() == [0, ord("a")]
     assert len(next(iter(data.predict_dataloader()))) == 3
     data.prompts = ["one", "two"]
     assert list(data.predict_dataloader()) == [["one"], ["two"]]
@@ -58,7 +58,8 @@ def test_classes(tmp_path):
         ([{"question": "?"}], r"begins with \['question'\], expected lines with 'prompt' and 'completion'"),
         ([], "begins with nothing"),
         ([{"text": None}], "text of example 1 is None, expected text"),
-        ([{"text": "a", "label": True}], "the label of example 1 is True, expected 0, 1"),
+        ([{"text": "a", "label": True}], "the label of example 1 is True, expected 0, 1, ..., or words"),
+        ([{"text": "a", "label": "x"}, {"text": "a", "label": 1}], "label of example 2 is 1, expected a word, as in"),
         ([{"text": "a", "label": 1}, {"text": "a"}], "line 2 has 'text', expected an object with 'label'"),
         ([{"text": "a"}, {"text": "a", "label": 1}], r"example 2 has \['text', 'label'\], and example 1 has "),
     ],
