@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from recipes.data.loading import fold_of
 from recipes.data.packed_text import json_lines
 from recipes.data.text import NO_TARGET, TextData, split_documents
 from recipes.data.tokenizers import FileTokenizer, load_tokenizer, read_object
@@ -43,6 +44,9 @@ class Examples(TextData):
         split_seed: seed of the split into training, validation and test examples.
         held_out: share of the text for the validation, and the same share for the test.
         prompts: prompts that ``predict`` continues. Default: None, ``predict`` uses the test examples.
+        fold: number of the fold to validate, from 0, for cross-validation: the examples that are not in the test split
+            are divided into ``folds``, and the other folds are trained on. Default: None, no cross-validation.
+        folds: number of folds.
         classes: the words of the classes, in order. Default: None, those of ``id2label`` in the ``config.json`` next to
             the tokenizer, or else all words of the file in sorted order.
 
@@ -67,6 +71,8 @@ class Examples(TextData):
         split_seed: int = 0,
         held_out: float = 0.1,
         prompts: str | Sequence[str] | None = None,
+        fold: int | None = None,
+        folds: int = 5,
         classes: Sequence[str] | None = None,
     ) -> None:
         self.tokenizer = load_tokenizer(tokenizer)
@@ -75,6 +81,7 @@ class Examples(TextData):
             context, split_seed, held_out, prompts, batch_size=batch_size, num_workers=num_workers, collate_fn=collate
         )
         self.path = path
+        self.fold, self.folds = fold, folds
         self.classes = classes
 
     def setup(self, stage: str) -> None:
@@ -100,7 +107,13 @@ class Examples(TextData):
                 raise ValueError(f"{file}: example {number} has {kind}, and example 1 has {fields}: expected one kind.")
         examples = self._examples(rows, fields, file)
         sizes = [len(tokens) for tokens, _ in examples]
-        for name, places in split_documents(sizes, self.held_out, self.split_seed).items():
+        splits = split_documents(sizes, self.held_out, self.split_seed)
+        if self.fold is not None:
+            strata = [target if isinstance(target, int) else 0 for _, target in examples]
+            splits["train"], splits["val"] = fold_of(
+                strata, splits["test"], self.split_seed, fold=self.fold, folds=self.folds
+            )
+        for name, places in splits.items():
             self.splits[name] = [examples[place] for place in places]
 
     def _examples(self, rows: Sequence[dict[str, Any]], fields: Sequence[str], file: Path) -> list[Example]:

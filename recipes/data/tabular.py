@@ -6,10 +6,9 @@ from typing import Any
 import numpy as np
 import torch
 from sklearn.datasets import load_breast_cancer, load_diabetes, load_wine
-from sklearn.model_selection import StratifiedKFold
 from torch.utils.data import TensorDataset
 
-from recipes.data.loading import SplitDataModule, check_num_classes, stratified_split
+from recipes.data.loading import SplitDataModule, check_num_classes, fold_of, stratified_split
 
 LOADERS: dict[str, Callable[..., Any]] = {
     "breast_cancer": load_breast_cancer,
@@ -66,8 +65,6 @@ class Tabular(SplitDataModule):
         self.num_classes = num_classes
         self.split_seed = split_seed
         self.fold, self.folds = fold, folds
-        if fold is not None and not 0 <= fold < folds:
-            raise ValueError(f"fold is {fold}, expected 0 to {folds - 1}, because data.folds is {folds}.")
         self.target_mean, self.target_std = 0.0, 1.0
 
     def setup(self, stage: str) -> None:
@@ -79,9 +76,7 @@ class Tabular(SplitDataModule):
         held_out = round(0.15 * len(targets))
         positions = stratified_split(strata, held_out=(held_out, held_out), seed=self.split_seed)
         if self.fold is not None:
-            rest = np.sort(positions[0] + positions[1])
-            splits = StratifiedKFold(self.folds, shuffle=True, random_state=self.split_seed).split(rest, strata[rest])
-            positions[:2] = [rest[part].tolist() for part in list(splits)[self.fold]]
+            positions[:2] = fold_of(strata, positions[2], self.split_seed, fold=self.fold, folds=self.folds)
         train = positions[0]
         features = (features - features[train].mean(axis=0)) / features[train].std(axis=0)
         if self.num_classes is None:

@@ -53,6 +53,19 @@ def test_classes(tmp_path):
 
 
 @pytest.mark.parametrize(
+    "rows", [[{"text": "abc"[: 1 + i % 3], "label": i % 3} for i in range(30)], [{"text": "a"}] * 30]
+)
+def test_folds(tmp_path, rows):
+    whole, *folds = [examples(tmp_path, rows, fold=fold, folds=3).splits for fold in (None, 0, 1, 2)]
+    assert all(split["test"] == whole["test"] for split in folds)
+    held_out = [example for split in folds for example in split["val"]]
+    assert sorted(held_out, key=str) == sorted(whole["train"] + whole["val"], key=str)
+    assert all(len(split["train"] + split["val"]) == len(held_out) for split in folds)
+    with pytest.raises(ValueError, match="fold is 3, expected 0 to 2"):
+        examples(tmp_path, rows, fold=3, folds=3)
+
+
+@pytest.mark.parametrize(
     ("rows", "expected"),
     [
         ([{"question": "?"}], r"begins with \['question'\], expected lines with 'prompt' and 'completion'"),
