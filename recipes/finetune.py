@@ -170,21 +170,50 @@ class FineTuner(L.LightningModule):
 
     def _set_classes(self, config: Any) -> None:
         """Set the number of classes, their words, and the padding token, from which a decoder finds the last token."""
-        words = getattr(getattr(self._trainer, "datamodule", None), "classes", None)
+        words = self._words
         if words and self.num_classes not in (None, len(words)):
             raise ValueError(
                 f"num_classes is {self.num_classes}, but the data has the {len(words)} classes"
                 f" {', '.join(map(repr, words))}. Set model.num_classes=null, or list all classes: data.classes=[...]."
             )
         if words:
-            config.id2label = dict(enumerate(words))
-            config.label2id = {word: place for place, word in enumerate(words)}
+            _set_words(config, words)
         elif self.num_classes not in (None, config.num_labels):
             config.num_labels = self.num_classes
+        if config.num_labels < 2:
+            raise ValueError(
+                f"{words or self.folder} has {config.num_labels} class, expected at least 2. Set model.num_classes, or"
+                " list the words of all classes: data.classes=[...]."
+            )
         self.hparams["num_classes"] = config.num_labels  # for load_from_checkpoint
         text_config = config.get_text_config()
         if text_config.pad_token_id is None:
             text_config.pad_token_id = self.tokenizer.end if self.tokenizer.pad is None else self.tokenizer.pad
+
+    @property
+    def _words(self) -> list[str] | None:
+        """The words of the classes in the data, if its labels are words."""
+        return getattr(getattr(self._trainer, "datamodule", None), "classes", None)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Save the words of the classes, which the order of the head's outputs depends on."""
+        if self.task == "classification":
+            checkpoint["classes"] = list(self.net.config.id2label.values())
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Read the words of the classes.
+
+        Raises:
+            ValueError: the data has other words, or another order.
+        """
+        words = checkpoint.get("classes")
+        if words and self._words and list(self._words) != words:
+            raise ValueError(
+                f"The classes of the data are {', '.join(map(repr, self._words))}, but those of the checkpoint are"
+                f" {', '.join(map(repr, words))}. Set data.classes=[{','.join(words)}]."
+            )
+        if words:
+            _set_words(self.net.config, words)
 
     def _with_adapters(self, net: nn.Module) -> nn.Module:
         from peft import LoraConfig, get_peft_model
@@ -347,6 +376,11 @@ def check_folder(folder: str) -> Path:
             " you trust the model, load it yourself, and save it as .safetensors with model.save_pretrained(FOLDER)."
         )
     return place
+
+
+def _set_words(config: Any, words: Sequence[str]) -> None:
+    config.id2label = dict(enumerate(words))
+    config.label2id = {word: place for place, word in enumerate(words)}
 
 
 def _need(package: str, purpose: str) -> None:

@@ -226,6 +226,27 @@ def test_words_of_labels(tmp_path):
         )
 
 
+def test_words_of_a_checkpoint(tmp_path):
+    folder = word_model(tmp_path / "model", "Bert", 2)
+    options = {"folder": str(folder), "task": "classification"}
+
+    def data(*words):
+        rows = [{"text": word, "label": word} for word in words * 10]
+        return Examples(write_rows(tmp_path / "rows.jsonl", rows), tokenizer=str(folder))
+
+    trainer = make_trainer(tmp_path)
+    trainer.fit(FineTuner(ADAMW, **options), data("good", "bad"))
+    trainer.save_checkpoint(file := tmp_path / "last.ckpt")
+    with pytest.raises(
+        ValueError, match=r"data are 'bad', 'fine', but .* are 'bad', 'good'\. Set data\.classes=\[bad,good\]"
+    ):
+        make_trainer(tmp_path).validate(FineTuner(ADAMW, **options), data("bad", "fine"), ckpt_path=file)
+    with pytest.raises(ValueError, match=r"\['bad'\] has 1 class, expected at least 2"):
+        make_trainer(tmp_path).validate(FineTuner(ADAMW, **options), data("bad"))
+    module = FineTuner.load_from_checkpoint(file, optimizer=ADAMW)
+    assert module.net.config.id2label == {0: "bad", 1: "good"}
+
+
 def test_number_of_classes_that_differs_from_the_words(tmp_path):
     folder = word_model(tmp_path / "model", "Bert", 2)
     rows = [{"text": text, "label": text.split()[-1]} for text in TEXTS]
