@@ -11,6 +11,7 @@ from typing import Any, Literal
 import lightning as L
 import torch
 import torch.nn.functional as F
+from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
@@ -52,8 +53,10 @@ class FineTuner(L.LightningModule):
             None: a constant learning rate.
         folder: folder of the model, as ``save_pretrained`` writes it: ``config.json`` and ``.safetensors``.
         task: ``"causal"`` for a language model, ``"classification"`` for a classifier of whole texts. If the
-            folder has no weights for the head, the head is initialized randomly.
-        num_classes: number of classes of a classifier.
+            folder has no weights for the head, the head is initialized randomly. If labels are words, the saved
+            config contains them (``id2label``).
+        num_classes: number of classes of a classifier. Default: None, that of the data if its labels are words, or else
+            that of the model. If the folder's head has another size, a new one is created.
         lora_rank: rank of the adapters that are trained instead of the weights (needs ``peft``); None: all weights.
         lora_alpha: the adapters' output is multiplied by this value divided by the rank.
         lora_dropout: probability that an input of an adapter is set to zero in training.
@@ -69,8 +72,8 @@ class FineTuner(L.LightningModule):
     Raises:
         FileNotFoundError: the folder does not exist, or contains no model.
         ModuleNotFoundError: ``transformers`` or, for LoRA, ``peft`` is not installed.
-        ValueError: the model needs custom code or has pickles instead of ``.safetensors``, the task is unknown, or a
-            classifier has no ``num_classes``.
+        ValueError: the model needs custom code or has pickles instead of ``.safetensors``, the task is unknown,
+            ``num_classes`` is below 2 or differs from the data, or the weights do not match the folder's config.
     """
 
     net: nn.Module
@@ -94,8 +97,8 @@ class FineTuner(L.LightningModule):
         super().__init__()
         if task not in _CLASSES:
             raise ValueError(f"task is {task!r}, expected 'causal' or 'classification'.")
-        if task == "classification" and (num_classes is None or num_classes < 2):
-            raise ValueError(f"num_classes is {num_classes}, expected at least 2 for task='classification'.")
+        if num_classes is not None and num_classes < 2:
+            raise ValueError(f"num_classes is {num_classes}, expected at least 2, or null for that of the model.")
         self.folder = check_folder(folder)
         _need("transformers", "to fine-tune a model")
         if lora_rank is not None:
@@ -135,23 +138,82 @@ class FineTuner(L.LightningModule):
             return
         import transformers
 
-        more = {"num_labels": self.num_classes} if self.task == "classification" else {}
+        place = {"local_files_only": True, "trust_remote_code": False}
+        config = transformers.AutoConfig.from_pretrained(self.folder, **place)
+        classes = config.num_labels
+        if self.task == "classification":
+            self._set_classes(config)
         # the weights are in files, so load them even under torch.device("meta")
         is_meta = torch.get_default_device().type == "meta"
         with torch.device("cpu") if is_meta else torch.get_default_device():
-            net = getattr(transformers, _CLASSES[self.task]).from_pretrained(
+            net, report = getattr(transformers, _CLASSES[self.task]).from_pretrained(
                 self.folder,
-                local_files_only=True,
-                trust_remote_code=False,
+                config=config,
                 use_safetensors=True,
                 dtype=torch.get_default_dtype(),
                 attn_implementation=self.attention,
-                **more,
+                ignore_mismatched_sizes=classes != config.num_labels,
+                output_loading_info=True,
+                **place,
             )
-            if self.task == "classification" and net.config.pad_token_id is None:
-                net.config.pad_token_id = self.tokenizer.end
+            for name, old, new in sorted(report["mismatched_keys"]):
+                if (old[0], new[0]) != (classes, config.num_labels):
+                    raise ValueError(f"{name} in {self.folder} has shape {old}, but its config.json implies {new}.")
+            if created := sorted({*report["missing_keys"], *(name for name, *_ in report["mismatched_keys"])}):
+                head = f" with {config.num_labels} classes" if self.task == "classification" else ""
+                rank_zero_warn(
+                    f"{self.folder} has no head{head}: {', '.join(created)} are new and random until they are trained"
+                    " or read from a checkpoint."
+                )
             self.net = net if self.lora_rank is None else self._with_adapters(net)
         self.net.train()
+
+    def _set_classes(self, config: Any) -> None:
+        """Set the number of classes, their words, and the padding token, from which a decoder finds the last token."""
+        words = self._words
+        if words and self.num_classes not in (None, len(words)):
+            raise ValueError(
+                f"num_classes is {self.num_classes}, but the data has the {len(words)} classes"
+                f" {', '.join(map(repr, words))}. Set model.num_classes=null, or list all classes: data.classes=[...]."
+            )
+        if words:
+            _set_words(config, words)
+        elif self.num_classes not in (None, config.num_labels):
+            config.num_labels = self.num_classes
+        if config.num_labels < 2:
+            raise ValueError(
+                f"{words or self.folder} has {config.num_labels} class, expected at least 2. Set model.num_classes, or"
+                " list the words of all classes: data.classes=[...]."
+            )
+        self.hparams["num_classes"] = config.num_labels  # for load_from_checkpoint
+        text_config = config.get_text_config()
+        if text_config.pad_token_id is None:
+            text_config.pad_token_id = self.tokenizer.end if self.tokenizer.pad is None else self.tokenizer.pad
+
+    @property
+    def _words(self) -> list[str] | None:
+        """The words of the classes in the data, if its labels are words."""
+        return getattr(getattr(self._trainer, "datamodule", None), "classes", None)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Save the words of the classes, which the order of the head's outputs depends on."""
+        if self.task == "classification":
+            checkpoint["classes"] = list(self.net.config.id2label.values())
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Read the words of the classes.
+
+        Raises:
+            ValueError: the data has other words, or another order.
+        """
+        words = checkpoint.get("classes")
+        if words and self._words and list(self._words) != words:
+            raise ValueError(
+                f"The classes of the data are {', '.join(map(repr, self._words))}, but those of the checkpoint are"
+                f" {', '.join(map(repr, words))}. Set data.classes=[{','.join(words)}]."
+            )
+        if words:
+            _set_words(self.net.config, words)
 
     def _with_adapters(self, net: nn.Module) -> nn.Module:
         from peft import LoraConfig, get_peft_model
@@ -173,6 +235,9 @@ class FineTuner(L.LightningModule):
 
     def _logits(self, tokens: Tensor, mask: Tensor | None = None) -> Tensor:
         more = {"use_cache": False} if self.task == "causal" else {}  # disable the key-value cache
+        pad = self.net.config.get_text_config().pad_token_id
+        if mask is not None and pad is not None:
+            tokens = tokens.masked_fill(mask == 0, pad)  # some models find the last token, or positions, by it
         logits: Tensor = self.net(input_ids=tokens, attention_mask=mask, **more).logits
         return logits
 
@@ -211,7 +276,7 @@ class FineTuner(L.LightningModule):
 
         If the weights are sharded, all ranks must call it with the same prompt.
         """
-        stream = self.tokenizer.encode([prompt])[0] or [self.tokenizer.end]
+        stream = [*self.tokenizer.begin, *self.tokenizer.encode([prompt])[0]] or [self.tokenizer.end]
         start = len(stream)
         longest = getattr(self.net.config, "max_position_embeddings", None) or len(stream) + self.sample_length
         for _ in range(self.sample_length):
@@ -311,6 +376,11 @@ def check_folder(folder: str) -> Path:
             " you trust the model, load it yourself, and save it as .safetensors with model.save_pretrained(FOLDER)."
         )
     return place
+
+
+def _set_words(config: Any, words: Sequence[str]) -> None:
+    config.id2label = dict(enumerate(words))
+    config.label2id = {word: place for place, word in enumerate(words)}
 
 
 def _need(package: str, purpose: str) -> None:

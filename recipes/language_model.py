@@ -183,8 +183,9 @@ class LanguageModel(L.LightningModule):
             seed: seed of the sampling. No global random state is used.
         """
         end = self.tokenizer.end
+        begin = self.tokenizer.begin or [end]
         draw = torch.Generator(self.device).manual_seed(seed)
-        stream = [end, *self.tokenizer.encode([prompt])[0]]
+        stream = [*begin, *self.tokenizer.encode([prompt])[0]]
         start = len(stream)
         for _ in range(self.sample_length):
             tokens = torch.tensor([stream[-self.context :]], device=self.device)

@@ -115,6 +115,28 @@ def stratified_split(labels: Sequence[int], held_out: Sequence[int], seed: int) 
     return [sorted(rest.tolist()), *splits]
 
 
+def fold_of(strata: Sequence[int], test: Sequence[int], seed: int, *, fold: int, folds: int) -> list[list[int]]:
+    """Return the positions to train on and to validate in one fold of a stratified cross-validation.
+
+    Args:
+        strata: class of every sample.
+        test: positions that are in no fold.
+        seed: seed of the folds. No global random state is read or changed.
+        fold: number of the fold to validate, from 0.
+        folds: number of folds.
+
+    Raises:
+        ValueError: there is no such fold.
+    """
+    from sklearn.model_selection import StratifiedKFold
+
+    if not 0 <= fold < folds:
+        raise ValueError(f"fold is {fold}, expected 0 to {folds - 1}, because data.folds is {folds}.")
+    rest = np.setdiff1d(np.arange(len(strata)), test)
+    splits = StratifiedKFold(folds, shuffle=True, random_state=seed).split(rest, np.asarray(strata)[rest])
+    return [rest[part].tolist() for part in list(splits)[fold]]
+
+
 def make_loader(
     dataset: Dataset[Any], *, batch_size: int, num_workers: int, training: bool, **options: Any
 ) -> DataLoader[Any]:

@@ -20,16 +20,16 @@ from recipes.data.text import NO_TARGET, Batch, TextData, python_topics, read_te
 from recipes.data.tokenizers import Tokenizer, check_vocabulary, load_tokenizer
 
 _AT_ONCE = 1000  # documents that are tokenized together
-_FORMAT = 1  # version of the format of the token files
+_FORMAT = 2  # version of the format of the token files
 
 
 class PackedText(TextData):
     """Documents as one long stream of tokens, cut into sequences of equal length.
 
     Only the last sequence of each split may need padding; a sequence may contain the end of one document and the
-    beginning of the next, with the tokenizer's end token between them. A batch is
-    ``(tokens, targets)``, both int64 of shape (batch, ``context``). A target is the next token, or -100 after
-    the end of the last sequence. Every token of a document is the target of one token, and so is the document's end.
+    beginning of the next, with the tokenizer's end token between them, and the special tokens that it puts before a
+    text. A batch is ``(tokens, targets)``, both int64 of shape (batch, ``context``). A target is the next token, or
+    -100 after the end of the last sequence. Every token of a document is the target of one token, and so is its end.
 
     The text is tokenized once, by one process of each machine, into files below ``cache``. Later runs with the same
     text and tokenizer use these files. They are memory-mapped: they need not fit into memory, and workers share them.
@@ -154,14 +154,15 @@ class PackedText(TextData):
         }
         unfinished = folder.with_name(f"{folder.name}.{os.getpid()}")
         unfinished.mkdir(parents=True, exist_ok=True)
-        end = np.asarray([self.tokenizer.end], self._dtype)
+        last = self.tokenizer.end
+        begin = [token for token in self.tokenizer.begin if token != last]  # one end separates two documents
         files = {name: (unfinished / f"{name}.bin").open("wb") for name in ("train", "val", "test")}
         for file in files.values():
-            file.write(end.tobytes())
+            file.write(np.asarray([last], self._dtype).tobytes())
         documents = ((place, text) for place, text in enumerate(read()) if place in split_of)
         while batch := list(islice(documents, _AT_ONCE)):
             for (place, _), tokens in zip(batch, self.tokenizer.encode([text for _, text in batch]), strict=True):
-                files[split_of[place]].write(np.append(np.asarray(tokens, self._dtype), end).tobytes())
+                files[split_of[place]].write(np.asarray([*begin, *tokens, last], self._dtype).tobytes())
         for file in files.values():
             file.close()
         try:

@@ -8,7 +8,7 @@ import torch
 from sklearn.datasets import load_breast_cancer, load_diabetes, load_wine
 from torch.utils.data import TensorDataset
 
-from recipes.data.loading import SplitDataModule, check_num_classes, stratified_split
+from recipes.data.loading import SplitDataModule, check_num_classes, fold_of, stratified_split
 
 LOADERS: dict[str, Callable[..., Any]] = {
     "breast_cancer": load_breast_cancer,
@@ -33,13 +33,16 @@ class Tabular(SplitDataModule):
         num_features: number of features of the model; must be the table's.
         num_classes: number of classes of the model; must be the table's. None: regression.
         split_seed: seed of the three splits, which are stratified by class or by the target's decile.
+        fold: number of the fold to validate, from 0, for cross-validation: the rows that are not in the test split are
+            divided into ``folds``, and the other folds are trained on. Default: None, no cross-validation.
+        folds: number of folds.
 
     Attributes:
         target_mean: mean of the training targets of a regression; otherwise 0.
         target_std: standard deviation of the training targets of a regression; otherwise 1.
 
     Raises:
-        ValueError: there is no such table, or it has another number of features or classes.
+        ValueError: there is no such table or fold, or the table has another number of features or classes.
     """
 
     def __init__(
@@ -51,6 +54,8 @@ class Tabular(SplitDataModule):
         num_features: int,
         num_classes: int | None,
         split_seed: int = 0,
+        fold: int | None = None,
+        folds: int = 5,
     ) -> None:
         super().__init__(batch_size, num_workers)
         if name not in LOADERS:
@@ -59,6 +64,7 @@ class Tabular(SplitDataModule):
         self.num_features = num_features
         self.num_classes = num_classes
         self.split_seed = split_seed
+        self.fold, self.folds = fold, folds
         self.target_mean, self.target_std = 0.0, 1.0
 
     def setup(self, stage: str) -> None:
@@ -69,6 +75,8 @@ class Tabular(SplitDataModule):
         strata = self._check(features, targets)
         held_out = round(0.15 * len(targets))
         positions = stratified_split(strata, held_out=(held_out, held_out), seed=self.split_seed)
+        if self.fold is not None:
+            positions[:2] = fold_of(strata, positions[2], self.split_seed, fold=self.fold, folds=self.folds)
         train = positions[0]
         features = (features - features[train].mean(axis=0)) / features[train].std(axis=0)
         if self.num_classes is None:

@@ -16,14 +16,18 @@ class Tokenizer(Protocol):
 
     Attributes:
         vocabulary: number of tokens.
-        end: the token before and after a document.
+        end: the token that ends a document.
+        begin: the special tokens that come before a text; may be empty.
+        after: the special tokens that come after a text that is classified; may be empty.
     """
 
     vocabulary: int
     end: int
+    begin: list[int]
+    after: list[int]
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return the tokens of each text, without an end token."""
+        """Return the tokens of each text, without special tokens."""
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of ``tokens``, with "�" for bytes that are not valid text."""
@@ -34,6 +38,8 @@ class Bytes:
 
     vocabulary = VOCABULARY
     end = END
+    begin: list[int] = [END]
+    after: list[int] = []
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the bytes of each text."""
@@ -54,6 +60,9 @@ class FileTokenizer:
         FileNotFoundError: the file does not exist.
         ModuleNotFoundError: ``tokenizers`` is not installed.
         ValueError: the file does not contain a tokenizer, or the token that ends a document is unknown.
+
+    Attributes:
+        pad: the token that pads a text, or None if the folder's ``tokenizer_config.json`` names none.
     """
 
     def __init__(self, path: str) -> None:
@@ -77,8 +86,17 @@ class FileTokenizer:
             self._library = Library.from_file(str(file))
         except Exception as error:  # the library raises its own exception class
             raise ValueError(f"{file.resolve()} is not a tokenizer file: {error}") from error
+        self._library.no_padding()  # as transformers does, unless the caller passes padding or truncation
+        self._library.no_truncation()
         self.vocabulary: int = self._library.get_vocab_size(with_added_tokens=True)
-        self.end = self._find_end()
+        config = read_object(file.parent / "tokenizer_config.json")
+        self.end = self._find_end(_text_of(config.get("eos_token")))
+        pad = _text_of(config.get("pad_token"))
+        self.pad: int | None = self._library.token_to_id(pad) if pad else None
+        example = self._library.encode(self._library.id_to_token(self.end))  # one token, for any vocabulary
+        place = example.sequence_ids.index(0)  # special tokens have None
+        self.begin: list[int] = example.ids[:place]
+        self.after: list[int] = example.ids[place + 1 :]
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the tokens of each text, computed for all texts at once on all cores."""
@@ -88,10 +106,9 @@ class FileTokenizer:
         """Return the text of ``tokens``."""
         return str(self._library.decode(list(tokens)))
 
-    def _find_end(self) -> int:
+    def _find_end(self, named: str | None) -> int:
         """Return the end token that the folder's config names, or else the first of ``_USUAL_ENDS`` that exists."""
-        named = [_text_of(_read(self.file.parent / "tokenizer_config.json").get("eos_token"))]
-        for token in [*named, *_USUAL_ENDS]:
+        for token in [named, *_USUAL_ENDS]:
             number = self._library.token_to_id(token) if token else None
             if number is not None:
                 return int(number)
@@ -116,7 +133,8 @@ def check_vocabulary(given: int, tokenizer: Tokenizer) -> None:
         )
 
 
-def _read(file: Path) -> dict[str, Any]:
+def read_object(file: Path) -> dict[str, Any]:
+    """Return the object in a JSON file; an empty one if there is none."""
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -264,6 +264,7 @@ SCENARIOS = {
     "cli/restore.py:apply": printed_by("test", "ckpt=loose.ckpt"),
     "cli/execution.py:_require_last_checkpoint": printed_by("test", *LINE, "ckpt_path=last"),
     "cli/sweep/__init__.py:_best": best_of_a_sweep,
+    "cli/sweep/__init__.py:_use": best_of_a_sweep,
     "cli/tune/__init__.py:command": printed_by("tune", "batchsize", *LINE, *SHORT),
     "cli/config_checks.py:_check_model": no_model,
     "cli/config_checks.py:_check_start": paths_with_special_characters,

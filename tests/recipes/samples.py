@@ -3,6 +3,7 @@
 import json
 import pickle
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -90,6 +91,38 @@ def tiny_llama(folder: Path, *, classes: int | None = None) -> Path:
     kind(config).save_pretrained(folder)
     library.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>"}))
+    return folder
+
+
+def word_model(folder: Path, kind: str, classes: int | None = None, **config: Any) -> Path:
+    """Write a folder like `save_pretrained`: a tiny model of words, and a tokenizer with special tokens.
+
+    Args:
+        folder: created if it is missing.
+        kind: ``"Bert"``, with ``[CLS] text [SEP]``, or ``"Llama"``, with ``<s> text``.
+        classes: number of classes of a classifier; None for a language model.
+        **config: settings of the model.
+    """
+    import transformers
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+
+    begin, end = ("[CLS]", "[SEP]") if kind == "Bert" else ("<s>", "</s>")
+    words = ["[PAD]", "[UNK]", begin, end, "the", "a", "film", "was", "very", "so", "good", "bad", "fine"]
+    library = Tokenizer(models.WordLevel({word: place for place, word in enumerate(words)}, unk_token="[UNK]"))
+    library.pre_tokenizer = pre_tokenizers.Whitespace()
+    library.add_special_tokens(words[:4])
+    template = f"{begin} $A {end}" if kind == "Bert" else f"{begin} $A"
+    library.post_processor = processors.TemplateProcessing(template, special_tokens=[(begin, 2), (end, 3)])
+    library.enable_truncation(4)  # as many files have it; both libraries ignore it
+    names = {"cls_token": begin, "sep_token": end} if kind == "Bert" else {"bos_token": begin, "eos_token": end}
+    transformers.PreTrainedTokenizerFast(tokenizer_object=library, pad_token="[PAD]", **names).save_pretrained(folder)
+    library.save(str(folder / "tokenizer.json"))
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    special = {"bos_token_id": 2, "eos_token_id": 3, "pad_token_id": 0, "num_labels": classes or 2}
+    settings = getattr(transformers, f"{kind}Config")(vocab_size=len(words), **sizes | special | config)
+    task = "ForSequenceClassification" if classes else "ForCausalLM"
+    getattr(transformers, f"{kind}{task}")(settings).save_pretrained(folder)
     return folder
 
 

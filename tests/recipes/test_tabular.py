@@ -42,6 +42,18 @@ def test_splits_are_disjoint_complete_and_stratified():
     assert not torch.equal(data.splits["test"].tensors[0], other.splits["test"].tensors[0])
 
 
+def test_folds_divide_the_rows_that_are_not_in_the_test():
+    whole, *folds = (table("wine", fold=fold, folds=3) for fold in (None, 0, 1, 2, 2))
+    for data in (whole, *folds):
+        data.setup("fit")
+        assert torch.equal(data.splits["test"].tensors[1], whole.splits["test"].tensors[1])
+        assert len(data.splits["train"]) + len(data.splits["val"]) == 151
+        assert data.splits["train"].tensors[0].mean().item() == pytest.approx(0, abs=1e-6)
+    counts = [data.splits["val"].tensors[1].bincount().tolist() for data in folds]
+    assert counts[:3] == [[17, 20, 14], [17, 20, 13], [16, 20, 14]]
+    assert torch.equal(folds[2].splits["val"].tensors[0], folds[3].splits["val"].tensors[0])
+
+
 def test_regression_has_targets_of_every_size_in_every_split():
     data = table("diabetes")
     data.setup("fit")
@@ -61,6 +73,7 @@ def test_regression_has_targets_of_every_size_in_every_split():
         ({"name": "titanic"}, "name is titanic, expected one of breast_cancer, diabetes, wine"),
         ({"num_features": 4}, "num_features is 4, but wine has 13 features. Set data.num_features=13"),
 
+        ({"fold": 5}, "fold is 5, expected 0 to 4, because data.folds is 5"),
         ({"num_classes": None}, "num_classes is None, but wine needs 3: it has classes"),
         ({"name": "diabetes", "num_features": 10}, "num_classes is 3, but diabetes needs null: its targets are num"),
     ],

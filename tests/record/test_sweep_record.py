@@ -50,6 +50,22 @@ def test_folder_of_a_sweep_names_the_best_checkpoint_of_its_best_job(tmp_path):
         find(tmp_path, latest=True)
 
 
+def test_folds(tmp_path):
+    for job, (rate, fold, value) in enumerate(((1, 0, 0.5), (1, 1, 0.75), (2, 0, 0.25), (2, 1, 1.25), (3, 0, 0.125))):
+        write(tmp_path, job, value, overrides=["command=fit", f"optimizer.lr={rate}", f"data.fold={fold}"])
+    sweep = load_sweep(tmp_path)
+    assert sweep.folds == (("optimizer.lr=1",), sweep.runs[:2])
+    assert sweep.mean(sweep.runs[:2]) == (0.625, pytest.approx(0.17678, abs=1e-5))
+    assert sweep.best is sweep.runs[0]  # of the best folds
+    only = Sweep(sweep.runs[2:4])
+    assert only.folds == ((), only.runs)
+    assert Sweep(sweep.runs[3:]).folds is None
+    write(tmp_path, 1, float("nan"), overrides=["command=fit", "optimizer.lr=1", "data.fold=1"])
+    sweep = load_sweep(tmp_path)
+    assert sweep.mean(sweep.runs[:2]) is None
+    assert sweep.folds == (("optimizer.lr=2",), sweep.runs[2:4])
+
+
 def test_only_completed_runs_are_the_best_of_a_sweep(tmp_path):
     write(tmp_path, 0, 0.5)
     write(tmp_path, 1, 0.25, status="pruned")

@@ -86,6 +86,11 @@ def _dispatch(arguments: Arguments) -> int:
             example = command_line("fit", *arguments.overrides)
             raise UsageError(f"No command given, expected one of {', '.join(commands.names())}: `{example}`.")
         arguments.command = "fit"
+    if arguments.command == "predict":
+        from trainer.cli.sweep import folds
+
+        if (status := folds.predict(arguments, _hydra)) is not None:
+            return status
     return _hydra(arguments)
 
 

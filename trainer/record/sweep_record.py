@@ -7,6 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from statistics import fmean, stdev
 from typing import Any
 
 from trainer.record.run_record import RUN, RunRecord, changed, load_run, without_step_epoch_variants
@@ -14,6 +15,9 @@ from trainer.record.run_record import RUN, RunRecord, changed, load_run, without
 _NO_METRICS = ("amp/", "lr-", "grad_norm")
 """Prefixes of values that callbacks log and that do not measure the quality of a model."""
 _METRICS = 4
+_REPEATED = re.compile(r"[+~]*(\w+\.)*(seed|fold)=")
+"""Start of overrides for seeds and folds. Runs that differ only by these are repetitions."""
+_FOLD = re.compile(r"[+~]*(\w+\.)*fold=")
 _LONG = re.compile(r"(?<![\w.])\d+\.\d{5,}(?:e[+-]?\d+)?(?![\w.])")  # numbers drawn by a sweeper
 
 
@@ -38,8 +42,48 @@ class Sweep:
 
     @property
     def best(self) -> RunRecord | None:
-        """The completed run that has reached the best value of `goal`, the first of equals, or None without a goal."""
-        return best_of([run for run in self.runs if run.completed], self.goal)
+        """The completed run that has reached the best value of `goal`, the first of equals, or None without a goal.
+
+        It is one of `folds` if there are any.
+        """
+        folds = self.folds
+        return best_of([run for run in self.runs if run.completed] if folds is None else folds[1], self.goal)
+
+    @property
+    def repetitions(self) -> dict[tuple[str, ...], list[RunRecord]]:
+        """The completed runs with a seed or a fold that not all runs have, by their other overrides."""
+        groups = dict[tuple[str, ...], list[RunRecord]]()
+        for run, own in zip(self.runs, self.own(), strict=True):
+            others = tuple(word for word in own if not _REPEATED.match(word))
+            if run.completed and len(others) < len(own):
+                groups.setdefault(others, []).append(run)
+        return groups
+
+    @property
+    def folds(self) -> tuple[tuple[str, ...], list[RunRecord]] | None:
+        """The `repetitions` over folds with the best mean of the objective, and their overrides; None without folds.
+
+        Only those with the most completed runs are compared, because each fold has other samples.
+        """
+        groups = {words: runs for words, runs in self.repetitions.items() if len(runs) > 1}
+        if not any(_FOLD.match(word) for own in self.own() for word in own) or not groups:
+            return None
+        most = max(map(len, groups.values()))
+        groups = {words: runs for words, runs in groups.items() if len(runs) == most}
+        if len(groups) == 1:
+            return next(iter(groups.items()))
+        means = {words: mean for words, runs in groups.items() if (mean := self.mean(runs)) is not None}
+        best = max if self.goal is not None and self.goal[1] == "max" else min
+        words = best(means, key=lambda words: means[words][0], default=None)
+        return None if words is None else (words, groups[words])
+
+    def mean(self, runs: Sequence[RunRecord]) -> tuple[float, float] | None:
+        """Return the mean and the standard deviation (n - 1) of the objective over at least two runs.
+
+        Return None without an objective, or if a run has no finite value.
+        """
+        values = [value for run in runs if (value := run.reached(self.goal).value) is not None]
+        return (fmean(values), stdev(values)) if len(values) == len(runs) else None
 
     @property
     def metrics(self) -> list[str]:

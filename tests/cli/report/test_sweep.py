@@ -33,6 +33,16 @@ def sweep(make_run):
     return make
 
 
+def test_mean_of_folds(sweep):
+    folds = [
+        job(number, value, overrides=["+recipe=a", f"data.fold={number}"]) for number, value in ((0, 0.5), (1, 1.0))
+    ]
+    page = report(sweep(*folds))
+    assert "Mean val_acc 0.75 ± 0.35 over 2 jobs" in page.text
+    assert "Highest val_acc" not in page.text
+    assert "best" not in page.sections["jobs"]
+
+
 def test_jobs_and_curves(sweep):
     jobs = [
         job(1, 0.5),

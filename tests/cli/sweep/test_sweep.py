@@ -142,11 +142,42 @@ def test_means_over_seeds_and_folds(tmp_path):
         job(4, 0.8, "optimizer.lr=3", "seed=1", "+data.fold=0"),
         job(5, 0.9, "optimizer.lr=4", "data.split_seed=1"),
         job(6, 0.9, "optimizer.lr=4", "data.split_seed=2"),
+        job(7, 0.7, "optimizer.lr=5", "seed=1"),
+        job(8, 0.0, "optimizer.lr=5", "seed=2"),
     )
     report(tmp_path)
     lines = (tmp_path / "summary.md").read_text().split("|\n\n")[1].splitlines()
-    assert lines[:2] == ["Mean of 3 jobs optimizer.lr=1: loss 0.3 ± 0.26", ""]
-    assert lines[2] == "Best: job 0, with the lowest loss, 0.1: optimizer.lr=1 seed=1 +data.fold=0"
+    means = ["Mean of 3 jobs optimizer.lr=1: loss 0.3 ± 0.26", "Mean of 2 jobs optimizer.lr=5: loss 0.35 ± 0.49"]
+    assert lines[:3] == [*means, ""]
+    # the other has fewer completed jobs
+    assert lines[3] == "Best: optimizer.lr=1, with the lowest mean loss, 0.3 ± 0.26 over 3 jobs"
+
+
+@pytest.mark.parametrize(
+    ("rates", "best"), [((1,), ""), ((1, 2), "Best: optimizer.lr=2, with the highest mean loss, ")]
+)
+def test_result_of_a_sweep_over_folds(rates, best, tmp_path, capsys):
+    values = {1: (0.1, 0.9), 2: (0.7, 0.8)}  # the best job is not one of the best folds
+    jobs = [
+        reached(
+            10 * rate + fold,
+            value,
+            "max",
+            overrides=["+recipe=a", f"optimizer.lr={rate}", f"data.fold={fold}"],
+            paths={"best_checkpoint": "a.ckpt"},
+        )
+        for rate in rates
+        for fold, value in enumerate(values[rate])
+    ]
+    report(left(tmp_path, *jobs))
+    text, out = (tmp_path / "summary.md").read_text(), capsys.readouterr().out
+    assert "loss 0.5 ± 0.57" in text
+    assert "Best: job" not in text
+    assert "best)" not in text
+    assert not any(job["best"] for job in json.loads((tmp_path / "summary.json").read_text()))
+    assert best in text
+    assert ("loss, 0.75 ± 0.071 over 2 jobs" in text) == (len(rates) > 1)
+    assert f"    python -m trainer predict ckpt={tmp_path}" in out
 
 
 TABLE, RESUME = "| job |", "To resume: this"

@@ -38,18 +38,31 @@ def test_batches_are_padded_to_their_longest(tmp_path):
 def test_long_prompt_loses_its_beginning(tmp_path):
     data = examples(tmp_path, [{"prompt": "a" * 30, "completion": "bc"}] * 4, context=6)
     tokens, targets = data.splits["train"][0]
-    assert tokens == [*b"aaaabc"]
+    assert tokens == [0, *b"aaabc"]
     assert targets == [NO_TARGET] * 3 + [*b"bc", 0]
 
 
 def test_classes(tmp_path):
     data = examples(tmp_path, [{"text": "abc"[: 1 + i % 3], "label": i % 3} for i in range(12)])
     tokens, mask, labels = next(iter(data.test_dataloader()))
-    assert labels.tolist() == [size - 1 for size in mask.sum(1).tolist()]
-    assert tokens[0, 0] == ord("a")
+    assert labels.tolist() == [size - 2 for size in mask.sum(1).tolist()]
+    assert tokens[0, :2].tolist() == [0, ord("a")]
     assert len(next(iter(data.predict_dataloader()))) == 3
     data.prompts = ["one", "two"]
     assert list(data.predict_dataloader()) == [["one"], ["two"]]
+
+
+@pytest.mark.parametrize(
+    "rows", [[{"text": "abc"[: 1 + i % 3], "label": i % 3} for i in range(30)], [{"text": "a"}] * 30]
+)
+def test_folds(tmp_path, rows):
+    whole, *folds = [examples(tmp_path, rows, fold=fold, folds=3).splits for fold in (None, 0, 1, 2)]
+    assert all(split["test"] == whole["test"] for split in folds)
+    held_out = [example for split in folds for example in split["val"]]
+    assert sorted(held_out, key=str) == sorted(whole["train"] + whole["val"], key=str)
+    assert all(len(split["train"] + split["val"]) == len(held_out) for split in folds)
+    with pytest.raises(ValueError, match="fold is 3, expected 0 to 2"):
+        examples(tmp_path, rows, fold=3, folds=3)
 
 
 @pytest.mark.parametrize(
@@ -58,7 +71,8 @@ def test_classes(tmp_path):
         ([{"question": "?"}], r"begins with \['question'\], expected lines with 'prompt' and 'completion'"),
         ([], "begins with nothing"),
         ([{"text": None}], "text of example 1 is None, expected text"),
-        ([{"text": "a", "label": True}], "the label of example 1 is True, expected 0, 1"),
+        ([{"text": "a", "label": True}], "the label of example 1 is True, expected 0, 1, ..., or words"),
+        ([{"text": "a", "label": "x"}, {"text": "a", "label": 1}], "label of example 2 is 1, expected a word, as in"),
         ([{"text": "a", "label": 1}, {"text": "a"}], "line 2 has 'text', expected an object with 'label'"),
         ([{"text": "a"}, {"text": "a", "label": 1}], r"example 2 has \['text', 'label'\], and example 1 has "),
     ],

@@ -11,7 +11,7 @@ import torch
 from recipes.data import PackedText
 from recipes.data.text import NO_TARGET, python_topics
 from recipes.data.tokenizers import Bytes, FileTokenizer, load_tokenizer
-from tests.recipes.samples import tiny_llama
+from tests.recipes.samples import tiny_llama, word_model
 
 needs_tokenizers = pytest.mark.skipif(not find_spec("tokenizers"), reason="needs transformers")
 
@@ -97,6 +97,20 @@ def test_data_set_of_the_library_datasets(monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)  # not installed
     with pytest.raises(ModuleNotFoundError, match=r"which is not installed: pip install datasets"):
         ready("set")
+
+
+@pytest.mark.whole
+@needs_tokenizers
+def test_special_tokens_before_a_document():
+    pytest.importorskip("transformers", reason="writes a model")
+    folder = word_model(Path("model"), "Llama")
+    Path("text.txt").write_text("\n\n\n".join(["the film", "a film"] * 5))
+    data = PackedText("text.txt", tokenizer=str(folder), context=4)
+    data.prepare_data()
+    data.setup("fit")
+    tokens, targets = data.splits["test"][0]
+    assert tokens.tolist()[:2] == [3, 2]  # </s> <s>
+    assert targets.tolist()[-2:] == [6, 3]  # film </s>
 
 
 @pytest.mark.whole

@@ -79,7 +79,10 @@ def several_page(about: ReportSubject) -> tuple[str, list[str]]:
     sweep.set_labels()
     comparison = dict(redaction.containers(read_json(about.folder, "compare.json"))) if is_sweep else {}
     goal = sweep.goal if is_sweep else _goal(runs)
-    winner = best_of([run for run in runs if run.completed or not is_sweep], goal) if len(runs) > 1 else None
+    folds = sweep.folds if is_sweep else None
+    winner = None
+    if folds is None and len(runs) > 1:
+        winner = best_of([run for run in runs if run.completed or not is_sweep], goal)
     jobs, header = _jobs(sweep, is_sweep, winner, goal, comparison)
     names = list(dict.fromkeys(run.name for run in runs))
     settings, elsewhere = ([], []) if is_sweep else _differences(runs)
@@ -92,7 +95,7 @@ def several_page(about: ReportSubject) -> tuple[str, list[str]]:
         jobs=jobs,
         header=header,
         counts=Counter(run.status for run in runs),
-        tiles=_tiles(runs, winner, goal, "Jobs" if is_sweep else "Runs"),
+        tiles=[*_tile_of_folds(sweep, folds), *_tiles(runs, winner, goal, "Jobs" if is_sweep else "Runs")],
         common=sweep.common,
         differences=settings,
         shown=_DIFFERENCES,
@@ -221,6 +224,13 @@ def _colors(runs: Sequence[RunRecord], winner: RunRecord | None, goal: tuple[str
         order.sort(key=lambda index: math.inf if (value := values[index]) is None else sign * value)
     chosen = sorted(order[: len(PALETTE)])
     return [chosen.index(index) if index in chosen else None for index in range(len(runs))]
+
+
+def _tile_of_folds(sweep: Sweep, folds: tuple[tuple[str, ...], list[RunRecord]] | None) -> list[Tile]:
+    if folds is None or sweep.goal is None or (mean := sweep.mean(folds[1])) is None:
+        return []
+    about = " ".join((f"over {len(folds[1])} jobs", *folds[0]))
+    return [Tile(f"Mean {sweep.goal[0]}", f"{mean[0]:.4g} ± {mean[1]:.2g}", about, strong=True)]
 
 
 def _tiles(runs: Sequence[RunRecord], winner: RunRecord | None, goal: tuple[str, str] | None, noun: str) -> list[Tile]:

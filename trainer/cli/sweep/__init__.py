@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import re
 from pathlib import Path
 from statistics import fmean, stdev
 
@@ -29,9 +28,6 @@ from trainer.record.sweep_record import Sweep, load_sweep
 _ONLY_IN_FILES = ("run dir", "scale", "epochs")
 """Columns that ``summary.md`` has, but not the table on the terminal."""
 
-_REPEATS = re.compile(r"[+~]*(\w+\.)*(seed|fold)=")
-"""Start of overrides for seeds and folds. Jobs that differ only by these are averaged."""
-
 
 def report(folder: Path, since: float = 0.0, again: str = "") -> int:
     """Print the table of a sweep, and write it to ``summary.md`` and ``summary.json``.
@@ -48,20 +44,21 @@ def report(folder: Path, since: float = 0.0, again: str = "") -> int:
     if not sweep.runs:
         return 0
     too_long = ("curves", "environment")
+    best = sweep.best if sweep.folds is None else None
     numbers = [
-        {**{name: fact for name, fact in run.facts.items() if name not in too_long}, "best": run is sweep.best}
+        {**{name: fact for name, fact in run.facts.items() if name not in too_long}, "best": run is best}
         for run in sweep.runs
     ]
     (folder / "summary.json").write_text(json.dumps(numbers, indent=2) + "\n", encoding="utf-8")
-    header, rows = _rows(sweep, folder)
-    result = "\n\n".join(part for part in (_means(sweep), _best(sweep)) if part)
+    header, rows = _rows(sweep, best, folder)
+    result = "\n\n".join(part for part in (_means(sweep), _best(sweep, folder)) if part)
     text = f"{markdown_table(header, rows)}\n" + (f"\n{result}\n" if result else "")
     (folder / "summary.md").write_text(text, encoding="utf-8")
     shown = [place for place, name in enumerate(header) if name not in _ONLY_IN_FILES]
     cells = [[row[place].replace(" ", "\n") if place == 1 else row[place] for place in shown] for row in rows]
     Table(f"Sweep of {counted(len(rows), 'job')}", [header[place] for place in shown], cells).show()
     if result:
-        print_line(result, "bold green" if "Best: job" in result else "yellow")
+        print_line(result, "bold green" if sweep.best is not None else "yellow")
     for run in sweep.runs:
         if run.error:  # the line about the job has the whole error
             print_line(f"Job {run.job} {run.status}: {run.error if is_quiet() else shortened(run.error)}")
@@ -71,10 +68,10 @@ def report(folder: Path, since: float = 0.0, again: str = "") -> int:
     return sum(run.status not in SUCCESSFUL for run in sweep.runs)
 
 
-def _rows(sweep: Sweep, folder: Path) -> tuple[list[str], list[list[str]]]:
+def _rows(sweep: Sweep, best: RunRecord | None, folder: Path) -> tuple[list[str], list[list[str]]]:
     rows = [
         {
-            "job": f"{run.job}{' (best)' if run is sweep.best else ''}",
+            "job": f"{run.job}{' (best)' if run is best else ''}",
             "overrides": " ".join(own),
             "status": run.status,
             "epochs": format_number(run.epochs),
@@ -92,13 +89,8 @@ def _rows(sweep: Sweep, folder: Path) -> tuple[list[str], list[list[str]]]:
 
 def _means(sweep: Sweep) -> str:
     """Return lines with means and standard deviations (n - 1) of completed jobs that differ only by seed or fold."""
-    groups = dict[tuple[str, ...], list[RunRecord]]()
-    for run, own in zip(sweep.runs, sweep.own(), strict=True):
-        others = tuple(override for override in own if not _REPEATS.match(override))
-        if run.completed and len(others) < len(own):
-            groups.setdefault(others, []).append(run)
     lines = []
-    for others, members in groups.items():
+    for others, members in sweep.repetitions.items():
         repeated = Sweep(members)
         values = {
             repeated.titled(name): [math.nan if (value := run.value_of(name)) is None else value for run in members]
@@ -112,26 +104,42 @@ def _means(sweep: Sweep) -> str:
     return "\n".join(lines)
 
 
-def _best(sweep: Sweep) -> str:
-    """Return a sentence about the best job with its command, or about missing values; "" without an objective."""
-    best, goal = sweep.best, sweep.goal
+def _best(sweep: Sweep, folder: Path) -> str:
+    """Return sentences about the best job or folds with a command, or about missing values; "" without an objective."""
+    best, goal, folds = sweep.best, sweep.goal, sweep.folds
+    if folds is not None:
+        own, jobs = folds
+        text, mean = "", sweep.mean(jobs)
+        if own and goal is not None and mean is not None:
+            way = "lowest" if goal[1] == "min" else "highest"
+            value = f"{mean[0]:.4g} ± {mean[1]:.2g} over {len(jobs)} jobs"
+            text = f"Best: {' '.join(own)}, with the {way} mean {goal[0]}, {value}\n\n"
+        if all(job.paths.get("best_checkpoint") for job in jobs):
+            text += f"To average the predictions of these models:\n\n    {_use(jobs[0], 'predict', from_here(folder))}"
+        return text.strip()
     if best is not None and goal is not None:
-        own = " ".join(sweep.own()[sweep.runs.index(best)])
-        place = " at its best checkpoint" if best.reached(goal).is_best else ""
-        value = f"the {'lowest' if goal[1] == 'min' else 'highest'} {goal[0]}, {best.objective_value:.4g}{place}"
+        others = " ".join(sweep.own()[sweep.runs.index(best)])
+        where = " at its best checkpoint" if best.reached(goal).is_best else ""
+        value = f"the {'lowest' if goal[1] == 'min' else 'highest'} {goal[0]}, {best.objective_value:.4g}{where}"
         numbers = [f"hydra.job.num={best.job}", f"hydra.job.id={best.job}"]  # for interpolations in its config
         flags = best.facts.get("flags") or []
         words = [*flags, *best.chosen, *(numbers if "hydra:job." in str(best.config) else [])]
         command = command_line(best.command, *words)
-        text = f"Best: job {best.job}, with {value}{f': {own}' if own else ''}\n\n    {command}"
-        is_validated = place and goal[0] in best.stages.get("val", {})
-        if is_validated and run_of(Path(str(best.paths.get("best_checkpoint")))) == (folder := from_here(best.folder)):
-            pairs = zip(flags[::2], flags[1::2], strict=True)
-            others = [word for pair in pairs if pair[0] != "--config-name" for word in pair]  # ckpt= has a config
-            command = command_line("validate", *others, path_override("ckpt", folder))
+        text = f"Best: job {best.job}, with {value}{f': {others}' if others else ''}\n\n    {command}"
+        is_validated = where and goal[0] in best.stages.get("val", {})
+        if is_validated and run_of(Path(str(best.paths.get("best_checkpoint")))) == (place := from_here(best.folder)):
+            command = _use(best, "validate", place)
             text += f"\n\nTo use its best checkpoint (test, predict and export take the same ckpt=):\n\n    {command}"
         return text
     objectives = {run.objective for run in sweep.runs if run.objective}
     if len(objectives) == 1 and any(run.completed for run in sweep.runs):
         return f"There is no best job: no job has a finite value of {objectives.pop()[0]}."
     return ""
+
+
+def _use(run: RunRecord, command: str, folder: Path) -> str:
+    """Return the command line that runs ``command`` with ``ckpt=FOLDER`` and finds the configs of ``run``."""
+    flags = run.facts.get("flags") or []
+    pairs = zip(flags[::2], flags[1::2], strict=True)
+    others = [word for pair in pairs if pair[0] != "--config-name" for word in pair]  # ckpt= has a config
+    return command_line(command, *others, path_override("ckpt", folder))
