@@ -35,6 +35,7 @@ from trainer.errors import (
     warn,
 )
 from trainer.loop.run_state import RunState
+from trainer.loop.schedule_free import schedule_free
 from trainer.metrics.metric_objects import MetricObjects, reset
 from trainer.state.progress import EPOCH_ENDED, FitProgress
 from trainer.state.snapshot import selected
@@ -215,6 +216,8 @@ def restore_optimizers(run: RunState, checkpoint: dict[str, Any]) -> None:
         for one, own in zip(inner, states, strict=False):
             with keep_dtypes([one], [own], saved), keep_sharing(optimizer):
                 one.load_state_dict(own)
+    for optimizer in schedule_free(engine.optimizers):
+        optimizer.train()  # restores the training weights; `state_dict` has the averages
 
 
 def schedule_states(run: RunState, _: dict[str, Any]) -> list[dict[str, Any]]:

@@ -14,6 +14,7 @@ written to the checkpoint, which is restored afterwards. All other schedules are
 
 from __future__ import annotations
 
+import inspect
 import logging
 import math
 import re
@@ -121,7 +122,7 @@ def announce_restored(run: RunState, checkpoint: dict[str, Any], advice: str) ->
     for holder, current, saved in found:
         set_by_schedule = (("initial_lr", "lr"), ("max_momentum", "momentum"), ("max_momentum", "betas"))
         without = {*_CHOICES, *(name for key, name in set_by_schedule if key in current.keys() & saved.keys())}
-        names = [name for name in current if name in saved and name not in without]
+        names = [name for name in current if name in saved and name not in without | _counters(holder)]
         changed = {name: (current[name], saved[name]) for name in names if _plain(current[name]) != _plain(saved[name])}
         if changed and holder not in reported:
             reported.add(holder)
@@ -130,6 +131,13 @@ def announce_restored(run: RunState, checkpoint: dict[str, Any], advice: str) ->
                 f"{type(holder).__name__} continues with {former} from the checkpoint; the code has {own}, which has no"
                 f" effect. To train with {own}, {advice}."
             )
+
+
+def _counters(holder: Any) -> set[str]:
+    """Return the values in an optimizer's groups that its steps set: its class does not take them as arguments."""
+    arguments = inspect.signature(type(holder)).parameters.values()
+    takes_any = any(one.kind is one.VAR_KEYWORD for one in arguments)
+    return set() if takes_any else set(getattr(holder, "defaults", ())) - {one.name for one in arguments}
 
 
 def _of_other_classes(run: RunState, checkpoint: dict[str, Any], kind: str, states: list[dict[str, Any]]) -> list[int]:
