@@ -37,11 +37,14 @@ class ScheduleFree(torch.optim.Optimizer):
 
     def _switch(self, trains, weight):
         for group in self.param_groups:
-            if group["trains"] is not trains:
+            if self.mode_of(group)["trains"] is not trains:
                 for p in group["params"]:
                     if p in self.state:
                         p.lerp_(self.state[p]["z"], weight)
-                group["trains"] = trains
+                self.mode_of(group)["trains"] = trains
+
+    def mode_of(self, group):
+        return group
 
     @torch.no_grad()
     def train(self):
@@ -57,7 +60,7 @@ class ScheduleFree(torch.optim.Optimizer):
             with torch.enable_grad():
                 closure()
         for group in self.param_groups:
-            assert group["trains"]
+            assert self.mode_of(group)["trains"]
             group["steps"] += 1
             for p in group["params"]:
                 if p.grad is not None:
@@ -65,6 +68,17 @@ class ScheduleFree(torch.optim.Optimizer):
                     x = p.lerp(z, 1 - 1 / BETA)
                     z.sub_(p.grad, alpha=group["lr"])
                     p.copy_(x.lerp_(z, 1 / group["steps"]).lerp(z, 1 - BETA))
+
+
+class ModeInAttribute(ScheduleFree):
+    """Its state dict does not contain its mode."""
+
+    def __init__(self, params):
+        super().__init__(params)
+        self.mode = {"trains": False}
+
+    def mode_of(self, group):
+        return self.mode
 
 
 def copy_of(module):
@@ -87,6 +101,12 @@ class Module(Regression):
             self.checked = copy_of(self.net)
         else:
             self.validated.append(copy_of(self.net))
+
+
+class ModuleWithModeInAttribute(Module):
+    def __init__(self):
+        super().__init__()
+        self.make_optimizer = ModeInAttribute
 
 
 def by_hand(batches, precision="32-true", window=1):
@@ -142,12 +162,13 @@ def test_fit_equals_a_hand_written_loop(tmp_path, precision, window):
     assert_identical([*without.trained, copy_of(without.net)], [*trained, averages[-1]])
 
 
-def test_resume_from_each_checkpoint_is_exact(tmp_path, caplog):
+@pytest.mark.parametrize("kind", [Module, ModuleWithModeInAttribute])
+def test_resume_from_each_checkpoint_is_exact(tmp_path, caplog, kind):
     saver, averages, checked = SavesEverywhere(tmp_path), by_hand(make_batches(BATCHES))[1], 0
-    trainer, module = fit(tmp_path, saver, enable_checkpointing=True)
+    trainer, module = fit(tmp_path, saver, kind=kind, enable_checkpointing=True)
     trainer.save_checkpoint(tmp_path / "end.ckpt")
     for path in [*saver.files, tmp_path / "end.ckpt"]:
-        resumed = fit(tmp_path / "resumed", ckpt_path=path)[1]
+        resumed = fit(tmp_path / "resumed", kind=kind, ckpt_path=path)[1]
         if resumed.checked is not None:  # in the sanity check
             checked += 1
             batches = torch.load(path, weights_only=True)["loops"]["amp_trainer"]["progress"]["batches"]

@@ -216,8 +216,6 @@ def restore_optimizers(run: RunState, checkpoint: dict[str, Any]) -> None:
         for one, own in zip(inner, states, strict=False):
             with keep_dtypes([one], [own], saved), keep_sharing(optimizer):
                 one.load_state_dict(own)
-    for optimizer in schedule_free(engine.optimizers):
-        optimizer.train()  # restores the training weights; `state_dict` has the averages
 
 
 def schedule_states(run: RunState, _: dict[str, Any]) -> list[dict[str, Any]]:
@@ -319,6 +317,8 @@ def roll_back(
     if not is_same_epoch:  # drop the values logged in an epoch that has ended
         process |= {"metrics": {**process["metrics"], "entries": []}}
     run.process.load(process, stops=False)
+    for optimizer in schedule_free(run.optimizers):
+        optimizer.train()  # `state_dict` has the averages. After a resume, the first epoch does this
     progress.closing = loop.window.is_last  # of the checkpoint; the update is counted again after the batch
     progress.updates -= progress.closing
 
