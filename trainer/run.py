@@ -544,7 +544,7 @@ class Run:
         try:
             with suppress(Exception):  # report `error`, even if the outcome cannot be read
                 self._loop.resolve_outcome()
-                use_averages(self._run.optimizers if self._run.fits else ())
+                use_averages(self._run.optimizers)
             for callback in trainer.callbacks if trainer.lightning_module is not None else ():
                 callback.on_exception(trainer, trainer.lightning_module, error)
             if (datamodule := trainer.datamodule) is not None:

@@ -41,18 +41,18 @@ def prepare(wrapped: Any, session: Session) -> None:
         session.replace(owner, "train", train)
 
 
-def use_averages(optimizers: Iterable[Any]) -> None:
-    """Leave the averages of schedule-free optimizers in the module, at the end of a fit."""
-    for optimizer in schedule_free(optimizers):
+def use_averages(optimizers: Iterable[Any]) -> list[Any]:
+    """Switch schedule-free optimizers to their averages. Return those that had the training weights until now."""
+    training = [one for one in schedule_free(optimizers) if not any(_COPY in state for state in _states(one))]
+    for optimizer in training:
         optimizer.eval()
+    return training
 
 
 @contextmanager
 def averaged(optimizers: Iterable[Any]) -> Iterator[None]:
     """Return a context for validations and checkpoints: the module has the averages of schedule-free optimizers."""
-    training = [optimizer for optimizer in schedule_free(optimizers) if not any(map(_has_copy, _states(optimizer)))]
-    for optimizer in training:
-        optimizer.eval()
+    training = use_averages(optimizers)
     try:
         yield
     finally:
@@ -61,16 +61,13 @@ def averaged(optimizers: Iterable[Any]) -> Iterator[None]:
 
 
 def _states(optimizer: Any) -> list[dict[str, Any]]:
+    # a parameter without a state has not been updated: both weights are equal
     return [optimizer.state.get(parameter, {}) for parameter in parameters_of(optimizer)]
-
-
-def _has_copy(state: dict[str, Any]) -> bool:
-    return _COPY in state
 
 
 def _keep_and_average(optimizer: Any, average: Callable[[], Any]) -> None:
     for parameter, state in zip(parameters_of(optimizer), _states(optimizer), strict=True):
-        if state and _COPY not in state:  # without a state, both weights are equal
+        if _COPY not in state:
             state[_COPY] = parameter.detach().clone()
     average()
 
