@@ -15,20 +15,26 @@ from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LRScheduler, OneCycleLR
 
+from recipes.optimizers import MuonWithAdamW
+
 
 def with_schedule(
-    optimizer: Optimizer, make_scheduler: Callable[[Optimizer, int], LRScheduler] | None, module: LightningModule
+    optimizer: Optimizer | MuonWithAdamW,
+    make_scheduler: Callable[[Optimizer, int], LRScheduler] | None,
+    module: LightningModule,
 ) -> OptimizerLRScheduler:
     """Return the value for ``configure_optimizers``: the optimizer, and a schedule that is stepped after each step.
 
     Args:
-        optimizer: the optimizer.
+        optimizer: the optimizer; for `MuonWithAdamW`, the value has two, each with the schedule.
         make_scheduler: one of the factories of this module, with its options bound; None: a constant learning rate.
         module: the module with this optimizer; its trainer computes the number of optimizer steps of the run.
 
     Raises:
         ValueError: there is a schedule, and the run has no end.
     """
+    if isinstance(optimizer, MuonWithAdamW):
+        return [with_schedule(one, make_scheduler, module) for one in optimizer.optimizers(module)]
     if make_scheduler is None:
         return optimizer
     total_steps = module.trainer.estimated_stepping_batches

@@ -39,6 +39,7 @@ from trainer.loop.manual_optimization import ManualOptimization
 from trainer.loop.optimizers import with_closure
 from trainer.loop.overrides import overrides
 from trainer.loop.own_batches import draw_in_evaluation, draw_in_fit
+from trainer.loop.schedule_free import schedule_free
 from trainer.loop.schedules import Schedules
 from trainer.state.progress import STARTED
 
@@ -133,6 +134,8 @@ class Preparation:
     def _follow_changes(self, before: dict[str, Any]) -> None:
         """Apply changes of the callbacks, and refuse changes of the module's methods."""
         _refuse_changes(self._module, before)
+        for optimizer in schedule_free(self._engine.optimizers):
+            optimizer.train()  # also groups that a callback has added
         if self.hooks.follow(self._trainer.callbacks):
             self._loop.take_optimizers()
             loop = self._trainer.eval_loops[RunningStage.VALIDATING]

@@ -42,6 +42,7 @@ from trainer.loop.closures import refuse_bare_steps
 from trainer.loop.hooks import CURRENT_HOOK
 from trainer.loop.manual_optimization import count_bare_steps
 from trainer.loop.optimizers import returned_none
+from trainer.loop.schedule_free import averaged, use_averages
 from trainer.metrics.logging import attach_log
 from trainer.metrics.metric_objects import add_tracked, update_counts
 from trainer.metrics.metrics import to_scalars
@@ -410,7 +411,8 @@ class Run:
             state.stage, loop.sanity_checking = RunningStage.SANITY_CHECKING, True
             preparation.hooks.on_sanity_check_start()
             preparation.evaluation(RunningStage.VALIDATING, inference_mode=False)
-            loop.run(limit=trainer.num_sanity_val_steps)
+            with averaged(self._run.optimizers):
+                loop.run(limit=trainer.num_sanity_val_steps)
             preparation.hooks.on_sanity_check_end()
             state.stage, loop.sanity_checking = RunningStage.TRAINING, False
         self._published.clear()
@@ -453,7 +455,8 @@ class Run:
         loop.progress.begin_epoch(self._progress.epoch)
         training = self._loop.metrics
         updates_before = update_counts(entry.metric for entry in training.entries.values())
-        loop.run()
+        with averaged(self._run.optimizers):
+            loop.run()
         self._process.end_validation()
         training.refuse_shared_metrics(updates_before)
         self._loop.limits.restart_validation_clock()
@@ -539,6 +542,7 @@ class Run:
         try:
             with suppress(Exception):  # report `error`, even if the outcome cannot be read
                 self._loop.resolve_outcome()
+                use_averages(self._run.optimizers)
             for callback in trainer.callbacks if trainer.lightning_module is not None else ():
                 callback.on_exception(trainer, trainer.lightning_module, error)
             if (datamodule := trainer.datamodule) is not None:

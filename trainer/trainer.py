@@ -49,6 +49,7 @@ from trainer.loop.accumulation import AccumulationWindow, count_windows
 from trainer.loop.evaluation import EvalLoop
 from trainer.loop.fit import FitLoop
 from trainer.loop.run_state import RunState
+from trainer.loop.schedule_free import averaged
 from trainer.metrics.logging import LoggerConnector
 from trainer.metrics.metrics import PublishedMetrics
 from trainer.precision.base import Precision
@@ -390,8 +391,10 @@ class Trainer(TrainerBase):
                 " `Trainer.save_checkpoint()` before calling `Trainer.{fit,validate,test,predict}`?"
             )
         connector = self._checkpoint_connector
+        self.loop.resolve_outcome()
         with (
             self.profiler.profile("save_checkpoint"),
+            averaged(self.engine.optimizers),
             training_weights(self.callbacks, self.lightning_module),
             connector.saving_to(filepath),
         ):

@@ -8,7 +8,7 @@ from tests.docs.pages import ROOT
 
 PAGE = ROOT / "docs" / "scaling.md"
 ENGINES = ["one device", "DDP", "FSDP", "DeepSpeed"]
-REFUSED = {"Fused SGD", "Ignored parameters (`ignored_params`)", "`GradientCheck`"}
+REFUSED = {"Fused SGD", "Schedule-free optimizers", "Ignored parameters (`ignored_params`)", "`GradientCheck`"}
 """Features that a sharded engine refuses, and no others."""
 
 KEPT_BY_DEEPSPEED = {"off", "refused", "synchronizes"}

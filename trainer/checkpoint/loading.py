@@ -35,6 +35,7 @@ from trainer.errors import (
     warn,
 )
 from trainer.loop.run_state import RunState
+from trainer.loop.schedule_free import schedule_free
 from trainer.metrics.metric_objects import MetricObjects, reset
 from trainer.state.progress import EPOCH_ENDED, FitProgress
 from trainer.state.snapshot import selected
@@ -311,6 +312,8 @@ def roll_back(
     if not is_same_epoch:  # drop the values logged in an epoch that has ended
         process |= {"metrics": {**process["metrics"], "entries": []}}
     run.process.load(process, stops=False)
+    for optimizer in schedule_free(run.optimizers):
+        optimizer.train()  # `state_dict` has the averages. After a resume, the first epoch does this
     progress.closing = loop.window.is_last  # of the checkpoint; the update is counted again after the batch
     progress.updates -= progress.closing
 

@@ -52,6 +52,7 @@ from trainer.loop.gradients import Gradients, zero_loss
 from trainer.loop.optimizers import set_up_optimizers
 from trainer.loop.overrides import overridden, overrides
 from trainer.loop.run_state import RunState, state_of
+from trainer.loop.schedule_free import prepare, schedule_free
 from trainer.precision.base import Precision
 from trainer.precision.scaler import LossScaler
 from trainer.state.snapshot import Lost
@@ -350,6 +351,8 @@ class LightningEngine:
             ) from error
         if fitting:
             self._follow_averages(session)
+            for wrapped in schedule_free(self.wrapped_optimizers):
+                prepare(wrapped, session)
             _refuse_outside_parameters(self.model, self.optimizers)
         self._trained = self._trained_parameters()
 

@@ -52,6 +52,7 @@ class Engine(Protocol):
     schedules: list[LRSchedulerConfig]
     kinds: dict[str, list[str]]
     device: torch.device
+    kind: str
     module: LightningModule
     exposes_gradients: bool
     keeps_optimizers: bool

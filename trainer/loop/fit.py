@@ -23,6 +23,7 @@ from trainer.loop.batch_path import NO_PATH, TrainingPath, TrainingWrapper
 from trainer.loop.engine_protocol import Engine
 from trainer.loop.gradients import total_norm
 from trainer.loop.hooks import NO_HOOKS, Hooks
+from trainer.loop.schedule_free import use_averages
 from trainer.loop.schedules import Schedules
 from trainer.metrics.metrics import MetricStore, PublishedMetrics
 from trainer.precision.scaler import UpdateOutcome
@@ -167,6 +168,7 @@ class FitLoop:
             self.end_epoch()
         self.close_window_early()
         self.count_update()
+        use_averages(self.optimizers)
         self.hooks.on_train_end()
         self.resolve_outcome()
 

@@ -7,11 +7,12 @@ interval of a schedule may be ``"batch"``, which counts batches, while ``"step"`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch import LightningModule
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.core import optimizer as parsing
 from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult
 from lightning.pytorch.strategies import Strategy
@@ -21,10 +22,12 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from trainer.common.module_tree import parameters_of
-from trainer.errors import ConfigurationError, rank_zero_warn
+from trainer.errors import ConfigurationError, UnsupportedError, rank_zero_warn
 from trainer.loop.closures import needs_closure
 from trainer.loop.engine_protocol import Engine
 from trainer.loop.overrides import overrides
+from trainer.loop.run_state import state_of
+from trainer.loop.schedule_free import schedule_free
 
 
 class MultipleOptimizersError(ConfigurationError, RuntimeError):
@@ -70,6 +73,8 @@ def set_up_optimizers(strategy: Strategy, engine: Engine, trainer: pl.Trainer) -
         _check_several(module, optimizers, owns_step)
     strategy.optimizers, strategy.lr_scheduler_configs = optimizers, configs
     engine.kinds = kinds_of(optimizers, configs)
+    for optimizer in schedule_free(optimizers):
+        _check_schedule_free(optimizer, engine, state_of(trainer).callbacks)
 
 
 def kinds_of(optimizers: list[Optimizer], configs: list[Any]) -> dict[str, list[str]]:
@@ -151,6 +156,21 @@ def _check_several(module: LightningModule, optimizers: list[Optimizer], owns_st
                     f" {index}, expected each parameter in one of them: its gradient would be unscaled and clipped"
                     " twice. Give it to one, or set `self.automatic_optimization = False`."
                 )
+
+
+def _check_schedule_free(optimizer: Any, engine: Engine, callbacks: Iterable[Any]) -> None:
+    """Refuse a schedule-free optimizer if the engine or a callback cannot be used with it."""
+    name = type(optimizer).__name__
+    if engine.kind != "ddp":
+        raise UnsupportedError(
+            f"Got {name}, which has `train()` and `eval()`, with strategy={engine.kind!r}; expected strategy='ddp' or"
+            " one device. Or use AdamW with a schedule."
+        )
+    if averages := [c for c in callbacks if isinstance(c, (WeightAveraging, StochasticWeightAveraging))]:
+        raise ConfigurationError(
+            f"Got {name} with {type(averages[0]).__name__}, and both average the weights. Remove the callback:"
+            f" validation and checkpoints use the average of {name}."
+        )
 
 
 def returned_none(optimizers: Sequence[Optimizer]) -> bool:

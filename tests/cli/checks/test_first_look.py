@@ -4,6 +4,8 @@ import json
 import os
 import random
 import sys
+from itertools import takewhile
+from textwrap import dedent
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,12 +14,12 @@ import torch
 from torch import nn
 
 from tests.cli.conftest import write
-from tests.support import HAS_FSDP2
+from tests.support import HAS_FSDP2, assert_identical, loss_of, make_batches, make_net
 from trainer.cli import main
 from trainer.cli.checks import LoadedBatch, Recipe, first_look, steps
 from trainer.cli.checks.batch import classes_of, describe, images_in, labels_out_of_range, load, save_images, suspicious
 from trainer.cli.checks.layers import SCALE, Layer, largest_scale
-from trainer.cli.checks.steps import part_for
+from trainer.cli.checks.steps import describe_groups, part_for
 
 MODULE = """
 import random
@@ -89,6 +91,17 @@ class Net(L.LightningModule):
         optimizer = self.make_optimizer(self.parameters())
         scheduler = {"scheduler": ReduceLROnPlateau(optimizer), "monitor": "val_loss"}
         return {"optimizer": optimizer, "lr_scheduler": scheduler}
+
+
+class GroupPerParameter(Net):
+    def __init__(self, optimizer):
+        super().__init__(optimizer)
+        self.first = torch.nn.Sequential(self.first, *[torch.nn.Linear(8, 8) for _ in range(5)])
+
+    def configure_optimizers(self):
+        rates = {"first": 0.1, "second": 0.2}
+        groups = [{"params": [p], "lr": rates.get(n.split(".")[0], 0.0)} for n, p in self.named_parameters()]
+        return self.make_optimizer(groups)
 
 
 class Failing(Net):
@@ -235,6 +248,36 @@ def test_manual_optimization_and_own_data_are_shown_without_a_memory_prediction(
     assert [entry["name"] for entry in found["batch"]] == ["batch[0]", "batch[1]"]
     assert [row["measured"] for row in found["loading"]] == ["loading a batch", "a step"]
     assert "memory" not in found
+
+
+def groups_by_layer(net):
+    return [{"params": parameter, "lr": 0.1 if "0" in name else 0.05} for name, parameter in net.named_parameters()]
+
+
+def trained(lines, net):
+    """Return the weights after three steps with a group for each parameter, and ``lines`` in configure_optimizers."""
+    names = {"optimizer": torch.optim.AdamW(groups_by_layer(net), weight_decay=0.1)}
+    exec(lines, names)
+    optimizer = names["optimizer"]
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    for batch in make_batches(3):
+        loss_of(net, batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+    return optimizer, dict(net.state_dict())
+
+
+def test_shown_lines_merge_equal_groups(capsys):
+    """The lines are executed as they are printed."""
+    assert main(["checks", "+recipe=mine", "model._target_=looked_at.GroupPerParameter"]) == 0
+    before, _, after = capsys.readouterr().out.partition("configure_optimizers, before a schedule is created:\n")
+    assert before.splitlines()[-1].startswith("Note: SGD has 15 parameter groups with 3 different settings, and")
+    lines = dedent("".join(takewhile(lambda line: line.startswith("    "), after.splitlines(keepends=True))))
+    few, apart = (trained(one, make_net()) for one in (lines, ""))
+    assert [len(optimizer.param_groups) for optimizer, _ in (few, apart)] == [2, 6]
+    assert_identical(few[1], apart[1])
+    assert describe_groups(apart[0]) is None  # too few to matter
 
 
 # --- batches --------------------------------------------------------------------------------------------------

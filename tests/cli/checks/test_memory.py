@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from recipes.language_model import LanguageModel
+from tests.loop.test_schedule_free import ScheduleFree
 from tests.support import Regression, make_batches, needs_fsdp2
 from trainer.cli import main
 from trainer.cli.checks.fake_step import LiveMemory, look, measure
@@ -48,6 +49,13 @@ def test_peak_on_one_device():
     assert single.after == pytest.approx(16 * parameters(), rel=1e-3)
     # The peak is the optimizer's step: the forward pass has the memory of the gradients (scripts/benchmark_memory).
     assert single.peak == pytest.approx(single.after, rel=0.005)
+
+
+def test_schedule_free_optimizer():
+    """Weights, gradients and one state of the same size."""
+    (batch,) = make_batches(1)
+    step = measure(partial(Regression, optimizer=ScheduleFree), batch, Precision(), nothing, None)
+    assert step.after == 3 * sum(4 * parameter.numel() for parameter in Regression().parameters())
 
 
 READS = {"on_before_zero_grad": lambda self, optimizer: None}  # gradients before they are cleared

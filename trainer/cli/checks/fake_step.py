@@ -30,6 +30,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from trainer.common.parts import local
 from trainer.diagnosis.sync_detector import Synchronization, SyncWatch
 from trainer.distributed.sharding.wrap import find_blocks
+from trainer.loop.schedule_free import schedule_free
 from trainer.precision import MixedPrecision, cuda_autocast_ops
 from trainer.precision.autocast_ops import ops_that_differ
 
@@ -178,6 +179,8 @@ def _optimizers(module: Any) -> list[Optimizer]:
     )
     made = module.configure_optimizers()
     optimizers = [leaf for leaf in tree_leaves(made) if isinstance(leaf, Optimizer)]
+    for optimizer in schedule_free(optimizers):
+        optimizer.train()
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             if "foreach" in group and group["foreach"] is None and not group.get("fused"):

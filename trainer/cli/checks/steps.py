@@ -19,6 +19,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from torch.optim import Optimizer
 
 from trainer.cli.checks import Findings, Recipe
 from trainer.cli.execution import assemble
@@ -35,6 +36,14 @@ _SEEDS = ("PL_GLOBAL_SEED", "PL_SEED_WORKERS")
 _OPERATIONS = 1e11  # maximum number of operations of all steps on a CPU: a few seconds
 _STEPS = 5  # maximum number of steps; the first one warms up
 _SECONDS = 1.5  # time limit of the steps
+_MANY_GROUPS = 10  # fewer parameter groups are not worth a remark
+
+MERGE = """groups = {}
+for group in optimizer.param_groups:
+    settings = repr(sorted((name, value) for name, value in group.items() if name != "params"))
+    groups.setdefault(settings, {**group, "params": []})["params"].extend(group["params"])
+optimizer.param_groups = list(groups.values())"""
+"""Merges the parameter groups that have equal settings."""
 
 
 def part_for(recipe: Recipe, device: torch.device, free: int) -> tuple[Any, str]:
@@ -69,7 +78,8 @@ def time_step(found: Findings, recipe: Recipe, batch: Any, samples: int) -> dict
     """Run a few steps in the precision of the run, and return a row with the time of a step on the whole batch.
 
     Args:
-        found: gets a remark about the layers that compute in float8 with ``fp8-mixed``.
+        found: gets a remark about the layers that compute in float8 with ``fp8-mixed``, and about parameter groups that
+            could be merged.
         recipe: the recipe.
         batch: the batch, or a part of it.
         samples: number of samples in the whole batch.
@@ -84,8 +94,25 @@ def time_step(found: Findings, recipe: Recipe, batch: Any, samples: int) -> dict
         reasons = join_first((f"{name!r} {reason}" for name, reason in others.items()), 6, "; ")
         rest, names = f" The others do not: {reasons}." if others else "", join_first(map(repr, chosen), 6)
         found.remark(f"{len(chosen)} of {len(chosen) + len(others)} Linear layers compute in float8: {names}.{rest}")
+    for optimizer in trainer.optimizers:
+        if (remark := describe_groups(optimizer)) is not None:
+            found.remark(remark)
     about = f"{trainer.precision} on {device_of(trainer)}" + (f", measured with {taken} samples" if taken else "")
     return {"measured": "a step", "seconds": seconds * (samples / taken if taken else 1.0), "about": about}
+
+
+def describe_groups(optimizer: Optimizer) -> str | None:
+    """Return advice to merge parameter groups with equal settings. None if there are few."""
+    groups = optimizer.param_groups
+    different = {repr(sorted((name, value) for name, value in g.items() if name != "params")) for g in groups}
+    if len(groups) - len(different) < _MANY_GROUPS:
+        return None
+    indented = MERGE.replace("\n", "\n    ")
+    return (
+        f"{type(optimizer).__name__} has {len(groups)} parameter groups with {len(different)} different settings, and"
+        " updates one group after the other. Merge those with equal settings: add these lines to configure_optimizers,"
+        f" before a schedule is created:\n    {indented}"
+    )
 
 
 class _Clock(Clock):
